@@ -1,0 +1,57 @@
+# Two commands for newcomers: `make demo` and `make test`. Everything else is for maintainers.
+# Each target installs what it needs first; nothing has to be prepared by hand.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3.11
+TOOLS := .tools
+UV := $(TOOLS)/bin/uv
+RUN := $(UV) run --no-sync
+
+# A folder of wheels that pip would prefer (a CPU build of torch, say) is preferred by uv as well.
+ifdef PIP_FIND_LINKS
+export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
+endif
+
+.PHONY: help
+help: ## Show the targets
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
+
+$(UV):
+	$(PYTHON) -m venv $(TOOLS)
+	$(TOOLS)/bin/pip install --quiet "uv>=0.9"
+
+.PHONY: sync
+sync: $(UV) ## Install the workspace and its development tools into .venv
+	$(UV) sync --quiet --all-packages --python $(PYTHON)
+
+.PHONY: demo
+demo: sync ## Train a tiny model with GRPO through the data plane; reward.png shows it learn
+	$(RUN) grpo-trainer train
+
+.PHONY: test
+test: sync ## Run every test of every package, service and integration
+	$(RUN) pytest
+
+.PHONY: lint
+lint: sync ## Check style and formatting
+	$(RUN) ruff check .
+	$(RUN) ruff format --check .
+
+.PHONY: format
+format: sync ## Apply style and formatting
+	$(RUN) ruff check --fix .
+	$(RUN) ruff format .
+
+.PHONY: types
+types: sync ## Check types, strict on packages and services
+	$(RUN) mypy packages/*/src services/*/src
+
+.PHONY: isolation
+isolation: sync ## Build each package's wheel and test it in an environment of its own
+	$(RUN) python integration/isolation.py
+
+.PHONY: ci
+ci: lint types test isolation ## What continuous integration runs

@@ -1,0 +1,276 @@
+"""`DataPlaneClient`: the boundary between training code and a store.
+
+The abstract methods are the published contract; their names, argument order and defaults do not
+change. What goes beyond it comes as keyword-only arguments and as methods with a default
+implementation, so that an adapter written for the contract alone stays valid.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar  # Any: tags hold the caller's own primitives
+
+from dataplane_core.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from types import TracebackType
+    from typing import Self
+
+    from tensordict import TensorDict
+
+    from dataplane_core.meta import KVBatchMeta
+
+
+@dataclass(frozen=True, kw_only=True)
+class Capabilities:
+    """Which promises a client keeps. A promise that is not kept is False, never silently broken.
+
+    Attributes:
+        read_your_writes: after put_samples returned, every process reads those fields.
+        no_torn_rows: a (sample, field) is visible to claims only after its bytes are readable.
+        exclusive_claims: two claims of one task never share a sample.
+        leases: with ``claim_lease_s`` set, an unsettled claim can be claimed again.
+        conservation: `DataPlaneClient.count_samples` accounts for every sample ever put.
+        safe_clear: clearing leased samples is refused unless forced.
+        backpressure: a put past capacity waits, then raises `CapacityExceeded`.
+        bounded_waits: every blocking call has a deadline and a typed error.
+        survivable: a dead controller, unit or peer gives a typed error within seconds.
+        group_claims: with ``grpo_group_size`` set, a claim takes groups whole.
+    """
+
+    read_your_writes: bool = True
+    no_torn_rows: bool = True
+    exclusive_claims: bool = True
+    bounded_waits: bool = True
+    leases: bool = False
+    conservation: bool = False
+    safe_clear: bool = False
+    backpressure: bool = False
+    survivable: bool = False
+    group_claims: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskCounts:
+    """Where every sample ever put into a partition stands for one task.
+
+    At every moment ``put == ready + not_ready + leased + acknowledged + cleared``.
+
+    Attributes:
+        put: samples put since the partition was registered.
+        ready: could be claimed now.
+        not_ready: present but lacking a required field.
+        leased: claimed, not yet acknowledged.
+        acknowledged: settled and still present.
+        cleared: dropped from the store, whatever they were before.
+    """
+
+    put: int
+    ready: int
+    not_ready: int
+    leased: int
+    acknowledged: int
+    cleared: int
+
+
+class DataPlaneClient(ABC):
+    """A store of samples by field, shared by the processes of a training job.
+
+    Three groups of methods. Task-mediated: `register_partition`, `claim_meta`, `get_data`,
+    `check_consumption_status`, for stages that wait for what an earlier stage produces. By key:
+    `put_samples`, `get_samples`, `clear_samples`, for stages that know their ids. Lifecycle:
+    `close`; a client is also a context manager.
+
+    A field of a sample becomes visible by being put; there is no separate "stage finished" call.
+    Clients may be used from several threads.
+    """
+
+    capabilities: ClassVar[Capabilities] = Capabilities()
+
+    @abstractmethod
+    def register_partition(
+        self,
+        partition_id: str,
+        fields: list[str],
+        num_samples: int,
+        consumer_tasks: list[str],
+        grpo_group_size: int | None = None,
+        enums: dict[str, list[str]] | None = None,
+    ) -> None:
+        """Declare a partition; a second call under the same name replaces the declaration.
+
+        Rows that are present stay, and so does what a task that is declared again has claimed.
+
+        Args:
+            partition_id: name of the partition.
+            fields: the fields that producers are expected to write. Others may be written too.
+            num_samples: how many samples will be put. A blocking claim uses it to know when no
+                more are to come.
+            consumer_tasks: tasks that may claim, each with its own cursor.
+            grpo_group_size: samples per prompt, for clients with ``capabilities.group_claims``.
+            enums: for string columns with a fixed vocabulary, field name to allowed values; a put
+                of another value is refused.
+
+        Raises:
+            InvalidRequestError: (a ValueError) on an empty name or a negative count.
+        """
+
+    @abstractmethod
+    def claim_meta(
+        self,
+        partition_id: str,
+        task_name: str,
+        required_fields: list[str],
+        batch_size: int,
+        dp_rank: int | None = None,
+        blocking: bool = True,
+        timeout_s: float = 60.0,
+    ) -> KVBatchMeta:
+        """Claim up to ``batch_size`` samples of which all ``required_fields`` are there.
+
+        A sample is handed to a task once; it stays readable until it is cleared. Blocking, the call
+        waits for ``batch_size`` ready samples, or until the samples that the task has not claimed
+        are all ready, none is still to be put (of the declared ``num_samples``) and they are fewer;
+        then it returns that remainder, which may be empty. Not blocking, it returns what is ready.
+
+        Args:
+            partition_id: partition to claim from.
+            task_name: the consumer task.
+            required_fields: fields that must be there.
+            batch_size: most samples to claim, at least 1.
+            dp_rank: data-parallel rank of the caller, for clients that balance over ranks.
+            blocking: wait for a full batch.
+            timeout_s: how long to wait, in seconds.
+
+        Returns:
+            A meta with ``task_name`` set, ``fields`` = ``required_fields`` and, if the tags hold
+            ``input_lengths``, ``sequence_lengths``. With leases on, ``extra_info["lease"]`` holds
+            the token that `acknowledge`, `renew` and `release` need.
+
+        Raises:
+            PartitionNotFoundError: (KeyError, ValueError) the partition is not registered.
+            UnknownTaskError: (KeyError) the task is not declared; names those that are.
+            ClaimTimeoutError: (TimeoutError) says how many were ready, how many are missing and
+                which fields they lack; nothing is claimed.
+        """
+
+    @abstractmethod
+    def get_data(self, meta: KVBatchMeta, select_fields: list[str] | None = None) -> TensorDict:
+        """Fetch ``select_fields``, else ``meta.fields``, of the rows of ``meta``.
+
+        Raises:
+            InvalidRequestError: (a ValueError) if neither names the fields.
+            MissingDataError: as `get_samples`.
+        """
+
+    @abstractmethod
+    def check_consumption_status(self, partition_id: str, task_names: list[str]) -> bool:
+        """True iff the partition holds samples and each task has claimed every one of them.
+
+        False for a partition or a task that is not known.
+        """
+
+    @abstractmethod
+    def put_samples(
+        self,
+        sample_ids: list[str],
+        partition_id: str,
+        fields: TensorDict | None = None,
+        tags: list[dict[str, Any]] | None = None,
+    ) -> KVBatchMeta:
+        """Write fields, tags or both for ``sample_ids``, all or nothing.
+
+        New ids are created, known ids gain or overwrite the given fields; giving tags replaces a
+        sample's tags. Putting the same again leaves the same state. The store keeps its own copy.
+
+        Args:
+            sample_ids: distinct ids.
+            partition_id: a registered partition.
+            fields: batch of ``len(sample_ids)`` rows. Leaves are tensors (dense or jagged, any
+                dtype) or per-row Python values (NonTensorStack, object arrays).
+            tags: one dict of primitives per id.
+
+        Returns:
+            A meta of the ids, with ``fields`` = the names written (None if none) and the tags.
+
+        Raises:
+            PartitionNotFoundError: the partition is not registered.
+            DuplicateSampleError: (ValueError) an id is given twice.
+            InvalidRequestError: (ValueError) a count differs from the number of ids.
+            SchemaMismatchError: (ValueError, TypeError) a field changes its dtype or kind.
+            CapacityExceeded: (TimeoutError) the store stayed full until the deadline.
+        """
+
+    @abstractmethod
+    def get_samples(
+        self, sample_ids: list[str], partition_id: str, select_fields: list[str]
+    ) -> TensorDict:
+        """Fetch ``select_fields`` of ``sample_ids``; no task's cursor moves.
+
+        Returns:
+            A TensorDict of batch size ``(len(sample_ids),)`` whose row i belongs to
+            ``sample_ids[i]``. Rows of one shape come back as one dense tensor, rows of different
+            lengths as one jagged tensor, Python values as a NonTensorStack. Without ids it is empty.
+
+        Raises:
+            PartitionNotFoundError: the partition is not registered.
+            MissingDataError: (KeyError, ValueError) an id is unknown or cleared, or a field is not
+                written for a row; the answer is never shortened.
+        """
+
+    @abstractmethod
+    def clear_samples(self, sample_ids: list[str] | None, partition_id: str) -> None:
+        """Drop ``sample_ids`` (unknown ones are fine), or with None the partition as a whole.
+
+        None also forgets the declaration, so that the next read is an error; it warns with a
+        RuntimeWarning if there was nothing to drop.
+
+        Raises:
+            SamplesLeasedError: (RuntimeError) a task holds one under a lease; nothing is dropped.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release what the client holds. Closing twice is fine."""
+
+    def acknowledge(self, meta: KVBatchMeta) -> None:
+        """Settle a leased claim: its samples never return to the task.
+
+        Raises:
+            LeaseLostError: the lease ran out or was released; the samples may be someone else's.
+            UnsupportedError: the client has no leases.
+        """
+        raise UnsupportedError(f"{type(self).__name__} has no leases; see capabilities.leases")
+
+    def renew(self, meta: KVBatchMeta) -> None:
+        """Start the lease of a claim anew. Raises as `acknowledge`."""
+        raise UnsupportedError(f"{type(self).__name__} has no leases; see capabilities.leases")
+
+    def release(self, meta: KVBatchMeta) -> None:
+        """Give a leased claim back: its samples can be claimed again. Raises as `acknowledge`."""
+        raise UnsupportedError(f"{type(self).__name__} has no leases; see capabilities.leases")
+
+    def count_samples(
+        self, partition_id: str, task_name: str, required_fields: list[str]
+    ) -> TaskCounts:
+        """Where every sample stands for ``task_name``, counted in one moment.
+
+        Raises:
+            PartitionNotFoundError, UnknownTaskError: as `claim_meta`.
+            UnsupportedError: the client does not count; see ``capabilities.conservation``.
+        """
+        raise UnsupportedError(
+            f"{type(self).__name__} does not count samples; see capabilities.conservation"
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()

@@ -1,0 +1,187 @@
+"""A partition's declaration, and the checks that every client makes the same way.
+
+Kept apart from the clients so that they refuse the same requests with the same words.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any  # Any: tags hold the caller's own primitives
+
+from dataplane_core.errors import (
+    ClaimTimeoutError,
+    DuplicateSampleError,
+    InvalidRequestError,
+    MissingDataError,
+    listed,
+)
+
+if TYPE_CHECKING:
+    from dataplane_core.rows import Column
+
+
+@dataclass(frozen=True)
+class PartitionDeclaration:
+    """What `DataPlaneClient.register_partition` declared."""
+
+    partition_id: str
+    fields: tuple[str, ...]
+    num_samples: int
+    consumer_tasks: tuple[str, ...]
+    grpo_group_size: int | None = None
+    enums: dict[str, tuple[str, ...]] = field(default_factory=dict)
+
+    @classmethod
+    def checked(
+        cls,
+        partition_id: str,
+        fields: Sequence[str],
+        num_samples: int,
+        consumer_tasks: Sequence[str],
+        grpo_group_size: int | None = None,
+        enums: Mapping[str, Sequence[str]] | None = None,
+    ) -> PartitionDeclaration:
+        """The declaration, or `InvalidRequestError` naming the argument that is wrong."""
+        where = f"register_partition({partition_id!r})"
+        if not partition_id:
+            raise InvalidRequestError("register_partition: partition_id is empty")
+        if num_samples < 0:
+            raise InvalidRequestError(f"{where}: num_samples {num_samples}; expected 0 or more")
+        if grpo_group_size is not None and grpo_group_size < 1:
+            raise InvalidRequestError(
+                f"{where}: grpo_group_size {grpo_group_size}; expected at least 1, or None"
+            )
+        for kind, names in (("fields", fields), ("consumer_tasks", consumer_tasks)):
+            if "" in names or len(set(names)) != len(names):
+                raise InvalidRequestError(
+                    f"{where}: {kind} {list(names)!r}; expected distinct names, none empty"
+                )
+        return cls(
+            partition_id=partition_id,
+            fields=tuple(fields),
+            num_samples=num_samples,
+            consumer_tasks=tuple(consumer_tasks),
+            grpo_group_size=grpo_group_size,
+            enums={name: tuple(values) for name, values in (enums or {}).items()},
+        )
+
+    def claim_timeout(
+        self,
+        task_name: str,
+        *,
+        ready: int,
+        present: int,
+        leased: int,
+        unput: int,
+        lacking: Mapping[str, int],
+        batch_size: int,
+        timeout_s: float,
+    ) -> ClaimTimeoutError:
+        """The error of a blocking claim whose deadline passed.
+
+        Args:
+            task_name: the claiming task.
+            ready: samples that could be claimed.
+            present: unclaimed samples, ready or not.
+            leased: samples of the task that another claim holds.
+            unput: declared samples that were never put.
+            lacking: required field to the number of present samples without it.
+            batch_size: samples the claim asked for.
+            timeout_s: its deadline, in seconds.
+        """
+        wanted = min(batch_size, present + leased + unput)
+        reasons = [f"{count} lack {name!r}" for name, count in lacking.items()]
+        if unput:
+            reasons.append(f"{unput} of {self.num_samples} declared samples were not put")
+        if leased:
+            reasons.append(f"{leased} are leased by other claims")
+        return ClaimTimeoutError(
+            f"claim_meta(partition={self.partition_id!r}, task={task_name!r}): {ready} of {wanted} "
+            f"samples ready after {timeout_s:g} s; {'; '.join(reasons) or 'none was put'}",
+            ready=ready,
+            missing=max(0, wanted - ready),
+            missing_fields=dict(lacking),
+        )
+
+
+def check_put(
+    sample_ids: Sequence[str], partition_id: str, tags: Sequence[dict[str, Any]] | None
+) -> None:
+    """Refuse a put whose ids repeat or are not strings, or whose tags are not one per id."""
+    where = f"put_samples(partition={partition_id!r})"
+    for sample_id in sample_ids:
+        if not isinstance(sample_id, str) or not sample_id:
+            raise InvalidRequestError(f"{where}: sample id {sample_id!r}; expected non-empty str")
+    repeated = [sample_id for sample_id, n in Counter(sample_ids).items() if n > 1]
+    if repeated:
+        raise DuplicateSampleError(
+            f"{where}: {len(repeated)} ids are given more than once: {listed(repeated)}"
+        )
+    if tags is not None and len(tags) != len(sample_ids):
+        raise InvalidRequestError(
+            f"{where}: {len(tags)} tags for {len(sample_ids)} ids; give one dict per id, or None"
+        )
+
+
+def check_enums(columns: Mapping[str, Column], declaration: PartitionDeclaration) -> None:
+    """Refuse values outside a field's declared vocabulary."""
+    for name, vocabulary in declaration.enums.items():
+        if name not in columns:
+            continue
+        strange = [value for value in columns[name].rows if value not in vocabulary]
+        if strange:
+            raise InvalidRequestError(
+                f"put_samples(partition={declaration.partition_id!r}): field {name!r} holds "
+                f"{strange[0]!r}; declared values: {listed(vocabulary)}"
+            )
+
+
+def missing_data(
+    partition_id: str,
+    sample_ids: Sequence[str],
+    select_fields: Sequence[str],
+    fields_of: Callable[[str], Iterable[str] | None],
+) -> MissingDataError:
+    """The error of a read that cannot be answered whole.
+
+    Args:
+        partition_id: partition that was read.
+        sample_ids: ids that were asked for.
+        select_fields: fields that were asked for.
+        fields_of: the fields that are written for an id, or None if the id is not known.
+    """
+    unknown: list[str] = []
+    lacking: list[str] = []
+    absent: dict[str, None] = {}
+    for sample_id in sample_ids:
+        present = fields_of(sample_id)
+        if present is None:
+            unknown.append(sample_id)
+            continue
+        missing = set(select_fields) - set(present)
+        if missing:
+            lacking.append(sample_id)
+            absent.update(dict.fromkeys(name for name in select_fields if name in missing))
+    found = []
+    if unknown:
+        found.append(f"{len(unknown)} ids are unknown or cleared: {listed(unknown)}")
+    if lacking:
+        found.append(
+            f"{len(absent)} fields are not written for {len(lacking)} ids: fields "
+            f"{listed(absent)}; ids {listed(lacking)}"
+        )
+    return MissingDataError(
+        f"get_samples(partition={partition_id!r}): of {len(sample_ids)} ids asked for, "
+        + "; ".join(found),
+        sample_ids=unknown + lacking,
+        fields=absent,
+    )
+
+
+def tagged_lengths(tags: Sequence[Mapping[str, Any]]) -> list[int] | None:
+    """``input_lengths`` of each tag, 0 where it is absent; None if no tag has it."""
+    if not any("input_lengths" in tag for tag in tags):
+        return None
+    return [int(tag.get("input_lengths", 0)) for tag in tags]

@@ -1,0 +1,141 @@
+"""Rows in and out of TensorDicts: what every adapter needs to keep the contract on answers.
+
+A store holds values per (sample, field). `split_rows` takes a put's TensorDict apart, `collate_rows`
+puts an answer together: rows of one shape as a dense tensor, rows of different lengths as a jagged
+one, Python values as a NonTensorStack.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any  # Any: a row of a non-tensor field is the caller's own Python value
+
+import numpy as np
+import torch
+from tensordict import (
+    LazyStackedTensorDict,
+    NonTensorData,
+    NonTensorStack,
+    TensorDict,
+    TensorDictBase,
+    is_tensor_collection,
+)
+
+from dataplane_core.errors import InvalidRequestError, SchemaMismatchError
+
+OBJECT = "object"
+"""Kind of a field whose rows are Python values; a tensor field's kind is its dtype's name."""
+
+
+@dataclass(frozen=True)
+class Column:
+    """One field of a batch, row by row.
+
+    Attributes:
+        kind: name of the tensors' dtype, as ``torch.int64``, or `OBJECT`.
+        rows: one tensor or Python value per row. Tensors may share memory with what they came from.
+    """
+
+    kind: str
+    rows: list[Any]
+
+
+def split_rows(fields: TensorDictBase, count: int) -> dict[str, Column]:
+    """Take ``fields`` apart into rows.
+
+    Args:
+        fields: batch of ``count`` rows; leaves are dense or nested tensors with ``count`` rows,
+            NonTensorStack or NonTensorData (an object array or list of ``count`` values is taken
+            row by row, any other value belongs to every row).
+        count: expected number of rows.
+
+    Raises:
+        InvalidRequestError: (a ValueError) if a leaf has another number of rows or is itself a
+            TensorDict of tensors.
+    """
+    if fields.batch_dims and fields.batch_size[0] != count:
+        raise InvalidRequestError(
+            f"fields: batch size {tuple(fields.batch_size)}; expected {count} rows, one per id"
+        )
+    columns: dict[str, Column] = {}
+    for name in fields.keys():
+        leaf = _leaf(fields, name)
+        columns[name] = _split_leaf(name, leaf, count)
+    return columns
+
+
+def _leaf(fields: TensorDictBase, name: str) -> Any:
+    if isinstance(fields, LazyStackedTensorDict):
+        return fields.get(name)
+    # get() would already unwrap non-tensor leaves and lose whether they were per row.
+    return fields._get_str(name, None)
+
+
+def _split_leaf(name: str, leaf: Any, count: int) -> Column:
+    if isinstance(leaf, torch.Tensor):
+        rows = list(leaf.detach().unbind())
+        if len(rows) != count:
+            raise InvalidRequestError(f"field {name!r}: {len(rows)} rows; expected {count}")
+        return Column(str(leaf.dtype), rows)
+    if isinstance(leaf, NonTensorStack):
+        values = leaf.tolist()
+        if len(values) != count:
+            raise InvalidRequestError(f"field {name!r}: {len(values)} rows; expected {count}")
+        return Column(OBJECT, values)
+    if isinstance(leaf, NonTensorData):
+        data = leaf.data
+        if isinstance(data, np.ndarray | list | tuple) and len(data) == count:
+            return Column(OBJECT, list(data))
+        return Column(OBJECT, [data] * count)
+    if is_tensor_collection(leaf):
+        raise InvalidRequestError(
+            f"field {name!r}: nested TensorDicts are not supported; put its leaves as own fields"
+        )
+    return Column(OBJECT, list(leaf))
+
+
+def check_kinds(columns: Mapping[str, str], known: Mapping[str, str], *, partition_id: str) -> None:
+    """Raise `SchemaMismatchError` if a field of ``columns`` has another kind in ``known``."""
+    for name, kind in columns.items():
+        if known.get(name, kind) != kind:
+            raise SchemaMismatchError(
+                f"put_samples(partition={partition_id!r}): field {name!r} holds {known[name]} and "
+                f"cannot take {kind}; clear the partition before changing a field's dtype"
+            )
+
+
+def collate_rows(kind: str, rows: Sequence[Any]) -> torch.Tensor | NonTensorStack:
+    """Put the rows of one field together; the inverse of `split_rows`.
+
+    Returns:
+        For tensors of one shape ``(n, *shape)``, dense. For tensors that differ in their first
+        dimension only, a jagged tensor with offsets. For tensors that differ elsewhere, a nested
+        tensor of strided layout. For Python values a NonTensorStack.
+    """
+    if kind == OBJECT:
+        return NonTensorStack(*(NonTensorData(value) for value in rows))
+    first = rows[0].shape
+    if all(row.shape == first for row in rows):
+        return torch.stack(list(rows))
+    if all(row.dim() == len(first) and row.shape[1:] == first[1:] for row in rows):
+        lengths = torch.tensor([row.shape[0] for row in rows])
+        offsets = torch.zeros(len(rows) + 1, dtype=torch.int64)
+        torch.cumsum(lengths, 0, out=offsets[1:])
+        return torch.nested.nested_tensor_from_jagged(
+            torch.cat(list(rows)),
+            offsets,
+            min_seqlen=int(lengths.min()),
+            max_seqlen=int(lengths.max()),
+        )
+    return torch.nested.nested_tensor(list(rows), layout=torch.strided)
+
+
+def collate(columns: Mapping[str, Column], count: int) -> TensorDict:
+    """A TensorDict of batch size ``(count,)`` from columns; empty if there are no rows."""
+    if count == 0:
+        return TensorDict({}, batch_size=[0])
+    return TensorDict(
+        {name: collate_rows(column.kind, column.rows) for name, column in columns.items()},
+        batch_size=[count],
+    )

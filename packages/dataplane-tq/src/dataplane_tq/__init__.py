@@ -1,0 +1,1 @@
+"""The data-plane contract on TransferQueue over Ray."""

@@ -1,0 +1,1 @@
+"""Middleware that makes a data plane visible: metrics per operation."""

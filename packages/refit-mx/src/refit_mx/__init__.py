@@ -1,0 +1,1 @@
+"""New weights from trainers to generators: layouts and slices."""

@@ -1,0 +1,1 @@
+"""Multi-turn rollouts that write their bulk straight into a data plane."""

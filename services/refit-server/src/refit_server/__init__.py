@@ -1,0 +1,1 @@
+"""Deployable control plane for weight refit."""

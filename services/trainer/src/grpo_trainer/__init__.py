@@ -1,0 +1,1 @@
+"""Synchronous GRPO on Ray, composed of the data-plane packages."""
