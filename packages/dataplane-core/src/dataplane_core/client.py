@@ -211,7 +211,7 @@ class DataPlaneClient(ABC):
         Returns:
             A TensorDict of batch size ``(len(sample_ids),)`` whose row i belongs to
             ``sample_ids[i]``. Rows of one shape come back as one dense tensor, rows of different
-            lengths as one jagged tensor, Python values as a NonTensorStack. Without ids it is empty.
+            lengths as one jagged tensor, Python values as a NonTensorStack. Without ids: empty.
 
         Raises:
             PartitionNotFoundError: the partition is not registered.
@@ -220,14 +220,17 @@ class DataPlaneClient(ABC):
         """
 
     @abstractmethod
-    def clear_samples(self, sample_ids: list[str] | None, partition_id: str) -> None:
+    def clear_samples(
+        self, sample_ids: list[str] | None, partition_id: str, *, force: bool = False
+    ) -> None:
         """Drop ``sample_ids`` (unknown ones are fine), or with None the partition as a whole.
 
         None also forgets the declaration, so that the next read is an error; it warns with a
-        RuntimeWarning if there was nothing to drop.
+        RuntimeWarning if there was nothing to drop. ``force`` also drops what is leased.
 
         Raises:
-            SamplesLeasedError: (RuntimeError) a task holds one under a lease; nothing is dropped.
+            SamplesLeasedError: (RuntimeError) a task holds one under a lease, and ``force`` is
+                not set; nothing is dropped.
         """
 
     @abstractmethod

@@ -91,7 +91,7 @@ class PartitionDeclaration:
             batch_size: samples the claim asked for.
             timeout_s: its deadline, in seconds.
         """
-        wanted = min(batch_size, present + leased + unput)
+        wanted = min(batch_size, present + unput)
         reasons = [f"{count} lack {name!r}" for name, count in lacking.items()]
         if unput:
             reasons.append(f"{unput} of {self.num_samples} declared samples were not put")

@@ -1,8 +1,9 @@
 """Builds clients by name. Adapters and middleware are found through entry points.
 
 A distribution adds an ``impl`` by declaring an entry point in the group ``dataplane_core.clients``
-(called as ``factory(cfg, bootstrap=...)``), and a middleware by one in ``dataplane_core.middleware``
-(called as ``wrap(client, observability_cfg)``); core needs no change for either.
+(called as ``factory(cfg, bootstrap=...)``), and a middleware by one in
+``dataplane_core.middleware`` (called as ``wrap(client, observability_cfg)``); core needs no change
+for either.
 """
 
 from __future__ import annotations

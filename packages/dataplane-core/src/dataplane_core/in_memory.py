@@ -1,8 +1,8 @@
 """`InMemoryDataPlaneClient`: the contract inside one process.
 
-Serves notebooks and tests, and is the reference that other clients are compared with. All state is
-behind one condition variable, which every change notifies; a blocked claim or put waits on it, so it
-wakes when something changed and not on a timer.
+Serves notebooks and tests, and is the reference that other clients are compared with. All state
+is behind one condition variable, which every change notifies; a blocked claim or put waits on it,
+so it wakes when something changed and not on a timer.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ import threading
 import time
 import uuid
 import warnings
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar  # Any: rows and tags are the caller's own values
 
 import torch
@@ -40,6 +39,7 @@ from dataplane_core.errors import (
     UnknownTaskError,
     listed,
 )
+from dataplane_core.in_memory_state import Lease, Partition, Store, Task
 from dataplane_core.meta import KVBatchMeta
 
 if TYPE_CHECKING:
@@ -51,92 +51,7 @@ LEASE = "lease"
 _DEFAULT_PUT_TIMEOUT_S = 60.0
 
 
-@dataclass
-class _Lease:
-    task: str
-    sample_ids: list[str]
-    deadline: float
-
-
-@dataclass
-class _Task:
-    """One task's view of a partition; a present sample is in exactly one of the three."""
-
-    open: dict[str, None] = field(default_factory=dict)
-    leased: dict[str, str] = field(default_factory=dict)
-    settled: set[str] = field(default_factory=set)
-
-    def forget(self, sample_id: str) -> None:
-        self.open.pop(sample_id, None)
-        self.leased.pop(sample_id, None)
-        self.settled.discard(sample_id)
-
-
-@dataclass
-class _Partition:
-    declaration: PartitionDeclaration
-    kinds: dict[str, str] = field(default_factory=dict)
-    rows: dict[str, dict[str, Any]] = field(default_factory=dict)
-    tags: dict[str, dict[str, Any]] = field(default_factory=dict)
-    tasks: dict[str, _Task] = field(default_factory=dict)
-    leases: dict[str, _Lease] = field(default_factory=dict)
-    put_total: int = 0
-
-    def redeclare(self, declaration: PartitionDeclaration) -> None:
-        self.declaration = declaration
-        self.tasks = {
-            name: self.tasks.get(name) or _Task(open=dict.fromkeys(self.rows))
-            for name in declaration.consumer_tasks
-        }
-        self.leases = {
-            token: lease for token, lease in self.leases.items() if lease.task in self.tasks
-        }
-        self.put_total = len(self.rows)
-        if not self.rows:
-            self.kinds = {}
-
-    def ready(self, task: _Task, required: Iterable[str]) -> list[str]:
-        wanted = set(required)
-        return [sample_id for sample_id in task.open if wanted <= self.rows[sample_id].keys()]
-
-    def expire_leases(self, now: float) -> None:
-        for token in [token for token, lease in self.leases.items() if lease.deadline <= now]:
-            self.end_lease(token, settle=False)
-
-    def end_lease(self, token: str, *, settle: bool) -> None:
-        lease = self.leases.pop(token)
-        task = self.tasks[lease.task]
-        for sample_id in lease.sample_ids:
-            if task.leased.get(sample_id) != token:
-                continue
-            del task.leased[sample_id]
-            if settle:
-                task.settled.add(sample_id)
-            else:
-                task.open[sample_id] = None
-
-    def drop(self, sample_id: str) -> None:
-        if self.rows.pop(sample_id, None) is not None:
-            self.tags.pop(sample_id, None)
-            for task in self.tasks.values():
-                task.forget(sample_id)
-
-
-class _Store:
-    """What the clients of one process share."""
-
-    def __init__(self, capacity: int | None) -> None:
-        self.capacity = capacity
-        self.changed = threading.Condition()
-        self.partitions: dict[str, _Partition] = {}
-        self.closed = False
-
-    @property
-    def held(self) -> int:
-        return sum(len(partition.rows) for partition in self.partitions.values())
-
-
-_attachable: _Store | None = None
+_attachable: Store | None = None
 _attachable_lock = threading.Lock()
 
 
@@ -171,7 +86,7 @@ class InMemoryDataPlaneClient(DataPlaneClient):
         self._closed = False
         with _attachable_lock:
             if bootstrap:
-                self._store = _attachable = _Store(valid.get("storage_capacity"))
+                self._store = _attachable = Store(valid.get("storage_capacity"))
             elif _attachable is None or _attachable.closed:
                 raise ConfigError(
                     "in_memory client with bootstrap=False: no open store in this process; "
@@ -196,7 +111,7 @@ class InMemoryDataPlaneClient(DataPlaneClient):
             self._check_open()
             partition = self._store.partitions.get(partition_id)
             if partition is None:
-                partition = self._store.partitions[partition_id] = _Partition(declaration)
+                partition = self._store.partitions[partition_id] = Partition(declaration)
             partition.redeclare(declaration)
             self._store.changed.notify_all()
 
@@ -240,7 +155,7 @@ class InMemoryDataPlaneClient(DataPlaneClient):
             tags=tags,
         )
 
-    def _make_room(self, partition_id: str, sample_ids: list[str], deadline: float) -> _Partition:
+    def _make_room(self, partition_id: str, sample_ids: list[str], deadline: float) -> Partition:
         """Wait until the new ones of ``sample_ids`` fit; the partition may change while waiting."""
         while True:
             self._check_open()
@@ -312,7 +227,7 @@ class InMemoryDataPlaneClient(DataPlaneClient):
                 self._check_open()
                 partition, task = self._task(partition_id, task_name)
                 ready = partition.ready(task, required_fields)
-                lacking = len(task.open) - len(ready) + len(task.leased)
+                lacking = len(task.open) - len(ready)
                 unput = max(0, partition.declaration.num_samples - partition.put_total)
                 if not blocking or len(ready) >= batch_size or lacking + unput == 0:
                     return self._claim(
@@ -323,18 +238,19 @@ class InMemoryDataPlaneClient(DataPlaneClient):
                     raise self._claim_timeout(
                         partition, task_name, required_fields, batch_size, timeout_s
                     )
-                lease_ends = (lease.deadline for lease in partition.leases.values())
-                self._store.changed.wait(max(0.0, min(deadline, *lease_ends, deadline) - now))
+                # A lease that runs out makes samples ready without anybody notifying.
+                wake_at = min([deadline, *(lease.deadline for lease in partition.leases.values())])
+                self._store.changed.wait(max(0.0, wake_at - now))
 
     def _claim(
-        self, partition: _Partition, task_name: str, claimed: list[str], required: list[str]
+        self, partition: Partition, task_name: str, claimed: list[str], required: list[str]
     ) -> KVBatchMeta:
         task = partition.tasks[task_name]
         extra_info: dict[str, Any] = {}
         if self._lease_s is not None and claimed:
             token = uuid.uuid4().hex
             extra_info[LEASE] = token
-            partition.leases[token] = _Lease(
+            partition.leases[token] = Lease(
                 task_name, list(claimed), time.monotonic() + self._lease_s
             )
             task.leased.update(dict.fromkeys(claimed, token))
@@ -355,7 +271,7 @@ class InMemoryDataPlaneClient(DataPlaneClient):
 
     def _claim_timeout(
         self,
-        partition: _Partition,
+        partition: Partition,
         task_name: str,
         required: list[str],
         batch_size: int,
@@ -393,7 +309,6 @@ class InMemoryDataPlaneClient(DataPlaneClient):
     def clear_samples(
         self, sample_ids: list[str] | None, partition_id: str, *, force: bool = False
     ) -> None:
-        """As the contract says; ``force`` clears leased samples too, and ends their leases."""
         with self._store.changed:
             self._check_open()
             partition = self._store.partitions.get(partition_id)
@@ -414,7 +329,7 @@ class InMemoryDataPlaneClient(DataPlaneClient):
             self._store.changed.notify_all()
 
     @staticmethod
-    def _refuse_leased(partition: _Partition, sample_ids: list[str] | None, *, force: bool) -> None:
+    def _refuse_leased(partition: Partition, sample_ids: list[str] | None, *, force: bool) -> None:
         if force:
             return
         asked = partition.rows.keys() if sample_ids is None else sample_ids
@@ -439,12 +354,12 @@ class InMemoryDataPlaneClient(DataPlaneClient):
         self._settle(meta, lambda partition, token: partition.end_lease(token, settle=False))
 
     def renew(self, meta: KVBatchMeta) -> None:
-        def extend(partition: _Partition, token: str) -> None:
+        def extend(partition: Partition, token: str) -> None:
             partition.leases[token].deadline = time.monotonic() + (self._lease_s or 0.0)
 
         self._settle(meta, extend)
 
-    def _settle(self, meta: KVBatchMeta, change: Callable[[_Partition, str], None]) -> None:
+    def _settle(self, meta: KVBatchMeta, change: Callable[[Partition, str], None]) -> None:
         if not meta.sample_ids:
             return
         token = meta.extra_info.get(LEASE)
@@ -494,7 +409,7 @@ class InMemoryDataPlaneClient(DataPlaneClient):
         if self._closed or self._store.closed:
             raise ClosedError("the in_memory client was closed; build a new one")
 
-    def _partition(self, partition_id: str) -> _Partition:
+    def _partition(self, partition_id: str) -> Partition:
         partition = self._store.partitions.get(partition_id)
         if partition is None:
             raise PartitionNotFoundError(
@@ -504,7 +419,7 @@ class InMemoryDataPlaneClient(DataPlaneClient):
         partition.expire_leases(time.monotonic())
         return partition
 
-    def _task(self, partition_id: str, task_name: str) -> tuple[_Partition, _Task]:
+    def _task(self, partition_id: str, task_name: str) -> tuple[Partition, Task]:
         partition = self._partition(partition_id)
         task = partition.tasks.get(task_name)
         if task is None:

@@ -1,8 +1,8 @@
 """Rows in and out of TensorDicts: what every adapter needs to keep the contract on answers.
 
-A store holds values per (sample, field). `split_rows` takes a put's TensorDict apart, `collate_rows`
-puts an answer together: rows of one shape as a dense tensor, rows of different lengths as a jagged
-one, Python values as a NonTensorStack.
+A store holds values per (sample, field). `split_rows` takes a put's TensorDict apart,
+`collate_rows` puts an answer together: rows of one shape as a dense tensor, rows of different
+lengths as a jagged one, Python values as a NonTensorStack.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def split_rows(fields: TensorDictBase, count: int) -> dict[str, Column]:
             f"fields: batch size {tuple(fields.batch_size)}; expected {count} rows, one per id"
         )
     columns: dict[str, Column] = {}
-    for name in fields.keys():
+    for name in fields.keys():  # noqa: SIM118  # iterating a TensorDict walks rows
         leaf = _leaf(fields, name)
         columns[name] = _split_leaf(name, leaf, count)
     return columns

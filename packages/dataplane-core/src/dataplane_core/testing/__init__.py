@@ -1,0 +1,40 @@
+"""The contract as pytest classes that an adapter's author subclasses.
+
+A subclass provides two fixtures and inherits every test::
+
+    from dataplane_core.testing import DataPlaneClientContract
+
+    class TestMyClient(DataPlaneClientContract):
+        @pytest.fixture
+        def client(self):
+            with MyClient(CONFIG) as client:
+                yield client
+
+        @pytest.fixture
+        def peer(self, client):
+            ...  # a second client of the same store, best in another process
+
+`LeaseContract` and `BackpressureContract` are for clients whose capabilities name those promises.
+Needs the extra ``dataplane-core[testing]``.
+"""
+
+import pytest
+
+for _module in ("claims", "leases", "machine", "storage"):
+    pytest.register_assert_rewrite(f"{__name__}.{_module}")
+
+from dataplane_core.testing.claims import ClaimContract  # noqa: E402
+from dataplane_core.testing.leases import BackpressureContract, LeaseContract  # noqa: E402
+from dataplane_core.testing.machine import StateMachineContract  # noqa: E402
+from dataplane_core.testing.storage import StorageContract  # noqa: E402
+
+
+class DataPlaneClientContract(StorageContract, ClaimContract, StateMachineContract):
+    """Everything that every client promises, whatever its capabilities."""
+
+
+__all__ = [
+    "BackpressureContract",
+    "DataPlaneClientContract",
+    "LeaseContract",
+]

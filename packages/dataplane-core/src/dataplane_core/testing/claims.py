@@ -1,0 +1,227 @@
+"""Contract tests of claims: who gets which sample, when, and what a wait ends with."""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from dataplane_core import (
+    ClaimTimeoutError,
+    DataPlaneClient,
+    InvalidRequestError,
+    UnknownTaskError,
+    UnsupportedError,
+)
+from dataplane_core.testing.storage import StoreFixtures, batch
+
+
+def put(client: DataPlaneClient, partition: str, ids: list[str], *fields: str) -> None:
+    """Put ones under the given fields, 'x' if none is named."""
+    names = fields or ("x",)
+    client.put_samples(
+        ids, partition, batch(len(ids), **{name: torch.ones(len(ids)) for name in names})
+    )
+
+
+class ClaimContract(StoreFixtures):
+    """Each ready sample goes to one caller of each task; waits end, and say why."""
+
+    patience_s = 20.0
+    """How long a test waits for what must happen; generous, as it only bounds failures."""
+
+    def test_a_claim_hands_out_each_sample_once(
+        self, client: DataPlaneClient, peer: DataPlaneClient, partition: str
+    ) -> None:
+        put(client, partition, list("abcd"))
+        first = client.claim_meta(partition, "train", ["x"], 3)
+        rest = peer.claim_meta(partition, "train", ["x"], 3, blocking=False)
+        assert (first.size, rest.size) == (3, 1)
+        assert sorted(first.sample_ids + rest.sample_ids) == list("abcd")
+        assert client.claim_meta(partition, "train", ["x"], 3, blocking=False).sample_ids == []
+
+    def test_a_claim_carries_task_fields_and_partition(
+        self, client: DataPlaneClient, partition: str
+    ) -> None:
+        put(client, partition, ["a"], "x", "y")
+        meta = client.claim_meta(partition, "train", ["x"], 1)
+        assert (meta.partition_id, meta.task_name, meta.fields) == (partition, "train", ["x"])
+        assert meta.sequence_lengths is None
+        assert set(client.get_data(meta).keys()) == {"x"}
+
+    def test_tags_travel_with_claims_and_fill_sequence_lengths(
+        self, client: DataPlaneClient, peer: DataPlaneClient, partition: str
+    ) -> None:
+        tags = [{"input_lengths": 3, "v": 1}, {"input_lengths": 5, "v": 2}]
+        client.put_samples(["a", "b"], partition, batch(2, x=torch.ones(2)), tags)
+        meta = peer.claim_meta(partition, "train", ["x"], 2)
+        assert meta.tags is not None
+        assert dict(zip(meta.sample_ids, meta.tags, strict=True)) == {"a": tags[0], "b": tags[1]}
+        assert meta.sequence_lengths == [tag["input_lengths"] for tag in meta.tags]
+
+    def test_tags_alone_make_no_sample_ready(self, client: DataPlaneClient, partition: str) -> None:
+        client.put_samples(["a"], partition, tags=[{"v": 1}])
+        assert client.claim_meta(partition, "train", ["x"], 1, blocking=False).size == 0
+
+    def test_tasks_have_separate_cursors(
+        self, client: DataPlaneClient, peer: DataPlaneClient, partition: str
+    ) -> None:
+        put(client, partition, ["a", "b"])
+        assert client.claim_meta(partition, "train", ["x"], 2).size == 2
+        assert peer.claim_meta(partition, "logprob", ["x"], 2).size == 2
+
+    def test_only_samples_with_every_required_field_are_claimed(
+        self, client: DataPlaneClient, peer: DataPlaneClient, partition: str
+    ) -> None:
+        put(client, partition, ["a", "b", "c"])
+        put(peer, partition, ["b"], "y")
+        claimed = client.claim_meta(partition, "train", ["x", "y"], 8, blocking=False)
+        assert claimed.sample_ids == ["b"]
+
+    def test_claimed_samples_stay_readable(self, client: DataPlaneClient, partition: str) -> None:
+        put(client, partition, ["a"])
+        meta = client.claim_meta(partition, "train", ["x"], 1)
+        assert client.get_data(meta)["x"].tolist() == [1.0]
+
+    def test_cleared_samples_are_not_claimed(
+        self, client: DataPlaneClient, peer: DataPlaneClient, partition: str
+    ) -> None:
+        put(client, partition, ["a", "b"])
+        peer.clear_samples(["a"], partition)
+        claimed = client.claim_meta(partition, "train", ["x"], 8, blocking=False)
+        assert claimed.sample_ids == ["b"]
+
+    def test_a_put_after_a_claim_does_not_make_a_sample_claimable_again(
+        self, client: DataPlaneClient, partition: str
+    ) -> None:
+        put(client, partition, ["a"])
+        client.claim_meta(partition, "train", ["x"], 1)
+        put(client, partition, ["a"])
+        assert client.claim_meta(partition, "train", ["x"], 1, blocking=False).size == 0
+
+    def test_an_unregistered_task_is_an_error_that_names_the_registered_ones(
+        self, client: DataPlaneClient, peer: DataPlaneClient, partition: str
+    ) -> None:
+        with pytest.raises(KeyError, match="'logprob', 'train'") as caught:
+            peer.claim_meta(partition, "trian", ["x"], 1, blocking=False)
+        assert isinstance(caught.value, UnknownTaskError)
+        assert "'trian'" in str(caught.value)
+
+    def test_a_batch_size_below_one_is_refused(
+        self, client: DataPlaneClient, partition: str
+    ) -> None:
+        with pytest.raises(InvalidRequestError, match="batch_size"):
+            client.claim_meta(partition, "train", ["x"], 0, blocking=False)
+
+    def test_a_blocking_claim_returns_the_remainder_once_nothing_more_can_come(
+        self, client: DataPlaneClient, peer: DataPlaneClient, partition: str
+    ) -> None:
+        put(client, partition, [f"s{i}" for i in range(8)])
+        assert client.claim_meta(partition, "train", ["x"], 5).size == 5
+        assert peer.claim_meta(partition, "train", ["x"], 5, timeout_s=self.patience_s).size == 3
+        assert client.claim_meta(partition, "train", ["x"], 5, timeout_s=self.patience_s).size == 0
+
+    def test_a_claim_that_times_out_says_what_is_missing_and_claims_nothing(
+        self, client: DataPlaneClient, partition: str
+    ) -> None:
+        put(client, partition, [f"s{i}" for i in range(5)])
+        put(client, partition, ["s0", "s1"], "y")
+        with pytest.raises(TimeoutError) as caught:
+            client.claim_meta(partition, "train", ["x", "y"], 8, timeout_s=0.05)
+        error = caught.value
+        assert isinstance(error, ClaimTimeoutError)
+        assert (error.ready, error.missing, error.missing_fields) == (2, 6, {"y": 3})
+        for said in ("2 of 8", "0.05 s", "3 lack 'y'", "3 of 8 declared"):
+            assert said in str(error)
+        assert client.claim_meta(partition, "train", ["x", "y"], 8, blocking=False).size == 2
+
+    def test_a_blocked_claim_wakes_when_another_client_completes_the_batch(
+        self, client: DataPlaneClient, peer: DataPlaneClient, partition: str
+    ) -> None:
+        put(client, partition, ["a"])
+        with ThreadPoolExecutor(1) as pool:
+            claim = pool.submit(
+                client.claim_meta, partition, "train", ["x"], 2, timeout_s=self.patience_s
+            )
+            put(peer, partition, ["b"])
+            assert sorted(claim.result(self.patience_s).sample_ids) == ["a", "b"]
+
+    def test_a_blocked_claim_wakes_when_the_last_missing_field_arrives(
+        self, client: DataPlaneClient, peer: DataPlaneClient, partition: str
+    ) -> None:
+        put(client, partition, ["a", "b"])
+        with ThreadPoolExecutor(1) as pool:
+            claim = pool.submit(
+                client.claim_meta, partition, "train", ["x", "y"], 2, timeout_s=self.patience_s
+            )
+            put(peer, partition, ["a"], "y")
+            put(peer, partition, ["b"], "y")
+            assert sorted(claim.result(self.patience_s).sample_ids) == ["a", "b"]
+
+    def test_concurrent_claimers_share_no_sample_and_miss_none(
+        self, client: DataPlaneClient, peer: DataPlaneClient, partition: str
+    ) -> None:
+        ids = [f"s{i}" for i in range(60)]
+        client.register_partition(partition, ["x"], len(ids), ["train"])
+        claimed: list[str] = []
+        lock = threading.Lock()
+
+        def consume(consumer: DataPlaneClient) -> None:
+            deadline = time.monotonic() + self.patience_s
+            while time.monotonic() < deadline:
+                meta = consumer.claim_meta(partition, "train", ["x"], 7, timeout_s=self.patience_s)
+                if not meta.size:
+                    return
+                consumer.get_data(meta)
+                with lock:
+                    claimed.extend(meta.sample_ids)
+
+        with ThreadPoolExecutor(4) as pool:
+            consumers = [pool.submit(consume, who) for who in (client, peer, client, peer)]
+            for start in range(0, len(ids), 12):
+                put(client, partition, ids[start : start + 12])
+            for consumer in consumers:
+                consumer.result(self.patience_s)
+        assert sorted(claimed) == sorted(ids)
+
+    def test_consumption_is_complete_once_every_task_has_claimed_every_sample(
+        self, client: DataPlaneClient, peer: DataPlaneClient, partition: str
+    ) -> None:
+        both = ["logprob", "train"]
+        assert not client.check_consumption_status(partition, both)
+        put(client, partition, ["a", "b"])
+        assert not client.check_consumption_status(partition, both)
+        client.claim_meta(partition, "train", ["x"], 2)
+        assert client.check_consumption_status(partition, ["train"])
+        assert not peer.check_consumption_status(partition, both)
+        peer.claim_meta(partition, "logprob", ["x"], 2)
+        assert client.check_consumption_status(partition, both)
+        put(client, partition, ["c"])
+        assert not client.check_consumption_status(partition, ["train"])
+
+    def test_consumption_of_what_is_not_known_is_not_complete(
+        self, client: DataPlaneClient, partition: str
+    ) -> None:
+        put(client, partition, ["a"])
+        client.claim_meta(partition, "train", ["x"], 1)
+        assert not client.check_consumption_status(partition, ["train", "nobody"])
+        assert not client.check_consumption_status("nowhere", ["train"])
+
+    def test_operations_outside_the_capabilities_say_so(
+        self, client: DataPlaneClient, partition: str
+    ) -> None:
+        put(client, partition, ["a"])
+        meta = client.claim_meta(partition, "train", ["x"], 1)
+        if not client.capabilities.leases:
+            for settle in (client.acknowledge, client.renew, client.release):
+                with pytest.raises(UnsupportedError, match="leases"):
+                    settle(meta)
+        if client.capabilities.conservation:
+            counts = client.count_samples(partition, "train", ["x"])
+            assert (counts.put, counts.ready, counts.not_ready) == (1, 0, 0)
+        else:
+            with pytest.raises(UnsupportedError, match="conservation"):
+                client.count_samples(partition, "train", ["x"])

@@ -1,0 +1,134 @@
+"""Contract tests of the promises that a client may declare: leases and backpressure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from dataplane_core import (
+    CapacityExceeded,
+    DataPlaneClient,
+    InvalidRequestError,
+    LeaseLostError,
+    MissingDataError,
+    SamplesLeasedError,
+)
+from dataplane_core.testing.claims import put
+from dataplane_core.testing.storage import batch
+
+MakeClient = Callable[..., DataPlaneClient]
+
+
+class LeaseContract:
+    """For clients with ``capabilities.leases``; ``make_client(**config)`` builds a fresh store."""
+
+    patience_s = 20.0
+    short_lease_s = 0.05
+
+    @pytest.fixture
+    def make_client(self) -> MakeClient:
+        raise NotImplementedError("override the fixture 'make_client'")
+
+    @pytest.fixture
+    def held(self, make_client: MakeClient) -> DataPlaneClient:
+        """A client whose leases outlast the test, with the samples a and b put."""
+        client = make_client(claim_lease_s=1000.0)
+        client.register_partition("train", ["x"], 2, ["train"])
+        put(client, "train", ["a", "b"])
+        return client
+
+    def test_an_expired_claim_is_handed_out_again_and_its_holder_is_refused(
+        self, make_client: MakeClient
+    ) -> None:
+        client = make_client(claim_lease_s=self.short_lease_s)
+        client.register_partition("train", ["x"], 3, ["train"])
+        put(client, "train", ["a", "b"])
+        first = client.claim_meta("train", "train", ["x"], 2)
+        second = client.claim_meta("train", "train", ["x"], 2, timeout_s=self.patience_s)
+        assert sorted(second.sample_ids) == ["a", "b"]
+        with pytest.raises(LeaseLostError, match="ran out"):
+            client.acknowledge(first)
+
+    def test_an_acknowledged_claim_never_returns(self, held: DataPlaneClient) -> None:
+        meta = held.claim_meta("train", "train", ["x"], 2)
+        held.acknowledge(meta)
+        assert held.claim_meta("train", "train", ["x"], 2, blocking=False).size == 0
+        with pytest.raises(LeaseLostError):
+            held.acknowledge(meta)
+
+    def test_a_released_claim_is_handed_out_at_once(self, held: DataPlaneClient) -> None:
+        held.release(held.claim_meta("train", "train", ["x"], 2))
+        assert held.claim_meta("train", "train", ["x"], 2, blocking=False).size == 2
+
+    def test_a_renewed_lease_still_belongs_to_its_holder(self, held: DataPlaneClient) -> None:
+        meta = held.claim_meta("train", "train", ["x"], 2)
+        held.renew(meta)
+        held.acknowledge(meta)
+
+    def test_settling_a_claim_without_a_lease_is_refused(self, make_client: MakeClient) -> None:
+        client = make_client()
+        client.register_partition("train", ["x"], 1, ["train"])
+        put(client, "train", ["a"])
+        with pytest.raises(InvalidRequestError, match="claim_lease_s"):
+            client.acknowledge(client.claim_meta("train", "train", ["x"], 1))
+
+    def test_clearing_leased_samples_is_refused_unless_forced(self, held: DataPlaneClient) -> None:
+        meta = held.claim_meta("train", "train", ["x"], 1)
+        for asked in (meta.sample_ids, ["a", "b"], None):
+            with pytest.raises(SamplesLeasedError, match="leased by 'train'"):
+                held.clear_samples(asked, "train")
+        assert held.get_samples(["a", "b"], "train", ["x"]).batch_size == (2,)
+        held.clear_samples(["a", "b"], "train", force=True)
+        with pytest.raises(MissingDataError):
+            held.get_samples(["a"], "train", ["x"])
+
+    def test_every_sample_put_is_counted_in_exactly_one_place(self, held: DataPlaneClient) -> None:
+        held.register_partition("train", ["x"], 6, ["train"])
+        put(held, "train", ["c", "d", "e"])
+        put(held, "train", ["f"], "other")
+        held.acknowledge(held.claim_meta("train", "train", ["x"], 1))
+        held.claim_meta("train", "train", ["x"], 2)
+        held.clear_samples(["f"], "train")
+        counts = held.count_samples("train", "train", ["x"])
+        assert (counts.acknowledged, counts.leased, counts.ready) == (1, 2, 2)
+        assert (counts.not_ready, counts.cleared, counts.put) == (0, 1, 6)
+
+
+class BackpressureContract:
+    """For clients with ``capabilities.backpressure``."""
+
+    patience_s = 20.0
+
+    @pytest.fixture
+    def make_client(self) -> MakeClient:
+        raise NotImplementedError("override the fixture 'make_client'")
+
+    def test_a_put_past_capacity_raises_at_its_deadline_and_stores_nothing(
+        self, make_client: MakeClient
+    ) -> None:
+        client = make_client(storage_capacity=2, ack_timeout_ms=50)
+        client.register_partition("train", ["x"], 4, ["train"])
+        put(client, "train", ["a"])
+        with pytest.raises(CapacityExceeded, match="2 new samples, 1 of 2 held"):
+            put(client, "train", ["b", "c"])
+        assert client.claim_meta("train", "train", ["x"], 4, blocking=False).sample_ids == ["a"]
+
+    def test_a_waiting_put_goes_on_when_room_is_made(self, make_client: MakeClient) -> None:
+        client = make_client(storage_capacity=2, ack_timeout_ms=int(self.patience_s * 1000))
+        client.register_partition("train", ["x"], 3, ["train"])
+        put(client, "train", ["a", "b"])
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(put, client, "train", ["c"])
+            client.clear_samples(["a"], "train")
+            waiting.result(self.patience_s)
+        assert client.get_samples(["b", "c"], "train", ["x"]).batch_size == (2,)
+
+    def test_overwriting_in_a_full_store_needs_no_room(self, make_client: MakeClient) -> None:
+        client = make_client(storage_capacity=1, ack_timeout_ms=50)
+        client.register_partition("train", ["x"], 1, ["train"])
+        put(client, "train", ["a"])
+        client.put_samples(["a"], "train", batch(1, x=torch.zeros(1)))
+        assert client.get_samples(["a"], "train", ["x"])["x"].tolist() == [0.0]

@@ -1,0 +1,89 @@
+"""Configuration is refused by name; clients and middleware are found through entry points."""
+
+from importlib.metadata import EntryPoint
+
+import pytest
+
+from dataplane_core import (
+    ConfigError,
+    DataPlaneConfig,
+    InMemoryDataPlaneClient,
+    build_data_plane_client,
+    factory,
+    validate_config,
+)
+from dataplane_core.config import REQUIRED_OF_STORES, require_keys
+
+IN_MEMORY = {"enabled": True, "impl": "in_memory"}
+
+
+def test_the_in_memory_client_is_built_by_name():
+    with build_data_plane_client(IN_MEMORY) as client:
+        assert isinstance(client, InMemoryDataPlaneClient)
+        with build_data_plane_client(IN_MEMORY, bootstrap=False) as attached:
+            client.register_partition("p", [], 0, [])
+            attached.clear_samples([], "p")
+
+
+@pytest.mark.parametrize(
+    ("cfg", "named"),
+    [
+        (None, "None"),
+        ({"enabled": False, "impl": "in_memory"}, "enabled is false"),
+        ({"enabled": True}, "impl"),
+        ({"impl": "in_memory"}, "enabled"),
+        ({"enabled": True, "impl": "carrier-pigeon"}, "'carrier-pigeon'.*'in_memory'"),
+        ({"enabled": True, "impl": "noop"}, "'noop'"),
+        ({**IN_MEMORY, "storage_capcity": 3}, "storage_capcity"),
+        ({**IN_MEMORY, "storage_capacity": "many"}, "storage_capacity.*'many'"),
+        ({**IN_MEMORY, "storage_capacity": 0}, "storage_capacity.*0.*more than 0"),
+        ({**IN_MEMORY, "observability": {"enabled": True, "colour": 1}}, "observability.colour"),
+    ],
+)
+def test_a_wrong_configuration_is_one_error_that_names_the_key(cfg, named):
+    with pytest.raises(ConfigError, match=named):
+        build_data_plane_client(cfg)
+    assert issubclass(ConfigError, ValueError)
+
+
+def test_a_store_says_which_of_its_keys_are_missing():
+    with pytest.raises(ConfigError, match="'transfer_queue' needs backend, .*local_buffer_size"):
+        require_keys(validate_config(IN_MEMORY), REQUIRED_OF_STORES, impl="transfer_queue")
+
+
+def test_the_required_keys_are_part_of_the_config_type():
+    assert set(REQUIRED_OF_STORES) < set(DataPlaneConfig.__annotations__)
+
+
+def wrap(client, cfg):
+    return (client, cfg)
+
+
+def build(cfg, *, bootstrap=True):
+    return f"client(bootstrap={bootstrap})"
+
+
+def test_third_parties_add_clients_and_middleware_without_touching_core(monkeypatch):
+    offered = {
+        factory.CLIENT_GROUP: [EntryPoint("theirs", f"{__name__}:build", factory.CLIENT_GROUP)],
+        factory.MIDDLEWARE_GROUP: [EntryPoint("m", f"{__name__}:wrap", factory.MIDDLEWARE_GROUP)],
+    }
+    monkeypatch.setattr(factory, "entry_points", lambda group: offered[group])
+    monkeypatch.setattr(EntryPoint, "load", lambda self: globals()[self.value.split(":")[1]])
+    plain = {"enabled": True, "impl": "theirs"}
+    assert build_data_plane_client(plain, bootstrap=False) == "client(bootstrap=False)"
+    wrapped = {**plain, "observability": {"enabled": True}}
+    assert build_data_plane_client(wrapped) == ("client(bootstrap=True)", {"enabled": True})
+    off = {**plain, "observability": {"enabled": False}}
+    assert build_data_plane_client(off) == "client(bootstrap=True)"
+
+
+def test_enabled_observability_without_any_middleware_is_refused(monkeypatch):
+    real = factory.entry_points
+    monkeypatch.setattr(
+        factory,
+        "entry_points",
+        lambda group: [] if group == factory.MIDDLEWARE_GROUP else real(group=group),
+    )
+    with pytest.raises(ConfigError, match="install the package 'observability'"):
+        build_data_plane_client({**IN_MEMORY, "observability": {"enabled": True}})

@@ -1,0 +1,159 @@
+"""KVBatchMeta: transforms keep rows, lengths and tags together."""
+
+import pickle
+from dataclasses import fields
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dataplane_core import KVBatchMeta
+
+
+@st.composite
+def metas(draw, partition="train"):
+    ids = draw(st.lists(st.text(max_size=4), max_size=6))
+    per_row = st.lists(st.integers(0, 99), min_size=len(ids), max_size=len(ids))
+    return KVBatchMeta(
+        partition,
+        draw(st.none() | st.just("train")),
+        ids,
+        fields=draw(st.none() | st.lists(st.sampled_from("abc"), unique=True)),
+        sequence_lengths=draw(st.none() | per_row),
+        extra_info=draw(st.dictionaries(st.sampled_from("kl"), st.integers(), max_size=2)),
+        tags=draw(st.none() | per_row.map(lambda values: [{"v": value} for value in values])),
+    )
+
+
+@st.composite
+def metas_with_indices(draw):
+    meta = draw(metas())
+    inside = st.integers(-meta.size, meta.size - 1) if meta.size else st.nothing()
+    return meta, draw(st.lists(inside, max_size=8))
+
+
+def rows(meta):
+    lengths = meta.sequence_lengths or [None] * meta.size
+    tags = meta.tags or [None] * meta.size
+    return list(zip(meta.sample_ids, lengths, tags, strict=True))
+
+
+def shared(meta):
+    return meta.partition_id, meta.task_name, meta.fields, meta.extra_info
+
+
+def test_there_are_seven_fields_of_which_three_are_required():
+    assert [field.name for field in fields(KVBatchMeta)] == [
+        "partition_id",
+        "task_name",
+        "sample_ids",
+        "fields",
+        "sequence_lengths",
+        "extra_info",
+        "tags",
+    ]
+    first, second = KVBatchMeta("p", None, []), KVBatchMeta("p", None, [])
+    first.extra_info["k"] = 1
+    assert second.extra_info == {}
+
+
+def test_tags_that_are_not_one_per_id_are_refused_at_construction():
+    with pytest.raises(ValueError, match="1 tags for 2 sample_ids"):
+        KVBatchMeta("p", None, ["a", "b"], tags=[{}])
+
+
+def test_sequence_lengths_are_not_checked():
+    assert KVBatchMeta("p", None, ["a"], sequence_lengths=[1, 2]).size == 1
+
+
+@given(metas())
+def test_a_meta_survives_pickling(meta):
+    assert pickle.loads(pickle.dumps(meta)) == meta
+
+
+@given(metas_with_indices())
+def test_subset_carries_rows_in_the_order_asked(case):
+    meta, indices = case
+    taken = meta.subset(indices)
+    assert rows(taken) == [rows(meta)[i] for i in indices]
+    assert shared(taken) == shared(meta)
+
+
+@given(metas(), st.integers(-7, 7), st.integers(-7, 7))
+def test_slice_is_a_half_open_range(meta, start, stop):
+    taken = meta.slice(start, stop)
+    assert rows(taken) == rows(meta)[start:stop]
+    assert shared(taken) == shared(meta)
+
+
+@given(st.lists(metas(), min_size=1, max_size=4))
+def test_concat_joins_rows_and_loses_lengths_or_tags_that_one_input_lacks(parts):
+    joined = parts[0].concat(*parts[1:])
+    assert joined.sample_ids == [i for part in parts for i in part.sample_ids]
+    for name in ("sequence_lengths", "tags"):
+        values = [getattr(part, name) for part in parts]
+        expected = None if None in values else [v for value in values for v in value]
+        assert getattr(joined, name) == expected
+    assert shared(joined) == shared(parts[0])
+
+
+def test_concat_of_another_partition_is_refused():
+    with pytest.raises(ValueError, match="'val'"):
+        KVBatchMeta("train", None, ["a"]).concat(KVBatchMeta("val", None, ["b"]))
+
+
+@given(metas_with_indices())
+def test_drop_is_the_complement_of_subset(case):
+    meta, indices = case
+    left = meta.drop(indices)
+    gone = {i % meta.size for i in indices}
+    kept = [row for i, row in enumerate(rows(meta)) if i not in gone]
+    if kept:
+        assert rows(left) == kept
+        assert shared(left) == shared(meta)
+    else:
+        assert left is None
+
+
+def test_drop_outside_the_batch_is_an_error():
+    with pytest.raises(IndexError, match="3"):
+        KVBatchMeta("p", None, ["a"]).drop([3])
+
+
+@given(metas(), st.lists(st.sampled_from("abcd")))
+def test_with_fields_appends_each_name_once(meta, names):
+    extended = meta.with_fields(names)
+    assert extended.fields == list(dict.fromkeys([*(meta.fields or []), *names]))
+    assert rows(extended) == rows(meta)
+
+
+@given(metas())
+def test_transforms_never_share_lists_or_extra_info(meta):
+    whole = list(range(meta.size))
+    for other in (meta.subset(whole), meta.slice(0, 9), meta.concat(), meta.with_fields([])):
+        assert other.sample_ids is not meta.sample_ids
+        assert other.extra_info is not meta.extra_info
+        if meta.sequence_lengths is not None:
+            assert other.sequence_lengths is not meta.sequence_lengths
+
+
+def test_tag_dicts_are_shared_by_subset_slice_and_concat_but_copied_by_with_fields():
+    meta = KVBatchMeta("p", None, ["a"], tags=[{"v": 1}])
+    for other in (meta.subset([0]), meta.slice(0, 1), meta.concat()):
+        assert other.tags[0] is meta.tags[0]
+    assert meta.with_fields(["x"]).tags[0] is not meta.tags[0]
+
+
+def test_stamp_tags_starts_from_nothing_and_adds_to_what_is_there():
+    meta = KVBatchMeta("p", None, ["a", "b"])
+    meta.stamp_tags({"std": torch.tensor([0.5, 1.5])})
+    meta.stamp_tags({"baseline": [1, 2]})
+    assert meta.tags == [{"std": 0.5, "baseline": 1}, {"std": 1.5, "baseline": 2}]
+
+
+def test_stamp_tags_of_a_wrong_length_writes_nothing():
+    meta = KVBatchMeta("p", None, ["a", "b"])
+    with pytest.raises(ValueError, match="'baseline'.*1 values for 2"):
+        meta.stamp_tags({"std": [1, 2], "baseline": [1]})
+    assert meta.tags is None

@@ -1,0 +1,57 @@
+"""Importing the package is cheap, and errors are what the contract says they are."""
+
+import inspect
+import pickle
+import subprocess
+import sys
+
+import pytest
+
+import dataplane_core
+from dataplane_core import DataPlaneError, MissingDataError, errors
+
+
+def test_importing_the_package_imports_neither_torch_nor_ray():
+    code = (
+        "import sys, dataplane_core; "
+        "sys.exit(','.join(m for m in ('torch', 'ray', 'tensordict') if m in sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stderr.strip()) == (0, "")
+
+
+def test_every_public_name_exists_and_is_listed_in_order():
+    assert all(hasattr(dataplane_core, name) for name in dataplane_core.__all__)
+    constants = [name for name in dataplane_core.__all__ if name.isupper()]
+    others = [name for name in dataplane_core.__all__ if not name.isupper()]
+    assert dataplane_core.__all__ == sorted(constants) + sorted(others)
+    with pytest.raises(AttributeError, match="nothing_like_it"):
+        _ = dataplane_core.nothing_like_it
+
+
+ALL_ERRORS = [
+    value for _, value in inspect.getmembers(errors, inspect.isclass) if value is not DataPlaneError
+]
+
+
+@pytest.mark.parametrize("error", ALL_ERRORS)
+def test_every_error_is_in_the_tree_and_also_a_built_in(error):
+    assert issubclass(error, DataPlaneError)
+    builtins = (KeyError, ValueError, TimeoutError, RuntimeError, NotImplementedError)
+    assert issubclass(error, builtins)
+
+
+@pytest.mark.parametrize("error", ALL_ERRORS)
+def test_every_error_crosses_process_boundaries_with_its_message(error):
+    copied = pickle.loads(pickle.dumps(error("what went wrong")))
+    assert type(copied) is error
+    assert str(copied) == "what went wrong"
+
+
+def test_attributes_of_an_error_cross_process_boundaries():
+    copied = pickle.loads(pickle.dumps(MissingDataError("m", sample_ids=["a"], fields=["x"])))
+    assert (copied.sample_ids, copied.fields) == (["a"], ["x"])
+
+
+def test_hostile_ids_are_shown_escaped():
+    assert errors.listed(["\x1b[31mred\n"]) == r"'\x1b[31mred\n'"
