@@ -1,0 +1,272 @@
+"""Padded columns to the jagged form that is stored, and back.
+
+Stored per row, a token column costs what its rows hold and not what the widest row of the batch
+needs. Which columns are per token is a matter of their name (`TOKEN_ALIGNED_FIELDS`): a shape of
+(rows, width) alone does not tell a mask over tokens from an image feature.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Final  # Any: leaves are tensors or the caller's own Python values
+
+import numpy as np
+import torch
+from tensordict import (
+    LazyStackedTensorDict,
+    NonTensorData,
+    NonTensorStack,
+    TensorDict,
+    TensorDictBase,
+    is_tensor_collection,
+)
+
+from column_io.batched_data_dict import BatchedDataDict
+from column_io.column_rows import as_ints, count_rows
+from column_io.nested import jagged_from_rows, pad_width, padded_from_nested
+from dataplane_core import ROUTED_EXPERTS_FIELD, InvalidRequestError, Layout
+
+TOKEN_ALIGNED_FIELDS: Final[frozenset[str]] = frozenset(
+    {
+        "input_ids",
+        "generation_logprobs",
+        "prev_logprobs",
+        "reference_policy_logprobs",
+        "advantages",
+        "token_mask",
+        "sample_mask",
+        ROUTED_EXPERTS_FIELD,
+    }
+)
+"""Columns that may hold one value per token, and are then stored jagged."""
+
+
+def to_nested_by_length(
+    padded: torch.Tensor, lengths: torch.Tensor | Sequence[int]
+) -> torch.Tensor:
+    """Cut row i of ``padded`` to its first ``lengths[i]`` values.
+
+    Args:
+        padded: (n, width, ...), any dtype.
+        lengths: n lengths between 0 and ``width``.
+
+    Returns:
+        A jagged tensor of n rows with the dtype and bits of ``padded``.
+
+    Raises:
+        InvalidRequestError: (a ValueError) if ``padded`` has no width, or the number of lengths or
+            one of them does not fit.
+    """
+    cuts = as_ints(lengths)
+    if padded.dim() < 2:
+        raise InvalidRequestError(
+            f"to_nested_by_length: tensor of shape {tuple(padded.shape)}; expected (rows, width, "
+            "...)"
+        )
+    if len(cuts) != padded.shape[0]:
+        raise InvalidRequestError(
+            f"to_nested_by_length: {len(cuts)} lengths for {padded.shape[0]} rows; expected one "
+            "per row"
+        )
+    if cuts and not 0 <= min(cuts) <= max(cuts) <= padded.shape[1]:
+        raise InvalidRequestError(
+            f"to_nested_by_length: lengths from {min(cuts)} to {max(cuts)}; expected 0 to the "
+            f"width {padded.shape[1]}"
+        )
+    rows = [row[:cut] for row, cut in zip(padded, cuts, strict=True)]
+    return jagged_from_rows(rows, like=padded[0:0].reshape(0, *padded.shape[2:]))
+
+
+def pack_per_token_field(
+    values: torch.Tensor, lengths: torch.Tensor | Sequence[int]
+) -> torch.Tensor:
+    """`to_nested_by_length` where ``values`` can be cut, else ``values`` as they are.
+
+    Cannot be cut: a tensor that is nested already, of one dimension, with another number of rows,
+    or narrower than the longest row.
+    """
+    cuts = as_ints(lengths)
+    if values.is_nested or values.dim() < 2 or values.shape[0] != len(cuts):
+        return values
+    if values.shape[1] < max(cuts, default=0):
+        return values
+    return to_nested_by_length(values, cuts)
+
+
+def pack_jagged_fields(
+    fields: Mapping[str, torch.Tensor | np.ndarray],
+    lengths: torch.Tensor | Sequence[int] | None = None,
+    *,
+    token_aligned_fields: Collection[str] = TOKEN_ALIGNED_FIELDS,
+) -> TensorDict:
+    """The TensorDict that a put takes, token columns jagged.
+
+    Args:
+        fields: column name to a tensor or an object array, all with the same number of rows.
+        lengths: tokens per row; None leaves every column dense.
+        token_aligned_fields: the columns to cut to ``lengths``. Wider ones (padded for sequence
+            parallelism) are cut; what cannot be cut stays dense, see `pack_per_token_field`.
+
+    Returns:
+        A TensorDict whose batch size is the number of rows.
+
+    Raises:
+        TypeError: if a column is neither a tensor nor an object array.
+        InvalidRequestError: (a ValueError) if the columns differ in their number of rows.
+    """
+    counts: dict[str, int] = {}
+    for name, column in fields.items():
+        if not is_storable(column):
+            kind = getattr(column, "dtype", None) or type(column).__name__
+            raise TypeError(
+                f"pack_jagged_fields: column {name!r} is {kind}; expected a torch.Tensor or a "
+                "numpy array of dtype object"
+            )
+        counts[name] = count_rows(name, column)
+    if len(set(counts.values())) > 1:
+        found = ", ".join(f"{name}: {count}" for name, count in list(counts.items())[:10])
+        raise InvalidRequestError(
+            f"pack_jagged_fields: columns differ in their number of rows ({found})"
+        )
+    leaves: dict[str, Any] = {}
+    for name, column in fields.items():
+        if isinstance(column, np.ndarray):
+            leaves[name] = _object_leaf(column)
+        elif lengths is not None and name in token_aligned_fields:
+            leaves[name] = pack_per_token_field(column, lengths)
+        else:
+            leaves[name] = column
+    return TensorDict(leaves, batch_size=[next(iter(counts.values()), 0)])
+
+
+def is_storable(column: object) -> bool:
+    """Whether a put takes ``column``: a tensor, or a numpy array of Python values."""
+    return isinstance(column, torch.Tensor) or (
+        isinstance(column, np.ndarray) and column.dtype == object
+    )
+
+
+def _object_leaf(column: np.ndarray) -> NonTensorStack | NonTensorData:
+    # An array as one leaf is ambiguous: its values could belong to each row. A stack is per row,
+    # but cannot be empty.
+    if len(column) == 0:
+        return NonTensorData(column, batch_size=[0])
+    return NonTensorStack(*(NonTensorData(value) for value in column))
+
+
+def response_from_nested(
+    values: torch.Tensor, response_lengths: torch.Tensor | Sequence[int]
+) -> torch.Tensor:
+    """The part of a model's output that belongs to the response, row by row.
+
+    A model's output at a token is about the next token, so the response's part is its length's last
+    values shifted one to the left: ``row[-r - 1 : -1]``.
+
+    Args:
+        values: jagged (n, length, ...), e.g. log-probabilities over prompt and response.
+        response_lengths: n lengths, or a jagged tensor with rows of those lengths (a mask).
+
+    Returns:
+        A jagged tensor (n, response length, ...).
+
+    Raises:
+        InvalidRequestError: (a ValueError) if ``values`` is not nested, the number of lengths does
+            not fit, or a row is not longer than its response.
+    """
+    if not values.is_nested:
+        raise InvalidRequestError(
+            f"response_from_nested: dense tensor of shape {tuple(values.shape)}; expected a "
+            "nested one, make it with to_nested_by_length"
+        )
+    if isinstance(response_lengths, torch.Tensor) and response_lengths.is_nested:
+        responses = [row.shape[0] for row in response_lengths.unbind()]
+    else:
+        responses = as_ints(response_lengths)
+    rows = values.unbind()
+    if len(rows) != len(responses):
+        raise InvalidRequestError(
+            f"response_from_nested: {len(responses)} response lengths for {len(rows)} rows; "
+            "expected one per row"
+        )
+    parts = []
+    for place, (row, response) in enumerate(zip(rows, responses, strict=True)):
+        stop = row.shape[0] - 1
+        if response and not 0 <= response <= stop:
+            raise InvalidRequestError(
+                f"response_from_nested: row {place} has {row.shape[0]} tokens and a response of "
+                f"{response}; expected at least one token of prompt before it"
+            )
+        parts.append(row[stop - response : stop] if response else row[:0])
+    return jagged_from_rows(parts, like=values.values())
+
+
+def materialize(
+    fields: TensorDictBase,
+    layout: Layout = "padded",
+    *,
+    pad_value_dict: Mapping[str, Any] | None = None,
+    pad_to_seqlen: int = 0,
+) -> BatchedDataDict[Any]:
+    """Columns to compute with, from what a read returned or `pack_jagged_fields` made.
+
+    Args:
+        fields: leaves are tensors and per-row Python values.
+        layout: "padded" makes nested leaves dense, right-padded to their longest row. "jagged"
+            leaves every tensor as it is.
+        pad_value_dict: column to its pad value; 0 if absent.
+        pad_to_seqlen: with layout "padded" and above 0, every tensor of two or more dims, those
+            that were dense included, is right-padded along dim 1 to this width, in tokens. Wider
+            ones are not cut.
+
+    Returns:
+        A batch with every leaf: tensors with their dtype, Python values as an object array (n,), in
+        which None stands for a value that its transport stripped to an empty TensorDict.
+
+    Raises:
+        InvalidRequestError: (a ValueError) on an unknown layout.
+        TypeError: if a leaf is neither a tensor nor per-row values.
+    """
+    if layout not in ("padded", "jagged"):
+        raise InvalidRequestError(f"materialize: layout {layout!r}; expected 'padded' or 'jagged'")
+    count = fields.batch_size[0] if fields.batch_dims else 0
+    pad_values = pad_value_dict or {}
+    batch: BatchedDataDict[Any] = BatchedDataDict()
+    for name, leaf in fields.items():
+        if not isinstance(leaf, torch.Tensor):
+            batch[name] = _object_column(name, leaf, count)
+        elif layout == "jagged":
+            batch[name] = leaf
+        else:
+            pad_value = pad_values.get(name, 0)
+            padded = padded_from_nested(leaf, pad_value) if leaf.is_nested else leaf
+            wide = pad_to_seqlen > 0 and padded.dim() >= 2
+            batch[name] = pad_width(padded, pad_to_seqlen, pad_value) if wide else padded
+    return batch
+
+
+def _object_column(name: str, leaf: Any, count: int) -> np.ndarray:
+    if isinstance(leaf, NonTensorData):
+        # Not been through a store: the leaf holds the array itself, or one value for all rows.
+        data = leaf.data
+        per_row = isinstance(data, np.ndarray | list | tuple) and len(data) == count
+        values = list(data) if per_row else [data] * count
+    elif isinstance(leaf, LazyStackedTensorDict):
+        values = [_object_value(name, row) for row in leaf.tensordicts]
+    else:
+        raise TypeError(
+            f"materialize: column {name!r} is a {type(leaf).__name__}; expected a tensor or "
+            "per-row Python values"
+        )
+    column = np.empty(len(values), dtype=object)
+    column[:] = values  # element by element: np.array would look inside sequences
+    return column
+
+
+def _object_value(name: str, row: Any) -> Any:
+    if isinstance(row, NonTensorData):
+        return row.data
+    if is_tensor_collection(row) and row.batch_dims == 0 and row.is_empty():
+        return None
+    raise TypeError(
+        f"materialize: column {name!r} has a row of {type(row).__name__}; expected a Python value"
+    )

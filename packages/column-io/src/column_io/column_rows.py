@@ -1,0 +1,122 @@
+"""What a batch does to the rows of one column, whatever the column is made of.
+
+A column is a tensor (dense or nested), a numpy array, or a list with one Python value per row.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any  # Any: a column is a tensor, an array or a list of the caller's values
+
+import numpy as np
+import torch
+
+from column_io.nested import jagged_from_rows, nested_from_rows, pad_width
+from dataplane_core import InvalidRequestError
+
+
+def count_rows(name: str, column: Any) -> int:
+    """Number of rows of ``column``.
+
+    Raises:
+        InvalidRequestError: (a ValueError) if the column has no rows to speak of (a scalar).
+    """
+    if isinstance(column, torch.Tensor | np.ndarray):
+        if column.ndim == 0:
+            raise InvalidRequestError(
+                f"column {name!r}: a scalar; expected one row per sample along dim 0"
+            )
+        return int(column.shape[0])
+    if isinstance(column, str | bytes) or not isinstance(column, Sequence):
+        raise InvalidRequestError(
+            f"column {name!r}: found {type(column).__name__}; expected a tensor, an array or a "
+            "list with one value per row"
+        )
+    return len(column)
+
+
+def take_rows(column: Any, indices: Sequence[int]) -> Any:
+    """The rows at ``indices``, in that order; tensors and arrays are copied."""
+    if isinstance(column, torch.Tensor):
+        if column.is_nested:
+            rows = column.unbind()
+            return nested_from_rows([rows[i] for i in indices], like=column)
+        return column.index_select(
+            0, torch.tensor(indices, dtype=torch.int64, device=column.device)
+        )
+    if isinstance(column, np.ndarray):
+        return column[np.asarray(indices, dtype=np.int64)]
+    return [column[i] for i in indices]
+
+
+def slice_rows(column: Any, start: int, end: int) -> Any:
+    """The rows in ``[start, end)``; dense tensors and arrays are views."""
+    if isinstance(column, torch.Tensor) and column.is_nested:
+        return nested_from_rows(column.unbind()[start:end], like=column)
+    return column[start:end]
+
+
+def repeat_rows(column: Any, times: int) -> Any:
+    """Each row ``times`` times in a row; Python values are copied, so that no two share state."""
+    if isinstance(column, torch.Tensor):
+        if column.is_nested:
+            rows = [row for row in column.unbind() for _ in range(times)]
+            return nested_from_rows(rows, like=column)
+        return column.repeat_interleave(times, dim=0)
+    if isinstance(column, np.ndarray):
+        repeated = column.repeat(times, axis=0)
+        if column.dtype == object:
+            # One by one: a deep copy of the array would keep repeats of one value the same.
+            repeated[:] = [copy.deepcopy(value) for value in repeated]
+        return repeated
+    return [copy.deepcopy(value) for value in column for _ in range(times)]
+
+
+def join_columns(name: str, parts: Sequence[Any], pad_value: float) -> Any:
+    """``parts`` one after the other.
+
+    Dense tensors of two or more dimensions are right-padded along dim 1 to the widest part. A
+    nested part makes the whole jagged.
+
+    Raises:
+        InvalidRequestError: (a ValueError) if the parts are of different kinds, or tensors of
+            different dtypes or shapes.
+    """
+    if all(isinstance(part, torch.Tensor) for part in parts):
+        return _join_tensors(name, parts, pad_value)
+    if all(isinstance(part, np.ndarray) for part in parts):
+        return np.concatenate(parts)
+    if any(isinstance(part, torch.Tensor | np.ndarray) for part in parts):
+        kinds = ", ".join(sorted({type(part).__name__ for part in parts}))
+        raise InvalidRequestError(f"from_batches: column {name!r} is of different kinds: {kinds}")
+    return [value for part in parts for value in part]
+
+
+def _join_tensors(name: str, parts: Sequence[torch.Tensor], pad_value: float) -> torch.Tensor:
+    dtypes = {part.dtype for part in parts}
+    if len(dtypes) > 1:
+        found = ", ".join(sorted(str(dtype) for dtype in dtypes))
+        raise InvalidRequestError(f"from_batches: column {name!r} has several dtypes: {found}")
+    nested = [part for part in parts if part.is_nested]
+    if nested:
+        rows = [row for part in parts for row in part.unbind()]
+        if any(part.layout != torch.jagged for part in nested):
+            return nested_from_rows(rows, like=nested[0])
+        return jagged_from_rows(rows, like=nested[0].values())
+    shapes = {part.shape[2:] if part.dim() > 1 else None for part in parts}
+    if len(shapes) > 1:
+        found = ", ".join(str(tuple(part.shape)) for part in parts[:10])
+        raise InvalidRequestError(
+            f"from_batches: column {name!r} has shapes {found}; they may differ in dim 0 and 1 only"
+        )
+    if parts[0].dim() < 2:
+        return torch.cat(list(parts))
+    width = max(part.shape[1] for part in parts)
+    return torch.cat([pad_width(part, width, pad_value) for part in parts])
+
+
+def as_ints(lengths: torch.Tensor | Sequence[int]) -> list[int]:
+    """Lengths as Python integers, with one transfer if they are on a device."""
+    values = lengths.tolist() if isinstance(lengths, torch.Tensor) else lengths
+    return [int(length) for length in values]

@@ -1,0 +1,191 @@
+"""Columns in and out of a data-plane client.
+
+Thin on purpose: a read is one ``get_samples``, a write is one ``put_samples``. What is added is the
+codec, and the one width that all readers of a batch pad to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any  # Any: extra_info, tags and pad values are the caller's own
+
+import numpy as np
+import torch
+
+from column_io.batched_data_dict import BatchedDataDict
+from column_io.codec import is_storable, materialize, pack_jagged_fields
+from column_io.column_rows import as_ints, count_rows
+from column_io.message_log import attach_message_log_view
+from dataplane_core import (
+    ELEM_COUNTS_PER_GB,
+    GLOBAL_FORWARD_PAD_SEQLEN,
+    INPUT_LENGTHS,
+    MICRO_BATCH_INDICES,
+    MICRO_BATCH_LENGTHS,
+    SAMPLE_MASK,
+    DataPlaneClient,
+    InvalidRequestError,
+    KVBatchMeta,
+    Layout,
+    MissingDataError,
+)
+from dataplane_core.errors import listed
+
+PAD_TO_MULTIPLE = "pad_to_multiple"
+"""``extra_info`` key: the alignment of the sequence width that back ends ask for, in tokens."""
+
+
+def read_columns(
+    dp_client: DataPlaneClient,
+    meta: KVBatchMeta,
+    select_fields: Sequence[str],
+    *,
+    layout: Layout = "padded",
+    pad_value_dict: dict[str, Any] | None = None,
+) -> BatchedDataDict[Any]:
+    """Fetch ``select_fields`` of the rows of ``meta``.
+
+    Args:
+        dp_client: the client to read from.
+        meta: names the rows; row i of the batch is ``meta.sample_ids[i]``. If its ``extra_info``
+            has ``global_forward_pad_seqlen``, tensors are padded to that width, else to their
+            longest row. If it has a plan of micro-batches for as many rows, the batch carries it.
+        select_fields: the columns to read; no others are.
+        layout: "padded" for dense tensors, "jagged" for what the store returned.
+        pad_value_dict: column to its pad value (``input_ids``: the pad token's id); 0 if absent.
+
+    Returns:
+        The columns, and ``message_log`` if ``input_ids`` and the three turn columns are all asked
+        for. Without rows: no columns.
+
+    Raises:
+        MissingDataError: (a KeyError and a ValueError) as ``get_samples``.
+        PartitionNotFoundError: likewise.
+    """
+    fetched = dp_client.get_samples(meta.sample_ids, meta.partition_id, list(select_fields))
+    batch = materialize(
+        fetched,
+        layout,
+        pad_value_dict=pad_value_dict,
+        pad_to_seqlen=meta.extra_info.get(GLOBAL_FORWARD_PAD_SEQLEN) or 0,
+    )
+    _attach_plan(batch, meta)
+    attach_message_log_view(batch)
+    return batch
+
+
+def _attach_plan(batch: BatchedDataDict[Any], meta: KVBatchMeta) -> None:
+    indices = meta.extra_info.get(MICRO_BATCH_INDICES)
+    if indices is None or sum(cuts[-1][1] for cuts in indices) != meta.size:
+        return  # a subset of the planned rows: the places no longer mean the same rows
+    batch.micro_batch_indices = indices
+    batch.micro_batch_lengths = meta.extra_info.get(MICRO_BATCH_LENGTHS)
+    batch.elem_counts_per_gb = meta.extra_info.get(ELEM_COUNTS_PER_GB)
+
+
+def write_columns(
+    dp_client: DataPlaneClient,
+    meta: KVBatchMeta,
+    fields: Mapping[str, torch.Tensor | np.ndarray],
+) -> None:
+    """Write columns for the rows of ``meta``, in one put; none if ``fields`` is empty.
+
+    Args:
+        dp_client: the client to write to.
+        meta: names the rows. Its ``sequence_lengths`` cut token columns to the lengths that the
+            first put gave them; without them every column is stored as wide as it is.
+        fields: column name to a tensor or an object array with a row per sample.
+
+    Raises:
+        InvalidRequestError: (a ValueError) if rows or lengths do not fit the ids.
+        TypeError: if a column is of another type.
+    """
+    if not fields:
+        return
+    lengths = meta.sequence_lengths
+    if lengths is not None and len(lengths) != meta.size:
+        raise InvalidRequestError(
+            f"write_columns(partition={meta.partition_id!r}): {len(lengths)} sequence_lengths for "
+            f"{meta.size} samples; expected one per sample, or None"
+        )
+    packed = pack_jagged_fields(fields, lengths)
+    if packed.batch_size[0] != meta.size:
+        raise InvalidRequestError(
+            f"write_columns(partition={meta.partition_id!r}): columns {listed(fields)} of "
+            f"{packed.batch_size[0]} rows for {meta.size} samples; expected one row per sample"
+        )
+    dp_client.put_samples(meta.sample_ids, meta.partition_id, fields=packed)
+
+
+def kv_first_write(
+    final_batch_cpu: BatchedDataDict[Any],
+    *,
+    sample_ids: Sequence[str],
+    dp_client: DataPlaneClient,
+    partition_id: str,
+    extra_info: dict[str, Any] | None = None,
+    task_name: str = "train",
+    pad_to_multiple: int = 1,
+    tags: list[dict[str, Any]] | None = None,
+) -> KVBatchMeta:
+    """Write a rollout's first columns, in one put, and return their meta.
+
+    Args:
+        final_batch_cpu: tensors and object arrays are written, token columns cut to
+            ``input_lengths``; columns of other types (``message_log``) are not. Has
+            ``sample_mask``, whose rows count, and ``input_lengths``, in tokens.
+        sample_ids: one distinct id per row.
+        dp_client: the client to write to.
+        partition_id: a registered partition.
+        extra_info: goes into the meta.
+        task_name: goes into the meta.
+        pad_to_multiple: alignment of the width that readers pad to, in tokens. Above 1 it is noted
+            in the meta's ``extra_info``; nothing is padded here.
+        tags: one dict of primitives per row; stored with the samples and in the meta.
+
+    Returns:
+        A meta of the rows: ``fields`` are the columns written, ``sequence_lengths`` the input
+        lengths.
+
+    Raises:
+        MissingDataError: (a KeyError and a ValueError) without ``sample_mask`` or
+            ``input_lengths``.
+        InvalidRequestError: (a ValueError) if there are no rows, or if ids, lengths, tags or a
+            column have another number of rows.
+    """
+    where = f"kv_first_write(partition={partition_id!r})"
+    missing = [name for name in (SAMPLE_MASK, INPUT_LENGTHS) if name not in final_batch_cpu]
+    if missing:
+        raise MissingDataError(
+            f"{where}: no columns {listed(missing)} among {listed(final_batch_cpu)}",
+            fields=missing,
+        )
+    rows = count_rows(SAMPLE_MASK, final_batch_cpu[SAMPLE_MASK])
+    if rows == 0:
+        raise InvalidRequestError(f"{where}: no rows; expected at least one")
+    lengths = as_ints(final_batch_cpu[INPUT_LENGTHS])
+    for what, count in (
+        ("sample_ids", len(sample_ids)),
+        ("input_lengths", len(lengths)),
+        ("tags", rows if tags is None else len(tags)),
+    ):
+        if count != rows:
+            raise InvalidRequestError(
+                f"{where}: {count} {what} for {rows} rows of sample_mask; expected one per row"
+            )
+    written = {name: column for name, column in final_batch_cpu.items() if is_storable(column)}
+    meta = dp_client.put_samples(
+        list(sample_ids), partition_id, fields=pack_jagged_fields(written, lengths), tags=tags
+    )
+    info = dict(extra_info or {})
+    if pad_to_multiple > 1:
+        info[PAD_TO_MULTIPLE] = pad_to_multiple
+    return KVBatchMeta(
+        partition_id=partition_id,
+        task_name=task_name,
+        sample_ids=meta.sample_ids,
+        fields=list(written),
+        sequence_lengths=lengths,
+        extra_info=info,
+        tags=None if tags is None else [dict(tag) for tag in tags],
+    )

@@ -1,0 +1,156 @@
+"""Conversations as columns, and columns as conversations again.
+
+A message log is a list of turns, each a dict with ``role``, ``content`` and ``token_ids``. The
+token ids of all turns of a row stand end to end in ``input_ids``, so a log is stored as the
+lengths, roles and contents of its turns, and rebuilt without copying a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, MutableMapping, Sequence
+from typing import Any, Final  # Any: contents are text or the caller's own structures
+
+import numpy as np
+import torch
+
+from dataplane_core import INPUT_IDS, InvalidRequestError, MissingDataError
+from dataplane_core.errors import listed
+
+MESSAGE_LOG_BULK_FIELDS: Final[tuple[str, ...]] = ("turn_lengths", "turn_roles", "turn_contents")
+"""The columns that, with ``input_ids``, hold a batch's message logs."""
+
+_GENERATION_LOGPROBS = "generation_logprobs"
+_ASSISTANT = "assistant"
+
+MessageLog = list[dict[str, Any]]
+
+
+def decompose_message_log(message_logs: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
+    """The turns of ``message_logs`` as columns.
+
+    Args:
+        message_logs: per row the turns; each has ``role``, may have ``content`` ("" if absent) and
+            ``token_ids`` (a 1-D tensor or a sequence; no tokens if absent).
+
+    Returns:
+        ``turn_lengths``, int64 (n, most turns), zero-filled, in tokens; ``turn_roles`` and
+        ``turn_contents``, object arrays (n,) of lists; ``response_token_lengths``, int64 (n,), the
+        tokens of the first assistant turn that has any, else 0.
+
+    Raises:
+        MissingDataError: (a KeyError and a ValueError) if a turn has no role.
+    """
+    count = len(message_logs)
+    turn_lengths = torch.zeros((count, max(map(len, message_logs), default=0)), dtype=torch.int64)
+    response_token_lengths = torch.zeros(count, dtype=torch.int64)
+    turn_roles = np.empty(count, dtype=object)
+    turn_contents = np.empty(count, dtype=object)
+    for row, turns in enumerate(message_logs):
+        for place, turn in enumerate(turns):
+            if "role" not in turn:
+                raise MissingDataError(
+                    f"decompose_message_log: turn {place} of row {row} has {listed(turn)}; "
+                    "expected 'role' among them",
+                    fields=["role"],
+                )
+        lengths = [len(turn.get("token_ids", ())) for turn in turns]
+        turn_lengths[row, : len(lengths)] = torch.tensor(lengths, dtype=torch.int64)
+        turn_roles[row] = [turn["role"] for turn in turns]
+        turn_contents[row] = [turn.get("content", "") for turn in turns]
+        response_token_lengths[row] = next(
+            (
+                length
+                for turn, length in zip(turns, lengths, strict=True)
+                if turn["role"] == _ASSISTANT and length > 0
+            ),
+            0,
+        )
+    return {
+        "turn_lengths": turn_lengths,
+        "turn_roles": turn_roles,
+        "turn_contents": turn_contents,
+        "response_token_lengths": response_token_lengths,
+    }
+
+
+def reconstruct_message_log(columns: Mapping[str, Any]) -> list[MessageLog]:
+    """The message logs of which ``columns`` hold the turns; undoes `decompose_message_log`.
+
+    Args:
+        columns: ``input_ids`` (n, width) or jagged, ``turn_lengths``, ``turn_roles`` and
+            ``turn_contents``; ``generation_logprobs`` like ``input_ids`` if there are any.
+
+    Returns:
+        Per row the turns, each with ``role`` and ``content``; with ``token_ids``, a view of
+        ``input_ids``, if it has tokens; and with ``generation_logprobs``, a view likewise, if it
+        is moreover an assistant's.
+
+    Raises:
+        MissingDataError: (a KeyError and a ValueError) if a column is missing.
+        InvalidRequestError: (a ValueError) if a row's roles, contents, lengths and ids do not fit
+            together.
+    """
+    needed = (INPUT_IDS, *MESSAGE_LOG_BULK_FIELDS)
+    missing = [name for name in needed if name not in columns]
+    if missing:
+        raise MissingDataError(
+            f"reconstruct_message_log: no columns {listed(missing)}; expected {listed(needed)}",
+            fields=missing,
+        )
+    token_rows = columns[INPUT_IDS].unbind()
+    logprobs = columns.get(_GENERATION_LOGPROBS)
+    logprob_rows = [None] * len(token_rows) if logprobs is None else logprobs.unbind()
+    return [
+        _rebuild(row, *parts)
+        for row, parts in enumerate(
+            zip(
+                token_rows,
+                logprob_rows,
+                [lengths.tolist() for lengths in columns["turn_lengths"].unbind()],
+                columns["turn_roles"],
+                columns["turn_contents"],
+                strict=True,
+            )
+        )
+    ]
+
+
+def _rebuild(
+    row: int,
+    tokens: torch.Tensor,
+    logprobs: torch.Tensor | None,
+    lengths: list[int],
+    roles: list[str],
+    contents: list[Any],
+) -> MessageLog:
+    if len(lengths) < len(roles) or len(contents) != len(roles) or sum(lengths) > tokens.shape[0]:
+        raise InvalidRequestError(
+            f"reconstruct_message_log: row {row} has {len(roles)} roles, {len(contents)} contents, "
+            f"turn_lengths {lengths[:10]} and {tokens.shape[0]} token ids; expected a content and "
+            "a length per role, and an id per token"
+        )
+    log: MessageLog = []
+    start = 0
+    # Lengths beyond the last turn are padding.
+    turns = zip(roles, contents, lengths[: len(roles)], strict=True)
+    for role, content, length in turns:
+        turn: dict[str, Any] = {"role": role, "content": content}
+        if length > 0:
+            turn["token_ids"] = tokens[start : start + length]
+            if logprobs is not None and role == _ASSISTANT:
+                turn[_GENERATION_LOGPROBS] = logprobs[start : start + length]
+        log.append(turn)
+        start += length
+    return log
+
+
+def attach_message_log_view(batch: MutableMapping[str, Any]) -> None:
+    """Set ``batch["message_log"]`` from its columns, in place.
+
+    Does nothing if ``input_ids`` or one of `MESSAGE_LOG_BULK_FIELDS` is absent; may be repeated.
+
+    Args:
+        batch: a `BatchedDataDict` or dict of columns.
+    """
+    if all(name in batch for name in (INPUT_IDS, *MESSAGE_LOG_BULK_FIELDS)):
+        batch["message_log"] = reconstruct_message_log(batch)

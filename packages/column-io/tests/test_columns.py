@@ -1,0 +1,251 @@
+"""First write, write back, read: one call of the client each."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from column_io import (
+    BatchedDataDict,
+    decompose_message_log,
+    kv_first_write,
+    read_columns,
+    round_up,
+    write_columns,
+)
+from dataplane_core import (
+    DataPlaneClient,
+    InMemoryDataPlaneClient,
+    KVBatchMeta,
+    MissingDataError,
+)
+
+LENGTHS = [3, 1, 4]
+IDS = ["a_g0", "a_g1", "b_g0"]
+
+
+def rollout(**columns: Any) -> BatchedDataDict[Any]:
+    return BatchedDataDict(
+        input_ids=torch.arange(1, 13).view(3, 4),
+        input_lengths=torch.tensor(LENGTHS),
+        sample_mask=torch.ones(3),
+        **columns,
+    )
+
+
+def first_write(client: DataPlaneClient, batch: Any = None, **options: Any) -> KVBatchMeta:
+    return kv_first_write(
+        rollout() if batch is None else batch,
+        sample_ids=IDS,
+        dp_client=client,
+        partition_id="train",
+        **options,
+    )
+
+
+class CountingClient(InMemoryDataPlaneClient):
+    puts = 0
+
+    def put_samples(self, *args: Any, **kwargs: Any) -> KVBatchMeta:
+        self.puts += 1
+        return super().put_samples(*args, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("value", "multiple", "expected"),
+    [(7, 4, 8), (8, 4, 8), (0, 4, 0), (7, 1, 7), (7, 0, 7), (7, -2, 7)],
+)
+def test_round_up(value: int, multiple: int, expected: int) -> None:
+    assert round_up(value, multiple) == expected
+
+
+def test_first_write_is_one_put_of_tensors_and_object_arrays() -> None:
+    content = np.array(["x", "y", "z"], dtype=object)
+    batch = rollout(content=content, message_log=[[], [], []], reward=np.ones(3), step=3)
+    with CountingClient() as client:
+        client.register_partition("train", ["input_ids"], 3, ["train"])
+        meta = first_write(client, batch)
+        assert client.puts == 1
+        assert meta.fields == ["input_ids", "input_lengths", "sample_mask", "content"]
+        assert read_columns(client, meta, ["content"])["content"].tolist() == ["x", "y", "z"]
+
+
+def test_first_write_returns_the_meta_of_the_rows(client: DataPlaneClient) -> None:
+    assert first_write(client) == KVBatchMeta(
+        partition_id="train",
+        task_name="train",
+        sample_ids=IDS,
+        fields=["input_ids", "input_lengths", "sample_mask"],
+        sequence_lengths=LENGTHS,
+    )
+
+
+def test_first_write_notes_the_alignment_only_above_one(client: DataPlaneClient) -> None:
+    info = {"rollout_metrics": {"turns": 2}}
+    assert first_write(client, extra_info=info, pad_to_multiple=1).extra_info == info
+    meta = first_write(client, extra_info=info, pad_to_multiple=8, task_name="logprob")
+    assert meta.extra_info == {**info, "pad_to_multiple": 8}
+    assert meta.task_name == "logprob"
+    assert info == {"rollout_metrics": {"turns": 2}}
+
+
+def test_first_write_does_not_pad(client: DataPlaneClient) -> None:
+    meta = first_write(client, pad_to_multiple=16)
+    assert read_columns(client, meta, ["input_ids"])["input_ids"].shape == (3, 4)
+
+
+def test_tags_go_to_the_store_and_into_the_meta(client: DataPlaneClient) -> None:
+    tags = [{"input_lengths": length} for length in LENGTHS]
+    meta = first_write(client, tags=tags)
+    assert meta.tags == tags
+    client.register_partition("train", ["input_ids"], 3, ["train"])
+    claimed = client.claim_meta("train", "train", ["input_ids"], 3)
+    assert sorted(claimed.sequence_lengths or []) == sorted(LENGTHS)
+
+
+def test_stamping_the_meta_leaves_the_callers_tags_alone(client: DataPlaneClient) -> None:
+    tags: list[dict[str, Any]] = [{}, {}, {}]
+    first_write(client, tags=tags).stamp_tags({"std": [0, 1, 2]})
+    assert tags == [{}, {}, {}]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"sample_ids": ["a"]}, "1 sample_ids for 3 rows"),
+        ({"tags": [{}]}, "1 tags for 3 rows"),
+    ],
+)
+def test_first_write_refuses_counts_that_differ_from_the_rows(
+    client: DataPlaneClient, options: dict[str, Any], message: str
+) -> None:
+    arguments: dict[str, Any] = {"sample_ids": IDS, **options}
+    with pytest.raises(ValueError, match=message):
+        kv_first_write(rollout(), dp_client=client, partition_id="train", **arguments)
+
+
+def test_first_write_refuses_a_batch_without_rows(client: DataPlaneClient) -> None:
+    batch: BatchedDataDict[Any] = BatchedDataDict(
+        sample_mask=torch.ones(0), input_lengths=torch.ones(0)
+    )
+    with pytest.raises(ValueError, match="no rows"):
+        kv_first_write(batch, sample_ids=[], dp_client=client, partition_id="train")
+
+
+@pytest.mark.parametrize("missing", ["sample_mask", "input_lengths"])
+def test_first_write_names_the_column_that_it_needs(client: DataPlaneClient, missing: str) -> None:
+    batch = rollout()
+    del batch[missing]
+    with pytest.raises(MissingDataError, match=missing):
+        first_write(client, batch)
+
+
+def test_a_read_has_the_asked_fields_only(client: DataPlaneClient) -> None:
+    meta = first_write(client)
+    assert set(read_columns(client, meta, ["sample_mask"])) == {"sample_mask"}
+
+
+def test_a_read_follows_the_order_of_the_meta(client: DataPlaneClient) -> None:
+    meta = first_write(client).subset([2, 0])
+    batch = read_columns(client, meta, ["input_ids", "input_lengths"])
+    assert batch["input_lengths"].tolist() == [4, 3]
+    assert batch["input_ids"].tolist() == [[9, 10, 11, 12], [1, 2, 3, 0]]
+
+
+def test_a_read_pads_to_the_stamped_width_else_to_the_longest_row(client: DataPlaneClient) -> None:
+    meta = first_write(client).subset([0, 1])
+    fields = ["input_ids", "sample_mask"]
+    assert read_columns(client, meta, fields)["input_ids"].shape == (2, 3)
+    meta.extra_info["global_forward_pad_seqlen"] = 8
+    batch = read_columns(client, meta, fields, pad_value_dict={"input_ids": 99})
+    assert batch["input_ids"].tolist() == [[1, 2, 3] + [99] * 5, [5] + [99] * 7]
+    assert batch["sample_mask"].shape == (2,)
+
+
+def test_a_jagged_read_has_the_lengths_of_the_rows(client: DataPlaneClient) -> None:
+    meta = first_write(client)
+    meta.extra_info["global_forward_pad_seqlen"] = 8
+    rows = read_columns(client, meta, ["input_ids"], layout="jagged")["input_ids"].unbind()
+    assert [len(row) for row in rows] == LENGTHS
+
+
+def test_a_read_without_rows_is_empty(client: DataPlaneClient) -> None:
+    assert dict(read_columns(client, KVBatchMeta("train", None, []), ["input_ids"])) == {}
+
+
+def test_a_read_of_an_unwritten_field_raises(client: DataPlaneClient) -> None:
+    with pytest.raises(MissingDataError, match="advantages"):
+        read_columns(client, first_write(client), ["input_ids", "advantages"])
+
+
+def test_the_message_log_is_attached_when_all_its_columns_are_read(client: DataPlaneClient) -> None:
+    logs = [
+        [
+            {"role": "user", "content": "hi", "token_ids": torch.tensor([1])},
+            {"role": "assistant", "content": "yo", "token_ids": torch.tensor([2, 3])},
+        ],
+        [{"role": "user", "content": "5", "token_ids": torch.tensor([5])}],
+        [{"role": "user", "content": "9", "token_ids": torch.tensor([9, 10, 11, 12])}],
+    ]
+    meta = first_write(client, rollout(**decompose_message_log(logs)))
+    meta.extra_info["global_forward_pad_seqlen"] = 8
+    turns = ["turn_lengths", "turn_roles", "turn_contents"]
+    assert "message_log" not in read_columns(client, meta, turns)
+    assert "message_log" not in read_columns(client, meta, ["input_ids", *turns[:2]])
+    log = read_columns(client, meta, ["input_ids", *turns])["message_log"]
+    assert [[turn["content"] for turn in turns] for turns in log] == [["hi", "yo"], ["5"], ["9"]]
+    assert log[0][1]["token_ids"].tolist() == [2, 3]
+
+
+def test_what_is_written_back_is_read_with_the_rows_lengths(client: DataPlaneClient) -> None:
+    meta = first_write(client)
+    logprobs = torch.arange(24.0).view(3, 8)  # padded wider than the first put
+    write_columns(client, meta, {"prev_logprobs": logprobs, "advantages": torch.ones(3)})
+    batch = read_columns(client, meta, ["prev_logprobs", "advantages"])
+    assert batch["prev_logprobs"].tolist() == [[0, 1, 2, 0], [8, 0, 0, 0], [16, 17, 18, 19]]
+    assert batch["advantages"].tolist() == [1, 1, 1]
+
+
+def test_an_object_column_is_written_back(client: DataPlaneClient) -> None:
+    meta = first_write(client)
+    verdicts = np.array([{"ok": True}, None, "late"], dtype=object)
+    write_columns(client, meta, {"verdict": verdicts})
+    assert read_columns(client, meta, ["verdict"])["verdict"].tolist() == verdicts.tolist()
+
+
+def test_without_lengths_columns_are_written_as_wide_as_they_are(client: DataPlaneClient) -> None:
+    meta = first_write(client)
+    meta.sequence_lengths = None
+    write_columns(client, meta, {"prev_logprobs": torch.ones(3, 4)})
+    rows = client.get_samples(IDS, "train", ["prev_logprobs"])["prev_logprobs"]
+    assert rows.tolist() == [[1] * 4] * 3
+
+
+def test_writing_nothing_is_no_put() -> None:
+    with CountingClient() as client:
+        write_columns(client, KVBatchMeta("train", None, ["a"]), {})
+        assert client.puts == 0
+
+
+def test_a_write_refuses_other_row_counts(client: DataPlaneClient) -> None:
+    meta = first_write(client)
+    with pytest.raises(ValueError, match="2 rows for 3 samples"):
+        write_columns(client, meta, {"advantages": torch.ones(2)})
+    meta.sequence_lengths = [1]
+    with pytest.raises(ValueError, match="1 sequence_lengths for 3 samples"):
+        write_columns(client, meta, {"advantages": torch.ones(3)})
+
+
+def test_a_write_refuses_other_types(client: DataPlaneClient) -> None:
+    with pytest.raises(TypeError, match="advantages"):
+        write_columns(client, first_write(client), {"advantages": [1, 2, 3]})  # type: ignore[dict-item]
+
+
+def test_a_shard_pickles_on_its_way_to_a_worker(client: DataPlaneClient) -> None:
+    meta = first_write(client)
+    batch = read_columns(client, meta, ["input_ids"])
+    assert pickle.loads(pickle.dumps(batch))["input_ids"].equal(batch["input_ids"])

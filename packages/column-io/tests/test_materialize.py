@@ -1,0 +1,129 @@
+"""What comes back from a store as columns to compute with."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, TensorDict
+
+from column_io import BatchedDataDict, materialize, to_nested_by_length
+from dataplane_core import DataPlaneClient
+
+
+def jagged() -> torch.Tensor:
+    return to_nested_by_length(torch.tensor([[1, 2, 3], [4, 0, 0]]), [3, 1])
+
+
+def test_jagged_leaves_are_padded_to_the_longest_row() -> None:
+    batch = materialize(TensorDict({"input_ids": jagged()}, [2]))
+    assert isinstance(batch, BatchedDataDict)
+    assert batch["input_ids"].tolist() == [[1, 2, 3], [4, 0, 0]]
+
+
+def test_each_field_is_padded_with_its_value() -> None:
+    fields = TensorDict({"input_ids": jagged(), "token_mask": jagged()}, [2])
+    batch = materialize(fields, pad_value_dict={"input_ids": 9})
+    assert batch["input_ids"].tolist() == [[1, 2, 3], [4, 9, 9]]
+    assert batch["token_mask"].tolist() == [[1, 2, 3], [4, 0, 0]]
+
+
+def test_dense_leaves_are_untouched() -> None:
+    dense, scalars = torch.ones(2, 2), torch.ones(2)
+    batch = materialize(TensorDict({"x": dense, "y": scalars}, [2]))
+    assert batch["x"] is dense
+    assert batch["y"] is scalars
+
+
+def test_layout_jagged_passes_nested_leaves_through() -> None:
+    nested = jagged()
+    fields = TensorDict({"input_ids": nested}, [2])
+    assert materialize(fields, layout="jagged", pad_to_seqlen=8)["input_ids"] is nested
+
+
+def test_a_pad_width_widens_every_tensor_of_two_dims_dense_ones_too() -> None:
+    fields = TensorDict(
+        {
+            "input_ids": jagged(),
+            "attention_mask": torch.ones(2, 2, dtype=torch.bool),
+            "routed_experts": torch.ones(2, 3, 1, 2, dtype=torch.int8),
+            "advantages": torch.ones(2),
+        },
+        [2],
+    )
+    batch = materialize(fields, pad_value_dict={"attention_mask": True}, pad_to_seqlen=4)
+    assert batch["input_ids"].tolist() == [[1, 2, 3, 0], [4, 0, 0, 0]]
+    assert batch["attention_mask"].tolist() == [[True] * 4] * 2
+    assert batch["routed_experts"].shape == (2, 4, 1, 2)
+    assert batch["advantages"].shape == (2,)
+
+
+def test_a_pad_width_never_cuts() -> None:
+    batch = materialize(TensorDict({"input_ids": jagged()}, [2]), pad_to_seqlen=2)
+    assert batch["input_ids"].shape == (2, 3)
+
+
+def test_rows_that_differ_in_several_dims_are_padded_in_each() -> None:
+    images = torch.nested.nested_tensor([torch.ones(1, 2), torch.ones(2, 1)], layout=torch.strided)
+    batch = materialize(TensorDict({"pixels": images}, [2]))
+    assert batch["pixels"].tolist() == [[[1, 1], [0, 0]], [[1, 0], [1, 0]]]
+
+
+def test_a_zero_length_row_comes_back_as_padding() -> None:
+    nested = to_nested_by_length(torch.tensor([[1, 2], [3, 4]]), [0, 2])
+    batch = materialize(TensorDict({"input_ids": nested}, [2]), pad_value_dict={"input_ids": 7})
+    assert batch["input_ids"].tolist() == [[7, 7], [3, 4]]
+
+
+def test_object_stacks_become_one_object_array_per_field() -> None:
+    stack = NonTensorStack(*(NonTensorData(value) for value in (["a"], None, {"b": 1})))
+    column = materialize(TensorDict({"content": stack}, [3]))["content"]
+    assert column.dtype == object
+    assert column.shape == (3,)
+    assert column.tolist() == [["a"], None, {"b": 1}]
+
+
+def test_rows_that_are_lists_of_one_length_stay_lists() -> None:
+    stack = NonTensorStack(NonTensorData(["user", "assistant"]), NonTensorData(["user", "tool"]))
+    column = materialize(TensorDict({"turn_roles": stack}, [2]))["turn_roles"]
+    assert column.shape == (2,)
+    assert column[1] == ["user", "tool"]
+
+
+def test_an_array_that_has_not_been_through_a_store_has_shape_n() -> None:
+    """Known upstream flaw: it comes back as (1, n)."""
+    array = np.empty(3, dtype=object)
+    array[:] = [{"a": 1}, ["x"], None]
+    column = materialize(TensorDict({"content": array}, [3]))["content"]
+    assert column.shape == (3,)
+    assert column.tolist() == [{"a": 1}, ["x"], None]
+
+
+def test_one_value_for_the_whole_batch_is_repeated() -> None:
+    assert materialize(TensorDict({"task": "math"}, [2]))["task"].tolist() == ["math", "math"]
+
+
+def test_a_value_stripped_in_transport_is_none() -> None:
+    stack = LazyStackedTensorDict(NonTensorData(1), TensorDict({}, []), NonTensorData("x"))
+    assert materialize(TensorDict({"content": stack}, [3]))["content"].tolist() == [1, None, "x"]
+
+
+def test_a_nested_tensordict_is_refused() -> None:
+    fields = TensorDict({"inner": TensorDict({"x": torch.ones(2)}, [2])}, [2])
+    with pytest.raises(TypeError, match="'inner'"):
+        materialize(fields)
+
+
+def test_a_stack_of_tensordicts_with_content_is_refused() -> None:
+    stack = LazyStackedTensorDict(NonTensorData(1), TensorDict({"x": torch.ones(())}, []))
+    with pytest.raises(TypeError, match="'content'"):
+        materialize(TensorDict({"content": stack}, [2]))
+
+
+def test_an_unknown_layout_is_refused() -> None:
+    with pytest.raises(ValueError, match="'ragged'"):
+        materialize(TensorDict({}, [0]), layout="ragged")  # type: ignore[arg-type]
+
+
+def test_what_a_client_answers_without_rows_is_an_empty_batch(client: DataPlaneClient) -> None:
+    assert materialize(client.get_samples([], "train", ["input_ids"])).size == 0
