@@ -1,0 +1,113 @@
+"""How many bytes were put and not cleared, per (sample, field), without keeping what was put.
+
+Nothing here locks; the client that owns the account holds its lock around every call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+
+class PendingPut:
+    """A put that has been handed to the store and has not returned."""
+
+    def __init__(self, partition_id: str) -> None:
+        self.partition_id = partition_id
+        self._cleared: set[str] = set()
+        self._partition_cleared = False
+
+    def note_clear(self, sample_ids: Iterable[str] | None) -> None:
+        if sample_ids is None:
+            self._partition_cleared = True
+        else:
+            self._cleared.update(sample_ids)
+
+    def cleared_of(self, sample_ids: Sequence[str]) -> list[str]:
+        """Which of ``sample_ids`` were cleared while the put was under way."""
+        return [i for i in sample_ids if self._partition_cleared or i in self._cleared]
+
+
+class Outstanding:
+    """The account: a cell (sample, field) counts once, with what was put into it last.
+
+    Attributes:
+        n_bytes: bytes held now.
+        peak_n_bytes: the most bytes ever held.
+        max_bytes_per_key: the most bytes that one sample ever held.
+    """
+
+    def __init__(self) -> None:
+        self.n_bytes = 0
+        self.peak_n_bytes = 0
+        self.max_bytes_per_key = 0
+        self._cells: dict[str, dict[str, dict[str, int]]] = {}
+        self._pending: set[PendingPut] = set()
+
+    @property
+    def n_keys(self) -> int:
+        """Samples held now, those without any tensor included."""
+        return sum(len(rows) for rows in self._cells.values())
+
+    def begin_put(self, partition_id: str) -> PendingPut:
+        """Announce a put, so that a clear that returns before it does is not lost.
+
+        Samples can be claimed, read and cleared by another thread before the put that made them
+        has returned to its caller.
+        """
+        pending = PendingPut(partition_id)
+        self._pending.add(pending)
+        return pending
+
+    def end_put(self, pending: PendingPut) -> None:
+        """Forget an announced put, whether or not it succeeded."""
+        self._pending.discard(pending)
+
+    def add(
+        self, pending: PendingPut, sample_ids: Sequence[str], bytes_by_field: Mapping[str, int]
+    ) -> None:
+        """Enter a put that succeeded; ``bytes_by_field`` is spread over ``sample_ids``."""
+        rows = self._cells.setdefault(pending.partition_id, {})
+        for sample_id, share in zip(
+            sample_ids, spread(bytes_by_field, len(sample_ids)), strict=True
+        ):
+            cells = rows.setdefault(sample_id, {})
+            self.n_bytes -= sum(cells.values())
+            cells.update(share)
+            held = sum(cells.values())
+            self.n_bytes += held
+            self.max_bytes_per_key = max(self.max_bytes_per_key, held)
+        self.peak_n_bytes = max(self.peak_n_bytes, self.n_bytes)
+        self._drop(pending.cleared_of(sample_ids), pending.partition_id)
+
+    def clear(self, sample_ids: Sequence[str] | None, partition_id: str) -> None:
+        """Take off what ``sample_ids`` hold, or with None what the partition holds."""
+        for pending in self._pending:
+            if pending.partition_id == partition_id:
+                pending.note_clear(sample_ids)
+        if sample_ids is None:
+            sample_ids = list(self._cells.get(partition_id, ()))
+        self._drop(sample_ids, partition_id)
+
+    def _drop(self, sample_ids: Sequence[str], partition_id: str) -> None:
+        rows = self._cells.get(partition_id, {})
+        for sample_id in sample_ids:
+            self.n_bytes -= sum(rows.pop(sample_id, {}).values())
+        if not rows:
+            self._cells.pop(partition_id, None)
+
+
+def spread(bytes_by_field: Mapping[str, int], count: int) -> list[dict[str, int]]:
+    """Divide each field's bytes over ``count`` samples.
+
+    What does not divide evenly goes round the samples in turn, one byte each, and the next field
+    goes on where the last one stopped. So the sums per sample are those of the whole batch divided
+    evenly, with the remainder on the first samples.
+    """
+    shares: list[dict[str, int]] = [{} for _ in range(count)]
+    start = 0
+    for name, total in bytes_by_field.items():
+        base, extra = divmod(total, max(count, 1))
+        for i, share in enumerate(shares):
+            share[name] = base + ((i - start) % count < extra)
+        start = (start + extra) % max(count, 1)
+    return shares

@@ -1,0 +1,20 @@
+"""The package needs nothing beside the standard library, and shows what it has."""
+
+import subprocess
+import sys
+
+import refit_mx
+
+
+def test_importing_the_package_imports_no_third_party_module():
+    code = (
+        "import sys; before = set(sys.modules); import refit_mx; "
+        "roots = {name.partition('.')[0] for name in set(sys.modules) - before}; "
+        "print(sorted(roots - sys.stdlib_module_names))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "['refit_mx']"
+
+
+def test_every_public_name_exists():
+    assert [name for name in refit_mx.__all__ if not hasattr(refit_mx, name)] == []

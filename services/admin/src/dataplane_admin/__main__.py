@@ -1,0 +1,5 @@
+"""`python -m dataplane_admin` is the command ``dataplane-admin``."""
+
+from dataplane_admin.cli import app
+
+app()

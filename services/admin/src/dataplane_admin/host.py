@@ -1,0 +1,68 @@
+"""Which names this service answers to.
+
+A page of another site can make a browser resolve the site's own name to a loopback address and so
+read what is served there (DNS rebinding). It cannot make the browser send another Host header.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Iterable
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from dataplane_admin.problem import ProblemResponse
+
+LOOPBACK_HOSTS = ("127.0.0.1", "::1", "localhost")
+
+_NAME = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?(\.[a-z0-9]([a-z0-9-]*[a-z0-9])?)*")
+_HEADER = re.compile(r"(?:\[(?P<ipv6>[0-9A-Fa-f:.]+)\]|(?P<name>[^\[\]:@/\s]+))(?::[0-9]{1,5})?")
+
+
+def canonical_host(host: str) -> str:
+    """``host`` in the one form in which hosts are compared.
+
+    Raises:
+        ValueError: if ``host`` is neither a host name nor an IP address without a port.
+    """
+    try:
+        return str(ipaddress.ip_address(host))
+    except ValueError:
+        name = host.lower().removesuffix(".")
+        if _NAME.fullmatch(name) is None:
+            raise ValueError(
+                f"host {host!r}; expected a host name or an IP address, without a port or wildcard"
+            ) from None
+        return name
+
+
+class HostAllowListMiddleware:
+    """Refuse requests whose Host header is not one of ``allowed_hosts``; any port is fine.
+
+    Raises:
+        ValueError: if an allowed host is not a host name or an IP address.
+    """
+
+    def __init__(self, app: ASGIApp, allowed_hosts: Iterable[str]) -> None:
+        self.app = app
+        self.allowed = frozenset(canonical_host(host) for host in allowed_hosts)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan" or self._is_allowed(Headers(scope=scope).getlist("host")):
+            await self.app(scope, receive, send)
+            return
+        refusal = ProblemResponse(
+            400, "Host header is not one of the allowed hosts; add it with --allowed-host"
+        )
+        await refusal(scope, receive, send)
+
+    def _is_allowed(self, hosts: list[str]) -> bool:
+        match = _HEADER.fullmatch(hosts[0]) if len(hosts) == 1 else None
+        if match is None:
+            return False
+        try:
+            return canonical_host(match["ipv6"] or match["name"]) in self.allowed
+        except ValueError:
+            return False

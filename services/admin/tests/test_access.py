@@ -1,0 +1,162 @@
+"""Who is let in: by the name that is asked for, and by the token."""
+
+import pytest
+from fastapi import WebSocket
+from fastapi.testclient import TestClient
+from starlette.testclient import WebSocketDenialResponse
+
+from dataplane_admin import create_app
+from dataplane_admin.token import read_token
+
+TOKEN = "3f2b8c0d9e7a6b5c"
+
+
+def get(app, path="/api/v1/version", **headers):
+    named = [(name.replace("_", "-"), value) for name, value in headers.items()]
+    return TestClient(app, base_url="http://localhost").get(path, headers=named)
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        "localhost",
+        "LocalHost:8080",
+        "localhost.",
+        "127.0.0.1",
+        "127.0.0.1:1",
+        "[::1]",
+        "[::1]:8080",
+        "[0:0:0:0:0:0:0:1]",
+        "admin.example:80",
+        "10.1.2.3",
+    ],
+)
+def test_allowed_hosts_are_served_on_any_port(host):
+    app = create_app(allowed_hosts=["localhost", "127.0.0.1", "::1", "Admin.Example", "10.1.2.3"])
+    assert get(app, host=host).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        "evil.example",
+        "localhost.evil.example",
+        "evil-localhost",
+        "127.0.0.1.evil.example",
+        "127.1",
+        "2130706433",
+        "localhost@evil.example",
+        "evil.example@localhost",
+        "localhost/",
+        "localhost:8080:9090",
+        "localhost:",
+        "localhost:http",
+        "localhost ",
+        "::1",
+        "[::1",
+        "[localhost]",
+        "[::1]evil.example",
+        "*",
+        "",
+        "b\xe4d",
+    ],
+)
+@pytest.mark.parametrize("path", ["/healthz", "/api/v1/version", "/nothing"])
+def test_other_hosts_are_refused_on_every_path(host, path):
+    response = get(create_app(), path, host=host.encode("latin-1"))
+    assert response.status_code == 400
+    assert response.headers["content-type"] == "application/problem+json"
+    assert "--allowed-host" in response.json()["detail"]
+
+
+def test_two_host_headers_are_refused():
+    client = TestClient(create_app(), base_url="http://localhost")
+    headers = [("host", "localhost"), ("host", "evil.example")]
+    assert client.get("/healthz", headers=headers).status_code == 400
+
+
+@pytest.mark.parametrize("host", ["*", "*.example", "a:80", "http://a", "", "a b", "[::1]", "-a"])
+def test_an_allowed_host_that_is_none_is_refused_at_once(host):
+    with pytest.raises(ValueError, match="expected a host name or an IP address"):
+        create_app(allowed_hosts=[host])
+
+
+@pytest.mark.parametrize("scheme", ["Bearer", "bearer", "BEARER"])
+def test_the_token_lets_in(scheme):
+    assert get(create_app(token=TOKEN), authorization=f"{scheme} {TOKEN}").status_code == 200
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {},
+        {"authorization": ""},
+        {"authorization": "Bearer"},
+        {"authorization": "Bearer "},
+        {"authorization": TOKEN},
+        {"authorization": f"Basic {TOKEN}"},
+        {"authorization": f"Bearer {TOKEN}x"},
+        {"authorization": f"Bearer {TOKEN[:-1]}"},
+        {"authorization": f"Bearer {TOKEN.upper()}"},
+        {"authorization": f"Bearer {TOKEN}, Bearer {TOKEN}"},
+        {"authorization": b"Bearer t\xf6ken"},
+        {"cookie": f"token={TOKEN}"},
+    ],
+)
+@pytest.mark.parametrize("path", ["/api/v1/version", "/", "/nothing", "/healthz/", "//healthz"])
+def test_without_the_token_no_path_but_healthz_answers(headers, path):
+    response = get(create_app(token=TOKEN), path, **headers)
+    assert response.status_code == 401
+    assert response.headers["www-authenticate"] == "Bearer"
+    assert response.headers["content-type"] == "application/problem+json"
+    assert TOKEN not in response.text
+
+
+def test_two_authorization_headers_are_refused():
+    client = TestClient(create_app(token=TOKEN), base_url="http://localhost")
+    headers = [("authorization", f"Bearer {TOKEN}"), ("authorization", "Bearer other")]
+    assert client.get("/api/v1/version", headers=headers).status_code == 401
+
+
+def test_a_token_in_the_query_does_not_count():
+    assert get(create_app(token=TOKEN), f"/api/v1/version?token={TOKEN}").status_code == 401
+
+
+def test_healthz_needs_no_token():
+    assert get(create_app(token=TOKEN), "/healthz").status_code == 200
+
+
+def test_a_websocket_needs_the_token_as_well():
+    app = create_app(token=TOKEN)
+
+    @app.websocket("/ws")
+    async def greet(websocket: WebSocket):
+        await websocket.accept()
+        await websocket.close()
+
+    client = TestClient(app, base_url="http://localhost")
+    with (
+        pytest.raises(WebSocketDenialResponse) as refusal,
+        client.websocket_connect("ws://localhost/ws"),
+    ):
+        pass
+    assert refusal.value.status_code == 401
+    headers = {"authorization": f"Bearer {TOKEN}"}
+    with client.websocket_connect("ws://localhost/ws", headers=headers):
+        pass
+
+
+@pytest.mark.parametrize("content", [TOKEN, f"  {TOKEN}\r\n", "a-._~+/0123456789=="])
+def test_a_token_file_holds_one_token(tmp_path, content):
+    file = tmp_path / "token"
+    file.write_text(content)
+    assert read_token(file) == content.strip()
+
+
+@pytest.mark.parametrize("content", [b"", b"\n", b"short", b"two tokens in a file", b"\xff" * 20])
+def test_a_token_file_with_anything_else_is_refused_and_not_shown(tmp_path, content):
+    file = tmp_path / "token"
+    file.write_bytes(content)
+    with pytest.raises(ValueError, match="at least 16 characters") as refusal:
+        read_token(file)
+    assert content.strip() == b"" or content.decode("latin-1") not in str(refusal.value)

@@ -1,0 +1,70 @@
+"""The routes answer as documented, and every error is problem+json with the security headers."""
+
+from importlib.metadata import version
+
+import pytest
+from fastapi.testclient import TestClient
+
+from dataplane_admin import create_app
+from dataplane_admin.security_headers import SECURITY_HEADERS
+
+
+@pytest.fixture
+def client():
+    return TestClient(create_app(), base_url="http://localhost")
+
+
+def assert_problem(response, status, title):
+    assert response.status_code == status
+    assert response.headers["content-type"] == "application/problem+json"
+    body = response.json()
+    assert (body["type"], body["title"], body["status"]) == ("about:blank", title, status)
+    return body["detail"]
+
+
+def test_healthz_says_that_the_process_lives(client):
+    response = client.get("/healthz")
+    assert (response.status_code, response.json()) == (200, {"status": "ok"})
+
+
+def test_the_version_is_that_of_the_distribution(client):
+    response = client.get("/api/v1/version")
+    assert response.json() == {"name": "dataplane-admin", "version": version("dataplane-admin")}
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/", "/nothing", "/healthz/", "//healthz", "/docs", "/redoc", "/openapi.json", "/api/v1/x"],
+)
+def test_a_path_without_a_route_is_a_404_problem(client, path):
+    detail = assert_problem(client.get(path, follow_redirects=False), 404, "Not Found")
+    assert detail.startswith("GET /")
+
+
+def test_a_wrong_method_is_a_405_problem_that_names_the_right_one(client):
+    response = client.post("/healthz")
+    assert_problem(response, 405, "Method Not Allowed")
+    assert response.headers["allow"] == "GET"
+
+
+def test_a_failing_route_is_a_500_problem_that_tells_nothing():
+    app = create_app()
+
+    async def fail():
+        raise RuntimeError("the inner secret")
+
+    app.add_api_route("/fail", fail)
+    client = TestClient(app, base_url="http://localhost", raise_server_exceptions=False)
+    response = client.get("/fail")
+    assert "secret" not in assert_problem(response, 500, "Internal Server Error")
+    assert SECURITY_HEADERS.items() <= dict(response.headers).items()
+
+
+@pytest.mark.parametrize("path", ["/healthz", "/nothing", "/api/v1/version"])
+@pytest.mark.parametrize("host", ["localhost", "evil.example"])
+@pytest.mark.parametrize("token", [None, "0123456789abcdef"])
+def test_every_answer_carries_the_security_headers(path, host, token):
+    client = TestClient(create_app(token=token), base_url=f"http://{host}")
+    response = client.get(path)
+    assert SECURITY_HEADERS.items() <= dict(response.headers).items()
+    assert "access-control-allow-origin" not in response.headers

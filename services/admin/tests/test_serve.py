@@ -1,0 +1,158 @@
+"""The command starts a real service, refuses what is unsafe, and stops when asked."""
+
+import signal
+import socket
+import sys
+import urllib.error
+import urllib.request
+
+import pytest
+
+TOKEN = "3f2b8c0d9e7a6b5c"
+
+
+def get(url, **headers):
+    request = urllib.request.Request(url, headers=headers)
+    try:
+        with urllib.request.urlopen(request, timeout=30) as response:
+            return response.status
+    except urllib.error.HTTPError as error:
+        return error.code
+
+
+@pytest.fixture
+def token_file(tmp_path):
+    file = tmp_path / "token"
+    file.write_text(f"{TOKEN}\n")
+    return str(file)
+
+
+def test_the_one_line_of_output_is_a_url_that_answers(start):
+    service = start()
+    assert service.url.startswith("http://127.0.0.1:")
+    assert get(f"{service.url}/healthz") == 200
+    assert get(f"{service.url}/nothing") == 404
+    assert get(f"{service.url}/healthz", Host="evil.example") == 400
+    status, _, written = service.stop(signal.SIGTERM)
+    assert (status, written) == (0, "")
+
+
+def test_the_module_runs_as_the_command(start):
+    service = start(command=(sys.executable, "-m", "dataplane_admin", "serve", "--port", "0"))
+    assert get(f"{service.url}/healthz") == 200
+
+
+def test_the_server_does_not_say_what_it_is_made_of(start):
+    with urllib.request.urlopen(f"{start().url}/healthz", timeout=30) as response:
+        assert response.headers["server"] is None
+
+
+def test_ipv6_loopback_is_loopback(start):
+    if not socket.has_ipv6:
+        pytest.skip("no IPv6")
+    service = start("--host", "::1")
+    assert service.url.startswith("http://[::1]:")
+    assert get(f"{service.url}/healthz") == 200
+
+
+def test_with_a_token_file_all_but_healthz_asks_for_the_token(start, token_file):
+    url = start("--token-file", token_file).url
+    assert get(f"{url}/healthz") == 200
+    assert get(f"{url}/api/v1/version") == 401
+    assert get(f"{url}/api/v1/version", Authorization=f"Bearer {TOKEN}") == 200
+
+
+def test_every_interface_can_be_served_with_a_token_to_named_hosts(start, token_file):
+    service = start("--host", "0.0.0.0", "--token-file", token_file, "--allowed-host", "admin.test")
+    url = f"http://127.0.0.1:{service.port}/healthz"
+    assert get(url, Host="admin.test") == 200
+    assert get(url, Host="0.0.0.0") == 400
+    assert get(url, Host="other.test") == 400
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "", "192.0.2.1", "::ffff:127.0.0.1"])
+def test_an_address_that_others_reach_is_refused_without_a_token_file(refused, host):
+    status, said = refused("--host", host, "--port", "0")
+    assert status == 1
+    assert said.count("\n") == 1
+    assert "--token-file" in said
+
+
+def test_an_empty_token_file_does_not_open_the_service(refused, tmp_path):
+    empty = tmp_path / "token"
+    empty.write_text("\n")
+    status, said = refused("--host", "0.0.0.0", "--port", "0", "--token-file", str(empty))
+    assert (status, said.count("\n")) == (1, 1)
+    assert "at least 16 characters" in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--token-file", "no/such/file"], "no/such/file"),
+        (["--host", "no-such-host.invalid"], "no-such-host.invalid"),
+        (["--host", "a" * 70], "not a host name"),
+        (["--allowed-host", "*"], "--allowed-host: host '*'"),
+    ],
+)
+def test_a_wrong_option_is_one_line_that_names_it(refused, arguments, named):
+    status, said = refused("--port", "0", *arguments)
+    assert (status, said.count("\n")) == (1, 1)
+    assert named in said
+
+
+def test_a_port_in_use_is_one_clear_error(refused):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        status, said = refused("--port", str(port))
+    assert status == 1
+    in_use = "Address already in use"
+    assert said == f"dataplane-admin: cannot listen on 127.0.0.1:{port}: {in_use}\n"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_stops_it_with_status_0_though_clients_are_connected(start, number):
+    service = start()
+    with (
+        socket.create_connection(("127.0.0.1", service.port)) as idle,
+        socket.create_connection(("127.0.0.1", service.port)) as half_way,
+    ):
+        idle.sendall(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert idle.recv(12) == b"HTTP/1.1 200"
+        half_way.sendall(b"GET /healthz HTTP/1.1\r\nHost: loc")
+        status, seconds, _ = service.stop(number)
+    assert status == 0
+    assert seconds < 8
+
+
+HANGING = """
+import asyncio
+from dataplane_admin import create_app
+from dataplane_admin.listen import listen, resolve
+from dataplane_admin.server import end_in_peace_on_signals, run
+from fastapi.responses import StreamingResponse
+
+app = create_app()
+
+async def hang():
+    yield b"under way"
+    await asyncio.Event().wait()
+
+async def answer():
+    return StreamingResponse(hang())
+
+app.add_api_route("/hang", answer)
+end_in_peace_on_signals()
+listener, bound = listen(resolve("127.0.0.1", 0))
+print(f"http://{bound}", flush=True)
+run(app, listener, shutdown_timeout_s=1)
+"""
+
+
+def test_a_request_that_never_ends_delays_the_stop_by_no_more_than_the_bound(start):
+    service = start(command=(sys.executable, "-c", HANGING))
+    with urllib.request.urlopen(f"{service.url}/hang", timeout=30) as response:
+        assert response.read(9) == b"under way"
+        status, seconds, _ = service.stop(signal.SIGTERM)
+    assert status == 0
+    assert 1 <= seconds < 8

@@ -1,0 +1,95 @@
+"""What is unsafe or wrong is one line on standard error and exit status 1."""
+
+import socket
+
+import pytest
+
+from refit_server.address import Address
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "[::]", "192.0.2.1", "[::ffff:127.0.0.1]"])
+def test_an_address_that_others_reach_is_refused_without_tls(refused, host):
+    status, said = refused("--address", f"{host}:0")
+    assert (status, said.count("\n")) == (1, 1)
+    assert "give a TLS certificate and key" in said
+
+
+def test_a_port_in_use_is_one_clear_error(refused):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        status, said = refused("--address", f"127.0.0.1:{port}")
+    in_use = "Address already in use"
+    assert (status, said) == (1, f"refit-server: cannot listen on 127.0.0.1:{port}: {in_use}\n")
+
+
+def test_two_servers_never_share_a_port(start, refused):
+    first = start()
+    status, said = refused("--address", first.address)
+    assert (status, said.count("\n")) == (1, 1)
+    assert "Address already in use" in said
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "",
+        "127.0.0.1",
+        ":50051",
+        "127.0.0.1:",
+        "127.0.0.1:http",
+        "127.0.0.1:65536",
+        "127.0.0.1:-1",
+        "::1:50051",
+        "[::1:1",
+        "unix:/tmp/socket",
+        "dns:///localhost:1",
+    ],
+)
+def test_an_address_of_another_form_is_refused(refused, address):
+    status, said = refused("--address", address)
+    assert (status, said.count("\n")) == (1, 1)
+    assert f"address {address!r}; expected HOST:PORT" in said
+
+
+@pytest.mark.parametrize("host", ["no-such-host.invalid", "a" * 70])
+def test_an_unknown_host_is_refused(host):
+    with pytest.raises(ValueError, match="the host is not known"):
+        Address.parse(f"{host}:1")
+
+
+def test_a_host_name_is_resolved_before_it_is_judged():
+    assert Address.parse("localhost:7").is_loopback
+    assert Address.parse("localhost:7").host in ("127.0.0.1", "::1")
+
+
+@pytest.mark.parametrize("option", ["--tls-cert", "--tls-key"])
+def test_half_of_the_tls_options_is_refused(refused, option):
+    status, said = refused("--address", "127.0.0.1:0", option, "file.pem")
+    assert (status, said.count("\n")) == (1, 1)
+    assert "expected both or neither" in said
+
+
+def tls(made):
+    return ("--address", "127.0.0.1:0", "--tls-cert", str(made.cert), "--tls-key", str(made.key))
+
+
+def test_tls_files_that_are_not_there_are_refused(refused, tmp_path, certificate):
+    made = certificate("refit")
+    made.key = tmp_path / "nowhere.key"
+    status, said = refused(*tls(made))
+    assert (status, said.count("\n")) == (1, 1)
+    assert "nowhere.key" in said
+
+
+def test_a_key_of_another_certificate_is_refused(refused, certificate):
+    made = certificate("refit")
+    made.key = certificate("other").key
+    status, said = refused(*tls(made))
+    assert (status, said.count("\n")) == (1, 1)
+    assert "other.key" in said
+
+
+def test_a_key_with_a_passphrase_is_refused_without_asking_for_it(refused, certificate):
+    status, said = refused(*tls(certificate("refit", passphrase="unknown")))
+    assert (status, said.count("\n")) == (1, 1)
+    assert "passphrase" in said
