@@ -6,6 +6,7 @@ import tempfile
 
 import pytest
 import ray
+
 from dataplane_core import Capabilities, DataPlaneClient
 from dataplane_tq import TQDataPlaneClient
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 import pytest
+
 from dataplane_core import DataPlaneClient
 from dataplane_core.testing import DataPlaneClientContract
 from dataplane_tq import TQDataPlaneClient

@@ -62,9 +62,7 @@ class TQDataPlaneClient(DataPlaneClient):
 
     capabilities: ClassVar[Capabilities] = Capabilities(backpressure=True)
 
-    def __init__(
-        self, cfg: DataPlaneConfig | Mapping[str, Any], *, bootstrap: bool = True
-    ) -> None:
+    def __init__(self, cfg: DataPlaneConfig | Mapping[str, Any], *, bootstrap: bool = True) -> None:
         valid = validate_config(cfg)
         require_keys(valid, REQUIRED_OF_STORES, impl="transfer_queue")
         if "claim_lease_s" in valid:

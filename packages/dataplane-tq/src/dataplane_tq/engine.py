@@ -8,6 +8,7 @@ whether the actors are alive, so that a killed one is reported long before the d
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 import time
 import uuid
@@ -23,6 +24,9 @@ from transfer_queue.client import AsyncTransferQueueClient
 from dataplane_core import DataPlaneError, DeadlineExceededError, UnavailableError
 
 T = TypeVar("T")
+
+# On a machine with fewer than eight cores it warns about its own default in every call.
+logging.getLogger("transfer_queue.utils.common").setLevel(logging.ERROR)
 
 _TURN_S = 0.5
 _PROBE_S = 1.0
@@ -148,9 +152,7 @@ class Engine:
             try:
                 ray.get(probe)
             except RayActorError as error:
-                raise UnavailableError(
-                    f"{what}: {name} is dead: {_first_line(error)}"
-                ) from error
+                raise UnavailableError(f"{what}: {name} is dead: {_first_line(error)}") from error
 
     def close(self) -> None:
         """Stop the loop and close the connection; the actors are not touched."""

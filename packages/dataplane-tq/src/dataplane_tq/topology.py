@@ -85,9 +85,9 @@ def bootstrap(cfg: DataPlaneConfig) -> Topology:
     options = {"num_cpus": _ACTOR_CPUS, "namespace": NAMESPACE}
     actors: dict[str, Any] = {}
     try:
-        actors[CONTROLLER] = TransferQueueController.options(
-            name=CONTROLLER, **options
-        ).remote(sampler=ClaimSampler(), polling_mode=True)
+        actors[CONTROLLER] = TransferQueueController.options(name=CONTROLLER, **options).remote(
+            sampler=ClaimSampler(), polling_mode=True
+        )
         unit_config = {**config.backend.SimpleStorage, "_run_id": uuid.uuid4().hex}
         for rank in range(units):
             name = f"TransferQueueStorageUnit#{rank}"

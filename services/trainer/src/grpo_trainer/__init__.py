@@ -1,1 +1,15 @@
 """Synchronous GRPO on Ray, composed of the data-plane packages."""
+
+from grpo_trainer.config import TrainerConfig, load_config
+from grpo_trainer.errors import TrainerError
+from grpo_trainer.train import RunDisplay, RunResult, resume, train
+
+__all__ = [
+    "RunDisplay",
+    "RunResult",
+    "TrainerConfig",
+    "TrainerError",
+    "load_config",
+    "resume",
+    "train",
+]

@@ -1,0 +1,108 @@
+"""Calls from the driver to the run's actors: each has a deadline, and a death ends all of them.
+
+Everything that passes between the driver and an actor passes here, which is also what lets a test
+measure how little that is.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any  # Any: arguments and results of remote methods
+
+import ray
+from ray.exceptions import RayActorError, RayError, RayTaskError
+
+from grpo_trainer.errors import TrainerError, WorkerError
+
+Observer = Callable[[str, str, Any], None]
+"""Called with the actor's name, "sent" or "received", and what was."""
+
+
+class ActorCalls:
+    """The run's actors by name.
+
+    Args:
+        timeout_s: deadline of a call, in seconds.
+        observer: sees what is sent and received; for measurements.
+    """
+
+    def __init__(self, *, timeout_s: float, observer: Observer | None = None) -> None:
+        self._timeout_s = timeout_s
+        self._observer = observer
+        self._actors: dict[str, Any] = {}
+
+    def add(self, name: str, handle: Any) -> None:
+        """Name an actor."""
+        self._actors[name] = handle
+
+    def handle(self, name: str) -> Any:
+        """The Ray handle of an actor."""
+        return self._actors[name]
+
+    def one(self, name: str, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a method of one actor and return its result; errors as `each`."""
+        return self.each(method, {name: (args, kwargs)})[name]
+
+    def each(
+        self, method: str, calls: Mapping[str, tuple[tuple[Any, ...], Mapping[str, Any]]]
+    ) -> dict[str, Any]:
+        """Call a method of several actors at once.
+
+        Args:
+            method: the method's name.
+            calls: actor name to positional and keyword arguments.
+
+        Returns:
+            Actor name to result.
+
+        Raises:
+            WorkerError: naming the actor that died, failed or did not answer. The other calls are
+                not waited for: they may be waiting for the one that died.
+        """
+        pending: dict[Any, str] = {}
+        for name, (args, kwargs) in calls.items():
+            self._observe(name, "sent", (args, dict(kwargs)))
+            pending[getattr(self._actors[name], method).remote(*args, **kwargs)] = name
+        results: dict[str, Any] = {}
+        deadline = time.monotonic() + self._timeout_s
+        while pending:
+            remaining = max(0.0, deadline - time.monotonic())
+            done, _ = ray.wait(list(pending), num_returns=1, timeout=remaining)
+            if not done:
+                waiting = ", ".join(sorted(pending.values()))
+                raise WorkerError(f"{method}: no answer from {waiting} in {self._timeout_s:g} s")
+            for reference in done:
+                name = pending.pop(reference)
+                results[name] = _result(name, method, reference)
+                self._observe(name, "received", results[name])
+        return {name: results[name] for name in calls}
+
+    def stop(self) -> None:
+        """Kill every actor."""
+        for handle in self._actors.values():
+            ray.kill(handle)
+        self._actors.clear()
+
+    def _observe(self, name: str, direction: str, what: Any) -> None:
+        if self._observer is not None:
+            self._observer(name, direction, what)
+
+
+def _result(name: str, method: str, reference: Any) -> Any:
+    try:
+        return ray.get(reference)
+    except RayActorError as error:
+        raise WorkerError(f"{name} died during {method}: {_first_line(error)}") from error
+    except RayTaskError as error:
+        cause = error.cause
+        if isinstance(cause, TrainerError):
+            raise WorkerError(f"{name}: {cause}") from error
+        raise WorkerError(f"{name}: {method} failed: {type(cause).__name__}: {cause}") from error
+    except RayError as error:
+        raise WorkerError(f"{name}: {method}: {_first_line(error)}") from error
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

@@ -1,0 +1,88 @@
+"""The command line: ``grpo-trainer train`` and ``grpo-trainer resume``.
+
+Every failure that a user can cause or fix ends as one message on standard error and exit status 1;
+Ray is shut down first, also when the process is interrupted or terminated.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from dataplane_core import DataPlaneError
+from grpo_trainer.config import DEMO_CONFIG, load_config
+from grpo_trainer.display import TerminalDisplay, print_summary
+from grpo_trainer.errors import TrainerError
+from grpo_trainer.train import PICTURE, RunResult, resume, train
+
+app = typer.Typer(
+    help="Synchronous GRPO on Ray, through a data plane.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+@app.command("train")
+def train_command(
+    config: Annotated[Path, typer.Option(help="YAML configuration.")] = DEMO_CONFIG,
+    dataset: Annotated[
+        Path | None, typer.Option(help="JSONL prompts, instead of data.train.")
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="Folder for runs, instead of run.output.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Instead of run.seed.")] = None,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Change one key, as grpo.num_steps=10."),
+    ] = None,
+) -> None:
+    """Train from the start. Without options: the demo."""
+    overrides = list(set_ or [])
+    if dataset is not None:
+        overrides.append(f"data.train={dataset}")
+    if output is not None:
+        overrides.append(f"run.output={output}")
+    if seed is not None:
+        overrides.append(f"run.seed={seed}")
+    _report(lambda display: train(load_config(config, overrides), display=display))
+
+
+@app.command("resume")
+def resume_command(
+    folder: Annotated[Path, typer.Argument(help="The run's folder.")],
+) -> None:
+    """Go on from the newest checkpoint of a run."""
+    _report(lambda display: resume(folder, display=display))
+
+
+def _report(run: Callable[[TerminalDisplay], RunResult]) -> None:
+    signal.signal(signal.SIGTERM, _terminate)
+    console = Console()
+    display = TerminalDisplay(console)
+    try:
+        result = run(display)
+    except (TrainerError, DataPlaneError) as error:
+        display.close()
+        Console(stderr=True).print(Text.assemble(("error: ", "bold red"), str(error)))
+        raise typer.Exit(1) from None
+    except KeyboardInterrupt:
+        display.close()
+        Console(stderr=True).print("interrupted")
+        raise typer.Exit(130) from None
+    finally:
+        display.close()
+    print_summary(console, result.history, picture=result.folder / PICTURE)
+
+
+def _terminate(signum: int, frame: FrameType | None) -> None:
+    sys.exit(128 + signum)

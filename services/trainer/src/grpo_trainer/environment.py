@@ -1,0 +1,64 @@
+"""The environment: compares responses with answers by program, and asks the follow-ups.
+
+A response scores 1 if it is the answer and nothing else. Otherwise it scores the part of the answer
+it got right before its first mistake, the end counting as one more character: that a response must
+stop is part of what is learnt. Each turn is worth the same share of the conversation's reward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any  # Any: extra_env_info is a plain dict that crosses processes
+
+import torch
+
+from rollout_actor import EnvironmentReturn, Observation
+
+
+def score(response: str, answer: str) -> float:
+    """The share of ``answer`` and its end that ``response`` has right before its first mistake."""
+    if response == answer:
+        return 1.0
+    pairs = zip(response, answer, strict=False)
+    right = next((i for i, (got, want) in enumerate(pairs) if got != want), None)
+    if right is None:
+        right = min(len(response), len(answer))
+    return right / (len(answer) + 1)
+
+
+class VerifierEnvironment:
+    """A Ray actor's class.
+
+    Args:
+        correct: what is said before a follow-up if the last response was right.
+        wrong: the same if it was not.
+    """
+
+    def __init__(self, *, correct: str, wrong: str) -> None:
+        self._correct = correct
+        self._wrong = wrong
+
+    def step(
+        self, message_logs: Sequence[Sequence[dict[str, str]]], infos: Sequence[dict[str, Any]]
+    ) -> EnvironmentReturn:
+        """Judge the last response of each conversation; arguments as the protocol has them."""
+        observations: list[Observation] = []
+        metadata, rewards, ended = [], [], []
+        for log, info in zip(message_logs, infos, strict=True):
+            turn = info["turn"]
+            points = score(log[-1]["content"].strip(), info["answers"][turn])
+            last = turn + 1 == len(info["answers"])
+            said = self._correct if points == 1.0 else self._wrong
+            follow_up = "" if last else said + info["questions"][turn + 1]
+            observations.append({"role": "environment", "content": follow_up})
+            metadata.append({**info, "turn": turn + 1})
+            rewards.append(points / len(info["answers"]))
+            ended.append(last)
+        return EnvironmentReturn(
+            observations=observations,
+            metadata=metadata,
+            next_stop_strings=[None] * len(rewards),
+            rewards=torch.tensor(rewards),
+            terminateds=torch.tensor(ended),
+            answers=None,
+        )

@@ -1,0 +1,190 @@
+"""The generation worker, and the back end that a rollout actor sees in front of it.
+
+The worker is a Ray actor with a model of its own; weights reach it through `WeightSync`. Randomness
+follows from the run's seed, the weights' version and the number of the call since that version, so
+that a resumed run draws the same tokens.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Mapping
+from typing import Any  # Any: batches, Ray handles, and transformers' models
+
+import ray
+import torch
+from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+
+from column_io import BatchedDataDict
+from grpo_trainer.errors import WorkerError
+from grpo_trainer.model import load_model, load_tokenizer
+from grpo_trainer.sampling import sample_responses
+
+
+def call_seed(seed: int, version: int, call: int) -> int:
+    """The seed of one generate call; equal arguments give equal seeds on every machine."""
+    digest = hashlib.blake2b(f"{seed}:{version}:{call}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
+class GenerationWorker:
+    """A Ray actor's class.
+
+    Args:
+        model: folder or hub name of the model and tokenizer.
+        max_new_tokens: tokens of one response at most.
+        max_total_sequence_length: tokens of a conversation at most.
+        temperature: divides the logits.
+        seed: the run's.
+        num_threads: CPU threads of torch.
+        device: "cpu" or "cuda".
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        max_new_tokens: int,
+        max_total_sequence_length: int,
+        temperature: float,
+        seed: int,
+        num_threads: int,
+        device: str,
+    ) -> None:
+        torch.set_num_threads(num_threads)
+        self._device = torch.device(device)
+        self._model = load_model(model, self._device).eval()
+        self._tokenizer = load_tokenizer(model)
+        self._max_new_tokens = max_new_tokens
+        self._max_length = max_total_sequence_length
+        self._temperature = temperature
+        self._seed = seed
+        self._version = 0
+        self._calls = 0
+        self._clear()
+
+    def ready(self) -> None:
+        """Returns once the model is loaded."""
+
+    def generate(self, data: Mapping[str, Any], *, greedy: bool) -> dict[str, Any]:
+        """One response per row; see `rollout_actor.GenerationInterface.generate`."""
+        started = time.perf_counter()
+        input_ids, lengths = data["input_ids"], data["input_lengths"].tolist()
+        rows = [ids[:length] for ids, length in zip(input_ids, lengths, strict=True)]
+        generator = torch.Generator(self._device).manual_seed(
+            call_seed(self._seed, self._version, self._calls)
+        )
+        self._calls += 1
+        responses = sample_responses(
+            self._model,
+            self._tokenizer,
+            rows,
+            max_new_tokens=[
+                max(0, min(self._max_new_tokens, self._max_length - length)) for length in lengths
+            ],
+            temperature=self._temperature,
+            greedy=greedy,
+            stop_strings=data.get("stop_strings"),
+            generator=generator,
+        )
+        totals = [
+            length + len(response.token_ids)
+            for length, response in zip(lengths, responses, strict=True)
+        ]
+        output_ids = torch.full((len(rows), max(totals)), self._tokenizer.pad_token_id)
+        logprobs = torch.zeros((len(rows), max(totals)))
+        for i, (row, response) in enumerate(zip(rows, responses, strict=True)):
+            output_ids[i, : len(row)] = row
+            output_ids[i, len(row) : totals[i]] = response.token_ids
+            logprobs[i, len(row) : totals[i]] = response.logprobs
+        generated = [len(response.token_ids) for response in responses]
+        self._tokens += sum(generated)
+        self._seconds += time.perf_counter() - started
+        return {
+            "output_ids": output_ids,
+            "generation_lengths": torch.tensor(generated),
+            "unpadded_sequence_lengths": torch.tensor(totals),
+            "logprobs": logprobs,
+            "truncated": torch.tensor([response.truncated for response in responses]),
+        }
+
+    def install_weights(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
+        """Replace the model's parameters and buffers; all or none.
+
+        Raises:
+            ValueError: a name, shape or dtype differs from the model's.
+        """
+        own = self._model.state_dict()
+        wrong = sorted(own.keys() ^ weights.keys()) or [
+            name
+            for name, tensor in own.items()
+            if tensor.shape != weights[name].shape or tensor.dtype != weights[name].dtype
+        ]
+        if wrong:
+            raise ValueError(f"weights of version {version} do not fit the model: {wrong[:10]}")
+        with torch.no_grad():
+            for name, tensor in own.items():
+                tensor.copy_(weights[name])
+        self._version, self._calls = version, 0
+
+    def metrics(self) -> dict[str, Any]:
+        """Tokens and seconds since `clear_metrics`."""
+        rate = self._tokens / self._seconds if self._seconds else 0.0
+        return {"tokens": self._tokens, "seconds": self._seconds, "tokens_per_s": rate}
+
+    def clear_metrics(self) -> None:
+        """Start counting anew."""
+        self._clear()
+
+    def release_memory(self) -> None:
+        """Give cached device memory back."""
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _clear(self) -> None:
+        self._tokens = 0
+        self._seconds = 0.0
+
+
+class RayGeneration:
+    """`rollout_actor.GenerationInterface` in front of a `GenerationWorker` actor.
+
+    Args:
+        worker: the actor's handle.
+        timeout_s: deadline of every call, in seconds.
+    """
+
+    def __init__(self, worker: Any, *, timeout_s: float) -> None:
+        self._worker = worker
+        self._timeout_s = timeout_s
+
+    def generate(self, data: BatchedDataDict[Any], *, greedy: bool) -> Mapping[str, Any]:
+        """Generate one response per row."""
+        return self._call("generate", dict(data), greedy=greedy)
+
+    def clear_logger_metrics(self) -> None:
+        """Start the accumulation of metrics anew."""
+        self._call("clear_metrics")
+
+    def get_logger_metrics(self) -> dict[str, Any]:
+        """The metrics accumulated since the last clear."""
+        return self._call("metrics")
+
+    def finish_generation(self) -> None:
+        """Give cached device memory back."""
+        self._call("release_memory")
+
+    def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        reference = getattr(self._worker, method).remote(*args, **kwargs)
+        try:
+            return ray.get(reference, timeout=self._timeout_s)
+        except GetTimeoutError:
+            ray.cancel(reference)
+            raise WorkerError(
+                f"generation worker: {method} did not answer within {self._timeout_s:g} s"
+            ) from None
+        except RayTaskError as error:
+            raise WorkerError(f"generation worker: {method} failed: {error.cause!r}") from error
+        except RayActorError as error:
+            raise WorkerError(f"generation worker died during {method}: {error}") from error

@@ -1,0 +1,93 @@
+"""The clipped GRPO objective, summed over tokens.
+
+Sums and not means come out, because a batch is split over micro-batches and ranks: the caller
+divides by the number of tokens of the whole batch, which makes the result independent of the split.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any  # Any: transformers' models
+
+import torch
+
+
+@dataclass(frozen=True)
+class LossSums:
+    """Sums over the tokens of a micro-batch; all 0-d.
+
+    Attributes:
+        loss: the objective to minimise, with its KL term.
+        kl: estimate of the KL divergence to the reference policy.
+        clipped: tokens whose ratio was clipped.
+        tokens: tokens that count.
+    """
+
+    loss: torch.Tensor
+    kl: torch.Tensor
+    clipped: torch.Tensor
+    tokens: torch.Tensor
+
+
+def grpo_loss(
+    logprobs: torch.Tensor,
+    prev_logprobs: torch.Tensor,
+    advantages: torch.Tensor,
+    mask: torch.Tensor,
+    *,
+    clip_low: float,
+    clip_high: float,
+    reference_logprobs: torch.Tensor | None = None,
+    kl_coefficient: float = 0.0,
+) -> LossSums:
+    """Clipped policy-gradient objective with an optional KL term.
+
+    Args:
+        logprobs: float (rows, width), by the policy that is trained.
+        prev_logprobs: float (rows, width), by the policy that generated; constant.
+        advantages: float (rows,), one per sample, or (rows, width).
+        mask: (rows, width), 1 on tokens that count.
+        clip_low: the probability ratio is clipped below ``1 - clip_low``.
+        clip_high: the probability ratio is clipped above ``1 + clip_high``.
+        reference_logprobs: float (rows, width), by the reference policy.
+        kl_coefficient: weight of the KL term, estimated per token as ``exp(d) - d - 1`` with
+            ``d = reference - logprobs`` (Schulman 2020, the estimator that is never negative).
+
+    Returns:
+        Sums over the tokens that count.
+    """
+    weight = mask.to(logprobs.dtype)
+    per_token = advantages if advantages.dim() == 2 else advantages[:, None]
+    ratio = (logprobs - prev_logprobs).exp()
+    clipped_ratio = ratio.clamp(1 - clip_low, 1 + clip_high)
+    objective = torch.minimum(ratio * per_token, clipped_ratio * per_token)
+    loss = -(objective * weight).sum()
+    kl = torch.zeros((), device=logprobs.device)
+    if reference_logprobs is not None:
+        difference = reference_logprobs - logprobs
+        kl = ((difference.exp() - difference - 1) * weight).sum()
+        loss = loss + kl_coefficient * kl
+    was_clipped = (clipped_ratio * per_token < ratio * per_token).to(logprobs.dtype)
+    return LossSums(loss, kl.detach(), (was_clipped * weight).sum().detach(), weight.sum())
+
+
+def token_logprobs(
+    model: Any, input_ids: torch.Tensor, input_lengths: torch.Tensor, *, temperature: float
+) -> torch.Tensor:
+    """Log-probability of each token given those before it.
+
+    Args:
+        model: causal LM.
+        input_ids: int64 (rows, width), right-padded.
+        input_lengths: int64 (rows,).
+        temperature: divides the logits, as it did when the tokens were drawn.
+
+    Returns:
+        float32 (rows, width); place t scores token t, place 0 and padding are 0.
+    """
+    places = torch.arange(input_ids.shape[1], device=input_ids.device)
+    attention = (places[None] < input_lengths[:, None]).long()
+    logits = model(input_ids=input_ids, attention_mask=attention, use_cache=False).logits
+    scores = (logits[:, :-1].float() / temperature).log_softmax(-1)
+    picked = scores.gather(2, input_ids[:, 1:, None])[..., 0] * attention[:, 1:]
+    return torch.cat([torch.zeros_like(picked[:, :1]), picked], 1)

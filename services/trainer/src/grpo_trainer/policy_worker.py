@@ -1,0 +1,252 @@
+"""A data-parallel rank of the policy: scores its shard, trains on it, and hands out weights.
+
+A rank is told its shard as a meta and moves the columns itself, straight between the data plane and
+its device. Ranks meet in two all-reduces per optimiser step: the number of tokens, and the flat
+gradient.
+"""
+
+from __future__ import annotations
+
+import datetime
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any  # Any: batches, Ray references, and transformers' models
+
+import ray
+import torch
+import torch.distributed as dist
+
+from column_io import BatchedDataDict, read_columns, write_columns
+from dataplane_core import (
+    DP_TRAIN_FIELDS,
+    LP_SEED_FIELDS,
+    KVBatchMeta,
+    build_data_plane_client,
+)
+from grpo_trainer.checkpoint import load_optimizer, load_weights, save_policy
+from grpo_trainer.loss import LossSums, grpo_loss, token_logprobs
+from grpo_trainer.model import load_model
+
+_PREV, _REFERENCE, _GENERATED = (
+    "prev_logprobs",
+    "reference_policy_logprobs",
+    "generation_logprobs",
+)
+
+
+class PolicyWorker:
+    """A Ray actor's class.
+
+    Args:
+        rank: of this worker among ``world``.
+        world: number of workers.
+        init_method: address at which torch.distributed meets, as ``tcp://host:port``.
+        model: folder or hub name.
+        policy: the configuration's ``policy`` as a dict.
+        grpo: the configuration's ``grpo`` as a dict.
+        data_plane: the data plane's configuration.
+        pad_token_id: pads ``input_ids``.
+        timeout_s: deadline of a collective operation, in seconds.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        world: int,
+        *,
+        init_method: str,
+        model: str,
+        policy: Mapping[str, Any],
+        grpo: Mapping[str, Any],
+        data_plane: Mapping[str, Any],
+        pad_token_id: int,
+        timeout_s: float,
+    ) -> None:
+        torch.set_num_threads(policy["num_threads"])
+        gpu = policy["num_gpus_per_worker"] > 0
+        self._device = torch.device("cuda" if gpu else "cpu")
+        self._rank, self._world = rank, world
+        self._policy, self._grpo = policy, grpo
+        self._pad = {"input_ids": pad_token_id}
+        self._temperature = policy["generation"]["temperature"]
+        self._model = load_model(model, self._device).eval()
+        self._reference: Any = None
+        if grpo["kl_coefficient"] > 0:
+            self._reference = load_model(model, self._device).eval().requires_grad_(False)
+        optimizer = policy["optimizer"]
+        self._optimizer = torch.optim.AdamW(
+            self._model.parameters(),
+            lr=optimizer["learning_rate"],
+            betas=tuple(optimizer["betas"]),
+            eps=optimizer["eps"],
+            weight_decay=optimizer["weight_decay"],
+        )
+        self._client = build_data_plane_client(data_plane, bootstrap=False)
+        dist.init_process_group(
+            "nccl" if gpu else "gloo",
+            init_method=init_method,
+            rank=rank,
+            world_size=world,
+            timeout=datetime.timedelta(seconds=timeout_s),
+        )
+
+    def ready(self) -> None:
+        """Returns once the model is loaded and all ranks have met."""
+
+    def compute_logprobs(self, meta: KVBatchMeta, column: str) -> dict[str, Any]:
+        """Score the shard and write the result as ``column``.
+
+        Args:
+            meta: this rank's shard.
+            column: "prev_logprobs", scored by the policy, or "reference_policy_logprobs", by the
+                initial one.
+
+        Returns:
+            ``seconds``, and for the policy ``error``: per sample the mean absolute difference to
+            the generator's log-probabilities, in the shard's order.
+        """
+        started = time.perf_counter()
+        model = self._model if column == _PREV else self._reference
+        wanted = [*LP_SEED_FIELDS, *([_GENERATED] if column == _PREV else [])]
+        batch = read_columns(self._client, meta, wanted, pad_value_dict=self._pad)
+        width = batch["input_ids"].shape[1]
+        parts, errors = [], []
+        with torch.no_grad():
+            for micro in self._micro_batches(batch):
+                scored = token_logprobs(
+                    model,
+                    micro["input_ids"],
+                    micro["input_lengths"],
+                    temperature=self._temperature,
+                )
+                parts.append(torch.nn.functional.pad(scored, (0, width - scored.shape[1])))
+                if column == _PREV:
+                    mask = micro["token_mask"].float()
+                    difference = (scored - micro[_GENERATED]).abs() * mask
+                    errors += (difference.sum(1) / mask.sum(1).clamp(min=1)).tolist()
+        write_columns(self._client, meta, {column: torch.cat(parts).cpu()})
+        return {"seconds": time.perf_counter() - started, "error": errors}
+
+    def train(
+        self, meta: KVBatchMeta, *, rows_per_step: int, learning_rate: float
+    ) -> dict[str, float]:
+        """Optimise on the shard.
+
+        Args:
+            meta: this rank's shard.
+            rows_per_step: the rank's rows of one optimiser step; divides the shard.
+            learning_rate: of this call's steps.
+
+        Returns:
+            ``loss``, ``kl``, ``clip_fraction``, ``grad_norm``, ``tokens``: over all ranks, means
+            over the optimiser steps (``tokens``: sum); ``seconds``.
+        """
+        started = time.perf_counter()
+        for group in self._optimizer.param_groups:
+            group["lr"] = learning_rate
+        skipped = set()
+        if not self._grpo["recompute_prev_logprobs"]:
+            skipped.add(_PREV)
+        if self._reference is None:
+            skipped.add(_REFERENCE)
+        fields = [name for name in DP_TRAIN_FIELDS if name not in skipped]
+        batch = read_columns(self._client, meta, fields, pad_value_dict=self._pad)
+        steps = [
+            self._optimizer_step(batch.get_batch(step, rows_per_step))
+            for step in range(meta.size // rows_per_step)
+        ]
+        means = {
+            name: sum(step[name] for step in steps) / len(steps)
+            for name in ("loss", "kl", "clip_fraction", "grad_norm")
+        }
+        tokens = sum(step["tokens"] for step in steps)
+        return {**means, "tokens": tokens, "seconds": time.perf_counter() - started}
+
+    def _optimizer_step(self, chunk: BatchedDataDict[Any]) -> dict[str, float]:
+        mask = chunk["token_mask"].float() * chunk["sample_mask"].float()[:, None]
+        tokens = mask.sum().to(self._device)
+        dist.all_reduce(tokens)
+        self._optimizer.zero_grad()
+        totals = torch.zeros(4, device=self._device)
+        for micro in self._micro_batches(chunk):
+            sums = self._loss(micro)
+            (sums.loss / tokens.clamp(min=1)).backward()
+            totals += torch.stack([sums.loss.detach(), sums.kl, sums.clipped, sums.tokens])
+        dist.all_reduce(totals)
+        norm = self._reduce_gradients()
+        if tokens > 0:
+            self._optimizer.step()
+        loss, kl, clipped, _ = (totals / tokens.clamp(min=1)).tolist()
+        return {
+            "loss": loss,
+            "kl": kl,
+            "clip_fraction": clipped,
+            "grad_norm": norm,
+            "tokens": float(tokens),
+        }
+
+    def _loss(self, micro: BatchedDataDict[Any]) -> LossSums:
+        logprobs = token_logprobs(
+            self._model,
+            micro["input_ids"],
+            micro["input_lengths"],
+            temperature=self._temperature,
+        )
+        return grpo_loss(
+            logprobs,
+            micro[_PREV] if _PREV in micro else micro[_GENERATED],
+            micro["advantages"],
+            micro["token_mask"].float() * micro["sample_mask"].float()[:, None],
+            clip_low=self._grpo["clip_low"],
+            clip_high=self._grpo["clip_high"],
+            reference_logprobs=micro.get(_REFERENCE),
+            kl_coefficient=self._grpo["kl_coefficient"],
+        )
+
+    def _reduce_gradients(self) -> float:
+        """Sum gradients over ranks and clip them; returns the norm before clipping."""
+        parameters = [p for p in self._model.parameters() if p.requires_grad]
+        for parameter in parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+        dist.all_reduce(flat)
+        start = 0
+        for gradient in gradients:
+            stop = start + gradient.numel()
+            gradient.copy_(flat[start:stop].view_as(gradient))
+            start = stop
+        limit = self._policy["optimizer"]["max_grad_norm"]
+        return float(torch.nn.utils.clip_grad_norm_(parameters, limit))
+
+    def _micro_batches(self, batch: BatchedDataDict[Any]) -> Iterator[BatchedDataDict[Any]]:
+        """The driver's micro-batch plan if the shard carries one, else cuts of equal rows."""
+        if batch.micro_batch_indices is not None:
+            for micro in batch.make_microbatch_iterator_with_dynamic_shapes():
+                yield micro.to(self._device)
+            return
+        size = self._policy["micro_batch_size"]
+        for start in range(0, batch.size, size):
+            yield batch.slice(start, min(start + size, batch.size)).to(self._device)
+
+    def publish_weights(self) -> list[Any]:
+        """A reference to the weights in Ray's object store, in a list so that Ray leaves it be."""
+        weights = {name: tensor.cpu() for name, tensor in self._model.state_dict().items()}
+        return [ray.put(weights)]
+
+    def save(self, folder: str) -> None:
+        """Write model and optimiser into ``folder``; only rank 0 does."""
+        if self._rank == 0:
+            save_policy(Path(folder), self._model, self._optimizer)
+
+    def load(self, folder: str) -> None:
+        """Take model and optimiser from ``folder``."""
+        load_weights(Path(folder), self._model)
+        load_optimizer(Path(folder), self._model, self._optimizer)
+
+    def close(self) -> None:
+        """Leave the process group and the data plane."""
+        self._client.close()
+        dist.destroy_process_group()

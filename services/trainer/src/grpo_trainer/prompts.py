@@ -1,0 +1,161 @@
+"""Prompts: JSONL records, and the endless seeded stream of batches made from them.
+
+The stream is a function of the seed and a position, so a resumed run goes on with exactly the
+prompts that the interrupted one would have taken.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any  # Any: a tokenizer, and columns of a batch
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from column_io import BatchedDataDict
+from grpo_trainer.errors import ConfigurationError
+
+SHIPPED = Path(__file__).parent / "prompts"
+TASK = "verified"
+"""Name of the one environment that the trainer runs."""
+
+Encode = Callable[[str], list[int]]
+
+
+class FollowUp(BaseModel):
+    """A question that the environment asks after a response."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    prompt: str = Field(min_length=1)
+    answer: str = Field(min_length=1)
+
+
+class PromptRecord(BaseModel):
+    """A line of the data set: a question, its answer, and follow-ups with theirs."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    prompt: str = Field(min_length=1)
+    answer: str = Field(min_length=1)
+    follow_ups: list[FollowUp] = []
+
+    @property
+    def questions(self) -> list[str]:
+        """Everything that is asked, in order."""
+        return [self.prompt, *(follow_up.prompt for follow_up in self.follow_ups)]
+
+    @property
+    def answers(self) -> list[str]:
+        """What is right, in order."""
+        return [self.answer, *(follow_up.answer for follow_up in self.follow_ups)]
+
+
+class Prompt(BaseModel):
+    """A record with the tokens of its prompt."""
+
+    model_config = ConfigDict(frozen=True)
+    record: PromptRecord
+    token_ids: list[int]
+
+
+def load_prompts(path: Path, encode: Encode, *, max_length: int) -> list[Prompt]:
+    """Read and tokenise a data set.
+
+    Args:
+        path: JSONL, one `PromptRecord` a line; empty lines are skipped.
+        encode: text of a prompt to token ids.
+        max_length: tokens of a whole conversation; a prompt must leave room for a response.
+
+    Raises:
+        ConfigurationError: naming the file and the line that is malformed or too long, or the file
+            if it cannot be read or holds no prompt.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"data set {path}: cannot be read: {error}") from None
+    prompts = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            record = PromptRecord.model_validate_json(line)
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            where = ".".join(str(part) for part in first["loc"])
+            raise ConfigurationError(
+                f"data set {path}, line {number}: {where + ': ' if where else ''}{first['msg']}"
+            ) from None
+        token_ids = encode(record.prompt)
+        if not 0 < len(token_ids) < max_length:
+            raise ConfigurationError(
+                f"data set {path}, line {number}: the prompt has {len(token_ids)} tokens; expected "
+                f"1 to {max_length - 1} (policy.max_total_sequence_length - 1)"
+            )
+        prompts.append(Prompt(record=record, token_ids=token_ids))
+    if not prompts:
+        raise ConfigurationError(f"data set {path}: holds no prompt")
+    return prompts
+
+
+class PromptStream:
+    """Prompts without end, in a new seeded order each time all were taken.
+
+    Args:
+        prompts: at least one.
+        seed: decides every order.
+        shuffle: False keeps the order of the file.
+        position: prompts already taken, by the run that is resumed.
+    """
+
+    def __init__(
+        self, prompts: Sequence[Prompt], *, seed: int, shuffle: bool, position: int = 0
+    ) -> None:
+        self._prompts = prompts
+        self._seed = seed
+        self._shuffle = shuffle
+        self.position = position
+
+    def take(self, count: int) -> list[Prompt]:
+        """The next ``count`` prompts."""
+        taken: list[Prompt] = []
+        while len(taken) < count:
+            epoch, place = divmod(self.position, len(self._prompts))
+            rest = self._order(epoch)[place : place + count - len(taken)]
+            taken.extend(self._prompts[i] for i in rest)
+            self.position += len(rest)
+        return taken
+
+    def _order(self, epoch: int) -> list[int]:
+        order = list(range(len(self._prompts)))
+        if self._shuffle:
+            random.Random(f"{self._seed}:{epoch}").shuffle(order)  # noqa: S311  # not for secrets
+        return order
+
+
+def rollout_batch(prompts: Sequence[Prompt], *, group_size: int) -> BatchedDataDict[Any]:
+    """What `SyncRolloutActor.rollout_to_tq` takes, each prompt ``group_size`` times in a row."""
+    batch: BatchedDataDict[Any] = BatchedDataDict(
+        {
+            "message_log": [
+                [
+                    {
+                        "role": "user",
+                        "content": prompt.record.prompt,
+                        "token_ids": torch.tensor(prompt.token_ids, dtype=torch.int64),
+                    }
+                ]
+                for prompt in prompts
+            ],
+            "length": torch.tensor([len(prompt.token_ids) for prompt in prompts]),
+            "loss_multiplier": torch.ones(len(prompts)),
+            "task_name": [TASK for _ in prompts],
+            "extra_env_info": [
+                {"questions": prompt.record.questions, "answers": prompt.record.answers, "turn": 0}
+                for prompt in prompts
+            ],
+            "idx": list(range(len(prompts))),
+        }
+    )
+    return batch.repeat_interleave(group_size)

@@ -1,0 +1,168 @@
+"""Starts the processes of a run on Ray, and takes them down.
+
+Everything that a run starts is held by `RunActors`, so that one `close`, on success and on every
+error alike, leaves neither processes nor a data plane behind.
+"""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+from typing import Any  # Any: Ray handles and transformers' tokenizers
+
+import ray
+
+from dataplane_core import DataPlaneClient, build_data_plane_client
+from grpo_trainer.actor_calls import ActorCalls, Observer
+from grpo_trainer.config import ClusterSection, TrainerConfig
+from grpo_trainer.environment import VerifierEnvironment
+from grpo_trainer.errors import WorkerError
+from grpo_trainer.generation import GenerationWorker, RayGeneration
+from grpo_trainer.policy_worker import PolicyWorker
+from grpo_trainer.prompts import TASK
+from rollout_actor import SyncRolloutActor
+
+GENERATION = "generation worker"
+ROLLOUT = "rollout actor"
+ENVIRONMENT = "environment"
+
+_SMALL = 0.1
+
+
+class RunActors:
+    """The processes of one run: data plane, environment, generation, rollouts, policy.
+
+    Args:
+        config: the run's configuration.
+        model: folder or hub name that the workers load.
+        tokenizer: the model's tokenizer.
+        observer: see `ActorCalls`.
+
+    Raises:
+        WorkerError: Ray or a process cannot be started. What was started is stopped.
+        DataPlaneError: the data plane cannot be started.
+
+    Attributes:
+        calls: the actors by name.
+        policy_workers: names of the policy workers, by rank.
+        data_plane: the driver's client, which owns the data plane.
+    """
+
+    calls: ActorCalls
+    data_plane: DataPlaneClient
+
+    def __init__(
+        self,
+        config: TrainerConfig,
+        *,
+        model: str,
+        tokenizer: Any,
+        observer: Observer | None = None,
+    ) -> None:
+        self._config = config
+        self._started_ray = False
+        self._has_data_plane = False
+        self.calls = ActorCalls(timeout_s=config.cluster.call_timeout_s, observer=observer)
+        self.policy_workers = [f"policy worker {i}" for i in range(config.policy.data_parallel)]
+        try:
+            self._started_ray = _start_ray(config.cluster)
+            self.data_plane = build_data_plane_client(config.data_plane, bootstrap=True)
+            self._has_data_plane = True
+            self._start_rollouts(model, tokenizer)
+            self._start_policy(model, tokenizer.pad_token_id)
+            loading = [GENERATION, *self.policy_workers]
+            self.calls.each("ready", {name: ((), {}) for name in loading})
+        except BaseException:
+            self.close()
+            raise
+
+    def _start_rollouts(self, model: str, tokenizer: Any) -> None:
+        config = self._config
+        environment = (
+            ray.remote(VerifierEnvironment)
+            .options(num_cpus=_SMALL)
+            .remote(correct=config.env.correct, wrong=config.env.wrong)
+        )
+        self.calls.add(ENVIRONMENT, environment)
+        generation = config.policy.generation
+        worker = (
+            ray.remote(GenerationWorker)
+            .options(num_cpus=_SMALL, num_gpus=generation.num_gpus)
+            .remote(
+                model,
+                max_new_tokens=generation.max_new_tokens,
+                max_total_sequence_length=config.policy.max_total_sequence_length,
+                temperature=generation.temperature,
+                seed=config.run.seed,
+                num_threads=generation.num_threads,
+                device="cuda" if generation.num_gpus > 0 else "cpu",
+            )
+        )
+        self.calls.add(GENERATION, worker)
+        rollout = SyncRolloutActor.options(num_cpus=_SMALL).remote(
+            RayGeneration(worker, timeout_s=config.cluster.call_timeout_s),
+            tokenizer,
+            {TASK: environment},
+            config.model_dump(mode="json"),
+            config.data_plane,
+        )
+        self.calls.add(ROLLOUT, rollout)
+
+    def _start_policy(self, model: str, pad_token_id: int) -> None:
+        config = self._config
+        address = f"tcp://{ray.util.get_node_ip_address()}:{_free_port()}"
+        for rank, name in enumerate(self.policy_workers):
+            handle = (
+                ray.remote(PolicyWorker)
+                .options(num_cpus=_SMALL, num_gpus=config.policy.num_gpus_per_worker)
+                .remote(
+                    rank,
+                    config.policy.data_parallel,
+                    init_method=address,
+                    model=model,
+                    policy=config.policy.model_dump(mode="json"),
+                    grpo=config.grpo.model_dump(mode="json"),
+                    data_plane=config.data_plane,
+                    pad_token_id=pad_token_id,
+                    timeout_s=config.cluster.call_timeout_s,
+                )
+            )
+            self.calls.add(name, handle)
+
+    def close(self) -> None:
+        """Stop every process of the run; closing twice is fine."""
+        try:
+            self.calls.stop()
+            if self._has_data_plane:
+                self._has_data_plane = False
+                self.data_plane.close()
+        finally:
+            if self._started_ray:
+                self._started_ray = False
+                ray.shutdown()
+
+
+def _start_ray(cluster: ClusterSection) -> bool:
+    """Connect to the cluster or start one; True if this run has to shut it down."""
+    if ray.is_initialized():
+        return False
+    common: dict[str, Any] = {
+        "namespace": "grpo-trainer",
+        "logging_level": "ERROR",
+        "log_to_driver": False,
+    }
+    try:
+        if cluster.address is not None:
+            ray.init(address=cluster.address, **common)
+        else:
+            folder = None if cluster.temp_dir is None else str(Path(cluster.temp_dir).resolve())
+            ray.init(num_cpus=cluster.num_cpus, include_dashboard=False, _temp_dir=folder, **common)
+    except (ConnectionError, RuntimeError, OSError, ValueError) as error:
+        raise WorkerError(f"Ray cannot be started: {error}") from error
+    return True
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])

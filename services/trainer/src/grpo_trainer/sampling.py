@@ -1,0 +1,124 @@
+"""Sampling from a causal LM, in plain PyTorch.
+
+Rows are left-padded inside, so that one forward pass per token serves rows of any length; positions
+count real tokens only and the attention mask hides the padding. The log-probabilities that come out
+are those of a right-padded training forward pass, up to the rounding of another summation order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any  # Any: transformers' models and tokenizers
+
+import torch
+from transformers import DynamicCache
+
+
+@dataclass(frozen=True)
+class Response:
+    """What was generated for one row.
+
+    Attributes:
+        token_ids: int64 (n,), the end token included if it was reached.
+        logprobs: float32 (n,), log-probability of each token when it was drawn.
+        truncated: the token budget ended it.
+    """
+
+    token_ids: torch.Tensor
+    logprobs: torch.Tensor
+    truncated: bool
+
+
+@torch.no_grad()
+def sample_responses(
+    model: Any,
+    tokenizer: Any,
+    rows: Sequence[torch.Tensor],
+    *,
+    max_new_tokens: Sequence[int],
+    temperature: float,
+    greedy: bool = False,
+    stop_strings: Sequence[Sequence[str] | None] | None = None,
+    generator: torch.Generator | None = None,
+) -> list[Response]:
+    """Continue every row.
+
+    Args:
+        model: causal LM.
+        tokenizer: its tokenizer; gives the end and padding tokens, and decodes for stop strings.
+        rows: int64 (length,) each, at least one token, without padding.
+        max_new_tokens: budget per row; a row with 0 gets an empty, truncated response.
+        temperature: divides the logits. Ignored when greedy, but for the log-probabilities.
+        greedy: take the likeliest token.
+        stop_strings: per row; a response ends when its text ends with one of them.
+        generator: source of randomness; the model's device must be the generator's.
+
+    Returns:
+        One response per row.
+    """
+    device = next(model.parameters()).device
+    end, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
+    budget = torch.tensor(list(max_new_tokens), device=device)
+    width = max(len(row) for row in rows)
+    input_ids = torch.full((len(rows), width), pad, dtype=torch.int64)
+    attention = torch.zeros((len(rows), width), dtype=torch.int64)
+    for i, row in enumerate(rows):
+        input_ids[i, width - len(row) :] = row
+        attention[i, width - len(row) :] = 1
+    input_ids, attention = input_ids.to(device), attention.to(device)
+    positions = (attention.cumsum(1) - 1).clamp(min=0)
+    cache = DynamicCache(config=model.config)
+    finished = budget <= 0
+    stopped = torch.zeros_like(finished)
+    lengths = torch.zeros_like(budget)
+    drawn: list[torch.Tensor] = []
+    drawn_logprobs: list[torch.Tensor] = []
+    while not bool(finished.all()):
+        logits = model(
+            input_ids=input_ids,
+            attention_mask=attention,
+            position_ids=positions,
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        ).logits[:, -1]
+        logprobs = (logits.float() / temperature).log_softmax(-1)
+        if greedy:
+            token = logprobs.argmax(-1, keepdim=True)
+        else:
+            token = torch.multinomial(logprobs.exp(), 1, generator=generator)
+        drawn.append(token.masked_fill(finished[:, None], pad))
+        drawn_logprobs.append(logprobs.gather(1, token))
+        lengths += ~finished
+        stopped |= ~finished & (token[:, 0] == end)
+        if stop_strings is not None:
+            stopped |= _at_stop_string(tokenizer, drawn, stop_strings, ~finished)
+        finished |= stopped | (lengths >= budget)
+        input_ids = drawn[-1]
+        positions = positions[:, -1:] + 1
+        attention = torch.cat([attention, torch.ones_like(attention[:, :1])], 1)
+    if not drawn:
+        empty = torch.zeros(0)
+        return [Response(empty.long(), empty, truncated=True) for _ in rows]
+    all_tokens, all_logprobs = torch.cat(drawn, 1).cpu(), torch.cat(drawn_logprobs, 1).cpu()
+    return [
+        Response(all_tokens[i, :n], all_logprobs[i, :n], truncated=not bool(stopped[i]))
+        for i, n in enumerate(lengths.tolist())
+    ]
+
+
+def _at_stop_string(
+    tokenizer: Any,
+    drawn: Sequence[torch.Tensor],
+    stop_strings: Sequence[Sequence[str] | None],
+    active: torch.Tensor,
+) -> torch.Tensor:
+    hit = torch.zeros_like(active)
+    if not any(stop_strings):
+        return hit
+    texts = tokenizer.batch_decode(torch.cat(list(drawn), 1), skip_special_tokens=True)
+    for i, stops in enumerate(stop_strings):
+        if stops and bool(active[i]) and texts[i].endswith(tuple(stops)):
+            hit[i] = True
+    return hit

@@ -1,0 +1,271 @@
+"""One synchronous GRPO step, from prompts to cleared samples.
+
+The driver handles metas and a few floats per sample. The bulk goes from the rollout actor to the
+data plane, and between the data plane and the policy workers.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+
+from column_io import write_columns
+from dataplane_core import DP_TRAIN_FIELDS, DataPlaneClient, KVBatchMeta
+from grpo_trainer.actor_calls import ActorCalls
+from grpo_trainer.advantages import advantages, group_statistics
+from grpo_trainer.config import TrainerConfig
+from grpo_trainer.errors import DynamicSamplingError
+from grpo_trainer.policy import Policy
+from grpo_trainer.prompts import Prompt, PromptStream, rollout_batch
+from grpo_trainer.run_actors import ROLLOUT
+from grpo_trainer.weight_sync import WeightSync
+
+TRAIN, VALIDATION = "train", "val"
+TASKS = ["prev_lp", "ref_lp", "train"]
+CARRY = ["total_reward", "loss_multiplier", "truncated"]
+"""What the driver asks of a rollout: one number per sample each."""
+
+
+@dataclass
+class Batch:
+    """Samples, with the columns that the driver computes with: one number per sample each.
+
+    ``columns`` has "advantages" and "sample_mask", float32 (n,), as they will be written; "std",
+    float32 (n,), of the group's rewards; "truncated", bool (n,).
+    """
+
+    meta: KVBatchMeta
+    columns: dict[str, torch.Tensor]
+
+    def subset(self, rows: Sequence[int]) -> Batch:
+        """The samples at ``rows``."""
+        index = torch.tensor(list(rows), dtype=torch.int64)
+        columns = {name: column[index] for name, column in self.columns.items()}
+        return Batch(self.meta.subset(rows), columns)
+
+    def concat(self, other: Batch) -> Batch:
+        """These samples and the other's."""
+        columns = {
+            name: torch.cat([column, other.columns[name]]) for name, column in self.columns.items()
+        }
+        return Batch(self.meta.concat(other.meta), columns)
+
+
+@dataclass
+class StepReport:
+    """The metrics of a step while it runs.
+
+    Attributes:
+        metrics: name to number.
+        seconds: phase to seconds, in the order of the phases.
+    """
+
+    metrics: dict[str, float] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+    on_phase: Callable[[str], None] = lambda phase: None
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Time a phase; phases of one name add up."""
+        self.on_phase(name)
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            elapsed = time.perf_counter() - started
+            self.seconds[name] = self.seconds.get(name, 0.0) + elapsed
+
+
+class GRPOStep:
+    """Runs steps.
+
+    Args:
+        config: the run's configuration.
+        calls: the run's actors.
+        data_plane: the driver's client.
+        policy: the policy workers.
+        weight_sync: brings weights to the generation worker.
+        prompts: where prompts come from.
+    """
+
+    def __init__(
+        self,
+        config: TrainerConfig,
+        *,
+        calls: ActorCalls,
+        data_plane: DataPlaneClient,
+        policy: Policy,
+        weight_sync: WeightSync,
+        prompts: PromptStream,
+    ) -> None:
+        self._config = config
+        self._calls = calls
+        self._client = data_plane
+        self._policy = policy
+        self._weight_sync = weight_sync
+        self._prompts = prompts
+
+    def run(self, step: int, report: StepReport) -> None:
+        """Run the step that follows ``step`` completed ones, and fill ``report``.
+
+        Raises:
+            WorkerError: a worker died, failed or was late.
+            DataPlaneError: the data plane did.
+            DynamicSamplingError: too few groups have different rewards.
+        """
+        grpo = self._config.grpo
+        with report.phase("refit"):
+            self._weight_sync.sync(step)
+        self._client.register_partition(
+            TRAIN,
+            list(DP_TRAIN_FIELDS),
+            self._config.samples_per_step,
+            TASKS,
+            grpo_group_size=grpo.num_generations_per_prompt,
+        )
+        batch = self._collect(report)
+        report.metrics["samples"] = batch.meta.size
+        if batch.meta.size:
+            self._learn(batch, step, report)
+        with report.phase("clear"):
+            self._client.clear_samples(batch.meta.sample_ids, TRAIN)
+
+    def _learn(self, batch: Batch, step: int, report: StepReport) -> None:
+        grpo = self._config.grpo
+        meta, sample_mask = batch.meta, batch.columns["sample_mask"]
+        if grpo.overlong_filtering:
+            sample_mask[batch.columns["truncated"]] = 0.0
+        self._policy.stamp_pad_width(meta)
+        if grpo.recompute_prev_logprobs:
+            with report.phase("logprobs"):
+                errors = self._policy.compute_logprobs(meta, "prev_logprobs")
+            report.metrics["logprob_error"] = max(errors)
+            if grpo.max_logprob_error is not None:
+                sample_mask[torch.tensor(errors) > grpo.max_logprob_error] = 0.0
+        if grpo.kl_coefficient > 0:
+            with report.phase("reference"):
+                self._policy.compute_logprobs(meta, "reference_policy_logprobs")
+        with report.phase("advantages"):
+            # One number per sample: the loss spreads it over the sample's tokens.
+            columns = {"advantages": batch.columns["advantages"], "sample_mask": sample_mask}
+            write_columns(self._client, meta, columns)
+        with report.phase("train"):
+            size = min(self._config.policy.global_batch_size, meta.size)
+            trained = self._policy.train(
+                meta, global_batch_size=size, learning_rate=self.learning_rate(step)
+            )
+        report.metrics.update({name: trained[name] for name in trained if name != "seconds"})
+        report.metrics["learning_rate"] = self.learning_rate(step)
+
+    def learning_rate(self, step: int) -> float:
+        """The rate of the step that follows ``step`` completed ones."""
+        optimizer = self._config.policy.optimizer
+        warmup = min(1.0, (step + 1) / max(1, optimizer.warmup_steps))
+        decay = 1 - (1 - optimizer.final_lr_fraction) * step / self._config.grpo.num_steps
+        return optimizer.learning_rate * warmup * decay
+
+    def _collect(self, report: StepReport) -> Batch:
+        """The samples to train on; what is not among them is cleared."""
+        grpo, sampling = self._config.grpo, self._config.grpo.dynamic_sampling
+        rows = self._config.samples_per_step
+        rewards: list[torch.Tensor] = []
+        kept: Batch | None = None
+        batches = 0
+        limit = sampling.max_batches if sampling.enabled else 1
+        while batches < limit and (kept is None or kept.meta.size < rows):
+            fresh, reward = self._rollout(report, first=batches == 0)
+            batches += 1
+            rewards.append(reward)
+            if sampling.enabled:
+                equal = (fresh.columns["std"] == 0).nonzero()[:, 0].tolist()
+                fresh = self._drop(fresh, equal)
+            kept = fresh if kept is None else kept.concat(fresh)
+        if kept is None:
+            raise AssertionError("max_batches is at least 1")
+        reward = torch.cat(rewards)
+        report.metrics.update(
+            reward=float(reward.mean()),
+            reward_std=float(reward.std()),
+            batches=batches,
+            groups=min(kept.meta.size, rows) // grpo.num_generations_per_prompt,
+            generated=len(reward),
+        )
+        if sampling.enabled and kept.meta.size < rows:
+            return self._short(kept, batches)
+        return self._drop(kept, range(rows, kept.meta.size))
+
+    def _short(self, kept: Batch, batches: int) -> Batch:
+        """Fewer samples than a step's: fail, or train on the whole optimiser steps among them."""
+        policy, sampling = self._config.policy, self._config.grpo.dynamic_sampling
+        if sampling.when_short == "raise":
+            raise DynamicSamplingError(
+                f"dynamic sampling: {kept.meta.size} of {self._config.samples_per_step} samples "
+                f"are in groups with different rewards after {batches} batches; raise "
+                "grpo.dynamic_sampling.max_batches, or set when_short to proceed"
+            )
+        size = policy.global_batch_size
+        whole = kept.meta.size // size * size or (
+            kept.meta.size // policy.data_parallel * policy.data_parallel
+        )
+        return self._drop(kept, range(whole, kept.meta.size))
+
+    def _rollout(self, report: StepReport, *, first: bool) -> tuple[Batch, torch.Tensor]:
+        """Generate one batch; returns it and its rewards."""
+        grpo = self._config.grpo
+        prompts = self._prompts.take(grpo.num_prompts_per_step)
+        with report.phase("rollout"):
+            meta, carry, _, generation = self._calls.one(
+                ROLLOUT,
+                "rollout_to_tq",
+                rollout_batch(prompts, group_size=grpo.num_generations_per_prompt),
+                partition_id=TRAIN,
+                group_size=grpo.num_generations_per_prompt,
+                first_iter=first,
+                carry_keys=CARRY,
+            )
+        reward = carry["total_reward"] * grpo.reward_scale
+        statistics = group_statistics(reward, grpo.num_generations_per_prompt)
+        meta.stamp_tags({"baseline": statistics.baseline, "std": statistics.std})
+        report.metrics["tokens_per_s"] = (generation or {}).get("tokens_per_s", 0.0)
+        columns = {
+            "advantages": advantages(reward, statistics, normalize=grpo.normalize_advantages),
+            "sample_mask": carry["loss_multiplier"].clone(),
+            "std": statistics.std,
+            "truncated": carry["truncated"],
+        }
+        return Batch(meta, columns), reward
+
+    def _drop(self, batch: Batch, rows: Sequence[int]) -> Batch:
+        """Clear ``rows`` from the data plane; the batch without them."""
+        gone = set(rows)
+        if not gone:
+            return batch
+        self._client.clear_samples([batch.meta.sample_ids[i] for i in sorted(gone)], TRAIN)
+        return batch.subset([i for i in range(batch.meta.size) if i not in gone])
+
+    def validate(self, step: int, prompts: Sequence[Prompt], report: StepReport) -> float:
+        """Mean reward of one sampled conversation for each prompt, on a partition of its own."""
+        self._weight_sync.sync(step)
+        size = self._config.validation.batch_size
+        rewards = []
+        with report.phase("validation"):
+            for start in range(0, len(prompts), size):
+                chunk = prompts[start : start + size]
+                self._client.register_partition(VALIDATION, [], len(chunk), [])
+                meta, carry, _, _ = self._calls.one(
+                    ROLLOUT,
+                    "rollout_to_tq",
+                    rollout_batch(chunk, group_size=1),
+                    partition_id=VALIDATION,
+                    group_size=1,
+                    first_iter=False,
+                    finish_generation=start + size >= len(prompts),
+                    carry_keys=["total_reward"],
+                )
+                rewards.append(carry["total_reward"])
+                self._client.clear_samples(meta.sample_ids, VALIDATION)
+        return float(torch.cat(rewards).mean())
