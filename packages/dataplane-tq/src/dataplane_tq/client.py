@@ -43,6 +43,8 @@ from dataplane_tq.engine import Engine
 from dataplane_tq.object_codec import decode_object, encode_object
 
 _DEFAULT_TIMEOUT_MS = 30_000
+_SAMPLE_ID = "__sample_id__"
+"""Tag that carries a row's id, so that a claim learns ids and tags in the one request it is."""
 
 
 class TQDataPlaneClient(DataPlaneClient):
@@ -97,7 +99,8 @@ class TQDataPlaneClient(DataPlaneClient):
         )
         self._engine.ask(
             f"register_partition({partition_id!r})",
-            lambda: self._directory.register.remote(declaration),
+            self._directory.register,
+            declaration,
         )
 
     def put_samples(
@@ -123,18 +126,22 @@ class TQDataPlaneClient(DataPlaneClient):
         timeout_s = self._engine.timeout_s
         new_ids, declaration = self._engine.ask(
             what,
-            lambda: self._directory.admit.remote(partition_id, sample_ids, kinds, timeout_s),
+            self._directory.admit,
+            partition_id,
+            sample_ids,
+            kinds,
+            timeout_s,
             timeout_s=timeout_s + 5.0,
         )
         if not sample_ids:
             return meta
         try:
             check_enums(columns, declaration)
-            self._store(what, sample_ids, partition_id, data, tags)
+            self._store(what, sample_ids, partition_id, data, _stored_tags(meta, new_ids))
         except DataPlaneError:
             self._undo_put(partition_id, new_ids)
             raise
-        self._engine.ask(what, lambda: self._directory.commit.remote(partition_id))
+        self._engine.ask(what, self._directory.commit, partition_id)
         return meta
 
     def _store(
@@ -143,25 +150,29 @@ class TQDataPlaneClient(DataPlaneClient):
         sample_ids: list[str],
         partition_id: str,
         data: TensorDict | None,
-        tags: list[dict[str, Any]] | None,
+        tags: list[dict[str, Any]],
     ) -> None:
         client = self._engine.client
         rows = self._engine.run(
-            what, lambda: client.async_kv_retrieve_meta(sample_ids, partition_id, create=True)
+            what, client.async_kv_retrieve_meta, sample_ids, partition_id, create=True
         )
-        if tags is not None:
-            rows.update_custom_meta(tags)
-        if data is not None and len(data.keys()):
-            self._engine.run(what, lambda: client.async_put(data, metadata=rows))
-            # TransferQueue only logs when the controller did not learn of the data in time.
-            stored = self._resolve(what, sample_ids, partition_id)
-            unseen = set(data.keys()) - set(stored.field_names)
-            if unseen:
-                raise UnavailableError(
-                    f"{what}: the controller did not acknowledge fields {sorted(unseen)}"
-                )
-        elif tags is not None:
-            self._engine.run(what, lambda: client.async_set_custom_meta(rows))
+        # Tags go first: a row may be claimed as soon as its data is known, and needs its id then.
+        tagged = [i for i, tag in enumerate(tags) if tag]
+        if tagged:
+            changed = rows.select_samples(tagged)
+            changed.clear_custom_meta()
+            changed.update_custom_meta([tags[i] for i in tagged])
+            self._engine.run(what, client.async_set_custom_meta, changed)
+        if data is None or not len(data.keys()):
+            return
+        self._engine.run(what, client.storage_manager.put_data, data, rows)
+        # TransferQueue only logs when the controller did not learn of the data in time.
+        stored = self._resolve(what, sample_ids, partition_id)
+        unseen = set(data.keys()) - set(stored.field_names)
+        if unseen:
+            raise UnavailableError(
+                f"{what}: the controller did not acknowledge fields {sorted(unseen)}"
+            )
 
     def _undo_put(self, partition_id: str, new_ids: list[str]) -> None:
         """Take the new rows of a failed put away, as far as the store still answers."""
@@ -170,7 +181,7 @@ class TQDataPlaneClient(DataPlaneClient):
             return
         try:
             self._drop_rows(what, new_ids, partition_id)
-            self._engine.ask(what, lambda: self._directory.retract.remote(partition_id, new_ids))
+            self._engine.ask(what, self._directory.retract, partition_id, new_ids)
         except DataPlaneError as error:
             warnings.warn(f"{what} failed: {error}", RuntimeWarning, stacklevel=3)
 
@@ -191,7 +202,7 @@ class TQDataPlaneClient(DataPlaneClient):
         wanted = rows.select_fields(list(dict.fromkeys(select_fields)))
         client = self._engine.client
         try:
-            answer = self._engine.run(what, lambda: client.async_get_data(wanted))
+            answer = self._engine.run(what, client.async_get_data, wanted)
         except UnavailableError:
             # A row that was cleared while it was being read fails in the storage unit.
             if self._resolve(what, distinct, partition_id).global_indexes != rows.global_indexes:
@@ -236,7 +247,7 @@ class TQDataPlaneClient(DataPlaneClient):
         deadline = time.monotonic() + timeout_s
         while True:
             view: ClaimView = self._engine.ask(
-                what, lambda: self._directory.claim_view.remote(partition_id, task_name)
+                what, self._directory.claim_view, partition_id, task_name
             )
             claimed = self._try_claim(
                 what, partition_id, task_name, required_fields, batch_size, blocking, view
@@ -249,10 +260,12 @@ class TQDataPlaneClient(DataPlaneClient):
                     what, partition_id, task_name, required_fields, batch_size, timeout_s
                 )
             turn = min(remaining, self._poll_s)
-            version = view.version
             self._engine.ask(
                 what,
-                lambda: self._directory.wait_for_change.remote(partition_id, version, turn),
+                self._directory.wait_for_change,
+                partition_id,
+                view.version,
+                turn,
                 timeout_s=turn + self._engine.timeout_s,
             )
 
@@ -276,25 +289,18 @@ class TQDataPlaneClient(DataPlaneClient):
         }
         rows = self._engine.run(
             what,
-            lambda: client.async_get_meta(
-                data_fields=list(required_fields),
-                batch_size=0,
-                partition_id=partition_id,
-                mode="fetch",
-                task_name=task_name,
-                sampling_config=config,
-            ),
+            client.async_get_meta,
+            data_fields=list(required_fields),
+            batch_size=0,
+            partition_id=partition_id,
+            mode="fetch",
+            task_name=task_name,
+            sampling_config=config,
         )
-        sample_ids: list[str] = []
-        tags: list[dict[str, Any]] = []
-        if rows.size:
-            sample_ids = self._engine.run(
-                what,
-                lambda: client.async_kv_retrieve_keys(list(rows.global_indexes), partition_id),
-            )
-            tags = [dict(tag) for tag in rows.custom_meta]
-        elif whole and not self._exhausted(what, partition_id, task_name, view):
+        if whole and not rows.size and not self._exhausted(what, partition_id, task_name, view):
             return None
+        tags = [dict(tag) for tag in rows.custom_meta]
+        sample_ids = [tag.pop(_SAMPLE_ID) for tag in tags]
         return KVBatchMeta(
             partition_id=partition_id,
             task_name=task_name,
@@ -311,7 +317,7 @@ class TQDataPlaneClient(DataPlaneClient):
     def _unclaimed(self, what: str, partition_id: str, task_name: str) -> int:
         client = self._engine.client
         _, consumed = self._engine.run(
-            what, lambda: client.async_get_consumption_status(task_name, partition_id)
+            what, client.async_get_consumption_status, task_name, partition_id
         )
         return 0 if consumed is None else int((consumed == 0).sum())
 
@@ -325,11 +331,9 @@ class TQDataPlaneClient(DataPlaneClient):
         timeout_s: float,
     ) -> DataPlaneError:
         client = self._engine.client
-        view = self._engine.ask(
-            what, lambda: self._directory.claim_view.remote(partition_id, task_name)
-        )
+        view = self._engine.ask(what, self._directory.claim_view, partition_id, task_name)
         _, consumed = self._engine.run(
-            what, lambda: client.async_get_consumption_status(task_name, partition_id)
+            what, client.async_get_consumption_status, task_name, partition_id
         )
         present = 0 if consumed is None else int((consumed == 0).sum())
         lacking: dict[str, int] = {}
@@ -359,25 +363,20 @@ class TQDataPlaneClient(DataPlaneClient):
         """For every present row, in index order, whether ``name`` is written."""
         client = self._engine.client
         _, produced = self._engine.run(
-            what, lambda: client.async_get_production_status([name], partition_id)
+            what, client.async_get_production_status, [name], partition_id
         )
         return None if produced is None else (produced == 1).all(dim=1)
 
     def check_consumption_status(self, partition_id: str, task_names: list[str]) -> bool:
         self._check_open()
         what = f"check_consumption_status(partition={partition_id!r})"
-        declaration = self._engine.ask(
-            what, lambda: self._directory.declaration.remote(partition_id)
-        )
+        declaration = self._engine.ask(what, self._directory.declaration, partition_id)
         if declaration is None or not set(task_names) <= set(declaration.consumer_tasks):
             return False
         client = self._engine.client
         for task_name in task_names:
             _, consumed = self._engine.run(
-                what,
-                lambda task_name=task_name: client.async_get_consumption_status(
-                    task_name, partition_id
-                ),
+                what, client.async_get_consumption_status, task_name, partition_id
             )
             if consumed is None or not consumed.numel() or not bool((consumed == 1).all()):
                 return False
@@ -389,16 +388,16 @@ class TQDataPlaneClient(DataPlaneClient):
         self._check_open()
         what = f"clear_samples(partition={partition_id!r})"
         if sample_ids is None:
-            held = self._engine.ask(what, lambda: self._directory.forget.remote(partition_id))
+            held = self._engine.ask(what, self._directory.forget, partition_id)
             if not held:
                 warnings.warn(f"{what}: nothing to clear", RuntimeWarning, stacklevel=2)
                 return
             client = self._engine.client
-            self._engine.run(what, lambda: client.async_clear_partition(partition_id))
+            self._engine.run(what, client.async_clear_partition, partition_id)
         elif sample_ids:
             asked = list(dict.fromkeys(sample_ids))
             self._drop_rows(what, asked, partition_id)
-            self._engine.ask(what, lambda: self._directory.cleared.remote(partition_id, asked))
+            self._engine.ask(what, self._directory.cleared, partition_id, asked)
 
     def close(self) -> None:
         if self._closed:
@@ -412,19 +411,19 @@ class TQDataPlaneClient(DataPlaneClient):
         rows = self._resolve(what, sample_ids, partition_id)
         if rows.size:
             client = self._engine.client
-            self._engine.run(what, lambda: client.async_clear_samples(rows))
+            self._engine.run(what, client.async_clear_samples, rows)
 
     def _resolve(self, what: str, sample_ids: list[str], partition_id: str) -> Any:
         """TransferQueue's meta of the rows that exist, with the fields that all of them have."""
         client = self._engine.client
         return self._engine.run(
-            what, lambda: client.async_kv_retrieve_meta(sample_ids, partition_id, create=False)
+            what, client.async_kv_retrieve_meta, sample_ids, partition_id, create=False
         )
 
     def _declared(self, what: str, partition_id: str) -> PartitionDeclaration:
         """The declaration, or the directory's `PartitionNotFoundError`."""
-        self._engine.ask(what, lambda: self._directory.known_ids.remote(partition_id, []))
-        return self._engine.ask(what, lambda: self._directory.declaration.remote(partition_id))
+        self._engine.ask(what, self._directory.known_ids, partition_id, [])
+        return self._engine.ask(what, self._directory.declaration, partition_id)
 
     def _missing(
         self,
@@ -444,6 +443,14 @@ class TQDataPlaneClient(DataPlaneClient):
     def _check_open(self) -> None:
         if self._closed:
             raise ClosedError("the TransferQueue client was closed; build a new one")
+
+
+def _stored_tags(meta: KVBatchMeta, new_ids: Sequence[str]) -> list[dict[str, Any]]:
+    """Per row what replaces its stored tags; an empty dict leaves them as they are."""
+    new = set(new_ids)
+    if meta.tags is None:
+        return [{_SAMPLE_ID: name} if name in new else {} for name in meta.sample_ids]
+    return [{**tag, _SAMPLE_ID: name} for tag, name in zip(meta.tags, meta.sample_ids, strict=True)]
 
 
 def _stored_form(fields: TensorDict, columns: Mapping[str, Column], count: int) -> TensorDict:

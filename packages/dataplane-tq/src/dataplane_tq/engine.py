@@ -2,7 +2,8 @@
 
 TransferQueue's synchronous client waits without end. This one runs its asynchronous client on a
 loop thread of its own; the caller waits for the result in short turns, and between them asks Ray
-whether the actors are alive, so that a killed one is reported long before the deadline.
+whether the actors are alive, so that a killed one is reported long before the deadline. The thread
+also keeps TransferQueue's changes of torch's thread count, which is per thread, from the caller.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ from concurrent import futures
 from typing import Any, TypeVar  # Any: TransferQueue and Ray handles have no static types
 
 import ray
-import torch
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 from transfer_queue.client import AsyncTransferQueueClient
 
@@ -50,9 +50,7 @@ class Engine:
         self._thread = threading.Thread(target=self._run, name="dataplane-tq", daemon=True)
         self._thread.start()
         try:
-            self.client: AsyncTransferQueueClient = self.run(
-                "connect", lambda: self._connect(topology)
-            )
+            self.client: AsyncTransferQueueClient = self.run("connect", self._connect, topology)
         except DataPlaneError:
             self._stop_loop()
             raise
@@ -75,20 +73,26 @@ class Engine:
         )
         return client
 
-    def run(self, what: str, start: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """Run a coroutine of TransferQueue's client to its end.
+    def run(
+        self,
+        what: str,
+        function: Callable[..., Coroutine[Any, Any, T]],
+        *args: Any,
+        **kwargs: Any,
+    ) -> T:
+        """Run a coroutine function of TransferQueue's client to its end.
 
         Args:
             what: the operation, for error messages.
-            start: makes the coroutine.
+            function: the coroutine function.
+            args: its positional arguments.
+            kwargs: its keyword arguments.
 
         Raises:
             UnavailableError: an actor is dead, or the operation failed.
             DeadlineExceededError: it did not finish in time, though all actors live.
         """
-        # TransferQueue's async API resets the caller's thread count of torch.
-        threads = torch.get_num_threads()
-        future = asyncio.run_coroutine_threadsafe(start(), self._loop)
+        future = asyncio.run_coroutine_threadsafe(function(*args, **kwargs), self._loop)
         deadline = time.monotonic() + self.timeout_s
         try:
             while True:
@@ -108,16 +112,14 @@ class Engine:
         except (RuntimeError, ValueError, TimeoutError, OSError) as error:
             self.check_alive(what)
             raise UnavailableError(f"{what}: TransferQueue failed: {error}") from error
-        finally:
-            if torch.get_num_threads() != threads:
-                torch.set_num_threads(threads)
 
-    def ask(self, what: str, call: Callable[[], Any], *, timeout_s: float | None = None) -> Any:
-        """Call a Ray actor and wait for its answer.
+    def ask(self, what: str, method: Any, *args: Any, timeout_s: float | None = None) -> Any:
+        """Call a method of the directory and wait for its answer.
 
         Args:
             what: the operation, for error messages.
-            call: makes the remote call and returns its reference.
+            method: the actor handle's method.
+            args: its arguments.
             timeout_s: deadline in seconds; the engine's own if None.
 
         Raises:
@@ -127,7 +129,7 @@ class Engine:
         """
         limit = self.timeout_s if timeout_s is None else timeout_s
         try:
-            return ray.get(call(), timeout=limit)
+            return ray.get(method.remote(*args), timeout=limit)
         except GetTimeoutError:
             self.check_alive(what)
             raise DeadlineExceededError(

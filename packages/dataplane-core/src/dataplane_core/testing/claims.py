@@ -62,6 +62,16 @@ class ClaimContract(StoreFixtures):
         assert dict(zip(meta.sample_ids, meta.tags, strict=True)) == {"a": tags[0], "b": tags[1]}
         assert meta.sequence_lengths == [tag["input_lengths"] for tag in meta.tags]
 
+    def test_tags_are_replaced_by_a_put_with_tags_and_kept_by_one_without(
+        self, client: DataPlaneClient, peer: DataPlaneClient, partition: str
+    ) -> None:
+        client.put_samples(["a", "b"], partition, tags=[{"v": 1, "old": 1}, {"v": 2}])
+        peer.put_samples(["a"], partition, tags=[{"v": 3}])
+        put(client, partition, ["a", "b"])
+        meta = peer.claim_meta(partition, "train", ["x"], 2)
+        assert meta.tags is not None
+        assert dict(zip(meta.sample_ids, meta.tags, strict=True)) == {"a": {"v": 3}, "b": {"v": 2}}
+
     def test_tags_alone_make_no_sample_ready(self, client: DataPlaneClient, partition: str) -> None:
         client.put_samples(["a"], partition, tags=[{"v": 1}])
         assert client.claim_meta(partition, "train", ["x"], 1, blocking=False).size == 0
