@@ -1,0 +1,205 @@
+"""`SyncRolloutActor`: one step's generation, from prompts to columns in the data plane.
+
+The order in `SyncRolloutActor.rollout_to_tq` is the contract. Whatever can be refused is refused
+before generation, the rest before the put; after the put nothing is left that can fail but the
+generation back end's own tail calls.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping
+from typing import Any  # Any: configuration, columns and metrics are the caller's own values
+
+import torch
+
+from column_io import BatchedDataDict, kv_first_write
+from dataplane_core import (
+    ClosedError,
+    ConfigError,
+    KVBatchMeta,
+    build_data_plane_client,
+)
+from rollout_actor.environment_step import check_tasks
+from rollout_actor.flatten import flatten_rollout_message_log
+from rollout_actor.interfaces import EnvironmentInterface, GenerationInterface, TokenizerInterface
+from rollout_actor.ray_class import RayClass
+from rollout_actor.rollout import run_async_multi_turn_rollout, run_multi_turn_rollout
+from rollout_actor.settings import RolloutSettings
+from rollout_actor.step_columns import (
+    bulk_columns,
+    carry_columns,
+    check_carry_keys,
+    check_input,
+)
+
+
+class SyncRolloutActor(RayClass):
+    """Runs the rollouts of a synchronous GRPO job and writes their bulk to the data plane.
+
+    A plain class: ``SyncRolloutActor(...)`` works in the caller's process,
+    ``SyncRolloutActor.remote(...)`` and ``SyncRolloutActor.options(...).remote(...)`` start it as a
+    Ray actor.
+
+    Args:
+        policy_generation: the back end. For the Ray form it travels to the actor, so it is made of
+            handles rather than of weights.
+        tokenizer: the policy's tokenizer.
+        task_to_env: task name to environment.
+        master_config: nested mappings; `rollout_actor.settings.RolloutSettings` says which keys
+            are read.
+        dp_cfg: a `dataplane_core.DataPlaneConfig`. The store is brought up elsewhere; this attaches
+            to it.
+
+    Raises:
+        ConfigError: (a ValueError) if a key is missing or wrong, if the store cannot be attached
+            to, or if the configuration asks for an asynchronous engine and the back end has no
+            ``generate_async``.
+        UnsupportedError: (a NotImplementedError) if ``env.should_use_nemo_gym`` is on.
+    """
+
+    def __init__(
+        self,
+        policy_generation: GenerationInterface,
+        tokenizer: TokenizerInterface,
+        task_to_env: dict[str, EnvironmentInterface],
+        master_config: Any,
+        dp_cfg: dict[str, Any],
+    ) -> None:
+        self.policy_generation = policy_generation
+        self.tokenizer = tokenizer
+        self.task_to_env = task_to_env
+        self.master_config = master_config
+        self._settings = RolloutSettings.from_master_config(master_config)
+        if self._settings.async_generation and not hasattr(policy_generation, "generate_async"):
+            raise ConfigError(
+                "master_config: policy.generation asks for an asynchronous engine, and "
+                f"{type(policy_generation).__name__} has no generate_async; set async_engine to "
+                "false"
+            )
+        self._dp_client = build_data_plane_client(dp_cfg, bootstrap=False)
+        self._closed = False
+
+    def rollout_to_tq(
+        self,
+        input_batch: BatchedDataDict[Any],
+        *,
+        partition_id: str,
+        group_size: int = 1,
+        first_iter: bool = True,
+        finish_generation: bool = True,
+        task_to_env_override: dict[str, EnvironmentInterface] | None = None,
+        carry_keys: list[str] | None = None,
+    ) -> tuple[KVBatchMeta, dict[str, Any], dict[str, Any], dict[str, Any] | None]:
+        """Generate, flatten and put one batch; return its meta and what the driver computes with.
+
+        In order: snapshot of the back end's metrics (if ``first_iter``), clear of the metrics,
+        rollout, flatten, one put, ``finish_generation``, metrics. Should any of it raise, nothing
+        is put, or the put was refused whole, and ``finish_generation`` is still called.
+
+        Args:
+            input_batch: n rows, each prompt repeated ``group_size`` times in a row.
+                ``message_log``: turns with ``role``, ``content`` and ``token_ids`` (int64, 1-D);
+                ``length``: tokens of the prompt, int (n,); ``loss_multiplier``: (n,);
+                ``task_name``; ``extra_env_info``; optionally ``stop_strings`` and any other
+                columns of n rows. It is not changed.
+            partition_id: a registered partition to put into.
+            group_size: rollouts per prompt. A prompt gets one uuid, its rows the suffixes ``_g0``,
+                ``_g1`` and so on.
+            first_iter: this is the first rollout of a step; calls ``snapshot_step_metrics`` if the
+                back end has it.
+            finish_generation: let the back end release its inference state at the end.
+            task_to_env_override: environments for this call, instead of ``task_to_env``.
+            carry_keys: what to return for the driver. None is everything but `OPT_IN_CARRY_KEYS`.
+
+        Returns:
+            The meta: ``task_name`` is the partition's, ``sequence_lengths`` are set, ``extra_info``
+            has ``rollout_metrics`` and, above 1, ``pad_to_multiple``; no tags.
+
+            The carry, by name: ``total_reward`` and ``loss_multiplier`` float32 (n,), ``truncated``
+            bool (n,), ``length`` int (n,), ``input_lengths`` and ``response_token_lengths`` int64
+            (n,), ``prompt_ids_for_adv`` int64 (n, longest prompt) right-padded, reward components
+            that start with "reward/" float32 (n,); on demand ``turn_roles`` and
+            ``turn_contents``, object arrays (n,) of lists.
+
+            The rollout's metrics; see `rollout_actor.metrics.rollout_metrics`.
+
+            The back end's metrics, as ``get_logger_metrics`` returned them.
+
+        Raises:
+            ClosedError: (a RuntimeError) after `shutdown`.
+            InvalidRequestError: (a ValueError) before generation, if there are no rows, columns
+                differ in their number of rows, ``group_size`` is below 1 or does not divide the
+                rows, or a task has no environment.
+            MissingDataError: (a KeyError and a ValueError) before generation, if a column is
+                missing or a carry key cannot exist; before the put, if a "reward/" key does not.
+            DeadlineExceededError: (a TimeoutError) naming the task whose environment is late.
+            UnavailableError: (a RuntimeError) naming the task whose environment is dead.
+            DataPlaneError: as ``put_samples``.
+        """
+        if self._closed:
+            raise ClosedError("rollout_to_tq: the actor was shut down; make a new one")
+        rows = check_input(input_batch, group_size=group_size)
+        check_carry_keys(carry_keys)
+        task_to_env = self.task_to_env if task_to_env_override is None else task_to_env_override
+        check_tasks(input_batch["task_name"], task_to_env)
+
+        generation = self.policy_generation
+        try:
+            if first_iter and hasattr(generation, "snapshot_step_metrics"):
+                generation.snapshot_step_metrics()
+            generation.clear_logger_metrics()
+            final_batch, metrics = self._roll_out(input_batch, task_to_env, group_size)
+            payload, input_lengths, flattened = flatten_rollout_message_log(
+                final_batch["message_log"],
+                torch.as_tensor(final_batch["length"]),
+                pad_token_id=self.tokenizer.pad_token_id,
+                make_sequence_length_divisible_by=self._settings.pad_to_multiple,
+                routed_experts=self._settings.router_replay,
+            )
+            carry = carry_columns(final_batch, flattened, input_lengths, carry_keys=carry_keys)
+            meta = kv_first_write(
+                bulk_columns(final_batch, payload, input_lengths, input_columns=list(input_batch)),
+                sample_ids=_new_sample_ids(rows, group_size),
+                dp_client=self._dp_client,
+                partition_id=partition_id,
+                extra_info={"rollout_metrics": metrics},
+                task_name=partition_id,
+                pad_to_multiple=self._settings.pad_to_multiple,
+            )
+        finally:
+            if finish_generation:
+                generation.finish_generation()
+        return meta, carry, metrics, generation.get_logger_metrics()
+
+    def _roll_out(
+        self,
+        input_batch: BatchedDataDict[Any],
+        task_to_env: Mapping[str, EnvironmentInterface],
+        group_size: int,
+    ) -> tuple[BatchedDataDict[Any], dict[str, Any]]:
+        settings = self._settings
+        play: Any = (  # the constructor checked that the back end fits the asynchronous form
+            run_async_multi_turn_rollout if settings.async_generation else run_multi_turn_rollout
+        )
+        played: tuple[BatchedDataDict[Any], dict[str, Any]] = play(
+            self.policy_generation,
+            input_batch,
+            self.tokenizer,
+            task_to_env,
+            max_seq_len=settings.max_seq_len,
+            max_rollout_turns=settings.max_turns,
+            step_timeout_s=settings.step_timeout_s,
+            media_group_size=group_size if settings.share_group_media else 1,
+        )
+        return played
+
+    def shutdown(self) -> None:
+        """Detach from the data plane. Calling it twice is fine."""
+        self._closed = True
+        self._dp_client.close()
+
+
+def _new_sample_ids(rows: int, group_size: int) -> list[str]:
+    prompts = [str(uuid.uuid4()) for _ in range(rows // group_size)]
+    return [f"{prompt}_g{place}" for prompt in prompts for place in range(group_size)]

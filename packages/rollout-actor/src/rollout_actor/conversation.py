@@ -1,0 +1,196 @@
+"""`Conversation`: one row of a rollout while it is played.
+
+The synchronous and the asynchronous rollout differ in who waits for what; what a response and an
+observation do to a row is here, once.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any  # Any: contents and environment info are the caller's own values
+
+import torch
+
+from dataplane_core import InvalidRequestError, MissingDataError
+from dataplane_core.errors import listed
+from rollout_actor.environment_return import StepOutcome
+from rollout_actor.generation import Response
+from rollout_actor.interfaces import MessageLog, TokenizerInterface
+from rollout_actor.media import media_of, share_equal_media
+
+_NEEDED_COLUMNS = ("message_log", "task_name", "extra_env_info")
+
+
+@dataclass(frozen=True)
+class TurnRecord:
+    """One turn's share of the metrics: tokens generated, tokens observed, reward."""
+
+    generated: int
+    observed: int
+    reward: float
+
+
+@dataclass
+class Conversation:
+    """A row of the batch.
+
+    Attributes:
+        task: the environment that judges it.
+        turns: the message log; a copy, so that the input batch stays as it was.
+        env_info: what the environment wants back at its next step.
+        stop_strings: of the next response.
+        media: name to tensor, for the generation back end.
+        truncated: a response or an observation was cut.
+        terminated: the environment ended it.
+        cut: the sequence length ended it.
+        rewards: reward component to its sum over the turns.
+        history: one record per turn played.
+    """
+
+    task: str
+    turns: MessageLog
+    env_info: Any
+    stop_strings: list[str] | None
+    media: dict[str, torch.Tensor]
+    total_reward: float = 0.0
+    truncated: bool = False
+    terminated: bool = False
+    cut: bool = False
+    rewards: dict[str, float] = field(default_factory=dict)
+    history: list[TurnRecord] = field(default_factory=list)
+
+    @property
+    def active(self) -> bool:
+        """Whether another response is to be generated."""
+        return not (self.terminated or self.cut)
+
+    @property
+    def token_ids(self) -> torch.Tensor:
+        """All tokens so far, int64 (length,)."""
+        parts = [turn["token_ids"] for turn in self.turns]
+        return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
+
+    @property
+    def length(self) -> int:
+        """Tokens so far."""
+        return sum(len(turn["token_ids"]) for turn in self.turns)
+
+    def add_response(self, response: Response, text: str) -> None:
+        """Append what was generated."""
+        self.turns.append(
+            {
+                "role": "assistant",
+                "content": text,
+                "token_ids": response.token_ids,
+                "generation_logprobs": response.logprobs,
+            }
+        )
+        self.truncated |= response.truncated
+        if response.routed_experts is not None:
+            self._add_routing(response.routed_experts)
+
+    def _add_routing(self, routed_experts: torch.Tensor) -> None:
+        # A later response's prefill routes earlier turns again; what their own generation used is
+        # what training has to replay, so the first routing of a turn stays.
+        start = 0
+        for turn in self.turns:
+            stop = start + len(turn["token_ids"])
+            turn.setdefault("routed_experts", routed_experts[start:stop])
+            start = stop
+
+    def settle(
+        self, outcome: StepOutcome, tokenizer: TokenizerInterface, *, max_seq_len: int
+    ) -> None:
+        """Take over what the environment said about the last response.
+
+        An observation that would fill the sequence is cut, which ends the row as truncated.
+        """
+        observed = _tokenize(tokenizer, outcome.observation["content"])
+        length = self.length
+        if length + len(observed) >= max_seq_len:
+            observed = observed[: max(0, max_seq_len - length)]
+            self.truncated = self.cut = True
+        generated = len(self.turns[-1]["token_ids"])
+        self.turns.append(
+            {
+                "role": outcome.observation["role"],
+                "content": outcome.observation["content"],
+                "token_ids": observed,
+            }
+        )
+        self.total_reward += outcome.reward
+        for name, reward in outcome.components.items():
+            self.rewards[name] = self.rewards.get(name, 0.0) + reward
+        self.terminated |= outcome.terminated
+        if outcome.metadata is not None:
+            self.env_info = outcome.metadata
+        if outcome.sets_stop_strings:
+            self.stop_strings = outcome.stop_strings
+        self.history.append(TurnRecord(generated, len(observed), outcome.reward))
+
+
+def start_conversations(
+    input_batch: Mapping[str, Any], *, media_group_size: int = 1
+) -> list[Conversation]:
+    """The conversations of ``input_batch``, none of whose values they share for writing.
+
+    Args:
+        input_batch: ``message_log``, ``task_name``, ``extra_env_info``, maybe ``stop_strings``.
+        media_group_size: rows that repeat one prompt and may share its media.
+
+    Raises:
+        MissingDataError: (a KeyError and a ValueError) if a column or a turn's tokens are missing.
+        InvalidRequestError: (a ValueError) if the columns differ in their number of rows.
+    """
+    missing = [name for name in _NEEDED_COLUMNS if name not in input_batch]
+    if missing:
+        raise MissingDataError(
+            f"rollout: the input batch has no {listed(missing)}; found {listed(input_batch)}",
+            fields=missing,
+        )
+    logs: Sequence[MessageLog] = input_batch["message_log"]
+    columns = [
+        input_batch["task_name"],
+        input_batch["extra_env_info"],
+        input_batch.get("stop_strings", [None] * len(logs)),
+    ]
+    if any(len(column) != len(logs) for column in columns):
+        raise InvalidRequestError(
+            f"rollout: {len(logs)} message logs with {len(columns[0])} task names, "
+            f"{len(columns[1])} extra_env_info and {len(columns[2])} stop_strings; expected one "
+            "of each per row"
+        )
+    conversations = [
+        Conversation(
+            task=str(task),
+            turns=[_own_turn(turn, row, place) for place, turn in enumerate(log)],
+            # Repeated prompts often share one dict, which an environment may write to.
+            env_info=copy.deepcopy(env_info),
+            stop_strings=None if stop_strings is None else list(stop_strings),
+            media=media_of(log),
+        )
+        for row, (log, task, env_info, stop_strings) in enumerate(zip(logs, *columns, strict=True))
+    ]
+    if media_group_size > 1:
+        share_equal_media([row.media for row in conversations], media_group_size)
+    return conversations
+
+
+def _own_turn(turn: Mapping[str, Any], row: int, place: int) -> dict[str, Any]:
+    missing = [name for name in ("role", "token_ids") if name not in turn]
+    if missing:
+        raise MissingDataError(
+            f"rollout: turn {place} of row {row} has no {listed(missing)}; found {listed(turn)}",
+            fields=missing,
+        )
+    token_ids = torch.as_tensor(turn["token_ids"]).to("cpu", torch.int64)
+    return {"content": "", **turn, "token_ids": token_ids}
+
+
+def _tokenize(tokenizer: TokenizerInterface, text: str) -> torch.Tensor:
+    encoded = tokenizer(text, return_tensors="pt", add_special_tokens=False)
+    ids = encoded["input_ids"] if isinstance(encoded, Mapping) else encoded.input_ids
+    # Tokenizers answer an empty text with an empty tensor of floats.
+    return torch.as_tensor(ids).to("cpu", torch.int64).reshape(-1)

@@ -1,0 +1,149 @@
+"""Environments of this process: when steps start, how long they may take, what they may return."""
+
+import asyncio
+import threading
+from concurrent.futures import Future
+from types import SimpleNamespace
+
+import pytest
+import torch
+from rollout_doubles import Method, Scripted, batch_of
+
+from dataplane_core import DeadlineExceededError, InvalidRequestError
+from rollout_actor import EnvironmentReturn
+from rollout_actor.conversation import start_conversations
+from rollout_actor.environment_step import step_environments, step_environments_async
+
+
+def step_async(rows, task_to_env, *, timeout_s):
+    return asyncio.run(step_environments_async(rows, task_to_env, timeout_s=timeout_s))
+
+
+@pytest.fixture(params=[step_environments, step_async], ids=["sync", "async"])
+def step(request):
+    def stepped(tasks, envs, *, timeout_s=30.0):
+        rows = start_conversations(batch_of(["1+2="] * len(tasks), tasks=tasks))
+        return request.param(rows, envs, timeout_s=timeout_s)
+
+    return stepped
+
+
+def answer(count, **changes):
+    parts = {
+        "observations": [{"role": "environment", "content": str(row)} for row in range(count)],
+        "metadata": None,
+        "next_stop_strings": None,
+        "rewards": torch.arange(float(count)),
+        "terminateds": torch.ones(count, dtype=torch.bool),
+        "answers": None,
+    }
+    return parts | changes
+
+
+def environment(result):
+    return SimpleNamespace(step=Method(lambda logs, infos: result))
+
+
+def test_all_steps_are_started_before_any_is_awaited(step):
+    both_started = threading.Barrier(2)
+
+    def meet():
+        future = Future()
+
+        def work():
+            both_started.wait(timeout=30)
+            future.set_result(answer(1))
+
+        threading.Thread(target=work, daemon=True).start()
+        return future
+
+    envs = {name: SimpleNamespace(step=Method(lambda *_: meet())) for name in ("a", "b")}
+    assert len(step(["a", "b"], envs)) == 2
+
+
+def test_outcomes_stand_in_the_order_of_the_rows(step):
+    envs = {"a": environment(answer(2)), "b": environment(answer(1, rewards=torch.tensor([9.0])))}
+    outcomes = step(["a", "b", "a"], envs)
+    assert [outcome.reward for outcome in outcomes] == [0.0, 9.0, 1.0]
+    assert [outcome.observation["content"] for outcome in outcomes] == ["0", "0", "1"]
+
+
+def test_a_late_environment_is_named_with_its_deadline(step):
+    envs = {"quick": environment(answer(1)), "stuck": environment(Future())}
+    with pytest.raises(DeadlineExceededError, match=r"task 'stuck'.*1 rows.*after 0\.05 s"):
+        step(["quick", "stuck"], envs, timeout_s=0.05)
+
+
+def test_a_failure_is_raised_without_waiting_for_the_others(step):
+    failed = Future()
+    failed.set_exception(KeyError("lost"))
+    envs = {"stuck": environment(Future()), "broken": environment(failed)}
+    with pytest.raises(KeyError, match="lost") as caught:
+        step(["stuck", "broken"], envs, timeout_s=600.0)
+    assert caught.value.__notes__ == ["raised by the environment of task 'broken'"]
+
+
+def test_a_timeout_of_the_environment_itself_is_not_ours(step):
+    failed = Future()
+    failed.set_exception(TimeoutError("its sandbox"))
+    with pytest.raises(TimeoutError, match="its sandbox") as caught:
+        step(["a"], {"a": environment(failed)})
+    assert not isinstance(caught.value, DeadlineExceededError)
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        lambda parts: EnvironmentReturn(**parts),
+        lambda parts: SimpleNamespace(**parts),
+        lambda parts: tuple(parts.values()),
+        lambda parts: list(parts.values()),
+        lambda parts: tuple(parts.values())[:5],
+        lambda parts: parts,
+    ],
+    ids=["named tuple", "object", "tuple", "list", "tuple without answers", "mapping"],
+)
+def test_every_form_of_a_return_is_read(step, form):
+    outcomes = step(["a", "a"], {"a": environment(form(answer(2)))})
+    assert [(outcome.reward, outcome.terminated) for outcome in outcomes] == [
+        (0.0, True),
+        (1.0, True),
+    ]
+
+
+def test_lists_serve_where_tensors_do(step):
+    parts = answer(2, rewards=[1, 0.5], terminateds=[0, 1])
+    outcomes = step(["a", "a"], {"a": environment(parts)})
+    assert [(outcome.reward, outcome.terminated) for outcome in outcomes] == [
+        (1.0, False),
+        (0.5, True),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        (None, "a NoneType without 'observations', 'metadata'"),
+        ((1, 2), "a tuple of 2 without 'next_stop_strings', 'rewards', 'terminateds'"),
+        (answer(1), r"reward 'rewards' of shape \(1,\); expected \(2,\)"),
+        (answer(2, rewards=torch.zeros(2, 1)), r"reward 'rewards' of shape \(2, 1\)"),
+        (answer(2, rewards={"x": torch.zeros(3)}), r"reward 'x' of shape \(3,\)"),
+        (answer(2, observations=[]), "observations is a list of 0"),
+        (answer(2, observations=None), "observations is a NoneType"),
+        (answer(2, observations=["a", "b"]), "observation a str of 1"),
+        (answer(2, observations=[{"content": ""}] * 2), "observation a dict of 1"),
+        (answer(2, metadata=[None]), "metadata is a list of 1"),
+        (answer(2, next_stop_strings=[None] * 3), "next_stop_strings is a list of 3"),
+        (answer(2, terminateds=torch.ones(1)), "terminateds is a list of 1"),
+        (answer(2, terminateds=torch.tensor(1)), "terminateds is a int"),
+    ],
+)
+def test_a_return_that_does_not_fit_is_refused_naming_task_and_part(step, result, message):
+    with pytest.raises(InvalidRequestError, match=f"task 'maths'.*{message}"):
+        step(["maths", "maths"], {"maths": environment(result)})
+
+
+def test_environments_see_role_and_content_only(step):
+    env = Scripted(lambda log, info: {})
+    step(["sum"], {"sum": env})
+    assert env.calls == [([[{"role": "user", "content": "1+2="}]], [{"more": []}])]

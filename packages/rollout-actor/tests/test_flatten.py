@@ -1,0 +1,203 @@
+"""Flat columns say the same as the message logs they come from."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from rollout_doubles import tokens_of, turn
+
+from column_io import BatchedDataDict, reconstruct_message_log
+from dataplane_core import InvalidRequestError, MissingDataError
+from rollout_actor import flatten_rollout_message_log
+
+PAD = 0
+
+
+def generated(text, **more):
+    logprobs = -torch.arange(1.0, len(text) + 1)
+    return turn("assistant", text, generation_logprobs=logprobs, **more)
+
+
+@st.composite
+def message_logs(draw):
+    """Rows of a prompt, maybe with history, and turns of responses and observations."""
+    texts = st.text(st.characters(min_codepoint=1, max_codepoint=300), max_size=6)
+    prompt_turn = st.builds(turn, st.sampled_from(["system", "user", "assistant"]), texts)
+    played_turn = st.one_of(
+        st.builds(generated, texts),
+        st.builds(turn, st.sampled_from(["environment", "user", "assistant"]), texts),
+    )
+    logs, lengths = [], []
+    for _ in range(draw(st.integers(1, 5))):
+        prompt = draw(st.lists(prompt_turn, max_size=3))
+        logs.append(prompt + draw(st.lists(played_turn, max_size=5)))
+        lengths.append(sum(len(turn["token_ids"]) for turn in prompt))
+    return logs, torch.tensor(lengths)
+
+
+@given(message_logs(), st.integers(1, 9))
+def test_columns_are_consistent_with_the_message_logs(drawn, multiple):
+    logs, prompt_lengths = drawn
+    payload, input_lengths, carried = flatten_rollout_message_log(
+        logs, prompt_lengths, pad_token_id=PAD, make_sequence_length_divisible_by=multiple
+    )
+    width = payload["input_ids"].shape[1]
+    assert width % multiple == 0
+    assert int(input_lengths.max()) <= width < int(input_lengths.max()) + multiple
+    for name, dtype in (
+        ("input_ids", torch.int64),
+        ("token_mask", torch.int64),
+        ("generation_logprobs", torch.float32),
+    ):
+        assert payload[name].shape == (len(logs), width)
+        assert payload[name].dtype == dtype
+    for row, log in enumerate(logs):
+        ids = [token for turn in log for token in turn["token_ids"].tolist()]
+        mask = [int("generation_logprobs" in turn) for turn in log for _ in turn["token_ids"]]
+        logprobs = [
+            logprob
+            for turn in log
+            for logprob in turn.get("generation_logprobs", torch.zeros(len(turn["token_ids"])))
+        ]
+        padding = [0] * (width - len(ids))
+        assert payload["input_ids"][row].tolist() == ids + padding
+        assert payload["token_mask"][row].tolist() == mask + padding
+        assert payload["generation_logprobs"][row].tolist() == logprobs + padding
+        assert input_lengths[row] == len(ids)
+        assert payload["content"][row] == [turn["content"] for turn in log]
+        prompt = carried["prompt_ids_for_adv"][row]
+        length = int(prompt_lengths[row])
+        assert prompt.tolist() == ids[:length] + [PAD] * (len(prompt) - length)
+
+
+@given(message_logs())
+def test_the_message_logs_can_be_rebuilt_from_the_columns(drawn):
+    logs, prompt_lengths = drawn
+    payload, _, _ = flatten_rollout_message_log(
+        logs, prompt_lengths, pad_token_id=PAD, make_sequence_length_divisible_by=1
+    )
+    rebuilt = reconstruct_message_log(payload)
+    for log, other in zip(logs, rebuilt, strict=True):
+        assert [turn["role"] for turn in log] == [turn["role"] for turn in other]
+        for before, after in zip(log, other, strict=True):
+            ids = after.get("token_ids", torch.empty(0, dtype=torch.int64))
+            assert torch.equal(before["token_ids"], ids)
+
+
+def flat(logs, lengths, *, multiple=1, **options):
+    return flatten_rollout_message_log(
+        logs,
+        torch.tensor(lengths),
+        pad_token_id=PAD,
+        make_sequence_length_divisible_by=multiple,
+        **options,
+    )
+
+
+def test_assistant_history_belongs_to_the_prompt_and_is_not_trained_on():
+    log = [turn("user", "ab"), turn("assistant", "cd"), turn("user", "e"), generated("fg")]
+    payload, _, carried = flat([log], [5])
+    assert carried["prompt_ids_for_adv"].tolist() == [tokens_of("abcde").tolist()]
+    assert payload["token_mask"].tolist() == [[0, 0, 0, 0, 0, 1, 1]]
+    assert payload["generation_logprobs"].tolist() == [[0, 0, 0, 0, 0, -1, -2]]
+
+
+def test_observations_are_masked_even_between_responses():
+    log = [turn("user", "a"), generated("b"), turn("environment", "cd"), generated("e")]
+    payload, _, _ = flat([log], [1])
+    assert payload["token_mask"].tolist() == [[0, 1, 0, 0, 1]]
+
+
+def test_logprobs_on_a_turn_that_is_no_assistants_do_not_count():
+    log = [turn("user", "a"), generated("b") | {"role": "tool"}]
+    payload, _, _ = flat([log], [1])
+    assert payload["token_mask"].tolist() == [[0, 0]]
+    assert payload["generation_logprobs"].tolist() == [[0, 0]]
+
+
+def test_prompts_are_right_padded():
+    logs = [[turn("user", "abc"), generated("d")], [turn("user", "a"), generated("bcd")]]
+    _, _, carried = flat(logs, [3, 1])
+    assert carried["prompt_ids_for_adv"].tolist() == [tokens_of("abc").tolist(), [97, PAD, PAD]]
+
+
+def test_the_turns_end_where_the_prompt_length_is_reached():
+    log = [turn("system", "ab"), turn("user", "cd"), turn("user", "ef"), generated("g")]
+    _, _, carried = flat([log], [3])
+    assert carried["prompt_ids_for_adv"].tolist() == [tokens_of("abcd").tolist()]
+
+
+def test_the_width_is_rounded_up():
+    payload, input_lengths, _ = flat([[turn("user", "abc"), generated("de")]], [3], multiple=4)
+    assert payload["input_ids"].shape == (1, 8)
+    assert input_lengths.tolist() == [5]
+
+
+def test_media_of_one_shape_are_dense_and_of_different_lengths_jagged():
+    logs = [
+        [turn("user", "a", same=torch.ones(2, 3), ragged=torch.ones(row + 1, 3)), generated("b")]
+        for row in range(3)
+    ]
+    payload, _, _ = flat(logs, [1, 1, 1])
+    assert payload["same"].shape == (3, 2, 3)
+    assert [len(row) for row in payload["ragged"].unbind()] == [1, 2, 3]
+
+
+def test_media_of_several_turns_are_joined():
+    log = [turn("user", "a", pixel_values=torch.zeros(1, 3)), generated("b")]
+    log += [turn("user", "c", pixel_values=torch.ones(2, 3))]
+    payload, _, _ = flat([log], [1])
+    assert payload["pixel_values"].tolist() == [[[0.0] * 3, [1.0] * 3, [1.0] * 3]]
+
+
+def test_media_that_only_some_rows_have_are_objects():
+    logs = [[turn("user", "a", pixel_values=torch.ones(2)), generated("b")], [turn("user", "a")]]
+    payload, _, _ = flat(logs, [1, 1])
+    assert payload["pixel_values"].dtype == object
+    assert torch.equal(payload["pixel_values"][0], torch.ones(2))
+    assert payload["pixel_values"][1] is None
+
+
+def routing(text, value):
+    return torch.full((len(text), 2, 3), value, dtype=torch.int16)
+
+
+def test_routed_experts_are_aligned_and_zero_where_there_are_none():
+    log = [
+        turn("user", "ab", routed_experts=routing("ab", 5)),
+        generated("c", routed_experts=routing("c", 6)),
+        turn("environment", "d"),
+    ]
+    payload, _, _ = flat([log], [2], routed_experts=True)
+    assert payload["routed_experts"].shape == (1, 4, 2, 3)
+    assert payload["routed_experts"].dtype == torch.int16
+    assert payload["routed_experts"][0, :, 0, 0].tolist() == [5, 5, 6, 0]
+
+
+def test_routed_experts_are_left_out_unless_asked_for():
+    payload, _, _ = flat([[turn("user", "ab", routed_experts=routing("ab", 5))]], [2])
+    assert "routed_experts" not in payload
+
+
+def test_router_replay_without_routing_is_refused():
+    with pytest.raises(MissingDataError, match="no turn has 'routed_experts'"):
+        flat([[turn("user", "ab"), generated("c")]], [2], routed_experts=True)
+
+
+def test_logprobs_of_another_length_than_the_tokens_are_refused():
+    log = [turn("user", "ab"), generated("c") | {"generation_logprobs": torch.zeros(2)}]
+    with pytest.raises(InvalidRequestError, match="row 0 has 2 generation_logprobs in a turn of 1"):
+        flat([log], [2])
+
+
+def test_a_prompt_length_per_row_is_required():
+    with pytest.raises(InvalidRequestError, match="1 prompt lengths for 2 message logs"):
+        flat([[turn("user", "a")], [turn("user", "b")]], [1])
+
+
+def test_the_carried_part_has_the_texts_and_response_lengths():
+    _, _, carried = flat([[turn("user", "ab"), generated("cde")]], [2])
+    assert isinstance(carried, BatchedDataDict)
+    assert carried["response_token_lengths"].tolist() == [3]
+    assert carried["turn_roles"].tolist() == [["user", "assistant"]]
+    assert carried["turn_contents"].tolist() == [["ab", "cde"]]

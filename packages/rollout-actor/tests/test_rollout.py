@@ -1,0 +1,515 @@
+"""What a turn does to a row; every promise holds for the synchronous and the asynchronous form."""
+
+import asyncio
+import copy
+
+import pytest
+import torch
+from rollout_doubles import (
+    Adder,
+    Arithmetic,
+    AsyncAdder,
+    CharTokenizer,
+    Local,
+    Scripted,
+    Threaded,
+    batch_of,
+    logprobs_of,
+    tokens_of,
+    turn,
+)
+
+from dataplane_core import InvalidRequestError, MissingDataError
+from rollout_actor import run_async_multi_turn_rollout, run_multi_turn_rollout
+
+
+@pytest.fixture(params=["sync", "async"])
+def play(request):
+    """Plays a batch; the back end is at ``play.generator`` afterwards."""
+    run = run_multi_turn_rollout if request.param == "sync" else run_async_multi_turn_rollout
+
+    def played(batch, env, *, max_new_tokens=20, max_seq_len=200, max_rollout_turns=4, **options):
+        generator = (Adder if request.param == "sync" else AsyncAdder)(
+            max_new_tokens=max_new_tokens
+        )
+        played.generator = generator
+        return run(
+            generator,
+            batch,
+            CharTokenizer(),
+            env if isinstance(env, dict) else {"sum": env},
+            max_seq_len=max_seq_len,
+            max_rollout_turns=max_rollout_turns,
+            **options,
+        )
+
+    return played
+
+
+def texts(log):
+    return [(turn["role"], turn["content"]) for turn in log]
+
+
+def prompts_by_turn(generator, count):
+    """The prompts of each turn, of either form of the rollout."""
+    prompts = [prompt for call in generator.seen for prompt in call["prompts"]]
+    return [
+        sorted(prompt for prompt in prompts if prompt.count("+") == turn + 1)
+        for turn in range(count)
+    ]
+
+
+def test_a_turn_appends_the_response_and_the_observation(play):
+    batch, _ = play(batch_of(["1+2="], more=["4+4="]), Local(Arithmetic()))
+    assert texts(batch["message_log"][0]) == [
+        ("user", "1+2="),
+        ("assistant", "3. So it is."),
+        ("environment", " 4+4="),
+        ("assistant", "8. So it is."),
+        ("environment", ""),
+    ]
+    response = batch["message_log"][0][1]
+    assert torch.equal(response["token_ids"], tokens_of("3. So it is."))
+    assert torch.equal(response["generation_logprobs"], logprobs_of(response["token_ids"]))
+    assert response["generation_logprobs"].dtype == torch.float32
+    assert batch["message_log"][0][4]["token_ids"].dtype == torch.int64
+
+
+def test_rewards_accumulate_over_turns(play):
+    batch, metrics = play(batch_of(["1+2="], more=["4+4=", "5+5="]), Local(Arithmetic()))
+    assert batch["total_reward"].tolist() == [3.0]
+    assert batch["total_reward"].dtype == torch.float32
+    assert metrics["mean_total_reward"] == 3.0
+    assert [metrics[f"turn_{n}/mean_reward"] for n in (1, 2, 3)] == [1.0, 1.0, 1.0]
+
+
+def test_only_active_rows_are_generated(play):
+    questions = batch_of(["1+2=", "3+4=", "5+6="])
+    questions["extra_env_info"] = [{"more": []}, {"more": ["1+1="]}, {"more": ["2+2=", "3+3="]}]
+    batch, metrics = play(questions, Local(Arithmetic()))
+    assert [len(turn) for turn in prompts_by_turn(play.generator, 3)] == [3, 2, 1]
+    assert batch["total_reward"].tolist() == [1.0, 2.0, 3.0]
+    assert [metrics[f"turn_{n}/active_samples"] for n in (1, 2, 3)] == [3, 2, 1]
+    assert metrics["natural_termination_rate"] == 1.0
+
+
+def test_a_row_ends_at_the_maximum_of_turns(play):
+    batch, metrics = play(
+        batch_of(["1+2="], more=["1+1="] * 9), Local(Arithmetic()), max_rollout_turns=2
+    )
+    roles = [turn["role"] for turn in batch["message_log"][0]]
+    assert roles == ["user", "assistant", "environment", "assistant", "environment"]
+    assert batch["truncated"].tolist() == [False]
+    assert metrics["max_turns_reached_rate"] == 1.0
+    assert metrics["natural_termination_rate"] == 0.0
+
+
+@pytest.mark.parametrize(("room", "observed"), [(2, 2), (0, 0)])
+def test_an_observation_that_fills_the_sequence_is_cut_and_ends_the_row(play, room, observed):
+    length = len("1+2=3. So it is.")
+    batch, metrics = play(
+        batch_of(["1+2="], more=["4+4=", "5+5="]), Local(Arithmetic()), max_seq_len=length + room
+    )
+    log = batch["message_log"][0]
+    assert len(log) == 3
+    assert torch.equal(log[2]["token_ids"], tokens_of(" 4+4="[:observed]))
+    assert batch["truncated"].tolist() == [True]
+    assert metrics["truncation_rate"] == 1.0
+    assert metrics["natural_termination_rate"] == 0.0
+    assert metrics["max_turns_reached_rate"] == 0.0
+
+
+def test_an_observation_that_reaches_the_maximum_exactly_counts_as_cut(play):
+    length = len("1+2=3. So it is. 4+4=")
+    at_limit, _ = play(batch_of(["1+2="], more=["4+4="]), Local(Arithmetic()), max_seq_len=length)
+    below, _ = play(
+        batch_of(["1+2="], more=["4+4="]),
+        Local(Arithmetic()),
+        max_seq_len=length + 1,
+        max_rollout_turns=1,
+    )
+    assert (len(at_limit["message_log"][0]), at_limit["truncated"].tolist()) == (3, [True])
+    assert (len(below["message_log"][0]), below["truncated"].tolist()) == (3, [False])
+
+
+def test_a_response_cut_by_its_budget_marks_the_row_and_the_environment_goes_on(play):
+    batch, metrics = play(batch_of(["1+2="], more=["4+4="]), Local(Arithmetic()), max_new_tokens=2)
+    assert batch["truncated"].tolist() == [True]
+    assert batch["total_reward"].tolist() == [2.0]
+    assert metrics["truncation_rate"] == 1.0
+    assert metrics["max_gen_tokens_per_sample"] == 4
+
+
+def test_stop_strings_are_per_row(play):
+    batch, _ = play(
+        batch_of(["1+2=", "3+4=", "5+6="], stop_strings=[["."], None, [" So"]]),
+        Local(Arithmetic()),
+    )
+    responses = [log[1]["content"] for log in batch["message_log"]]
+    assert responses == ["3.", "7. So it is.", "11. So"]
+
+
+def test_next_stop_strings_replace_those_of_the_row(play):
+    env = Scripted(
+        lambda log, info: {
+            "observation": " 4+4=",
+            "stop_strings": ["."] if log[0]["content"] == "1+2=" else None,
+            "terminated": len(log) > 2,
+        }
+    )
+    batch, _ = play(batch_of(["1+2=", "3+4="], stop_strings=[[" So"], [" So"]]), env)
+    assert [log[1]["content"] for log in batch["message_log"]] == ["3. So", "7. So"]
+    assert [log[3]["content"] for log in batch["message_log"]] == ["8.", "8. So it is."]
+
+
+def test_no_next_stop_strings_leave_those_of_the_row(play):
+    batch, _ = play(batch_of(["1+2="], more=["4+4="], stop_strings=[["."]]), Local(Arithmetic()))
+    assert [turn["content"] for turn in batch["message_log"][0][1::2]] == ["3.", "8."]
+
+
+def test_metadata_goes_back_to_the_environment_and_none_leaves_what_was(play):
+    env = Scripted(
+        lambda log, info: {
+            "observation": " 1+1=",
+            "metadata": {"seen": len(log)} if len(log) == 2 else None,
+            "terminated": len(log) > 4,
+        }
+    )
+    batch, _ = play(batch_of(["1+2="]), env)
+    assert [infos for _, infos in env.calls] == [[{"more": []}], [{"seen": 2}], [{"seen": 2}]]
+    assert batch["extra_env_info"] == [{"seen": 2}]
+
+
+def test_named_rewards_are_kept_and_summed(play):
+    env = Scripted(
+        lambda log, info: {
+            "observation": " 1+1=",
+            "reward": {"reward/right": 1.0, "format": 0.5} if len(log) == 2 else {"late": 2.0},
+            "terminated": len(log) > 2,
+        }
+    )
+    batch, _ = play(batch_of(["1+2=", "3+4="]), env)
+    assert batch["reward/right"].tolist() == [1.0, 1.0]
+    assert batch["format"].tolist() == [0.5, 0.5]
+    assert batch["late"].tolist() == [2.0, 2.0]
+    assert batch["total_reward"].tolist() == [3.5, 3.5]
+
+
+def test_rows_of_a_task_without_named_rewards_have_zero_components(play):
+    plain = Scripted(lambda log, info: {"reward": 0.25})
+    named = Scripted(lambda log, info: {"reward": {"reward/x": 2.0}})
+    batch, _ = play(
+        batch_of(["1+2=", "3+4="], tasks=["plain", "named"]), {"plain": plain, "named": named}
+    )
+    assert batch["reward/x"].tolist() == [0.0, 2.0]
+    assert batch["total_reward"].tolist() == [0.25, 2.0]
+
+
+def test_a_reward_component_named_like_a_column_is_refused(play):
+    env = Scripted(lambda log, info: {"reward": {"idx": 1.0}})
+    with pytest.raises(InvalidRequestError, match="reward components 'idx'"):
+        play(batch_of(["1+2="]), env)
+
+
+def test_rows_go_to_the_environment_of_their_task(play):
+    envs = {
+        name: Scripted(lambda log, info, reward=reward: {"reward": reward})
+        for name, reward in (("a", 1.0), ("b", 2.0))
+    }
+    batch, _ = play(batch_of(["1+2=", "3+4=", "5+6="], tasks=["b", "a", "b"]), envs)
+    assert batch["total_reward"].tolist() == [2.0, 1.0, 2.0]
+    assert sorted(log[0]["content"] for logs, _ in envs["b"].calls for log in logs) == [
+        "1+2=",
+        "5+6=",
+    ]
+
+
+def test_an_unknown_task_is_refused_before_anything_is_generated(play):
+    with pytest.raises(ValueError, match=r"no environment for task 'chess'.*'sum'"):
+        play(batch_of(["1+2=", "3+4="], tasks=["sum", "chess"]), Local(Arithmetic()))
+    assert play.generator.events == []
+
+
+def test_the_input_batch_is_not_changed(play):
+    class Writing(Arithmetic):
+        def step(self, message_logs, extra_env_info):
+            answer = super().step(message_logs, extra_env_info)
+            extra_env_info[0]["more"].append("9+9=")
+            return answer
+
+    batch = batch_of(["1+2="], more=["4+4="])
+    before = copy.deepcopy(dict(batch))
+    play(batch, Local(Writing()))
+    assert texts(batch["message_log"][0]) == texts(before["message_log"][0])
+    assert batch["extra_env_info"] == before["extra_env_info"]
+    assert batch.keys() == before.keys()
+
+
+def test_rows_that_share_an_info_dict_do_not_share_what_is_written_to_it(play):
+    def script(log, info):
+        info["visits"] += 1
+        return {"reward": float(info["visits"])}
+
+    batch = batch_of(["1+2=", "1+2="])
+    batch["extra_env_info"] = [{"visits": 0}] * 2
+    played, _ = play(batch, Scripted(script))
+    assert played["total_reward"].tolist() == [1.0, 1.0]
+
+
+def test_assistant_history_is_part_of_what_is_generated_from(play):
+    batch = batch_of(["0+0="])
+    batch["message_log"] = [[turn("user", "7+7="), turn("assistant", "14."), turn("user", " 1+1=")]]
+    played, _ = play(batch, Local(Arithmetic()))
+    assert play.generator.seen[0]["prompts"] == ["7+7=14. 1+1="]
+    assert "generation_logprobs" not in played["message_log"][0][1]
+
+
+def test_a_turn_without_content_is_empty_text_to_the_environment(play):
+    batch = batch_of(["1+2="])
+    batch["message_log"][0].insert(0, {"role": "system", "token_ids": tokens_of("!")})
+    batch, _ = play(batch, Local(Arithmetic()))
+    assert texts(batch["message_log"][0])[0] == ("system", "")
+
+
+def test_generation_gets_right_padded_prompts_with_lengths_and_greedy(play):
+    play(batch_of(["1+2=", "13+14="]), Local(Arithmetic()), greedy=True)
+    calls = play.generator.seen
+    assert all(call["greedy"] is True for call in calls)
+    for call in calls:
+        assert call["input_ids"].dtype == call["input_lengths"].dtype == torch.int64
+        for row, length in zip(call["input_ids"], call["input_lengths"].tolist(), strict=True):
+            assert row[length:].eq(CharTokenizer.pad_token_id).all()
+
+
+def test_generation_gets_the_media_of_the_turns(play):
+    batch = batch_of(["1+2=", "3+4="])
+    pixels = torch.arange(6.0).reshape(2, 3)
+    batch["message_log"][0][0]["pixel_values"] = pixels
+    play(batch, Local(Arithmetic()))
+    found = {
+        prompt: value
+        for call in play.generator.seen
+        for prompt, value in zip(call["prompts"], call.get("pixel_values", [None]), strict=False)
+    }
+    assert torch.equal(found["1+2="], pixels)
+    assert found["3+4="] is None
+
+
+def test_rows_of_a_group_share_equal_media(play):
+    batch = batch_of(["1+2="] * 3)
+    for log in batch["message_log"]:
+        log[0]["pixel_values"] = torch.ones(2, 3)
+    batch["message_log"][2][0]["pixel_values"] = torch.zeros(2, 3)
+    play(batch, Local(Arithmetic()), media_group_size=3)
+    media = [value for call in play.generator.seen for value in call["pixel_values"]]
+    assert len({id(value) for value in media}) == 2
+
+
+@pytest.mark.parametrize("run", [run_multi_turn_rollout, run_async_multi_turn_rollout])
+def test_the_first_routing_of_a_turn_stays(run):
+    class Routed(AsyncAdder):
+        turns = 0
+
+        def generate(self, data, *, greedy):
+            self.turns += 1
+            output = super().generate(data, greedy=greedy)
+            output["routed_experts"] = torch.full((*output["output_ids"].shape, 2, 1), self.turns)
+            return output
+
+    batch, _ = run(
+        Routed(),
+        batch_of(["1+2="], more=["4+4="]),
+        CharTokenizer(),
+        {"sum": Local(Arithmetic())},
+        max_seq_len=200,
+        max_rollout_turns=4,
+    )
+    turns = batch["message_log"][0]
+    assert [int(turn["routed_experts"].max()) for turn in turns[:4]] == [1, 1, 2, 2]
+    assert turns[1]["routed_experts"].shape == (len(turns[1]["token_ids"]), 2, 1)
+    assert "routed_experts" not in turns[4]
+
+
+def test_an_environment_error_keeps_its_type_and_names_the_task(play):
+    def script(log, info):
+        raise ZeroDivisionError("oh")
+
+    with pytest.raises(ZeroDivisionError) as caught:
+        play(batch_of(["1+2=", "3+4="]), Scripted(script))
+    assert caught.value.__notes__ == ["raised by the environment of task 'sum'"]
+
+
+def test_a_missing_column_is_named(play):
+    batch = batch_of(["1+2="])
+    del batch["extra_env_info"]
+    with pytest.raises(MissingDataError, match="no 'extra_env_info'"):
+        play(batch, Local(Arithmetic()))
+
+
+def test_columns_of_different_lengths_are_refused(play):
+    with pytest.raises(InvalidRequestError, match="1 message logs with 2 task names"):
+        play(batch_of(["1+2="]) | {"task_name": ["sum", "sum"]}, Local(Arithmetic()))
+
+
+def test_a_turn_without_tokens_is_refused_by_its_place(play):
+    batch = batch_of(["1+2="])
+    batch["message_log"][0].append({"role": "user", "content": "hi"})
+    with pytest.raises(MissingDataError, match="turn 1 of row 0 has no 'token_ids'"):
+        play(batch, Local(Arithmetic()))
+
+
+def test_no_turns_are_refused(play):
+    with pytest.raises(InvalidRequestError, match="max_rollout_turns 0"):
+        play(batch_of(["1+2="]), Local(Arithmetic()), max_rollout_turns=0)
+
+
+def test_metrics_are_plain_numbers_about_the_batch(play):
+    questions = batch_of(["1+2=", "3+4="])
+    questions["extra_env_info"] = [{"more": []}, {"more": ["1+1="]}]
+    _, metrics = play(questions, Local(Arithmetic()))
+    assert metrics == {
+        "total_turns": 3,
+        "avg_turns_per_sample": 1.5,
+        "max_turns_per_sample": 2,
+        "mean_gen_tokens_per_sample": 18.0,
+        "max_gen_tokens_per_sample": 24,
+        "mean_env_tokens_per_sample": 2.5,
+        "mean_total_tokens_per_sample": 24.5,
+        "mean_total_reward": 1.5,
+        "min_total_reward": 1.0,
+        "max_total_reward": 2.0,
+        "truncation_rate": 0.0,
+        "natural_termination_rate": 1.0,
+        "max_turns_reached_rate": 0.0,
+        "turn_1/active_samples": 2,
+        "turn_1/mean_gen_tokens": 12.0,
+        "turn_1/mean_env_tokens": 2.5,
+        "turn_1/mean_reward": 1.0,
+        "turn_2/active_samples": 1,
+        "turn_2/mean_gen_tokens": 12.0,
+        "turn_2/mean_env_tokens": 0.0,
+        "turn_2/mean_reward": 1.0,
+    }
+    assert all(type(value) in (int, float) for value in metrics.values())
+
+
+@pytest.mark.parametrize("kind", [Local, Threaded])
+def test_the_asynchronous_form_ends_with_what_the_synchronous_one_does(kind):
+    def run(form, generator):
+        questions = batch_of(
+            [f"{n}+{n * 3}=" for n in range(9)], stop_strings=[None, ["."], []] * 3
+        )
+        questions["extra_env_info"] = [{"more": [f"{n}+1="] * (n % 4)} for n in range(9)]
+        return form(
+            generator,
+            questions,
+            CharTokenizer(),
+            {"sum": kind(Arithmetic())},
+            max_seq_len=60,
+            max_rollout_turns=3,
+        )
+
+    batch, metrics = run(run_multi_turn_rollout, Adder(max_new_tokens=11))
+    other, other_metrics = run(run_async_multi_turn_rollout, AsyncAdder(max_new_tokens=11))
+    assert metrics == other_metrics
+    assert batch.keys() == other.keys()
+    for name, column in batch.items():
+        if isinstance(column, torch.Tensor):
+            assert torch.equal(column, other[name])
+        elif name != "message_log":
+            assert column == other[name]
+    for log, other_log in zip(batch["message_log"], other["message_log"], strict=True):
+        assert texts(log) == texts(other_log)
+        for one, other_one in zip(log, other_log, strict=True):
+            assert one.keys() == other_one.keys()
+            for name in one.keys() - {"role", "content"}:
+                assert torch.equal(one[name], other_one[name])
+
+
+def test_rows_go_ahead_on_their_own_when_asynchronous():
+    class Gated(AsyncAdder):
+        gate = None
+
+        async def generate_async(self, data, *, greedy):
+            self.gate = self.gate or asyncio.Event()
+            output = self.generate(data, greedy=greedy)
+            if self.seen[-1]["prompts"] == ["1+2="]:
+                await asyncio.wait_for(self.gate.wait(), timeout=30)
+            if len(self.seen) == 3:
+                self.gate.set()
+            yield 0, output
+
+    generator = Gated()
+    questions = batch_of(["1+2=", "3+4="])
+    questions["extra_env_info"][1] = {"more": ["1+1="]}
+    run_async_multi_turn_rollout(
+        generator,
+        questions,
+        CharTokenizer(),
+        {"sum": Local(Arithmetic())},
+        max_seq_len=99,
+        max_rollout_turns=2,
+    )
+    assert len(generator.seen) == 3
+
+
+def test_the_asynchronous_form_works_inside_a_running_loop():
+    async def notebook():
+        return run_async_multi_turn_rollout(
+            AsyncAdder(),
+            batch_of(["1+2="]),
+            CharTokenizer(),
+            {"sum": Threaded(Arithmetic())},
+            max_seq_len=99,
+            max_rollout_turns=2,
+        )
+
+    batch, _ = asyncio.run(notebook())
+    assert batch["total_reward"].tolist() == [1.0]
+
+
+def test_a_back_end_that_yields_no_row_is_an_error():
+    class Silent(AsyncAdder):
+        async def generate_async(self, data, *, greedy):
+            for nothing in ():
+                yield nothing
+
+    with pytest.raises(InvalidRequestError, match="yielded 0 answers"):
+        run_async_multi_turn_rollout(
+            Silent(),
+            batch_of(["1+2="]),
+            CharTokenizer(),
+            {"sum": Local(Arithmetic())},
+            max_seq_len=99,
+            max_rollout_turns=2,
+        )
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda output: output.pop("logprobs"), "no 'logprobs'"),
+        (lambda output: output.update(logprobs=output["logprobs"][:, :2]), "logprobs of shape"),
+        (lambda output: output.update(output_ids=output["output_ids"][:1]), "output_ids of shape"),
+        (
+            lambda output: output.update(unpadded_sequence_lengths=torch.tensor([1, 1])),
+            "row 0 from prompt length 4 to length 1",
+        ),
+    ],
+)
+def test_an_answer_that_does_not_fit_its_rows_is_an_error(change, message):
+    class Wrong(Adder):
+        def generate(self, data, *, greedy):
+            output = super().generate(data, greedy=greedy)
+            change(output)
+            return output
+
+    with pytest.raises(ValueError, match=message):
+        run_multi_turn_rollout(
+            Wrong(),
+            batch_of(["1+2=", "3+4="]),
+            CharTokenizer(),
+            {"sum": Local(Arithmetic())},
+            max_seq_len=99,
+            max_rollout_turns=2,
+        )
