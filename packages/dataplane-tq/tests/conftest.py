@@ -1,4 +1,4 @@
-"""A real Ray and a real TransferQueue for the whole session, and a client in a second process."""
+"""A real Ray for the session, and per module a real TransferQueue and a client elsewhere."""
 
 from __future__ import annotations
 
@@ -92,12 +92,12 @@ class Peer(DataPlaneClient):
         self._call("close")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def owner(cluster):
     with TQDataPlaneClient(CONFIG) as client:
         yield client
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def other_process(owner):
     return Peer(CONFIG)

@@ -18,6 +18,7 @@ from concurrent import futures
 from typing import Any, TypeVar  # Any: TransferQueue and Ray handles have no static types
 
 import ray
+import zmq
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 from transfer_queue.client import AsyncTransferQueueClient
 
@@ -109,7 +110,7 @@ class Engine:
         except DataPlaneError:
             future.cancel()
             raise
-        except (RuntimeError, ValueError, TimeoutError, OSError) as error:
+        except (RuntimeError, ValueError, KeyError, OSError, zmq.ZMQError) as error:
             self.check_alive(what)
             raise UnavailableError(f"{what}: TransferQueue failed: {error}") from error
 

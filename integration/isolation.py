@@ -1,0 +1,123 @@
+"""Builds each package's wheel without workspace sources and tests it in an environment of its own.
+
+An environment holds the package's wheel, the wheels of ours that it depends on, what those declare,
+and what the tests need; nothing of the workspace is on the path. Run as ``make isolation``.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import tomllib
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = {
+    "dataplane-core": "dataplane_core",
+    "column-io": "column_io",
+    "dataplane-tq": "dataplane_tq",
+    "rollout-actor": "rollout_actor",
+    "refit-mx": "refit_mx",
+    "observability": "observability",
+}
+TEST_TOOLS = ["pytest>=8.2", "pytest-timeout>=2.3", "hypothesis>=6.100"]
+NEEDS_CONTRACT_SUITE = {"dataplane-core", "dataplane-tq", "observability"}
+TIMEOUT_S = 900
+
+
+def main() -> int:
+    """Run the job; the exit status."""
+    uv = os.environ.get("UV") or shutil.which("uv") or str(ROOT / ".tools" / "bin" / "uv")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    pins = project["tool"]["uv"]["constraint-dependencies"]
+    cutoff = project["tool"]["uv"]["exclude-newer"]
+    chosen = sys.argv[1:] or list(PACKAGES)
+    with tempfile.TemporaryDirectory(prefix="isolation-") as name:
+        folder = Path(name)
+        wheels = folder / "wheels"
+        for package in PACKAGES:
+            run(
+                uv,
+                "build",
+                "--quiet",
+                "--wheel",
+                "--no-sources",
+                "--package",
+                package,
+                "--out-dir",
+                str(wheels),
+                cwd=ROOT,
+            )
+        (folder / "constraints.txt").write_text("\n".join(pins) + "\n")
+        with ThreadPoolExecutor(1) as pool:
+            for package in chosen:
+                pool.submit(check, uv, package, folder, wheels, cutoff).result()
+    print(f"isolation: {len(chosen)} passed, 0 failed")
+    return 0
+
+
+def check(uv: str, package: str, folder: Path, wheels: Path, cutoff: str) -> None:
+    """Install one package from its wheel, import it, and run its own tests."""
+    environment = folder / package
+    run(uv, "venv", "--quiet", "--python", sys.executable, str(environment), cwd=folder)
+    python = environment / "bin" / "python"
+    wanted = f"{package}[testing]" if package == "dataplane-core" else package
+    extra = ["dataplane-core[testing]"] if package in NEEDS_CONTRACT_SUITE else []
+    run(
+        uv,
+        "pip",
+        "install",
+        "--quiet",
+        "--python",
+        str(python),
+        "--find-links",
+        str(wheels),
+        "--constraint",
+        str(folder / "constraints.txt"),
+        "--exclude-newer",
+        cutoff,
+        wanted,
+        *extra,
+        *TEST_TOOLS,
+        cwd=folder,
+    )
+    tests = folder / f"{package}-tests"
+    shutil.copytree(ROOT / "packages" / package, tests, ignore=shutil.ignore_patterns("src"))
+    shutil.copytree(ROOT / "docs", folder / "docs", dirs_exist_ok=True)
+    module = PACKAGES[package]
+    location = subprocess.run(
+        [str(python), "-c", f"import {module}; print({module}.__file__)"],
+        cwd=tests,
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    ).stdout.strip()
+    if not location.startswith(str(environment)):
+        raise SystemExit(f"{package}: imported from {location}, not from its wheel")
+    print(f"== {package}", flush=True)
+    run(
+        str(python),
+        "-m",
+        "pytest",
+        "-q",
+        "--import-mode=importlib",
+        "--timeout=300",
+        "tests",
+        cwd=tests,
+    )
+
+
+def run(*command: str, cwd: Path) -> None:
+    """Run a command; a failure ends the job."""
+    done = subprocess.run(command, cwd=cwd, timeout=TIMEOUT_S, check=False)
+    if done.returncode:
+        raise SystemExit(f"failed with status {done.returncode}: {' '.join(command)}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,135 @@
+"""Imports point one way, and heavy parts are imported only where they belong."""
+
+from __future__ import annotations
+
+import ast
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+OURS = {
+    "dataplane_core": "packages/dataplane-core",
+    "dataplane_tq": "packages/dataplane-tq",
+    "column_io": "packages/column-io",
+    "rollout_actor": "packages/rollout-actor",
+    "refit_mx": "packages/refit-mx",
+    "observability": "packages/observability",
+    "dataplane_admin": "services/admin",
+    "grpo_trainer": "services/trainer",
+    "refit_server": "services/refit-server",
+}
+PACKAGES = {name for name, folder in OURS.items() if folder.startswith("packages/")}
+MAY_IMPORT = {
+    "dataplane_core": set(),
+    "dataplane_tq": {"dataplane_core"},
+    "column_io": {"dataplane_core"},
+    "rollout_actor": {"column_io", "dataplane_core"},
+    "refit_mx": set(),
+    "observability": {"dataplane_core"},
+    "dataplane_admin": PACKAGES,
+    "grpo_trainer": PACKAGES,
+    "refit_server": PACKAGES,
+}
+ONLY_IN = {
+    "transfer_queue": {"dataplane_tq"},
+    "modelexpress": {"refit_mx", "refit_server"},
+    "modelexpress_rl": {"refit_mx", "refit_server"},
+    "nixl": {"refit_mx", "refit_server"},
+    "ray": {
+        "dataplane_tq",
+        "rollout_actor",
+        "observability",
+        "dataplane_admin",
+        "grpo_trainer",
+        "refit_server",
+    },
+}
+PACKAGE_OF = {  # import name -> distribution, where they differ
+    "grpc": "grpcio",
+    "grpc_health": "grpcio-health-checking",
+    "transfer_queue": "transferqueue",
+    "typing_extensions": "typing-extensions",
+    "yaml": "pyyaml",
+    "zmq": "pyzmq",
+}
+WITH_EXTRA = {("dataplane_core", "pytest"), ("dataplane_core", "hypothesis")}
+
+
+def imported(package: str) -> dict[str, set[str]]:
+    """Top-level module to the files of ``package`` that import it, wherever in the file."""
+    found: dict[str, set[str]] = {}
+    for path in sorted((ROOT / OURS[package] / "src").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                assert node.level == 0, f"{path}: relative import"
+                names = [node.module or ""]
+            else:
+                continue
+            for name in names:
+                found.setdefault(name.split(".")[0], set()).add(str(path.relative_to(ROOT)))
+    return found
+
+
+@pytest.mark.parametrize("package", OURS)
+def test_every_arrow_between_our_packages_is_allowed(package: str) -> None:
+    arrows = {name: files for name, files in imported(package).items() if name in OURS}
+    arrows.pop(package, None)
+    strange = {name: files for name, files in arrows.items() if name not in MAY_IMPORT[package]}
+    assert not strange
+
+
+@pytest.mark.parametrize("package", OURS)
+def test_heavy_parts_are_imported_only_where_they_belong(package: str) -> None:
+    strange = {
+        name: files
+        for name, files in imported(package).items()
+        if name in ONLY_IN and package not in ONLY_IN[name]
+    }
+    assert not strange
+
+
+@pytest.mark.parametrize("package", OURS)
+def test_what_a_package_imports_it_declares_and_what_it_declares_it_imports(package: str) -> None:
+    project = tomllib.loads((ROOT / OURS[package] / "pyproject.toml").read_text())["project"]
+    declared = {
+        requirement.split(">")[0].split("[")[0].strip().lower()
+        for requirement in project["dependencies"]
+    }
+    third_party = {
+        PACKAGE_OF.get(name, name.replace("_", "-"))
+        for name in imported(package)
+        if name not in sys.stdlib_module_names
+        and name != package
+        and (package, name) not in WITH_EXTRA
+    }
+    assert third_party == declared
+
+
+def test_every_member_of_the_workspace_is_covered() -> None:
+    members = {
+        str(path.parent.relative_to(ROOT))
+        for kind in ("packages", "services")
+        for path in (ROOT / kind).glob("*/pyproject.toml")
+    }
+    assert members == set(OURS.values())
+
+
+def test_every_member_has_the_same_skeleton() -> None:
+    for package, folder in OURS.items():
+        root = ROOT / folder
+        for name in ("README.md", "CHANGELOG.md", "LICENSE", f"src/{package}/py.typed", "tests"):
+            assert (root / name).exists(), f"{folder} lacks {name}"
+        assert list((root / "changelog.d").glob("*.md")), f"{folder} has no changelog fragment"
+
+
+def test_every_dependency_floor_says_why() -> None:
+    for path in [ROOT / "pyproject.toml", *ROOT.glob("*/*/pyproject.toml")]:
+        for number, line in enumerate(path.read_text().splitlines(), start=1):
+            if line.startswith('    "') and (">=" in line or line.startswith('    "types-')):
+                assert " # " in line, f"{path.relative_to(ROOT)}:{number}: {line.strip()}"

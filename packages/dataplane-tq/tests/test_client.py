@@ -1,0 +1,167 @@
+"""What the client promises beyond the contract suite, on one shared TransferQueue."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import ray
+import torch
+from tensordict import TensorDict
+
+from dataplane_core import ConfigError, DataPlaneError, InvalidRequestError
+from dataplane_tq import TQDataPlaneClient, topology
+
+
+def batch(count):
+    return TensorDict({"x": torch.ones(count, 4)}, batch_size=[count])
+
+
+def pid_of(actor):
+    return ray.get(actor.__ray_call__.remote(lambda self: os.getpid()))
+
+
+@pytest.fixture
+def partition(owner):
+    name = f"train-{uuid.uuid4().hex[:8]}"
+    owner.register_partition(name, ["x"], 8, ["train"])
+    owner.put_samples(["a", "b"], name, batch(2))
+    return name
+
+
+def test_a_process_without_ray_is_told_so(config):
+    code = f"""
+from dataplane_core import UnavailableError
+from dataplane_tq import TQDataPlaneClient
+for bootstrap in (True, False):
+    try:
+        TQDataPlaneClient({config!r}, bootstrap=bootstrap)
+    except UnavailableError as error:
+        print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.count("call ray.init() first") == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"backend": "punched_cards"}, "'punched_cards'"),
+        ({"num_storage_units": 0}, "num_storage_units"),
+        ({"claim_lease_s": 1.0}, "claim_lease_s"),
+    ],
+)
+def test_a_wrong_configuration_is_refused_by_name(cluster, config, change, named):
+    with pytest.raises(ValueError, match=named):
+        TQDataPlaneClient({**config, **change})
+
+
+def test_a_missing_key_is_refused_by_name(config):
+    del config["storage_capacity"]
+    with pytest.raises(ConfigError, match="storage_capacity"):
+        TQDataPlaneClient(config)
+
+
+def test_a_stopped_controller_ends_operations_at_their_deadline(owner, partition, config):
+    config["ack_timeout_ms"] = 1500
+    pid = pid_of(ray.get_actor(topology.CONTROLLER, namespace=topology.NAMESPACE))
+    with TQDataPlaneClient(config, bootstrap=False) as client:
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            started = time.monotonic()
+            with pytest.raises(TimeoutError, match="no answer"):
+                client.get_samples(["a"], partition, ["x"])
+            assert time.monotonic() - started < 10
+        finally:
+            os.kill(pid, signal.SIGCONT)
+    assert owner.get_samples(["a"], partition, ["x"]).batch_size == (1,)
+
+
+def test_a_second_bootstrap_is_refused_and_harms_nothing(owner, partition, config):
+    with pytest.raises(ConfigError, match="already runs"):
+        TQDataPlaneClient(config)
+    assert owner.get_samples(["a"], partition, ["x"]).batch_size == (1,)
+
+
+def test_an_attached_client_that_closes_takes_nothing_down(owner, partition, config):
+    TQDataPlaneClient(config, bootstrap=False).close()
+    assert owner.get_samples(["a"], partition, ["x"]).batch_size == (1,)
+
+
+def test_sixteen_threads_may_make_the_first_call_of_a_client(owner, partition, config):
+    with TQDataPlaneClient(config, bootstrap=False) as client:
+        barrier = threading.Barrier(16)
+
+        def first_call():
+            barrier.wait(20)
+            return client.get_samples(["a", "b"], partition, ["x"]).batch_size
+
+        with ThreadPoolExecutor(16) as pool:
+            calls = [pool.submit(first_call) for _ in range(16)]
+            assert all(call.result(30) == (2,) for call in calls)
+
+
+def test_the_callers_torch_threads_are_left_alone(owner, partition):
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        owner.put_samples(["c"], partition, batch(1))
+        owner.get_samples(["c"], partition, ["x"])
+        assert torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_values_that_cannot_be_stored_without_pickle_are_refused_by_name(owner, partition):
+    class Opaque:
+        pass
+
+    fields = TensorDict({"x": torch.ones(1, 4), "o": [Opaque()]}, batch_size=[1])
+    with pytest.raises(InvalidRequestError, match=r"field 'o'.*Opaque"):
+        owner.put_samples(["c"], partition, fields)
+    assert owner.claim_meta(partition, "train", ["x"], 8, blocking=False).size == 2
+
+
+def test_a_read_never_returns_another_samples_row_while_the_store_churns(owner, partition, config):
+    """TransferQueue reuses row numbers as soon as rows are cleared, also during a read."""
+    stop = threading.Event()
+    config["ack_timeout_ms"] = 20_000
+
+    def churn():
+        with TQDataPlaneClient(config, bootstrap=False) as client:
+            serial = 0
+            while not stop.is_set():
+                serial += 1
+                names = [f"n{serial}-{i}" for i in range(3)]
+                fields = TensorDict({"x": torch.full((3, 4), float(serial))}, batch_size=[3])
+                client.put_samples(names, partition, fields)
+                client.clear_samples(names, partition)
+
+    with ThreadPoolExecutor(1) as pool:
+        churning = pool.submit(churn)
+        try:
+            seen = errors = 0
+            for serial in range(100):
+                value = -1.0 - serial
+                fields = TensorDict({"x": torch.full((1, 4), value)}, batch_size=[1])
+                owner.put_samples(["mine"], partition, fields)
+                clearing = threading.Thread(target=owner.clear_samples, args=(["mine"], partition))
+                clearing.start()
+                try:
+                    answer = owner.get_samples(["mine"], partition, ["x"])["x"]
+                    assert answer.tolist() == [[value] * 4]
+                    seen += 1
+                except DataPlaneError:
+                    errors += 1
+                clearing.join(30)
+            assert seen + errors == 100
+        finally:
+            stop.set()
+            churning.result(30)

@@ -1,0 +1,58 @@
+"""Object columns survive without pickle."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dataplane_core import InvalidRequestError
+from dataplane_tq.object_codec import decode_object, encode_object
+
+text = st.text(st.characters(exclude_categories=["Cs"]))
+plain = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**64 - 1)
+    | st.floats(allow_nan=False)
+    | text
+    | st.binary(),
+    lambda inner: st.lists(inner) | st.dictionaries(text, inner),
+    max_leaves=12,
+)
+
+
+@given(plain)
+def test_plain_values_come_back_equal(value):
+    assert decode_object(encode_object("f", value)) == value
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.int8, torch.bool], ids=str)
+@pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 0, 3), (2, 3)], ids=str)
+def test_tensors_inside_values_keep_dtype_and_shape(dtype, shape):
+    tensor = torch.ones(shape).to(dtype)
+    [copied] = decode_object(encode_object("f", [tensor]))
+    assert copied.dtype == dtype
+    assert copied.shape == tensor.shape
+    assert torch.equal(copied, tensor)
+
+
+def test_arrays_inside_values_come_back_writable():
+    copied = decode_object(encode_object("f", {"a": np.arange(6, dtype=np.int16).reshape(2, 3)}))
+    copied["a"] += 1
+    assert copied["a"].tolist() == [[1, 2, 3], [4, 5, 6]]
+    assert copied["a"].dtype == np.int16
+
+
+def test_numpy_scalars_become_python_numbers():
+    assert decode_object(encode_object("f", [np.int64(3), np.float32(0.5), np.bool_(True)])) == [
+        3,
+        0.5,
+        True,
+    ]
+
+
+@pytest.mark.parametrize("value", [object(), 2**80, np.array([object()]), "\ud800"], ids=repr)
+def test_what_cannot_be_stored_is_refused_with_the_fields_name(value):
+    with pytest.raises(InvalidRequestError, match="field 'opaque'"):
+        encode_object("opaque", value)
