@@ -5,6 +5,7 @@ from dataclasses import FrozenInstanceError
 from itertools import pairwise
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -30,7 +31,6 @@ def test_shards_are_full_then_one_shorter_then_empty(size, world):
 
 
 def test_shards_are_those_of_torch_chunk():
-    torch = pytest.importorskip("torch")
     for size in range(1, 40):
         for world in range(1, 10):
             chunks = [chunk.tolist() for chunk in torch.arange(size).chunk(world)]

@@ -19,6 +19,7 @@ from dataplane_core.errors import (
 )
 
 if TYPE_CHECKING:
+    from dataplane_core.meta import KVBatchMeta
     from dataplane_core.rows import Column
 
 
@@ -123,6 +124,17 @@ def check_put(
         raise InvalidRequestError(
             f"{where}: {len(tags)} tags for {len(sample_ids)} ids; give one dict per id, or None"
         )
+
+
+def fields_to_read(meta: KVBatchMeta, select_fields: list[str] | None) -> list[str]:
+    """The fields that ``get_data`` reads: the selected ones, else those of ``meta``."""
+    names = meta.fields if select_fields is None else select_fields
+    if names is None:
+        raise InvalidRequestError(
+            f"get_data(partition={meta.partition_id!r}): neither select_fields nor meta.fields "
+            "names the fields to read"
+        )
+    return names
 
 
 def check_enums(columns: Mapping[str, Column], declaration: PartitionDeclaration) -> None:

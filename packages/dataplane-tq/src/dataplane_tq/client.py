@@ -33,6 +33,7 @@ from dataplane_core.declaration import (
     PartitionDeclaration,
     check_enums,
     check_put,
+    fields_to_read,
     missing_data,
     tagged_lengths,
 )
@@ -222,12 +223,7 @@ class TQDataPlaneClient(DataPlaneClient):
         return collate(columns, len(sample_ids))
 
     def get_data(self, meta: KVBatchMeta, select_fields: list[str] | None = None) -> TensorDict:
-        names = meta.fields if select_fields is None else select_fields
-        if names is None:
-            raise InvalidRequestError(
-                f"get_data(partition={meta.partition_id!r}): neither select_fields nor meta.fields "
-                "names the fields to read"
-            )
+        names = fields_to_read(meta, select_fields)
         return self.get_samples(meta.sample_ids, meta.partition_id, names)
 
     def claim_meta(
