@@ -8,12 +8,10 @@ and blocking claims, and a deadline on every call.
 
 from __future__ import annotations
 
-import time
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar  # Any: tags and Ray handles
 
-import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
 from dataplane_core import (
@@ -35,17 +33,14 @@ from dataplane_core.declaration import (
     check_put,
     fields_to_read,
     missing_data,
-    tagged_lengths,
 )
 from dataplane_core.rows import OBJECT, Column, collate, split_rows
 from dataplane_tq import topology
-from dataplane_tq.directory import ClaimView
+from dataplane_tq.claims import SAMPLE_ID, Claim
 from dataplane_tq.engine import Engine
 from dataplane_tq.object_codec import decode_object, encode_object
 
 _DEFAULT_TIMEOUT_MS = 30_000
-_SAMPLE_ID = "__sample_id__"
-"""Tag that carries a row's id, so that a claim learns ids and tags in the one request it is."""
 
 
 class TQDataPlaneClient(DataPlaneClient):
@@ -138,7 +133,7 @@ class TQDataPlaneClient(DataPlaneClient):
             return meta
         try:
             check_enums(columns, declaration)
-            self._store(what, sample_ids, partition_id, data, _stored_tags(meta, new_ids))
+            self._store(what, sample_ids, partition_id, data, tags)
         except DataPlaneError:
             self._undo_put(partition_id, new_ids)
             raise
@@ -151,18 +146,23 @@ class TQDataPlaneClient(DataPlaneClient):
         sample_ids: list[str],
         partition_id: str,
         data: TensorDict | None,
-        tags: list[dict[str, Any]],
+        tags: list[dict[str, Any]] | None,
     ) -> None:
         client = self._engine.client
         rows = self._engine.run(
             what, client.async_kv_retrieve_meta, sample_ids, partition_id, create=True
         )
         # Tags go first: a row may be claimed as soon as its data is known, and needs its id then.
-        tagged = [i for i, tag in enumerate(tags) if tag]
-        if tagged:
-            changed = rows.select_samples(tagged)
+        # Rows that are there already keep the tags they have, unless the put brings new ones.
+        places = [
+            i for i, tag in enumerate(rows.custom_meta) if tags is not None or SAMPLE_ID not in tag
+        ]
+        if places:
+            changed = rows.select_samples(places)
             changed.clear_custom_meta()
-            changed.update_custom_meta([tags[i] for i in tagged])
+            changed.update_custom_meta(
+                [{**(tags[i] if tags else {}), SAMPLE_ID: sample_ids[i]} for i in places]
+            )
             self._engine.run(what, client.async_set_custom_meta, changed)
         if data is None or not len(data.keys()):
             return
@@ -239,129 +239,15 @@ class TQDataPlaneClient(DataPlaneClient):
         self._check_open()
         if batch_size < 1:
             raise InvalidRequestError(f"claim_meta: batch_size {batch_size}; expected at least 1")
-        what = f"claim_meta(partition={partition_id!r}, task={task_name!r})"
-        deadline = time.monotonic() + timeout_s
-        while True:
-            view: ClaimView = self._engine.ask(
-                what, self._directory.claim_view, partition_id, task_name
-            )
-            claimed = self._try_claim(
-                what, partition_id, task_name, required_fields, batch_size, blocking, view
-            )
-            if claimed is not None:
-                return claimed
-            remaining = deadline - time.monotonic()
-            if remaining <= 0:
-                raise self._claim_timeout(
-                    what, partition_id, task_name, required_fields, batch_size, timeout_s
-                )
-            turn = min(remaining, self._poll_s)
-            self._engine.ask(
-                what,
-                self._directory.wait_for_change,
-                partition_id,
-                view.version,
-                turn,
-                timeout_s=turn + self._engine.timeout_s,
-            )
-
-    def _try_claim(
-        self,
-        what: str,
-        partition_id: str,
-        task_name: str,
-        required_fields: list[str],
-        batch_size: int,
-        whole: bool,
-        view: ClaimView,
-    ) -> KVBatchMeta | None:
-        """The claim, or None if it has to wait; ``whole`` as `ClaimSampler` has it."""
-        client = self._engine.client
-        config = {
-            "task_name": task_name,
-            "max_samples": batch_size,
-            "whole": whole,
-            "unput": view.unput,
-        }
-        rows = self._engine.run(
-            what,
-            client.async_get_meta,
-            data_fields=list(required_fields),
-            batch_size=0,
-            partition_id=partition_id,
-            mode="fetch",
-            task_name=task_name,
-            sampling_config=config,
-        )
-        if whole and not rows.size and not self._exhausted(what, partition_id, task_name, view):
-            return None
-        tags = [dict(tag) for tag in rows.custom_meta]
-        sample_ids = [tag.pop(_SAMPLE_ID) for tag in tags]
-        return KVBatchMeta(
-            partition_id=partition_id,
-            task_name=task_name,
-            sample_ids=sample_ids,
-            fields=list(required_fields),
-            sequence_lengths=tagged_lengths(tags),
-            tags=tags if any(tags) else None,
-        )
-
-    def _exhausted(self, what: str, partition_id: str, task_name: str, view: ClaimView) -> bool:
-        """Whether an empty claim means that nothing is left and nothing more can come."""
-        return view.unput == 0 and self._unclaimed(what, partition_id, task_name) == 0
-
-    def _unclaimed(self, what: str, partition_id: str, task_name: str) -> int:
-        client = self._engine.client
-        _, consumed = self._engine.run(
-            what, client.async_get_consumption_status, task_name, partition_id
-        )
-        return 0 if consumed is None else int((consumed == 0).sum())
-
-    def _claim_timeout(
-        self,
-        what: str,
-        partition_id: str,
-        task_name: str,
-        required_fields: Sequence[str],
-        batch_size: int,
-        timeout_s: float,
-    ) -> DataPlaneError:
-        client = self._engine.client
-        view = self._engine.ask(what, self._directory.claim_view, partition_id, task_name)
-        _, consumed = self._engine.run(
-            what, client.async_get_consumption_status, task_name, partition_id
-        )
-        present = 0 if consumed is None else int((consumed == 0).sum())
-        lacking: dict[str, int] = {}
-        ready = torch.ones(present, dtype=torch.bool)
-        for name in required_fields:
-            produced = self._produced(what, partition_id, name)
-            open_rows = (
-                torch.zeros(present, dtype=torch.bool)
-                if consumed is None or produced is None or len(produced) != len(consumed)
-                else produced[consumed == 0]
-            )
-            if int((~open_rows).sum()):
-                lacking[name] = int((~open_rows).sum())
-            ready &= open_rows
-        return self._declared(what, partition_id).claim_timeout(
+        claim = Claim(
+            self._engine,
+            self._directory,
+            partition_id,
             task_name,
-            ready=int(ready.sum()),
-            present=present,
-            leased=0,
-            unput=view.unput,
-            lacking=lacking,
-            batch_size=batch_size,
-            timeout_s=timeout_s,
+            list(required_fields),
+            batch_size,
         )
-
-    def _produced(self, what: str, partition_id: str, name: str) -> torch.Tensor | None:
-        """For every present row, in index order, whether ``name`` is written."""
-        client = self._engine.client
-        _, produced = self._engine.run(
-            what, client.async_get_production_status, [name], partition_id
-        )
-        return None if produced is None else (produced == 1).all(dim=1)
+        return claim.run(blocking=blocking, timeout_s=timeout_s, poll_s=self._poll_s)
 
     def check_consumption_status(self, partition_id: str, task_names: list[str]) -> bool:
         self._check_open()
@@ -439,14 +325,6 @@ class TQDataPlaneClient(DataPlaneClient):
     def _check_open(self) -> None:
         if self._closed:
             raise ClosedError("the TransferQueue client was closed; build a new one")
-
-
-def _stored_tags(meta: KVBatchMeta, new_ids: Sequence[str]) -> list[dict[str, Any]]:
-    """Per row what replaces its stored tags; an empty dict leaves them as they are."""
-    new = set(new_ids)
-    if meta.tags is None:
-        return [{_SAMPLE_ID: name} if name in new else {} for name in meta.sample_ids]
-    return [{**tag, _SAMPLE_ID: name} for tag, name in zip(meta.tags, meta.sample_ids, strict=True)]
 
 
 def _stored_form(fields: TensorDict, columns: Mapping[str, Column], count: int) -> TensorDict:

@@ -29,12 +29,10 @@ class ClaimView:
     Attributes:
         version: changes with every commit and clear of the partition.
         unput: declared samples that are still to be put.
-        put: samples that were put since the partition was registered.
     """
 
     version: int
     unput: int
-    put: int
 
 
 @dataclass
@@ -168,7 +166,6 @@ class PartitionDirectory:
         return ClaimView(
             version=partition.version,
             unput=max(0, partition.declaration.num_samples - partition.put),
-            put=partition.put,
         )
 
     async def wait_for_change(self, partition_id: str, version: int, timeout_s: float) -> None:

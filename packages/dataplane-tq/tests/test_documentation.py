@@ -1,0 +1,57 @@
+"""The Python blocks of the pages run as they stand; their tables agree with the code."""
+
+import re
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from dataplane_core import DataPlaneClient, DataPlaneConfig, InMemoryDataPlaneClient
+from dataplane_tq import TQDataPlaneClient
+
+PACKAGE = Path(__file__).parents[1]
+README = PACKAGE / "README.md"
+DOCS = PACKAGE.parents[1] / "docs"  # not part of the source distribution
+DOCS_PAGE = DOCS / "dataplane-tq.md"
+EXAMPLES = [page for page in (README, DOCS_PAGE) if page.exists()]
+
+in_the_repository = pytest.mark.skipif(
+    not DOCS_PAGE.exists(), reason="the documentation is part of the repository alone"
+)
+
+
+@pytest.mark.parametrize("page", EXAMPLES, ids=lambda page: page.name)
+def test_the_python_examples_run(cluster: None, page: Path) -> None:
+    """Each page brings up a TransferQueue of its own, on the Ray that is there."""
+    blocks = re.findall(r"^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+    assert blocks
+    names: dict[str, object] = {"__name__": "__main__"}  # so that Ray ships functions by value
+    try:
+        for block in blocks:
+            exec(compile(block, str(page), "exec"), names)
+    finally:
+        for value in names.values():
+            if isinstance(value, DataPlaneClient):
+                value.close()
+
+
+@in_the_repository
+def test_the_page_lists_every_configuration_key() -> None:
+    table = DOCS_PAGE.read_text().split("## Configuration\n")[1].split("\n## ")[0]
+    listed = [
+        key
+        for line in table.splitlines()
+        if line.startswith("| `")
+        for key in re.findall(r"`(\w+)`", line.split("|")[1])
+    ]
+    assert sorted(listed) == sorted(DataPlaneConfig.__annotations__)
+
+
+@in_the_repository
+def test_the_promises_are_listed_as_the_clients_declare_them() -> None:
+    page = (DOCS / "architecture.md").read_text()
+    rows = re.findall(r"^\| `(\w+)` \| .* \| (yes|no) \| (yes|no) \|$", page, re.MULTILINE)
+    clients = (InMemoryDataPlaneClient, TQDataPlaneClient)
+    in_memory, transfer_queue = (asdict(client.capabilities) for client in clients)
+    assert {name: kept == "yes" for name, kept, _ in rows} == in_memory
+    assert {name: kept == "yes" for name, _, kept in rows} == transfer_queue
