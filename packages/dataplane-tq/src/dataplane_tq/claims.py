@@ -13,7 +13,7 @@ from typing import Any  # Any: Ray handles, and TransferQueue's metas
 import torch
 
 from dataplane_core import ClaimTimeoutError, KVBatchMeta
-from dataplane_core.declaration import PartitionDeclaration, tagged_lengths
+from dataplane_core.declaration import tagged_lengths
 from dataplane_tq.directory import ClaimView
 from dataplane_tq.engine import Engine
 
@@ -136,10 +136,7 @@ class Claim:
             if not bool(has.all()):
                 lacking[name] = int((~has).sum())
             ready &= has
-        declaration: PartitionDeclaration = self.engine.ask(
-            self._what, self.directory.declaration, self.partition_id
-        )
-        return declaration.claim_timeout(
+        return view.declaration.claim_timeout(
             self.task_name,
             ready=int(ready.sum()),
             present=present,

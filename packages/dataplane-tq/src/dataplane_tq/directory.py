@@ -29,10 +29,12 @@ class ClaimView:
     Attributes:
         version: changes with every commit and clear of the partition.
         unput: declared samples that are still to be put.
+        declaration: the partition's.
     """
 
     version: int
     unput: int
+    declaration: PartitionDeclaration
 
 
 @dataclass
@@ -166,6 +168,7 @@ class PartitionDirectory:
         return ClaimView(
             version=partition.version,
             unput=max(0, partition.declaration.num_samples - partition.put),
+            declaration=partition.declaration,
         )
 
     async def wait_for_change(self, partition_id: str, version: int, timeout_s: float) -> None:
