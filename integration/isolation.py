@@ -68,6 +68,9 @@ def check(uv: str, package: str, folder: Path, wheels: Path, cutoff: str) -> Non
     environment = folder / package
     run(uv, "venv", "--quiet", "--python", sys.executable, str(environment), cwd=folder)
     python = environment / "bin" / "python"
+    # The option replaces the variable, so a folder of local wheels is named beside our own.
+    folders = [str(wheels), *os.environ.get("UV_FIND_LINKS", "").replace(",", " ").split()]
+    find_links = [word for name in folders for word in ("--find-links", name)]
     run(
         uv,
         "pip",
@@ -75,8 +78,7 @@ def check(uv: str, package: str, folder: Path, wheels: Path, cutoff: str) -> Non
         "--quiet",
         "--python",
         str(python),
-        "--find-links",
-        str(wheels),
+        *find_links,
         "--constraint",
         str(folder / "constraints.txt"),
         "--exclude-newer",
@@ -86,9 +88,10 @@ def check(uv: str, package: str, folder: Path, wheels: Path, cutoff: str) -> Non
         *TEST_TOOLS,
         cwd=folder,
     )
-    tests = folder / f"{package}-tests"
+    checkout = folder / "checkout"  # laid out as here, so that tests find the pages of docs/
+    tests = checkout / "packages" / package
     shutil.copytree(ROOT / "packages" / package, tests, ignore=shutil.ignore_patterns("src"))
-    shutil.copytree(ROOT / "docs", folder / "docs", dirs_exist_ok=True)
+    shutil.copytree(ROOT / "docs", checkout / "docs", dirs_exist_ok=True)
     module = PACKAGES[package]
     location = subprocess.run(
         [str(python), "-c", f"import {module}; print({module}.__file__)"],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -127,6 +128,19 @@ def test_every_member_has_the_same_skeleton() -> None:
         for name in ("README.md", "CHANGELOG.md", "LICENSE", f"src/{package}/py.typed", "tests"):
             assert (root / name).exists(), f"{folder} lacks {name}"
         assert list((root / "changelog.d").glob("*.md")), f"{folder} has no changelog fragment"
+
+
+def test_every_changelog_fragment_is_found_by_towncrier() -> None:
+    for folder in OURS.values():
+        done = subprocess.run(
+            [sys.executable, "-m", "towncrier", "build", "--draft", "--version", "1.2.3"],
+            cwd=ROOT / folder,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        for fragment in (ROOT / folder / "changelog.d").glob("*.md"):
+            assert fragment.read_text().strip()[:40] in done.stdout, f"{folder}: {fragment.name}"
 
 
 def test_every_dependency_floor_says_why() -> None:

@@ -165,3 +165,13 @@ def test_a_read_never_returns_another_samples_row_while_the_store_churns(owner, 
         finally:
             stop.set()
             churning.result(30)
+
+
+@pytest.mark.parametrize("emptied_first", [True, False])
+@pytest.mark.filterwarnings("ignore:.*nothing to clear:RuntimeWarning")
+def test_a_forgotten_partition_is_gone_from_the_controller(owner, partition, emptied_first):
+    if emptied_first:
+        owner.clear_samples(["a", "b"], partition)
+    owner.clear_samples(None, partition)
+    engine = owner._engine
+    assert partition not in engine.run("list", engine.client.async_get_partition_list)

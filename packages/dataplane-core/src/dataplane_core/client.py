@@ -39,10 +39,10 @@ class Capabilities:
         group_claims: with ``grpo_group_size`` set, a claim takes groups whole.
     """
 
-    read_your_writes: bool = True
-    no_torn_rows: bool = True
-    exclusive_claims: bool = True
-    bounded_waits: bool = True
+    read_your_writes: bool = False
+    no_torn_rows: bool = False
+    exclusive_claims: bool = False
+    bounded_waits: bool = False
     leases: bool = False
     conservation: bool = False
     safe_clear: bool = False

@@ -1,6 +1,6 @@
 """A partition's declaration, and the checks that every client makes the same way.
 
-Kept apart from the clients so that they refuse the same requests with the same words.
+Public to authors of adapters, so that all clients refuse the same requests with the same words.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any  # Any: tags hold the caller's own primitives
 
 from dataplane_core.errors import (
+    CapacityExceeded,
     ClaimTimeoutError,
     DuplicateSampleError,
     InvalidRequestError,
@@ -105,6 +106,15 @@ class PartitionDeclaration:
             missing=max(0, wanted - ready),
             missing_fields=dict(lacking),
         )
+
+
+def capacity_exceeded(partition_id: str, *, new: int, held: int, capacity: int) -> CapacityExceeded:
+    """The error of a put that found no room until its deadline, or never can."""
+    cause = "no put that large can succeed" if new > capacity else "nothing was cleared in time"
+    return CapacityExceeded(
+        f"put_samples(partition={partition_id!r}): {new} new samples, {held} of {capacity} held; "
+        f"{cause}: clear samples or raise storage_capacity"
+    )
 
 
 def check_put(

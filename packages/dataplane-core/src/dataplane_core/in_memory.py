@@ -22,6 +22,7 @@ from dataplane_core.client import Capabilities, DataPlaneClient, TaskCounts
 from dataplane_core.config import DataPlaneConfig, validate_config
 from dataplane_core.declaration import (
     PartitionDeclaration,
+    capacity_exceeded,
     check_enums,
     check_put,
     fields_to_read,
@@ -29,7 +30,6 @@ from dataplane_core.declaration import (
     tagged_lengths,
 )
 from dataplane_core.errors import (
-    CapacityExceeded,
     ClaimTimeoutError,
     ClosedError,
     ConfigError,
@@ -72,7 +72,15 @@ class InMemoryDataPlaneClient(DataPlaneClient):
     """
 
     capabilities: ClassVar[Capabilities] = Capabilities(
-        leases=True, conservation=True, safe_clear=True, backpressure=True, survivable=True
+        read_your_writes=True,
+        no_torn_rows=True,
+        exclusive_claims=True,
+        bounded_waits=True,
+        leases=True,
+        conservation=True,
+        safe_clear=True,
+        backpressure=True,
+        survivable=True,
     )
 
     def __init__(
@@ -153,7 +161,7 @@ class InMemoryDataPlaneClient(DataPlaneClient):
             task_name=None,
             sample_ids=list(sample_ids),
             fields=list(columns) or None,
-            tags=tags,
+            tags=None if tags is None else [dict(tag) for tag in tags],
         )
 
     def _make_room(self, partition_id: str, sample_ids: list[str], deadline: float) -> Partition:
@@ -167,10 +175,8 @@ class InMemoryDataPlaneClient(DataPlaneClient):
                 return partition
             remaining = deadline - time.monotonic()
             if remaining <= 0 or new > capacity:
-                raise CapacityExceeded(
-                    f"put_samples(partition={partition_id!r}): {new} new samples, "
-                    f"{self._store.held} of {capacity} held after {self._put_timeout_s:g} s; "
-                    "clear samples or raise storage_capacity"
+                raise capacity_exceeded(
+                    partition_id, new=new, held=self._store.held, capacity=capacity
                 )
             self._store.changed.wait(remaining)
 

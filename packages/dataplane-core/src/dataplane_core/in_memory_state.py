@@ -82,6 +82,8 @@ class Partition:
             self.tags.pop(sample_id, None)
             for task in self.tasks.values():
                 task.forget(sample_id)
+        if not self.rows:
+            self.kinds = {}
 
 
 class Store:

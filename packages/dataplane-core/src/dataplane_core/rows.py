@@ -1,5 +1,7 @@
 """Rows in and out of TensorDicts: what every adapter needs to keep the contract on answers.
 
+Public to authors of adapters.
+
 A store holds values per (sample, field). `split_rows` takes a put's TensorDict apart,
 `collate_rows` puts an answer together: rows of one shape as a dense tensor, rows of different
 lengths as a jagged one, Python values as a NonTensorStack.
@@ -46,8 +48,8 @@ def split_rows(fields: TensorDictBase, count: int) -> dict[str, Column]:
 
     Args:
         fields: batch of ``count`` rows; leaves are dense or nested tensors with ``count`` rows,
-            NonTensorStack or NonTensorData (an object array or list of ``count`` values is taken
-            row by row, any other value belongs to every row).
+            NonTensorStack or NonTensorData (an array or list is taken row by row, any other value
+            belongs to every row).
         count: expected number of rows.
 
     Raises:
@@ -85,7 +87,9 @@ def _split_leaf(name: str, leaf: Any, count: int) -> Column:
         return Column(OBJECT, values)
     if isinstance(leaf, NonTensorData):
         data = leaf.data
-        if isinstance(data, np.ndarray | list | tuple) and len(data) == count:
+        if isinstance(data, list | tuple) or (isinstance(data, np.ndarray) and data.ndim):
+            if len(data) != count:
+                raise InvalidRequestError(f"field {name!r}: {len(data)} rows; expected {count}")
             return Column(OBJECT, list(data))
         return Column(OBJECT, [data] * count)
     if is_tensor_collection(leaf):

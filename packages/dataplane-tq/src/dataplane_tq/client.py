@@ -17,6 +17,7 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict
 from dataplane_core import (
     Capabilities,
     ClosedError,
+    ConfigError,
     DataPlaneClient,
     DataPlaneConfig,
     DataPlaneError,
@@ -58,13 +59,19 @@ class TQDataPlaneClient(DataPlaneClient):
         UnavailableError: Ray is not initialised, or there is nothing to attach to.
     """
 
-    capabilities: ClassVar[Capabilities] = Capabilities(backpressure=True)
+    capabilities: ClassVar[Capabilities] = Capabilities(
+        read_your_writes=True,
+        no_torn_rows=True,
+        exclusive_claims=True,
+        bounded_waits=True,
+        backpressure=True,
+    )
 
     def __init__(self, cfg: DataPlaneConfig | Mapping[str, Any], *, bootstrap: bool = True) -> None:
         valid = validate_config(cfg)
         require_keys(valid, REQUIRED_OF_STORES, impl="transfer_queue")
         if "claim_lease_s" in valid:
-            raise InvalidRequestError(
+            raise ConfigError(
                 "data-plane config: claim_lease_s: impl 'transfer_queue' has no leases; remove it"
             )
         timeout_s = valid.get("ack_timeout_ms", _DEFAULT_TIMEOUT_MS) / 1000
@@ -114,13 +121,15 @@ class TQDataPlaneClient(DataPlaneClient):
             task_name=None,
             sample_ids=list(sample_ids),
             fields=list(columns) or None,
-            tags=tags,
+            tags=None if tags is None else [dict(tag) for tag in tags],
         )
         data = None if fields is None else _stored_form(fields, columns, len(sample_ids))
         what = f"put_samples(partition={partition_id!r})"
         kinds = {name: column.kind for name, column in columns.items()}
         timeout_s = self._engine.timeout_s
-        new_ids, declaration = self._engine.ask(
+        if OBJECT in kinds.values():
+            check_enums(columns, self._declared(what, partition_id))
+        new_ids = self._engine.ask(
             what,
             self._directory.admit,
             partition_id,
@@ -132,12 +141,11 @@ class TQDataPlaneClient(DataPlaneClient):
         if not sample_ids:
             return meta
         try:
-            check_enums(columns, declaration)
             self._store(what, sample_ids, partition_id, data, tags)
         except DataPlaneError:
             self._undo_put(partition_id, new_ids)
             raise
-        self._engine.ask(what, self._directory.commit, partition_id)
+        self._engine.ask(what, self._directory.commit, partition_id, new_ids)
         return meta
 
     def _store(
@@ -271,10 +279,15 @@ class TQDataPlaneClient(DataPlaneClient):
         what = f"clear_samples(partition={partition_id!r})"
         if sample_ids is None:
             held = self._engine.ask(what, self._directory.forget, partition_id)
+            client = self._engine.client
             if not held:
                 warnings.warn(f"{what}: nothing to clear", RuntimeWarning, stacklevel=2)
-                return
-            client = self._engine.client
+                # TransferQueue takes a partition without rows for one that does not exist, and
+                # would keep it in its list for ever.
+                row = [SAMPLE_ID]
+                self._engine.run(
+                    what, client.async_kv_retrieve_meta, row, partition_id, create=True
+                )
             self._engine.run(what, client.async_clear_partition, partition_id)
         elif sample_ids:
             asked = list(dict.fromkeys(sample_ids))
@@ -314,13 +327,32 @@ class TQDataPlaneClient(DataPlaneClient):
         sample_ids: Sequence[str],
         select_fields: Sequence[str],
     ) -> MissingDataError:
-        """Find out, row by row, what a read lacks."""
-        self._declared(what, partition_id)
-        written: dict[str, list[str] | None] = {}
-        for sample_id in dict.fromkeys(sample_ids):
-            row = self._resolve(what, [sample_id], partition_id)
-            written[sample_id] = list(row.field_names) if row.size else None
-        return missing_data(partition_id, sample_ids, select_fields, written.__getitem__)
+        """Find out what a read lacks, for every row it asked for."""
+        known = self._engine.ask(
+            what, self._directory.known_ids, partition_id, list(dict.fromkeys(sample_ids))
+        )
+        written: dict[str, list[str]] = {name: [] for name in known}
+        if known:
+            rows = self._resolve(what, known, partition_id)
+            places = list(rows.global_indexes)
+            if len(places) != len(known):  # cleared since the directory was asked
+                known, written = [], {}
+            for name in dict.fromkeys(select_fields):
+                has = self._rows_with(what, partition_id, name)
+                for sample_id, place in zip(known, places, strict=False):
+                    if place in has:
+                        written[sample_id].append(name)
+        return missing_data(partition_id, sample_ids, select_fields, written.get)
+
+    def _rows_with(self, what: str, partition_id: str, name: str) -> set[int]:
+        """TransferQueue's numbers of the rows that have field ``name``."""
+        client = self._engine.client
+        places, produced = self._engine.run(
+            what, client.async_get_production_status, [name], partition_id
+        )
+        if produced is None:
+            return set()
+        return set(places[(produced == 1).all(dim=1)].tolist())
 
     def _check_open(self) -> None:
         if self._closed:

@@ -16,8 +16,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any  # Any: TransferQueue's connection facts are its own types
 
-from dataplane_core import CapacityExceeded, PartitionNotFoundError, UnknownTaskError
-from dataplane_core.declaration import PartitionDeclaration
+from dataplane_core import PartitionNotFoundError, UnknownTaskError
+from dataplane_core.declaration import PartitionDeclaration, capacity_exceeded
 from dataplane_core.errors import listed
 from dataplane_core.rows import check_kinds
 
@@ -39,9 +39,12 @@ class ClaimView:
 
 @dataclass
 class _Partition:
+    """``reserved`` are those of ``sample_ids`` whose first put is still on its way to the store."""
+
     declaration: PartitionDeclaration
     kinds: dict[str, str] = field(default_factory=dict)
     sample_ids: set[str] = field(default_factory=set)
+    reserved: set[str] = field(default_factory=set)
     put: int = 0
     version: int = 0
 
@@ -73,7 +76,7 @@ class PartitionDirectory:
         if partition is None:
             partition = self._partitions[declaration.partition_id] = _Partition(declaration)
         partition.declaration = declaration
-        partition.put = len(partition.sample_ids)
+        partition.put = len(partition.sample_ids - partition.reserved)
         if not partition.sample_ids:
             partition.kinds = {}
         await self._notify(partition)
@@ -89,11 +92,11 @@ class PartitionDirectory:
         sample_ids: Sequence[str],
         kinds: Mapping[str, str],
         timeout_s: float,
-    ) -> tuple[list[str], PartitionDeclaration]:
+    ) -> list[str]:
         """Reserve room for a put and fix the kinds of its fields, or refuse it.
 
         Returns:
-            The ids that are new, to `retract` if the put then fails, and the declaration.
+            The ids that are new, to `commit` or, if the put fails, to `retract`.
 
         Raises:
             PartitionNotFoundError, SchemaMismatchError: at once.
@@ -109,28 +112,32 @@ class PartitionDirectory:
                 break
             remaining = deadline - time.monotonic()
             if remaining <= 0 or len(new) > self._capacity:
-                raise CapacityExceeded(
-                    f"put_samples(partition={partition_id!r}): {len(new)} new samples, {held} of "
-                    f"{self._capacity} held after {timeout_s:g} s; clear samples or raise "
-                    "storage_capacity"
+                raise capacity_exceeded(
+                    partition_id, new=len(new), held=held, capacity=self._capacity
                 )
             await self._wait(remaining)
         partition.kinds.update(kinds)
         partition.sample_ids.update(new)
-        partition.put += len(new)
-        return new, partition.declaration
+        partition.reserved.update(new)
+        return new
 
-    async def commit(self, partition_id: str) -> None:
-        """Say that a put of the partition is readable, and wake the claims that wait."""
+    async def commit(self, partition_id: str, new_ids: Sequence[str]) -> None:
+        """Say that a put is readable, and wake the claims that wait.
+
+        Only now its new samples stop counting as still to be put: until the controller knows them,
+        a claim must not conclude that nothing more can come.
+        """
         partition = self._partitions.get(partition_id)
         if partition is not None:
+            arrived = partition.reserved & set(new_ids)
+            partition.reserved -= arrived
+            partition.put += len(arrived)
             await self._notify(partition)
 
     async def retract(self, partition_id: str, new_ids: Sequence[str]) -> None:
         """Undo the reservation of a put that failed."""
         partition = self._partitions.get(partition_id)
         if partition is not None:
-            partition.put -= len(partition.sample_ids & set(new_ids))
             await self._drop(partition, new_ids)
 
     async def cleared(self, partition_id: str, sample_ids: Sequence[str]) -> None:
@@ -192,6 +199,7 @@ class PartitionDirectory:
 
     async def _drop(self, partition: _Partition, sample_ids: Sequence[str]) -> None:
         partition.sample_ids.difference_update(sample_ids)
+        partition.reserved.difference_update(sample_ids)
         if not partition.sample_ids:
             partition.kinds = {}
         await self._notify(partition)

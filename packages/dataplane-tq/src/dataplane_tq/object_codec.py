@@ -60,7 +60,8 @@ _decoder = msgspec.msgpack.Decoder(ext_hook=_decode_extension)
 def encode_object(field: str, value: Any) -> bytes:
     """Encode one value of the object column ``field``.
 
-    Tuples and sets come back as lists. Integers fit in 64 bits.
+    Tuples and sets come back as lists; dataclasses as dicts, enums as their values, and dates,
+    decimals and UUIDs as strings, as msgspec writes them. Integers fit in 64 bits.
 
     Raises:
         InvalidRequestError: (a ValueError) naming the field and the type that cannot be stored.

@@ -30,7 +30,7 @@ CONTROLLER = "TransferQueueController"
 DIRECTORY = "DataPlaneDirectory"
 BACKENDS = ("simple",)
 
-_START_TIMEOUT_S = 60.0
+_START_TIMEOUT_S = 120.0
 # The actors mostly wait; a whole CPU for each would leave none to a small machine's workers.
 _ACTOR_CPUS = 0.1
 

@@ -134,6 +134,19 @@ class ClaimContract(StoreFixtures):
         assert peer.claim_meta(partition, "train", ["x"], 5, timeout_s=self.patience_s).size == 3
         assert client.claim_meta(partition, "train", ["x"], 5, timeout_s=self.patience_s).size == 0
 
+    def test_a_claim_beside_a_put_is_never_short(
+        self, client: DataPlaneClient, peer: DataPlaneClient, partition: str
+    ) -> None:
+        with ThreadPoolExecutor(1) as pool:
+            for start in range(0, 60, 2):
+                client.register_partition(partition, ["x"], 2, ["train"])
+                claim = pool.submit(
+                    client.claim_meta, partition, "train", ["x"], 2, timeout_s=self.patience_s
+                )
+                put(peer, partition, [f"s{start}", f"s{start + 1}"])
+                assert claim.result(self.patience_s).size == 2
+                client.clear_samples(None, partition)
+
     def test_a_claim_that_times_out_says_what_is_missing_and_claims_nothing(
         self, client: DataPlaneClient, partition: str
     ) -> None:

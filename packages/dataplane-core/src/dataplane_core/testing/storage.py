@@ -306,13 +306,39 @@ class StorageContract(StoreFixtures):
             client.get_samples(["b"], partition, ["y"])
         assert client.get_samples(["a"], partition, ["x"])["x"].tolist() == [1]
 
+    def test_a_partition_that_was_emptied_takes_other_dtypes(
+        self, client: DataPlaneClient, peer: DataPlaneClient, partition: str
+    ) -> None:
+        client.put_samples(["a"], partition, batch(1, x=torch.tensor([1])))
+        peer.clear_samples(["a"], partition)
+        client.put_samples(["a"], partition, batch(1, x=torch.tensor([0.5])))
+        assert peer.get_samples(["a"], partition, ["x"])["x"].tolist() == [0.5]
+
+    def test_an_object_array_of_another_length_is_refused(
+        self, client: DataPlaneClient, partition: str
+    ) -> None:
+        short = np.empty(2, dtype=object)
+        short[:] = ["a", "b"]
+        fields = batch(3)
+        fields.set_non_tensor("x", short)
+        with pytest.raises(InvalidRequestError, match="2 rows; expected 3"):
+            client.put_samples(["a", "b", "c"], partition, fields)
+
+    def test_stamping_the_returned_meta_leaves_the_callers_tags_alone(
+        self, client: DataPlaneClient, partition: str
+    ) -> None:
+        tags = [{"v": 1}]
+        client.put_samples(["a"], partition, tags=tags).stamp_tags({"w": [2]})
+        assert tags == [{"v": 1}]
+
     def test_values_outside_a_declared_vocabulary_are_refused(
         self, client: DataPlaneClient, partition: str
     ) -> None:
         client.register_partition(partition, ["role"], 8, [], enums={"role": ["user", "tool"]})
         client.put_samples(["a"], partition, batch(1, role=objects("tool")))
         with pytest.raises(InvalidRequestError, match="'narrator'"):
-            client.put_samples(["b"], partition, batch(1, role=objects("narrator")))
+            client.put_samples(["b"], partition, batch(1, role=objects("narrator"), z=objects(1)))
+        client.put_samples(["b"], partition, batch(1, z=torch.ones(1)))
 
     def test_clearing_drops_those_ids_alone(
         self, client: DataPlaneClient, peer: DataPlaneClient, partition: str
