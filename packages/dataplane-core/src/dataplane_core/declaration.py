@@ -1,6 +1,7 @@
 """A partition's declaration, and the checks that every client makes the same way.
 
 Public to authors of adapters, so that all clients refuse the same requests with the same words.
+Needs no torch: a control process can use it without.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from dataplane_core.errors import (
     DuplicateSampleError,
     InvalidRequestError,
     MissingDataError,
+    SchemaMismatchError,
     listed,
 )
 
@@ -145,6 +147,16 @@ def fields_to_read(meta: KVBatchMeta, select_fields: list[str] | None) -> list[s
             "names the fields to read"
         )
     return names
+
+
+def check_kinds(columns: Mapping[str, str], known: Mapping[str, str], *, partition_id: str) -> None:
+    """Raise `SchemaMismatchError` if a field of ``columns`` has another kind in ``known``."""
+    for name, kind in columns.items():
+        if known.get(name, kind) != kind:
+            raise SchemaMismatchError(
+                f"put_samples(partition={partition_id!r}): field {name!r} holds {known[name]} and "
+                f"cannot take {kind}; clear the partition before changing a field's dtype"
+            )
 
 
 def check_enums(columns: Mapping[str, Column], declaration: PartitionDeclaration) -> None:

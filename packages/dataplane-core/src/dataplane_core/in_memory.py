@@ -24,6 +24,7 @@ from dataplane_core.declaration import (
     PartitionDeclaration,
     capacity_exceeded,
     check_enums,
+    check_kinds,
     check_put,
     fields_to_read,
     missing_data,
@@ -143,7 +144,7 @@ class InMemoryDataPlaneClient(DataPlaneClient):
         deadline = time.monotonic() + self._put_timeout_s
         with self._store.changed:
             partition = self._make_room(partition_id, sample_ids, deadline)
-            row_codec.check_kinds(kinds, partition.kinds, partition_id=partition_id)
+            check_kinds(kinds, partition.kinds, partition_id=partition_id)
             check_enums(columns, partition.declaration)
             partition.kinds.update(kinds)
             for i, sample_id in enumerate(sample_ids):

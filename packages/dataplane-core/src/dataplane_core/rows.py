@@ -24,7 +24,7 @@ from tensordict import (
     is_tensor_collection,
 )
 
-from dataplane_core.errors import InvalidRequestError, SchemaMismatchError
+from dataplane_core.errors import InvalidRequestError
 
 OBJECT = "object"
 """Kind of a field whose rows are Python values; a tensor field's kind is its dtype's name."""
@@ -97,16 +97,6 @@ def _split_leaf(name: str, leaf: Any, count: int) -> Column:
             f"field {name!r}: nested TensorDicts are not supported; put its leaves as own fields"
         )
     return Column(OBJECT, list(leaf))
-
-
-def check_kinds(columns: Mapping[str, str], known: Mapping[str, str], *, partition_id: str) -> None:
-    """Raise `SchemaMismatchError` if a field of ``columns`` has another kind in ``known``."""
-    for name, kind in columns.items():
-        if known.get(name, kind) != kind:
-            raise SchemaMismatchError(
-                f"put_samples(partition={partition_id!r}): field {name!r} holds {known[name]} and "
-                f"cannot take {kind}; clear the partition before changing a field's dtype"
-            )
 
 
 def collate_rows(kind: str, rows: Sequence[Any]) -> torch.Tensor | NonTensorStack:

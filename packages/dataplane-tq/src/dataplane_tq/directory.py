@@ -17,9 +17,8 @@ from dataclasses import dataclass, field
 from typing import Any  # Any: TransferQueue's connection facts are its own types
 
 from dataplane_core import PartitionNotFoundError, UnknownTaskError
-from dataplane_core.declaration import PartitionDeclaration, capacity_exceeded
+from dataplane_core.declaration import PartitionDeclaration, capacity_exceeded, check_kinds
 from dataplane_core.errors import listed
-from dataplane_core.rows import check_kinds
 
 
 @dataclass(frozen=True)
