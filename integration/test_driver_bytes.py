@@ -12,11 +12,11 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from dataplane_core import DataPlaneClient
 from grpo_trainer.config import TrainerConfig
-from grpo_trainer.model import build_character_tokenizer, load_tokenizer, prompt_encoder
 from grpo_trainer.policy import Policy
 from grpo_trainer.prompts import SHIPPED, PromptStream, load_prompts
 from grpo_trainer.run_actors import GENERATION, RunActors
 from grpo_trainer.step import GRPOStep, StepReport
+from grpo_trainer.tokenizer import build_character_tokenizer, load_tokenizer, prompt_encoder
 from grpo_trainer.weight_sync import RayObjectWeightSync
 from observability import MetricsDataPlaneClient
 

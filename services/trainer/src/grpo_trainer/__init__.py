@@ -2,7 +2,8 @@
 
 from grpo_trainer.config import TrainerConfig, load_config
 from grpo_trainer.errors import TrainerError
-from grpo_trainer.train import RunDisplay, RunResult, resume, train
+from grpo_trainer.run import RunResult, resume, train
+from grpo_trainer.run_display import RunDisplay
 
 __all__ = [
     "RunDisplay",

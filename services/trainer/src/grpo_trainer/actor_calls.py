@@ -14,6 +14,9 @@ import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from grpo_trainer.errors import TrainerError, WorkerError
+from grpo_trainer.ray_failures import death, first_line
+
+_PROBE_S = 2.0
 
 Observer = Callable[[str, str, Any], None]
 """Called with the actor's name, "sent" or "received", and what was."""
@@ -71,10 +74,11 @@ class ActorCalls:
             done, _ = ray.wait(list(pending), num_returns=1, timeout=remaining)
             if not done:
                 waiting = ", ".join(sorted(pending.values()))
+                self._check_alive(method)
                 raise WorkerError(f"{method}: no answer from {waiting} in {self._timeout_s:g} s")
             for reference in done:
                 name = pending.pop(reference)
-                results[name] = _result(name, method, reference)
+                results[name] = self._result(name, method, reference)
                 self._observe(name, "received", results[name])
         return {name: results[name] for name in calls}
 
@@ -88,21 +92,31 @@ class ActorCalls:
         if self._observer is not None:
             self._observer(name, direction, what)
 
+    def _result(self, name: str, method: str, reference: Any) -> Any:
+        try:
+            return ray.get(reference)
+        except RayActorError as error:
+            raise WorkerError(f"{name} {death(error, method)}") from error
+        except RayTaskError as error:
+            self._check_alive(method)
+            cause = error.cause
+            if isinstance(cause, TrainerError):
+                raise WorkerError(f"{name}: {cause}") from error
+            raise WorkerError(
+                f"{name}: {method} failed: {type(cause).__name__}: {first_line(cause)}"
+            ) from error
+        except RayError as error:
+            raise WorkerError(f"{name}: {method}: {first_line(error)}") from error
 
-def _result(name: str, method: str, reference: Any) -> Any:
-    try:
-        return ray.get(reference)
-    except RayActorError as error:
-        raise WorkerError(f"{name} died during {method}: {_first_line(error)}") from error
-    except RayTaskError as error:
-        cause = error.cause
-        if isinstance(cause, TrainerError):
-            raise WorkerError(f"{name}: {cause}") from error
-        raise WorkerError(f"{name}: {method} failed: {type(cause).__name__}: {cause}") from error
-    except RayError as error:
-        raise WorkerError(f"{name}: {method}: {_first_line(error)}") from error
+    def _check_alive(self, method: str) -> None:
+        """Raise `WorkerError` naming an actor that is dead, if one is.
 
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
+        When one dies, others fail because they talk to it, and their answers can come first.
+        """
+        probes = {handle.__ray_ready__.remote(): name for name, handle in self._actors.items()}
+        answered, _ = ray.wait(list(probes), num_returns=len(probes), timeout=_PROBE_S)
+        for probe in answered:
+            try:
+                ray.get(probe)
+            except RayActorError as error:
+                raise WorkerError(f"{probes[probe]} {death(error, method)}") from error

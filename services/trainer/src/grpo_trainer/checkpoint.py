@@ -1,7 +1,8 @@
 """Checkpoints of a whole run: safetensors for tensors, JSON for the rest, nothing pickled.
 
 A checkpoint is a folder. It is written under another name, its state file last and with a digest of
-every other file, and renamed when complete: a folder named ``step-...`` is always whole.
+every other file, and renamed when complete; an old one is renamed before it is removed. So a folder
+named ``step-...`` is always whole.
 """
 
 from __future__ import annotations
@@ -9,27 +10,21 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any  # Any: transformers' models, metrics
+from typing import Any, Literal  # Any: metrics
 
-import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from pydantic import BaseModel, ConfigDict, NonNegativeInt, ValidationError
 
 from grpo_trainer.errors import CheckpointError
 
-_FORMAT = 1
 _STATE = "state.json"
-_MODEL = "model"
-_OPTIMIZER = "optimizer.safetensors"
+_NAME = re.compile(r"step-(\d{6,})")
 
 
-@dataclass(frozen=True)
-class RunState:
+class RunState(BaseModel):
     """What a run needs to go on besides model and optimiser.
 
     Attributes:
@@ -39,10 +34,21 @@ class RunState:
         config: the run's configuration as plain data.
     """
 
-    step: int
-    prompts_position: int
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    step: NonNegativeInt
+    prompts_position: NonNegativeInt
     history: list[dict[str, Any]]
     config: dict[str, Any]
+
+
+class _StateFile(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    format: Literal[1]
+    files: dict[str, str]
+    state: RunState
+    digest: str
 
 
 def save_checkpoint(
@@ -64,9 +70,10 @@ def save_checkpoint(
             is left, and older checkpoints are untouched.
     """
     final = folder / f"step-{state.step:06d}"
-    partial = folder / f".{final.name}.partial"
-    shutil.rmtree(partial, ignore_errors=True)
+    partial = _partial(final)
     try:
+        for left in folder.glob(".step-*.partial"):  # of a process that was killed
+            shutil.rmtree(left)
         partial.mkdir(parents=True)
         write_policy(partial)
         digests = {
@@ -74,20 +81,22 @@ def save_checkpoint(
             for path in sorted(partial.rglob("*"))
             if path.is_file()
         }
-        content = {"format": _FORMAT, "files": digests, **asdict(state)}
+        body = {"format": 1, "files": digests, "state": state.model_dump()}
+        content = {**body, "digest": _json_digest(body)}
         (partial / _STATE).write_text(json.dumps(content, indent=1))
         for path in partial.rglob("*"):
             _sync(path)
         if final.exists():
-            shutil.rmtree(final)
+            raise CheckpointError(f"checkpoint {final}: exists already")
         os.replace(partial, final)
         _sync(folder)
+        for old in _checkpoints(folder)[:-keep_last]:
+            os.replace(old, _partial(old))
+            shutil.rmtree(_partial(old))
     except OSError as error:
         raise CheckpointError(f"checkpoint {final}: cannot be written: {error}") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    for old in _checkpoints(folder)[:-keep_last]:
-        shutil.rmtree(old)
     return final
 
 
@@ -105,68 +114,43 @@ def load_state(checkpoint: Path) -> RunState:
     """
     path = checkpoint / _STATE
     try:
-        content = json.loads(path.read_text())
+        raw = json.loads(path.read_bytes())
+        found = _StateFile.model_validate(raw)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise CheckpointError(f"checkpoint file {path}: {where}: {first['msg']}") from None
     except (OSError, ValueError) as error:
         raise CheckpointError(f"checkpoint file {path}: cannot be read: {error}") from None
-    if content.get("format") != _FORMAT:
-        raise CheckpointError(
-            f"checkpoint file {path}: format {content.get('format')!r}; expected {_FORMAT}"
-        )
-    for name, digest in content["files"].items():
+    body = {name: value for name, value in raw.items() if name != "digest"}
+    if _json_digest(body) != found.digest:
+        raise CheckpointError(f"checkpoint file {path}: its content changed since it was saved")
+    for name, digest in found.files.items():
         file = checkpoint / name
         if not file.is_file():
             raise CheckpointError(f"checkpoint file {file}: missing")
         if _digest(file) != digest:
             raise CheckpointError(f"checkpoint file {file}: its content changed since it was saved")
-    return RunState(
-        step=content["step"],
-        prompts_position=content["prompts_position"],
-        history=content["history"],
-        config=content["config"],
-    )
-
-
-def save_policy(folder: Path, model: Any, optimizer: torch.optim.Optimizer) -> None:
-    """Write the model, as transformers loads it, and the optimiser's state."""
-    model.save_pretrained(folder / _MODEL)
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    tensors = {
-        f"{names[id(parameter)]}/{key}": value.detach().cpu().contiguous()
-        for parameter, state in optimizer.state.items()
-        for key, value in state.items()
-    }
-    save_file(tensors, folder / _OPTIMIZER)
-
-
-def load_weights(folder: Path, model: Any) -> None:
-    """Take the weights that `save_policy` wrote into ``model``."""
-    saved = AutoModelForCausalLM.from_pretrained(folder / _MODEL, dtype=model.dtype)
-    model.load_state_dict(saved.state_dict())
-
-
-def load_optimizer(folder: Path, model: Any, optimizer: torch.optim.Optimizer) -> None:
-    """Take the optimiser state that `save_policy` wrote.
-
-    Raises:
-        CheckpointError: it names a parameter that the model does not have.
-    """
-    path = folder / _OPTIMIZER
-    parameters = dict(model.named_parameters())
-    try:
-        tensors = load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"checkpoint file {path}: cannot be read: {error}") from None
-    for name, tensor in tensors.items():
-        parameter_name, _, key = name.rpartition("/")
-        if parameter_name not in parameters:
-            raise CheckpointError(f"checkpoint file {path}: no parameter {parameter_name!r}")
-        parameter = parameters[parameter_name]
-        device = "cpu" if key == "step" else parameter.device
-        optimizer.state[parameter][key] = tensor.to(device)
+    return found.state
 
 
 def _checkpoints(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.glob("step-*") if path.is_dir())
+    """Complete ones, oldest first."""
+    steps = {int(match[1]): path for path in folder.glob("step-*") if (match := _match(path))}
+    return [steps[step] for step in sorted(steps)]
+
+
+def _match(path: Path) -> re.Match[str] | None:
+    return _NAME.fullmatch(path.name) if path.is_dir() else None
+
+
+def _partial(final: Path) -> Path:
+    return final.with_name(f".{final.name}.partial")
+
+
+def _json_digest(body: dict[str, Any]) -> str:
+    content = json.dumps(body, sort_keys=True).encode()
+    return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 
 def _digest(path: Path) -> str:

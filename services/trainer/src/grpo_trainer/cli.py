@@ -6,6 +6,7 @@ Ray is shut down first, also when the process is interrupted or terminated.
 
 from __future__ import annotations
 
+import json
 import signal
 import sys
 from collections.abc import Callable
@@ -21,7 +22,8 @@ from dataplane_core import DataPlaneError
 from grpo_trainer.config import DEMO_CONFIG, load_config
 from grpo_trainer.display import TerminalDisplay, print_summary
 from grpo_trainer.errors import TrainerError
-from grpo_trainer.train import PICTURE, RunResult, resume, train
+from grpo_trainer.run import RunResult, resume, train
+from grpo_trainer.run_folder import PICTURE
 
 app = typer.Typer(
     help="Synchronous GRPO on Ray, through a data plane.",
@@ -49,9 +51,9 @@ def train_command(
     """Train from the start. Without options: the demo."""
     overrides = list(set_ or [])
     if dataset is not None:
-        overrides.append(f"data.train={dataset}")
+        overrides.append(f"data.train={_quoted(dataset)}")
     if output is not None:
-        overrides.append(f"run.output={output}")
+        overrides.append(f"run.output={_quoted(output)}")
     if seed is not None:
         overrides.append(f"run.seed={seed}")
     _report(lambda display: train(load_config(config, overrides), display=display))
@@ -65,6 +67,10 @@ def resume_command(
     _report(lambda display: resume(folder, display=display))
 
 
+def _quoted(path: Path) -> str:
+    return json.dumps(str(path))  # a JSON string is a YAML one; a bare path may be anything
+
+
 def _report(run: Callable[[TerminalDisplay], RunResult]) -> None:
     signal.signal(signal.SIGTERM, _terminate)
     console = Console()
@@ -73,7 +79,8 @@ def _report(run: Callable[[TerminalDisplay], RunResult]) -> None:
         result = run(display)
     except (TrainerError, DataPlaneError) as error:
         display.close()
-        Console(stderr=True).print(Text.assemble(("error: ", "bold red"), str(error)))
+        message = Text.assemble(("error: ", "bold red"), str(error))
+        Console(stderr=True).print(message, soft_wrap=True)
         raise typer.Exit(1) from None
     except KeyboardInterrupt:
         display.close()

@@ -7,220 +7,27 @@ the data plane read keep the names that those packages document.
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal  # Any: YAML before it is checked
+from typing import Any  # Any: YAML before it is checked
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import ValidationError, model_validator
 
+from dataplane_core import ConfigError, DataPlaneConfig, validate_config
 from grpo_trainer.errors import ConfigurationError
-
-PositiveInt = Annotated[int, Field(gt=0)]
-NonNegativeInt = Annotated[int, Field(ge=0)]
-PositiveFloat = Annotated[float, Field(gt=0)]
-NonNegativeFloat = Annotated[float, Field(ge=0)]
-
-
-class Section(BaseModel):
-    """A mapping of the YAML; unknown keys are refused."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class RunSection(Section):
-    """Where a run writes, and the seed that all of its randomness follows from."""
-
-    name: str
-    output: Path
-    seed: NonNegativeInt
-
-
-class ClusterSection(Section):
-    """How Ray is reached or started.
-
-    Attributes:
-        address: address of a running cluster, or null to start one for the run.
-        num_cpus: logical CPUs of a started cluster. They only bound placement; the demo's actors
-            mostly wait for each other, so there may be more than cores.
-        temp_dir: folder of a started cluster's files, or null for Ray's own choice.
-        call_timeout_s: deadline of every call to a worker, in seconds.
-    """
-
-    address: str | None
-    num_cpus: PositiveInt
-    temp_dir: Path | None
-    call_timeout_s: PositiveFloat
-
-
-class RandomModel(Section):
-    """A Qwen3 decoder with random weights and a character tokenizer, built for the run."""
-
-    kind: Literal["random"]
-    characters: Annotated[str, Field(min_length=1)]
-    hidden_size: PositiveInt
-    intermediate_size: PositiveInt
-    num_layers: PositiveInt
-    num_heads: PositiveInt
-    head_dim: PositiveInt
-    initializer_range: PositiveFloat
-
-
-class PretrainedModel(Section):
-    """A causal LM and its tokenizer, loaded through transformers.
-
-    Attributes:
-        name: folder or hub name.
-        use_chat_template: render prompts through the tokenizer's chat template.
-    """
-
-    kind: Literal["pretrained"]
-    name: Annotated[str, Field(min_length=1)]
-    use_chat_template: bool
-
-
-class GenerationSection(Section):
-    """The generation worker."""
-
-    backend: Literal["transformers"]
-    max_new_tokens: PositiveInt
-    temperature: PositiveFloat
-    num_gpus: NonNegativeFloat
-    num_threads: PositiveInt
-
-
-class OptimizerSection(Section):
-    """AdamW with linear warm-up and linear decay to ``final_lr_fraction`` of the rate."""
-
-    learning_rate: NonNegativeFloat
-    betas: tuple[float, float]
-    eps: PositiveFloat
-    weight_decay: NonNegativeFloat
-    max_grad_norm: PositiveFloat
-    warmup_steps: NonNegativeInt
-    final_lr_fraction: Annotated[float, Field(ge=0, le=1)]
-
-
-class DynamicBatchingSection(Section):
-    """Micro-batches cut by tokens instead of rows."""
-
-    enabled: bool
-    max_tokens_per_microbatch: PositiveInt
-    sequence_length_round: PositiveInt
-
-
-class RouterReplaySection(Section):
-    """Replay of expert routing; not used by dense models."""
-
-    enabled: Literal[False]
-
-
-class PolicySection(Section):
-    """The trained model and the data-parallel workers that hold it."""
-
-    model: Annotated[RandomModel | PretrainedModel, Field(discriminator="kind")]
-    data_parallel: PositiveInt
-    num_gpus_per_worker: NonNegativeFloat
-    num_threads: PositiveInt
-    max_total_sequence_length: PositiveInt
-    make_sequence_length_divisible_by: PositiveInt
-    global_batch_size: PositiveInt
-    micro_batch_size: PositiveInt
-    dynamic_batching: DynamicBatchingSection
-    optimizer: OptimizerSection
-    generation: GenerationSection
-    router_replay: RouterReplaySection
-
-
-class DynamicSamplingSection(Section):
-    """Replace groups whose rewards are all the same.
-
-    Attributes:
-        enabled: drop and clear such groups.
-        max_batches: generate at most so many batches of prompts for a step.
-        when_short: with too few groups left after that, end the run or train on what there is.
-    """
-
-    enabled: bool
-    max_batches: PositiveInt
-    when_short: Literal["raise", "proceed"]
-
-
-class GRPOSection(Section):
-    """The algorithm (Shao et al. 2024, arXiv:2402.03300; clipping and sampling of Yu et al. 2025,
-    arXiv:2503.14476).
-
-    Attributes:
-        num_steps: optimiser rounds of the run.
-        num_prompts_per_step: prompts of a batch.
-        num_generations_per_prompt: group size.
-        max_rollout_turns: responses per conversation at most.
-        normalize_advantages: divide by the group's standard deviation.
-        reward_scale: factor on every reward.
-        clip_low: the ratio is clipped below ``1 - clip_low``.
-        clip_high: the ratio is clipped above ``1 + clip_high``.
-        kl_coefficient: weight of the KL term to the initial policy; at 0 the reference stage is
-            skipped.
-        recompute_prev_logprobs: score the batch by the policy before training; else the
-            generator's log-probabilities stand in for them.
-        max_logprob_error: leave samples out whose mean absolute difference between the two is
-            larger, or null.
-        overlong_filtering: leave truncated samples out of the loss.
-        deduplicate_multimodal_data: for multimodal models.
-    """
-
-    num_steps: PositiveInt
-    num_prompts_per_step: PositiveInt
-    num_generations_per_prompt: Annotated[int, Field(ge=2)]
-    max_rollout_turns: PositiveInt
-    normalize_advantages: bool
-    reward_scale: PositiveFloat
-    clip_low: PositiveFloat
-    clip_high: PositiveFloat
-    kl_coefficient: NonNegativeFloat
-    recompute_prev_logprobs: bool
-    max_logprob_error: PositiveFloat | None
-    overlong_filtering: bool
-    dynamic_sampling: DynamicSamplingSection
-    deduplicate_multimodal_data: Literal[False]
-
-
-class DataSection(Section):
-    """Prompts, JSONL. Null takes the ones shipped with the service."""
-
-    train: Path | None
-    validation: Path | None
-    shuffle: bool
-
-
-class EnvSection(Section):
-    """The environment that verifies answers.
-
-    Attributes:
-        should_use_nemo_gym: always false; that environment is not part of this trainer.
-        step_timeout_s: deadline of one environment step, in seconds.
-        correct: what the environment says before a follow-up to a right answer.
-        wrong: the same for a wrong answer.
-    """
-
-    should_use_nemo_gym: Literal[False]
-    step_timeout_s: PositiveFloat
-    correct: str
-    wrong: str
-
-
-class ValidationSection(Section):
-    """A pass over held-out prompts, one conversation each; ``every_steps: 0`` makes none."""
-
-    every_steps: NonNegativeInt
-    batch_size: PositiveInt
-
-
-class CheckpointSection(Section):
-    """Checkpoints of the whole run; ``every_steps: 0`` writes none."""
-
-    every_steps: NonNegativeInt
-    keep_last: PositiveInt
+from grpo_trainer.sections import (
+    CheckpointSection,
+    ClusterSection,
+    DataSection,
+    EnvSection,
+    GRPOSection,
+    PolicySection,
+    RunSection,
+    Section,
+    ValidationSection,
+)
 
 
 class TrainerConfig(Section):
@@ -234,7 +41,7 @@ class TrainerConfig(Section):
     env: EnvSection
     validation: ValidationSection
     checkpointing: CheckpointSection
-    data_plane: dict[str, Any]
+    data_plane: DataPlaneConfig
 
     @property
     def samples_per_step(self) -> int:
@@ -242,47 +49,114 @@ class TrainerConfig(Section):
         return self.grpo.num_prompts_per_step * self.grpo.num_generations_per_prompt
 
     @model_validator(mode="after")
-    def _sizes_fit(self) -> TrainerConfig:
-        policy, samples = self.policy, self.samples_per_step
-        if samples % policy.global_batch_size:
-            raise ValueError(
-                f"policy.global_batch_size: {policy.global_batch_size} does not divide the "
-                f"{samples} samples of a step (grpo.num_prompts_per_step x "
-                "grpo.num_generations_per_prompt)"
-            )
-        if policy.global_batch_size % policy.data_parallel:
-            raise ValueError(
-                f"policy.data_parallel: {policy.data_parallel} does not divide "
-                f"policy.global_batch_size {policy.global_batch_size}"
-            )
-        if policy.generation.max_new_tokens >= policy.max_total_sequence_length:
-            raise ValueError(
-                f"policy.generation.max_new_tokens: {policy.generation.max_new_tokens} leaves no "
-                "room for a prompt in policy.max_total_sequence_length "
-                f"{policy.max_total_sequence_length}"
-            )
+    def _parts_fit(self) -> TrainerConfig:
+        problems = [*_size_problems(self), *_data_plane_problems(self)]
+        if problems:
+            raise ValueError("; ".join(problems))
         return self
 
+
+def _size_problems(config: TrainerConfig) -> list[str]:
+    policy, samples = config.policy, config.samples_per_step
+    batching, longest = policy.dynamic_batching, policy.max_total_sequence_length
+    problems = []
+    if samples % policy.global_batch_size:
+        problems.append(
+            f"policy.global_batch_size: {policy.global_batch_size} does not divide the {samples} "
+            "samples of a step (grpo.num_prompts_per_step x grpo.num_generations_per_prompt)"
+        )
+    if policy.global_batch_size % policy.data_parallel:
+        problems.append(
+            f"policy.data_parallel: {policy.data_parallel} does not divide "
+            f"policy.global_batch_size {policy.global_batch_size}"
+        )
+    if policy.generation.max_new_tokens >= longest:
+        problems.append(
+            f"policy.generation.max_new_tokens: {policy.generation.max_new_tokens} leaves no room "
+            f"for a prompt in policy.max_total_sequence_length {longest}"
+        )
+    round_to = batching.sequence_length_round
+    widest = -(-longest // round_to) * round_to
+    if batching.enabled and batching.max_tokens_per_microbatch < widest:
+        problems.append(
+            "policy.dynamic_batching.max_tokens_per_microbatch: "
+            f"{batching.max_tokens_per_microbatch} does not hold a sequence of {widest} tokens "
+            "(policy.max_total_sequence_length, rounded up)"
+        )
+    return problems
+
+
+def _data_plane_problems(config: TrainerConfig) -> list[str]:
+    plane = config.data_plane
+    problems = [
+        f"data_plane.{key}: missing; every key must be set"
+        for key in _DATA_PLANE_KEYS
+        if key not in plane
+    ]
+    try:
+        validate_config(plane)
+    except ConfigError as error:
+        problems.append(str(error).replace("data-plane config: ", "data_plane."))
+    if not plane["enabled"]:
+        problems.append("data_plane.enabled: found False; the trainer needs its data plane")
+    if plane["impl"] == "in_memory":
+        problems.append(
+            "data_plane.impl: 'in_memory' is seen by one process; the trainer's are several"
+        )
+    # With dynamic sampling a batch can come in while all but one sample of a step are kept.
+    sampling = config.grpo.dynamic_sampling
+    batches = 2 if sampling.enabled and sampling.max_batches > 1 else 1
+    needed = max(config.samples_per_step * batches, config.validation.batch_size)
+    capacity = plane.get("storage_capacity", needed)
+    if capacity < needed:
+        problems.append(
+            f"data_plane.storage_capacity: {capacity} is less than the {needed} samples that a "
+            "step can hold at once"
+        )
+    return problems
+
+
+_DATA_PLANE_KEYS = (
+    "backend",
+    "storage_capacity",
+    "num_storage_units",
+    "claim_meta_poll_interval_s",
+    "global_segment_size",
+    "local_buffer_size",
+    "ack_timeout_ms",
+    "observability",
+)
 
 DEMO_CONFIG = Path(__file__).parent / "configs" / "demo.yaml"
 
 
-def load_config(path: Path, overrides: Sequence[str] = ()) -> TrainerConfig:
+class _Loader(yaml.SafeLoader):
+    """YAML in which ``1e-3`` is a number, as YAML 1.2 has it."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)[eE][-+]?[0-9]+$"),
+    list("-+.0123456789"),
+)
+
+
+def load_config(path: Path = DEMO_CONFIG, overrides: Sequence[str] = ()) -> TrainerConfig:
     """Read a configuration.
 
     Args:
-        path: YAML file.
+        path: YAML file; the shipped demo if not given.
         overrides: ``dotted.key=value`` each, value in YAML; the key must exist in the file.
 
     Raises:
         ConfigurationError: naming the file and every unknown key, missing key and wrong value.
     """
     try:
-        raw = yaml.safe_load(path.read_text())
+        raw = _parse(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigurationError(f"{path}: cannot be read: {error.strerror}") from None
-    except yaml.YAMLError as error:
-        raise ConfigurationError(f"{path}: not valid YAML: {error}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"{path}: not valid YAML: {_one_line(error)}") from None
     if not isinstance(raw, dict):
         raise ConfigurationError(f"{path}: found {type(raw).__name__}; expected a mapping")
     for override in overrides:
@@ -300,23 +174,29 @@ def check_config(raw: Mapping[str, Any], *, source: str) -> TrainerConfig:
 
 
 def _describe(item: Any) -> str:
-    kinds = {"random", "pretrained"}
-    where = ".".join(str(part) for part in item["loc"] if part not in kinds)
+    parts = [str(part) for part in item["loc"]]
+    if parts[:2] == ["policy", "model"]:
+        del parts[2:3]  # the kind of model, which pydantic adds to the path
+    where = ".".join(parts)
     if item["type"] == "extra_forbidden":
-        close = difflib.get_close_matches(str(item["loc"][-1]), _known_keys(), n=1)
+        close = difflib.get_close_matches(parts[-1], _known_keys(), n=1)
         return f"{where}: unknown key" + (f"; did you mean {close[0]!r}?" if close else "")
     if item["type"] == "missing":
         return f"{where}: missing; every key must be set"
+    if item["type"] == "union_tag_not_found":
+        return f"{where}.kind: missing; every key must be set"
+    if item["type"] == "union_tag_invalid":
+        expected = item["ctx"]["expected_tags"]
+        return f"{where}.kind: found {item['ctx']['tag']!r}; expected {expected}"
     if item["type"] == "value_error":
         return str(item["ctx"]["error"])
     return f"{where}: found {item['input']!r}; {item['msg']}"
 
 
 def _known_keys() -> list[str]:
-    names: list[str] = []
-    pending: list[type[BaseModel]] = list(Section.__subclasses__())
-    while pending:
-        names.extend(pending.pop().model_fields)
+    names = [*DataPlaneConfig.__annotations__]
+    for section in Section.__subclasses__():
+        names.extend(section.model_fields)
     return names
 
 
@@ -331,6 +211,14 @@ def _apply(raw: dict[str, Any], override: str) -> None:
     if not isinstance(node, dict) or leaf not in node:
         raise ConfigurationError(f"--set {override}: the configuration has no key {key!r}")
     try:
-        node[leaf] = yaml.safe_load(value)
+        node[leaf] = _parse(value)
     except yaml.YAMLError:
         raise ConfigurationError(f"--set {override}: {value!r} is not valid YAML") from None
+
+
+def _parse(text: str) -> Any:
+    return yaml.load(text, Loader=_Loader)  # noqa: S506  # a SafeLoader
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())

@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from grpo_trainer.config import TrainerConfig
-from grpo_trainer.train import RunDisplay
+from grpo_trainer.run_display import RunDisplay
 
 _BARS = " ▁▂▃▄▅▆▇█"
 _RECENT = 8
@@ -45,7 +45,7 @@ class TerminalDisplay(RunDisplay):
         self._task = self._progress.add_task(
             "steps", total=config.grpo.num_steps, completed=done_steps
         )
-        self._console.print(f"run folder  [bold]{folder}[/bold]", highlight=False)
+        _print_path(self._console, "run folder", folder)
         if self._console.is_terminal:
             self._live = Live(self._render(), console=self._console, refresh_per_second=8)
             self._live.start()
@@ -60,7 +60,7 @@ class TerminalDisplay(RunDisplay):
         self._records.append(record)
         self._progress.update(self._task, completed=record["step"])
         if self._live is None:
-            self._console.print(_line(record), highlight=False)
+            self._console.print(_line(record), highlight=False, soft_wrap=True)
         self._refresh()
 
     def close(self) -> None:
@@ -112,7 +112,12 @@ def print_summary(console: Console, history: Sequence[Mapping[str, Any]], *, pic
         times.add_row(name, f"{1000 * seconds / len(history):.0f}", f"{seconds / total:.0%}")
     console.print(result)
     console.print(times)
-    console.print(f"picture  [bold]{picture}[/bold]", highlight=False)
+    _print_path(console, "picture", picture)
+
+
+def _print_path(console: Console, what: str, path: Path) -> None:
+    # A path is neither wrapped, so that it can be copied, nor read as markup.
+    console.print(Text.assemble(f"{what}  ", (str(path), "bold")), soft_wrap=True)
 
 
 def _steps_table(records: Sequence[Mapping[str, Any]]) -> Table:

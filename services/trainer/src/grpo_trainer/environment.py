@@ -8,11 +8,12 @@ stop is part of what is learnt. Each turn is worth the same share of the convers
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any  # Any: extra_env_info is a plain dict that crosses processes
+from typing import TYPE_CHECKING, Any  # Any: extra_env_info is a plain dict that crosses processes
 
 import torch
 
-from rollout_actor import EnvironmentReturn, Observation
+if TYPE_CHECKING:  # the environment's process needs neither the rollout actor nor the data plane
+    from rollout_actor import EnvironmentReturnDict, Observation
 
 
 def score(response: str, answer: str) -> float:
@@ -40,7 +41,7 @@ class VerifierEnvironment:
 
     def step(
         self, message_logs: Sequence[Sequence[dict[str, str]]], infos: Sequence[dict[str, Any]]
-    ) -> EnvironmentReturn:
+    ) -> EnvironmentReturnDict:
         """Judge the last response of each conversation; arguments as the protocol has them."""
         observations: list[Observation] = []
         metadata, rewards, ended = [], [], []
@@ -54,11 +55,10 @@ class VerifierEnvironment:
             metadata.append({**info, "turn": turn + 1})
             rewards.append(points / len(info["answers"]))
             ended.append(last)
-        return EnvironmentReturn(
-            observations=observations,
-            metadata=metadata,
-            next_stop_strings=[None] * len(rewards),
-            rewards=torch.tensor(rewards),
-            terminateds=torch.tensor(ended),
-            answers=None,
-        )
+        return {
+            "observations": observations,
+            "metadata": metadata,
+            "next_stop_strings": [None] * len(rewards),
+            "rewards": torch.tensor(rewards),
+            "terminateds": torch.tensor(ended),
+        }

@@ -11,6 +11,10 @@ class ConfigurationError(TrainerError, ValueError):
     """The configuration, the data set or the model cannot be used; names the thing."""
 
 
+class OutputError(TrainerError, RuntimeError):
+    """The run's folder cannot be written; names the file."""
+
+
 class WorkerError(TrainerError, RuntimeError):
     """A process of the run died, failed or did not answer in time; names it."""
 

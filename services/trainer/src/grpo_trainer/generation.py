@@ -1,8 +1,8 @@
-"""The generation worker, and the back end that a rollout actor sees in front of it.
+"""The generation worker: a Ray actor with a model of its own.
 
-The worker is a Ray actor with a model of its own; weights reach it through `WeightSync`. Randomness
-follows from the run's seed, the weights' version and the number of the call since that version, so
-that a resumed run draws the same tokens.
+Weights reach it through `WeightSync`. Randomness follows from the run's seed, the name of the
+stream that the driver began, and the number of the call in it: a resumed run draws the same tokens,
+whether or not a validation pass came in between.
 """
 
 from __future__ import annotations
@@ -10,21 +10,18 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Mapping
-from typing import Any  # Any: batches, Ray handles, and transformers' models
+from typing import Any  # Any: batches, and transformers' models
 
-import ray
 import torch
-from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
-from column_io import BatchedDataDict
-from grpo_trainer.errors import WorkerError
-from grpo_trainer.model import load_model, load_tokenizer
+from grpo_trainer.model import load_model
 from grpo_trainer.sampling import sample_responses
+from grpo_trainer.tokenizer import load_tokenizer
 
 
-def call_seed(seed: int, version: int, call: int) -> int:
+def call_seed(seed: int, stream: str, call: int) -> int:
     """The seed of one generate call; equal arguments give equal seeds on every machine."""
-    digest = hashlib.blake2b(f"{seed}:{version}:{call}".encode(), digest_size=8).digest()
+    digest = hashlib.blake2b(f"{seed}:{stream}:{call}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
 
 
@@ -60,12 +57,16 @@ class GenerationWorker:
         self._max_length = max_total_sequence_length
         self._temperature = temperature
         self._seed = seed
-        self._version = 0
-        self._calls = 0
-        self._clear()
+        self.begin("")
+        self.clear_metrics()
 
     def ready(self) -> None:
         """Returns once the model is loaded."""
+
+    def begin(self, stream: str) -> None:
+        """Start a stream of randomness; its name decides what the calls that follow draw."""
+        self._stream = stream
+        self._calls = 0
 
     def generate(self, data: Mapping[str, Any], *, greedy: bool) -> dict[str, Any]:
         """One response per row; see `rollout_actor.GenerationInterface.generate`."""
@@ -73,7 +74,7 @@ class GenerationWorker:
         input_ids, lengths = data["input_ids"], data["input_lengths"].tolist()
         rows = [ids[:length] for ids, length in zip(input_ids, lengths, strict=True)]
         generator = torch.Generator(self._device).manual_seed(
-            call_seed(self._seed, self._version, self._calls)
+            call_seed(self._seed, self._stream, self._calls)
         )
         self._calls += 1
         responses = sample_responses(
@@ -126,7 +127,6 @@ class GenerationWorker:
         with torch.no_grad():
             for name, tensor in own.items():
                 tensor.copy_(weights[name])
-        self._version, self._calls = version, 0
 
     def metrics(self) -> dict[str, Any]:
         """Tokens and seconds since `clear_metrics`."""
@@ -135,56 +135,10 @@ class GenerationWorker:
 
     def clear_metrics(self) -> None:
         """Start counting anew."""
-        self._clear()
+        self._tokens = 0
+        self._seconds = 0.0
 
     def release_memory(self) -> None:
         """Give cached device memory back."""
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
-
-    def _clear(self) -> None:
-        self._tokens = 0
-        self._seconds = 0.0
-
-
-class RayGeneration:
-    """`rollout_actor.GenerationInterface` in front of a `GenerationWorker` actor.
-
-    Args:
-        worker: the actor's handle.
-        timeout_s: deadline of every call, in seconds.
-    """
-
-    def __init__(self, worker: Any, *, timeout_s: float) -> None:
-        self._worker = worker
-        self._timeout_s = timeout_s
-
-    def generate(self, data: BatchedDataDict[Any], *, greedy: bool) -> Mapping[str, Any]:
-        """Generate one response per row."""
-        return self._call("generate", dict(data), greedy=greedy)
-
-    def clear_logger_metrics(self) -> None:
-        """Start the accumulation of metrics anew."""
-        self._call("clear_metrics")
-
-    def get_logger_metrics(self) -> dict[str, Any]:
-        """The metrics accumulated since the last clear."""
-        return self._call("metrics")
-
-    def finish_generation(self) -> None:
-        """Give cached device memory back."""
-        self._call("release_memory")
-
-    def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        reference = getattr(self._worker, method).remote(*args, **kwargs)
-        try:
-            return ray.get(reference, timeout=self._timeout_s)
-        except GetTimeoutError:
-            ray.cancel(reference)
-            raise WorkerError(
-                f"generation worker: {method} did not answer within {self._timeout_s:g} s"
-            ) from None
-        except RayTaskError as error:
-            raise WorkerError(f"generation worker: {method} failed: {error.cause!r}") from error
-        except RayActorError as error:
-            raise WorkerError(f"generation worker died during {method}: {error}") from error

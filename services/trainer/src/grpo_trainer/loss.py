@@ -90,4 +90,4 @@ def token_logprobs(
     logits = model(input_ids=input_ids, attention_mask=attention, use_cache=False).logits
     scores = (logits[:, :-1].float() / temperature).log_softmax(-1)
     picked = scores.gather(2, input_ids[:, 1:, None])[..., 0] * attention[:, 1:]
-    return torch.cat([torch.zeros_like(picked[:, :1]), picked], 1)
+    return torch.nn.functional.pad(picked, (1, 0))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any  # Any: metrics of a step
@@ -9,6 +10,8 @@ from typing import Any  # Any: metrics of a step
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
+
+from grpo_trainer.atomic_file import write_whole
 
 _BLUE, _ORANGE, _GREY = "#2f6fde", "#d9730d", "#6b7280"
 
@@ -43,9 +46,11 @@ def save_reward_picture(history: Sequence[Mapping[str, Any]], path: Path, *, tit
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlabel("step")
     axes.set_ylabel("mean reward")
-    axes.set_title(title, loc="left", fontsize=11, color="#111827")
+    axes.set_title(title, loc="left", fontsize=11, color="#111827", parse_math=False)
     axes.grid(axis="y", color="#e5e7eb")
     axes.spines[["top", "right"]].set_visible(False)
     axes.tick_params(colors=_GREY)
     axes.legend(frameon=False, loc="lower right")
-    figure.savefig(path)
+    png = io.BytesIO()
+    figure.savefig(png, format="png")
+    write_whole(path, png.getvalue())

@@ -8,7 +8,7 @@ from typing import Any  # Any: results of remote methods
 from column_io import DynamicBatchingArgs, round_up, shard_meta_for_dp
 from dataplane_core import GLOBAL_FORWARD_PAD_SEQLEN, KVBatchMeta
 from grpo_trainer.actor_calls import ActorCalls
-from grpo_trainer.config import PolicySection
+from grpo_trainer.sections import PolicySection
 
 
 class Policy:

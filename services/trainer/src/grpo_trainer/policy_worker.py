@@ -24,9 +24,9 @@ from dataplane_core import (
     KVBatchMeta,
     build_data_plane_client,
 )
-from grpo_trainer.checkpoint import load_optimizer, load_weights, save_policy
 from grpo_trainer.loss import LossSums, grpo_loss, token_logprobs
 from grpo_trainer.model import load_model
+from grpo_trainer.policy_state import load_optimizer, load_weights, save_policy
 
 _PREV, _REFERENCE, _GENERATED = (
     "prev_logprobs",

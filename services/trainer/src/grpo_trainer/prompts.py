@@ -9,19 +9,26 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any  # Any: a tokenizer, and columns of a batch
+from typing import Annotated
 
-import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
-from column_io import BatchedDataDict
 from grpo_trainer.errors import ConfigurationError
 
 SHIPPED = Path(__file__).parent / "prompts"
-TASK = "verified"
-"""Name of the one environment that the trainer runs."""
 
 Encode = Callable[[str], list[int]]
+"""Text to token ids; ValueError for a text that cannot be said in tokens."""
+
+
+def _stripped(text: str) -> str:
+    if not text.strip():
+        raise ValueError("no text but space")
+    return text.strip()
+
+
+# A response is compared without the space around it.
+Answer = Annotated[str, AfterValidator(_stripped)]
 
 
 class FollowUp(BaseModel):
@@ -29,7 +36,7 @@ class FollowUp(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     prompt: str = Field(min_length=1)
-    answer: str = Field(min_length=1)
+    answer: Answer
 
 
 class PromptRecord(BaseModel):
@@ -37,7 +44,7 @@ class PromptRecord(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     prompt: str = Field(min_length=1)
-    answer: str = Field(min_length=1)
+    answer: Answer
     follow_ups: list[FollowUp] = []
 
     @property
@@ -72,7 +79,8 @@ def load_prompts(path: Path, encode: Encode, *, max_length: int) -> list[Prompt]
             if it cannot be read or holds no prompt.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        # Not splitlines: JSON strings may hold U+2028 and others that it takes for line ends.
+        lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"data set {path}: cannot be read: {error}") from None
     prompts = []
@@ -87,7 +95,12 @@ def load_prompts(path: Path, encode: Encode, *, max_length: int) -> list[Prompt]
             raise ConfigurationError(
                 f"data set {path}, line {number}: {where + ': ' if where else ''}{first['msg']}"
             ) from None
-        token_ids = encode(record.prompt)
+        try:
+            token_ids = encode(record.prompt)
+            for follow_up in record.follow_ups:
+                encode(follow_up.prompt)  # refused here rather than in the middle of a run
+        except ValueError as error:
+            raise ConfigurationError(f"data set {path}, line {number}: {error}") from None
         if not 0 < len(token_ids) < max_length:
             raise ConfigurationError(
                 f"data set {path}, line {number}: the prompt has {len(token_ids)} tokens; expected "
@@ -132,30 +145,3 @@ class PromptStream:
         if self._shuffle:
             random.Random(f"{self._seed}:{epoch}").shuffle(order)  # noqa: S311  # not for secrets
         return order
-
-
-def rollout_batch(prompts: Sequence[Prompt], *, group_size: int) -> BatchedDataDict[Any]:
-    """What `SyncRolloutActor.rollout_to_tq` takes, each prompt ``group_size`` times in a row."""
-    batch: BatchedDataDict[Any] = BatchedDataDict(
-        {
-            "message_log": [
-                [
-                    {
-                        "role": "user",
-                        "content": prompt.record.prompt,
-                        "token_ids": torch.tensor(prompt.token_ids, dtype=torch.int64),
-                    }
-                ]
-                for prompt in prompts
-            ],
-            "length": torch.tensor([len(prompt.token_ids) for prompt in prompts]),
-            "loss_multiplier": torch.ones(len(prompts)),
-            "task_name": [TASK for _ in prompts],
-            "extra_env_info": [
-                {"questions": prompt.record.questions, "answers": prompt.record.answers, "turn": 0}
-                for prompt in prompts
-            ],
-            "idx": list(range(len(prompts))),
-        }
-    )
-    return batch.repeat_interleave(group_size)

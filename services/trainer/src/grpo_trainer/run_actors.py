@@ -6,20 +6,26 @@ error alike, leaves neither processes nor a data plane behind.
 
 from __future__ import annotations
 
+import signal
 import socket
-from pathlib import Path
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any  # Any: Ray handles and transformers' tokenizers
 
 import ray
 
 from dataplane_core import DataPlaneClient, build_data_plane_client
 from grpo_trainer.actor_calls import ActorCalls, Observer
-from grpo_trainer.config import ClusterSection, TrainerConfig
+from grpo_trainer.config import TrainerConfig
 from grpo_trainer.environment import VerifierEnvironment
 from grpo_trainer.errors import WorkerError
-from grpo_trainer.generation import GenerationWorker, RayGeneration
+from grpo_trainer.generation import GenerationWorker
 from grpo_trainer.policy_worker import PolicyWorker
-from grpo_trainer.prompts import TASK
+from grpo_trainer.ray_failures import first_line
+from grpo_trainer.ray_generation import RayGeneration
+from grpo_trainer.rollout_batch import TASK
+from grpo_trainer.sections import ClusterSection
 from rollout_actor import SyncRolloutActor
 
 GENERATION = "generation worker"
@@ -66,6 +72,7 @@ class RunActors:
         self.policy_workers = [f"policy worker {i}" for i in range(config.policy.data_parallel)]
         try:
             self._started_ray = _start_ray(config.cluster)
+            _check_room(config)
             self.data_plane = build_data_plane_client(config.data_plane, bootstrap=True)
             self._has_data_plane = True
             self._start_rollouts(model, tokenizer)
@@ -152,14 +159,44 @@ def _start_ray(cluster: ClusterSection) -> bool:
         "log_to_driver": False,
     }
     try:
-        if cluster.address is not None:
-            ray.init(address=cluster.address, **common)
-        else:
-            folder = None if cluster.temp_dir is None else str(Path(cluster.temp_dir).resolve())
-            ray.init(num_cpus=cluster.num_cpus, include_dashboard=False, _temp_dir=folder, **common)
+        with _own_sigterm():
+            if cluster.address is not None:
+                ray.init(address=cluster.address, **common)
+            else:
+                folder = None if cluster.temp_dir is None else str(cluster.temp_dir.resolve())
+                ray.init(
+                    num_cpus=cluster.num_cpus, include_dashboard=False, _temp_dir=folder, **common
+                )
     except (ConnectionError, RuntimeError, OSError, ValueError) as error:
-        raise WorkerError(f"Ray cannot be started: {error}") from error
+        raise WorkerError(f"Ray cannot be started: {first_line(error)}") from error
     return True
+
+
+@contextmanager
+def _own_sigterm() -> Iterator[None]:
+    """Keep the process's handler of SIGTERM; Ray's prints a stack and ends the process at once."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # signals belong to the main thread
+        return
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _check_room(config: TrainerConfig) -> None:
+    """Refuse what Ray would let wait without end for resources that the cluster does not have."""
+    policy = config.policy
+    actors = 3 + policy.data_parallel + 2 + config.data_plane["num_storage_units"]
+    gpus = policy.generation.num_gpus + policy.data_parallel * policy.num_gpus_per_worker
+    found = ray.cluster_resources()
+    for kind, key, needed in (("CPU", "cluster.num_cpus", actors * _SMALL), ("GPU", "GPUs", gpus)):
+        if found.get(kind, 0.0) < needed:
+            raise WorkerError(
+                f"{key}: the run's processes need {needed:g} {kind}s, Ray has "
+                f"{found.get(kind, 0.0):g}"
+            )
 
 
 def _free_port() -> int:

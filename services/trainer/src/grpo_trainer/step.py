@@ -19,9 +19,11 @@ from grpo_trainer.actor_calls import ActorCalls
 from grpo_trainer.advantages import advantages, group_statistics
 from grpo_trainer.config import TrainerConfig
 from grpo_trainer.errors import DynamicSamplingError
+from grpo_trainer.learning_rate import learning_rate
 from grpo_trainer.policy import Policy
-from grpo_trainer.prompts import Prompt, PromptStream, rollout_batch
-from grpo_trainer.run_actors import ROLLOUT
+from grpo_trainer.prompts import Prompt, PromptStream
+from grpo_trainer.rollout_batch import rollout_batch
+from grpo_trainer.run_actors import GENERATION, ROLLOUT
 from grpo_trainer.weight_sync import WeightSync
 
 TRAIN, VALIDATION = "train", "val"
@@ -120,6 +122,7 @@ class GRPOStep:
         grpo = self._config.grpo
         with report.phase("refit"):
             self._weight_sync.sync(step)
+        self._calls.one(GENERATION, "begin", f"train {step}")
         self._client.register_partition(
             TRAIN,
             list(DP_TRAIN_FIELDS),
@@ -155,18 +158,10 @@ class GRPOStep:
             write_columns(self._client, meta, columns)
         with report.phase("train"):
             size = min(self._config.policy.global_batch_size, meta.size)
-            trained = self._policy.train(
-                meta, global_batch_size=size, learning_rate=self.learning_rate(step)
-            )
+            rate = learning_rate(self._config.policy.optimizer, step, grpo.num_steps)
+            trained = self._policy.train(meta, global_batch_size=size, learning_rate=rate)
         report.metrics.update({name: trained[name] for name in trained if name != "seconds"})
-        report.metrics["learning_rate"] = self.learning_rate(step)
-
-    def learning_rate(self, step: int) -> float:
-        """The rate of the step that follows ``step`` completed ones."""
-        optimizer = self._config.policy.optimizer
-        warmup = min(1.0, (step + 1) / max(1, optimizer.warmup_steps))
-        decay = 1 - (1 - optimizer.final_lr_fraction) * step / self._config.grpo.num_steps
-        return optimizer.learning_rate * warmup * decay
+        report.metrics["learning_rate"] = rate
 
     def _collect(self, report: StepReport) -> Batch:
         """The samples to train on; what is not among them is cleared."""
@@ -250,6 +245,7 @@ class GRPOStep:
     def validate(self, step: int, prompts: Sequence[Prompt], report: StepReport) -> float:
         """Mean reward of one sampled conversation for each prompt, on a partition of its own."""
         self._weight_sync.sync(step)
+        self._calls.one(GENERATION, "begin", f"validation {step}")
         size = self._config.validation.batch_size
         rewards = []
         with report.phase("validation"):

@@ -1,0 +1,55 @@
+"""What a run reads, model, tokenizer and prompts, checked before anything is written or started."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any  # Any: transformers' tokenizers
+
+from grpo_trainer.config import TrainerConfig
+from grpo_trainer.prompts import SHIPPED, Prompt, load_prompts
+from grpo_trainer.sections import PretrainedModel
+from grpo_trainer.tokenizer import (
+    build_character_tokenizer,
+    load_tokenizer,
+    model_source,
+    prompt_encoder,
+)
+
+
+@dataclass(frozen=True)
+class RunInputs:
+    """What `read_inputs` found good.
+
+    Attributes:
+        model: folder or hub name, or None for a random model that is yet to be built.
+        tokenizer: the model's.
+        training: prompts to train on.
+        held_out: prompts of the validation passes; empty if there are none.
+    """
+
+    model: str | None
+    tokenizer: Any
+    training: list[Prompt]
+    held_out: list[Prompt]
+
+
+def read_inputs(config: TrainerConfig) -> RunInputs:
+    """Read everything that the configuration names.
+
+    Raises:
+        ConfigurationError: the model or a data set cannot be used; names it.
+    """
+    model, source = config.policy.model, None
+    if isinstance(model, PretrainedModel):
+        source = model_source(model.name)
+        tokenizer = load_tokenizer(source)
+    else:
+        tokenizer = build_character_tokenizer(model.characters)
+    encode = prompt_encoder(tokenizer, model)
+    limit = config.policy.max_total_sequence_length
+    training = load_prompts(config.data.train or SHIPPED / "train.jsonl", encode, max_length=limit)
+    held_out: list[Prompt] = []
+    if config.validation.every_steps:
+        path = config.data.validation or SHIPPED / "validation.jsonl"
+        held_out = load_prompts(path, encode, max_length=limit)
+    return RunInputs(source, tokenizer, training, held_out)

@@ -1,0 +1,64 @@
+"""Model and optimiser of a policy worker, in the files of a checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any  # Any: transformers' models
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from grpo_trainer.errors import CheckpointError
+
+_MODEL = "model"
+_OPTIMIZER = "optimizer.safetensors"
+
+
+def save_policy(folder: Path, model: Any, optimizer: torch.optim.Optimizer) -> None:
+    """Write the model, as transformers loads it, and the optimiser's state.
+
+    Raises:
+        CheckpointError: naming the part that cannot be written.
+    """
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    tensors = {
+        f"{names[id(parameter)]}/{key}": value.detach().cpu().contiguous()
+        for parameter, state in optimizer.state.items()
+        for key, value in state.items()
+    }
+    part = folder / _MODEL
+    try:
+        model.save_pretrained(part)
+        part = folder / _OPTIMIZER
+        save_file(tensors, part)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"checkpoint file {part}: cannot be written: {error}") from error
+
+
+def load_weights(folder: Path, model: Any) -> None:
+    """Take the weights that `save_policy` wrote into ``model``."""
+    saved = AutoModelForCausalLM.from_pretrained(folder / _MODEL, dtype=model.dtype)
+    model.load_state_dict(saved.state_dict())
+
+
+def load_optimizer(folder: Path, model: Any, optimizer: torch.optim.Optimizer) -> None:
+    """Take the optimiser state that `save_policy` wrote.
+
+    Raises:
+        CheckpointError: it names a parameter that the model does not have.
+    """
+    path = folder / _OPTIMIZER
+    parameters = dict(model.named_parameters())
+    try:
+        tensors = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"checkpoint file {path}: cannot be read: {error}") from None
+    for name, tensor in tensors.items():
+        parameter_name, _, key = name.rpartition("/")
+        if parameter_name not in parameters:
+            raise CheckpointError(f"checkpoint file {path}: no parameter {parameter_name!r}")
+        parameter = parameters[parameter_name]
+        device = "cpu" if key == "step" else parameter.device
+        optimizer.state[parameter][key] = tensor.to(device)

@@ -1,0 +1,83 @@
+"""The folder of a run: its configuration, metrics, picture, checkpoints and first model.
+
+Every file appears whole or not at all, also on a disk that fills up.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import datetime
+from pathlib import Path
+from typing import Any  # Any: metrics of a step
+
+from grpo_trainer.atomic_file import write_whole
+from grpo_trainer.config import TrainerConfig
+from grpo_trainer.errors import ConfigurationError, OutputError
+
+CONFIG = "config.json"
+METRICS = "metrics.jsonl"
+PICTURE = "reward.png"
+CHECKPOINTS = "checkpoints"
+INITIAL_MODEL = "initial_model"
+
+
+def create_run_folder(config: TrainerConfig) -> Path:
+    """A new folder below ``run.output``, named after the run and the time, with its configuration.
+
+    Raises:
+        ConfigurationError: ``run.output`` cannot hold a folder.
+        OutputError: the configuration cannot be written.
+    """
+    base = config.run.output / config.run.name
+    stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
+    for suffix in ("", *(f"-{i}" for i in range(2, 100))):
+        folder = base / (stamp + suffix)
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError:
+            if base.is_dir():
+                continue
+            raise ConfigurationError(f"run.output: {base}: exists and is no folder") from None
+        except OSError as error:
+            raise ConfigurationError(f"run.output: {folder}: {error.strerror}") from None
+        with written(folder / CONFIG):
+            write_whole(folder / CONFIG, config.model_dump_json(indent=1).encode())
+        return folder
+    raise ConfigurationError(f"run.output: {base}: a hundred runs began in this second")
+
+
+def write_history(folder: Path, history: Sequence[Mapping[str, Any]]) -> None:
+    """Make ``history`` the run's metrics."""
+    with written(folder / METRICS):
+        write_whole(folder / METRICS, b"".join(_line(record) for record in history))
+
+
+def append_record(folder: Path, record: Mapping[str, Any]) -> None:
+    """Add a step to the run's metrics."""
+    path = folder / METRICS
+    # Unbuffered: closing must not try once more to write what did not fit.
+    with written(path), path.open("ab", buffering=0) as file:
+        before = file.seek(0, os.SEEK_END)
+        rest = _line(record)
+        try:
+            while rest:
+                rest = rest[file.write(rest) :]
+        except OSError:
+            os.truncate(path, before)
+            raise
+
+
+@contextmanager
+def written(path: Path) -> Iterator[None]:
+    """Report a failure to write ``path`` as `OutputError`."""
+    try:
+        yield
+    except OSError as error:
+        raise OutputError(f"{path}: cannot be written: {error.strerror or error}") from error
+
+
+def _line(record: Mapping[str, Any]) -> bytes:
+    return (json.dumps(record) + "\n").encode()

@@ -1,0 +1,224 @@
+"""The sections of a configuration, as pydantic models without defaults."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+PositiveInt = Annotated[int, Field(gt=0)]
+NonNegativeInt = Annotated[int, Field(ge=0)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+NonNegativeFloat = Annotated[float, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+# YAML has no paths and no tuples: these two take text and lists in spite of the strict sections.
+FilePath = Annotated[Path, Field(strict=False)]
+Betas = Annotated[tuple[Fraction, Fraction], Field(strict=False)]
+
+
+class Section(BaseModel):
+    """A mapping of the YAML; unknown keys are refused, and "3" or true is no number."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+class RunSection(Section):
+    """Where a run writes, and the seed that all of its randomness follows from.
+
+    Attributes:
+        name: names a folder below ``output``.
+        output: folder of all runs.
+        seed: of the prompts' order, of a random model and of sampling.
+    """
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$")]
+    output: FilePath
+    seed: NonNegativeInt
+
+
+class ClusterSection(Section):
+    """How Ray is reached or started.
+
+    Attributes:
+        address: address of a running cluster, or null to start one for the run.
+        num_cpus: logical CPUs of a started cluster. They only bound placement; the demo's actors
+            mostly wait for each other, so there may be more than cores.
+        temp_dir: folder of a started cluster's files, or null for Ray's own choice.
+        call_timeout_s: deadline of every call to a worker, in seconds.
+    """
+
+    address: str | None
+    num_cpus: PositiveInt
+    temp_dir: FilePath | None
+    call_timeout_s: PositiveFloat
+
+
+class RandomModel(Section):
+    """A Qwen3 decoder with random weights and a character tokenizer, built for the run."""
+
+    kind: Literal["random"]
+    characters: Annotated[str, Field(min_length=1)]
+    hidden_size: PositiveInt
+    intermediate_size: PositiveInt
+    num_layers: PositiveInt
+    num_heads: PositiveInt
+    head_dim: Annotated[int, Field(gt=0, multiple_of=2)]
+    initializer_range: PositiveFloat
+
+
+class PretrainedModel(Section):
+    """A causal LM and its tokenizer, loaded through transformers.
+
+    Attributes:
+        name: folder or hub name.
+        use_chat_template: render prompts through the tokenizer's chat template.
+    """
+
+    kind: Literal["pretrained"]
+    name: Annotated[str, Field(min_length=1)]
+    use_chat_template: bool
+
+
+class GenerationSection(Section):
+    """The generation worker."""
+
+    backend: Literal["transformers"]
+    max_new_tokens: PositiveInt
+    temperature: PositiveFloat
+    num_gpus: NonNegativeFloat
+    num_threads: PositiveInt
+
+
+class OptimizerSection(Section):
+    """AdamW with linear warm-up and linear decay to ``final_lr_fraction`` of the rate."""
+
+    learning_rate: NonNegativeFloat
+    betas: Betas
+    eps: PositiveFloat
+    weight_decay: NonNegativeFloat
+    max_grad_norm: PositiveFloat
+    warmup_steps: NonNegativeInt
+    final_lr_fraction: Annotated[float, Field(ge=0, le=1)]
+
+
+class DynamicBatchingSection(Section):
+    """Micro-batches cut by tokens instead of rows."""
+
+    enabled: bool
+    max_tokens_per_microbatch: PositiveInt
+    sequence_length_round: PositiveInt
+
+
+class RouterReplaySection(Section):
+    """Replay of expert routing; not used by dense models."""
+
+    enabled: Literal[False]
+
+
+class PolicySection(Section):
+    """The trained model and the data-parallel workers that hold it."""
+
+    model: Annotated[RandomModel | PretrainedModel, Field(discriminator="kind")]
+    data_parallel: PositiveInt
+    num_gpus_per_worker: NonNegativeFloat
+    num_threads: PositiveInt
+    max_total_sequence_length: PositiveInt
+    make_sequence_length_divisible_by: PositiveInt
+    global_batch_size: PositiveInt
+    micro_batch_size: PositiveInt
+    dynamic_batching: DynamicBatchingSection
+    optimizer: OptimizerSection
+    generation: GenerationSection
+    router_replay: RouterReplaySection
+
+
+class DynamicSamplingSection(Section):
+    """Replace groups whose rewards are all the same.
+
+    Attributes:
+        enabled: drop and clear such groups.
+        max_batches: generate at most so many batches of prompts for a step.
+        when_short: with too few groups left after that, end the run or train on what there is.
+    """
+
+    enabled: bool
+    max_batches: PositiveInt
+    when_short: Literal["raise", "proceed"]
+
+
+class GRPOSection(Section):
+    """The algorithm (Shao et al. 2024, arXiv:2402.03300; clipping and sampling of Yu et al. 2025,
+    arXiv:2503.14476).
+
+    Attributes:
+        num_steps: optimiser rounds of the run.
+        num_prompts_per_step: prompts of a batch.
+        num_generations_per_prompt: group size.
+        max_rollout_turns: responses per conversation at most.
+        normalize_advantages: divide by the group's standard deviation.
+        reward_scale: factor on every reward.
+        clip_low: the ratio is clipped below ``1 - clip_low``.
+        clip_high: the ratio is clipped above ``1 + clip_high``.
+        kl_coefficient: weight of the KL term to the initial policy; at 0 the reference stage is
+            skipped.
+        recompute_prev_logprobs: score the batch by the policy before training; else the
+            generator's log-probabilities stand in for them.
+        max_logprob_error: leave samples out whose mean absolute difference between the two is
+            larger, or null.
+        overlong_filtering: leave truncated samples out of the loss.
+        deduplicate_multimodal_data: for multimodal models.
+    """
+
+    num_steps: PositiveInt
+    num_prompts_per_step: PositiveInt
+    num_generations_per_prompt: Annotated[int, Field(ge=2)]
+    max_rollout_turns: PositiveInt
+    normalize_advantages: bool
+    reward_scale: PositiveFloat
+    clip_low: PositiveFloat
+    clip_high: PositiveFloat
+    kl_coefficient: NonNegativeFloat
+    recompute_prev_logprobs: bool
+    max_logprob_error: PositiveFloat | None
+    overlong_filtering: bool
+    dynamic_sampling: DynamicSamplingSection
+    deduplicate_multimodal_data: Literal[False]
+
+
+class DataSection(Section):
+    """Prompts, JSONL. Null takes the ones shipped with the service."""
+
+    train: FilePath | None
+    validation: FilePath | None
+    shuffle: bool
+
+
+class EnvSection(Section):
+    """The environment that verifies answers.
+
+    Attributes:
+        should_use_nemo_gym: always false; that environment is not part of this trainer.
+        step_timeout_s: deadline of one environment step, in seconds.
+        correct: what the environment says before a follow-up to a right answer.
+        wrong: the same for a wrong answer.
+    """
+
+    should_use_nemo_gym: Literal[False]
+    step_timeout_s: PositiveFloat
+    correct: str
+    wrong: str
+
+
+class ValidationSection(Section):
+    """A pass over held-out prompts, one conversation each; ``every_steps: 0`` makes none."""
+
+    every_steps: NonNegativeInt
+    batch_size: PositiveInt
+
+
+class CheckpointSection(Section):
+    """Checkpoints of the whole run; ``every_steps: 0`` writes none."""
+
+    every_steps: NonNegativeInt
+    keep_last: PositiveInt

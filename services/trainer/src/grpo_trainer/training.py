@@ -1,0 +1,139 @@
+"""The loop of a run: processes, steps, validation, checkpoints, picture."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any  # Any: metrics of a step
+
+from safetensors import SafetensorError
+
+from grpo_trainer.actor_calls import Observer
+from grpo_trainer.checkpoint import RunState, save_checkpoint
+from grpo_trainer.config import TrainerConfig
+from grpo_trainer.errors import OutputError
+from grpo_trainer.inputs import RunInputs
+from grpo_trainer.model import save_random_model
+from grpo_trainer.picture import save_reward_picture
+from grpo_trainer.policy import Policy
+from grpo_trainer.prompts import PromptStream
+from grpo_trainer.run_actors import GENERATION, RunActors
+from grpo_trainer.run_display import RunDisplay
+from grpo_trainer.run_folder import (
+    CHECKPOINTS,
+    INITIAL_MODEL,
+    PICTURE,
+    append_record,
+    write_history,
+    written,
+)
+from grpo_trainer.sections import RandomModel
+from grpo_trainer.step import GRPOStep, StepReport
+from grpo_trainer.weight_sync import RayObjectWeightSync
+
+
+def run_steps(
+    config: TrainerConfig,
+    inputs: RunInputs,
+    folder: Path,
+    state: RunState,
+    *,
+    checkpoint: Path | None = None,
+    display: RunDisplay,
+    observer: Observer | None = None,
+) -> list[dict[str, Any]]:
+    """Run the steps that follow ``state``.
+
+    Args:
+        config: of the run.
+        inputs: what it reads.
+        folder: where it writes.
+        state: where it begins.
+        checkpoint: where model and optimiser begin; None is the configured model.
+        display: told about the progress.
+        observer: see `grpo_trainer.actor_calls.ActorCalls`.
+
+    Returns:
+        The metrics of every step, those of ``state`` included.
+    """
+    model = inputs.model or str(_initial_model(config, folder))
+    prompts = PromptStream(
+        inputs.training,
+        seed=config.run.seed,
+        shuffle=config.data.shuffle,
+        position=state.prompts_position,
+    )
+    history = list(state.history)
+    actors = RunActors(config, model=model, tokenizer=inputs.tokenizer, observer=observer)
+    try:
+        policy = Policy(actors.calls, actors.policy_workers, config.policy)
+        if checkpoint is not None:
+            policy.load(checkpoint)
+        stepper = GRPOStep(
+            config,
+            calls=actors.calls,
+            data_plane=actors.data_plane,
+            policy=policy,
+            weight_sync=RayObjectWeightSync(
+                actors.calls, source=actors.policy_workers[0], targets=[GENERATION]
+            ),
+            prompts=prompts,
+        )
+        write_history(folder, history)
+        display.started(folder, config, state.step)
+        for step in range(state.step, config.grpo.num_steps):
+            report = StepReport(on_phase=display.phase)
+            stepper.run(step, report)
+            done = step + 1
+            if _due(done, config.validation.every_steps, config.grpo.num_steps):
+                report.metrics["validation_reward"] = stepper.validate(
+                    done, inputs.held_out, report
+                )
+            record = {"step": done, **report.metrics, "seconds": report.seconds}
+            history.append(record)
+            append_record(folder, record)
+            display.finished_step(record)
+            if _due(done, config.checkpointing.every_steps, config.grpo.num_steps):
+                save_checkpoint(
+                    folder / CHECKPOINTS,
+                    RunState(
+                        step=done,
+                        prompts_position=prompts.position,
+                        history=history,
+                        config=state.config,
+                    ),
+                    policy.save,
+                    keep_last=config.checkpointing.keep_last,
+                )
+    finally:
+        actors.close()
+    with written(folder / PICTURE):
+        save_reward_picture(history, folder / PICTURE, title=f"GRPO, run {config.run.name!r}")
+    return history
+
+
+def _due(done: int, every: int, total: int) -> bool:
+    return every > 0 and (done % every == 0 or done == total)
+
+
+def _initial_model(config: TrainerConfig, folder: Path) -> Path:
+    """The random model that the run begins with; built from the seed if it is not there."""
+    path = (folder / INITIAL_MODEL).resolve()
+    if path.exists() or not isinstance(config.policy.model, RandomModel):
+        return path
+    partial = path.with_name(f".{path.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        save_random_model(
+            config.policy.model,
+            partial,
+            seed=config.run.seed,
+            max_length=config.policy.max_total_sequence_length,
+        )
+        os.replace(partial, path)
+    except (OSError, SafetensorError) as error:
+        raise OutputError(f"{path}: cannot be written: {error}") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return path

@@ -1,0 +1,281 @@
+"""A checkpoint is whole or not there, and a run goes on from it as if it had never stopped."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import resource
+import shutil
+import subprocess
+from contextlib import contextmanager
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from grpo_trainer.checkpoint import RunState, latest_checkpoint, load_state, save_checkpoint
+from grpo_trainer.errors import CheckpointError, OutputError
+from grpo_trainer.model import load_model
+from grpo_trainer.policy_state import load_optimizer, load_weights, save_policy
+from grpo_trainer.run_folder import append_record, write_history
+
+
+def state(step=1):
+    return RunState(step=step, prompts_position=4 * step, history=[{"step": step}], config={"a": 1})
+
+
+def write_something(folder):
+    (folder / "tensors.safetensors").write_bytes(b"0" * 1000)
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir()) if folder.exists() else []
+
+
+class Trained:
+    """A model and its optimiser, and batches that only the step number decides."""
+
+    def __init__(self, source):
+        self.model = load_model(str(source), torch.device("cpu")).eval()
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2, weight_decay=0.1)
+
+    def train(self, start, stop):
+        for step in range(start, stop):
+            generator = torch.Generator().manual_seed(step)
+            ids = torch.randint(2, 20, (2, 6), generator=generator)
+            self.optimizer.zero_grad()
+            self.model(input_ids=ids).logits.log_softmax(-1)[..., 3].sum().backward()
+            self.optimizer.step()
+
+    def tensors(self):
+        found = {f"model/{name}": t for name, t in self.model.state_dict().items()}
+        for name, parameter in self.model.named_parameters():
+            for key, value in self.optimizer.state[parameter].items():
+                found[f"{name}/{key}"] = value
+        return {name: tensor.clone() for name, tensor in found.items()}
+
+
+def assert_same(one, other):
+    assert one.keys() == other.keys()
+    for name in one:
+        assert one[name].dtype == other[name].dtype, name
+        assert torch.equal(one[name], other[name]), name
+
+
+def test_training_goes_on_bit_for_bit(model_folder, tmp_path):
+    whole = Trained(model_folder)
+    whole.train(0, 3)
+    saved = save_checkpoint(
+        tmp_path, state(), lambda f: save_policy(f, whole.model, whole.optimizer), keep_last=1
+    )
+    resumed = Trained(model_folder)
+    load_weights(saved, resumed.model)
+    load_optimizer(saved, resumed.model, resumed.optimizer)
+    assert_same(resumed.tensors(), whole.tensors())
+    whole.train(3, 6)
+    resumed.train(3, 6)
+    assert_same(resumed.tensors(), whole.tensors())
+
+
+def test_an_optimiser_that_never_stepped_round_trips(model_folder, tmp_path):
+    fresh = Trained(model_folder)
+    save_policy(tmp_path, fresh.model, fresh.optimizer)
+    load_optimizer(tmp_path, fresh.model, fresh.optimizer)
+    assert not fresh.optimizer.state
+
+
+def test_every_file_is_safetensors_or_json(model_folder, tmp_path):
+    trained = Trained(model_folder)
+    trained.train(0, 1)
+    saved = save_checkpoint(
+        tmp_path, state(), lambda f: save_policy(f, trained.model, trained.optimizer), keep_last=1
+    )
+    files = [path for path in saved.rglob("*") if path.is_file()]
+    assert {path.suffix for path in files} == {".safetensors", ".json"}
+    for path in files:
+        if path.suffix == ".json":
+            json.loads(path.read_text())
+
+
+def test_an_optimiser_of_another_model_is_refused_by_name(model_folder, tmp_path):
+    trained = Trained(model_folder)
+    trained.train(0, 1)
+    save_policy(tmp_path, trained.model, trained.optimizer)
+    other = torch.nn.Linear(2, 2)
+    with pytest.raises(CheckpointError, match=r"optimizer.safetensors: no parameter '"):
+        load_optimizer(tmp_path, other, torch.optim.AdamW(other.parameters()))
+
+
+def test_state_round_trips(tmp_path):
+    saved = save_checkpoint(tmp_path, state(12), write_something, keep_last=1)
+    assert saved.name == "step-000012"
+    assert latest_checkpoint(tmp_path) == saved
+    assert load_state(saved) == state(12)
+
+
+@given(st.lists(st.integers(0, 3 * 10**6), min_size=1, max_size=6, unique=True), st.integers(1, 4))
+def test_the_newest_stay(tmp_path_factory, steps, keep_last):
+    folder = tmp_path_factory.mktemp("c") / "checkpoints"
+    for step in sorted(steps):
+        save_checkpoint(folder, state(step), write_something, keep_last=keep_last)
+    kept = sorted(steps)[-keep_last:]
+    assert names(folder) == sorted(f"step-{step:06d}" for step in kept)
+    assert load_state(latest_checkpoint(folder)).step == max(steps)
+
+
+def test_other_folders_are_no_checkpoints(tmp_path):
+    for name in ("step-final", ".step-000009.partial", "step-000008-copy"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "step-000007").write_text("a file")
+    assert latest_checkpoint(tmp_path) is None
+    assert latest_checkpoint(tmp_path / "nowhere") is None
+
+
+def test_what_a_killed_process_left_is_removed(tmp_path):
+    (tmp_path / ".step-000001.partial").mkdir()
+    save_checkpoint(tmp_path, state(2), write_something, keep_last=1)
+    assert names(tmp_path) == ["step-000002"]
+
+
+def test_a_checkpoint_is_never_replaced(tmp_path):
+    save_checkpoint(tmp_path, state(), write_something, keep_last=1)
+    with pytest.raises(CheckpointError, match="step-000001: exists already"):
+        save_checkpoint(tmp_path, state(), write_something, keep_last=1)
+    assert load_state(tmp_path / "step-000001") == state()
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [
+        OSError(errno.ENOSPC, "No space left on device"),
+        CheckpointError("rank 0 died"),
+        KeyboardInterrupt(),
+    ],
+    ids=lambda failure: type(failure).__name__,
+)
+def test_a_failing_writer_leaves_nothing_and_the_older_one_intact(tmp_path, failure):
+    older = save_checkpoint(tmp_path, state(1), write_something, keep_last=1)
+
+    def fail(folder):
+        write_something(folder)
+        raise failure
+
+    expected = CheckpointError if isinstance(failure, OSError) else type(failure)
+    with pytest.raises(expected):
+        save_checkpoint(tmp_path, state(2), fail, keep_last=1)
+    assert names(tmp_path) == ["step-000001"]
+    assert load_state(older) == state(1)
+
+
+@contextmanager
+def file_size_limit(limit):
+    """Files of this process may be ``limit`` bytes long, as if the disk were full after that."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("limit", [10, 30_000, 80_000], ids=["json", "model", "optimiser"])
+def test_a_disk_that_fills_up_leaves_the_older_checkpoint(model_folder, tmp_path, limit):
+    trained = Trained(model_folder)
+    trained.train(0, 1)
+    sizes = {}
+
+    def write(folder):
+        save_policy(folder, trained.model, trained.optimizer)
+        sizes.update({p.name: p.stat().st_size for p in folder.rglob("*") if p.is_file()})
+
+    older = save_checkpoint(tmp_path, state(1), write, keep_last=1)
+    assert sizes["model.safetensors"] < 80_000 < sizes["optimizer.safetensors"]
+    with file_size_limit(limit), pytest.raises(CheckpointError, match=r"step-000002.*cannot be"):
+        save_checkpoint(tmp_path, state(2), write, keep_last=1)
+    assert names(tmp_path) == ["step-000001"]
+    assert load_state(older) == state(1)
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of its own with 250 kB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=250k", "tmpfs", folder], capture_output=True
+    )
+    if mounted.returncode:
+        pytest.skip("mounting a file system needs root")
+    yield folder
+    subprocess.run(["umount", folder], check=True)
+
+
+def test_a_really_full_disk_leaves_the_older_checkpoint(model_folder, small_disk):
+    trained = Trained(model_folder)
+    trained.train(0, 1)
+
+    def write(folder):
+        save_policy(folder, trained.model, trained.optimizer)
+
+    older = save_checkpoint(small_disk, state(1), write, keep_last=2)
+    with pytest.raises(CheckpointError, match="step-000002"):
+        save_checkpoint(small_disk, state(2), write, keep_last=2)
+    assert names(small_disk) == ["step-000001"]
+    assert load_state(older) == state(1)
+
+
+@pytest.mark.parametrize("name", ["state.json", "model/config.json", "tensors.safetensors"])
+@pytest.mark.parametrize("damage", ["missing", "cut", "changed"])
+def test_a_damaged_file_is_named(tmp_path, name, damage):
+    def write(folder):
+        write_something(folder)
+        (folder / "model").mkdir()
+        (folder / "model" / "config.json").write_text('{"width": 1}')
+
+    saved = save_checkpoint(tmp_path, state(), write, keep_last=1)
+    path = saved / name
+    content = path.read_bytes()
+    if damage == "missing":
+        path.unlink()
+    elif damage == "cut":
+        path.write_bytes(content[:-1])
+    else:
+        path.write_bytes(content.replace(b"1", b"2").replace(b"0", b"1"))
+    with pytest.raises(CheckpointError) as caught:
+        load_state(saved)
+    assert str(caught.value).startswith(f"checkpoint file {path}: ")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("content", ["[]", "null", "{}", '{"format": 2}'])
+def test_a_state_of_another_shape_is_named(tmp_path, content):
+    saved = save_checkpoint(tmp_path, state(), write_something, keep_last=1)
+    (saved / "state.json").write_text(content)
+    with pytest.raises(CheckpointError, match=r"checkpoint file .*state.json: "):
+        load_state(saved)
+
+
+def test_a_checkpoint_is_found_after_its_folder_moved(tmp_path):
+    saved = save_checkpoint(tmp_path / "a", state(), write_something, keep_last=1)
+    shutil.move(saved.parent, tmp_path / "b")
+    assert load_state(latest_checkpoint(tmp_path / "b")) == state()
+
+
+def test_metrics_on_a_full_disk_keep_their_whole_lines(tmp_path):
+    write_history(tmp_path, [{"step": 1}])
+    size = os.path.getsize(tmp_path / "metrics.jsonl")
+    with file_size_limit(size + 5), pytest.raises(OutputError, match=r"metrics.jsonl: cannot be"):
+        append_record(tmp_path, {"step": 2})
+    append_record(tmp_path, {"step": 3})
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in lines] == [{"step": 1}, {"step": 3}]
+
+
+def test_rewritten_metrics_on_a_full_disk_stay_the_old_ones(tmp_path):
+    write_history(tmp_path, [{"step": 1}])
+    with file_size_limit(5), pytest.raises(OutputError, match=r"metrics.jsonl: cannot be"):
+        write_history(tmp_path, [{"step": 1}, {"step": 2}])
+    assert names(tmp_path) == ["metrics.jsonl"]
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1}\n'

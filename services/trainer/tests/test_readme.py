@@ -1,0 +1,23 @@
+"""The Python examples of the README and of the docs page run as they stand there."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1]
+README = PACKAGE / "README.md"
+DOCS_PAGE = PACKAGE.parents[1] / "docs" / "trainer.md"  # not part of the source distribution
+PAGES = [page for page in (README, DOCS_PAGE) if page.exists()]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_python_examples_run(page: Path, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    blocks = re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.DOTALL)
+    assert blocks
+    names: dict[str, object] = {}
+    for block in blocks:
+        exec(compile(block, str(page), "exec"), names)
