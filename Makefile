@@ -8,7 +8,7 @@ SHELL := /bin/bash
 PYTHON ?= python3.11
 TOOLS := .tools
 UV := $(TOOLS)/bin/uv
-RUN := $(UV) run --no-sync
+BIN := .venv/bin
 
 # A folder of wheels that pip would prefer (a CPU build of torch, say) is preferred by uv as well.
 ifdef PIP_FIND_LINKS
@@ -29,29 +29,29 @@ sync: $(UV) ## Install the workspace and its development tools into .venv
 
 .PHONY: demo
 demo: sync ## Train a tiny model with GRPO through the data plane; reward.png shows it learn
-	$(RUN) grpo-trainer train
+	$(BIN)/grpo-trainer train
 
 .PHONY: test
 test: sync ## Run every test of every package, service and integration
-	$(RUN) pytest
+	$(BIN)/pytest
 
 .PHONY: lint
 lint: sync ## Check style and formatting
-	$(RUN) ruff check .
-	$(RUN) ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
 
 .PHONY: format
 format: sync ## Apply style and formatting
-	$(RUN) ruff check --fix .
-	$(RUN) ruff format .
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
 
 .PHONY: types
 types: sync ## Check types, strict on packages and services
-	$(RUN) mypy packages/*/src services/*/src
+	$(BIN)/mypy packages/*/src services/*/src
 
 .PHONY: isolation
 isolation: sync ## Build each package's wheel and test it in an environment of its own
-	$(RUN) python integration/isolation.py
+	$(BIN)/python integration/isolation.py
 
 .PHONY: ci
 ci: lint types test isolation ## What continuous integration runs

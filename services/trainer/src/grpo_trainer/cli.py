@@ -7,6 +7,7 @@ Ray is shut down first, also when the process is interrupted or terminated.
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
 from collections.abc import Callable
@@ -73,6 +74,9 @@ def _quoted(path: Path) -> str:
 
 def _report(run: Callable[[TerminalDisplay], RunResult]) -> None:
     signal.signal(signal.SIGTERM, _terminate)
+    # Started by `uv run`, Ray would start every worker by `uv run` too, in a copy of the working
+    # folder that lacks what git ignores. Read when Ray is imported, which it is not yet.
+    os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
     console = Console()
     display = TerminalDisplay(console)
     try:
