@@ -11,7 +11,6 @@ from statistics import fmean
 
 import pytest
 
-
 ROOT = Path(__file__).parents[1]
 UV = shutil.which("uv") or str(ROOT / ".tools" / "bin" / "uv")
 

@@ -6,6 +6,7 @@ Nothing is started and nothing is written before all input was read.
 from __future__ import annotations
 
 import json
+import socket
 import tempfile
 from pathlib import Path
 
@@ -29,7 +30,7 @@ def refused(command_line, processes_of, tmp_path):
         assert ran.stdout == ""
         assert ran.stderr.startswith("error: ")
         assert ran.stderr.count("\n") == 1, ran.stderr
-        assert ran.seconds < 20
+        assert ran.seconds < 30
         assert not processes_of(temp_dir)
         assert sorted(tmp_path.rglob("*")) == before, "something was left behind"
         return ran.stderr.removeprefix("error: ").rstrip("\n")
@@ -122,6 +123,14 @@ def test_a_model_path_that_does_not_exist(refused_config, tmp_path):
 def test_a_name_that_is_neither_a_folder_nor_a_model_of_the_hub(refused_config):
     message = refused_config({"policy.model": {**PRETRAINED, "name": "no/such-model"}})
     assert message.startswith("policy.model.name: 'no/such-model': no such folder, not in the ")
+
+
+def test_a_cluster_that_is_not_there(refused_config):
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{unused.getsockname()[1]}"
+        message = refused_config({"cluster.address": address})
+    assert message.startswith(f"cluster.address: {address!r}: ")
 
 
 def test_an_output_that_is_a_file(refused_config, tmp_path):

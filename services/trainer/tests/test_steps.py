@@ -135,8 +135,12 @@ class Run:
 @pytest.fixture(scope="module")
 def run(configure, model_folder, tokenizer):
     temp_dir = tempfile.mkdtemp(prefix="gt-")
+    terminated = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: terminated.append(number))
     run = Run(configure, model_folder, tokenizer, temp_dir)
+    run.terminated = terminated
     yield run
+    signal.signal(signal.SIGTERM, before)
     run.actors.close()
     run.actors.close()
     assert not ray.is_initialized()
@@ -151,6 +155,11 @@ def likely(network, tokenizer):
         network, tokenizer, rows, max_new_tokens=[1] * len(rows), temperature=1.0, greedy=True
     )
     return [tokenizer.decode(response.token_ids) + "=" for response in responses]
+
+
+def test_a_started_ray_leaves_sigterm_to_the_process(run):
+    signal.raise_signal(signal.SIGTERM)
+    assert run.terminated == [signal.SIGTERM]
 
 
 SAMPLING = {"grpo.dynamic_sampling": {"enabled": True, "max_batches": 1, "when_short": "proceed"}}

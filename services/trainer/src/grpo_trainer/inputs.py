@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import socket
 from dataclasses import dataclass
 from typing import Any  # Any: transformers' tokenizers
 
 from grpo_trainer.config import TrainerConfig
+from grpo_trainer.errors import ConfigurationError
 from grpo_trainer.prompts import SHIPPED, Prompt, load_prompts
 from grpo_trainer.sections import PretrainedModel
 from grpo_trainer.tokenizer import (
@@ -14,6 +16,8 @@ from grpo_trainer.tokenizer import (
     model_source,
     prompt_encoder,
 )
+
+_CONNECT_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -37,8 +41,9 @@ def read_inputs(config: TrainerConfig) -> RunInputs:
     """Read everything that the configuration names.
 
     Raises:
-        ConfigurationError: the model or a data set cannot be used; names it.
+        ConfigurationError: the cluster, the model or a data set cannot be used; names it.
     """
+    _check_address(config.cluster.address)
     model, source = config.policy.model, None
     if isinstance(model, PretrainedModel):
         source = model_source(model.name)
@@ -53,3 +58,14 @@ def read_inputs(config: TrainerConfig) -> RunInputs:
         path = config.data.validation or SHIPPED / "validation.jsonl"
         held_out = load_prompts(path, encode, max_length=limit)
     return RunInputs(source, tokenizer, training, held_out)
+
+
+def _check_address(address: str | None) -> None:
+    """Refuse an address that nobody listens on; Ray would try for minutes."""
+    host, _, port = (address or "").removeprefix("ray://").rpartition(":")
+    if not host or not port.isdigit():
+        return  # no address, or a word that Ray knows
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_S).close()
+    except (OSError, OverflowError) as error:
+        raise ConfigurationError(f"cluster.address: {address!r}: {error}") from None
