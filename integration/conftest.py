@@ -1,4 +1,4 @@
-"""One Ray for all integration tests of a session, and configurations derived from the demo's."""
+"""A Ray per module of integration tests, and configurations derived from the demo's."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import yaml
 from grpo_trainer.config import DEMO_CONFIG, TrainerConfig, check_config
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
     with tempfile.TemporaryDirectory(prefix="it-") as folder:
         ray.init(

@@ -1,4 +1,7 @@
-"""A real Ray for the session, and per module a real TransferQueue and a client elsewhere."""
+"""Per module a real Ray with a real TransferQueue, and a client in another process.
+
+Not per session: the tests of other packages, run in the same process, start a Ray of their own.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ CONFIG = {
 }
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def cluster():
     with tempfile.TemporaryDirectory(prefix="tq-") as folder:
         ray.init(

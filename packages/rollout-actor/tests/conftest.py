@@ -24,7 +24,7 @@ def store():
         yield client
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def ray_session():
     """A local Ray with two CPUs; actors ask for fractions of one."""
     import ray
