@@ -58,6 +58,7 @@ HEAVY = {"torch", "ray", "transformers", "matplotlib", "tensordict", "rich.live"
     [
         ("grpo_trainer", set()),
         ("grpo_trainer.cli", {"rich.live"}),
+        ("grpo_trainer.inputs", {"transformers"}),
         ("grpo_trainer.environment", {"torch"}),
         ("grpo_trainer.ray_generation", {"ray"}),
     ],

@@ -160,7 +160,6 @@ def test_a_run_cut_short_by_a_dead_generation_worker_goes_on_as_if_nothing_had_b
     ("victim", "ranks", "name"),
     [
         ("PolicyWorker", 2, "error: policy worker "),
-        ("SyncRolloutActor", 1, "error: rollout actor died during rollout_to_tq: "),
         ("TransferQueueController", 1, "TransferQueueController is dead"),
     ],
 )

@@ -13,7 +13,7 @@ from grpo_trainer.sampling import sample_responses
 
 tokens = st.lists(st.integers(2, 20), min_size=1, max_size=8)
 prompts = st.lists(tokens, min_size=1, max_size=4)
-few = settings(deadline=None, max_examples=20)
+few = settings(deadline=None, max_examples=10)
 
 
 def as_rows(prompts):

@@ -1,11 +1,10 @@
 """Steps on a real Ray: what is dropped, masked and written, and that nothing stays behind.
 
-The tests share one set of processes. The last one ends it.
+The tests share one set of processes; the last ones kill some of it.
 """
 
 from __future__ import annotations
 
-import os
 import shutil
 import signal
 import tempfile
@@ -270,12 +269,20 @@ def test_a_late_worker_is_named(run):
         calls.one(GENERATION, "generate", batch, greedy=False)
 
 
-def test_a_dead_environment_is_named_by_the_call_that_needed_it(run, likely):
+def kill(class_name):
     [process] = [
         child
         for child in psutil.Process().children(recursive=True)
-        if child.cmdline()[:1] == ["ray::VerifierEnvironment"]
+        if " ".join(child.cmdline()).startswith(f"ray::{class_name}")
     ]
-    os.kill(process.pid, signal.SIGKILL)
-    with pytest.raises(WorkerError, match=rf"^{ENVIRONMENT} died during rollout_to_tq: The actor"):
+    process.kill()
+
+
+@pytest.mark.parametrize(
+    ("class_name", "name"), [("VerifierEnvironment", ENVIRONMENT), ("SyncRolloutActor", ROLLOUT)]
+)
+def test_a_process_that_died_is_named_by_the_call_that_needed_it(run, likely, class_name, name):
+    """Comes last: what died here stays dead."""
+    kill(class_name)
+    with pytest.raises(WorkerError, match=rf"^{name} died during rollout_to_tq: The actor died"):
         run.step(likely)

@@ -1,6 +1,8 @@
 """Tokenizers, and what can be said of a model before it is loaded.
 
-Nothing here loads weights, so a wrong name ends a run within seconds.
+Nothing here loads weights, so a wrong name ends a run within seconds. ``AutoConfig`` and
+``AutoTokenizer`` are imported where they are used: they bring torch, which a random model's
+tokenizer does not need.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from typing import Any  # Any: transformers' tokenizers have no usable static ty
 
 from huggingface_hub import get_hf_file_metadata, hf_hub_url
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
 
 from grpo_trainer.errors import ConfigurationError
@@ -60,6 +62,9 @@ def model_source(name: str) -> str:
         raise ConfigurationError(f"policy.model.name: {name!r}: no such folder")
     else:
         _check_hub(name)
+
+    from transformers import AutoConfig
+
     try:
         AutoConfig.from_pretrained(name)
     except (OSError, ValueError) as error:
@@ -69,6 +74,8 @@ def model_source(name: str) -> str:
 
 def _check_hub(name: str) -> None:
     """Look for the model in the local cache, then once on the hub; loading would retry long."""
+    from transformers import AutoConfig
+
     try:
         AutoConfig.from_pretrained(name, local_files_only=True)
     except (OSError, ValueError):
@@ -87,6 +94,8 @@ def load_tokenizer(name: str) -> Any:
     Raises:
         ConfigurationError: there is none, or it has neither a padding nor an end token.
     """
+    from transformers import AutoTokenizer
+
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
     except Exception as error:  # noqa: BLE001  # the tokenizers library raises plain Exception
