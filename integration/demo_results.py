@@ -1,6 +1,7 @@
 """Runs the demo with several seeds and with learning rate 0, and prints a table of what came out.
 
-The figures of docs/results.md come from here: ``.venv/bin/python integration/demo_results.py``.
+The figures of docs/results.md come from here: ``.venv/bin/python integration/demo_results.py``, or
+with the names of some of `RUNS` as arguments.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ def main() -> None:
     trainer = str(Path(sys.executable).with_name("grpo-trainer"))
     print("| run | first five | step of 0.8 | last five | held out | wall, s | step, s |")
     print("|---|---|---|---|---|---|---|")
-    for name, options in RUNS.items():
+    chosen = sys.argv[1:] or list(RUNS)
+    for name in chosen:
+        options = RUNS[name]
         with tempfile.TemporaryDirectory() as folder:
             started = time.perf_counter()
             subprocess.run(

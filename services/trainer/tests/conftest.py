@@ -94,6 +94,22 @@ def tokenizer(model_folder):
     return load_tokenizer(str(model_folder))
 
 
+@pytest.fixture(scope="session")
+def questions(network, tokenizer):
+    """Questions with answers that begin as the model likes to: some responses score, some not."""
+    import torch
+
+    from grpo_trainer.sampling import sample_responses
+
+    texts = ["max(1,2)=", "min(3,0)=", "max(4,4)=", "min(2,1)="]
+    rows = [torch.tensor(tokenizer(text)["input_ids"]) for text in texts]
+    responses = sample_responses(
+        network, tokenizer, rows, max_new_tokens=[1] * len(rows), temperature=1.0, greedy=True
+    )
+    answers = [tokenizer.decode(response.token_ids) + "=" for response in responses]
+    return dict(zip(texts, answers, strict=True))
+
+
 @pytest.fixture
 def config_file(tmp_path, raw_config):
     """Writes a small run's configuration; called with dotted keys to change."""

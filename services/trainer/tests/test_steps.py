@@ -21,11 +21,9 @@ from grpo_trainer.loss import token_logprobs
 from grpo_trainer.policy import Policy
 from grpo_trainer.prompts import Prompt, PromptRecord, PromptStream
 from grpo_trainer.run_actors import ENVIRONMENT, GENERATION, ROLLOUT, RunActors
-from grpo_trainer.sampling import sample_responses
 from grpo_trainer.step import GRPOStep, StepReport
 from grpo_trainer.weight_sync import RayObjectWeightSync
 
-TEXTS = ["max(1,2)=", "min(3,0)=", "max(4,4)=", "min(2,1)="]
 COLUMNS = [
     "input_ids",
     "input_lengths",
@@ -80,7 +78,8 @@ class Watch:
 
 
 class Run:
-    def __init__(self, configure, model_folder, tokenizer, temp_dir):
+    def __init__(self, configure, model_folder, tokenizer, texts, temp_dir):
+        self.texts = texts
         self.base = {
             "cluster.temp_dir": temp_dir,
             "policy.model": {
@@ -108,7 +107,7 @@ class Run:
                 record=PromptRecord(prompt=text, answer=answer),
                 token_ids=self.tokenizer(text)["input_ids"],
             )
-            for text, answer in zip(TEXTS, answers, strict=True)
+            for text, answer in zip(self.texts, answers, strict=True)
         ]
 
     def stepper(self, answers, changes=()):
@@ -132,11 +131,11 @@ class Run:
 
 
 @pytest.fixture(scope="module")
-def run(configure, model_folder, tokenizer):
+def run(configure, model_folder, tokenizer, questions):
     temp_dir = tempfile.mkdtemp(prefix="gt-")
     terminated = []
     before = signal.signal(signal.SIGTERM, lambda number, frame: terminated.append(number))
-    run = Run(configure, model_folder, tokenizer, temp_dir)
+    run = Run(configure, model_folder, tokenizer, list(questions), temp_dir)
     run.terminated = terminated
     yield run
     signal.signal(signal.SIGTERM, before)
@@ -146,19 +145,14 @@ def run(configure, model_folder, tokenizer):
     shutil.rmtree(temp_dir)
 
 
-@pytest.fixture(scope="module")
-def likely(network, tokenizer):
-    """Answers that begin as the model likes to begin: some responses score, others do not."""
-    rows = [torch.tensor(tokenizer(text)["input_ids"]) for text in TEXTS]
-    responses = sample_responses(
-        network, tokenizer, rows, max_new_tokens=[1] * len(rows), temperature=1.0, greedy=True
-    )
-    return [tokenizer.decode(response.token_ids) + "=" for response in responses]
-
-
 def test_a_started_ray_leaves_sigterm_to_the_process(run):
     signal.raise_signal(signal.SIGTERM)
     assert run.terminated == [signal.SIGTERM]
+
+
+@pytest.fixture(scope="module")
+def likely(questions):
+    return list(questions.values())
 
 
 SAMPLING = {"grpo.dynamic_sampling": {"enabled": True, "max_batches": 1, "when_short": "proceed"}}

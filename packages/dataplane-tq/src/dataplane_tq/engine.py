@@ -163,8 +163,18 @@ class Engine:
         self.client.close()
 
     def _stop_loop(self) -> None:
+        # Operations whose deadline passed may still be waiting for a part that does not answer.
+        ended = asyncio.run_coroutine_threadsafe(_cancel_others(), self._loop)
+        futures.wait([ended], timeout=_PROBE_S)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(timeout=5.0)
+
+
+async def _cancel_others() -> None:
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
 
 
 def _first_line(error: BaseException) -> str:
