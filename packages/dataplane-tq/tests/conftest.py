@@ -10,17 +10,16 @@ import tempfile
 import pytest
 import ray
 
-from dataplane_core import Capabilities, DataPlaneClient
 from dataplane_tq import TQDataPlaneClient
 
 CONFIG = {
     "enabled": True,
     "impl": "transfer_queue",
-    "backend": "simple",
+    "backend": "packed",
     "storage_capacity": 100_000,
     "num_storage_units": 2,
     "claim_meta_poll_interval_s": 5.0,
-    "global_segment_size": 0,
+    "global_segment_size": 64 << 20,
     "local_buffer_size": 0,
     "ack_timeout_ms": 20_000,
 }
@@ -41,9 +40,15 @@ def cluster():
         ray.shutdown()
 
 
+@pytest.fixture(scope="module")
+def backend():
+    """The storage backend of a module's tests; a module parametrises it."""
+    return "packed"
+
+
 @pytest.fixture
-def config():
-    return dict(CONFIG)
+def config(backend):
+    return {**CONFIG, "backend": backend}
 
 
 class Host:
@@ -56,51 +61,30 @@ class Host:
         return getattr(self.client, method)(*args, **kwargs)
 
 
-class Peer(DataPlaneClient):
+class Peer:
     """A client whose every call runs in another process."""
 
-    capabilities = Capabilities(backpressure=True)
+    capabilities = TQDataPlaneClient.capabilities
 
     def __init__(self, config):
-        self.host = ray.remote(Host).options(num_cpus=0.1, max_concurrency=8).remote(config)
+        self._host = ray.remote(Host).options(num_cpus=0.1, max_concurrency=8).remote(config)
 
-    def _call(self, method, *args, **kwargs):
-        try:
-            return ray.get(self.host.call.remote(method, args, kwargs), timeout=60)
-        except ray.exceptions.RayTaskError as error:
-            raise error.cause from None
+    def __getattr__(self, method):
+        def call(*args, **kwargs):
+            try:
+                return ray.get(self._host.call.remote(method, args, kwargs), timeout=60)
+            except ray.exceptions.RayTaskError as error:
+                raise error.cause from None
 
-    def register_partition(self, *args, **kwargs):
-        self._call("register_partition", *args, **kwargs)
-
-    def claim_meta(self, *args, **kwargs):
-        return self._call("claim_meta", *args, **kwargs)
-
-    def get_data(self, *args, **kwargs):
-        return self._call("get_data", *args, **kwargs)
-
-    def check_consumption_status(self, *args, **kwargs):
-        return self._call("check_consumption_status", *args, **kwargs)
-
-    def put_samples(self, *args, **kwargs):
-        return self._call("put_samples", *args, **kwargs)
-
-    def get_samples(self, *args, **kwargs):
-        return self._call("get_samples", *args, **kwargs)
-
-    def clear_samples(self, *args, **kwargs):
-        return self._call("clear_samples", *args, **kwargs)
-
-    def close(self):
-        self._call("close")
+        return call
 
 
 @pytest.fixture(scope="module")
-def owner(cluster):
-    with TQDataPlaneClient(CONFIG) as client:
+def owner(cluster, backend):
+    with TQDataPlaneClient({**CONFIG, "backend": backend}) as client:
         yield client
 
 
 @pytest.fixture(scope="module")
-def other_process(owner):
-    return Peer(CONFIG)
+def other_process(owner, backend):
+    return Peer({**CONFIG, "backend": backend})

@@ -9,6 +9,11 @@ from dataplane_core.testing import DataPlaneClientContract
 from dataplane_tq import TQDataPlaneClient
 
 
+@pytest.fixture(scope="module", params=["packed", "simple"])
+def backend(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
 class TestTransferQueue(DataPlaneClientContract):
     walk_examples = 12
     walk_steps = 15

@@ -29,6 +29,13 @@ from dataplane_core.errors import (
     UnsupportedError,
 )
 from dataplane_core.factory import build_data_plane_client
+from dataplane_core.ledger import (
+    FieldSummary,
+    PartitionSummary,
+    SampleState,
+    TagFilter,
+    TaskSummary,
+)
 from dataplane_core.meta import KVBatchMeta
 from dataplane_core.schema import (
     DP_TRAIN_FIELDS,
@@ -70,6 +77,7 @@ __all__ = [
     "DataPlaneError",
     "DeadlineExceededError",
     "DuplicateSampleError",
+    "FieldSummary",
     "InMemoryDataPlaneClient",
     "InvalidRequestError",
     "KVBatchMeta",
@@ -78,9 +86,13 @@ __all__ = [
     "MissingDataError",
     "ObservabilityConfig",
     "PartitionNotFoundError",
+    "PartitionSummary",
+    "SampleState",
     "SamplesLeasedError",
     "SchemaMismatchError",
+    "TagFilter",
     "TaskCounts",
+    "TaskSummary",
     "UnavailableError",
     "UnknownTaskError",
     "UnsupportedError",

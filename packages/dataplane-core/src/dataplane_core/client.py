@@ -11,15 +11,36 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar  # Any: tags hold the caller's own primitives
 
-from dataplane_core.errors import UnsupportedError
+from dataplane_core.errors import InvalidRequestError, UnsupportedError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from types import TracebackType
     from typing import Self
 
     from tensordict import TensorDict
 
+    from dataplane_core.ledger.inspect import PartitionSummary, SampleState
+    from dataplane_core.ledger.selection import TagFilter
     from dataplane_core.meta import KVBatchMeta
+
+LEASE = "lease"
+"""``extra_info`` key under which a claim carries the token of its lease."""
+
+
+def lease_token(meta: KVBatchMeta) -> str:
+    """The token of the lease under which ``meta`` was claimed.
+
+    Raises:
+        InvalidRequestError: (a ValueError) the claim carries none.
+    """
+    token = meta.extra_info.get(LEASE)
+    if not isinstance(token, str):
+        raise InvalidRequestError(
+            f"claim of {meta.size} samples of partition {meta.partition_id!r} carries no lease; "
+            "set claim_lease_s in the data-plane config before claiming"
+        )
+    return token
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,6 +147,10 @@ class DataPlaneClient(ABC):
         dp_rank: int | None = None,
         blocking: bool = True,
         timeout_s: float = 60.0,
+        *,
+        dp_world: int | None = None,
+        where: Sequence[TagFilter] = (),
+        seed: int | None = None,
     ) -> KVBatchMeta:
         """Claim up to ``batch_size`` samples of which all ``required_fields`` are there.
 
@@ -134,14 +159,25 @@ class DataPlaneClient(ABC):
         are all ready, none is still to be put (of the declared ``num_samples``) and they are fewer;
         then it returns that remainder, which may be empty. Not blocking, it returns what is ready.
 
+        In a partition with ``grpo_group_size`` a group (one prompt's samples, by the tag ``group``
+        or else by the id up to its last ``_g<number>``) is claimed whole: once all its samples are
+        ready, or with those it has once nothing more can come.
+
         Args:
             partition_id: partition to claim from.
             task_name: the consumer task.
             required_fields: fields that must be there.
             batch_size: most samples to claim, at least 1.
-            dp_rank: data-parallel rank of the caller, for clients that balance over ranks.
+            dp_rank: data-parallel rank of the caller. By itself it changes nothing.
             blocking: wait for a full batch.
             timeout_s: how long to wait, in seconds.
+            dp_world: with ``dp_rank``, number of ranks. ``dp_world * batch_size`` samples are drawn
+                at once and split into shares of even count and about even length (the tag
+                ``input_lengths``); the caller gets its share, each other rank finds its own at its
+                next claim with the same fields, filter and seed.
+            where: conditions that a sample's tags must meet, all of them.
+            seed: claim in an order that depends on the seed and the ids alone; None is the order
+                of first puts.
 
         Returns:
             A meta with ``task_name`` set, ``fields`` = ``required_fields`` and, if the tags hold
@@ -151,6 +187,8 @@ class DataPlaneClient(ABC):
         Raises:
             PartitionNotFoundError: (KeyError, ValueError) the partition is not registered.
             UnknownTaskError: (KeyError) the task is not declared; names those that are.
+            InvalidRequestError: (a ValueError) ``batch_size`` is below 1 or not a multiple of the
+                group's size, or ``dp_rank`` does not fit ``dp_world``.
             ClaimTimeoutError: (TimeoutError) says how many were ready, how many are missing and
                 which fields they lack; nothing is claimed.
         """
@@ -178,6 +216,8 @@ class DataPlaneClient(ABC):
         partition_id: str,
         fields: TensorDict | None = None,
         tags: list[dict[str, Any]] | None = None,
+        *,
+        claim: KVBatchMeta | None = None,
     ) -> KVBatchMeta:
         """Write fields, tags or both for ``sample_ids``, all or nothing.
 
@@ -190,6 +230,8 @@ class DataPlaneClient(ABC):
             fields: batch of ``len(sample_ids)`` rows. Leaves are tensors (dense or jagged, any
                 dtype) or per-row Python values (NonTensorStack, object arrays).
             tags: one dict of primitives per id.
+            claim: the leased claim under which the caller computed what it writes. The put is
+                refused if that lease has ended: the samples may be someone else's by now.
 
         Returns:
             A meta of the ids, with ``fields`` = the names written (None if none) and the tags.
@@ -200,6 +242,7 @@ class DataPlaneClient(ABC):
             InvalidRequestError: (ValueError) a count differs from the number of ids.
             SchemaMismatchError: (ValueError, TypeError) a field changes its dtype or kind.
             CapacityExceeded: (TimeoutError) the store stayed full until the deadline.
+            LeaseLostError: (RuntimeError) the lease of ``claim`` has ended.
         """
 
     @abstractmethod
@@ -238,10 +281,10 @@ class DataPlaneClient(ABC):
         """Release what the client holds. Closing twice is fine."""
 
     def acknowledge(self, meta: KVBatchMeta) -> None:
-        """Settle a leased claim: its samples never return to the task.
+        """Settle a leased claim, or a subset of it: these samples never return to the task.
 
         Raises:
-            LeaseLostError: the lease ran out or was released; the samples may be someone else's.
+            LeaseLostError: the lease ran out or was ended for one of the samples.
             UnsupportedError: the client has no leases.
         """
         raise UnsupportedError(f"{type(self).__name__} has no leases; see capabilities.leases")
@@ -266,6 +309,25 @@ class DataPlaneClient(ABC):
         raise UnsupportedError(
             f"{type(self).__name__} does not count samples; see capabilities.conservation"
         )
+
+    def list_partitions(self) -> list[PartitionSummary]:
+        """Every partition in numbers; its cost does not grow with the samples.
+
+        Raises:
+            UnsupportedError: the client cannot be inspected.
+        """
+        raise UnsupportedError(f"{type(self).__name__} has no inspector")
+
+    def list_samples(
+        self, partition_id: str, *, start: int = 0, limit: int = 100
+    ) -> list[SampleState]:
+        """``limit`` samples of a partition from place ``start`` on, in the order of first puts.
+
+        Raises:
+            PartitionNotFoundError: the partition is not registered.
+            UnsupportedError: the client cannot be inspected.
+        """
+        raise UnsupportedError(f"{type(self).__name__} has no inspector")
 
     def __enter__(self) -> Self:
         return self

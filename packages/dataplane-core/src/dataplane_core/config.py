@@ -45,15 +45,17 @@ class DataPlaneConfig(TypedDict):
         backend: storage engine inside the client.
         storage_capacity: samples the store holds at most, over all its units.
         num_storage_units: storage processes.
-        claim_meta_poll_interval_s: the longest a blocked claim goes without looking again by
-            itself, in seconds. A claim is woken when rows become ready; this bounds what a lost
-            wake-up can cost.
-        global_segment_size: bytes per segment, read by ``mooncake_cpu`` only.
+        claim_meta_poll_interval_s: how often a client that has to poll looks again, in seconds.
+            Our clients are woken and do not poll.
+        global_segment_size: bytes of each storage unit (``packed``) or of the store's segment
+            (``mooncake_cpu``); other backends ignore it.
         local_buffer_size: bytes per local buffer, read by ``mooncake_cpu`` only.
         controller_address: where a client that attaches from outside the cluster finds it.
         ack_timeout_ms: deadline of one store operation, in milliseconds.
         claim_lease_s: how long a claim stays exclusive without being acknowledged or renewed, in
             seconds. Without it a claim is final.
+        packed_transport: how clients of backend ``packed`` reach its units: ``shm``, ``tcp``, or
+            ``auto`` (the default), which is ``shm`` on the unit's own node.
         observability: optional middleware.
     """
 
@@ -71,6 +73,7 @@ class DataPlaneConfig(TypedDict):
     controller_address: NotRequired[str]
     ack_timeout_ms: NotRequired[int]
     claim_lease_s: NotRequired[float]
+    packed_transport: NotRequired[str]
     observability: NotRequired[ObservabilityConfig]
 
 

@@ -1,8 +1,8 @@
 """`InMemoryDataPlaneClient`: the contract inside one process.
 
-Serves notebooks and tests, and is the reference that other clients are compared with. All state
-is behind one condition variable, which every change notifies; a blocked claim or put waits on it,
-so it wakes when something changed and not on a timer.
+Serves notebooks and tests, and is the reference that other clients are compared with. The books are
+a `Ledger` whose cells are the values themselves, behind one condition variable, which every change
+notifies; a blocked claim or put waits on it, so it wakes when something changed and not on a timer.
 """
 
 from __future__ import annotations
@@ -10,47 +10,41 @@ from __future__ import annotations
 import copy
 import threading
 import time
-import uuid
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar  # Any: rows and tags are the caller's own values
 
 import torch
 
 from dataplane_core import rows as row_codec
-from dataplane_core.client import Capabilities, DataPlaneClient, TaskCounts
+from dataplane_core.client import LEASE, Capabilities, DataPlaneClient, TaskCounts, lease_token
 from dataplane_core.config import DataPlaneConfig, validate_config
 from dataplane_core.declaration import (
     PartitionDeclaration,
-    capacity_exceeded,
     check_enums,
-    check_kinds,
     check_put,
     fields_to_read,
-    missing_data,
-    tagged_lengths,
 )
-from dataplane_core.errors import (
-    ClaimTimeoutError,
-    ClosedError,
-    ConfigError,
-    InvalidRequestError,
-    LeaseLostError,
-    PartitionNotFoundError,
-    SamplesLeasedError,
-    UnknownTaskError,
-    listed,
-)
-from dataplane_core.in_memory_state import Lease, Partition, Store, Task
+from dataplane_core.errors import ClosedError, ConfigError
+from dataplane_core.ledger import ClaimRequest, Ledger, PartitionBook, PutTicket
+from dataplane_core.ledger.inspect import PartitionSummary, SampleState, page, summarise
 from dataplane_core.meta import KVBatchMeta
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
 
-LEASE = "lease"
-"""``extra_info`` key under which a claim carries its lease token."""
+    from dataplane_core.ledger import TagFilter
 
 _DEFAULT_PUT_TIMEOUT_S = 60.0
+
+
+class Store:
+    """What the clients of one process share."""
+
+    def __init__(self, capacity: int | None) -> None:
+        self.ledger = Ledger(capacity)
+        self.changed = threading.Condition()
+        self.closed = False
 
 
 _attachable: Store | None = None
@@ -82,6 +76,7 @@ class InMemoryDataPlaneClient(DataPlaneClient):
         safe_clear=True,
         backpressure=True,
         survivable=True,
+        group_claims=True,
     )
 
     def __init__(
@@ -119,10 +114,7 @@ class InMemoryDataPlaneClient(DataPlaneClient):
         )
         with self._store.changed:
             self._check_open()
-            partition = self._store.partitions.get(partition_id)
-            if partition is None:
-                partition = self._store.partitions[partition_id] = Partition(declaration)
-            partition.redeclare(declaration)
+            self._store.ledger.register(declaration)
             self._store.changed.notify_all()
 
     def put_samples(
@@ -131,31 +123,23 @@ class InMemoryDataPlaneClient(DataPlaneClient):
         partition_id: str,
         fields: TensorDict | None = None,
         tags: list[dict[str, Any]] | None = None,
+        *,
+        claim: KVBatchMeta | None = None,
     ) -> KVBatchMeta:
         check_put(sample_ids, partition_id, tags)
         columns = {} if fields is None else row_codec.split_rows(fields, len(sample_ids))
         kinds = {name: column.kind for name, column in columns.items()}
         # Copies are made before the lock is taken: they are the long part.
-        values = [
-            {name: _own(column.rows[i]) for name, column in columns.items()}
-            for i in range(len(sample_ids))
-        ]
+        cells = {name: [_own(row) for row in column.rows] for name, column in columns.items()}
         own_tags = None if tags is None else [copy.deepcopy(tag) for tag in tags]
         deadline = time.monotonic() + self._put_timeout_s
         with self._store.changed:
-            partition = self._make_room(partition_id, sample_ids, deadline)
-            check_kinds(kinds, partition.kinds, partition_id=partition_id)
-            check_enums(columns, partition.declaration)
-            partition.kinds.update(kinds)
-            for i, sample_id in enumerate(sample_ids):
-                if sample_id not in partition.rows:
-                    partition.rows[sample_id] = {}
-                    partition.put_total += 1
-                    for task in partition.tasks.values():
-                        task.open[sample_id] = None
-                partition.rows[sample_id].update(values[i])
-                if own_tags is not None:
-                    partition.tags[sample_id] = own_tags[i]
+            ticket = self._admit(partition_id, sample_ids, kinds, claim, deadline)
+            try:
+                check_enums(columns, self._store.ledger.partition(partition_id).declaration)
+                self._store.ledger.commit_put(ticket, cells, own_tags)
+            finally:
+                self._store.ledger.abort_put(ticket)
             self._store.changed.notify_all()
         return KVBatchMeta(
             partition_id=partition_id,
@@ -165,20 +149,25 @@ class InMemoryDataPlaneClient(DataPlaneClient):
             tags=None if tags is None else [dict(tag) for tag in tags],
         )
 
-    def _make_room(self, partition_id: str, sample_ids: list[str], deadline: float) -> Partition:
-        """Wait until the new ones of ``sample_ids`` fit; the partition may change while waiting."""
+    def _admit(
+        self,
+        partition_id: str,
+        sample_ids: list[str],
+        kinds: dict[str, str],
+        claim: KVBatchMeta | None,
+        deadline: float,
+    ) -> PutTicket:
+        """Wait until the new samples fit."""
+        token = None if claim is None else lease_token(claim)
         while True:
             self._check_open()
-            partition = self._partition(partition_id)
-            new = sum(sample_id not in partition.rows for sample_id in sample_ids)
-            capacity = self._store.capacity
-            if capacity is None or self._store.held + new <= capacity:
-                return partition
+            self._expire()
+            ticket = self._store.ledger.begin_put(partition_id, sample_ids, kinds, token)
+            if ticket is not None:
+                return ticket
             remaining = deadline - time.monotonic()
-            if remaining <= 0 or new > capacity:
-                raise capacity_exceeded(
-                    partition_id, new=new, held=self._store.held, capacity=capacity
-                )
+            if remaining <= 0:
+                raise self._store.ledger.full(partition_id, sample_ids)
             self._store.changed.wait(remaining)
 
     def get_samples(
@@ -186,23 +175,14 @@ class InMemoryDataPlaneClient(DataPlaneClient):
     ) -> TensorDict:
         with self._store.changed:
             self._check_open()
-            partition = self._partition(partition_id)
-            wanted = [partition.rows.get(sample_id) for sample_id in sample_ids]
-            if any(row is None or not row.keys() >= set(select_fields) for row in wanted):
-                raise missing_data(
-                    partition_id,
-                    sample_ids,
-                    select_fields,
-                    lambda sample_id: partition.rows.get(sample_id),
-                )
+            partition = self._store.ledger.partition(partition_id)
+            rows = partition.lookup(sample_ids, select_fields)
             columns = {
-                name: row_codec.Column(
-                    partition.kinds[name], [row[name] for row in wanted if row is not None]
-                )
+                name: row_codec.Column(partition.kinds[name], [row.cells[name] for row in rows])
                 for name in select_fields
-                if sample_ids
+                if rows
             }
-        # A stored row is never changed in place, so it can be copied outside the lock.
+        # A stored value is never changed in place, so it can be copied outside the lock.
         for column in columns.values():
             if column.kind == row_codec.OBJECT:
                 column.rows[:] = copy.deepcopy(column.rows)
@@ -221,165 +201,93 @@ class InMemoryDataPlaneClient(DataPlaneClient):
         dp_rank: int | None = None,
         blocking: bool = True,
         timeout_s: float = 60.0,
+        *,
+        dp_world: int | None = None,
+        where: Sequence[TagFilter] = (),
+        seed: int | None = None,
     ) -> KVBatchMeta:
-        if batch_size < 1:
-            raise InvalidRequestError(f"claim_meta: batch_size {batch_size}; expected at least 1")
+        request = ClaimRequest(
+            task_name=task_name,
+            required_fields=tuple(required_fields),
+            batch_size=batch_size,
+            whole=blocking,
+            where=tuple(where),
+            seed=seed,
+            dp_rank=dp_rank,
+            dp_world=dp_world,
+            lease_s=self._lease_s,
+        )
         deadline = time.monotonic() + timeout_s
         with self._store.changed:
             while True:
                 self._check_open()
-                partition, task = self._task(partition_id, task_name)
-                ready = partition.ready(task, required_fields)
-                lacking = len(task.open) - len(ready)
-                unput = max(0, partition.declaration.num_samples - partition.put_total)
-                if not blocking or len(ready) >= batch_size or lacking + unput == 0:
-                    return self._claim(
-                        partition, task_name, ready[:batch_size], list(required_fields)
-                    )
+                self._expire()
+                partition = self._store.ledger.partition(partition_id)
+                claimed = partition.claim(request, time.monotonic())
+                if claimed is not None:
+                    self._store.changed.notify_all()
+                    break
                 now = time.monotonic()
                 if now >= deadline:
-                    raise self._claim_timeout(
-                        partition, task_name, required_fields, batch_size, timeout_s
-                    )
+                    raise partition.claim_timeout(request, timeout_s)
                 # A lease that runs out makes samples ready without anybody notifying.
-                wake_at = min([deadline, *(lease.deadline for lease in partition.leases.values())])
+                expiry = partition.next_expiry()
+                wake_at = deadline if expiry is None else min(deadline, expiry)
                 self._store.changed.wait(max(0.0, wake_at - now))
-
-    def _claim(
-        self, partition: Partition, task_name: str, claimed: list[str], required: list[str]
-    ) -> KVBatchMeta:
-        task = partition.tasks[task_name]
-        extra_info: dict[str, Any] = {}
-        if self._lease_s is not None and claimed:
-            token = uuid.uuid4().hex
-            extra_info[LEASE] = token
-            partition.leases[token] = Lease(
-                task_name, list(claimed), time.monotonic() + self._lease_s
-            )
-            task.leased.update(dict.fromkeys(claimed, token))
-        else:
-            task.settled.update(claimed)
-        for sample_id in claimed:
-            del task.open[sample_id]
-        tags = [dict(partition.tags.get(sample_id, {})) for sample_id in claimed]
+            tags = [copy.deepcopy(row.tags) for row in claimed.rows]
         return KVBatchMeta(
-            partition_id=partition.declaration.partition_id,
+            partition_id=partition_id,
             task_name=task_name,
-            sample_ids=claimed,
-            fields=required,
-            sequence_lengths=tagged_lengths(tags),
-            extra_info=extra_info,
+            sample_ids=[row.sample_id for row in claimed.rows],
+            fields=list(required_fields),
+            sequence_lengths=claimed.sequence_lengths,
+            extra_info={} if claimed.token is None else {LEASE: claimed.token},
             tags=tags if any(tags) else None,
-        )
-
-    def _claim_timeout(
-        self,
-        partition: Partition,
-        task_name: str,
-        required: list[str],
-        batch_size: int,
-        timeout_s: float,
-    ) -> ClaimTimeoutError:
-        task = partition.tasks[task_name]
-        ready = len(partition.ready(task, required))
-        lacking = {
-            name: count
-            for name in required
-            if (count := sum(name not in partition.rows[sample_id] for sample_id in task.open))
-        }
-        return partition.declaration.claim_timeout(
-            task_name,
-            ready=ready,
-            present=len(task.open),
-            leased=len(task.leased),
-            unput=max(0, partition.declaration.num_samples - partition.put_total),
-            lacking=lacking,
-            batch_size=batch_size,
-            timeout_s=timeout_s,
         )
 
     def check_consumption_status(self, partition_id: str, task_names: list[str]) -> bool:
         with self._store.changed:
             self._check_open()
-            partition = self._store.partitions.get(partition_id)
-            if partition is None or not partition.rows:
-                return False
-            partition.expire_leases(time.monotonic())
-            return all(
-                name in partition.tasks and not partition.tasks[name].open for name in task_names
-            )
+            self._expire()
+            partition = self._store.ledger.partitions.get(partition_id)
+            return partition is not None and partition.consumed(task_names)
 
     def clear_samples(
         self, sample_ids: list[str] | None, partition_id: str, *, force: bool = False
     ) -> None:
         with self._store.changed:
             self._check_open()
-            partition = self._store.partitions.get(partition_id)
-            if partition is not None:
-                partition.expire_leases(time.monotonic())
-                self._refuse_leased(partition, sample_ids, force=force)
-            if sample_ids is None:
-                if partition is None or not partition.rows:
-                    warnings.warn(
-                        f"clear_samples(None, partition={partition_id!r}): nothing to clear",
-                        RuntimeWarning,
-                        stacklevel=2,
-                    )
-                self._store.partitions.pop(partition_id, None)
-            elif partition is not None:
-                for sample_id in sample_ids:
-                    partition.drop(sample_id)
+            self._expire()
+            dropped = self._store.ledger.clear(partition_id, sample_ids, force=force)
             self._store.changed.notify_all()
-
-    @staticmethod
-    def _refuse_leased(partition: Partition, sample_ids: list[str] | None, *, force: bool) -> None:
-        if force:
-            return
-        asked = partition.rows.keys() if sample_ids is None else sample_ids
-        held = {
-            sample_id: name
-            for name, task in partition.tasks.items()
-            if task.leased
-            for sample_id in asked
-            if sample_id in task.leased
-        }
-        if held:
-            raise SamplesLeasedError(
-                f"clear_samples(partition={partition.declaration.partition_id!r}): {len(held)} "
-                f"samples are leased by {listed(sorted(set(held.values())))}: {listed(held)}; "
-                "acknowledge or release them first, or clear with force=True"
+        if sample_ids is None and not dropped:
+            warnings.warn(
+                f"clear_samples(None, partition={partition_id!r}): nothing to clear",
+                RuntimeWarning,
+                stacklevel=2,
             )
 
     def acknowledge(self, meta: KVBatchMeta) -> None:
-        self._settle(meta, lambda partition, token: partition.end_lease(token, settle=True))
+        self._settle(
+            meta, lambda book, token: book.settle(token, meta.sample_ids, acknowledge=True)
+        )
 
     def release(self, meta: KVBatchMeta) -> None:
-        self._settle(meta, lambda partition, token: partition.end_lease(token, settle=False))
+        self._settle(
+            meta, lambda book, token: book.settle(token, meta.sample_ids, acknowledge=False)
+        )
 
     def renew(self, meta: KVBatchMeta) -> None:
-        def extend(partition: Partition, token: str) -> None:
-            partition.leases[token].deadline = time.monotonic() + (self._lease_s or 0.0)
+        self._settle(meta, lambda book, token: book.renew(token, meta.sample_ids, time.monotonic()))
 
-        self._settle(meta, extend)
-
-    def _settle(self, meta: KVBatchMeta, change: Callable[[Partition, str], None]) -> None:
+    def _settle(self, meta: KVBatchMeta, change: Callable[[PartitionBook, str], None]) -> None:
         if not meta.sample_ids:
             return
-        token = meta.extra_info.get(LEASE)
-        if self._lease_s is None or token is None:
-            raise InvalidRequestError(
-                f"claim of {meta.size} samples of partition {meta.partition_id!r} carries no "
-                "lease; set claim_lease_s in the data-plane config before claiming"
-            )
+        token = lease_token(meta)
         with self._store.changed:
             self._check_open()
-            partition = self._partition(meta.partition_id)
-            if token not in partition.leases:
-                raise LeaseLostError(
-                    f"lease of task {meta.task_name!r} on {meta.size} samples of partition "
-                    f"{meta.partition_id!r} ran out or was ended; another claim may hold them"
-                )
-            change(partition, token)
+            self._expire()
+            change(self._store.ledger.partition(meta.partition_id), token)
             self._store.changed.notify_all()
 
     def count_samples(
@@ -387,16 +295,20 @@ class InMemoryDataPlaneClient(DataPlaneClient):
     ) -> TaskCounts:
         with self._store.changed:
             self._check_open()
-            partition, task = self._task(partition_id, task_name)
-            ready = len(partition.ready(task, required_fields))
-            return TaskCounts(
-                put=partition.put_total,
-                ready=ready,
-                not_ready=len(task.open) - ready,
-                leased=len(task.leased),
-                acknowledged=len(task.settled),
-                cleared=partition.put_total - len(partition.rows),
-            )
+            self._expire()
+            return self._store.ledger.partition(partition_id).counts(task_name, required_fields)
+
+    def list_partitions(self) -> list[PartitionSummary]:
+        with self._store.changed:
+            self._check_open()
+            return [summarise(book) for book in self._store.ledger.partitions.values()]
+
+    def list_samples(
+        self, partition_id: str, *, start: int = 0, limit: int = 100
+    ) -> list[SampleState]:
+        with self._store.changed:
+            self._check_open()
+            return page(self._store.ledger.partition(partition_id), start, limit)
 
     def close(self) -> None:
         if self._closed:
@@ -405,32 +317,16 @@ class InMemoryDataPlaneClient(DataPlaneClient):
         with self._store.changed:
             if self._owner:
                 self._store.closed = True
-                self._store.partitions.clear()
+                self._store.ledger.partitions.clear()
             self._store.changed.notify_all()
 
     def _check_open(self) -> None:
         if self._closed or self._store.closed:
             raise ClosedError("the in_memory client was closed; build a new one")
 
-    def _partition(self, partition_id: str) -> Partition:
-        partition = self._store.partitions.get(partition_id)
-        if partition is None:
-            raise PartitionNotFoundError(
-                f"partition {partition_id!r} is not registered; registered: "
-                f"{listed(sorted(self._store.partitions)) or 'none'}"
-            )
-        partition.expire_leases(time.monotonic())
-        return partition
-
-    def _task(self, partition_id: str, task_name: str) -> tuple[Partition, Task]:
-        partition = self._partition(partition_id)
-        task = partition.tasks.get(task_name)
-        if task is None:
-            raise UnknownTaskError(
-                f"partition {partition_id!r} has no task {task_name!r}; registered tasks: "
-                f"{listed(partition.tasks) or 'none'}"
-            )
-        return partition, task
+    def _expire(self) -> None:
+        if self._store.ledger.expire(time.monotonic()):
+            self._store.changed.notify_all()
 
 
 def _own(value: Any) -> Any:

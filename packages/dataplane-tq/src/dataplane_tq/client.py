@@ -1,45 +1,51 @@
 """`TQDataPlaneClient`: the data-plane contract on TransferQueue.
 
-TransferQueue stores rows, tracks which field of which row was produced, and which task consumed it.
-This adapter adds what the contract promises beyond that: refusals before anything is stored (from
-the partition directory), answers that are never shortened and never another sample's row, partial
-and blocking claims, and a deadline on every call.
+Every operation asks the directory first, which decides it: what may be put and where, what is
+readable, who gets which sample. Values then move between this process and the store, and
+TransferQueue's controller learns of the rows. An operation owns one connection to the directory; if
+it fails half-way, or its process dies, the connection ends and the directory undoes it.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar  # Any: tags and Ray handles
+from typing import Any, ClassVar, TypeVar  # Any: tags and Ray handles
 
-from tensordict import NonTensorData, NonTensorStack, TensorDict
+import ray
+from tensordict import TensorDict
 
 from dataplane_core import (
     Capabilities,
     ClosedError,
-    ConfigError,
     DataPlaneClient,
     DataPlaneConfig,
     DataPlaneError,
-    InvalidRequestError,
     KVBatchMeta,
-    MissingDataError,
-    UnavailableError,
+    PartitionSummary,
+    SampleState,
+    TagFilter,
+    TaskCounts,
     validate_config,
 )
+from dataplane_core.client import LEASE, lease_token
 from dataplane_core.config import REQUIRED_OF_STORES, require_keys
 from dataplane_core.declaration import (
     PartitionDeclaration,
     check_enums,
     check_put,
     fields_to_read,
-    missing_data,
+    tagged_lengths,
 )
-from dataplane_core.rows import OBJECT, Column, collate, split_rows
-from dataplane_tq import topology
-from dataplane_tq.claims import SAMPLE_ID, Claim
+from dataplane_core.ledger import ClaimRequest
+from dataplane_core.rows import OBJECT, split_rows
+from dataplane_tq import protocol as p
+from dataplane_tq import topology, transfer_queue_rows
 from dataplane_tq.engine import Engine
-from dataplane_tq.object_codec import decode_object, encode_object
+from dataplane_tq.stores import Encoded, PackedStore, Store, TransferQueueStore
+from dataplane_tq.wire import Link
+
+T = TypeVar("T")
 
 _DEFAULT_TIMEOUT_MS = 30_000
 
@@ -48,9 +54,8 @@ class TQDataPlaneClient(DataPlaneClient):
     """A data plane on TransferQueue, over the Ray cluster this process is connected to.
 
     Args:
-        cfg: see `DataPlaneConfig`; ``backend`` is ``simple``. ``ack_timeout_ms`` is the deadline of
-            each operation (30 s if not set). ``claim_meta_poll_interval_s`` bounds what a lost
-            wake-up can cost a blocked claim.
+        cfg: see `DataPlaneConfig`; ``backend`` names the storage. ``ack_timeout_ms`` is the
+            deadline of each operation (30 s if not set).
         bootstrap: True starts TransferQueue, which then lives as long as this client; False
             attaches to the one that runs, and leaves it running.
 
@@ -64,28 +69,35 @@ class TQDataPlaneClient(DataPlaneClient):
         no_torn_rows=True,
         exclusive_claims=True,
         bounded_waits=True,
+        leases=True,
+        conservation=True,
+        safe_clear=True,
         backpressure=True,
+        survivable=True,
+        group_claims=True,
     )
 
     def __init__(self, cfg: DataPlaneConfig | Mapping[str, Any], *, bootstrap: bool = True) -> None:
         valid = validate_config(cfg)
         require_keys(valid, REQUIRED_OF_STORES, impl="transfer_queue")
-        if "claim_lease_s" in valid:
-            raise ConfigError(
-                "data-plane config: claim_lease_s: impl 'transfer_queue' has no leases; remove it"
-            )
-        timeout_s = valid.get("ack_timeout_ms", _DEFAULT_TIMEOUT_MS) / 1000
-        self._poll_s = valid["claim_meta_poll_interval_s"]
+        self._timeout_s = valid.get("ack_timeout_ms", _DEFAULT_TIMEOUT_MS) / 1000
+        self._lease_s = valid.get("claim_lease_s")
         self._closed = False
         self._owned = topology.bootstrap(valid) if bootstrap else None
-        found = self._owned or topology.attach(timeout_s)
-        self._directory = found.directory
         try:
-            self._engine = Engine(found.connection, found.actors, timeout_s=timeout_s)
+            found = self._owned or topology.attach(self._timeout_s)
+            self._link = Link(found.connection.directory, timeout_s=self._timeout_s)
+            self._engine = Engine(found.connection, found.actors, timeout_s=self._timeout_s)
         except DataPlaneError:
             if self._owned is not None:
                 self._owned.stop()
             raise
+        self._node = ray.get_runtime_context().get_node_id()
+        self._store: Store = (
+            PackedStore(self._engine, found.connection.storage)
+            if found.connection.backend == "packed"
+            else TransferQueueStore(self._engine)
+        )
 
     def register_partition(
         self,
@@ -100,11 +112,7 @@ class TQDataPlaneClient(DataPlaneClient):
         declaration = PartitionDeclaration.checked(
             partition_id, fields, num_samples, consumer_tasks, grpo_group_size, enums
         )
-        self._engine.ask(
-            f"register_partition({partition_id!r})",
-            self._directory.register,
-            declaration,
-        )
+        self._ask(f"register_partition({partition_id!r})", p.Register(declaration), type(None))
 
     def put_samples(
         self,
@@ -112,123 +120,62 @@ class TQDataPlaneClient(DataPlaneClient):
         partition_id: str,
         fields: TensorDict | None = None,
         tags: list[dict[str, Any]] | None = None,
+        *,
+        claim: KVBatchMeta | None = None,
     ) -> KVBatchMeta:
         self._check_open()
         check_put(sample_ids, partition_id, tags)
-        columns = {} if fields is None else split_rows(fields, len(sample_ids))
-        meta = KVBatchMeta(
+        encoded = Encoded({})
+        if fields is not None:
+            encoded = self._store.encode(fields, len(sample_ids))
+        what = f"put_samples(partition={partition_id!r})"
+        if fields is not None and OBJECT in encoded.kinds.values():
+            self._check_vocabulary(what, fields, len(sample_ids), partition_id)
+        with self._link.session(what) as session:
+            where = session.ask(
+                p.BeginPut(
+                    partition_id,
+                    sample_ids,
+                    encoded.kinds,
+                    encoded.layouts if sample_ids else [],
+                    self._node,
+                    None if claim is None else lease_token(claim),
+                    self._timeout_s,
+                ),
+                p.PutAnswer,
+            )
+            if sample_ids:
+                self._store.write(what, encoded, where, sample_ids, partition_id, tags)
+            session.ask(p.CommitPut(tags), type(None))
+        return KVBatchMeta(
             partition_id=partition_id,
             task_name=None,
             sample_ids=list(sample_ids),
-            fields=list(columns) or None,
+            fields=list(encoded.kinds) or None,
             tags=None if tags is None else [dict(tag) for tag in tags],
         )
-        data = None if fields is None else _stored_form(fields, columns, len(sample_ids))
-        what = f"put_samples(partition={partition_id!r})"
-        kinds = {name: column.kind for name, column in columns.items()}
-        timeout_s = self._engine.timeout_s
-        if OBJECT in kinds.values():
-            check_enums(columns, self._declared(what, partition_id))
-        new_ids = self._engine.ask(
-            what,
-            self._directory.admit,
-            partition_id,
-            sample_ids,
-            kinds,
-            timeout_s,
-            timeout_s=timeout_s + 5.0,
-        )
-        if not sample_ids:
-            return meta
-        try:
-            self._store(what, sample_ids, partition_id, data, tags)
-        except DataPlaneError:
-            self._undo_put(partition_id, new_ids)
-            raise
-        self._engine.ask(what, self._directory.commit, partition_id, new_ids)
-        return meta
 
-    def _store(
-        self,
-        what: str,
-        sample_ids: list[str],
-        partition_id: str,
-        data: TensorDict | None,
-        tags: list[dict[str, Any]] | None,
+    def _check_vocabulary(
+        self, what: str, fields: TensorDict, count: int, partition_id: str
     ) -> None:
-        client = self._engine.client
-        rows = self._engine.run(
-            what, client.async_kv_retrieve_meta, sample_ids, partition_id, create=True
-        )
-        # Tags go first: a row may be claimed as soon as its data is known, and needs its id then.
-        # Rows that are there already keep the tags they have, unless the put brings new ones.
-        places = [
-            i for i, tag in enumerate(rows.custom_meta) if tags is not None or SAMPLE_ID not in tag
-        ]
-        if places:
-            changed = rows.select_samples(places)
-            changed.clear_custom_meta()
-            changed.update_custom_meta(
-                [{**(tags[i] if tags else {}), SAMPLE_ID: sample_ids[i]} for i in places]
-            )
-            self._engine.run(what, client.async_set_custom_meta, changed)
-        if data is None or not len(data.keys()):
-            return
-        self._engine.run(what, client.storage_manager.put_data, data, rows)
-        # TransferQueue only logs when the controller did not learn of the data in time.
-        stored = self._resolve(what, sample_ids, partition_id)
-        unseen = set(data.keys()) - set(stored.field_names)
-        if unseen:
-            raise UnavailableError(
-                f"{what}: the controller did not acknowledge fields {sorted(unseen)}"
-            )
-
-    def _undo_put(self, partition_id: str, new_ids: list[str]) -> None:
-        """Take the new rows of a failed put away, as far as the store still answers."""
-        what = f"undo of put_samples(partition={partition_id!r})"
-        if not new_ids:
-            return
-        try:
-            self._drop_rows(what, new_ids, partition_id)
-            self._engine.ask(what, self._directory.retract, partition_id, new_ids)
-        except DataPlaneError as error:
-            warnings.warn(f"{what} failed: {error}", RuntimeWarning, stacklevel=3)
+        declaration = self._ask(what, p.Declaration(partition_id), PartitionDeclaration)
+        if declaration.enums:
+            check_enums(split_rows(fields, count), declaration)
 
     def get_samples(
         self, sample_ids: list[str], partition_id: str, select_fields: list[str]
     ) -> TensorDict:
         self._check_open()
         what = f"get_samples(partition={partition_id!r})"
-        distinct = list(dict.fromkeys(sample_ids))
-        if not distinct:
-            self._declared(what, partition_id)
-            return collate({}, 0)
-        rows = self._resolve(what, distinct, partition_id)
-        if rows.size != len(distinct) or not set(select_fields) <= set(rows.field_names):
-            raise self._missing(what, partition_id, sample_ids, select_fields)
-        if not select_fields:
-            return TensorDict({}, batch_size=[len(sample_ids)])
-        wanted = rows.select_fields(list(dict.fromkeys(select_fields)))
-        client = self._engine.client
-        try:
-            answer = self._engine.run(what, client.async_get_data, wanted)
-        except UnavailableError:
-            # A row that was cleared while it was being read fails in the storage unit.
-            if self._resolve(what, distinct, partition_id).global_indexes != rows.global_indexes:
-                raise self._missing(what, partition_id, sample_ids, select_fields) from None
-            raise
-        # TransferQueue holds no lease between resolving and reading: a row that was cleared
-        # meanwhile may have been given to another sample.
-        after = self._resolve(what, distinct, partition_id)
-        if after.global_indexes != rows.global_indexes:
-            raise self._missing(what, partition_id, sample_ids, select_fields)
-        places = {sample_id: i for i, sample_id in enumerate(distinct)}
-        order = [places[sample_id] for sample_id in sample_ids]
-        columns = {
-            name: _reordered(column, order)
-            for name, column in split_rows(answer, len(distinct)).items()
-        }
-        return collate(columns, len(sample_ids))
+        names = list(dict.fromkeys(select_fields))
+        with self._link.session(what) as session:
+            where = session.ask(p.Read(partition_id, sample_ids, names), p.ReadAnswer)
+            if not sample_ids or not names:
+                answer = TensorDict({}, batch_size=[len(sample_ids)])
+            else:
+                answer = self._store.read(what, where, sample_ids, partition_id, names)
+            session.tell(p.Unpin())
+        return answer
 
     def get_data(self, meta: KVBatchMeta, select_fields: list[str] | None = None) -> TensorDict:
         names = fields_to_read(meta, select_fields)
@@ -243,137 +190,131 @@ class TQDataPlaneClient(DataPlaneClient):
         dp_rank: int | None = None,
         blocking: bool = True,
         timeout_s: float = 60.0,
+        *,
+        dp_world: int | None = None,
+        where: Sequence[TagFilter] = (),
+        seed: int | None = None,
     ) -> KVBatchMeta:
         self._check_open()
-        if batch_size < 1:
-            raise InvalidRequestError(f"claim_meta: batch_size {batch_size}; expected at least 1")
-        claim = Claim(
-            self._engine,
-            self._directory,
-            partition_id,
-            task_name,
-            list(required_fields),
-            batch_size,
+        wanted = ClaimRequest(
+            task_name=task_name,
+            required_fields=tuple(required_fields),
+            batch_size=batch_size,
+            whole=blocking,
+            where=tuple(where),
+            seed=seed,
+            dp_rank=dp_rank,
+            dp_world=dp_world,
+            lease_s=self._lease_s,
         )
-        return claim.run(blocking=blocking, timeout_s=timeout_s, poll_s=self._poll_s)
+        claimed = self._ask(
+            f"claim_meta(partition={partition_id!r}, task={task_name!r})",
+            p.Claim(partition_id, wanted, timeout_s if blocking else 0.0),
+            p.ClaimAnswer,
+            timeout_s + self._timeout_s,
+        )
+        if claimed.token is None:
+            self._report_consumed(claimed.sample_ids, partition_id, task_name)
+        return KVBatchMeta(
+            partition_id=partition_id,
+            task_name=task_name,
+            sample_ids=claimed.sample_ids,
+            fields=list(required_fields),
+            sequence_lengths=tagged_lengths(claimed.tags or []),
+            extra_info={} if claimed.token is None else {LEASE: claimed.token},
+            tags=claimed.tags,
+        )
+
+    def _report_consumed(self, sample_ids: list[str], partition_id: str, task_name: str) -> None:
+        """Tell TransferQueue what was claimed for good; nobody waits for it."""
+        if sample_ids:
+            self._engine.submit(
+                transfer_queue_rows.consume,
+                self._engine.client,
+                sample_ids,
+                partition_id,
+                task_name,
+            )
 
     def check_consumption_status(self, partition_id: str, task_names: list[str]) -> bool:
         self._check_open()
         what = f"check_consumption_status(partition={partition_id!r})"
-        declaration = self._engine.ask(what, self._directory.declaration, partition_id)
-        if declaration is None or not set(task_names) <= set(declaration.consumer_tasks):
-            return False
-        client = self._engine.client
-        for task_name in task_names:
-            _, consumed = self._engine.run(
-                what, client.async_get_consumption_status, task_name, partition_id
-            )
-            if consumed is None or not consumed.numel() or not bool((consumed == 1).all()):
-                return False
-        return True
+        return self._ask(what, p.Consumed(partition_id, task_names), bool)
 
     def clear_samples(
         self, sample_ids: list[str] | None, partition_id: str, *, force: bool = False
     ) -> None:
         self._check_open()
+        if sample_ids is not None and not sample_ids:
+            return
         what = f"clear_samples(partition={partition_id!r})"
-        if sample_ids is None:
-            held = self._engine.ask(what, self._directory.forget, partition_id)
-            client = self._engine.client
-            if not held:
-                warnings.warn(f"{what}: nothing to clear", RuntimeWarning, stacklevel=2)
-                # TransferQueue takes a partition without rows for one that does not exist, and
-                # would keep it in its list for ever.
-                row = [SAMPLE_ID]
-                self._engine.run(
-                    what, client.async_kv_retrieve_meta, row, partition_id, create=True
-                )
-            self._engine.run(what, client.async_clear_partition, partition_id)
-        elif sample_ids:
-            asked = list(dict.fromkeys(sample_ids))
-            self._drop_rows(what, asked, partition_id)
-            self._engine.ask(what, self._directory.cleared, partition_id, asked)
+        client = self._engine.client
+        with self._link.session(what) as session:
+            cleared = session.ask(
+                p.Clear(partition_id, sample_ids, force, self._timeout_s), p.ClearAnswer
+            )
+            self._engine.run(
+                what, transfer_queue_rows.drop, client, partition_id, cleared.leftovers
+            )
+            if sample_ids is None:
+                self._engine.run(what, transfer_queue_rows.forget, client, partition_id)
+            session.ask(p.Dropped(), type(None))
+        if sample_ids is None and not cleared.dropped:
+            warnings.warn(f"{what}: nothing to clear", RuntimeWarning, stacklevel=2)
+
+    def acknowledge(self, meta: KVBatchMeta) -> None:
+        self._settle(meta, "acknowledge")
+
+    def release(self, meta: KVBatchMeta) -> None:
+        self._settle(meta, "release")
+
+    def renew(self, meta: KVBatchMeta) -> None:
+        self._settle(meta, "renew")
+
+    def _settle(self, meta: KVBatchMeta, how: p.HowToSettle) -> None:
+        self._check_open()
+        if meta.sample_ids:
+            self._ask(
+                f"{how}(partition={meta.partition_id!r}, task={meta.task_name!r})",
+                p.Settle(meta.partition_id, lease_token(meta), meta.sample_ids, how),
+                type(None),
+            )
+            if how == "acknowledge" and meta.task_name is not None:
+                self._report_consumed(meta.sample_ids, meta.partition_id, meta.task_name)
+
+    def count_samples(
+        self, partition_id: str, task_name: str, required_fields: list[str]
+    ) -> TaskCounts:
+        self._check_open()
+        what = f"count_samples(partition={partition_id!r})"
+        return self._ask(what, p.Count(partition_id, task_name, required_fields), TaskCounts)
+
+    def list_partitions(self) -> list[PartitionSummary]:
+        self._check_open()
+        return self._ask("list_partitions()", p.ListPartitions(), list[PartitionSummary])
+
+    def list_samples(
+        self, partition_id: str, *, start: int = 0, limit: int = 100
+    ) -> list[SampleState]:
+        self._check_open()
+        what = f"list_samples(partition={partition_id!r})"
+        return self._ask(what, p.ListSamples(partition_id, start, limit), list[SampleState])
 
     def close(self) -> None:
         if self._closed:
             return
         self._closed = True
+        self._link.close()
+        self._store.close()
         self._engine.close()
         if self._owned is not None:
             self._owned.stop()
 
-    def _drop_rows(self, what: str, sample_ids: list[str], partition_id: str) -> None:
-        rows = self._resolve(what, sample_ids, partition_id)
-        if rows.size:
-            client = self._engine.client
-            self._engine.run(what, client.async_clear_samples, rows)
-
-    def _resolve(self, what: str, sample_ids: list[str], partition_id: str) -> Any:
-        """TransferQueue's meta of the rows that exist, with the fields that all of them have."""
-        client = self._engine.client
-        return self._engine.run(
-            what, client.async_kv_retrieve_meta, sample_ids, partition_id, create=False
-        )
-
-    def _declared(self, what: str, partition_id: str) -> PartitionDeclaration:
-        """The declaration, or the directory's `PartitionNotFoundError`."""
-        self._engine.ask(what, self._directory.known_ids, partition_id, [])
-        return self._engine.ask(what, self._directory.declaration, partition_id)
-
-    def _missing(
-        self,
-        what: str,
-        partition_id: str,
-        sample_ids: Sequence[str],
-        select_fields: Sequence[str],
-    ) -> MissingDataError:
-        """Find out what a read lacks, for every row it asked for."""
-        known = self._engine.ask(
-            what, self._directory.known_ids, partition_id, list(dict.fromkeys(sample_ids))
-        )
-        written: dict[str, list[str]] = {name: [] for name in known}
-        if known:
-            rows = self._resolve(what, known, partition_id)
-            places = list(rows.global_indexes)
-            if len(places) != len(known):  # cleared since the directory was asked
-                known, written = [], {}
-            for name in dict.fromkeys(select_fields):
-                has = self._rows_with(what, partition_id, name)
-                for sample_id, place in zip(known, places, strict=False):
-                    if place in has:
-                        written[sample_id].append(name)
-        return missing_data(partition_id, sample_ids, select_fields, written.get)
-
-    def _rows_with(self, what: str, partition_id: str, name: str) -> set[int]:
-        """TransferQueue's numbers of the rows that have field ``name``."""
-        client = self._engine.client
-        places, produced = self._engine.run(
-            what, client.async_get_production_status, [name], partition_id
-        )
-        if produced is None:
-            return set()
-        return set(places[(produced == 1).all(dim=1)].tolist())
+    def _ask(
+        self, what: str, request: p.Request, answer: type[T], timeout_s: float | None = None
+    ) -> T:
+        return self._link.ask(what, request, answer, timeout_s)
 
     def _check_open(self) -> None:
         if self._closed:
             raise ClosedError("the TransferQueue client was closed; build a new one")
-
-
-def _stored_form(fields: TensorDict, columns: Mapping[str, Column], count: int) -> TensorDict:
-    """What is handed to TransferQueue: tensors on the CPU, Python values as bytes."""
-    stored: dict[str, Any] = {}
-    for name, column in columns.items():
-        if column.kind == OBJECT:
-            stored[name] = NonTensorStack(
-                *(NonTensorData(encode_object(name, value)) for value in column.rows)
-            )
-        else:
-            stored[name] = fields.get(name).detach().cpu()
-    return TensorDict(stored, batch_size=[count])
-
-
-def _reordered(column: Column, order: Sequence[int]) -> Column:
-    rows = [column.rows[i] for i in order]
-    if column.kind == OBJECT:
-        return Column(OBJECT, [decode_object(value) for value in rows])
-    return Column(column.kind, rows)

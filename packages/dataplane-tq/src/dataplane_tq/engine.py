@@ -17,12 +17,13 @@ from collections.abc import Callable, Coroutine, Mapping
 from concurrent import futures
 from typing import Any, TypeVar  # Any: TransferQueue and Ray handles have no static types
 
-import ray
 import zmq
-from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 from transfer_queue.client import AsyncTransferQueueClient
 
 from dataplane_core import DataPlaneError, DeadlineExceededError, UnavailableError
+from dataplane_tq.directory_actor import first_dead
+from dataplane_tq.packed import manager  # noqa: F401  # enters TransferQueue's registry
+from dataplane_tq.topology import Connection
 
 T = TypeVar("T")
 
@@ -30,20 +31,20 @@ T = TypeVar("T")
 logging.getLogger("transfer_queue.utils.common").setLevel(logging.ERROR)
 
 _TURN_S = 0.5
-_PROBE_S = 1.0
+_STOP_S = 1.0
 
 
 class Engine:
-    """One process's connection to the controller, the storage units and the directory.
+    """One process's connection to the controller and the storage backend.
 
     Args:
-        topology: what the directory stored, see `dataplane_tq.topology`.
+        connection: how to connect, see `dataplane_tq.topology`.
         actors: name to Ray handle of every actor that operations depend on.
         timeout_s: deadline of one operation, in seconds.
     """
 
     def __init__(
-        self, topology: Mapping[str, Any], actors: Mapping[str, Any], *, timeout_s: float
+        self, connection: Connection, actors: Mapping[str, Any], *, timeout_s: float
     ) -> None:
         self.timeout_s = timeout_s
         self._actors = dict(actors)
@@ -51,7 +52,7 @@ class Engine:
         self._thread = threading.Thread(target=self._run, name="dataplane-tq", daemon=True)
         self._thread.start()
         try:
-            self.client: AsyncTransferQueueClient = self.run("connect", self._connect, topology)
+            self.client: AsyncTransferQueueClient = self.run("connect", self._connect, connection)
         except DataPlaneError:
             self._stop_loop()
             raise
@@ -61,16 +62,16 @@ class Engine:
         self._loop.run_forever()
 
     @staticmethod
-    async def _connect(topology: Mapping[str, Any]) -> AsyncTransferQueueClient:
+    async def _connect(connection: Connection) -> AsyncTransferQueueClient:
         client = AsyncTransferQueueClient(
             client_id=f"dataplane_tq_{uuid.uuid4().hex[:8]}",
-            controller_info=topology["controller"],
+            controller_info=connection.controller,
         )
         # The handshake blocks, so it must not run on the loop that may have to be abandoned.
         await asyncio.to_thread(
             client.initialize_storage_manager,
-            manager_type=topology["manager"],
-            config=topology["backend"],
+            manager_type=connection.manager,
+            config=connection.storage,
         )
         return client
 
@@ -81,19 +82,26 @@ class Engine:
         *args: Any,
         **kwargs: Any,
     ) -> T:
-        """Run a coroutine function of TransferQueue's client to its end.
+        """Run a coroutine function on the loop to its end; as `wait` of `submit`."""
+        return self.wait(what, self.submit(function, *args, **kwargs))
+
+    def submit(
+        self, function: Callable[..., Coroutine[Any, Any, T]], *args: Any, **kwargs: Any
+    ) -> futures.Future[T]:
+        """Start a coroutine function on the loop."""
+        return asyncio.run_coroutine_threadsafe(function(*args, **kwargs), self._loop)
+
+    def wait(self, what: str, future: futures.Future[T]) -> T:
+        """Wait for what `submit` started.
 
         Args:
             what: the operation, for error messages.
-            function: the coroutine function.
-            args: its positional arguments.
-            kwargs: its keyword arguments.
+            future: of `submit`.
 
         Raises:
             UnavailableError: an actor is dead, or the operation failed.
             DeadlineExceededError: it did not finish in time, though all actors live.
         """
-        future = asyncio.run_coroutine_threadsafe(function(*args, **kwargs), self._loop)
         deadline = time.monotonic() + self.timeout_s
         try:
             while True:
@@ -114,48 +122,11 @@ class Engine:
             self.check_alive(what)
             raise UnavailableError(f"{what}: TransferQueue failed: {error}") from error
 
-    def ask(self, what: str, method: Any, *args: Any, timeout_s: float | None = None) -> Any:
-        """Call a method of the directory and wait for its answer.
-
-        Args:
-            what: the operation, for error messages.
-            method: the actor handle's method.
-            args: its arguments.
-            timeout_s: deadline in seconds; the engine's own if None.
-
-        Raises:
-            DataPlaneError: whatever the actor raised of our tree.
-            UnavailableError: the actor is dead.
-            DeadlineExceededError: it did not answer in time.
-        """
-        limit = self.timeout_s if timeout_s is None else timeout_s
-        try:
-            return ray.get(method.remote(*args), timeout=limit)
-        except GetTimeoutError:
-            self.check_alive(what)
-            raise DeadlineExceededError(
-                f"{what}: no answer from the partition directory after {limit:g} s"
-            ) from None
-        except RayTaskError as error:
-            if isinstance(error.cause, DataPlaneError):
-                raise error.cause from None
-            raise UnavailableError(f"{what}: the partition directory failed: {error}") from error
-        except RayError as error:
-            raise UnavailableError(
-                f"{what}: the partition directory is gone: {_first_line(error)}"
-            ) from error
-
     def check_alive(self, what: str) -> None:
         """Raise `UnavailableError` naming the first actor that Ray knows to be dead."""
-        probes = {name: actor.__ray_ready__.remote() for name, actor in self._actors.items()}
-        ready, _ = ray.wait(list(probes.values()), num_returns=len(probes), timeout=_PROBE_S)
-        for name, probe in probes.items():
-            if probe not in ready:
-                continue
-            try:
-                ray.get(probe)
-            except RayActorError as error:
-                raise UnavailableError(f"{what}: {name} is dead: {_first_line(error)}") from error
+        dead = first_dead(self._actors)
+        if dead is not None:
+            raise UnavailableError(f"{what}: {dead}")
 
     def close(self) -> None:
         """Stop the loop and close the connection; the actors are not touched."""
@@ -165,7 +136,7 @@ class Engine:
     def _stop_loop(self) -> None:
         # Operations whose deadline passed may still be waiting for a part that does not answer.
         ended = asyncio.run_coroutine_threadsafe(_cancel_others(), self._loop)
-        futures.wait([ended], timeout=_PROBE_S)
+        futures.wait([ended], timeout=_STOP_S)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(timeout=5.0)
 
@@ -175,8 +146,3 @@ async def _cancel_others() -> None:
     for task in others:
         task.cancel()
     await asyncio.gather(*others, return_exceptions=True)
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__

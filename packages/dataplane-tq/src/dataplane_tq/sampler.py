@@ -1,50 +1,75 @@
-"""`ClaimSampler`: claims as the contract has them, decided inside TransferQueue's controller.
+"""`ConsumptionSampler`: how TransferQueue's controller learns what was claimed.
 
-The controller calls a sampler for each ``get_meta`` in its only request thread, so what is decided
-here is atomic. The client asks with ``batch_size=0``: TransferQueue then always calls the sampler
-instead of answering "not enough" by itself, and the limits travel in ``sampling_config``.
+A sampler is the one part of a user's that TransferQueue runs inside its controller, in the thread
+that serves all requests, so what it does is atomic there. Claims are decided by the directory,
+whose cost does not grow with what was consumed; this sampler enters them into the controller's
+consumption status, which TransferQueue's own tools and metrics read. Requests of other clients go
+to another sampler, which may be a user's.
 """
 
 from __future__ import annotations
 
 from typing import Any  # Any: the controller's live status object, which has no public type
 
-from transfer_queue.sampler import BaseSampler
+import torch
+from transfer_queue.sampler import BaseSampler, SequentialSampler
+
+CONSUMED = "dataplane_tq_consumed"
+"""Key of ``sampling_config``: ids of samples to enter as consumed."""
 
 
-class ClaimSampler(BaseSampler):
-    """Takes up to ``max_samples`` ready rows, or none if the claim would rather wait."""
+class ConsumptionSampler(BaseSampler):
+    """Enters what the data plane's clients report, and lets ``inner`` serve everybody else.
+
+    Args:
+        inner: the sampler for requests that come from TransferQueue's own clients.
+    """
+
+    def __init__(self, inner: BaseSampler | None = None) -> None:
+        super().__init__()
+        self.inner = SequentialSampler() if inner is None else inner
 
     def sample(
         self, ready_indexes: list[int], batch_size: int, *args: Any, **kwargs: Any
     ) -> tuple[list[int], list[int]]:
-        """Choose the rows of one claim.
+        """Serve one request of the controller, as `BaseSampler.sample`.
 
         Args:
-            ready_indexes: rows that have all required fields and that the task has not consumed.
-            batch_size: unused, see the module's docstring.
-            args: unused.
-            kwargs: ``partition``, the controller's status object; ``task_name``; ``max_samples``;
-                ``whole``, True to take either ``max_samples`` rows or the last ones of the
-                partition; ``unput``, how many declared samples are still to be put.
-
-        Returns:
-            The rows, twice: all that are handed out are consumed.
+            ready_indexes: rows that could be handed out.
+            batch_size: how many are asked for.
+            args: passed on.
+            kwargs: ``partition``, the controller's status object, and the request's own
+                ``sampling_config``: with `CONSUMED` also ``task_name``.
         """
+        sample_ids = kwargs.get(CONSUMED)
+        if sample_ids is None:
+            return self.inner.sample(ready_indexes, batch_size, *args, **kwargs)
         partition = kwargs.get("partition")
-        limit = kwargs["max_samples"]
-        if kwargs["whole"] and len(ready_indexes) < limit and partition is not None:
-            unclaimed = _unclaimed(partition, kwargs["task_name"])
-            if kwargs["unput"] + unclaimed - len(ready_indexes) > 0:
-                return [], []
-        taken = ready_indexes[:limit]
-        return taken, taken
+        if partition is not None:
+            _consume(partition, kwargs["task_name"], sample_ids)
+        return [], []
+
+    def clear_cache(self, partition_id: str) -> None:
+        self.inner.clear_cache(partition_id)
+
+    def has_cached_result(self, *args: Any, **kwargs: Any) -> bool:
+        return self.inner.has_cached_result(*args, **kwargs)
+
+    def save_checkpoint(self) -> dict[str, Any]:
+        return self.inner.save_checkpoint()
+
+    def load_checkpoint(self, state: dict[str, Any]) -> None:
+        self.inner.load_checkpoint(state)
 
 
-def _unclaimed(partition: Any, task_name: str) -> int:
-    present = partition.global_indexes
-    consumed = partition.consumption_status.get(task_name)
-    if consumed is None or not present:
-        return len(present)
-    rows = [index for index in present if index < len(consumed)]
-    return len(present) - int(consumed[rows].sum())
+def _consume(partition: Any, task_name: str, sample_ids: list[str]) -> None:
+    indexes = [
+        partition.keys_mapping[sample_id]
+        for sample_id in sample_ids
+        if sample_id in partition.keys_mapping
+    ]
+    if indexes:
+        status = partition.consumption_status
+        if task_name not in status:
+            status[task_name] = torch.zeros(partition.allocated_samples_num, dtype=torch.int8)
+        status[task_name][indexes] = 1

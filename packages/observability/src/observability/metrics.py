@@ -20,6 +20,8 @@ from dataplane_core import (
     DataPlaneClient,
     KVBatchMeta,
     ObservabilityConfig,
+    PartitionSummary,
+    SampleState,
     TaskCounts,
 )
 from observability.events import Event, log_event
@@ -242,6 +244,16 @@ class MetricsDataPlaneClient(DataPlaneClient):
     ) -> TaskCounts:
         """Pass on, as `acknowledge`."""
         return self._inner.count_samples(partition_id, task_name, required_fields)
+
+    def list_partitions(self) -> list[PartitionSummary]:
+        """Pass on, as `acknowledge`."""
+        return self._inner.list_partitions()
+
+    def list_samples(
+        self, partition_id: str, *, start: int = 0, limit: int = 100
+    ) -> list[SampleState]:
+        """Pass on, as `acknowledge`."""
+        return self._inner.list_samples(partition_id, start=start, limit=limit)
 
     @contextmanager
     def _recorded(self, call: _Call) -> Iterator[_Call]:

@@ -1,0 +1,27 @@
+"""The bookkeeping behind a data plane: which sample has which field, who claimed it, who holds it.
+
+Public to authors of adapters. Pure state: no locks, no I/O, no threads, and no torch. A client
+calls it under a lock of its own (`InMemoryDataPlaneClient`), a server from its one thread; the
+values of samples are somewhere else, and the ledger keeps an opaque cell for each.
+"""
+
+from dataplane_core.ledger.books import Ledger, PutTicket
+from dataplane_core.ledger.inspect import FieldSummary, PartitionSummary, SampleState, TaskSummary
+from dataplane_core.ledger.partition import Claimed, PartitionBook
+from dataplane_core.ledger.rows import Row
+from dataplane_core.ledger.selection import ClaimRequest, TagFilter, balance
+
+__all__ = [
+    "ClaimRequest",
+    "Claimed",
+    "FieldSummary",
+    "Ledger",
+    "PartitionBook",
+    "PartitionSummary",
+    "PutTicket",
+    "Row",
+    "SampleState",
+    "TagFilter",
+    "TaskSummary",
+    "balance",
+]

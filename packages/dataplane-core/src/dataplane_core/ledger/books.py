@@ -1,0 +1,233 @@
+"""`Ledger`: all partitions of a store, the room they share, and the puts under way."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any  # Any: cells belong to the storage, tags to the caller
+
+from dataplane_core.declaration import PartitionDeclaration, capacity_exceeded, check_kinds
+from dataplane_core.errors import (
+    CapacityExceeded,
+    InvalidRequestError,
+    PartitionNotFoundError,
+    listed,
+)
+from dataplane_core.ledger.partition import PartitionBook
+from dataplane_core.ledger.rows import Row
+
+
+@dataclass(eq=False)
+class PutTicket:
+    """A put that was admitted and is not committed yet.
+
+    Attributes:
+        partition_id: where it goes.
+        sample_ids: the samples it writes.
+        reserved: those of them that it holds room for, because they are new.
+        kinds: field to kind.
+        token: the lease under which it writes, if it named one.
+    """
+
+    partition_id: str
+    sample_ids: list[str]
+    reserved: list[str]
+    kinds: dict[str, str]
+    token: str | None = None
+    open: bool = True
+
+
+class Ledger:
+    """The books of one store.
+
+    Args:
+        capacity: samples that all partitions together may hold; None is no limit.
+        discard: called with the cells that nothing refers to any more.
+    """
+
+    def __init__(
+        self, capacity: int | None, discard: Callable[[list[Any]], None] = lambda cells: None
+    ) -> None:
+        self.capacity = capacity
+        self.partitions: dict[str, PartitionBook] = {}
+        self._discard = discard
+        self._sequence = itertools.count()
+
+    @property
+    def held(self) -> int:
+        """Samples that take room, in all partitions."""
+        return sum(partition.held for partition in self.partitions.values())
+
+    def register(self, declaration: PartitionDeclaration) -> None:
+        """Declare a partition, or replace its declaration."""
+        partition = self.partitions.get(declaration.partition_id)
+        if partition is None:
+            self.partitions[declaration.partition_id] = PartitionBook(declaration)
+        else:
+            partition.redeclare(declaration)
+
+    def partition(self, partition_id: str) -> PartitionBook:
+        """The partition, or `PartitionNotFoundError` naming the registered ones."""
+        partition = self.partitions.get(partition_id)
+        if partition is None:
+            raise PartitionNotFoundError(
+                f"partition {partition_id!r} is not registered; registered: "
+                f"{listed(sorted(self.partitions)) or 'none'}"
+            )
+        return partition
+
+    def begin_put(
+        self,
+        partition_id: str,
+        sample_ids: Sequence[str],
+        kinds: Mapping[str, str],
+        token: str | None = None,
+    ) -> PutTicket | None:
+        """Admit a put: room for its new samples is reserved, its fields' kinds are fixed.
+
+        Returns:
+            The ticket to `commit_put` or `abort_put`; None if there is no room now.
+
+        Raises:
+            PartitionNotFoundError, SchemaMismatchError, LeaseLostError: at once.
+            CapacityExceeded: more samples than the store can ever hold.
+        """
+        partition = self.partition(partition_id)
+        partition.check_token(token)
+        check_kinds(kinds, partition.kinds, partition_id=partition_id)
+        pending = {name: users[0] for name, users in partition.pending_kinds.items()}
+        check_kinds(kinds, pending, partition_id=partition_id)
+        new = [sample_id for sample_id in sample_ids if sample_id not in partition.rows]
+        room = sum(sample_id not in partition.reserved for sample_id in new)
+        if self.capacity is not None and self.held + room > self.capacity:
+            if room > self.capacity:
+                raise self.full(partition_id, sample_ids)
+            return None
+        for sample_id in new:
+            partition.reserved[sample_id] = partition.reserved.get(sample_id, 0) + 1
+        for name, kind in kinds.items():
+            partition.pending_kinds.setdefault(name, []).append(kind)
+        return PutTicket(partition_id, list(sample_ids), new, dict(kinds), token)
+
+    def full(self, partition_id: str, sample_ids: Iterable[str]) -> CapacityExceeded:
+        """The error of a put that found no room."""
+        partition = self.partition(partition_id)
+        known = partition.rows.keys() | partition.reserved.keys()
+        return capacity_exceeded(
+            partition_id,
+            new=sum(sample_id not in known for sample_id in sample_ids),
+            held=self.held,
+            capacity=self.capacity or 0,
+        )
+
+    def commit_put(
+        self,
+        ticket: PutTicket,
+        cells: Mapping[str, Sequence[Any]],
+        tags: Sequence[Mapping[str, Any]] | None,
+    ) -> None:
+        """Make a put visible, all of it at once.
+
+        Args:
+            ticket: of `begin_put`; it ends here, also when this raises.
+            cells: field to one cell per sample.
+            tags: one mapping per sample, replacing its tags; None keeps them.
+
+        Raises:
+            PartitionNotFoundError: the partition was cleared meanwhile.
+            LeaseLostError: the lease that the put named has ended.
+            InvalidRequestError: the ticket is no longer open.
+        """
+        if not ticket.open:
+            raise InvalidRequestError(
+                f"put_samples(partition={ticket.partition_id!r}): the put took too long and was "
+                "given up; put again"
+            )
+        self.abort_put(ticket)
+        partition = self.partition(ticket.partition_id)
+        partition.check_token(ticket.token)
+        check_kinds(ticket.kinds, partition.kinds, partition_id=ticket.partition_id)
+        partition.kinds.update(ticket.kinds)
+        columns = list(cells.items())
+        replaced: list[Any] = []
+        for i, sample_id in enumerate(ticket.sample_ids):
+            replaced += partition.write(
+                sample_id,
+                {name: column[i] for name, column in columns},
+                None if tags is None else tags[i],
+                next(self._sequence),
+            )
+        partition.version += 1
+        if replaced:
+            self._discard(replaced)
+
+    def abort_put(self, ticket: PutTicket) -> None:
+        """Give back what `begin_put` reserved; a second time does nothing."""
+        if not ticket.open:
+            return
+        ticket.open = False
+        partition = self.partitions.get(ticket.partition_id)
+        if partition is None:
+            return
+        for sample_id in ticket.reserved:
+            users = partition.reserved.get(sample_id, 0)
+            if users > 1:
+                partition.reserved[sample_id] = users - 1
+            elif users:
+                del partition.reserved[sample_id]
+        for name, kind in ticket.kinds.items():
+            kinds = partition.pending_kinds.get(name, [])
+            if kind in kinds:
+                kinds.remove(kind)
+            if not kinds:
+                partition.pending_kinds.pop(name, None)
+        partition.version += 1
+
+    def clear(
+        self, partition_id: str, sample_ids: Sequence[str] | None, *, force: bool
+    ) -> list[Row]:
+        """Drop samples, or with None the partition; returns the rows that were there.
+
+        Raises:
+            SamplesLeasedError: one is leased and ``force`` is not set; nothing is dropped.
+        """
+        partition = self.partitions.get(partition_id)
+        if partition is None:
+            return []
+        if not force:
+            partition.refuse_leased(partition.rows if sample_ids is None else sample_ids)
+        rows = list(partition.drop(list(partition.rows) if sample_ids is None else sample_ids))
+        if sample_ids is None:
+            del self.partitions[partition_id]
+        partition.version += 1
+        self._discard([cell for row in rows if not row.pins for cell in row.cells.values()])
+        return rows
+
+    @staticmethod
+    def pin(rows: Iterable[Row]) -> None:
+        """Keep what the rows hold until `unpin`, whatever is cleared or overwritten."""
+        for row in rows:
+            row.pins += 1
+
+    def unpin(self, rows: Iterable[Row]) -> None:
+        """End a read; what was kept only for it is discarded."""
+        over: list[Any] = []
+        for row in rows:
+            row.pins -= 1
+            if row.pins == 0:
+                over += row.stale
+                row.stale = []
+                if row.dropped:
+                    over += row.cells.values()
+        if over:
+            self._discard(over)
+
+    def expire(self, now: float) -> list[PartitionBook]:
+        """End the leases whose time is over; the partitions where that happened."""
+        return [partition for partition in self.partitions.values() if partition.expire(now)]
+
+    def next_expiry(self) -> float | None:
+        """When the next lease of any partition ends."""
+        moments = [partition.next_expiry() for partition in self.partitions.values()]
+        return min((moment for moment in moments if moment is not None), default=None)

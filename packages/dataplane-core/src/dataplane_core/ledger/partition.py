@@ -1,0 +1,445 @@
+"""`PartitionBook`: one partition's samples, and what each task did with them."""
+
+from __future__ import annotations
+
+import secrets
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any  # Any: cells belong to the storage, tags to the caller
+
+from dataplane_core.client import TaskCounts
+from dataplane_core.declaration import PartitionDeclaration, missing_data, tagged_lengths
+from dataplane_core.errors import (
+    ClaimTimeoutError,
+    InvalidRequestError,
+    LeaseLostError,
+    SamplesLeasedError,
+    UnknownTaskError,
+    listed,
+)
+from dataplane_core.ledger.queues import GroupQueue, Queue, SampleQueue
+from dataplane_core.ledger.rows import Row
+from dataplane_core.ledger.selection import ClaimRequest, balance
+
+_MAX_QUEUES = 64
+"""Queues a task keeps; the one that was made first goes when another set of fields is claimed."""
+
+
+@dataclass
+class Lease:
+    """A claim that is not settled yet; ``rows`` shrinks as parts of it are."""
+
+    token: str
+    task_name: str
+    rows: dict[str, Row]
+    deadline: float
+    seconds: float
+
+
+@dataclass
+class Claimed:
+    """What a claim got.
+
+    Attributes:
+        rows: the samples.
+        token: of the lease, None for a final claim or an empty one.
+    """
+
+    rows: list[Row]
+    token: str | None
+
+    @property
+    def sequence_lengths(self) -> list[int] | None:
+        """As `KVBatchMeta` has them: from the tags."""
+        return tagged_lengths([row.tags for row in self.rows])
+
+
+@dataclass
+class Task:
+    """One task's view; a present sample is in exactly one of open, assigned, leased, settled.
+
+    Attributes:
+        open: not claimed.
+        assigned: drawn for a data-parallel rank that has not asked for its share yet.
+        leased: claimed under a lease, by the lease's token.
+        settled: claimed for good.
+        queues: the ready ones of ``open``, by required fields and seed.
+        shares: the batches that wait for their ranks.
+    """
+
+    open: dict[str, Row] = field(default_factory=dict)
+    assigned: dict[str, Row] = field(default_factory=dict)
+    leased: dict[str, str] = field(default_factory=dict)
+    settled: set[str] = field(default_factory=set)
+    queues: dict[tuple[frozenset[str], int | None], Queue] = field(default_factory=dict)
+    shares: dict[Any, list[deque[list[Row]]]] = field(default_factory=dict)
+
+
+class PartitionBook:
+    """The state of one partition. `Ledger` owns it; nothing here locks or waits."""
+
+    def __init__(self, declaration: PartitionDeclaration) -> None:
+        self.declaration = declaration
+        self.kinds: dict[str, str] = {}
+        self.pending_kinds: dict[str, list[str]] = {}
+        self.rows: dict[str, Row] = {}
+        self.reserved: dict[str, int] = {}
+        self.field_counts: dict[str, int] = {}
+        self.tasks: dict[str, Task] = {name: Task() for name in declaration.consumer_tasks}
+        self.leases: dict[str, Lease] = {}
+        self.put_total = 0
+        self.version = 0
+        self._fence = 0
+
+    @property
+    def held(self) -> int:
+        """Samples that take room: those present and those on their way."""
+        return len(self.rows) + len(self.reserved)
+
+    @property
+    def unput(self) -> int:
+        """Declared samples that are still to be put."""
+        return max(0, self.declaration.num_samples - self.put_total)
+
+    def redeclare(self, declaration: PartitionDeclaration) -> None:
+        """Replace the declaration; rows stay, and so do the cursors of tasks named again."""
+        regrouped = declaration.grpo_group_size != self.declaration.grpo_group_size
+        self.declaration = declaration
+        kept = self.tasks
+        self.tasks = {
+            name: kept.get(name) or Task(open=dict(self.rows))
+            for name in declaration.consumer_tasks
+        }
+        if regrouped:
+            for task in self.tasks.values():
+                task.queues.clear()
+        self.leases = {
+            token: lease for token, lease in self.leases.items() if lease.task_name in self.tasks
+        }
+        self.put_total = len(self.rows)
+        self._forget_kinds_if_empty()
+
+    def task(self, task_name: str) -> Task:
+        """The task, or `UnknownTaskError` naming the registered ones."""
+        task = self.tasks.get(task_name)
+        if task is None:
+            raise UnknownTaskError(
+                f"partition {self.declaration.partition_id!r} has no task {task_name!r}; "
+                f"registered tasks: {listed(self.tasks) or 'none'}"
+            )
+        return task
+
+    def write(
+        self,
+        sample_id: str,
+        cells: Mapping[str, Any],
+        tags: Mapping[str, Any] | None,
+        sequence: int,
+    ) -> list[Any]:
+        """Make a sample's fields and tags visible; returns the cells that can be discarded now."""
+        row = self.rows.get(sample_id)
+        if row is None:
+            row = self.rows[sample_id] = Row(sample_id, sequence)
+            self.put_total += 1
+            for task in self.tasks.values():
+                task.open[sample_id] = row
+        replaced = []
+        for name, cell in cells.items():
+            if name in row.cells:
+                replaced.append(row.cells[name])
+            else:
+                self.field_counts[name] = self.field_counts.get(name, 0) + 1
+            row.cells[name] = cell
+        if tags is not None:
+            row.tags = dict(tags)
+        for task in self.tasks.values():
+            if task.queues and sample_id in task.open:
+                self._enqueue(task, row)
+        if row.pins:
+            row.stale.extend(replaced)
+            return []
+        return replaced
+
+    @staticmethod
+    def _enqueue(task: Task, row: Row) -> None:
+        for queue in task.queues.values():
+            if queue.required <= row.cells.keys():
+                queue.add(row)
+
+    @staticmethod
+    def _dequeue(task: Task, row: Row) -> None:
+        for queue in task.queues.values():
+            queue.discard(row)
+
+    def lookup(self, sample_ids: Sequence[str], fields: Sequence[str]) -> list[Row]:
+        """The rows in the order asked, or `MissingDataError` if one lacks one of ``fields``."""
+        rows = self.rows
+        found = [rows.get(sample_id) for sample_id in sample_ids]
+        wanted = set(fields)
+        present = [row for row in found if row is not None and wanted <= row.cells.keys()]
+        if len(present) != len(found):
+            raise missing_data(
+                self.declaration.partition_id,
+                sample_ids,
+                fields,
+                lambda sample_id: rows[sample_id].cells if sample_id in rows else None,
+            )
+        return present
+
+    def _queue(self, task: Task, required: frozenset[str], seed: int | None) -> Queue:
+        queue = task.queues.get((required, seed))
+        if queue is None:
+            size = self.declaration.grpo_group_size
+            queue = (
+                SampleQueue(required, seed) if size is None else GroupQueue(required, seed, size)
+            )
+            for row in task.open.values():
+                if required <= row.cells.keys():
+                    queue.add(row)
+            if len(task.queues) >= _MAX_QUEUES:
+                del task.queues[next(iter(task.queues))]
+            task.queues[required, seed] = queue
+        return queue
+
+    def claim(self, request: ClaimRequest, now: float) -> Claimed | None:
+        """Claim, or None if a whole batch has to wait. The one place where samples are handed out.
+
+        Raises:
+            UnknownTaskError: the task is not registered.
+            InvalidRequestError: (a ValueError) the batch size is not a multiple of the group's.
+        """
+        task = self.task(request.task_name)
+        size = self.declaration.grpo_group_size
+        if size is not None and request.batch_size % size:
+            raise InvalidRequestError(
+                f"claim_meta(partition={self.declaration.partition_id!r}): batch_size "
+                f"{request.batch_size} is not a multiple of grpo_group_size {size}; groups are "
+                "claimed whole"
+            )
+        if request.dp_world is None:
+            rows = self._draw(task, request, request.batch_size)
+        else:
+            rows = self._draw_share(task, request, request.dp_world)
+        if rows is None:
+            return None
+        return self._hand_out(task, request, rows, now)
+
+    def _draw(self, task: Task, request: ClaimRequest, limit: int) -> list[Row] | None:
+        """Take rows out of ``open``; None if the claim has to wait."""
+        queue = self._queue(task, frozenset(request.required_fields), request.seed)
+        last = self._nothing_more(task, queue, request)
+        if request.whole and not last and queue.count(request) < limit:
+            return None
+        rows = queue.take(request, limit, partial=last)
+        for row in rows:
+            del task.open[row.sample_id]
+            self._dequeue(task, row)
+        return rows
+
+    def _nothing_more(self, task: Task, queue: Queue, request: ClaimRequest) -> bool:
+        """Whether every sample that may ever match is ready now."""
+        if self.unput:
+            return False
+        if len(queue) == len(task.open):
+            return True
+        return bool(request.where) and not any(
+            request.matches(row.tags) and not queue.required <= row.cells.keys()
+            for row in task.open.values()
+        )
+
+    def _draw_share(self, task: Task, request: ClaimRequest, world: int) -> list[Row] | None:
+        key = (request.required_fields, request.where, request.seed, world)
+        shares = task.shares.setdefault(key, [deque() for _ in range(world)])
+        rank = request.dp_rank or 0
+        while shares[rank]:
+            waiting = [row for row in shares[rank].popleft() if row.sample_id in task.assigned]
+            if waiting:
+                for row in waiting:
+                    del task.assigned[row.sample_id]
+                return waiting
+        drawn = self._draw(task, request, world * request.batch_size)
+        if not drawn:
+            return drawn
+        units = self._units(drawn)
+        parts = balance([sum(row.length for row in unit) for unit in units], world)
+        for other, part in enumerate(parts):
+            batch = [row for index in part for row in units[index]]
+            if other == rank:
+                mine = batch
+            else:
+                task.assigned.update((row.sample_id, row) for row in batch)
+                shares[other].append(batch)
+        return mine
+
+    def _units(self, rows: Iterable[Row]) -> list[list[Row]]:
+        """What must stay together: the groups, or each sample by itself."""
+        if self.declaration.grpo_group_size is None:
+            return [[row] for row in rows]
+        groups: dict[str, list[Row]] = {}
+        for row in rows:
+            groups.setdefault(row.group, []).append(row)
+        return list(groups.values())
+
+    def _hand_out(self, task: Task, request: ClaimRequest, rows: list[Row], now: float) -> Claimed:
+        if request.lease_s is None or not rows:
+            task.settled.update(row.sample_id for row in rows)
+            return Claimed(rows, None)
+        # The number makes tokens comparable: a later lease of the same samples has a larger one.
+        self._fence += 1
+        token = f"{self._fence}.{secrets.token_hex(8)}"
+        self.leases[token] = Lease(
+            token,
+            request.task_name,
+            {row.sample_id: row for row in rows},
+            now + request.lease_s,
+            request.lease_s,
+        )
+        task.leased.update((row.sample_id, token) for row in rows)
+        return Claimed(rows, token)
+
+    def claim_timeout(self, request: ClaimRequest, timeout_s: float) -> ClaimTimeoutError:
+        """The error of a claim that waited in vain, with what is missing."""
+        task = self.task(request.task_name)
+        required = frozenset(request.required_fields)
+        candidates = [row for row in task.open.values() if request.matches(row.tags)]
+        ready = sum(required <= row.cells.keys() for row in candidates)
+        lacking = {
+            name: count
+            for name in request.required_fields
+            if (count := sum(name not in row.cells for row in candidates))
+        }
+        return self.declaration.claim_timeout(
+            request.task_name,
+            ready=ready,
+            present=len(candidates),
+            leased=len(task.leased),
+            unput=self.unput,
+            lacking=lacking,
+            batch_size=request.batch_size,
+            timeout_s=timeout_s,
+        )
+
+    def expire(self, now: float) -> bool:
+        """End the leases whose time is over; True if there were any."""
+        over = [lease for lease in self.leases.values() if lease.deadline <= now]
+        for lease in over:
+            self._end(lease, list(lease.rows), settle=False)
+        return bool(over)
+
+    def next_expiry(self) -> float | None:
+        """When the next lease ends, on the caller's clock."""
+        return min((lease.deadline for lease in self.leases.values()), default=None)
+
+    def check_token(self, token: str | None) -> None:
+        """Raise `LeaseLostError` if the lease of a claim has ended."""
+        if token is not None and token not in self.leases:
+            raise LeaseLostError(
+                f"partition {self.declaration.partition_id!r}: the claim's lease ran out or was "
+                "ended; another claim may hold its samples"
+            )
+
+    def settle(self, token: str, sample_ids: Sequence[str], *, acknowledge: bool) -> None:
+        """Acknowledge or release the given samples of a lease; the rest stays leased.
+
+        Raises:
+            LeaseLostError: the lease ended, or it does not hold one of the samples.
+        """
+        lease = self._lease(token, sample_ids)
+        self._end(lease, sample_ids, settle=acknowledge)
+
+    def renew(self, token: str, sample_ids: Sequence[str], now: float) -> None:
+        """Start a lease anew. Raises as `settle`."""
+        lease = self._lease(token, sample_ids)
+        lease.deadline = now + lease.seconds
+
+    def _lease(self, token: str, sample_ids: Sequence[str]) -> Lease:
+        lease = self.leases.get(token)
+        if lease is None or not lease.rows.keys() >= set(sample_ids):
+            raise LeaseLostError(
+                f"lease on {len(sample_ids)} samples of partition "
+                f"{self.declaration.partition_id!r} ran out or was ended; another claim may hold "
+                "them"
+            )
+        return lease
+
+    def _end(self, lease: Lease, sample_ids: Iterable[str], *, settle: bool) -> None:
+        task = self.tasks[lease.task_name]
+        for sample_id in sample_ids:
+            row = lease.rows.pop(sample_id)
+            del task.leased[sample_id]
+            if settle:
+                task.settled.add(sample_id)
+            else:
+                task.open[sample_id] = row
+                self._enqueue(task, row)
+        if not lease.rows:
+            del self.leases[lease.token]
+
+    def refuse_leased(self, sample_ids: Iterable[str]) -> None:
+        """Raise `SamplesLeasedError` if a task holds one of the samples under a lease."""
+        if not self.leases:
+            return
+        asked = list(sample_ids)
+        held = {
+            sample_id: name
+            for name, task in self.tasks.items()
+            if task.leased
+            for sample_id in asked
+            if sample_id in task.leased
+        }
+        if held:
+            raise SamplesLeasedError(
+                f"clear_samples(partition={self.declaration.partition_id!r}): {len(held)} samples "
+                f"are leased by {listed(sorted(set(held.values())))}: {listed(held)}; acknowledge "
+                "or release them first, or clear with force=True"
+            )
+
+    def drop(self, sample_ids: Iterable[str]) -> Iterator[Row]:
+        """Take samples out of the partition; unknown ids are passed over."""
+        for sample_id in sample_ids:
+            row = self.rows.pop(sample_id, None)
+            if row is None:
+                continue
+            row.dropped = True
+            for name in row.cells:
+                self.field_counts[name] -= 1
+            for task in self.tasks.values():
+                if task.open.pop(sample_id, None) is not None:
+                    self._dequeue(task, row)
+                token = task.leased.pop(sample_id, None)
+                if token is not None:
+                    lease = self.leases[token]
+                    del lease.rows[sample_id]
+                    if not lease.rows:
+                        del self.leases[token]
+                task.assigned.pop(sample_id, None)
+                task.settled.discard(sample_id)
+            yield row
+        self._forget_kinds_if_empty()
+
+    def _forget_kinds_if_empty(self) -> None:
+        if not self.rows:
+            self.kinds = {}
+            self.field_counts = {}
+
+    def consumed(self, task_names: Iterable[str]) -> bool:
+        """Whether there are samples and each task has claimed every one."""
+        return bool(self.rows) and all(
+            name in self.tasks and not self.tasks[name].open and not self.tasks[name].assigned
+            for name in task_names
+        )
+
+    def counts(self, task_name: str, required_fields: Sequence[str]) -> TaskCounts:
+        """Where every sample put since the registration stands for a task."""
+        task = self.task(task_name)
+        queue = self._queue(task, frozenset(required_fields), None)
+        ready = len(queue) + len(task.assigned)
+        return TaskCounts(
+            put=self.put_total,
+            ready=ready,
+            not_ready=len(task.open) + len(task.assigned) - ready,
+            leased=len(task.leased),
+            acknowledged=len(task.settled),
+            cleared=self.put_total - len(self.rows),
+        )

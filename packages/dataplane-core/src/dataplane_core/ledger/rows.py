@@ -1,0 +1,48 @@
+"""`Row`: what the ledger knows of one sample."""
+
+from __future__ import annotations
+
+from typing import Any  # Any: cells belong to the storage, tags to the caller
+
+GROUP_TAG = "group"
+"""Tag that names a sample's group; without it the group is the id up to its last ``_g<number>``."""
+
+
+class Row:
+    """One sample that was put.
+
+    Attributes:
+        sample_id: its id.
+        sequence: its place in the order of first puts; never used again for another row.
+        cells: field to where the storage keeps the value.
+        tags: the caller's primitives.
+        pins: how many reads are under way; what a pinned row held is discarded when the last ends.
+        stale: cells that were overwritten while the row was pinned.
+        dropped: the row was cleared, and is no longer part of its partition.
+    """
+
+    __slots__ = ("cells", "dropped", "pins", "sample_id", "sequence", "stale", "tags")
+
+    def __init__(self, sample_id: str, sequence: int) -> None:
+        self.sample_id = sample_id
+        self.sequence = sequence
+        self.cells: dict[str, Any] = {}
+        self.tags: dict[str, Any] = {}
+        self.pins = 0
+        self.stale: list[Any] = []
+        self.dropped = False
+
+    @property
+    def group(self) -> str:
+        """The group (one prompt's samples) that the row belongs to."""
+        tagged = self.tags.get(GROUP_TAG)
+        if tagged is not None:
+            return str(tagged)
+        head, mark, number = self.sample_id.rpartition("_g")
+        return head if mark and number.isdecimal() else self.sample_id
+
+    @property
+    def length(self) -> int:
+        """Tokens, from the tag ``input_lengths``; 1 without it."""
+        value = self.tags.get("input_lengths", 1)
+        return value if isinstance(value, int) else 1

@@ -1,0 +1,142 @@
+"""Which bytes of one memory are free.
+
+First fit: the lowest address that has room. Memory that was used before has its pages already,
+and writing to fresh pages is many times slower than writing to used ones, so packing everything
+towards the start is what keeps puts fast.
+
+Byte ranges are exact: `Allocator.allocate` aligns the start and takes not one byte more than asked
+for, and `Allocator.free` takes back any part of what was allocated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+ALIGNMENT = 64
+"""Every allocation starts at a multiple of this many bytes, a cache line."""
+
+
+class Allocator:
+    """Free and allocated bytes of a memory of fixed size.
+
+    Args:
+        capacity: size of the memory in bytes.
+    """
+
+    __slots__ = ("_free_bytes", "_starts", "_stops", "capacity")
+
+    def __init__(self, capacity: int) -> None:
+        if capacity < 0:
+            raise ValueError(f"capacity {capacity}; expected at least 0 bytes")
+        self.capacity = capacity
+        # Free extents, ascending, neither empty nor touching each other.
+        full = capacity > 0
+        self._starts: NDArray[np.int64] = np.zeros(int(full), np.int64)
+        self._stops: NDArray[np.int64] = np.full(int(full), capacity, np.int64)
+        self._free_bytes = capacity
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes that are free, in however many pieces."""
+        return self._free_bytes
+
+    @property
+    def largest_free(self) -> int:
+        """The largest size that `allocate` would grant now."""
+        if not self._starts.size:
+            return 0
+        return max(0, int((self._stops - _aligned(self._starts)).max()))
+
+    def allocate(self, nbytes: int) -> int | None:
+        """Take ``nbytes`` contiguous bytes.
+
+        Returns:
+            Their offset, a multiple of `ALIGNMENT`, or None if there is no room. Zero bytes are
+            granted at offset 0 and take nothing.
+        """
+        if nbytes < 0:
+            raise ValueError(f"allocate({nbytes}); expected at least 0 bytes")
+        if nbytes == 0:
+            return 0
+        if nbytes > self._free_bytes:
+            return None
+        offsets = _aligned(self._starts)
+        fits = self._stops - offsets >= nbytes
+        at = int(fits.argmax())
+        if not fits[at]:
+            return None
+        offset = int(offsets[at])
+        start, stop = int(self._starts[at]), int(self._stops[at])
+        end = offset + nbytes
+        if start == offset and end < stop:
+            self._starts[at] = end
+        else:
+            left = [(start, offset)] if start < offset else []
+            right = [(end, stop)] if end < stop else []
+            self._replace(at, at + 1, left + right)
+        self._free_bytes -= nbytes
+        return offset
+
+    def free(self, ranges: Iterable[tuple[int, int]] | NDArray[np.int64]) -> None:
+        """Give back byte ranges ``(start, stop)`` in any order; all of them or, on an error, none.
+
+        Raises:
+            ValueError: if a byte is outside the memory, free already or named twice.
+        """
+        pairs = ranges if isinstance(ranges, np.ndarray) else np.array(list(ranges), np.int64)
+        if not pairs.size:
+            return
+        starts, stops = pairs[:, 0], pairs[:, 1]
+        if (starts > stops).any() or starts.min() < 0 or stops.max() > self.capacity:
+            raise ValueError(
+                f"free: {starts.min()}..{stops.max()}; expected ascending ranges within "
+                f"{self.capacity} bytes"
+            )
+        if (starts[1:] < stops[:-1]).any() or (starts == stops).any():
+            filled = starts < stops
+            starts, stops = starts[filled], stops[filled]
+            order = starts.argsort(kind="stable")
+            starts, stops = starts[order], stops[order]
+            if (starts[1:] < stops[:-1]).any():
+                raise ValueError("free: a byte is named twice")
+            if not starts.size:
+                return
+        freed = int((stops - starts).sum())
+        starts, stops = _joined(starts, stops)
+        # The first free extent that ends after the range starts must begin where it stops or later.
+        after = self._stops.searchsorted(starts, side="right")
+        within = after < self._starts.size
+        taken = within.copy()
+        taken[within] = self._starts[after[within]] < stops[within]
+        if taken.any():
+            at = int(taken.argmax())
+            raise ValueError(f"free: {starts[at]}..{stops[at]} is not allocated")
+        low = max(0, int(after[0]) - 1)
+        high = int(after[-1]) + 1
+        merged_starts = np.concatenate((self._starts[low:high], starts))
+        merged_stops = np.concatenate((self._stops[low:high], stops))
+        order = merged_starts.argsort(kind="stable")
+        joined = _joined(merged_starts[order], merged_stops[order])
+        self._starts = np.concatenate((self._starts[:low], joined[0], self._starts[high:]))
+        self._stops = np.concatenate((self._stops[:low], joined[1], self._stops[high:]))
+        self._free_bytes += freed
+
+    def _replace(self, low: int, high: int, extents: Sequence[tuple[int, int]]) -> None:
+        new = np.array(extents, np.int64).reshape(-1, 2)
+        self._starts = np.concatenate((self._starts[:low], new[:, 0], self._starts[high:]))
+        self._stops = np.concatenate((self._stops[:low], new[:, 1], self._stops[high:]))
+
+
+def _aligned(offsets: NDArray[np.int64]) -> NDArray[np.int64]:
+    return (offsets + (ALIGNMENT - 1)) & -ALIGNMENT
+
+
+def _joined(
+    starts: NDArray[np.int64], stops: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Ascending ranges with those that touch made one."""
+    gaps = starts[1:] != stops[:-1]
+    return starts[np.concatenate(([True], gaps))], stops[np.concatenate((gaps, [True]))]

@@ -1,0 +1,282 @@
+"""Which rows lie where, over all storage units: placement, and freeing row by row.
+
+Pure state: no I/O, no clock, no locks. One server process hosts it and makes its calls one after
+the other.
+
+Every block takes a multiple of `ALIGNMENT` bytes; the bytes after its last row belong to that row,
+so that freeing all rows of a put gives back exactly what the put took.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import count
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from dataplane_core import CapacityExceeded
+from dataplane_tq.packed.allocator import ALIGNMENT, Allocator
+from dataplane_tq.packed.layout import FieldLayout
+
+_SMALL_ROW = 256
+"""Rows smaller than this on average are not freed one by one but with the last row of a block."""
+
+
+class UnitSpec(msgspec.Struct, frozen=True):
+    """A storage unit: its name, the node it runs on and the size of its memory in bytes.
+
+    Of the memory, a multiple of `ALIGNMENT` bytes is used.
+    """
+
+    name: str
+    node: str
+    capacity: int
+
+
+class UnitUsage(msgspec.Struct, frozen=True):
+    """Bytes of a storage unit."""
+
+    capacity: int
+    used: int
+    free: int
+
+
+class Block(msgspec.Struct, frozen=True, gc=False, array_like=True):
+    """A contiguous run of rows of one field in one unit.
+
+    Attributes:
+        id: number that no other block of the catalogue has had.
+        unit: name of the unit.
+        offset: where the block starts in the unit's memory.
+        layout: of these rows; byte ranges count from ``offset``.
+        first_row: the number of the first of these rows within the put.
+    """
+
+    id: int
+    unit: str
+    offset: int
+    layout: FieldLayout
+    first_row: int
+
+
+class Catalogue:
+    """The free and used bytes of several units, and the rows that are alive in each block.
+
+    Args:
+        units: at least one, with distinct names.
+    """
+
+    def __init__(self, units: Sequence[UnitSpec]) -> None:
+        self._units = {unit.name: unit for unit in units}
+        if not units or len(self._units) != len(units):
+            raise ValueError(
+                f"units {[unit.name for unit in units]}; expected one or more, each name once"
+            )
+        self._memory = {unit.name: Allocator(unit.capacity & -ALIGNMENT) for unit in units}
+        # Per block its rows that are alive; True stands for all, as for nearly every block.
+        self._alive: dict[int, NDArray[np.bool_] | bool] = {}
+        self._ids = count()
+
+    def usage(self) -> dict[str, UnitUsage]:
+        """Bytes used and free, per unit."""
+        return {
+            name: UnitUsage(memory.capacity, memory.capacity - memory.free_bytes, memory.free_bytes)
+            for name, memory in self._memory.items()
+        }
+
+    def place(self, layouts: Sequence[FieldLayout], *, near: str | None) -> list[Block] | None:
+        """Find room for the fields of one put.
+
+        One extent for the whole put if any unit has it, units of the node ``near`` first, then
+        those with most free bytes. Otherwise each field goes where it fits, and a field that fits
+        nowhere as a whole is split into runs of rows.
+
+        Args:
+            layouts: of the put's fields.
+            near: node whose units are preferred; None for no preference.
+
+        Returns:
+            Blocks in the order of ``layouts`` and, within a field, of its rows; None if there is
+            no room now. A field without rows has no block.
+
+        Raises:
+            CapacityExceeded: if the put could not fit into empty units either.
+        """
+        sizes = [_padded(layout.nbytes) for layout in layouts]
+        self._check_possible(layouts, sizes)
+        total = sum(sizes)
+        if total > sum(memory.free_bytes for memory in self._memory.values()):
+            return None
+        for unit in self._preferred(near):
+            offset = self._memory[unit].allocate(total)
+            if offset is not None:
+                starts = [offset + sum(sizes[:i]) for i in range(len(sizes))]
+                return [
+                    self._block(unit, start, layout, 0)
+                    for start, layout in zip(starts, layouts, strict=True)
+                    if layout.rows
+                ]
+        return self._place_apart(layouts, sizes, near)
+
+    def _check_possible(self, layouts: Sequence[FieldLayout], sizes: Sequence[int]) -> None:
+        capacity = sum(memory.capacity for memory in self._memory.values())
+        if sum(sizes) > capacity:
+            raise CapacityExceeded(
+                f"the put's {sum(sizes)} bytes exceed the {capacity} bytes of {len(self._units)} "
+                "storage units; put fewer rows or give the units more memory"
+            )
+        largest = max(memory.capacity for memory in self._memory.values())
+        for layout, size in zip(layouts, sizes, strict=True):
+            if size <= largest:
+                continue
+            starts, stops = layout.row_ranges()
+            row = _padded(int((stops - starts).max()))
+            if row > largest:
+                raise CapacityExceeded(
+                    f"field {layout.name!r}: a row of {row} bytes exceeds the largest storage "
+                    f"unit, {largest} bytes"
+                )
+
+    def _preferred(self, near: str | None) -> list[str]:
+        def rank(name: str) -> tuple[bool, int]:
+            return self._units[name].node != near, -self._memory[name].free_bytes
+
+        return sorted(self._units, key=rank)
+
+    def _place_apart(
+        self, layouts: Sequence[FieldLayout], sizes: Sequence[int], near: str | None
+    ) -> list[Block] | None:
+        placed: list[list[Block]] = [[] for _ in layouts]
+        # Large fields first: they are the ones that need the large holes.
+        for at in sorted(range(len(layouts)), key=lambda at: -sizes[at]):
+            blocks = self._place_field(layouts[at], sizes[at], near)
+            placed[at] = blocks
+            if sum(block.layout.rows for block in blocks) < layouts[at].rows:
+                for block in (block for field in placed for block in field):
+                    self.free_block(block)
+                return None
+        return [block for field in placed for block in field]
+
+    def _place_field(self, layout: FieldLayout, size: int, near: str | None) -> list[Block]:
+        """Blocks for as many of the field's rows as there is room for."""
+        if not layout.rows:
+            return []
+        for unit in self._preferred(near):
+            offset = self._memory[unit].allocate(size)
+            if offset is not None:
+                return [self._block(unit, offset, layout, 0)]
+        blocks: list[Block] = []
+        starts, stops = layout.row_ranges()
+        row = 0
+        while row < layout.rows:
+            room = {unit: memory.largest_free for unit, memory in self._memory.items()}
+            unit = max(self._preferred(near), key=lambda unit: room[unit])
+            usable = room[unit] & -ALIGNMENT
+            end = int(stops.searchsorted(starts[row] + usable, side="right"))
+            if end <= row:
+                return blocks
+            offset = self._memory[unit].allocate(_padded(int(stops[end - 1] - starts[row])))
+            assert offset is not None
+            blocks.append(self._block(unit, offset, layout.slice(row, end), row))
+            row = end
+        return blocks
+
+    def _block(self, unit: str, offset: int, layout: FieldLayout, first_row: int) -> Block:
+        block = Block(next(self._ids), unit, offset, layout, first_row)
+        self._alive[block.id] = True
+        return block
+
+    def free(self, cells: Iterable[tuple[Block, int]]) -> None:
+        """Free single rows of blocks; all of them or, on an error, none.
+
+        Rows of less than 256 bytes on average are given back when their block's last row goes.
+
+        Args:
+            cells: a block and the number of a row within it.
+
+        Raises:
+            ValueError: if a cell is not alive or named twice.
+        """
+        blocks: dict[int, Block] = {}
+        rows: dict[int, list[int]] = {}
+        for block, row in cells:
+            key = block.id
+            if key in rows:
+                rows[key].append(row)
+            else:
+                rows[key] = [row]
+                blocks[key] = block
+        for key, freed in rows.items():
+            self._check_alive(blocks[key], freed)
+        ranges: dict[str, list[NDArray[np.int64]]] = {}
+        for key, freed in rows.items():
+            gone = self._take_rows(blocks[key], freed)
+            if gone is not None:
+                ranges.setdefault(blocks[key].unit, []).append(gone)
+        for unit, parts in ranges.items():
+            self._memory[unit].free(np.concatenate(parts))
+
+    def free_block(self, block: Block) -> None:
+        """Free the rows of a block that are still alive, as of a put that was abandoned.
+
+        Raises:
+            ValueError: if none of its rows is alive.
+        """
+        alive = self._alive.get(block.id)
+        if alive is None:
+            raise ValueError(_gone(block))
+        if isinstance(alive, bool):
+            del self._alive[block.id]
+            self._memory[block.unit].free(_whole(block))
+        else:
+            self.free((block, row) for row in np.flatnonzero(alive).tolist())
+
+    def _check_alive(self, block: Block, rows: list[int]) -> None:
+        alive = self._alive.get(block.id)
+        if alive is None:
+            raise ValueError(_gone(block))
+        if min(rows) < 0 or max(rows) >= block.layout.rows:
+            raise ValueError(
+                f"free: rows {min(rows)}..{max(rows)} of field {block.layout.name!r}, whose block "
+                f"{block.id} has {block.layout.rows}"
+            )
+        if len(rows) > 1 and len(set(rows)) != len(rows):
+            raise ValueError(f"free: a row of {block.layout.name!r} is named twice")
+        if not isinstance(alive, bool) and not alive[rows].all():
+            raise ValueError(f"free: a row of {block.layout.name!r} was freed before")
+
+    def _take_rows(self, block: Block, rows: list[int]) -> NDArray[np.int64] | None:
+        """Mark rows as gone; the byte ranges in the unit's memory that this frees, if any."""
+        layout = block.layout
+        alive = self._alive[block.id]
+        if alive is True and len(rows) == layout.rows:
+            del self._alive[block.id]
+            return _whole(block)
+        if isinstance(alive, bool):
+            alive = self._alive[block.id] = np.ones(layout.rows, np.bool_)
+        alive[rows] = False
+        last_gone = not alive.any()
+        if last_gone:
+            del self._alive[block.id]
+        if layout.nbytes < _SMALL_ROW * layout.rows:
+            return _whole(block) if last_gone else None
+        index = np.sort(np.array(rows, np.int64))
+        ranges = np.stack(layout.row_ranges(index), axis=1)
+        if index[-1] == layout.rows - 1:
+            ranges[-1, 1] = _padded(layout.nbytes)
+        ranges += block.offset
+        return ranges
+
+
+def _padded(nbytes: int) -> int:
+    return (nbytes + ALIGNMENT - 1) & -ALIGNMENT
+
+
+def _whole(block: Block) -> NDArray[np.int64]:
+    return np.array([(block.offset, block.offset + _padded(block.layout.nbytes))], np.int64)
+
+
+def _gone(block: Block) -> str:
+    return f"free: block {block.id} of field {block.layout.name!r} has no rows any more"

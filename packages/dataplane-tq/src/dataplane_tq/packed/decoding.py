@@ -1,0 +1,309 @@
+"""Rows of one field, from the flat buffers of one or several blocks, as the tensor of an answer.
+
+What a field becomes is what `dataplane_core.rows.collate_rows` says. The result owns its memory:
+blocks may be freed and reused as soon as `decode` returns.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any  # Any: a row of an object field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from tensordict import NonTensorData, NonTensorStack
+
+from dataplane_core import InvalidRequestError
+from dataplane_core.rows import OBJECT, collate_rows
+from dataplane_tq.object_codec import decode_object
+from dataplane_tq.packed.layout import FieldLayout, Indices
+from dataplane_tq.packed.slices import copy_slices
+
+Bytes = NDArray[np.uint8]
+
+_PLAIN = (str, bytes, int, float, bool, type(None))
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Some rows of one block, and where they go in the answer.
+
+    Attributes:
+        layout: of the rows in ``buffers``.
+        buffers: one after the other they are the flat buffer of ``layout``.
+        rows: which rows of ``layout``, in the order wanted; None for all in their order.
+        positions: the answer's row for each of them; None if they follow those of the piece before.
+    """
+
+    layout: FieldLayout
+    buffers: Sequence[Bytes]
+    rows: Indices | None = None
+    positions: Indices | None = None
+
+    @property
+    def count(self) -> int:
+        """Number of rows that the piece gives to the answer."""
+        return self.layout.rows if self.rows is None else len(self.rows)
+
+
+def decode(pieces: Sequence[Piece]) -> torch.Tensor | NonTensorStack:
+    """The rows of ``pieces`` as one field.
+
+    Args:
+        pieces: at least one row in total, all of one kind; if positions are given, they name every
+            row of the answer once.
+
+    Returns:
+        Rows of one shape as a dense tensor ``(n, *shape)``; rows that differ in their first
+        dimension as a jagged tensor; others as a strided nested tensor; objects as a
+        NonTensorStack.
+
+    Raises:
+        InvalidRequestError: (a ValueError) if pieces are of several kinds, lack bytes or leave a
+            row of the answer open.
+    """
+    pieces = [piece for piece in pieces if piece.count]
+    if not pieces:
+        raise InvalidRequestError("decode: no rows")
+    _check(pieces)
+    places = _places(pieces)
+    layout = pieces[0].layout
+    if layout.kind == OBJECT:
+        return _decode_objects(pieces, places)
+    dtype = _dtype(layout)
+    if all(_same_item(piece.layout, layout) for piece in pieces):
+        return _decode_uniform(pieces, places, dtype)
+    if all(_has_tail(piece.layout, _tail(layout)) for piece in pieces):
+        return _decode_ragged(pieces, places, dtype)
+    return _decode_rows(pieces, places, dtype)
+
+
+def _check(pieces: Sequence[Piece]) -> None:
+    first = pieces[0].layout
+    for piece in pieces:
+        layout = piece.layout
+        if layout.kind != first.kind:
+            raise InvalidRequestError(
+                f"field {first.name!r}: rows of {first.kind} and of {layout.kind} in one answer"
+            )
+        found = sum(buffer.size for buffer in piece.buffers)
+        if found != layout.nbytes:
+            raise InvalidRequestError(
+                f"field {layout.name!r}: {found} bytes for {layout.rows} rows; expected "
+                f"{layout.nbytes}"
+            )
+
+
+def _places(pieces: Sequence[Piece]) -> list[slice | Indices]:
+    """Where each piece's rows go: a slice for a run of consecutive rows of the answer."""
+    total = sum(piece.count for piece in pieces)
+    places: list[slice | Indices] = []
+    at = 0
+    for piece in pieces:
+        place: slice | Indices = slice(at, at + piece.count)
+        if piece.positions is not None:
+            if len(piece.positions) != piece.count:
+                raise InvalidRequestError(
+                    f"field {piece.layout.name!r}: {len(piece.positions)} positions for "
+                    f"{piece.count} rows"
+                )
+            place = _run(piece.positions) or piece.positions
+        places.append(place)
+        at += piece.count
+    if any(piece.positions is not None for piece in pieces):
+        filled = np.zeros(total, np.bool_)
+        for place in places:
+            ends = (place.start, place.stop - 1) if isinstance(place, slice) else place
+            if np.min(ends) < 0 or np.max(ends) >= total:
+                raise InvalidRequestError(f"decode: a position outside the answer's {total} rows")
+            filled[place] = True
+        if not filled.all():
+            raise InvalidRequestError(
+                f"decode: not every one of the answer's {total} rows is given"
+            )
+    return places
+
+
+def _run(rows: Indices) -> slice | None:
+    """``rows`` as a slice if they are consecutive."""
+    first = int(rows[0])
+    if int(rows[-1]) - first + 1 != len(rows) or (rows[1:] - rows[:-1] != 1).any():
+        return None
+    return slice(first, first + len(rows))
+
+
+def _dtype(layout: FieldLayout) -> torch.dtype:
+    dtype = getattr(torch, layout.kind.removeprefix("torch."), None)
+    if not isinstance(dtype, torch.dtype):
+        raise InvalidRequestError(f"field {layout.name!r}: torch has no dtype {layout.kind!r}")
+    return dtype
+
+
+def _same_item(layout: FieldLayout, other: FieldLayout) -> bool:
+    return (
+        not layout.ends
+        and layout.shapes is None
+        and layout.ragged == other.ragged
+        and layout.item == other.item
+        and layout.row_nbytes == other.row_nbytes
+    )
+
+
+def _tail(layout: FieldLayout) -> tuple[int, ...]:
+    return layout.item if layout.ragged else layout.item[1:]
+
+
+def _has_tail(layout: FieldLayout, tail: tuple[int, ...]) -> bool:
+    return (
+        layout.shapes is None
+        and (layout.ragged or bool(layout.item))
+        and _tail(layout) == tail
+        and math.prod(tail) > 0
+    )
+
+
+def _shape(layout: FieldLayout, dtype: torch.dtype, row: int, nbytes: int) -> tuple[int, ...]:
+    if layout.shapes is not None:
+        return layout.shapes[row]
+    if not layout.ragged:
+        return layout.item
+    return (nbytes // (dtype.itemsize * math.prod(layout.item)), *layout.item)
+
+
+def _decode_uniform(
+    pieces: Sequence[Piece], places: Sequence[slice | Indices], dtype: torch.dtype
+) -> torch.Tensor:
+    """All rows have one shape, which the layouts tell."""
+    layout = pieces[0].layout
+    total = sum(piece.count for piece in pieces)
+    size = layout.row_nbytes
+    shape = (total, *_shape(layout, dtype, 0, size))
+    if size == 0:
+        return torch.empty(shape, dtype=dtype)
+    data = np.empty(total * size, np.uint8)
+    # The widest integer that a row consists of moves more bytes at a time.
+    lane = next(f"u{width}" for width in (8, 4, 2, 1) if size % width == 0)
+    into = data.view(lane).reshape(total, -1)
+    for piece, place in zip(pieces, places, strict=True):
+        if piece.rows is None and isinstance(place, slice):
+            _copy_all(data[place.start * size : place.stop * size], piece.buffers)
+            continue
+        flat = _joined(piece.buffers).view(lane).reshape(piece.layout.rows, -1)
+        if piece.rows is None:
+            into[place] = flat
+            continue
+        piece.layout.row_ranges(piece.rows[[piece.rows.argmin(), piece.rows.argmax()]])
+        run = _run(piece.rows)
+        if run is not None:
+            into[place] = flat[run]
+        elif isinstance(place, slice):
+            # mode="clip", after the check above, lets numpy write into `out` directly.
+            np.take(flat, piece.rows, axis=0, out=into[place], mode="clip")
+        else:
+            into[place] = flat[piece.rows]
+    return torch.from_numpy(data).view(dtype).view(shape)
+
+
+def _decode_ragged(
+    pieces: Sequence[Piece], places: Sequence[slice | Indices], dtype: torch.dtype
+) -> torch.Tensor:
+    """Rows differ in their first dimension at most."""
+    total = sum(piece.count for piece in pieces)
+    spans = [piece.layout.row_ranges(piece.rows) for piece in pieces]
+    sizes = np.empty(total, np.int64)
+    for place, (starts, stops) in zip(places, spans, strict=True):
+        sizes[place] = stops - starts
+    ends = np.cumsum(sizes)
+    begins = ends - sizes
+    data = np.empty(int(ends[-1]), np.uint8)
+    for piece, place, (starts, stops) in zip(pieces, places, spans, strict=True):
+        if piece.rows is None and isinstance(place, slice):
+            _copy_all(data[begins[place.start] : ends[place.stop - 1]], piece.buffers)
+        else:
+            _copy_rows(data, begins[place], _joined(piece.buffers), starts, stops)
+    tail = _tail(pieces[0].layout)
+    step = dtype.itemsize * math.prod(tail)
+    shortest, longest = int(sizes.min()) // step, int(sizes.max()) // step
+    count = len(data) // step
+    values = torch.empty((count, *tail), dtype=dtype)
+    if data.size:
+        values = torch.from_numpy(data).view(dtype).view(count, *tail)
+    if shortest == longest:
+        return values.view(total, longest, *tail)
+    offsets = np.zeros(total + 1, np.int64)
+    np.floor_divide(ends, step, out=offsets[1:])
+    return torch.nested.nested_tensor_from_jagged(
+        values, torch.from_numpy(offsets), min_seqlen=shortest, max_seqlen=longest
+    )
+
+
+def _copy_all(into: Bytes, buffers: Sequence[Bytes]) -> None:
+    at = 0
+    for buffer in buffers:
+        into[at : at + buffer.size] = buffer
+        at += buffer.size
+
+
+def _joined(buffers: Sequence[Bytes]) -> Bytes:
+    if len(buffers) == 1:
+        return buffers[0]
+    return np.concatenate(buffers) if buffers else np.empty(0, np.uint8)
+
+
+def _copy_rows(into: Bytes, begins: Indices, flat: Bytes, starts: Indices, stops: Indices) -> None:
+    """Copy rows to where they begin in ``into``; one copy for rows that are adjacent in both."""
+    after = begins[:-1] + (stops[:-1] - starts[:-1])
+    breaks = np.flatnonzero((starts[1:] != stops[:-1]) | (begins[1:] != after))
+    firsts = np.concatenate(([0], breaks + 1))
+    lasts = np.concatenate((breaks, [len(starts) - 1]))
+    sizes = stops[lasts] - starts[firsts]
+    copy_slices(into, begins[firsts].tolist(), flat, starts[firsts].tolist(), sizes.tolist())
+
+
+def _decode_rows(
+    pieces: Sequence[Piece], places: Sequence[slice | Indices], dtype: torch.dtype
+) -> torch.Tensor:
+    """Rows of any shapes."""
+    rows: list[Any] = [None] * sum(piece.count for piece in pieces)
+    for piece, place in zip(pieces, places, strict=True):
+        layout, flat = piece.layout, _joined(piece.buffers)
+        for at, row in zip(_numbers(place), _wanted(piece), strict=True):
+            start, stop = layout.row_range(row)
+            shape = _shape(layout, dtype, row, stop - start)
+            value = torch.empty(shape, dtype=dtype)
+            if stop > start:
+                value = torch.from_numpy(flat[start:stop].copy()).view(dtype).view(shape)
+            rows[at] = value
+    tensor = collate_rows(str(dtype), rows)
+    assert isinstance(tensor, torch.Tensor)
+    return tensor
+
+
+def _decode_objects(pieces: Sequence[Piece], places: Sequence[slice | Indices]) -> NonTensorStack:
+    values: list[Any] = [None] * sum(piece.count for piece in pieces)
+    for piece, place in zip(pieces, places, strict=True):
+        view = _joined(piece.buffers).data
+        starts, stops = piece.layout.row_ranges(piece.rows)
+        decoded = [
+            decode_object(bytes(view[start:stop]))
+            for start, stop in zip(starts.tolist(), stops.tolist(), strict=True)
+        ]
+        if isinstance(place, slice):
+            values[place] = decoded
+        else:
+            for at, value in zip(place.tolist(), decoded, strict=True):
+                values[at] = value
+    if all(type(value) in _PLAIN for value in values):
+        return NonTensorStack(*values)  # three times as fast as wrapping them first
+    return NonTensorStack(*(NonTensorData(value) for value in values))
+
+
+def _numbers(place: slice | Indices) -> Sequence[int]:
+    return range(place.start, place.stop) if isinstance(place, slice) else place.tolist()
+
+
+def _wanted(piece: Piece) -> Sequence[int]:
+    return range(piece.layout.rows) if piece.rows is None else piece.rows.tolist()

@@ -1,0 +1,155 @@
+"""Where each row of a field lies inside the field's flat buffer.
+
+A put's rows of one field are stored back to back. The layout is all that is needed to find a row
+again, so it travels with every answer: it holds no tensors, and ``ends`` is one `bytes` object,
+because 512 integers in a msgpack list cost more than the rows' memcpy.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+Indices = NDArray[np.int64]
+
+_END = struct.Struct("<q")
+_PAIR = struct.Struct("<qq")
+
+
+class FieldLayout(msgspec.Struct, frozen=True, gc=False, array_like=True):
+    """Rows of one field in one flat buffer.
+
+    Attributes:
+        name: the field.
+        kind: dtype of its tensors, as ``torch.int64``, or ``object``.
+        ragged: whether ``item`` lacks the rows' first dimension.
+        item: shape of a row; if ``ragged``, without its first dimension.
+        ends: little-endian int64 array, where each row ends, in bytes; empty if all rows have
+            ``row_nbytes``.
+        row_nbytes: size of each row; 0 if ``ends`` tells.
+        rows: number of rows.
+        shapes: shape of each row, only where ``item`` and sizes in bytes cannot tell it.
+    """
+
+    name: str
+    kind: str
+    ragged: bool
+    item: tuple[int, ...]
+    ends: bytes
+    row_nbytes: int
+    rows: int
+    shapes: list[tuple[int, ...]] | None = None
+
+    def __post_init__(self) -> None:
+        if self.rows < 0 or self.row_nbytes < 0:
+            raise ValueError(f"{self.name!r}: {self.rows} rows of {self.row_nbytes} bytes")
+        if self.shapes is not None and len(self.shapes) != self.rows:
+            raise ValueError(f"{self.name!r}: {len(self.shapes)} shapes for {self.rows} rows")
+        if self.ends:
+            if len(self.ends) != 8 * self.rows:
+                raise ValueError(
+                    f"{self.name!r}: {len(self.ends)} bytes of ends; expected {8 * self.rows}"
+                )
+            ends = self._ends()
+            if ends[0] < 0 or (ends[1:] < ends[:-1]).any():
+                raise ValueError(f"{self.name!r}: ends of rows are not in ascending order")
+
+    def _ends(self) -> Indices:
+        return np.frombuffer(self.ends, "<i8")
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the flat buffer."""
+        if self.ends:
+            return int(_END.unpack_from(self.ends, len(self.ends) - 8)[0])
+        return self.rows * self.row_nbytes
+
+    def row_range(self, row: int) -> tuple[int, int]:
+        """Where ``row`` starts and stops in the flat buffer.
+
+        Raises:
+            IndexError: if there is no such row.
+        """
+        if not 0 <= row < self.rows:
+            raise IndexError(f"{self.name!r}: row {row} of {self.rows}")
+        if not self.ends:
+            return row * self.row_nbytes, (row + 1) * self.row_nbytes
+        if row == 0:
+            return 0, _END.unpack_from(self.ends)[0]
+        start, stop = _PAIR.unpack_from(self.ends, 8 * row - 8)
+        return start, stop
+
+    def row_ranges(self, rows: Indices | Sequence[int] | None = None) -> tuple[Indices, Indices]:
+        """Where each of ``rows`` (default: every row) starts and stops, as two int64 arrays.
+
+        Raises:
+            IndexError: if there is no such row.
+        """
+        if rows is None:
+            if self.ends:
+                stops = self._ends()
+                starts = np.empty_like(stops)
+                starts[0] = 0
+                starts[1:] = stops[:-1]
+                return starts, stops
+            starts = np.arange(self.rows, dtype=np.int64) * self.row_nbytes
+            return starts, starts + self.row_nbytes
+        index = self._checked(rows)
+        if self.ends:
+            ends = self._ends()
+            return np.where(index > 0, ends[index - 1], 0), ends[index]
+        return index * self.row_nbytes, (index + 1) * self.row_nbytes
+
+    def _checked(self, rows: Indices | Sequence[int]) -> Indices:
+        index = np.asarray(rows, dtype=np.int64)
+        if index.size and (index.min() < 0 or index.max() >= self.rows):
+            raise IndexError(
+                f"{self.name!r}: rows {index.min()}..{index.max()} asked for, of {self.rows}"
+            )
+        return index
+
+    def runs(self, rows: Indices | Sequence[int]) -> list[tuple[int, int]]:
+        """Byte ranges that hold ``rows`` in this order, adjacent rows joined.
+
+        Read one after the other they are the flat buffer of `take`.
+        """
+        starts, stops = self.row_ranges(rows)
+        if not starts.size:
+            return []
+        breaks = np.flatnonzero(starts[1:] != stops[:-1])
+        first = starts[np.concatenate(([0], breaks + 1))]
+        last = stops[np.concatenate((breaks, [starts.size - 1]))]
+        return [
+            pair for pair in zip(first.tolist(), last.tolist(), strict=True) if pair[0] < pair[1]
+        ]
+
+    def slice(self, start: int, stop: int) -> FieldLayout:
+        """The layout of rows ``start`` to ``stop`` (exclusive) in a buffer of their own."""
+        if not 0 <= start <= stop <= self.rows:
+            raise IndexError(f"{self.name!r}: rows {start}..{stop} of {self.rows}")
+        if start == 0 and stop == self.rows:
+            return self
+        ends = b""
+        if self.ends and start < stop:
+            base = self.row_range(start)[0]
+            ends = (self._ends()[start:stop] - base).tobytes()
+        return self._with(ends, stop - start, self.shapes and self.shapes[start:stop])
+
+    def take(self, rows: Indices | Sequence[int]) -> FieldLayout:
+        """The layout of ``rows``, in this order, in a buffer of their own."""
+        index = self._checked(rows)
+        ends = b""
+        if self.ends and index.size:
+            starts, stops = self.row_ranges(index)
+            ends = np.cumsum(stops - starts).tobytes()
+        shapes = None if self.shapes is None else [self.shapes[row] for row in index.tolist()]
+        return self._with(ends, index.size, shapes)
+
+    def _with(self, ends: bytes, rows: int, shapes: list[tuple[int, ...]] | None) -> FieldLayout:
+        return FieldLayout(
+            self.name, self.kind, self.ragged, self.item, ends, self.row_nbytes, rows, shapes
+        )

@@ -1,0 +1,168 @@
+"""A storage unit: the process-side of one `Arena`, for clients of its node and of others.
+
+Clients of the same node get the memory itself, by descriptor passing, and the unit has no part in
+what they read and write. Others send `unit_wire` frames over TCP, whose bytes move between socket
+and mapping without a copy in between.
+
+Each connection has a thread of its own, so a slow or stopped peer holds up nobody else.
+"""
+
+from __future__ import annotations
+
+import hmac
+import math
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+import numpy as np
+
+from dataplane_tq.packed import unit_wire as wire
+from dataplane_tq.packed.arena import Arena
+from dataplane_tq.packed.unit_wire import UnitAddress
+
+_HANDSHAKE_S = 5.0
+_BACKLOG = 128
+_MOST_CONNECTIONS = 1024
+
+
+class UnitServer:
+    """Serves an arena from construction until `close`.
+
+    Args:
+        arena: the memory; the caller closes it, after the server.
+        token: what clients must know.
+        host: interface to listen on for clients of other nodes.
+
+    Attributes:
+        address: what a `UnitClient` needs besides the token.
+    """
+
+    def __init__(self, arena: Arena, token: bytes, host: str) -> None:
+        self._arena = arena
+        self._hello = wire.hello(token)
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+        self._connections: dict[socket.socket, threading.Thread] = {}
+        name = f"dataplane-tq-{secrets.token_hex(16)}"
+        self._unix = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._unix.bind("\0" + name)
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._tcp = socket.socket(family, socket.SOCK_STREAM)
+        wire.enlarge(self._tcp)  # accepted connections inherit it
+        self._tcp.bind((host, 0))
+        self.address = UnitAddress(
+            arena.name, name, host, self._tcp.getsockname()[1], arena.nbytes, os.getpid()
+        )
+        self._acceptors = [
+            threading.Thread(target=self._accept, args=listener, name="unit-accept", daemon=True)
+            for listener in ((self._unix, self._serve_local), (self._tcp, self._serve_remote))
+        ]
+        self._unix.listen(_BACKLOG)
+        self._tcp.listen(_BACKLOG)
+        for thread in self._acceptors:
+            thread.start()
+
+    def _accept(self, listener: socket.socket, serve: Callable[[socket.socket], None]) -> None:
+        while True:
+            try:
+                sock, _ = listener.accept()
+            except OSError:
+                # Other than by `close`: out of descriptors or memory, which connections that end
+                # give back.
+                if self._closed.wait(0.05):
+                    return
+                continue
+            with self._lock:
+                if self._closed.is_set() or len(self._connections) >= _MOST_CONNECTIONS:
+                    sock.close()
+                    continue
+                thread = threading.Thread(
+                    target=self._attend, args=(sock, serve), name="unit-connection", daemon=True
+                )
+                self._connections[sock] = thread
+                thread.start()
+
+    def _attend(self, sock: socket.socket, serve: Callable[[socket.socket], None]) -> None:
+        try:
+            deadline = time.monotonic() + _HANDSHAKE_S
+            said = wire.receive(sock, wire.HELLO_NBYTES, deadline)
+            if hmac.compare_digest(said, self._hello):
+                serve(sock)
+            else:
+                wire.send(sock, [memoryview(wire.REFUSED)], deadline)
+        except (OSError, wire.Late):
+            pass  # the peer is gone, or so slow that it is treated as gone
+        finally:
+            with self._lock:
+                del self._connections[sock]
+            sock.close()
+
+    def _serve_local(self, sock: socket.socket) -> None:
+        wire.limit(sock, socket.SO_SNDTIMEO, time.monotonic() + _HANDSHAKE_S)
+        socket.send_fds(sock, [wire.ACCEPTED], [self._arena.fd])
+        # The client sends nothing more; the connection's end tells each side of the other's.
+        wire.receive(sock, 1, math.inf)
+
+    def _serve_remote(self, sock: socket.socket) -> None:
+        wire.tune(sock)
+        wire.send(sock, [memoryview(wire.ACCEPTED)], time.monotonic() + _HANDSHAKE_S)
+        while self._serve_frame(sock):
+            pass
+
+    def _serve_frame(self, sock: socket.socket) -> bool:
+        """Serve the next frame; whether it was well-formed."""
+        header = wire.receive(sock, wire.FRAME.size, math.inf)
+        command, count, budget_ms, nbytes = wire.FRAME.unpack(header)
+        if command not in (wire.WRITE, wire.READ) or not 0 < count <= wire.MOST_RANGES:
+            return False
+        # A client that has given up may have its ranges given to others: nothing is written then.
+        deadline = time.monotonic() + budget_ms / 1000
+        ranges = np.frombuffer(wire.receive(sock, 16 * count, deadline), wire.RANGES)
+        offsets, sizes = ranges[::2], ranges[1::2]
+        capacity = self._arena.nbytes
+        # In this order: offset + size may wrap around, capacity - size does not.
+        if (sizes > capacity).any() or (offsets > capacity - sizes).any():
+            return False
+        pairs = list(zip(offsets.tolist(), sizes.tolist(), strict=True))
+        if sum(size for _, size in pairs) != nbytes:
+            return False
+        memory = self._arena.buffer.data
+        views = [memory[offset : offset + size] for offset, size in pairs]
+        if command == wire.WRITE:
+            wire.receive_into(sock, views, deadline)
+            wire.send(sock, [memoryview(wire.ACCEPTED)], deadline)
+        else:
+            wire.send(sock, views, deadline)
+        return True
+
+    def close(self) -> None:
+        """Stop listening, end all connections and wait for their threads."""
+        with self._lock:
+            if self._closed.is_set():
+                return
+            self._closed.set()
+            connections = dict(self._connections)
+            for sock in connections:
+                _shut(sock)
+        for listener in (self._unix, self._tcp):
+            _shut(listener)  # wakes accept(), which close() alone does not
+        for thread in (*self._acceptors, *connections.values()):
+            thread.join()
+        self._unix.close()
+        self._tcp.close()
+
+    def __enter__(self) -> UnitServer:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def _shut(sock: socket.socket) -> None:
+    with suppress(OSError):  # the peer was faster
+        sock.shutdown(socket.SHUT_RDWR)

@@ -1,0 +1,206 @@
+"""What clients ask of the directory, and what it answers: one struct each."""
+
+from __future__ import annotations
+
+from typing import Any, Literal  # Any: tags hold the caller's own primitives
+
+import msgspec
+
+from dataplane_core.declaration import PartitionDeclaration
+from dataplane_core.ledger import ClaimRequest
+from dataplane_tq.packed.catalogue import Block
+from dataplane_tq.packed.layout import FieldLayout
+
+HowToSettle = Literal["acknowledge", "release", "renew"]
+
+
+class Register(msgspec.Struct, frozen=True, tag=True):
+    """Declare a partition. Answer: None."""
+
+    declaration: PartitionDeclaration
+
+
+class Declaration(msgspec.Struct, frozen=True, tag=True):
+    """The declaration of a partition. Answer: `PartitionDeclaration`."""
+
+    partition_id: str
+
+
+class BeginPut(msgspec.Struct, frozen=True, tag=True):
+    """Reserve room for a put. Answer: `PutAnswer`. The put belongs to the connection.
+
+    Attributes:
+        partition_id: where to.
+        sample_ids: the samples.
+        kinds: field to kind.
+        layouts: of the fields whose bytes the directory places; empty for other backends.
+        node: the producer's node.
+        token: the lease under which it writes.
+        timeout_s: how long to wait for room.
+    """
+
+    partition_id: str
+    sample_ids: list[str]
+    kinds: dict[str, str]
+    layouts: list[FieldLayout]
+    node: str
+    token: str | None
+    timeout_s: float
+
+
+class Leftover(msgspec.Struct, frozen=True):
+    """Samples to drop from TransferQueue, and the fields that all of them have there."""
+
+    sample_ids: list[str]
+    fields: list[str]
+
+
+class PutAnswer(msgspec.Struct, frozen=True):
+    """Where to write.
+
+    Attributes:
+        blocks: one or more per layout.
+        leftovers: samples that an earlier put or clear left in TransferQueue, to be dropped first.
+    """
+
+    blocks: list[Block]
+    leftovers: list[Leftover]
+
+
+class CommitPut(msgspec.Struct, frozen=True, tag=True):
+    """Make the connection's put visible. Answer: None."""
+
+    tags: list[dict[str, Any]] | None
+
+
+class Read(msgspec.Struct, frozen=True, tag=True):
+    """Find and pin rows. Answer: `ReadAnswer`. The pins belong to the connection."""
+
+    partition_id: str
+    sample_ids: list[str]
+    fields: list[str]
+
+
+class FieldParts(msgspec.Struct, frozen=True, array_like=True):
+    """Where the asked rows of one field lie.
+
+    Attributes:
+        blocks: the blocks that hold them.
+        source: int32 array, for each row its block; empty if there is one block.
+        rows: int64 array, for each row its number in the block; empty for all in their order.
+    """
+
+    blocks: list[Block]
+    source: bytes
+    rows: bytes
+
+
+class ReadAnswer(msgspec.Struct, frozen=True):
+    """Kinds of the asked fields and, for placed fields, where they lie, in the order asked."""
+
+    kinds: list[str]
+    parts: list[FieldParts]
+
+
+class Unpin(msgspec.Struct, frozen=True, tag=True):
+    """End the connection's read. No answer."""
+
+
+class Claim(msgspec.Struct, frozen=True, tag=True):
+    """Claim, waiting up to ``timeout_s`` for a whole batch. Answer: `ClaimAnswer`."""
+
+    partition_id: str
+    wanted: ClaimRequest
+    timeout_s: float
+
+
+class ClaimAnswer(msgspec.Struct, frozen=True):
+    """The claimed samples, their tags, and the lease's token."""
+
+    sample_ids: list[str]
+    tags: list[dict[str, Any]] | None
+    token: str | None
+
+
+class Settle(msgspec.Struct, frozen=True, tag=True):
+    """Acknowledge, release or renew a lease. Answer: None."""
+
+    partition_id: str
+    token: str
+    sample_ids: list[str]
+    how: HowToSettle
+
+
+class Consumed(msgspec.Struct, frozen=True, tag=True):
+    """Whether tasks have claimed every sample. Answer: bool."""
+
+    partition_id: str
+    task_names: list[str]
+
+
+class Count(msgspec.Struct, frozen=True, tag=True):
+    """Where every sample stands. Answer: `TaskCounts`."""
+
+    partition_id: str
+    task_name: str
+    required_fields: list[str]
+
+
+class Clear(msgspec.Struct, frozen=True, tag=True):
+    """Drop samples, or with None the partition. Answer: `ClearAnswer`."""
+
+    partition_id: str
+    sample_ids: list[str] | None
+    force: bool
+    timeout_s: float
+
+
+class ClearAnswer(msgspec.Struct, frozen=True):
+    """What to do in TransferQueue, and to report by `Dropped`.
+
+    Attributes:
+        dropped: number of samples that were there.
+        leftovers: samples whose rows are to be dropped there.
+    """
+
+    dropped: int
+    leftovers: list[Leftover]
+
+
+class Dropped(msgspec.Struct, frozen=True, tag=True):
+    """The connection's leftovers are gone from TransferQueue. Answer: None."""
+
+
+class ListPartitions(msgspec.Struct, frozen=True, tag=True):
+    """Every partition in numbers. Answer: list of `PartitionSummary`."""
+
+
+class ListSamples(msgspec.Struct, frozen=True, tag=True):
+    """A page of samples. Answer: list of `SampleState`."""
+
+    partition_id: str
+    start: int
+    limit: int
+
+
+class Usage(msgspec.Struct, frozen=True, tag=True):
+    """Bytes of each storage unit of ours. Answer: dict of name to `UnitUsage`."""
+
+
+Request = (
+    Register
+    | Declaration
+    | BeginPut
+    | CommitPut
+    | Read
+    | Unpin
+    | Claim
+    | Settle
+    | Consumed
+    | Count
+    | Clear
+    | Dropped
+    | ListPartitions
+    | ListSamples
+    | Usage
+)

@@ -1,0 +1,19 @@
+"""Starts, describes and stops the storage backends of TransferQueue, one module each."""
+
+from dataplane_tq.storage.base import StorageBackend
+from dataplane_tq.storage.mooncake import Mooncake
+from dataplane_tq.storage.packed import Packed
+from dataplane_tq.storage.ray_store import RayStore
+from dataplane_tq.storage.simple import Simple
+from dataplane_tq.storage.yuanrong import Yuanrong
+
+BACKENDS: dict[str, type[StorageBackend]] = {
+    "mooncake_cpu": Mooncake,
+    "packed": Packed,
+    "ray": RayStore,
+    "simple": Simple,
+    "yuanrong": Yuanrong,
+}
+"""The values of the configuration key ``backend``, and what starts each."""
+
+__all__ = ["BACKENDS", "StorageBackend"]

@@ -1,0 +1,113 @@
+"""`StorageBackend`: the seam between our bootstrap and one of TransferQueue's storage backends.
+
+A backend belongs to the process that started it. Every other process needs only `connection`, and
+the names in `actors` to notice when a part died: an actor that owns a daemon dies with it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from importlib.util import find_spec
+from typing import (
+    Any,
+    ClassVar,
+)  # Any: Ray handles and TransferQueue's options have no static types
+
+import ray
+from ray.exceptions import GetTimeoutError, RayError, RayTaskError
+
+from dataplane_core import ConfigError, DataPlaneConfig, DataPlaneError, UnavailableError
+
+
+class StorageBackend(ABC):
+    """One storage backend, started once per TransferQueue.
+
+    Attributes:
+        manager: the storage manager's name in TransferQueue's registry.
+        actors: name to Ray handle of every actor that operations depend on; filled by `start`.
+        connection: the ``config`` of ``initialize_storage_manager`` in every process; picklable,
+            filled by `start`.
+    """
+
+    manager: ClassVar[str]
+
+    def __init__(self) -> None:
+        self.actors: dict[str, Any] = {}
+        self.connection: dict[str, Any] = {}
+
+    @classmethod
+    @abstractmethod
+    def check(cls, cfg: DataPlaneConfig) -> None:
+        """Raise `ConfigError` if a package is not installed, or a key is missing or wrong."""
+
+    @abstractmethod
+    def start(
+        self, cfg: DataPlaneConfig, *, namespace: str, actor_cpus: float, timeout_s: float
+    ) -> None:
+        """Start the actors and wait until they answer.
+
+        Args:
+            cfg: a configuration that `check` accepted.
+            namespace: Ray namespace of the named actors.
+            actor_cpus: Ray CPUs that each actor takes.
+            timeout_s: deadline of each step, in seconds.
+
+        Raises:
+            UnavailableError: a part did not start; nothing is left running.
+        """
+
+    def stop(self) -> None:
+        """Kill every actor; what they hold in memory goes with them."""
+        for actor in self.actors.values():
+            ray.kill(actor)
+        self.actors = {}
+
+
+def require_module(module: str, *, backend: str, extra: str) -> None:
+    """Raise `ConfigError` that names ``extra`` if ``module`` cannot be found."""
+    try:
+        found = find_spec(module)
+    except ModuleNotFoundError:  # a parent package is missing
+        found = None
+    if found is None:
+        raise ConfigError(
+            f"data-plane config: backend {backend!r} needs the module {module!r}, which is not "
+            f"installed; pip install 'dataplane-tq[{extra}]'"
+        )
+
+
+def require_bytes(cfg: DataPlaneConfig, key: str, *, backend: str, at_least: int) -> None:
+    """Raise `ConfigError` if the size ``cfg[key]`` is missing or below ``at_least`` bytes."""
+    found = dict(cfg).get(key)
+    if not isinstance(found, int) or found < at_least:
+        raise ConfigError(
+            f"data-plane config: {key}: found {found!r}; backend {backend!r} needs at least "
+            f"{at_least} bytes"
+        )
+
+
+def answers(what: str, calls: Mapping[str, Any], *, timeout_s: float) -> dict[str, Any]:
+    """The results of actor calls by name.
+
+    Args:
+        what: the backend, for error messages.
+        calls: name to object reference.
+        timeout_s: deadline of all of them, in seconds.
+
+    Raises:
+        UnavailableError: a call failed or did not end in time.
+    """
+    try:
+        return dict(zip(calls, ray.get(list(calls.values()), timeout=timeout_s), strict=True))
+    except GetTimeoutError:
+        raise UnavailableError(
+            f"{what}: {', '.join(calls)} did not answer within {timeout_s:g} s; Ray needs free "
+            f"CPUs to start them, found {ray.available_resources().get('CPU', 0.0):g}"
+        ) from None
+    except RayTaskError as error:
+        if isinstance(error.cause, DataPlaneError):
+            raise error.cause from None
+        raise UnavailableError(f"{what} did not start: {error}") from error
+    except RayError as error:
+        raise UnavailableError(f"{what} did not start: {error}") from error

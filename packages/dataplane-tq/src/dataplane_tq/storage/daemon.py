@@ -1,0 +1,136 @@
+"""`DaemonActor`: a Ray actor that owns an external daemon, and lives exactly as long as it.
+
+A daemon that dies ends its actor, so that whoever watches the actors of a data plane notices; an
+actor that dies, in whatever way, ends its daemon (see `dataplane_tq.storage.supervise`).
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any  # Any: Ray handles have no static types
+
+import ray
+
+from dataplane_core import UnavailableError
+from dataplane_tq.storage import supervise
+
+_KEPT_LINES = 30
+_POLL_S = 0.05
+_STOP_TIMEOUT_S = 10.0
+
+
+class DaemonActor:
+    """Base of the actors that run one daemon; a subclass adds a ``start`` of its own."""
+
+    def __init__(self) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="dataplane-tq-"))
+        self._pids: list[int] = []
+        self._output: deque[str] = deque(maxlen=_KEPT_LINES)
+        self._supervisor: subprocess.Popen[str] | None = None
+        self._reader = threading.Thread(target=self._read, name="daemon-output", daemon=True)
+        self._stopping = threading.Event()
+
+    def run(
+        self,
+        command: list[str],
+        *,
+        env: dict[str, str] | None = None,
+        ready: Callable[[], bool],
+        timeout_s: float,
+    ) -> None:
+        """Run ``command`` in `folder` and wait until it is ready.
+
+        Args:
+            command: the daemon and its arguments; it must stay in the foreground.
+            env: environment variables to add.
+            ready: asked again and again until it says True.
+            timeout_s: deadline in seconds.
+
+        Raises:
+            UnavailableError: the daemon ended, or is not ready in time; it is stopped, and the
+                message has the last lines it wrote.
+        """
+        name = Path(command[0]).name
+        self._supervisor = subprocess.Popen(  # noqa: S603 - the commands are our own
+            [sys.executable, "-I", supervise.__file__, str(self.folder), *command],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            env={**os.environ, **(env or {})},
+        )
+        self._reader.start()
+        self._supervisor.wait()  # it goes on as an orphan; the pipes stay
+        deadline = time.monotonic() + timeout_s
+        while not ready():
+            self._reader.join(_POLL_S)
+            ended = not self._reader.is_alive()
+            if ended or time.monotonic() > deadline:
+                self.stop()
+                found = "ended while it started" if ended else f"not ready after {timeout_s:g} s"
+                raise UnavailableError(f"{name}: {found}; its last output:\n{self._tail()}")
+        threading.Thread(target=self._watch, args=(name,), name="daemon-end", daemon=True).start()
+
+    def pids(self) -> list[int]:
+        """Process ids of the supervisor and the daemon."""
+        return self._pids
+
+    def stop(self) -> None:
+        """End the daemon and wait until it and `folder` are gone."""
+        self._stopping.set()
+        if self._supervisor is not None and self._supervisor.stdin is not None:
+            self._supervisor.stdin.close()
+            self._reader.join(_STOP_TIMEOUT_S)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _read(self) -> None:
+        """Keep the last lines of the output; it ends with the daemon and its supervisor."""
+        assert self._supervisor is not None
+        assert self._supervisor.stdout is not None
+        for line in self._supervisor.stdout:
+            words = line.split()
+            if not self._pids and words and all(word.isdecimal() for word in words):
+                self._pids = [int(word) for word in words]
+            else:
+                self._output.append(line)
+
+    def _watch(self, name: str) -> None:
+        self._reader.join()
+        if not self._stopping.is_set():
+            sys.stderr.write(f"{name} ended; its last output:\n{self._tail()}\n")
+            sys.stderr.flush()
+            os._exit(1)
+
+    def _tail(self) -> str:
+        return "".join(self._output).strip() or "(none)"
+
+
+def end_daemon(actor: Any) -> None:
+    """Have a `DaemonActor` end its daemon, and wait; one that is dead or hangs is left as it is."""
+    ray.wait([actor.stop.remote()], timeout=2 * _STOP_TIMEOUT_S)
+
+
+def free_port(host: str) -> int:
+    """A TCP port of ``host`` that nobody listens on now."""
+    with socket.socket() as found:
+        found.bind((host, 0))
+        port: int = found.getsockname()[1]
+        return port
+
+
+def listens(host: str, port: int) -> bool:
+    """Whether somebody accepts connections at ``host:port``."""
+    with socket.socket() as probe:
+        probe.settimeout(1.0)
+        return probe.connect_ex((host, port)) == 0

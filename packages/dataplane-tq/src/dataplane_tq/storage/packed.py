@@ -1,0 +1,68 @@
+"""Our own storage units: Ray actors that own shared memory, written and read by the clients."""
+
+from __future__ import annotations
+
+import secrets
+
+import ray
+
+from dataplane_core import ConfigError, DataPlaneConfig, UnavailableError
+from dataplane_core.config import require_keys
+from dataplane_tq.packed.catalogue import UnitSpec
+from dataplane_tq.packed.unit_actor import UnitActor
+from dataplane_tq.storage.base import StorageBackend, answers, require_bytes
+from dataplane_tq.wire import TOKEN_BYTES
+
+_LEAST_BYTES = 1 << 20
+_TRANSPORTS = ("auto", "shm", "tcp")
+
+
+class Packed(StorageBackend):
+    """``num_storage_units`` units of ``global_segment_size`` bytes each, spread over the nodes."""
+
+    manager = "PackedStorage"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.units: list[UnitSpec] = []
+
+    @classmethod
+    def check(cls, cfg: DataPlaneConfig) -> None:
+        require_keys(cfg, ["num_storage_units"], impl=cfg["impl"])
+        require_bytes(cfg, "global_segment_size", backend="packed", at_least=_LEAST_BYTES)
+        transport = cfg.get("packed_transport", "auto")
+        if transport not in _TRANSPORTS:
+            raise ConfigError(
+                f"data-plane config: packed_transport: found {transport!r}; expected one of "
+                f"{', '.join(_TRANSPORTS)}"
+            )
+
+    def start(
+        self, cfg: DataPlaneConfig, *, namespace: str, actor_cpus: float, timeout_s: float
+    ) -> None:
+        token = secrets.token_bytes(TOKEN_BYTES)
+        nbytes = cfg["global_segment_size"]
+        for rank in range(cfg["num_storage_units"]):
+            name = f"DataPlanePackedUnit#{rank}"
+            self.actors[name] = (
+                ray.remote(UnitActor)
+                .options(
+                    name=name,
+                    namespace=namespace,
+                    num_cpus=actor_cpus,
+                    scheduling_strategy="SPREAD",
+                )
+                .remote(name, nbytes, token)
+            )
+        calls = {name: unit.describe.remote() for name, unit in self.actors.items()}
+        try:
+            found = answers("backend 'packed'", calls, timeout_s=timeout_s)
+        except UnavailableError:
+            self.stop()
+            raise
+        self.units = [UnitSpec(name, node, nbytes) for name, (_, node) in found.items()]
+        self.connection = {
+            "units": {name: address for name, (address, _) in found.items()},
+            "token": token,
+            "transport": cfg.get("packed_transport", "auto"),
+        }

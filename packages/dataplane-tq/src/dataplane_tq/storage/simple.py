@@ -1,0 +1,57 @@
+"""TransferQueue's own storage units: Ray actors that hold rows in memory and speak ZMQ."""
+
+from __future__ import annotations
+
+import uuid
+from importlib import resources
+from typing import Any  # Any: OmegaConf has no static types
+
+from omegaconf import OmegaConf
+
+from dataplane_core import DataPlaneConfig, UnavailableError
+from dataplane_core.config import require_keys
+from dataplane_tq.storage.base import StorageBackend, answers
+
+
+class Simple(StorageBackend):
+    """``num_storage_units`` storage units, spread over the nodes."""
+
+    manager = "SimpleStorage"
+
+    @classmethod
+    def check(cls, cfg: DataPlaneConfig) -> None:
+        require_keys(cfg, ["num_storage_units"], impl=cfg["impl"])
+
+    def start(
+        self, cfg: DataPlaneConfig, *, namespace: str, actor_cpus: float, timeout_s: float
+    ) -> None:
+        # Not with the module, which the actors of other backends load, too.
+        from transfer_queue.storage.simple_storage import SimpleStorageUnit
+
+        options: dict[str, Any] = {
+            **defaults("SimpleStorage"),
+            "num_data_storage_units": cfg["num_storage_units"],
+            "_run_id": uuid.uuid4().hex,
+        }
+        for rank in range(cfg["num_storage_units"]):
+            name = f"TransferQueueStorageUnit#{rank}"
+            self.actors[name] = SimpleStorageUnit.options(
+                name=name,
+                namespace=namespace,
+                num_cpus=actor_cpus,
+                scheduling_strategy="SPREAD",
+            ).remote(config=options)
+        calls = {name: unit.get_zmq_server_info.remote() for name, unit in self.actors.items()}
+        try:
+            addresses = answers("backend 'simple'", calls, timeout_s=timeout_s)
+        except UnavailableError:
+            self.stop()
+            raise
+        self.connection = {**options, "zmq_info": addresses}
+
+
+def defaults(manager: str) -> dict[str, Any]:
+    """What TransferQueue's shipped configuration says about one storage manager."""
+    config = OmegaConf.load(str(resources.files("transfer_queue") / "config.yaml"))
+    options: dict[str, Any] = OmegaConf.to_container(config.backend[manager])
+    return options

@@ -1,0 +1,113 @@
+"""Yuanrong's data system: a worker process that keeps rows in memory shared with its clients.
+
+The worker is run itself and not through ``dscli start``, which leaves it to nobody: it would
+outlive a driver that crashed. A client looks for the worker on its own node, so one worker serves
+one node.
+"""
+
+from __future__ import annotations
+
+import os
+from importlib.util import find_spec
+from pathlib import Path
+
+import ray
+
+from dataplane_core import ConfigError, DataPlaneConfig, UnavailableError
+from dataplane_tq.storage.base import StorageBackend, answers, require_bytes, require_module
+from dataplane_tq.storage.daemon import DaemonActor, end_daemon, free_port
+
+_WORKER = "YuanrongWorker"
+_HOST = "127.0.0.1"
+_MEBIBYTE = 1 << 20
+
+
+class Yuanrong(StorageBackend):
+    """One worker with ``global_segment_size`` bytes of shared memory, on a Ray of one node."""
+
+    manager = "Yuanrong"
+
+    @classmethod
+    def check(cls, cfg: DataPlaneConfig) -> None:
+        backend = "yuanrong"
+        require_bytes(cfg, "global_segment_size", backend=backend, at_least=64 * _MEBIBYTE)
+        require_module("yr.datasystem", backend=backend, extra="yuanrong")
+
+    def start(
+        self, cfg: DataPlaneConfig, *, namespace: str, actor_cpus: float, timeout_s: float
+    ) -> None:
+        nodes = [node for node in ray.nodes() if node["Alive"]]
+        if len(nodes) != 1:
+            raise ConfigError(
+                f"backend 'yuanrong': found a Ray of {len(nodes)} nodes; expected 1, because its "
+                "worker listens on loopback only"
+            )
+        worker = (
+            ray.remote(YuanrongWorker)
+            .options(name=_WORKER, namespace=namespace, num_cpus=actor_cpus)
+            .remote()
+        )
+        self.actors[_WORKER] = worker
+        started = {_WORKER: worker.start.remote(cfg["global_segment_size"], timeout_s)}
+        try:
+            found = answers("backend 'yuanrong'", started, timeout_s=2 * timeout_s)
+        except UnavailableError:
+            self.stop()
+            raise
+        self.connection = {
+            "client_name": "YuanrongStorageClient",
+            "worker_port": found[_WORKER],
+            "enable_yr_npu_transport": False,
+            "ds_max_workers": 1,
+        }
+
+    def stop(self) -> None:
+        if _WORKER in self.actors:
+            end_daemon(self.actors[_WORKER])
+        super().stop()
+
+
+class YuanrongWorker(DaemonActor):
+    """Runs ``datasystem_worker`` with the metastore inside."""
+
+    def start(self, size: int, timeout_s: float) -> int:
+        """Start it on loopback.
+
+        Args:
+            size: bytes of shared memory.
+            timeout_s: deadline in seconds.
+
+        Returns:
+            Its port.
+        """
+        spec = find_spec("yr.datasystem")
+        assert spec is not None
+        assert spec.submodule_search_locations is not None
+        package = Path(spec.submodule_search_locations[0])
+        port = free_port(_HOST)
+        ready = self.folder / "ready"
+        options = {
+            "worker_address": f"{_HOST}:{port}",
+            "metastore_address": f"{_HOST}:{free_port(_HOST)}",
+            "start_metastore_service": "true",
+            "shared_memory_size_mb": size // _MEBIBYTE,
+            "arena_per_tenant": 1,
+            "ready_check_path": ready,
+            "health_check_path": self.folder / "healthy",
+            "log_dir": self.folder / "logs",
+            "monitor_config_file": self.folder / "datasystem.config",
+            "rocksdb_store_dir": self.folder / "rocksdb",
+            "rocksdb_write_mode": "none",  # nothing is recovered after an end
+            "unix_domain_socket_dir": self.folder / "sockets",
+        }
+        libraries = f"{package / 'lib'}:{os.environ.get('LD_LIBRARY_PATH', '')}"
+        self.run(
+            [
+                str(package / "datasystem_worker"),
+                *(f"--{name}={value}" for name, value in options.items()),
+            ],
+            env={"LD_LIBRARY_PATH": libraries},
+            ready=ready.exists,
+            timeout_s=timeout_s,
+        )
+        return port

@@ -1,0 +1,202 @@
+"""Framed msgpack over TCP: how clients talk to the directory. No pickle crosses it.
+
+A client operation owns one connection from its first request to its last. If it ends badly (an
+exception, a killed process) the connection ends with it, and the server undoes what was under way.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar  # Any: the answer's type is the request's
+
+import msgspec
+
+from dataplane_core import DataPlaneError, DeadlineExceededError, UnavailableError, errors
+
+T = TypeVar("T")
+
+HEADER = struct.Struct("<I")
+MAX_FRAME = 1 << 28
+TOKEN_BYTES = 32
+_CONNECT_S = 5.0
+_GRACE_S = 1.0
+
+
+class Failure(msgspec.Struct, frozen=True):
+    """An error of our tree on its way to the client that asked.
+
+    Attributes:
+        kind: name of the class.
+        message: what it says.
+        facts: its attributes.
+    """
+
+    kind: str
+    message: str
+    facts: dict[str, Any] = {}
+
+    @classmethod
+    def of(cls, error: DataPlaneError) -> Failure:
+        """Describe ``error``."""
+        return cls(type(error).__name__, str(error), dict(vars(error)))
+
+    def raised(self) -> DataPlaneError:
+        """The error again."""
+        kind = getattr(errors, self.kind, None)
+        if not (isinstance(kind, type) and issubclass(kind, DataPlaneError)):
+            return UnavailableError(f"{self.kind}: {self.message}")
+        error: DataPlaneError = (
+            kind(self.message, **self.facts) if self.facts else kind(self.message)
+        )
+        return error
+
+
+class Reply(msgspec.Struct, frozen=True, array_like=True):
+    """One answer: its msgpack, or the failure in its place."""
+
+    answer: msgspec.Raw = msgspec.Raw(b"\xc0")
+    failure: Failure | None = None
+
+
+_encoder = msgspec.msgpack.Encoder()
+_replies = msgspec.msgpack.Decoder(Reply)
+
+
+class Address(msgspec.Struct, frozen=True):
+    """Where the directory listens, and the secret that opens it (from Ray, never logged)."""
+
+    host: str
+    port: int
+    token: bytes
+
+
+class Link:
+    """This process's connections to the directory.
+
+    Args:
+        address: of the directory.
+        timeout_s: default deadline of a request, in seconds.
+    """
+
+    def __init__(self, address: Address, *, timeout_s: float) -> None:
+        self.timeout_s = timeout_s
+        self._address = address
+        self._idle: list[socket.socket] = []
+        self._lock = threading.Lock()
+        self._pid = os.getpid()
+        self._closed = False
+
+    @contextmanager
+    def session(self, what: str) -> Iterator[Session]:
+        """A connection for one operation; ``what`` names it in errors."""
+        connection = self._take(what)
+        try:
+            yield Session(connection, what, self.timeout_s)
+        except BaseException:
+            connection.close()
+            raise
+        self._give_back(connection)
+
+    def ask(self, what: str, request: Any, answer: type[T], timeout_s: float | None = None) -> T:
+        """One request in a session of its own."""
+        with self.session(what) as session:
+            return session.ask(request, answer, timeout_s)
+
+    def _take(self, what: str) -> socket.socket:
+        with self._lock:
+            if os.getpid() != self._pid:
+                # After a fork both processes hold the sockets; this one leaves them alone.
+                self._idle, self._pid = [], os.getpid()
+            if self._idle:
+                return self._idle.pop()
+        address = (self._address.host, self._address.port)
+        try:
+            connection = socket.create_connection(address, timeout=_CONNECT_S)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection.sendall(self._address.token)
+        except OSError as error:
+            raise UnavailableError(f"{what}: the partition directory is gone: {error}") from error
+        return connection
+
+    def _give_back(self, connection: socket.socket) -> None:
+        with self._lock:
+            if not self._closed and os.getpid() == self._pid:
+                self._idle.append(connection)
+                return
+        connection.close()
+
+    def close(self) -> None:
+        """Close every connection that no operation owns."""
+        with self._lock:
+            self._closed = True
+            idle, self._idle = self._idle, []
+        for connection in idle:
+            connection.close()
+
+
+class Session:
+    """One operation's connection."""
+
+    def __init__(self, connection: socket.socket, what: str, timeout_s: float) -> None:
+        self._connection = connection
+        self._what = what
+        self._timeout_s = timeout_s
+
+    def ask(self, request: Any, answer: type[T], timeout_s: float | None = None) -> T:
+        """Send a request and wait for its answer.
+
+        Args:
+            request: one of `dataplane_tq.protocol`.
+            answer: type of the answer.
+            timeout_s: how long the server may take, in seconds; the link's default if None.
+
+        Raises:
+            DataPlaneError: what the server raised.
+            UnavailableError: the directory is gone.
+            DeadlineExceededError: it did not answer.
+        """
+        limit = self._timeout_s if timeout_s is None else timeout_s
+        deadline = time.monotonic() + limit + _GRACE_S
+        self.tell(request)
+        try:
+            (length,) = HEADER.unpack(self._receive(HEADER.size, deadline))
+            reply = _replies.decode(self._receive(length, deadline))
+        except TimeoutError:
+            raise DeadlineExceededError(
+                f"{self._what}: no answer from the partition directory after {limit:g} s"
+            ) from None
+        except (OSError, EOFError) as error:
+            raise UnavailableError(
+                f"{self._what}: the partition directory is gone: {error}"
+            ) from error
+        if reply.failure is not None:
+            raise reply.failure.raised()
+        return msgspec.msgpack.decode(reply.answer, type=answer)
+
+    def tell(self, request: Any) -> None:
+        """Send a request that has no answer."""
+        body = _encoder.encode(request)
+        self._connection.settimeout(self._timeout_s)
+        try:
+            self._connection.sendall(HEADER.pack(len(body)) + body)
+        except OSError as error:
+            raise UnavailableError(
+                f"{self._what}: the partition directory is gone: {error}"
+            ) from error
+
+    def _receive(self, count: int, deadline: float) -> bytearray:
+        data = bytearray(count)
+        view = memoryview(data)
+        while view:
+            self._connection.settimeout(max(0.001, deadline - time.monotonic()))
+            got = self._connection.recv_into(view)
+            if not got:
+                raise EOFError("connection closed")
+            view = view[got:]
+        return data

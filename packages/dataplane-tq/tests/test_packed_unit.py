@@ -1,0 +1,329 @@
+"""Storage units over both transports, and what happens when a process stops or dies."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from contextlib import contextmanager
+
+import msgspec
+import numpy as np
+import pytest
+
+from dataplane_core import DeadlineExceededError, InvalidRequestError, UnavailableError
+from dataplane_tq.packed import unit_wire as wire
+from dataplane_tq.packed.arena import Arena
+from dataplane_tq.packed.unit import UnitServer
+from dataplane_tq.packed.unit_client import UnitClient
+
+CAPACITY = 1 << 20
+TOKEN = b"secret"
+
+CHILD = """
+import sys, msgspec
+from dataplane_tq.packed.arena import Arena
+from dataplane_tq.packed.unit import UnitServer
+server = UnitServer(Arena.create("unit", int(sys.argv[1])), sys.argv[2].encode(), "127.0.0.1")
+sys.stdout.buffer.write(msgspec.json.encode(server.address) + b"\\n")
+sys.stdout.flush()
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def unit():
+    with Arena.create("unit", CAPACITY) as arena, UnitServer(arena, TOKEN, "127.0.0.1") as server:
+        yield server
+
+
+@pytest.fixture
+def child():
+    """The address of a unit in another process."""
+    command = [sys.executable, "-c", CHILD, str(CAPACITY), TOKEN.decode()]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    try:
+        yield msgspec.json.decode(process.stdout.readline(), type=wire.UnitAddress)
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@contextmanager
+def client_of(address, transport="auto", token=TOKEN):
+    client = UnitClient(address, token, transport=transport)
+    try:
+        yield client
+    finally:
+        client.close()
+
+
+def pattern(seed, nbytes=1000):
+    return np.random.default_rng(seed).integers(0, 256, nbytes, np.uint8)
+
+
+both = pytest.mark.parametrize("transport", ["shm", "tcp"])
+
+
+@both
+def test_what_is_written_is_read(child, transport):
+    with client_of(child, transport) as client:
+        a, b = pattern(1), pattern(2)
+        client.write([(0, a), (5000, b.tobytes()), (7, b""), (6000, memoryview(a)[:3])], 10)
+        parts = client.read([(5000, 6000), (6000, 6003), (4, 4), (0, 1000)], 10)
+        assert [part.tolist() for part in parts] == [b.tolist(), a[:3].tolist(), [], a.tolist()]
+        assert client.zero_copy == (transport == "shm")
+
+
+@both
+def test_more_pieces_than_one_call_or_frame_takes_arrive(unit, transport, monkeypatch):
+    monkeypatch.setattr(wire, "MOST_RANGES", 1500)
+    with client_of(unit.address, transport) as client:
+        data = pattern(3, 4000)
+        client.write([(8 * at, data[at : at + 1]) for at in range(4000)], 10)
+        parts = client.read([(8 * at, 8 * at + 1) for at in range(4000)], 10)
+        assert np.concatenate(parts).tolist() == data.tolist()
+
+
+def test_both_transports_reach_the_same_memory(unit):
+    with client_of(unit.address, "shm") as near, client_of(unit.address, "tcp") as far:
+        near.write([(0, pattern(1))], 10)
+        [seen] = far.read([(0, 1000)], 10)
+        assert seen.tolist() == pattern(1).tolist()
+        far.write([(0, pattern(2, CAPACITY))], 10)
+        [seen] = near.read([(0, CAPACITY)], 10)
+        assert (seen == pattern(2, CAPACITY)).all()
+
+
+def test_auto_shares_memory_on_the_units_node_and_uses_tcp_elsewhere(unit):
+    elsewhere = msgspec.structs.replace(unit.address, unix="not-on-this-node")
+    for address, zero_copy in ((unit.address, True), (elsewhere, False)):
+        with client_of(address) as client:
+            client.connect(10)
+            assert client.zero_copy == zero_copy
+    with client_of(elsewhere, "shm") as client, pytest.raises(UnavailableError, match="'unit'"):
+        client.connect(10)
+
+
+def test_views_cannot_be_written_and_outlive_the_client(unit):
+    with client_of(unit.address, "shm") as client:
+        client.write([(0, pattern(1))], 10)
+        [view] = client.read([(0, 1000)], 10)
+        with pytest.raises(ValueError, match="read-only"):
+            view[0] = 1
+    assert view.tolist() == pattern(1).tolist()
+
+
+@both
+def test_a_client_may_be_used_again_after_close(unit, transport):
+    with client_of(unit.address, transport) as client:
+        client.write([(0, pattern(1))], 10)
+        client.close()
+        assert client.read([(0, 1000)], 10)[0].tolist() == pattern(1).tolist()
+
+
+@both
+@pytest.mark.parametrize("start", [-1, CAPACITY - 3])
+def test_bytes_outside_the_memory_are_refused_before_anything_is_sent(unit, transport, start):
+    with client_of(unit.address, transport) as client:
+        with pytest.raises(InvalidRequestError, match="'unit'"):
+            client.write([(0, b"1234"), (start, b"1234")], 10)
+        with pytest.raises(InvalidRequestError, match="'unit'"):
+            client.read([(start, start + 4)], 10)
+        assert client.read([(0, 4)], 10)[0].tolist() == [0] * 4
+
+
+@both
+def test_a_wrong_token_is_refused(unit, transport):
+    with (
+        client_of(unit.address, transport, b"guess") as client,
+        pytest.raises(UnavailableError, match="refused the token"),
+    ):
+        client.connect(10)
+
+
+def frame(command=wire.READ, ranges=((0, 8),), count=None, nbytes=None):
+    count = len(ranges) if count is None else count
+    nbytes = sum(size for _, size in ranges) if nbytes is None else nbytes
+    header = wire.FRAME.pack(command, count, 10_000, nbytes)
+    return header + np.array(ranges, wire.RANGES).tobytes() + b"\xff" * 8
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        frame(b"X"),
+        frame(count=0),
+        frame(count=2**32 - 1),
+        frame(nbytes=9),
+        frame(wire.WRITE, nbytes=2**63),
+        frame(wire.WRITE, [(CAPACITY, 8)]),
+        frame(wire.WRITE, [(0, 8), (CAPACITY - 7, 8)]),
+        frame(wire.WRITE, [(2**64 - 8, 16)], nbytes=16),
+        frame(wire.WRITE, [(8, 2**64 - 1)], nbytes=2**64 - 1),
+        frame(wire.WRITE, [(0, 2**63), (0, 2**63), (0, 8)], nbytes=8),
+    ],
+)
+def test_a_malformed_frame_ends_its_connection_and_writes_nothing(unit, data):
+    with client_of(unit.address, "tcp") as client:
+        client.connect(10)
+        with socket.create_connection((unit.address.host, unit.address.port), 10) as sock:
+            sock.sendall(wire.hello(TOKEN) + data)
+            answer = b""
+            try:
+                while part := sock.recv(100):
+                    answer += part
+            except ConnectionResetError:
+                pass  # closed with bytes of ours unread
+            assert answer in (b"", wire.ACCEPTED)
+        assert not client.read([(0, CAPACITY)], 10)[0].any()
+
+
+@both
+def test_peers_that_say_nothing_hold_up_nobody(unit, transport):
+    address = unit.address
+    with (
+        socket.create_connection((address.host, address.port)) as silent,
+        socket.socket(socket.AF_UNIX) as unix,
+    ):
+        unix.connect("\0" + address.unix)
+        unix.sendall(b"pack")
+        silent.sendall(wire.hello(TOKEN) + frame(wire.WRITE, [(0, 100)])[:30])
+        with client_of(address, transport) as client:
+            client.write([(0, pattern(1))], 10)
+            assert client.read([(0, 1000)], 10)[0].tolist() == pattern(1).tolist()
+
+
+def test_a_reader_that_stops_reading_holds_up_nobody(unit):
+    address = unit.address
+    with socket.create_connection((address.host, address.port)) as stopped:
+        asked = wire.FRAME.pack(wire.READ, 64, 600_000, 64 * CAPACITY)
+        stopped.sendall(wire.hello(TOKEN) + asked)
+        stopped.sendall(np.array([(0, CAPACITY)] * 64, wire.RANGES).tobytes())
+        assert len(stopped.recv(100, socket.MSG_WAITALL)) == 100
+        with client_of(address, "tcp") as client:
+            client.write([(0, pattern(1))], 10)
+            assert client.read([(0, 1000)], 10)[0].tolist() == pattern(1).tolist()
+
+
+@both
+def test_threads_share_a_client(child, transport):
+    failures = []
+
+    def work(client, number):
+        at = number * 4096
+        for turn in range(50):
+            data = pattern(1000 * number + turn, 4096)
+            client.write([(at, data)], 30)
+            if client.read([(at, at + 4096)], 30)[0].tolist() != data.tolist():
+                failures.append((number, turn))
+
+    with client_of(child, transport) as client:
+        threads = [threading.Thread(target=work, args=(client, number)) for number in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert failures == []
+
+
+FORK = """
+import os, sys, threading, msgspec
+from dataplane_tq.packed.unit_client import UnitClient
+from dataplane_tq.packed.unit_wire import UnitAddress
+address = msgspec.json.decode(sys.argv[1], type=UnitAddress)
+client = UnitClient(address, sys.argv[3].encode(), transport=sys.argv[2])
+client.write([(0, b"parent")], 10)
+with client._connections.lock:  # as if another thread held it
+    pid = os.fork()
+    if pid == 0:
+        client.write([(6, b"child!")], 10)
+        assert client.read([(0, 12)], 10)[0].tobytes() == b"parentchild!"
+        os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0
+assert client.read([(0, 12)], 10)[0].tobytes() == b"parentchild!"
+"""
+
+
+@both
+def test_a_client_works_on_both_sides_of_a_fork(child, transport):
+    address = msgspec.json.encode(child).decode()
+    command = [sys.executable, "-c", FORK, address, transport, TOKEN.decode()]
+    subprocess.run(command, check=True, timeout=60)
+
+
+def until_unavailable(client):
+    """The error of the first call that notices the unit's death; calls before it may succeed."""
+    deadline = time.monotonic() + 1
+    while time.monotonic() < deadline:
+        try:
+            client.write([(0, b"late")], 1)
+        except UnavailableError as error:
+            return error
+    raise AssertionError("the unit's death went unnoticed for a second")
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp", "auto"])
+def test_the_death_of_a_unit_is_noticed_and_leaves_no_file(child, transport):
+    before = set(os.listdir("/dev/shm"))
+    with client_of(child, transport) as client:
+        client.write([(0, pattern(1))], 10)
+        os.kill(child.pid, signal.SIGKILL)
+        assert "'unit'" in str(until_unavailable(client))
+        with pytest.raises(UnavailableError, match="'unit'"):
+            client.read([(0, 1)], 1)
+    with client_of(child, transport) as client, pytest.raises(UnavailableError, match="'unit'"):
+        client.connect(1)
+    assert set(os.listdir("/dev/shm")) <= before
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp", "auto"])
+def test_a_stopped_unit_is_given_up_at_the_deadline(unit, child, transport):
+    with client_of(child, "tcp") as connected, client_of(child, transport) as fresh:
+        connected.write([(0, pattern(1))], 10)
+        os.kill(child.pid, signal.SIGSTOP)
+        with pytest.raises(DeadlineExceededError, match="'unit'"):
+            connected.write([(0, pattern(2, CAPACITY))], 0.2)
+        with pytest.raises(DeadlineExceededError, match="'unit'"):
+            fresh.read([(0, 1000)], 0.2)
+        with client_of(unit.address) as other:
+            other.write([(0, pattern(3))], 10)
+        os.kill(child.pid, signal.SIGCONT)
+        connected.write([(0, pattern(4))], 10)
+        assert fresh.read([(0, 1000)], 10)[0].tolist() == pattern(4).tolist()
+
+
+def test_a_stopped_unit_does_not_hold_up_clients_that_share_its_memory(child):
+    with client_of(child, "shm") as client:
+        client.connect(10)
+        os.kill(child.pid, signal.SIGSTOP)
+        client.write([(0, pattern(1))], 1)
+        assert client.read([(0, 1000)], 1)[0].tolist() == pattern(1).tolist()
+
+
+def test_closing_ends_every_connection_and_thread():
+    before = threading.active_count()
+    with Arena.create("unit", CAPACITY) as arena:
+        server = UnitServer(arena, TOKEN, "127.0.0.1")
+        with client_of(server.address, "shm") as near, client_of(server.address, "tcp") as far:
+            near.connect(10)
+            far.connect(10)
+            server.close()
+            server.close()
+            assert threading.active_count() == before
+            for client in (near, far):
+                with pytest.raises(UnavailableError, match="'unit'"):
+                    client.read([(0, 1)], 1)
+
+
+def test_memory_cannot_be_shrunk_by_those_it_is_shared_with():
+    with Arena.create("sealed", 8192) as arena:
+        with pytest.raises(PermissionError):
+            os.ftruncate(arena.fd, 0)
+        with Arena.attach(os.dup(arena.fd), 8192) as other:
+            other.buffer[5] = 7
+        assert arena.buffer[5] == 7
+    with pytest.raises(ValueError, match="'empty'"):
+        Arena.create("empty", 0)
