@@ -23,7 +23,12 @@ from tensordict import (
 
 from column_io.batched_data_dict import BatchedDataDict
 from column_io.column_rows import as_ints, count_rows
-from column_io.nested import jagged_from_rows, pad_width, padded_from_nested
+from column_io.nested import (
+    jagged_from_padded,
+    jagged_from_rows,
+    pad_width,
+    padded_from_nested,
+)
 from dataplane_core import ROUTED_EXPERTS_FIELD, InvalidRequestError, Layout
 
 TOKEN_ALIGNED_FIELDS: Final[frozenset[str]] = frozenset(
@@ -73,8 +78,7 @@ def to_nested_by_length(
             f"to_nested_by_length: lengths from {min(cuts)} to {max(cuts)}; expected 0 to the "
             f"width {padded.shape[1]}"
         )
-    rows = [row[:cut] for row, cut in zip(padded, cuts, strict=True)]
-    return jagged_from_rows(rows, like=padded[0:0].reshape(0, *padded.shape[2:]))
+    return jagged_from_padded(padded, cuts)
 
 
 def pack_per_token_field(

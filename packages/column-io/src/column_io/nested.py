@@ -1,15 +1,58 @@
 """Nested tensors to and from their rows.
 
-Rows are copied with plain tensor copies, never computed with, so that every dtype (bfloat16,
-float16, bool and the integers) keeps its bits. Nested tensors of strided layout occur too: they
-hold rows that differ in more than their first dimension.
+Rows are copied with plain copies, never computed with, so that every dtype (bfloat16, float16, bool
+and the integers) keeps its bits. Nested tensors of strided layout occur too: they hold rows that
+differ in more than their first dimension.
+
+In main memory numpy copies the rows: a slice costs it a fraction of what it costs torch, torch's
+masks and index arithmetic are slower still, and torch splits copies over threads, which on a busy
+machine wait for each other for longer than the copy takes.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from typing import Any  # Any: torch does not type what only nested tensors have
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+
+
+def jagged_from_padded(padded: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
+    """A jagged tensor of each row's first ``lengths[i]`` values; ``padded`` is (n, width, ...)."""
+    features = padded.shape[2:]
+    if padded.device.type != "cpu" or padded.requires_grad or not padded.numel():
+        rows = [row[:length] for row, length in zip(padded, lengths, strict=True)]
+        return jagged_from_rows(rows, like=padded[0:0].reshape(0, *features))
+    offsets = np.zeros(len(lengths) + 1, np.int64)
+    np.cumsum(lengths, out=offsets[1:])
+    total = int(offsets[-1])
+    step = padded.element_size() * math.prod(features)
+    flat = _bytes(padded).reshape(len(lengths), -1)
+    # numpy asks for huge pages, which makes fresh memory faster to fill than torch's.
+    raw = np.empty(total * step, np.uint8)
+    np.concatenate([row[: n * step] for row, n in zip(flat, lengths, strict=True)], out=raw)
+    return torch.nested.nested_tensor_from_jagged(
+        _tensor(raw, padded.dtype, (total, *features)),
+        torch.from_numpy(offsets),
+        min_seqlen=min(lengths),
+        max_seqlen=max(lengths),
+    )
+
+
+def _bytes(tensor: torch.Tensor) -> NDArray[np.uint8]:
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    raw: NDArray[np.uint8] = plain.reshape(-1).view(torch.uint8).numpy()
+    return raw
+
+
+def _tensor(raw: NDArray[np.uint8], dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+    """A tensor on the memory of ``raw``."""
+    if not raw.size:
+        return torch.empty(tuple(shape), dtype=dtype)
+    return torch.from_numpy(raw).view(dtype).view(tuple(shape))
 
 
 def jagged_from_rows(rows: Sequence[torch.Tensor], *, like: torch.Tensor) -> torch.Tensor:
@@ -42,6 +85,8 @@ def nested_from_rows(rows: Sequence[torch.Tensor], *, like: torch.Tensor) -> tor
 
 def padded_from_nested(nested: torch.Tensor, pad_value: float) -> torch.Tensor:
     """The rows of ``nested`` in one dense tensor (n, longest, ...), right-padded."""
+    if _is_plain_jagged(nested):
+        return _padded_from_jagged(nested, pad_value)
     rows = nested.unbind()
     if not rows:
         features = nested.values().shape[1:] if nested.layout == torch.jagged else ()
@@ -51,6 +96,36 @@ def padded_from_nested(nested: torch.Tensor, pad_value: float) -> torch.Tensor:
     for place, row in enumerate(rows):
         padded[place][tuple(slice(size) for size in row.shape)] = row
     return padded
+
+
+def _is_plain_jagged(nested: Any) -> bool:
+    """Whether the rows lie one after the other in main memory, ragged in their first dimension."""
+    return bool(
+        nested.layout == torch.jagged
+        and nested.device.type == "cpu"
+        and not nested.requires_grad
+        and nested.lengths() is None
+        and nested._ragged_idx == 1
+        and nested.values().numel()
+    )
+
+
+def _padded_from_jagged(nested: Any, pad_value: float) -> torch.Tensor:
+    values, bounds = nested.values(), nested.offsets().numpy()
+    lengths = np.diff(bounds)
+    width = int(lengths.max())
+    features = values.shape[1:]
+    step = values.element_size() * math.prod(features)
+    pad = _bytes(torch.full((1, *features), pad_value, dtype=values.dtype))
+    raw = np.empty(len(lengths) * width * step, np.uint8)
+    rows = raw.reshape(len(lengths), width * step)
+    gap = np.tile(pad, width - int(lengths.min()))
+    flat = _bytes(values)
+    starts, sizes = (bounds[:-1] * step).tolist(), (lengths * step).tolist()
+    for row, start, size in zip(rows, starts, sizes, strict=True):
+        row[:size] = flat[start : start + size]
+        row[size:] = gap[: width * step - size]
+    return _tensor(raw, values.dtype, (len(lengths), width, *features))
 
 
 def pad_width(tensor: torch.Tensor, width: int, pad_value: float) -> torch.Tensor:
