@@ -11,7 +11,7 @@ from dataplane_core import InvalidRequestError
 from dataplane_core.rows import collate_rows, split_rows
 from dataplane_tq.packed.catalogue import Catalogue, UnitSpec
 from dataplane_tq.packed.decoding import Piece, decode
-from dataplane_tq.packed.encoding import encode, pack_padded, unpack_padded, writes
+from dataplane_tq.packed.encoding import encode, writes
 
 DTYPES = [
     torch.int64,
@@ -275,44 +275,3 @@ def test_a_put_that_is_split_over_units_comes_back():
         ]
         column = split_rows(fields, 5)[name]
         assert_same(decode(pieces), collate_rows(column.kind, column.rows))
-
-
-@settings(deadline=None)
-@given(
-    st.sampled_from(DTYPES),
-    st.lists(st.integers(0, 5), max_size=6),
-    st.sampled_from([(), (2,), (2, 3)]),
-    st.integers(0, 3),
-    st.booleans(),
-)
-def test_padding_goes_and_comes_back(dtype, lengths, item, more, transposed):
-    width = max(lengths, default=0) + more
-    tensor = random_tensor((len(lengths), width, *item), dtype, 5)
-    if transposed:
-        tensor = tensor.transpose(0, 1).contiguous().transpose(0, 1)
-    values, offsets = pack_padded(tensor, torch.tensor(lengths, dtype=torch.int32))
-    rows = [row[:n] for row, n in zip(tensor, lengths, strict=True)]
-    expected = torch.cat(rows) if rows else torch.empty((0, *item), dtype=dtype)
-    assert offsets.tolist() == [0, *np.cumsum(lengths, dtype=int).tolist()]
-    assert (values.dtype, values.shape) == (dtype, expected.shape)
-    assert raw(values) == raw(expected)
-    padded = unpack_padded(values, offsets, width, 1)
-    assert (padded.dtype, padded.shape) == (dtype, tensor.shape)
-    pad = torch.ones((), dtype=torch.float32).to(dtype).expand(item)
-    for row, kept in zip(padded, rows, strict=True):
-        assert raw(row[: len(kept)]) == raw(kept)
-        assert all(raw(rest) == raw(pad) for rest in row[len(kept) :])
-
-
-def test_lengths_and_offsets_that_do_not_fit_are_refused():
-    for lengths in ([3, 1], [-1, 1], [1], [[1, 1]]):
-        with pytest.raises(InvalidRequestError, match="lengths"):
-            pack_padded(torch.zeros(2, 2), torch.tensor(lengths))
-    for offsets, message in (
-        ([0, 2, 5], "offsets"),
-        ([0, 2, 1], "offsets"),
-        ([0, 4], "at most 3"),
-        ([], "expected"),
-    ):
-        with pytest.raises(InvalidRequestError, match=message):
-            unpack_padded(torch.zeros(4), torch.tensor(offsets), 3, 0)

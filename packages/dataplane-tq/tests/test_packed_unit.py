@@ -60,6 +60,12 @@ def client_of(address, transport="auto", token=TOKEN):
         client.close()
 
 
+def stop(pid):
+    """Stop a child, and wait until it has stopped."""
+    os.kill(pid, signal.SIGSTOP)
+    assert os.WIFSTOPPED(os.waitpid(pid, os.WUNTRACED)[1])
+
+
 def pattern(seed, nbytes=1000):
     return np.random.default_rng(seed).integers(0, 256, nbytes, np.uint8)
 
@@ -283,7 +289,7 @@ def test_the_death_of_a_unit_is_noticed_and_leaves_no_file(child, transport):
 def test_a_stopped_unit_is_given_up_at_the_deadline(unit, child, transport):
     with client_of(child, "tcp") as connected, client_of(child, transport) as fresh:
         connected.write([(0, pattern(1))], 10)
-        os.kill(child.pid, signal.SIGSTOP)
+        stop(child.pid)
         with pytest.raises(DeadlineExceededError, match="'unit'"):
             connected.write([(0, pattern(2, CAPACITY))], 0.2)
         with pytest.raises(DeadlineExceededError, match="'unit'"):
@@ -298,7 +304,7 @@ def test_a_stopped_unit_is_given_up_at_the_deadline(unit, child, transport):
 def test_a_stopped_unit_does_not_hold_up_clients_that_share_its_memory(child):
     with client_of(child, "shm") as client:
         client.connect(10)
-        os.kill(child.pid, signal.SIGSTOP)
+        stop(child.pid)
         client.write([(0, pattern(1))], 1)
         assert client.read([(0, 1000)], 1)[0].tolist() == pattern(1).tolist()
 

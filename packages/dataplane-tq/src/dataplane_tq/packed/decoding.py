@@ -16,11 +16,11 @@ import torch
 from numpy.typing import NDArray
 from tensordict import NonTensorData, NonTensorStack
 
-from dataplane_core import InvalidRequestError
+from dataplane_core import InvalidRequestError, pages
 from dataplane_core.rows import OBJECT, collate_rows
+from dataplane_core.slices import copy_slices
 from dataplane_tq.object_codec import decode_object
 from dataplane_tq.packed.layout import FieldLayout, Indices
-from dataplane_tq.packed.slices import copy_slices
 
 Bytes = NDArray[np.uint8]
 
@@ -182,8 +182,8 @@ def _decode_uniform(
     size = layout.row_nbytes
     shape = (total, *_shape(layout, dtype, 0, size))
     if size == 0:
-        return torch.empty(shape, dtype=dtype)
-    data = np.empty(total * size, np.uint8)
+        return torch.empty(shape, dtype=dtype)  # there may be rows, but nothing to copy
+    data = pages.empty(total * size)
     # The widest integer that a row consists of moves more bytes at a time.
     lane = next(f"u{width}" for width in (8, 4, 2, 1) if size % width == 0)
     into = data.view(lane).reshape(total, -1)
@@ -204,7 +204,7 @@ def _decode_uniform(
             np.take(flat, piece.rows, axis=0, out=into[place], mode="clip")
         else:
             into[place] = flat[piece.rows]
-    return torch.from_numpy(data).view(dtype).view(shape)
+    return _tensor(data, dtype, shape)
 
 
 def _decode_ragged(
@@ -218,7 +218,7 @@ def _decode_ragged(
         sizes[place] = stops - starts
     ends = np.cumsum(sizes)
     begins = ends - sizes
-    data = np.empty(int(ends[-1]), np.uint8)
+    data = pages.empty(int(ends[-1]))
     for piece, place, (starts, stops) in zip(pieces, places, spans, strict=True):
         if piece.rows is None and isinstance(place, slice):
             _copy_all(data[begins[place.start] : ends[place.stop - 1]], piece.buffers)
@@ -227,10 +227,7 @@ def _decode_ragged(
     tail = _tail(pieces[0].layout)
     step = dtype.itemsize * math.prod(tail)
     shortest, longest = int(sizes.min()) // step, int(sizes.max()) // step
-    count = len(data) // step
-    values = torch.empty((count, *tail), dtype=dtype)
-    if data.size:
-        values = torch.from_numpy(data).view(dtype).view(count, *tail)
+    values = _tensor(data, dtype, (len(data) // step, *tail))
     if shortest == longest:
         return values.view(total, longest, *tail)
     offsets = np.zeros(total + 1, np.int64)
@@ -273,13 +270,17 @@ def _decode_rows(
         for at, row in zip(_numbers(place), _wanted(piece), strict=True):
             start, stop = layout.row_range(row)
             shape = _shape(layout, dtype, row, stop - start)
-            value = torch.empty(shape, dtype=dtype)
-            if stop > start:
-                value = torch.from_numpy(flat[start:stop].copy()).view(dtype).view(shape)
-            rows[at] = value
+            rows[at] = _tensor(flat[start:stop].copy(), dtype, shape)
     tensor = collate_rows(str(dtype), rows)
     assert isinstance(tensor, torch.Tensor)
     return tensor
+
+
+def _tensor(raw: Bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    """A tensor on the memory of ``raw``."""
+    if not raw.size:
+        return torch.empty(shape, dtype=dtype)
+    return torch.from_numpy(raw).view(dtype).view(shape)
 
 
 def _decode_objects(pieces: Sequence[Piece], places: Sequence[slice | Indices]) -> NonTensorStack:

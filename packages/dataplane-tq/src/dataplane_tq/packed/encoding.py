@@ -28,7 +28,6 @@ from dataplane_core.rows import OBJECT
 from dataplane_tq.object_codec import encode_object
 from dataplane_tq.packed.catalogue import Block
 from dataplane_tq.packed.layout import FieldLayout
-from dataplane_tq.packed.slices import copy_slices
 
 Bytes = NDArray[np.uint8]
 
@@ -104,29 +103,33 @@ def encode(fields: TensorDictBase, count: int) -> list[EncodedField]:
 
 
 def _encode_tensor(name: str, leaf: torch.Tensor, count: int) -> EncodedField:
-    tensor = leaf.detach()
-    rows = _row_count(tensor)
+    jagged = _plain_jagged(leaf)
+    rows = int(leaf.size(0)) if leaf.dim() else 0  # len() fails on some nested tensors
     if rows != count:
         raise InvalidRequestError(f"field {name!r}: {rows} rows; expected {count}")
-    if not tensor.is_nested:
-        if tensor.layout != torch.strided:
-            raise InvalidRequestError(
-                f"field {name!r}: layout {tensor.layout}; expected a dense or nested tensor"
-            )
-        item = tuple(tensor.shape[1:])
-        nbytes = tensor.element_size() * math.prod(item)
-        layout = FieldLayout(name, str(tensor.dtype), False, item, b"", nbytes, count)
-        return EncodedField(layout, [_raw(tensor)])
-    nested: Any = tensor  # torch does not type what jagged tensors have besides
-    if nested.layout == torch.jagged and nested.lengths() is None and nested._ragged_idx == 1:
-        return _encode_jagged(name, nested.values(), nested.offsets())
-    return _encode_rows(name, str(tensor.dtype), tensor.unbind())
-
-
-def _row_count(tensor: torch.Tensor) -> int:
+    if jagged is not None:
+        return _encode_jagged(name, *jagged)
+    tensor = leaf.detach()
     if tensor.is_nested:
-        return int(tensor.size(0))
-    return tensor.shape[0] if tensor.dim() else 0
+        return _encode_rows(name, str(tensor.dtype), tensor.unbind())
+    if tensor.layout != torch.strided:
+        raise InvalidRequestError(
+            f"field {name!r}: layout {tensor.layout}; expected a dense or nested tensor"
+        )
+    item = tuple(tensor.shape[1:])
+    nbytes = tensor.element_size() * math.prod(item)
+    layout = FieldLayout(name, str(tensor.dtype), False, item, b"", nbytes, count)
+    return EncodedField(layout, [_raw(tensor)])
+
+
+def _plain_jagged(leaf: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Values and offsets of a jagged tensor whose rows lie back to back; None for others."""
+    nested: Any = leaf  # torch does not type what jagged tensors have besides
+    if not nested.is_nested or nested.layout != torch.jagged:
+        return None
+    if nested.lengths() is not None or nested._ragged_idx != 1:
+        return None
+    return nested.values().detach(), nested.offsets()
 
 
 def _encode_jagged(name: str, values: torch.Tensor, offsets: torch.Tensor) -> EncodedField:
@@ -204,91 +207,3 @@ def _encode_objects(name: str, values: Sequence[Any]) -> EncodedField:
     ends = np.cumsum([len(data) for data in encoded], dtype="<i8")
     layout = _ragged_layout(name, OBJECT, (), ends)
     return EncodedField(layout, [np.frombuffer(b"".join(encoded), np.uint8)] if encoded else [])
-
-
-def pack_padded(tensor: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The rows of a padded tensor one after the other, without their padding.
-
-    Args:
-        tensor: ``(N, T, *)``, any dtype.
-        lengths: ``(N,)`` integers, how many of a row's ``T`` are data.
-
-    Returns:
-        ``values`` of shape ``(sum of lengths, *)`` and ``offsets`` of shape ``(N + 1,)``, int64, as
-        `torch.nested.nested_tensor_from_jagged` takes them.
-
-    Raises:
-        InvalidRequestError: (a ValueError) if lengths do not fit the tensor.
-    """
-    count, width = tensor.shape[:2]
-    kept = lengths.detach().cpu().to(torch.int64).numpy()
-    if kept.shape != (count,) or (kept < 0).any() or (kept > width).any():
-        raise InvalidRequestError(
-            f"lengths {tuple(lengths.shape)} for a tensor {tuple(tensor.shape)}; expected {count} "
-            f"of 0 to {width}"
-        )
-    offsets = np.zeros(count + 1, np.int64)
-    np.cumsum(kept, out=offsets[1:])
-    step = tensor.element_size() * math.prod(tensor.shape[2:])
-    rows = range(0, count * width * step, width * step) if width * step else [0] * count
-    values = _empty(int(offsets[-1]) * step)
-    begins = (offsets[:-1] * step).tolist()
-    copy_slices(values, begins, _raw(tensor.detach()), rows, (kept * step).tolist())
-    return (
-        _tensor(values, tensor.dtype, (int(offsets[-1]), *tensor.shape[2:])),
-        torch.from_numpy(offsets),
-    )
-
-
-def unpack_padded(
-    values: torch.Tensor, offsets: torch.Tensor, width: int, pad_value: float
-) -> torch.Tensor:
-    """The inverse of `pack_padded`.
-
-    Args:
-        values: ``(V, *)``, any dtype.
-        offsets: ``(N + 1,)`` integers, ascending.
-        width: ``T`` of the result, at least the longest row.
-        pad_value: what follows the data of each row.
-
-    Returns:
-        Tensor of shape ``(N, T, *)``.
-
-    Raises:
-        InvalidRequestError: (a ValueError) if a row is longer than ``width`` or offsets do not fit
-            the values.
-    """
-    bounds = offsets.detach().cpu().to(torch.int64).numpy()
-    kept = bounds[1:] - bounds[:-1]
-    if bounds.ndim != 1 or not bounds.size:
-        raise InvalidRequestError(f"offsets {tuple(offsets.shape)}; expected (N + 1,)")
-    if bounds[0] < 0 or bounds[-1] > values.shape[0] or (kept < 0).any():
-        raise InvalidRequestError(
-            f"offsets {bounds[0]}..{bounds[-1]} for {values.shape[0]} values; expected ascending "
-            "offsets within them"
-        )
-    if (kept > width).any():
-        raise InvalidRequestError(f"a row of {kept.max()} values; expected at most {width}")
-    item = tuple(values.shape[1:])
-    step = values.element_size() * math.prod(item)
-    pad = _raw(torch.full((1,), pad_value, dtype=values.dtype))
-    padded = np.zeros(kept.size * width * step, np.uint8)
-    if pad.any():
-        lane = f"u{min(pad.size, 8)}"  # as integers, or as pairs of them for complex128
-        padded.view(lane).reshape(-1, len(pad.view(lane)))[:] = pad.view(lane)
-    rows = range(0, padded.size, width * step) if width * step else [0] * kept.size
-    starts = (bounds[:-1] * step).tolist()
-    copy_slices(padded, rows, _raw(values.detach()), starts, (kept * step).tolist())
-    return _tensor(padded, values.dtype, (kept.size, width, *item))
-
-
-def _empty(nbytes: int) -> Bytes:
-    # numpy asks for huge pages, which makes fresh memory faster to fill than torch's.
-    return np.empty(nbytes, np.uint8)
-
-
-def _tensor(raw: Bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    """A tensor on the memory of ``raw``."""
-    if not raw.size:
-        return torch.empty(shape, dtype=dtype)
-    return torch.from_numpy(raw).view(dtype).view(shape)

@@ -20,7 +20,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from dataplane_core import DeadlineExceededError, InvalidRequestError, UnavailableError
+from dataplane_core import DeadlineExceededError, InvalidRequestError, UnavailableError, pages
 from dataplane_tq.packed import unit_wire as wire
 from dataplane_tq.packed.arena import Arena
 from dataplane_tq.packed.unit_wire import UnitAddress
@@ -140,7 +140,7 @@ class UnitClient:
                 readable = memory.view()
                 readable.flags.writeable = False
                 return [readable[start:stop] for start, stop in ranges]
-            data = np.empty(sum(stop - start for start, stop in ranges), np.uint8)
+            data = pages.empty(sum(stop - start for start, stop in ranges))
             parts: list[Bytes] = []
             at = 0
             for start, stop in ranges:

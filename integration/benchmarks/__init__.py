@@ -1,0 +1,1 @@
+"""How fast the data plane on TransferQueue is, as ratios against other ways in the same run."""

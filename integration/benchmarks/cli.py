@@ -1,0 +1,72 @@
+"""The command: ``python -m integration.benchmarks --quick`` or ``--full``."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+# Started by `uv run`, Ray would start every worker by `uv run` too. Read when Ray is imported.
+os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"
+
+from integration.benchmarks import report
+from integration.benchmarks.results_file import merge_entries
+from integration.benchmarks.run import run_sessions
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.command()
+def benchmarks(
+    full: Annotated[
+        bool,
+        typer.Option("--full/--quick", help="Every case; or what fits in three minutes."),
+    ] = False,
+    backend: Annotated[
+        str,
+        typer.Option(help="Our backend. Results of others than packed get names of their own."),
+    ] = "packed",
+    json: Annotated[Path, typer.Option(help="Results; entries of other names in it stay.")] = Path(
+        "build/bench.json"
+    ),
+    picture: Annotated[Path | None, typer.Option(help="With --full: where to draw a PNG.")] = None,
+) -> None:
+    """Compare the data plane on TransferQueue with other ways, in one interleaved run."""
+    # Standard output carries the Markdown of a full run and nothing else.
+    console = Console(stderr=full, highlight=False)
+    if not console.is_terminal:
+        console.width = 140
+    started = time.monotonic()
+    sessions = run_sessions(console, backend=backend, full=full)
+    entries = [entry for session in sessions for entry in session.entries()]
+    merge_entries(json, entries)
+    markdown = Console(soft_wrap=True, highlight=False, markup=False)
+    for session in sessions:
+        tables = [
+            (f"{case.title}{session.note}", report.CASE_HEADINGS, session.case_rows(case))
+            for case in session.cases
+        ]
+        if session.claims:
+            title = f"Claim of 32{session.note}"
+            tables.append((title, report.CLAIM_HEADINGS, session.claim_rows()))
+        for title, headings, rows in tables:
+            console.print(report.terminal_table(title, headings, rows))
+            if full:
+                markdown.print(report.markdown_table(title, headings, rows))
+    if full and picture is not None:
+        report.save_picture(sessions[0], picture)
+        console.print(f"picture: {picture}")
+    console.print("ratios:")
+    for entry in entries:
+        if entry.unit == "x":
+            console.print(
+                f"  {entry.name} = {entry.value:.3g} (IQR {entry.spread:.2g}, n {entry.n})"
+            )
+    missing = set(report.HEADLINES) - {entry.name for entry in entries}
+    if missing:
+        console.print(f"not measured: {', '.join(sorted(missing))}", style="bold red")
+    console.print(f"{len(entries)} entries in {json}; {time.monotonic() - started:.0f} s")

@@ -1,0 +1,169 @@
+"""Interleaved repetitions: what is run in which order, what is kept, and what is made of it."""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any  # Any: Ray handles have no static types
+
+import numpy as np
+import ray
+from integration.benchmarks.cases import Case
+from integration.benchmarks.systems import Operation
+from integration.benchmarks.worker import Timed
+
+_SEED = 20_260
+_AFTER_PUT = (
+    Operation.GET,
+    Operation.SLICES8,
+    Operation.ONE_FIELD,
+    Operation.WRITE_BACK,
+    Operation.CLAIM_32,
+    Operation.CLAIM_ALL,
+)
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a number of samples amount to.
+
+    Attributes:
+        value: their median.
+        p99: their 99th percentile, interpolated; with few samples the largest.
+        spread: their interquartile range.
+        count: how many.
+    """
+
+    value: float
+    p99: float
+    spread: float
+    count: int
+
+    @classmethod
+    def of(cls, samples: Sequence[float]) -> Summary:
+        """Summarise at least one sample."""
+        low, median, high, p99 = np.percentile(samples, [25, 50, 75, 99])
+        return cls(float(median), float(p99), float(high - low), len(samples))
+
+
+@dataclass
+class Samples:
+    """By case, system and operation; the n-th of each belongs to the n-th round.
+
+    Attributes:
+        seconds: how long it took.
+        faults: how many pages were touched for the first time meanwhile.
+    """
+
+    seconds: dict[tuple[str, str, Operation], list[float]] = field(
+        default_factory=lambda: defaultdict(list)
+    )
+    faults: dict[tuple[str, str, Operation], list[int]] = field(
+        default_factory=lambda: defaultdict(list)
+    )
+
+    def has(self, case: str, system: str, operation: Operation) -> bool:
+        """Whether it was measured."""
+        return (case, system, operation) in self.seconds
+
+    def summary(self, case: str, system: str, operation: Operation) -> Summary:
+        """The seconds of one operation."""
+        return Summary.of(self.seconds[case, system, operation])
+
+    def ratio(self, case: str, operation: Operation, *, over: str, under: str) -> Summary:
+        """Time of ``over`` divided by time of ``under``.
+
+        The value is the ratio of the two medians; the spread is that of the ratios per round.
+        """
+        above = self.seconds[case, over, operation]
+        below = self.seconds[case, under, operation]
+        rounds = Summary.of([a / b for a, b in zip(above, below, strict=True)])
+        value = float(np.median(above) / np.median(below))
+        return Summary(value, rounds.p99, rounds.spread, rounds.count)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The two processes of the benchmark.
+
+    Attributes:
+        producer: handle of a `Worker`.
+        consumer: handle of another.
+        operations: system name to what it offers.
+    """
+
+    producer: Any
+    consumer: Any
+    operations: Mapping[str, frozenset[Operation]]
+
+    def settle(self) -> None:
+        """Freeze garbage collection in both; see `freeze_garbage`."""
+        ray.get([self.producer.settle.remote(), self.consumer.settle.remote()])
+
+
+def shuffled_rounds(systems: Sequence[str], repetitions: int) -> list[list[str]]:
+    """Every system once in each round, in an order that differs from round to round."""
+    order = random.Random(_SEED)
+    return [order.sample(list(systems), len(systems)) for _ in range(repetitions)]
+
+
+def measure_case(
+    pair: Pair,
+    case: Case,
+    systems: Sequence[str],
+    samples: Samples,
+    *,
+    repetitions: int,
+    warm_ups: int,
+    settle_stores: Callable[[], None],
+) -> None:
+    """Run every operation of every system on one case, and check every system's answer once.
+
+    Args:
+        pair: the processes.
+        case: the size of batch.
+        systems: the names of the systems, in any order.
+        samples: receives the seconds of the rounds that count.
+        repetitions: rounds that count.
+        warm_ups: rounds before them, at least one; the first checks the answers.
+        settle_stores: called once before the rounds that count, for the processes of the stores.
+    """
+    ray.get([pair.producer.prepare.remote(case), pair.consumer.prepare.remote(case)])
+    for number, order in enumerate(shuffled_rounds(systems, warm_ups + repetitions)):
+        if number == warm_ups:
+            pair.settle()
+            settle_stores()
+        for system in order:
+            partition = f"{case.name}-{system}-{number}"
+            timed = _run_round(pair, system, case, partition, check=number == 0)
+            if number >= warm_ups:
+                for operation, done in timed.items():
+                    samples.seconds[case.name, system, operation].append(done.seconds)
+                    samples.faults[case.name, system, operation].append(done.faults)
+
+
+def _run_round(
+    pair: Pair, system: str, case: Case, partition: str, *, check: bool
+) -> dict[Operation, Timed]:
+    offered = pair.operations[system]
+    producer, consumer = pair.producer, pair.consumer
+    ray.get(producer.begin.remote(system, partition, case.rows))
+    put: Timed = ray.get(producer.run.remote(system, Operation.PUT, partition, None))
+    timed = {Operation.PUT: put}
+    for operation in _AFTER_PUT:
+        if operation in offered:
+            run = consumer.run.remote(system, operation, partition, put.handle)
+            timed[operation] = ray.get(run)
+    if Operation.GET in timed:
+        get = timed[Operation.GET]
+        timed[Operation.PUT_GET] = Timed(put.seconds + get.seconds, put.faults + get.faults, None)
+        if check:
+            ray.get(consumer.check.remote(system, partition, put.handle))
+    if Operation.CLEAR in offered:
+        timed[Operation.CLEAR] = ray.get(
+            producer.run.remote(system, Operation.CLEAR, partition, None)
+        )
+    ray.get(producer.end.remote(system, partition))
+    return timed

@@ -1,0 +1,33 @@
+"""One copy of the same bytes inside one process: what the memory itself allows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+from integration.benchmarks.cases import Batch
+from integration.benchmarks.systems import Operation, Stateless
+
+
+class Memcpy(Stateless):
+    """Copies the flat buffers into memory that is there already."""
+
+    operations: ClassVar[frozenset[Operation]] = frozenset({Operation.PUT})
+
+    def __init__(self) -> None:
+        self._copies: dict[str, np.ndarray] = {}
+
+    def put(self, batch: Batch, partition: str) -> None:
+        """Copy every buffer; memory is kept, so that after the warm-up no page is new."""
+        for name, buffer in batch.flat.items():
+            copy = self._copies.get(name)
+            if copy is None or copy.size != buffer.size:
+                copy = self._copies[name] = np.empty_like(buffer)
+            np.copyto(copy, buffer)
+
+    def get(
+        self, batch: Batch, partition: str, names: Sequence[str], rows: slice, handle: Any
+    ) -> Any:
+        """Not offered."""
+        raise NotImplementedError

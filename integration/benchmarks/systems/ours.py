@@ -1,0 +1,91 @@
+"""Our client with column-io around it: padded columns in, padded columns out."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from integration.benchmarks.cases import FIELDS, WRITTEN_BACK, Batch
+from integration.benchmarks.systems import STORE_OPERATIONS, TASKS, Operation
+from tensordict import TensorDict
+
+from column_io import materialize, pack_jagged_fields
+from dataplane_tq import TQDataPlaneClient
+
+_FILL_CHUNK = 10_000
+
+
+def config(backend: str, **extra: Any) -> dict[str, Any]:
+    """The configuration of a backend; ``extra`` keys, ``packed_transport`` say, go in as they are.
+
+    One storage unit, as the baseline has.
+    """
+    return {
+        "enabled": True,
+        "impl": "transfer_queue",
+        "backend": backend,
+        "storage_capacity": 400_000,
+        "num_storage_units": 1,
+        "claim_meta_poll_interval_s": 0.5,
+        "global_segment_size": 2 << 30,
+        "local_buffer_size": 0,
+        "ack_timeout_ms": 120_000,
+        **extra,
+    }
+
+
+class Ours:
+    """Attached to the TransferQueue that the benchmark's driver started through our client."""
+
+    operations: ClassVar[frozenset[Operation]] = STORE_OPERATIONS
+
+    def __init__(self, cfg: Mapping[str, Any]) -> None:
+        self._client = TQDataPlaneClient(cfg, bootstrap=False)
+
+    def begin(self, partition: str, rows: int) -> None:
+        """Register the partition."""
+        self._client.register_partition(partition, list(FIELDS), rows, list(TASKS))
+
+    def put(self, batch: Batch, partition: str) -> None:
+        """Pack and put."""
+        packed = pack_jagged_fields(batch.padded, batch.lengths)
+        self._client.put_samples(batch.ids, partition, packed)
+
+    def get(
+        self, batch: Batch, partition: str, names: Sequence[str], rows: slice, handle: Any
+    ) -> Any:
+        """Get and pad."""
+        return materialize(self._client.get_samples(batch.ids[rows], partition, list(names)))
+
+    def write_back(self, batch: Batch, partition: str) -> None:
+        """Pack one column and put it."""
+        packed = pack_jagged_fields({WRITTEN_BACK: batch.column(WRITTEN_BACK)}, batch.lengths)
+        self._client.put_samples(batch.ids, partition, packed)
+
+    def claim(self, partition: str, task: str, fields: Sequence[str], count: int) -> int:
+        """Claim what is ready, with ids."""
+        return self._client.claim_meta(partition, task, list(fields), count, blocking=False).size
+
+    def clear(self, batch: Batch, partition: str) -> None:
+        """Drop the rows by id."""
+        self._client.clear_samples(batch.ids, partition, force=True)
+
+    def end(self, partition: str) -> None:
+        """Forget the declaration and whatever is left."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)  # nothing was left
+            self._client.clear_samples(None, partition, force=True)
+
+    def fill(self, partition: str, rows: int, field: str) -> None:
+        """Put a dense column in chunks."""
+        self._client.register_partition(partition, [field], rows, list(TASKS))
+        for start in range(0, rows, _FILL_CHUNK):
+            ids = [f"row-{row}" for row in range(start, min(start + _FILL_CHUNK, rows))]
+            column = TensorDict({field: torch.ones(len(ids))}, batch_size=[len(ids)])
+            self._client.put_samples(ids, partition, column)
+
+    def close(self) -> None:
+        """Detach."""
+        self._client.close()

@@ -1,0 +1,166 @@
+"""`Worker`: the producer or the consumer, a Ray actor that hosts every system and times operations.
+
+The clock starts and stops in here, so that neither the Ray call that asks for an operation nor the
+way of its answer counts.
+"""
+
+from __future__ import annotations
+
+import gc
+import resource
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any  # Any: what one system's put hands to its own get
+
+import numpy as np
+import ray
+from integration.benchmarks.cases import (
+    CLAIM_FIELDS,
+    FIELDS,
+    SMALL_FIELD,
+    WRITTEN_BACK,
+    Batch,
+    Case,
+    check_answer,
+)
+from integration.benchmarks.systems import TASKS, Operation, System
+
+_SLICES = 8
+
+
+@dataclass(frozen=True)
+class Timed:
+    """What one operation took.
+
+    Attributes:
+        seconds: by the clock of its process.
+        faults: pages that its process, any thread of it, touched for the first time.
+        handle: of a put, what the system's get needs.
+    """
+
+    seconds: float
+    faults: int
+    handle: Any
+
+
+class Worker:
+    """One process of the benchmark.
+
+    Args:
+        connect: system name to what builds the system in this process.
+    """
+
+    def __init__(self, connect: Mapping[str, Callable[[], System]]) -> None:
+        self._systems = {name: build() for name, build in connect.items()}
+        self._batch: Batch | None = None
+
+    def prepare(self, case: Case) -> None:
+        """Make the batch of a case, in every form that a system takes, before anything is timed."""
+        self._batch = Batch(case)
+        _ = self._batch.jagged, self._batch.jagged_written_back, self._batch.flat
+
+    def begin(self, system: str, partition: str, rows: int) -> None:
+        """See `System.begin`."""
+        self._systems[system].begin(partition, rows)
+
+    def end(self, system: str, partition: str) -> None:
+        """See `System.end`."""
+        self._systems[system].end(partition)
+
+    def fill(self, system: str, partition: str, rows: int, field: str) -> None:
+        """See `System.fill`."""
+        self._systems[system].fill(partition, rows, field)
+
+    def run(self, system: str, operation: Operation, partition: str, handle: Any) -> Timed:
+        """Do one operation on the batch, with the clock around nothing else."""
+        target, batch = self._systems[system], self.batch
+        faults = _page_faults()
+        started = time.perf_counter()
+        match operation:
+            case Operation.PUT:
+                handle = target.put(batch, partition)
+            case Operation.GET:
+                # Bound, so that the answer is not freed while the clock runs.
+                _answer = target.get(batch, partition, FIELDS, slice(None), handle)
+            case Operation.SLICES8:
+                size = len(batch.ids) // _SLICES
+                for start in range(0, len(batch.ids), size):
+                    target.get(batch, partition, FIELDS, slice(start, start + size), handle)
+            case Operation.ONE_FIELD:
+                target.get(batch, partition, [SMALL_FIELD], slice(None), handle)
+            case Operation.WRITE_BACK:
+                target.write_back(batch, partition)
+            case Operation.CLAIM_32:
+                target.claim(partition, TASKS[0], CLAIM_FIELDS, 32)
+            case Operation.CLAIM_ALL:
+                target.claim(partition, TASKS[1], CLAIM_FIELDS, len(batch.ids))
+            case Operation.CLEAR:
+                target.clear(batch, partition)
+            case _:
+                raise ValueError(f"{operation!r} is derived and cannot be run")
+        seconds = time.perf_counter() - started
+        return Timed(seconds, _page_faults() - faults, handle)
+
+    def check(self, system: str, partition: str, handle: Any) -> None:
+        """Read everything that was put and check it; raises `WrongAnswer`."""
+        target, batch = self._systems[system], self.batch
+        names = list(FIELDS)
+        if Operation.WRITE_BACK in target.operations:
+            names.append(WRITTEN_BACK)
+        answer = target.get(batch, partition, names, slice(None), handle)
+        check_answer(batch, names, answer, system=system)
+
+    def claims(self, system: str, partition: str, task: str, field: str, plan: list[int]) -> Any:
+        """Claim one batch after the other; the seconds of each, and how many samples in all."""
+        target = self._systems[system]
+        seconds, claimed = [], 0
+        for count in plan:
+            started = time.perf_counter()
+            claimed += target.claim(partition, task, [field], count)
+            seconds.append(time.perf_counter() - started)
+        return seconds, claimed
+
+    def operations(self, system: str) -> frozenset[Operation]:
+        """What the system offers."""
+        return self._systems[system].operations
+
+    def fill_object_store(self, objects: int, size: int) -> list[Any]:
+        """Write to memory of Ray's object store that this process never touched."""
+        return [ray.put(np.zeros(size, dtype=np.uint8)) for _ in range(objects)]
+
+    def read_object_store(self, references: list[Any]) -> None:
+        """Touch the same memory in this process."""
+        for reference in references:
+            ray.get(reference).max()
+
+    def settle(self) -> None:
+        """Take what lives now out of Python's garbage collection, see `freeze_garbage`."""
+        freeze_garbage()
+
+    def close(self) -> None:
+        """Disconnect every system."""
+        for system in self._systems.values():
+            system.close()
+
+    @property
+    def batch(self) -> Batch:
+        """The batch of `prepare`."""
+        if self._batch is None:
+            raise RuntimeError("Worker.prepare was not called; it makes the batch")
+        return self._batch
+
+
+def _page_faults() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+
+def freeze_garbage(_actor: object = None) -> None:
+    """Exempt every living object of this process from garbage collection.
+
+    A full collection stops a process with torch and Ray for some 100 ms, and would hit one system
+    or the other by chance.
+    """
+    gc.unfreeze()
+    gc.collect()
+    gc.freeze()

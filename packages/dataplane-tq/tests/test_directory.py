@@ -1,0 +1,392 @@
+"""The directory as a server: processes that die or stop, hostile bytes, many clients. No Ray."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from dataplane_core import (
+    CapacityExceeded,
+    ClaimTimeoutError,
+    DataPlaneError,
+    DeadlineExceededError,
+    LeaseLostError,
+    MissingDataError,
+    PartitionNotFoundError,
+    SchemaMismatchError,
+    TaskCounts,
+    UnavailableError,
+    errors,
+)
+from dataplane_core.declaration import PartitionDeclaration
+from dataplane_core.ledger import ClaimRequest
+from dataplane_tq import protocol as p
+from dataplane_tq.packed.layout import FieldLayout
+from dataplane_tq.wire import HEADER, Address, Failure, Link
+
+PATIENCE_S = 20.0
+
+SERVER = """
+import sys, threading
+from dataplane_tq.directory import Directory
+from dataplane_tq.packed.catalogue import UnitSpec
+units = [UnitSpec(f"u{i}", "node", int(size)) for i, size in enumerate(sys.argv[2:])]
+address = Directory(int(sys.argv[1]), units, "127.0.0.1").start()
+assert "torch" not in sys.modules and "transfer_queue" not in sys.modules
+print(address.port, address.token.hex(), flush=True)
+threading.Event().wait()
+"""
+
+CLIENT = """
+import sys, threading
+from dataplane_core.ledger import ClaimRequest
+from dataplane_tq import protocol as p
+from dataplane_tq.wire import Address, Link
+link = Link(Address("127.0.0.1", int(sys.argv[1]), bytes.fromhex(sys.argv[2])), timeout_s=20)
+with link.session("child") as session:
+    {action}
+    print("done", flush=True)
+    threading.Event().wait()
+"""
+
+
+def started(code, *arguments):
+    return subprocess.Popen(
+        [sys.executable, "-c", code, *map(str, arguments)], stdout=subprocess.PIPE, text=True
+    )
+
+
+def end(process):
+    process.send_signal(signal.SIGCONT)
+    process.kill()
+    process.communicate(timeout=PATIENCE_S)
+
+
+class Served:
+    """A directory in a process of its own, and a link to it."""
+
+    def __init__(self, capacity=100, unit_bytes=()):
+        self.process = started(SERVER, capacity, *unit_bytes)
+        self.port, self.token = self.process.stdout.readline().split()
+        self.address = Address("127.0.0.1", int(self.port), bytes.fromhex(self.token))
+        self.link = Link(self.address, timeout_s=PATIENCE_S)
+        self.children = []
+
+    def ask(self, request, answer=None, timeout_s=None):
+        return self.link.ask("test", request, answer, timeout_s)
+
+    def register(self, num_samples=100, name="p"):
+        declaration = PartitionDeclaration.checked(name, ["x"], num_samples, ["train"])
+        self.ask(p.Register(declaration))
+
+    def put(self, ids, kind="torch.int64", tags=None, timeout_s=PATIENCE_S, layouts=()):
+        with self.link.session("put") as session:
+            request = p.BeginPut("p", ids, {"x": kind}, list(layouts), "node", None, timeout_s)
+            answer = session.ask(request, p.PutAnswer)
+            session.ask(p.CommitPut(tags), type(None))
+        return answer
+
+    def claim(self, size, *, timeout_s=0.0, lease_s=None, link=None):
+        wanted = ClaimRequest("train", ("x",), size, whole=timeout_s > 0, lease_s=lease_s)
+        request = p.Claim("p", wanted, timeout_s)
+        return (link or self.link).ask("claim", request, p.ClaimAnswer, timeout_s + PATIENCE_S)
+
+    def clear(self, ids, timeout_s=PATIENCE_S):
+        with self.link.session("clear") as session:
+            answer = session.ask(p.Clear("p", ids, False, timeout_s), p.ClearAnswer)
+            session.ask(p.Dropped(), type(None))
+        return sorted(name for group in answer.leftovers for name in group.sample_ids)
+
+    def counts(self):
+        return self.ask(p.Count("p", "train", ["x"]), TaskCounts)
+
+    def usage(self):
+        used = self.ask(p.Usage(), dict[str, dict[str, int]])
+        return sum(unit["used"] for unit in used.values())
+
+    def child(self, action):
+        """Another process that does something in one session and then keeps the session open."""
+        child = started(CLIENT.replace("{action}", action), self.port, self.token)
+        self.children.append(child)
+        return child
+
+    def close(self):
+        self.link.close()
+        for process in [*self.children, self.process]:
+            end(process)
+
+
+@pytest.fixture
+def serve():
+    running = []
+
+    def make(**options):
+        running.append(Served(**options))
+        running[-1].register()
+        return running[-1]
+
+    yield make
+    for served in running:
+        served.close()
+
+
+@pytest.fixture
+def served(serve):
+    return serve()
+
+
+def stop(process):
+    process.send_signal(signal.SIGSTOP)
+    assert os.WIFSTOPPED(os.waitpid(process.pid, os.WUNTRACED)[1])
+
+
+BEGIN_PUT = (
+    "session.ask(p.BeginPut('p', ['a', 'b'], {'x': 'torch.int64'}, [], 'n', None, 5.0), "
+    "p.PutAnswer)"
+)
+READ = "session.ask(p.Read('p', ['a', 'b'], ['x']), p.ReadAnswer)"
+CLAIM = (
+    "session.ask(p.Claim('p', ClaimRequest('train', ('x',), 2, lease_s={lease}), 0.0), "
+    "p.ClaimAnswer)"
+)
+WAIT_FOR_A_CLAIM = (
+    "print('waiting', flush=True); "
+    "session.ask(p.Claim('p', ClaimRequest('train', ('x',), 2, whole=True), 60.0), p.ClaimAnswer)"
+)
+
+
+def wait_for(child, word="done"):
+    assert child.stdout.readline().strip() == word
+
+
+def until(condition):
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline, "the state did not come"
+        threading.Event().wait(0.01)
+
+
+def test_a_producer_killed_in_the_middle_of_a_put_leaves_nothing_behind(serve):
+    served = serve(capacity=2)
+    child = served.child(BEGIN_PUT)
+    wait_for(child)
+    with pytest.raises(CapacityExceeded):
+        served.put(["c"], timeout_s=0.05)
+    with pytest.raises(SchemaMismatchError):
+        served.put([], kind="torch.bool")
+    child.kill()
+    answer = served.put(["a", "c"])
+    assert [group.sample_ids for group in answer.leftovers] == [["a"]]
+    assert served.counts() == TaskCounts(
+        put=2, ready=2, not_ready=0, leased=0, acknowledged=0, cleared=0
+    )
+
+
+def test_a_claimer_killed_while_it_waits_takes_no_sample_with_it(served):
+    child = served.child(WAIT_FOR_A_CLAIM)
+    wait_for(child, "waiting")
+    child.kill()
+    child.wait(PATIENCE_S)
+    served.put(["a", "b"])
+    assert served.claim(2).sample_ids == ["a", "b"]
+
+
+def test_what_a_killed_holder_had_claimed_is_handed_out_again(served):
+    served.put(["a", "b"])
+    child = served.child(CLAIM.format(lease=0.3))
+    wait_for(child)
+    child.kill()
+    assert served.claim(2, timeout_s=PATIENCE_S).sample_ids == ["a", "b"]
+
+
+def test_a_stopped_holder_that_wakes_after_its_lease_is_refused(served):
+    served.put(["a", "b"])
+    settle = (
+        "token = " + CLAIM.format(lease=0.3) + ".token; print(token, flush=True); "
+        "sys.stdin.readline()"
+    )
+    child = served.child(settle)
+    token = child.stdout.readline().strip()
+    stop(child)
+    again = served.claim(2, timeout_s=PATIENCE_S, lease_s=PATIENCE_S)
+    assert again.sample_ids == ["a", "b"]
+    with pytest.raises(LeaseLostError, match="ran out"):
+        served.ask(p.Settle("p", token, ["a", "b"], "acknowledge"))
+    served.ask(p.Settle("p", again.token, ["a", "b"], "acknowledge"))
+
+
+def test_a_clear_waits_for_reads_and_goes_on_when_the_reader_is_killed(served):
+    served.put(["a", "b", "c"])
+    child = served.child(READ)
+    wait_for(child)
+    with ThreadPoolExecutor(1) as pool:
+        clearing = pool.submit(served.clear, ["a", "c"])
+        until(lambda: served.counts().cleared == 2)
+        with pytest.raises(MissingDataError):
+            served.ask(p.Read("p", ["a"], ["x"]), p.ReadAnswer)
+        assert not clearing.done()
+        child.kill()
+        assert clearing.result(PATIENCE_S) == ["a", "c"]
+
+
+def test_rows_that_a_stopped_reader_holds_are_dropped_by_a_later_clear(served):
+    served.put(["a", "b", "c"])
+    child = served.child(READ)
+    wait_for(child)
+    stop(child)
+    assert served.clear(["a", "c"], timeout_s=0.1) == ["c"]
+    with pytest.raises(DataPlaneError, match="still being cleared or read"):
+        served.put(["a"], timeout_s=0.1)
+    child.kill()
+    child.send_signal(signal.SIGCONT)
+    child.wait(PATIENCE_S)
+    assert served.clear(["b"]) == ["a", "b"]
+    served.put(["a"])
+
+
+def test_a_clearer_killed_half_way_leaves_its_rows_to_the_next(served):
+    served.put(["a", "b"])
+    child = served.child("session.ask(p.Clear('p', ['a'], False, 5.0), p.ClearAnswer)")
+    wait_for(child)
+    child.kill()
+    child.wait(PATIENCE_S)
+    answer = served.put(["a"])
+    assert [group.sample_ids for group in answer.leftovers] == [["a"]]
+
+
+def test_bytes_of_a_put_that_dies_are_free_again(serve):
+    served = serve(unit_bytes=[1 << 16])
+    code = BEGIN_PUT.replace(
+        "[], 'n'", "[FieldLayout('x', 'torch.int64', False, (), b'', 8, 2)], 'n'"
+    )
+    child = served.child("from dataplane_tq.packed.layout import FieldLayout; " + code)
+    wait_for(child)
+    assert served.usage() > 0
+    child.kill()
+    until(lambda: served.usage() == 0)
+
+
+def test_a_put_waits_for_bytes_and_says_how_many_were_free(serve):
+    served = serve(unit_bytes=[1 << 16])
+    layout = FieldLayout("x", "torch.int64", False, (6000,), b"", 48_000, 1)
+    served.put(["a"], layouts=[layout])
+    with pytest.raises(CapacityExceeded, match=r"48000 bytes, \d+ of 65536 free"):
+        served.put(["b"], layouts=[layout], timeout_s=0.05)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(served.put, ["b"], layouts=[layout])
+        served.clear(["a"])
+        waiting.result(PATIENCE_S)
+    assert served.counts().put == 2
+
+
+def test_a_killed_directory_is_an_error_at_once_also_for_those_who_wait(served):
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(served.claim, 2, timeout_s=600.0, link=served.link)
+        served.put(["a"])
+        served.process.kill()
+        assert isinstance(waiting.exception(PATIENCE_S), UnavailableError)
+    with pytest.raises(UnavailableError, match="directory is gone"):
+        served.counts()
+
+
+def test_a_stopped_directory_is_an_error_at_the_deadline_and_recovers(served):
+    stop(served.process)
+    try:
+        with pytest.raises(DeadlineExceededError, match=r"after 0\.2 s"):
+            served.ask(p.Count("p", "train", ["x"]), TaskCounts, timeout_s=0.2)
+    finally:
+        os.kill(served.process.pid, signal.SIGCONT)
+    assert served.counts().put == 0
+
+
+def test_a_claim_past_its_deadline_says_what_is_missing(served):
+    served.put(["a"])
+    with pytest.raises(ClaimTimeoutError) as caught:
+        served.claim(2, timeout_s=0.05)
+    assert (caught.value.ready, caught.value.missing) == (1, 1)
+
+
+def exchange(served, data):
+    """Send raw bytes; what came back before the server closed the connection or fell silent."""
+    with socket.create_connection((served.address.host, served.address.port)) as raw:
+        raw.settimeout(PATIENCE_S)
+        raw.sendall(data)
+        raw.shutdown(socket.SHUT_WR)
+        received = b""
+        while part := raw.recv(4096):
+            received += part
+        return received
+
+
+@pytest.mark.parametrize("body", [b"\xc1", b"\x93\x01", b'{"type":"Nothing"}', b"\x80"])
+def test_a_malformed_request_is_refused_and_the_server_goes_on(served, body):
+    answer = exchange(served, served.address.token + HEADER.pack(len(body)) + body)
+    assert b"InvalidRequestError" in answer
+    assert served.counts().put == 0
+
+
+def test_a_wrong_token_or_an_endless_frame_gets_no_answer(served):
+    request = HEADER.pack(5) + b"hello"
+    assert exchange(served, bytes(32) + request) == b""
+    assert exchange(served, served.address.token + HEADER.pack(0xFFFFFFFF)) == b""
+    assert served.counts().put == 0
+
+
+def test_two_hundred_clients_at_once_are_all_served(served):
+    served.put([f"s{i}" for i in range(100)])
+    links = [Link(served.address, timeout_s=PATIENCE_S) for _ in range(200)]
+    barrier = threading.Barrier(50)
+
+    def work(link):
+        barrier.wait(PATIENCE_S)
+        return served.claim(1, link=link).sample_ids
+
+    with ThreadPoolExecutor(50) as pool:
+        claimed = [name for ids in pool.map(work, links) for name in ids]
+    for link in links:
+        link.close()
+    assert sorted(claimed) == sorted(f"s{i}" for i in range(100))
+
+
+def test_a_link_works_on_both_sides_of_a_fork(served):
+    served.counts()
+    child = os.fork()
+    if child == 0:
+        try:
+            served.put(["from the child"])
+            os._exit(0)
+        finally:
+            os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert served.counts().put == 1
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ClaimTimeoutError("late", ready=1, missing=2, missing_fields={"x": 3}),
+        MissingDataError("gone", sample_ids=["a"], fields=["x"]),
+        PartitionNotFoundError("nowhere"),
+    ],
+)
+def test_an_error_crosses_the_wire_with_its_class_text_and_facts(error):
+    raised = Failure.of(error).raised()
+    assert type(raised) is type(error)
+    assert str(raised) == str(error)
+    assert vars(raised) == vars(error)
+
+
+def test_every_error_of_the_tree_can_cross_the_wire():
+    for name, kind in inspect.getmembers(errors, inspect.isclass):
+        if issubclass(kind, DataPlaneError):
+            assert type(Failure.of(kind("text")).raised()) is kind, name
+    assert isinstance(Failure("SystemExit", "no").raised(), UnavailableError)
