@@ -25,7 +25,9 @@ DTYPES = [
 
 
 def bits(tensor):
-    return tensor.clone().view(torch.uint8).tolist() if tensor.numel() else tensor.shape
+    if not tensor.numel():
+        return tensor.shape
+    return torch.cat([tensor.reshape(-1), tensor.new_empty(0)]).view(torch.uint8).tolist()
 
 
 @settings(deadline=None)
@@ -49,9 +51,7 @@ def test_padding_goes_and_comes_back(dtype, lengths, features, more, transposed)
     for row, before, length in zip(padded, tensor, lengths, strict=True):
         assert bits(row[:length]) == bits(before[:length])
         rest = row[length:]
-        assert bits(rest) == bits(
-            one.expand(rest.shape).clone(memory_format=torch.contiguous_format)
-        )
+        assert bits(rest) == bits(one.expand(rest.shape))
 
 
 def test_a_gradient_passes_through_the_cut():
