@@ -55,7 +55,8 @@ for bootstrap in (True, False):
     [
         ({"backend": "punched_cards"}, "'punched_cards'"),
         ({"num_storage_units": 0}, "num_storage_units"),
-        ({"claim_lease_s": 1.0}, "claim_lease_s"),
+        ({"global_segment_size": 5}, "global_segment_size"),
+        ({"packed_transport": "pigeon"}, "packed_transport"),
     ],
 )
 def test_a_wrong_configuration_is_refused_by_name(cluster, config, change, named):
@@ -77,7 +78,7 @@ def test_a_stopped_controller_ends_operations_at_their_deadline(owner, partition
         try:
             started = time.monotonic()
             with pytest.raises(TimeoutError, match="no answer"):
-                client.get_samples(["a"], partition, ["x"])
+                client.put_samples(["a"], partition, batch(1))
             assert time.monotonic() - started < 10
         finally:
             os.kill(pid, signal.SIGCONT)

@@ -1,11 +1,11 @@
 """TransferQueue keeps the contract, between an attached client here and one in another process."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
 from dataplane_core import DataPlaneClient
-from dataplane_core.testing import DataPlaneClientContract
+from dataplane_core.testing import DataPlaneClientContract, LeaseContract
 from dataplane_tq import TQDataPlaneClient
 
 
@@ -26,3 +26,19 @@ class TestTransferQueue(DataPlaneClientContract):
     @pytest.fixture
     def peer(self, client: DataPlaneClient, other_process: DataPlaneClient) -> DataPlaneClient:
         return other_process
+
+
+class TestLeases(LeaseContract):
+    @pytest.fixture
+    def make_client(self, owner: TQDataPlaneClient, config: dict) -> Iterator[Callable]:
+        """A lease's length belongs to the client that claims, so one store serves all."""
+        clients = []
+
+        def make(**changes: float) -> DataPlaneClient:
+            clients.append(TQDataPlaneClient({**config, **changes}, bootstrap=False))
+            return clients[-1]
+
+        yield make
+        for client in clients:
+            client.clear_samples(None, "train", force=True)
+            client.close()

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import ray
@@ -13,7 +15,8 @@ import torch
 from tensordict import TensorDict
 
 from dataplane_core import CapacityExceeded, UnavailableError
-from dataplane_tq import TQDataPlaneClient, topology
+from dataplane_tq import TQDataPlaneClient, protocol, topology
+from dataplane_tq.packed.catalogue import UnitUsage
 
 
 def batch(count):
@@ -21,22 +24,36 @@ def batch(count):
 
 
 @pytest.fixture
-def store(cluster, config):
-    """A TransferQueue of its own, before the session's one is started or after it ended."""
-    config["storage_capacity"] = 8
-    client = TQDataPlaneClient(config)
-    client.register_partition("train", ["x"], 8, ["train"])
-    client.put_samples(["a", "b"], "train", batch(2))
-    yield client
-    client.close()
+def make_store(cluster, config):
+    """Builds a TransferQueue of its own, before the module's one is started or after it ended."""
+    stores = []
+
+    def make(**changes):
+        client = TQDataPlaneClient({**config, "storage_capacity": 8, **changes})
+        stores.append(client)
+        client.register_partition("train", ["x"], 8, ["train"])
+        client.put_samples(["a", "b"], "train", batch(2))
+        return client
+
+    yield make
+    for store in stores:
+        store.close()
+
+
+@pytest.fixture
+def store(make_store):
+    return make_store()
 
 
 OPERATIONS = {
     "put": lambda client: client.put_samples(["c"], "train", batch(1)),
     "get": lambda client: client.get_samples(["a", "b"], "train", ["x"]),
-    "claim": lambda client: client.claim_meta("train", "train", ["x"], 8, timeout_s=30),
+    "claim": lambda client: client.claim_meta("train", "train", ["x"], 1, blocking=False),
+    "blocked claim": lambda client: client.claim_meta("train", "train", ["x"], 8, timeout_s=60),
     "check": lambda client: client.check_consumption_status("train", ["train"]),
-    "clear": lambda client: client.clear_samples(["a", "b"], "train"),
+    "count": lambda client: client.count_samples("train", "train", ["x"]),
+    "clear": lambda client: client.clear_samples(["c"], "train"),
+    "list": lambda client: client.list_partitions(),
 }
 
 
@@ -44,34 +61,135 @@ def pid_of(actor):
     return ray.get(actor.__ray_call__.remote(lambda self: os.getpid()))
 
 
+def until_unavailable(operation, client):
+    """Repeat an operation until it says what is dead; its error."""
+    deadline = time.monotonic() + 15
+    while time.monotonic() < deadline:
+        try:
+            operation(client)
+        except UnavailableError as error:
+            return error
+    raise AssertionError("the operation goes on working")
+
+
 @pytest.mark.parametrize(
-    ("part", "unaffected"), [(topology.CONTROLLER, set()), (topology.DIRECTORY, {"get"})]
+    ("backend", "part"),
+    [
+        ("packed", topology.CONTROLLER),
+        ("packed", topology.DIRECTORY),
+        ("packed", "DataPlanePackedUnit#1"),
+        ("simple", "TransferQueueStorageUnit#0"),
+    ],
 )
-def test_a_killed_part_ends_every_operation_that_needs_it_with_a_typed_error_within_seconds(
-    store, part, unaffected
+def test_a_killed_part_ends_every_operation_with_a_typed_error_within_seconds(
+    make_store, backend, part
 ):
-    os.kill(pid_of(ray.get_actor(part, namespace=topology.NAMESPACE)), signal.SIGKILL)
+    store = make_store(backend=backend)
     with ThreadPoolExecutor(len(OPERATIONS)) as pool:
+        waiting = pool.submit(OPERATIONS["blocked claim"], store)
+        os.kill(pid_of(ray.get_actor(part, namespace=topology.NAMESPACE)), signal.SIGKILL)
         started = time.monotonic()
-        running = {name: pool.submit(call, store) for name, call in OPERATIONS.items()}
-        for name, operation in running.items():
-            error = operation.exception(timeout=15)
-            expected = type(None) if name in unaffected else UnavailableError
-            assert isinstance(error, expected), (name, error)
-        assert time.monotonic() - started < 10
+        running = [
+            pool.submit(until_unavailable, operation, store) for operation in OPERATIONS.values()
+        ]
+        assert isinstance(waiting.exception(timeout=15), UnavailableError)
+        for operation in running:
+            operation.result(timeout=15)
+        assert time.monotonic() - started < 5
+    again = until_unavailable(OPERATIONS["get"], store)
+    assert part in str(again) or "directory" in str(again)
 
 
-def test_a_killed_storage_unit_ends_reads_and_writes_with_a_typed_error(store):
-    unit = ray.get_actor("TransferQueueStorageUnit#0", namespace=topology.NAMESPACE)
-    other = ray.get_actor("TransferQueueStorageUnit#1", namespace=topology.NAMESPACE)
-    for actor in (unit, other):
-        os.kill(pid_of(actor), signal.SIGKILL)
-    with ThreadPoolExecutor(2) as pool:
-        running = {name: pool.submit(OPERATIONS[name], store) for name in ("put", "get")}
-        for name, operation in running.items():
-            error = operation.exception(timeout=15)
-            assert isinstance(error, UnavailableError), (name, error)
-            assert "TransferQueueStorageUnit" in str(error)
+class Producer:
+    """Puts in a process of its own, and stops for ever at the moment asked for."""
+
+    def __init__(self, config):
+        self.client = TQDataPlaneClient(config, bootstrap=False)
+
+    def pid(self):
+        return os.getpid()
+
+    def hang_in(self, place, marker):
+        def hang(*args, **kwargs):
+            Path(marker).touch()
+            threading.Event().wait()
+
+        if place == "write":
+            self.client._store.write = hang
+        else:
+            self.client._engine.wait = hang
+        self.client.put_samples(["c", "d"], "train", batch(2))
+
+
+@pytest.mark.parametrize("place", ["write", "register"])
+def test_a_producer_killed_in_a_put_loses_and_leaves_nothing(store, config, tmp_path, place):
+    producer = ray.remote(Producer).options(num_cpus=0.1).remote(config)
+    pid = ray.get(producer.pid.remote(), timeout=60)
+    marker = tmp_path / "there"
+    hanging = producer.hang_in.remote(place, str(marker))
+    deadline = time.monotonic() + 30
+    while not marker.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(ray.exceptions.RayActorError):
+        ray.get(hanging, timeout=30)
+    # Eight fit: what the dead producer had reserved is free, and its ids can be put.
+    store.put_samples(list("cdefgh"), "train", batch(6))
+    assert store.get_samples(list("abcdefgh"), "train", ["x"]).batch_size == (8,)
+    counts = store.count_samples("train", "train", ["x"])
+    assert (counts.put, counts.ready, counts.cleared) == (8, 8, 0)
+    store.clear_samples(None, "train")
+    assert bytes_used(store) == 0
+
+
+def bytes_used(store):
+    usage = store._ask("usage", protocol.Usage(), dict[str, UnitUsage])
+    return sum(unit.used for unit in usage.values())
+
+
+def test_five_hundred_steps_end_where_they_began(make_store):
+    """No bytes, rows, connections, descriptors or memory are left over."""
+    store = make_store(storage_capacity=64)
+    store.clear_samples(None, "train")
+    units = [
+        pid_of(ray.get_actor(name, namespace=topology.NAMESPACE))
+        for name in (topology.DIRECTORY, "DataPlanePackedUnit#0", "DataPlanePackedUnit#1")
+    ]
+    ids = [f"s{i}" for i in range(32)]
+    rng = torch.Generator().manual_seed(0)
+
+    def step():
+        lengths = torch.randint(1, 500, (32,), generator=rng)
+        rows = torch.nested.nested_tensor([torch.ones(n) for n in lengths], layout=torch.jagged)
+        store.register_partition("soak", ["x"], 32, ["train"])
+        store.put_samples(ids, "soak", TensorDict({"x": rows}, batch_size=[32]))
+        meta = store.claim_meta("soak", "train", ["x"], 32, timeout_s=20)
+        assert store.get_data(meta)["x"].offsets()[-1] == lengths.sum()
+        store.put_samples(ids, "soak", TensorDict({"y": torch.ones(32)}, batch_size=[32]))
+        store.clear_samples(ids[:20], "soak")
+        store.clear_samples(None, "soak")
+
+    def footprint():
+        descriptors = sum(len(os.listdir(f"/proc/{pid}/fd")) for pid in units)
+        resident = sum(resident_mb(pid) for pid in units)
+        return descriptors, resident
+
+    for _ in range(50):
+        step()
+    before = footprint()
+    for _ in range(450):
+        step()
+    after = footprint()
+    assert bytes_used(store) == 0
+    assert store.list_partitions() == []
+    assert after[0] <= before[0] + 2
+    assert after[1] <= before[1] + 8
+
+
+def resident_mb(pid):
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
 def test_attaching_without_a_bootstrap_ends_at_the_deadline(cluster, config):
@@ -83,7 +201,7 @@ def test_attaching_without_a_bootstrap_ends_at_the_deadline(cluster, config):
 def test_closing_the_owner_leaves_no_actor_behind(cluster, config):
     client = TQDataPlaneClient(config)
     client.close()
-    for name in (topology.CONTROLLER, topology.DIRECTORY, "TransferQueueStorageUnit#0"):
+    for name in (topology.CONTROLLER, topology.DIRECTORY, "DataPlanePackedUnit#0"):
         with pytest.raises(ValueError, match=name):
             ray.get_actor(name, namespace=topology.NAMESPACE)
 
