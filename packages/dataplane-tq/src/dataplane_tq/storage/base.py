@@ -25,12 +25,15 @@ class StorageBackend(ABC):
 
     Attributes:
         manager: the storage manager's name in TransferQueue's registry.
+        rows_as_bytes: tensors do not come back as they were put, or do not go in at all; columns
+            of ``bytes`` do, so each row is to be shipped as one.
         actors: name to Ray handle of every actor that operations depend on; filled by `start`.
         connection: the ``config`` of ``initialize_storage_manager`` in every process; picklable,
             filled by `start`.
     """
 
     manager: ClassVar[str]
+    rows_as_bytes: ClassVar[bool] = False
 
     def __init__(self) -> None:
         self.actors: dict[str, Any] = {}
