@@ -53,5 +53,15 @@ types: sync ## Check types, strict on packages and services
 isolation: sync ## Build each package's wheel and test it in an environment of its own
 	$(BIN)/python integration/isolation.py
 
+.PHONY: bench-quick
+bench-quick: sync ## Compare the data plane's speed with others in under three minutes: build/bench.json
+	mkdir -p build
+	$(BIN)/python -m integration.benchmarks --quick --json build/bench.json
+
+.PHONY: bench
+bench: sync ## Every benchmark, with a table and a picture for docs/results.md
+	mkdir -p build
+	$(BIN)/python -m integration.benchmarks --full --json build/bench.json --picture docs/images/speed.png
+
 .PHONY: ci
 ci: lint types test isolation ## What continuous integration runs

@@ -56,6 +56,8 @@ class DataPlaneConfig(TypedDict):
             seconds. Without it a claim is final.
         packed_transport: how clients of backend ``packed`` reach its units: ``shm``, ``tcp``, or
             ``auto`` (the default), which is ``shm`` on the unit's own node.
+        sampler: ``module:Class`` of a TransferQueue sampler that serves what TransferQueue's own
+            clients ask the controller for; without it rows are handed out in order.
         observability: optional middleware.
     """
 
@@ -74,6 +76,7 @@ class DataPlaneConfig(TypedDict):
     ack_timeout_ms: NotRequired[int]
     claim_lease_s: NotRequired[float]
     packed_transport: NotRequired[str]
+    sampler: NotRequired[str]
     observability: NotRequired[ObservabilityConfig]
 
 

@@ -24,6 +24,7 @@ import structlog
 from dataplane_core import (
     CapacityExceeded,
     DataPlaneError,
+    DeadlineExceededError,
     InvalidRequestError,
     PartitionSummary,
     SampleState,
@@ -313,28 +314,30 @@ class Connection:
         while True:
             self._check_failure()
             left = self._directory.leftovers[request.partition_id]
-            full: DataPlaneError | None = None
-            if not left.blocks(request.sample_ids):
+            busy = left.blocks(request.sample_ids)
+            ticket = placed = None
+            if not busy:
                 ticket = self._ledger.begin_put(
                     request.partition_id, request.sample_ids, request.kinds, request.token
                 )
-                if ticket is None:
-                    full = self._ledger.full(request.partition_id, request.sample_ids)
-                else:
-                    placed = self._place(ticket, request)
-                    if placed is not None:
-                        self._put = ticket, placed
-                        # Rows left over by a clear that died must go before their ids come back.
-                        stale = left.take(request.sample_ids)
-                        self._dropping = (request.partition_id, stale) if stale else None
-                        return p.PutAnswer(placed, _grouped(stale))
-                    full = self._no_bytes(request)
+            if ticket is not None:
+                placed = self._place(ticket, request)
+                if placed is not None:
+                    self._put = ticket, placed
+                    # Rows left over by a clear that died must go before their ids come back.
+                    stale = left.take(request.sample_ids)
+                    self._dropping = (request.partition_id, stale) if stale else None
+                    return p.PutAnswer(placed, _grouped(stale))
             remaining = deadline - time.monotonic()
             if remaining <= 0:
-                raise full or InvalidRequestError(
-                    f"put_samples(partition={request.partition_id!r}): some of the ids are still "
-                    "being cleared or read"
-                )
+                if busy:
+                    raise DeadlineExceededError(
+                        f"put_samples(partition={request.partition_id!r}): after "
+                        f"{request.timeout_s:g} s some of the ids are still being cleared or read"
+                    )
+                if ticket is None:
+                    raise self._ledger.full(request.partition_id, request.sample_ids)
+                raise self._no_bytes(request)
             await self._directory.wait(request.partition_id, remaining)
 
     def _place(self, ticket: PutTicket, request: p.BeginPut) -> list[Block] | None:

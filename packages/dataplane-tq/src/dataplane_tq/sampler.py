@@ -9,13 +9,39 @@ to another sampler, which may be a user's.
 
 from __future__ import annotations
 
+import importlib
 from typing import Any  # Any: the controller's live status object, which has no public type
 
 import torch
 from transfer_queue.sampler import BaseSampler, SequentialSampler
 
+from dataplane_core import ConfigError
+
 CONSUMED = "dataplane_tq_consumed"
 """Key of ``sampling_config``: ids of samples to enter as consumed."""
+
+
+def load_sampler(path: str | None) -> BaseSampler | None:
+    """The sampler that the configuration names as ``module:Class``; None if it names none.
+
+    Raises:
+        ConfigError: (a ValueError) if there is no such class, or it is no sampler.
+    """
+    if path is None:
+        return None
+    module, _, name = path.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(
+            f"data-plane config: sampler: found {path!r}; expected module:Class ({error})"
+        ) from error
+    if not (isinstance(found, type) and issubclass(found, BaseSampler)):
+        raise ConfigError(
+            f"data-plane config: sampler: {path!r} is not a subclass of "
+            "transfer_queue.sampler.BaseSampler"
+        )
+    return found()
 
 
 class ConsumptionSampler(BaseSampler):

@@ -6,24 +6,20 @@ Both register every row with TransferQueue's controller; they differ in who move
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any  # Any: tags, and what a store keeps between encode and write
 
-import numpy as np
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
-from dataplane_core import UnavailableError
 from dataplane_core.rows import OBJECT, Column, collate, split_rows
 from dataplane_tq import transfer_queue_rows as rows_in
 from dataplane_tq.engine import Engine
 from dataplane_tq.object_codec import decode_object, encode_object
-from dataplane_tq.packed.catalogue import Block
-from dataplane_tq.packed.decoding import Piece, decode
-from dataplane_tq.packed.encoding import encode, writes
+from dataplane_tq.packed.access import UnitAccess
+from dataplane_tq.packed.encoding import encode
 from dataplane_tq.packed.layout import FieldLayout
-from dataplane_tq.packed.unit_client import UnitClient
-from dataplane_tq.protocol import FieldParts, PutAnswer, ReadAnswer
+from dataplane_tq.protocol import PutAnswer, ReadAnswer
 
 
 @dataclass(frozen=True)
@@ -148,10 +144,12 @@ class PackedStore(Store):
 
     def __init__(self, engine: Engine, connection: dict[str, Any]) -> None:
         self._engine = engine
-        self._units = {
-            name: UnitClient(address, connection["token"], transport=connection["transport"])
-            for name, address in connection["units"].items()
-        }
+        self._units = UnitAccess(
+            connection["units"],
+            connection["token"],
+            transport=connection["transport"],
+            timeout_s=engine.timeout_s,
+        )
 
     def encode(self, fields: TensorDict, count: int) -> Encoded:
         encoded = encode(fields, count)
@@ -175,8 +173,7 @@ class PackedStore(Store):
         registering = self._engine.submit(
             rows_in.register, client, sample_ids, partition_id, tags, where.leftovers
         )
-        for unit, pieces in writes(where.blocks, encoded.values or ()).items():
-            self._unit(unit).write(pieces, self._engine.timeout_s)
+        self._units.write(where.blocks, encoded.values or ())
         rows = self._engine.wait(what, registering)
         if encoded.kinds:
             self._engine.run(what, rows_in.publish, client, rows, partition_id, list(encoded.kinds))
@@ -189,40 +186,7 @@ class PackedStore(Store):
         partition_id: str,
         fields: list[str],
     ) -> TensorDict:
-        columns = {
-            name: decode(list(self._pieces(parts)))
-            for name, parts in zip(fields, where.parts, strict=True)
-        }
-        return TensorDict(columns, batch_size=[len(sample_ids)])
-
-    def _pieces(self, parts: FieldParts) -> Iterator[Piece]:
-        rows = np.frombuffer(parts.rows, np.int64) if parts.rows else None
-        if not parts.source:
-            yield self._piece(parts.blocks[0], rows, None)
-            return
-        source = np.frombuffer(parts.source, np.int32)
-        assert rows is not None
-        for number, block in enumerate(parts.blocks):
-            positions = np.flatnonzero(source == number)
-            yield self._piece(block, rows[positions], positions)
-
-    def _piece(self, block: Block, rows: Any, positions: Any) -> Piece:
-        unit = self._unit(block.unit)
-        layout, start = block.layout, block.offset
-        unit.connect(self._engine.timeout_s)
-        if rows is None or unit.zero_copy:
-            spans = [(start, start + layout.nbytes)]
-        else:
-            spans = [(start + first, start + last) for first, last in layout.runs(rows)]
-            layout, rows = layout.take(rows), None
-        return Piece(layout, unit.read(spans, self._engine.timeout_s), rows, positions)
-
-    def _unit(self, name: str) -> UnitClient:
-        unit = self._units.get(name)
-        if unit is None:
-            raise UnavailableError(f"storage unit {name!r} is not one of {sorted(self._units)}")
-        return unit
+        return TensorDict(self._units.read(fields, where.parts), batch_size=[len(sample_ids)])
 
     def close(self) -> None:
-        for unit in self._units.values():
-            unit.close()
+        self._units.close()

@@ -19,7 +19,7 @@ from transfer_queue.controller import TransferQueueController
 
 from dataplane_core import ConfigError, DataPlaneConfig, DataPlaneError, UnavailableError
 from dataplane_tq.directory_actor import DirectoryActor
-from dataplane_tq.sampler import ConsumptionSampler
+from dataplane_tq.sampler import ConsumptionSampler, load_sampler
 from dataplane_tq.storage import BACKENDS
 from dataplane_tq.storage.base import StorageBackend
 from dataplane_tq.storage.packed import Packed
@@ -85,6 +85,7 @@ def bootstrap(cfg: DataPlaneConfig) -> Topology:
             f"data-plane config: backend: found {backend!r}; expected one of {', '.join(BACKENDS)}"
         )
     BACKENDS[backend].check(cfg)
+    sampler = ConsumptionSampler(load_sampler(cfg.get("sampler")))
     if _find(CONTROLLER) is not None:
         raise ConfigError(
             "this Ray cluster already runs a TransferQueue controller; attach to it with "
@@ -95,7 +96,7 @@ def bootstrap(cfg: DataPlaneConfig) -> Topology:
     actors: dict[str, Any] = {}
     try:
         controller = TransferQueueController.options(name=CONTROLLER, **options).remote(
-            sampler=ConsumptionSampler(), polling_mode=True
+            sampler=sampler, polling_mode=True
         )
         actors[CONTROLLER] = controller
         storage.start(cfg, namespace=NAMESPACE, actor_cpus=_ACTOR_CPUS, timeout_s=_START_TIMEOUT_S)

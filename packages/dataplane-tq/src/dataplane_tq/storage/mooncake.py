@@ -58,13 +58,14 @@ class Mooncake(StorageBackend):
         what = "backend 'mooncake_cpu'"
         options = {"namespace": namespace, "num_cpus": actor_cpus}
         master = ray.remote(MooncakeMaster).options(name=_MASTER, **options).remote()
-        segments = {
-            f"MooncakeSegment#{rank}": ray.remote(MooncakeSegment)
-            .options(name=f"MooncakeSegment#{rank}", scheduling_strategy="SPREAD", **options)
-            .remote()
-            for rank in range(cfg["num_storage_units"])
-        }
-        self.actors = {_MASTER: master, **segments}
+        self.actors[_MASTER] = master
+        segments = {}
+        for rank in range(cfg["num_storage_units"]):
+            name = f"MooncakeSegment#{rank}"
+            segment = ray.remote(MooncakeSegment).options(
+                name=name, scheduling_strategy="SPREAD", **options
+            )
+            self.actors[name] = segments[name] = segment.remote()
         try:
             started = {_MASTER: master.start.remote(timeout_s)}
             address = answers(what, started, timeout_s=2 * timeout_s)[_MASTER]

@@ -1,0 +1,103 @@
+"""`UnitAccess`: the values of fields, written to and read from the storage units by one process.
+
+Where they lie is the directory's business; this only follows what it answered. A read's rows must
+be pinned in the directory until `UnitAccess.read` returned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import numpy as np
+import torch
+from tensordict import NonTensorStack
+
+from dataplane_core import UnavailableError
+from dataplane_tq.packed.catalogue import Block
+from dataplane_tq.packed.decoding import Piece, decode
+from dataplane_tq.packed.encoding import EncodedField, writes
+from dataplane_tq.packed.layout import Indices
+from dataplane_tq.packed.unit_client import Transport, UnitClient
+from dataplane_tq.packed.unit_wire import UnitAddress
+from dataplane_tq.protocol import FieldParts
+
+
+class UnitAccess:
+    """One process's way to all units. Building it does no I/O; threads may share it.
+
+    Args:
+        units: name to address.
+        token: the units'.
+        transport: see `UnitClient`.
+        timeout_s: deadline of each exchange with a unit, in seconds.
+    """
+
+    def __init__(
+        self,
+        units: Mapping[str, UnitAddress],
+        token: bytes,
+        *,
+        transport: Transport,
+        timeout_s: float,
+    ) -> None:
+        self._timeout_s = timeout_s
+        self._units = {
+            name: UnitClient(address, token, transport=transport) for name, address in units.items()
+        }
+
+    def write(self, blocks: Iterable[Block], fields: Iterable[EncodedField]) -> None:
+        """Fill ``blocks``, which the directory placed for ``fields``.
+
+        Raises:
+            UnavailableError: a unit is gone.
+            DeadlineExceededError: a unit did not take its part in time.
+        """
+        for unit, pieces in writes(blocks, fields).items():
+            self._unit(unit).write(pieces, self._timeout_s)
+
+    def read(
+        self, fields: Sequence[str], parts: Sequence[FieldParts]
+    ) -> dict[str, torch.Tensor | NonTensorStack]:
+        """The rows at ``parts``, one for each of ``fields``, in memory of their own.
+
+        Raises:
+            UnavailableError: a unit is gone.
+            DeadlineExceededError: a unit did not answer in time.
+        """
+        return {
+            name: decode(list(self._pieces(part)))
+            for name, part in zip(fields, parts, strict=True)
+        }
+
+    def _pieces(self, parts: FieldParts) -> Iterator[Piece]:
+        rows = np.frombuffer(parts.rows, np.int64) if parts.rows else None
+        if not parts.source:
+            yield self._piece(parts.blocks[0], rows, None)
+            return
+        source = np.frombuffer(parts.source, np.int32)
+        assert rows is not None
+        for number, block in enumerate(parts.blocks):
+            positions = np.flatnonzero(source == number)
+            yield self._piece(block, rows[positions], positions)
+
+    def _piece(self, block: Block, rows: Indices | None, positions: Indices | None) -> Piece:
+        unit = self._unit(block.unit)
+        layout, start = block.layout, block.offset
+        unit.connect(self._timeout_s)
+        if rows is None or unit.zero_copy:
+            spans = [(start, start + layout.nbytes)]
+        else:
+            spans = [(start + first, start + last) for first, last in layout.runs(rows)]
+            layout, rows = layout.take(rows), None
+        return Piece(layout, unit.read(spans, self._timeout_s), rows, positions)
+
+    def _unit(self, name: str) -> UnitClient:
+        unit = self._units.get(name)
+        if unit is None:
+            raise UnavailableError(f"storage unit {name!r} is not one of {sorted(self._units)}")
+        return unit
+
+    def close(self) -> None:
+        """Close this process's connections to the units."""
+        for unit in self._units.values():
+            unit.close()
