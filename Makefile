@@ -25,7 +25,7 @@ $(UV):
 
 .PHONY: sync
 sync: $(UV) ## Install the workspace and its development tools into .venv
-	$(UV) sync --quiet --all-packages --python $(PYTHON)
+	$(UV) sync --quiet --all-packages --extra mooncake --extra yuanrong --python $(PYTHON)
 
 .PHONY: demo
 demo: sync ## Train a tiny model with GRPO through the data plane; reward.png shows it learn

@@ -20,7 +20,7 @@ CONFIG = {
     "num_storage_units": 2,
     "claim_meta_poll_interval_s": 5.0,
     "global_segment_size": 64 << 20,
-    "local_buffer_size": 0,
+    "local_buffer_size": 16 << 20,
     "ack_timeout_ms": 20_000,
 }
 

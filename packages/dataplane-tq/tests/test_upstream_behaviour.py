@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
-import pickle
 import subprocess
 import sys
 import threading
@@ -35,6 +34,7 @@ from transfer_queue.storage.managers import base, simple_storage_manager
 from transfer_queue.storage.managers.simple_storage_manager import StorageUnitTimeout
 from transfer_queue.storage.simple_storage import SimpleStorageUnit
 from transfer_queue.utils.enum_utils import Role
+from transfer_queue.utils.serial_utils import encode
 from transfer_queue.utils.zmq_utils import STORAGE_MANAGER_IDENTITY_PREFIX, ZMQServerInfo
 
 Controller = TransferQueueController.__ray_metadata__.modified_class
@@ -174,6 +174,13 @@ def controller_process():
     process.communicate(timeout=PATIENCE_S)
 
 
+async def cancel_all():
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
+
+
 def test_calls_hang_when_the_controller_is_killed(raw, controller_process):
     """If they end now, `Engine.wait` need not ask Ray whether the controller lives."""
     said = next(line for line in controller_process.stdout if line.startswith("serving "))
@@ -194,8 +201,7 @@ def test_calls_hang_when_the_controller_is_killed(raw, controller_process):
         ]
         assert client.controller_rpc_pool._timeout is None
         assert not futures.wait(calls, timeout=SILENCE_S).done
-        for call in calls:
-            call.cancel()
+        start(cancel_all()).result(PATIENCE_S)
     finally:
         client.close()
 
@@ -527,8 +533,7 @@ def test_whoever_reaches_a_port_can_run_code_there(raw, tmp_path, port):
         stranger.setsockopt(zmq.RCVTIMEO, int(PATIENCE_S * 1000))
         stranger.setsockopt(zmq.IDENTITY, f"{STORAGE_MANAGER_IDENTITY_PREFIX}me".encode())
         stranger.connect(info.to_addr(port))
-        # The frame that announces a pickle.
-        stranger.send_multipart([b"\xc1", pickle.dumps(Payload(mark))])
+        stranger.send_multipart(encode({"body": Payload(mark)}))
         stranger.recv_multipart()
     assert mark.is_dir()
 

@@ -96,7 +96,7 @@ class TQDataPlaneClient(DataPlaneClient):
         self._store: Store = (
             PackedStore(self._engine, found.connection.storage)
             if found.connection.backend == "packed"
-            else TransferQueueStore(self._engine)
+            else TransferQueueStore(self._engine, rows_as_bytes=found.connection.rows_as_bytes)
         )
 
     def register_partition(

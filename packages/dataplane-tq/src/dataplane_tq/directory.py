@@ -283,7 +283,7 @@ class Connection:
             left = self._directory.leftovers[ticket.partition_id]
             for sample_id in ticket.reserved:
                 if sample_id not in partition.rows and sample_id not in partition.reserved:
-                    left.orphans.setdefault(sample_id, ())
+                    left.orphans.setdefault(sample_id, tuple(ticket.kinds))
         self._directory.everything_changed()
 
     def _end_closing(self) -> None:

@@ -7,13 +7,14 @@ extension types, for numpy arrays and torch tensors.
 
 from __future__ import annotations
 
+import zlib
 from typing import Any  # Any: values of object columns are the caller's own
 
 import msgspec
 import numpy as np
 import torch
 
-from dataplane_core import InvalidRequestError
+from dataplane_core import InvalidRequestError, UnavailableError
 
 _ARRAY = 1
 _TENSOR = 2
@@ -70,6 +71,24 @@ def encode_object(field: str, value: Any) -> bytes:
         return _encoder.encode(value)
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise InvalidRequestError(f"field {field!r}: {error}") from None
+
+
+def seal(data: bytes) -> bytes:
+    """``data`` with a checksum, for stores that may hand back other bytes than they were given."""
+    return zlib.crc32(data).to_bytes(4, "little") + data
+
+
+def unseal(field: str, data: Any) -> bytes:
+    """The inverse of `seal`.
+
+    Raises:
+        UnavailableError: these are not the bytes that were stored.
+    """
+    if not isinstance(data, bytes) or zlib.crc32(data[4:]).to_bytes(4, "little") != data[:4]:
+        raise UnavailableError(
+            f"field {field!r}: the storage backend returned other bytes than were put"
+        )
+    return data[4:]
 
 
 def decode_object(data: bytes) -> Any:

@@ -15,7 +15,7 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict
 from dataplane_core.rows import OBJECT, Column, collate, split_rows
 from dataplane_tq import transfer_queue_rows as rows_in
 from dataplane_tq.engine import Engine
-from dataplane_tq.object_codec import decode_object, encode_object
+from dataplane_tq.object_codec import decode_object, encode_object, seal, unseal
 from dataplane_tq.packed.access import UnitAccess
 from dataplane_tq.packed.encoding import encode
 from dataplane_tq.packed.layout import FieldLayout
@@ -72,20 +72,28 @@ class Store(ABC):
 
 
 class TransferQueueStore(Store):
-    """Values go through the storage manager of TransferQueue's client."""
+    """Values go through the storage manager of TransferQueue's client.
 
-    def __init__(self, engine: Engine) -> None:
+    Args:
+        engine: the process's connection.
+        rows_as_bytes: the backend changes tensors, or mixes them up; each row goes as bytes with a
+            checksum.
+    """
+
+    def __init__(self, engine: Engine, *, rows_as_bytes: bool) -> None:
         self._engine = engine
+        self._rows_as_bytes = rows_as_bytes
 
     def encode(self, fields: TensorDict, count: int) -> Encoded:
         columns = split_rows(fields, count)
         stored: dict[str, Any] = {}
         for name, column in columns.items():
-            if column.kind == OBJECT:
+            if self._rows_as_bytes or column.kind == OBJECT:
                 # As bytes they pass TransferQueue untouched; it would change some types.
-                stored[name] = NonTensorStack(
-                    *(NonTensorData(encode_object(name, value)) for value in column.rows)
-                )
+                values = (encode_object(name, value) for value in column.rows)
+                if self._rows_as_bytes:
+                    values = (seal(value) for value in values)
+                stored[name] = NonTensorStack(*(NonTensorData(value) for value in values))
             else:
                 stored[name] = fields.get(name).detach().cpu()
         kinds = {name: column.kind for name, column in columns.items()}
@@ -128,7 +136,9 @@ class TransferQueueStore(Store):
         columns: dict[str, Column] = {}
         for name, column in split_rows(answer, len(distinct)).items():
             values = [column.rows[i] for i in order]
-            if kinds[name] == OBJECT:
+            if self._rows_as_bytes:
+                values = [unseal(name, value) for value in values]
+            if self._rows_as_bytes or kinds[name] == OBJECT:
                 values = [decode_object(value) for value in values]
             columns[name] = Column(kinds[name], values)
         return collate(columns, len(sample_ids))

@@ -43,12 +43,14 @@ class Connection:
         backend: name of the storage backend, as in the configuration.
         manager: name of TransferQueue's storage manager for it.
         controller: TransferQueue's description of the controller's sockets.
+        rows_as_bytes: whether the backend takes rows as bytes only.
         storage: configuration of the storage manager.
         directory: where the directory listens.
     """
 
     backend: str
     manager: str
+    rows_as_bytes: bool
     controller: Any
     storage: dict[str, Any]
     directory: Address
@@ -111,7 +113,14 @@ def bootstrap(cfg: DataPlaneConfig) -> Topology:
             [controller.get_zmq_server_info.remote(), directory.address.remote()],
             timeout=_START_TIMEOUT_S,
         )
-        connection = Connection(backend, storage.manager, zmq_info, storage.connection, address)
+        connection = Connection(
+            backend=backend,
+            manager=storage.manager,
+            rows_as_bytes=storage.rows_as_bytes,
+            controller=zmq_info,
+            storage=storage.connection,
+            directory=address,
+        )
         actors.update(storage.actors)
         watched = {name: actor for name, actor in actors.items() if name != DIRECTORY}
         ray.get(

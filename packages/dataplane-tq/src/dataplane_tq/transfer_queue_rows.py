@@ -9,11 +9,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any  # Any: TransferQueue's metas and clients have no static types
 
+import numpy as np
+from transfer_queue.metadata import BatchMeta
+from transfer_queue.storage.managers.base import KVStorageManager
+
 from dataplane_core import UnavailableError
 from dataplane_tq.protocol import Leftover
 from dataplane_tq.sampler import CONSUMED
 
-_PLACEHOLDER = "__dataplane_tq_placeholder__"
+_NO_SUCH_FIELD = "__dataplane_tq_no_such_field__"
 _NOT_A_TENSOR = {"dtype": None, "shape": None, "is_nested": False, "is_non_tensor": True}
 
 
@@ -80,15 +84,24 @@ async def read(
 
 
 async def drop(client: Any, partition_id: str, leftovers: Sequence[Leftover]) -> None:
-    """Remove rows; those that are not there are passed over."""
+    """Remove rows with their values; those that are not there are passed over."""
     for leftover in leftovers:
         rows = await client.async_kv_retrieve_meta(leftover.sample_ids, partition_id, create=False)
         if not rows.size:
             continue
-        if rows.field_names:
-            await client.async_clear_samples(rows)
+        # The controller may know less than was stored: of a put or a clear that ended half-way.
+        schema = {name: dict(_NOT_A_TENSOR) for name in leftover.fields}
+        whole = BatchMeta(
+            global_indexes=rows.global_indexes,
+            partition_ids=rows.partition_ids,
+            field_schema={**schema, **rows.field_schema},
+            production_status=np.zeros(rows.size, dtype=np.int8),
+            _custom_backend_meta=rows._custom_backend_meta,
+        )
+        if whole.field_names or not isinstance(client.storage_manager, KVStorageManager):
+            await client.async_clear_samples(whole)
         else:
-            # Key-value backends refuse to clear rows that never got a field.
+            # Key-value backends refuse to clear rows that never had a field.
             await client._clear_meta_in_controller(rows)
 
 
@@ -96,7 +109,7 @@ async def consume(client: Any, sample_ids: list[str], partition_id: str, task_na
     """Enter samples as consumed by a task, for TransferQueue's own tools."""
     await client.async_get_meta(
         # A field that is not there spares the controller a scan of the whole partition.
-        data_fields=[_PLACEHOLDER],
+        data_fields=[_NO_SUCH_FIELD],
         batch_size=0,
         partition_id=partition_id,
         mode="fetch",
@@ -106,7 +119,6 @@ async def consume(client: Any, sample_ids: list[str], partition_id: str, task_na
 
 
 async def forget(client: Any, partition_id: str) -> None:
-    """Remove a partition from the controller's list."""
-    # TransferQueue takes a partition without rows for one that does not exist, and keeps it.
-    await client.async_kv_retrieve_meta([_PLACEHOLDER], partition_id, create=True)
-    await client.async_clear_partition(partition_id)
+    """Remove a partition, whose rows are gone, from the controller's list."""
+    # TransferQueue's own call takes a partition without rows for one that does not exist.
+    await client._clear_partition_in_controller(partition_id)

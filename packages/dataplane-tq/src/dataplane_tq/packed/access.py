@@ -65,8 +65,7 @@ class UnitAccess:
             DeadlineExceededError: a unit did not answer in time.
         """
         return {
-            name: decode(list(self._pieces(part)))
-            for name, part in zip(fields, parts, strict=True)
+            name: decode(list(self._pieces(part))) for name, part in zip(fields, parts, strict=True)
         }
 
     def _pieces(self, parts: FieldParts) -> Iterator[Piece]:

@@ -108,6 +108,7 @@ class DaemonActor:
     def _watch(self, name: str) -> None:
         self._reader.join()
         if not self._stopping.is_set():
+            shutil.rmtree(self.folder, ignore_errors=True)  # if it was the supervisor that ended
             sys.stderr.write(f"{name} ended; its last output:\n{self._tail()}\n")
             sys.stderr.flush()
             os._exit(1)
