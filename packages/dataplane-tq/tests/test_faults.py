@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +16,7 @@ import ray
 import torch
 from tensordict import TensorDict
 
-from dataplane_core import CapacityExceeded, UnavailableError
+from dataplane_core import CapacityExceeded, ConfigError, UnavailableError
 from dataplane_tq import TQDataPlaneClient, protocol, topology
 from dataplane_tq.packed.catalogue import UnitUsage
 
@@ -146,6 +148,44 @@ def test_a_producer_killed_in_a_put_loses_and_leaves_nothing(store, config, tmp_
 def bytes_used(store):
     usage = store._ask("usage", protocol.Usage(), dict[str, UnitUsage])
     return sum(unit.used for unit in usage.values())
+
+
+DRIVER = """
+import sys, threading
+import ray, torch
+from tensordict import TensorDict
+from dataplane_tq import TQDataPlaneClient
+ray.init(address=sys.argv[1], namespace="a driver", logging_level="ERROR", log_to_driver=False)
+client = TQDataPlaneClient(eval(sys.argv[2]))
+client.register_partition("train", ["x"], 2, ["train"])
+client.put_samples(["a", "b"], "train", TensorDict({"x": torch.ones(2, 4)}, batch_size=[2]))
+print("ready", flush=True)
+threading.Event().wait()
+"""
+
+
+def test_a_killed_driver_ends_what_attached_clients_do_and_another_can_bootstrap(cluster, config):
+    address = ray.get_runtime_context().gcs_address
+    command = [sys.executable, "-c", DRIVER, address, repr(config)]
+    driver = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert driver.stdout.readline().strip() == "ready"
+        with TQDataPlaneClient(config, bootstrap=False) as client:
+            assert client.get_samples(["a"], "train", ["x"]).batch_size == (1,)
+            driver.kill()
+            until_unavailable(OPERATIONS["put"], client)
+    finally:
+        driver.kill()
+        driver.communicate(timeout=20)
+    deadline = time.monotonic() + 30
+    while True:
+        try:
+            with TQDataPlaneClient(config) as after:
+                after.register_partition("train", ["x"], 2, ["train"])
+                after.put_samples(["a"], "train", batch(1))
+            return
+        except ConfigError:  # Ray has not yet ended the dead driver's actors
+            assert time.monotonic() < deadline
 
 
 def test_five_hundred_steps_end_where_they_began(make_store):
