@@ -178,34 +178,3 @@ def test_a_forgotten_partition_is_gone_from_the_controller(owner, partition, emp
     owner.clear_samples(None, partition)
     engine = owner._engine
     assert partition not in engine.run("list", engine.client.async_get_partition_list)
-
-
-def test_transfer_queues_own_clients_get_what_a_users_sampler_gives(cluster, config):
-    """And what our clients claimed is consumed for them as well."""
-    path = "transfer_queue.sampler:GRPOGroupNSampler"
-    with TQDataPlaneClient({**config, "sampler": path}) as client:
-        client.register_partition("train", ["x"], 8, ["train"])
-        client.put_samples(list("abcdef"), "train", batch(6))
-        claimed = client.claim_meta("train", "train", ["x"], 2)
-        engine = client._engine
-
-        def unclaimed():
-            status = engine.client.async_get_consumption_status("train", "train")
-            return int((engine.run("status", lambda: status)[1] == 0).sum())
-
-        deadline = time.monotonic() + 20
-        while unclaimed() != 4:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-        rows = engine.run(
-            "raw",
-            engine.client.async_get_meta,
-            data_fields=["x"],
-            batch_size=4,
-            partition_id="train",
-            mode="fetch",
-            task_name="train",
-            sampling_config={"n_samples_per_prompt": 2},
-        )
-        assert rows.size == 4
-        assert claimed.sample_ids == ["a", "b"]

@@ -1,0 +1,72 @@
+"""TransferQueue's own storage tests, from its installed wheel, run on our backend.
+
+They are the modules that take a backend by configuration; `upstream_suite/packed_backend.py` gives
+them ours. What does not pass is listed here with the reason.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import pytest
+
+MODULES = ("test_e2e_lifecycle_consistency.py", "test_kv_interface_e2e.py")
+TESTS = 66
+EXCEPTIONS = {
+    "test_gdr_gpu_tensor_roundtrip": "skipped: only for Mooncake with GPUDirect RDMA",
+    "test_gdr_cpu_tensor_roundtrip": "skipped: only for Mooncake with GPUDirect RDMA",
+}
+
+
+def outcome(case):
+    for kind in ("failure", "error", "skipped"):
+        found = case.find(kind)
+        if found is not None:
+            return f"{kind}: {found.get('message')}"
+    return "passed"
+
+
+@pytest.mark.timeout(400)  # two starts of Ray; half a minute each on an idle machine
+def test_storage_tests_of_transfer_queue_pass_on_packed(tmp_path, capsys):
+    distribution = importlib.metadata.distribution("TransferQueue")
+    folder = Path(str(distribution.locate_file("tests/e2e")))
+    report = tmp_path / "report.xml"
+    run = subprocess.run(
+        [
+            *(sys.executable, "-m", "pytest", *(str(folder / module) for module in MODULES)),
+            *("-p", "packed_backend", "-p", "no:cacheprovider", "--import-mode=importlib"),
+            *("-c", os.devnull, "--rootdir", str(folder), f"--junitxml={report}", "--timeout=180"),
+        ],
+        cwd=tmp_path,
+        env={
+            **os.environ,
+            "PYTHONPATH": str(Path(__file__).parent / "upstream_suite"),
+            "PYTHONDONTWRITEBYTECODE": "1",  # next to their files
+            "TQ_TEST_BACKEND": "PackedStorage",
+        },
+        capture_output=True,
+        text=True,
+        timeout=380,
+        check=False,
+    )
+    assert report.exists(), run.stdout + run.stderr
+    outcomes = [
+        (case.get("name", ""), outcome(case))
+        for case in ElementTree.parse(report).getroot().iter("testcase")
+    ]
+    others = {name: found for name, found in outcomes if found != "passed"}
+    passed = len(outcomes) - len(others)
+    with capsys.disabled():
+        sys.stdout.write(
+            f"\nTransferQueue {distribution.version}: {passed} of {len(outcomes)} of its storage "
+            "tests pass on packed\n"
+        )
+    assert others.keys() == EXCEPTIONS.keys(), "\n".join(
+        f"{name}: {found}" for name, found in others.items() if name not in EXCEPTIONS
+    )
+    assert (len(outcomes), passed) == (TESTS, TESTS - len(EXCEPTIONS))

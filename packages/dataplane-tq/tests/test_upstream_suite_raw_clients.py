@@ -1,0 +1,239 @@
+"""What TransferQueue's own clients get from the packed backend beyond upstream's tests."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import ray
+import torch
+import transfer_queue as tq
+from omegaconf import OmegaConf
+from tensordict import NonTensorStack, TensorDict
+from transfer_queue import interface
+from transfer_queue.metadata import BatchMeta
+from transfer_queue.storage.managers.simple_storage_manager import AsyncSimpleStorageManager
+
+from dataplane_core import ConfigError, MissingDataError, UnavailableError
+from dataplane_core.rows import collate_rows
+from dataplane_tq import protocol
+from dataplane_tq.packed import bootstrap, manager
+from dataplane_tq.packed.catalogue import UnitUsage
+
+SECTION = {
+    "num_storage_units": 2,
+    "global_segment_size": 16 << 20,
+    "storage_capacity": 1000,
+    "packed_transport": "auto",
+    "ack_timeout_ms": 10_000,
+}
+
+
+def config(**section):
+    backend = {"storage_backend": "PackedStorage", "PackedStorage": {**SECTION, **section}}
+    return OmegaConf.create({"controller": {"polling_mode": True}, "backend": backend})
+
+
+@pytest.fixture(scope="module")
+def client(cluster):
+    tq.init(config())
+    yield tq.get_client()
+    tq.close()
+
+
+@pytest.fixture
+def partition_id(client, request):
+    yield request.node.name
+    client.clear_partition(request.node.name)
+
+
+def column(values, name="x"):
+    return TensorDict({name: torch.tensor(values)}, batch_size=[len(values)])
+
+
+def fetched(client, partition_id, fields=("x",), count=2):
+    return client.get_meta(
+        data_fields=list(fields),
+        batch_size=count,
+        partition_id=partition_id,
+        mode="force_fetch",
+        task_name="reader",
+    )
+
+
+def used_bytes(client):
+    link = client.storage_manager._raw._link
+    usage = link.ask("usage", protocol.Usage(), dict[str, UnitUsage])
+    return sum(unit.used for unit in usage.values())
+
+
+@pytest.fixture
+def stale(client, partition_id):
+    """A meta whose rows were cleared, and their indexes given to other samples."""
+    client.put(column([[1, 1], [2, 2]]), partition_id=partition_id)
+    meta = fetched(client, partition_id)
+    client.clear_samples(fetched(client, partition_id))
+    client.put(column([[8, 8], [9, 9]]), partition_id=partition_id)
+    assert sorted(fetched(client, partition_id).global_indexes) == sorted(meta.global_indexes)
+    return meta
+
+
+def values(client, partition_id):
+    rows = client.get_data(fetched(client, partition_id))["x"].unbind()
+    return sorted(row.tolist() for row in rows)
+
+
+def test_stale_meta_gets_no_other_samples_rows(client, partition_id, stale):
+    with pytest.raises(MissingDataError, match="get the meta again"):
+        client.get_data(stale)
+
+
+def test_stale_meta_puts_into_no_other_samples_rows(client, partition_id, stale):
+    for name in ("x", "y"):
+        with pytest.raises(MissingDataError, match="get the meta again"):
+            client.put(column([[3, 3], [4, 4]], name), metadata=stale.select_samples([0, 1]))
+    assert values(client, partition_id) == [[8, 8], [9, 9]]
+
+
+def test_stale_meta_clears_no_other_samples_values(client, partition_id, stale):
+    current = fetched(client, partition_id)
+    with pytest.raises(RuntimeError, match="get the meta again"):
+        client.clear_samples(stale)
+    rows = client.get_data(current)["x"].unbind()
+    assert sorted(row.tolist() for row in rows) == [[8, 8], [9, 9]]
+
+
+def test_meta_of_cleared_rows_is_refused(client, partition_id):
+    meta = client.put(column([[1], [2]]), partition_id=partition_id)
+    client.clear_partition(partition_id)
+    with pytest.raises(MissingDataError):
+        client.get_data(meta)
+
+
+def test_meta_reads_on_while_one_of_its_values_is_left(client, partition_id):
+    both = TensorDict({"x": torch.ones(2, 3), "y": torch.ones(2, 3)}, batch_size=[2])
+    meta = client.put(both, partition_id=partition_id)
+    older = meta.select_samples([0, 1])
+    client.put(column([[5.0], [6.0]]), metadata=meta)
+    found = client.get_data(older)
+    assert [row.tolist() for row in found["x"]] == [[5.0], [6.0]]
+    assert [row.tolist() for row in found["y"]] == [[1.0] * 3] * 2
+
+
+def test_meta_from_before_the_put_is_refused(client, partition_id):
+    allocated = client.get_meta(
+        data_fields=["x"], batch_size=2, partition_id=partition_id, mode="insert"
+    )
+    before = allocated.select_samples([0, 1])
+    client.put(column([[1], [2]]), metadata=allocated)
+    before.add_fields(column([[1], [2]]))
+    with pytest.raises(MissingDataError, match="after the put"):
+        client.get_data(before)
+
+
+def test_raw_clients_see_dtypes_and_shapes(client, partition_id):
+    ragged = torch.nested.as_nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
+    data = {"x": torch.ones(2, 4, dtype=torch.bfloat16), "ragged": ragged, "n": torch.arange(2)}
+    client.put(TensorDict(data, batch_size=[2]), partition_id=partition_id)
+    schema = fetched(client, partition_id, ["x", "ragged", "n"]).field_schema
+    assert (schema["x"]["dtype"], tuple(schema["x"]["shape"])) == (torch.bfloat16, (4,))
+    assert schema["ragged"]["is_nested"]
+    assert schema["n"]["dtype"] == torch.int64
+
+
+def test_rows_of_several_partitions_are_read_and_cleared_in_one_call(client, partition_id):
+    data = TensorDict(
+        {"x": torch.arange(4).view(2, 2), "text": NonTensorStack("a", "b")}, batch_size=[2]
+    )
+    there = client.put(data, partition_id=f"{partition_id}-there")
+    here = client.put(data, partition_id=partition_id)
+    mixed = BatchMeta.concat([there.select_samples([1]), here.select_samples([0])])
+    found = client.get_data(mixed)
+    assert [row.tolist() for row in found["x"]] == [[2, 3], [0, 1]]
+    assert list(found["text"]) == ["b", "a"]
+    client.clear_samples(mixed)
+    with pytest.raises(MissingDataError):
+        client.get_data(mixed)
+    client.clear_partition(f"{partition_id}-there")
+
+
+def test_clearing_gives_back_the_bytes(client, partition_id):
+    before = used_bytes(client)
+    client.put(column([[1.0] * 1000] * 8), partition_id=partition_id)
+    assert used_bytes(client) > before
+    client.clear_partition(partition_id)
+    assert used_bytes(client) == before
+
+
+def test_process_that_only_calls_init_finds_the_manager(client, partition_id):
+    client.put(column([[1, 2], [3, 4]]), partition_id=partition_id)
+
+    @ray.remote(num_cpus=1)
+    def read(partition_id):
+        import transfer_queue
+
+        transfer_queue.init()
+        there = transfer_queue.get_client()
+        meta = there.get_meta(["x"], 2, partition_id, mode="force_fetch", task_name="elsewhere")
+        return sorted(row.tolist() for row in there.get_data(meta)["x"])
+
+    assert ray.get(read.remote(partition_id), timeout=120) == [[1, 2], [3, 4]]
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({"colour": "red"}, "colour"),
+        ({"packed_transport": "pigeon"}, "packed_transport"),
+        ({"global_segment_size": 7}, "global_segment_size"),
+    ],
+)
+def test_wrong_configuration_is_refused_by_name(section, message):
+    with pytest.raises(ConfigError, match=message):
+        bootstrap.start(config(**section))
+
+
+def test_configuration_that_is_logged_shows_no_token():
+    connection = manager.RawConnection(None, {"unit": None}, b"secret", "auto", 1.0)
+    assert "secret" not in repr(connection)
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [torch.tensor(1), torch.tensor(2)],
+        [torch.ones(1), torch.ones(1)],
+        [torch.ones(3), torch.zeros(3)],
+        [torch.ones(3, 2), torch.zeros(3, 2)],
+        [torch.ones(2, 3, 4)],
+        [torch.ones(3), torch.zeros(5)],
+        [torch.ones(0), torch.zeros(2)],
+        [torch.ones(0), torch.zeros(0)],
+        [torch.ones(3, 2), torch.zeros(5, 2)],
+        [torch.ones(2, 3), torch.zeros(2, 5)],
+        [torch.ones(2, 3), torch.zeros(4, 5)],
+    ],
+    ids=lambda rows: "-".join(str(tuple(row.shape)) for row in rows),
+)
+def test_forms_are_those_of_simple_storage(rows):
+    theirs = AsyncSimpleStorageManager._pack_field_values(rows)
+    ours = manager._as_transfer_queue(collate_rows(str(rows[0].dtype), rows))
+    assert (ours.is_nested, ours.layout, ours.dtype) == (
+        theirs.is_nested,
+        theirs.layout,
+        theirs.dtype,
+    )
+    pairs = list(zip(ours.unbind(), theirs.unbind(), strict=True))
+    assert len(pairs) == len(rows)
+    assert all(torch.equal(mine, other) for mine, other in pairs)
+
+
+def test_dead_unit_gives_an_error_within_seconds(client):
+    """Last of those that need the queue: it does not come back."""
+    actors = interface._TQ_STORAGE["PackedStorage"]
+    ray.kill(actors["DataPlanePackedUnit#0"])
+    deadline = time.monotonic() + 20
+    # The first put may still find room in the unit that lives.
+    with pytest.raises(UnavailableError):  # noqa: PT012
+        while time.monotonic() < deadline:
+            client.put(column([[1, 2]]), partition_id="dead")
