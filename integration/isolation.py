@@ -25,7 +25,7 @@ PACKAGES = {
 }
 TEST_TOOLS = ["pytest>=8.2", "pytest-timeout>=2.3", "hypothesis>=6.100"]
 TESTED_WITH = {  # what a package's own tests need besides the package
-    "dataplane-core": ["dataplane-core[testing]"],
+    "dataplane-core": ["dataplane-core[checkpoint,testing]"],
     "dataplane-tq": ["dataplane-core[testing]"],
     "observability": ["dataplane-core[testing]"],
     "refit-mx": ["torch>=2.10"],  # layouts are compared with torch.chunk
@@ -111,6 +111,8 @@ def check(uv: str, package: str, folder: Path, wheels: Path, cutoff: str) -> Non
         "-q",
         "--import-mode=importlib",
         "--timeout=300",
+        "-m",
+        "not slow",
         "tests",
         cwd=tests,
     )

@@ -58,7 +58,12 @@ PACKAGE_OF = {  # import name -> distribution, where they differ
     "zmq": "pyzmq",
 }
 FOUND_BY_ENTRY_POINT = {"grpo_trainer": {"dataplane-tq", "observability"}}
-WITH_EXTRA = {("dataplane_core", "pytest"), ("dataplane_core", "hypothesis")}
+WITH_EXTRA = {
+    ("dataplane_core", "hypothesis"),
+    ("dataplane_core", "msgspec"),
+    ("dataplane_core", "pytest"),
+    ("dataplane_core", "safetensors"),
+}
 
 
 def imported(package: str) -> dict[str, set[str]]:

@@ -20,6 +20,8 @@ from dataplane_core import CapacityExceeded, ConfigError, UnavailableError
 from dataplane_tq import TQDataPlaneClient, protocol, topology
 from dataplane_tq.packed.catalogue import UnitUsage
 
+pytestmark = pytest.mark.slow
+
 
 def batch(count):
     return TensorDict({"x": torch.ones(count, 4)}, batch_size=[count])

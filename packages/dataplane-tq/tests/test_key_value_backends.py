@@ -11,6 +11,8 @@ from dataplane_tq import TQDataPlaneClient
 from dataplane_tq.object_codec import seal, unseal
 from dataplane_tq.storage import BACKENDS
 
+pytestmark = pytest.mark.slow
+
 IDS = ["a", "b", "c"]
 
 

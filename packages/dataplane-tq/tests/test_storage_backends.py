@@ -28,6 +28,8 @@ from dataplane_core import ConfigError, UnavailableError
 from dataplane_tq.storage import BACKENDS
 from dataplane_tq.storage.daemon import DaemonActor
 
+pytestmark = pytest.mark.slow
+
 NAMES = ["simple", "ray", "mooncake_cpu", "yuanrong"]
 DAEMONS = {"mooncake_cpu": "MooncakeMaster", "yuanrong": "YuanrongWorker"}
 NAMESPACE = "transfer_queue"

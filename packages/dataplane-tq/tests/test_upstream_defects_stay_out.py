@@ -31,6 +31,8 @@ from dataplane_core import (
 from dataplane_tq import TQDataPlaneClient, protocol, topology
 from dataplane_tq.packed.catalogue import UnitUsage
 
+pytestmark = pytest.mark.slow
+
 HERE = Path(__file__)
 
 KEPT_BY = {

@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 MODULES = ("test_e2e_lifecycle_consistency.py", "test_kv_interface_e2e.py")
 TESTS = 66
 EXCEPTIONS = {

@@ -20,6 +20,8 @@ from dataplane_tq import protocol
 from dataplane_tq.packed import bootstrap, manager
 from dataplane_tq.packed.catalogue import UnitUsage
 
+pytestmark = pytest.mark.slow
+
 SECTION = {
     "num_storage_units": 2,
     "global_segment_size": 16 << 20,

@@ -6,12 +6,14 @@ are first used.
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING
 
 from dataplane_core.client import Capabilities, DataPlaneClient, TaskCounts
 from dataplane_core.config import DataPlaneConfig, ObservabilityConfig, validate_config
 from dataplane_core.errors import (
     CapacityExceeded,
+    CheckpointError,
     ClaimTimeoutError,
     ClosedError,
     ConfigError,
@@ -53,7 +55,10 @@ from dataplane_core.schema import (
 )
 
 if TYPE_CHECKING:
+    from dataplane_core.async_client import AsyncDataPlaneClient
     from dataplane_core.in_memory import InMemoryDataPlaneClient
+    from dataplane_core.partition_checkpoint import restore_partition, save_partition
+    from dataplane_core.streaming import StreamingDataLoader, StreamingDataset
 
 __all__ = [
     "DP_TRAIN_FIELDS",
@@ -67,8 +72,10 @@ __all__ = [
     "MICRO_BATCH_LENGTHS",
     "ROUTED_EXPERTS_FIELD",
     "SAMPLE_MASK",
+    "AsyncDataPlaneClient",
     "Capabilities",
     "CapacityExceeded",
+    "CheckpointError",
     "ClaimTimeoutError",
     "ClosedError",
     "ConfigError",
@@ -90,6 +97,8 @@ __all__ = [
     "SampleState",
     "SamplesLeasedError",
     "SchemaMismatchError",
+    "StreamingDataLoader",
+    "StreamingDataset",
     "TagFilter",
     "TaskCounts",
     "TaskSummary",
@@ -97,13 +106,24 @@ __all__ = [
     "UnknownTaskError",
     "UnsupportedError",
     "build_data_plane_client",
+    "restore_partition",
+    "save_partition",
     "validate_config",
 ]
 
 
-def __getattr__(name: str) -> object:
-    if name == "InMemoryDataPlaneClient":
-        from dataplane_core.in_memory import InMemoryDataPlaneClient
+_LAZY = {
+    "AsyncDataPlaneClient": "async_client",
+    "InMemoryDataPlaneClient": "in_memory",
+    "StreamingDataLoader": "streaming",
+    "StreamingDataset": "streaming",
+    "restore_partition": "partition_checkpoint",
+    "save_partition": "partition_checkpoint",
+}
 
-        return InMemoryDataPlaneClient
+
+def __getattr__(name: str) -> object:
+    if name in _LAZY:
+        module = importlib.import_module(f"dataplane_core.{_LAZY[name]}")
+        return getattr(module, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -121,3 +121,7 @@ class LeaseLostError(DataPlaneError, RuntimeError):
 
 class SamplesLeasedError(DataPlaneError, RuntimeError):
     """A clear names samples that a task holds under a lease; nothing was cleared."""
+
+
+class CheckpointError(DataPlaneError, RuntimeError):
+    """A partition's checkpoint cannot be written, or is not whole; names the folder or file."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any  # Any: tags hold the caller's own primitives
 
 from dataplane_core.ledger.partition import PartitionBook
@@ -42,6 +42,7 @@ class PartitionSummary:
     group_size: int | None
     fields: tuple[FieldSummary, ...]
     tasks: tuple[TaskSummary, ...]
+    enums: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +88,7 @@ def summarise(partition: PartitionBook) -> PartitionSummary:
             )
             for name, task in partition.tasks.items()
         ),
+        enums=partition.declaration.enums,
     )
 
 

@@ -1,0 +1,443 @@
+"""`StreamingDataLoader`: a rank's batches of a partition, claimed by the rank itself.
+
+Workers claim and fetch; the process that trains settles. It learns of every claim the moment it is
+made, so it alone renews and settles leases: when it dies nobody renews, and all comes back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal  # Any: what a collate callable makes is the caller's own
+
+import torch.multiprocessing
+from tensordict import TensorDict
+from torch.utils.data import DataLoader, IterableDataset
+
+from dataplane_core.client import LEASE, DataPlaneClient
+from dataplane_core.errors import (
+    ClaimTimeoutError,
+    DataPlaneError,
+    InvalidRequestError,
+    LeaseLostError,
+)
+from dataplane_core.ledger.selection import TagFilter
+from dataplane_core.meta import KVBatchMeta
+
+_POLL_S = 0.05
+_STATE_FORMAT = 1
+
+
+class StreamingDataset(IterableDataset[tuple[TensorDict, KVBatchMeta]]):
+    """Claims batches of a partition until none is left, and fetches them; settles nothing.
+
+    Args:
+        make_client: builds the client of the process that iterates; picklable for workers.
+        partition_id: partition to claim from.
+        task_name: the consumer task.
+        required_fields: fields that a sample must have.
+        select_fields: fields to fetch; None is ``required_fields``.
+        batch_size: most samples of a batch; the last ones are smaller.
+        dp_rank, dp_world, where, seed: as `DataPlaneClient.claim_meta`.
+        timeout_s: how long one claim waits, in seconds.
+    """
+
+    def __init__(
+        self,
+        make_client: Callable[[], DataPlaneClient],
+        partition_id: str,
+        task_name: str,
+        *,
+        required_fields: list[str],
+        select_fields: list[str] | None = None,
+        batch_size: int,
+        dp_rank: int | None = None,
+        dp_world: int | None = None,
+        where: Sequence[TagFilter] = (),
+        seed: int | None = None,
+        timeout_s: float = 60.0,
+    ) -> None:
+        self.make_client = make_client
+        self.partition_id = partition_id
+        self.task_name = task_name
+        self.required_fields = required_fields
+        self.select_fields = select_fields
+        self.batch_size = batch_size
+        self.dp_rank = dp_rank
+        self.dp_world = dp_world
+        self.where = tuple(where)
+        self.seed = seed
+        self.timeout_s = timeout_s
+        self.skip: frozenset[str] = frozenset()
+
+    def __iter__(self) -> Iterator[tuple[TensorDict, KVBatchMeta]]:
+        with self.make_client() as client:
+            yield from self.batches(client, lambda meta: None)
+
+    def batches(
+        self, client: DataPlaneClient, claimed: Callable[[KVBatchMeta], None]
+    ) -> Iterator[tuple[TensorDict, KVBatchMeta]]:
+        """The batches by way of ``client``; ``claimed`` hears of each claim before it is fetched.
+
+        Samples of ``skip`` are settled at once and not delivered.
+
+        Raises:
+            ClaimTimeoutError: (TimeoutError) no batch was complete in time.
+            DataPlaneError: as `claim_meta` and `get_data`; what was claimed is given back.
+        """
+        while True:
+            meta = client.claim_meta(
+                self.partition_id,
+                self.task_name,
+                self.required_fields,
+                self.batch_size,
+                self.dp_rank,
+                timeout_s=self.timeout_s,
+                dp_world=self.dp_world,
+                where=self.where,
+                seed=self.seed,
+            )
+            if not meta.size:
+                return
+            known = [i for i, sample_id in enumerate(meta.sample_ids) if sample_id in self.skip]
+            if known:
+                if LEASE in meta.extra_info:
+                    client.acknowledge(meta.subset(known))
+                fresh = meta.drop(known)
+                if fresh is None:
+                    continue
+                meta = fresh
+            claimed(meta)
+            try:
+                batch = client.get_data(meta, self.select_fields)
+            except BaseException:
+                _release(client, meta)
+                raise
+            yield batch, meta
+
+
+@dataclass
+class _Delivered:
+    content: Any
+    meta: KVBatchMeta
+
+    def pin_memory(self) -> _Delivered:
+        from torch.utils.data._utils.pin_memory import pin_memory
+
+        content = self.content
+        if isinstance(content, tuple) and content and isinstance(content[0], TensorDict):
+            return _Delivered((content[0].pin_memory(), *content[1:]), self.meta)
+        return _Delivered(pin_memory(content), self.meta)  # type: ignore[no-untyped-call]
+
+
+@dataclass
+class _Failed:
+    """An error of a worker as a value, which keeps its class and attributes on the way."""
+
+    error: DataPlaneError
+
+
+class _Feed(IterableDataset[Any]):
+    """What a worker, or with a client of its own the training process, runs."""
+
+    def __init__(
+        self,
+        dataset: StreamingDataset,
+        collate: Callable[[TensorDict, KVBatchMeta], Any] | None,
+        claimed: Callable[[KVBatchMeta], None],
+        client: DataPlaneClient | None,
+    ) -> None:
+        self._dataset = dataset
+        self._collate = collate
+        self._claimed = claimed
+        self._client = client
+
+    def __iter__(self) -> Iterator[_Delivered | _Failed]:
+        try:
+            with contextlib.ExitStack() as stack:
+                client = self._client or stack.enter_context(self._dataset.make_client())
+                for batch, meta in self._dataset.batches(client, self._claimed):
+                    content = (batch, meta) if self._collate is None else self._collate(batch, meta)
+                    yield _Delivered(content, meta)
+        except DataPlaneError as error:
+            yield _Failed(error)
+
+
+class StreamingDataLoader:
+    """Iterates over a partition's batches, settles them, and resumes exactly.
+
+    Each batch is ``(TensorDict, KVBatchMeta)``, or what ``collate`` makes of the two. Iteration
+    ends when nothing is left to claim and no other consumer of the task holds a lease: what a dead
+    consumer held is waited for and delivered here. Each wait ends after ``timeout_s``.
+
+    With leases (``claim_lease_s`` in the client's config) a batch, and what is prefetched, is
+    renewed in the background while it is held, and released when the loop ends early, by an error
+    or otherwise. When it is settled depends on ``settle``:
+
+    - ``"next"``: when the loop asks for the next batch, or at `ack`. Delivery counts by step: a
+      batch not acknowledged when the process dies comes again, an acknowledged one never. A loop
+      that goes back to an older checkpoint does not see again what was acknowledged after it.
+    - ``"commit"``: at `commit` alone; asking for the next batch, or `ack`, marks a batch as done.
+      `state_dict` names the samples done; once it is on disk together with the model, call
+      `commit`. After a crash the loop restarts from that state: what is not done in it comes again
+      (its leases run out), what is done in it never does, whether or not `commit` was reached. So
+      counted over the steps that the newest saved state contains, every sample was delivered to
+      them exactly once.
+
+    The batch in hand is not done until it is acknowledged; call `ack` before `state_dict` to count
+    it. Without leases a claim is final: what was claimed and not trained on is lost in a crash.
+
+    Args:
+        dataset: what to claim.
+        num_workers: processes that claim and fetch; 0 does it in this one, without prefetching.
+        prefetch_factor: batches that each worker is ahead.
+        pin_memory: as for a torch DataLoader.
+        collate: makes a batch of the fields and their meta, in the worker.
+        settle: when a batch is settled, see above.
+        renew_every_s: seconds between renewals; a third of the lease at most.
+        multiprocessing_context: how workers start. Forking a process that has threads can hang it.
+    """
+
+    def __init__(
+        self,
+        dataset: StreamingDataset,
+        *,
+        num_workers: int = 0,
+        prefetch_factor: int = 2,
+        pin_memory: bool = False,
+        collate: Callable[[TensorDict, KVBatchMeta], Any] | None = None,
+        settle: Literal["next", "commit"] = "next",
+        renew_every_s: float = 5.0,
+        multiprocessing_context: str = "spawn",
+    ) -> None:
+        self.dataset = dataset
+        self._num_workers = num_workers
+        self._prefetch_factor = prefetch_factor
+        self._pin_memory = pin_memory
+        self._collate = collate
+        self._settle = settle
+        self._context = multiprocessing_context
+        self._client = dataset.make_client()
+        self._held: dict[str, KVBatchMeta] = {}
+        self._over: set[str] = set()
+        self._lock = threading.Lock()
+        self._done: dict[str, None] = {}
+        self._uncommitted: list[KVBatchMeta] = []
+        self._to_commit: list[KVBatchMeta] = []
+        self._iterating = False
+        self._closing = threading.Event()
+        self._renewer = threading.Thread(
+            target=self._renew_held, args=(renew_every_s,), name="dataplane-renew", daemon=True
+        )
+        self._renewer.start()
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._iterating:
+            raise InvalidRequestError("StreamingDataLoader: it is being iterated already")
+        self._iterating = True
+        workers = self._num_workers
+        try:
+            while True:
+                quiet = self._leased_by_others() == 0
+                delivered = yield from self._round(workers)
+                workers = 0  # what others give back now is little; no processes are started for it
+                if delivered:
+                    continue
+                others = self._leased_by_others()
+                if quiet and others == 0:
+                    return
+                self._wait_for_fewer(others)
+        finally:
+            self._iterating = False
+            self._release_unfinished()
+
+    def _round(self, workers: int) -> Generator[Any, None, int]:
+        """Claim until nothing is left; returns how many batches were delivered."""
+        self.dataset.skip = frozenset(self._done)
+        delivered = 0
+        with contextlib.ExitStack() as stack:
+            if workers:
+                reports = torch.multiprocessing.get_context(self._context).SimpleQueue()
+                listener = threading.Thread(target=self._listen, args=(reports,), daemon=True)
+                listener.start()
+                stack.callback(listener.join, 5.0)
+                stack.callback(reports.put, None)
+                feed = _Feed(self.dataset, self._collate, reports.put, None)
+            else:
+                feed = _Feed(self.dataset, self._collate, self._hold, self._client)
+            loader: DataLoader[Any] = DataLoader(
+                feed,
+                batch_size=None,
+                collate_fn=_as_it_is,
+                num_workers=workers,
+                prefetch_factor=self._prefetch_factor if workers else None,
+                pin_memory=self._pin_memory,
+                multiprocessing_context=self._context if workers else None,
+            )
+            for item in loader:
+                if isinstance(item, _Failed):
+                    raise item.error
+                self._hold(item.meta)
+                delivered += 1
+                yield item.content
+                self._finish(item.meta)
+        return delivered
+
+    def ack(self, meta: KVBatchMeta) -> None:
+        """Mark a delivered batch as trained on, and settle it unless ``settle`` is ``"commit"``.
+
+        Raises:
+            LeaseLostError: the lease ran out; its samples are or will be delivered again.
+        """
+        self._finish(meta)
+
+    def _finish(self, meta: KVBatchMeta) -> None:
+        if self._done.keys() >= set(meta.sample_ids):
+            return
+        if LEASE in meta.extra_info:
+            if self._settle == "next":
+                self._settled(meta)
+            else:
+                self._client.renew(meta)  # raises if the lease was lost
+                self._uncommitted.append(meta)
+        self._done.update(dict.fromkeys(meta.sample_ids))
+
+    def _settled(self, meta: KVBatchMeta) -> None:
+        token = meta.extra_info[LEASE]
+        with self._lock:
+            self._held.pop(token, None)
+            self._over.add(token)
+        self._client.acknowledge(meta)
+
+    def commit(self) -> None:
+        """Settle what the last `state_dict` named as done; call it once that state is durable.
+
+        Raises:
+            LeaseLostError: a lease ran out before; its samples may be delivered to others.
+        """
+        for meta in self._to_commit:
+            self._settled(meta)
+        over = {meta.extra_info[LEASE] for meta in self._to_commit}
+        self._uncommitted = [m for m in self._uncommitted if m.extra_info[LEASE] not in over]
+        self._to_commit = []
+
+    def state_dict(self) -> dict[str, Any]:
+        """What `load_state_dict` needs: plain data, the ids done in this partition among it."""
+        self._to_commit = list(self._uncommitted)
+        return {
+            "format": _STATE_FORMAT,
+            "partition_id": self.dataset.partition_id,
+            "task_name": self.dataset.task_name,
+            "done": list(self._done),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a state: its samples that are done are not delivered again.
+
+        Raises:
+            InvalidRequestError: (a ValueError) it is the state of another task or format.
+        """
+        if state.get("format") != _STATE_FORMAT or state.get("task_name") != self.dataset.task_name:
+            raise InvalidRequestError(
+                f"load_state_dict: format {state.get('format')!r} of task "
+                f"{state.get('task_name')!r}; expected format {_STATE_FORMAT} of "
+                f"{self.dataset.task_name!r}"
+            )
+        self.dataset.partition_id = state["partition_id"]
+        self._done = dict.fromkeys(state["done"])
+
+    def next_partition(self, partition_id: str) -> None:
+        """Iterate over another partition from now on; call it between two iterations."""
+        if self._iterating or self._uncommitted:
+            raise InvalidRequestError(
+                "next_partition: end the iteration and commit what is done before"
+            )
+        self.dataset.partition_id = partition_id
+        self._done = {}
+
+    def close(self) -> None:
+        """Release what is held, done but uncommitted batches too, and close the client."""
+        if self._closing.is_set():
+            return
+        self._closing.set()
+        self._renewer.join(5.0)
+        self._uncommitted = []
+        self._release_unfinished()
+        self._client.close()
+
+    def __enter__(self) -> StreamingDataLoader:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.close()
+
+    def _hold(self, meta: KVBatchMeta) -> None:
+        token = meta.extra_info.get(LEASE)
+        if token is not None:
+            with self._lock:
+                if token not in self._over:
+                    self._held[token] = meta
+
+    def _listen(self, reports: Any) -> None:
+        while (meta := reports.get()) is not None:
+            self._hold(meta)
+
+    def _renew_held(self, every_s: float) -> None:
+        while not self._closing.wait(every_s):
+            with self._lock:
+                held = list(self._held.items())
+            for token, meta in held:
+                try:
+                    self._client.renew(meta)
+                except LeaseLostError:
+                    with self._lock:  # said to the loop when it acknowledges
+                        self._held.pop(token, None)
+                except DataPlaneError:
+                    continue  # a store that is away for a moment: tried again in time
+
+    def _release_unfinished(self) -> None:
+        kept = {meta.extra_info[LEASE] for meta in self._uncommitted}
+        with self._lock:
+            unfinished = [meta for token, meta in self._held.items() if token not in kept]
+            for meta in unfinished:
+                del self._held[meta.extra_info[LEASE]]
+                self._over.add(meta.extra_info[LEASE])
+        for meta in unfinished:
+            _release(self._client, meta)
+
+    def _leased_by_others(self) -> int:
+        promises = self._client.capabilities
+        if not (promises.leases and promises.conservation):
+            return 0
+        dataset = self.dataset
+        counts = self._client.count_samples(
+            dataset.partition_id, dataset.task_name, dataset.required_fields
+        )
+        with self._lock:
+            return max(0, counts.leased - sum(meta.size for meta in self._held.values()))
+
+    def _wait_for_fewer(self, others: int) -> None:
+        deadline = time.monotonic() + self.dataset.timeout_s
+        while others and self._leased_by_others() >= others:
+            if time.monotonic() >= deadline:
+                raise ClaimTimeoutError(
+                    f"StreamingDataLoader(partition={self.dataset.partition_id!r}, "
+                    f"task={self.dataset.task_name!r}): {others} samples are still leased by other "
+                    f"consumers after {self.dataset.timeout_s:g} s",
+                    missing=others,
+                )
+            self._closing.wait(_POLL_S)
+
+
+def _release(client: DataPlaneClient, meta: KVBatchMeta) -> None:
+    """Give a claim back as far as that is possible; if not, its lease runs out."""
+    if LEASE in meta.extra_info:
+        with contextlib.suppress(DataPlaneError):
+            client.release(meta)
+
+
+def _as_it_is(item: Any) -> Any:
+    return item

@@ -1,0 +1,309 @@
+"""The awaited client keeps the contract of the one inside it, and loses nothing when cancelled."""
+
+import asyncio
+import inspect
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+import structlog
+import torch
+from tensordict import TensorDict
+
+from dataplane_core import (
+    CapacityExceeded,
+    ClaimTimeoutError,
+    ClosedError,
+    DataPlaneClient,
+    DeadlineExceededError,
+    InMemoryDataPlaneClient,
+    InvalidRequestError,
+    async_client,
+)
+from dataplane_core.async_client import AsyncDataPlaneClient
+from dataplane_core.testing import BackpressureContract, DataPlaneClientContract, LeaseContract
+
+PATIENCE_S = 20.0
+
+
+class Driven(DataPlaneClient):
+    """An awaited client behind the synchronous interface."""
+
+    def __init__(self, inner: DataPlaneClient, loop: asyncio.AbstractEventLoop) -> None:
+        self._client = AsyncDataPlaneClient(inner)
+        self._loop = loop
+
+    @property
+    def capabilities(self):
+        return self._client.capabilities
+
+    def _drive(self, name, args, kwargs):
+        call = getattr(self._client, name)(*args, **kwargs)
+        return asyncio.run_coroutine_threadsafe(call, self._loop).result(60)
+
+
+def _driven(name: str) -> Callable:
+    def call(self, *args, **kwargs):
+        return self._drive(name, args, kwargs)
+
+    return call
+
+
+METHODS = [
+    name
+    for name, value in vars(DataPlaneClient).items()
+    if inspect.isfunction(value) and not name.startswith("_")
+]
+for _name in METHODS:
+    setattr(Driven, _name, _driven(_name))
+Driven.__abstractmethods__ = frozenset()
+
+
+@pytest.fixture(scope="module")
+def loop() -> Iterator[asyncio.AbstractEventLoop]:
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    yield loop
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join(PATIENCE_S)
+
+
+class TestAwaited(DataPlaneClientContract):
+    walk_examples = 10
+    walk_steps = 15
+
+    @pytest.fixture
+    def client(self, loop) -> Iterator[DataPlaneClient]:
+        with Driven(InMemoryDataPlaneClient(), loop) as client:
+            yield client
+
+    @pytest.fixture
+    def peer(self, client, loop) -> Iterator[DataPlaneClient]:
+        with Driven(InMemoryDataPlaneClient(bootstrap=False), loop) as peer:
+            yield peer
+
+
+class MakeAwaited:
+    @pytest.fixture
+    def make_client(self, loop):
+        clients = []
+
+        def make(**config):
+            inner = InMemoryDataPlaneClient({"enabled": True, "impl": "in_memory", **config})
+            clients.append(Driven(inner, loop))
+            return clients[-1]
+
+        yield make
+        for client in clients:
+            client.close()
+
+
+class TestAwaitedLeases(MakeAwaited, LeaseContract):
+    pass
+
+
+class TestAwaitedBackpressure(MakeAwaited, BackpressureContract):
+    pass
+
+
+def store(**config) -> InMemoryDataPlaneClient:
+    client = InMemoryDataPlaneClient({"enabled": True, "impl": "in_memory", **config})
+    client.register_partition("train", ["x"], 1000, ["train", "other"])
+    return client
+
+
+def ones(count: int) -> TensorDict:
+    return TensorDict({"x": torch.ones(count)}, [count])
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        while not condition():
+            await asyncio.sleep(0.002)
+
+
+def test_every_method_has_the_signature_of_the_synchronous_one():
+    for name in METHODS:
+        sync, awaited = getattr(DataPlaneClient, name), getattr(AsyncDataPlaneClient, name)
+        assert inspect.iscoroutinefunction(awaited)
+        assert inspect.signature(awaited) == inspect.signature(sync)
+
+
+def test_a_hundred_blocked_claims_keep_nobody_waiting_and_all_get_their_sample():
+    async def scenario():
+        async with AsyncDataPlaneClient(store(), threads=2) as client:
+            claims = [
+                asyncio.create_task(client.claim_meta("train", "train", ["x"], 1))
+                for _ in range(100)
+            ]
+            await until(lambda: client._claim_turns._value <= 156)
+            ids = [f"s{i}" for i in range(100)]
+            await asyncio.wait_for(client.put_samples(ids, "train", ones(100)), PATIENCE_S)
+            answer = await client.get_samples(ids, "train", ["x"])
+            assert answer.batch_size == (100,)
+            async with asyncio.timeout(PATIENCE_S):
+                claimed = [sample_id for claim in claims for sample_id in (await claim).sample_ids]
+            assert sorted(claimed) == sorted(ids)
+
+    asyncio.run(scenario())
+
+
+def test_puts_that_wait_for_room_do_not_keep_the_clear_waiting_that_makes_it():
+    async def scenario():
+        inner = store(storage_capacity=1, ack_timeout_ms=int(PATIENCE_S * 1000))
+        async with AsyncDataPlaneClient(inner, threads=1) as client:
+            await client.put_samples(["a"], "train", ones(1))
+            waiting = asyncio.create_task(client.put_samples(["b"], "train", ones(1)))
+            await asyncio.sleep(0)
+            await asyncio.wait_for(client.clear_samples(["a"], "train"), PATIENCE_S / 2)
+            assert (await waiting).sample_ids == ["b"]
+
+    asyncio.run(scenario())
+
+
+def test_a_claim_past_the_limit_of_waiting_claims_ends_at_its_own_deadline():
+    async def scenario():
+        inner = store()
+        async with AsyncDataPlaneClient(inner, claim_threads=1) as client:
+            first = asyncio.create_task(client.claim_meta("train", "train", ["x"], 1))
+            await until(client._claim_turns.locked)
+            with pytest.raises(ClaimTimeoutError, match="raise claim_threads"):
+                await client.claim_meta("train", "train", ["x"], 1, timeout_s=0.02)
+            now = await client.claim_meta("train", "train", ["x"], 1, blocking=False)
+            assert now.size == 0
+            inner.put_samples(["a", "b"], "train", ones(2))
+            assert (await first).size == 1
+            assert (await client.claim_meta("train", "train", ["x"], 1)).size == 1
+
+    asyncio.run(scenario())
+
+
+def test_a_cancelled_claim_returns_at_once_and_is_given_back_when_it_succeeds_later():
+    async def scenario():
+        inner = store(claim_lease_s=1000.0)
+        async with AsyncDataPlaneClient(inner) as client:
+            before = time.monotonic()
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.02):
+                    await client.claim_meta("train", "train", ["x"], 2, timeout_s=PATIENCE_S)
+            assert time.monotonic() - before < PATIENCE_S / 4
+            inner.put_samples(["a", "b"], "train", ones(2))
+            # Both the cancelled claim and its release are over when nothing runs any more.
+            await until(lambda: not client._running)
+            again = await client.claim_meta("train", "train", ["x"], 2, timeout_s=PATIENCE_S)
+            assert sorted(again.sample_ids) == ["a", "b"]
+            assert inner.count_samples("train", "train", ["x"]).leased == 2
+
+    asyncio.run(scenario())
+
+
+def test_a_claim_cancelled_between_its_success_and_its_delivery_is_given_back():
+    async def scenario():
+        inner = store(claim_lease_s=1000.0)
+        inner.put_samples(["a"], "train", ones(1))
+        async with AsyncDataPlaneClient(inner) as client:
+            claim = asyncio.create_task(client.claim_meta("train", "train", ["x"], 1))
+            await asyncio.sleep(0)
+            deadline = time.monotonic() + PATIENCE_S
+            # The loop does not run meanwhile, so the task cannot have seen the answer.
+            while inner.count_samples("train", "train", ["x"]).leased == 0:
+                assert time.monotonic() < deadline
+            claim.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await claim
+            await until(lambda: inner.count_samples("train", "train", ["x"]).ready == 1)
+
+    asyncio.run(scenario())
+
+
+def test_a_cancelled_claim_without_a_lease_is_logged_with_its_ids(monkeypatch):
+    # A logger of its own: others in this process may have configured structlog to keep theirs.
+    capturing = structlog.testing.CapturingLogger()
+    monkeypatch.setattr(async_client, "logger", capturing)
+
+    async def scenario():
+        inner = store()
+        async with AsyncDataPlaneClient(inner) as client:
+            claim = asyncio.create_task(client.claim_meta("train", "train", ["x"], 2))
+            await until(lambda: bool(client._waiting))
+            claim.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await claim
+            inner.put_samples(["a", "b"], "train", ones(2))
+            await until(lambda: not client._running)
+        [line] = capturing.calls
+        assert (line.args, line.kwargs["sample_ids"]) == (("claimed_samples_lost",), ["a", "b"])
+        assert "no lease" in line.kwargs["reason"]
+
+    asyncio.run(scenario())
+
+
+def test_a_cancelled_put_returns_at_once_and_stores_all_or_nothing():
+    async def scenario():
+        inner = store(storage_capacity=2, ack_timeout_ms=int(PATIENCE_S * 1000))
+        async with AsyncDataPlaneClient(inner) as client:
+            await client.put_samples(["a"], "train", ones(1))
+            put = asyncio.create_task(client.put_samples(["b", "c"], "train", ones(2)))
+            await until(lambda: bool(client._running))
+            put.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await put
+            await client.clear_samples(["a"], "train")
+            await until(lambda: not client._running)
+            assert (await client.get_samples(["b", "c"], "train", ["x"])).batch_size == (2,)
+
+    asyncio.run(scenario())
+
+
+def test_closing_lets_calls_finish_and_ends_blocked_claims():
+    async def scenario():
+        client = AsyncDataPlaneClient(store())
+        claim = asyncio.create_task(client.claim_meta("train", "train", ["x"], 1))
+        await until(lambda: bool(client._waiting))
+        put = asyncio.create_task(client.put_samples(["a"], "other-partition"))
+        await client.close()
+        await client.close()
+        for call, error in ((claim, ClosedError), (put, (KeyError, ClosedError))):
+            with pytest.raises(error):
+                await call
+        with pytest.raises(ClosedError):
+            await client.list_partitions()
+
+    asyncio.run(scenario())
+
+
+def test_closing_beside_a_call_that_does_not_end_raises_at_the_deadline():
+    class Stuck(InMemoryDataPlaneClient):
+        over = threading.Event()
+
+        def list_partitions(self):
+            self.over.wait(PATIENCE_S)
+            return []
+
+    async def scenario():
+        client = AsyncDataPlaneClient(Stuck(), close_timeout_s=0.05)
+        stuck = asyncio.create_task(client.list_partitions())
+        await until(lambda: bool(client._running))
+        with pytest.raises(DeadlineExceededError, match="1 calls"):
+            await client.close()
+        Stuck.over.set()
+        assert await stuck == []
+
+    asyncio.run(scenario())
+
+
+def test_a_full_store_is_the_same_error_as_without_awaiting():
+    async def scenario():
+        inner = store(storage_capacity=1, ack_timeout_ms=20)
+        async with AsyncDataPlaneClient(inner) as client:
+            with pytest.raises(CapacityExceeded):
+                await client.put_samples(["a", "b"], "train", ones(2))
+
+    asyncio.run(scenario())
+
+
+def test_no_threads_are_refused():
+    with pytest.raises(InvalidRequestError, match="threads 0"):
+        AsyncDataPlaneClient(InMemoryDataPlaneClient(), threads=0)

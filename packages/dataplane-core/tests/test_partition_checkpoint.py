@@ -1,0 +1,508 @@
+"""A partition comes back as it was saved, or a clear error and nothing at all."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from dataplane_core import (
+    CapacityExceeded,
+    CheckpointError,
+    DataPlaneError,
+    InMemoryDataPlaneClient,
+    InvalidRequestError,
+    PartitionNotFoundError,
+    UnsupportedError,
+)
+from dataplane_core.partition_checkpoint import restore_partition, save_partition
+from dataplane_core.testing.storage import DTYPES, batch, jagged, objects, same_bits
+
+
+def store(**config) -> InMemoryDataPlaneClient:
+    return InMemoryDataPlaneClient({"enabled": True, "impl": "in_memory", **config})
+
+
+def state_of(client: InMemoryDataPlaneClient, name: str = "train") -> Any:
+    """All that can be seen of a partition; what is leased or assigned counts as not claimed."""
+    [summary] = [found for found in client.list_partitions() if found.partition_id == name]
+    samples = []
+    for sample in client.list_samples(name, limit=10_000):
+        values = {}
+        for field in sample.fields:
+            [row] = client.get_samples([sample.sample_id], name, [field]).get(field).unbind(0)
+            if isinstance(row, torch.Tensor):
+                whole = row.contiguous()
+                raw = whole.flatten().view(torch.uint8).tolist() if whole.numel() else []
+                values[field] = (str(row.dtype), tuple(row.shape), raw)
+            else:
+                values[field] = repr(row.data)
+        settled = {task: how == "settled" for task, how in sample.tasks.items()}
+        samples.append((sample.sample_id, values, repr(sample.tags), settled))
+    declared = [field.name for field in summary.fields if field.declared]
+    kinds = {field.name: field.kind for field in summary.fields if field.written}
+    return declared, kinds, summary.group_size, samples
+
+
+def filled(**config) -> InMemoryDataPlaneClient:
+    client = store(**config)
+    client.register_partition("train", ["x", "y", "never"], 12, ["logprob", "train"])
+    ids = [f"s{i}" for i in range(7)]
+    ragged = jagged(*(torch.randn(i, 3) for i in range(7)))
+    fields = batch(7, x=torch.randn(7, 2), y=ragged, o=objects(*({"i": [i, None]} for i in ids)))
+    client.put_samples(ids, "train", fields, [{"v": i, "w": "ö"} for i in range(7)])
+    client.put_samples(["s3", "z"], "train", batch(2, extra=torch.tensor([1.5, float("nan")])))
+    client.put_samples(["bare"], "train")
+    return client
+
+
+def settle(client: InMemoryDataPlaneClient, task: str, count: int) -> None:
+    meta = client.claim_meta("train", task, ["x"], count, blocking=False)
+    if "lease" in meta.extra_info:
+        client.acknowledge(meta)
+
+
+def test_a_restored_partition_is_the_one_that_was_saved(tmp_path: Path):
+    client = filled()
+    settle(client, "train", 3)
+    settle(client, "logprob", 5)
+    save_partition(client, "train", tmp_path / "p", batch=3)
+    target = store()
+    assert restore_partition(target, tmp_path / "p") == 9
+    assert state_of(target) == state_of(client)
+    assert sorted(os.listdir(tmp_path)) == ["p"]
+
+
+def test_it_can_come_back_under_another_name_beside_the_first(tmp_path: Path):
+    client = filled()
+    settle(client, "train", 3)
+    save_partition(client, "train", tmp_path / "p")
+    restore_partition(client, tmp_path / "p", "again")
+    assert state_of(client, "again") == state_of(client)
+
+
+@pytest.mark.parametrize("lease", [{}, {"claim_lease_s": 1000.0}])
+def test_settled_samples_stay_settled_and_leased_ones_come_back_unclaimed(tmp_path: Path, lease):
+    client = filled(claim_lease_s=1000.0)
+    settle(client, "train", 2)
+    client.claim_meta("train", "train", ["x"], 2)
+    save_partition(client, "train", tmp_path / "p")
+    target = store(**lease)
+    restore_partition(target, tmp_path / "p")
+    counts = target.count_samples("train", "train", ["x"])
+    assert (counts.acknowledged, counts.leased, counts.ready, counts.not_ready) == (2, 0, 5, 2)
+    claimed = target.claim_meta("train", "train", ["x"], 8, blocking=False)
+    assert claimed.sample_ids == ["s2", "s3", "s4", "s5", "s6"]
+    assert claimed.tags[0] == {"v": 2, "w": "ö"}
+
+
+def test_a_blocking_claim_knows_how_many_samples_are_still_to_come(tmp_path: Path):
+    client = filled()  # 9 of 12
+    client.clear_samples(["bare", "z"], "train")
+    save_partition(client, "train", tmp_path / "p")
+    target = store()
+    restore_partition(target, tmp_path / "p")
+    with pytest.raises(TimeoutError, match="3 of 10 declared samples were not put"):
+        target.claim_meta("train", "train", ["x"], 8, timeout_s=0.01)
+    target.put_samples(["n1", "n2", "n3"], "train", batch(3, x=torch.randn(3, 2)))
+    assert target.claim_meta("train", "train", ["x"], 100).size == 10
+
+
+def test_groups_come_back_as_groups_also_when_part_of_one_was_settled(tmp_path: Path):
+    client = store()
+    client.register_partition("train", ["x"], 5, ["train"], grpo_group_size=2)
+    ids = ["a_g0", "a_g1", "b_g0", "b_g1", "c_g0"]
+    client.put_samples(ids, "train", batch(5, x=torch.ones(5)))
+    assert client.claim_meta("train", "train", ["x"], 2).sample_ids == ids[:2]
+    client.clear_samples(["a_g1"], "train")
+    save_partition(client, "train", tmp_path / "p")
+    target = store()
+    restore_partition(target, tmp_path / "p")
+    assert state_of(target) == state_of(client)
+    with pytest.raises(InvalidRequestError, match="grpo_group_size 2"):
+        target.claim_meta("train", "train", ["x"], 3)
+    assert target.claim_meta("train", "train", ["x"], 2).sample_ids == ids[2:4]
+    assert target.claim_meta("train", "train", ["x"], 2).sample_ids == ["c_g0"]
+
+
+def test_an_empty_partition_can_be_saved(tmp_path: Path):
+    client = store()
+    client.register_partition("train", ["x"], 4, ["train"])
+    save_partition(client, "train", tmp_path / "p")
+    target = store()
+    assert restore_partition(target, tmp_path / "p") == 0
+    assert state_of(target) == state_of(client)
+
+
+@pytest.mark.parametrize(
+    "dtype", [*DTYPES, torch.complex128, torch.float8_e4m3fn, torch.uint16], ids=str
+)
+def test_every_dtype_keeps_its_bits(tmp_path: Path, dtype: torch.dtype):
+    raw = torch.randint(0, 2, (3, 4), dtype=torch.uint8).repeat(1, dtype.itemsize)
+    value = raw.contiguous().view(dtype)
+    client = store()
+    client.register_partition("train", ["x", "j", "e"], 3, [])
+    short = jagged(value[0], value[1][:0], value[2][:1])
+    client.put_samples(list("abc"), "train", batch(3, x=value, j=short, e=value[:, :0]))
+    save_partition(client, "train", tmp_path / "p")
+    target = store()
+    restore_partition(target, tmp_path / "p")
+    assert same_bits(target.get_samples(list("abc"), "train", ["x"])["x"], value)
+    assert state_of(target) == state_of(client)
+
+
+def test_python_values_keep_arrays_tensors_and_bytes(tmp_path: Path):
+    values = [b"\x80", {"a": np.ones((2, 3), np.float16)}, [torch.tensor(7), None, 2**63], "\ud7ff"]
+    client = store()
+    client.register_partition("train", ["o"], 4, [])
+    client.put_samples(list("abcd"), "train", batch(4, o=objects(*values)))
+    save_partition(client, "train", tmp_path / "p")
+    target = store()
+    restore_partition(target, tmp_path / "p")
+    assert state_of(target) == state_of(client)
+
+
+@pytest.mark.parametrize(
+    ("put", "named"),
+    [
+        ({"fields": batch(1, o=objects({"a": object()}))}, "field 'o'"),
+        ({"tags": [{"t": object()}]}, "tags of partition 'train'"),
+    ],
+)
+def test_a_value_that_cannot_be_stored_is_refused_by_name(tmp_path: Path, put, named):
+    client = store()
+    client.register_partition("train", [], 1, [])
+    client.put_samples(["a"], "train", **put)
+    with pytest.raises(InvalidRequestError, match=f"{named}.*object cannot be stored"):
+        save_partition(client, "train", tmp_path / "p")
+    assert os.listdir(tmp_path) == []
+
+
+sample = st.fixed_dictionaries(
+    {},
+    optional={
+        "x": st.tuples(st.integers(0, 3), st.integers(0, 2)),
+        "y": st.integers(0, 3),
+        "o": st.recursive(
+            st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.text() | st.floats(),
+            lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(), inner),
+            max_leaves=4,
+        ),
+    },
+)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    st.lists(st.tuples(sample, st.dictionaries(st.text(), st.integers() | st.text())), max_size=6),
+    st.integers(1, 4),
+    st.integers(0, 6),
+    st.integers(0, 6),
+)
+def test_any_partition_survives_the_way_through_files(samples, size, settled, leased):
+    client, target = store(claim_lease_s=1000.0), store()
+    client.register_partition("train", ["x"], 9, ["train", "other"])
+    for i, (fields, tags) in enumerate(samples):
+        made: dict[str, Any] = {}
+        if "x" in fields:
+            made["x"] = torch.randn(1, *fields["x"])
+        if "y" in fields:
+            made["y"] = torch.arange(fields["y"])[None]
+        if "o" in fields:
+            made["o"] = objects(fields["o"])
+        tags = {key: value for key, value in tags.items() if value != 2**64}
+        client.put_samples([f"s{i}"], "train", batch(1, **made), [_small(tags)])
+    if settled:
+        client.acknowledge(client.claim_meta("train", "train", [], settled, blocking=False))
+    if leased:
+        client.claim_meta("train", "other", [], leased, blocking=False)
+    with tempfile.TemporaryDirectory() as folder:
+        save_partition(client, "train", Path(folder) / "p", batch=size)
+        restore_partition(target, Path(folder) / "p")
+    assert state_of(target) == state_of(client)
+
+
+def _small(tags: dict[str, Any]) -> dict[str, Any]:
+    return {k: v % 2**63 if isinstance(v, int) else v for k, v in tags.items()}
+
+
+def damage(folder: Path, how: str) -> str:
+    """Damage a checkpoint; the name of the file that the error has to name."""
+    name = "batch-000001.safetensors" if "manifest" not in how else "manifest.json"
+    path = folder / name
+    if how.startswith("missing"):
+        path.unlink()
+    elif how.startswith("changed"):
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2] ^= 1
+        path.write_bytes(content)
+    elif how.startswith("cut"):
+        path.write_bytes(path.read_bytes()[:-7])
+    elif how == "extra":
+        name = "notes.txt"
+        (folder / name).write_text("hello")
+    elif how == "link":
+        path.rename(folder.parent / "elsewhere")
+        path.symlink_to(folder.parent / "elsewhere")
+    return name
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        *("missing", "changed", "cut", "extra", "link"),
+        *("missing manifest", "changed manifest", "cut manifest"),
+    ],
+)
+def test_a_damaged_checkpoint_is_one_error_that_names_the_file(tmp_path: Path, how: str):
+    save_partition(filled(), "train", tmp_path / "p", batch=3)
+    name = damage(tmp_path / "p", how)
+    target = store()
+    with pytest.raises(CheckpointError, match=name):
+        restore_partition(target, tmp_path / "p")
+    assert target.list_partitions() == []
+
+
+def test_a_file_that_changes_during_the_restore_leaves_nothing_half_restored(tmp_path: Path):
+    save_partition(filled(), "train", tmp_path / "p", batch=3)
+
+    class Meddling(InMemoryDataPlaneClient):
+        def register_partition(self, *args):
+            damage(tmp_path / "p", "changed")
+            super().register_partition(*args)
+
+    target = Meddling()
+    with pytest.raises(CheckpointError, match="batch-000001"):
+        restore_partition(target, tmp_path / "p")
+    assert target.list_partitions() == []
+
+
+def test_a_store_too_small_is_an_error_and_holds_nothing_afterwards(tmp_path: Path):
+    save_partition(filled(), "train", tmp_path / "p", batch=3)
+    target = store(storage_capacity=5, ack_timeout_ms=20)
+    with pytest.raises(CapacityExceeded):
+        restore_partition(target, tmp_path / "p")
+    assert target.list_partitions() == []
+    target.register_partition("other", ["x"], 5, [])
+    target.put_samples(list("abcde"), "other", batch(5, x=torch.ones(5)))
+
+
+def test_a_client_whose_claims_do_not_filter_is_refused_and_holds_nothing(tmp_path: Path):
+    class Plain(InMemoryDataPlaneClient):
+        def claim_meta(self, *args, where=(), **kwargs):
+            return super().claim_meta(*args, **kwargs)
+
+    client = filled()
+    client.claim_meta("train", "train", ["extra"], 1, blocking=False)
+    save_partition(client, "train", tmp_path / "p")
+    target = Plain()
+    with pytest.raises(UnsupportedError, match="'s0' where 's3'"):
+        restore_partition(target, tmp_path / "p")
+    assert target.list_partitions() == []
+
+
+def test_a_partition_that_is_there_already_is_not_touched(tmp_path: Path):
+    client = filled()
+    save_partition(client, "train", tmp_path / "p")
+    before = state_of(client)
+    with pytest.raises(InvalidRequestError, match="registered already"):
+        restore_partition(client, tmp_path / "p")
+    assert state_of(client) == before
+
+
+def test_what_is_not_there_is_an_error(tmp_path: Path):
+    with pytest.raises(CheckpointError, match="no such folder"):
+        restore_partition(store(), tmp_path / "p")
+    with pytest.raises(InvalidRequestError, match="'nowhere' is not registered; registered: 'tr"):
+        save_partition(filled(), "nowhere", tmp_path / "p")
+    with pytest.raises(InvalidRequestError, match="batch 0"):
+        save_partition(filled(), "train", tmp_path / "p", batch=0)
+    with pytest.raises(PartitionNotFoundError):
+        store().list_samples("train")
+
+
+def test_a_partition_that_changes_during_the_save_is_refused_and_the_old_one_stays(tmp_path: Path):
+    class Busy(InMemoryDataPlaneClient):
+        def get_samples(self, sample_ids, partition_id, select_fields):
+            self.put_samples([f"late-{random.random()}"], partition_id)
+            return super().get_samples(sample_ids, partition_id, select_fields)
+
+    save_partition(filled(), "train", tmp_path / "p")
+    busy = Busy()
+    busy.register_partition("train", ["x"], 9, [])
+    busy.put_samples(["a"], "train", batch(1, x=torch.ones(1)))
+    with pytest.raises(CheckpointError, match="changed while it was saved"):
+        save_partition(busy, "train", tmp_path / "p")
+    assert restore_partition(store(), tmp_path / "p") == 9
+    assert os.listdir(tmp_path) == ["p"]
+
+
+def test_a_folder_with_something_else_is_not_replaced(tmp_path: Path):
+    (tmp_path / "p").mkdir()
+    (tmp_path / "p" / "thesis.txt").write_text("years of work")
+    with pytest.raises(CheckpointError, match="is no checkpoint"):
+        save_partition(filled(), "train", tmp_path / "p")
+    assert (tmp_path / "p" / "thesis.txt").read_text() == "years of work"
+    assert os.listdir(tmp_path) == ["p"]
+
+
+def test_a_full_disk_is_one_error_and_the_old_checkpoint_stays(tmp_path: Path):
+    save_partition(filled(), "train", tmp_path / "p")
+    done = run_script(FULL_DISK, tmp_path / "p", tmp_path)
+    assert "cannot be written" in done.stdout
+    assert "File too large" in done.stdout
+    (tmp_path / "script.py").unlink()
+    assert os.listdir(tmp_path) == ["p"]
+    assert restore_partition(store(), tmp_path / "p") == 9
+
+
+PREAMBLE = textwrap.dedent("""
+    import os, resource, signal, sys
+    import torch
+    from tensordict import TensorDict
+    from dataplane_core import InMemoryDataPlaneClient
+    from dataplane_core import CheckpointError
+    from dataplane_core.partition_checkpoint import save_partition
+
+    client = InMemoryDataPlaneClient()
+    client.register_partition("train", ["x"], 40, ["train"])
+    ids = [f"n{i}" for i in range(10)]
+    client.put_samples(ids, "train", TensorDict({"x": torch.ones(10, 10_000)}, [10]))
+""")
+
+FULL_DISK = textwrap.dedent("""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, -1))
+    try:
+        save_partition(client, "train", sys.argv[1])
+    except CheckpointError as error:
+        print(error)
+""")
+
+
+def run_script(text: str, folder: Path, place: Path, *args: str) -> subprocess.CompletedProcess:
+    """In a process of its own: forking one that has used torch can hang."""
+    script = place / "script.py"
+    script.write_text(PREAMBLE + text)
+    command = [sys.executable, str(script), str(folder), *args]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
+KILLED = textwrap.dedent("""
+    import os, random, signal, sys, time
+    import torch
+    from tensordict import TensorDict
+    from dataplane_core import InMemoryDataPlaneClient
+    from dataplane_core.partition_checkpoint import save_partition
+
+    def filled(generation):
+        client = InMemoryDataPlaneClient()
+        client.register_partition("train", ["x"], 10, ["train"])
+        ids = [f"s{i}" for i in range(10)]
+        x = torch.full((10, 50), float(generation))
+        client.put_samples(ids, "train", TensorDict({"x": x}, [10]))
+        return client
+
+    def die_before(step):
+        left = step
+
+        def counted(real):
+            def call(*args, **kwargs):
+                nonlocal left
+                if left == 0:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                left -= 1
+                return real(*args, **kwargs)
+
+            return call
+
+        os.replace, os.fsync = counted(os.replace), counted(os.fsync)
+
+    def in_a_child(work):
+        # Nothing has used torch in this process, so its threads do not exist yet.
+        child = os.fork()
+        if child == 0:
+            work()
+            os._exit(0)
+        return child
+
+    def save_again(folder, step):
+        save_partition(filled(0), "train", folder, batch=5)
+        new = filled(1)
+        die_before(step)
+        save_partition(new, "train", folder, batch=5)
+
+    def save_for_ever(folder, ready):
+        clients = [filled(0), filled(1)]
+        for number in range(10**9):
+            save_partition(clients[number % 2], "train", folder, batch=5)
+            if number == 0:
+                os.write(ready, b"1")
+
+    for step in range(9):
+        child = in_a_child(lambda: save_again(f"{sys.argv[1]}/step{step}", step))
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    chance = random.Random(7)
+    for number in range(12):
+        waiting, ready = os.pipe()
+        child = in_a_child(lambda: save_for_ever(f"{sys.argv[1]}/moment{number}", ready))
+        os.read(waiting, 1)
+        time.sleep(chance.uniform(0, 0.03))  # not a wait: the moment of the kill
+        os.kill(child, signal.SIGKILL)
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+""")
+
+
+def generation_in(folder: Path) -> float:
+    target = store()
+    assert restore_partition(target, folder) == 10
+    x = target.get_samples([f"s{i}" for i in range(10)], "train", ["x"])["x"]
+    assert x.unique().numel() == 1
+    return x[0, 0].item()
+
+
+@pytest.mark.slow
+def test_a_writer_killed_at_any_moment_leaves_one_whole_checkpoint(tmp_path: Path):
+    """Before each sync and rename in turn, and at random; the next save leaves nothing beside."""
+    script, place = tmp_path / "killed.py", tmp_path / "checkpoints"
+    place.mkdir()
+    script.write_text(KILLED)
+    command = [sys.executable, str(script), str(place)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=120, check=True)
+    assert done.stdout.split() == [str(-signal.SIGKILL)] * 21
+    # Five files and the folder are synced, then come the two renames and the last sync.
+    found = [generation_in(place / f"step{step}") for step in range(9)]
+    assert found == [0.0] * 8 + [1.0]
+    assert all(generation_in(place / f"moment{number}") in (0.0, 1.0) for number in range(12))
+    names = [f"step{step}" for step in range(9)] + [f"moment{number}" for number in range(12)]
+    for name in names:
+        save_partition(filled(), "train", place / name)
+    assert sorted(os.listdir(place)) == sorted(names)
+
+
+def test_two_writers_of_one_folder_do_not_mix(tmp_path: Path):
+    client = filled()
+
+    class Nested(InMemoryDataPlaneClient):
+        def list_samples(self, *args, **kwargs):
+            with pytest.raises(CheckpointError, match="another process writes it"):
+                save_partition(client, "train", tmp_path / "p")
+            return super().list_samples(*args, **kwargs)
+
+    nested = Nested()
+    nested.register_partition("train", [], 0, [])
+    save_partition(nested, "train", tmp_path / "p")
+    assert restore_partition(store(), tmp_path / "p") == 0
+
+
+def test_checkpoint_errors_are_data_plane_errors():
+    assert issubclass(CheckpointError, DataPlaneError)

@@ -1,0 +1,319 @@
+"""Every sample reaches the training loop, and after a crash the committed steps saw each once."""
+
+import contextlib
+import functools
+import json
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+import time
+from multiprocessing.managers import BaseManager
+from pathlib import Path
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from dataplane_core import (
+    ClaimTimeoutError,
+    InMemoryDataPlaneClient,
+    InvalidRequestError,
+    LeaseLostError,
+    TagFilter,
+)
+from dataplane_core.streaming import StreamingDataLoader, StreamingDataset
+
+PATIENCE_S = 20.0
+ATTACH = functools.partial(InMemoryDataPlaneClient, bootstrap=False)
+
+# Serves the store of the test's process to consumers in other processes.
+REMOTE = '''
+import multiprocessing
+import pickle
+from multiprocessing.managers import BaseManager
+import dataplane_core.in_memory
+from dataplane_core import Capabilities, DataPlaneClient, InMemoryDataPlaneClient
+
+class Served(BaseManager):
+    pass
+
+Served.register("store")
+
+class Remote(InMemoryDataPlaneClient):
+    """Every call runs in the process that serves the store."""
+
+    def __init__(self, address):
+        multiprocessing.current_process().authkey = b"test"
+        manager = Served(tuple(address), authkey=b"test")
+        manager.connect()
+        self._remote = manager.store()
+
+    def close(self):
+        pass
+
+def _forward(name):
+    def call(self, *args, **kwargs):
+        return pickle.loads(self._remote.call(name, pickle.dumps((args, kwargs))))
+    return call
+
+for _name in (
+    "claim_meta", "get_data", "acknowledge", "renew", "release", "count_samples",
+):
+    setattr(Remote, _name, _forward(_name))
+'''
+
+CONSUMER = """
+import functools, json, os, signal, sys
+import remote
+from dataplane_core.streaming import StreamingDataLoader, StreamingDataset
+
+def main():
+    setup = json.loads(sys.argv[1])
+    dataset = StreamingDataset(
+        functools.partial(remote.Remote, setup["address"]), "train", "train",
+        required_fields=["x"], batch_size=3, timeout_s=20.0,
+    )
+    loader = StreamingDataLoader(
+        dataset, num_workers=setup["workers"], settle=setup["settle"], renew_every_s=0.1
+    )
+    path, trained = setup["path"], []
+    if os.path.exists(path):
+        saved = json.load(open(path))
+        trained = saved["trained"]
+        loader.load_state_dict(saved["loader"])
+    step = 0
+    with loader:
+        for batch, meta in loader:
+            assert batch["x"].tolist() == [float(i[1:]) for i in meta.sample_ids]
+            trained += meta.sample_ids
+            step += 1
+            loader.ack(meta)
+            if step % 2 == 0:
+                if setup["die"] == "before save" and step == 4:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                with open(path + ".new", "w") as file:
+                    json.dump({"trained": trained, "loader": loader.state_dict()}, file)
+                os.replace(path + ".new", path)
+                if setup["die"] == "before commit" and step == 4:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                loader.commit()
+            if setup["die"] == "between" and step == 3:
+                os.kill(os.getpid(), signal.SIGKILL)
+        with open(path, "w") as file:
+            json.dump({"trained": trained, "loader": loader.state_dict()}, file)
+        loader.commit()
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+def store(count: int = 10, **config) -> InMemoryDataPlaneClient:
+    client = InMemoryDataPlaneClient({"enabled": True, "impl": "in_memory", **config})
+    client.register_partition("train", ["x"], count, ["train"])
+    put(client, "train", count)
+    return client
+
+
+def put(client: InMemoryDataPlaneClient, partition: str, count: int) -> None:
+    ids = [f"s{i}" for i in range(count)]
+    fields = TensorDict({"x": torch.arange(float(count))}, [count])
+    client.put_samples(ids, partition, fields, [{"odd": i % 2} for i in range(count)])
+
+
+def leased(lease_s: float = 1000.0):
+    config = {"enabled": True, "impl": "in_memory", "claim_lease_s": lease_s}
+    return functools.partial(InMemoryDataPlaneClient, config, bootstrap=False)
+
+
+def dataset(make_client=ATTACH, **changes) -> StreamingDataset:
+    arguments = {"required_fields": ["x"], "batch_size": 4, "timeout_s": PATIENCE_S, **changes}
+    return StreamingDataset(make_client, "train", "train", **arguments)
+
+
+def counts(client: InMemoryDataPlaneClient) -> tuple[int, int, int]:
+    found = client.count_samples("train", "train", ["x"])
+    return found.ready, found.leased, found.acknowledged
+
+
+@pytest.mark.parametrize("make_client", [ATTACH, leased()])
+def test_every_sample_of_the_partition_is_delivered_once(make_client):
+    client = store()
+    with StreamingDataLoader(dataset(make_client)) as loader:
+        batches = [(batch["x"].tolist(), meta.sample_ids) for batch, meta in loader]
+    assert [len(ids) for _, ids in batches] == [4, 4, 2]
+    assert [x for values, _ in batches for x in values] == list(range(10))
+    assert counts(client) == (0, 0, 10)
+
+
+def test_a_batch_is_acknowledged_when_the_next_one_is_asked_for_or_before():
+    client = store()
+    with StreamingDataLoader(dataset(leased())) as loader:
+        batches = iter(loader)
+        _, first = next(batches)
+        assert counts(client) == (6, 4, 0)
+        _, second = next(batches)
+        assert counts(client) == (2, 4, 4)
+        loader.ack(second)
+        assert counts(client) == (2, 0, 8)
+        loader.ack(first)
+        next(batches)
+        assert counts(client) == (0, 2, 8)
+    assert counts(client) == (2, 0, 8)
+
+
+def test_an_error_in_the_loop_gives_the_batch_in_hand_back():
+    client = store()
+
+    def train() -> None:
+        with StreamingDataLoader(dataset(leased())) as loader:
+            for number, _ in enumerate(loader):
+                1 / (1 - number)
+
+    with pytest.raises(ZeroDivisionError):
+        train()
+    assert counts(client) == (6, 0, 4)
+
+
+def test_a_batch_held_longer_than_its_lease_is_renewed():
+    client = store(4)
+    with StreamingDataLoader(dataset(leased(0.2)), renew_every_s=0.02) as loader:
+        for _, meta in loader:
+            time.sleep(0.6)  # not a wait for a state: three times the lease passes
+            assert counts(client) == (0, 4, 0)
+            loader.ack(meta)
+
+
+def test_a_lease_that_was_lost_is_said_when_the_batch_is_acknowledged():
+    client = store(4)
+    with StreamingDataLoader(dataset(leased())) as loader:
+        batches = iter(loader)
+        _, meta = next(batches)
+        client.release(meta)
+        with pytest.raises(LeaseLostError):
+            next(batches)
+
+
+def test_what_another_consumer_held_when_it_died_is_waited_for():
+    client = store(6)
+    leased(0.3)().claim_meta("train", "train", ["x"], 4)
+    with StreamingDataLoader(dataset(leased())) as loader:
+        ids = [sample_id for _, meta in loader for sample_id in meta.sample_ids]
+    assert sorted(ids) == [f"s{i}" for i in range(6)]
+    assert counts(client) == (0, 0, 6)
+
+
+def test_a_consumer_that_holds_for_ever_is_waited_for_until_the_deadline():
+    store(4)
+    leased()().claim_meta("train", "train", ["x"], 1)
+    with StreamingDataLoader(dataset(leased(), timeout_s=0.1)) as loader:
+        batches = iter(loader)
+        next(batches)
+        with pytest.raises(ClaimTimeoutError, match="1 samples are still leased by other"):
+            next(batches)
+
+
+def test_a_claim_that_times_out_keeps_its_facts():
+    client = store(2)
+    client.register_partition("train", ["x"], 9, ["train"])
+    with StreamingDataLoader(dataset(timeout_s=0.02)) as loader:
+        with pytest.raises(ClaimTimeoutError) as caught:
+            next(iter(loader))
+        assert caught.value.ready == 2
+
+
+def test_filters_collation_and_other_partitions():
+    client = store()
+    client.register_partition("second", ["x"], 3, ["train"])
+    put(client, "second", 3)
+    odd = dataset(where=[TagFilter("odd", "==", 1)], seed=3)
+    with StreamingDataLoader(odd, collate=lambda batch, meta: batch["x"].tolist()) as loader:
+        assert sorted(x for values in loader for x in values) == [1, 3, 5, 7, 9]
+        loader.next_partition("second")
+        assert sorted(x for values in loader for x in values) == [1]
+
+
+def test_a_state_of_another_task_or_partition_switch_in_the_loop_is_refused():
+    store()
+    with StreamingDataLoader(dataset()) as loader:
+        with pytest.raises(InvalidRequestError, match="task 'logprob'"):
+            loader.load_state_dict({**loader.state_dict(), "task_name": "logprob"})
+        batches = iter(loader)
+        next(batches)
+        with pytest.raises(InvalidRequestError, match="end the iteration"):
+            loader.next_partition("other")
+
+
+def test_what_was_done_but_not_committed_is_settled_without_being_delivered_again():
+    client = store(8)
+    with StreamingDataLoader(dataset(leased()), settle="commit") as loader:
+        batches = iter(loader)
+        next(batches)
+        next(batches)  # the first is done now
+        state = json.loads(json.dumps(loader.state_dict()))
+        assert counts(client) == (0, 8, 0)
+    assert counts(client) == (8, 0, 0)  # closed without a commit: all came back
+    with StreamingDataLoader(dataset(leased()), settle="commit") as loader:
+        loader.load_state_dict(state)
+        ids = [sample_id for _, meta in loader for sample_id in meta.sample_ids]
+        assert ids == ["s4", "s5", "s6", "s7"]
+        assert len(loader.state_dict()["done"]) == 8
+        loader.commit()
+    assert counts(client) == (0, 0, 8)
+
+
+class Bytes:
+    """A client whose arguments and answers are bytes, so that no tensor travels by descriptor."""
+
+    def __init__(self, client: InMemoryDataPlaneClient) -> None:
+        self._client = client
+
+    def call(self, name: str, arguments: bytes) -> bytes:
+        args, kwargs = pickle.loads(arguments)
+        return pickle.dumps(getattr(self._client, name)(*args, **kwargs))
+
+
+class Served(BaseManager):
+    pass
+
+
+@pytest.fixture
+def served(tmp_path: Path):
+    client = store(30, claim_lease_s=1.0)
+    Served.register("store", callable=lambda: Bytes(client))
+    server = Served(("127.0.0.1", 0), authkey=b"test").get_server()
+
+    def serve() -> None:
+        with contextlib.suppress(SystemExit):
+            server.serve_forever()
+
+    threading.Thread(target=serve, daemon=True).start()
+    (tmp_path / "remote.py").write_text(REMOTE)
+    (tmp_path / "consumer.py").write_text(CONSUMER)
+
+    def run(**setup) -> tuple[int, list[str]]:
+        setup = {"address": server.address, "path": str(tmp_path / "state.json"), **setup}
+        command = [sys.executable, str(tmp_path / "consumer.py"), json.dumps(setup)]
+        code = subprocess.run(command, timeout=100).returncode
+        return code, json.loads((tmp_path / "state.json").read_text())["trained"]
+
+    yield client, run
+    server.stop_event.set()
+
+
+@pytest.mark.parametrize(
+    ("die", "workers"),
+    [("before save", 0), ("before commit", 0), ("between", 0), ("before commit", 2)],
+)
+@pytest.mark.slow
+def test_after_a_kill_the_committed_steps_saw_every_sample_exactly_once(served, die, workers):
+    client, run = served
+    code, trained = run(settle="commit", workers=workers, die=die)
+    assert code == -signal.SIGKILL
+    assert len(trained) in (6, 12)
+    code, trained = run(settle="commit", workers=0, die=None)
+    assert code == 0
+    assert sorted(trained) == sorted(f"s{i}" for i in range(30))
+    assert counts(client) == (0, 0, 30)
