@@ -38,7 +38,7 @@ from dataplane_core.declaration import (
     tagged_lengths,
 )
 from dataplane_core.ledger import ClaimRequest
-from dataplane_core.rows import OBJECT, split_rows
+from dataplane_core.rows import split_rows
 from dataplane_tq import protocol as p
 from dataplane_tq import topology, transfer_queue_rows
 from dataplane_tq.engine import Engine
@@ -129,8 +129,6 @@ class TQDataPlaneClient(DataPlaneClient):
         if fields is not None:
             encoded = self._store.encode(fields, len(sample_ids))
         what = f"put_samples(partition={partition_id!r})"
-        if fields is not None and OBJECT in encoded.kinds.values():
-            self._check_vocabulary(what, fields, len(sample_ids), partition_id)
         with self._link.session(what) as session:
             where = session.ask(
                 p.BeginPut(
@@ -144,6 +142,9 @@ class TQDataPlaneClient(DataPlaneClient):
                 ),
                 p.PutAnswer,
             )
+            if fields is not None and where.enums:
+                declared = PartitionDeclaration(partition_id, (), 0, (), enums=where.enums)
+                check_enums(split_rows(fields, len(sample_ids)), declared)
             if sample_ids:
                 self._store.write(what, encoded, where, sample_ids, partition_id, tags)
             session.ask(p.CommitPut(tags), type(None))
@@ -154,13 +155,6 @@ class TQDataPlaneClient(DataPlaneClient):
             fields=list(encoded.kinds) or None,
             tags=None if tags is None else [dict(tag) for tag in tags],
         )
-
-    def _check_vocabulary(
-        self, what: str, fields: TensorDict, count: int, partition_id: str
-    ) -> None:
-        declaration = self._ask(what, p.Declaration(partition_id), PartitionDeclaration)
-        if declaration.enums:
-            check_enums(split_rows(fields, count), declaration)
 
     def get_samples(
         self, sample_ids: list[str], partition_id: str, select_fields: list[str]

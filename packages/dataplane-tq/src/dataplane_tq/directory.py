@@ -304,9 +304,6 @@ class Connection:
         self._ledger.register(request.declaration)
         self._directory.changed(request.declaration.partition_id)
 
-    def _declaration(self, request: p.Declaration) -> Any:
-        return self._ledger.partition(request.partition_id).declaration
-
     async def _begin_put(self, request: p.BeginPut) -> p.PutAnswer:
         if self._put is not None:
             raise InvalidRequestError("this connection already has a put under way")
@@ -327,7 +324,11 @@ class Connection:
                     # Rows left over by a clear that died must go before their ids come back.
                     stale = left.take(request.sample_ids)
                     self._dropping = (request.partition_id, stale) if stale else None
-                    return p.PutAnswer(placed, _grouped(stale))
+                    return p.PutAnswer(
+                        self._ledger.partition(request.partition_id).declaration.enums,
+                        placed,
+                        _grouped(stale),
+                    )
             remaining = deadline - time.monotonic()
             if remaining <= 0:
                 if busy:
@@ -524,7 +525,6 @@ _requests = msgspec.msgpack.Decoder(p.Request)
 
 _HANDLERS: dict[type[Any], Callable[[Connection, Any], Any]] = {
     p.Register: Connection._register,
-    p.Declaration: Connection._declaration,
     p.BeginPut: Connection._begin_put,
     p.CommitPut: Connection._commit_put,
     p.Read: Connection._read,

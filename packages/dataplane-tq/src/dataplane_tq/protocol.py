@@ -20,12 +20,6 @@ class Register(msgspec.Struct, frozen=True, tag=True):
     declaration: PartitionDeclaration
 
 
-class Declaration(msgspec.Struct, frozen=True, tag=True):
-    """The declaration of a partition. Answer: `PartitionDeclaration`."""
-
-    partition_id: str
-
-
 class BeginPut(msgspec.Struct, frozen=True, tag=True):
     """Reserve room for a put. Answer: `PutAnswer`. The put belongs to the connection.
 
@@ -59,10 +53,12 @@ class PutAnswer(msgspec.Struct, frozen=True):
     """Where to write.
 
     Attributes:
+        enums: the vocabularies that the put's values must keep to.
         blocks: one or more per layout.
         leftovers: samples that an earlier put or clear left in TransferQueue, to be dropped first.
     """
 
+    enums: dict[str, tuple[str, ...]]
     blocks: list[Block]
     leftovers: list[Leftover]
 
@@ -189,7 +185,6 @@ class Usage(msgspec.Struct, frozen=True, tag=True):
 
 Request = (
     Register
-    | Declaration
     | BeginPut
     | CommitPut
     | Read
