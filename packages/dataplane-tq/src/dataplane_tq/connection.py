@@ -1,0 +1,371 @@
+"""`Connection`: what one client asks of the directory, and what it leaves under way.
+
+Everything that a client has begun and not ended hangs on its connection: when that ends, it is
+undone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any  # Any: answers differ by request
+
+import msgspec
+import numpy as np
+import structlog
+
+from dataplane_core import (
+    CapacityExceeded,
+    DataPlaneError,
+    DeadlineExceededError,
+    InvalidRequestError,
+    PartitionSummary,
+    SampleState,
+    TaskCounts,
+)
+from dataplane_core.ledger import PutTicket, Row
+from dataplane_core.ledger.inspect import page, summarise
+from dataplane_tq import protocol as p
+from dataplane_tq.leftovers import Drop, Leftovers, grouped
+from dataplane_tq.packed.catalogue import Block, Catalogue
+from dataplane_tq.wire import HEADER, MAX_FRAME, Failure, Reply
+
+if TYPE_CHECKING:
+    from dataplane_tq.directory import Directory
+
+logger = structlog.get_logger("dataplane_tq.directory")
+
+_MAX_PAGE = 10_000
+
+
+class Connection:
+    """One client connection: its requests in turn, and what they left under way."""
+
+    def __init__(
+        self, directory: Directory, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        self._directory = directory
+        self._ledger = directory.ledger
+        self._reader = reader
+        self._writer = writer
+        self._put: tuple[PutTicket, list[Block]] | None = None
+        self._pinned: list[Row] = []
+        self._dropping: tuple[str, Drop] | None = None
+        self._closing: Leftovers | None = None
+
+    async def serve(self) -> None:
+        """Answer until the client goes away, then undo what it left under way."""
+        try:
+            while True:
+                (length,) = HEADER.unpack(await self._reader.readexactly(HEADER.size))
+                if length > MAX_FRAME:
+                    return
+                body = await self._reader.readexactly(length)
+                reply = await self._reply(body)
+                if reply is not None:
+                    frame = _encoder.encode(reply)
+                    self._writer.write(HEADER.pack(len(frame)) + frame)
+                    if self._writer.transport.get_write_buffer_size() > MAX_FRAME // 4:
+                        await self._writer.drain()
+        finally:
+            self._undo()
+
+    async def _reply(self, body: bytes) -> Reply | None:
+        try:
+            request = _requests.decode(body)
+            if self._directory.failure is not None:
+                raise self._directory.failure
+            answer = _HANDLERS[type(request)](self, request)
+            if asyncio.iscoroutine(answer):
+                answer = await answer
+        except DataPlaneError as error:
+            return Reply(failure=Failure.of(error))
+        except (msgspec.MsgspecError, ValueError, TypeError) as error:
+            logger.exception("request_failed")
+            return Reply(failure=Failure.of(InvalidRequestError(f"directory: {error}")))
+        if isinstance(request, p.Unpin):
+            return None
+        return Reply(answer=msgspec.Raw(_encoder.encode(answer)))
+
+    def _undo(self) -> None:
+        self._end_read()
+        if self._put is not None:
+            self._give_up_put()
+        if self._dropping is not None:
+            partition_id, drop = self._dropping
+            left = self._directory.leftovers[partition_id]
+            left.dropping.difference_update(drop)
+            left.orphans.update(drop)
+            self._directory.changed(partition_id)
+        self._end_closing()
+
+    def _give_up_put(self) -> None:
+        """Undo a put that was begun: what it placed, reserved, and may have left behind."""
+        assert self._put is not None
+        ticket, blocks = self._put
+        self._put = None
+        self._ledger.abort_put(ticket)
+        for block in blocks:
+            self._catalogue.free_block(block)
+        partition = self._ledger.partitions.get(ticket.partition_id)
+        if partition is not None:
+            left = self._directory.leftovers[ticket.partition_id]
+            for sample_id in ticket.reserved:
+                if sample_id not in partition.rows and sample_id not in partition.reserved:
+                    left.orphans.setdefault(sample_id, tuple(ticket.kinds))
+        self._directory.everything_changed()
+
+    def _end_closing(self) -> None:
+        if self._closing is not None:
+            self._closing.closing -= 1
+            self._closing = None
+
+    @property
+    def _catalogue(self) -> Catalogue:
+        assert self._directory.catalogue is not None
+        return self._directory.catalogue
+
+    def _check_failure(self) -> None:
+        if self._directory.failure is not None:
+            raise self._directory.failure
+
+    def _register(self, request: p.Register) -> None:
+        self._ledger.register(request.declaration)
+        self._directory.changed(request.declaration.partition_id)
+
+    async def _begin_put(self, request: p.BeginPut) -> p.PutAnswer:
+        if self._put is not None:
+            raise InvalidRequestError("this connection already has a put under way")
+        deadline = time.monotonic() + request.timeout_s
+        while True:
+            self._check_failure()
+            left = self._directory.leftovers[request.partition_id]
+            busy = left.blocks(request.sample_ids)
+            ticket = placed = None
+            if not busy:
+                ticket = self._ledger.begin_put(
+                    request.partition_id, request.sample_ids, request.kinds, request.token
+                )
+            if ticket is not None:
+                placed = self._place(ticket, request)
+                if placed is not None:
+                    self._put = ticket, placed
+                    # Rows left over by a clear that died must go before their ids come back.
+                    stale = left.take(request.sample_ids)
+                    self._dropping = (request.partition_id, stale) if stale else None
+                    return p.PutAnswer(
+                        self._ledger.partition(request.partition_id).declaration.enums,
+                        placed,
+                        grouped(stale),
+                    )
+            remaining = deadline - time.monotonic()
+            if remaining <= 0:
+                if busy:
+                    raise DeadlineExceededError(
+                        f"put_samples(partition={request.partition_id!r}): after "
+                        f"{request.timeout_s:g} s some of the ids are still being cleared or read"
+                    )
+                if ticket is None:
+                    raise self._ledger.full(request.partition_id, request.sample_ids)
+                raise self._no_bytes(request)
+            await self._directory.wait(request.partition_id, remaining)
+
+    def _place(self, ticket: PutTicket, request: p.BeginPut) -> list[Block] | None:
+        if not request.layouts:
+            return []
+        try:
+            placed = self._catalogue.place(request.layouts, near=request.node)
+        except DataPlaneError:
+            self._ledger.abort_put(ticket)
+            raise
+        if placed is None:
+            self._ledger.abort_put(ticket)
+        return placed
+
+    def _no_bytes(self, request: p.BeginPut) -> CapacityExceeded:
+        usage = self._catalogue.usage().values()
+        return CapacityExceeded(
+            f"put_samples(partition={request.partition_id!r}): "
+            f"{sum(layout.nbytes for layout in request.layouts)} bytes, "
+            f"{sum(unit.free for unit in usage)} of {sum(unit.capacity for unit in usage)} free; "
+            "nothing was cleared in time: clear samples or raise global_segment_size"
+        )
+
+    def _commit_put(self, request: p.CommitPut) -> None:
+        if self._put is None:
+            raise InvalidRequestError("this connection has no put under way")
+        ticket, blocks = self._put
+        cells: dict[str, list[Any]] = {
+            name: [None] * (0 if blocks else len(ticket.sample_ids)) for name in ticket.kinds
+        }
+        for block in blocks:
+            cells[block.layout.name] += [(block, row) for row in range(block.layout.rows)]
+        try:
+            self._ledger.commit_put(ticket, cells, request.tags)
+        except DataPlaneError:
+            self._give_up_put()
+            raise
+        self._put = None
+        self._dropped(p.Dropped())
+        self._directory.changed(ticket.partition_id)
+
+    def _read(self, request: p.Read) -> p.ReadAnswer:
+        partition = self._ledger.partition(request.partition_id)
+        rows = partition.lookup(request.sample_ids, request.fields)
+        self._end_read()
+        self._ledger.pin(rows)
+        self._pinned = rows
+        kinds = [partition.kinds[name] for name in request.fields] if rows else []
+        if self._directory.catalogue is None or not rows:
+            return p.ReadAnswer(kinds, [])
+        return p.ReadAnswer(kinds, [_parts(rows, name) for name in request.fields])
+
+    def _end_read(self) -> None:
+        if self._pinned:
+            rows, self._pinned = self._pinned, []
+            self._ledger.unpin(rows)
+            if any(row.dropped for row in rows):
+                self._directory.everything_changed()
+
+    def _unpin(self, request: p.Unpin) -> None:
+        self._end_read()
+
+    async def _claim(self, request: p.Claim) -> p.ClaimAnswer:
+        wanted = request.wanted
+        deadline = time.monotonic() + request.timeout_s
+        while True:
+            self._check_failure()
+            self._directory.expire()
+            partition = self._ledger.partition(request.partition_id)
+            if self._reader.at_eof():
+                raise ConnectionError("the claimer went away")
+            claimed = partition.claim(wanted, time.monotonic())
+            if claimed is not None:
+                break
+            remaining = deadline - time.monotonic()
+            if remaining <= 0:
+                raise partition.claim_timeout(wanted, request.timeout_s)
+            await self._directory.wait(request.partition_id, remaining)
+        if claimed.token is not None:
+            self._directory.changed(request.partition_id)
+        tags = [row.tags for row in claimed.rows]
+        return p.ClaimAnswer(
+            [row.sample_id for row in claimed.rows], tags if any(tags) else None, claimed.token
+        )
+
+    def _settle(self, request: p.Settle) -> None:
+        self._directory.expire()
+        partition = self._ledger.partition(request.partition_id)
+        if request.how == "renew":
+            partition.renew(request.token, request.sample_ids, time.monotonic())
+        else:
+            partition.settle(
+                request.token, request.sample_ids, acknowledge=request.how == "acknowledge"
+            )
+        self._directory.changed(request.partition_id)
+
+    def _consumed(self, request: p.Consumed) -> bool:
+        self._directory.expire()
+        partition = self._ledger.partitions.get(request.partition_id)
+        return partition is not None and partition.consumed(request.task_names)
+
+    def _count(self, request: p.Count) -> TaskCounts:
+        self._directory.expire()
+        partition = self._ledger.partition(request.partition_id)
+        return partition.counts(request.task_name, request.required_fields)
+
+    async def _clear(self, request: p.Clear) -> p.ClearAnswer:
+        if self._dropping is not None:
+            raise InvalidRequestError("this connection already has a clear under way")
+        self._directory.expire()
+        rows = self._ledger.clear(request.partition_id, request.sample_ids, force=request.force)
+        left = self._directory.leftovers[request.partition_id]
+        for row in rows:
+            left.pinned[row.sample_id] = row
+        if request.sample_ids is None:
+            # Nothing may be put before TransferQueue has forgotten the partition as well.
+            left.closing += 1
+            self._closing = left
+        self._directory.everything_changed()
+        deadline = time.monotonic() + request.timeout_s
+        mine = {row.sample_id for row in rows}
+        while any(left.pinned[i].pins for i in mine & left.pinned.keys()):
+            remaining = deadline - time.monotonic()
+            if remaining <= 0:
+                break  # a read that does not end keeps its rows; a later clear drops them
+            await self._directory.wait(request.partition_id, remaining)
+        taken = left.take()
+        self._dropping = request.partition_id, taken
+        return p.ClearAnswer(len(rows), grouped(taken))
+
+    def _dropped(self, request: p.Dropped) -> None:
+        if self._dropping is not None:
+            partition_id, drop = self._dropping
+            self._dropping = None
+            self._end_closing()
+            left = self._directory.leftovers[partition_id]
+            left.dropping.difference_update(drop)
+            if not (left.orphans or left.pinned or left.dropping or left.closing):
+                del self._directory.leftovers[partition_id]
+            self._directory.changed(partition_id)
+
+    def _list_partitions(self, request: p.ListPartitions) -> list[PartitionSummary]:
+        self._directory.expire()
+        return [summarise(partition) for partition in self._ledger.partitions.values()]
+
+    def _list_samples(self, request: p.ListSamples) -> list[SampleState]:
+        if request.start < 0 or not 0 <= request.limit <= _MAX_PAGE:
+            raise InvalidRequestError(
+                f"list_samples: start {request.start}, limit {request.limit}; expected a limit of "
+                f"at most {_MAX_PAGE}"
+            )
+        partition = self._ledger.partition(request.partition_id)
+        return page(partition, request.start, request.limit)
+
+    def _usage(self, request: p.Usage) -> Any:
+        return {} if self._directory.catalogue is None else self._catalogue.usage()
+
+
+def _parts(rows: Sequence[Row], name: str) -> p.FieldParts:
+    cells = [row.cells[name] for row in rows]
+    first: Block = cells[0][0]
+    numbers = [number for _, number in cells]
+    if all(block is first for block, _ in cells):
+        whole = len(numbers) == first.layout.rows and numbers == list(range(len(numbers)))
+        return p.FieldParts([first], b"", b"" if whole else _packed(numbers, np.int64))
+    places: dict[int, int] = {}
+    blocks: list[Block] = []
+    source = []
+    for block, _ in cells:
+        place = places.get(block.id)
+        if place is None:
+            place = places[block.id] = len(blocks)
+            blocks.append(block)
+        source.append(place)
+    return p.FieldParts(blocks, _packed(source, np.int32), _packed(numbers, np.int64))
+
+
+def _packed(values: list[int], dtype: type[np.signedinteger[Any]]) -> bytes:
+    return np.array(values, dtype=dtype).tobytes()
+
+
+_encoder = msgspec.msgpack.Encoder()
+_requests = msgspec.msgpack.Decoder(p.Request)
+
+_HANDLERS: dict[type[Any], Callable[[Connection, Any], Any]] = {
+    p.Register: Connection._register,
+    p.BeginPut: Connection._begin_put,
+    p.CommitPut: Connection._commit_put,
+    p.Read: Connection._read,
+    p.Unpin: Connection._unpin,
+    p.Claim: Connection._claim,
+    p.Settle: Connection._settle,
+    p.Consumed: Connection._consumed,
+    p.Count: Connection._count,
+    p.Clear: Connection._clear,
+    p.Dropped: Connection._dropped,
+    p.ListPartitions: Connection._list_partitions,
+    p.ListSamples: Connection._list_samples,
+    p.Usage: Connection._usage,
+}

@@ -1,0 +1,70 @@
+"""Rows that the directory dropped and that may still be in TransferQueue.
+
+A clear is decided in the directory at once; TransferQueue's rows go afterwards, by a client. Until
+then their ids cannot be put again, and if that client dies the next one takes them over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from dataplane_core.ledger import Row
+from dataplane_tq.protocol import Leftover
+
+Drop = dict[str, tuple[str, ...]]
+"""Samples to drop from TransferQueue, with the fields they had there."""
+
+
+class Leftovers:
+    """Rows of one partition that were cleared here and may still be in TransferQueue.
+
+    Attributes:
+        orphans: those that nobody is dropping, with the fields they had.
+        pinned: those that a read still needs.
+        dropping: those that a connection is dropping.
+        closing: how many connections are dropping the partition as a whole.
+    """
+
+    def __init__(self) -> None:
+        self.orphans: dict[str, tuple[str, ...]] = {}
+        self.pinned: dict[str, Row] = {}
+        self.dropping: set[str] = set()
+        self.closing = 0
+
+    def settle(self) -> None:
+        """Move rows whose reads have ended to the orphans."""
+        free = [row for row in self.pinned.values() if row.pins == 0]
+        for row in free:
+            del self.pinned[row.sample_id]
+            self.orphans[row.sample_id] = tuple(row.cells)
+
+    def take(self, only: Sequence[str] | None = None) -> Drop:
+        """Hand orphans to a connection to drop: all, or those among ``only``."""
+        self.settle()
+        asked = list(self.orphans) if only is None else only
+        taken = {
+            sample_id: self.orphans.pop(sample_id)
+            for sample_id in asked
+            if sample_id in self.orphans
+        }
+        self.dropping.update(taken)
+        return taken
+
+    def blocks(self, sample_ids: Sequence[str]) -> bool:
+        """Whether one of the samples cannot be put before a drop has ended."""
+        if self.closing:
+            return True
+        self.settle()
+        if not (self.dropping or self.pinned):
+            return False
+        return any(
+            sample_id in self.dropping or sample_id in self.pinned for sample_id in sample_ids
+        )
+
+
+def grouped(drop: Drop) -> list[Leftover]:
+    """The samples of ``drop`` by the fields they had."""
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for sample_id, fields in drop.items():
+        groups.setdefault(fields, []).append(sample_id)
+    return [Leftover(ids, list(fields)) for fields, ids in groups.items()]
