@@ -305,7 +305,7 @@ def served(tmp_path: Path):
 
 @pytest.mark.parametrize(
     ("die", "workers"),
-    [("before save", 0), ("before commit", 0), ("between", 0), ("before commit", 2)],
+    [("before save", 0), ("between", 0), ("before commit", 2)],
 )
 @pytest.mark.slow
 def test_after_a_kill_the_committed_steps_saw_every_sample_exactly_once(served, die, workers):

@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import inspect
 import json
 import subprocess
 import sys
 import threading
+import time
 import uuid
 from concurrent import futures
 from concurrent.futures import ThreadPoolExecutor
@@ -26,7 +28,6 @@ import pytest
 import torch
 import zmq
 from tensordict import NonTensorData, NonTensorStack, TensorDict
-from transfer_queue import controller as controller_module
 from transfer_queue.client import TransferQueueClient
 from transfer_queue.controller import TransferQueueController
 from transfer_queue.sampler import GRPOGroupNSampler
@@ -243,33 +244,27 @@ def test_a_clear_that_a_unit_refuses_reports_success_and_leaks_the_rows(
 # 2. Claims that wait inside the controller.
 
 
-def test_a_claim_with_too_little_data_stops_the_controller_for_everybody(make_raw, monkeypatch):
-    """If others are served meanwhile, the bootstrap's ``polling_mode=True`` is a choice again."""
-    assert controller_module.TQ_CONTROLLER_GET_METADATA_CHECK_INTERVAL == 5
-    sleeping, awake = threading.Event(), threading.Event()
+def test_a_claim_with_too_little_data_sleeps_in_the_thread_that_serves_everybody(
+    make_raw, monkeypatch
+):
+    """If it no longer sleeps, the bootstrap's ``polling_mode=True`` is a choice again."""
+    raw = make_raw(units=0, polling_mode=False)
+    handler = inspect.unwrap(type(raw.controller).get_metadata)
+    slept = []
 
     class Clock:
-        time = staticmethod(controller_module.time.time)
+        time = staticmethod(time.time)
 
         @staticmethod
         def sleep(seconds):
-            assert seconds == controller_module.TQ_CONTROLLER_GET_METADATA_CHECK_INTERVAL
-            sleeping.set()
-            awake.wait(PATIENCE_S)
+            slept.append(seconds)
             raise TimeoutError("enough")
 
-    raw = make_raw(units=0, polling_mode=False)
-    monkeypatch.setattr(controller_module, "time", Clock)
-    claim = raw.start(raw.client.async_get_meta(["x"], 1, "p", task_name="train"))
-    assert sleeping.wait(PATIENCE_S)
-    listing = raw.start(raw.client.async_get_partition_list())
-    try:
-        assert not futures.wait([listing], timeout=SILENCE_S).done
-    finally:
-        awake.set()
-    assert listing.result(PATIENCE_S) == []
-    with pytest.raises(RuntimeError, match="enough"):
-        claim.result(PATIENCE_S)
+    # What answers a request is called by the controller's only request thread.
+    monkeypatch.setitem(handler.__globals__, "time", Clock)
+    with pytest.raises(TimeoutError, match="enough"):
+        raw.controller.get_metadata(["x"], "p", task_name="train", batch_size=1)
+    assert slept == [5]
 
 
 # 3. Nothing holds a row between its resolving and its reading.
