@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar, TypeVar  # Any: tags and Ray handles
 
 import ray
@@ -92,6 +93,9 @@ class TQDataPlaneClient(DataPlaneClient):
             if self._owned is not None:
                 self._owned.stop()
             raise
+        self.capabilities = replace(  # type: ignore[misc]  # it depends on the backend
+            type(self).capabilities, survivable=found.connection.survivable
+        )
         self._node = ray.get_runtime_context().get_node_id()
         self._store: Store = (
             PackedStore(self._engine, found.connection.storage)

@@ -44,6 +44,7 @@ class Connection:
         manager: name of TransferQueue's storage manager for it.
         controller: TransferQueue's description of the controller's sockets.
         rows_as_bytes: whether the backend takes rows as bytes only.
+        survivable: whether the death of each of its parts is noticed within seconds.
         storage: configuration of the storage manager.
         directory: where the directory listens.
     """
@@ -51,6 +52,7 @@ class Connection:
     backend: str
     manager: str
     rows_as_bytes: bool
+    survivable: bool
     controller: Any
     storage: dict[str, Any]
     directory: Address
@@ -117,6 +119,7 @@ def bootstrap(cfg: DataPlaneConfig) -> Topology:
             backend=backend,
             manager=storage.manager,
             rows_as_bytes=storage.rows_as_bytes,
+            survivable=storage.survivable,
             controller=zmq_info,
             storage=storage.connection,
             directory=address,

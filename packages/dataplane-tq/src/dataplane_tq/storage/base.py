@@ -27,6 +27,7 @@ class StorageBackend(ABC):
         manager: the storage manager's name in TransferQueue's registry.
         rows_as_bytes: tensors do not come back as they were put, or do not go in at all; columns
             of ``bytes`` do, so each row is to be shipped as one.
+        survivable: its parts are actors, whose death is noticed within seconds; a daemon's is not.
         actors: name to Ray handle of every actor that operations depend on; filled by `start`.
         connection: the ``config`` of ``initialize_storage_manager`` in every process; picklable,
             filled by `start`.
@@ -34,6 +35,7 @@ class StorageBackend(ABC):
 
     manager: ClassVar[str]
     rows_as_bytes: ClassVar[bool] = False
+    survivable: ClassVar[bool] = True
 
     def __init__(self) -> None:
         self.actors: dict[str, Any] = {}

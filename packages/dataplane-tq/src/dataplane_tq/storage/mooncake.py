@@ -33,6 +33,7 @@ class Mooncake(StorageBackend):
     """One master and ``num_storage_units`` segments of ``global_segment_size`` bytes each."""
 
     manager = "MooncakeStore"
+    survivable = False
     # A row without elements is refused, a scalar comes back with one dimension, and bytes put under
     # another dtype are read as the first.
     rows_as_bytes = True

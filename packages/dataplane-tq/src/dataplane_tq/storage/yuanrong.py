@@ -26,6 +26,7 @@ class Yuanrong(StorageBackend):
     """One worker with ``global_segment_size`` bytes of shared memory, on a Ray of one node."""
 
     manager = "Yuanrong"
+    survivable = False
 
     @classmethod
     def check(cls, cfg: DataPlaneConfig) -> None:
