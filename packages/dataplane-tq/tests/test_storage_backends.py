@@ -121,6 +121,11 @@ def controller(cluster):
     ray.kill(actor)
 
 
+def only(*names):
+    """Run a test with these backends."""
+    return pytest.mark.parametrize("backend", names, indirect=True, scope="module")
+
+
 @pytest.fixture(scope="module", params=NAMES)
 def backend(request, controller):
     running = start(request.param)
@@ -250,9 +255,8 @@ def test_a_meta_from_before_a_clear_reads_an_error_or_nothing(backend, here, the
             here.read(stale)
 
 
+@only("mooncake_cpu", "ray")
 def test_rows_of_a_process_that_ended(backend, here, controller, partition):
-    if backend.name in ("simple", "yuanrong"):
-        pytest.skip("no client owns memory of theirs")
     other = ray.remote(Host).options(num_cpus=0.1).remote()
     putter = Peer(other, backend.name, controller, backend.manager, backend.connection)
     putter.put(partition, keys(4), blobs(4))
@@ -266,13 +270,12 @@ def test_rows_of_a_process_that_ended(backend, here, controller, partition):
         assert_same(here.get(partition, keys(4), ["blob"]), blobs(4))
 
 
+@only("simple", "mooncake_cpu", "yuanrong")
 def test_rows_without_elements(backend, here, there, partition):
     empty = {
         "ragged": ragged(torch.arange(3), torch.arange(0)),
         "dense": torch.zeros(2, 0),
     }
-    if backend.name == "ray":
-        pytest.skip("takes no tensors")
     for name, column in empty.items():
         data = TensorDict({name: column}, batch_size=2)
         if backend.name == "mooncake_cpu":
@@ -286,10 +289,9 @@ def test_rows_without_elements(backend, here, there, partition):
 def test_tensors_of_backends_that_take_rows_as_bytes(backend, here, there, partition):
     data = tensors(4)
     if backend.name == "ray":
-        if find_spec("nixl") is not None:
-            pytest.skip("tensors go over NIXL")
-        with pytest.raises(ModuleNotFoundError, match="nixl"):
-            here.put(partition, keys(4), data)
+        if find_spec("nixl") is None:
+            with pytest.raises(ModuleNotFoundError, match="nixl"):
+                here.put(partition, keys(4), data)
     elif backend.name == "mooncake_cpu":
         here.put(partition, keys(4), data)
         found = there.get(partition, keys(4), ["ids", "half", "score"])
@@ -310,9 +312,8 @@ def test_a_put_of_no_rows_does_nothing(here, partition):
     assert here.rows(partition, keys(1)).size == 1
 
 
-def test_a_full_store_refuses_and_keeps_what_it_has(backend, here, partition):
-    if backend.name != "mooncake_cpu":
-        pytest.skip("unbounded, or refuses after a minute only")
+@only("mooncake_cpu")  # the others are unbounded, or refuse after a minute only
+def test_a_full_store_refuses_and_keeps_what_it_has(here, partition):
     large = TensorDict({"blob": NonTensorStack(bytes(CONFIG["global_segment_size"]))}, batch_size=1)
     here.put(partition, keys(1), blobs(1))
     with pytest.raises(RuntimeError, match="-200"):

@@ -231,10 +231,6 @@ def bytes_held(client, backend, field):
     return sum(ask(name, held) for name in UNITS)
 
 
-def expect_failure(request, reason):
-    request.applymarker(pytest.mark.xfail(strict=True, raises=AssertionError, reason=reason))
-
-
 @pytest.fixture
 def clear_beside_a_stopped_unit(owner, hasty, backend):
     """Puts three samples and clears two of them while a unit is stopped; the clear's error."""
@@ -425,15 +421,15 @@ def test_what_cannot_come_back_is_refused_by_name(owner, partition, value, named
     assert owner.count_samples(partition, "train", ["x"]).put == 0
 
 
-def test_rows_are_freed_one_by_one(owner, partition, backend, request):
-    if backend == "simple":
-        expect_failure(request, "a unit of TransferQueue keeps what one put sent it in one buffer")
+def test_rows_are_freed_one_by_one(owner, partition, backend):
     ids = [f"s{i}" for i in range(8)]
     owner.put_samples(ids, partition, TensorDict({"rows": torch.ones(8, 1024)}, batch_size=[8]))
     whole = bytes_held(owner, backend, "rows")
     owner.clear_samples(ids[1:], partition)
     assert owner.get_samples(["s0"], partition, ["rows"])["rows"].sum() == 1024
-    assert bytes_held(owner, backend, "rows") <= whole / 8
+    left = bytes_held(owner, backend, "rows")
+    # A unit of TransferQueue keeps what one put sent it in one buffer, and so do ours on `simple`.
+    assert left <= whole / 8 if backend == "packed" else left > whole / 8
 
 
 def test_the_controller_does_not_grow_with_the_steps_of_a_run(owner):
