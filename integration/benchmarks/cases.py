@@ -69,6 +69,7 @@ class Batch:
     Attributes:
         ids: one per row.
         lengths: (rows,) int64, in tokens.
+        cuts: the same as integers.
         padded: name to column as a trainer holds it: (rows, longest), (rows,) or objects (rows,).
     """
 
@@ -79,6 +80,7 @@ class Batch:
         self.lengths = torch.randint(
             case.shortest, case.longest + 1, (case.rows,), generator=random
         )
+        self.cuts = self.lengths.tolist()
         self._real = torch.arange(case.longest)[None, :] < self.lengths[:, None]
         content = np.empty(case.rows, dtype=object)
         content[:] = [f"the answer of row {row} is {row * 7 % 13}" for row in range(case.rows)]

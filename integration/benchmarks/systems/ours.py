@@ -11,7 +11,8 @@ from integration.benchmarks.cases import FIELDS, WRITTEN_BACK, Batch
 from integration.benchmarks.systems import STORE_OPERATIONS, TASKS, Operation
 from tensordict import TensorDict
 
-from column_io import materialize, pack_jagged_fields
+from column_io import read_columns, write_columns
+from dataplane_core import KVBatchMeta
 from dataplane_tq import TQDataPlaneClient
 
 _FILL_CHUNK = 10_000
@@ -49,20 +50,19 @@ class Ours:
         self._client.register_partition(partition, list(FIELDS), rows, list(TASKS))
 
     def put(self, batch: Batch, partition: str) -> None:
-        """Pack and put."""
-        packed = pack_jagged_fields(batch.padded, batch.lengths)
-        self._client.put_samples(batch.ids, partition, packed)
+        """Write padded columns."""
+        write_columns(self._client, _meta(batch, partition), batch.padded)
 
     def get(
         self, batch: Batch, partition: str, names: Sequence[str], rows: slice, handle: Any
     ) -> Any:
-        """Get and pad."""
-        return materialize(self._client.get_samples(batch.ids[rows], partition, list(names)))
+        """Read padded columns."""
+        return read_columns(self._client, _meta(batch, partition, rows), names)
 
     def write_back(self, batch: Batch, partition: str) -> None:
-        """Pack one column and put it."""
-        packed = pack_jagged_fields({WRITTEN_BACK: batch.column(WRITTEN_BACK)}, batch.lengths)
-        self._client.put_samples(batch.ids, partition, packed)
+        """Write one column more."""
+        column = {WRITTEN_BACK: batch.column(WRITTEN_BACK)}
+        write_columns(self._client, _meta(batch, partition), column)
 
     def claim(self, partition: str, task: str, fields: Sequence[str], count: int) -> int:
         """Claim what is ready, with ids."""
@@ -89,3 +89,12 @@ class Ours:
     def close(self) -> None:
         """Detach."""
         self._client.close()
+
+
+def _meta(batch: Batch, partition: str, rows: slice = slice(None)) -> KVBatchMeta:
+    return KVBatchMeta(
+        partition_id=partition,
+        task_name=None,
+        sample_ids=batch.ids[rows],
+        sequence_lengths=batch.cuts[rows],
+    )

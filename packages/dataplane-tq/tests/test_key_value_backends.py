@@ -7,7 +7,7 @@ import torch
 from tensordict import NonTensorStack, TensorDict
 
 from dataplane_core import MissingDataError, SchemaMismatchError
-from dataplane_tq.object_codec import seal, unseal
+from dataplane_tq.seal import seal, unseal
 from dataplane_tq.storage import BACKENDS
 
 pytestmark = pytest.mark.slow

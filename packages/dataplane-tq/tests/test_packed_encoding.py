@@ -8,10 +8,11 @@ from hypothesis import strategies as st
 from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, TensorDict
 
 from dataplane_core import InvalidRequestError
+from dataplane_core.columns import fields_of_columns, padded_tensor
 from dataplane_core.rows import collate_rows, split_rows
 from dataplane_tq.packed.catalogue import Catalogue, UnitSpec
-from dataplane_tq.packed.decoding import Piece, decode
-from dataplane_tq.packed.encoding import encode, writes
+from dataplane_tq.packed.decoding import Piece, decode, decode_column
+from dataplane_tq.packed.encoding import encode, encode_columns, writes
 
 DTYPES = [
     torch.int64,
@@ -64,8 +65,7 @@ def assert_same(found, expected):
 def put(leaf, count):
     """The leaf's layout and its flat buffer."""
     [field] = encode(TensorDict({"f": leaf}, batch_size=[count]), count)
-    flat = np.concatenate([np.empty(0, np.uint8), *field.buffers])
-    return field.layout, flat
+    return field.layout, field.slices.joined()
 
 
 @st.composite
@@ -100,17 +100,15 @@ def test_tensors_come_back_as_collated_rows(data):
     rows = [list(leaf.unbind()) for leaf in leaves]
     pieces, expected = [], []
     for (layout, flat), mine in zip(puts, rows, strict=True):
-        cut = data.draw(st.integers(0, flat.size))
-        buffers = data.draw(st.sampled_from([[flat], [flat[:cut], flat[cut:]]]))
         wanted = None
         if data.draw(st.booleans()):
             wanted = np.array(data.draw(st.permutations(range(len(mine)))))
             wanted = wanted[: data.draw(st.integers(1, len(mine)))]
         if wanted is not None and data.draw(st.booleans()):
-            runs = [flat[start:stop] for start, stop in layout.runs(wanted)]
-            pieces.append(Piece(layout.take(wanted), runs))
+            runs = [flat[:0], *(flat[start:stop] for start, stop in layout.runs(wanted))]
+            pieces.append(Piece(layout.take(wanted), np.concatenate(runs)))
         else:
-            pieces.append(Piece(layout, buffers, wanted))
+            pieces.append(Piece(layout, flat, wanted))
         expected += [mine[row] for row in (range(len(mine)) if wanted is None else wanted)]
     if data.draw(st.booleans()):
         order = data.draw(st.permutations(range(len(expected))))
@@ -120,12 +118,34 @@ def test_tensors_come_back_as_collated_rows(data):
         expected, at, placed = answer, 0, []
         for piece in pieces:
             positions = np.array(order[at : at + piece.count])
-            placed.append(Piece(piece.layout, piece.buffers, piece.rows, positions))
+            placed.append(Piece(piece.layout, piece.flat, piece.rows, positions))
             at += piece.count
         pieces = placed
     found = decode(pieces)
     assert_same(found, collate_rows(str(expected[0].dtype), expected))
-    assert not any(flat.size and shares(found, flat) for _, flat in puts)
+    width, pad_value = data.draw(st.integers(0, 5)), data.draw(st.sampled_from([0, 1]))
+    column = decode_column(pieces, pad_value, width)
+    assert_same(column, padded_tensor(found, pad_value, width))
+    for answer in (found, column):
+        assert not any(flat.size and shares(answer, flat) for _, flat in puts)
+
+
+@settings(deadline=None)
+@given(st.data())
+def test_padded_columns_are_stored_as_their_cut_rows(data):
+    dtype = data.draw(st.sampled_from(DTYPES))
+    lengths = data.draw(st.lists(st.integers(0, 4), min_size=1, max_size=5))
+    shape = (len(lengths), max(lengths) + data.draw(st.integers(0, 2)))
+    padded = random_tensor((*shape, *data.draw(st.sampled_from([(), (2,), (0,)]))), dtype, 1)
+    if data.draw(st.booleans()):
+        padded = padded.transpose(0, 1).contiguous().transpose(0, 1)
+    ids = np.array([str(length) for length in lengths], object)
+    columns = {"cut": padded, "whole": padded, "ids": ids}
+    encoded = encode_columns(columns, lengths, ["cut"])
+    fields = fields_of_columns(columns, len(lengths), lengths, ["cut"])
+    for field, expected in zip(encoded, encode(fields, len(lengths)), strict=True):
+        assert field.layout == expected.layout
+        assert field.slices.joined().tobytes() == expected.slices.joined().tobytes()
 
 
 def shares(tensor, flat):
@@ -140,7 +160,7 @@ def test_every_dtype_keeps_its_bits(dtype):
     for leaf in (tensor, tensor[:, 0], tensor[:, :1], jagged([tensor[0, :1], tensor[1]])):
         layout, flat = put(leaf, leaf.size(0))
         assert layout.kind == str(dtype)
-        assert_same(decode([Piece(layout, [flat])]), collate_rows("", list(leaf.unbind())))
+        assert_same(decode([Piece(layout, flat)]), collate_rows("", list(leaf.unbind())))
 
 
 def holed():
@@ -186,20 +206,22 @@ def test_what_split_rows_takes_is_taken_alike(make):
         rows = [row.item() for row in rows]
     [field] = encode(fields, 3)
     assert field.layout.kind == column.kind
-    assert_same(decode([Piece(field.layout, field.buffers)]), collate_rows(column.kind, rows))
+    assert_same(
+        decode([Piece(field.layout, field.slices.joined())]), collate_rows(column.kind, rows)
+    )
 
 
 def test_offsets_need_not_cover_the_values():
     leaf = torch.nested.nested_tensor_from_jagged(torch.arange(10), torch.tensor([2, 4, 4, 7]))
     layout, flat = put(leaf, 3)
-    found = decode([Piece(layout, [flat])])
+    found = decode([Piece(layout, flat)])
     assert [row.tolist() for row in found.unbind()] == [[2, 3], [], [4, 5, 6]]
 
 
 def test_a_lazy_stack_is_taken():
     rows = [TensorDict({"a": torch.tensor([i]), "b": NonTensorData(str(i))}) for i in range(3)]
     fields = {
-        field.layout.name: decode([Piece(field.layout, field.buffers)])
+        field.layout.name: decode([Piece(field.layout, field.slices.joined())])
         for field in encode(LazyStackedTensorDict(*rows), 3)
     }
     assert fields["a"].tolist() == [[0], [1], [2]]
@@ -231,20 +253,20 @@ def test_another_number_of_rows_is_refused():
 def test_pieces_that_contradict_each_other_are_refused():
     layout, flat = put(torch.arange(3), 3)
     other, floats = put(torch.rand(3), 3)
-    rows, both = np.array([0, 1]), [flat]
+    rows = np.array([0, 1])
     for pieces, message in (
         ([], "no rows"),
-        ([Piece(layout, both), Piece(other, [floats])], "torch.int64 and of torch.float32"),
-        ([Piece(layout, [flat[:-1]])], "23 bytes for 3 rows"),
-        ([Piece(layout, both, rows, np.array([0, 0]))], "not every one"),
-        ([Piece(layout, both, rows, np.array([0, 2]))], "outside the answer"),
-        ([Piece(layout, both, rows, np.array([0]))], "1 positions for 2 rows"),
+        ([Piece(layout, flat), Piece(other, floats)], "torch.int64 and of torch.float32"),
+        ([Piece(layout, flat[:-1])], "23 bytes for 3 rows"),
+        ([Piece(layout, flat, rows, np.array([0, 0]))], "not every one"),
+        ([Piece(layout, flat, rows, np.array([0, 2]))], "outside the answer"),
+        ([Piece(layout, flat, rows, np.array([0]))], "1 positions for 2 rows"),
     ):
         with pytest.raises(InvalidRequestError, match=message):
             decode(pieces)
     for rows in ([0, 3], [-1, 0], [2, 5, 1]):
         with pytest.raises(IndexError):
-            decode([Piece(layout, both, np.array(rows))])
+            decode([Piece(layout, flat, np.array(rows))])
 
 
 def test_a_put_that_is_split_over_units_comes_back():
@@ -266,10 +288,10 @@ def test_a_put_that_is_split_over_units_comes_back():
     memory = {name: np.zeros(512, np.uint8) for name in units}
     for unit, pieces in writes(blocks, encoded).items():
         for offset, part in pieces:
-            memory[unit][offset : offset + part.size] = part
+            part.copy_into(memory[unit][offset : offset + part.nbytes])
     for name in "abcd":
         pieces = [
-            Piece(b.layout, [memory[b.unit][b.offset : b.offset + b.layout.nbytes]])
+            Piece(b.layout, memory[b.unit][b.offset : b.offset + b.layout.nbytes])
             for b in blocks
             if b.layout.name == name
         ]

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from dataplane_core import DeadlineExceededError, InvalidRequestError, UnavailableError
+from dataplane_core.slices import Slices
 from dataplane_tq.packed import unit_wire as wire
 from dataplane_tq.packed.arena import Arena
 from dataplane_tq.packed.unit import UnitServer
@@ -70,6 +71,10 @@ def pattern(seed, nbytes=1000):
     return np.random.default_rng(seed).integers(0, 256, nbytes, np.uint8)
 
 
+def whole(data):
+    return Slices(np.frombuffer(data, np.uint8), [0], [len(data)])
+
+
 both = pytest.mark.parametrize("transport", ["shm", "tcp"])
 
 
@@ -77,9 +82,11 @@ both = pytest.mark.parametrize("transport", ["shm", "tcp"])
 def test_what_is_written_is_read(child, transport):
     with client_of(child, transport) as client:
         a, b = pattern(1), pattern(2)
-        client.write([(0, a), (5000, b.tobytes()), (7, b""), (6000, memoryview(a)[:3])], 10)
-        parts = client.read([(5000, 6000), (6000, 6003), (4, 4), (0, 1000)], 10)
-        assert [part.tolist() for part in parts] == [b.tolist(), a[:3].tolist(), [], a.tolist()]
+        scattered = Slices(a, [997, 0, 5], [3, 0, 2])
+        client.write([(0, whole(a)), (5000, whole(b)), (7, whole(b"")), (6000, scattered)], 10)
+        data = client.read([(5000, 6000), (6000, 6005), (4, 4), (0, 1000)], 10)
+        assert data.tolist() == [*b, *a[997:], *a[5:7], *a]
+        assert client.read([(0, 1000)], 10).tolist() == a.tolist()
         assert client.zero_copy == (transport == "shm")
 
 
@@ -88,18 +95,18 @@ def test_more_pieces_than_one_call_or_frame_takes_arrive(unit, transport, monkey
     monkeypatch.setattr(wire, "MOST_RANGES", 1500)
     with client_of(unit.address, transport) as client:
         data = pattern(3, 4000)
-        client.write([(8 * at, data[at : at + 1]) for at in range(4000)], 10)
-        parts = client.read([(8 * at, 8 * at + 1) for at in range(4000)], 10)
-        assert np.concatenate(parts).tolist() == data.tolist()
+        client.write([(8 * at, whole(data[at : at + 1])) for at in range(4000)], 10)
+        found = client.read([(8 * at, 8 * at + 1) for at in range(4000)], 10)
+        assert found.tolist() == data.tolist()
 
 
 def test_both_transports_reach_the_same_memory(unit):
     with client_of(unit.address, "shm") as near, client_of(unit.address, "tcp") as far:
-        near.write([(0, pattern(1))], 10)
-        [seen] = far.read([(0, 1000)], 10)
+        near.write([(0, whole(pattern(1)))], 10)
+        seen = far.read([(0, 1000)], 10)
         assert seen.tolist() == pattern(1).tolist()
-        far.write([(0, pattern(2, CAPACITY))], 10)
-        [seen] = near.read([(0, CAPACITY)], 10)
+        far.write([(0, whole(pattern(2, CAPACITY)))], 10)
+        seen = near.read([(0, CAPACITY)], 10)
         assert (seen == pattern(2, CAPACITY)).all()
 
 
@@ -115,8 +122,8 @@ def test_auto_shares_memory_on_the_units_node_and_uses_tcp_elsewhere(unit):
 
 def test_views_cannot_be_written_and_outlive_the_client(unit):
     with client_of(unit.address, "shm") as client:
-        client.write([(0, pattern(1))], 10)
-        [view] = client.read([(0, 1000)], 10)
+        client.write([(0, whole(pattern(1)))], 10)
+        view = client.read([(0, 1000)], 10)
         with pytest.raises(ValueError, match="read-only"):
             view[0] = 1
     assert view.tolist() == pattern(1).tolist()
@@ -125,9 +132,9 @@ def test_views_cannot_be_written_and_outlive_the_client(unit):
 @both
 def test_a_client_may_be_used_again_after_close(unit, transport):
     with client_of(unit.address, transport) as client:
-        client.write([(0, pattern(1))], 10)
+        client.write([(0, whole(pattern(1)))], 10)
         client.close()
-        assert client.read([(0, 1000)], 10)[0].tolist() == pattern(1).tolist()
+        assert client.read([(0, 1000)], 10).tolist() == pattern(1).tolist()
 
 
 @both
@@ -135,10 +142,10 @@ def test_a_client_may_be_used_again_after_close(unit, transport):
 def test_bytes_outside_the_memory_are_refused_before_anything_is_sent(unit, transport, start):
     with client_of(unit.address, transport) as client:
         with pytest.raises(InvalidRequestError, match="'unit'"):
-            client.write([(0, b"1234"), (start, b"1234")], 10)
+            client.write([(0, whole(b"1234")), (start, whole(b"1234"))], 10)
         with pytest.raises(InvalidRequestError, match="'unit'"):
             client.read([(start, start + 4)], 10)
-        assert client.read([(0, 4)], 10)[0].tolist() == [0] * 4
+        assert client.read([(0, 4)], 10).tolist() == [0] * 4
 
 
 @both
@@ -184,7 +191,7 @@ def test_a_malformed_frame_ends_its_connection_and_writes_nothing(unit, data):
             except ConnectionResetError:
                 pass  # closed with bytes of ours unread
             assert answer in (b"", wire.ACCEPTED)
-        assert not client.read([(0, CAPACITY)], 10)[0].any()
+        assert not client.read([(0, CAPACITY)], 10).any()
 
 
 @both
@@ -198,8 +205,8 @@ def test_peers_that_say_nothing_hold_up_nobody(unit, transport):
         unix.sendall(b"pack")
         silent.sendall(wire.hello(TOKEN) + frame(wire.WRITE, [(0, 100)])[:30])
         with client_of(address, transport) as client:
-            client.write([(0, pattern(1))], 10)
-            assert client.read([(0, 1000)], 10)[0].tolist() == pattern(1).tolist()
+            client.write([(0, whole(pattern(1)))], 10)
+            assert client.read([(0, 1000)], 10).tolist() == pattern(1).tolist()
 
 
 def test_a_reader_that_stops_reading_holds_up_nobody(unit):
@@ -210,8 +217,8 @@ def test_a_reader_that_stops_reading_holds_up_nobody(unit):
         stopped.sendall(np.array([(0, CAPACITY)] * 64, wire.RANGES).tobytes())
         assert len(stopped.recv(100, socket.MSG_WAITALL)) == 100
         with client_of(address, "tcp") as client:
-            client.write([(0, pattern(1))], 10)
-            assert client.read([(0, 1000)], 10)[0].tolist() == pattern(1).tolist()
+            client.write([(0, whole(pattern(1)))], 10)
+            assert client.read([(0, 1000)], 10).tolist() == pattern(1).tolist()
 
 
 @both
@@ -222,8 +229,8 @@ def test_threads_share_a_client(child, transport):
         at = number * 4096
         for turn in range(50):
             data = pattern(1000 * number + turn, 4096)
-            client.write([(at, data)], 30)
-            if client.read([(at, at + 4096)], 30)[0].tolist() != data.tolist():
+            client.write([(at, whole(data))], 30)
+            if client.read([(at, at + 4096)], 30).tolist() != data.tolist():
                 failures.append((number, turn))
 
     with client_of(child, transport) as client:
@@ -236,20 +243,23 @@ def test_threads_share_a_client(child, transport):
 
 
 FORK = """
-import os, sys, threading, msgspec
+import os, sys, msgspec
+import numpy as np
+from dataplane_core.slices import Slices
 from dataplane_tq.packed.unit_client import UnitClient
 from dataplane_tq.packed.unit_wire import UnitAddress
 address = msgspec.json.decode(sys.argv[1], type=UnitAddress)
 client = UnitClient(address, sys.argv[3].encode(), transport=sys.argv[2])
-client.write([(0, b"parent")], 10)
+whole = lambda data: Slices(np.frombuffer(data, np.uint8), [0], [len(data)])
+client.write([(0, whole(b"parent"))], 10)
 with client._connections.lock:  # as if another thread held it
     pid = os.fork()
     if pid == 0:
-        client.write([(6, b"child!")], 10)
-        assert client.read([(0, 12)], 10)[0].tobytes() == b"parentchild!"
+        client.write([(6, whole(b"child!"))], 10)
+        assert client.read([(0, 12)], 10).tobytes() == b"parentchild!"
         os._exit(0)
     assert os.waitpid(pid, 0)[1] == 0
-assert client.read([(0, 12)], 10)[0].tobytes() == b"parentchild!"
+assert client.read([(0, 12)], 10).tobytes() == b"parentchild!"
 """
 
 
@@ -265,7 +275,7 @@ def until_unavailable(client):
     deadline = time.monotonic() + 1
     while time.monotonic() < deadline:
         try:
-            client.write([(0, b"late")], 1)
+            client.write([(0, whole(b"late"))], 1)
         except UnavailableError as error:
             return error
     raise AssertionError("the unit's death went unnoticed for a second")
@@ -275,7 +285,7 @@ def until_unavailable(client):
 def test_the_death_of_a_unit_is_noticed_and_leaves_no_file(child, transport):
     before = set(os.listdir("/dev/shm"))
     with client_of(child, transport) as client:
-        client.write([(0, pattern(1))], 10)
+        client.write([(0, whole(pattern(1)))], 10)
         os.kill(child.pid, signal.SIGKILL)
         assert "'unit'" in str(until_unavailable(client))
         with pytest.raises(UnavailableError, match="'unit'"):
@@ -288,25 +298,25 @@ def test_the_death_of_a_unit_is_noticed_and_leaves_no_file(child, transport):
 @pytest.mark.parametrize("transport", ["shm", "tcp", "auto"])
 def test_a_stopped_unit_is_given_up_at_the_deadline(unit, child, transport):
     with client_of(child, "tcp") as connected, client_of(child, transport) as fresh:
-        connected.write([(0, pattern(1))], 10)
+        connected.write([(0, whole(pattern(1)))], 10)
         stop(child.pid)
         with pytest.raises(DeadlineExceededError, match="'unit'"):
-            connected.write([(0, pattern(2, CAPACITY))], 0.2)
+            connected.write([(0, whole(pattern(2, CAPACITY)))], 0.2)
         with pytest.raises(DeadlineExceededError, match="'unit'"):
             fresh.read([(0, 1000)], 0.2)
         with client_of(unit.address) as other:
-            other.write([(0, pattern(3))], 10)
+            other.write([(0, whole(pattern(3)))], 10)
         os.kill(child.pid, signal.SIGCONT)
-        connected.write([(0, pattern(4))], 10)
-        assert fresh.read([(0, 1000)], 10)[0].tolist() == pattern(4).tolist()
+        connected.write([(0, whole(pattern(4)))], 10)
+        assert fresh.read([(0, 1000)], 10).tolist() == pattern(4).tolist()
 
 
 def test_a_stopped_unit_does_not_hold_up_clients_that_share_its_memory(child):
     with client_of(child, "shm") as client:
         client.connect(10)
         stop(child.pid)
-        client.write([(0, pattern(1))], 1)
-        assert client.read([(0, 1000)], 1)[0].tolist() == pattern(1).tolist()
+        client.write([(0, whole(pattern(1)))], 1)
+        assert client.read([(0, 1000)], 1).tolist() == pattern(1).tolist()
 
 
 def test_closing_ends_every_connection_and_thread():

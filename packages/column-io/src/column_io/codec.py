@@ -12,24 +12,19 @@ from typing import Any, Final  # Any: leaves are tensors or the caller's own Pyt
 
 import numpy as np
 import torch
-from tensordict import (
-    LazyStackedTensorDict,
-    NonTensorData,
-    NonTensorStack,
-    TensorDict,
-    TensorDictBase,
-    is_tensor_collection,
-)
+from tensordict import TensorDict, TensorDictBase
 
 from column_io.batched_data_dict import BatchedDataDict
 from column_io.column_rows import as_ints, count_rows
-from column_io.nested import (
+from dataplane_core import ROUTED_EXPERTS_FIELD, InvalidRequestError, Layout
+from dataplane_core.columns import (
+    Column,
+    columns_of_fields,
+    fields_of_columns,
     jagged_from_padded,
     jagged_from_rows,
-    pad_width,
-    padded_from_nested,
+    object_column,
 )
-from dataplane_core import ROUTED_EXPERTS_FIELD, InvalidRequestError, Layout
 
 TOKEN_ALIGNED_FIELDS: Final[frozenset[str]] = frozenset(
     {
@@ -90,11 +85,13 @@ def pack_per_token_field(
     or narrower than the longest row.
     """
     cuts = as_ints(lengths)
+    return to_nested_by_length(values, cuts) if _can_be_cut(values, cuts) else values
+
+
+def _can_be_cut(values: torch.Tensor, cuts: Sequence[int]) -> bool:
     if values.is_nested or values.dim() < 2 or values.shape[0] != len(cuts):
-        return values
-    if values.shape[1] < max(cuts, default=0):
-        return values
-    return to_nested_by_length(values, cuts)
+        return False
+    return min(cuts, default=0) < 0 or values.shape[1] >= max(cuts, default=0)
 
 
 def pack_jagged_fields(
@@ -118,29 +115,56 @@ def pack_jagged_fields(
         TypeError: if a column is neither a tensor nor an object array.
         InvalidRequestError: (a ValueError) if the columns differ in their number of rows.
     """
+    count = count_columns("pack_jagged_fields", fields)
+    cuts = None if lengths is None else as_ints(lengths)
+    ragged = ragged_columns(fields, cuts, token_aligned_fields)
+    return fields_of_columns(fields, count, cuts, ragged)
+
+
+def count_columns(where: str, fields: Mapping[str, Column]) -> int:
+    """The number of rows that all columns have.
+
+    Raises:
+        TypeError: if a column is neither a tensor nor an object array.
+        InvalidRequestError: (a ValueError) if the columns differ in their number of rows.
+    """
     counts: dict[str, int] = {}
     for name, column in fields.items():
         if not is_storable(column):
             kind = getattr(column, "dtype", None) or type(column).__name__
             raise TypeError(
-                f"pack_jagged_fields: column {name!r} is {kind}; expected a torch.Tensor or a "
-                "numpy array of dtype object"
+                f"{where}: column {name!r} is {kind}; expected a torch.Tensor or a numpy array of "
+                "dtype object"
             )
         counts[name] = count_rows(name, column)
     if len(set(counts.values())) > 1:
         found = ", ".join(f"{name}: {count}" for name, count in list(counts.items())[:10])
-        raise InvalidRequestError(
-            f"pack_jagged_fields: columns differ in their number of rows ({found})"
-        )
-    leaves: dict[str, Any] = {}
-    for name, column in fields.items():
-        if isinstance(column, np.ndarray):
-            leaves[name] = _object_leaf(column)
-        elif lengths is not None and name in token_aligned_fields:
-            leaves[name] = pack_per_token_field(column, lengths)
-        else:
-            leaves[name] = column
-    return TensorDict(leaves, batch_size=[next(iter(counts.values()), 0)])
+        raise InvalidRequestError(f"{where}: columns differ in their number of rows ({found})")
+    return next(iter(counts.values()), 0)
+
+
+def ragged_columns(
+    fields: Mapping[str, Column],
+    lengths: Sequence[int] | None,
+    token_aligned_fields: Collection[str] = TOKEN_ALIGNED_FIELDS,
+) -> list[str]:
+    """Which columns are to be cut to ``lengths``: those per token that can be.
+
+    Raises:
+        InvalidRequestError: (a ValueError) if a length is negative.
+    """
+    if lengths is None:
+        return []
+    ragged = [
+        name
+        for name, column in fields.items()
+        if name in token_aligned_fields
+        and isinstance(column, torch.Tensor)
+        and _can_be_cut(column, lengths)
+    ]
+    if ragged and min(lengths, default=0) < 0:
+        raise InvalidRequestError(f"columns {ragged}: a length of {min(lengths)}; expected >= 0")
+    return ragged
 
 
 def is_storable(column: object) -> bool:
@@ -148,19 +172,6 @@ def is_storable(column: object) -> bool:
     return isinstance(column, torch.Tensor) or (
         isinstance(column, np.ndarray) and column.dtype == object
     )
-
-
-_PLAIN = (str, bytes, int, float, bool, type(None))
-
-
-def _object_leaf(column: np.ndarray) -> NonTensorStack | NonTensorData:
-    # An array as one leaf is ambiguous: its values could belong to each row. A stack is per row,
-    # but cannot be empty.
-    if len(column) == 0:
-        return NonTensorData(column, batch_size=[0])
-    if all(type(value) in _PLAIN for value in column):
-        return NonTensorStack(*column)  # wraps them itself, in a third of the time
-    return NonTensorStack(*(NonTensorData(value) for value in column))
 
 
 def response_from_nested(
@@ -237,45 +248,14 @@ def materialize(
     """
     if layout not in ("padded", "jagged"):
         raise InvalidRequestError(f"materialize: layout {layout!r}; expected 'padded' or 'jagged'")
-    count = fields.batch_size[0] if fields.batch_dims else 0
-    pad_values = pad_value_dict or {}
-    batch: BatchedDataDict[Any] = BatchedDataDict()
-    for name, leaf in fields.items():
-        if not isinstance(leaf, torch.Tensor):
-            batch[name] = _object_column(name, leaf, count)
-        elif layout == "jagged":
-            batch[name] = leaf
-        else:
-            pad_value = pad_values.get(name, 0)
-            padded = padded_from_nested(leaf, pad_value) if leaf.is_nested else leaf
-            wide = pad_to_seqlen > 0 and padded.dim() >= 2
-            batch[name] = pad_width(padded, pad_to_seqlen, pad_value) if wide else padded
-    return batch
-
-
-def _object_column(name: str, leaf: Any, count: int) -> np.ndarray:
-    if isinstance(leaf, NonTensorData):
-        # Not been through a store: the leaf holds the array itself, or one value for all rows.
-        data = leaf.data
-        per_row = isinstance(data, np.ndarray | list | tuple) and len(data) == count
-        values = list(data) if per_row else [data] * count
-    elif isinstance(leaf, LazyStackedTensorDict):
-        values = [_object_value(name, row) for row in leaf.tensordicts]
-    else:
-        raise TypeError(
-            f"materialize: column {name!r} is a {type(leaf).__name__}; expected a tensor or "
-            "per-row Python values"
+    if layout == "padded":
+        return BatchedDataDict(
+            columns_of_fields(fields, pad_values=pad_value_dict, width=pad_to_seqlen)
         )
-    column = np.empty(len(values), dtype=object)
-    column[:] = values  # element by element: np.array would look inside sequences
-    return column
-
-
-def _object_value(name: str, row: Any) -> Any:
-    if isinstance(row, NonTensorData):
-        return row.data
-    if is_tensor_collection(row) and row.batch_dims == 0 and row.is_empty():
-        return None
-    raise TypeError(
-        f"materialize: column {name!r} has a row of {type(row).__name__}; expected a Python value"
+    count = fields.batch_size[0] if fields.batch_dims else 0
+    return BatchedDataDict(
+        {
+            name: leaf if isinstance(leaf, torch.Tensor) else object_column(name, leaf, count)
+            for name, leaf in fields.items()
+        }
     )

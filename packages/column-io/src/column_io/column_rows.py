@@ -12,8 +12,8 @@ from typing import Any  # Any: a column is a tensor, an array or a list of the c
 import numpy as np
 import torch
 
-from column_io.nested import jagged_from_rows, nested_from_rows, pad_width
 from dataplane_core import InvalidRequestError
+from dataplane_core.columns import jagged_from_rows, pad_width
 
 
 def count_rows(name: str, column: Any) -> int:
@@ -41,7 +41,7 @@ def take_rows(column: Any, indices: Sequence[int]) -> Any:
     if isinstance(column, torch.Tensor):
         if column.is_nested:
             rows = column.unbind()
-            return nested_from_rows([rows[i] for i in indices], like=column)
+            return _nested_from_rows([rows[i] for i in indices], like=column)
         return column.index_select(
             0, torch.tensor(indices, dtype=torch.int64, device=column.device)
         )
@@ -53,7 +53,7 @@ def take_rows(column: Any, indices: Sequence[int]) -> Any:
 def slice_rows(column: Any, start: int, end: int) -> Any:
     """The rows in ``[start, end)``; dense tensors and arrays are views."""
     if isinstance(column, torch.Tensor) and column.is_nested:
-        return nested_from_rows(column.unbind()[start:end], like=column)
+        return _nested_from_rows(column.unbind()[start:end], like=column)
     return column[start:end]
 
 
@@ -62,7 +62,7 @@ def repeat_rows(column: Any, times: int) -> Any:
     if isinstance(column, torch.Tensor):
         if column.is_nested:
             rows = [row for row in column.unbind() for _ in range(times)]
-            return nested_from_rows(rows, like=column)
+            return _nested_from_rows(rows, like=column)
         return column.repeat_interleave(times, dim=0)
     if isinstance(column, np.ndarray):
         repeated = column.repeat(times, axis=0)
@@ -102,7 +102,7 @@ def _join_tensors(name: str, parts: Sequence[torch.Tensor], pad_value: float) ->
     if nested:
         rows = [row for part in parts for row in part.unbind()]
         if any(part.layout != torch.jagged for part in nested):
-            return nested_from_rows(rows, like=nested[0])
+            return _nested_from_rows(rows, like=nested[0])
         return jagged_from_rows(rows, like=nested[0].values())
     shapes = {part.shape[2:] if part.dim() > 1 else None for part in parts}
     if len(shapes) > 1:
@@ -120,3 +120,15 @@ def as_ints(lengths: torch.Tensor | Sequence[int]) -> list[int]:
     """Lengths as Python integers, with one transfer if they are on a device."""
     values = lengths.tolist() if isinstance(lengths, torch.Tensor) else lengths
     return [int(length) for length in values]
+
+
+def _nested_from_rows(rows: Sequence[torch.Tensor], *, like: torch.Tensor) -> torch.Tensor:
+    """A nested tensor of ``rows`` in the layout of ``like``.
+
+    Nested tensors of strided layout hold rows that differ in more than their first dimension.
+    """
+    if like.layout == torch.jagged:
+        return jagged_from_rows(rows, like=like.values())
+    return torch.nested.nested_tensor(
+        list(rows), layout=torch.strided, dtype=like.dtype, device=like.device
+    )

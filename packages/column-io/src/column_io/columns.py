@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from column_io.batched_data_dict import BatchedDataDict
-from column_io.codec import is_storable, materialize, pack_jagged_fields
+from column_io.codec import count_columns, is_storable, materialize, ragged_columns
 from column_io.column_rows import as_ints, count_rows
 from column_io.message_log import attach_message_log_view
 from dataplane_core import (
@@ -62,13 +62,20 @@ def read_columns(
         MissingDataError: (a KeyError and a ValueError) as ``get_samples``.
         PartitionNotFoundError: likewise.
     """
-    fetched = dp_client.get_samples(meta.sample_ids, meta.partition_id, list(select_fields))
-    batch = materialize(
-        fetched,
-        layout,
-        pad_value_dict=pad_value_dict,
-        pad_to_seqlen=meta.extra_info.get(GLOBAL_FORWARD_PAD_SEQLEN) or 0,
-    )
+    names = list(select_fields)
+    batch: BatchedDataDict[Any]
+    if layout == "padded":
+        columns = dp_client.get_columns(
+            meta.sample_ids,
+            meta.partition_id,
+            names,
+            pad_values=pad_value_dict,
+            width=meta.extra_info.get(GLOBAL_FORWARD_PAD_SEQLEN) or 0,
+        )
+        batch = BatchedDataDict(columns)
+    else:
+        fetched = dp_client.get_samples(meta.sample_ids, meta.partition_id, names)
+        batch = materialize(fetched, layout)
     _attach_plan(batch, meta)
     attach_message_log_view(batch)
     return batch
@@ -108,13 +115,19 @@ def write_columns(
             f"write_columns(partition={meta.partition_id!r}): {len(lengths)} sequence_lengths for "
             f"{meta.size} samples; expected one per sample, or None"
         )
-    packed = pack_jagged_fields(fields, lengths)
-    if packed.batch_size[0] != meta.size:
+    count = count_columns("write_columns", fields)
+    if count != meta.size:
         raise InvalidRequestError(
-            f"write_columns(partition={meta.partition_id!r}): columns {listed(fields)} of "
-            f"{packed.batch_size[0]} rows for {meta.size} samples; expected one row per sample"
+            f"write_columns(partition={meta.partition_id!r}): columns {listed(fields)} of {count} "
+            f"rows for {meta.size} samples; expected one row per sample"
         )
-    dp_client.put_samples(meta.sample_ids, meta.partition_id, fields=packed)
+    dp_client.put_columns(
+        meta.sample_ids,
+        meta.partition_id,
+        fields,
+        lengths=lengths,
+        ragged=ragged_columns(fields, lengths),
+    )
 
 
 def kv_first_write(
@@ -174,8 +187,14 @@ def kv_first_write(
                 f"{where}: {count} {what} for {rows} rows of sample_mask; expected one per row"
             )
     written = {name: column for name, column in final_batch_cpu.items() if is_storable(column)}
-    meta = dp_client.put_samples(
-        list(sample_ids), partition_id, fields=pack_jagged_fields(written, lengths), tags=tags
+    count_columns(where, written)
+    meta = dp_client.put_columns(
+        list(sample_ids),
+        partition_id,
+        written,
+        tags,
+        lengths=lengths,
+        ragged=ragged_columns(written, lengths),
     )
     info = dict(extra_info or {})
     if pad_to_multiple > 1:

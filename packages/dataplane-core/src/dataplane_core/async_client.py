@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import contextvars
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, Any, TypeVar  # Any: tags hold the caller's own primitives
 
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
     from tensordict import TensorDict
 
+    from dataplane_core.columns import Column
     from dataplane_core.ledger.inspect import PartitionSummary, SampleState
     from dataplane_core.ledger.selection import TagFilter
     from dataplane_core.meta import KVBatchMeta
@@ -236,6 +237,48 @@ class AsyncDataPlaneClient:
         """As `DataPlaneClient.get_samples`."""
         return await self._run(
             self._reads, lambda: self._inner.get_samples(sample_ids, partition_id, select_fields)
+        )
+
+    async def put_columns(
+        self,
+        sample_ids: list[str],
+        partition_id: str,
+        columns: Mapping[str, Column],
+        tags: list[dict[str, Any]] | None = None,
+        *,
+        lengths: Sequence[int] | None = None,
+        ragged: Collection[str] = (),
+        claim: KVBatchMeta | None = None,
+    ) -> KVBatchMeta:
+        """As `DataPlaneClient.put_columns`. Leave the arguments alone until it returned."""
+        return await self._run(
+            self._puts,
+            lambda: self._inner.put_columns(
+                sample_ids,
+                partition_id,
+                columns,
+                tags,
+                lengths=lengths,
+                ragged=ragged,
+                claim=claim,
+            ),
+        )
+
+    async def get_columns(
+        self,
+        sample_ids: list[str],
+        partition_id: str,
+        select_fields: list[str],
+        *,
+        pad_values: Mapping[str, float] | None = None,
+        width: int = 0,
+    ) -> dict[str, Column]:
+        """As `DataPlaneClient.get_columns`."""
+        return await self._run(
+            self._reads,
+            lambda: self._inner.get_columns(
+                sample_ids, partition_id, select_fields, pad_values=pad_values, width=width
+            ),
         )
 
     async def clear_samples(

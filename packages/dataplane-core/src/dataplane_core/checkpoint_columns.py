@@ -1,7 +1,7 @@
 """Columns of samples as safetensors and msgpack, nothing pickled.
 
-Tensors keep their dtype and their bits. Python values become msgpack with extension types for numpy
-arrays and tensors: tuples and sets come back as lists, dataclasses as dicts.
+Tensors keep their dtype and their bits. Python values become what `encode_object` makes of them:
+tuples and sets come back as lists, dataclasses as dicts.
 Needs the extra ``dataplane-core[checkpoint]``.
 """
 
@@ -9,18 +9,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Any, Literal, TypeVar  # Any: values of object columns are the caller's own
+from typing import Literal  # Any: values of object columns are the caller's own
 
 import msgspec
 import numpy as np
 import torch
 
-from dataplane_core.errors import InvalidRequestError
+from dataplane_core.object_codec import decode_object, encode_object
 from dataplane_core.rows import OBJECT, Column
 
-_T = TypeVar("_T")
-
-_ARRAY, _TENSOR = 1, 2
 _NATIVE = frozenset(
     str(dtype)
     for dtype in (
@@ -57,7 +54,7 @@ def pack(name: str, column: Column) -> tuple[StoredColumn, dict[str, torch.Tenso
     """
     rows = column.rows
     if column.kind == OBJECT:
-        encoded = [encode(f"field {name!r}", value) for value in rows]
+        encoded = [encode_object(f"field {name!r}", value) for value in rows]
         values = torch.from_numpy(np.frombuffer(b"".join(encoded), np.uint8).copy())
         tensors = {"values": values, "offsets": _offsets([len(item) for item in encoded])}
         return StoredColumn(name, OBJECT, "object", list(values.shape)), tensors
@@ -88,7 +85,7 @@ def unpack(stored: StoredColumn, tensors: dict[str, torch.Tensor]) -> Column:
     if stored.kind == OBJECT:
         raw = values.numpy().tobytes()
         bounds = itertools.pairwise(tensors["offsets"].tolist())
-        return Column(OBJECT, [decode(raw[begin:end], type=Any) for begin, end in bounds])
+        return Column(OBJECT, [decode_object(raw[begin:end]) for begin, end in bounds])
     if stored.kind not in _NATIVE:
         values = _from_bytes(values, _dtype(stored.kind.removeprefix("torch.")))
     values = values.reshape(stored.shape)
@@ -104,23 +101,6 @@ def unpack(stored: StoredColumn, tensors: dict[str, torch.Tensor]) -> Column:
     return Column(
         stored.kind, [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
     )
-
-
-def encode(what: str, value: Any) -> bytes:
-    """``value`` as msgpack; ``what`` names it in the error.
-
-    Raises:
-        InvalidRequestError: (a ValueError) naming the type that cannot be stored.
-    """
-    try:
-        return _encoder.encode(value)
-    except (TypeError, ValueError, OverflowError, RecursionError) as error:
-        raise InvalidRequestError(f"{what}: {error}") from None
-
-
-def decode(data: bytes, *, type: type[_T]) -> _T:  # noqa: A002  # as msgspec has it
-    """The inverse of `encode`; raises ValueError if it is not of ``type``."""
-    return msgspec.msgpack.decode(data, type=type, ext_hook=_decode_extension)
 
 
 def _offsets(lengths: Sequence[int]) -> torch.Tensor:
@@ -141,32 +121,3 @@ def _dtype(name: str) -> torch.dtype:
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"stored tensor has dtype {name!r}, which torch does not have")
     return dtype
-
-
-def _encode_unknown(value: Any) -> Any:
-    if isinstance(value, np.generic):
-        return value.item()
-    if isinstance(value, np.ndarray) and not value.dtype.hasobject:
-        packed = (value.dtype.str, value.shape, value.tobytes())
-        return msgspec.msgpack.Ext(_ARRAY, msgspec.msgpack.encode(packed))
-    if isinstance(value, torch.Tensor) and not value.is_nested:
-        raw = _as_bytes(value.detach().cpu().contiguous()).numpy().tobytes()
-        packed = (str(value.dtype).removeprefix("torch."), tuple(value.shape), raw)
-        return msgspec.msgpack.Ext(_TENSOR, msgspec.msgpack.encode(packed))
-    raise TypeError(
-        f"{type(value).__name__} cannot be stored; use dict, list, str, bytes, numbers, bool, "
-        "None, numpy arrays or tensors"
-    )
-
-
-def _decode_extension(code: int, data: memoryview) -> Any:
-    dtype, shape, raw = msgspec.msgpack.decode(data, type=tuple[str, list[int], bytes])
-    if code == _ARRAY:
-        return np.frombuffer(raw, dtype=np.dtype(dtype)).reshape(shape).copy()
-    if code == _TENSOR:
-        flat = torch.from_numpy(np.frombuffer(raw, np.uint8).copy())
-        return _from_bytes(flat, _dtype(dtype)).reshape(shape)
-    raise ValueError(f"stored value has extension type {code}; expected {_ARRAY} or {_TENSOR}")
-
-
-_encoder = msgspec.msgpack.Encoder(enc_hook=_encode_unknown)

@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING, Any, ClassVar  # Any: tags hold the caller's o
 from dataplane_core.errors import InvalidRequestError, UnsupportedError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Mapping, Sequence
     from types import TracebackType
     from typing import Self
 
     from tensordict import TensorDict
 
+    from dataplane_core.columns import Column
     from dataplane_core.ledger.inspect import PartitionSummary, SampleState
     from dataplane_core.ledger.selection import TagFilter
     from dataplane_core.meta import KVBatchMeta
@@ -279,6 +280,74 @@ class DataPlaneClient(ABC):
     @abstractmethod
     def close(self) -> None:
         """Release what the client holds. Closing twice is fine."""
+
+    def put_columns(
+        self,
+        sample_ids: list[str],
+        partition_id: str,
+        columns: Mapping[str, Column],
+        tags: list[dict[str, Any]] | None = None,
+        *,
+        lengths: Sequence[int] | None = None,
+        ragged: Collection[str] = (),
+        claim: KVBatchMeta | None = None,
+    ) -> KVBatchMeta:
+        """`put_samples` of padded columns, without padding; clients may spare it a copy.
+
+        Args:
+            sample_ids: distinct ids.
+            partition_id: a registered partition.
+            columns: name to a tensor with a row per id, or a numpy object array (n,).
+            tags: one dict of primitives per id.
+            lengths: of each row along dim 1, at most the columns' width.
+            ragged: the columns, tensors (n, width, ...), of which row i is stored up to
+                ``lengths[i]``.
+            claim: see `put_samples`.
+
+        Raises:
+            As `put_samples`, and InvalidRequestError (a ValueError) if columns or lengths do not
+            fit.
+        """
+        from dataplane_core.columns import check_columns, fields_of_columns
+
+        what = f"put_columns(partition={partition_id!r})"
+        check_columns(what, columns, len(sample_ids), lengths, ragged)
+        fields = fields_of_columns(columns, len(sample_ids), lengths, ragged)
+        if claim is None:  # an adapter written for the published contract does not know it
+            return self.put_samples(sample_ids, partition_id, fields, tags)
+        return self.put_samples(sample_ids, partition_id, fields, tags, claim=claim)
+
+    def get_columns(
+        self,
+        sample_ids: list[str],
+        partition_id: str,
+        select_fields: list[str],
+        *,
+        pad_values: Mapping[str, float] | None = None,
+        width: int = 0,
+    ) -> dict[str, Column]:
+        """`get_samples` as padded columns; clients may spare it a copy.
+
+        Args:
+            sample_ids: ids, which may repeat.
+            partition_id: their partition.
+            select_fields: the fields to read.
+            pad_values: field to its pad value; 0 if absent.
+            width: tensors of two or more dims are right-padded along dim 1 to at least this; those
+                whose rows differ in length, to at least the longest row.
+
+        Returns:
+            Field, in the order asked, to a dense tensor (n, ...) or a numpy object array (n,), in
+            memory of their own. Without ids: empty.
+
+        Raises:
+            As `get_samples`.
+        """
+        from dataplane_core.columns import columns_of_fields
+
+        answer = self.get_samples(sample_ids, partition_id, select_fields)
+        columns = columns_of_fields(answer, pad_values=pad_values, width=width)
+        return {name: columns[name] for name in dict.fromkeys(select_fields) if name in columns}
 
     def acknowledge(self, meta: KVBatchMeta) -> None:
         """Settle a leased claim, or a subset of it: these samples never return to the task.

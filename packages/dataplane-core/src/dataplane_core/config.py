@@ -56,6 +56,9 @@ class DataPlaneConfig(TypedDict):
             seconds. Without it a claim is final.
         packed_transport: how clients of backend ``packed`` reach its units: ``shm``, ``tcp``, or
             ``auto`` (the default), which is ``shm`` on the unit's own node.
+        claim_order: ``module:function`` that takes a sample's id and tags and returns a number; of
+            the samples that could be claimed those with the smallest are, where a claim gives no
+            seed. Without it the order is that of first puts.
         sampler: ``module:Class`` of a TransferQueue sampler that serves what TransferQueue's own
             clients ask the controller for; without it rows are handed out in order.
         observability: optional middleware.
@@ -76,6 +79,7 @@ class DataPlaneConfig(TypedDict):
     ack_timeout_ms: NotRequired[int]
     claim_lease_s: NotRequired[float]
     packed_transport: NotRequired[str]
+    claim_order: NotRequired[str]
     sampler: NotRequired[str]
     observability: NotRequired[ObservabilityConfig]
 

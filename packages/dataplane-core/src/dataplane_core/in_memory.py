@@ -26,7 +26,14 @@ from dataplane_core.declaration import (
     fields_to_read,
 )
 from dataplane_core.errors import ClosedError, ConfigError
-from dataplane_core.ledger import ClaimRequest, Ledger, PartitionBook, PutTicket
+from dataplane_core.ledger import (
+    ClaimOrder,
+    ClaimRequest,
+    Ledger,
+    PartitionBook,
+    PutTicket,
+    load_order,
+)
 from dataplane_core.ledger.inspect import PartitionSummary, SampleState, page, summarise
 from dataplane_core.meta import KVBatchMeta
 
@@ -41,8 +48,8 @@ _DEFAULT_PUT_TIMEOUT_S = 60.0
 class Store:
     """What the clients of one process share."""
 
-    def __init__(self, capacity: int | None) -> None:
-        self.ledger = Ledger(capacity)
+    def __init__(self, capacity: int | None, order: ClaimOrder | None) -> None:
+        self.ledger = Ledger(capacity, order=order)
         self.changed = threading.Condition()
         self.closed = False
 
@@ -56,8 +63,8 @@ class InMemoryDataPlaneClient(DataPlaneClient):
 
     Args:
         cfg: reads ``storage_capacity`` (samples; unlimited without it), ``ack_timeout_ms`` (how
-            long a put waits for room; 60 s without it) and ``claim_lease_s``. None is an
-            unlimited store without leases.
+            long a put waits for room; 60 s without it), ``claim_lease_s`` and ``claim_order``.
+            None is an unlimited store without leases.
         bootstrap: True makes a new store, which ends with this client; False attaches to the
             store that was made last in this process.
 
@@ -91,7 +98,9 @@ class InMemoryDataPlaneClient(DataPlaneClient):
         self._closed = False
         with _attachable_lock:
             if bootstrap:
-                self._store = _attachable = Store(valid.get("storage_capacity"))
+                self._store = _attachable = Store(
+                    valid.get("storage_capacity"), load_order(valid.get("claim_order"))
+                )
             elif _attachable is None or _attachable.closed:
                 raise ConfigError(
                     "in_memory client with bootstrap=False: no open store in this process; "

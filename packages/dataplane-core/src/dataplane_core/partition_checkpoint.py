@@ -19,7 +19,7 @@ import torch
 from safetensors import SafetensorError
 from tensordict import TensorDict
 
-from dataplane_core.checkpoint_columns import StoredColumn, decode, encode, pack, unpack
+from dataplane_core.checkpoint_columns import StoredColumn, pack, unpack
 from dataplane_core.checkpoint_folder import WholeFolder, open_whole, write_whole
 from dataplane_core.client import LEASE, DataPlaneClient
 from dataplane_core.errors import (
@@ -31,6 +31,7 @@ from dataplane_core.errors import (
 )
 from dataplane_core.ledger.inspect import PartitionSummary, SampleState
 from dataplane_core.ledger.selection import TagFilter
+from dataplane_core.object_codec import decode_struct, encode_object
 from dataplane_core.rows import Column, collate, split_rows
 
 _CLAIM = 10_000
@@ -100,7 +101,9 @@ def save_partition(
             index, tensors = _packed(client, partition_id, states)
             name = _name(batches)
             files.add(f"{name}.safetensors", safetensors.torch.save(tensors))
-            files.add(f"{name}.msgpack", encode(f"tags of partition {partition_id!r}", index))
+            files.add(
+                f"{name}.msgpack", encode_object(f"tags of partition {partition_id!r}", index)
+            )
             samples += len(states)
             batches += 1
         after = _summary(client, partition_id)
@@ -266,7 +269,7 @@ def _restored(whole: WholeFolder, number: int) -> tuple[_Batch, list[TensorDict]
     """Read and understand one batch."""
     name = _name(number)
     try:
-        index = decode(whole.read(f"{name}.msgpack"), type=_Batch)
+        index = decode_struct(whole.read(f"{name}.msgpack"), _Batch)
     except ValueError as error:
         raise _not_understood(whole, f"{name}.msgpack", error) from None
     try:

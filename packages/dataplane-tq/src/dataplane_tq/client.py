@@ -9,7 +9,8 @@ it fails half-way, or its process dies, the connection ends and the directory un
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, ClassVar, TypeVar  # Any: tags and Ray handles
 
@@ -30,6 +31,8 @@ from dataplane_core import (
     validate_config,
 )
 from dataplane_core.client import LEASE, lease_token
+from dataplane_core.columns import Column as PaddedColumn
+from dataplane_core.columns import check_columns
 from dataplane_core.config import REQUIRED_OF_STORES, require_keys
 from dataplane_core.declaration import (
     PartitionDeclaration,
@@ -39,7 +42,7 @@ from dataplane_core.declaration import (
     tagged_lengths,
 )
 from dataplane_core.ledger import ClaimRequest
-from dataplane_core.rows import split_rows
+from dataplane_core.rows import Column, split_rows
 from dataplane_tq import protocol as p
 from dataplane_tq import topology, transfer_queue_rows
 from dataplane_tq.engine import Engine
@@ -129,10 +132,48 @@ class TQDataPlaneClient(DataPlaneClient):
     ) -> KVBatchMeta:
         self._check_open()
         check_put(sample_ids, partition_id, tags)
-        encoded = Encoded({})
-        if fields is not None:
-            encoded = self._store.encode(fields, len(sample_ids))
         what = f"put_samples(partition={partition_id!r})"
+        if fields is None:
+            return self._put(what, sample_ids, partition_id, Encoded({}), dict, tags, claim)
+        count = len(sample_ids)
+        encoded = self._store.encode(fields, count)
+        return self._put(
+            what, sample_ids, partition_id, encoded, lambda: split_rows(fields, count), tags, claim
+        )
+
+    def put_columns(
+        self,
+        sample_ids: list[str],
+        partition_id: str,
+        columns: Mapping[str, PaddedColumn],
+        tags: list[dict[str, Any]] | None = None,
+        *,
+        lengths: Sequence[int] | None = None,
+        ragged: Collection[str] = (),
+        claim: KVBatchMeta | None = None,
+    ) -> KVBatchMeta:
+        self._check_open()
+        check_put(sample_ids, partition_id, tags)
+        what = f"put_columns(partition={partition_id!r})"
+        check_columns(what, columns, len(sample_ids), lengths, ragged)
+        encoded = self._store.encode_columns(columns, len(sample_ids), lengths, ragged)
+
+        def rows() -> dict[str, Column]:
+            return {name: Column(encoded.kinds[name], list(columns[name])) for name in columns}
+
+        return self._put(what, sample_ids, partition_id, encoded, rows, tags, claim)
+
+    def _put(
+        self,
+        what: str,
+        sample_ids: list[str],
+        partition_id: str,
+        encoded: Encoded,
+        rows: Callable[[], Mapping[str, Column]],
+        tags: list[dict[str, Any]] | None,
+        claim: KVBatchMeta | None,
+    ) -> KVBatchMeta:
+        """Put what is encoded; ``rows`` gives its values one by one, for fields with enums."""
         with self._link.session(what) as session:
             where = session.ask(
                 p.BeginPut(
@@ -146,9 +187,9 @@ class TQDataPlaneClient(DataPlaneClient):
                 ),
                 p.PutAnswer,
             )
-            if fields is not None and where.enums:
+            if where.enums:
                 declared = PartitionDeclaration(partition_id, (), 0, (), enums=where.enums)
-                check_enums(split_rows(fields, len(sample_ids)), declared)
+                check_enums(rows(), declared)
             if sample_ids:
                 self._store.write(what, encoded, where, sample_ids, partition_id, tags)
             session.ask(p.CommitPut(tags), type(None))
@@ -163,17 +204,40 @@ class TQDataPlaneClient(DataPlaneClient):
     def get_samples(
         self, sample_ids: list[str], partition_id: str, select_fields: list[str]
     ) -> TensorDict:
-        self._check_open()
         what = f"get_samples(partition={partition_id!r})"
         names = list(dict.fromkeys(select_fields))
-        with self._link.session(what) as session:
-            where = session.ask(p.Read(partition_id, sample_ids, names), p.ReadAnswer)
+        with self._reading(what, sample_ids, partition_id, names) as where:
             if not sample_ids or not names:
-                answer = TensorDict({}, batch_size=[len(sample_ids)])
-            else:
-                answer = self._store.read(what, where, sample_ids, partition_id, names)
+                return TensorDict({}, batch_size=[len(sample_ids)])
+            return self._store.read(what, where, sample_ids, partition_id, names)
+
+    def get_columns(
+        self,
+        sample_ids: list[str],
+        partition_id: str,
+        select_fields: list[str],
+        *,
+        pad_values: Mapping[str, float] | None = None,
+        width: int = 0,
+    ) -> dict[str, PaddedColumn]:
+        what = f"get_columns(partition={partition_id!r})"
+        names = list(dict.fromkeys(select_fields))
+        with self._reading(what, sample_ids, partition_id, names) as where:
+            if not sample_ids or not names:
+                return {}
+            return self._store.read_columns(
+                what, where, sample_ids, partition_id, names, pad_values or {}, width
+            )
+
+    @contextmanager
+    def _reading(
+        self, what: str, sample_ids: list[str], partition_id: str, names: list[str]
+    ) -> Iterator[p.ReadAnswer]:
+        """Keep rows where they are until the block ends."""
+        self._check_open()
+        with self._link.session(what) as session:
+            yield session.ask(p.Read(partition_id, sample_ids, names), p.ReadAnswer)
             session.tell(p.Unpin())
-        return answer
 
     def get_data(self, meta: KVBatchMeta, select_fields: list[str] | None = None) -> TensorDict:
         names = fields_to_read(meta, select_fields)

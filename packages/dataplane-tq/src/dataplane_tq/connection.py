@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
+from itertools import repeat
 from typing import TYPE_CHECKING, Any  # Any: answers differ by request
 
 import msgspec
@@ -200,7 +201,7 @@ class Connection:
             name: [None] * (0 if blocks else len(ticket.sample_ids)) for name in ticket.kinds
         }
         for block in blocks:
-            cells[block.layout.name] += [(block, row) for row in range(block.layout.rows)]
+            cells[block.layout.name].extend(zip(repeat(block), range(block.layout.rows)))
         try:
             self._ledger.commit_put(ticket, cells, request.tags)
         except DataPlaneError:

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from typing import Any  # Any: answers differ by request
 
 from dataplane_core import DataPlaneError, UnavailableError
-from dataplane_core.ledger import Ledger
+from dataplane_core.ledger import ClaimOrder, Ledger
 from dataplane_tq.connection import Connection
 from dataplane_tq.leftovers import Leftovers
 from dataplane_tq.packed.catalogue import Catalogue, UnitSpec
@@ -34,11 +34,18 @@ class Directory:
         capacity: samples that all partitions together may hold.
         units: the packed backend's units; empty for other backends.
         host: address to listen on.
+        order: of claims without a seed; None is the order of first puts.
     """
 
-    def __init__(self, capacity: int, units: Sequence[UnitSpec], host: str) -> None:
+    def __init__(
+        self,
+        capacity: int,
+        units: Sequence[UnitSpec],
+        host: str,
+        order: ClaimOrder | None = None,
+    ) -> None:
         self.catalogue = Catalogue(units) if units else None
-        self.ledger = Ledger(capacity, self._discard)
+        self.ledger = Ledger(capacity, self._discard, order)
         self.failure: DataPlaneError | None = None
         self.leftovers: dict[str, Leftovers] = defaultdict(Leftovers)
         self._host = host

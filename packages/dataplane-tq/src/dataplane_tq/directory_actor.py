@@ -10,6 +10,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError
 
 from dataplane_core import UnavailableError
+from dataplane_core.ledger import load_order
 from dataplane_tq.directory import Directory
 from dataplane_tq.packed.catalogue import UnitSpec
 from dataplane_tq.wire import Address
@@ -24,10 +25,14 @@ class DirectoryActor:
     Args:
         capacity: samples that the store may hold.
         units: the packed backend's units.
+        claim_order: as `DataPlaneConfig` has it.
     """
 
-    def __init__(self, capacity: int, units: Sequence[UnitSpec]) -> None:
-        self._directory = Directory(capacity, units, ray.util.get_node_ip_address())
+    def __init__(
+        self, capacity: int, units: Sequence[UnitSpec], claim_order: str | None = None
+    ) -> None:
+        host = ray.util.get_node_ip_address()
+        self._directory = Directory(capacity, units, host, load_order(claim_order))
         self._address = self._directory.start()
         self._facts: list[Any] | None = None
 

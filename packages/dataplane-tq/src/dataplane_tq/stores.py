@@ -6,20 +6,23 @@ Both register every row with TransferQueue's controller; they differ in who move
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any  # Any: tags, and what a store keeps between encode and write
 
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
+from dataplane_core.columns import Column as PaddedColumn
+from dataplane_core.columns import columns_of_fields, fields_of_columns
+from dataplane_core.object_codec import decode_object, encode_object
 from dataplane_core.rows import OBJECT, Column, collate, split_rows
 from dataplane_tq import transfer_queue_rows as rows_in
 from dataplane_tq.engine import Engine
-from dataplane_tq.object_codec import decode_object, encode_object, seal, unseal
 from dataplane_tq.packed.access import UnitAccess
-from dataplane_tq.packed.encoding import encode
+from dataplane_tq.packed.encoding import EncodedField, encode, encode_columns
 from dataplane_tq.packed.layout import FieldLayout
 from dataplane_tq.protocol import PutAnswer, ReadAnswer
+from dataplane_tq.seal import seal, unseal
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,16 @@ class Store(ABC):
     def encode(self, fields: TensorDict, count: int) -> Encoded:
         """Take a put's values apart, or refuse them with an `InvalidRequestError`."""
 
+    def encode_columns(
+        self,
+        columns: Mapping[str, PaddedColumn],
+        count: int,
+        lengths: Sequence[int] | None,
+        ragged: Collection[str],
+    ) -> Encoded:
+        """The same for columns that `dataplane_core.columns.check_columns` passed."""
+        return self.encode(fields_of_columns(columns, count, lengths, ragged), count)
+
     @abstractmethod
     def write(
         self,
@@ -66,6 +79,21 @@ class Store(ABC):
         fields: list[str],
     ) -> TensorDict:
         """Values of pinned samples, in the order of ``sample_ids``, in memory of their own."""
+
+    def read_columns(
+        self,
+        what: str,
+        where: ReadAnswer,
+        sample_ids: list[str],
+        partition_id: str,
+        fields: list[str],
+        pad_values: Mapping[str, float],
+        width: int,
+    ) -> dict[str, PaddedColumn]:
+        """The same as padded columns, see `DataPlaneClient.get_columns`."""
+        answer = self.read(what, where, sample_ids, partition_id, fields)
+        columns = columns_of_fields(answer, pad_values=pad_values, width=width)
+        return {name: columns[name] for name in fields}
 
     def close(self) -> None:  # noqa: B027  # most stores hold nothing
         """End what this store holds open."""
@@ -90,7 +118,7 @@ class TransferQueueStore(Store):
         for name, column in columns.items():
             if self._rows_as_bytes or column.kind == OBJECT:
                 # As bytes they pass TransferQueue untouched; it would change some types.
-                values = (encode_object(name, value) for value in column.rows)
+                values = (encode_object(f"field {name!r}", value) for value in column.rows)
                 if self._rows_as_bytes:
                     values = (seal(value) for value in values)
                 stored[name] = NonTensorStack(*(NonTensorData(value) for value in values))
@@ -162,12 +190,16 @@ class PackedStore(Store):
         )
 
     def encode(self, fields: TensorDict, count: int) -> Encoded:
-        encoded = encode(fields, count)
-        return Encoded(
-            {item.layout.name: item.layout.kind for item in encoded},
-            encoded,
-            [item.layout for item in encoded],
-        )
+        return _encoded(encode(fields, count))
+
+    def encode_columns(
+        self,
+        columns: Mapping[str, PaddedColumn],
+        count: int,
+        lengths: Sequence[int] | None,
+        ragged: Collection[str],
+    ) -> Encoded:
+        return _encoded(encode_columns(columns, lengths, ragged))
 
     def write(
         self,
@@ -178,15 +210,22 @@ class PackedStore(Store):
         partition_id: str,
         tags: Sequence[dict[str, Any]] | None,
     ) -> None:
-        client = self._engine.client
         # The controller answers while the bytes are copied.
-        registering = self._engine.submit(
-            rows_in.register, client, sample_ids, partition_id, tags, where.leftovers
+        entering = self._engine.submit(
+            rows_in.enter,
+            self._engine.client,
+            sample_ids,
+            partition_id,
+            tags,
+            where.leftovers,
+            list(encoded.kinds),
         )
-        self._units.write(where.blocks, encoded.values or ())
-        rows = self._engine.wait(what, registering)
-        if encoded.kinds:
-            self._engine.run(what, rows_in.publish, client, rows, partition_id, list(encoded.kinds))
+        try:
+            self._units.write(where.blocks, encoded.values or ())
+        except BaseException:
+            entering.cancel()  # what it did already, the directory notes as left over
+            raise
+        self._engine.wait(what, entering)
 
     def read(
         self,
@@ -198,5 +237,22 @@ class PackedStore(Store):
     ) -> TensorDict:
         return TensorDict(self._units.read(fields, where.parts), batch_size=[len(sample_ids)])
 
+    def read_columns(
+        self,
+        what: str,
+        where: ReadAnswer,
+        sample_ids: list[str],
+        partition_id: str,
+        fields: list[str],
+        pad_values: Mapping[str, float],
+        width: int,
+    ) -> dict[str, PaddedColumn]:
+        return self._units.read_columns(fields, where.parts, pad_values, width)
+
     def close(self) -> None:
         self._units.close()
+
+
+def _encoded(fields: list[EncodedField]) -> Encoded:
+    kinds = {item.layout.name: item.layout.kind for item in fields}
+    return Encoded(kinds, fields, [item.layout for item in fields])

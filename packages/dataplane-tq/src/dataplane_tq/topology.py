@@ -18,6 +18,7 @@ from ray.exceptions import GetTimeoutError, RayError
 from transfer_queue.controller import TransferQueueController
 
 from dataplane_core import ConfigError, DataPlaneConfig, DataPlaneError, UnavailableError
+from dataplane_core.ledger import load_order
 from dataplane_tq.directory_actor import DirectoryActor
 from dataplane_tq.sampler import ConsumptionSampler, load_sampler
 from dataplane_tq.storage import BACKENDS
@@ -90,6 +91,7 @@ def bootstrap(cfg: DataPlaneConfig) -> Topology:
         )
     BACKENDS[backend].check(cfg)
     sampler = ConsumptionSampler(load_sampler(cfg.get("sampler")))
+    load_order(cfg.get("claim_order"))  # refused here rather than in the directory's process
     if _find(CONTROLLER) is not None:
         raise ConfigError(
             "this Ray cluster already runs a TransferQueue controller; attach to it with "
@@ -108,7 +110,7 @@ def bootstrap(cfg: DataPlaneConfig) -> Topology:
         directory = (
             ray.remote(DirectoryActor)
             .options(name=DIRECTORY, **options)
-            .remote(cfg["storage_capacity"], units)
+            .remote(cfg["storage_capacity"], units, cfg.get("claim_order"))
         )
         actors[DIRECTORY] = directory
         zmq_info, address = ray.get(

@@ -47,6 +47,20 @@ async def register(
     return rows
 
 
+async def enter(
+    client: Any,
+    sample_ids: list[str],
+    partition_id: str,
+    tags: Sequence[dict[str, Any]] | None,
+    leftovers: Sequence[Leftover],
+    fields: Sequence[str],
+) -> None:
+    """`register` rows whose values TransferQueue does not hold, and `publish` their fields."""
+    rows = await register(client, sample_ids, partition_id, tags, leftovers)
+    if fields:
+        await publish(client, rows, partition_id, fields)
+
+
 async def publish(client: Any, rows: Any, partition_id: str, fields: Sequence[str]) -> None:
     """Mark fields of rows as produced, for values that TransferQueue does not hold itself."""
     schema = {name: dict(_NOT_A_TENSOR) for name in fields}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal  # Any: tags and extra keywords are the caller's own
@@ -26,10 +26,12 @@ from dataplane_core import (
 )
 from observability.events import Event, log_event
 from observability.outstanding import Outstanding
-from observability.payload import bytes_by_field
+from observability.payload import bytes_by_column, bytes_by_field
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
+
+    from dataplane_core.columns import Column
 
 Op = Literal[
     "register",
@@ -72,7 +74,8 @@ class MetricsDataPlaneClient(DataPlaneClient):
             - ``partition_id``: empty for close;
             - ``n_keys``: samples named by the call; for claim_meta those claimed, for register the
               declared number, for ``clear_samples(None, ...)`` 0;
-            - ``n_bytes``: bytes of the tensors put or read, of ragged ones the packed values;
+            - ``n_bytes``: bytes of the tensors put or read, of ragged ones the packed values, of
+              columns that were read with their padding;
             - ``wall_ms``: duration of the call, in milliseconds;
             - ``status``: ok, timeout (the call raised a TimeoutError) or error.
 
@@ -188,7 +191,40 @@ class MetricsDataPlaneClient(DataPlaneClient):
         tags: list[dict[str, Any]] | None = None,
         **extra: Any,
     ) -> KVBatchMeta:
-        put = bytes_by_field(fields)
+        return self._put(
+            sample_ids,
+            partition_id,
+            bytes_by_field(fields),
+            lambda: self._inner.put_samples(sample_ids, partition_id, fields, tags, **extra),
+        )
+
+    def put_columns(
+        self,
+        sample_ids: list[str],
+        partition_id: str,
+        columns: Mapping[str, Column],
+        tags: list[dict[str, Any]] | None = None,
+        *,
+        lengths: Sequence[int] | None = None,
+        ragged: Collection[str] = (),
+        **extra: Any,
+    ) -> KVBatchMeta:
+        return self._put(
+            sample_ids,
+            partition_id,
+            bytes_by_column(columns, lengths, ragged),
+            lambda: self._inner.put_columns(
+                sample_ids, partition_id, columns, tags, lengths=lengths, ragged=ragged, **extra
+            ),
+        )
+
+    def _put(
+        self,
+        sample_ids: list[str],
+        partition_id: str,
+        put: dict[str, int],
+        run: Callable[[], KVBatchMeta],
+    ) -> KVBatchMeta:
         n_bytes = sum(put.values())
         with self._lock:
             pending = self._outstanding.begin_put(partition_id)
@@ -201,7 +237,7 @@ class MetricsDataPlaneClient(DataPlaneClient):
         call = _Call("put", partition_id, len(sample_ids), n_bytes, settle)
         try:
             with self._recorded(call):
-                return self._inner.put_samples(sample_ids, partition_id, fields, tags, **extra)
+                return run()
         finally:
             with self._lock:
                 self._outstanding.end_put(pending)
@@ -212,6 +248,23 @@ class MetricsDataPlaneClient(DataPlaneClient):
         with self._recorded(_Call("get", partition_id, n_keys=len(sample_ids))) as call:
             answer = self._inner.get_samples(sample_ids, partition_id, select_fields, **extra)
             call.n_bytes = sum(bytes_by_field(answer).values())
+        return answer
+
+    def get_columns(
+        self,
+        sample_ids: list[str],
+        partition_id: str,
+        select_fields: list[str],
+        *,
+        pad_values: Mapping[str, float] | None = None,
+        width: int = 0,
+        **extra: Any,
+    ) -> dict[str, Column]:
+        with self._recorded(_Call("get", partition_id, n_keys=len(sample_ids))) as call:
+            answer = self._inner.get_columns(
+                sample_ids, partition_id, select_fields, pad_values=pad_values, width=width, **extra
+            )
+            call.n_bytes = sum(bytes_by_column(answer).values())
         return answer
 
     def clear_samples(self, sample_ids: list[str] | None, partition_id: str, **extra: Any) -> None:

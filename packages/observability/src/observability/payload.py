@@ -6,7 +6,9 @@ Python values count nothing, because their size on a wire depends on the store.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from tensordict import LazyStackedTensorDict, TensorDictBase
@@ -23,6 +25,21 @@ def bytes_by_field(fields: TensorDictBase | None) -> dict[str, int]:
     if not isinstance(fields, TensorDictBase):
         return {}
     return {name: _leaf_bytes(leaf) for name, leaf in fields.items()}
+
+
+def bytes_by_column(
+    columns: Mapping[str, object],
+    lengths: Sequence[int] | None = None,
+    ragged: Collection[str] = (),
+) -> dict[str, int]:
+    """Bytes of each padded column; of those in ``ragged`` only what ``lengths`` leave of a row."""
+    found = {}
+    for name, column in columns.items():
+        found[name] = _leaf_bytes(column)
+        if name in ragged and lengths is not None and isinstance(column, torch.Tensor):
+            positions = math.prod(column.shape[:2])
+            found[name] = found[name] // positions * sum(lengths) if positions else 0
+    return found
 
 
 def _leaf_bytes(leaf: object) -> int:

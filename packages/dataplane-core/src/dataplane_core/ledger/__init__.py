@@ -7,11 +7,13 @@ values of samples are somewhere else, and the ledger keeps an opaque cell for ea
 
 from dataplane_core.ledger.books import Ledger, PutTicket
 from dataplane_core.ledger.inspect import FieldSummary, PartitionSummary, SampleState, TaskSummary
+from dataplane_core.ledger.order import ClaimOrder, load_order
 from dataplane_core.ledger.partition import Claimed, PartitionBook
 from dataplane_core.ledger.rows import Row
 from dataplane_core.ledger.selection import ClaimRequest, TagFilter, balance
 
 __all__ = [
+    "ClaimOrder",
     "ClaimRequest",
     "Claimed",
     "FieldSummary",
@@ -24,4 +26,5 @@ __all__ = [
     "TagFilter",
     "TaskSummary",
     "balance",
+    "load_order",
 ]

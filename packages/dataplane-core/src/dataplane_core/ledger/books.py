@@ -14,6 +14,7 @@ from dataplane_core.errors import (
     PartitionNotFoundError,
     listed,
 )
+from dataplane_core.ledger.order import ClaimOrder
 from dataplane_core.ledger.partition import PartitionBook
 from dataplane_core.ledger.rows import Row
 
@@ -44,11 +45,16 @@ class Ledger:
     Args:
         capacity: samples that all partitions together may hold; None is no limit.
         discard: called with the cells that nothing refers to any more.
+        order: of claims without a seed; None is the order of first puts.
     """
 
     def __init__(
-        self, capacity: int | None, discard: Callable[[list[Any]], None] = lambda cells: None
+        self,
+        capacity: int | None,
+        discard: Callable[[list[Any]], None] = lambda cells: None,
+        order: ClaimOrder | None = None,
     ) -> None:
+        self._order = order
         self.capacity = capacity
         self.partitions: dict[str, PartitionBook] = {}
         self._discard = discard
@@ -63,7 +69,7 @@ class Ledger:
         """Declare a partition, or replace its declaration."""
         partition = self.partitions.get(declaration.partition_id)
         if partition is None:
-            self.partitions[declaration.partition_id] = PartitionBook(declaration)
+            self.partitions[declaration.partition_id] = PartitionBook(declaration, self._order)
         else:
             partition.redeclare(declaration)
 
@@ -149,15 +155,7 @@ class Ledger:
         partition.check_token(ticket.token)
         check_kinds(ticket.kinds, partition.kinds, partition_id=ticket.partition_id)
         partition.kinds.update(ticket.kinds)
-        columns = list(cells.items())
-        replaced: list[Any] = []
-        for i, sample_id in enumerate(ticket.sample_ids):
-            replaced += partition.write(
-                sample_id,
-                {name: column[i] for name, column in columns},
-                None if tags is None else tags[i],
-                next(self._sequence),
-            )
+        replaced = partition.write(ticket.sample_ids, cells, tags, self._sequence)
         partition.version += 1
         if replaced:
             self._discard(replaced)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import secrets
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -18,6 +19,7 @@ from dataplane_core.errors import (
     UnknownTaskError,
     listed,
 )
+from dataplane_core.ledger.order import ClaimOrder, Places
 from dataplane_core.ledger.queues import GroupQueue, Queue, SampleQueue
 from dataplane_core.ledger.rows import Row
 from dataplane_core.ledger.selection import ClaimRequest, balance
@@ -79,8 +81,9 @@ class Task:
 class PartitionBook:
     """The state of one partition. `Ledger` owns it; nothing here locks or waits."""
 
-    def __init__(self, declaration: PartitionDeclaration) -> None:
+    def __init__(self, declaration: PartitionDeclaration, order: ClaimOrder | None = None) -> None:
         self.declaration = declaration
+        self._order = order
         self.kinds: dict[str, str] = {}
         self.pending_kinds: dict[str, list[str]] = {}
         self.rows: dict[str, Row] = {}
@@ -132,18 +135,48 @@ class PartitionBook:
 
     def write(
         self,
-        sample_id: str,
-        cells: Mapping[str, Any],
-        tags: Mapping[str, Any] | None,
-        sequence: int,
+        sample_ids: Sequence[str],
+        cells: Mapping[str, Sequence[Any]],
+        tags: Sequence[Mapping[str, Any]] | None,
+        sequence: Iterator[int],
     ) -> list[Any]:
-        """Make a sample's fields and tags visible; returns the cells that can be discarded now."""
-        row = self.rows.get(sample_id)
-        if row is None:
-            row = self.rows[sample_id] = Row(sample_id, sequence)
-            self.put_total += 1
-            for task in self.tasks.values():
-                task.open[sample_id] = row
+        """Make fields and tags of samples visible; returns the cells that can be discarded now.
+
+        Args:
+            sample_ids: the samples.
+            cells: field to one cell per sample.
+            tags: one mapping per sample; None keeps what they have.
+            sequence: gives new samples their places.
+        """
+        names = tuple(cells)
+        by_sample = zip(*cells.values(), strict=True) if names else itertools.repeat(())
+        replaced: list[Any] = []
+        written: list[Row] = []
+        new: dict[str, Row] = {}
+        for sample_id, values in zip(sample_ids, by_sample, strict=False):
+            row = self.rows.get(sample_id)
+            if row is None:
+                row = new[sample_id] = Row(sample_id, next(sequence))
+                row.cells = dict(zip(names, values, strict=True))
+            else:
+                replaced += self._overwrite(row, dict(zip(names, values, strict=True)))
+            written.append(row)
+        for name in names:
+            self.field_counts[name] = self.field_counts.get(name, 0) + len(new)
+        self.rows.update(new)
+        self.put_total += len(new)
+        if tags is not None:
+            self._tag(written, tags)
+        for task in self.tasks.values():
+            task.open.update(new)
+            if task.queues:
+                for row in written:
+                    if row.sample_id in task.open:
+                        self._enqueue(task, row)
+        return replaced
+
+    def _overwrite(self, row: Row, cells: Mapping[str, Any]) -> list[Any]:
+        """Give a sample that is there fields, new or not; returns what can be discarded now."""
         replaced = []
         for name, cell in cells.items():
             if name in row.cells:
@@ -151,15 +184,21 @@ class PartitionBook:
             else:
                 self.field_counts[name] = self.field_counts.get(name, 0) + 1
             row.cells[name] = cell
-        if tags is not None:
-            row.tags = dict(tags)
-        for task in self.tasks.values():
-            if task.queues and sample_id in task.open:
-                self._enqueue(task, row)
         if row.pins:
             row.stale.extend(replaced)
             return []
         return replaced
+
+    def _tag(self, rows: Sequence[Row], tags: Sequence[Mapping[str, Any]]) -> None:
+        moved = []
+        for row, own in zip(rows, tags, strict=True):
+            if self._order is not None and row.tags != own:
+                moved.append(row.sample_id)
+            row.tags = dict(own)
+        for task in self.tasks.values():
+            # Where a sample stands may have changed: the queues are made anew.
+            if not task.open.keys().isdisjoint(moved):
+                task.queues.clear()
 
     @staticmethod
     def _enqueue(task: Task, row: Row) -> None:
@@ -191,8 +230,11 @@ class PartitionBook:
         queue = task.queues.get((required, seed))
         if queue is None:
             size = self.declaration.grpo_group_size
+            places = Places(seed, self._order)
             queue = (
-                SampleQueue(required, seed) if size is None else GroupQueue(required, seed, size)
+                SampleQueue(required, places)
+                if size is None
+                else GroupQueue(required, places, size)
             )
             for row in task.open.values():
                 if required <= row.cells.keys():
@@ -228,6 +270,7 @@ class PartitionBook:
     def _draw(self, task: Task, request: ClaimRequest, limit: int) -> list[Row] | None:
         """Take rows out of ``open``; None if the claim has to wait."""
         queue = self._queue(task, frozenset(request.required_fields), request.seed)
+        queue.places.check()
         last = self._nothing_more(task, queue, request)
         if request.whole and not last and queue.count(request) < limit:
             return None

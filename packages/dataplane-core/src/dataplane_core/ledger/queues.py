@@ -6,11 +6,11 @@ never scans the partition, so its cost does not grow with what was consumed befo
 
 from __future__ import annotations
 
-import hashlib
 import heapq
 from collections.abc import Iterable
 from typing import Protocol
 
+from dataplane_core.ledger.order import Places
 from dataplane_core.ledger.rows import Row
 from dataplane_core.ledger.selection import ClaimRequest
 
@@ -19,6 +19,7 @@ class Queue(Protocol):
     """The ready samples of one task and one set of required fields."""
 
     required: frozenset[str]
+    places: Places
 
     def __len__(self) -> int:
         """Ready samples, those of incomplete groups included."""
@@ -39,22 +40,14 @@ class Queue(Protocol):
         """The ready samples, in no order."""
 
 
-def order(seed: int | None, row: Row) -> int:
-    """Where ``row`` stands: by first put, or by a hash of the seed and the id."""
-    if seed is None:
-        return row.sequence
-    digest = hashlib.blake2b(f"{seed}:{row.sample_id}".encode(), digest_size=8)
-    return int.from_bytes(digest.digest(), "big")
-
-
 class SampleQueue:
     """Samples one by one: a heap whose entries may be out of date, and the truth beside it."""
 
-    def __init__(self, required: frozenset[str], seed: int | None) -> None:
+    def __init__(self, required: frozenset[str], places: Places) -> None:
         self.required = required
-        self._seed = seed
+        self.places = places
         self._ready: dict[int, Row] = {}
-        self._heap: list[tuple[int, int]] = []
+        self._heap: list[tuple[float, int]] = []
 
     def __len__(self) -> int:
         return len(self._ready)
@@ -66,9 +59,9 @@ class SampleQueue:
         if row.sequence in self._ready:
             return
         self._ready[row.sequence] = row
-        heapq.heappush(self._heap, (order(self._seed, row), row.sequence))
+        heapq.heappush(self._heap, (self.places.of(row), row.sequence))
         if len(self._heap) > 2 * len(self._ready) + 64:
-            self._heap = [(order(self._seed, r), r.sequence) for r in self._ready.values()]
+            self._heap = [(self.places.of(r), r.sequence) for r in self._ready.values()]
             heapq.heapify(self._heap)
 
     def discard(self, row: Row) -> None:
@@ -81,7 +74,7 @@ class SampleQueue:
 
     def take(self, request: ClaimRequest, limit: int, *, partial: bool) -> list[Row]:
         taken: list[Row] = []
-        passed: list[tuple[int, int]] = []
+        passed: list[tuple[float, int]] = []
         while self._heap and len(taken) < limit:
             entry = heapq.heappop(self._heap)
             row = self._ready.get(entry[1])
@@ -100,14 +93,14 @@ class SampleQueue:
 class GroupQueue:
     """Samples by group: a group is taken when all of its ``group_size`` samples are ready."""
 
-    def __init__(self, required: frozenset[str], seed: int | None, group_size: int) -> None:
+    def __init__(self, required: frozenset[str], places: Places, group_size: int) -> None:
         self.required = required
-        self._seed = seed
+        self.places = places
         self._size = group_size
         self._groups: dict[str, dict[int, Row]] = {}
         self._group_of: dict[int, str] = {}
         self._complete: set[str] = set()
-        self._heap: list[tuple[int, str]] = []
+        self._heap: list[tuple[float, str]] = []
 
     def __len__(self) -> int:
         return len(self._group_of)
@@ -150,7 +143,7 @@ class GroupQueue:
 
     def take(self, request: ClaimRequest, limit: int, *, partial: bool) -> list[Row]:
         taken: list[Row] = []
-        passed: list[tuple[int, str]] = []
+        passed: list[tuple[float, str]] = []
         while self._heap and len(taken) < limit:
             place, group = heapq.heappop(self._heap)
             if group not in self._complete:
@@ -176,8 +169,8 @@ class GroupQueue:
             self.discard(row)
         return rows
 
-    def _place(self, members: dict[int, Row]) -> int:
-        return min(order(self._seed, row) for row in members.values())
+    def _place(self, members: dict[int, Row]) -> float:
+        return min(self.places.of(row) for row in members.values())
 
     @staticmethod
     def _matches(request: ClaimRequest, members: dict[int, Row]) -> bool:

@@ -13,8 +13,9 @@ import torch
 from tensordict import NonTensorStack
 
 from dataplane_core import UnavailableError
+from dataplane_core.columns import Column
 from dataplane_tq.packed.catalogue import Block
-from dataplane_tq.packed.decoding import Piece, decode
+from dataplane_tq.packed.decoding import Piece, decode, decode_column
 from dataplane_tq.packed.encoding import EncodedField, writes
 from dataplane_tq.packed.layout import Indices
 from dataplane_tq.packed.unit_client import Transport, UnitClient
@@ -66,6 +67,19 @@ class UnitAccess:
         """
         return {
             name: decode(list(self._pieces(part))) for name, part in zip(fields, parts, strict=True)
+        }
+
+    def read_columns(
+        self,
+        fields: Sequence[str],
+        parts: Sequence[FieldParts],
+        pad_values: Mapping[str, float],
+        width: int,
+    ) -> dict[str, Column]:
+        """The same as padded columns, see `DataPlaneClient.get_columns`."""
+        return {
+            name: decode_column(list(self._pieces(part)), pad_values.get(name, 0), width)
+            for name, part in zip(fields, parts, strict=True)
         }
 
     def _pieces(self, parts: FieldParts) -> Iterator[Piece]:

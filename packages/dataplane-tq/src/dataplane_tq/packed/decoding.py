@@ -17,9 +17,10 @@ from numpy.typing import NDArray
 from tensordict import NonTensorData, NonTensorStack
 
 from dataplane_core import InvalidRequestError, pages
+from dataplane_core.columns import Column, Padded, object_array, padded_tensor, tensor_on
+from dataplane_core.object_codec import decode_object
 from dataplane_core.rows import OBJECT, collate_rows
 from dataplane_core.slices import copy_slices
-from dataplane_tq.object_codec import decode_object
 from dataplane_tq.packed.layout import FieldLayout, Indices
 
 Bytes = NDArray[np.uint8]
@@ -32,14 +33,14 @@ class Piece:
     """Some rows of one block, and where they go in the answer.
 
     Attributes:
-        layout: of the rows in ``buffers``.
-        buffers: one after the other they are the flat buffer of ``layout``.
+        layout: of the rows in ``flat``.
+        flat: the flat buffer of ``layout``.
         rows: which rows of ``layout``, in the order wanted; None for all in their order.
         positions: the answer's row for each of them; None if they follow those of the piece before.
     """
 
     layout: FieldLayout
-    buffers: Sequence[Bytes]
+    flat: Bytes
     rows: Indices | None = None
     positions: Indices | None = None
 
@@ -65,20 +66,52 @@ def decode(pieces: Sequence[Piece]) -> torch.Tensor | NonTensorStack:
         InvalidRequestError: (a ValueError) if pieces are of several kinds, lack bytes or leave a
             row of the answer open.
     """
+    pieces, places = _placed(pieces)
+    layout = pieces[0].layout
+    if layout.kind == OBJECT:
+        values = _decode_objects(pieces, places)
+        if all(type(value) in _PLAIN for value in values):
+            return NonTensorStack(*values)  # three times as fast as wrapping them first
+        return NonTensorStack(*(NonTensorData(value) for value in values))
+    if all(_same_item(piece.layout, layout) for piece in pieces):
+        return _decode_uniform(pieces, places)
+    if all(_has_tail(piece.layout, _tail(layout)) for piece in pieces):
+        return _decode_ragged(pieces, places)
+    return _decode_rows(pieces, places)
+
+
+def decode_column(pieces: Sequence[Piece], pad_value: float, width: int) -> Column:
+    """The rows of ``pieces`` as one padded column.
+
+    Args:
+        pieces: as `decode` takes them.
+        pad_value: for rows that are shorter than others.
+        width: tensors of two or more dims are at least as wide along dim 1.
+
+    Returns:
+        A dense tensor, or an object array of Python values.
+
+    Raises:
+        InvalidRequestError: (a ValueError) as `decode`.
+    """
+    pieces, places = _placed(pieces)
+    layout = pieces[0].layout
+    if layout.kind == OBJECT:
+        return object_array(_decode_objects(pieces, places))
+    uniform = all(_same_item(piece.layout, layout) for piece in pieces)
+    if not uniform and all(_has_tail(piece.layout, _tail(layout)) for piece in pieces):
+        return _decode_padded(pieces, places, pad_value, width)
+    tensor = _decode_uniform(pieces, places) if uniform else _decode_rows(pieces, places)
+    return padded_tensor(tensor, pad_value, width)
+
+
+def _placed(pieces: Sequence[Piece]) -> tuple[Sequence[Piece], list[slice | Indices]]:
+    """The pieces that have rows, checked, and where these go."""
     pieces = [piece for piece in pieces if piece.count]
     if not pieces:
         raise InvalidRequestError("decode: no rows")
     _check(pieces)
-    places = _places(pieces)
-    layout = pieces[0].layout
-    if layout.kind == OBJECT:
-        return _decode_objects(pieces, places)
-    dtype = _dtype(layout)
-    if all(_same_item(piece.layout, layout) for piece in pieces):
-        return _decode_uniform(pieces, places, dtype)
-    if all(_has_tail(piece.layout, _tail(layout)) for piece in pieces):
-        return _decode_ragged(pieces, places, dtype)
-    return _decode_rows(pieces, places, dtype)
+    return pieces, _places(pieces)
 
 
 def _check(pieces: Sequence[Piece]) -> None:
@@ -89,7 +122,7 @@ def _check(pieces: Sequence[Piece]) -> None:
             raise InvalidRequestError(
                 f"field {first.name!r}: rows of {first.kind} and of {layout.kind} in one answer"
             )
-        found = sum(buffer.size for buffer in piece.buffers)
+        found = piece.flat.size
         if found != layout.nbytes:
             raise InvalidRequestError(
                 f"field {layout.name!r}: {found} bytes for {layout.rows} rows; expected "
@@ -173,11 +206,10 @@ def _shape(layout: FieldLayout, dtype: torch.dtype, row: int, nbytes: int) -> tu
     return (nbytes // (dtype.itemsize * math.prod(layout.item)), *layout.item)
 
 
-def _decode_uniform(
-    pieces: Sequence[Piece], places: Sequence[slice | Indices], dtype: torch.dtype
-) -> torch.Tensor:
+def _decode_uniform(pieces: Sequence[Piece], places: Sequence[slice | Indices]) -> torch.Tensor:
     """All rows have one shape, which the layouts tell."""
     layout = pieces[0].layout
+    dtype = _dtype(layout)
     total = sum(piece.count for piece in pieces)
     size = layout.row_nbytes
     shape = (total, *_shape(layout, dtype, 0, size))
@@ -189,9 +221,9 @@ def _decode_uniform(
     into = data.view(lane).reshape(total, -1)
     for piece, place in zip(pieces, places, strict=True):
         if piece.rows is None and isinstance(place, slice):
-            _copy_all(data[place.start * size : place.stop * size], piece.buffers)
+            data[place.start * size : place.stop * size] = piece.flat
             continue
-        flat = _joined(piece.buffers).view(lane).reshape(piece.layout.rows, -1)
+        flat = piece.flat.view(lane).reshape(piece.layout.rows, -1)
         if piece.rows is None:
             into[place] = flat
             continue
@@ -204,50 +236,61 @@ def _decode_uniform(
             np.take(flat, piece.rows, axis=0, out=into[place], mode="clip")
         else:
             into[place] = flat[piece.rows]
-    return _tensor(data, dtype, shape)
+    return tensor_on(data, dtype, shape)
 
 
-def _decode_ragged(
-    pieces: Sequence[Piece], places: Sequence[slice | Indices], dtype: torch.dtype
-) -> torch.Tensor:
+def _decode_ragged(pieces: Sequence[Piece], places: Sequence[slice | Indices]) -> torch.Tensor:
     """Rows differ in their first dimension at most."""
-    total = sum(piece.count for piece in pieces)
-    spans = [piece.layout.row_ranges(piece.rows) for piece in pieces]
-    sizes = np.empty(total, np.int64)
-    for place, (starts, stops) in zip(places, spans, strict=True):
-        sizes[place] = stops - starts
+    spans, sizes = _spans(pieces, places)
     ends = np.cumsum(sizes)
     begins = ends - sizes
     data = pages.empty(int(ends[-1]))
     for piece, place, (starts, stops) in zip(pieces, places, spans, strict=True):
         if piece.rows is None and isinstance(place, slice):
-            _copy_all(data[begins[place.start] : ends[place.stop - 1]], piece.buffers)
+            data[begins[place.start] : ends[place.stop - 1]] = piece.flat
         else:
-            _copy_rows(data, begins[place], _joined(piece.buffers), starts, stops)
-    tail = _tail(pieces[0].layout)
+            _copy_rows(data, begins[place], piece.flat, starts, stops)
+    dtype, tail = _dtype(pieces[0].layout), _tail(pieces[0].layout)
     step = dtype.itemsize * math.prod(tail)
     shortest, longest = int(sizes.min()) // step, int(sizes.max()) // step
-    values = _tensor(data, dtype, (len(data) // step, *tail))
+    values = tensor_on(data, dtype, (len(data) // step, *tail))
     if shortest == longest:
-        return values.view(total, longest, *tail)
-    offsets = np.zeros(total + 1, np.int64)
+        return values.view(len(sizes), longest, *tail)
+    offsets = np.zeros(len(sizes) + 1, np.int64)
     np.floor_divide(ends, step, out=offsets[1:])
     return torch.nested.nested_tensor_from_jagged(
         values, torch.from_numpy(offsets), min_seqlen=shortest, max_seqlen=longest
     )
 
 
-def _copy_all(into: Bytes, buffers: Sequence[Bytes]) -> None:
-    at = 0
-    for buffer in buffers:
-        into[at : at + buffer.size] = buffer
-        at += buffer.size
+def _decode_padded(
+    pieces: Sequence[Piece],
+    places: Sequence[slice | Indices],
+    pad_value: float,
+    width: int,
+) -> torch.Tensor:
+    """Rows differ in their first dimension at most, and are padded there."""
+    spans, sizes = _spans(pieces, places)
+    dtype, tail = _dtype(pieces[0].layout), _tail(pieces[0].layout)
+    width = max(width, int(sizes.max()) // (dtype.itemsize * math.prod(tail)))
+    if not width:
+        return torch.empty((len(sizes), 0, *tail), dtype=dtype)
+    padded = Padded(sizes, tail, dtype, width, pad_value)
+    for piece, place, (starts, stops) in zip(pieces, places, spans, strict=True):
+        begins = [padded.begins[at] for at in _numbers(place)]
+        copy_slices(padded.raw, begins, piece.flat, starts.tolist(), (stops - starts).tolist())
+    return padded.tensor
 
 
-def _joined(buffers: Sequence[Bytes]) -> Bytes:
-    if len(buffers) == 1:
-        return buffers[0]
-    return np.concatenate(buffers) if buffers else np.empty(0, np.uint8)
+def _spans(
+    pieces: Sequence[Piece], places: Sequence[slice | Indices]
+) -> tuple[list[tuple[Indices, Indices]], Indices]:
+    """Where each piece's rows start and stop in its buffer, and the sizes of the answer's rows."""
+    spans = [piece.layout.row_ranges(piece.rows) for piece in pieces]
+    sizes = np.empty(sum(piece.count for piece in pieces), np.int64)
+    for place, (starts, stops) in zip(places, spans, strict=True):
+        sizes[place] = stops - starts
+    return spans, sizes
 
 
 def _copy_rows(into: Bytes, begins: Indices, flat: Bytes, starts: Indices, stops: Indices) -> None:
@@ -260,33 +303,25 @@ def _copy_rows(into: Bytes, begins: Indices, flat: Bytes, starts: Indices, stops
     copy_slices(into, begins[firsts].tolist(), flat, starts[firsts].tolist(), sizes.tolist())
 
 
-def _decode_rows(
-    pieces: Sequence[Piece], places: Sequence[slice | Indices], dtype: torch.dtype
-) -> torch.Tensor:
+def _decode_rows(pieces: Sequence[Piece], places: Sequence[slice | Indices]) -> torch.Tensor:
     """Rows of any shapes."""
+    dtype = _dtype(pieces[0].layout)
     rows: list[Any] = [None] * sum(piece.count for piece in pieces)
     for piece, place in zip(pieces, places, strict=True):
-        layout, flat = piece.layout, _joined(piece.buffers)
+        layout = piece.layout
         for at, row in zip(_numbers(place), _wanted(piece), strict=True):
             start, stop = layout.row_range(row)
             shape = _shape(layout, dtype, row, stop - start)
-            rows[at] = _tensor(flat[start:stop].copy(), dtype, shape)
+            rows[at] = tensor_on(piece.flat[start:stop].copy(), dtype, shape)
     tensor = collate_rows(str(dtype), rows)
     assert isinstance(tensor, torch.Tensor)
     return tensor
 
 
-def _tensor(raw: Bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    """A tensor on the memory of ``raw``."""
-    if not raw.size:
-        return torch.empty(shape, dtype=dtype)
-    return torch.from_numpy(raw).view(dtype).view(shape)
-
-
-def _decode_objects(pieces: Sequence[Piece], places: Sequence[slice | Indices]) -> NonTensorStack:
+def _decode_objects(pieces: Sequence[Piece], places: Sequence[slice | Indices]) -> list[Any]:
     values: list[Any] = [None] * sum(piece.count for piece in pieces)
     for piece, place in zip(pieces, places, strict=True):
-        view = _joined(piece.buffers).data
+        view = piece.flat.data
         starts, stops = piece.layout.row_ranges(piece.rows)
         decoded = [
             decode_object(bytes(view[start:stop]))
@@ -297,9 +332,7 @@ def _decode_objects(pieces: Sequence[Piece], places: Sequence[slice | Indices]) 
         else:
             for at, value in zip(place.tolist(), decoded, strict=True):
                 values[at] = value
-    if all(type(value) in _PLAIN for value in values):
-        return NonTensorStack(*values)  # three times as fast as wrapping them first
-    return NonTensorStack(*(NonTensorData(value) for value in values))
+    return values
 
 
 def _numbers(place: slice | Indices) -> Sequence[int]:

@@ -8,7 +8,7 @@ threads, which on a busy machine wait for each other for longer than the copy ta
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any  # Any: a leaf of a TensorDict, a row of an object field
 
@@ -24,8 +24,10 @@ from tensordict import (
 )
 
 from dataplane_core import InvalidRequestError
+from dataplane_core.columns import Column, jagged_from_padded, slices_of_padded
+from dataplane_core.object_codec import encode_object
 from dataplane_core.rows import OBJECT
-from dataplane_tq.object_codec import encode_object
+from dataplane_core.slices import Slices
 from dataplane_tq.packed.catalogue import Block
 from dataplane_tq.packed.layout import FieldLayout
 
@@ -38,41 +40,70 @@ class EncodedField:
 
     Attributes:
         layout: of its rows.
-        buffers: one after the other they are the field's flat buffer. They may share memory with
-            the tensors they came from.
+        slices: one after the other they are the field's flat buffer: all of it, or row by row. They
+            may share memory with the tensors they came from.
     """
 
     layout: FieldLayout
-    buffers: list[Bytes]
+    slices: Slices
 
-    def cut(self, start: int, stop: int) -> list[Bytes]:
-        """The bytes ``start`` to ``stop`` (exclusive) of the flat buffer, without copying."""
-        parts = []
-        for buffer in self.buffers:
-            part = buffer[max(start, 0) : max(stop, 0)]
-            if part.size:
-                parts.append(part)
-            start -= buffer.size
-            stop -= buffer.size
-        return parts
+    def rows(self, first: int, count: int) -> Slices:
+        """The bytes of ``count`` rows, without copying."""
+        layout, slices = self.layout, self.slices
+        if count == layout.rows:
+            return slices
+        if len(slices.sizes) == layout.rows:
+            rows = slice(first, first + count)
+            return Slices(slices.flat, slices.starts[rows], slices.sizes[rows])
+        start = layout.row_range(first)[0]
+        return Slices(slices.flat, [start], [layout.row_range(first + count - 1)[1] - start])
 
 
 def writes(
     blocks: Iterable[Block], fields: Iterable[EncodedField]
-) -> dict[str, list[tuple[int, Bytes]]]:
+) -> dict[str, list[tuple[int, Slices]]]:
     """What to write where, per unit, so that ``blocks`` hold the rows of ``fields``."""
     encoded = {field.layout.name: field for field in fields}
-    pieces: dict[str, list[tuple[int, Bytes]]] = {}
+    pieces: dict[str, list[tuple[int, Slices]]] = {}
     for block in blocks:
-        field = encoded[block.layout.name]
-        nbytes = block.layout.nbytes
-        start = field.layout.row_range(block.first_row)[0]
-        offset = block.offset
-        into = pieces.setdefault(block.unit, [])
-        for part in field.cut(start, start + nbytes):
-            into.append((offset, part))
-            offset += part.size
+        if block.layout.nbytes:
+            rows = encoded[block.layout.name].rows(block.first_row, block.layout.rows)
+            pieces.setdefault(block.unit, []).append((block.offset, rows))
     return pieces
+
+
+def encode_columns(
+    columns: Mapping[str, Column], lengths: Sequence[int] | None, ragged: Collection[str]
+) -> list[EncodedField]:
+    """Take padded columns apart, those in ``ragged`` without what is beyond ``lengths``.
+
+    Args:
+        columns: checked by `dataplane_core.columns.check_columns`.
+        lengths: of each row.
+        ragged: the columns to cut.
+
+    Raises:
+        InvalidRequestError: (a ValueError) if a column holds a value that cannot be stored.
+    """
+    encoded = []
+    for name, column in columns.items():
+        if isinstance(column, np.ndarray):
+            encoded.append(_encode_objects(name, column.tolist()))
+        elif name in ragged and lengths is not None:
+            encoded.append(_encode_cut(name, column, lengths))
+        else:
+            encoded.append(_encode_tensor(name, column, len(column)))
+    return encoded
+
+
+def _encode_cut(name: str, padded: torch.Tensor, lengths: Sequence[int]) -> EncodedField:
+    slices = slices_of_padded(padded.detach().cpu(), lengths)
+    assert slices is not None  # it is in main memory and has no gradient
+    item = tuple(padded.shape[2:])
+    if 0 in item:
+        return _encode_tensor(name, jagged_from_padded(padded, lengths), len(lengths))
+    ends = np.cumsum(slices.sizes, dtype="<i8")
+    return EncodedField(_ragged_layout(name, str(padded.dtype), item, ends), slices)
 
 
 def encode(fields: TensorDictBase, count: int) -> list[EncodedField]:
@@ -119,7 +150,7 @@ def _encode_tensor(name: str, leaf: torch.Tensor, count: int) -> EncodedField:
     item = tuple(tensor.shape[1:])
     nbytes = tensor.element_size() * math.prod(item)
     layout = FieldLayout(name, str(tensor.dtype), False, item, b"", nbytes, count)
-    return EncodedField(layout, [_raw(tensor)])
+    return _whole(layout, _raw(tensor))
 
 
 def _plain_jagged(leaf: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -145,7 +176,7 @@ def _encode_jagged(name: str, values: torch.Tensor, offsets: torch.Tensor) -> En
     ends = (bounds[1:] - first).astype("<i8") * step
     if first or last != values.shape[0]:
         values = values[first:last]
-    return EncodedField(_ragged_layout(name, str(values.dtype), item, ends), [_raw(values)])
+    return _whole(_ragged_layout(name, str(values.dtype), item, ends), _raw(values))
 
 
 def _encode_rows(name: str, kind: str, rows: Sequence[torch.Tensor]) -> EncodedField:
@@ -156,7 +187,11 @@ def _encode_rows(name: str, kind: str, rows: Sequence[torch.Tensor]) -> EncodedF
     alike = all(shape and shape[1:] == tail for shape in shapes) and math.prod(tail) > 0
     ends = np.cumsum([buffer.size for buffer in buffers], dtype="<i8")
     layout = _ragged_layout(name, kind, tail if alike else (), ends, None if alike else shapes)
-    return EncodedField(layout, buffers)
+    return _whole(layout, np.concatenate(buffers) if buffers else np.empty(0, np.uint8))
+
+
+def _whole(layout: FieldLayout, flat: Bytes) -> EncodedField:
+    return EncodedField(layout, Slices(flat, [0], [flat.size]))
 
 
 def _ragged_layout(
@@ -203,7 +238,7 @@ def _object_rows(name: str, leaf: Any, count: int) -> list[Any]:
 
 
 def _encode_objects(name: str, values: Sequence[Any]) -> EncodedField:
-    encoded = [encode_object(name, value) for value in values]
+    encoded = [encode_object(f"field {name!r}", value) for value in values]
     ends = np.cumsum([len(data) for data in encoded], dtype="<i8")
     layout = _ragged_layout(name, OBJECT, (), ends)
-    return EncodedField(layout, [np.frombuffer(b"".join(encoded), np.uint8)] if encoded else [])
+    return _whole(layout, np.frombuffer(b"".join(encoded), np.uint8))

@@ -21,13 +21,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dataplane_core import DeadlineExceededError, InvalidRequestError, UnavailableError, pages
+from dataplane_core.slices import Slices
 from dataplane_tq.packed import unit_wire as wire
 from dataplane_tq.packed.arena import Arena
 from dataplane_tq.packed.unit_wire import UnitAddress
 
 Transport = Literal["auto", "shm", "tcp"]
 Bytes = NDArray[np.uint8]
-Buffer = bytes | bytearray | memoryview | Bytes
 
 _MOST_IDLE = 8
 
@@ -93,11 +93,11 @@ class UnitClient:
             if self._memory(deadline) is None:
                 self._give(self._take(deadline))
 
-    def write(self, pieces: Sequence[tuple[int, Buffer]], timeout_s: float) -> None:
-        """Write each buffer at its offset. Returns when all bytes are in the unit's memory.
+    def write(self, pieces: Sequence[tuple[int, Slices]], timeout_s: float) -> None:
+        """Write each piece at its offset. Returns when all bytes are in the unit's memory.
 
         Args:
-            pieces: offsets and C-contiguous buffers.
+            pieces: offsets and the slices that go there, one after the other.
             timeout_s: seconds to wait at most.
 
         Raises:
@@ -107,25 +107,25 @@ class UnitClient:
                 under way may still be until a moment later.
         """
         deadline = time.monotonic() + timeout_s
-        arrays = [
-            (offset, np.frombuffer(piece, np.uint8)) for offset, piece in pieces if _filled(piece)
-        ]
-        self._check((offset, offset + array.size) for offset, array in arrays)
+        ranges = [(offset, offset + piece.nbytes) for offset, piece in pieces]
+        self._check(ranges)
         with self._errors("write", timeout_s):
             memory = self._memory(deadline)
             if memory is not None:
-                for offset, array in arrays:
-                    memory[offset : offset + array.size] = array
+                for (start, stop), (_, piece) in zip(ranges, pieces, strict=True):
+                    piece.copy_into(memory[start:stop])
                 self._check_alive()
                 return
+            # A unit takes whole buffers: joining rows is a copy, but thousands of ranges cost more.
+            arrays = [(offset, piece.joined()) for offset, piece in pieces if piece.nbytes]
             for at in range(0, len(arrays), wire.MOST_RANGES):
                 self._send_frame(arrays[at : at + wire.MOST_RANGES], deadline)
 
-    def read(self, ranges: Sequence[tuple[int, int]], timeout_s: float) -> list[Bytes]:
-        """The bytes of each range ``(start, stop)``, as uint8 arrays.
+    def read(self, ranges: Sequence[tuple[int, int]], timeout_s: float) -> Bytes:
+        """The bytes of the ranges ``(start, stop)``, one after the other.
 
-        With `zero_copy` they are read-only views of the unit's memory, which show what is written
-        there later. Otherwise they lie one after the other in one buffer of the caller's.
+        With `zero_copy` a single range is a read-only view of the unit's memory, which shows what
+        is written there later. Otherwise the answer is the caller's own.
 
         Raises:
             InvalidRequestError: if a range lies outside the unit's memory.
@@ -136,24 +136,20 @@ class UnitClient:
         self._check(ranges)
         with self._errors("read", timeout_s):
             memory = self._memory(deadline)
+            sizes = [stop - start for start, stop in ranges]
             if memory is not None:
-                readable = memory.view()
-                readable.flags.writeable = False
-                return [readable[start:stop] for start, stop in ranges]
-            data = pages.empty(sum(stop - start for start, stop in ranges))
-            parts: list[Bytes] = []
-            at = 0
-            for start, stop in ranges:
-                parts.append(data[at : at + stop - start])
-                at += stop - start
+                data = Slices(memory.view(), [start for start, _ in ranges], sizes).joined()
+                data.flags.writeable = len(ranges) > 1
+                return data
+            data = pages.empty(sum(sizes))
             at = 0
             for first in range(0, len(ranges), wire.MOST_RANGES):
                 asked = ranges[first : first + wire.MOST_RANGES]
-                size = sum(stop - start for start, stop in asked)
+                size = sum(sizes[first : first + wire.MOST_RANGES])
                 if size:
                     self._fetch_frame(asked, data[at : at + size], deadline)
                 at += size
-            return parts
+            return data
 
     def close(self) -> None:
         """Close the connections of this process. Views that `read` returned stay valid."""
@@ -184,7 +180,7 @@ class UnitClient:
         except OSError as error:
             raise UnavailableError(f"{what}: the unit is gone: {error}") from None
 
-    def _check(self, ranges: Iterator[tuple[int, int]] | Sequence[tuple[int, int]]) -> None:
+    def _check(self, ranges: Sequence[tuple[int, int]]) -> None:
         capacity = self._address.capacity
         for start, stop in ranges:
             if not 0 <= start <= stop <= capacity:
@@ -311,11 +307,6 @@ class UnitClient:
         with self._exchange(deadline) as sock:
             wire.send(sock, [memoryview(header)], deadline)
             wire.receive_into(sock, [into.data], deadline)
-
-
-def _filled(piece: Buffer) -> bool:
-    # numpy refuses to wrap an empty buffer.
-    return (piece.size if isinstance(piece, np.ndarray) else len(piece)) > 0
 
 
 def _frame(command: bytes, ranges: list[tuple[int, int]], deadline: float) -> bytes:

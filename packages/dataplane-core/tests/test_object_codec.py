@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dataplane_core import InvalidRequestError
-from dataplane_tq.object_codec import decode_object, encode_object
+from dataplane_core.object_codec import decode_object, encode_object
 
 text = st.text(st.characters(exclude_categories=["Cs"]))
 plain = st.recursive(
@@ -55,4 +55,4 @@ def test_numpy_scalars_become_python_numbers():
 @pytest.mark.parametrize("value", [object(), 2**80, np.array([object()]), "\ud800"], ids=repr)
 def test_what_cannot_be_stored_is_refused_with_the_fields_name(value):
     with pytest.raises(InvalidRequestError, match="field 'opaque'"):
-        encode_object("opaque", value)
+        encode_object("field 'opaque'", value)

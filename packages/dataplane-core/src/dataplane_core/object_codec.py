@@ -1,20 +1,20 @@
 """Python values of object columns as bytes, without pickle.
 
-TransferQueue decodes object columns inside its storage units, which needs their classes there and
-turns some types into others; bytes pass through untouched. The encoding is msgpack with two
-extension types, for numpy arrays and torch tensors.
+msgpack with two extension types, for numpy arrays and torch tensors. Public to authors of adapters.
+Needs msgspec: the extra ``dataplane-core[checkpoint]``, or an adapter that depends on it.
 """
 
 from __future__ import annotations
 
-import zlib
-from typing import Any  # Any: values of object columns are the caller's own
+from typing import Any, TypeVar  # Any: values of object columns are the caller's own
 
 import msgspec
 import numpy as np
 import torch
 
-from dataplane_core import InvalidRequestError, UnavailableError
+from dataplane_core.errors import InvalidRequestError
+
+_T = TypeVar("_T")
 
 _ARRAY = 1
 _TENSOR = 2
@@ -58,39 +58,26 @@ _encoder = msgspec.msgpack.Encoder(enc_hook=_encode_unknown)
 _decoder = msgspec.msgpack.Decoder(ext_hook=_decode_extension)
 
 
-def encode_object(field: str, value: Any) -> bytes:
-    """Encode one value of the object column ``field``.
+def encode_object(what: str, value: Any) -> bytes:
+    """Encode one value; ``what`` names it in the error, as ``field 'content'``.
 
     Tuples and sets come back as lists; dataclasses as dicts, enums as their values, and dates,
     decimals and UUIDs as strings, as msgspec writes them. Integers fit in 64 bits.
 
     Raises:
-        InvalidRequestError: (a ValueError) naming the field and the type that cannot be stored.
+        InvalidRequestError: (a ValueError) naming ``what`` and the type that cannot be stored.
     """
     try:
         return _encoder.encode(value)
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
-        raise InvalidRequestError(f"field {field!r}: {error}") from None
-
-
-def seal(data: bytes) -> bytes:
-    """``data`` with a checksum, for stores that may hand back other bytes than they were given."""
-    return zlib.crc32(data).to_bytes(4, "little") + data
-
-
-def unseal(field: str, data: Any) -> bytes:
-    """The inverse of `seal`.
-
-    Raises:
-        UnavailableError: these are not the bytes that were stored.
-    """
-    if not isinstance(data, bytes) or zlib.crc32(data[4:]).to_bytes(4, "little") != data[:4]:
-        raise UnavailableError(
-            f"field {field!r}: the storage backend returned other bytes than were put"
-        )
-    return data[4:]
+        raise InvalidRequestError(f"{what}: {error}") from None
 
 
 def decode_object(data: bytes) -> Any:
-    """The inverse of `encode_object`."""
+    """The inverse of `encode_object`; raises ValueError if ``data`` is something else."""
     return _decoder.decode(data)
+
+
+def decode_struct(data: bytes, struct: type[_T]) -> _T:
+    """The inverse of `encode_object` for a msgspec struct; raises ValueError likewise."""
+    return msgspec.msgpack.decode(data, type=struct, ext_hook=_decode_extension)

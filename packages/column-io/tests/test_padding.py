@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from column_io.codec import to_nested_by_length
-from column_io.nested import padded_from_nested
+from dataplane_core.columns import padded_from_nested
 
 DTYPES = [
     torch.int64,

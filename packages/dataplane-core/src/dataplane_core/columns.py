@@ -1,0 +1,329 @@
+"""Padded columns to the jagged rows that a store keeps, and back.
+
+A column is a tensor with a row per sample, or a numpy array of Python values. Rows are copied with
+plain copies, never computed with, so that every dtype (bfloat16, float16, bool and the integers)
+keeps its bits. In main memory they are copied as slices of bytes, into pages that are used again:
+that costs a tenth of torch's masks, index arithmetic and jagged operators, which also split their
+work over threads that wait for each other on a busy machine.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any  # Any: torch does not type what only nested tensors have
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from tensordict import (
+    LazyStackedTensorDict,
+    NonTensorData,
+    NonTensorStack,
+    TensorDict,
+    TensorDictBase,
+    is_tensor_collection,
+)
+
+from dataplane_core import pages
+from dataplane_core.errors import InvalidRequestError, listed
+from dataplane_core.slices import Slices, copy_slices
+
+Bytes = NDArray[np.uint8]
+Column = torch.Tensor | NDArray[np.object_]
+
+_PLAIN = (str, bytes, int, float, bool, type(None))
+
+
+def check_columns(
+    what: str,
+    columns: Mapping[str, Column],
+    count: int,
+    lengths: Sequence[int] | None,
+    ragged: Collection[str],
+) -> None:
+    """Refuse columns that do not fit ``count`` samples or the lengths that they are to be cut to.
+
+    Raises:
+        InvalidRequestError: (a ValueError) naming the column or the lengths.
+    """
+    for name, column in columns.items():
+        rows = column.shape[0] if column.ndim else 0
+        if rows != count or not column.ndim:
+            raise InvalidRequestError(f"{what}: column {name!r} has {rows} rows; expected {count}")
+    cut = [name for name in columns if name in ragged]
+    if not cut:
+        return
+    if lengths is None or len(lengths) != count:
+        found = "no" if lengths is None else len(lengths)
+        raise InvalidRequestError(
+            f"{what}: {found} lengths for {count} rows of columns {listed(cut)}; expected one each"
+        )
+    for name in cut:
+        column = columns[name]
+        if not isinstance(column, torch.Tensor) or column.is_nested or column.dim() < 2:
+            raise InvalidRequestError(
+                f"{what}: column {name!r} cannot be cut to lengths; expected a dense tensor "
+                "(rows, width, ...)"
+            )
+        if count and not 0 <= min(lengths) <= max(lengths) <= column.shape[1]:
+            raise InvalidRequestError(
+                f"{what}: lengths from {min(lengths)} to {max(lengths)}; expected 0 to "
+                f"{column.shape[1]}, the width of column {name!r}"
+            )
+
+
+def fields_of_columns(
+    columns: Mapping[str, Column],
+    count: int,
+    lengths: Sequence[int] | None = None,
+    ragged: Collection[str] = (),
+) -> TensorDict:
+    """Columns as the fields that a put takes; those in ``ragged`` cut to ``lengths``.
+
+    Args:
+        columns: checked by `check_columns`.
+        count: number of rows.
+        lengths: of each row, along dim 1.
+        ragged: the columns to cut.
+    """
+    leaves: dict[str, Any] = {}
+    for name, column in columns.items():
+        if isinstance(column, np.ndarray):
+            leaves[name] = object_leaf(column)
+        elif name in ragged:
+            assert lengths is not None
+            leaves[name] = jagged_from_padded(column, lengths)
+        else:
+            leaves[name] = column
+    return TensorDict(leaves, batch_size=[count])
+
+
+def columns_of_fields(
+    fields: TensorDictBase,
+    *,
+    pad_values: Mapping[str, float] | None = None,
+    width: int = 0,
+) -> dict[str, Column]:
+    """Fields as a get returns them, as padded columns.
+
+    Args:
+        fields: leaves are tensors and per-row Python values.
+        pad_values: field to its pad value; 0 if absent.
+        width: every tensor of two or more dims, those that were dense included, is right-padded
+            along dim 1 to at least this.
+
+    Returns:
+        Field to a dense tensor, or to an object array (n,), in which None stands for a value that
+        its transport stripped to an empty TensorDict.
+
+    Raises:
+        TypeError: if a leaf is neither a tensor nor per-row values.
+    """
+    count = fields.batch_size[0] if fields.batch_dims else 0
+    columns: dict[str, Column] = {}
+    for name, leaf in fields.items():
+        if isinstance(leaf, torch.Tensor):
+            columns[name] = padded_tensor(leaf, (pad_values or {}).get(name, 0), width)
+        else:
+            columns[name] = object_column(name, leaf, count)
+    return columns
+
+
+def padded_tensor(tensor: torch.Tensor, pad_value: float, width: int) -> torch.Tensor:
+    """``tensor`` dense, and from two dims on at least ``width`` wide along dim 1."""
+    padded = padded_from_nested(tensor, pad_value) if tensor.is_nested else tensor
+    return pad_width(padded, width, pad_value) if width > 0 and padded.dim() >= 2 else padded
+
+
+def object_leaf(column: NDArray[np.object_]) -> NonTensorStack | NonTensorData:
+    """Python values as a leaf of a TensorDict, one per row."""
+    # An array as one leaf is ambiguous: its values could belong to each row. A stack is per row,
+    # but cannot be empty.
+    if len(column) == 0:
+        return NonTensorData(column, batch_size=[0])
+    if all(type(value) in _PLAIN for value in column):
+        return NonTensorStack(*column)  # wraps them itself, in a third of the time
+    return NonTensorStack(*(NonTensorData(value) for value in column))
+
+
+def object_column(name: str, leaf: Any, count: int) -> NDArray[np.object_]:
+    """The Python values of a TensorDict's leaf as an object array (count,).
+
+    Raises:
+        TypeError: if the leaf or a row of it is something else.
+    """
+    if isinstance(leaf, NonTensorData):
+        # Not been through a store: the leaf holds the array itself, or one value for all rows.
+        data = leaf.data
+        per_row = isinstance(data, np.ndarray | list | tuple) and len(data) == count
+        values = list(data) if per_row else [data] * count
+    elif isinstance(leaf, LazyStackedTensorDict):
+        values = [_object_value(name, row) for row in leaf.tensordicts]
+    else:
+        raise TypeError(
+            f"field {name!r} is a {type(leaf).__name__}; expected a tensor or per-row Python values"
+        )
+    return object_array(values)
+
+
+def object_array(values: Sequence[Any]) -> NDArray[np.object_]:
+    """An array (n,) of Python values, whatever they are."""
+    column = np.empty(len(values), dtype=object)
+    column[:] = values  # element by element: np.array would look inside sequences
+    return column
+
+
+def _object_value(name: str, row: Any) -> Any:
+    if isinstance(row, NonTensorData):
+        return row.data
+    if is_tensor_collection(row) and row.batch_dims == 0 and row.is_empty():
+        return None
+    raise TypeError(f"field {name!r} has a row of {type(row).__name__}; expected a Python value")
+
+
+def jagged_from_padded(padded: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
+    """A jagged tensor of each row's first ``lengths[i]`` values; ``padded`` is (n, width, ...)."""
+    slices = slices_of_padded(padded, lengths)
+    features = padded.shape[2:]
+    if slices is None or not padded.numel():
+        rows = [row[:length] for row, length in zip(padded, lengths, strict=True)]
+        return jagged_from_rows(rows, like=padded[0:0].reshape(0, *features))
+    offsets = np.zeros(len(lengths) + 1, np.int64)
+    np.cumsum(lengths, out=offsets[1:])
+    return torch.nested.nested_tensor_from_jagged(
+        tensor_on(slices.joined(), padded.dtype, (int(offsets[-1]), *features)),
+        torch.from_numpy(offsets),
+        min_seqlen=min(lengths),
+        max_seqlen=max(lengths),
+    )
+
+
+def slices_of_padded(padded: torch.Tensor, lengths: Sequence[int]) -> Slices | None:
+    """Where the first ``lengths[i]`` values of each row lie in memory.
+
+    None if the tensor is on a device or its gradient is wanted: its bytes alone will not do.
+    """
+    if padded.device.type != "cpu" or padded.requires_grad:
+        return None
+    step = padded.element_size() * math.prod(padded.shape[2:])
+    stride = padded.shape[1] * step
+    starts = range(0, len(lengths) * stride, stride) if stride else [0] * len(lengths)
+    return Slices(_bytes(padded), starts, [length * step for length in lengths])
+
+
+def _bytes(tensor: torch.Tensor) -> Bytes:
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).contiguous()
+    raw: Bytes = plain.view(torch.uint8).numpy()
+    return raw
+
+
+def tensor_on(raw: Bytes, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+    """A tensor on the memory of ``raw``."""
+    if not raw.size:
+        return torch.empty(tuple(shape), dtype=dtype)
+    return torch.from_numpy(raw).view(dtype).view(tuple(shape))
+
+
+def jagged_from_rows(rows: Sequence[torch.Tensor], *, like: torch.Tensor) -> torch.Tensor:
+    """A jagged tensor of ``rows``.
+
+    Args:
+        rows: tensors of shape (length, *features) that differ in their length only.
+        like: gives dtype, device and ``features`` where there are no rows, as (any, *features).
+    """
+    lengths = torch.tensor([row.shape[0] for row in rows], dtype=torch.int64)
+    offsets = torch.zeros(len(rows) + 1, dtype=torch.int64)
+    torch.cumsum(lengths, 0, out=offsets[1:])
+    values = torch.cat(list(rows)) if rows else like.new_empty((0, *like.shape[1:]))
+    return torch.nested.nested_tensor_from_jagged(
+        values,
+        offsets.to(values.device),
+        min_seqlen=int(lengths.min()) if rows else 0,
+        max_seqlen=int(lengths.max()) if rows else 0,
+    )
+
+
+def padded_from_nested(nested: torch.Tensor, pad_value: float) -> torch.Tensor:
+    """The rows of ``nested`` in one dense tensor (n, longest, ...), right-padded."""
+    if _is_plain_jagged(nested):
+        return _padded_from_jagged(nested, pad_value)
+    rows = nested.unbind()
+    if not rows:
+        features = nested.values().shape[1:] if nested.layout == torch.jagged else ()
+        return torch.empty((0, 0, *features), dtype=nested.dtype, device=nested.device)
+    widest = [max(sizes) for sizes in zip(*(row.shape for row in rows), strict=True)]
+    padded = rows[0].new_full((len(rows), *widest), pad_value)
+    for place, row in enumerate(rows):
+        padded[place][tuple(slice(size) for size in row.shape)] = row
+    return padded
+
+
+def _is_plain_jagged(nested: Any) -> bool:
+    """Whether the rows lie one after the other in main memory, ragged in their first dimension."""
+    return bool(
+        nested.layout == torch.jagged
+        and nested.device.type == "cpu"
+        and not nested.requires_grad
+        and nested.lengths() is None
+        and nested._ragged_idx == 1
+        and nested.values().numel()
+    )
+
+
+def _padded_from_jagged(nested: Any, pad_value: float) -> torch.Tensor:
+    values, bounds = nested.values(), nested.offsets().numpy()
+    lengths = np.diff(bounds)
+    features = values.shape[1:]
+    step = values.element_size() * math.prod(features)
+    sizes = lengths * step
+    padded = Padded(sizes, features, values.dtype, int(lengths.max()), pad_value)
+    copy_slices(
+        padded.raw, padded.begins, _bytes(values), (bounds[:-1] * step).tolist(), sizes.tolist()
+    )
+    return padded.tensor
+
+
+class Padded:
+    """A tensor (n, width, *features) whose rows end in padding and are still to be filled.
+
+    Args:
+        sizes: bytes that each row has besides padding, a whole number of ``features``.
+        features: what follows the rows' first dimension; not empty in any dimension.
+        dtype: of the tensor.
+        width: of the rows, at least that of the longest, above 0.
+        pad_value: goes where a row's own bytes end.
+
+    Attributes:
+        tensor: the tensor.
+        raw: its memory.
+        begins: where each row begins in ``raw``.
+    """
+
+    def __init__(
+        self,
+        sizes: NDArray[np.int64],
+        features: Sequence[int],
+        dtype: torch.dtype,
+        width: int,
+        pad_value: float,
+    ) -> None:
+        item = math.prod(features)
+        stride = width * dtype.itemsize * item
+        self.raw = pages.empty(len(sizes) * stride)
+        self.tensor = tensor_on(self.raw, dtype, (len(sizes), width, *features))
+        self.begins = range(0, len(sizes) * stride, stride)
+        rests = (stride - sizes).tolist()
+        # Only the rows' ends are filled: writing every byte twice costs more than many copies.
+        padding = _bytes(torch.full((max(rests) // dtype.itemsize,), pad_value, dtype=dtype))
+        after = (np.arange(len(sizes)) * stride + sizes).tolist()
+        copy_slices(self.raw, after, padding, [0] * len(rests), rests)
+
+
+def pad_width(tensor: torch.Tensor, width: int, pad_value: float) -> torch.Tensor:
+    """``tensor`` (n, w, ...) right-padded along dim 1 to ``width``; unchanged if it is as wide."""
+    if tensor.shape[1] >= width:
+        return tensor
+    padded = tensor.new_full((tensor.shape[0], width, *tensor.shape[2:]), pad_value)
+    padded[:, : tensor.shape[1]] = tensor
+    return padded

@@ -1,0 +1,91 @@
+"""Claims in a user's own order."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dataplane_core import ConfigError, InMemoryDataPlaneClient, InvalidRequestError
+from dataplane_core.declaration import PartitionDeclaration
+from dataplane_core.ledger import ClaimRequest, Ledger, load_order
+
+
+def by_priority(sample_id, tags):
+    return tags["priority"]
+
+
+def books(group_size=None):
+    ledger = Ledger(None, order=by_priority)
+    ledger.register(PartitionDeclaration.checked("p", ["x"], 1000, ["a"], group_size))
+    return ledger
+
+
+def put(ledger, priorities):
+    """Put samples, or change the priority of those that are there."""
+    ids = list(priorities)
+    ticket = ledger.begin_put("p", ids, {"x": "torch.int64"})
+    tags = [{"priority": priorities[sample_id]} for sample_id in ids]
+    ledger.commit_put(ticket, {"x": list(range(len(ids)))}, tags)
+
+
+def claim(ledger, size, **more):
+    claimed = ledger.partition("p").claim(ClaimRequest("a", ("x",), size, **more), 0.0)
+    return [row.sample_id for row in claimed.rows]
+
+
+some_priorities = st.dictionaries(
+    st.sampled_from([f"s{i}" for i in range(12)]), st.integers(0, 1000), min_size=1
+)
+
+
+@settings(deadline=None)
+@given(steps=st.lists(st.one_of(some_priorities, st.integers(1, 4)), max_size=12))
+def test_a_claim_takes_the_smallest_of_what_is_there_also_after_tags_changed(steps):
+    ledger, now, taken = books(), {}, set()
+    for step in steps:
+        if isinstance(step, dict):
+            put(ledger, step)
+            now |= step
+            continue
+        found = claim(ledger, step)
+        free = sorted(now[i] for i in now if i not in taken)
+        assert [now[i] for i in found] == free[:step]
+        taken |= set(found)
+
+
+def test_a_group_stands_where_its_first_sample_stands():
+    ledger = books(group_size=2)
+    put(ledger, {"p0_g0": 5, "p0_g1": 9, "p1_g0": 7, "p1_g1": 1})
+    assert claim(ledger, 2) == ["p1_g0", "p1_g1"]
+
+
+def test_a_seed_goes_before_the_order():
+    ledger = books()
+    put(ledger, {f"s{i}": i for i in range(50)})
+    assert claim(ledger, 50, seed=1) != [f"s{i}" for i in range(50)]
+
+
+def test_an_order_that_fails_is_named_by_the_claim_and_mended_by_new_tags():
+    ledger = books()
+    for wrong in ("high", None, float("nan")):
+        put(ledger, {"good": 1, "bad": wrong})
+        with pytest.raises(InvalidRequestError, match="claim_order failed on sample 'bad'"):
+            claim(ledger, 1)
+    put(ledger, {"bad": 0})
+    assert claim(ledger, 2) == ["bad", "good"]
+
+
+@pytest.mark.parametrize("path", ["nowhere:f", "math:nothing", "math", "math:pi", ""])
+def test_a_configuration_that_names_no_function_is_refused(path):
+    with pytest.raises(ConfigError, match="claim_order"):
+        load_order(path)
+
+
+def test_the_configuration_names_the_order():
+    cfg = {"enabled": True, "impl": "in_memory", "claim_order": f"{__name__}:by_priority"}
+    with InMemoryDataPlaneClient(cfg) as client:
+        client.register_partition("p", ["x"], 3, ["a"])
+        tags = [{"priority": place} for place in (3, 1, 2)]
+        client.put_samples(list("abc"), "p", None, tags)
+        assert client.claim_meta("p", "a", [], 3).sample_ids == list("bca")
