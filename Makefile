@@ -15,6 +15,10 @@ ifdef PIP_FIND_LINKS
 export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
 endif
 
+# Compiled modules are kept, whatever the environment says. The tests start hundreds of processes, and
+# without them each compiles torch and tensordict again before it does anything.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help
 help: ## Show the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'

@@ -90,7 +90,8 @@ def check(uv: str, package: str, folder: Path, wheels: Path, cutoff: str) -> Non
     )
     checkout = folder / "checkout"  # laid out as here, so that tests find the pages of docs/
     tests = checkout / "packages" / package
-    shutil.copytree(ROOT / "packages" / package, tests, ignore=shutil.ignore_patterns("src"))
+    unwanted = shutil.ignore_patterns("src", "__pycache__")
+    shutil.copytree(ROOT / "packages" / package, tests, ignore=unwanted)
     shutil.copytree(ROOT / "docs", checkout / "docs", dirs_exist_ok=True)
     module = PACKAGES[package]
     location = subprocess.run(
