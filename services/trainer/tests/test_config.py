@@ -63,7 +63,13 @@ def fields(model: type[BaseModel], prefix=""):
 
 
 def test_every_field_of_the_models_occurs_in_the_shipped_demo():
-    optional = {"controller_address", "claim_lease_s", "packed_transport", "sampler"}
+    optional = {
+        "controller_address",
+        "claim_lease_s",
+        "claim_order",
+        "packed_transport",
+        "sampler",
+    }
     plane = {
         f"data_plane.{name}" for name in DataPlaneConfig.__annotations__ if name not in optional
     }
