@@ -1,8 +1,8 @@
 """`make demo` does what the README's first screen says: the reward rises.
 
 Command, model, data and size of a step are the demo's; the run ends after half of its 60 steps. The
-reward passes 0.8 by step 20 and only creeps up from there, while a late step generates twice as much
-as an early one: the second half would be two thirds of the time.
+reward passes 0.8 by step 20 and only creeps up from there, while a late step generates twice as
+much as an early one: the second half would be two thirds of the time.
 """
 
 from __future__ import annotations
