@@ -220,8 +220,8 @@ def test_a_stopped_holder_that_wakes_after_its_lease_is_refused(served):
     again = served.claim(2, timeout_s=PATIENCE_S, lease_s=PATIENCE_S)
     assert again.sample_ids == ["a", "b"]
     with pytest.raises(LeaseLostError, match="ran out"):
-        served.ask(p.Settle("p", token, ["a", "b"], "acknowledge"))
-    served.ask(p.Settle("p", again.token, ["a", "b"], "acknowledge"))
+        served.ask(p.Settle("p", token, ["a", "b"], "acknowledge"), list[str])
+    served.ask(p.Settle("p", again.token, ["a", "b"], "acknowledge"), list[str])
 
 
 def test_a_clear_waits_for_reads_and_goes_on_when_the_reader_is_killed(served):

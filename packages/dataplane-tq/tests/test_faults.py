@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -17,7 +18,7 @@ import torch
 from tensordict import TensorDict
 
 from dataplane_core import CapacityExceeded, ConfigError, UnavailableError
-from dataplane_tq import TQDataPlaneClient, protocol, topology
+from dataplane_tq import TQDataPlaneClient, protocol, topology, transfer_queue_rows
 from dataplane_tq.packed.catalogue import UnitUsage
 
 pytestmark = pytest.mark.slow
@@ -118,14 +119,18 @@ class Producer:
             Path(marker).touch()
             threading.Event().wait()
 
+        async def hang_after_the_put(*args):
+            await asyncio.to_thread(hang)
+
         if place == "write":
             self.client._store.write = hang
         else:
-            self.client._engine.wait = hang
+            transfer_queue_rows.enter = hang_after_the_put
         self.client.put_samples(["c", "d"], "train", batch(2))
+        threading.Event().wait()
 
 
-@pytest.mark.parametrize("place", ["write", "register"])
+@pytest.mark.parametrize("place", ["write", "enter"])
 def test_a_producer_killed_in_a_put_loses_and_leaves_nothing(store, config, tmp_path, place):
     producer = ray.remote(Producer).options(num_cpus=0.1).remote(config)
     pid = ray.get(producer.pid.remote(), timeout=60)
@@ -138,6 +143,8 @@ def test_a_producer_killed_in_a_put_loses_and_leaves_nothing(store, config, tmp_
     os.kill(pid, signal.SIGKILL)
     with pytest.raises(ray.exceptions.RayActorError):
         ray.get(hanging, timeout=30)
+    if place == "enter":
+        assert store.get_samples(["c", "d"], "train", ["x"]).batch_size == (2,)
     # Eight fit: what the dead producer had reserved is free, and its ids can be put.
     store.put_samples(list("cdefgh"), "train", batch(6))
     assert store.get_samples(list("abcdefgh"), "train", ["x"]).batch_size == (8,)

@@ -289,7 +289,7 @@ class InMemoryDataPlaneClient(DataPlaneClient):
     def renew(self, meta: KVBatchMeta) -> None:
         self._settle(meta, lambda book, token: book.renew(token, meta.sample_ids, time.monotonic()))
 
-    def _settle(self, meta: KVBatchMeta, change: Callable[[PartitionBook, str], None]) -> None:
+    def _settle(self, meta: KVBatchMeta, change: Callable[[PartitionBook, str], object]) -> None:
         if not meta.sample_ids:
             return
         token = lease_token(meta)

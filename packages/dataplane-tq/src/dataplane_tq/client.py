@@ -2,8 +2,9 @@
 
 Every operation asks the directory first, which decides it: what may be put and where, what is
 readable, who gets which sample. Values then move between this process and the store, and
-TransferQueue's controller learns of the rows. An operation owns one connection to the directory; if
-it fails half-way, or its process dies, the connection ends and the directory undoes it.
+TransferQueue's controller learns of the rows, if need be afterwards. An operation owns one
+connection to the directory; if it fails half-way, or its process dies, the connection ends and the
+directory undoes it.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar, TypeVar  # Any: tags and Ray handles
 
 import ray
@@ -46,12 +48,14 @@ from dataplane_core.rows import Column, split_rows
 from dataplane_tq import protocol as p
 from dataplane_tq import topology, transfer_queue_rows
 from dataplane_tq.engine import Engine
+from dataplane_tq.entries import Entries
 from dataplane_tq.stores import Encoded, PackedStore, Store, TransferQueueStore
 from dataplane_tq.wire import Link
 
 T = TypeVar("T")
 
 _DEFAULT_TIMEOUT_MS = 30_000
+_FLUSH_S = 5.0
 
 
 class TQDataPlaneClient(DataPlaneClient):
@@ -99,9 +103,10 @@ class TQDataPlaneClient(DataPlaneClient):
         self.capabilities = replace(  # type: ignore[misc]  # it depends on the backend
             type(self).capabilities, survivable=found.connection.survivable
         )
+        self._entries = Entries(self._engine, self._link)
         self._node = ray.get_runtime_context().get_node_id()
         self._store: Store = (
-            PackedStore(self._engine, found.connection.storage)
+            PackedStore(found.connection.storage, self._timeout_s)
             if found.connection.backend == "packed"
             else TransferQueueStore(self._engine, rows_as_bytes=found.connection.rows_as_bytes)
         )
@@ -174,6 +179,7 @@ class TQDataPlaneClient(DataPlaneClient):
         claim: KVBatchMeta | None,
     ) -> KVBatchMeta:
         """Put what is encoded; ``rows`` gives its values one by one, for fields with enums."""
+        self._entries.make_room(what)
         with self._link.session(what) as session:
             where = session.ask(
                 p.BeginPut(
@@ -192,7 +198,19 @@ class TQDataPlaneClient(DataPlaneClient):
                 check_enums(rows(), declared)
             if sample_ids:
                 self._store.write(what, encoded, where, sample_ids, partition_id, tags)
-            session.ask(p.CommitPut(tags), type(None))
+            entering = bool(sample_ids) and not self._store.registers
+            session.ask(p.CommitPut(tags, entering), type(None))
+            if entering:
+                tell = partial(
+                    transfer_queue_rows.enter,
+                    self._engine.client,
+                    list(sample_ids),  # the caller may change its own from now on
+                    partition_id,
+                    None if tags is None else [dict(tag) for tag in tags],
+                    where.leftovers,
+                    list(encoded.kinds),
+                )
+                self._entries.add(session, partition_id, tell)
         return KVBatchMeta(
             partition_id=partition_id,
             task_name=None,
@@ -275,8 +293,7 @@ class TQDataPlaneClient(DataPlaneClient):
             p.ClaimAnswer,
             timeout_s + self._timeout_s,
         )
-        if claimed.token is None:
-            self._report_consumed(claimed.sample_ids, partition_id, task_name)
+        self._report_consumed(claimed.entered, partition_id, task_name)
         return KVBatchMeta(
             partition_id=partition_id,
             task_name=task_name,
@@ -336,13 +353,13 @@ class TQDataPlaneClient(DataPlaneClient):
     def _settle(self, meta: KVBatchMeta, how: p.HowToSettle) -> None:
         self._check_open()
         if meta.sample_ids:
-            self._ask(
+            entered = self._ask(
                 f"{how}(partition={meta.partition_id!r}, task={meta.task_name!r})",
                 p.Settle(meta.partition_id, lease_token(meta), meta.sample_ids, how),
-                type(None),
+                list[str],
             )
-            if how == "acknowledge" and meta.task_name is not None:
-                self._report_consumed(meta.sample_ids, meta.partition_id, meta.task_name)
+            if meta.task_name is not None:
+                self._report_consumed(entered, meta.partition_id, meta.task_name)
 
     def count_samples(
         self, partition_id: str, task_name: str, required_fields: list[str]
@@ -366,6 +383,7 @@ class TQDataPlaneClient(DataPlaneClient):
         if self._closed:
             return
         self._closed = True
+        self._entries.flush(min(self._timeout_s, _FLUSH_S))
         self._link.close()
         self._store.close()
         self._engine.close()

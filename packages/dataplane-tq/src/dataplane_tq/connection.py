@@ -54,6 +54,7 @@ class Connection:
         self._pinned: list[Row] = []
         self._dropping: tuple[str, Drop] | None = None
         self._closing: Leftovers | None = None
+        self._entering: tuple[str, list[str]] | None = None
 
     async def serve(self) -> None:
         """Answer until the client goes away, then undo what it left under way."""
@@ -91,6 +92,7 @@ class Connection:
 
     def _undo(self) -> None:
         self._end_read()
+        self._end_entering()
         if self._put is not None:
             self._give_up_put()
         if self._dropping is not None:
@@ -208,8 +210,32 @@ class Connection:
             self._give_up_put()
             raise
         self._put = None
-        self._dropped(p.Dropped())
+        if request.entering:
+            # As long as they are pinned nobody drops them in TransferQueue, or puts them again
+            # after a clear.
+            rows = self._ledger.partition(ticket.partition_id).rows
+            self._pinned = [rows[sample_id] for sample_id in ticket.sample_ids]
+            self._ledger.pin(self._pinned)
+            self._entering = ticket.partition_id, ticket.sample_ids
+            self._directory.leftovers[ticket.partition_id].entering.update(ticket.sample_ids)
+        else:
+            self._dropped(p.Dropped())
         self._directory.changed(ticket.partition_id)
+
+    def _entered(self, request: p.Entered) -> list[p.Consumption]:
+        self._end_read()
+        consumed = self._end_entering()
+        self._dropped(p.Dropped())
+        return consumed
+
+    def _end_entering(self) -> list[p.Consumption]:
+        if self._entering is None:
+            return []
+        (partition_id, sample_ids), self._entering = self._entering, None
+        consumed = self._directory.leftovers[partition_id].entered(sample_ids)
+        self._directory.tidy(partition_id)
+        self._directory.changed(partition_id)
+        return consumed
 
     def _read(self, request: p.Read) -> p.ReadAnswer:
         partition = self._ledger.partition(request.partition_id)
@@ -251,20 +277,30 @@ class Connection:
         if claimed.token is not None:
             self._directory.changed(request.partition_id)
         tags = [row.tags for row in claimed.rows]
-        return p.ClaimAnswer(
-            [row.sample_id for row in claimed.rows], tags if any(tags) else None, claimed.token
+        ids = [row.sample_id for row in claimed.rows]
+        entered = (
+            [] if claimed.token else self._consume(request.partition_id, wanted.task_name, ids)
         )
+        return p.ClaimAnswer(ids, tags if any(tags) else None, claimed.token, entered)
 
-    def _settle(self, request: p.Settle) -> None:
+    def _consume(self, partition_id: str, task_name: str, sample_ids: list[str]) -> list[str]:
+        """Which of the samples that a task consumed TransferQueue can be told of now."""
+        left = self._directory.leftovers.get(partition_id)
+        return sample_ids if left is None else left.consume(task_name, sample_ids)
+
+    def _settle(self, request: p.Settle) -> list[str]:
         self._directory.expire()
         partition = self._ledger.partition(request.partition_id)
+        entered: list[str] = []
         if request.how == "renew":
             partition.renew(request.token, request.sample_ids, time.monotonic())
         else:
-            partition.settle(
-                request.token, request.sample_ids, acknowledge=request.how == "acknowledge"
-            )
+            acknowledge = request.how == "acknowledge"
+            task_name = partition.settle(request.token, request.sample_ids, acknowledge=acknowledge)
+            if acknowledge:
+                entered = self._consume(request.partition_id, task_name, request.sample_ids)
         self._directory.changed(request.partition_id)
+        return entered
 
     def _consumed(self, request: p.Consumed) -> bool:
         self._directory.expire()
@@ -296,6 +332,7 @@ class Connection:
             if remaining <= 0:
                 break  # a read that does not end keeps its rows; a later clear drops them
             await self._directory.wait(request.partition_id, remaining)
+            self._check_failure()
         taken = left.take()
         self._dropping = request.partition_id, taken
         return p.ClearAnswer(len(rows), grouped(taken))
@@ -305,10 +342,8 @@ class Connection:
             partition_id, drop = self._dropping
             self._dropping = None
             self._end_closing()
-            left = self._directory.leftovers[partition_id]
-            left.dropping.difference_update(drop)
-            if not (left.orphans or left.pinned or left.dropping or left.closing):
-                del self._directory.leftovers[partition_id]
+            self._directory.leftovers[partition_id].dropping.difference_update(drop)
+            self._directory.tidy(partition_id)
             self._directory.changed(partition_id)
 
     def _list_partitions(self, request: p.ListPartitions) -> list[PartitionSummary]:
@@ -358,6 +393,7 @@ _HANDLERS: dict[type[Any], Callable[[Connection, Any], Any]] = {
     p.Register: Connection._register,
     p.BeginPut: Connection._begin_put,
     p.CommitPut: Connection._commit_put,
+    p.Entered: Connection._entered,
     p.Read: Connection._read,
     p.Unpin: Connection._unpin,
     p.Claim: Connection._claim,

@@ -121,6 +121,11 @@ class Directory:
             if partition_id in self._changed:
                 self._changed[partition_id].discard(future)
 
+    def tidy(self, partition_id: str) -> None:
+        """Forget a partition's leftovers if there are none."""
+        if not self.leftovers[partition_id]:
+            del self.leftovers[partition_id]
+
     def _plan_expiry(self) -> None:
         """Be there when the next lease runs out: nobody else would notice."""
         if self._expiry is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any  # Any: Ray handles have no static types
@@ -17,6 +18,7 @@ from dataplane_tq.wire import Address
 
 _PROBE_EVERY_S = 0.5
 _PROBE_S = 1.0
+_SWITCH_S = 0.0005
 
 
 class DirectoryActor:
@@ -31,6 +33,8 @@ class DirectoryActor:
     def __init__(
         self, capacity: int, units: Sequence[UnitSpec], claim_order: str | None = None
     ) -> None:
+        # However much the server's thread has to do, the one that watches gets its turn.
+        sys.setswitchinterval(_SWITCH_S)
         host = ray.util.get_node_ip_address()
         self._directory = Directory(capacity, units, host, load_order(claim_order))
         self._address = self._directory.start()

@@ -91,12 +91,13 @@ class Engine:
         """Start a coroutine function on the loop."""
         return asyncio.run_coroutine_threadsafe(function(*args, **kwargs), self._loop)
 
-    def wait(self, what: str, future: futures.Future[T]) -> T:
+    def wait(self, what: str, future: futures.Future[T], *, cancel: bool = True) -> T:
         """Wait for what `submit` started.
 
         Args:
             what: the operation, for error messages.
             future: of `submit`.
+            cancel: end what was started if waiting for it fails.
 
         Raises:
             UnavailableError: an actor is dead, or the operation failed.
@@ -116,7 +117,8 @@ class Engine:
                     )
                 self.check_alive(what)
         except DataPlaneError:
-            future.cancel()
+            if cancel:
+                future.cancel()
             raise
         except (RuntimeError, ValueError, KeyError, OSError, zmq.ZMQError) as error:
             self.check_alive(what)
@@ -139,6 +141,8 @@ class Engine:
         futures.wait([ended], timeout=_STOP_S)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(timeout=5.0)
+        if not self._thread.is_alive():
+            self._loop.close()
 
 
 async def _cancel_others() -> None:

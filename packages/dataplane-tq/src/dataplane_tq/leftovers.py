@@ -1,28 +1,33 @@
-"""Rows that the directory dropped and that may still be in TransferQueue.
+"""Where TransferQueue is behind the directory: rows that are to go, and rows that are to come.
 
 A clear is decided in the directory at once; TransferQueue's rows go afterwards, by a client. Until
-then their ids cannot be put again, and if that client dies the next one takes them over.
+then their ids cannot be put again, and if that client dies the next one takes them over. A put is
+visible in the directory at once; a client may tell TransferQueue of its rows afterwards, and of
+what was claimed of them meanwhile.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from dataplane_core.ledger import Row
-from dataplane_tq.protocol import Leftover
+from dataplane_tq.protocol import Consumption, Leftover
 
 Drop = dict[str, tuple[str, ...]]
 """Samples to drop from TransferQueue, with the fields they had there."""
 
 
 class Leftovers:
-    """Rows of one partition that were cleared here and may still be in TransferQueue.
+    """Rows of one partition that TransferQueue still has, or does not know yet.
 
     Attributes:
         orphans: those that nobody is dropping, with the fields they had.
         pinned: those that a read still needs.
         dropping: those that a connection is dropping.
         closing: how many connections are dropping the partition as a whole.
+        entering: those that connections are telling TransferQueue of, and how many do.
+        unreported: which of those each task has consumed.
     """
 
     def __init__(self) -> None:
@@ -30,6 +35,36 @@ class Leftovers:
         self.pinned: dict[str, Row] = {}
         self.dropping: set[str] = set()
         self.closing = 0
+        self.entering: Counter[str] = Counter()
+        self.unreported: dict[str, set[str]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self.orphans or self.pinned or self.dropping or self.closing or self.entering)
+
+    def entered(self, sample_ids: Sequence[str]) -> list[Consumption]:
+        """End what counts in ``entering``; returns what tasks consumed of it."""
+        self.entering.subtract(sample_ids)
+        known = {sample_id for sample_id in sample_ids if self.entering[sample_id] <= 0}
+        for sample_id in known:
+            del self.entering[sample_id]
+        consumed = []
+        for task_name, waiting in list(self.unreported.items()):
+            mine = waiting & known
+            if mine:
+                consumed.append(Consumption(task_name, sorted(mine)))
+                waiting -= mine
+            if not waiting:
+                del self.unreported[task_name]
+        return consumed
+
+    def consume(self, task_name: str, sample_ids: Sequence[str]) -> list[str]:
+        """Which of the consumed samples TransferQueue knows; the others are remembered."""
+        if not self.entering:
+            return list(sample_ids)
+        waiting = {sample_id for sample_id in sample_ids if sample_id in self.entering}
+        if waiting:
+            self.unreported.setdefault(task_name, set()).update(waiting)
+        return [sample_id for sample_id in sample_ids if sample_id not in waiting]
 
     def settle(self) -> None:
         """Move rows whose reads have ended to the orphans."""

@@ -64,9 +64,27 @@ class PutAnswer(msgspec.Struct, frozen=True):
 
 
 class CommitPut(msgspec.Struct, frozen=True, tag=True):
-    """Make the connection's put visible. Answer: None."""
+    """Make the connection's put visible. Answer: None.
+
+    Attributes:
+        tags: one dict per sample; None keeps what they have.
+        entering: TransferQueue is told of the rows from now on, until `Entered`. Until then nobody
+            drops them there.
+    """
 
     tags: list[dict[str, Any]] | None
+    entering: bool = False
+
+
+class Entered(msgspec.Struct, frozen=True, tag=True):
+    """TransferQueue knows the connection's put. Answer: list of `Consumption`, to be told now."""
+
+
+class Consumption(msgspec.Struct, frozen=True, array_like=True):
+    """Samples that a task consumed."""
+
+    task_name: str
+    sample_ids: list[str]
 
 
 class Read(msgspec.Struct, frozen=True, tag=True):
@@ -111,15 +129,24 @@ class Claim(msgspec.Struct, frozen=True, tag=True):
 
 
 class ClaimAnswer(msgspec.Struct, frozen=True):
-    """The claimed samples, their tags, and the lease's token."""
+    """The claimed samples.
+
+    Attributes:
+        sample_ids: the samples.
+        tags: theirs, None if none has any.
+        token: of the lease; None for a final claim.
+        entered: of a final claim, the samples that TransferQueue knows; who tells it of the others
+            tells it of their consumption too.
+    """
 
     sample_ids: list[str]
     tags: list[dict[str, Any]] | None
     token: str | None
+    entered: list[str]
 
 
 class Settle(msgspec.Struct, frozen=True, tag=True):
-    """Acknowledge, release or renew a lease. Answer: None."""
+    """Acknowledge, release or renew a lease. Answer: if acknowledged, ``entered`` as a claim's."""
 
     partition_id: str
     token: str
@@ -187,6 +214,7 @@ Request = (
     Register
     | BeginPut
     | CommitPut
+    | Entered
     | Read
     | Unpin
     | Claim

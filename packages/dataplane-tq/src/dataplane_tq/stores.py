@@ -1,6 +1,7 @@
 """Where a client's values go: into packed memory, or through TransferQueue's storage managers.
 
-Both register every row with TransferQueue's controller; they differ in who moves the bytes.
+TransferQueue's controller learns of every row either way; they differ in who moves the bytes, and
+in whether the controller has to know before the values can be read.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any  # Any: tags, and what a store keeps between encode and write
+from typing import Any, ClassVar  # Any: tags, and what a store keeps between encode and write
 
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
@@ -41,7 +42,13 @@ class Encoded:
 
 
 class Store(ABC):
-    """One process's way to the values."""
+    """One process's way to the values.
+
+    Attributes:
+        registers: whether `write` registers the rows; else it is done after the commit.
+    """
+
+    registers: ClassVar[bool] = True
 
     @abstractmethod
     def encode(self, fields: TensorDict, count: int) -> Encoded:
@@ -67,7 +74,7 @@ class Store(ABC):
         partition_id: str,
         tags: Sequence[dict[str, Any]] | None,
     ) -> None:
-        """Make the values readable by every process, and register the rows."""
+        """Make the values readable by every process, and register the rows if it `registers`."""
 
     @abstractmethod
     def read(
@@ -176,17 +183,18 @@ class PackedStore(Store):
     """Values lie in the storage units' memory, where this process writes and reads them itself.
 
     Args:
-        engine: for registering rows.
         connection: of the storage backend ``packed``.
+        timeout_s: deadline of each exchange with a unit, in seconds.
     """
 
-    def __init__(self, engine: Engine, connection: dict[str, Any]) -> None:
-        self._engine = engine
+    registers: ClassVar[bool] = False
+
+    def __init__(self, connection: dict[str, Any], timeout_s: float) -> None:
         self._units = UnitAccess(
             connection["units"],
             connection["token"],
             transport=connection["transport"],
-            timeout_s=engine.timeout_s,
+            timeout_s=timeout_s,
         )
 
     def encode(self, fields: TensorDict, count: int) -> Encoded:
@@ -210,22 +218,7 @@ class PackedStore(Store):
         partition_id: str,
         tags: Sequence[dict[str, Any]] | None,
     ) -> None:
-        # The controller answers while the bytes are copied.
-        entering = self._engine.submit(
-            rows_in.enter,
-            self._engine.client,
-            sample_ids,
-            partition_id,
-            tags,
-            where.leftovers,
-            list(encoded.kinds),
-        )
-        try:
-            self._units.write(where.blocks, encoded.values or ())
-        except BaseException:
-            entering.cancel()  # what it did already, the directory notes as left over
-            raise
-        self._engine.wait(what, entering)
+        self._units.write(where.blocks, encoded.values or ())
 
     def read(
         self,

@@ -94,14 +94,22 @@ class Link:
 
     @contextmanager
     def session(self, what: str) -> Iterator[Session]:
-        """A connection for one operation; ``what`` names it in errors."""
-        connection = self._take(what)
+        """A connection for one operation; ``what`` names it in errors.
+
+        It outlives the block if `Session.keep` was called, until `end`.
+        """
+        session = Session(self._take(what), what, self.timeout_s)
         try:
-            yield Session(connection, what, self.timeout_s)
+            yield session
         except BaseException:
-            connection.close()
+            session.close()
             raise
-        self._give_back(connection)
+        if not session.kept:
+            self.end(session)
+
+    def end(self, session: Session) -> None:
+        """End an operation that went well."""
+        self._give_back(session.connection)
 
     def ask(self, what: str, request: Any, answer: type[T], timeout_s: float | None = None) -> T:
         """One request in a session of its own."""
@@ -141,10 +149,16 @@ class Link:
 
 
 class Session:
-    """One operation's connection."""
+    """One operation's connection.
+
+    Attributes:
+        connection: the socket.
+        kept: whether the operation goes on after the block that began it.
+    """
 
     def __init__(self, connection: socket.socket, what: str, timeout_s: float) -> None:
-        self._connection = connection
+        self.connection = connection
+        self.kept = False
         self._what = what
         self._timeout_s = timeout_s
 
@@ -182,20 +196,28 @@ class Session:
     def tell(self, request: Any) -> None:
         """Send a request that has no answer."""
         body = _encoder.encode(request)
-        self._connection.settimeout(self._timeout_s)
+        self.connection.settimeout(self._timeout_s)
         try:
-            self._connection.sendall(HEADER.pack(len(body)) + body)
+            self.connection.sendall(HEADER.pack(len(body)) + body)
         except OSError as error:
             raise UnavailableError(
                 f"{self._what}: the partition directory is gone: {error}"
             ) from error
 
+    def keep(self) -> None:
+        """Go on after the block; then `Link.end` or `close` it."""
+        self.kept = True
+
+    def close(self) -> None:
+        """End the operation where it stands; the directory undoes what is under way."""
+        self.connection.close()
+
     def _receive(self, count: int, deadline: float) -> bytearray:
         data = bytearray(count)
         view = memoryview(data)
         while view:
-            self._connection.settimeout(max(0.001, deadline - time.monotonic()))
-            got = self._connection.recv_into(view)
+            self.connection.settimeout(max(0.001, deadline - time.monotonic()))
+            got = self.connection.recv_into(view)
             if not got:
                 raise EOFError("connection closed")
             view = view[got:]

@@ -382,14 +382,18 @@ class PartitionBook:
                 "ended; another claim may hold its samples"
             )
 
-    def settle(self, token: str, sample_ids: Sequence[str], *, acknowledge: bool) -> None:
+    def settle(self, token: str, sample_ids: Sequence[str], *, acknowledge: bool) -> str:
         """Acknowledge or release the given samples of a lease; the rest stays leased.
+
+        Returns:
+            The task that held them.
 
         Raises:
             LeaseLostError: the lease ended, or it does not hold one of the samples.
         """
         lease = self._lease(token, sample_ids)
         self._end(lease, sample_ids, settle=acknowledge)
+        return lease.task_name
 
     def renew(self, token: str, sample_ids: Sequence[str], now: float) -> None:
         """Start a lease anew. Raises as `settle`."""
