@@ -251,6 +251,7 @@ class UnitClient:
             if family != socket.AF_UNIX:
                 wire.enlarge(sock)
                 wire.tune(sock)
+                wire.reset_on_close(sock)  # a write that is given up must not be done later
             wire.limit(sock, socket.SO_SNDTIMEO, deadline)
             try:
                 sock.connect(address)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import select
 import socket
 import struct
 import time
@@ -25,6 +26,7 @@ import msgspec
 _IOV_MAX = 1024  # the kernel takes no more buffers in one call (limits.h)
 _SOCKET_BUFFER = 4 << 20
 _TIMEVAL = struct.Struct("@ll")
+_LINGER = struct.Struct("@ii")
 
 ACCEPTED = b"+"
 REFUSED = b"-"
@@ -89,6 +91,19 @@ def enlarge(sock: socket.socket) -> None:
             sock.setsockopt(socket.SOL_SOCKET, option, _SOCKET_BUFFER)
 
 
+def reset_on_close(sock: socket.socket) -> None:
+    """Let the end of this side, however it comes, overtake what the peer has not read yet."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _LINGER.pack(1, 0))
+
+
+def check_peer(sock: socket.socket) -> None:
+    """Raise ConnectionResetError if the peer is gone, also before what it had sent is read."""
+    poll = select.poll()
+    poll.register(sock, select.POLLRDHUP)  # errors and hang-ups are always told
+    if poll.poll(0):
+        raise ConnectionResetError("the peer closed the connection")
+
+
 def limit(sock: socket.socket, option: int, deadline: float) -> None:
     """Let the next calls wait until ``deadline`` (`time.monotonic`) and no longer.
 
@@ -126,8 +141,13 @@ def send(sock: socket.socket, views: Sequence[memoryview], deadline: float) -> N
         left = _after(left, sent)
 
 
-def receive_into(sock: socket.socket, views: Sequence[memoryview], deadline: float) -> None:
+def receive_into(
+    sock: socket.socket, views: Sequence[memoryview], deadline: float, *, unread: bool = True
+) -> None:
     """Fill all of ``views``.
+
+    Args:
+        unread: also with what a peer that is gone had sent before.
 
     Raises:
         Late: at the deadline.
@@ -135,6 +155,8 @@ def receive_into(sock: socket.socket, views: Sequence[memoryview], deadline: flo
     """
     left = [view for view in views if view.nbytes]
     while left:
+        if not unread:
+            check_peer(sock)
         limit(sock, socket.SO_RCVTIMEO, deadline)
         try:
             received = sock.recvmsg_into(left[:_IOV_MAX], 0, socket.MSG_WAITALL)[0]
