@@ -1,9 +1,4 @@
-"""`make demo` does what the README's first screen says: the reward rises.
-
-Command, model, data and size of a step are the demo's; the run ends after half of its 60 steps. The
-reward passes 0.8 by step 20 and only creeps up from there, while a late step generates twice as
-much as an early one: the second half would be two thirds of the time.
-"""
+"""`make demo` does what the README's first screen says: the reward rises."""
 
 from __future__ import annotations
 
@@ -24,7 +19,6 @@ UV = shutil.which("uv") or str(ROOT / ".tools" / "bin" / "uv")
 def test_the_demo_learns(tmp_path: Path) -> None:
     # Through `uv run`, because Ray behaves differently below it.
     command = [UV, "run", "--no-sync", "grpo-trainer", "train", "--output", str(tmp_path)]
-    command += ["--set", "grpo.num_steps=30"]
     environment = {**os.environ, "COLUMNS": "120"}
     done = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=850, check=False
@@ -33,7 +27,6 @@ def test_the_demo_learns(tmp_path: Path) -> None:
     [run] = (tmp_path / "demo").iterdir()
     history = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     rewards = [record["reward"] for record in history]
-    assert len(rewards) == 30
     assert fmean(rewards[:5]) <= 0.3
     assert fmean(rewards[-5:]) >= 0.8
     assert (run / "reward.png").read_bytes().startswith(b"\x89PNG")

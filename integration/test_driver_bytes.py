@@ -70,7 +70,6 @@ def test_bytes_through_the_driver_are_a_small_fraction_of_the_bulk(
         policy__model={"kind": "pretrained", "name": str(folder), "use_chat_template": False},
         policy__max_total_sequence_length=LENGTH,
         policy__generation__max_new_tokens=LENGTH // 2,
-        policy__generation__num_threads=1,  # so small a model makes a second one wait, no more
         policy__global_batch_size=16,
         policy__micro_batch_size=4,
         grpo__num_prompts_per_step=PROMPTS,
