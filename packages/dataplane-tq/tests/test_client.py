@@ -16,7 +16,13 @@ import ray
 import torch
 from tensordict import TensorDict
 
-from dataplane_core import ConfigError, DataPlaneError, InvalidRequestError
+from dataplane_core import (
+    ConfigError,
+    DataPlaneError,
+    DeadlineExceededError,
+    InvalidRequestError,
+    MissingDataError,
+)
 from dataplane_tq import TQDataPlaneClient, topology
 
 
@@ -94,6 +100,30 @@ def test_a_stopped_controller_ends_puts_at_their_deadline_and_reads_go_on(owner,
             os.kill(pid, signal.SIGCONT)
     assert 0 < len(ids) < 100
     assert owner.get_samples(ids, partition, ["x"]).batch_size == (len(ids),)
+
+
+def test_a_stopped_controller_ends_clears_at_their_deadline_and_gets_and_claims_go_on(
+    owner, partition, config
+):
+    config["ack_timeout_ms"] = 500
+    pid = pid_of(ray.get_actor(topology.CONTROLLER, namespace=topology.NAMESPACE))
+    with TQDataPlaneClient(config, bootstrap=False) as client:
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            started = time.monotonic()
+            assert client.claim_meta(partition, "train", ["x"], 1, blocking=False).size == 1
+            assert client.get_samples(["a", "b"], partition, ["x"]).batch_size == (2,)
+            with pytest.raises(DeadlineExceededError, match="clear_samples"):
+                client.clear_samples(["a"], partition)
+            with pytest.raises(MissingDataError):
+                client.get_samples(["a"], partition, ["x"])
+            assert client.claim_meta(partition, "train", ["x"], 1, blocking=False).size == 1
+            assert time.monotonic() - started < 5
+        finally:
+            os.kill(pid, signal.SIGCONT)
+    owner.put_samples(["a"], partition, batch(1))
+    owner.clear_samples(["a", "b"], partition)
+    assert owner.count_samples(partition, "train", ["x"]).ready == 0
 
 
 def test_a_second_bootstrap_is_refused_and_harms_nothing(owner, partition, config):

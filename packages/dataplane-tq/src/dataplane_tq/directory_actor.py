@@ -70,7 +70,14 @@ class DirectoryActor:
 
 def first_dead(actors: Mapping[str, Any]) -> str | None:
     """A sentence about the first actor that Ray knows to be dead; None if there is none."""
-    probes = {name: actor.__ray_ready__.remote() for name, actor in actors.items()}
+    if not ray.is_initialized():
+        return "Ray has ended in this process"  # to ask would start another
+    probes = {}
+    for name, actor in actors.items():
+        try:
+            probes[name] = actor.__ray_ready__.remote()
+        except Exception as error:  # noqa: BLE001  # Ray has no type for a handle of an earlier Ray
+            return f"{name} is gone: {first_line(error)}"
     ready, _ = ray.wait(list(probes.values()), num_returns=len(probes), timeout=_PROBE_S)
     for name, probe in probes.items():
         if probe in ready:

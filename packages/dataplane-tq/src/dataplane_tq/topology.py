@@ -22,7 +22,7 @@ from dataplane_core.ledger import load_order
 from dataplane_tq.directory_actor import DirectoryActor
 from dataplane_tq.sampler import ConsumptionSampler, load_sampler
 from dataplane_tq.storage import BACKENDS
-from dataplane_tq.storage.base import StorageBackend
+from dataplane_tq.storage.base import StorageBackend, end_actor
 from dataplane_tq.storage.packed import Packed
 from dataplane_tq.storage.simple import defaults
 from dataplane_tq.wire import Address
@@ -70,7 +70,7 @@ class Topology:
     def stop(self) -> None:
         """Kill every actor that was started here; what they hold goes with them."""
         for name in (DIRECTORY, CONTROLLER):
-            ray.kill(self.actors[name])
+            end_actor(self.actors[name])
         if self.storage is not None:
             self.storage.stop()
 
@@ -137,7 +137,7 @@ def bootstrap(cfg: DataPlaneConfig) -> Topology:
         )
     except (RayError, ValueError, DataPlaneError) as error:
         for actor in actors.values():
-            ray.kill(actor)
+            end_actor(actor)
         storage.stop()
         if isinstance(error, DataPlaneError):
             raise

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from contextlib import suppress
 from importlib.util import find_spec
 from typing import (
     Any,
@@ -65,8 +66,15 @@ class StorageBackend(ABC):
     def stop(self) -> None:
         """Kill every actor; what they hold in memory goes with them."""
         for actor in self.actors.values():
-            ray.kill(actor)
+            end_actor(actor)
         self.actors = {}
+
+
+def end_actor(actor: Any) -> None:
+    """Kill an actor, unless the Ray that it belonged to has ended already."""
+    if ray.is_initialized():  # else Ray would start one to kill it in
+        with suppress(RayError, ValueError):  # the handle is of an earlier Ray
+            ray.kill(actor)
 
 
 def require_module(module: str, *, backend: str, extra: str) -> None:

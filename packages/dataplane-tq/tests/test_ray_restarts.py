@@ -1,0 +1,185 @@
+"""Ray ends and starts again under a client, and nodes of it go."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+
+import psutil
+import pytest
+import ray
+import torch
+from ray.cluster_utils import Cluster
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from tensordict import TensorDict
+
+from dataplane_core import DataPlaneError, UnavailableError
+from dataplane_tq import TQDataPlaneClient, protocol
+from dataplane_tq.packed.catalogue import UnitUsage
+
+pytestmark = pytest.mark.slow
+
+CONFIG = {
+    "enabled": True,
+    "impl": "transfer_queue",
+    "backend": "packed",
+    "storage_capacity": 100,
+    "num_storage_units": 2,
+    "claim_meta_poll_interval_s": 5.0,
+    "global_segment_size": 4 << 20,
+    "local_buffer_size": 0,
+    "ack_timeout_ms": 10_000,
+}
+QUIET = {"namespace": "dataplane-tq-tests", "logging_level": "ERROR", "log_to_driver": False}
+BARE = {"include_dashboard": False, "object_store_memory": 80 << 20}
+SOON_S = 5.0
+
+OPERATIONS = {
+    "register": lambda client: client.register_partition("q", ["x"], 1, ["train"]),
+    "put": lambda client: client.put_samples(["c"], "train", batch(1, 0.0)),
+    "get": lambda client: client.get_samples(["a", "b"], "train", ["x"]),
+    "claim": lambda client: client.claim_meta("train", "train", ["x"], 1, blocking=False),
+    "blocked claim": lambda client: client.claim_meta("train", "train", ["x"], 8, timeout_s=1),
+    "count": lambda client: client.count_samples("train", "train", ["x"]),
+    "clear": lambda client: client.clear_samples(["a"], "train"),
+    "clear all": lambda client: client.clear_samples(None, "train"),
+    "list": lambda client: client.list_partitions(),
+}
+
+
+def batch(count, value):
+    return TensorDict({"x": torch.full((count, 4), value)}, batch_size=[count])
+
+
+def first_put(client):
+    client.register_partition("train", ["x"], 8, ["train"])
+    client.put_samples(["a", "b"], "train", batch(2, 1.0))
+    assert client.get_samples(["a", "b"], "train", ["x"])["x"].sum() == 8.0
+
+
+def assert_unavailable(client):
+    """Every operation, all at once, says so soon."""
+    started = time.monotonic()
+    with ThreadPoolExecutor(len(OPERATIONS)) as pool:
+        calls = {name: pool.submit(call, client) for name, call in OPERATIONS.items()}
+        errors = {name: call.exception(2 * SOON_S) for name, call in calls.items()}
+    assert {name: type(error) for name, error in errors.items()} == dict.fromkeys(
+        OPERATIONS, UnavailableError
+    )
+    assert time.monotonic() - started < SOON_S
+
+
+@pytest.fixture
+def start_ray():
+    with tempfile.TemporaryDirectory(prefix="tq-") as folder:
+
+        def start():
+            ray.init(num_cpus=2, include_dashboard=False, _temp_dir=folder, **QUIET)
+
+        yield start
+        ray.shutdown()
+
+
+def test_a_client_of_a_ray_that_ended_says_so_and_a_new_one_works_beside_it(start_ray):
+    start_ray()
+    before = TQDataPlaneClient(CONFIG)
+    first_put(before)
+    ray.shutdown()
+    assert_unavailable(before)
+    assert not ray.is_initialized()
+    start_ray()
+    assert_unavailable(before)
+    after = TQDataPlaneClient(CONFIG)
+    first_put(after)
+    before.close()
+    assert after.get_samples(["a", "b"], "train", ["x"])["x"].sum() == 8.0
+    ray.shutdown()
+    after.close()
+    assert not ray.is_initialized()  # closing starts no other Ray
+
+
+@pytest.fixture
+def nodes():
+    """A cluster of two nodes on this machine; the second one."""
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, **BARE})
+    try:
+        second = cluster.add_node(num_cpus=2, **BARE)
+        ray.init(address=cluster.address, **QUIET)
+        yield cluster, second
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+
+
+class Host:
+    """An attached client on a node of one's choice."""
+
+    def __init__(self, config):
+        self.client = TQDataPlaneClient(config, bootstrap=False)
+
+    def put(self, ids, value):
+        self.client.put_samples(ids, "train", batch(len(ids), value))
+
+    def get(self, ids):
+        return self.client.get_samples(ids, "train", ["x"])["x"][:, 0].tolist()
+
+
+def test_rows_of_every_node_are_read_on_every_node_until_one_of_them_goes(nodes):
+    cluster, second = nodes
+    with TQDataPlaneClient(CONFIG) as here:
+        put_and_get_on_both(here, CONFIG, second)
+    config = {**CONFIG, "packed_transport": "tcp"}
+    with TQDataPlaneClient(config) as here:
+        put_and_get_on_both(here, config, second)
+        remove(cluster, second)
+        started = time.monotonic()
+        for ids in (["c"], ["a", "d"]):
+            with pytest.raises(UnavailableError):
+                here.get_samples(ids, "train", ["x"])
+        half = TensorDict({"x": torch.ones(1, 3 << 20, dtype=torch.uint8)}, batch_size=[1])
+        here.put_samples(["e"], "large", half)  # on this node
+        with pytest.raises(UnavailableError):
+            here.put_samples(["f"], "large", half)  # only the other node's unit has so much room
+        for call in OPERATIONS.values():
+            assert_ends(call, here)
+        assert time.monotonic() - started < SOON_S
+
+
+def remove(cluster, node):
+    """Take a node away with all that runs on it; Ray's simulated nodes leave their workers."""
+    (raylet,) = node.all_processes["raylet"]
+    processes = psutil.Process(raylet.process.pid).children(recursive=True)
+    cluster.remove_node(node, allow_graceful=False)
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(processes, timeout=SOON_S)
+
+
+def assert_ends(call, client):
+    """As it should or with a typed error, but it ends."""
+    with suppress(DataPlaneError):
+        call(client)
+
+
+def put_and_get_on_both(here, config, second):
+    """One client per node, and each finds what the other put."""
+    there = (
+        ray.remote(Host)
+        .options(
+            num_cpus=0.1,
+            scheduling_strategy=NodeAffinitySchedulingStrategy(second.node_id, soft=False),
+        )
+        .remote(config)
+    )
+    here.register_partition("train", ["x"], 8, ["train"])
+    here.register_partition("large", ["x"], 8, ["train"])
+    here.put_samples(["a", "b"], "train", batch(2, 1.0))
+    ray.get(there.put.remote(["c", "d"], 2.0), timeout=60)
+    used = here._ask("usage", protocol.Usage(), dict[str, UnitUsage])
+    assert all(unit.used > 0 for unit in used.values())  # each node's rows lie on that node
+    ids, values = ["d", "a", "c", "b"], [2.0, 1.0, 2.0, 1.0]
+    assert here.get_samples(ids, "train", ["x"])["x"][:, 0].tolist() == values
+    assert ray.get(there.get.remote(ids), timeout=60) == values
