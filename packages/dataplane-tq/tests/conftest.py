@@ -65,6 +65,24 @@ def backend():
     return "packed"
 
 
+@pytest.fixture(scope="module")
+def require_backend():
+    """Skips what needs a backend whose extra is not installed."""
+
+    def require(name):
+        if name == "mooncake_cpu":
+            pytest.importorskip(
+                "mooncake.store",
+                reason="needs dataplane-tq[mooncake], libibverbs1",
+                exc_type=ImportError,
+            )
+        if name == "yuanrong":
+            pytest.importorskip("yr", reason="needs dataplane-tq[yuanrong]")
+        return name
+
+    return require
+
+
 @pytest.fixture
 def config(backend):
     return {**CONFIG, "backend": backend}
@@ -102,6 +120,16 @@ class Peer:
 def owner(cluster, backend):
     with TQDataPlaneClient({**CONFIG, "backend": backend}) as client:
         yield client
+
+
+@pytest.fixture(scope="module")
+def attach(owner, backend):
+    """Builds an attached client."""
+
+    def attach(**changes):
+        return TQDataPlaneClient({**CONFIG, "backend": backend, **changes}, bootstrap=False)
+
+    return attach
 
 
 @pytest.fixture(scope="module")

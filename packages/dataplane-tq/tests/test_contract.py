@@ -8,10 +8,41 @@ from dataplane_core import DataPlaneClient
 from dataplane_core.testing import DataPlaneClientContract, LeaseContract
 from dataplane_tq import TQDataPlaneClient
 
+Attach = Callable[..., TQDataPlaneClient]
+KEY_VALUE = ["ray", "mooncake_cpu", "yuanrong"]
 
-@pytest.fixture(scope="module", params=["packed", "simple"])
-def backend(request: pytest.FixtureRequest) -> str:
-    return request.param
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        "packed",
+        "simple",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in KEY_VALUE),
+    ],
+)
+def backend(request: pytest.FixtureRequest, require_backend: Callable[[str], str]) -> str:
+    return require_backend(request.param)
+
+
+class Attached:
+    """One attached client for many tests, because attaching to Mooncake takes a second."""
+
+    def __init__(self, attach: Attach) -> None:
+        self._attach = attach
+        self.client = attach()
+
+    def open(self) -> TQDataPlaneClient:
+        """The client; a new one after a test that closed it."""
+        if self.client.closed:
+            self.client = self._attach()
+        return self.client
+
+
+@pytest.fixture(scope="module")
+def attached(attach: Attach) -> Iterator[Attached]:
+    attached = Attached(attach)
+    yield attached
+    attached.client.close()
 
 
 class TestTransferQueue(DataPlaneClientContract):
@@ -19,9 +50,8 @@ class TestTransferQueue(DataPlaneClientContract):
     walk_steps = 15
 
     @pytest.fixture
-    def client(self, owner: TQDataPlaneClient, config: dict) -> Iterator[DataPlaneClient]:
-        with TQDataPlaneClient(config, bootstrap=False) as client:
-            yield client
+    def client(self, attached: Attached) -> DataPlaneClient:
+        return attached.open()
 
     @pytest.fixture
     def peer(self, client: DataPlaneClient, other_process: DataPlaneClient) -> DataPlaneClient:
@@ -30,12 +60,12 @@ class TestTransferQueue(DataPlaneClientContract):
 
 class TestLeases(LeaseContract):
     @pytest.fixture
-    def make_client(self, owner: TQDataPlaneClient, config: dict) -> Iterator[Callable]:
+    def make_client(self, attach: Attach) -> Iterator[Callable]:
         """A lease's length belongs to the client that claims, so one store serves all."""
         clients = []
 
         def make(**changes: float) -> DataPlaneClient:
-            clients.append(TQDataPlaneClient({**config, **changes}, bootstrap=False))
+            clients.append(attach(**changes))
             return clients[-1]
 
         yield make

@@ -16,16 +16,8 @@ IDS = ["a", "b", "c"]
 
 
 @pytest.fixture(scope="module", params=["ray", "mooncake_cpu", "yuanrong"])
-def backend(request):
-    if request.param == "mooncake_cpu":
-        pytest.importorskip(
-            "mooncake.store",
-            reason="needs dataplane-tq[mooncake], libibverbs1",
-            exc_type=ImportError,
-        )
-    if request.param == "yuanrong":
-        pytest.importorskip("yr", reason="needs dataplane-tq[yuanrong]")
-    return request.param
+def backend(request, require_backend):
+    return require_backend(request.param)
 
 
 @pytest.fixture

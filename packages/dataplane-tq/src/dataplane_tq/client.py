@@ -379,6 +379,11 @@ class TQDataPlaneClient(DataPlaneClient):
         what = f"list_samples(partition={partition_id!r})"
         return self._ask(what, p.ListSamples(partition_id, start, limit), list[SampleState])
 
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._closed
+
     def close(self) -> None:
         if self._closed:
             return
