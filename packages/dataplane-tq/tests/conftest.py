@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 import ray
 
-from dataplane_core import PartitionSummary, TaskCounts
+from dataplane_core import PartitionSummary, StorageSummary, TaskCounts
 from dataplane_core.declaration import PartitionDeclaration
 from dataplane_core.ledger import ClaimRequest
 from dataplane_core.slices import Slices
@@ -393,7 +393,7 @@ class SteppedStore:
         return self.ask(p.Count("p", "train", ["x"]), TaskCounts)
 
     def used(self):
-        return self.ask(p.Usage(), dict[str, dict[str, int]])["u0"]["used"]
+        return self.ask(p.ListStorage(), list[StorageSummary])[0].used
 
     def others_go_on(self):
         """Put, get, claim and clear of other samples, each within its deadline."""

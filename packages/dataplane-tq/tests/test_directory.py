@@ -23,6 +23,7 @@ from dataplane_core import (
     MissingDataError,
     PartitionNotFoundError,
     SchemaMismatchError,
+    StorageSummary,
     TaskCounts,
     UnavailableError,
     errors,
@@ -110,8 +111,7 @@ class Served:
         return self.ask(p.Count("p", "train", ["x"]), TaskCounts)
 
     def usage(self):
-        used = self.ask(p.Usage(), dict[str, dict[str, int]])
-        return sum(unit["used"] for unit in used.values())
+        return sum(unit.used for unit in self.ask(p.ListStorage(), list[StorageSummary]))
 
     def child(self, action):
         """Another process that does something in one session and then keeps the session open."""

@@ -18,8 +18,7 @@ import torch
 from tensordict import TensorDict
 
 from dataplane_core import CapacityExceeded, ConfigError, UnavailableError
-from dataplane_tq import TQDataPlaneClient, protocol, topology, transfer_queue_rows
-from dataplane_tq.packed.catalogue import UnitUsage
+from dataplane_tq import TQDataPlaneClient, topology, transfer_queue_rows
 
 pytestmark = pytest.mark.slow
 
@@ -155,8 +154,7 @@ def test_a_producer_killed_in_a_put_loses_and_leaves_nothing(store, config, tmp_
 
 
 def bytes_used(store):
-    usage = store._ask("usage", protocol.Usage(), dict[str, UnitUsage])
-    return sum(unit.used for unit in usage.values())
+    return sum(unit.used for unit in store.list_storage())
 
 
 DRIVER = """

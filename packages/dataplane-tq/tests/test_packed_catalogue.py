@@ -21,7 +21,7 @@ def layout_of(name, sizes):
 
 
 def used(catalogue):
-    return sum(usage.used for usage in catalogue.usage().values())
+    return sum(usage.used for usage in catalogue.usage())
 
 
 sizes = st.lists(st.integers(0, 900) | st.integers(250, 260) | st.just(8), min_size=1, max_size=6)

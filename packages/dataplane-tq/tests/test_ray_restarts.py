@@ -16,8 +16,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from tensordict import TensorDict
 
 from dataplane_core import DataPlaneError, UnavailableError
-from dataplane_tq import TQDataPlaneClient, protocol
-from dataplane_tq.packed.catalogue import UnitUsage
+from dataplane_tq import TQDataPlaneClient
 
 pytestmark = pytest.mark.slow
 
@@ -178,8 +177,9 @@ def put_and_get_on_both(here, config, second):
     here.register_partition("large", ["x"], 8, ["train"])
     here.put_samples(["a", "b"], "train", batch(2, 1.0))
     ray.get(there.put.remote(["c", "d"], 2.0), timeout=60)
-    used = here._ask("usage", protocol.Usage(), dict[str, UnitUsage])
-    assert all(unit.used > 0 for unit in used.values())  # each node's rows lie on that node
+    units = here.list_storage()
+    assert len({unit.node for unit in units}) == 2
+    assert all(unit.used > 0 for unit in units)  # each node's rows lie on that node
     ids, values = ["d", "a", "c", "b"], [2.0, 1.0, 2.0, 1.0]
     assert here.get_samples(ids, "train", ["x"])["x"][:, 0].tolist() == values
     assert ray.get(there.get.remote(ids), timeout=60) == values

@@ -28,8 +28,7 @@ from dataplane_core import (
     UnavailableError,
     testing,
 )
-from dataplane_tq import TQDataPlaneClient, protocol, topology
-from dataplane_tq.packed.catalogue import UnitUsage
+from dataplane_tq import TQDataPlaneClient, topology
 
 pytestmark = pytest.mark.slow
 
@@ -220,8 +219,7 @@ UNITS = ["TransferQueueStorageUnit#0", "TransferQueueStorageUnit#1"]
 def bytes_held(client, backend, field):
     """Memory behind the values of a field, which only one test uses; of all for ``packed``."""
     if backend == "packed":
-        usage = client._ask("usage", protocol.Usage(), dict[str, UnitUsage])
-        return sum(unit.used for unit in usage.values())
+        return sum(unit.used for unit in client.list_storage())
 
     def held(unit):
         values = unit.storage_data.field_data.get(field, {}).values()

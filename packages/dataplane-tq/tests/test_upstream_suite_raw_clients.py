@@ -14,11 +14,10 @@ from transfer_queue import interface
 from transfer_queue.metadata import BatchMeta
 from transfer_queue.storage.managers.simple_storage_manager import AsyncSimpleStorageManager
 
-from dataplane_core import ConfigError, MissingDataError, UnavailableError
+from dataplane_core import ConfigError, MissingDataError, StorageSummary, UnavailableError
 from dataplane_core.rows import collate_rows
 from dataplane_tq import protocol
 from dataplane_tq.packed import bootstrap, manager
-from dataplane_tq.packed.catalogue import UnitUsage
 
 pytestmark = pytest.mark.slow
 
@@ -65,8 +64,7 @@ def fetched(client, partition_id, fields=("x",), count=2):
 
 def used_bytes(client):
     link = client.storage_manager._raw._link
-    usage = link.ask("usage", protocol.Usage(), dict[str, UnitUsage])
-    return sum(unit.used for unit in usage.values())
+    return sum(unit.used for unit in link.ask("", protocol.ListStorage(), list[StorageSummary]))
 
 
 @pytest.fixture

@@ -35,6 +35,7 @@ from dataplane_core.ledger import (
     FieldSummary,
     PartitionSummary,
     SampleState,
+    StorageSummary,
     TagFilter,
     TaskSummary,
 )
@@ -97,6 +98,7 @@ __all__ = [
     "SampleState",
     "SamplesLeasedError",
     "SchemaMismatchError",
+    "StorageSummary",
     "StreamingDataLoader",
     "StreamingDataset",
     "TagFilter",

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from tensordict import TensorDict
 
     from dataplane_core.columns import Column
-    from dataplane_core.ledger.inspect import PartitionSummary, SampleState
+    from dataplane_core.ledger.inspect import PartitionSummary, SampleState, StorageSummary
     from dataplane_core.ledger.selection import TagFilter
     from dataplane_core.meta import KVBatchMeta
 
@@ -318,6 +318,14 @@ class AsyncDataPlaneClient:
         return await self._call(
             lambda: self._inner.list_samples(partition_id, start=start, limit=limit)
         )
+
+    async def list_storage(self) -> list[StorageSummary]:
+        """As `DataPlaneClient.list_storage`."""
+        return await self._call(self._inner.list_storage)
+
+    async def read_totals(self) -> dict[str, int]:
+        """As `DataPlaneClient.read_totals`."""
+        return await self._call(self._inner.read_totals)
 
     async def close(self) -> None:
         """Close the inner client. Closing twice is fine.

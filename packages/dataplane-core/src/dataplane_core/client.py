@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from tensordict import TensorDict
 
     from dataplane_core.columns import Column
-    from dataplane_core.ledger.inspect import PartitionSummary, SampleState
+    from dataplane_core.ledger.inspect import PartitionSummary, SampleState, StorageSummary
     from dataplane_core.ledger.selection import TagFilter
     from dataplane_core.meta import KVBatchMeta
 
@@ -394,6 +394,28 @@ class DataPlaneClient(ABC):
 
         Raises:
             PartitionNotFoundError: the partition is not registered.
+            UnsupportedError: the client cannot be inspected.
+        """
+        raise UnsupportedError(f"{type(self).__name__} has no inspector")
+
+    def list_storage(self) -> list[StorageSummary]:
+        """The storage units whose bytes the store accounts for; empty if its backend tells none.
+
+        Raises:
+            UnsupportedError: the client cannot be inspected.
+        """
+        raise UnsupportedError(f"{type(self).__name__} has no inspector")
+
+    def read_totals(self) -> dict[str, int]:
+        """What happened in the store since it was made, by all its clients; for metrics exporters.
+
+        Returns:
+            Totals that never decrease: ``puts`` (made visible), ``puts_aborted``, ``samples_put``
+            (new ones), ``claims`` (that got samples), ``samples_claimed``, ``leases_expired``,
+            ``samples_redelivered`` (of those leases), ``samples_acknowledged``,
+            ``samples_released``, ``clears``, ``samples_cleared``.
+
+        Raises:
             UnsupportedError: the client cannot be inspected.
         """
         raise UnsupportedError(f"{type(self).__name__} has no inspector")

@@ -34,7 +34,13 @@ from dataplane_core.ledger import (
     PutTicket,
     load_order,
 )
-from dataplane_core.ledger.inspect import PartitionSummary, SampleState, page, summarise
+from dataplane_core.ledger.inspect import (
+    PartitionSummary,
+    SampleState,
+    StorageSummary,
+    page,
+    summarise,
+)
 from dataplane_core.meta import KVBatchMeta
 
 if TYPE_CHECKING:
@@ -318,6 +324,15 @@ class InMemoryDataPlaneClient(DataPlaneClient):
         with self._store.changed:
             self._check_open()
             return page(self._store.ledger.partition(partition_id), start, limit)
+
+    def list_storage(self) -> list[StorageSummary]:
+        self._check_open()
+        return []  # the values are Python's own
+
+    def read_totals(self) -> dict[str, int]:
+        with self._store.changed:
+            self._check_open()
+            return dict(self._store.ledger.totals)
 
     def close(self) -> None:
         if self._closed:

@@ -28,6 +28,7 @@ from dataplane_core import (
     KVBatchMeta,
     PartitionSummary,
     SampleState,
+    StorageSummary,
     TagFilter,
     TaskCounts,
     validate_config,
@@ -378,6 +379,14 @@ class TQDataPlaneClient(DataPlaneClient):
         self._check_open()
         what = f"list_samples(partition={partition_id!r})"
         return self._ask(what, p.ListSamples(partition_id, start, limit), list[SampleState])
+
+    def list_storage(self) -> list[StorageSummary]:
+        self._check_open()
+        return self._ask("list_storage()", p.ListStorage(), list[StorageSummary])
+
+    def read_totals(self) -> dict[str, int]:
+        self._check_open()
+        return self._ask("read_totals()", p.ReadTotals(), dict[str, int])
 
     @property
     def closed(self) -> bool:

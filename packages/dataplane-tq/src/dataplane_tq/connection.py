@@ -23,6 +23,7 @@ from dataplane_core import (
     InvalidRequestError,
     PartitionSummary,
     SampleState,
+    StorageSummary,
     TaskCounts,
 )
 from dataplane_core.ledger import PutTicket, Row
@@ -187,7 +188,7 @@ class Connection:
         return placed
 
     def _no_bytes(self, request: p.BeginPut) -> CapacityExceeded:
-        usage = self._catalogue.usage().values()
+        usage = self._catalogue.usage()
         return CapacityExceeded(
             f"put_samples(partition={request.partition_id!r}): "
             f"{sum(layout.nbytes for layout in request.layouts)} bytes, "
@@ -359,8 +360,12 @@ class Connection:
         partition = self._ledger.partition(request.partition_id)
         return page(partition, request.start, request.limit)
 
-    def _usage(self, request: p.Usage) -> Any:
-        return {} if self._directory.catalogue is None else self._catalogue.usage()
+    def _list_storage(self, request: p.ListStorage) -> list[StorageSummary]:
+        return [] if self._directory.catalogue is None else self._catalogue.usage()
+
+    def _read_totals(self, request: p.ReadTotals) -> dict[str, int]:
+        self._directory.expire()
+        return dict(self._ledger.totals)
 
 
 def _parts(rows: Sequence[Row], name: str) -> p.FieldParts:
@@ -404,5 +409,6 @@ _HANDLERS: dict[type[Any], Callable[[Connection, Any], Any]] = {
     p.Dropped: Connection._dropped,
     p.ListPartitions: Connection._list_partitions,
     p.ListSamples: Connection._list_samples,
-    p.Usage: Connection._usage,
+    p.ListStorage: Connection._list_storage,
+    p.ReadTotals: Connection._read_totals,
 }

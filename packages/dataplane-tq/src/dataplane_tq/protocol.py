@@ -206,8 +206,12 @@ class ListSamples(msgspec.Struct, frozen=True, tag=True):
     limit: int
 
 
-class Usage(msgspec.Struct, frozen=True, tag=True):
-    """Bytes of each storage unit of ours. Answer: dict of name to `UnitUsage`."""
+class ListStorage(msgspec.Struct, frozen=True, tag=True):
+    """Bytes of each storage unit of ours. Answer: list of `StorageSummary`."""
+
+
+class ReadTotals(msgspec.Struct, frozen=True, tag=True):
+    """What happened since the directory started. Answer: dict of `DataPlaneClient.read_totals`."""
 
 
 Request = (
@@ -225,5 +229,6 @@ Request = (
     | Dropped
     | ListPartitions
     | ListSamples
-    | Usage
+    | ListStorage
+    | ReadTotals
 )

@@ -22,6 +22,7 @@ from dataplane_core import (
     ObservabilityConfig,
     PartitionSummary,
     SampleState,
+    StorageSummary,
     TaskCounts,
 )
 from observability.events import Event, log_event
@@ -307,6 +308,14 @@ class MetricsDataPlaneClient(DataPlaneClient):
     ) -> list[SampleState]:
         """Pass on, as `acknowledge`."""
         return self._inner.list_samples(partition_id, start=start, limit=limit)
+
+    def list_storage(self) -> list[StorageSummary]:
+        """Pass on, as `acknowledge`."""
+        return self._inner.list_storage()
+
+    def read_totals(self) -> dict[str, int]:
+        """Pass on, as `acknowledge`."""
+        return self._inner.read_totals()
 
     @contextmanager
     def _recorded(self, call: _Call) -> Iterator[_Call]:

@@ -6,7 +6,13 @@ values of samples are somewhere else, and the ledger keeps an opaque cell for ea
 """
 
 from dataplane_core.ledger.books import Ledger, PutTicket
-from dataplane_core.ledger.inspect import FieldSummary, PartitionSummary, SampleState, TaskSummary
+from dataplane_core.ledger.inspect import (
+    FieldSummary,
+    PartitionSummary,
+    SampleState,
+    StorageSummary,
+    TaskSummary,
+)
 from dataplane_core.ledger.order import ClaimOrder, load_order
 from dataplane_core.ledger.partition import Claimed, PartitionBook
 from dataplane_core.ledger.rows import Row
@@ -23,6 +29,7 @@ __all__ = [
     "PutTicket",
     "Row",
     "SampleState",
+    "StorageSummary",
     "TagFilter",
     "TaskSummary",
     "balance",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any  # Any: cells belong to the storage, tags to the caller
@@ -17,6 +18,21 @@ from dataplane_core.errors import (
 from dataplane_core.ledger.order import ClaimOrder
 from dataplane_core.ledger.partition import PartitionBook
 from dataplane_core.ledger.rows import Row
+
+TOTALS = (
+    "puts",
+    "puts_aborted",
+    "samples_put",
+    "claims",
+    "samples_claimed",
+    "leases_expired",
+    "samples_redelivered",
+    "samples_acknowledged",
+    "samples_released",
+    "clears",
+    "samples_cleared",
+)
+"""What `Ledger.totals` counts."""
 
 
 @dataclass(eq=False)
@@ -46,6 +62,9 @@ class Ledger:
         capacity: samples that all partitions together may hold; None is no limit.
         discard: called with the cells that nothing refers to any more.
         order: of claims without a seed; None is the order of first puts.
+
+    Attributes:
+        totals: what happened since the store was made, see `TOTALS`; never decreases.
     """
 
     def __init__(
@@ -55,6 +74,7 @@ class Ledger:
         order: ClaimOrder | None = None,
     ) -> None:
         self._order = order
+        self.totals: Counter[str] = Counter(dict.fromkeys(TOTALS, 0))
         self.capacity = capacity
         self.partitions: dict[str, PartitionBook] = {}
         self._discard = discard
@@ -69,7 +89,8 @@ class Ledger:
         """Declare a partition, or replace its declaration."""
         partition = self.partitions.get(declaration.partition_id)
         if partition is None:
-            self.partitions[declaration.partition_id] = PartitionBook(declaration, self._order)
+            book = PartitionBook(declaration, self._order, self.totals)
+            self.partitions[declaration.partition_id] = book
         else:
             partition.redeclare(declaration)
 
@@ -150,20 +171,25 @@ class Ledger:
                 f"put_samples(partition={ticket.partition_id!r}): the put took too long and was "
                 "given up; put again"
             )
-        self.abort_put(ticket)
+        self._end_put(ticket)
         partition = self.partition(ticket.partition_id)
         partition.check_token(ticket.token)
         check_kinds(ticket.kinds, partition.kinds, partition_id=ticket.partition_id)
         partition.kinds.update(ticket.kinds)
         replaced = partition.write(ticket.sample_ids, cells, tags, self._sequence)
         partition.version += 1
+        self.totals["puts"] += 1
+        self.totals["samples_put"] += len(ticket.reserved)
         if replaced:
             self._discard(replaced)
 
     def abort_put(self, ticket: PutTicket) -> None:
         """Give back what `begin_put` reserved; a second time does nothing."""
-        if not ticket.open:
-            return
+        if ticket.open:
+            self.totals["puts_aborted"] += 1
+            self._end_put(ticket)
+
+    def _end_put(self, ticket: PutTicket) -> None:
         ticket.open = False
         partition = self.partitions.get(ticket.partition_id)
         if partition is None:
@@ -199,6 +225,8 @@ class Ledger:
         if sample_ids is None:
             del self.partitions[partition_id]
         partition.version += 1
+        self.totals["clears"] += 1
+        self.totals["samples_cleared"] += len(rows)
         self._discard([cell for row in rows if not row.pins for cell in row.cells.values()])
         return rows
 

@@ -55,6 +55,17 @@ class SampleState:
     tasks: dict[str, str]
 
 
+@dataclass(frozen=True, kw_only=True)
+class StorageSummary:
+    """One storage unit: its name, its node, and its bytes; of a full one little is ``free``."""
+
+    name: str
+    node: str
+    capacity: int
+    used: int
+    free: int
+
+
 def summarise(partition: PartitionBook) -> PartitionSummary:
     """The numbers of one partition."""
     declared = partition.declaration.fields

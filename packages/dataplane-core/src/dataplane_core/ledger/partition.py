@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import secrets
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any  # Any: cells belong to the storage, tags to the caller
@@ -81,8 +81,14 @@ class Task:
 class PartitionBook:
     """The state of one partition. `Ledger` owns it; nothing here locks or waits."""
 
-    def __init__(self, declaration: PartitionDeclaration, order: ClaimOrder | None = None) -> None:
+    def __init__(
+        self,
+        declaration: PartitionDeclaration,
+        order: ClaimOrder | None = None,
+        totals: Counter[str] | None = None,
+    ) -> None:
         self.declaration = declaration
+        self.totals: Counter[str] = Counter() if totals is None else totals
         self._order = order
         self.kinds: dict[str, str] = {}
         self.pending_kinds: dict[str, list[str]] = {}
@@ -325,6 +331,9 @@ class PartitionBook:
         return list(groups.values())
 
     def _hand_out(self, task: Task, request: ClaimRequest, rows: list[Row], now: float) -> Claimed:
+        if rows:
+            self.totals["claims"] += 1
+            self.totals["samples_claimed"] += len(rows)
         if request.lease_s is None or not rows:
             task.settled.update(row.sample_id for row in rows)
             return Claimed(rows, None)
@@ -367,6 +376,8 @@ class PartitionBook:
         """End the leases whose time is over; True if there were any."""
         over = [lease for lease in self.leases.values() if lease.deadline <= now]
         for lease in over:
+            self.totals["leases_expired"] += 1
+            self.totals["samples_redelivered"] += len(lease.rows)
             self._end(lease, list(lease.rows), settle=False)
         return bool(over)
 
@@ -393,6 +404,8 @@ class PartitionBook:
         """
         lease = self._lease(token, sample_ids)
         self._end(lease, sample_ids, settle=acknowledge)
+        kind = "samples_acknowledged" if acknowledge else "samples_released"
+        self.totals[kind] += len(sample_ids)
         return lease.task_name
 
     def renew(self, token: str, sample_ids: Sequence[str], now: float) -> None:

@@ -96,6 +96,29 @@ class LeaseContract:
         assert (counts.acknowledged, counts.leased, counts.ready) == (1, 2, 2)
         assert (counts.not_ready, counts.cleared, counts.put) == (0, 1, 6)
 
+    def test_the_totals_of_the_store_count_what_happened(self, held: DataPlaneClient) -> None:
+        before = held.read_totals()
+        put(held, "train", ["c", "d", "e"])
+        put(held, "train", ["c"], "other")
+        meta = held.claim_meta("train", "train", ["x"], 3)
+        held.acknowledge(meta.slice(0, 1))
+        held.release(meta.slice(1, 3))
+        held.clear_samples(["c", "nothing"], "train", force=True)
+        after = held.read_totals()
+        assert {name: after[name] - before[name] for name in after} == {
+            "puts": 2,
+            "puts_aborted": 0,
+            "samples_put": 3,
+            "claims": 1,
+            "samples_claimed": 3,
+            "leases_expired": 0,
+            "samples_redelivered": 0,
+            "samples_acknowledged": 1,
+            "samples_released": 2,
+            "clears": 1,
+            "samples_cleared": 1,
+        }
+
 
 class BackpressureContract:
     """For clients with ``capabilities.backpressure``."""

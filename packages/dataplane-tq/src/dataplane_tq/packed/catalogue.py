@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from dataplane_core import CapacityExceeded
+from dataplane_core import CapacityExceeded, StorageSummary
 from dataplane_tq.packed.allocator import ALIGNMENT, Allocator
 from dataplane_tq.packed.layout import FieldLayout
 
@@ -33,14 +33,6 @@ class UnitSpec(msgspec.Struct, frozen=True):
     name: str
     node: str
     capacity: int
-
-
-class UnitUsage(msgspec.Struct, frozen=True):
-    """Bytes of a storage unit."""
-
-    capacity: int
-    used: int
-    free: int
 
 
 class Block(msgspec.Struct, frozen=True, gc=False, array_like=True):
@@ -79,12 +71,18 @@ class Catalogue:
         self._alive: dict[int, NDArray[np.bool_] | bool] = {}
         self._ids = count()
 
-    def usage(self) -> dict[str, UnitUsage]:
+    def usage(self) -> list[StorageSummary]:
         """Bytes used and free, per unit."""
-        return {
-            name: UnitUsage(memory.capacity, memory.capacity - memory.free_bytes, memory.free_bytes)
+        return [
+            StorageSummary(
+                name=name,
+                node=self._units[name].node,
+                capacity=memory.capacity,
+                used=memory.capacity - memory.free_bytes,
+                free=memory.free_bytes,
+            )
             for name, memory in self._memory.items()
-        }
+        ]
 
     def place(self, layouts: Sequence[FieldLayout], *, near: str | None) -> list[Block] | None:
         """Find room for the fields of one put.
