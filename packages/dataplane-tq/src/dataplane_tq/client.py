@@ -294,7 +294,7 @@ class TQDataPlaneClient(DataPlaneClient):
             p.ClaimAnswer,
             timeout_s + self._timeout_s,
         )
-        self._report_consumed(claimed.entered, partition_id, task_name)
+        self._entries.claimed(claimed.entered, partition_id, task_name)
         return KVBatchMeta(
             partition_id=partition_id,
             task_name=task_name,
@@ -304,17 +304,6 @@ class TQDataPlaneClient(DataPlaneClient):
             extra_info={} if claimed.token is None else {LEASE: claimed.token},
             tags=claimed.tags,
         )
-
-    def _report_consumed(self, sample_ids: list[str], partition_id: str, task_name: str) -> None:
-        """Tell TransferQueue what was claimed for good; nobody waits for it."""
-        if sample_ids:
-            self._engine.submit(
-                transfer_queue_rows.consume,
-                self._engine.client,
-                sample_ids,
-                partition_id,
-                task_name,
-            )
 
     def check_consumption_status(self, partition_id: str, task_names: list[str]) -> bool:
         self._check_open()
@@ -360,7 +349,7 @@ class TQDataPlaneClient(DataPlaneClient):
                 list[str],
             )
             if meta.task_name is not None:
-                self._report_consumed(entered, meta.partition_id, meta.task_name)
+                self._entries.claimed(entered, meta.partition_id, meta.task_name)
 
     def count_samples(
         self, partition_id: str, task_name: str, required_fields: list[str]

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import repeat
 from typing import TYPE_CHECKING, Any  # Any: answers differ by request
 
@@ -26,7 +27,7 @@ from dataplane_core import (
     StorageSummary,
     TaskCounts,
 )
-from dataplane_core.ledger import PutTicket, Row
+from dataplane_core.ledger import PartitionBook, PutTicket, Row
 from dataplane_core.ledger.inspect import page, summarise
 from dataplane_tq import protocol as p
 from dataplane_tq.leftovers import Drop, Leftovers, grouped
@@ -35,6 +36,18 @@ from dataplane_tq.wire import HEADER, MAX_FRAME, Failure, Reply
 
 if TYPE_CHECKING:
     from dataplane_tq.directory import Directory
+
+
+@dataclass(frozen=True)
+class Early:
+    """An answer that is sent before the rest is done, which cannot fail.
+
+    Nothing else runs in between, so whoever asks after the answer sees what the rest did.
+    """
+
+    answer: Any
+    rest: Callable[[], None]
+
 
 logger = structlog.get_logger("dataplane_tq.directory")
 
@@ -65,16 +78,20 @@ class Connection:
                 if length > MAX_FRAME:
                     return
                 body = await self._reader.readexactly(length)
-                reply = await self._reply(body)
+                reply, rest = await self._reply(body)
                 if reply is not None:
                     frame = _encoder.encode(reply)
                     self._writer.write(HEADER.pack(len(frame)) + frame)
+                    if rest is not None:
+                        rest()
                     if self._writer.transport.get_write_buffer_size() > MAX_FRAME // 4:
                         await self._writer.drain()
         finally:
             self._undo()
 
-    async def _reply(self, body: bytes) -> Reply | None:
+    async def _reply(self, body: bytes) -> tuple[Reply | None, Callable[[], None] | None]:
+        """The answer to a request, and what is still to do when it is sent."""
+        rest = None
         try:
             request = _requests.decode(body)
             if self._directory.failure is not None:
@@ -82,14 +99,16 @@ class Connection:
             answer = _HANDLERS[type(request)](self, request)
             if asyncio.iscoroutine(answer):
                 answer = await answer
+            if isinstance(answer, Early):
+                answer, rest = answer.answer, answer.rest
         except DataPlaneError as error:
-            return Reply(failure=Failure.of(error))
+            return Reply(failure=Failure.of(error)), None
         except (msgspec.MsgspecError, ValueError, TypeError) as error:
             logger.exception("request_failed")
-            return Reply(failure=Failure.of(InvalidRequestError(f"directory: {error}")))
+            return Reply(failure=Failure.of(InvalidRequestError(f"directory: {error}"))), None
         if isinstance(request, p.Unpin):
-            return None
-        return Reply(answer=msgspec.Raw(_encoder.encode(answer)))
+            return None, None
+        return Reply(answer=msgspec.Raw(_encoder.encode(answer))), rest
 
     def _undo(self) -> None:
         self._end_read()
@@ -196,32 +215,59 @@ class Connection:
             "nothing was cleared in time: clear samples or raise global_segment_size"
         )
 
-    def _commit_put(self, request: p.CommitPut) -> None:
+    def _commit_put(self, request: p.CommitPut) -> Early:
         if self._put is None:
             raise InvalidRequestError("this connection has no put under way")
         ticket, blocks = self._put
+        try:
+            self._ledger.check_commit(ticket)
+            if request.tags is not None and len(request.tags) != len(ticket.sample_ids):
+                raise InvalidRequestError(
+                    f"put_samples(partition={ticket.partition_id!r}): {len(request.tags)} tags "
+                    f"for {len(ticket.sample_ids)} samples"
+                )
+        except DataPlaneError:
+            self._give_up_put()
+            raise
+        return Early(None, lambda: self._make_visible(ticket, blocks, request))
+
+    def _make_visible(self, ticket: PutTicket, blocks: list[Block], request: p.CommitPut) -> None:
+        self._put = None
+        partition = self._ledger.partition(ticket.partition_id)
         cells: dict[str, list[Any]] = {
             name: [None] * (0 if blocks else len(ticket.sample_ids)) for name in ticket.kinds
         }
         for block in blocks:
             cells[block.layout.name].extend(zip(repeat(block), range(block.layout.rows)))
-        try:
-            self._ledger.commit_put(ticket, cells, request.tags)
-        except DataPlaneError:
-            self._give_up_put()
-            raise
-        self._put = None
+        if blocks:
+            self._disown(partition, ticket)
+        self._ledger.commit_put(ticket, cells, request.tags)
+        rows = [partition.rows[sample_id] for sample_id in ticket.sample_ids]
+        for block in blocks:
+            if block.layout.rows == len(rows):
+                self._catalogue.own(block, rows)
         if request.entering:
             # As long as they are pinned nobody drops them in TransferQueue, or puts them again
             # after a clear.
-            rows = self._ledger.partition(ticket.partition_id).rows
-            self._pinned = [rows[sample_id] for sample_id in ticket.sample_ids]
-            self._ledger.pin(self._pinned)
+            self._pinned = rows
+            self._ledger.pin(rows)
             self._entering = ticket.partition_id, ticket.sample_ids
             self._directory.leftovers[ticket.partition_id].entering.update(ticket.sample_ids)
         else:
             self._dropped(p.Dropped())
         self._directory.changed(ticket.partition_id)
+
+    def _disown(self, partition: PartitionBook, ticket: PutTicket) -> None:
+        """Blocks of which the put overwrites a row no longer belong to their rows as a whole."""
+        overwritten = [name for name in ticket.kinds if partition.field_counts.get(name)]
+        if not overwritten or len(ticket.reserved) == len(ticket.sample_ids):
+            return
+        for sample_id in ticket.sample_ids:
+            row = partition.rows.get(sample_id)
+            if row is not None:
+                for name in overwritten:
+                    if name in row.cells:
+                        self._catalogue.disown(row.cells[name][0])
 
     def _entered(self, request: p.Entered) -> list[p.Consumption]:
         self._end_read()
@@ -238,16 +284,20 @@ class Connection:
         self._directory.changed(partition_id)
         return consumed
 
-    def _read(self, request: p.Read) -> p.ReadAnswer:
+    def _read(self, request: p.Read) -> Early:
         partition = self._ledger.partition(request.partition_id)
         rows = partition.lookup(request.sample_ids, request.fields)
         self._end_read()
-        self._ledger.pin(rows)
-        self._pinned = rows
         kinds = [partition.kinds[name] for name in request.fields] if rows else []
-        if self._directory.catalogue is None or not rows:
-            return p.ReadAnswer(kinds, [])
-        return p.ReadAnswer(kinds, [_parts(rows, name) for name in request.fields])
+        parts = []
+        if self._directory.catalogue is not None and rows:
+            parts = [_parts(rows, name, self._catalogue) for name in request.fields]
+
+        def pin() -> None:
+            self._ledger.pin(rows)
+            self._pinned = rows
+
+        return Early(p.ReadAnswer(kinds, parts), pin)
 
     def _end_read(self) -> None:
         if self._pinned:
@@ -262,6 +312,8 @@ class Connection:
     async def _claim(self, request: p.Claim) -> p.ClaimAnswer:
         wanted = request.wanted
         deadline = time.monotonic() + request.timeout_s
+        # Whoever gave up while this process was stopped closed the connection; that is read now.
+        await asyncio.sleep(0)
         while True:
             self._check_failure()
             self._directory.expire()
@@ -368,9 +420,15 @@ class Connection:
         return dict(self._ledger.totals)
 
 
-def _parts(rows: Sequence[Row], name: str) -> p.FieldParts:
+def _parts(rows: list[Row], name: str, catalogue: Catalogue) -> p.FieldParts:
+    first, start = rows[0].cells[name]
+    stop = start + len(rows)
+    if (owners := catalogue.owners(first)) is not None and owners[start:stop] == rows:
+        # Rows as they were put, or a run of them: nothing has to be looked at one by one.
+        whole = len(rows) == first.layout.rows
+        run = b"" if whole else np.arange(start, stop, dtype=np.int64).tobytes()
+        return p.FieldParts([first], b"", run)
     cells = [row.cells[name] for row in rows]
-    first: Block = cells[0][0]
     numbers = [number for _, number in cells]
     if all(block is first for block, _ in cells):
         whole = len(numbers) == first.layout.rows and numbers == list(range(len(numbers)))

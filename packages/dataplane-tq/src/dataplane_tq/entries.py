@@ -1,9 +1,10 @@
-"""`Entries`: puts that are visible, and of which TransferQueue's controller is still being told.
+"""`Entries`: puts that are visible and claims, of which TransferQueue is still being told.
 
 The directory decides what is readable and claimable, so a put need not wait until the controller
 has registered its rows for TransferQueue's own tools and metrics. A client's puts are entered in
 their order. How many may wait is bounded, so that a controller that does not keep up slows puts
-down; if one could not be entered, the client's next put says so.
+down; if one could not be entered, the client's next put says so. Claims are told in batches,
+because telling each would slow the next one down more than a claim costs.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from dataplane_tq.wire import Link, Session
 logger = structlog.get_logger("dataplane_tq.entries")
 
 _MOST_WAITING = 8
+_CLAIMS_EVERY_S = 0.02
 
 
 class Entries:
@@ -42,6 +44,8 @@ class Entries:
         self._turn = asyncio.Lock()
         self._lock = threading.Lock()
         self._waiting: deque[futures.Future[None]] = deque()
+        self._claims: dict[tuple[str, str], list[str]] = {}
+        self._telling_claims: futures.Future[None] | None = None
 
     def make_room(self, what: str) -> None:
         """Wait until few enough puts are under way.
@@ -110,10 +114,32 @@ class Entries:
                 self._engine.client, item.sample_ids, partition_id, item.task_name
             )
 
+    def claimed(self, sample_ids: list[str], partition_id: str, task_name: str) -> None:
+        """Tell of samples that a task claimed for good; nobody waits for it."""
+        if not sample_ids:
+            return
+        with self._lock:
+            self._claims.setdefault((partition_id, task_name), []).extend(sample_ids)
+            if self._telling_claims is None or self._telling_claims.done():
+                self._telling_claims = self._engine.submit(self._tell_claims)
+
+    async def _tell_claims(self) -> None:
+        while True:
+            await asyncio.sleep(_CLAIMS_EVERY_S)
+            with self._lock:
+                claims, self._claims = self._claims, {}
+                if not claims:
+                    self._telling_claims = None
+                    return
+            for (partition_id, task_name), sample_ids in claims.items():
+                await transfer_queue_rows.consume(
+                    self._engine.client, sample_ids, partition_id, task_name
+                )
+
     def flush(self, timeout_s: float) -> None:
         """Wait for what is under way, not longer than ``timeout_s``; what failed is logged."""
         with self._lock:
-            waiting = list(self._waiting)
+            waiting = [*self._waiting, *([self._telling_claims] if self._telling_claims else [])]
             self._waiting.clear()
         if not waiting:
             return

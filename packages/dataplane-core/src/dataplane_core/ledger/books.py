@@ -11,6 +11,7 @@ from typing import Any  # Any: cells belong to the storage, tags to the caller
 from dataplane_core.declaration import PartitionDeclaration, capacity_exceeded, check_kinds
 from dataplane_core.errors import (
     CapacityExceeded,
+    DataPlaneError,
     InvalidRequestError,
     PartitionNotFoundError,
     listed,
@@ -148,6 +149,23 @@ class Ledger:
             capacity=self.capacity or 0,
         )
 
+    def check_commit(self, ticket: PutTicket) -> None:
+        """Raise what `commit_put` would; if it does not, `commit_put` at once does not either.
+
+        Raises:
+            PartitionNotFoundError: the partition was cleared meanwhile.
+            LeaseLostError: the lease that the put named has ended.
+            InvalidRequestError: the ticket is no longer open.
+        """
+        if not ticket.open:
+            raise InvalidRequestError(
+                f"put_samples(partition={ticket.partition_id!r}): the put took too long and was "
+                "given up; put again"
+            )
+        partition = self.partition(ticket.partition_id)
+        partition.check_token(ticket.token)
+        check_kinds(ticket.kinds, partition.kinds, partition_id=ticket.partition_id)
+
     def commit_put(
         self,
         ticket: PutTicket,
@@ -162,19 +180,15 @@ class Ledger:
             tags: one mapping per sample, replacing its tags; None keeps them.
 
         Raises:
-            PartitionNotFoundError: the partition was cleared meanwhile.
-            LeaseLostError: the lease that the put named has ended.
-            InvalidRequestError: the ticket is no longer open.
+            DataPlaneError: as `check_commit`.
         """
-        if not ticket.open:
-            raise InvalidRequestError(
-                f"put_samples(partition={ticket.partition_id!r}): the put took too long and was "
-                "given up; put again"
-            )
+        try:
+            self.check_commit(ticket)
+        except DataPlaneError:
+            self.abort_put(ticket)
+            raise
         self._end_put(ticket)
         partition = self.partition(ticket.partition_id)
-        partition.check_token(ticket.token)
-        check_kinds(ticket.kinds, partition.kinds, partition_id=ticket.partition_id)
         partition.kinds.update(ticket.kinds)
         replaced = partition.write(ticket.sample_ids, cells, tags, self._sequence)
         partition.version += 1

@@ -221,8 +221,10 @@ class PartitionBook:
         """The rows in the order asked, or `MissingDataError` if one lacks one of ``fields``."""
         rows = self.rows
         found = [rows.get(sample_id) for sample_id in sample_ids]
-        wanted = set(fields)
-        present = [row for row in found if row is not None and wanted <= row.cells.keys()]
+        wanted = {name for name in fields if self.field_counts.get(name) != len(rows)}
+        present = [row for row in found if row is not None]
+        if wanted:  # not every sample of the partition has them
+            present = [row for row in present if wanted <= row.cells.keys()]
         if len(present) != len(found):
             raise missing_data(
                 self.declaration.partition_id,

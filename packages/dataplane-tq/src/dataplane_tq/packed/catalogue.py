@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import count
+from typing import Any  # Any: what owns a row is the caller's
 
 import msgspec
 import numpy as np
@@ -69,6 +70,7 @@ class Catalogue:
         self._memory = {unit.name: Allocator(unit.capacity & -ALIGNMENT) for unit in units}
         # Per block its rows that are alive; True stands for all, as for nearly every block.
         self._alive: dict[int, NDArray[np.bool_] | bool] = {}
+        self._owners: dict[int, list[Any]] = {}
         self._ids = count()
 
     def usage(self) -> list[StorageSummary]:
@@ -186,6 +188,18 @@ class Catalogue:
         self._alive[block.id] = True
         return block
 
+    def own(self, block: Block, rows: list[Any]) -> None:
+        """Note what owns the rows of a block, in their order, for `owners`."""
+        self._owners[block.id] = rows
+
+    def disown(self, block: Block) -> None:
+        """Forget what owns the rows of a block: one of them belongs to nobody any more."""
+        self._owners.pop(block.id, None)
+
+    def owners(self, block: Block) -> list[Any] | None:
+        """What owns the rows of a block, while all of them still belong to their first owners."""
+        return self._owners.get(block.id)
+
     def free(self, cells: Iterable[tuple[Block, int]]) -> None:
         """Free single rows of blocks; all of them or, on an error, none.
 
@@ -227,6 +241,7 @@ class Catalogue:
             raise ValueError(_gone(block))
         if isinstance(alive, bool):
             del self._alive[block.id]
+            self.disown(block)
             self._memory[block.unit].free(_whole(block))
         else:
             self.free((block, row) for row in np.flatnonzero(alive).tolist())
@@ -249,6 +264,7 @@ class Catalogue:
         """Mark rows as gone; the byte ranges in the unit's memory that this frees, if any."""
         layout = block.layout
         alive = self._alive[block.id]
+        self.disown(block)
         if alive is True and len(rows) == layout.rows:
             del self._alive[block.id]
             return _whole(block)
