@@ -171,19 +171,29 @@ threading.Event().wait()
 """
 
 
-def test_a_killed_driver_ends_what_attached_clients_do_and_another_can_bootstrap(cluster, config):
+def stop(process):
+    process.send_signal(signal.SIGSTOP)
+    assert os.WIFSTOPPED(os.waitpid(process.pid, os.WUNTRACED)[1])
+
+
+def test_others_go_on_while_the_driver_is_stopped_and_end_when_it_dies(cluster, config):
     address = ray.get_runtime_context().gcs_address
     command = [sys.executable, "-c", DRIVER, address, repr(config)]
     driver = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         assert driver.stdout.readline().strip() == "ready"
         with TQDataPlaneClient(config, bootstrap=False) as client:
-            assert client.get_samples(["a"], "train", ["x"]).batch_size == (1,)
+            stop(driver)
+            client.put_samples(["c"], "train", batch(1))
+            assert client.get_samples(["a", "c"], "train", ["x"]).batch_size == (2,)
+            assert client.claim_meta("train", "train", ["x"], 3, timeout_s=5).size == 3
+            client.clear_samples(["b"], "train")
             driver.kill()
             until_unavailable(OPERATIONS["put"], client)
     finally:
         driver.kill()
         driver.communicate(timeout=20)
+    # Another driver can bootstrap.
     deadline = time.monotonic() + 30
     while True:
         try:

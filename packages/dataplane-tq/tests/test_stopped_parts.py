@@ -111,3 +111,13 @@ def test_a_waiting_claim_given_up_while_the_directory_was_stopped_takes_no_sampl
         stepped.directory.wake()
         putting.result(PATIENCE_S)
     assert stepped.claim(2).sample_ids == ["a", "b"]
+
+
+def test_a_claim_given_up_while_the_directory_was_stopped_takes_no_sample_with_it(stepped):
+    stepped.put(["a", "b"])
+    stepped.directory.stop()
+    request = p.Claim("p", ClaimRequest("train", ("x",), 2), 0.0)
+    with pytest.raises(DeadlineExceededError):
+        stepped.ask(request, p.ClaimAnswer, 0.1)
+    stepped.directory.wake()
+    assert stepped.claim(2).sample_ids == ["a", "b"]
