@@ -58,6 +58,13 @@ class Slices:
         ends = list(itertools.accumulate(self.sizes, initial=0))
         copy_slices(into, ends[:-1], self.flat, self.starts, self.sizes)
 
+    def views(self) -> list[memoryview]:
+        """The slices one by one, where they lie."""
+        data = self.flat.data
+        return [
+            data[start : start + size] for start, size in zip(self.starts, self.sizes, strict=True)
+        ]
+
     def joined(self) -> NDArray[np.uint8]:
         """The slices one after the other in one buffer, which a single slice shares."""
         if len(self.sizes) == 1:

@@ -14,10 +14,11 @@ from tensordict import NonTensorStack
 
 from dataplane_core import UnavailableError
 from dataplane_core.columns import Column
+from dataplane_core.slices import Slices
 from dataplane_tq.packed.catalogue import Block
-from dataplane_tq.packed.decoding import Piece, decode, decode_column
+from dataplane_tq.packed.decoding import Piece, decode, decode_column, padded_of
 from dataplane_tq.packed.encoding import EncodedField, writes
-from dataplane_tq.packed.layout import Indices
+from dataplane_tq.packed.layout import FieldLayout, Indices
 from dataplane_tq.packed.unit_client import Transport, UnitClient
 from dataplane_tq.packed.unit_wire import UnitAddress
 from dataplane_tq.protocol import FieldParts
@@ -78,12 +79,28 @@ class UnitAccess:
     ) -> dict[str, Column]:
         """The same as padded columns, see `DataPlaneClient.get_columns`."""
         return {
-            name: decode_column(list(self._pieces(part)), pad_values.get(name, 0), width)
+            name: self._column(part, pad_values.get(name, 0), width)
             for name, part in zip(fields, parts, strict=True)
         }
 
+    def _column(self, parts: FieldParts, pad_value: float, width: int) -> Column:
+        block = parts.blocks[0]
+        unit = self._unit(block.unit)
+        unit.connect(self._timeout_s)
+        if not parts.source and not unit.zero_copy:
+            # The rows go from the socket to where they belong.
+            layout, spans = _wanted(block, _numbers(parts))
+            padded = padded_of(layout, pad_value, width)
+            if padded is not None:
+                starts, stops = layout.row_ranges()
+                sizes = (stops - starts).tolist()
+                rows = Slices(padded.raw, padded.begins, sizes).views()
+                unit.read_into(spans, rows, self._timeout_s)
+                return padded.tensor
+        return decode_column(list(self._pieces(parts)), pad_value, width)
+
     def _pieces(self, parts: FieldParts) -> Iterator[Piece]:
-        rows = np.frombuffer(parts.rows, np.int64) if parts.rows else None
+        rows = _numbers(parts)
         if not parts.source:
             yield self._piece(parts.blocks[0], rows, None)
             return
@@ -95,14 +112,12 @@ class UnitAccess:
 
     def _piece(self, block: Block, rows: Indices | None, positions: Indices | None) -> Piece:
         unit = self._unit(block.unit)
-        layout, start = block.layout, block.offset
         unit.connect(self._timeout_s)
-        if rows is None or unit.zero_copy:
-            spans = [(start, start + layout.nbytes)]
-        else:
-            spans = [(start + first, start + last) for first, last in layout.runs(rows)]
-            layout, rows = layout.take(rows), None
-        return Piece(layout, unit.read(spans, self._timeout_s), rows, positions)
+        if unit.zero_copy:
+            whole = [(block.offset, block.offset + block.layout.nbytes)]
+            return Piece(block.layout, unit.read(whole, self._timeout_s), rows, positions)
+        layout, spans = _wanted(block, rows)
+        return Piece(layout, unit.read(spans, self._timeout_s), None, positions, owned=True)
 
     def _unit(self, name: str) -> UnitClient:
         unit = self._units.get(name)
@@ -114,3 +129,16 @@ class UnitAccess:
         """Close this process's connections to the units."""
         for unit in self._units.values():
             unit.close()
+
+
+def _numbers(parts: FieldParts) -> Indices | None:
+    return np.frombuffer(parts.rows, np.int64) if parts.rows else None
+
+
+def _wanted(block: Block, rows: Indices | None) -> tuple[FieldLayout, list[tuple[int, int]]]:
+    """The layout of some rows of a block, by themselves, and where their bytes lie in its unit."""
+    layout, start = block.layout, block.offset
+    if rows is None:
+        return layout, [(start, start + layout.nbytes)]
+    spans = [(start + first, start + last) for first, last in layout.runs(rows)]
+    return layout.take(rows), spans

@@ -37,12 +37,14 @@ class Piece:
         flat: the flat buffer of ``layout``.
         rows: which rows of ``layout``, in the order wanted; None for all in their order.
         positions: the answer's row for each of them; None if they follow those of the piece before.
+        owned: ``flat`` is nobody else's, and may become the answer.
     """
 
     layout: FieldLayout
     flat: Bytes
     rows: Indices | None = None
     positions: Indices | None = None
+    owned: bool = False
 
     @property
     def count(self) -> int:
@@ -215,6 +217,8 @@ def _decode_uniform(pieces: Sequence[Piece], places: Sequence[slice | Indices]) 
     shape = (total, *_shape(layout, dtype, 0, size))
     if size == 0:
         return torch.empty(shape, dtype=dtype)  # there may be rows, but nothing to copy
+    if _is_answer(pieces, places):
+        return tensor_on(pieces[0].flat, dtype, shape)
     data = pages.empty(total * size)
     # The widest integer that a row consists of moves more bytes at a time.
     lane = next(f"u{width}" for width in (8, 4, 2, 1) if size % width == 0)
@@ -244,8 +248,11 @@ def _decode_ragged(pieces: Sequence[Piece], places: Sequence[slice | Indices]) -
     spans, sizes = _spans(pieces, places)
     ends = np.cumsum(sizes)
     begins = ends - sizes
-    data = pages.empty(int(ends[-1]))
+    whole = _is_answer(pieces, places)
+    data = pieces[0].flat if whole else pages.empty(int(ends[-1]))
     for piece, place, (starts, stops) in zip(pieces, places, spans, strict=True):
+        if whole:
+            break
         if piece.rows is None and isinstance(place, slice):
             data[begins[place.start] : ends[place.stop - 1]] = piece.flat
         else:
@@ -261,6 +268,28 @@ def _decode_ragged(pieces: Sequence[Piece], places: Sequence[slice | Indices]) -
     return torch.nested.nested_tensor_from_jagged(
         values, torch.from_numpy(offsets), min_seqlen=shortest, max_seqlen=longest
     )
+
+
+def _is_answer(pieces: Sequence[Piece], places: Sequence[slice | Indices]) -> bool:
+    """Whether the only piece is the answer as it stands."""
+    [first, *others] = pieces
+    return not others and first.owned and first.rows is None and isinstance(places[0], slice)
+
+
+def padded_of(layout: FieldLayout, pad_value: float, width: int) -> Padded | None:
+    """What `decode_column` makes of ``layout``, still to be filled; None if nothing is padded.
+
+    Args:
+        layout: of all rows of the answer.
+        pad_value: see `decode_column`.
+        width: see `decode_column`.
+    """
+    if layout.kind == OBJECT or not layout.ends or not _has_tail(layout, _tail(layout)):
+        return None
+    starts, stops = layout.row_ranges()
+    dtype, tail = _dtype(layout), _tail(layout)
+    width = max(width, int((stops - starts).max()) // (dtype.itemsize * math.prod(tail)))
+    return Padded(stops - starts, tail, dtype, width, pad_value) if width else None
 
 
 def _decode_padded(

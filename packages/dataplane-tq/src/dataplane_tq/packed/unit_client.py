@@ -116,10 +116,9 @@ class UnitClient:
                     piece.copy_into(memory[start:stop])
                 self._check_alive()
                 return
-            # A unit takes whole buffers: joining rows is a copy, but thousands of ranges cost more.
-            arrays = [(offset, piece.joined()) for offset, piece in pieces if piece.nbytes]
-            for at in range(0, len(arrays), wire.MOST_RANGES):
-                self._send_frame(arrays[at : at + wire.MOST_RANGES], deadline)
+            sent = [(start, piece) for (start, _), (_, piece) in zip(ranges, pieces, strict=True)]
+            for at in range(0, len(sent), wire.MOST_RANGES):
+                self._send_frame(sent[at : at + wire.MOST_RANGES], deadline)
 
     def read(self, ranges: Sequence[tuple[int, int]], timeout_s: float) -> Bytes:
         """The bytes of the ranges ``(start, stop)``, one after the other.
@@ -146,10 +145,24 @@ class UnitClient:
             for first in range(0, len(ranges), wire.MOST_RANGES):
                 asked = ranges[first : first + wire.MOST_RANGES]
                 size = sum(sizes[first : first + wire.MOST_RANGES])
-                if size:
-                    self._fetch_frame(asked, data[at : at + size], deadline)
+                self._fetch_frame(asked, [data[at : at + size].data], deadline)
                 at += size
             return data
+
+    def read_into(
+        self, ranges: Sequence[tuple[int, int]], into: Sequence[memoryview], timeout_s: float
+    ) -> None:
+        """Fill ``into``, one after the other, with the bytes of the ranges. Raises as `read`."""
+        deadline = time.monotonic() + timeout_s
+        self._check(ranges)
+        with self._errors("read", timeout_s):
+            if self._memory(deadline) is None and len(ranges) <= wire.MOST_RANGES:
+                self._fetch_frame(ranges, into, deadline)
+                return
+        data, at = self.read(ranges, timeout_s).data, 0
+        for view in into:
+            view[:] = data[at : at + view.nbytes]
+            at += view.nbytes
 
     def close(self) -> None:
         """Close the connections of this process. Views that `read` returned stay valid."""
@@ -296,18 +309,22 @@ class UnitClient:
             raise
         self._give(sock)
 
-    def _send_frame(self, arrays: Sequence[tuple[int, Bytes]], deadline: float) -> None:
-        header = _frame(wire.WRITE, [(offset, array.size) for offset, array in arrays], deadline)
+    def _send_frame(self, pieces: Sequence[tuple[int, Slices]], deadline: float) -> None:
+        header = _frame(wire.WRITE, [(offset, piece.nbytes) for offset, piece in pieces], deadline)
         with self._exchange(deadline) as sock:
-            views = [memoryview(header), *(array.data for _, array in arrays)]
-            wire.send(sock, views, deadline)
+            views = [view for _, piece in pieces for view in piece.views()]
+            wire.send(sock, [memoryview(header), *views], deadline)
             wire.receive(sock, 1, deadline)
 
-    def _fetch_frame(self, ranges: Sequence[tuple[int, int]], into: Bytes, deadline: float) -> None:
+    def _fetch_frame(
+        self, ranges: Sequence[tuple[int, int]], into: Sequence[memoryview], deadline: float
+    ) -> None:
+        if not any(view.nbytes for view in into):
+            return
         header = _frame(wire.READ, [(start, stop - start) for start, stop in ranges], deadline)
         with self._exchange(deadline) as sock:
             wire.send(sock, [memoryview(header)], deadline)
-            wire.receive_into(sock, [into.data], deadline)
+            wire.receive_into(sock, into, deadline)
 
 
 def _frame(command: bytes, ranges: list[tuple[int, int]], deadline: float) -> bytes:

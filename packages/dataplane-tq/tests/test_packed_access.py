@@ -1,0 +1,94 @@
+"""Columns through a real unit, over shared memory and over TCP."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dataplane_core.columns import columns_of_fields, fields_of_columns
+from dataplane_tq.packed import unit_wire
+from dataplane_tq.packed.access import UnitAccess
+from dataplane_tq.packed.arena import Arena
+from dataplane_tq.packed.catalogue import Catalogue, UnitSpec
+from dataplane_tq.packed.encoding import encode_columns
+from dataplane_tq.packed.unit import UnitServer
+from dataplane_tq.protocol import FieldParts
+
+CAPACITY = 1 << 20
+TOKEN = b"secret"
+
+
+@pytest.fixture(scope="module", params=["shm", "tcp"])
+def access(request):
+    with Arena.create("unit", CAPACITY) as arena, UnitServer(arena, TOKEN, "127.0.0.1") as unit:
+        made = UnitAccess({"unit": unit.address}, TOKEN, transport=request.param, timeout_s=10)
+        yield made
+        made.close()
+
+
+def parts_of(block, rows):
+    whole = rows == list(range(block.layout.rows))
+    return FieldParts([block], b"", b"" if whole else np.array(rows, np.int64).tobytes())
+
+
+@settings(deadline=None, max_examples=60)
+@given(data=st.data())
+def test_columns_come_back_padded_whatever_rows_are_asked_for(access, data):
+    count = data.draw(st.integers(1, 6))
+    lengths = data.draw(st.lists(st.integers(0, 5), min_size=count, max_size=count))
+    width = max(lengths) + data.draw(st.integers(0, 2))
+    tail = data.draw(st.sampled_from([(), (2,), (0,)]))
+    dtype = data.draw(st.sampled_from([torch.int64, torch.bfloat16, torch.bool]))
+    texts = np.empty(count, object)
+    texts[:] = ["x" * length for length in lengths]
+    columns = {
+        "tokens": torch.randint(0, 2, (count, width, *tail)).to(dtype),
+        "dense": torch.rand(count, 3),
+        "texts": texts,
+    }
+    encoded = encode_columns(columns, lengths, ["tokens"])
+    catalogue = Catalogue([UnitSpec("unit", "node", CAPACITY)])
+    blocks = catalogue.place([field.layout for field in encoded], near=None)
+    access.write(blocks, encoded)
+    first = data.draw(st.integers(0, count - 1))
+    run = list(range(first, data.draw(st.integers(first + 1, count))))
+    some = data.draw(st.lists(st.sampled_from(range(count)), min_size=1, max_size=8))
+    for rows in (list(range(count)), run, some):
+        least = data.draw(st.integers(0, 7))
+        expected = columns_of_fields(
+            fields_of_columns(
+                {name: column[rows] for name, column in columns.items()},
+                len(rows),
+                [lengths[row] for row in rows],
+                ["tokens"],
+            ),
+            pad_values={"tokens": 1},
+            width=least,
+        )
+        parts = [parts_of(block, rows) for block in blocks]
+        names = [block.layout.name for block in blocks]
+        found = access.read_columns(names, parts, {"tokens": 1}, least)
+        assert found["texts"].tolist() == expected["texts"].tolist()
+        for name in ("tokens", "dense"):
+            assert found[name].dtype == expected[name].dtype
+            assert found[name].shape == expected[name].shape
+            assert torch.equal(found[name], expected[name])
+    jagged = access.read(["tokens"], [parts_of(blocks[0], list(range(count)))])["tokens"]
+    for row, length, values in zip(columns["tokens"], lengths, jagged.unbind(), strict=True):
+        assert torch.equal(values, row[:length])
+
+
+def test_more_runs_of_rows_than_one_request_takes_arrive(access, monkeypatch):
+    monkeypatch.setattr(unit_wire, "MOST_RANGES", 7)
+    lengths = [1 + row % 3 for row in range(60)]
+    columns = {"tokens": torch.arange(180).reshape(60, 3)}
+    encoded = encode_columns(columns, lengths, ["tokens"])
+    catalogue = Catalogue([UnitSpec("unit", "node", CAPACITY)])
+    blocks = catalogue.place([field.layout for field in encoded], near=None)
+    access.write(blocks, encoded)
+    rows = list(range(0, 60, 2))
+    found = access.read_columns(["tokens"], [parts_of(blocks[0], rows)], {}, 0)["tokens"]
+    for row, values in zip(rows, found.tolist(), strict=True):
+        kept = columns["tokens"][row, : lengths[row]].tolist()
+        assert values == kept + [0] * (3 - len(kept))
