@@ -53,6 +53,8 @@ def benchmarks(
         if session.claims:
             title = f"Claim of 32{session.note}"
             tables.append((title, report.CLAIM_HEADINGS, session.claim_rows()))
+        if session.inspecting:
+            tables.append(("Inspector", report.INSPECTING_HEADINGS, session.inspecting_rows()))
         for title, headings, rows in tables:
             console.print(report.terminal_table(title, headings, rows))
             if full:

@@ -50,6 +50,7 @@ class Session:
         cases: those that ran.
         samples: seconds by case, system and operation.
         claims: by partition size and system, the seconds of a claim of 32.
+        inspecting: by what was timed at 100,000 rows, its seconds; ours only.
     """
 
     prefix: str
@@ -59,6 +60,7 @@ class Session:
     cases: list[Case]
     samples: Samples = field(default_factory=Samples)
     claims: list[tuple[Growth, dict[str, Summary]]] = field(default_factory=list)
+    inspecting: dict[str, Summary] = field(default_factory=dict)
 
     def entries(self) -> list[Entry]:
         """Ratios and medians, in the names that README.md lists."""
@@ -83,6 +85,10 @@ class Session:
                         ours.count,
                     )
                 )
+        for timed, summary in self.inspecting.items():
+            name = f"{self.prefix}.inspector_{timed}_100k{self.suffix}"
+            found.append(_ms(f"{name}.p50_ms", summary.value, summary))
+            found.append(_ms(f"{name}.p99_ms", summary.p99, summary))
         return found
 
     def _case_entries(self, case: Case) -> list[Entry]:
@@ -161,6 +167,19 @@ class Session:
             for system, summary in summaries.items()
         ]
 
+    def inspecting_rows(self) -> list[list[str]]:
+        """One line for each thing that was timed, see `INSPECTING_HEADINGS`."""
+        return [
+            [
+                timed,
+                OURS,
+                _short(summary.value * 1e3),
+                _short(summary.p99 * 1e3),
+                str(summary.count),
+            ]
+            for timed, summary in self.inspecting.items()
+        ]
+
 
 CASE_HEADINGS = [
     "operation",
@@ -176,6 +195,7 @@ CASE_HEADINGS = [
     "usual/this (IQR)",
 ]
 CLAIM_HEADINGS = ["rows in partition", "system", "p50 ms", "p99 ms", "claims"]
+INSPECTING_HEADINGS = ["at 100,000 rows", "system", "p50 ms", "p99 ms", "times"]
 _FEW_BYTES = 64 << 10
 
 

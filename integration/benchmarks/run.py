@@ -11,6 +11,7 @@ from integration.benchmarks import cluster
 from integration.benchmarks.cases import FULL_CASES, QUICK_CASES
 from integration.benchmarks.claims import FULL_GROWTH, QUICK_GROWTH, measure_claims
 from integration.benchmarks.harness import measure_case
+from integration.benchmarks.inspecting import measure_inspecting
 from integration.benchmarks.report import OURS, Session
 from integration.benchmarks.systems import System
 from integration.benchmarks.systems.memcpy import Memcpy
@@ -109,3 +110,6 @@ def _measure(
             for growth in FULL_GROWTH if full else QUICK_GROWTH:
                 console.print(f"measuring claims of {growth.rows:,} rows", style="dim")
                 session.claims.append((growth, measure_claims(pair, growth, claiming)))
+            if OURS in connect:
+                console.print("measuring the inspector", style="dim")
+                session.inspecting = measure_inspecting(pair, OURS)

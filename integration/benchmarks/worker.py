@@ -52,7 +52,7 @@ class Worker:
     """
 
     def __init__(self, connect: Mapping[str, Callable[[], System]]) -> None:
-        self._systems = {name: build() for name, build in connect.items()}
+        self._systems: dict[str, Any] = {name: build() for name, build in connect.items()}
         self._batch: Batch | None = None
 
     def prepare(self, case: Case) -> None:
@@ -120,6 +120,39 @@ class Worker:
             claimed += target.claim(partition, task, [field], count)
             seconds.append(time.perf_counter() - started)
         return seconds, claimed
+
+    def inspect(
+        self, system: str, partition: str, field: str, times: int, until: int
+    ) -> dict[str, list[float]]:
+        """Look at a partition, at least ``times`` and until it has ``until`` rows; the seconds."""
+        target = self._systems[system]
+        seconds: dict[str, list[float]] = {}
+        rows = 0
+        while rows < until or len(seconds.get("count", ())) < times:
+            started = time.perf_counter()
+            rows = target.summarise(partition)
+            summarised = time.perf_counter()
+            target.page(partition, rows // 2, 100)
+            paged = time.perf_counter()
+            target.count(partition, TASKS[0], field)
+            counted = time.perf_counter()
+            seconds.setdefault("summaries", []).append(summarised - started)
+            seconds.setdefault("page", []).append(paged - summarised)
+            seconds.setdefault("count", []).append(counted - paged)
+        return seconds
+
+    def put_small(
+        self, system: str, partition: str, field: str, prefix: str, times: int
+    ) -> list[float]:
+        """Put 32 new rows with a small field ``times``; the seconds of each."""
+        target = self._systems[system]
+        seconds = []
+        for number in range(times):
+            ids = [f"{prefix}-{number}-{row}" for row in range(32)]
+            started = time.perf_counter()
+            target.put_small(partition, ids, field)
+            seconds.append(time.perf_counter() - started)
+        return seconds
 
     def operations(self, system: str) -> frozenset[Operation]:
         """What the system offers."""

@@ -86,6 +86,27 @@ class Ours:
             column = TensorDict({field: torch.ones(len(ids))}, batch_size=[len(ids)])
             self._client.put_samples(ids, partition, column)
 
+    def put_small(self, partition: str, ids: Sequence[str], field: str) -> None:
+        """Put a small dense column."""
+        self._client.put_columns(list(ids), partition, {field: torch.ones(len(ids))})
+
+    def summarise(self, partition: str) -> int:
+        """Every partition in numbers; the rows of this one."""
+        [summary] = [
+            summary
+            for summary in self._client.list_partitions()
+            if summary.partition_id == partition
+        ]
+        return summary.present
+
+    def page(self, partition: str, start: int, limit: int) -> None:
+        """Samples with their fields, tags and state."""
+        self._client.list_samples(partition, start=start, limit=limit)
+
+    def count(self, partition: str, task: str, field: str) -> None:
+        """Where every sample stands for a task."""
+        self._client.count_samples(partition, task, [field])
+
     def close(self) -> None:
         """Detach."""
         self._client.close()
