@@ -22,6 +22,7 @@ from dataplane_core import (
     DeadlineExceededError,
     InvalidRequestError,
     MissingDataError,
+    UnavailableError,
 )
 from dataplane_tq import TQDataPlaneClient, topology
 
@@ -134,6 +135,23 @@ def test_a_second_bootstrap_is_refused_and_harms_nothing(owner, partition, confi
 
 def test_an_attached_client_that_closes_takes_nothing_down(owner, partition, config):
     TQDataPlaneClient(config, bootstrap=False).close()
+    assert owner.get_samples(["a"], partition, ["x"]).batch_size == (1,)
+
+
+def test_a_fork_is_told_so_at_once_and_takes_nothing_down(owner, partition):
+    owner.put_samples(["a"], partition, batch(1))
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            signal.alarm(20)
+            with pytest.raises(UnavailableError, match="fork"):
+                owner.get_samples(["a"], partition, ["x"])
+            owner.close()
+            code = 0
+        finally:
+            os._exit(code)
+    assert os.waitpid(child, 0)[1] == 0
     assert owner.get_samples(["a"], partition, ["x"]).batch_size == (1,)
 
 

@@ -9,6 +9,7 @@ directory undoes it.
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -31,6 +32,7 @@ from dataplane_core import (
     StorageSummary,
     TagFilter,
     TaskCounts,
+    UnavailableError,
     validate_config,
 )
 from dataplane_core.client import LEASE, lease_token
@@ -92,6 +94,7 @@ class TQDataPlaneClient(DataPlaneClient):
         self._timeout_s = valid.get("ack_timeout_ms", _DEFAULT_TIMEOUT_MS) / 1000
         self._lease_s = valid.get("claim_lease_s")
         self._closed = False
+        self._pid = os.getpid()
         self._owned = topology.bootstrap(valid) if bootstrap else None
         try:
             found = self._owned or topology.attach(self._timeout_s)
@@ -383,7 +386,7 @@ class TQDataPlaneClient(DataPlaneClient):
         return self._closed
 
     def close(self) -> None:
-        if self._closed:
+        if self._closed or os.getpid() != self._pid:
             return
         self._closed = True
         self._entries.flush(min(self._timeout_s, _FLUSH_S))
@@ -401,3 +404,8 @@ class TQDataPlaneClient(DataPlaneClient):
     def _check_open(self) -> None:
         if self._closed:
             raise ClosedError("the TransferQueue client was closed; build a new one")
+        if os.getpid() != self._pid:
+            raise UnavailableError(
+                f"the TransferQueue client belongs to process {self._pid}, of which this is a "
+                "fork; Ray and its connections do not survive that, so start a process instead"
+            )

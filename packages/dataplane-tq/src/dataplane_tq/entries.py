@@ -132,9 +132,16 @@ class Entries:
                     self._telling_claims = None
                     return
             for (partition_id, task_name), sample_ids in claims.items():
-                await transfer_queue_rows.consume(
+                told = transfer_queue_rows.consume(
                     self._engine.client, sample_ids, partition_id, task_name
                 )
+                try:
+                    await asyncio.wait_for(told, self._engine.timeout_s)
+                except (TimeoutError, RuntimeError, ValueError, OSError) as error:
+                    # The claims stand; what piles up behind a stopped controller is let go.
+                    logger.warning(
+                        "transfer_queue_not_told", claims=len(sample_ids), error=repr(error)
+                    )
 
     def flush(self, timeout_s: float) -> None:
         """Wait for what is under way, not longer than ``timeout_s``; what failed is logged."""
