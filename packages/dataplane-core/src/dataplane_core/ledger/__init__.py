@@ -14,9 +14,10 @@ from dataplane_core.ledger.inspect import (
     TaskSummary,
 )
 from dataplane_core.ledger.order import ClaimOrder, load_order
-from dataplane_core.ledger.partition import Claimed, PartitionBook
+from dataplane_core.ledger.partition import PartitionBook
 from dataplane_core.ledger.rows import Row
 from dataplane_core.ledger.selection import ClaimRequest, TagFilter, balance
+from dataplane_core.ledger.tasks import Claimed
 
 __all__ = [
     "ClaimOrder",

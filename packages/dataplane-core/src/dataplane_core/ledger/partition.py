@@ -6,11 +6,10 @@ import itertools
 import secrets
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any  # Any: cells belong to the storage, tags to the caller
 
 from dataplane_core.client import TaskCounts
-from dataplane_core.declaration import PartitionDeclaration, missing_data, tagged_lengths
+from dataplane_core.declaration import PartitionDeclaration, missing_data
 from dataplane_core.errors import (
     ClaimTimeoutError,
     InvalidRequestError,
@@ -23,59 +22,10 @@ from dataplane_core.ledger.order import ClaimOrder, Places
 from dataplane_core.ledger.queues import GroupQueue, Queue, SampleQueue
 from dataplane_core.ledger.rows import Row
 from dataplane_core.ledger.selection import ClaimRequest, balance
+from dataplane_core.ledger.tasks import Claimed, Lease, Task
 
 _MAX_QUEUES = 64
 """Queues a task keeps; the one that was made first goes when another set of fields is claimed."""
-
-
-@dataclass
-class Lease:
-    """A claim that is not settled yet; ``rows`` shrinks as parts of it are."""
-
-    token: str
-    task_name: str
-    rows: dict[str, Row]
-    deadline: float
-    seconds: float
-
-
-@dataclass
-class Claimed:
-    """What a claim got.
-
-    Attributes:
-        rows: the samples.
-        token: of the lease, None for a final claim or an empty one.
-    """
-
-    rows: list[Row]
-    token: str | None
-
-    @property
-    def sequence_lengths(self) -> list[int] | None:
-        """As `KVBatchMeta` has them: from the tags."""
-        return tagged_lengths([row.tags for row in self.rows])
-
-
-@dataclass
-class Task:
-    """One task's view; a present sample is in exactly one of open, assigned, leased, settled.
-
-    Attributes:
-        open: not claimed.
-        assigned: drawn for a data-parallel rank that has not asked for its share yet.
-        leased: claimed under a lease, by the lease's token.
-        settled: claimed for good.
-        queues: the ready ones of ``open``, by required fields and seed.
-        shares: the batches that wait for their ranks.
-    """
-
-    open: dict[str, Row] = field(default_factory=dict)
-    assigned: dict[str, Row] = field(default_factory=dict)
-    leased: dict[str, str] = field(default_factory=dict)
-    settled: set[str] = field(default_factory=set)
-    queues: dict[tuple[frozenset[str], int | None], Queue] = field(default_factory=dict)
-    shares: dict[Any, list[deque[list[Row]]]] = field(default_factory=dict)
 
 
 class PartitionBook:
