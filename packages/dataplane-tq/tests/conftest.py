@@ -65,6 +65,23 @@ def backend():
     return "packed"
 
 
+@pytest.fixture(scope="session")
+def stop_process():
+    """Stops a process that is not a child, and returns when all of it has stopped."""
+
+    def stopped(pid):
+        stats = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/stat")]
+        return all(stat.rpartition(")")[2].split()[0] == "T" for stat in stats)
+
+    def stop(pid):
+        os.kill(pid, signal.SIGSTOP)
+        deadline = time.monotonic() + 20
+        while not stopped(pid):
+            assert time.monotonic() < deadline, f"process {pid} goes on"
+
+    return stop
+
+
 @pytest.fixture(scope="module")
 def require_backend():
     """Skips what needs a backend whose extra is not installed."""

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 import uuid
+from concurrent import futures
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -79,12 +80,14 @@ def test_a_missing_key_is_refused_by_name(config):
         TQDataPlaneClient(config)
 
 
-def test_a_stopped_controller_ends_puts_at_their_deadline_and_reads_go_on(owner, partition, config):
+def test_a_stopped_controller_ends_puts_at_their_deadline_and_reads_go_on(
+    owner, partition, config, stop_process
+):
     config["ack_timeout_ms"] = 1500
     pid = pid_of(ray.get_actor(topology.CONTROLLER, namespace=topology.NAMESPACE))
     ids = []
     with TQDataPlaneClient(config, bootstrap=False) as client:
-        os.kill(pid, signal.SIGSTOP)
+        stop_process(pid)
         try:
             started = time.monotonic()
 
@@ -104,12 +107,12 @@ def test_a_stopped_controller_ends_puts_at_their_deadline_and_reads_go_on(owner,
 
 
 def test_a_stopped_controller_ends_clears_at_their_deadline_and_gets_and_claims_go_on(
-    owner, partition, config
+    owner, partition, config, stop_process
 ):
     config["ack_timeout_ms"] = 500
     pid = pid_of(ray.get_actor(topology.CONTROLLER, namespace=topology.NAMESPACE))
     with TQDataPlaneClient(config, bootstrap=False) as client:
-        os.kill(pid, signal.SIGSTOP)
+        stop_process(pid)
         try:
             started = time.monotonic()
             assert client.claim_meta(partition, "train", ["x"], 1, blocking=False).size == 1
@@ -125,6 +128,24 @@ def test_a_stopped_controller_ends_clears_at_their_deadline_and_gets_and_claims_
     owner.put_samples(["a"], partition, batch(1))
     owner.clear_samples(["a", "b"], partition)
     assert owner.count_samples(partition, "train", ["x"]).ready == 0
+
+
+def test_a_put_that_transfer_queue_could_not_be_told_of_stands_and_the_next_put_says_so(
+    owner, partition, config, monkeypatch
+):
+    async def refuse(*arguments):
+        raise RuntimeError("not now")
+
+    with TQDataPlaneClient(config, bootstrap=False) as client:
+        with monkeypatch.context() as patch:
+            patch.setattr(client._engine.client.storage_manager, "notify_data_update", refuse)
+            client.put_samples(["a"], partition, batch(1))
+            futures.wait(client._entries._waiting, timeout=20)
+        with pytest.raises(UnavailableError, match=r"earlier put .* can be read.*not now"):
+            client.put_samples(["b"], partition, batch(1))
+        client.put_samples(["c"], partition, batch(1))
+    assert owner.get_samples(["a", "c"], partition, ["x"]).batch_size == (2,)
+    owner.clear_samples(["a", "c"], partition)
 
 
 def test_a_second_bootstrap_is_refused_and_harms_nothing(owner, partition, config):

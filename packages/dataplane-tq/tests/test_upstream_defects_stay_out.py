@@ -37,7 +37,7 @@ HERE = Path(__file__)
 KEPT_BY = {
     1: [
         "test_faults.py::test_a_killed_part_ends_every_operation_with_a_typed_error_within_seconds",
-        "test_client.py::test_a_stopped_controller_ends_operations_at_their_deadline",
+        "test_client.py::test_a_stopped_controller_ends_puts_at_their_deadline_and_reads_go_on",
         f"{HERE.name}::test_a_clear_that_a_stopped_unit_does_not_answer_says_so",
         f"{HERE.name}::test_what_a_clear_left_in_a_stopped_unit_is_freed_by_a_later_one",
     ],
@@ -230,13 +230,13 @@ def bytes_held(client, backend, field):
 
 
 @pytest.fixture
-def clear_beside_a_stopped_unit(owner, hasty, backend):
+def clear_beside_a_stopped_unit(owner, hasty, backend, stop_process):
     """Puts three samples and clears two of them while a unit is stopped; the clear's error."""
 
     def clear(partition, field):
         owner.put_samples(["a", "b", "c"], partition, batch(3, field=field))
         pid = ask(UNITS[0], lambda unit: os.getpid())
-        os.kill(pid, signal.SIGSTOP)
+        stop_process(pid)
         try:
             with pytest.raises(DeadlineExceededError) as caught:
                 hasty.clear_samples(["a", "b"], partition)
@@ -320,23 +320,31 @@ def test_a_lost_notification_hides_no_sample(owner, peer, partition, backend, mo
     assert known_to_transfer_queue(owner, partition) == {}
 
 
-def refuse_notifications(client, monkeypatch):
-    async def refuse(*arguments):
+def refuse_to_store(client, backend, monkeypatch):
+    """Puts fail in their last step before they become visible."""
+
+    def refuse(*arguments):
+        raise UnavailableError("not now")
+
+    async def refuse_notification(*arguments):
         raise RuntimeError("not now")
 
-    manager = client._engine.client.storage_manager
-    monkeypatch.setattr(manager, "notify_data_update", refuse)
+    if backend == "packed":
+        monkeypatch.setattr(client._store._units, "write", refuse)
+    else:
+        manager = client._engine.client.storage_manager
+        monkeypatch.setattr(manager, "notify_data_update", refuse_notification)
 
 
 @pytest.mark.parametrize("why", ["capacity", "store"])
 def test_a_put_that_failed_keeps_no_consumption_from_completing(
-    owner, hasty, partition, monkeypatch, why
+    owner, hasty, partition, backend, monkeypatch, why
 ):
     if why == "capacity":
         with pytest.raises(CapacityExceeded, match="9 new samples, 0 of 8 held"):
             hasty.put_samples([f"s{i}" for i in range(9)], partition, batch(9))
     else:
-        refuse_notifications(hasty, monkeypatch)
+        refuse_to_store(hasty, backend, monkeypatch)
         with pytest.raises(UnavailableError, match="not now"):
             hasty.put_samples(["s0", "s1"], partition, batch(2))
     owner.put_samples(["s1", "s2"], partition, batch(2))
@@ -348,7 +356,7 @@ def test_a_put_that_failed_keeps_no_consumption_from_completing(
 
 def test_a_put_that_failed_keeps_no_memory(owner, hasty, partition, backend, monkeypatch):
     owner.put_samples(["a"], partition, batch(1))
-    refuse_notifications(hasty, monkeypatch)
+    refuse_to_store(hasty, backend, monkeypatch)
     with pytest.raises(UnavailableError, match="not now"):
         hasty.put_samples(["b", "c"], partition, batch(2, field="refused"))
     owner.clear_samples(["a"], partition)
