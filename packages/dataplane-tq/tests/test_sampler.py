@@ -23,7 +23,8 @@ def test_transfer_queues_own_clients_get_what_a_users_sampler_gives(cluster, con
 
         def unclaimed():
             status = engine.client.async_get_consumption_status("train", "train")
-            return int((engine.run("status", lambda: status)[1] == 0).sum())
+            consumed = engine.run("status", lambda: status)[1]
+            return None if consumed is None else int((consumed == 0).sum())  # not told yet
 
         deadline = time.monotonic() + 20
         while unclaimed() != 4:

@@ -469,6 +469,6 @@ def test_registering_a_live_partition_changes_none_of_its_values(owner, partitio
     values = torch.tensor([7, 1 << 40])
     owner.put_samples(["a", "b"], partition, TensorDict({"x": values}, batch_size=[2]))
     owner.register_partition(partition, ["x"], 8, ["train"])
-    assert sorted(known_to_transfer_queue(owner, partition)) == ["a", "b"]
+    until(lambda: sorted(known_to_transfer_queue(owner, partition)) == ["a", "b"])
     assert torch.equal(owner.get_samples(["a", "b"], partition, ["x"])["x"], values)
     assert owner.claim_meta(partition, "train", ["x"], 8, blocking=False).size == 2
