@@ -31,7 +31,7 @@ _CLAIMS_EVERY_S = 0.02
 
 
 class Entries:
-    """One client's puts on their way into TransferQueue. Threads may share it.
+    """One client's puts and claims on their way into TransferQueue. Threads may share it.
 
     Args:
         engine: runs what tells the controller.
