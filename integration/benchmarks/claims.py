@@ -28,7 +28,7 @@ class Growth:
         name: as it stands in the names of results.
         rows: in the partition.
         timed: claims to time, for each task.
-        tasks: how many tasks drain it, one after the other.
+        tasks: how many tasks drain it, one after the other; the last of all claims without turns.
     """
 
     name: str
@@ -49,17 +49,30 @@ QUICK_GROWTH = (
     Growth("100k", 100_000, 100, 1),
 )
 FULL_GROWTH = (
-    Growth("1k", 1_000, 31, 6),
+    Growth("1k", 1_000, 31, 5),
     Growth("10k", 10_000, 312, 2),
     Growth("100k", 100_000, 500, 1),
 )
 
 
-def measure_claims(pair: Pair, growth: Growth, systems: Sequence[str]) -> dict[str, Summary]:
+@dataclass(frozen=True)
+class ClaimTimes:
+    """The seconds of one system's claims of 32.
+
+    Attributes:
+        turns: in turns with the other systems.
+        steady: one after the other, by another task.
+    """
+
+    turns: Summary
+    steady: Summary
+
+
+def measure_claims(pair: Pair, growth: Growth, systems: Sequence[str]) -> dict[str, ClaimTimes]:
     """Fill a partition in each system and drain them in turns.
 
     Returns:
-        System name to the summary of its claims of 32, in seconds.
+        System name to what its claims took.
     """
     partitions = {system: f"claims-{growth.name}-{system}" for system in systems}
     for system, partition in partitions.items():
@@ -88,6 +101,17 @@ def measure_claims(pair: Pair, growth: Growth, systems: Sequence[str]) -> dict[s
                     f"expected {sum(growth.plan)}"
                 )
             seconds[system] += timed[system][_DROPPED:]
+    steady = {
+        system: ray.get(
+            pair.consumer.claims.remote(
+                system, partition, TASKS[-1], _FIELD, [_COUNT] * growth.timed
+            )
+        )[0][_DROPPED:]
+        for system, partition in partitions.items()
+    }
     for system, partition in partitions.items():
         ray.get(pair.producer.end.remote(system, partition))
-    return {system: Summary.of(values) for system, values in seconds.items()}
+    return {
+        system: ClaimTimes(Summary.of(seconds[system]), Summary.of(steady[system]))
+        for system in systems
+    }

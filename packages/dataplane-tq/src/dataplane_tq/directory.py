@@ -14,7 +14,8 @@ import secrets
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from concurrent import futures
 from typing import Any  # Any: answers differ by request
 
 from dataplane_core import DataPlaneError, UnavailableError
@@ -22,6 +23,8 @@ from dataplane_core.ledger import ClaimOrder, Ledger
 from dataplane_tq.connection import Connection
 from dataplane_tq.leftovers import Leftovers
 from dataplane_tq.packed.catalogue import Catalogue, UnitSpec
+from dataplane_tq.packed.lifeline import until_gone
+from dataplane_tq.packed.unit_wire import UnitAddress
 from dataplane_tq.wire import TOKEN_BYTES, Address
 
 _HANDSHAKE_S = 5.0
@@ -53,6 +56,7 @@ class Directory:
         self._loop = asyncio.new_event_loop()
         self._changed: dict[str, set[asyncio.Future[None]]] = defaultdict(set)
         self._expiry: asyncio.TimerHandle | None = None
+        self._watching: list[futures.Future[None]] = []
 
     def start(self) -> Address:
         """Listen, and serve until the process ends."""
@@ -76,11 +80,20 @@ class Directory:
         listening.set()
         self._loop.run_forever()
 
+    def watch(self, units: Iterable[UnitAddress], token: bytes) -> None:
+        """Fail every request as soon as a unit is gone; from any thread."""
+        for unit in units:
+            watched = asyncio.run_coroutine_threadsafe(self._watch(unit, token), self._loop)
+            self._watching.append(watched)
+
+    async def _watch(self, unit: UnitAddress, token: bytes) -> None:
+        self.fail(UnavailableError(await until_gone(unit, token)))
+
     def fail(self, error: DataPlaneError) -> None:
         """Make every request fail from now on, those that wait included; from any thread."""
 
         def mark() -> None:
-            self.failure = error
+            self.failure = self.failure or error
             for partition_id in list(self._changed):
                 self.changed(partition_id)
 

@@ -14,6 +14,7 @@ from dataplane_core import UnavailableError
 from dataplane_core.ledger import load_order
 from dataplane_tq.directory import Directory
 from dataplane_tq.packed.catalogue import UnitSpec
+from dataplane_tq.packed.unit_wire import UnitAddress
 from dataplane_tq.wire import Address
 
 _PROBE_EVERY_S = 0.5
@@ -40,14 +41,23 @@ class DirectoryActor:
         self._address = self._directory.start()
         self._facts: list[Any] | None = None
 
-    def publish(self, facts: list[Any], actors: Mapping[str, Any]) -> None:
+    def publish(
+        self,
+        facts: list[Any],
+        actors: Mapping[str, Any],
+        units: Sequence[UnitAddress] = (),
+        token: bytes = b"",
+    ) -> None:
         """Keep what clients connect by, and watch the actors that they depend on from now on.
 
         Args:
             facts: one reference to it, which stays one: its types are TransferQueue's.
             actors: name to handle.
+            units: the packed backend's, which tell faster than Ray that they are gone.
+            token: the units'.
         """
         self._facts = facts
+        self._directory.watch(units, token)
         threading.Thread(target=self._watch, args=(dict(actors),), daemon=True).start()
 
     def facts(self) -> list[Any] | None:

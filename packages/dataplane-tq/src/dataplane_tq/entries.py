@@ -14,6 +14,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Coroutine
 from concurrent import futures
+from contextlib import suppress
 from typing import Any  # Any: what a coroutine returns
 
 import structlog
@@ -27,7 +28,8 @@ from dataplane_tq.wire import Link, Session
 logger = structlog.get_logger("dataplane_tq.entries")
 
 _MOST_WAITING = 8
-_CLAIMS_EVERY_S = 0.02
+# Often enough for who looks at TransferQueue; not one claim in a hundred meets it.
+_CLAIMS_EVERY_S = 0.2
 
 
 class Entries:
@@ -46,6 +48,7 @@ class Entries:
         self._waiting: deque[futures.Future[None]] = deque()
         self._claims: dict[tuple[str, str], list[str]] = {}
         self._telling_claims: futures.Future[None] | None = None
+        self._flushing = asyncio.Event()
 
     def make_room(self, what: str) -> None:
         """Wait until few enough puts are under way.
@@ -125,7 +128,8 @@ class Entries:
 
     async def _tell_claims(self) -> None:
         while True:
-            await asyncio.sleep(_CLAIMS_EVERY_S)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._flushing.wait(), _CLAIMS_EVERY_S)
             with self._lock:
                 claims, self._claims = self._claims, {}
                 if not claims:
@@ -143,6 +147,9 @@ class Entries:
                         "transfer_queue_not_told", claims=len(sample_ids), error=repr(error)
                     )
 
+    async def _hurry(self) -> None:
+        self._flushing.set()
+
     def flush(self, timeout_s: float) -> None:
         """Wait for what is under way, not longer than ``timeout_s``; what failed is logged."""
         with self._lock:
@@ -154,6 +161,7 @@ class Entries:
             self._engine.check_alive("close")
         except UnavailableError:
             timeout_s = 0.0  # nobody is there to be told
+        self._engine.submit(self._hurry)
         done, late = futures.wait(waiting, timeout=timeout_s)
         for future in late:
             future.cancel()

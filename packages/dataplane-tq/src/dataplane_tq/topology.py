@@ -127,11 +127,14 @@ def bootstrap(cfg: DataPlaneConfig) -> Topology:
             directory=address,
         )
         actors.update(storage.actors)
+        lifelines = storage.lifelines if isinstance(storage, Packed) else ()
         watched = {name: actor for name, actor in actors.items() if name != DIRECTORY}
         ray.get(
             [
                 controller.store_config.remote(_for_transfer_queue(connection)),
-                directory.publish.remote([ray.put((connection, list(actors)))], watched),
+                directory.publish.remote(
+                    [ray.put((connection, list(actors)))], watched, *lifelines
+                ),
             ],
             timeout=_START_TIMEOUT_S,
         )

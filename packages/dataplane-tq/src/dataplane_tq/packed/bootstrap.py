@@ -75,7 +75,10 @@ def start(conf: Any) -> dict[str, Any]:
     try:
         found = answers(
             f"backend {BACKEND!r}",
-            {_DIRECTORY: directory.address.remote(), "watch": directory.publish.remote([], units)},
+            {
+                _DIRECTORY: directory.address.remote(),
+                "watch": directory.publish.remote([], units, *storage.lifelines),
+            },
             timeout_s=_START_TIMEOUT_S,
         )
     except DataPlaneError:

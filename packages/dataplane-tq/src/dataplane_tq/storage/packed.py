@@ -10,6 +10,7 @@ from dataplane_core import ConfigError, DataPlaneConfig, UnavailableError
 from dataplane_core.config import require_keys
 from dataplane_tq.packed.catalogue import UnitSpec
 from dataplane_tq.packed.unit_actor import UnitActor
+from dataplane_tq.packed.unit_wire import UnitAddress
 from dataplane_tq.storage.base import StorageBackend, answers, require_bytes
 from dataplane_tq.wire import TOKEN_BYTES
 
@@ -25,6 +26,11 @@ class Packed(StorageBackend):
     def __init__(self) -> None:
         super().__init__()
         self.units: list[UnitSpec] = []
+
+    @property
+    def lifelines(self) -> tuple[list[UnitAddress], bytes]:
+        """The started units and what opens them, for who watches whether they live."""
+        return list(self.connection["units"].values()), self.connection["token"]
 
     @classmethod
     def check(cls, cfg: DataPlaneConfig) -> None:
