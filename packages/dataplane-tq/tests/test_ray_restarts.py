@@ -5,9 +5,7 @@ from __future__ import annotations
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 
-import psutil
 import pytest
 import ray
 import torch
