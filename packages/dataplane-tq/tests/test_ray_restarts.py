@@ -5,7 +5,9 @@ from __future__ import annotations
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
+import psutil
 import pytest
 import ray
 import torch
@@ -133,6 +135,17 @@ def test_rows_of_every_node_are_read_on_every_node_until_one_of_them_goes(nodes)
         remove(cluster, second)
         until_noticed(here)
         assert_unavailable(here)
+
+
+def remove(cluster, node):
+    """Take a node away with all that runs on it; Ray's simulated nodes leave their workers."""
+    (raylet,) = node.all_processes["raylet"]
+    processes = psutil.Process(raylet.process.pid).children(recursive=True)
+    cluster.remove_node(node, allow_graceful=False)
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(processes, timeout=SOON_S)
 
 
 def until_noticed(client):
