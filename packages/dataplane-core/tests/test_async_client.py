@@ -22,7 +22,12 @@ from dataplane_core import (
     async_client,
 )
 from dataplane_core.async_client import AsyncDataPlaneClient
-from dataplane_core.testing import BackpressureContract, DataPlaneClientContract, LeaseContract
+from dataplane_core.testing import (
+    BackpressureContract,
+    DataPlaneClientContract,
+    LeaseContract,
+    OriginContract,
+)
 
 PATIENCE_S = 20.0
 
@@ -70,7 +75,7 @@ def loop() -> Iterator[asyncio.AbstractEventLoop]:
     thread.join(PATIENCE_S)
 
 
-class TestAwaited(DataPlaneClientContract):
+class TestAwaited(DataPlaneClientContract, OriginContract):
     walk_examples = 10
     walk_steps = 15
 

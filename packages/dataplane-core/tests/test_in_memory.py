@@ -5,10 +5,15 @@ from collections.abc import Iterator
 import pytest
 
 from dataplane_core import ConfigError, DataPlaneClient, InMemoryDataPlaneClient
-from dataplane_core.testing import BackpressureContract, DataPlaneClientContract, LeaseContract
+from dataplane_core.testing import (
+    BackpressureContract,
+    DataPlaneClientContract,
+    LeaseContract,
+    OriginContract,
+)
 
 
-class TestInMemoryClient(DataPlaneClientContract):
+class TestInMemoryClient(DataPlaneClientContract, OriginContract):
     @pytest.fixture
     def client(self) -> Iterator[DataPlaneClient]:
         with InMemoryDataPlaneClient() as client:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from dataplane_core import DataPlaneClient
-from dataplane_core.testing import DataPlaneClientContract, LeaseContract
+from dataplane_core.testing import DataPlaneClientContract, LeaseContract, OriginContract
 from dataplane_tq import TQDataPlaneClient
 
 Attach = Callable[..., TQDataPlaneClient]
@@ -45,7 +45,7 @@ def attached(attach: Attach) -> Iterator[Attached]:
     attached.client.close()
 
 
-class TestTransferQueue(DataPlaneClientContract):
+class TestTransferQueue(DataPlaneClientContract, OriginContract):
     walk_examples = 12
     walk_steps = 15
 

@@ -143,16 +143,21 @@ def test_a_listener_that_raises_takes_no_answer_away():
         with pytest.raises(PartitionNotFoundError):
             client.get_samples(["a"], "nowhere", ["x"])
     assert [(line["event"], line["op"]) for line in logged] == [
-        ("data_plane_listener_failed", op) for op in ("register", "put", "claim_meta", "get")
+        ("data_plane_observer_failed", op) for op in ("register", "put", "claim_meta", "get")
     ]
+    assert client.failures == 4
     client.close()
 
 
-def test_a_listener_may_read_the_totals(recorder):
+def test_a_listener_may_read_the_totals():
     seen = []
-    recorder.client._on_event = lambda event: seen.append(recorder.client.snapshot())
-    recorder.client.put_samples(["a"], "train", batch(1, x=torch.zeros(1)))
-    assert seen[0]["bytes_outstanding"] == 4
+    client = MetricsDataPlaneClient(
+        InMemoryDataPlaneClient(), lambda event: seen.append(client.snapshot())
+    )
+    client.register_partition("train", ["x"], 2, [])
+    client.put_samples(["a"], "train", batch(1, x=torch.zeros(1)))
+    assert [totals["bytes_outstanding"] for totals in seen] == [0, 4]
+    client.close()
 
 
 def test_log_event_writes_one_line_per_operation(capsys):

@@ -6,12 +6,23 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from dataplane_core import DataPlaneClient, InMemoryDataPlaneClient, build_data_plane_client
-from dataplane_core.testing import BackpressureContract, DataPlaneClientContract, LeaseContract
-from observability import MetricsDataPlaneClient, metrics
+from dataplane_core import (
+    Capabilities,
+    DataPlaneClient,
+    InMemoryDataPlaneClient,
+    KVBatchMeta,
+    build_data_plane_client,
+)
+from dataplane_core.testing import (
+    BackpressureContract,
+    DataPlaneClientContract,
+    LeaseContract,
+    OriginContract,
+)
+from observability import MetricsDataPlaneClient, ObservedClient
 
 
-class TestWrappedClient(DataPlaneClientContract):
+class TestWrappedClient(DataPlaneClientContract, OriginContract):
     @pytest.fixture
     def client(self):
         with MetricsDataPlaneClient(InMemoryDataPlaneClient()) as client:
@@ -48,7 +59,7 @@ class TestWrappedBackpressure(MakeWrapped, BackpressureContract):
 class Echo:
     """A client that only reports how it was called."""
 
-    capabilities = object()
+    capabilities = Capabilities()
 
     def __getattr__(self, name):
         def called(*args, **kwargs):
@@ -80,7 +91,7 @@ def test_arguments_and_further_keywords_reach_the_inner_client_as_they_are(name,
 def test_calls_that_move_no_data_are_passed_on_without_an_event(name):
     events = []
     client = MetricsDataPlaneClient(Echo(), events.append)
-    args = ("p", "t", ["x"]) if name == "count_samples" else (object(),)
+    args = ("p", "t", ["x"]) if name == "count_samples" else (KVBatchMeta("p", "t", ["a"]),)
     with pytest.raises(LookupError) as called:
         getattr(client, name)(*args)
     assert called.value.args[0] == (name, args, {})
@@ -90,7 +101,7 @@ def test_calls_that_move_no_data_are_passed_on_without_an_event(name):
 def test_every_method_of_the_contract_is_passed_on():
     methods = {name for name, _ in inspect.getmembers(DataPlaneClient, inspect.isfunction)}
     inherited = {"__enter__", "__exit__"}
-    assert methods - inherited <= vars(MetricsDataPlaneClient).keys()
+    assert methods - inherited <= vars(ObservedClient).keys()
 
 
 def test_a_keyword_that_the_inner_client_does_not_know_is_refused():
@@ -126,7 +137,3 @@ def test_without_a_callback_the_factory_logs(capsys):
     cfg = {"enabled": True, "impl": "in_memory", "observability": {"enabled": True}}
     build_data_plane_client(cfg).close()
     assert "op=close" in capsys.readouterr().out
-
-
-def test_wrap_without_a_callback_uses_log_event():
-    assert metrics.wrap(Echo(), {"enabled": True})._on_event is metrics.log_event

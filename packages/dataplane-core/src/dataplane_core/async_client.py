@@ -222,10 +222,13 @@ class AsyncDataPlaneClient:
         tags: list[dict[str, Any]] | None = None,
         *,
         claim: KVBatchMeta | None = None,
+        origin: str | None = None,
     ) -> KVBatchMeta:
         """As `DataPlaneClient.put_samples`. Leave the arguments alone until it returned."""
         # Adapters for the published contract alone do not know the keyword.
-        more = {} if claim is None else {"claim": claim}
+        more: dict[str, Any] = {} if claim is None else {"claim": claim}
+        if origin is not None:
+            more["origin"] = origin
         return await self._run(
             self._puts,
             lambda: self._inner.put_samples(sample_ids, partition_id, fields, tags, **more),
@@ -249,6 +252,7 @@ class AsyncDataPlaneClient:
         lengths: Sequence[int] | None = None,
         ragged: Collection[str] = (),
         claim: KVBatchMeta | None = None,
+        origin: str | None = None,
     ) -> KVBatchMeta:
         """As `DataPlaneClient.put_columns`. Leave the arguments alone until it returned."""
         return await self._run(
@@ -261,6 +265,7 @@ class AsyncDataPlaneClient:
                 lengths=lengths,
                 ragged=ragged,
                 claim=claim,
+                origin=origin,
             ),
         )
 
@@ -306,6 +311,12 @@ class AsyncDataPlaneClient:
         return await self._call(
             lambda: self._inner.count_samples(partition_id, task_name, required_fields)
         )
+
+    async def read_origins(
+        self, sample_ids: Sequence[str], partition_id: str, fields: Sequence[str]
+    ) -> dict[str, int]:
+        """As `DataPlaneClient.read_origins`."""
+        return await self._call(lambda: self._inner.read_origins(sample_ids, partition_id, fields))
 
     async def list_partitions(self) -> list[PartitionSummary]:
         """As `DataPlaneClient.list_partitions`."""

@@ -59,6 +59,7 @@ class Capabilities:
         bounded_waits: every blocking call has a deadline and a typed error.
         survivable: a dead controller, unit or peer gives a typed error within seconds.
         group_claims: with ``grpo_group_size`` set, a claim takes groups whole.
+        origins: `DataPlaneClient.read_origins` tells which puts wrote what.
     """
 
     read_your_writes: bool = False
@@ -71,6 +72,7 @@ class Capabilities:
     backpressure: bool = False
     survivable: bool = False
     group_claims: bool = False
+    origins: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,6 +221,7 @@ class DataPlaneClient(ABC):
         tags: list[dict[str, Any]] | None = None,
         *,
         claim: KVBatchMeta | None = None,
+        origin: str | None = None,
     ) -> KVBatchMeta:
         """Write fields, tags or both for ``sample_ids``, all or nothing.
 
@@ -233,6 +236,8 @@ class DataPlaneClient(ABC):
             tags: one dict of primitives per id.
             claim: the leased claim under which the caller computed what it writes. The put is
                 refused if that lease has ended: the samples may be someone else's by now.
+            origin: names this put, a W3C traceparent for example; kept beside what it writes, for
+                clients with ``capabilities.origins``.
 
         Returns:
             A meta of the ids, with ``fields`` = the names written (None if none) and the tags.
@@ -291,6 +296,7 @@ class DataPlaneClient(ABC):
         lengths: Sequence[int] | None = None,
         ragged: Collection[str] = (),
         claim: KVBatchMeta | None = None,
+        origin: str | None = None,
     ) -> KVBatchMeta:
         """`put_samples` of padded columns, without padding; clients may spare it a copy.
 
@@ -303,6 +309,7 @@ class DataPlaneClient(ABC):
             ragged: the columns, tensors (n, width, ...), of which row i is stored up to
                 ``lengths[i]``.
             claim: see `put_samples`.
+            origin: see `put_samples`.
 
         Raises:
             As `put_samples`, and InvalidRequestError (a ValueError) if columns or lengths do not
@@ -313,9 +320,11 @@ class DataPlaneClient(ABC):
         what = f"put_columns(partition={partition_id!r})"
         check_columns(what, columns, len(sample_ids), lengths, ragged)
         fields = fields_of_columns(columns, len(sample_ids), lengths, ragged)
-        if claim is None:  # an adapter written for the published contract does not know it
-            return self.put_samples(sample_ids, partition_id, fields, tags)
-        return self.put_samples(sample_ids, partition_id, fields, tags, claim=claim)
+        # An adapter written for the published contract does not know these.
+        extra: dict[str, Any] = {} if claim is None else {"claim": claim}
+        if origin is not None:
+            extra["origin"] = origin
+        return self.put_samples(sample_ids, partition_id, fields, tags, **extra)
 
     def get_columns(
         self,
@@ -377,6 +386,24 @@ class DataPlaneClient(ABC):
         """
         raise UnsupportedError(
             f"{type(self).__name__} does not count samples; see capabilities.conservation"
+        )
+
+    def read_origins(
+        self, sample_ids: Sequence[str], partition_id: str, fields: Sequence[str]
+    ) -> dict[str, int]:
+        """Which puts wrote ``fields`` of ``sample_ids``.
+
+        Returns:
+            ``origin`` of a put to the number of samples of which it wrote at least one of the
+            fields, the most first. What was put without an origin, and unknown ids and fields, are
+            left out.
+
+        Raises:
+            PartitionNotFoundError: the partition is not registered.
+            UnsupportedError: the client keeps none; see ``capabilities.origins``.
+        """
+        raise UnsupportedError(
+            f"{type(self).__name__} keeps no origins of puts; see capabilities.origins"
         )
 
     def list_partitions(self) -> list[PartitionSummary]:

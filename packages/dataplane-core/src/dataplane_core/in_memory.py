@@ -90,6 +90,7 @@ class InMemoryDataPlaneClient(DataPlaneClient):
         backpressure=True,
         survivable=True,
         group_claims=True,
+        origins=True,
     )
 
     def __init__(
@@ -140,6 +141,7 @@ class InMemoryDataPlaneClient(DataPlaneClient):
         tags: list[dict[str, Any]] | None = None,
         *,
         claim: KVBatchMeta | None = None,
+        origin: str | None = None,
     ) -> KVBatchMeta:
         check_put(sample_ids, partition_id, tags)
         columns = {} if fields is None else row_codec.split_rows(fields, len(sample_ids))
@@ -152,7 +154,7 @@ class InMemoryDataPlaneClient(DataPlaneClient):
             ticket = self._admit(partition_id, sample_ids, kinds, claim, deadline)
             try:
                 check_enums(columns, self._store.ledger.partition(partition_id).declaration)
-                self._store.ledger.commit_put(ticket, cells, own_tags)
+                self._store.ledger.commit_put(ticket, cells, own_tags, origin)
             finally:
                 self._store.ledger.abort_put(ticket)
             self._store.changed.notify_all()
@@ -312,6 +314,13 @@ class InMemoryDataPlaneClient(DataPlaneClient):
             self._check_open()
             self._expire()
             return self._store.ledger.partition(partition_id).counts(task_name, required_fields)
+
+    def read_origins(
+        self, sample_ids: Sequence[str], partition_id: str, fields: Sequence[str]
+    ) -> dict[str, int]:
+        with self._store.changed:
+            self._check_open()
+            return self._store.ledger.partition(partition_id).origins(sample_ids, fields)
 
     def list_partitions(self) -> list[PartitionSummary]:
         with self._store.changed:

@@ -86,6 +86,7 @@ class TQDataPlaneClient(DataPlaneClient):
         backpressure=True,
         survivable=True,
         group_claims=True,
+        origins=True,
     )
 
     def __init__(self, cfg: DataPlaneConfig | Mapping[str, Any], *, bootstrap: bool = True) -> None:
@@ -138,17 +139,20 @@ class TQDataPlaneClient(DataPlaneClient):
         tags: list[dict[str, Any]] | None = None,
         *,
         claim: KVBatchMeta | None = None,
+        origin: str | None = None,
     ) -> KVBatchMeta:
         self._check_open()
         check_put(sample_ids, partition_id, tags)
         what = f"put_samples(partition={partition_id!r})"
         if fields is None:
-            return self._put(what, sample_ids, partition_id, Encoded({}), dict, tags, claim)
+            return self._put(what, sample_ids, partition_id, Encoded({}), dict, tags, claim, origin)
         count = len(sample_ids)
         encoded = self._store.encode(fields, count)
-        return self._put(
-            what, sample_ids, partition_id, encoded, lambda: split_rows(fields, count), tags, claim
-        )
+
+        def rows() -> dict[str, Column]:
+            return split_rows(fields, count)
+
+        return self._put(what, sample_ids, partition_id, encoded, rows, tags, claim, origin)
 
     def put_columns(
         self,
@@ -160,6 +164,7 @@ class TQDataPlaneClient(DataPlaneClient):
         lengths: Sequence[int] | None = None,
         ragged: Collection[str] = (),
         claim: KVBatchMeta | None = None,
+        origin: str | None = None,
     ) -> KVBatchMeta:
         self._check_open()
         check_put(sample_ids, partition_id, tags)
@@ -170,7 +175,7 @@ class TQDataPlaneClient(DataPlaneClient):
         def rows() -> dict[str, Column]:
             return {name: Column(encoded.kinds[name], list(columns[name])) for name in columns}
 
-        return self._put(what, sample_ids, partition_id, encoded, rows, tags, claim)
+        return self._put(what, sample_ids, partition_id, encoded, rows, tags, claim, origin)
 
     def _put(
         self,
@@ -181,6 +186,7 @@ class TQDataPlaneClient(DataPlaneClient):
         rows: Callable[[], Mapping[str, Column]],
         tags: list[dict[str, Any]] | None,
         claim: KVBatchMeta | None,
+        origin: str | None,
     ) -> KVBatchMeta:
         """Put what is encoded; ``rows`` gives its values one by one, for fields with enums."""
         self._entries.make_room(what)
@@ -203,7 +209,7 @@ class TQDataPlaneClient(DataPlaneClient):
             if sample_ids:
                 self._store.write(what, encoded, where, sample_ids, partition_id, tags)
             entering = bool(sample_ids) and not self._store.registers
-            session.ask(p.CommitPut(tags, entering), type(None))
+            session.ask(p.CommitPut(tags, entering, origin), type(None))
             if entering:
                 tell = partial(
                     transfer_queue_rows.enter,
@@ -360,6 +366,14 @@ class TQDataPlaneClient(DataPlaneClient):
         self._check_open()
         what = f"count_samples(partition={partition_id!r})"
         return self._ask(what, p.Count(partition_id, task_name, required_fields), TaskCounts)
+
+    def read_origins(
+        self, sample_ids: Sequence[str], partition_id: str, fields: Sequence[str]
+    ) -> dict[str, int]:
+        self._check_open()
+        what = f"read_origins(partition={partition_id!r})"
+        request = p.ReadOrigins(partition_id, list(sample_ids), list(fields))
+        return self._ask(what, request, dict[str, int])
 
     def list_partitions(self) -> list[PartitionSummary]:
         self._check_open()

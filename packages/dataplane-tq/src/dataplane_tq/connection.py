@@ -241,7 +241,7 @@ class Connection:
             cells[block.layout.name].extend(zip(repeat(block), range(block.layout.rows)))
         if blocks:
             self._disown(partition, ticket)
-        self._ledger.commit_put(ticket, cells, request.tags)
+        self._ledger.commit_put(ticket, cells, request.tags, request.origin)
         rows = [partition.rows[sample_id] for sample_id in ticket.sample_ids]
         for block in blocks:
             if block.layout.rows == len(rows):
@@ -365,6 +365,10 @@ class Connection:
         partition = self._ledger.partition(request.partition_id)
         return partition.counts(request.task_name, request.required_fields)
 
+    def _read_origins(self, request: p.ReadOrigins) -> dict[str, int]:
+        partition = self._ledger.partition(request.partition_id)
+        return partition.origins(request.sample_ids, request.fields)
+
     async def _clear(self, request: p.Clear) -> p.ClearAnswer:
         if self._dropping is not None:
             raise InvalidRequestError("this connection already has a clear under way")
@@ -463,6 +467,7 @@ _HANDLERS: dict[type[Any], Callable[[Connection, Any], Any]] = {
     p.Settle: Connection._settle,
     p.Consumed: Connection._consumed,
     p.Count: Connection._count,
+    p.ReadOrigins: Connection._read_origins,
     p.Clear: Connection._clear,
     p.Dropped: Connection._dropped,
     p.ListPartitions: Connection._list_partitions,

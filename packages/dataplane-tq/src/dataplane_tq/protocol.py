@@ -70,10 +70,12 @@ class CommitPut(msgspec.Struct, frozen=True, tag=True):
         tags: one dict per sample; None keeps what they have.
         entering: TransferQueue is told of the rows from now on, until `Entered`. Until then nobody
             drops them there.
+        origin: names the put.
     """
 
     tags: list[dict[str, Any]] | None
     entering: bool = False
+    origin: str | None = None
 
 
 class Entered(msgspec.Struct, frozen=True, tag=True):
@@ -169,6 +171,14 @@ class Count(msgspec.Struct, frozen=True, tag=True):
     required_fields: list[str]
 
 
+class ReadOrigins(msgspec.Struct, frozen=True, tag=True):
+    """Which puts wrote fields. Answer: dict of `DataPlaneClient.read_origins`."""
+
+    partition_id: str
+    sample_ids: list[str]
+    fields: list[str]
+
+
 class Clear(msgspec.Struct, frozen=True, tag=True):
     """Drop samples, or with None the partition. Answer: `ClearAnswer`."""
 
@@ -225,6 +235,7 @@ Request = (
     | Settle
     | Consumed
     | Count
+    | ReadOrigins
     | Clear
     | Dropped
     | ListPartitions

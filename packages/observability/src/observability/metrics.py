@@ -7,59 +7,17 @@ may block for as long as it likes.
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal  # Any: tags and extra keywords are the caller's own
+from collections.abc import Callable
 
-import structlog
-
-from dataplane_core import (
-    Capabilities,
-    DataPlaneClient,
-    KVBatchMeta,
-    ObservabilityConfig,
-    PartitionSummary,
-    SampleState,
-    StorageSummary,
-    TaskCounts,
-)
+from dataplane_core import DataPlaneClient, ObservabilityConfig
 from observability.events import Event, log_event
-from observability.outstanding import Outstanding
-from observability.payload import bytes_by_column, bytes_by_field
+from observability.operations import ObservedClient, Observer, Operation
+from observability.outstanding import Outstanding, PendingPut
 
-if TYPE_CHECKING:
-    from tensordict import TensorDict
-
-    from dataplane_core.columns import Column
-
-Op = Literal[
-    "register",
-    "claim_meta",
-    "get_data",
-    "check_consumption_status",
-    "put",
-    "get",
-    "clear",
-    "close",
-]
-
-logger = structlog.get_logger("observability")
+_SETTLING = ("acknowledge", "release", "renew")
 
 
-@dataclass
-class _Call:
-    """One call under way. ``settle`` enters it into the account if it succeeds."""
-
-    op: Op
-    partition_id: str
-    n_keys: int = 0
-    n_bytes: int = 0
-    settle: Callable[[], None] | None = None
-
-
-class MetricsDataPlaneClient(DataPlaneClient):
+class MetricsDataPlaneClient(ObservedClient):
     """A client that does what ``inner`` does and tells what each operation cost.
 
     Every call is passed on as it came, with any further keyword that ``inner`` understands, and its
@@ -81,30 +39,16 @@ class MetricsDataPlaneClient(DataPlaneClient):
             - ``status``: ok, timeout (the call raised a TimeoutError) or error.
 
             It runs in the thread of the caller, possibly in several at once. If it raises, that is
-            logged and the operation's own outcome stands. None: no events, totals only.
+            logged and counted in ``failures``, and the operation's own outcome stands. Settling a
+            claim moves no data and is no event. None: no events, totals only.
     """
 
     def __init__(
         self, inner: DataPlaneClient, on_event: Callable[[Event], None] | None = None
     ) -> None:
-        self._inner = inner
-        self._on_event = on_event
-        self._lock = threading.Lock()
-        self._outstanding = Outstanding()
-        self._total_ops = 0
-        self._total_bytes = 0
-        self._total_keys = 0
-        self._last_put_bytes_per_key = 0
-
-    @property
-    def inner(self) -> DataPlaneClient:
-        """The wrapped client."""
-        return self._inner
-
-    @property
-    def capabilities(self) -> Capabilities:  # type: ignore[override]  # as the inner instance says
-        """The promises of the wrapped client."""
-        return self._inner.capabilities
+        self._account = Account()
+        observers: list[Observer] = [] if on_event is None else [_Listener(on_event)]
+        super().__init__(inner, [*observers, self._account])
 
     def snapshot(self) -> dict[str, int]:
         """The totals at this moment. Calls that raised have changed none of them.
@@ -118,6 +62,26 @@ class MetricsDataPlaneClient(DataPlaneClient):
             - ``last_put_bytes_per_key``: bytes of the last put that named samples, divided by
               their number and rounded down.
         """
+        return self._account.snapshot()
+
+    def outstanding_by_partition(self) -> dict[str, int]:
+        """Bytes put and not cleared of each partition that holds samples; see `snapshot`."""
+        return self._account.by_partition()
+
+
+class Account(Observer):
+    """The totals of one client. Threads may share it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._outstanding = Outstanding()
+        self._total_ops = 0
+        self._total_bytes = 0
+        self._total_keys = 0
+        self._last_put_bytes_per_key = 0
+
+    def snapshot(self) -> dict[str, int]:
+        """See `MetricsDataPlaneClient.snapshot`."""
         with self._lock:
             return {
                 "total_ops": self._total_ops,
@@ -130,233 +94,57 @@ class MetricsDataPlaneClient(DataPlaneClient):
                 "last_put_bytes_per_key": self._last_put_bytes_per_key,
             }
 
-    def register_partition(
-        self,
-        partition_id: str,
-        fields: list[str],
-        num_samples: int,
-        consumer_tasks: list[str],
-        grpo_group_size: int | None = None,
-        enums: dict[str, list[str]] | None = None,
-        **extra: Any,
-    ) -> None:
-        with self._recorded(_Call("register", partition_id, n_keys=num_samples)):
-            self._inner.register_partition(
-                partition_id, fields, num_samples, consumer_tasks, grpo_group_size, enums, **extra
-            )
-
-    def claim_meta(
-        self,
-        partition_id: str,
-        task_name: str,
-        required_fields: list[str],
-        batch_size: int,
-        dp_rank: int | None = None,
-        blocking: bool = True,
-        timeout_s: float = 60.0,
-        **extra: Any,
-    ) -> KVBatchMeta:
-        with self._recorded(_Call("claim_meta", partition_id)) as call:
-            meta = self._inner.claim_meta(
-                partition_id,
-                task_name,
-                required_fields,
-                batch_size,
-                dp_rank,
-                blocking,
-                timeout_s,
-                **extra,
-            )
-            call.n_keys = meta.size
-        return meta
-
-    def get_data(
-        self, meta: KVBatchMeta, select_fields: list[str] | None = None, **extra: Any
-    ) -> TensorDict:
-        with self._recorded(_Call("get_data", meta.partition_id, n_keys=meta.size)) as call:
-            answer = self._inner.get_data(meta, select_fields, **extra)
-            call.n_bytes = sum(bytes_by_field(answer).values())
-        return answer
-
-    def check_consumption_status(
-        self, partition_id: str, task_names: list[str], **extra: Any
-    ) -> bool:
-        with self._recorded(_Call("check_consumption_status", partition_id)):
-            return self._inner.check_consumption_status(partition_id, task_names, **extra)
-
-    def put_samples(
-        self,
-        sample_ids: list[str],
-        partition_id: str,
-        fields: TensorDict | None = None,
-        tags: list[dict[str, Any]] | None = None,
-        **extra: Any,
-    ) -> KVBatchMeta:
-        return self._put(
-            sample_ids,
-            partition_id,
-            bytes_by_field(fields),
-            lambda: self._inner.put_samples(sample_ids, partition_id, fields, tags, **extra),
-        )
-
-    def put_columns(
-        self,
-        sample_ids: list[str],
-        partition_id: str,
-        columns: Mapping[str, Column],
-        tags: list[dict[str, Any]] | None = None,
-        *,
-        lengths: Sequence[int] | None = None,
-        ragged: Collection[str] = (),
-        **extra: Any,
-    ) -> KVBatchMeta:
-        return self._put(
-            sample_ids,
-            partition_id,
-            bytes_by_column(columns, lengths, ragged),
-            lambda: self._inner.put_columns(
-                sample_ids, partition_id, columns, tags, lengths=lengths, ragged=ragged, **extra
-            ),
-        )
-
-    def _put(
-        self,
-        sample_ids: list[str],
-        partition_id: str,
-        put: dict[str, int],
-        run: Callable[[], KVBatchMeta],
-    ) -> KVBatchMeta:
-        n_bytes = sum(put.values())
+    def by_partition(self) -> dict[str, int]:
+        """See `MetricsDataPlaneClient.outstanding_by_partition`."""
         with self._lock:
-            pending = self._outstanding.begin_put(partition_id)
+            return dict(self._outstanding.by_partition)
 
-        def settle() -> None:
-            self._outstanding.add(pending, sample_ids, put)
-            if sample_ids:
-                self._last_put_bytes_per_key = n_bytes // len(sample_ids)
-
-        call = _Call("put", partition_id, len(sample_ids), n_bytes, settle)
-        try:
-            with self._recorded(call):
-                return run()
-        finally:
-            with self._lock:
-                self._outstanding.end_put(pending)
-
-    def get_samples(
-        self, sample_ids: list[str], partition_id: str, select_fields: list[str], **extra: Any
-    ) -> TensorDict:
-        with self._recorded(_Call("get", partition_id, n_keys=len(sample_ids))) as call:
-            answer = self._inner.get_samples(sample_ids, partition_id, select_fields, **extra)
-            call.n_bytes = sum(bytes_by_field(answer).values())
-        return answer
-
-    def get_columns(
-        self,
-        sample_ids: list[str],
-        partition_id: str,
-        select_fields: list[str],
-        *,
-        pad_values: Mapping[str, float] | None = None,
-        width: int = 0,
-        **extra: Any,
-    ) -> dict[str, Column]:
-        with self._recorded(_Call("get", partition_id, n_keys=len(sample_ids))) as call:
-            answer = self._inner.get_columns(
-                sample_ids, partition_id, select_fields, pad_values=pad_values, width=width, **extra
-            )
-            call.n_bytes = sum(bytes_by_column(answer).values())
-        return answer
-
-    def clear_samples(self, sample_ids: list[str] | None, partition_id: str, **extra: Any) -> None:
-        n_keys = 0 if sample_ids is None else len(sample_ids)
-
-        def settle() -> None:
-            self._outstanding.clear(sample_ids, partition_id)
-
-        with self._recorded(_Call("clear", partition_id, n_keys, settle=settle)):
-            self._inner.clear_samples(sample_ids, partition_id, **extra)
-
-    def close(self) -> None:
-        with self._recorded(_Call("close", "")):
-            self._inner.close()
-
-    def acknowledge(self, meta: KVBatchMeta) -> None:
-        """Pass on; settling a claim moves no data and is no event."""
-        self._inner.acknowledge(meta)
-
-    def renew(self, meta: KVBatchMeta) -> None:
-        """Pass on, as `acknowledge`."""
-        self._inner.renew(meta)
-
-    def release(self, meta: KVBatchMeta) -> None:
-        """Pass on, as `acknowledge`."""
-        self._inner.release(meta)
-
-    def count_samples(
-        self, partition_id: str, task_name: str, required_fields: list[str]
-    ) -> TaskCounts:
-        """Pass on, as `acknowledge`."""
-        return self._inner.count_samples(partition_id, task_name, required_fields)
-
-    def list_partitions(self) -> list[PartitionSummary]:
-        """Pass on, as `acknowledge`."""
-        return self._inner.list_partitions()
-
-    def list_samples(
-        self, partition_id: str, *, start: int = 0, limit: int = 100
-    ) -> list[SampleState]:
-        """Pass on, as `acknowledge`."""
-        return self._inner.list_samples(partition_id, start=start, limit=limit)
-
-    def list_storage(self) -> list[StorageSummary]:
-        """Pass on, as `acknowledge`."""
-        return self._inner.list_storage()
-
-    def read_totals(self) -> dict[str, int]:
-        """Pass on, as `acknowledge`."""
-        return self._inner.read_totals()
-
-    @contextmanager
-    def _recorded(self, call: _Call) -> Iterator[_Call]:
-        status = "error"
-        started = time.perf_counter()
-        try:
-            yield call
-            status = "ok"
-        except TimeoutError:
-            status = "timeout"
-            raise
-        finally:
-            wall_ms = (time.perf_counter() - started) * 1000
-            if status == "ok":
-                self._count(call)
-            self._tell(call, status, wall_ms)
-
-    def _count(self, call: _Call) -> None:
+    def begin(self, call: Operation) -> PendingPut | None:
+        """See `Observer.begin`."""
+        if call.op != "put":
+            return None
         with self._lock:
-            self._total_ops += 1
-            self._total_bytes += call.n_bytes
-            self._total_keys += call.n_keys
-            if call.settle is not None:
-                call.settle()
+            return self._outstanding.begin_put(call.partition_id)
 
-    def _tell(self, call: _Call, status: str, wall_ms: float) -> None:
-        if self._on_event is None:
-            return
-        event: Event = {
-            "op": call.op,
-            "partition_id": call.partition_id,
-            "n_keys": call.n_keys,
-            "n_bytes": call.n_bytes,
-            "wall_ms": wall_ms,
-            "status": status,
-        }
-        try:
-            self._on_event(event)
-        except Exception:
-            # The operation is done: raising here would lose a claim that was made.
-            logger.exception("data_plane_listener_failed", op=call.op, status=status)
+    def end(self, call: Operation, state: PendingPut | None) -> None:
+        """See `Observer.end`."""
+        with self._lock:
+            if call.error is None and call.op not in _SETTLING:
+                self._enter(call, state)
+            if state is not None:
+                self._outstanding.end_put(state)
+
+    def _enter(self, call: Operation, pending: PendingPut | None) -> None:
+        self._total_ops += 1
+        self._total_bytes += call.n_bytes
+        self._total_keys += call.n_keys
+        if pending is not None:
+            self._outstanding.add(pending, call.sample_ids or (), call.put_bytes)
+            if call.n_keys:
+                self._last_put_bytes_per_key = call.n_bytes // call.n_keys
+        elif call.op == "clear":
+            self._outstanding.clear(call.sample_ids, call.partition_id)
+
+
+class _Listener(Observer):
+    """Hands events to a callback; the totals count the operation already when it is told."""
+
+    def __init__(self, on_event: Callable[[Event], None]) -> None:
+        self._on_event = on_event
+
+    def end(self, call: Operation, state: None) -> None:
+        """See `Observer.end`."""
+        if call.op not in _SETTLING:
+            self._on_event(
+                {
+                    "op": call.op,
+                    "partition_id": call.partition_id,
+                    "n_keys": call.n_keys,
+                    "n_bytes": call.n_bytes,
+                    "wall_ms": call.wall_s * 1000,
+                    "status": call.status,
+                }
+            )
 
 
 def wrap(client: DataPlaneClient, observability_cfg: ObservabilityConfig) -> MetricsDataPlaneClient:

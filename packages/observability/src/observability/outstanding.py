@@ -1,11 +1,18 @@
 """How many bytes were put and not cleared, per (sample, field), without keeping what was put.
 
 Nothing here locks; the client that owns the account holds its lock around every call.
+
+Samples that are put here and cleared through another client would stay in the account for ever, so
+only the last `MOST_KEYS` are kept.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
+
+MOST_KEYS = 1 << 18
+"""Samples in an account; the partition that was put into longest ago loses its oldest first."""
 
 
 class PendingPut:
@@ -34,12 +41,14 @@ class Outstanding:
         n_bytes: bytes held now.
         peak_n_bytes: the most bytes ever held.
         max_bytes_per_key: the most bytes that one sample ever held.
+        by_partition: bytes held now by each partition that holds samples.
     """
 
     def __init__(self) -> None:
         self.n_bytes = 0
         self.peak_n_bytes = 0
         self.max_bytes_per_key = 0
+        self.by_partition: dict[str, int] = {}
         self._cells: dict[str, dict[str, dict[str, int]]] = {}
         self._pending: set[PendingPut] = set()
 
@@ -66,7 +75,9 @@ class Outstanding:
         self, pending: PendingPut, sample_ids: Sequence[str], bytes_by_field: Mapping[str, int]
     ) -> None:
         """Enter a put that succeeded; ``bytes_by_field`` is spread over ``sample_ids``."""
-        rows = self._cells.setdefault(pending.partition_id, {})
+        # The partitions stand in the order of their last puts.
+        rows = self._cells[pending.partition_id] = self._cells.pop(pending.partition_id, {})
+        before = self.n_bytes
         for sample_id, share in zip(
             sample_ids, spread(bytes_by_field, len(sample_ids)), strict=True
         ):
@@ -77,7 +88,12 @@ class Outstanding:
             self.n_bytes += held
             self.max_bytes_per_key = max(self.max_bytes_per_key, held)
         self.peak_n_bytes = max(self.peak_n_bytes, self.n_bytes)
+        held = self.by_partition.get(pending.partition_id, 0)
+        self.by_partition[pending.partition_id] = held + self.n_bytes - before
         self._drop(pending.cleared_of(sample_ids), pending.partition_id)
+        while (surplus := self.n_keys - MOST_KEYS) > 0:
+            oldest = next(iter(self._cells))
+            self._drop(list(itertools.islice(self._cells[oldest], surplus)), oldest)
 
     def clear(self, sample_ids: Sequence[str] | None, partition_id: str) -> None:
         """Take off what ``sample_ids`` hold, or with None what the partition holds."""
@@ -90,10 +106,13 @@ class Outstanding:
 
     def _drop(self, sample_ids: Sequence[str], partition_id: str) -> None:
         rows = self._cells.get(partition_id, {})
-        for sample_id in sample_ids:
-            self.n_bytes -= sum(rows.pop(sample_id, {}).values())
-        if not rows:
+        gone = sum(sum(rows.pop(sample_id, {}).values()) for sample_id in sample_ids)
+        self.n_bytes -= gone
+        if rows:
+            self.by_partition[partition_id] -= gone
+        else:
             self._cells.pop(partition_id, None)
+            self.by_partition.pop(partition_id, None)
 
 
 def spread(bytes_by_field: Mapping[str, int], count: int) -> list[dict[str, int]]:

@@ -171,6 +171,7 @@ class Ledger:
         ticket: PutTicket,
         cells: Mapping[str, Sequence[Any]],
         tags: Sequence[Mapping[str, Any]] | None,
+        origin: str | None = None,
     ) -> None:
         """Make a put visible, all of it at once.
 
@@ -178,6 +179,7 @@ class Ledger:
             ticket: of `begin_put`; it ends here, also when this raises.
             cells: field to one cell per sample.
             tags: one mapping per sample, replacing its tags; None keeps them.
+            origin: names the put, see `DataPlaneClient.read_origins`.
 
         Raises:
             DataPlaneError: as `check_commit`.
@@ -190,7 +192,7 @@ class Ledger:
         self._end_put(ticket)
         partition = self.partition(ticket.partition_id)
         partition.kinds.update(ticket.kinds)
-        replaced = partition.write(ticket.sample_ids, cells, tags, self._sequence)
+        replaced = partition.write(ticket.sample_ids, cells, tags, self._sequence, origin)
         partition.version += 1
         self.totals["puts"] += 1
         self.totals["samples_put"] += len(ticket.reserved)

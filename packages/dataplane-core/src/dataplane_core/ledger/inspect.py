@@ -47,12 +47,13 @@ class PartitionSummary:
 
 @dataclass(frozen=True, kw_only=True)
 class SampleState:
-    """One sample: its written fields, its tags, and each task's state of it."""
+    """One sample: its written fields, its tags, each task's state of it, and fields' origins."""
 
     sample_id: str
     fields: tuple[str, ...]
     tags: dict[str, Any]
     tasks: dict[str, str]
+    origins: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,6 +121,7 @@ def page(partition: PartitionBook, start: int, limit: int) -> list[SampleState]:
             fields=tuple(row.cells),
             tags=dict(row.tags),
             tasks={name: state(name, row.sample_id) for name in partition.tasks},
+            origins=dict(row.origins),
         )
         for row in itertools.islice(partition.rows.values(), start, start + limit)
     ]

@@ -19,6 +19,7 @@ from dataplane_core.errors import (
     listed,
 )
 from dataplane_core.ledger.order import ClaimOrder, Places
+from dataplane_core.ledger.origins import count_origins, note_origin
 from dataplane_core.ledger.queues import GroupQueue, Queue, SampleQueue
 from dataplane_core.ledger.rows import Row
 from dataplane_core.ledger.selection import ClaimRequest, balance
@@ -50,6 +51,7 @@ class PartitionBook:
         self.put_total = 0
         self.version = 0
         self._fence = 0
+        self._has_origins = False
 
     @property
     def held(self) -> int:
@@ -95,6 +97,7 @@ class PartitionBook:
         cells: Mapping[str, Sequence[Any]],
         tags: Sequence[Mapping[str, Any]] | None,
         sequence: Iterator[int],
+        origin: str | None = None,
     ) -> list[Any]:
         """Make fields and tags of samples visible; returns the cells that can be discarded now.
 
@@ -103,6 +106,7 @@ class PartitionBook:
             cells: field to one cell per sample.
             tags: one mapping per sample; None keeps what they have.
             sequence: gives new samples their places.
+            origin: of the fields, None for none.
         """
         names = tuple(cells)
         by_sample = zip(*cells.values(), strict=True) if names else itertools.repeat(())
@@ -117,6 +121,9 @@ class PartitionBook:
             else:
                 replaced += self._overwrite(row, dict(zip(names, values, strict=True)))
             written.append(row)
+        if origin is not None or self._has_origins:
+            self._has_origins = True
+            note_origin(written, names, origin)
         for name in names:
             self.field_counts[name] = self.field_counts.get(name, 0) + len(new)
         self.rows.update(new)
@@ -183,6 +190,11 @@ class PartitionBook:
                 lambda sample_id: rows[sample_id].cells if sample_id in rows else None,
             )
         return present
+
+    def origins(self, sample_ids: Sequence[str], fields: Sequence[str]) -> dict[str, int]:
+        """As `DataPlaneClient.read_origins`."""
+        found = (self.rows[sample_id] for sample_id in sample_ids if sample_id in self.rows)
+        return count_origins(found, fields)
 
     def _queue(self, task: Task, required: frozenset[str], seed: int | None) -> Queue:
         queue = task.queues.get((required, seed))

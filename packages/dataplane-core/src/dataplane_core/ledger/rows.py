@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any  # Any: cells belong to the storage, tags to the caller
 
 GROUP_TAG = "group"
 """Tag that names a sample's group; without it the group is the id up to its last ``_g<number>``."""
+
+NO_ORIGINS: Mapping[str, str] = MappingProxyType({})
+"""Of samples that only puts without a name wrote."""
 
 
 class Row:
@@ -15,18 +20,21 @@ class Row:
         sample_id: its id.
         sequence: its place in the order of first puts; never used again for another row.
         cells: field to where the storage keeps the value.
+        origins: field to the name of the put that wrote it; shared by the samples of a put, hence
+            replaced and never changed.
         tags: the caller's primitives.
         pins: how many reads are under way; what a pinned row held is discarded when the last ends.
         stale: cells that were overwritten while the row was pinned.
         dropped: the row was cleared, and is no longer part of its partition.
     """
 
-    __slots__ = ("cells", "dropped", "pins", "sample_id", "sequence", "stale", "tags")
+    __slots__ = ("cells", "dropped", "origins", "pins", "sample_id", "sequence", "stale", "tags")
 
     def __init__(self, sample_id: str, sequence: int) -> None:
         self.sample_id = sample_id
         self.sequence = sequence
         self.cells: dict[str, Any] = {}
+        self.origins: Mapping[str, str] = NO_ORIGINS
         self.tags: dict[str, Any] = {}
         self.pins = 0
         self.stale: list[Any] = []

@@ -14,18 +14,19 @@ A subclass provides two fixtures and inherits every test::
         def peer(self, client):
             ...  # a second client of the same store, best in another process
 
-`LeaseContract` and `BackpressureContract` are for clients whose capabilities name those promises.
-Needs the extra ``dataplane-core[testing]``.
+`LeaseContract`, `BackpressureContract` and `OriginContract` are for clients whose capabilities name
+those promises. Needs the extra ``dataplane-core[testing]``.
 """
 
 import pytest
 
-for _module in ("claims", "leases", "machine", "storage"):
+for _module in ("claims", "leases", "machine", "origins", "storage"):
     pytest.register_assert_rewrite(f"{__name__}.{_module}")
 
 from dataplane_core.testing.claims import ClaimContract  # noqa: E402
 from dataplane_core.testing.leases import BackpressureContract, LeaseContract  # noqa: E402
 from dataplane_core.testing.machine import StateMachineContract  # noqa: E402
+from dataplane_core.testing.origins import OriginContract  # noqa: E402
 from dataplane_core.testing.storage import StorageContract  # noqa: E402
 
 
@@ -37,4 +38,5 @@ __all__ = [
     "BackpressureContract",
     "DataPlaneClientContract",
     "LeaseContract",
+    "OriginContract",
 ]

@@ -1,0 +1,141 @@
+"""Spans of a step, and the context that travels with it between processes.
+
+Only OpenTelemetry's API is used, so all of it costs next to nothing until a process sets up an SDK.
+What a step is (`rl.step`) travels as baggage beside the trace context.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Literal
+
+from opentelemetry import baggage, context, trace
+from opentelemetry.baggage.propagation import W3CBaggagePropagator
+from opentelemetry.context import Context
+from opentelemetry.propagators.composite import CompositePropagator
+from opentelemetry.trace import Span, SpanKind, Status, StatusCode
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+from opentelemetry.util.types import AttributeValue
+
+Bucket = Literal["productive", "overhead", "idle", "wasted"]
+"""What a process does during a span; docs/telemetry.md says which is which."""
+
+BUCKET = "rl.bucket"
+RUN_ID = "rl.run_id"
+STEP = "rl.step"
+WEIGHT_VERSION = "rl.weight_version"
+ERROR_TYPE = "error.type"
+
+_VERBOSE = "rl.verbose"
+_SCOPE = "rl-dataplane"
+# Fixed, whatever OTEL_PROPAGATORS says: both ends of a carrier are ours.
+_propagator = CompositePropagator([TraceContextTextMapPropagator(), W3CBaggagePropagator()])
+
+
+def inject() -> dict[str, str]:
+    """The current context as a carrier: a small dict that travels as an argument."""
+    carrier: dict[str, str] = {}
+    _propagator.inject(carrier)
+    return carrier
+
+
+def extract(carrier: Mapping[str, str] | None) -> Context:
+    """The context that `inject` put into ``carrier``; of None or an empty one the current."""
+    return _propagator.extract(carrier) if carrier else context.get_current()
+
+
+@contextmanager
+def attached(carrier: Mapping[str, str] | None) -> Iterator[None]:
+    """Make the context of ``carrier`` the current one."""
+    token = context.attach(extract(carrier))
+    try:
+        yield
+    finally:
+        context.detach(token)
+
+
+@contextmanager
+def step_context(
+    run_id: str, step: int, weight_version: int, *, verbose: bool = False
+) -> Iterator[None]:
+    """Let everything below know its run and step.
+
+    Args:
+        run_id: of the run.
+        step: completed steps before this one.
+        weight_version: of the weights that this step generates and trains with.
+        verbose: `detail_span` makes spans too.
+    """
+    current = context.get_current()
+    for name, value in ((RUN_ID, run_id), (STEP, step), (WEIGHT_VERSION, weight_version)):
+        current = baggage.set_baggage(name, str(value), current)
+    if verbose:
+        current = baggage.set_baggage(_VERBOSE, "1", current)
+    token = context.attach(current)
+    try:
+        yield
+    finally:
+        context.detach(token)
+
+
+def step_facts(of: Context | None = None) -> dict[str, str | int]:
+    """Run, step and weight version of a context, the current one if None, as attributes."""
+    facts: dict[str, str | int] = {}
+    for name in (RUN_ID, STEP, WEIGHT_VERSION):
+        value = baggage.get_baggage(name, of)
+        if isinstance(value, str):
+            facts[name] = int(value) if name != RUN_ID and value.isdecimal() else value
+    return facts
+
+
+@contextmanager
+def span(
+    name: str,
+    bucket: Bucket | None = None,
+    *,
+    kind: SpanKind = SpanKind.INTERNAL,
+    attributes: Mapping[str, AttributeValue] | None = None,
+) -> Iterator[Span]:
+    """A span around a block, the current one inside it.
+
+    An error that leaves the block is recorded by its class, and what it cost counts as wasted.
+    """
+    own = dict(attributes or {})
+    if bucket is not None:
+        own[BUCKET] = bucket
+    with tracer().start_as_current_span(
+        name, kind=kind, attributes=own, record_exception=False, set_status_on_exception=False
+    ) as made:
+        try:
+            yield made
+        except BaseException as error:
+            record_error(made, error)
+            raise
+
+
+@contextmanager
+def detail_span(
+    name: str,
+    bucket: Bucket | None = None,
+    *,
+    attributes: Mapping[str, AttributeValue] | None = None,
+) -> Iterator[None]:
+    """A `span` that only a verbose `step_context` makes."""
+    if baggage.get_baggage(_VERBOSE) is None:
+        yield
+        return
+    with span(name, bucket, attributes=attributes):
+        yield
+
+
+def record_error(failed: Span, error: BaseException) -> None:
+    """Mark a span as failed; its text is left out, which may hold what samples say."""
+    failed.set_attribute(ERROR_TYPE, type(error).__qualname__)
+    failed.set_attribute(BUCKET, "wasted")
+    failed.set_status(Status(StatusCode.ERROR, type(error).__qualname__))
+
+
+def tracer() -> trace.Tracer:
+    """Ours, of the provider that is set now."""
+    return trace.get_tracer(_SCOPE)

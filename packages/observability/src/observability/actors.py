@@ -1,0 +1,135 @@
+"""Context across actors: methods that take a carrier, and handles that send one.
+
+Nothing here imports Ray. A carrier is the keyword-only argument ``carrier`` of a method, so it can
+be seen in the signature, and a caller without tracing leaves it out.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import (
+    Any,
+    TypeVar,
+    cast,
+    overload,
+)  # Any: methods of any signature, handles of any framework
+
+from opentelemetry.trace import SpanKind
+
+from dataplane_core.telemetry import Bucket, attached, inject, span
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+CARRIER = "carrier"
+
+
+@overload
+def traced(method: F, /) -> F: ...
+@overload
+def traced(*, name: str | None = None, bucket: Bucket | None = None) -> Callable[[F], F]: ...
+
+
+def traced(
+    method: F | None = None, /, *, name: str | None = None, bucket: Bucket | None = None
+) -> F | Callable[[F], F]:
+    """Decorate an actor's method: each call is a span below the caller's.
+
+    The method gains the keyword-only argument ``carrier``, which `dataplane_core.telemetry.inject`
+    fills on the caller's side. Its signature otherwise stays, so that Ray checks calls as before.
+    Coroutine methods and asynchronous generators stay what they are.
+
+    Args:
+        method: what is decorated.
+        name: of the span; the method's name if None.
+        bucket: of the span, see docs/telemetry.md; None of one that only groups others.
+    """
+
+    def decorate(function: F) -> F:
+        signature = inspect.signature(function)
+        if CARRIER in signature.parameters:
+            raise TypeError(f"{function.__qualname__} has an argument {CARRIER!r} already")
+        called = name or function.__name__
+
+        wrapper: Any
+        if inspect.isasyncgenfunction(function):
+
+            async def items(*args: Any, carrier: Any = None, **kwargs: Any) -> Any:
+                with _calling(called, bucket, carrier):
+                    async for item in function(*args, **kwargs):
+                        yield item
+
+            wrapper = items
+
+        elif inspect.iscoroutinefunction(function):
+
+            async def awaited(*args: Any, carrier: Any = None, **kwargs: Any) -> Any:
+                with _calling(called, bucket, carrier):
+                    return await function(*args, **kwargs)
+
+            wrapper = awaited
+
+        elif inspect.isgeneratorfunction(function):
+
+            def generated(*args: Any, carrier: Any = None, **kwargs: Any) -> Any:
+                with _calling(called, bucket, carrier):
+                    return (yield from function(*args, **kwargs))
+
+            wrapper = generated
+
+        else:
+
+            def returned(*args: Any, carrier: Any = None, **kwargs: Any) -> Any:
+                with _calling(called, bucket, carrier):
+                    return function(*args, **kwargs)
+
+            wrapper = returned
+
+        functools.update_wrapper(wrapper, function)
+        parameters = list(signature.parameters.values())
+        extra = inspect.Parameter(CARRIER, inspect.Parameter.KEYWORD_ONLY, default=None)
+        at = len(parameters)
+        if parameters and parameters[-1].kind is inspect.Parameter.VAR_KEYWORD:
+            at -= 1
+        wrapper.__signature__ = signature.replace(
+            parameters=[*parameters[:at], extra, *parameters[at:]]
+        )
+        return cast("F", wrapper)
+
+    return decorate if method is None else decorate(method)
+
+
+@contextmanager
+def _calling(name: str, bucket: Bucket | None, carrier: Mapping[str, str] | None) -> Iterator[None]:
+    with attached(carrier), span(name, bucket, kind=SpanKind.SERVER):
+        yield
+
+
+class TracedHandle:
+    """A handle of an actor whose `traced` methods get the carrier of whoever calls them.
+
+    ``TracedHandle(actor).step.remote(1)`` is ``actor.step.remote(1, carrier=inject())``. It is
+    pickled and sent like the handle itself.
+
+    Args:
+        handle: of the actor; every method that is called through it must be `traced`.
+    """
+
+    def __init__(self, handle: Any) -> None:
+        self._handle = handle
+
+    def __getattr__(self, name: str) -> _TracedMethod:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return _TracedMethod(getattr(self._handle, name))
+
+
+class _TracedMethod:
+    def __init__(self, method: Any) -> None:
+        self._method = method
+
+    def remote(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the method; returns what the handle's own ``remote`` does."""
+        return self._method.remote(*args, carrier=inject(), **kwargs)

@@ -1,0 +1,215 @@
+"""OpenTelemetry metrics of a client's operations; docs/telemetry.md lists them.
+
+Names of partitions become classes before they are labels, so that a run which registers a new
+partition each step does not make a new time series each step.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+
+from opentelemetry.metrics import CallbackOptions, Observation, get_meter
+
+from dataplane_core import DataPlaneClient, DataPlaneError, KVBatchMeta, telemetry
+from observability.lifecycle import emit
+from observability.metrics import Account
+from observability.operations import ObservedClient, Observer, Op, Operation
+from observability.origin import Origin
+from observability.tracing import origins_of
+
+MOST_CLASSES = 32
+"""Classes of partitions in one process; the rest is `OTHER`."""
+OTHER = "other"
+
+_SCOPE = "rl-dataplane"
+_MOST_WATCHED = 64
+_SECONDS = [0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0]
+_NAMES: Mapping[Op, str] = {"claim_meta": "claim", "get_data": "get"}
+_VARYING = re.compile(r"[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}|[0-9a-f]{8,}|\d+")
+
+
+class PartitionClasses:
+    """Turns names of partitions into a bounded number of labels. Threads may share it."""
+
+    def __init__(self, most: int = MOST_CLASSES) -> None:
+        self._most = most
+        self._known: set[str] = set()
+        self._lock = threading.Lock()
+
+    def of(self, partition_id: str) -> str:
+        """The label: the name with what varies replaced by ``#``."""
+        label = _VARYING.sub("#", partition_id)[:64]
+        if label not in self._known:
+            with self._lock:
+                if len(self._known) >= self._most:
+                    return OTHER
+                self._known.add(label)
+        return label
+
+
+class MeterDataPlaneClient(ObservedClient):
+    """A client whose operations are OpenTelemetry metrics.
+
+    Args:
+        inner: the client that does the work.
+    """
+
+    def __init__(self, inner: DataPlaneClient) -> None:
+        super().__init__(inner, [Meters(inner)])
+
+
+class Meters(Observer):
+    """Records the metrics.
+
+    What is outstanding, ready and consumed is asked of the store when metrics are exported, ready
+    and consumed for the tasks that claim through this client. Where a store does not tell its
+    bytes, what went through this client is counted.
+
+    Args:
+        client: is asked.
+    """
+
+    def __init__(self, client: DataPlaneClient) -> None:
+        self._client = client
+        self._classes = PartitionClasses()
+        self._account = None if _tells_bytes(client) else Account()
+        self._watched: dict[tuple[str, str], list[str]] = {}
+        meter = get_meter(_SCOPE)
+        self._duration = meter.create_histogram(
+            "messaging.client.operation.duration",
+            unit="s",
+            description="Duration of data-plane operations.",
+            explicit_bucket_boundaries_advisory=_SECONDS,
+        )
+        self._io = meter.create_counter(
+            "dataplane.io", unit="By", description="Bytes of tensors put and read."
+        )
+        self._age = meter.create_histogram(
+            "dataplane.claim.age",
+            unit="s",
+            description="From a sample's put to its claim.",
+            explicit_bucket_boundaries_advisory=_SECONDS,
+        )
+        meter.create_observable_up_down_counter(
+            "dataplane.outstanding",
+            [self._observe_outstanding],
+            unit="By",
+            description="Bytes put and not cleared.",
+        )
+        meter.create_observable_gauge(
+            "dataplane.ready",
+            [lambda options: self._observe_counts("ready")],
+            unit="{sample}",
+            description="Samples that a task could claim now.",
+        )
+        meter.create_observable_gauge(
+            "dataplane.consumed",
+            [lambda options: self._observe_counts("acknowledged")],
+            unit="{sample}",
+            description="Samples present that a task has consumed.",
+        )
+
+    def begin(self, call: Operation) -> object:
+        """See `Observer.begin`."""
+        return None if self._account is None else self._account.begin(call)
+
+    def end(self, call: Operation, state: object) -> None:
+        """See `Observer.end`."""
+        if self._account is not None:
+            self._account.end(call, state)  # type: ignore[arg-type]  # what its begin returned
+        if call.op == "close":
+            self._watched.clear()
+            return
+        partition = self._classes.of(call.partition_id)
+        attributes = {
+            "messaging.operation.name": _NAMES.get(call.op, call.op),
+            "messaging.destination.name": partition,
+        }
+        if call.error is not None:
+            attributes[telemetry.ERROR_TYPE] = type(call.error).__qualname__
+        self._duration.record(call.wall_s, attributes)
+        if call.error is not None:
+            return
+        if call.n_bytes:
+            direction = "put" if call.op == "put" else "get"
+            labels = {"dataplane.direction": direction, "messaging.destination.name": partition}
+            self._io.add(call.n_bytes, labels)
+        if call.op == "claim_meta":
+            self._claimed(call)
+
+    def _claimed(self, call: Operation) -> None:
+        task = call.tasks[0]
+        if len(self._watched) >= _MOST_WATCHED:
+            self._watched.pop(next(iter(self._watched)), None)
+        self._watched[call.partition_id, task] = list(call.fields)
+        now = time.time_ns()
+        for origin, _ in origins_of(call):
+            self._age.record(max(0, now - origin.time_ns) / 1e9, {"dataplane.task": task})
+
+    def _observe_outstanding(self, options: CallbackOptions) -> Iterable[Observation]:
+        if self._account is None:
+            with suppress(DataPlaneError):  # it went away, or was closed
+                for unit in self._client.list_storage():
+                    yield Observation(unit.used, {"dataplane.unit": unit.name})
+            return
+        totals: dict[str, int] = {}
+        for partition_id, n_bytes in self._account.by_partition().items():
+            label = self._classes.of(partition_id)
+            totals[label] = totals.get(label, 0) + n_bytes
+        for label, n_bytes in totals.items():
+            yield Observation(n_bytes, {"messaging.destination.name": label})
+
+    def _observe_counts(self, state: str) -> Iterable[Observation]:
+        totals: dict[tuple[str, str], int] = {}
+        for (partition_id, task), fields in list(self._watched.items()):
+            try:
+                counts = self._client.count_samples(partition_id, task, fields)
+            except DataPlaneError:
+                self._watched.pop((partition_id, task), None)  # cleared, or it cannot count
+                continue
+            key = task, self._classes.of(partition_id)
+            totals[key] = totals.get(key, 0) + getattr(counts, state)
+        for (task, label), samples in totals.items():
+            labels = {"dataplane.task": task, "messaging.destination.name": label}
+            yield Observation(samples, labels)
+
+
+def _tells_bytes(client: DataPlaneClient) -> bool:
+    try:
+        return bool(client.list_storage())
+    except DataPlaneError:
+        return False
+
+
+def trained(client: DataPlaneClient, meta: KVBatchMeta, *, field: str, task: str = "train") -> None:
+    """Tell that an optimiser step used samples, and how old the weights are that made them.
+
+    Args:
+        client: of the store that holds them.
+        meta: the samples.
+        field: one that generation wrote; its puts tell the version of the weights.
+        task: what trained.
+    """
+    emit("trained", meta.partition_id, meta.sample_ids, task=task)
+    version = telemetry.step_facts().get(telemetry.WEIGHT_VERSION)
+    if not isinstance(version, int) or not client.capabilities.origins:
+        return
+    try:
+        found = client.read_origins(meta.sample_ids, meta.partition_id, [field])
+    except DataPlaneError:
+        return  # nothing of observability ends a training step
+    staleness = get_meter(_SCOPE).create_histogram(
+        "rl.staleness",
+        unit="{version}",
+        description="Versions between the weights that generated samples and those trained.",
+        explicit_bucket_boundaries_advisory=[0, 1, 2, 4, 8, 16, 32],
+    )
+    for text, count in found.items():
+        origin = Origin.parsed(text)
+        if origin is not None and origin.weight_version is not None:
+            for _ in range(count):
+                staleness.record(version - origin.weight_version, {"dataplane.task": task})

@@ -1,0 +1,104 @@
+"""`Waits`: tells of what has been waited for longer than a moment, while the wait goes on.
+
+One thread for a process, started with the first wait, and asleep while there is none.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+import structlog
+
+logger = structlog.get_logger("observability")
+
+PATIENCE_S = 1.0
+"""How long something is waited for before it is told of, in seconds."""
+
+
+class Wait:
+    """One wait under way.
+
+    Attributes:
+        name: unique in this process.
+        since_ns: when it began, nanoseconds since 1970.
+        told: whether it was told of.
+    """
+
+    __slots__ = ("_due", "_over", "_tell", "name", "since_ns", "told")
+
+    def __init__(self, name: str, due: float, tell: Callable[[Wait], None]) -> None:
+        self.name = name
+        self.since_ns = time.time_ns()
+        self.told = False
+        self._due = due
+        self._tell = tell
+        self._over = False
+
+
+class Waits:
+    """The waits of a process.
+
+    Args:
+        patience_s: how long a wait goes untold, in seconds; of all waits, so they fall due in
+            their order.
+    """
+
+    def __init__(self, patience_s: float = PATIENCE_S) -> None:
+        self._patience_s = patience_s
+        self._changed = threading.Condition()
+        self._waiting: deque[Wait] = deque()
+        self._thread: threading.Thread | None = None
+        self._idle = False
+        self._numbers = itertools.count(1)
+
+    def begin(self, tell: Callable[[Wait], None]) -> Wait:
+        """Something is waited for from now on; ``tell`` is called if it still is later.
+
+        ``tell`` runs in a thread of its own, so what it needs of the caller's context it brings.
+        """
+        due = time.monotonic() + self._patience_s
+        with self._changed:
+            if self._thread is None or not self._thread.is_alive():  # after a fork it is not
+                self._thread = threading.Thread(target=self._run, name="waits", daemon=True)
+                self._thread.start()
+            wait = Wait(f"{self._thread.native_id or 0}-{next(self._numbers)}", due, tell)
+            self._waiting.append(wait)
+            if self._idle:  # else it wakes in time by itself: a switch of threads per wait is saved
+                self._changed.notify()
+        return wait
+
+    def end(self, wait: Wait) -> None:
+        """It is over; it is not told of from now on."""
+        with self._changed:
+            wait._over = True
+            while self._waiting and self._waiting[0]._over:
+                self._waiting.popleft()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                while not self._waiting:
+                    self._idle = True
+                    self._changed.wait()
+                    self._idle = False
+                first = self._waiting[0]
+                remaining = first._due - time.monotonic()
+                if remaining > 0:
+                    self._changed.wait(remaining)
+                    continue
+                self._waiting.popleft()
+                if first._over:
+                    continue
+                first.told = True
+            try:
+                first._tell(first)
+            except Exception:
+                logger.exception("wait_not_told")
+
+
+waits = Waits()
+"""This process's."""

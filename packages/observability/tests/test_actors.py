@@ -1,0 +1,150 @@
+"""Context across actors, on Ray where its own checks matter and in-process elsewhere."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import pickle
+
+import pytest
+from opentelemetry import baggage, trace
+from opentelemetry.sdk.trace import TracerProvider
+
+from dataplane_core import telemetry
+from observability import TracedHandle, attached, extract, inject, span, step_context, traced
+
+
+@pytest.fixture(autouse=True)
+def sdk(monkeypatch):
+    provider = TracerProvider()
+    monkeypatch.setattr(telemetry, "tracer", lambda: provider.get_tracer("test"))
+    yield provider
+    provider.shutdown()
+
+
+class Worker:
+    """What an actor looks like."""
+
+    @traced
+    def plain(self, a, b=2, *args, c, **more):
+        """Adds."""
+        return a + b + c, current()
+
+    @traced(name="other", bucket="productive")
+    def named(self):
+        return current(), trace.get_current_span().name, trace.get_current_span().attributes
+
+    @traced
+    async def awaited(self, a):
+        await asyncio.sleep(0)
+        return a, current()
+
+    @traced
+    def generated(self, n):
+        for number in range(n):
+            yield number, current()
+
+    @traced
+    async def items(self, n):
+        for number in range(n):
+            yield number, current()
+
+
+def current():
+    return trace.format_trace_id(trace.get_current_span().get_span_context().trace_id)
+
+
+def test_the_signature_gains_a_keyword_and_stays_otherwise():
+    assert str(inspect.signature(Worker.plain)) == (
+        "(self, a, b=2, *args, c, carrier=None, **more)"
+    )
+    assert (Worker.plain.__name__, Worker.plain.__doc__) == ("plain", "Adds.")
+    assert inspect.iscoroutinefunction(Worker.awaited)
+    assert inspect.isasyncgenfunction(Worker.items)
+    assert inspect.isgeneratorfunction(Worker.generated)
+
+
+def test_a_call_with_a_carrier_belongs_to_the_callers_trace():
+    worker = Worker()
+    with span("caller"):
+        carrier, here = inject(), current()
+    assert worker.plain(1, c=3, carrier=carrier) == (6, here)
+    assert asyncio.run(worker.awaited(1, carrier=carrier)) == (1, here)
+    assert list(worker.generated(2, carrier=carrier)) == [(0, here), (1, here)]
+
+    async def collect():
+        return [item async for item in worker.items(2, carrier=carrier)]
+
+    assert asyncio.run(collect()) == [(0, here), (1, here)]
+    assert not trace.get_current_span().get_span_context().is_valid
+
+
+def test_a_call_without_a_carrier_begins_a_trace_and_works():
+    result, made = Worker().plain(1, c=3)
+    assert result == 6
+    assert int(made, 16) != 0
+
+
+def test_name_and_bucket_are_those_of_the_decorator():
+    with span("caller"):
+        here, name, attributes = Worker().named(carrier=inject())
+    assert (here, name, attributes["rl.bucket"]) == (here, "other", "productive")
+
+
+def test_a_method_that_has_a_carrier_already_is_refused():
+    with pytest.raises(TypeError, match="has an argument 'carrier' already"):
+
+        @traced
+        def method(self, carrier):
+            pass
+
+
+def test_run_and_step_travel_with_the_context():
+    with step_context("run-1", 7, 6):
+        carrier = inject()
+    assert telemetry.step_facts() == {}
+    with attached(carrier):
+        assert telemetry.step_facts() == {
+            "rl.run_id": "run-1",
+            "rl.step": 7,
+            "rl.weight_version": 6,
+        }
+        assert baggage.get_baggage("rl.step") == "7"
+
+
+@pytest.mark.parametrize(
+    "carrier",
+    [None, {}, {"traceparent": "x"}, {"traceparent": "00-0-0-0"}, {"baggage": "%%%;;;==,,"}],
+)
+def test_a_broken_carrier_is_no_carrier(carrier):
+    context = extract(carrier)
+    assert not trace.get_current_span(context).get_span_context().is_valid
+    assert Worker().plain(1, c=3, carrier=carrier)[0] == 6
+
+
+class Handle:
+    """What a Ray handle looks like."""
+
+    def __init__(self):
+        self.calls = []
+
+    @property
+    def step(self):
+        return self
+
+    def remote(self, *args, **kwargs):
+        self.calls.append((args, kwargs))
+        return "reference"
+
+
+def test_a_traced_handle_sends_the_carrier_of_whoever_calls():
+    handle = Handle()
+    with span("caller"):
+        assert TracedHandle(handle).step.remote(1, b=2) == "reference"
+        expected = inject()
+    assert handle.calls == [((1,), {"b": 2, "carrier": expected})]
+
+
+def test_a_traced_handle_can_be_sent_to_another_process():
+    copy = pickle.loads(pickle.dumps(TracedHandle(Handle())))
+    assert copy.step.remote() == "reference"
