@@ -124,6 +124,7 @@ def test_bytes_through_the_driver_are_a_small_fraction_of_the_bulk(
                 actors.calls, source=actors.policy_workers[0], targets=[GENERATION]
             ),
             prompts=PromptStream(prompts, seed=1, shuffle=True),
+            run_id="test",
         )
         step.run(0, StepReport())
     finally:

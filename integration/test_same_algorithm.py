@@ -91,6 +91,7 @@ def through_the_data_plane(
                 actors.calls, source=actors.policy_workers[0], targets=[GENERATION]
             ),
             prompts=PromptStream(prompts, seed=config.run.seed, shuffle=True),
+            run_id="test",
         )
         report = StepReport()
         step.run(0, report)

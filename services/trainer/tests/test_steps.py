@@ -121,6 +121,7 @@ class Run:
             policy=Policy(calls, workers, config.policy),
             weight_sync=RayObjectWeightSync(calls, source=workers[0], targets=[GENERATION]),
             prompts=PromptStream(self.prompts(answers), seed=1, shuffle=False),
+            run_id="test",
         )
 
     def step(self, answers, changes=()):

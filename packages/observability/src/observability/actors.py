@@ -88,6 +88,7 @@ def traced(
             wrapper = returned
 
         functools.update_wrapper(wrapper, function)
+        del wrapper.__wrapped__  # Ray would look through it, at a signature without a carrier
         parameters = list(signature.parameters.values())
         extra = inspect.Parameter(CARRIER, inspect.Parameter.KEYWORD_ONLY, default=None)
         at = len(parameters)

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any  # Any: configuration, columns and metrics are the caller's own values
 
 import torch
+from opentelemetry.trace import SpanKind
 
 from column_io import BatchedDataDict, kv_first_write
 from dataplane_core import (
@@ -20,6 +21,7 @@ from dataplane_core import (
     KVBatchMeta,
     build_data_plane_client,
 )
+from dataplane_core.telemetry import attached, span
 from rollout_actor.environment_step import check_tasks
 from rollout_actor.flatten import flatten_rollout_message_log
 from rollout_actor.interfaces import EnvironmentInterface, GenerationInterface, TokenizerInterface
@@ -90,6 +92,7 @@ class SyncRolloutActor(RayClass):
         finish_generation: bool = True,
         task_to_env_override: dict[str, EnvironmentInterface] | None = None,
         carry_keys: list[str] | None = None,
+        carrier: Mapping[str, str] | None = None,
     ) -> tuple[KVBatchMeta, dict[str, Any], dict[str, Any], dict[str, Any] | None]:
         """Generate, flatten and put one batch; return its meta and what the driver computes with.
 
@@ -111,6 +114,7 @@ class SyncRolloutActor(RayClass):
             finish_generation: let the back end release its inference state at the end.
             task_to_env_override: environments for this call, instead of ``task_to_env``.
             carry_keys: what to return for the driver. None is everything but `OPT_IN_CARRY_KEYS`.
+            carrier: the caller's trace context, of `dataplane_core.telemetry.inject`.
 
         Returns:
             The meta: ``task_name`` is the partition's, ``sequence_lengths`` are set, ``extra_info``
@@ -137,11 +141,33 @@ class SyncRolloutActor(RayClass):
             UnavailableError: (a RuntimeError) naming the task whose environment is dead.
             DataPlaneError: as ``put_samples``.
         """
+        with attached(carrier), span("rollout_to_tq", kind=SpanKind.SERVER):
+            return self._rollout_to_tq(
+                input_batch,
+                partition_id=partition_id,
+                group_size=group_size,
+                first_iter=first_iter,
+                finish_generation=finish_generation,
+                task_to_env=task_to_env_override,
+                carry_keys=carry_keys,
+            )
+
+    def _rollout_to_tq(
+        self,
+        input_batch: BatchedDataDict[Any],
+        *,
+        partition_id: str,
+        group_size: int,
+        first_iter: bool,
+        finish_generation: bool,
+        task_to_env: dict[str, EnvironmentInterface] | None,
+        carry_keys: list[str] | None,
+    ) -> tuple[KVBatchMeta, dict[str, Any], dict[str, Any], dict[str, Any] | None]:
         if self._closed:
             raise ClosedError("rollout_to_tq: the actor was shut down; make a new one")
         rows = check_input(input_batch, group_size=group_size)
         check_carry_keys(carry_keys)
-        task_to_env = self.task_to_env if task_to_env_override is None else task_to_env_override
+        task_to_env = self.task_to_env if task_to_env is None else task_to_env
         check_tasks(input_batch["task_name"], task_to_env)
 
         generation = self.policy_generation
@@ -150,16 +176,20 @@ class SyncRolloutActor(RayClass):
                 generation.snapshot_step_metrics()
             generation.clear_logger_metrics()
             final_batch, metrics = self._roll_out(input_batch, task_to_env, group_size)
-            payload, input_lengths, flattened = flatten_rollout_message_log(
-                final_batch["message_log"],
-                torch.as_tensor(final_batch["length"]),
-                pad_token_id=self.tokenizer.pad_token_id,
-                make_sequence_length_divisible_by=self._settings.pad_to_multiple,
-                routed_experts=self._settings.router_replay,
-            )
-            carry = carry_columns(final_batch, flattened, input_lengths, carry_keys=carry_keys)
+            with span("flatten", "overhead"):
+                payload, input_lengths, flattened = flatten_rollout_message_log(
+                    final_batch["message_log"],
+                    torch.as_tensor(final_batch["length"]),
+                    pad_token_id=self.tokenizer.pad_token_id,
+                    make_sequence_length_divisible_by=self._settings.pad_to_multiple,
+                    routed_experts=self._settings.router_replay,
+                )
+                carry = carry_columns(final_batch, flattened, input_lengths, carry_keys=carry_keys)
+                bulk = bulk_columns(
+                    final_batch, payload, input_lengths, input_columns=list(input_batch)
+                )
             meta = kv_first_write(
-                bulk_columns(final_batch, payload, input_lengths, input_columns=list(input_batch)),
+                bulk,
                 sample_ids=_new_sample_ids(rows, group_size),
                 dp_client=self._dp_client,
                 partition_id=partition_id,

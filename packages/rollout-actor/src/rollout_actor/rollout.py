@@ -8,15 +8,18 @@ lets each row go ahead on its own.
 from __future__ import annotations
 
 import asyncio
+import contextvars
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any  # Any: columns of a batch are tensors or the caller's own values
 
 import torch
+from opentelemetry.trace import SpanKind
 
 from column_io import BatchedDataDict
 from dataplane_core import INPUT_LENGTHS, InvalidRequestError
 from dataplane_core.errors import listed
+from dataplane_core.telemetry import span
 from rollout_actor.conversation import Conversation, start_conversations
 from rollout_actor.environment_step import (
     check_tasks,
@@ -78,16 +81,19 @@ def run_multi_turn_rollout(
         DeadlineExceededError, UnavailableError: as `step_environments`, naming the task.
     """
     rows = _start(input_batch, task_to_env, max_rollout_turns, media_group_size)
-    for _ in range(max_rollout_turns):
+    for turn in range(max_rollout_turns):
         active = [row for row in rows if row.active]
         if not active:
             break
-        data = generation_input(active, pad_token_id=tokenizer.pad_token_id)
-        output = policy_generation.generate(data, greedy=greedy)
-        _add_responses(active, output, data[INPUT_LENGTHS], tokenizer)
-        outcomes = step_environments(active, task_to_env, timeout_s=step_timeout_s)
-        for row, outcome in zip(active, outcomes, strict=True):
-            row.settle(outcome, tokenizer, max_seq_len=max_seq_len)
+        with span("turn", attributes={"rl.turn": turn, "rl.rows": len(active)}):
+            data = generation_input(active, pad_token_id=tokenizer.pad_token_id)
+            with span("generate", "idle", kind=SpanKind.CLIENT):
+                output = policy_generation.generate(data, greedy=greedy)
+            _add_responses(active, output, data[INPUT_LENGTHS], tokenizer)
+            with span("environment_step", "idle", kind=SpanKind.CLIENT):
+                outcomes = step_environments(active, task_to_env, timeout_s=step_timeout_s)
+            for row, outcome in zip(active, outcomes, strict=True):
+                row.settle(outcome, tokenizer, max_seq_len=max_seq_len)
     return _final_batch(input_batch, rows), rollout_metrics(rows)
 
 
@@ -134,13 +140,16 @@ def run_async_multi_turn_rollout(
     async def play_all() -> None:
         await asyncio.gather(*map(play, rows))
 
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        asyncio.run(play_all())
-    else:
-        with ThreadPoolExecutor(1, "rollout") as thread:
-            thread.submit(lambda: asyncio.run(play_all())).result()
+    # One span for all rows: each goes at its own pace, and a span per row would be one per sample.
+    with span("play", "idle", attributes={"rl.rows": len(rows)}):
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            asyncio.run(play_all())
+        else:
+            here = contextvars.copy_context()
+            with ThreadPoolExecutor(1, "rollout") as thread:
+                thread.submit(here.run, lambda: asyncio.run(play_all())).result()
     return _final_batch(input_batch, rows), rollout_metrics(rows)
 
 

@@ -7,19 +7,33 @@ measure how little that is.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any  # Any: arguments and results of remote methods
 
 import ray
+from opentelemetry import context as otel_context
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from grpo_trainer.errors import TrainerError, WorkerError
 from grpo_trainer.ray_failures import death, first_line
+from observability import emit, waits
+from observability.waits import Wait
 
 _PROBE_S = 2.0
 
 Observer = Callable[[str, str, Any], None]
 """Called with the actor's name, "sent" or "received", and what was."""
+
+
+@dataclass(frozen=True)
+class Awaited:
+    """What a call is to bring about: ``fields`` of ``samples`` samples of a partition."""
+
+    partition_id: str
+    fields: tuple[str, ...]
+    samples: int
 
 
 class ActorCalls:
@@ -48,13 +62,18 @@ class ActorCalls:
         return self.each(method, {name: (args, kwargs)})[name]
 
     def each(
-        self, method: str, calls: Mapping[str, tuple[tuple[Any, ...], Mapping[str, Any]]]
+        self,
+        method: str,
+        calls: Mapping[str, tuple[tuple[Any, ...], Mapping[str, Any]]],
+        *,
+        awaited: Awaited | None = None,
     ) -> dict[str, Any]:
-        """Call a method of several actors at once.
+        """Call a method of several actors at once. What takes long is told, see `waits`.
 
         Args:
             method: the method's name.
             calls: actor name to positional and keyword arguments.
+            awaited: what the call is to bring about, for whoever asks what it waits for.
 
         Returns:
             Actor name to result.
@@ -67,20 +86,37 @@ class ActorCalls:
         for name, (args, kwargs) in calls.items():
             self._observe(name, "sent", (args, dict(kwargs)))
             pending[getattr(self._actors[name], method).remote(*args, **kwargs)] = name
+        with ExitStack() as stack:
+            waiting = {name: stack.enter_context(_told(name, method, awaited)) for name in calls}
+            return self._gather(method, calls, pending, waiting)
+
+    def _gather(
+        self,
+        method: str,
+        calls: Iterable[str],
+        pending: dict[Any, str],
+        waiting: Mapping[str, Callable[[], None]],
+    ) -> dict[str, Any]:
         results: dict[str, Any] = {}
         deadline = time.monotonic() + self._timeout_s
         while pending:
             remaining = max(0.0, deadline - time.monotonic())
             done, _ = ray.wait(list(pending), num_returns=1, timeout=remaining)
             if not done:
-                waiting = ", ".join(sorted(pending.values()))
+                late = ", ".join(sorted(pending.values()))
                 self._check_alive(method)
-                raise WorkerError(f"{method}: no answer from {waiting} in {self._timeout_s:g} s")
+                raise WorkerError(f"{method}: no answer from {late} in {self._timeout_s:g} s")
             for reference in done:
                 name = pending.pop(reference)
+                waiting[name]()
                 results[name] = self._result(name, method, reference)
                 self._observe(name, "received", results[name])
         return {name: results[name] for name in calls}
+
+    def end_reports(self, timeout_s: float) -> None:
+        """Let every actor that lives send its telemetry, not longer than ``timeout_s``."""
+        ending = [handle.end_reports.remote() for handle in self._actors.values()]
+        ray.wait(ending, num_returns=len(ending), timeout=timeout_s)
 
     def stop(self) -> None:
         """Kill every actor."""
@@ -120,3 +156,41 @@ class ActorCalls:
                 ray.get(probe)
             except RayActorError as error:
                 raise WorkerError(f"{probes[probe]} {death(error, method)}") from error
+
+
+@contextmanager
+def _told(name: str, method: str, awaited: Awaited | None) -> Iterator[Callable[[], None]]:
+    """Tell of a call that has not been answered for a moment; yields what ends the wait."""
+    context = otel_context.get_current()
+    facts: dict[str, Any] = {"on": f"{name}: {method}"}
+
+    def tell(wait: Wait) -> None:
+        emit(
+            "waiting",
+            None if awaited is None else awaited.partition_id,
+            samples=None if awaited is None else awaited.samples,
+            context=context,
+            wait=wait.name,
+            since_ns=wait.since_ns,
+            fields=None if awaited is None else list(awaited.fields),
+            **facts,
+        )
+
+    wait = waits.begin(tell)
+    ended = False
+
+    def end(error: BaseException | None = None) -> None:
+        nonlocal ended
+        if not ended:
+            ended = True
+            waits.end(wait)
+            if wait.told:
+                emit("answered", context=context, error=error, wait=wait.name, **facts)
+
+    try:
+        yield end
+    except BaseException as error:
+        end(error)
+        raise
+    finally:
+        end()

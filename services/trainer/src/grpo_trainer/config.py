@@ -26,6 +26,7 @@ from grpo_trainer.sections import (
     PolicySection,
     RunSection,
     Section,
+    TracingSection,
     ValidationSection,
 )
 
@@ -41,6 +42,7 @@ class TrainerConfig(Section):
     env: EnvSection
     validation: ValidationSection
     checkpointing: CheckpointSection
+    tracing: TracingSection
     data_plane: DataPlaneConfig
 
     @property

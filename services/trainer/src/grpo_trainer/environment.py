@@ -12,6 +12,9 @@ from typing import TYPE_CHECKING, Any  # Any: extra_env_info is a plain dict tha
 
 import torch
 
+from grpo_trainer.reporting import Reporting, ReportingActor
+from observability import traced
+
 if TYPE_CHECKING:  # the environment's process needs neither the rollout actor nor the data plane
     from rollout_actor import EnvironmentReturnDict, Observation
 
@@ -27,18 +30,21 @@ def score(response: str, answer: str) -> float:
     return right / (len(answer) + 1)
 
 
-class VerifierEnvironment:
+class VerifierEnvironment(ReportingActor):
     """A Ray actor's class.
 
     Args:
         correct: what is said before a follow-up if the last response was right.
         wrong: the same if it was not.
+        reporting: how to report, None not to.
     """
 
-    def __init__(self, *, correct: str, wrong: str) -> None:
+    def __init__(self, *, correct: str, wrong: str, reporting: Reporting | None = None) -> None:
+        self._report(reporting, "grpo.environment")
         self._correct = correct
         self._wrong = wrong
 
+    @traced(bucket="productive")
     def step(
         self, message_logs: Sequence[Sequence[dict[str, str]]], infos: Sequence[dict[str, Any]]
     ) -> EnvironmentReturnDict:

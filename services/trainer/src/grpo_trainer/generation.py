@@ -15,8 +15,10 @@ from typing import Any  # Any: batches, and transformers' models
 import torch
 
 from grpo_trainer.model import load_model
+from grpo_trainer.reporting import Reporting, ReportingActor
 from grpo_trainer.sampling import sample_responses
 from grpo_trainer.tokenizer import load_tokenizer
+from observability import emit, traced
 
 
 def call_seed(seed: int, stream: str, call: int) -> int:
@@ -25,7 +27,7 @@ def call_seed(seed: int, stream: str, call: int) -> int:
     return int.from_bytes(digest, "big") >> 1
 
 
-class GenerationWorker:
+class GenerationWorker(ReportingActor):
     """A Ray actor's class.
 
     Args:
@@ -36,6 +38,7 @@ class GenerationWorker:
         seed: the run's.
         num_threads: CPU threads of torch.
         device: "cpu" or "cuda".
+        reporting: how to report, None not to.
     """
 
     def __init__(
@@ -48,7 +51,9 @@ class GenerationWorker:
         seed: int,
         num_threads: int,
         device: str,
+        reporting: Reporting | None = None,
     ) -> None:
+        self._report(reporting, "grpo.generation")
         torch.set_num_threads(num_threads)
         self._device = torch.device(device)
         self._model = load_model(model, self._device).eval()
@@ -68,6 +73,7 @@ class GenerationWorker:
         self._stream = stream
         self._calls = 0
 
+    @traced(bucket="productive")
     def generate(self, data: Mapping[str, Any], *, greedy: bool) -> dict[str, Any]:
         """One response per row; see `rollout_actor.GenerationInterface.generate`."""
         started = time.perf_counter()
@@ -110,6 +116,7 @@ class GenerationWorker:
             "truncated": torch.tensor([response.truncated for response in responses]),
         }
 
+    @traced(bucket="overhead")
     def install_weights(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
         """Replace the model's parameters and buffers; all or none.
 
@@ -127,6 +134,7 @@ class GenerationWorker:
         with torch.no_grad():
             for name, tensor in own.items():
                 tensor.copy_(weights[name])
+        emit("refit_installed")
 
     def metrics(self) -> dict[str, Any]:
         """Tokens and seconds since `clear_metrics`."""

@@ -7,7 +7,8 @@ from typing import Any  # Any: results of remote methods
 
 from column_io import DynamicBatchingArgs, round_up, shard_meta_for_dp
 from dataplane_core import GLOBAL_FORWARD_PAD_SEQLEN, KVBatchMeta
-from grpo_trainer.actor_calls import ActorCalls
+from dataplane_core.telemetry import inject
+from grpo_trainer.actor_calls import ActorCalls, Awaited
 from grpo_trainer.sections import PolicySection
 
 
@@ -49,12 +50,14 @@ class Policy:
             What `PolicyWorker.compute_logprobs` returns as ``error``, in the order of ``meta``.
         """
         shards, inverse = self._shard(meta)
+        carrier = inject()
         results = self._calls.each(
             "compute_logprobs",
             {
-                name: ((shard, column), {})
+                name: ((shard, column), {"carrier": carrier})
                 for name, shard in zip(self._workers, shards, strict=True)
             },
+            awaited=Awaited(meta.partition_id, (column,), meta.size),
         )
         joined = [value for name in self._workers for value in results[name]["error"]]
         return joined if inverse is None or not joined else [joined[place] for place in inverse]
@@ -67,6 +70,7 @@ class Policy:
         arguments: dict[str, Any] = {
             "rows_per_step": global_batch_size // len(self._workers),
             "learning_rate": learning_rate,
+            "carrier": inject(),
         }
         results = self._calls.each(
             "train",

@@ -24,9 +24,12 @@ from dataplane_core import (
     KVBatchMeta,
     build_data_plane_client,
 )
+from dataplane_core.telemetry import detail_span, span
 from grpo_trainer.loss import LossSums, grpo_loss, token_logprobs
 from grpo_trainer.model import load_model
 from grpo_trainer.policy_state import load_optimizer, load_weights, save_policy
+from grpo_trainer.reporting import Reporting, ReportingActor
+from observability import traced, trained
 
 _PREV, _REFERENCE, _GENERATED = (
     "prev_logprobs",
@@ -35,7 +38,7 @@ _PREV, _REFERENCE, _GENERATED = (
 )
 
 
-class PolicyWorker:
+class PolicyWorker(ReportingActor):
     """A Ray actor's class.
 
     Args:
@@ -48,6 +51,7 @@ class PolicyWorker:
         data_plane: the data plane's configuration.
         pad_token_id: pads ``input_ids``.
         timeout_s: deadline of a collective operation, in seconds.
+        reporting: how to report, None not to.
     """
 
     def __init__(
@@ -62,7 +66,9 @@ class PolicyWorker:
         data_plane: Mapping[str, Any],
         pad_token_id: int,
         timeout_s: float,
+        reporting: Reporting | None = None,
     ) -> None:
+        self._report(reporting, "grpo.policy", str(rank))
         torch.set_num_threads(policy["num_threads"])
         gpu = policy["num_gpus_per_worker"] > 0
         self._device = torch.device("cuda" if gpu else "cpu")
@@ -94,6 +100,7 @@ class PolicyWorker:
     def ready(self) -> None:
         """Returns once the model is loaded and all ranks have met."""
 
+    @traced
     def compute_logprobs(self, meta: KVBatchMeta, column: str) -> dict[str, Any]:
         """Score the shard and write the result as ``column``.
 
@@ -112,14 +119,15 @@ class PolicyWorker:
         batch = read_columns(self._client, meta, wanted, pad_value_dict=self._pad)
         width = batch["input_ids"].shape[1]
         parts, errors = [], []
-        with torch.no_grad():
+        with torch.no_grad(), span("forward", "productive"):
             for micro in self._micro_batches(batch):
-                scored = token_logprobs(
-                    model,
-                    micro["input_ids"],
-                    micro["input_lengths"],
-                    temperature=self._temperature,
-                )
+                with detail_span("micro_batch", "productive"):
+                    scored = token_logprobs(
+                        model,
+                        micro["input_ids"],
+                        micro["input_lengths"],
+                        temperature=self._temperature,
+                    )
                 parts.append(torch.nn.functional.pad(scored, (0, width - scored.shape[1])))
                 if column == _PREV:
                     mask = micro["token_mask"].float()
@@ -128,6 +136,7 @@ class PolicyWorker:
         write_columns(self._client, meta, {column: torch.cat(parts).cpu()})
         return {"seconds": time.perf_counter() - started, "error": errors}
 
+    @traced
     def train(
         self, meta: KVBatchMeta, *, rows_per_step: int, learning_rate: float
     ) -> dict[str, float]:
@@ -161,17 +170,23 @@ class PolicyWorker:
             for name in ("loss", "kl", "clip_fraction", "grad_norm")
         }
         tokens = sum(step["tokens"] for step in steps)
+        trained(self._client, meta, field=_GENERATED)
         return {**means, "tokens": tokens, "seconds": time.perf_counter() - started}
 
     def _optimizer_step(self, chunk: BatchedDataDict[Any]) -> dict[str, float]:
+        with span("optimizer_step", "productive"):
+            return self._optimize(chunk)
+
+    def _optimize(self, chunk: BatchedDataDict[Any]) -> dict[str, float]:
         mask = chunk["token_mask"].float() * chunk["sample_mask"].float()[:, None]
         tokens = mask.sum().to(self._device)
         dist.all_reduce(tokens)
         self._optimizer.zero_grad()
         totals = torch.zeros(4, device=self._device)
         for micro in self._micro_batches(chunk):
-            sums = self._loss(micro)
-            (sums.loss / tokens.clamp(min=1)).backward()
+            with detail_span("micro_batch", "productive"):
+                sums = self._loss(micro)
+                (sums.loss / tokens.clamp(min=1)).backward()
             totals += torch.stack([sums.loss.detach(), sums.kl, sums.clipped, sums.tokens])
         dist.all_reduce(totals)
         norm = self._reduce_gradients()
@@ -231,6 +246,7 @@ class PolicyWorker:
         for start in range(0, batch.size, size):
             yield batch.slice(start, min(start + size, batch.size)).to(self._device)
 
+    @traced(bucket="overhead")
     def publish_weights(self) -> list[Any]:
         """A reference to the weights in Ray's object store, in a list so that Ray leaves it be."""
         weights = {name: tensor.cpu() for name, tensor in self._model.state_dict().items()}

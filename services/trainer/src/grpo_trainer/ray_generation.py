@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any  # Any: batches and Ray handles
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
+from dataplane_core.telemetry import inject
 from grpo_trainer.errors import WorkerError
 from grpo_trainer.ray_failures import first_line
 
@@ -32,7 +33,7 @@ class RayGeneration:
 
     def generate(self, data: BatchedDataDict[Any], *, greedy: bool) -> Mapping[str, Any]:
         """Generate one response per row."""
-        return self._call("generate", dict(data), greedy=greedy)
+        return self._call("generate", dict(data), greedy=greedy, carrier=inject())
 
     def clear_logger_metrics(self) -> None:
         """Start the accumulation of metrics anew."""

@@ -11,11 +11,16 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any  # Any: Ray handles and transformers' tokenizers
+from typing import Any, cast  # Any: Ray handles and transformers' tokenizers
 
 import ray
 
-from dataplane_core import DataPlaneClient, build_data_plane_client
+from dataplane_core import (
+    DataPlaneClient,
+    DataPlaneConfig,
+    ObservabilityConfig,
+    build_data_plane_client,
+)
 from grpo_trainer.actor_calls import ActorCalls, Observer
 from grpo_trainer.config import TrainerConfig
 from grpo_trainer.environment import VerifierEnvironment
@@ -24,8 +29,10 @@ from grpo_trainer.generation import GenerationWorker
 from grpo_trainer.policy_worker import PolicyWorker
 from grpo_trainer.ray_failures import first_line
 from grpo_trainer.ray_generation import RayGeneration
+from grpo_trainer.reporting import SHUTDOWN_S, Reporting, ReportingActor
 from grpo_trainer.rollout_batch import TASK
 from grpo_trainer.sections import ClusterSection
+from observability import TracedHandle
 from rollout_actor import SyncRolloutActor
 
 GENERATION = "generation worker"
@@ -33,6 +40,15 @@ ROLLOUT = "rollout actor"
 ENVIRONMENT = "environment"
 
 _SMALL = 0.1
+_OBSERVED = cast("ObservabilityConfig", {"enabled": True})
+
+
+class RolloutActor(SyncRolloutActor, ReportingActor):
+    """`SyncRolloutActor` that reports; its other arguments follow."""
+
+    def __init__(self, reporting: Reporting | None, *args: Any, **kwargs: Any) -> None:
+        self._report(reporting, "grpo.rollout")
+        super().__init__(*args, **kwargs)
 
 
 class RunActors:
@@ -43,6 +59,7 @@ class RunActors:
         model: folder or hub name that the workers load.
         tokenizer: the model's tokenizer.
         observer: see `ActorCalls`.
+        reporting: how the processes report, None not to.
 
     Raises:
         WorkerError: Ray or a process cannot be started. What was started is stopped.
@@ -64,8 +81,10 @@ class RunActors:
         model: str,
         tokenizer: Any,
         observer: Observer | None = None,
+        reporting: Reporting | None = None,
     ) -> None:
         self._config = config
+        self._reporting = reporting
         self._started_ray = False
         self._has_data_plane = False
         self.calls = ActorCalls(timeout_s=config.cluster.call_timeout_s, observer=observer)
@@ -73,7 +92,7 @@ class RunActors:
         try:
             self._started_ray = _start_ray(config.cluster)
             _check_room(config)
-            self.data_plane = build_data_plane_client(config.data_plane, bootstrap=True)
+            self.data_plane = build_data_plane_client(_quiet(self._plane), bootstrap=True)
             self._has_data_plane = True
             self._start_rollouts(model, tokenizer)
             self._start_policy(model, tokenizer.pad_token_id)
@@ -83,12 +102,19 @@ class RunActors:
             self.close()
             raise
 
+    @property
+    def _plane(self) -> DataPlaneConfig:
+        """The data plane's configuration; whoever traces sees what it does."""
+        if self._reporting is None:
+            return self._config.data_plane
+        return {**self._config.data_plane, "observability": _OBSERVED}
+
     def _start_rollouts(self, model: str, tokenizer: Any) -> None:
         config = self._config
         environment = (
             ray.remote(VerifierEnvironment)
             .options(num_cpus=_SMALL)
-            .remote(correct=config.env.correct, wrong=config.env.wrong)
+            .remote(correct=config.env.correct, wrong=config.env.wrong, reporting=self._reporting)
         )
         self.calls.add(ENVIRONMENT, environment)
         generation = config.policy.generation
@@ -103,15 +129,17 @@ class RunActors:
                 seed=config.run.seed,
                 num_threads=generation.num_threads,
                 device="cuda" if generation.num_gpus > 0 else "cpu",
+                reporting=self._reporting,
             )
         )
         self.calls.add(GENERATION, worker)
-        rollout = SyncRolloutActor.options(num_cpus=_SMALL).remote(
+        rollout = RolloutActor.options(num_cpus=_SMALL).remote(
+            self._reporting,
             RayGeneration(worker, timeout_s=config.cluster.call_timeout_s),
             tokenizer,
-            {TASK: environment},
+            {TASK: TracedHandle(environment)},
             config.model_dump(mode="json"),
-            config.data_plane,
+            self._plane,
         )
         self.calls.add(ROLLOUT, rollout)
 
@@ -129,9 +157,10 @@ class RunActors:
                     model=model,
                     policy=config.policy.model_dump(mode="json"),
                     grpo=config.grpo.model_dump(mode="json"),
-                    data_plane=config.data_plane,
+                    data_plane=self._plane,
                     pad_token_id=pad_token_id,
                     timeout_s=config.cluster.call_timeout_s,
+                    reporting=self._reporting,
                 )
             )
             self.calls.add(name, handle)
@@ -139,6 +168,8 @@ class RunActors:
     def close(self) -> None:
         """Stop every process of the run; closing twice is fine."""
         try:
+            if self._reporting is not None:
+                self.calls.end_reports(2 * SHUTDOWN_S)
             self.calls.stop()
             if self._has_data_plane:
                 self._has_data_plane = False
@@ -147,6 +178,14 @@ class RunActors:
             if self._started_ray:
                 self._started_ray = False
                 ray.shutdown()
+
+
+def _quiet(plane: DataPlaneConfig) -> DataPlaneConfig:
+    """Without a line per operation, which would tear the driver's display apart."""
+    observed = plane.get("observability")
+    if observed is None or not observed["enabled"]:
+        return plane
+    return {**plane, "observability": {"callback": lambda event: None, **observed}}
 
 
 def _start_ray(cluster: ClusterSection) -> bool:

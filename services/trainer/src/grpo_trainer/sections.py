@@ -217,6 +217,21 @@ class ValidationSection(Section):
     batch_size: PositiveInt
 
 
+class TracingSection(Section):
+    """Spans, lifecycle events and metrics of every process of the run; see docs/telemetry.md.
+
+    Attributes:
+        enabled: send them, and observe the data plane whatever ``data_plane.observability`` says.
+        endpoint: base URL of an OTLP/HTTP collector, or null for what the ``OTEL_*`` variables of
+            each process say.
+        verbose: a span for each micro-batch as well.
+    """
+
+    enabled: bool
+    endpoint: str | None
+    verbose: bool
+
+
 class CheckpointSection(Section):
     """Checkpoints of the whole run; ``every_steps: 0`` writes none."""
 

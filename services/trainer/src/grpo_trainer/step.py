@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 
 import torch
 
 from column_io import write_columns
 from dataplane_core import DP_TRAIN_FIELDS, DataPlaneClient, KVBatchMeta
+from dataplane_core.telemetry import Bucket, inject, span, step_context
 from grpo_trainer.actor_calls import ActorCalls
 from grpo_trainer.advantages import advantages, group_statistics
 from grpo_trainer.config import TrainerConfig
@@ -25,6 +26,7 @@ from grpo_trainer.prompts import Prompt, PromptStream
 from grpo_trainer.rollout_batch import rollout_batch
 from grpo_trainer.run_actors import GENERATION, ROLLOUT
 from grpo_trainer.weight_sync import WeightSync
+from observability import emit
 
 TRAIN, VALIDATION = "train", "val"
 TASKS = ["prev_lp", "ref_lp", "train"]
@@ -71,12 +73,18 @@ class StepReport:
     on_phase: Callable[[str], None] = lambda phase: None
 
     @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Time a phase; phases of one name add up."""
+    def phase(self, name: str, bucket: Bucket = "idle") -> Iterator[None]:
+        """Time a phase; phases of one name add up.
+
+        Args:
+            name: of the phase and its span.
+            bucket: of the span; most of the time the driver waits.
+        """
         self.on_phase(name)
         started = time.perf_counter()
         try:
-            yield
+            with span(name, bucket):
+                yield
         finally:
             elapsed = time.perf_counter() - started
             self.seconds[name] = self.seconds.get(name, 0.0) + elapsed
@@ -92,6 +100,7 @@ class GRPOStep:
         policy: the policy workers.
         weight_sync: brings weights to the generation worker.
         prompts: where prompts come from.
+        run_id: of the run.
     """
 
     def __init__(
@@ -103,6 +112,7 @@ class GRPOStep:
         policy: Policy,
         weight_sync: WeightSync,
         prompts: PromptStream,
+        run_id: str,
     ) -> None:
         self._config = config
         self._calls = calls
@@ -110,6 +120,7 @@ class GRPOStep:
         self._policy = policy
         self._weight_sync = weight_sync
         self._prompts = prompts
+        self._run_id = run_id
 
     def run(self, step: int, report: StepReport) -> None:
         """Run the step that follows ``step`` completed ones, and fill ``report``.
@@ -119,6 +130,15 @@ class GRPOStep:
             DataPlaneError: the data plane did.
             DynamicSamplingError: too few groups have different rewards.
         """
+        with self._context(step), span("grpo.step"):
+            self._run(step, report)
+
+    def _context(self, step: int) -> AbstractContextManager[None]:
+        # A step generates and trains with the weights of as many steps as came before it.
+        verbose = self._config.tracing.verbose
+        return step_context(self._run_id, step, weight_version=step, verbose=verbose)
+
+    def _run(self, step: int, report: StepReport) -> None:
         grpo = self._config.grpo
         with report.phase("refit"):
             self._weight_sync.sync(step)
@@ -134,7 +154,7 @@ class GRPOStep:
         report.metrics["samples"] = batch.meta.size
         if batch.meta.size:
             self._learn(batch, step, report)
-        with report.phase("clear"):
+        with report.phase("clear", "overhead"):
             self._client.clear_samples(batch.meta.sample_ids, TRAIN)
 
     def _learn(self, batch: Batch, step: int, report: StepReport) -> None:
@@ -152,7 +172,7 @@ class GRPOStep:
         if grpo.kl_coefficient > 0:
             with report.phase("reference"):
                 self._policy.compute_logprobs(meta, "reference_policy_logprobs")
-        with report.phase("advantages"):
+        with report.phase("advantages", "overhead"):
             # One number per sample: the loss spreads it over the sample's tokens.
             columns = {"advantages": batch.columns["advantages"], "sample_mask": sample_mask}
             write_columns(self._client, meta, columns)
@@ -177,7 +197,7 @@ class GRPOStep:
             rewards.append(reward)
             if sampling.enabled:
                 equal = (fresh.columns["std"] == 0).nonzero()[:, 0].tolist()
-                fresh = self._drop(fresh, equal)
+                fresh = self._drop(fresh, equal, "equal_rewards")
             kept = fresh if kept is None else kept.concat(fresh)
         if kept is None:
             raise AssertionError("max_batches is at least 1")
@@ -191,7 +211,7 @@ class GRPOStep:
         )
         if sampling.enabled and kept.meta.size < rows:
             return self._short(kept, batches)
-        return self._drop(kept, range(rows, kept.meta.size))
+        return self._drop(kept, range(rows, kept.meta.size), "surplus")
 
     def _short(self, kept: Batch, batches: int) -> Batch:
         """Fewer samples than a step's: fail, or train on the whole optimiser steps among them."""
@@ -206,7 +226,7 @@ class GRPOStep:
         whole = kept.meta.size // size * size or (
             kept.meta.size // policy.data_parallel * policy.data_parallel
         )
-        return self._drop(kept, range(whole, kept.meta.size))
+        return self._drop(kept, range(whole, kept.meta.size), "surplus")
 
     def _rollout(self, report: StepReport, *, first: bool) -> tuple[Batch, torch.Tensor]:
         """Generate one batch; returns it and its rewards."""
@@ -221,6 +241,7 @@ class GRPOStep:
                 group_size=grpo.num_generations_per_prompt,
                 first_iter=first,
                 carry_keys=CARRY,
+                carrier=inject(),
             )
         reward = carry["total_reward"] * grpo.reward_scale
         statistics = group_statistics(reward, grpo.num_generations_per_prompt)
@@ -234,17 +255,25 @@ class GRPOStep:
         }
         return Batch(meta, columns), reward
 
-    def _drop(self, batch: Batch, rows: Sequence[int]) -> Batch:
+    def _drop(self, batch: Batch, rows: Sequence[int], reason: str) -> Batch:
         """Clear ``rows`` from the data plane; the batch without them."""
         gone = set(rows)
         if not gone:
             return batch
-        self._client.clear_samples([batch.meta.sample_ids[i] for i in sorted(gone)], TRAIN)
+        sample_ids = [batch.meta.sample_ids[i] for i in sorted(gone)]
+        with span("drop", "wasted"):
+            emit("dropped", TRAIN, sample_ids, reason=reason)
+            self._client.clear_samples(sample_ids, TRAIN)
         return batch.subset([i for i in range(batch.meta.size) if i not in gone])
 
     def validate(self, step: int, prompts: Sequence[Prompt], report: StepReport) -> float:
         """Mean reward of one sampled conversation for each prompt, on a partition of its own."""
-        self._weight_sync.sync(step)
+        with self._context(step), span("grpo.validation"):
+            return self._validate(step, prompts, report)
+
+    def _validate(self, step: int, prompts: Sequence[Prompt], report: StepReport) -> float:
+        with report.phase("refit"):
+            self._weight_sync.sync(step)
         self._calls.one(GENERATION, "begin", f"validation {step}")
         size = self._config.validation.batch_size
         rewards = []
@@ -261,6 +290,7 @@ class GRPOStep:
                     first_iter=False,
                     finish_generation=start + size >= len(prompts),
                     carry_keys=["total_reward"],
+                    carrier=inject(),
                 )
                 rewards.append(carry["total_reward"])
                 self._client.clear_samples(meta.sample_ids, VALIDATION)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any  # Any: metrics of a step
 
@@ -18,6 +19,7 @@ from grpo_trainer.model import save_random_model
 from grpo_trainer.picture import save_reward_picture
 from grpo_trainer.policy import Policy
 from grpo_trainer.prompts import PromptStream
+from grpo_trainer.reporting import Reporting
 from grpo_trainer.run_actors import GENERATION, RunActors
 from grpo_trainer.run_display import RunDisplay
 from grpo_trainer.run_folder import (
@@ -65,8 +67,19 @@ def run_steps(
         position=state.prompts_position,
     )
     history = list(state.history)
-    actors = RunActors(config, model=model, tokenizer=inputs.tokenizer, observer=observer)
-    try:
+    run_id = f"{config.run.name}/{folder.name}"
+    reporting = Reporting(run_id, config.tracing.endpoint) if config.tracing.enabled else None
+    with ExitStack() as stack:
+        if reporting is not None:
+            stack.callback(reporting.start("grpo.driver").shutdown)
+        actors = RunActors(
+            config,
+            model=model,
+            tokenizer=inputs.tokenizer,
+            observer=observer,
+            reporting=reporting,
+        )
+        stack.callback(actors.close)
         policy = Policy(actors.calls, actors.policy_workers, config.policy)
         if checkpoint is not None:
             policy.load(checkpoint)
@@ -79,6 +92,7 @@ def run_steps(
                 actors.calls, source=actors.policy_workers[0], targets=[GENERATION]
             ),
             prompts=prompts,
+            run_id=run_id,
         )
         write_history(folder, history)
         display.started(folder, config, state.step)
@@ -106,8 +120,6 @@ def run_steps(
                     policy.save,
                     keep_last=config.checkpointing.keep_last,
                 )
-    finally:
-        actors.close()
     with written(folder / PICTURE):
         save_reward_picture(history, folder / PICTURE, title=f"GRPO, run {config.run.name!r}")
     return history

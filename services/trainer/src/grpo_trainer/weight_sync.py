@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from dataplane_core.telemetry import inject
 from grpo_trainer.actor_calls import ActorCalls
 
 
@@ -42,8 +43,9 @@ class RayObjectWeightSync:
         """See `WeightSync.sync`."""
         if version == self._installed:
             return
-        [reference] = self._calls.one(self._source, "publish_weights")
+        carrier = {"carrier": inject()}
+        [reference] = self._calls.one(self._source, "publish_weights", **carrier)
         self._calls.each(
-            "install_weights", {name: ((reference, version), {}) for name in self._targets}
+            "install_weights", dict.fromkeys(self._targets, ((reference, version), carrier))
         )
         self._installed = version
