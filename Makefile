@@ -35,6 +35,10 @@ sync: $(UV) ## Install the workspace and its development tools into .venv
 demo: sync ## Train a tiny model with GRPO through the data plane; reward.png shows it learn
 	$(BIN)/grpo-trainer train
 
+.PHONY: trace
+trace: sync ## Trace three steps of the demo across all its processes; build/trace.html shows them
+	$(BIN)/grpo-trace --steps 3 --html build/trace.html --perfetto build/trace.json
+
 .PHONY: test
 test: sync ## Run every test of every package, service and integration
 	$(BIN)/pytest

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,27 +30,33 @@ def cluster() -> Iterator[None]:
         ray.shutdown()
 
 
+def configured(folder: Path, changes: Mapping[str, Any]) -> TrainerConfig:
+    """The demo's configuration with dotted keys replaced, one step that writes below ``folder``."""
+    raw = copy.deepcopy(yaml.safe_load(DEMO_CONFIG.read_text()))
+    small = {
+        "run.output": str(folder / "runs"),
+        "validation.every_steps": 0,
+        "checkpointing.every_steps": 0,
+        "grpo.num_steps": 1,
+        "grpo.dynamic_sampling.enabled": False,
+    }
+    for key, value in {**small, **changes}.items():
+        *parents, leaf = key.split(".")
+        node = raw
+        for parent in parents:
+            node = node[parent]
+        assert leaf in node, key
+        node[leaf] = value
+    return check_config(raw, source="test")
+
+
 @pytest.fixture
 def make_config(tmp_path: Path) -> Callable[..., TrainerConfig]:
-    """Builds the demo's configuration with dotted keys replaced."""
+    """`configured`, with double underscores for dots."""
 
     def make(**changes: Any) -> TrainerConfig:
-        raw = copy.deepcopy(yaml.safe_load(DEMO_CONFIG.read_text()))
-        small = {
-            "run.output": str(tmp_path / "runs"),
-            "validation.every_steps": 0,
-            "checkpointing.every_steps": 0,
-            "grpo.num_steps": 1,
-            "grpo.dynamic_sampling.enabled": False,
-        }
-        replaced = {**small, **{key.replace("__", "."): value for key, value in changes.items()}}
-        for key, value in replaced.items():
-            *parents, leaf = key.split(".")
-            node = raw
-            for parent in parents:
-                node = node[parent]
-            assert leaf in node, key
-            node[leaf] = value
-        return check_config(raw, source="test")
+        return configured(
+            tmp_path, {key.replace("__", "."): value for key, value in changes.items()}
+        )
 
     return make

@@ -27,7 +27,7 @@ TEST_TOOLS = ["pytest>=8.2", "pytest-timeout>=2.3", "hypothesis>=6.100"]
 TESTED_WITH = {  # what a package's own tests need besides the package
     "dataplane-core": ["dataplane-core[checkpoint,testing]"],
     "dataplane-tq": ["dataplane-core[testing]"],
-    "observability": ["dataplane-core[testing]"],
+    "observability": ["dataplane-core[testing]", "observability[sdk,views]"],
     "refit-mx": ["torch>=2.10"],  # layouts are compared with torch.chunk
 }
 TIMEOUT_S = 900

@@ -52,6 +52,7 @@ ONLY_IN = {
 PACKAGE_OF = {  # import name -> distribution, where they differ
     "grpc": "grpcio",
     "grpc_health": "grpcio-health-checking",
+    "opentelemetry": "opentelemetry-api",  # the SDK and the protobuf messages come with extras
     "transfer_queue": "transferqueue",
     "typing_extensions": "typing-extensions",
     "yaml": "pyyaml",
@@ -63,6 +64,11 @@ WITH_EXTRA = {
     ("dataplane_core", "msgspec"),
     ("dataplane_core", "pytest"),
     ("dataplane_core", "safetensors"),
+    ("observability", "google"),  # protobuf, of opentelemetry-proto
+    ("observability", "jinja2"),
+    ("observability", "prometheus_client"),
+    ("observability", "requests"),
+    ("observability", "rich"),
 }
 
 

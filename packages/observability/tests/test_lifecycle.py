@@ -75,6 +75,7 @@ def test_each_batch_operation_is_one_event_with_its_samples(client, log):
     client.acknowledge(claim.subset([0]))
     client.release(claim.subset([1]))
     client.clear_samples(["a"], "train")
+    client.clear_samples([], "train")
     client.clear_samples(None, "train")
     events = log.facts()
     waited = events[2][2].pop("wait_s")

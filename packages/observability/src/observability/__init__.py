@@ -5,8 +5,6 @@ Nothing here needs an OpenTelemetry SDK but `setup`, which needs the extra ``obs
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 from dataplane_core.telemetry import attached, extract, inject, span, step_context
 from observability.actors import TracedHandle, traced
 from observability.events import log_event
@@ -15,11 +13,9 @@ from observability.lifecycle import LifecycleDataPlaneClient, emit
 from observability.meters import MeterDataPlaneClient, trained
 from observability.metrics import MetricsDataPlaneClient
 from observability.operations import ObservedClient, Observer, Operation
+from observability.setup import setup
 from observability.tracing import TracingDataPlaneClient
 from observability.waits import waits
-
-if TYPE_CHECKING:
-    from observability.setup import Telemetry
 
 __all__ = [
     "InstrumentedDataPlaneClient",
@@ -43,14 +39,3 @@ __all__ = [
     "trained",
     "waits",
 ]
-
-
-def setup(service_name: str, **options: Any) -> Telemetry:
-    """Configure this process to send; see `observability.setup.setup` for the options.
-
-    Raises:
-        ImportError: the extra ``observability[sdk]`` is not installed.
-    """
-    from observability.setup import setup as configure
-
-    return configure(service_name, **options)

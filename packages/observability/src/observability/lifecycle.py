@@ -138,6 +138,8 @@ class Lifecycle(Observer):
         if call.op == "claim_meta":
             self._claimed(call, state)
         elif call.error is None and (event := _DONE.get(call.op)) is not None:
+            if call.op == "clear" and call.sample_ids is not None and not call.sample_ids:
+                return  # without ids the event would speak of the whole partition
             moves = call.op in ("put", "get", "get_data")
             emit(
                 event,

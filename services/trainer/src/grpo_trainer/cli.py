@@ -8,11 +8,8 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
 from typing import Annotated
 
 import typer
@@ -25,6 +22,7 @@ from grpo_trainer.display import TerminalDisplay, print_summary
 from grpo_trainer.errors import TrainerError
 from grpo_trainer.run import RunResult, resume, train
 from grpo_trainer.run_folder import PICTURE
+from grpo_trainer.signals import exit_on_sigterm
 
 app = typer.Typer(
     help="Synchronous GRPO on Ray, through a data plane.",
@@ -73,7 +71,7 @@ def _quoted(path: Path) -> str:
 
 
 def _report(run: Callable[[TerminalDisplay], RunResult]) -> None:
-    signal.signal(signal.SIGTERM, _terminate)
+    exit_on_sigterm()
     # Started by `uv run`, Ray would start every worker by `uv run` too, in a copy of the working
     # folder that lacks what git ignores. Read when Ray is imported, which it is not yet.
     os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
@@ -93,7 +91,3 @@ def _report(run: Callable[[TerminalDisplay], RunResult]) -> None:
     finally:
         display.close()
     print_summary(console, result.history, picture=result.folder / PICTURE)
-
-
-def _terminate(signum: int, frame: FrameType | None) -> None:
-    sys.exit(128 + signum)

@@ -1,0 +1,272 @@
+"""A traced step on a real Ray: the exact tree of spans, every link, and the events beside them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grpo_trainer import RunDisplay, TrainerError, train
+from observability.receiver import Receiver, read_folder
+from observability.records import Records, Span
+
+STEPS = 2
+SAMPLES = 64  # 8 prompts of 8, in optimiser steps of 32, on two ranks
+
+LOGPROBS = """
+    compute_logprobs [policy 0]
+      get train [policy 0] overhead
+      forward [policy 0] productive
+      send train [policy 0] overhead
+    compute_logprobs [policy 1]
+      get train [policy 1] overhead
+      forward [policy 1] productive
+      send train [policy 1] overhead"""
+
+TRAIN = """
+    train [policy {rank}]
+      get train [policy {rank}] overhead
+      optimizer_step [policy {rank}] productive
+      optimizer_step [policy {rank}] productive"""
+
+TURN = """
+      turn [rollout]
+        generate [rollout] idle
+          generate [generation] productive
+        environment_step [rollout] idle
+          step [environment] productive"""
+
+TREE = f"""
+grpo.step [driver]
+  refit [driver] idle
+    publish_weights [policy 0] overhead
+    install_weights [generation] overhead
+  register train [driver] overhead
+  rollout [driver] idle
+    rollout_to_tq [rollout]{TURN}{TURN}
+      flatten [rollout] overhead
+      send train [rollout] overhead
+  logprobs [driver] idle{LOGPROBS}
+  reference [driver] idle{LOGPROBS}
+  advantages [driver] overhead
+    send train [driver] overhead
+  train [driver] idle{TRAIN.format(rank=0)}{TRAIN.format(rank=1)}
+  clear [driver] overhead
+    settle train [driver] overhead
+"""
+
+
+@pytest.fixture(scope="module")
+def traced(cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Traced]:
+    folder = tmp_path_factory.mktemp("traced")
+    with Receiver(folder / "telemetry") as receiver:
+        train(traced_config(folder, receiver.endpoint))
+        # The run has ended, so every process has sent what it had.
+        yield Traced(receiver.snapshot(), read_folder(folder / "telemetry"))
+
+
+def traced_config(folder: Path, endpoint: str, **changes: Any) -> Any:
+    from integration.conftest import configured
+
+    return configured(
+        folder,
+        {
+            "grpo.num_steps": STEPS,
+            "grpo.num_prompts_per_step": 8,
+            "grpo.num_generations_per_prompt": 8,
+            "policy.global_batch_size": 32,
+            "policy.micro_batch_size": 16,
+            "tracing.enabled": True,
+            "tracing.endpoint": endpoint,
+            **changes,
+        },
+    )
+
+
+@dataclass
+class Traced:
+    """What a run told; ``stored`` is the same, read back from its files."""
+
+    records: Records
+    stored: Records
+    steps: list[list[Span]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        by_trace: dict[str, list[Span]] = {}
+        for span in self.records.spans:
+            by_trace.setdefault(span.trace_id, []).append(span)
+        self.steps = sorted(by_trace.values(), key=lambda spans: min(s.start_ns for s in spans))
+
+
+def drawn(spans: list[Span]) -> str:
+    """The tree as text; ranks in their order, everything else in the order of time."""
+    children: dict[str | None, list[Span]] = {}
+    for span in spans:
+        children.setdefault(span.parent_id, []).append(span)
+
+    def order(span: Span) -> tuple[str, int]:
+        own_rank = span.process.service == "grpo.policy" and span.name in (
+            "compute_logprobs",
+            "train",
+        )
+        return (span.process.instance, 0) if own_rank else ("", span.start_ns)
+
+    def lines(parent: str | None, depth: int) -> Iterator[str]:
+        for span in sorted(children.get(parent, ()), key=order):
+            process = span.process.label.removeprefix("grpo.")
+            bucket = span.attributes.get("rl.bucket", "")
+            yield f"{'  ' * depth}{span.name} [{process}] {bucket}".rstrip()
+            yield from lines(span.span_id, depth + 1)
+
+    return "\n" + "\n".join(lines(None, 0)) + "\n"
+
+
+def named(spans: list[Span], name: str, service: str) -> list[Span]:
+    return [s for s in spans if s.name == name and s.process.service == f"grpo.{service}"]
+
+
+def test_a_step_is_one_trace_with_exactly_these_spans(traced: Traced) -> None:
+    assert [drawn(spans) for spans in traced.steps] == [TREE] * STEPS
+    assert [len(spans) for spans in traced.steps] == [TREE.strip().count("\n") + 1] * STEPS
+
+
+def test_no_span_is_an_orphan_and_children_lie_within_their_parents(traced: Traced) -> None:
+    for spans in traced.steps:
+        by_id = {span.span_id: span for span in spans}
+        assert [span.name for span in spans if span.parent_id is None] == ["grpo.step"]
+        for span in spans:
+            if span.parent_id is not None:
+                parent = by_id[span.parent_id]
+                assert parent.start_ns <= span.start_ns <= span.end_ns <= parent.end_ns
+
+
+def test_every_span_carries_run_step_and_weight_version(traced: Traced) -> None:
+    run_ids = {span.attributes["rl.run_id"] for span in traced.records.spans}
+    assert len(run_ids) == 1
+    for step, spans in enumerate(traced.steps):
+        assert {span.attributes["rl.step"] for span in spans} == {step}
+        assert {span.attributes["rl.weight_version"] for span in spans} == {step}
+
+
+def test_every_process_is_there_under_its_own_pid(traced: Traced) -> None:
+    pids = {span.process.label: span.process.pid for span in traced.records.spans}
+    assert pids.keys() == {
+        "grpo.driver",
+        "grpo.rollout",
+        "grpo.generation",
+        "grpo.environment",
+        "grpo.policy 0",
+        "grpo.policy 1",
+    }
+    assert len(set(pids.values())) == len(pids)
+    assert pids["grpo.driver"] == os.getpid()
+
+
+def test_reads_link_to_exactly_the_puts_that_wrote_what_they_read(traced: Traced) -> None:
+    for spans in traced.steps:
+        [rollout] = named(spans, "send train", "rollout")
+        [advantages] = named(spans, "send train", "driver")
+        written = named(spans, "send train", "policy")
+        assert len(written) == 4  # two columns by two ranks
+        for read in named(spans, "get train", "policy"):
+            linked = {link.span_id for link in read.links}
+            assert {link.trace_id for link in read.links} == {read.trace_id}
+            if "advantages" in read.attributes["dataplane.fields"]:
+                # A rank's share to train on mixes what both ranks scored.
+                assert linked == {
+                    rollout.span_id,
+                    advantages.span_id,
+                    *(s.span_id for s in written),
+                }
+            else:
+                assert linked == {rollout.span_id}
+        others = [span for span in spans if span.links and span.name != "get train"]
+        assert others == []
+
+
+def test_events_account_for_every_sample_of_every_operation(traced: Traced) -> None:
+    for step, spans in enumerate(traced.steps):
+        events = [e for e in traced.records.events if e.attributes.get("rl.step") == step]
+        counted = Counter((e.name, e.process.service.removeprefix("grpo.")) for e in events)
+        for waited in ("waiting", "answered"):  # there are as many as the machine is slow
+            counted.pop((waited, "driver"), None)
+        assert counted == {
+            ("registered", "driver"): 1,
+            ("refit_installed", "generation"): 1,
+            ("put", "rollout"): 1,
+            ("read", "policy"): 6,
+            ("put", "policy"): 4,
+            ("put", "driver"): 1,
+            ("trained", "policy"): 2,
+            ("cleared", "driver"): 1,
+        }
+        ids = {e.name: set() for e in events}
+        for event in events:
+            ids[event.name] |= set(event.sample_ids)
+        assert {len(ids[name]) for name in ("put", "read", "trained", "cleared")} == {SAMPLES}
+        spans_by_id = {span.span_id for span in spans}
+        assert all(e.span_id in spans_by_id and e.trace_id == spans[0].trace_id for e in events)
+
+
+def test_no_span_names_a_sample(traced: Traced) -> None:
+    ids = {sample_id for event in traced.records.events for sample_id in event.sample_ids}
+    values = [str(v) for span in traced.records.spans for v in span.attributes.values()]
+    assert ids
+    assert not [value for value in values if any(sample_id in value for sample_id in ids)]
+
+
+def test_the_files_hold_what_arrived(traced: Traced) -> None:
+    assert sorted(s.span_id for s in traced.stored.spans) == sorted(
+        s.span_id for s in traced.records.spans
+    )
+    assert len(traced.stored.events) == len(traced.records.events)
+
+
+class KillsRank(RunDisplay):
+    """Kills a policy worker when the second step begins to train."""
+
+    def __init__(self, receiver: Receiver) -> None:
+        self._receiver = receiver
+        self._trained = 0
+
+    def phase(self, name: str) -> None:
+        """See `RunDisplay.phase`."""
+        if name != "train":
+            return
+        self._trained += 1
+        if self._trained == 2:
+            told = self._receiver.wait_for(
+                lambda records: any(e.process.label == "grpo.policy 1" for e in records.events), 60
+            )
+            [pid] = {e.process.pid for e in told.events if e.process.label == "grpo.policy 1"}
+            os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.slow
+def test_of_a_killed_actor_the_trace_says_that_it_is_incomplete(
+    cluster: None, tmp_path: Path
+) -> None:
+    from observability.views import steps_of
+
+    with Receiver(tmp_path / "telemetry") as receiver:
+        with pytest.raises(TrainerError, match="policy worker 1"):
+            train(traced_config(tmp_path, receiver.endpoint), display=KillsRank(receiver))
+        first, second = steps_of(receiver.snapshot())
+    assert first.incomplete == []
+    assert any("grpo.driver" in reason and "WorkerError" in reason for reason in second.incomplete)
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_without_a_collector(cluster: None, tmp_path: Path) -> None:
+    with Receiver() as receiver:
+        endpoint = receiver.endpoint  # nobody listens there when it is closed
+    result = train(traced_config(tmp_path, endpoint))
+    assert len(result.history) == STEPS
+    assert threading.active_count() < 100

@@ -1,0 +1,336 @@
+"""Exporters and processors around the SDK's, which keep the account of every item.
+
+The order of things: a processor of ours admits an item to the ledger or drops it, the SDK's batch
+processor queues it, an exporter of ours takes the batch out of the ledger, the SDK's exporter
+encodes it, and `CollectorSession` sends it. Only the last one talks to the network.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol  # Any: keyword arguments of requests and of the SDK pass through
+
+import requests
+from google.protobuf.message import DecodeError
+from opentelemetry import baggage
+from opentelemetry.context import Context
+from opentelemetry.sdk._logs import LogRecordProcessor, ReadableLogRecord, ReadWriteLogRecord
+from opentelemetry.sdk._logs.export import LogRecordExporter, LogRecordExportResult
+from opentelemetry.sdk.metrics.export import MetricExporter, MetricExportResult, MetricsData
+from opentelemetry.sdk.trace import ReadableSpan, Span, SpanProcessor
+from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
+
+from observability._setup_counts import Ledger, Signal
+from observability._setup_troubles import Troubles
+
+_ANSWER_BYTES = 1 << 16
+
+
+class NotDelivered(Exception):
+    """A request failed in a way that trying again would not help."""
+
+
+class PartialSuccess(Protocol):
+    """Reads how many items a collector rejected from the body of its answer.
+
+    Raises:
+        google.protobuf.message.DecodeError: it is not such an answer.
+    """
+
+    def __call__(self, answer: bytes, /) -> int: ...
+
+
+class CollectorSession(requests.Session):
+    """What the SDK's exporter sends through, one request at a time.
+
+    The SDK tries again within its timeout, follows the answer of a collector no further than its
+    status, and takes a redirection for success. Here a redirection is a failure, rejected items
+    are counted, little is read of a long answer, and while a collector keeps failing each batch is
+    tried once.
+
+    Attributes:
+        once: do not try again.
+        deadline: of `time.monotonic`; no request goes on beyond it.
+        rejected: items the collector rejected of the last request.
+        trouble: what went wrong with the last request, kind and details; None if nothing.
+    """
+
+    def __init__(self, partial_success: PartialSuccess) -> None:
+        super().__init__()
+        self._partial_success = partial_success
+        self.once = False
+        self.deadline: float | None = None
+        self.rejected = 0
+        self.trouble: tuple[str, str] | None = None
+
+    def request(self, method: str, url: str | bytes, *args: Any, **kwargs: Any) -> Any:
+        """As `requests.Session.request`, with the answer already read.
+
+        Raises:
+            NotDelivered: it failed and is not to be tried again.
+            requests.RequestException: it failed; the SDK decides whether it tries again.
+        """
+        self.rejected, self.trouble = 0, None
+        if self.deadline is not None:
+            left = max(self.deadline - time.monotonic(), 0.01)
+            kwargs["timeout"] = min(kwargs.get("timeout") or left, left)
+        try:
+            answer = super().request(method, url, *args, **{**kwargs, "stream": True})
+            with answer:
+                body = answer.raw.read(_ANSWER_BYTES, decode_content=True)
+        except Exception as error:
+            self.trouble = _described(error)
+            if self.once or isinstance(error, ValueError):
+                raise NotDelivered(self.trouble[0]) from error
+            raise
+        if answer.status_code < 200 or answer.status_code >= 300:
+            self.trouble = f"collector answered {answer.status_code}", str(answer.reason)
+            if self.once or answer.status_code < 400:
+                raise NotDelivered(self.trouble[0])
+            return answer
+        try:
+            self.rejected = self._partial_success(body)
+        except DecodeError:
+            self.rejected = 0  # it said 2xx, which is what counts
+        if self.rejected:
+            self.trouble = "collector rejected a part", f"{self.rejected} items"
+        return answer
+
+
+def _described(error: Exception) -> tuple[str, str]:
+    if isinstance(error, requests.Timeout):
+        return "collector timed out", type(error).__name__
+    if isinstance(error, requests.RequestException) and isinstance(error, ValueError):
+        return "invalid endpoint", type(error).__name__
+    if isinstance(error, requests.ConnectionError):
+        inner = error.args[0] if error.args else error
+        return "collector is unreachable", str(getattr(inner, "reason", inner))
+    return f"export raised {type(error).__name__}", str(error)
+
+
+class Sender:
+    """Exports the batches of one signal and enters into the ledger what became of them.
+
+    Args:
+        signal: for the warning.
+        endpoint: for the warning; without secrets.
+        session: through which the exporter sends; None of one that does not use HTTP.
+    """
+
+    def __init__(
+        self,
+        signal: Signal,
+        endpoint: str,
+        *,
+        ledger: Ledger,
+        troubles: Troubles,
+        session: CollectorSession | None,
+    ) -> None:
+        self._signal = signal
+        self._endpoint = endpoint
+        self._ledger = ledger
+        self._troubles = troubles
+        self._session = session
+        self._failing = False
+        self._finishing = False
+
+    def send(self, items: int, export: Callable[[], bool]) -> bool:
+        """Export a batch unless it was given up. Returns whether it was exported; never raises."""
+        if not self._ledger.take(items):
+            return False
+        exported = 0
+        try:
+            if not (self._finishing and self._failing):
+                exported = self._attempt(items, export)
+        finally:
+            self._ledger.settle(items, exported)
+        return exported > 0
+
+    def finish(self, deadline: float) -> None:
+        """From now on nothing takes longer than ``deadline`` (of `time.monotonic`), nothing is
+        tried twice, and after the first failure nothing is tried at all."""
+        self._failing = False
+        self._finishing = True
+        if self._session is not None:
+            self._session.deadline = deadline
+            self._session.once = True
+
+    def _attempt(self, items: int, export: Callable[[], bool]) -> int:
+        session = self._session
+        if session is not None:
+            session.once = self._failing or self._finishing
+            session.trouble, session.rejected = None, 0
+        trouble: tuple[str, str] | None = None
+        done = False
+        with self._troubles.listening():
+            try:
+                done = export()
+            except Exception as error:  # noqa: BLE001  # an exporter may raise what it likes
+                trouble = f"export raised {type(error).__name__}", str(error)
+            heard = self._troubles.heard()
+        if session is not None:
+            trouble = trouble or session.trouble
+        if not done and not self._ledger.closed:
+            trouble = trouble or ("export failed", heard)
+        self._failing = not done
+        if trouble is not None:
+            self._troubles.tell(
+                trouble[0], signal=self._signal, endpoint=self._endpoint, reason=trouble[1]
+            )
+        rejected = session.rejected if session is not None else 0
+        return max(items - rejected, 0) if done else 0
+
+
+class CountingSpanExporter(SpanExporter):
+    """Sends spans through a `Sender`."""
+
+    def __init__(self, exporter: SpanExporter, sender: Sender) -> None:
+        self._exporter = exporter
+        self._sender = sender
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        """Export, whatever happens without raising."""
+
+        def export() -> bool:
+            return self._exporter.export(spans) is SpanExportResult.SUCCESS
+
+        sent = self._sender.send(len(spans), export)
+        return SpanExportResult.SUCCESS if sent else SpanExportResult.FAILURE
+
+    def shutdown(self) -> None:
+        """Shut the exporter down."""
+        self._exporter.shutdown()
+
+
+class CountingLogExporter(LogRecordExporter):
+    """Sends log records through a `Sender`."""
+
+    def __init__(self, exporter: LogRecordExporter, sender: Sender) -> None:
+        self._exporter = exporter
+        self._sender = sender
+
+    def export(self, batch: Sequence[ReadableLogRecord]) -> LogRecordExportResult:
+        """Export, whatever happens without raising."""
+
+        def export() -> bool:
+            return self._exporter.export(batch) is LogRecordExportResult.SUCCESS
+
+        sent = self._sender.send(len(batch), export)
+        return LogRecordExportResult.SUCCESS if sent else LogRecordExportResult.FAILURE
+
+    def shutdown(self) -> None:
+        """Shut the exporter down."""
+        self._exporter.shutdown()  # type: ignore[no-untyped-call]  # as the SDK declares it
+
+    def force_flush(self, timeout_millis: int = 30000) -> bool:
+        """Nothing is kept here."""
+        return True
+
+
+class CountingMetricExporter(MetricExporter):
+    """Sends metrics through a `Sender`; an item is one export of all of them."""
+
+    def __init__(self, exporter: MetricExporter, sender: Sender, ledger: Ledger) -> None:
+        # A metric reader asks its exporter for these two, which have no public name.
+        super().__init__(
+            preferred_temporality=exporter._preferred_temporality,
+            preferred_aggregation=exporter._preferred_aggregation,
+        )
+        self._exporter = exporter
+        self._sender = sender
+        self._ledger = ledger
+
+    def export(
+        self, metrics_data: MetricsData, timeout_millis: float = 10_000, **kwargs: Any
+    ) -> MetricExportResult:
+        """Export, whatever happens without raising."""
+
+        def export() -> bool:
+            result = self._exporter.export(metrics_data, timeout_millis, **kwargs)
+            return result is MetricExportResult.SUCCESS
+
+        sent = self._ledger.admit() and self._sender.send(1, export)
+        return MetricExportResult.SUCCESS if sent else MetricExportResult.FAILURE
+
+    def force_flush(self, timeout_millis: float = 10_000) -> bool:
+        """Nothing is kept here."""
+        return True
+
+    def shutdown(self, timeout_millis: float = 30_000, **kwargs: Any) -> None:
+        """Shut the exporter down."""
+        self._exporter.shutdown(timeout_millis, **kwargs)
+
+
+class AdmittingSpanProcessor(SpanProcessor):
+    """Hands a sampled span that ended to a batch processor, unless the ledger is full or closed."""
+
+    def __init__(self, processor: SpanProcessor, ledger: Ledger, troubles: Troubles) -> None:
+        self._processor = processor
+        self._ledger = ledger
+        self._troubles = troubles
+
+    def on_end(self, span: ReadableSpan) -> None:
+        """Admit and queue, or drop."""
+        if span.context is None or not span.context.trace_flags.sampled:
+            return
+        if self._ledger.admit():
+            self._processor.on_end(span)
+        elif not self._ledger.closed:
+            self._troubles.tell("queue full", signal="spans")
+
+    def shutdown(self) -> None:
+        """Export what is queued, then end."""
+        self._processor.shutdown()
+
+    def force_flush(self, timeout_millis: int = 30000) -> bool:
+        """Export what is queued."""
+        return self._processor.force_flush(timeout_millis)
+
+
+class AdmittingLogProcessor(LogRecordProcessor):
+    """Hands a log record to a batch processor, unless the ledger is full or closed."""
+
+    def __init__(self, processor: LogRecordProcessor, ledger: Ledger, troubles: Troubles) -> None:
+        self._processor = processor
+        self._ledger = ledger
+        self._troubles = troubles
+
+    def on_emit(self, log_record: ReadWriteLogRecord) -> None:
+        """Admit and queue, or drop."""
+        if self._ledger.admit():
+            self._processor.on_emit(log_record)
+        elif not self._ledger.closed:
+            self._troubles.tell("queue full", signal="events")
+
+    def shutdown(self) -> None:
+        """Export what is queued, then end."""
+        self._processor.shutdown()
+
+    def force_flush(self, timeout_millis: int = 30000) -> bool:
+        """Export what is queued."""
+        return self._processor.force_flush(timeout_millis)
+
+
+class BaggageProcessor(SpanProcessor):
+    """Copies baggage whose name begins with ``rl.`` into the attributes of every span.
+
+    Baggage is text on the wire, so whole numbers become numbers again, but for ``rl.run_id``,
+    which is a name even where it is made of digits. What the span was started with stays.
+    """
+
+    def on_start(self, span: Span, parent_context: Context | None = None) -> None:
+        """Copy."""
+        for name, value in baggage.get_all(parent_context).items():
+            if name.startswith("rl.") and name not in (span.attributes or {}):
+                span.set_attribute(name, _typed(name, value))
+
+
+def _typed(name: str, value: object) -> str | bool | int | float:
+    if isinstance(value, bool | int | float):
+        return value
+    text = str(value)
+    digits = text.removeprefix("-")
+    if name == "rl.run_id" or not digits.isdecimal() or len(digits) > 18:
+        return text
+    return int(text) if str(int(text)) == text else text

@@ -1,0 +1,314 @@
+"""The HTTP side of the receiver: OTLP over HTTP with protobuf, on loopback.
+
+It answers as the OTLP specification says (https://opentelemetry.io/docs/specs/otlp/#otlphttp) and
+trusts no client: bodies, connections and waiting are bounded, and a web page that got hold of the
+address by DNS rebinding is refused by its Host header.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+import socketserver
+import sys
+import threading
+import time
+import zlib
+from collections.abc import Callable
+from contextlib import suppress
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any  # Any: socketserver's own types of requests and addresses
+
+import structlog
+from google.protobuf.message import DecodeError
+from opentelemetry.proto.collector.logs.v1.logs_service_pb2 import ExportLogsServiceResponse
+from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import (
+    ExportMetricsServiceResponse,
+)
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceResponse
+
+from observability.receiver_frames import Kind
+
+logger = structlog.get_logger("observability")
+
+MOST_CONNECTIONS = 256
+"""At once; every process that exports keeps up to three. Further ones are answered 503."""
+
+_PROTOBUF = "application/x-protobuf"
+_IDLE_S = 30.0
+_BODY_S = 30.0
+_LINGER_S = 1.0
+_CHUNK = 1 << 16
+
+_KINDS: dict[str, Kind] = {"/v1/traces": "traces", "/v1/logs": "logs", "/v1/metrics": "metrics"}
+_ANSWERS: dict[Kind, bytes] = {
+    "traces": ExportTraceServiceResponse().SerializeToString(),
+    "logs": ExportLogsServiceResponse().SerializeToString(),
+    "metrics": ExportMetricsServiceResponse().SerializeToString(),
+}
+# google.rpc.Code, of the message that tells a client what was wrong.
+_INVALID_ARGUMENT, _UNAVAILABLE = 3, 14
+
+Accept = Callable[[Kind, bytes], None]
+"""Takes the body of a request; raises DecodeError if it is none of this kind."""
+
+
+class Refused(Exception):
+    """A request that is answered with an error."""
+
+    def __init__(self, status: HTTPStatus, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class OtlpServer(ThreadingHTTPServer):
+    """Calls ``accept`` for every request, from one thread per connection.
+
+    Raises:
+        ValueError: ``host`` is not loopback.
+        OSError: the port is taken.
+    """
+
+    daemon_threads = True
+    block_on_close = False
+    request_queue_size = 128
+
+    def __init__(self, host: str, port: int, *, max_body: int, accept: Accept) -> None:
+        if not is_loopback(host):
+            raise ValueError(f"host={host!r}: expected a loopback address, 127.0.0.1 for example")
+        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self.max_body = max_body
+        self.accept = accept
+        self._slots = threading.BoundedSemaphore(MOST_CONNECTIONS)
+        self._changed = threading.Condition()
+        self._open: set[socket.socket] = set()
+        self._busy = 0
+        self._closing = False
+        super().__init__((host, port), _Handler)
+
+    def server_bind(self) -> None:
+        """Bind, without asking DNS for our name as `http.server` does."""
+        socketserver.TCPServer.server_bind(self)
+        self.server_name, self.server_port = str(self.server_address[0]), self.server_address[1]
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Serve a connection in a thread of its own, if there is room for it."""
+        if not self._slots.acquire(blocking=False):
+            request.setblocking(False)
+            with suppress(OSError):
+                request.send(
+                    b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\n"
+                    b"Content-Length: 0\r\nConnection: close\r\n\r\n"
+                )
+            self.shutdown_request(request)
+            return
+        with self._changed:
+            self._open.add(request)
+        try:
+            super().process_request(request, client_address)
+        except RuntimeError:  # no thread to be had
+            self._let_go(request)
+            raise
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """Serve a connection to its end."""
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._let_go(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that went away is no news; anything else is a mistake of ours."""
+        if not isinstance(sys.exception(), OSError):
+            logger.error("receiver_failed", exc_info=True)
+
+    def begin(self) -> None:
+        """A request begins.
+
+        Raises:
+            Refused: the server closes.
+        """
+        with self._changed:
+            if self._closing:
+                raise Refused(HTTPStatus.SERVICE_UNAVAILABLE, "the receiver closes")
+            self._busy += 1
+
+    def end(self) -> None:
+        """A request that began has been answered."""
+        with self._changed:
+            self._busy -= 1
+            self._changed.notify_all()
+
+    def close(self, timeout_s: float) -> None:
+        """Answer the requests under way within ``timeout_s`` seconds, then hang up."""
+        with self._changed:
+            self._closing = True
+        self.shutdown()
+        self.server_close()
+        with self._changed:
+            self._changed.wait_for(lambda: self._busy == 0, timeout_s)
+            for connection in self._open:
+                with suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)
+
+    def _let_go(self, connection: socket.socket) -> None:
+        with self._changed:
+            self._open.discard(connection)
+        self._slots.release()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: OtlpServer
+    protocol_version = "HTTP/1.1"
+    server_version = "otlp-receiver"
+    sys_version = ""
+    timeout = _IDLE_S  # of every wait for the client, also between two requests
+
+    def do_POST(self) -> None:
+        """Take an export request."""
+        try:
+            self.server.begin()
+        except Refused as refused:
+            self._refuse(refused)
+            return
+        try:
+            kind = self._kind()
+            body = self._decompressed(self._body(self._length()))
+            self.server.accept(kind, body)
+            self._answer(HTTPStatus.OK, _ANSWERS[kind])
+        except Refused as refused:
+            self._refuse(refused)
+        except DecodeError as error:
+            self._refuse(Refused(HTTPStatus.BAD_REQUEST, f"not an OTLP request: {error}"))
+        finally:
+            self.server.end()
+
+    def __getattr__(self, name: str) -> Any:
+        # http.server looks up do_<METHOD>; one for all that are not POST.
+        if name.startswith("do_"):
+            return self._wrong_method
+        raise AttributeError(name)
+
+    def log_message(self, format: str, *args: object) -> None:  # noqa: A002  # the name it has there
+        """One line per request is no news."""
+
+    def _wrong_method(self) -> None:
+        known = self.path in _KINDS
+        status = HTTPStatus.METHOD_NOT_ALLOWED if known else HTTPStatus.NOT_FOUND
+        self._refuse(Refused(status, f"expected POST to {', '.join(_KINDS)}"))
+
+    def _kind(self) -> Kind:
+        host = self.headers.get("Host", "")
+        if not is_loopback(_without_port(host)):
+            raise Refused(HTTPStatus.FORBIDDEN, f"Host {host!r} is not loopback")
+        kind = _KINDS.get(self.path)
+        if kind is None:
+            raise Refused(HTTPStatus.NOT_FOUND, f"expected one of {', '.join(_KINDS)}")
+        content = self.headers.get_content_type()
+        if content != _PROTOBUF or "Content-Type" not in self.headers:
+            raise Refused(
+                HTTPStatus.UNSUPPORTED_MEDIA_TYPE, f"Content-Type {content}: expected {_PROTOBUF}"
+            )
+        encoding = self.headers.get("Content-Encoding", "identity").strip().lower()
+        if encoding not in ("gzip", "identity"):
+            raise Refused(
+                HTTPStatus.UNSUPPORTED_MEDIA_TYPE,
+                f"Content-Encoding {encoding}: expected gzip or none",
+            )
+        return kind
+
+    def _length(self) -> int:
+        if "Transfer-Encoding" in self.headers:
+            raise Refused(HTTPStatus.LENGTH_REQUIRED, "expected Content-Length")
+        lengths = self.headers.get_all("Content-Length") or []
+        if len(lengths) != 1:
+            raise Refused(HTTPStatus.LENGTH_REQUIRED, "expected one Content-Length")
+        if not (lengths[0].isascii() and lengths[0].isdecimal()):
+            raise Refused(HTTPStatus.BAD_REQUEST, f"Content-Length {lengths[0]!r} is no number")
+        length = int(lengths[0]) if len(lengths[0]) < 19 else 1 << 62
+        if length > self.server.max_body:
+            raise self._too_large()
+        return length
+
+    def _body(self, length: int) -> bytes:
+        deadline = time.monotonic() + _BODY_S
+        body = bytearray()
+        while len(body) < length:
+            try:
+                chunk = self.rfile.read1(min(length - len(body), _CHUNK))
+            except TimeoutError:
+                chunk = None
+            if chunk is None or time.monotonic() > deadline:
+                raise Refused(HTTPStatus.REQUEST_TIMEOUT, f"{len(body)} of {length} bytes came")
+            if not chunk:
+                raise Refused(HTTPStatus.BAD_REQUEST, f"{len(body)} of {length} bytes came")
+            body += chunk
+        return bytes(body)
+
+    def _decompressed(self, body: bytes) -> bytes:
+        if self.headers.get("Content-Encoding", "identity").strip().lower() == "identity":
+            return body
+        gzip = zlib.decompressobj(wbits=31)
+        try:
+            plain = gzip.decompress(body, self.server.max_body + 1)
+        except zlib.error as error:
+            raise Refused(HTTPStatus.BAD_REQUEST, f"not gzip: {error}") from error
+        if len(plain) > self.server.max_body:
+            raise self._too_large()
+        if not gzip.eof or gzip.unused_data:
+            raise Refused(HTTPStatus.BAD_REQUEST, "not one whole gzip stream")
+        return plain
+
+    def _too_large(self) -> Refused:
+        return Refused(
+            HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"more than {self.server.max_body} bytes"
+        )
+
+    def _refuse(self, refused: Refused) -> None:
+        """Answer with an error and hang up, because the body may not have been read."""
+        self.close_connection = True
+        code = _UNAVAILABLE if refused.status >= 500 else _INVALID_ARGUMENT
+        self._answer(refused.status, _status(code, str(refused)))
+        # To hang up on a body that still comes resets the connection, and our answer is lost.
+        deadline = time.monotonic() + _LINGER_S
+        with suppress(OSError):
+            self.connection.shutdown(socket.SHUT_WR)
+            self.connection.settimeout(_LINGER_S)
+            while time.monotonic() < deadline and self.connection.recv(_CHUNK):
+                continue
+
+    def _answer(self, status: HTTPStatus, body: bytes) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", _PROTOBUF)
+        self.send_header("Content-Length", str(len(body)))
+        if status is HTTPStatus.METHOD_NOT_ALLOWED:
+            self.send_header("Allow", "POST")
+        if status is HTTPStatus.UNSUPPORTED_MEDIA_TYPE:
+            self.send_header("Accept-Encoding", "gzip")
+        if self.close_connection:
+            self.send_header("Connection", "close")
+        self.end_headers()
+        self.wfile.write(body if self.command != "HEAD" else b"")
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host name, or an address without its port, is this machine's own."""
+    if host.lower() == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _without_port(host: str) -> str:
+    if host.startswith("["):
+        return host[1:].partition("]")[0]
+    return host.partition(":")[0]
+
+
+def _status(code: int, message: str) -> bytes:
+    """A ``google.rpc.Status``, whose Python package is not worth depending on for two fields."""
+    text = message.encode()[:120]
+    return bytes([0x08, code, 0x12, len(text)]) + text.decode(errors="ignore").encode()

@@ -1,0 +1,47 @@
+"""What a run told, to look at: steps, critical paths, bubbles, lives of samples, waits.
+
+Everything works on `observability.records.Records`, while a run goes on or afterwards. Needs the
+extra ``observability[views]``.
+"""
+
+from observability.views.critical_path import Segment, critical_path
+from observability.views.figures import StageBytes, Waste, bytes_by_stage, slowest, waste
+from observability.views.html import page_of, write_page
+from observability.views.lineage import Hop, SampleNotFound, life_of
+from observability.views.perfetto import chrome_trace, write_perfetto
+from observability.views.printable import printable
+from observability.views.processes import ProcessTime, bucket_seconds, process_times
+from observability.views.steps import Staleness, Step, steps_of
+from observability.views.terminal import lineage_view, step_view, steps_view, waits_view
+from observability.views.why import Lack, Wait, why
+
+__all__ = [
+    "Hop",
+    "Lack",
+    "ProcessTime",
+    "SampleNotFound",
+    "Segment",
+    "StageBytes",
+    "Staleness",
+    "Step",
+    "Wait",
+    "Waste",
+    "bucket_seconds",
+    "bytes_by_stage",
+    "chrome_trace",
+    "critical_path",
+    "life_of",
+    "lineage_view",
+    "page_of",
+    "printable",
+    "process_times",
+    "slowest",
+    "step_view",
+    "steps_of",
+    "steps_view",
+    "waits_view",
+    "waste",
+    "why",
+    "write_page",
+    "write_perfetto",
+]

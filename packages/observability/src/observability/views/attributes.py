@@ -1,0 +1,45 @@
+"""Attributes read as what docs/telemetry.md says they are.
+
+Whoever reaches the receiver decides what stands in an attribute, so nothing here trusts its type:
+what is not of the expected kind counts as absent.
+"""
+
+from __future__ import annotations
+
+from observability.records import Attributes, Span
+
+
+def integer(attributes: Attributes, name: str) -> int | None:
+    """A whole number, also one told as decimal text (baggage is text); else None."""
+    value = attributes.get(name)
+    if isinstance(value, bool):
+        return None
+    if isinstance(value, int):
+        return value
+    if isinstance(value, str) and len(value) < 20 and value.isascii() and value.isdigit():
+        return int(value)
+    return None
+
+
+def count(attributes: Attributes, name: str) -> int:
+    """A number of bytes or samples: a whole number of at least 0; 0 if there is none."""
+    return max(0, integer(attributes, name) or 0)
+
+
+def text(attributes: Attributes, name: str) -> str:
+    """A text; empty if there is none."""
+    value = attributes.get(name)
+    return value if isinstance(value, str) else ""
+
+
+def names(attributes: Attributes, name: str) -> tuple[str, ...]:
+    """A list of names; empty if there is none."""
+    value = attributes.get(name)
+    if not isinstance(value, list | tuple):
+        return ()
+    return tuple(item for item in value if isinstance(item, str))
+
+
+def bucket(span: Span) -> str | None:
+    """``rl.bucket`` of a span, None if it only groups others."""
+    return text(span.attributes, "rl.bucket") or None

@@ -1,0 +1,35 @@
+"""Numbers as people read them: durations, sizes, shares."""
+
+from __future__ import annotations
+
+
+def duration(seconds: float) -> str:
+    """Three digits and a unit: ``12.3 s``, ``850 ms``, ``85.0 µs``, ``2 min 5 s``."""
+    size = abs(seconds)
+    if size >= 120:
+        minutes, rest = divmod(round(size), 60)
+        return f"{'-' if seconds < 0 else ''}{minutes} min {rest} s"
+    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
+        # What would be rounded up to 1000 of a unit is told in the next larger one.
+        if size >= 0.9995 * scale:
+            return f"{_three_digits(seconds / scale)} {unit}"
+    return "0 s" if not seconds else f"{seconds * 1e9:.0f} ns"
+
+
+def size(n_bytes: float) -> str:
+    """Decimal units: ``0 B``, ``12.3 kB``, ``4.50 GB``."""
+    for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if n_bytes >= 0.9995 * scale:
+            return f"{_three_digits(n_bytes / scale)} {unit}"
+    return f"{n_bytes:.0f} B"
+
+
+def percent(part: float, whole: float) -> str:
+    """``12.3 %``; a dash where there is no whole."""
+    return f"{100 * part / whole:.1f} %" if whole else "-"
+
+
+def _three_digits(value: float) -> str:
+    if abs(value) >= 99.95:
+        return f"{value:.0f}"
+    return f"{value:.1f}" if abs(value) >= 9.995 else f"{value:.2f}"

@@ -1,0 +1,268 @@
+"""Steps of training, put together from whatever arrived of their traces.
+
+A step is shown as soon as one span of it is there. What is missing is said in words, so that a
+reader never takes half a step for a whole one.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from observability.records import Event, Process, Records, Span
+from observability.views import attributes
+from observability.views.distinct import distinct_events, distinct_spans
+from observability.views.printable import printable
+from observability.views.tree import Tree
+
+DRIVER = "grpo.driver"
+ROOT = "grpo.step"
+
+# How many spans a reason names before it counts the rest.
+_NAMED = 5
+
+
+@dataclass(frozen=True)
+class Staleness:
+    """How many versions of the weights lay between a sample's generation and its training.
+
+    Attributes:
+        least: versions, of the freshest sample.
+        mean: versions.
+        most: versions, of the stalest sample.
+        samples: trained samples of which both versions are known.
+        unknown: trained samples of which one is not.
+    """
+
+    least: int
+    mean: float
+    most: int
+    samples: int
+    unknown: int
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """One step of training: one trace, as far as it arrived.
+
+    Attributes:
+        run_id: ``rl.run_id``, empty if no span tells it.
+        number: ``rl.step``.
+        trace_id: of the trace.
+        tree: its spans by parent.
+        events: its lifecycle events by time, each once.
+        staleness: of the samples it trained on; None if no version is known.
+    """
+
+    run_id: str
+    number: int
+    trace_id: str
+    tree: Tree
+    events: tuple[Event, ...] = ()
+    staleness: Staleness | None = None
+
+    @property
+    def spans(self) -> tuple[Span, ...]:
+        """Every span once, by start."""
+        return self.tree.spans
+
+    @cached_property
+    def root(self) -> Span | None:
+        """The span of the whole step: the first without a parent, one named as a step before."""
+        return root_of(self.tree)
+
+    @cached_property
+    def start_ns(self) -> int:
+        """Where the step begins, in nanoseconds since 1970; without a root, its first span."""
+        return self.root.start_ns if self.root else min(span.start_ns for span in self.spans)
+
+    @cached_property
+    def end_ns(self) -> int:
+        """Where the step ends, never before `start_ns`; without a root, its last span's end."""
+        end = self.root.end_ns if self.root else max(span.end_ns for span in self.spans)
+        return max(end, self.start_ns)
+
+    @property
+    def seconds(self) -> float:
+        """How long the step took."""
+        return (self.end_ns - self.start_ns) / 1e9
+
+    @cached_property
+    def processes(self) -> tuple[Process, ...]:
+        """Who took part: the process of the root, then the others by name."""
+        first = self.root.process if self.root else None
+        return tuple(
+            sorted({span.process for span in self.spans}, key=lambda one: (one != first, one))
+        )
+
+    @cached_property
+    def labels(self) -> Mapping[Process, str]:
+        """A printable name of each process; those that share a label get pid and host."""
+        shared = Counter(process.label for process in self.processes)
+        return {
+            process: printable(process.label)
+            if shared[process.label] == 1
+            else printable(f"{process.label} ({process.pid}@{process.host})")
+            for process in self.processes
+        }
+
+    def children(self, span_id: str) -> tuple[Span, ...]:
+        """The spans directly below one, by start; empty for an unknown id."""
+        return self.tree.children(span_id)
+
+    def stage(self, span_id: str) -> Span | None:
+        """The stage that a span belongs to: itself or its ancestor directly below the root.
+
+        Returns:
+            None for the root, for an unknown id, and for a span whose line upwards does not reach
+            the root. Where the root did not arrive, the topmost ancestor that did.
+        """
+        return stage_of(self.tree, self.root, span_id)
+
+    @cached_property
+    def incomplete(self) -> list[str]:
+        """Why the step is not whole, one printable sentence each; empty if nothing is amiss."""
+        return [*self._about_roots(), *self._about_orphans(), *self._about_failures()]
+
+    def _about_roots(self) -> Iterable[str]:
+        if not self.tree.roots:
+            yield "no root: the span of the whole step has not arrived"
+        if len(self.tree.roots) > 1:
+            yield f"{len(self.tree.roots)} spans have no parent: {self._named(self.tree.roots)}"
+        if self.tree.circular:
+            yield f"spans that are their own ancestors: {self._named(self.tree.circular)}"
+
+    def _about_orphans(self) -> Iterable[str]:
+        by_parent: dict[str, list[Span]] = defaultdict(list)
+        for span in self.tree.orphans:
+            assert span.parent_id is not None
+            by_parent[span.parent_id].append(span)
+        for parent_id, orphans in by_parent.items():
+            yield f"the parent {printable(parent_id)} of {self._named(orphans)} never arrived"
+
+    def _about_failures(self) -> Iterable[str]:
+        for span in self.spans:
+            driven = span.process.service == DRIVER or span is self.root
+            if driven and span.outcome == "error":
+                why = span.message or attributes.text(span.attributes, "error.type")
+                told = f": {printable(why)}" if why else ""
+                yield f"{self._named([span])} failed{told}"
+
+    def _named(self, spans: Iterable[Span]) -> str:
+        told = [f"'{printable(span.name)}' of {self.labels[span.process]}" for span in spans]
+        rest = len(told) - _NAMED
+        return ", ".join(told[:_NAMED]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def steps_of(records: Records) -> list[Step]:
+    """The steps of what arrived, by run (earliest first), then by ``rl.step``.
+
+    A trace is a step if a span of it tells ``rl.step``; other traces are left out. A step that was
+    tried twice is there twice, the earlier trace first.
+    """
+    spans: dict[str, list[Span]] = defaultdict(list)
+    for span in distinct_spans(records.spans):
+        spans[span.trace_id].append(span)
+    numbered = {
+        trace_id: number
+        for trace_id, those in spans.items()
+        if (number := _number(those)) is not None
+    }
+    runs = {trace_id: _run(spans[trace_id]) for trace_id in numbered}
+    everything = sorted(distinct_events(records.events), key=lambda event: event.time_ns)
+    by_place: dict[tuple[str, int | None], str] = {
+        (runs[trace_id], number): trace_id for trace_id, number in numbered.items()
+    }
+    events: dict[str, list[Event]] = defaultdict(list)
+    for event in everything:
+        events[event.trace_id or by_place.get(_place(event), "")].append(event)
+    generated = _generated_with(everything)
+    steps = [
+        Step(
+            run_id=runs[trace_id],
+            number=number,
+            trace_id=trace_id,
+            tree=Tree(spans[trace_id]),
+            events=tuple(events[trace_id]),
+            staleness=_staleness(events[trace_id], generated),
+        )
+        for trace_id, number in numbered.items()
+    ]
+    began: dict[str, int] = {}
+    for step in steps:
+        began[step.run_id] = min(step.start_ns, began.get(step.run_id, step.start_ns))
+    return sorted(
+        steps, key=lambda step: (began[step.run_id], step.run_id, step.number, step.start_ns)
+    )
+
+
+def root_of(tree: Tree) -> Span | None:
+    """`Step.root`, of any trace."""
+    return min(tree.roots, key=lambda span: span.name != ROOT, default=None)
+
+
+def stage_of(tree: Tree, root: Span | None, span_id: str) -> Span | None:
+    """`Step.stage`, of any trace."""
+    line = tree.line(span_id)
+    if root is None:
+        return line[-1] if line else None
+    return line[-2] if len(line) > 1 and line[-1] is root else None
+
+
+def _number(spans: Iterable[Span]) -> int | None:
+    told = Counter(
+        number
+        for span in spans
+        if (number := attributes.integer(span.attributes, "rl.step")) is not None
+    )
+    return max(told, key=lambda number: told[number], default=None)
+
+
+def _run(spans: Iterable[Span]) -> str:
+    told = Counter(run for span in spans if (run := attributes.text(span.attributes, "rl.run_id")))
+    return max(told, key=lambda run: told[run], default="")
+
+
+def _place(event: Event) -> tuple[str, int | None]:
+    told = event.attributes
+    return attributes.text(told, "rl.run_id"), attributes.integer(told, "rl.step")
+
+
+def _generated_with(events: Iterable[Event]) -> dict[tuple[str, str], int | None]:
+    """Of each (partition, sample) the weight version that its first put tells, None if none."""
+    found: dict[tuple[str, str], int | None] = {}
+    for event in events:
+        if event.name == "put":
+            partition = attributes.text(event.attributes, "dataplane.partition")
+            version = attributes.integer(event.attributes, "rl.weight_version")
+            for sample_id in event.sample_ids:
+                found.setdefault((partition, sample_id), version)
+    return found
+
+
+def _staleness(
+    events: Iterable[Event], generated: Mapping[tuple[str, str], int | None]
+) -> Staleness | None:
+    ages: list[int] = []
+    unknown = 0
+    # Every policy worker of a sharded model may tell of the same sample; it counts once a version.
+    seen: set[tuple[str, str, int | None]] = set()
+    for event in events:
+        if event.name != "trained":
+            continue
+        partition = attributes.text(event.attributes, "dataplane.partition")
+        version = attributes.integer(event.attributes, "rl.weight_version")
+        for sample_id in event.sample_ids:
+            if (partition, sample_id, version) in seen:
+                continue
+            seen.add((partition, sample_id, version))
+            born = generated.get((partition, sample_id))
+            if version is None or born is None:
+                unknown += 1
+            else:
+                ages.append(version - born)
+    if not ages:
+        return None
+    return Staleness(min(ages), sum(ages) / len(ages), max(ages), len(ages), unknown)

@@ -1,0 +1,158 @@
+"""Steps, lives of samples and waits for the terminal, as renderables of rich.
+
+Names and ids come from whoever sent them, so every one passes `printable` and goes into a ``Text``,
+never into a string with markup. Nothing is told by colour alone: each bucket has its own character
+in the bars, and an asterisk marks the critical path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from rich.console import Group, RenderableType
+from rich.table import Table as Grid
+from rich.text import Text
+
+from observability.views.critical_path import Segment, critical_path
+from observability.views.encodable import Encodable
+from observability.views.lineage import Hop
+from observability.views.printable import listed, printable
+from observability.views.quantities import duration, size
+from observability.views.steps import Step
+from observability.views.tables import Table, tables_of
+from observability.views.waterfall import WaterfallLine, legend, lines_of
+from observability.views.why import Wait
+
+
+def step_view(step: Step) -> RenderableType:
+    """One step: its waterfall, then the tables of `tables_of`."""
+    path = critical_path(step)
+    parts: list[RenderableType] = [_title(step)]
+    parts += [Text(f"incomplete: {reason}", style="bold red") for reason in step.incomplete]
+    parts += [Text(), _waterfall(step, path)]
+    for table in tables_of(step, path):
+        parts += [Text(), _drawn(table)]
+    return Encodable(Group(*parts))
+
+
+def steps_view(steps: Iterable[Step]) -> RenderableType:
+    """Every step, one below the other."""
+    views: list[RenderableType] = []
+    for step in steps:
+        views += [step_view(step), Text()]
+    return Group(*views[:-1]) if views else Text("no step has arrived")
+
+
+def lineage_view(sample_id: str, hops: Sequence[Hop]) -> RenderableType:
+    """The life of one sample, a line for each thing that happened to it."""
+    table = _columns_of(f"sample {sample_id}")
+    for name in ("after", "what", "process", "stage", "step", "weights", "bytes", "about"):
+        table.add_column(
+            name,
+            justify="right" if name in ("after", "step", "weights", "bytes") else "left",
+            no_wrap=name in ("after", "what", "step", "weights", "bytes"),
+            overflow="fold",
+        )
+    for hop in hops:
+        _row(
+            table,
+            duration(hop.seconds),
+            hop.name,
+            hop.process.label,
+            hop.stage,
+            "" if hop.step is None else hop.step,
+            "" if hop.weight_version is None else hop.weight_version,
+            "" if hop.n_bytes is None else size(hop.n_bytes),
+            _about(hop),
+        )
+    return Encodable(table)
+
+
+def waits_view(waits: Sequence[Wait]) -> RenderableType:
+    """Every wait as a sentence, the longest first."""
+    if not waits:
+        return Text("nothing waits")
+    table = Grid.grid(padding=(0, 1))
+    table.add_column(justify="right", no_wrap=True)
+    table.add_column(overflow="fold")
+    for place, wait in enumerate(waits, 1):
+        table.add_row(Text(f"{place}.", style="bold"), Text(str(wait)))
+    return Encodable(table)
+
+
+def _title(step: Step) -> Text:
+    run = f" of run {printable(step.run_id)}" if step.run_id else ""
+    title = Text(f"step {step.number}{run}: {duration(step.seconds)}", style="bold")
+    return title.append(
+        f"   {len(step.spans)} spans, trace {printable(step.trace_id)}", style="not bold dim"
+    )
+
+
+def _waterfall(step: Step, path: Sequence[Segment]) -> RenderableType:
+    lines, note = lines_of(step, path)
+    table = Grid(box=None, padding=(0, 1, 0, 0), expand=True, show_edge=False)
+    table.add_column(Text("span"), no_wrap=True, overflow="ellipsis", ratio=6)
+    table.add_column(Text("process"), no_wrap=True, overflow="ellipsis", max_width=18)
+    table.add_column(Text("start"), no_wrap=True, justify="right")
+    table.add_column(Text("took"), no_wrap=True, justify="right")
+    table.add_column(Text(""), no_wrap=True, ratio=7)
+    for line in lines:
+        table.add_row(*_waterfall_row(line))
+    parts: list[RenderableType] = [table]
+    if note:
+        parts.append(Text(note, style="italic"))
+    parts.append(legend())
+    return Group(*parts)
+
+
+def _waterfall_row(line: WaterfallLine) -> list[RenderableType]:
+    name = Text("* " if line.critical else "  ", style="bold" if line.critical else "")
+    name.append(line.guide, style="dim").append(line.name)
+    if line.failed:
+        name.stylize("red")
+    return [
+        name,
+        Text(line.process),
+        Text(duration(line.offset_seconds)),
+        Text(duration(line.seconds)),
+        line.bar,
+    ]
+
+
+def _drawn(table: Table) -> RenderableType:
+    drawn = _columns_of(table.title)
+    for column in table.columns:
+        drawn.add_column(
+            Text(column.name),
+            justify="right" if column.number else "left",
+            no_wrap=column.number,
+            overflow="fold",
+        )
+    for row in table.rows:
+        _row(drawn, *row)
+    return Group(drawn, *map(Text, table.notes))
+
+
+def _about(hop: Hop) -> str:
+    parts = [
+        f"task {hop.task}" if hop.task else "",
+        ", ".join(hop.fields),
+        hop.detail,
+        f"partition {hop.partition}" if hop.partition else "",
+        f"with {hop.batch - 1} more" if hop.batch > 1 else "",
+    ]
+    return listed([part for part in parts if part])
+
+
+def _columns_of(title: str) -> Grid:
+    return Grid(
+        title=Text(printable(title), style="bold"),
+        title_justify="left",
+        box=None,
+        padding=(0, 2, 0, 0),
+        header_style="dim",
+    )
+
+
+def _row(grid: Grid, *cells: object) -> None:
+    grid.add_row(*(Text(printable(cell)) for cell in cells))

@@ -1,0 +1,96 @@
+"""The spans of one trace as a tree that is always sound, whatever arrived of it.
+
+A parent that never arrived, and spans that are each other's parents, leave tops of their own; no
+span is lost and every walk ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from observability.records import Span
+from observability.views.distinct import distinct_spans
+
+
+class Tree:
+    """Spans of one trace by parent.
+
+    Attributes:
+        spans: every span once, by start.
+        roots: those without a parent, by start.
+        orphans: those whose parent did not arrive, by start.
+        circular: those that were cut from a ring of parents, by start.
+    """
+
+    def __init__(self, spans: Iterable[Span]) -> None:
+        self.spans = tuple(
+            sorted(distinct_spans(spans), key=lambda span: (span.start_ns, -span.end_ns))
+        )
+        self._by_id = {span.span_id: span for span in self.spans}
+        self.roots = tuple(span for span in self.spans if span.parent_id is None)
+        self.orphans = tuple(
+            span
+            for span in self.spans
+            if span.parent_id is not None and span.parent_id not in self._by_id
+        )
+        self._children: dict[str, list[Span]] = {}
+        for span in self.spans:
+            if span.parent_id in self._by_id:
+                self._children.setdefault(span.parent_id, []).append(span)
+        self.circular = self._cut_rings()
+        self._cut = {span.span_id for span in self.circular}
+
+    @property
+    def tops(self) -> tuple[Span, ...]:
+        """Where walks begin: roots, then orphans, then what was cut from rings."""
+        return (*self.roots, *self.orphans, *self.circular)
+
+    def get(self, span_id: str) -> Span | None:
+        """The span, None if it did not arrive."""
+        return self._by_id.get(span_id)
+
+    def children(self, span_id: str) -> tuple[Span, ...]:
+        """The spans directly below one, by start; empty for an unknown id."""
+        return tuple(self._children.get(span_id, ()))
+
+    def line(self, span_id: str) -> list[Span]:
+        """A span and its ancestors, upwards; empty for an unknown id."""
+        found = []
+        span = self._by_id.get(span_id)
+        while span is not None:
+            found.append(span)
+            above = None if span.span_id in self._cut else span.parent_id
+            span = None if above is None else self._by_id.get(above)
+        return found
+
+    def _cut_rings(self) -> tuple[Span, ...]:
+        reached: set[str] = set()
+        self._reach((*self.roots, *self.orphans), reached)
+        cut = []
+        for span in self.spans:
+            if span.span_id not in reached:
+                top = min(self._ring_above(span), key=lambda one: (one.start_ns, one.span_id))
+                assert top.parent_id is not None
+                self._children[top.parent_id].remove(top)
+                cut.append(top)
+                self._reach((top,), reached)
+        return tuple(cut)
+
+    def _ring_above(self, span: Span) -> list[Span]:
+        """The ring that the parents of a span, which no top reaches, run into."""
+        seen: dict[str, int] = {}
+        line: list[Span] = []
+        while span.span_id not in seen:
+            seen[span.span_id] = len(line)
+            line.append(span)
+            assert span.parent_id is not None
+            span = self._by_id[span.parent_id]
+        return line[seen[span.span_id] :]
+
+    def _reach(self, tops: Iterable[Span], reached: set[str]) -> None:
+        waiting = list(tops)
+        while waiting:
+            span = waiting.pop()
+            if span.span_id not in reached:
+                reached.add(span.span_id)
+                waiting += self._children.get(span.span_id, ())

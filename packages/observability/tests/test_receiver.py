@@ -1,0 +1,452 @@
+"""An OTLP receiver: what it takes, refuses, keeps and passes on, over real sockets."""
+
+from __future__ import annotations
+
+import gzip
+import http.client
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from opentelemetry.proto.collector.logs.v1.logs_service_pb2 import (
+    ExportLogsServiceRequest,
+    ExportLogsServiceResponse,
+)
+from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import (
+    ExportMetricsServiceRequest,
+    ExportMetricsServiceResponse,
+)
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
+    ExportTraceServiceRequest,
+    ExportTraceServiceResponse,
+)
+from structlog.testing import capture_logs
+
+from observability import receiver_http
+from observability.receiver import Receiver, read_folder
+
+WAIT_S = 30.0
+PROTOBUF = {"Content-Type": "application/x-protobuf"}
+
+
+def traces(*names: str) -> bytes:
+    request = ExportTraceServiceRequest()
+    spans = request.resource_spans.add().scope_spans.add().spans
+    for name in names:
+        spans.add(trace_id=b"t" * 16, span_id=b"s" * 8, name=name)
+    return request.SerializeToString()
+
+
+def logs(*events: str) -> bytes:
+    request = ExportLogsServiceRequest()
+    records = request.resource_logs.add().scope_logs.add().log_records
+    for event in events:
+        records.add(event_name=f"dataplane.{event}")
+    return request.SerializeToString()
+
+
+def metrics() -> bytes:
+    request = ExportMetricsServiceRequest()
+    metric = request.resource_metrics.add().scope_metrics.add().metrics.add(name="dataplane.io")
+    metric.sum.data_points.add(as_int=7)
+    return request.SerializeToString()
+
+
+def post(
+    receiver: Receiver,
+    path: str = "/v1/traces",
+    body: bytes = b"",
+    method: str = "POST",
+    **headers: str,
+) -> tuple[int, bytes, dict[str, str]]:
+    connection = http.client.HTTPConnection("127.0.0.1", receiver.port, timeout=WAIT_S)
+    try:
+        sent = PROTOBUF | {name.replace("_", "-"): value for name, value in headers.items()}
+        connection.request(method, path, body, sent)
+        answer = connection.getresponse()
+        return answer.status, answer.read(), dict(answer.headers)
+    finally:
+        connection.close()
+
+
+def raw(receiver: Receiver, request: bytes) -> bytes:
+    with socket.create_connection(("127.0.0.1", receiver.port), timeout=WAIT_S) as connection:
+        connection.sendall(request)
+        connection.shutdown(socket.SHUT_WR)
+        answer = b""
+        while part := connection.recv(4096):
+            answer += part
+        return answer
+
+
+def eventually(succeeds: Callable[[], bool]) -> bool:
+    """Try until it succeeds, or for as long as a test may take."""
+    deadline = time.monotonic() + WAIT_S
+    while time.monotonic() < deadline:
+        with suppress(OSError, http.client.HTTPException):
+            if succeeds():
+                return True
+    return False
+
+
+@pytest.fixture
+def receiver() -> Iterator[Receiver]:
+    with Receiver(max_body=1 << 20) as made:
+        yield made
+
+
+def test_requests_are_answered_as_otlp_says(receiver: Receiver) -> None:
+    for path, body, response in (
+        ("/v1/traces", traces("a"), ExportTraceServiceResponse),
+        ("/v1/logs", logs("put"), ExportLogsServiceResponse),
+        ("/v1/metrics", metrics(), ExportMetricsServiceResponse),
+    ):
+        status, answer, headers = post(receiver, path, body)
+        assert status == 200
+        assert headers["Content-Type"] == "application/x-protobuf"
+        assert response.FromString(answer) == response()
+    assert [span.name for span in receiver.snapshot().spans] == ["a"]
+    assert [event.name for event in receiver.snapshot().events] == ["put"]
+    assert receiver.counts()["received"] == 3
+
+
+def test_an_answered_request_can_be_seen_at_once(receiver: Receiver) -> None:
+    for number in range(50):
+        assert post(receiver, body=traces(str(number)))[0] == 200
+        assert receiver.snapshot().spans[-1].name == str(number)
+
+
+def test_gzip_is_accepted(receiver: Receiver) -> None:
+    body = gzip.compress(traces("a"))
+    assert post(receiver, body=body, Content_Encoding="gzip")[0] == 200
+    assert [span.name for span in receiver.snapshot().spans] == ["a"]
+
+
+def test_a_gzip_bomb_is_refused_without_being_unpacked(receiver: Receiver) -> None:
+    packer = zlib.compressobj(9, zlib.DEFLATED, 31)
+    zeros = bytes(1 << 20)
+    bomb = b"".join(packer.compress(zeros) for _ in range(512)) + packer.flush()
+    assert len(bomb) < 1 << 20
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    status, _, _ = post(receiver, body=bomb, Content_Encoding="gzip")
+    assert status == 413
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10  # KiB
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"no gzip", gzip.compress(traces("a"))[:-5], gzip.compress(traces("a")) * 2],
+    ids=["none", "half", "two"],
+)
+def test_gzip_that_is_none_is_refused(receiver: Receiver, body: bytes) -> None:
+    assert post(receiver, body=body, Content_Encoding="gzip")[0] == 400
+
+
+@pytest.mark.parametrize(
+    ("path", "method", "headers", "status"),
+    [
+        ("/v1/other", "POST", {}, 404),
+        ("/", "GET", {}, 404),
+        ("/v1/traces", "GET", {}, 405),
+        ("/v1/traces", "PUT", {}, 405),
+        ("/v1/traces", "OPTIONS", {}, 405),
+        ("/v1/traces", "BREW", {}, 405),
+        ("/v1/traces", "POST", {"Content_Type": "application/json"}, 415),
+        ("/v1/traces", "POST", {"Content_Type": ""}, 415),
+        ("/v1/traces", "POST", {"Content_Encoding": "br"}, 415),
+        ("/v1/traces", "POST", {"Content_Encoding": "gzip, gzip"}, 415),
+        ("/v1/traces", "POST", {"Host": "attacker.example"}, 403),
+        ("/v1/traces", "POST", {"Host": "127.0.0.1.attacker.example:80"}, 403),
+        ("/v1/traces", "POST", {"Host": "192.168.0.1:4318"}, 403),
+        ("/v1/traces", "POST", {"Host": ""}, 403),
+    ],
+)
+def test_what_is_no_otlp_request_is_refused(
+    receiver: Receiver, path: str, method: str, headers: dict[str, str], status: int
+) -> None:
+    answer, body, told = post(receiver, path, traces("a"), method, **headers)
+    assert answer == status
+    assert told["Content-Type"] == "application/x-protobuf"
+    assert body[:1] == b"\x08"  # a google.rpc.Status: its code comes first
+    assert receiver.snapshot().spans == []
+    assert post(receiver, body=traces("a"))[0] == 200
+
+
+@pytest.mark.parametrize(
+    "host", ["localhost", "localhost:1", "127.0.0.1", "127.8.8.8:4", "[::1]:4"]
+)
+def test_loopback_by_any_name_is_accepted(receiver: Receiver, host: str) -> None:
+    assert post(receiver, body=traces("a"), Host=host)[0] == 200
+
+
+def test_a_body_that_is_none_is_refused(receiver: Receiver) -> None:
+    for path in ("/v1/traces", "/v1/logs", "/v1/metrics"):
+        assert post(receiver, path, b"\xff" * 10)[0] == 400
+
+
+def test_a_body_that_is_too_large_is_refused_before_it_is_read(receiver: Receiver) -> None:
+    head = (
+        b"POST /v1/traces HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/x-protobuf\r\n"
+    )
+    for length in (b"1048577", b"9" * 40):
+        answer = raw(receiver, head + b"Content-Length: " + length + b"\r\n\r\n")
+        assert answer.startswith(b"HTTP/1.1 413 ")
+
+
+def test_a_client_that_sends_too_much_still_gets_the_answer(receiver: Receiver) -> None:
+    assert post(receiver, body=bytes(8 << 20))[0] == 413
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        (b"", b"411"),
+        (b"Content-Length: -1\r\n", b"400"),
+        (b"Content-Length: x\r\n", b"400"),
+        (b"Content-Length: 1\r\nContent-Length: 2\r\n", b"411"),
+        (b"Transfer-Encoding: chunked\r\n", b"411"),
+        (b"Content-Length: 1000\r\n", b"400"),  # and then nothing comes
+    ],
+)
+def test_a_length_that_is_none_is_refused(
+    receiver: Receiver, headers: bytes, status: bytes
+) -> None:
+    head = (
+        b"POST /v1/traces HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/x-protobuf\r\n"
+    )
+    assert raw(receiver, head + headers + b"\r\n").startswith(b"HTTP/1.1 " + status + b" ")
+
+
+def test_a_client_that_goes_silent_is_hung_up_on(
+    receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(receiver_http._Handler, "timeout", 0.1)
+    with socket.create_connection(("127.0.0.1", receiver.port), timeout=WAIT_S) as connection:
+        assert connection.recv(1) == b""
+
+
+def test_a_connection_too_many_is_answered_503_and_room_comes_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(receiver_http, "MOST_CONNECTIONS", 2)
+    with Receiver() as receiver:
+        held = [http.client.HTTPConnection("127.0.0.1", receiver.port) for _ in range(2)]
+        for connection in held:
+            connection.request("POST", "/v1/traces", traces("a"), PROTOBUF)
+            assert connection.getresponse().read() == b""
+        with socket.create_connection(("127.0.0.1", receiver.port), timeout=WAIT_S) as third:
+            assert third.recv(4096).startswith(b"HTTP/1.1 503 ")
+        for connection in held:
+            connection.close()
+        assert eventually(lambda: post(receiver, body=traces("c"))[0] == 200)
+        assert {span.name for span in receiver.snapshot().spans} == {"a", "c"}
+
+
+def test_many_clients_at_once_lose_nothing(receiver: Receiver) -> None:
+    def client(number: int) -> None:
+        connection = http.client.HTTPConnection("127.0.0.1", receiver.port, timeout=WAIT_S)
+        for each in range(20):
+            connection.request("POST", "/v1/traces", traces(f"{number}.{each}"), PROTOBUF)
+            connection.getresponse().read()
+        connection.close()
+
+    threads = [threading.Thread(target=client, args=(number,)) for number in range(16)]
+    for thread in threads:
+        thread.start()
+    records = receiver.wait_for(lambda records: len(records.spans) == 320, WAIT_S)
+    for thread in threads:
+        thread.join()
+    assert len({span.name for span in records.spans}) == 320
+
+
+def test_waiting_ends_when_enough_has_come(receiver: Receiver) -> None:
+    found = []
+    begun = threading.Event()
+
+    def enough(records: object) -> bool:
+        begun.set()
+        return len(records.events) == 2  # type: ignore[attr-defined]
+
+    thread = threading.Thread(target=lambda: found.append(receiver.wait_for(enough, WAIT_S)))
+    thread.start()
+    assert begun.wait(WAIT_S)
+    post(receiver, "/v1/logs", logs("put"))
+    post(receiver, "/v1/logs", logs("claimed"))
+    thread.join(WAIT_S)
+    assert [event.name for event in found[0].events] == ["put", "claimed"]
+
+
+def test_waiting_in_vain_says_what_came(receiver: Receiver) -> None:
+    post(receiver, body=traces("a"))
+    with pytest.raises(TimeoutError, match=r"1 spans and 0 events came .* within 0\.01 s"):
+        receiver.wait_for(lambda records: len(records.spans) == 2, 0.01)
+
+
+def test_a_snapshot_belongs_to_the_one_who_took_it(receiver: Receiver) -> None:
+    post(receiver, body=traces("a"))
+    receiver.snapshot().spans.clear()
+    assert len(receiver.snapshot().spans) == 1
+
+
+def test_only_loopback_is_listened_on() -> None:
+    for host in ("0.0.0.0", "192.168.0.1", "example.com", ""):
+        with pytest.raises(ValueError, match="expected a loopback address"):
+            Receiver(host=host)
+
+
+def test_ipv6_loopback_is_listened_on_where_there_is_one() -> None:
+    try:
+        receiver = Receiver(host="::1")
+    except OSError:
+        pytest.skip("no IPv6 here")
+    with receiver:
+        assert receiver.endpoint == f"http://[::1]:{receiver.port}"
+
+
+def test_a_folder_keeps_what_arrived_across_receivers(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        with Receiver(tmp_path / "new" / "folder") as receiver:
+            post(receiver, body=traces(name))
+            post(receiver, "/v1/logs", logs(name))
+            post(receiver, "/v1/metrics", metrics())
+            post(receiver, body=b"")  # an empty request is one, but there is nothing to keep
+    records = read_folder(tmp_path / "new" / "folder")
+    assert [span.name for span in records.spans] == ["a", "b"]
+    assert [event.name for event in records.events] == ["a", "b"]
+    body = metrics()
+    frame = len(body).to_bytes(4, "little") + body
+    assert (tmp_path / "new" / "folder" / "metrics.otlp").read_bytes() == frame * 2
+
+
+def test_a_folder_in_use_is_refused_and_nothing_is_left_open(tmp_path: Path) -> None:
+    with Receiver(tmp_path) as receiver:
+        with pytest.raises(BlockingIOError):
+            Receiver(tmp_path)
+        assert post(receiver, body=traces("a"))[0] == 200
+    with pytest.raises(ValueError, match="expected http"):
+        Receiver(tmp_path, forward="not a url")
+    Receiver(tmp_path).close()
+
+
+def test_a_full_disk_costs_one_warning_and_receiving_goes_on(tmp_path: Path) -> None:
+    old = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    body = traces("a" * 100)
+    with Receiver(tmp_path) as receiver, capture_logs() as logged:
+        try:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (len(body) * 2, old[1]))
+            for _ in range(5):
+                assert post(receiver, body=body)[0] == 200
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, old)
+            signal.signal(signal.SIGXFSZ, handler)
+        assert len(receiver.snapshot().spans) == 5
+        assert receiver.counts()["unsaved"] == 4
+        assert [each["event"] for each in logged] == ["recording_failed"]
+    assert len(read_folder(tmp_path).spans) == 1
+
+
+def test_what_was_answered_survives_a_killed_receiver(tmp_path: Path) -> None:
+    script = f"""
+import sys, threading, types
+package = types.ModuleType("observability")
+package.__path__ = [{str(Path(__file__).parents[1] / "src" / "observability")!r}]
+sys.modules["observability"] = package
+from pathlib import Path
+from observability.receiver import Receiver
+print(Receiver(Path(sys.argv[1])).port, flush=True)
+threading.Event().wait()
+"""
+    process = subprocess.Popen(
+        [sys.executable, "-c", script, tmp_path], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    port = int(process.stdout.readline())
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=WAIT_S)
+    for number in range(50):
+        connection.request("POST", "/v1/traces", traces(str(number)), PROTOBUF)
+        assert connection.getresponse().read() == b""
+    process.kill()
+    process.communicate()
+    connection.close()
+    assert [span.name for span in read_folder(tmp_path).spans] == [str(n) for n in range(50)]
+
+
+def test_requests_are_passed_on_as_they_came() -> None:
+    with Receiver() as collector:
+        with Receiver(forward=collector.endpoint) as receiver:
+            post(receiver, body=gzip.compress(traces("a")), Content_Encoding="gzip")
+            post(receiver, "/v1/logs", logs("put"))
+            post(receiver, "/v1/metrics", metrics())
+        assert receiver.counts()["forwarded"] == collector.counts()["received"] == 3
+        assert collector.snapshot() == receiver.snapshot()
+
+
+def test_a_collector_that_refuses_what_is_passed_on_costs_one_warning() -> None:
+    with capture_logs() as logged:
+        with Receiver(forward="http://127.0.0.1:9") as receiver:
+            for _ in range(5):
+                assert post(receiver, body=traces("a"))[0] == 200
+        counts = receiver.counts()
+    assert (counts["received"], counts["forwarded"], counts["not_forwarded"]) == (5, 0, 5)
+    assert [each["event"] for each in logged] == ["forwarding_failed"]
+
+
+def test_a_slow_collector_delays_neither_answers_nor_the_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from observability import receiver_forward
+
+    monkeypatch.setattr(receiver_forward, "_MOST_BYTES", 3 * len(traces("a")))
+    with socket.create_server(("127.0.0.1", 0)) as silent, capture_logs() as logged:
+        receiver = Receiver(forward=f"http://127.0.0.1:{silent.getsockname()[1]}")
+        begin = time.monotonic()
+        for _ in range(10):
+            assert post(receiver, body=traces("a"))[0] == 200
+        receiver.close(0.3)
+        assert time.monotonic() - begin < 4
+        counts = receiver.counts()
+    # One is on its way still, two waited and were given up at the end, seven did not fit.
+    assert (counts["received"], counts["not_forwarded"]) == (10, 9)
+    assert [each["reason"] for each in logged] == ["the queue is full"]
+
+
+def test_close_answers_what_is_under_way_and_hangs_up_on_the_rest() -> None:
+    receiver = Receiver()
+    idle = socket.create_connection(("127.0.0.1", receiver.port), timeout=WAIT_S)
+    post(receiver, body=traces("a"))
+    receiver.close()
+    receiver.close()
+    assert idle.recv(1) == b""
+    idle.close()
+    with pytest.raises(OSError, match="refused"):
+        post(receiver, body=traces("a"))
+    assert len(receiver.snapshot().spans) == 1
+
+
+def test_a_client_that_hangs_up_makes_no_noise(
+    receiver: Receiver, capfd: pytest.CaptureFixture[str]
+) -> None:
+    head = b"POST /v1/traces HTTP/1.1\r\nHost: localhost\r\n"
+    for _ in range(5):
+        with socket.create_connection(("127.0.0.1", receiver.port)) as connection:
+            connection.setsockopt(
+                socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\x00\x00\x00\x00\x00\x00\x00"
+            )
+            connection.sendall(head)
+    assert post(receiver, body=traces("a"))[0] == 200
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_recording_is_limited_to_bodies_that_fit_a_frame() -> None:
+    with pytest.raises(ValueError, match="max_body=0"):
+        Receiver(max_body=0)

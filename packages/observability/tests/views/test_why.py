@@ -1,0 +1,243 @@
+"""Every wait that has not ended says what it waits for."""
+
+import dataclasses
+import random
+
+import pytest
+from told_runs import DRIVER, HOSTILE, POLICIES, ROLLOUT, Teller, grpo_step, ns
+
+from dataplane_core import FieldSummary, PartitionSummary, TaskSummary
+from observability.records import Records
+from observability.views import Lack, why
+
+IDS = [f"abc_g{i}" for i in range(512)]
+
+
+def stuck(*, put=512, advantages=0, claimed=0):
+    """A trainer that waits for advantages of a partition of 512 samples."""
+    tell = Teller()
+    tell.event(
+        "registered",
+        DRIVER,
+        0,
+        [],
+        samples=512,
+        fields=["input_ids", "advantages"],
+        tasks=["prev_lp", "train"],
+    )
+    tell.event("put", ROLLOUT, 1, IDS[:put], fields=["input_ids"])
+    if advantages:
+        tell.event("put", DRIVER, 2, IDS[:advantages], fields=["advantages"])
+    if claimed:
+        told = {"task": "train", "fields": ["advantages"], "wait_s": 0.1}
+        tell.event("claimed", POLICIES[1], 3, IDS[:claimed], **told)
+    tell.event(
+        "waiting",
+        POLICIES[1],
+        6,
+        [],
+        samples=32,
+        wait="77-1",
+        since_ns=ns(5),
+        task="train",
+        fields=["advantages"],
+    )
+    return tell
+
+
+def test_a_claim_that_waits_says_who_for_what_since_when_and_what_is_lacking():
+    (wait,) = why(stuck(advantages=32, claimed=32).records, ns(17.3))
+    assert (wait.process, wait.task, wait.partition) == (POLICIES[1], "train", "train")
+    assert (wait.fields, wait.asked, wait.since_ns) == (("advantages",), 32, ns(5))
+    assert wait.seconds == pytest.approx(12.3)
+    assert (wait.there, wait.ready, wait.claimed, wait.unput) == (512, 0, 32, 0)
+    assert wait.lacks == {"advantages": Lack(480, tuple(IDS[32:42]))}
+
+
+def test_a_wait_is_one_sentence():
+    (wait,) = why(stuck(advantages=32).records, ns(17.3))
+    assert str(wait) == (
+        "task 'train' in grpo.policy 1 has waited 12.3 s for 32 samples of partition 'train' with "
+        "advantages: 480 of 512 lack advantages (abc_g32, abc_g33, …); 32 are ready; "
+        "0 are still to be put"
+    )
+    (wait,) = why(stuck(put=128).records, ns(6))
+    assert str(wait).endswith(
+        ": 128 of 128 lack advantages (abc_g0, abc_g1, …); 384 are still to be put"
+    )
+    (wait,) = why(stuck(advantages=512, claimed=512).records, ns(6))
+    assert str(wait).endswith(
+        ": 512 are there and none lacks a field; 512 are claimed by it already; "
+        "0 are still to be put"
+    )
+
+
+@pytest.mark.parametrize("end", ["claimed", "claim_failed", "answered"])
+def test_a_wait_ends_with_the_event_of_its_name_in_any_order_of_arrival(end):
+    tell = stuck()
+    tell.event(end, POLICIES[1], 7, [], wait="77-1", task="train")
+    random.Random(4).shuffle(tell.records.events)
+    assert why(tell.records, ns(9)) == []
+
+
+def test_a_wait_does_not_end_by_what_others_were_answered():
+    tell = stuck()
+    tell.event("claimed", POLICIES[1], 7, [], wait="77-2", task="train")
+    tell.event("claimed", POLICIES[1], 7, [], task="train")
+    # The names are unique in a process only.
+    tell.event("claimed", POLICIES[0], 7, [], wait="77-1", task="train")
+    assert len(why(tell.records, ns(9))) == 1
+
+
+def test_a_wait_of_a_run_that_ended_is_still_there_with_its_age():
+    records = stuck().records
+    records.add(grpo_step(0, run_id="run-b", at=3_600))
+    (wait,) = why(records, ns(4_000))
+    assert (wait.run_id, wait.seconds) == ("run-a", 3_995.0)
+    assert wait.lacks["advantages"].count == 512
+
+
+def test_a_wait_that_was_told_twice_is_one():
+    records = stuck().records
+    records.add(stuck().records)
+    (wait,) = why(records, ns(9))
+    assert wait.there == 512
+
+
+def test_waits_come_longest_first():
+    tell = stuck()
+    told = {"task": "ref_lp", "fields": ["input_ids"]}
+    tell.event("waiting", POLICIES[0], 6, [], wait="9", since_ns=ns(2), **told)
+    assert [wait.task for wait in why(tell.records, ns(9))] == ["ref_lp", "train"]
+
+
+def test_a_call_that_waits_says_what_it_is_to_write():
+    tell = stuck(put=4)
+    tell.event(
+        "waiting",
+        DRIVER,
+        6,
+        IDS[:2],
+        wait="1",
+        since_ns=ns(4),
+        on="policy worker 1: compute_logprobs",
+        fields=["prev_logprobs"],
+    )
+    tell.event("put", POLICIES[1], 7, IDS[:1], fields=["prev_logprobs"])
+    call = why(tell.records, ns(10))[0]
+    assert str(call) == (
+        "grpo.driver has waited 6.00 s for policy worker 1: compute_logprobs, to write "
+        "prev_logprobs of 2 samples of partition 'train': 1 of 2 lack prev_logprobs (abc_g1); "
+        "508 are still to be put"
+    )
+
+
+def test_a_call_about_no_partition_is_told_without_numbers():
+    tell = Teller()
+    tell.event(
+        "waiting",
+        DRIVER,
+        1,
+        [],
+        partition=None,
+        wait="1",
+        since_ns=ns(0),
+        on="generation: install_weights",
+    )
+    (wait,) = why(tell.records, ns(2))
+    assert str(wait) == "grpo.driver has waited 2.00 s for generation: install_weights"
+
+
+def test_cleared_samples_lack_nothing_and_are_not_put_again():
+    tell = stuck(put=10)
+    tell.event("cleared", DRIVER, 7, IDS[:4])
+    (wait,) = why(tell.records, ns(9))
+    assert (wait.there, wait.lacks["advantages"].count, wait.unput) == (6, 6, 502)
+
+
+def test_released_samples_can_be_claimed_again():
+    tell = stuck(advantages=32, claimed=32)
+    tell.event("acknowledged", POLICIES[1], 4, IDS[:8], task="train")
+    tell.event("released", POLICIES[1], 4, IDS[8:32], task="train")
+    (wait,) = why(tell.records, ns(9))
+    assert (wait.ready, wait.claimed) == (24, 8)
+
+
+def test_a_partition_that_was_cleared_is_not_there():
+    tell = stuck()
+    tell.event("cleared", DRIVER, 7, [])
+    (wait,) = why(tell.records, ns(9))
+    assert not wait.known
+    assert str(wait).endswith("with advantages: the partition is not there")
+
+
+def test_a_partition_that_is_declared_again_keeps_its_samples():
+    tell = stuck(put=10, advantages=10, claimed=4)
+    tell.event("registered", DRIVER, 7, [], samples=20, fields=["advantages"], tasks=["train"])
+    (wait,) = why(tell.records, ns(9))
+    assert (wait.there, wait.unput, wait.claimed) == (10, 10, 4)
+
+
+def test_partitions_of_one_name_in_two_runs_do_not_mix():
+    records = stuck(put=3).records
+    other = Teller(run_id="run-b")
+    other.event("put", ROLLOUT, 1, ["elsewhere"], fields=["input_ids"])
+    records.add(other.records)
+    (wait,) = why(records, ns(9))
+    assert wait.there == 3
+
+
+def live(**changes):
+    fields = (
+        FieldSummary(name="input_ids", kind="f", declared=True, written=500),
+        FieldSummary(name="advantages", kind=None, declared=True, written=300),
+    )
+    tasks = (TaskSummary(name="train", unclaimed=250, leased=200, settled=50, leases=2),)
+    return dataclasses.replace(
+        PartitionSummary(
+            partition_id="train",
+            declared=512,
+            put=504,
+            present=500,
+            reserved=0,
+            group_size=None,
+            fields=fields,
+            tasks=tasks,
+        ),
+        **changes,
+    )
+
+
+def test_live_numbers_win_over_folded_ones():
+    (wait,) = why(stuck(put=100).records, ns(9), [live()])
+    assert (wait.there, wait.ready, wait.claimed, wait.unput) == (500, 50, 250, 8)
+    assert wait.lacks == {"advantages": Lack(200, tuple(IDS[:10]))}
+
+
+def test_live_numbers_of_other_partitions_change_nothing():
+    records = stuck(put=100).records
+    assert why(records, ns(9), [live(partition_id="val")]) == why(records, ns(9))
+
+
+def test_live_numbers_stand_where_no_event_arrived():
+    records = stuck().records
+    records.events = [event for event in records.events if event.name == "waiting"]
+    assert not why(records, ns(9))[0].known
+    (wait,) = why(records, ns(9), [live()])
+    assert wait.lacks == {"advantages": Lack(200)}
+    assert "200 of 500 lack advantages; 50 are ready" in str(wait)
+
+
+@pytest.mark.parametrize("hostile", HOSTILE)
+def test_a_sentence_is_printable_whatever_the_names(hostile):
+    tell = Teller()
+    tell.event("put", ROLLOUT, 0, [hostile], partition=hostile, fields=["x"])
+    process = dataclasses.replace(POLICIES[0], service=hostile)
+    told = {"task": hostile, "wait": "1", "fields": [hostile], "since_ns": ns(0)}
+    tell.event("waiting", process, 1, [], partition=hostile, **told)
+    (wait,) = why(tell.records, ns(2))
+    assert str(wait).isprintable()
+
+
+def test_nothing_waits_where_nothing_was_told():
+    assert why(Records(), ns(0)) == []
