@@ -23,6 +23,7 @@ HEADLINES = (
     "tq.slices8_512.ratio_vs_usual",
     "tq.claim32_100k.p50_ms",
     "tq.put_get_512_tcp.ratio_vs_usual",
+    "trace.step_overhead_pct",
 )
 """Names that a complete run of backend ``packed`` writes; others in the project read them."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import pytest
 import torch
@@ -141,6 +142,7 @@ def test_events_carry_run_step_and_version_and_the_span_of_the_operation(log, mo
                 "rl.weight_version": 2,
             }.items()
         )
+        assert 0 <= time.time_ns() - record.timestamp < 60e9
         assert record.trace_id == step.get_span_context().trace_id
         assert record.span_id not in (0, step.get_span_context().span_id)
 

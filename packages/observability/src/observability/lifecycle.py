@@ -6,6 +6,7 @@ that one record would not pass a collector.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Literal
 
@@ -84,12 +85,14 @@ def emit(
     for key, value in facts.items():
         if value is not None:
             attributes[f"dataplane.{key}"] = value
+    now = time.time_ns()
     parts = max(1, -(-len(sample_ids) // MOST_IDS))
     for part in range(parts):
         if parts > 1:
             attributes["dataplane.part"], attributes["dataplane.parts"] = part, parts
         logger.emit(
             event_name=name,
+            timestamp=now,
             severity_number=SeverityNumber.INFO,
             context=current,
             attributes=dict(attributes),

@@ -26,7 +26,6 @@ from dataplane_core import (
     StorageSummary,
     TaskCounts,
 )
-from observability.payload import bytes_by_column, bytes_by_field
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -216,7 +215,7 @@ class ObservedClient(DataPlaneClient):
         )
         with self._observed(call):
             answer = self._inner.get_data(meta, select_fields, **extra)
-            call.n_bytes = sum(bytes_by_field(answer).values())
+            call.n_bytes = sum(_bytes_by_field(answer).values())
         return answer
 
     def check_consumption_status(
@@ -236,7 +235,7 @@ class ObservedClient(DataPlaneClient):
         return self._put(
             sample_ids,
             partition_id,
-            bytes_by_field(fields),
+            _bytes_by_field(fields),
             tags,
             lambda call: self._inner.put_samples(
                 sample_ids, partition_id, fields, call.tags, **{**call.extra, **extra}
@@ -257,7 +256,7 @@ class ObservedClient(DataPlaneClient):
         return self._put(
             sample_ids,
             partition_id,
-            bytes_by_column(columns, lengths, ragged),
+            _bytes_by_column(columns, lengths, ragged),
             tags,
             lambda call: self._inner.put_columns(
                 sample_ids,
@@ -299,7 +298,7 @@ class ObservedClient(DataPlaneClient):
     ) -> TensorDict:
         with self._observed(_get(sample_ids, partition_id, select_fields)) as call:
             answer = self._inner.get_samples(sample_ids, partition_id, select_fields, **extra)
-            call.n_bytes = sum(bytes_by_field(answer).values())
+            call.n_bytes = sum(_bytes_by_field(answer).values())
         return answer
 
     def get_columns(
@@ -316,7 +315,7 @@ class ObservedClient(DataPlaneClient):
             answer = self._inner.get_columns(
                 sample_ids, partition_id, select_fields, pad_values=pad_values, width=width, **extra
             )
-            call.n_bytes = sum(bytes_by_column(answer).values())
+            call.n_bytes = sum(_bytes_by_column(answer).values())
         return answer
 
     def clear_samples(self, sample_ids: list[str] | None, partition_id: str, **extra: Any) -> None:
@@ -410,3 +409,22 @@ def _settle(op: Literal["acknowledge", "release", "renew"], meta: KVBatchMeta) -
         sample_ids=meta.sample_ids,
         tasks=[] if meta.task_name is None else [meta.task_name],
     )
+
+
+# Whoever only looks at what was told needs no torch, whoever puts or gets has imported it.
+
+
+def _bytes_by_field(fields: TensorDict | None) -> dict[str, int]:
+    from observability.payload import bytes_by_field
+
+    return bytes_by_field(fields)
+
+
+def _bytes_by_column(
+    columns: Mapping[str, Column],
+    lengths: Sequence[int] | None = None,
+    ragged: Collection[str] = (),
+) -> dict[str, int]:
+    from observability.payload import bytes_by_column
+
+    return bytes_by_column(columns, lengths, ragged)

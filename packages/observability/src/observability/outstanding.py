@@ -1,5 +1,8 @@
 """How many bytes were put and not cleared, per (sample, field), without keeping what was put.
 
+Samples of a put that hold the same share one `Cells`, so a put costs a look per sample, however
+many fields it has.
+
 Nothing here locks; the client that owns the account holds its lock around every call.
 
 Samples that are put here and cleared through another client would stay in the account for ever, so
@@ -34,6 +37,16 @@ class PendingPut:
         return [i for i in sample_ids if self._partition_cleared or i in self._cleared]
 
 
+class Cells:
+    """Bytes by field, and their sum. Never changed, since samples share it."""
+
+    __slots__ = ("by_field", "total")
+
+    def __init__(self, by_field: Mapping[str, int]) -> None:
+        self.by_field = by_field
+        self.total = sum(by_field.values())
+
+
 class Outstanding:
     """The account: a cell (sample, field) counts once, with what was put into it last.
 
@@ -49,7 +62,7 @@ class Outstanding:
         self.peak_n_bytes = 0
         self.max_bytes_per_key = 0
         self.by_partition: dict[str, int] = {}
-        self._cells: dict[str, dict[str, dict[str, int]]] = {}
+        self._cells: dict[str, dict[str, Cells]] = {}
         self._pending: set[PendingPut] = set()
 
     @property
@@ -78,18 +91,25 @@ class Outstanding:
         # The partitions stand in the order of their last puts.
         rows = self._cells[pending.partition_id] = self._cells.pop(pending.partition_id, {})
         before = self.n_bytes
+        # By identity; what is merged is kept alive, so that no identity comes twice.
+        merged: dict[tuple[int, int], tuple[Cells, Cells, Cells]] = {}
         for sample_id, share in zip(
             sample_ids, spread(bytes_by_field, len(sample_ids)), strict=True
         ):
-            cells = rows.setdefault(sample_id, {})
-            self.n_bytes -= sum(cells.values())
-            cells.update(share)
-            held = sum(cells.values())
-            self.n_bytes += held
-            self.max_bytes_per_key = max(self.max_bytes_per_key, held)
+            held, after = rows.get(sample_id), share
+            if held is not None:
+                self.n_bytes -= held.total
+                known = merged.get((id(held), id(share)))
+                if known is None:
+                    both = Cells({**held.by_field, **share.by_field})
+                    known = merged[id(held), id(share)] = held, share, both
+                after = known[2]
+            rows[sample_id] = after
+            self.n_bytes += after.total
+            self.max_bytes_per_key = max(self.max_bytes_per_key, after.total)
         self.peak_n_bytes = max(self.peak_n_bytes, self.n_bytes)
-        held = self.by_partition.get(pending.partition_id, 0)
-        self.by_partition[pending.partition_id] = held + self.n_bytes - before
+        of_partition = self.by_partition.get(pending.partition_id, 0)
+        self.by_partition[pending.partition_id] = of_partition + self.n_bytes - before
         self._drop(pending.cleared_of(sample_ids), pending.partition_id)
         while (surplus := self.n_keys - MOST_KEYS) > 0:
             oldest = next(iter(self._cells))
@@ -106,7 +126,8 @@ class Outstanding:
 
     def _drop(self, sample_ids: Sequence[str], partition_id: str) -> None:
         rows = self._cells.get(partition_id, {})
-        gone = sum(sum(rows.pop(sample_id, {}).values()) for sample_id in sample_ids)
+        dropped = (rows.pop(sample_id, None) for sample_id in sample_ids)
+        gone = sum(cells.total for cells in dropped if cells is not None)
         self.n_bytes -= gone
         if rows:
             self.by_partition[partition_id] -= gone
@@ -115,18 +136,29 @@ class Outstanding:
             self.by_partition.pop(partition_id, None)
 
 
-def spread(bytes_by_field: Mapping[str, int], count: int) -> list[dict[str, int]]:
+def spread(bytes_by_field: Mapping[str, int], count: int) -> list[Cells]:
     """Divide each field's bytes over ``count`` samples.
 
     What does not divide evenly goes round the samples in turn, one byte each, and the next field
     goes on where the last one stopped. So the sums per sample are those of the whole batch divided
     evenly, with the remainder on the first samples.
     """
-    shares: list[dict[str, int]] = [{} for _ in range(count)]
+    if not count:
+        return []
+    base = {name: total // count for name, total in bytes_by_field.items()}
+    ranges: list[tuple[str, int, int]] = []
     start = 0
     for name, total in bytes_by_field.items():
-        base, extra = divmod(total, max(count, 1))
-        for i, share in enumerate(shares):
-            share[name] = base + ((i - start) % count < extra)
-        start = (start + extra) % max(count, 1)
+        extra = total % count
+        stop = start + extra
+        ranges.append((name, start, min(stop, count)))
+        if stop > count:
+            ranges.append((name, 0, stop - count))
+        start = stop % count
+    edges = sorted({0, count, *(edge for _, first, last in ranges for edge in (first, last))})
+    shares: list[Cells] = []
+    for first, last in itertools.pairwise(edges):
+        longer = {name for name, begin, end in ranges if begin <= first < end}
+        cells = Cells({name: size + (name in longer) for name, size in base.items()})
+        shares += [cells] * (last - first)
     return shares

@@ -173,7 +173,7 @@ def decode_logs(body: bytes) -> Records:
         events=[
             Event(
                 name=record.event_name.removeprefix(EVENT_PREFIX),
-                time_ns=record.time_unix_nano,
+                time_ns=record.time_unix_nano or record.observed_time_unix_nano,
                 attributes=_attributes(record.attributes),
                 sample_ids=tuple(_ids(record.body)),
                 process=process,

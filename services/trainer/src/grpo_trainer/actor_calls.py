@@ -57,6 +57,11 @@ class ActorCalls:
         """The Ray handle of an actor."""
         return self._actors[name]
 
+    @property
+    def handles(self) -> list[Any]:
+        """The Ray handles of all actors."""
+        return list(self._actors.values())
+
     def one(self, name: str, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method of one actor and return its result; errors as `each`."""
         return self.each(method, {name: (args, kwargs)})[name]

@@ -138,11 +138,15 @@ class GRPOStep:
         verbose = self._config.tracing.verbose
         return step_context(self._run_id, step, weight_version=step, verbose=verbose)
 
+    def _stream(self, step: int) -> str:
+        """Names the random numbers that the step draws."""
+        return f"train {step}"
+
     def _run(self, step: int, report: StepReport) -> None:
         grpo = self._config.grpo
         with report.phase("refit"):
             self._weight_sync.sync(step)
-        self._calls.one(GENERATION, "begin", f"train {step}")
+        self._calls.one(GENERATION, "begin", self._stream(step))
         self._client.register_partition(
             TRAIN,
             list(DP_TRAIN_FIELDS),

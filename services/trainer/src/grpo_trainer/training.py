@@ -59,7 +59,7 @@ def run_steps(
     Returns:
         The metrics of every step, those of ``state`` included.
     """
-    model = inputs.model or str(_initial_model(config, folder))
+    model = inputs.model or str(initial_model(config, folder))
     prompts = PromptStream(
         inputs.training,
         seed=config.run.seed,
@@ -129,7 +129,7 @@ def _due(done: int, every: int, total: int) -> bool:
     return every > 0 and (done % every == 0 or done == total)
 
 
-def _initial_model(config: TrainerConfig, folder: Path) -> Path:
+def initial_model(config: TrainerConfig, folder: Path) -> Path:
     """The random model that the run begins with; built from the seed if it is not there."""
     path = (folder / INITIAL_MODEL).resolve()
     if path.exists() or not isinstance(config.policy.model, RandomModel):

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from rich.cells import cell_len, set_cell_size
 from rich.console import Group, RenderableType
+from rich.padding import Padding
 from rich.table import Table as Grid
 from rich.text import Text
 
@@ -44,28 +46,39 @@ def steps_view(steps: Iterable[Step]) -> RenderableType:
 
 
 def lineage_view(sample_id: str, hops: Sequence[Hop]) -> RenderableType:
-    """The life of one sample, a line for each thing that happened to it."""
-    table = _columns_of(f"sample {sample_id}")
-    for name in ("after", "what", "process", "stage", "step", "weights", "bytes", "about"):
-        table.add_column(
-            name,
-            justify="right" if name in ("after", "step", "weights", "bytes") else "left",
-            no_wrap=name in ("after", "what", "step", "weights", "bytes"),
-            overflow="fold",
-        )
-    for hop in hops:
-        _row(
-            table,
+    """The life of one sample, a line for each thing that happened to it, details below it."""
+    headings = ("after", "what", "process", "stage", "step", "weights", "bytes")
+    rows = [
+        [
             duration(hop.seconds),
-            hop.name,
-            hop.process.label,
-            hop.stage,
-            "" if hop.step is None else hop.step,
-            "" if hop.weight_version is None else hop.weight_version,
+            printable(hop.name),
+            printable(hop.process.label),
+            printable(hop.stage),
+            "" if hop.step is None else str(hop.step),
+            "" if hop.weight_version is None else str(hop.weight_version),
             "" if hop.n_bytes is None else size(hop.n_bytes),
-            _about(hop),
-        )
-    return Encodable(table)
+        ]
+        for hop in hops
+    ]
+    widths = [max(cell_len(row[i]) for row in [headings, *rows]) for i in range(len(headings))]
+    numbers = {0, 4, 5, 6}
+
+    def line(row: Sequence[str], style: str = "") -> Text:
+        cells = [
+            (" " * (width - cell_len(cell)) + cell) if i in numbers else set_cell_size(cell, width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        return Text("  ".join(cells).rstrip(), style=style)
+
+    parts: list[RenderableType] = [
+        Text(f"sample {printable(sample_id)}", style="bold"),
+        line(headings, "dim"),
+    ]
+    for hop, row in zip(hops, rows, strict=True):
+        parts.append(line(row))
+        if about := _about(hop):
+            parts.append(Padding(Text(about, style="dim"), (0, 0, 0, widths[0] + 2)))
+    return Encodable(Group(*parts))
 
 
 def waits_view(waits: Sequence[Wait]) -> RenderableType:

@@ -1,0 +1,152 @@
+"""Metrics of operations: names, units, labels that stay few, and what the store is asked."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.metrics.export import InMemoryMetricReader
+from opentelemetry.sdk.trace import TracerProvider
+from tensordict import TensorDict
+
+from dataplane_core import InMemoryDataPlaneClient, telemetry
+from observability import InstrumentedDataPlaneClient, meters, step_context, trained
+from observability.meters import MOST_CLASSES, OTHER, PartitionClasses
+
+
+@pytest.fixture
+def told(monkeypatch):
+    """Metric name to its unit and its points as (attributes, point)."""
+    reader = InMemoryMetricReader()
+    provider = MeterProvider(metric_readers=[reader])
+    traces = TracerProvider()
+    monkeypatch.setattr(meters, "get_meter", provider.get_meter)
+    monkeypatch.setattr(telemetry, "tracer", lambda: traces.get_tracer("test"))
+
+    def read():
+        data = reader.get_metrics_data()
+        return {
+            metric.name: (
+                metric.unit,
+                [(dict(point.attributes), point) for point in metric.data.data_points],
+            )
+            for resource in (data.resource_metrics if data else [])
+            for scope in resource.scope_metrics
+            for metric in scope.metrics
+        }
+
+    yield read
+    provider.shutdown()
+
+
+@pytest.fixture
+def client(told):
+    with InstrumentedDataPlaneClient(InMemoryDataPlaneClient()) as client:
+        client.register_partition("train_7", ["x"], 4, ["logprob", "train"])
+        yield client
+
+
+def batch(count):
+    return TensorDict({"x": torch.zeros(count, 2)}, batch_size=[count])
+
+
+def value_of(told, name, **attributes):
+    wanted = {key.replace("__", "."): value for key, value in attributes.items()}
+    [point] = [p for own, p in told()[name][1] if wanted.items() <= own.items()]
+    return getattr(point, "value", None) if hasattr(point, "value") else point
+
+
+def test_every_operation_has_a_duration_under_its_name_and_error(client, told):
+    client.put_samples(["a", "b"], "train_7", batch(2))
+    client.claim_meta("train_7", "train", ["x"], 2)
+    client.get_samples(["a"], "train_7", ["x"])
+    with pytest.raises(KeyError):
+        client.get_samples(["a"], "nowhere", ["x"])
+    unit, points = told()["messaging.client.operation.duration"]
+    assert unit == "s"
+    assert sorted(
+        (own["messaging.operation.name"], own.get("error.type", ""), point.count)
+        for own, point in points
+    ) == [
+        ("claim", "", 1),
+        ("get", "", 1),
+        ("get", "PartitionNotFoundError", 1),
+        ("put", "", 1),
+        ("register", "", 1),
+    ]
+    assert all(own["messaging.destination.name"] in ("train_#", "nowhere") for own, _ in points)
+
+
+def test_bytes_are_counted_in_both_directions(client, told):
+    client.put_samples(["a", "b"], "train_7", batch(2))
+    client.get_samples(["a"], "train_7", ["x"])
+    assert told()["dataplane.io"][0] == "By"
+    assert value_of(told, "dataplane.io", dataplane__direction="put") == 16
+    assert value_of(told, "dataplane.io", dataplane__direction="get") == 8
+
+
+def test_outstanding_bytes_fall_with_a_clear(client, told):
+    client.put_samples(["a", "b"], "train_7", batch(2))
+    client.put_samples(["a", "b"], "train_7", batch(2))
+    assert value_of(told, "dataplane.outstanding") == 16
+    client.clear_samples(["a"], "train_7")
+    assert value_of(told, "dataplane.outstanding") == 8
+
+
+def test_ready_and_consumed_are_told_for_tasks_that_claim(client, told):
+    client.put_samples(["a", "b", "c"], "train_7", batch(3))
+    client.claim_meta("train_7", "train", ["x"], 2, blocking=False)
+    assert value_of(told, "dataplane.ready", dataplane__task="train") == 1
+    assert value_of(told, "dataplane.consumed", dataplane__task="train") == 2
+    client.clear_samples(None, "train_7")
+    assert told().get("dataplane.ready", ("", []))[1] == []
+
+
+def test_the_age_of_what_is_claimed_is_since_its_put(client, told):
+    client.put_samples(["a"], "train_7", batch(1))
+    client.put_samples(["b"], "train_7", batch(1))
+    client.claim_meta("train_7", "train", ["x"], 2, blocking=False)
+    unit, [(own, point)] = told()["dataplane.claim.age"]
+    assert (unit, own, point.count) == ("s", {"dataplane.task": "train"}, 2)
+    assert 0 <= point.min <= point.max < 60
+
+
+def test_staleness_is_the_difference_of_versions_of_each_sample(client, told):
+    for version, sample_id in ((3, "a"), (5, "b")):
+        with step_context("run", version, version):
+            client.put_samples([sample_id], "train_7", batch(1))
+    claimed = client.claim_meta("train_7", "train", ["x"], 2, blocking=False)
+    with step_context("run", 6, 6):
+        trained(client, claimed, field="x")
+    unit, [(own, point)] = told()["rl.staleness"]
+    assert (unit, own) == ("{version}", {"dataplane.task": "train"})
+    assert (point.count, point.sum, point.min, point.max) == (2, 4, 1, 3)
+
+
+def test_labels_of_partitions_stay_few():
+    classes = PartitionClasses()
+    assert {classes.of(f"step_{number}") for number in range(1000)} == {"step_#"}
+    assert classes.of("7f3e9a2c-11d2-4a4e-9a1b-0123456789ab/train") == "#/train"
+    names = [f"{chr(97 + i % 26)}{chr(97 + i // 26)}z" for i in range(200)]
+    labels = {classes.of(name) for name in names}
+    assert len(labels | {"step_#", "#/train"}) == MOST_CLASSES + 1
+    assert OTHER in labels
+    assert classes.of("yet another") == OTHER
+    assert classes.of("step_5") == "step_#"
+
+
+@given(st.lists(st.text(), max_size=300))
+def test_however_odd_the_names_the_labels_are_bounded(names):
+    classes = PartitionClasses()
+    labels = {classes.of(name) for name in names}
+    assert len(labels) <= MOST_CLASSES + 1
+    assert all(len(label) <= 64 for label in labels)
+
+
+def test_a_store_that_fails_while_metrics_are_read_ends_nothing(client, told):
+    client.put_samples(["a"], "train_7", batch(1))
+    client.claim_meta("train_7", "train", ["x"], 1)
+    client.close()
+    assert told()["messaging.client.operation.duration"][1]
