@@ -23,6 +23,7 @@ def told(monkeypatch):
     provider = MeterProvider(metric_readers=[reader])
     traces = TracerProvider()
     monkeypatch.setattr(meters, "get_meter", provider.get_meter)
+    monkeypatch.setattr(meters, "get_meter_provider", lambda: provider)
     monkeypatch.setattr(telemetry, "tracer", lambda: traces.get_tracer("test"))
 
     def read():

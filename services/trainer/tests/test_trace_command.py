@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+import yaml
 
-from observability.receiver import read_folder
+from observability.receiver import Receiver, read_folder
 
 COMMAND = str(Path(sys.executable).with_name("grpo-trace"))
 
@@ -27,14 +30,22 @@ def run(*arguments, folder, timeout=60):
     )
 
 
-@pytest.fixture(scope="module")
-def traced(tmp_path_factory, raw_config):
-    """A run of two steps: its folder and what was printed."""
-    import yaml
-
-    folder = tmp_path_factory.mktemp("trace")
-    raw = raw_config({"run.output": str(folder / "runs")})
+def write_config(raw_config, folder, changes=()):
+    raw = raw_config({"run.output": str(folder / "runs"), **dict(changes)})
     (folder / "config.yaml").write_text(yaml.safe_dump(raw))
+
+
+@pytest.fixture(scope="module")
+def collector():
+    with Receiver() as receiver:
+        yield receiver
+
+
+@pytest.fixture(scope="module")
+def traced(tmp_path_factory, raw_config, collector):
+    """A run of two steps: its folder and what was printed."""
+    folder = tmp_path_factory.mktemp("trace")
+    write_config(raw_config, folder)
     done = run(
         "--steps",
         2,
@@ -44,6 +55,8 @@ def traced(tmp_path_factory, raw_config):
         "pages/trace.html",
         "--perfetto",
         "pages/trace.json",
+        "--otlp",
+        collector.endpoint,
         folder=folder,
         timeout=240,
     )
@@ -83,6 +96,12 @@ def test_the_page_and_the_perfetto_file_are_written(traced):
     assert {"grpo.step", "optimizer_step"} <= {event["name"] for event in events}
 
 
+def test_a_collector_gets_everything_as_well(traced, records, collector):
+    forwarded = collector.snapshot()
+    assert {span.span_id for span in forwarded.spans} == {span.span_id for span in records.spans}
+    assert len(forwarded.events) == len(records.events)
+
+
 def test_a_sample_is_followed_from_its_put_to_its_clear(traced, records):
     folder, _ = traced
     trained = next(event for event in records.events if event.name == "trained")
@@ -105,6 +124,55 @@ def test_a_sample_that_nobody_names_is_an_error_with_the_nearest_ones(traced, re
     assert trained.sample_ids[0] in done.stderr
 
 
+def test_why_names_what_a_run_that_hangs_waits_for(tmp_path, raw_config):
+    write_config(raw_config, tmp_path, {"cluster.temp_dir": None})
+    started = subprocess.Popen(
+        [COMMAND, "--steps", "1000", "--config", "config.yaml", "--folder", "told"],
+        cwd=tmp_path,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+    )
+    stopped = None
+    try:
+        stopped = until(180, lambda: generation_worker(tmp_path / "told"))
+        os.kill(stopped, signal.SIGSTOP)
+        shown = until(60, lambda: stuck(run("why", "--folder", "told", folder=tmp_path).stdout))
+        # Whoever called it when it stopped: the rollout for a response, or the driver for weights.
+        assert re.search(
+            r"grpo\.(rollout|driver) has waited \S+ m?s for generation worker: ", shown
+        )
+    finally:
+        if stopped is not None:
+            os.kill(stopped, signal.SIGCONT)
+        started.terminate()
+        assert started.wait(60) == 128 + signal.SIGTERM
+
+
+def until(seconds, found):
+    """What ``found`` returns once it returns something."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if (value := found()) is not None:
+            return value
+    raise AssertionError(f"not within {seconds} s")
+
+
+def generation_worker(folder):
+    """Its process, once it has told of itself."""
+    try:
+        events = read_folder(folder).events
+    except FileNotFoundError:
+        return None
+    pids = [event.process.pid for event in events if event.process.service == "grpo.generation"]
+    return pids[0] if pids else None
+
+
+def stuck(shown):
+    joined = " ".join(shown.split())
+    return joined if re.search("for generation worker: (?!ready)", joined) else None
+
+
 def test_of_a_run_that_ended_nothing_waits(traced):
     done = run("why", folder=traced[0])
     assert (done.returncode, done.stdout.strip()) == (0, "nothing waits")
@@ -119,6 +187,8 @@ def test_show_repeats_what_the_run_showed(traced):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["--steps", "1", "--set", "data.train=nowhere.jsonl"], "nowhere.jsonl"),
+        (["--folder", "f", "why"], "--folder stands before 'why'"),
         (["show"], "error: no traced run below runs/traces"),
         (["why", "--folder", "nowhere"], "nowhere"),
         (["--steps", "1", "--config", "nowhere.yaml"], "nowhere.yaml"),

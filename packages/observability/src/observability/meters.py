@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 
-from opentelemetry.metrics import CallbackOptions, Observation, get_meter
+from opentelemetry.metrics import CallbackOptions, Observation, get_meter, get_meter_provider
 
 from dataplane_core import DataPlaneClient, DataPlaneError, KVBatchMeta, telemetry
 from observability.lifecycle import emit
@@ -146,6 +146,8 @@ class Meters(Observer):
         if len(self._watched) >= _MOST_WATCHED:
             self._watched.pop(next(iter(self._watched)), None)
         self._watched[call.partition_id, task] = list(call.fields)
+        if not _listened():
+            return  # spare the store the question
         now = time.time_ns()
         for origin, _ in origins_of(call):
             self._age.record(max(0, now - origin.time_ns) / 1e9, {"dataplane.task": task})
@@ -178,6 +180,11 @@ class Meters(Observer):
             yield Observation(samples, labels)
 
 
+def _listened() -> bool:
+    """Whether an SDK is set up: until then the provider is one of the API's own classes."""
+    return not type(get_meter_provider()).__module__.startswith("opentelemetry.metrics")
+
+
 def _tells_bytes(client: DataPlaneClient) -> bool:
     try:
         return bool(client.list_storage())
@@ -196,7 +203,7 @@ def trained(client: DataPlaneClient, meta: KVBatchMeta, *, field: str, task: str
     """
     emit("trained", meta.partition_id, meta.sample_ids, task=task)
     version = telemetry.step_facts().get(telemetry.WEIGHT_VERSION)
-    if not isinstance(version, int) or not client.capabilities.origins:
+    if not isinstance(version, int) or not client.capabilities.origins or not _listened():
         return
     try:
         found = client.read_origins(meta.sample_ids, meta.partition_id, [field])

@@ -140,6 +140,8 @@ class Records:
         self.events += other.events
 
 
+_RUN_ID = "rl.run_id"
+
 EVENT_PREFIX = "dataplane."
 """What the names of lifecycle events begin with in OTLP; `Event.name` is the rest."""
 
@@ -153,9 +155,9 @@ def decode_traces(body: bytes) -> Records:
     request = ExportTraceServiceRequest.FromString(body)
     return Records(
         spans=[
-            _span(span, process)
+            _span(span, process, run)
             for resource_spans in request.resource_spans
-            for process in [_process(resource_spans.resource)]
+            for process, run in [(_process(resource_spans.resource), _run(resource_spans.resource))]
             for scope_spans in resource_spans.scope_spans
             for span in scope_spans.spans
         ]
@@ -174,14 +176,14 @@ def decode_logs(body: bytes) -> Records:
             Event(
                 name=record.event_name.removeprefix(EVENT_PREFIX),
                 time_ns=record.time_unix_nano or record.observed_time_unix_nano,
-                attributes=_attributes(record.attributes),
+                attributes={**run, **_attributes(record.attributes)},
                 sample_ids=tuple(_ids(record.body)),
                 process=process,
                 trace_id=record.trace_id.hex(),
                 span_id=record.span_id.hex(),
             )
             for resource_logs in request.resource_logs
-            for process in [_process(resource_logs.resource)]
+            for process, run in [(_process(resource_logs.resource), _run(resource_logs.resource))]
             for scope_logs in resource_logs.scope_logs
             for record in scope_logs.log_records
             if record.event_name.startswith(EVENT_PREFIX)
@@ -189,7 +191,7 @@ def decode_logs(body: bytes) -> Records:
     )
 
 
-def _span(span: SpanMessage, process: Process) -> Span:
+def _span(span: SpanMessage, process: Process, run: Attributes) -> Span:
     return Span(
         trace_id=span.trace_id.hex(),
         span_id=span.span_id.hex(),
@@ -198,7 +200,7 @@ def _span(span: SpanMessage, process: Process) -> Span:
         kind=_KINDS.get(span.kind, "unspecified"),
         start_ns=span.start_time_unix_nano,
         end_ns=span.end_time_unix_nano,
-        attributes=_attributes(span.attributes),
+        attributes={**run, **_attributes(span.attributes)},
         process=process,
         links=tuple(Link(link.trace_id.hex(), link.span_id.hex()) for link in span.links),
         outcome=_OUTCOMES.get(span.status.code, "unset"),
@@ -215,6 +217,12 @@ def _process(resource: Resource) -> Process:
         host=str(facts.get("host.name", "")),
         pid=pid if isinstance(pid, int) else 0,
     )
+
+
+def _run(resource: Resource) -> Attributes:
+    """The process's run, of which what is told outside of a step belongs as well."""
+    facts = _attributes(resource.attributes)
+    return {_RUN_ID: facts[_RUN_ID]} if _RUN_ID in facts else {}
 
 
 def _attributes(pairs: Iterable[KeyValue]) -> dict[str, Any]:

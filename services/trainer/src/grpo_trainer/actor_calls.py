@@ -7,33 +7,21 @@ measure how little that is.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from typing import Any  # Any: arguments and results of remote methods
 
 import ray
-from opentelemetry import context as otel_context
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from grpo_trainer.errors import TrainerError, WorkerError
 from grpo_trainer.ray_failures import death, first_line
-from observability import emit, waits
-from observability.waits import Wait
+from grpo_trainer.waiting import Awaited, told
 
 _PROBE_S = 2.0
 
 Observer = Callable[[str, str, Any], None]
 """Called with the actor's name, "sent" or "received", and what was."""
-
-
-@dataclass(frozen=True)
-class Awaited:
-    """What a call is to bring about: ``fields`` of ``samples`` samples of a partition."""
-
-    partition_id: str
-    fields: tuple[str, ...]
-    samples: int
 
 
 class ActorCalls:
@@ -92,7 +80,9 @@ class ActorCalls:
             self._observe(name, "sent", (args, dict(kwargs)))
             pending[getattr(self._actors[name], method).remote(*args, **kwargs)] = name
         with ExitStack() as stack:
-            waiting = {name: stack.enter_context(_told(name, method, awaited)) for name in calls}
+            waiting = {
+                name: stack.enter_context(told(f"{name}: {method}", awaited)) for name in calls
+            }
             return self._gather(method, calls, pending, waiting)
 
     def _gather(
@@ -161,41 +151,3 @@ class ActorCalls:
                 ray.get(probe)
             except RayActorError as error:
                 raise WorkerError(f"{probes[probe]} {death(error, method)}") from error
-
-
-@contextmanager
-def _told(name: str, method: str, awaited: Awaited | None) -> Iterator[Callable[[], None]]:
-    """Tell of a call that has not been answered for a moment; yields what ends the wait."""
-    context = otel_context.get_current()
-    facts: dict[str, Any] = {"on": f"{name}: {method}"}
-
-    def tell(wait: Wait) -> None:
-        emit(
-            "waiting",
-            None if awaited is None else awaited.partition_id,
-            samples=None if awaited is None else awaited.samples,
-            context=context,
-            wait=wait.name,
-            since_ns=wait.since_ns,
-            fields=None if awaited is None else list(awaited.fields),
-            **facts,
-        )
-
-    wait = waits.begin(tell)
-    ended = False
-
-    def end(error: BaseException | None = None) -> None:
-        nonlocal ended
-        if not ended:
-            ended = True
-            waits.end(wait)
-            if wait.told:
-                emit("answered", context=context, error=error, wait=wait.name, **facts)
-
-    try:
-        yield end
-    except BaseException as error:
-        end(error)
-        raise
-    finally:
-        end()

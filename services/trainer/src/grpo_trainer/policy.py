@@ -8,8 +8,9 @@ from typing import Any  # Any: results of remote methods
 from column_io import DynamicBatchingArgs, round_up, shard_meta_for_dp
 from dataplane_core import GLOBAL_FORWARD_PAD_SEQLEN, KVBatchMeta
 from dataplane_core.telemetry import inject
-from grpo_trainer.actor_calls import ActorCalls, Awaited
+from grpo_trainer.actor_calls import ActorCalls
 from grpo_trainer.sections import PolicySection
+from grpo_trainer.waiting import Awaited
 
 
 class Policy:

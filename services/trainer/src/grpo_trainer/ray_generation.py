@@ -14,6 +14,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 from dataplane_core.telemetry import inject
 from grpo_trainer.errors import WorkerError
 from grpo_trainer.ray_failures import first_line
+from grpo_trainer.waiting import told
 
 if TYPE_CHECKING:
     from column_io import BatchedDataDict
@@ -50,7 +51,8 @@ class RayGeneration:
     def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         reference = getattr(self._worker, method).remote(*args, **kwargs)
         try:
-            return ray.get(reference, timeout=self._timeout_s)
+            with told(f"generation worker: {method}"):
+                return ray.get(reference, timeout=self._timeout_s)
         except GetTimeoutError:
             ray.cancel(reference)
             raise WorkerError(

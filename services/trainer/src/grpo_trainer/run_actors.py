@@ -40,7 +40,13 @@ ROLLOUT = "rollout actor"
 ENVIRONMENT = "environment"
 
 _SMALL = 0.1
-_OBSERVED = cast("ObservabilityConfig", {"enabled": True})
+
+
+def _unheard(event: dict[str, Any]) -> None:
+    """No line per operation: it would tear the driver's display apart and fill workers' logs."""
+
+
+_OBSERVED = cast("ObservabilityConfig", {"enabled": True, "callback": _unheard})
 
 
 class RolloutActor(SyncRolloutActor, ReportingActor):
@@ -183,11 +189,11 @@ class RunActors:
 
 
 def _quiet(plane: DataPlaneConfig) -> DataPlaneConfig:
-    """Without a line per operation, which would tear the driver's display apart."""
+    """For the driver, whose display a line per operation would tear apart."""
     observed = plane.get("observability")
     if observed is None or not observed["enabled"]:
         return plane
-    return {**plane, "observability": {"callback": lambda event: None, **observed}}
+    return {**plane, "observability": {"callback": _unheard, **observed}}
 
 
 def _start_ray(cluster: ClusterSection) -> bool:

@@ -48,7 +48,9 @@ Perfetto = Annotated[Path | None, typer.Option(help="Write a trace that ui.perfe
 def trace_command(
     context: typer.Context,
     steps: Annotated[int, typer.Option(min=1, help="Steps to run.")] = 3,
-    config: Annotated[Path, typer.Option(help="YAML configuration.")] = DEMO_CONFIG,
+    config: Annotated[
+        Path, typer.Option(help="YAML configuration.", show_default="the demo's")
+    ] = DEMO_CONFIG,
     set_: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="Change one key, as grpo.num_steps=10."),
@@ -66,7 +68,9 @@ def trace_command(
     ] = None,
 ) -> None:
     """Run traced steps and show where their time went."""
-    if context.invoked_subcommand is None:
+    if context.invoked_subcommand is not None:
+        _refuse_options(context)
+    else:
         kept = folder or TRACES / datetime.now().strftime("%Y%m%d-%H%M%S")
         overrides = [
             f"grpo.num_steps={steps}",
@@ -77,6 +81,17 @@ def trace_command(
             f"tracing.verbose={str(verbose).lower()}",
         ]
         _guarded(lambda: _run(load_config(config, overrides), kept, html, perfetto, otlp))
+
+
+def _refuse_options(context: typer.Context) -> None:
+    """Options of a run before another command would do nothing."""
+    for parameter in context.command.params:
+        source = context.get_parameter_source(parameter.name or "")
+        if source is not None and source.name == "COMMANDLINE":
+            raise typer.BadParameter(
+                f"{parameter.opts[0]} stands before {context.invoked_subcommand!r}; options of a "
+                "command follow its name"
+            )
 
 
 @app.command("show")
@@ -137,11 +152,14 @@ def _run(
         traced = config.tracing.model_copy(update={"endpoint": receiver.endpoint})
         try:
             train(config.model_copy(update={"tracing": traced}), display=display)
-        finally:
-            # Also of a run that failed: its trace says where.
+        except BaseException:
             display.close()
-            _show(receiver.snapshot(), html, perfetto)
-            console.print(Text.assemble("trace  ", (str(kept), "bold")), soft_wrap=True)
+            if receiver.snapshot().spans:  # they say where it failed
+                _show(receiver.snapshot(), html, perfetto)
+            raise
+        display.close()
+        _show(receiver.snapshot(), html, perfetto)
+        console.print(Text.assemble("trace  ", (str(kept), "bold")), soft_wrap=True)
     if lost := receiver.counts()["not_forwarded"]:
         console.print(Text(f"{lost} export requests did not reach {otlp}", style="yellow"))
 

@@ -95,7 +95,8 @@ def waits_view(waits: Sequence[Wait]) -> RenderableType:
 
 def _title(step: Step) -> Text:
     run = f" of run {printable(step.run_id)}" if step.run_id else ""
-    title = Text(f"step {step.number}{run}: {duration(step.seconds)}", style="bold")
+    what = step.root.name.removeprefix("grpo.") if step.root is not None else "step"
+    title = Text(f"{printable(what)} {step.number}{run}: {duration(step.seconds)}", style="bold")
     return title.append(
         f"   {len(step.spans)} spans, trace {printable(step.trace_id)}", style="not bold dim"
     )
