@@ -1,9 +1,10 @@
 """What tracing costs: the same GRPO step with tracing off, on and verbose, in shuffled rounds.
 
 Every step is the same one: the same prompts, the same random numbers, and a learning rate of 0, so
-that the weights stay. Two sets of workers on one Ray and one data plane: one without an SDK and
-without middleware, one that reports. A third step of each round runs untraced as well; how far the
-two untraced ones differ is what the machine's noise makes of nothing.
+that the weights stay. And every step runs in the same processes, since two sets of processes differ
+by more than what is measured: before a step they are switched between observed clients and an SDK,
+and bare clients and OpenTelemetry's API alone. One more untraced step of each round says how far
+two equal ones differ.
 
 What is told goes to a receiver in a process of its own with the lowest priority, since a collector
 usually runs elsewhere.
@@ -18,8 +19,9 @@ import random
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Literal
@@ -31,10 +33,12 @@ import torch
 from integration.benchmarks.harness import Summary
 from integration.benchmarks.results_file import Entry
 from integration.benchmarks.worker import freeze_garbage
+from opentelemetry._logs import NoOpLogger
+from opentelemetry.metrics import NoOpMeterProvider
 from opentelemetry.trace import NoOpTracer
 from tensordict import TensorDict
 
-from dataplane_core import InMemoryDataPlaneClient, telemetry
+from dataplane_core import DataPlaneClient, InMemoryDataPlaneClient, telemetry
 from grpo_trainer.config import TrainerConfig, load_config
 from grpo_trainer.inputs import RunInputs, read_inputs
 from grpo_trainer.policy import Policy
@@ -44,7 +48,7 @@ from grpo_trainer.run_actors import GENERATION, RunActors
 from grpo_trainer.step import GRPOStep, StepReport
 from grpo_trainer.training import initial_model
 from grpo_trainer.weight_sync import RayObjectWeightSync
-from observability import InstrumentedDataPlaneClient, emit
+from observability import InstrumentedDataPlaneClient, ObservedClient, emit, lifecycle, meters
 from observability.receiver import Receiver
 
 Mode = Literal["off", "off_again", "on", "verbose"]
@@ -160,18 +164,10 @@ def measure_tracing(*, full: bool) -> TracingCost:
         model = str(initial_model(config, Path(folder)))
         reporting = Reporting("bench", collector.endpoint)
         with contextlib.ExitStack() as stack:
-            plain = RunActors(config, model=model, tokenizer=inputs.tokenizer)
-            stack.callback(plain.close)
             stack.callback(reporting.start("grpo.driver").shutdown)
-            traced = RunActors(
-                config,
-                model=model,
-                tokenizer=inputs.tokenizer,
-                reporting=reporting,
-                bootstrap=False,
-            )
-            stack.callback(traced.close)
-            steps = Steps(config, inputs, plain, traced)
+            actors = RunActors(config, model=model, tokenizer=inputs.tokenizer, reporting=reporting)
+            stack.callback(actors.close)
+            steps = Steps(config, inputs, actors)
             order = random.Random(_SEED)
             seconds: dict[Mode, list[float]] = defaultdict(list)
             cpu_seconds: dict[Mode, list[float]] = defaultdict(list)
@@ -211,23 +207,15 @@ def _config(folder: Path, endpoint: str) -> TrainerConfig:
 
 
 class Steps:
-    """Runs the one step with either set of workers."""
+    """Runs the one step, traced or not."""
 
-    def __init__(
-        self, config: TrainerConfig, inputs: RunInputs, plain: RunActors, traced: RunActors
-    ) -> None:
+    def __init__(self, config: TrainerConfig, inputs: RunInputs, actors: RunActors) -> None:
         verbose = config.tracing.model_copy(update={"verbose": True})
         self._configs: dict[Mode, TrainerConfig] = defaultdict(lambda: config)
         self._configs["verbose"] = config.model_copy(update={"tracing": verbose})
         self._inputs = inputs
-        self._actors: dict[Mode, RunActors] = {
-            "off": plain,
-            "off_again": plain,
-            "on": traced,
-            "verbose": traced,
-        }
-        ray_processes = psutil.Process().children(recursive=True)
-        self._processes = [psutil.Process(), *ray_processes]
+        self._actors = actors
+        self._processes = [psutil.Process(), *psutil.Process().children(recursive=True)]
 
     @staticmethod
     def number(mode: Mode, round_number: int) -> int:
@@ -235,18 +223,20 @@ class Steps:
         return 2 * round_number + (mode == "verbose")
 
     def settle(self) -> None:
-        """Freeze garbage collection in the workers, as `worker.freeze_garbage` says why."""
+        """Freeze garbage collection everywhere, as `worker.freeze_garbage` says why."""
         freeze_garbage()
-        for actors in {id(a): a for a in self._actors.values()}.values():
-            ray.get([handle.__ray_call__.remote(freeze_garbage) for handle in actors.calls.handles])
+        self._everywhere(freeze_garbage)
 
     def run(self, mode: Mode, round_number: int) -> tuple[float, float]:
         """Seconds of one step by the clock, and of CPU in all processes."""
-        actors, config = self._actors[mode], self._configs[mode]
+        actors, config = self._actors, self._configs[mode]
+        traced = not mode.startswith("off")
+        self._everywhere(partial(_switch, traced=traced))
+        _switch(self, traced=traced)
         stepper = SameStep(
             config,
             calls=actors.calls,
-            data_plane=actors.data_plane,
+            data_plane=actors.data_plane if traced else _bare(actors.data_plane),
             policy=Policy(actors.calls, actors.policy_workers, config.policy),
             weight_sync=RayObjectWeightSync(
                 actors.calls, source=actors.policy_workers[0], targets=[GENERATION]
@@ -254,17 +244,47 @@ class Steps:
             prompts=PromptStream(self._inputs.training, seed=1, shuffle=True),
             run_id="bench",
         )
-        with _untraced() if mode.startswith("off") else contextlib.nullcontext():
-            before = self._cpu_seconds()
-            started = time.perf_counter()
-            stepper.run(self.number(mode, round_number), StepReport())
-            took = time.perf_counter() - started
-            used = self._cpu_seconds() - before
-        return took, used
+        before = self._cpu_seconds()
+        started = time.perf_counter()
+        stepper.run(self.number(mode, round_number), StepReport())
+        took = time.perf_counter() - started
+        return took, self._cpu_seconds() - before
+
+    def _everywhere(self, function: Callable[[Any], None]) -> None:
+        handles = self._actors.calls.handles
+        ray.get([handle.__ray_call__.remote(function) for handle in handles])
 
     def _cpu_seconds(self) -> float:
         times = [process.cpu_times() for process in self._processes if process.is_running()]
         return sum(found.user + found.system for found in times)
+
+
+_CLIENTS = ("_client", "_dp_client")
+_OBSERVED: dict[str, Any] = {}
+
+
+def _switch(actor: object, *, traced: bool) -> None:
+    """Give this process what a traced one has, or an untraced one.
+
+    Only the SDK's sleeping threads stay. The observed client is kept aside meanwhile.
+    """
+    if not _OBSERVED:
+        _OBSERVED["tracer"] = telemetry.tracer
+        _OBSERVED["logger"] = lifecycle.get_logger
+        _OBSERVED["meters"] = meters.get_meter_provider
+        _OBSERVED.update((name, getattr(actor, name)) for name in _CLIENTS if hasattr(actor, name))
+    telemetry.tracer = _OBSERVED["tracer"] if traced else NoOpTracer  # type: ignore[assignment]
+    lifecycle.get_logger = _OBSERVED["logger"] if traced else NoOpLogger
+    meters.get_meter_provider = _OBSERVED["meters"] if traced else NoOpMeterProvider
+    for name in _CLIENTS:
+        if name in _OBSERVED:
+            setattr(actor, name, _OBSERVED[name] if traced else _bare(_OBSERVED[name]))
+
+
+def _bare(client: DataPlaneClient) -> DataPlaneClient:
+    while isinstance(client, ObservedClient):
+        client = client.inner
+    return client
 
 
 class SameStep(GRPOStep):
@@ -272,17 +292,6 @@ class SameStep(GRPOStep):
 
     def _stream(self, step: int) -> str:
         return "bench"
-
-
-@contextlib.contextmanager
-def _untraced() -> Iterator[None]:
-    """The driver as it is without an SDK."""
-    before = telemetry.tracer
-    telemetry.tracer = NoOpTracer  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        telemetry.tracer = before
 
 
 def _micros() -> dict[str, Summary]:
@@ -294,6 +303,7 @@ def _micros() -> dict[str, Summary]:
         with telemetry.span("bench", "overhead"):
             pass
 
+    _switch(object(), traced=True)
     found = {
         "span": _timed(span, _REPETITIONS),
         "event_512": _timed(lambda: emit("put", "bench", ids, bytes=1), _REPETITIONS // 10),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 
@@ -45,7 +46,11 @@ class Log:
     def facts(self):
         """Event name, ids and attributes, of all."""
         return [
-            (record.event_name.removeprefix("dataplane."), list(record.body), facts_of(record))
+            (
+                record.event_name.removeprefix("dataplane."),
+                json.loads(record.body),
+                facts_of(record),
+            )
             for record in self.records
         ]
 

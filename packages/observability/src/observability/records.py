@@ -6,7 +6,8 @@ from the bytes of OTLP export requests and need neither an SDK nor the process t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import json
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias  # Any: attribute values
 
@@ -177,7 +178,7 @@ def decode_logs(body: bytes) -> Records:
                 name=record.event_name.removeprefix(EVENT_PREFIX),
                 time_ns=record.time_unix_nano or record.observed_time_unix_nano,
                 attributes={**run, **_attributes(record.attributes)},
-                sample_ids=tuple(_ids(record.body)),
+                sample_ids=_ids(record.body),
                 process=process,
                 trace_id=record.trace_id.hex(),
                 span_id=record.span_id.hex(),
@@ -249,6 +250,10 @@ def _value(value: AnyValue) -> Any:
             return None
 
 
-def _ids(body: AnyValue) -> Iterator[str]:
-    for item in body.array_value.values:
-        yield item.string_value
+def _ids(body: AnyValue) -> tuple[str, ...]:
+    """The ids of a record; none of a body that is no JSON list of them."""
+    try:
+        found = json.loads(body.string_value or "[]")
+    except ValueError:
+        return ()
+    return tuple(item for item in found if isinstance(item, str)) if isinstance(found, list) else ()

@@ -66,7 +66,6 @@ class RunActors:
         tokenizer: the model's tokenizer.
         observer: see `ActorCalls`.
         reporting: how the processes report, None not to.
-        bootstrap: start the data plane; else attach to the one that the cluster has.
 
     Raises:
         WorkerError: Ray or a process cannot be started. What was started is stopped.
@@ -75,7 +74,7 @@ class RunActors:
     Attributes:
         calls: the actors by name.
         policy_workers: names of the policy workers, by rank.
-        data_plane: the driver's client, which owns the data plane if it was started here.
+        data_plane: the driver's client, which owns the data plane.
     """
 
     calls: ActorCalls
@@ -89,7 +88,6 @@ class RunActors:
         tokenizer: Any,
         observer: Observer | None = None,
         reporting: Reporting | None = None,
-        bootstrap: bool = True,
     ) -> None:
         self._config = config
         self._reporting = reporting
@@ -100,7 +98,7 @@ class RunActors:
         try:
             self._started_ray = _start_ray(config.cluster)
             _check_room(config)
-            self.data_plane = build_data_plane_client(_quiet(self._plane), bootstrap=bootstrap)
+            self.data_plane = build_data_plane_client(_quiet(self._plane), bootstrap=True)
             self._has_data_plane = True
             self._start_rollouts(model, tokenizer)
             self._start_policy(model, tokenizer.pad_token_id)
