@@ -91,6 +91,7 @@ class Outstanding:
         # The partitions stand in the order of their last puts.
         rows = self._cells[pending.partition_id] = self._cells.pop(pending.partition_id, {})
         before = self.n_bytes
+        growth, largest = 0, self.max_bytes_per_key
         # By identity; what is merged is kept alive, so that no identity comes twice.
         merged: dict[tuple[int, int], tuple[Cells, Cells, Cells]] = {}
         for sample_id, share in zip(
@@ -98,15 +99,18 @@ class Outstanding:
         ):
             held, after = rows.get(sample_id), share
             if held is not None:
-                self.n_bytes -= held.total
+                growth -= held.total
                 known = merged.get((id(held), id(share)))
                 if known is None:
                     both = Cells({**held.by_field, **share.by_field})
                     known = merged[id(held), id(share)] = held, share, both
                 after = known[2]
             rows[sample_id] = after
-            self.n_bytes += after.total
-            self.max_bytes_per_key = max(self.max_bytes_per_key, after.total)
+            growth += after.total
+            if after.total > largest:
+                largest = after.total
+        self.n_bytes += growth
+        self.max_bytes_per_key = largest
         self.peak_n_bytes = max(self.peak_n_bytes, self.n_bytes)
         of_partition = self.by_partition.get(pending.partition_id, 0)
         self.by_partition[pending.partition_id] = of_partition + self.n_bytes - before
