@@ -274,7 +274,7 @@ def kill(class_name):
 
 
 @pytest.mark.parametrize(
-    ("class_name", "name"), [("VerifierEnvironment", ENVIRONMENT), ("SyncRolloutActor", ROLLOUT)]
+    ("class_name", "name"), [("VerifierEnvironment", ENVIRONMENT), ("RolloutActor", ROLLOUT)]
 )
 def test_a_process_that_died_is_named_by_the_call_that_needed_it(run, likely, class_name, name):
     """Comes last: what died here stays dead."""

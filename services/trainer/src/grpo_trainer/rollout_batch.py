@@ -15,27 +15,32 @@ TASK = "verified"
 
 
 def rollout_batch(prompts: Sequence[Prompt], *, group_size: int) -> BatchedDataDict[Any]:
-    """What `SyncRolloutActor.rollout_to_tq` takes, each prompt ``group_size`` times in a row."""
-    batch: BatchedDataDict[Any] = BatchedDataDict(
+    """What `SyncRolloutActor.rollout_to_tq` takes, each prompt ``group_size`` times in a row.
+
+    The rows of a group share one message log and one info, so that they travel once.
+    """
+    logs = [
+        [
+            {
+                "role": "user",
+                "content": prompt.record.prompt,
+                "token_ids": torch.tensor(prompt.token_ids, dtype=torch.int64),
+            }
+        ]
+        for prompt in prompts
+    ]
+    infos = [
+        {"questions": prompt.record.questions, "answers": prompt.record.answers, "turn": 0}
+        for prompt in prompts
+    ]
+    rows = [number for number in range(len(prompts)) for _ in range(group_size)]
+    return BatchedDataDict(
         {
-            "message_log": [
-                [
-                    {
-                        "role": "user",
-                        "content": prompt.record.prompt,
-                        "token_ids": torch.tensor(prompt.token_ids, dtype=torch.int64),
-                    }
-                ]
-                for prompt in prompts
-            ],
-            "length": torch.tensor([len(prompt.token_ids) for prompt in prompts]),
-            "loss_multiplier": torch.ones(len(prompts)),
-            "task_name": [TASK for _ in prompts],
-            "extra_env_info": [
-                {"questions": prompt.record.questions, "answers": prompt.record.answers, "turn": 0}
-                for prompt in prompts
-            ],
-            "idx": list(range(len(prompts))),
+            "message_log": [logs[number] for number in rows],
+            "length": torch.tensor([len(prompts[number].token_ids) for number in rows]),
+            "loss_multiplier": torch.ones(len(rows)),
+            "task_name": [TASK for _ in rows],
+            "extra_env_info": [infos[number] for number in rows],
+            "idx": rows,
         }
     )
-    return batch.repeat_interleave(group_size)
