@@ -82,7 +82,11 @@ class Tracing(Observer):
         block = telemetry.span(f"{form.verb} {call.partition_id}", form.bucket, kind=form.kind)
         begun = _Begun(form, block.__enter__(), block)
         if call.op == "put" and begun.span.is_recording():
-            _leave_origin(call)
+            try:
+                _leave_origin(call)
+            except BaseException:
+                block.__exit__(None, None, None)  # nobody else will: `end` gets no state
+                raise
         return begun
 
     def end(self, call: Operation, state: _Begun | None) -> None:
