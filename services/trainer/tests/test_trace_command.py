@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -152,9 +153,11 @@ def test_why_names_what_a_run_that_hangs_waits_for(tmp_path, raw_config):
 def until(seconds, found):
     """What ``found`` returns once it returns something."""
     deadline = time.monotonic() + seconds
+    pause = threading.Event()
     while time.monotonic() < deadline:
         if (value := found()) is not None:
             return value
+        pause.wait(0.2)  # what is looked for is in files of another process
     raise AssertionError(f"not within {seconds} s")
 
 

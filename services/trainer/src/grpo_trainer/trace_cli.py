@@ -152,10 +152,13 @@ def _run(
         traced = config.tracing.model_copy(update={"endpoint": receiver.endpoint})
         try:
             train(config.model_copy(update={"tracing": traced}), display=display)
-        except BaseException:
+        except (TrainerError, DataPlaneError):
             display.close()
             if receiver.snapshot().spans:  # they say where it failed
-                _show(receiver.snapshot(), html, perfetto)
+                _show(receiver.snapshot(), html, perfetto, last=True)
+            raise
+        except BaseException:
+            display.close()
             raise
         display.close()
         _show(receiver.snapshot(), html, perfetto)
@@ -164,14 +167,17 @@ def _run(
         console.print(Text(f"{lost} export requests did not reach {otlp}", style="yellow"))
 
 
-def _show(records: Records, html: Path | None, perfetto: Path | None) -> None:
+def _show(
+    records: Records, html: Path | None, perfetto: Path | None, *, last: bool = False
+) -> None:
+    """Print the steps, the last one only if asked, and write all of them."""
     from observability.views import steps_of, steps_view, write_page, write_perfetto
 
     steps = steps_of(records)
     console = Console()
     if not steps:
         raise ConfigurationError("no step was traced")
-    console.print(steps_view(steps))
+    console.print(steps_view(steps[-1:] if last else steps))
     for path, write in ((html, write_page), (perfetto, write_perfetto)):
         if path is not None:
             try:
