@@ -13,7 +13,6 @@ import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -33,21 +32,15 @@ from opentelemetry.proto.logs.v1.logs_pb2 import LogRecord, ResourceLogs
 from opentelemetry.proto.metrics.v1.metrics_pb2 import Metric, ResourceMetrics
 from opentelemetry.proto.trace.v1.trace_pb2 import ResourceSpans, Span, Status
 
-SOURCE = Path(__file__).parents[1] / "src" / "observability"
-
-# The face of the package imports torch, which takes seconds and has no part in this.
-SCRIPT = f"""
-import json, os, sys, types
-package = types.ModuleType("observability")
-package.__path__ = [{str(SOURCE)!r}]
-sys.modules["observability"] = package
+SCRIPT = """
+import json, os, sys
 from opentelemetry import baggage, context, metrics, trace
 from opentelemetry._logs import SeverityNumber, get_logger
 from opentelemetry.trace import Link, SpanKind, Status, StatusCode
 from observability.setup import setup
 
 telemetry = setup(
-    "grpo.driver", instance="0", run_id="run-1", endpoint=sys.argv[1], attributes={{"team": "rl"}}
+    "grpo.driver", instance="0", run_id="run-1", endpoint=sys.argv[1], attributes={"team": "rl"}
 )
 tracer = trace.get_tracer("dataplane", "1.2")
 context.attach(baggage.set_baggage("rl.step", "3"))
@@ -55,39 +48,39 @@ with tracer.start_as_current_span("grpo.step"):
     with tracer.start_as_current_span(
         "send train",
         kind=SpanKind.PRODUCER,
-        attributes={{
+        attributes={
             "messaging.system": "dataplane",
             "messaging.batch.message_count": 128,
             "dataplane.fields": ["tokens", "logprobs"],
             "dataplane.bytes": 2**40,
             "share": 0.25,
             "first": True,
-        }},
+        },
     ) as put:
         get_logger("dataplane", "1.2").emit(
             timestamp=1_700_000_000_000_000_001,
             event_name="dataplane.put",
             body=["s0", "s1"],
             severity_number=SeverityNumber.INFO,
-            attributes={{"dataplane.partition": "train", "dataplane.samples": 2}},
+            attributes={"dataplane.partition": "train", "dataplane.samples": 2},
         )
     with tracer.start_as_current_span(
-        "receive train", kind=SpanKind.CLIENT, links=[Link(put.get_span_context(), {{"n": 1}})]
+        "receive train", kind=SpanKind.CLIENT, links=[Link(put.get_span_context(), {"n": 1})]
     ) as claim:
         claim.set_status(Status(StatusCode.ERROR, "lost"))
 tracer.start_span("clear").end()
 meter = metrics.get_meter("dataplane", "1.2")
-meter.create_counter("dataplane.io", "By", "moved").add(40, {{"dataplane.direction": "put"}})
-meter.create_counter("dataplane.io", "By", "moved").add(2, {{"dataplane.direction": "put"}})
+meter.create_counter("dataplane.io", "By", "moved").add(40, {"dataplane.direction": "put"})
+meter.create_counter("dataplane.io", "By", "moved").add(2, {"dataplane.direction": "put"})
 meter.create_up_down_counter("dataplane.outstanding", "By").add(-5)
-meter.create_gauge("dataplane.ready", "{{sample}}").set(12)
+meter.create_gauge("dataplane.ready", "{sample}").set(12)
 histogram = meter.create_histogram(
     "dataplane.claim.age", "s", explicit_bucket_boundaries_advisory=[1.0, 10.0]
 )
 for seconds in (0.5, 2.0, 3.0, 99.0):
-    histogram.record(seconds, {{"dataplane.task": "train"}})
+    histogram.record(seconds, {"dataplane.task": "train"})
 telemetry.shutdown()
-print(json.dumps({{"pid": os.getpid(), "counts": telemetry.counts()}}))
+print(json.dumps({"pid": os.getpid(), "counts": telemetry.counts()}))
 """
 
 

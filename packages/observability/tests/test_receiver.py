@@ -356,11 +356,8 @@ def test_a_full_disk_costs_one_warning_and_receiving_goes_on(tmp_path: Path) -> 
 
 
 def test_what_was_answered_survives_a_killed_receiver(tmp_path: Path) -> None:
-    script = f"""
-import sys, threading, types
-package = types.ModuleType("observability")
-package.__path__ = [{str(Path(__file__).parents[1] / "src" / "observability")!r}]
-sys.modules["observability"] = package
+    script = """
+import sys, threading
 from pathlib import Path
 from observability.receiver import Receiver
 print(Receiver(Path(sys.argv[1])).port, flush=True)

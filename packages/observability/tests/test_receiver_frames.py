@@ -137,11 +137,8 @@ def test_a_full_disk_leaves_whole_frames_and_writing_goes_on_when_there_is_room(
 
 
 def test_what_was_appended_survives_the_death_of_the_writer(tmp_path: Path) -> None:
-    script = f"""
-import os, signal, sys, types
-package = types.ModuleType("observability")
-package.__path__ = [{str(Path(__file__).parents[1] / "src" / "observability")!r}]
-sys.modules["observability"] = package
+    script = """
+import os, signal, sys
 from pathlib import Path
 from observability.receiver_frames import FrameWriter
 writer = FrameWriter(Path(sys.argv[1]))
