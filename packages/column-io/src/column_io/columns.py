@@ -30,6 +30,7 @@ from dataplane_core import (
     MissingDataError,
 )
 from dataplane_core.errors import listed
+from dataplane_core.telemetry import detail_span
 
 PAD_TO_MULTIPLE = "pad_to_multiple"
 """``extra_info`` key: the alignment of the sequence width that back ends ask for, in tokens."""
@@ -77,7 +78,8 @@ def read_columns(
         fetched = dp_client.get_samples(meta.sample_ids, meta.partition_id, names)
         batch = materialize(fetched, layout)
     _attach_plan(batch, meta)
-    attach_message_log_view(batch)
+    with detail_span("message_log", "overhead"):
+        attach_message_log_view(batch)
     return batch
 
 

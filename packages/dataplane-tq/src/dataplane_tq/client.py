@@ -48,6 +48,7 @@ from dataplane_core.declaration import (
 )
 from dataplane_core.ledger import ClaimRequest
 from dataplane_core.rows import Column, split_rows
+from dataplane_core.telemetry import detail_span
 from dataplane_tq import protocol as p
 from dataplane_tq import topology, transfer_queue_rows
 from dataplane_tq.engine import Engine
@@ -207,7 +208,8 @@ class TQDataPlaneClient(DataPlaneClient):
                 declared = PartitionDeclaration(partition_id, (), 0, (), enums=where.enums)
                 check_enums(rows(), declared)
             if sample_ids:
-                self._store.write(what, encoded, where, sample_ids, partition_id, tags)
+                with detail_span("storage_write", "overhead"):
+                    self._store.write(what, encoded, where, sample_ids, partition_id, tags)
             entering = bool(sample_ids) and not self._store.registers
             session.ask(p.CommitPut(tags, entering, origin), type(None))
             if entering:
@@ -237,7 +239,8 @@ class TQDataPlaneClient(DataPlaneClient):
         with self._reading(what, sample_ids, partition_id, names) as where:
             if not sample_ids or not names:
                 return TensorDict({}, batch_size=[len(sample_ids)])
-            return self._store.read(what, where, sample_ids, partition_id, names)
+            with detail_span("storage_read", "overhead"):
+                return self._store.read(what, where, sample_ids, partition_id, names)
 
     def get_columns(
         self,
@@ -253,9 +256,10 @@ class TQDataPlaneClient(DataPlaneClient):
         with self._reading(what, sample_ids, partition_id, names) as where:
             if not sample_ids or not names:
                 return {}
-            return self._store.read_columns(
-                what, where, sample_ids, partition_id, names, pad_values or {}, width
-            )
+            with detail_span("storage_read", "overhead"):
+                return self._store.read_columns(
+                    what, where, sample_ids, partition_id, names, pad_values or {}, width
+                )
 
     @contextmanager
     def _reading(
