@@ -1,0 +1,55 @@
+"""Everything that the service is told when it starts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any  # Any: a data-plane configuration as YAML has it
+
+from dataplane_admin.host import LOOPBACK_HOSTS
+from dataplane_admin.ingest import Limits
+from dataplane_admin.store import Retention
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What `create_app` builds the service from.
+
+    Attributes:
+        store_url: where what arrives is kept: ``sqlite:///path`` or ``postgresql+psycopg://...``.
+        token: bearer token for every route but ``/healthz``; None lets everybody in.
+        allowed_hosts: host names and addresses that the Host header may name, without ports.
+        allowed_origins: further origins, such as ``https://admin.example``, whose pages may send
+            requests; the address that is asked is always one.
+        allow_actions: whether the data plane may be changed by hand.
+        retention: how much is kept, and for how long.
+        limits: what one OTLP request may hold.
+        data_plane: configuration of the data plane to look into, as `build_data_plane_client`
+            takes it; None shows history only.
+        ray_address: of the Ray cluster that the data plane runs on; None if it needs none.
+        poll_s: seconds between two looks into the data plane.
+        ask_s: seconds that one drill-down into the data plane may take.
+        stuck_after_s: age in seconds from which unclaimed samples and claims count as stuck.
+        most_subscribers: connections that may wait for live updates at a time.
+        jaeger_url: base of Jaeger's pages, to link traces to.
+        tempo_url: where a trace can be looked at in Tempo or Grafana, with ``{trace_id}`` in it;
+            without, ``/api/traces/<id>`` is appended.
+        keep_sample_text: whether attributes that quote samples are kept.
+    """
+
+    store_url: str
+    token: str | None = field(default=None, repr=False)
+    allowed_hosts: tuple[str, ...] = LOOPBACK_HOSTS
+    allowed_origins: tuple[str, ...] = ()
+    allow_actions: bool = False
+    retention: Retention = field(default_factory=Retention)
+    limits: Limits = field(default_factory=Limits)
+    data_plane: Mapping[str, Any] | None = None
+    ray_address: str | None = None
+    poll_s: float = 1.0
+    ask_s: float = 5.0
+    stuck_after_s: float = 60.0
+    most_subscribers: int = 100
+    jaeger_url: str | None = None
+    tempo_url: str | None = None
+    keep_sample_text: bool = False
