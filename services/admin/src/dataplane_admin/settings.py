@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any  # Any: a data-plane configuration as YAML has it
 
 from dataplane_admin.host import LOOPBACK_HOSTS
 from dataplane_admin.ingest import Limits
@@ -24,9 +22,7 @@ class Settings:
         allow_actions: whether the data plane may be changed by hand.
         retention: how much is kept, and for how long.
         limits: what one OTLP request may hold.
-        data_plane: configuration of the data plane to look into, as `build_data_plane_client`
-            takes it; None shows history only.
-        ray_address: of the Ray cluster that the data plane runs on; None if it needs none.
+        ray_address: of the Ray cluster on which the data plane runs; None shows history only.
         poll_s: seconds between two looks into the data plane.
         ask_s: seconds that one drill-down into the data plane may take.
         stuck_after_s: age in seconds from which unclaimed samples and claims count as stuck.
@@ -44,7 +40,6 @@ class Settings:
     allow_actions: bool = False
     retention: Retention = field(default_factory=Retention)
     limits: Limits = field(default_factory=Limits)
-    data_plane: Mapping[str, Any] | None = None
     ray_address: str | None = None
     poll_s: float = 1.0
     ask_s: float = 5.0

@@ -95,9 +95,13 @@ class TelemetryStatus(Model):
     """What became of the telemetry sent to the service since it was started."""
 
     ingested: dict[Text, int]
-    """Signal (``spans``, ``events``, ``metrics``) to records taken."""
-    refused: dict[Text, int]
-    """Signal or reason to records refused, which their senders were told of."""
+    """``spans`` and ``events`` that were new."""
+    repeated: int
+    """Spans and events that were there already: exporters sent them again."""
+    refused: int
+    """Spans, log records and data points that were kept out, which their senders were told of."""
+    ignored: int
+    """Log records that are no lifecycle events."""
 
 
 class Status(Model):
@@ -634,21 +638,6 @@ class TraceComparison(Model):
     """Seconds on the critical path by span name, the largest difference first."""
     notes: list[Text]
     """What stands in the way of comparing, a sentence each."""
-
-
-class Event(Model):
-    """One lifecycle event, newest telemetry first come."""
-
-    id: int
-    """Grows with arrival."""
-    name: Text
-    time_ns: int
-    run_id: Text
-    step: int | None
-    partition: Text
-    task: Text
-    samples: int
-    trace_id: Text
 
 
 # --- audit, series, live updates ------------------------------------------------------------------

@@ -1,0 +1,94 @@
+"""Cursors: where a page ended, as text that a caller hands back without knowing what it says."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+from typing import Any, NoReturn  # Any: JSON
+
+from dataplane_admin.answers.errors import Refused
+from dataplane_admin.store import Cursor, SampleCursor
+
+MOST = 30_000
+"""Characters of a cursor; the longest sample id makes one of about 28,000."""
+
+_LARGEST = 2**63
+
+
+def trace_cursor(cursor: Cursor | None) -> str | None:
+    """Of a page of traces."""
+    return None if cursor is None else _encoded("traces", cursor.start_ns, cursor.trace_id)
+
+
+def read_trace_cursor(text: str | None) -> Cursor | None:
+    """Raises Refused."""
+    match _decoded("traces", text):
+        case None:
+            return None
+        case [int(start_ns), str(trace_id)] if abs(start_ns) < _LARGEST and _is_hex(trace_id, 32):
+            return Cursor(start_ns, trace_id)
+        case _:
+            _refuse("traces")
+
+
+def sample_cursor(cursor: SampleCursor) -> str:
+    """Of a page of samples."""
+    return _encoded("samples", *cursor)
+
+
+def read_sample_cursor(text: str | None) -> SampleCursor | None:
+    """Raises Refused."""
+    match _decoded("samples", text):
+        case None:
+            return None
+        case [str(sample_id), int(key)] if 0 <= key < _LARGEST:
+            return sample_id, key
+        case _:
+            _refuse("samples")
+
+
+def audit_cursor(entry_id: int) -> str:
+    """Of a page of the audit record."""
+    return _encoded("audit", entry_id)
+
+
+def read_audit_cursor(text: str | None) -> int | None:
+    """Raises Refused."""
+    match _decoded("audit", text):
+        case None:
+            return None
+        case [int(entry_id)] if 0 <= entry_id < _LARGEST:
+            return entry_id
+        case _:
+            _refuse("audit")
+
+
+def _encoded(kind: str, *place: str | int) -> str:
+    told = json.dumps([kind, *place], separators=(",", ":"))
+    return base64.urlsafe_b64encode(told.encode("ascii")).decode("ascii").rstrip("=")
+
+
+def _decoded(kind: str, text: str | None) -> list[Any] | None:
+    if text is None:
+        return None
+    try:
+        padded = text.encode("ascii") + b"=" * (-len(text) % 4)
+        told = json.loads(base64.b64decode(padded, altchars=b"-_", validate=True))
+    except (ValueError, binascii.Error, RecursionError):
+        _refuse(kind)
+    if not isinstance(told, list) or not told or told[0] != kind:
+        _refuse(kind)
+    if any(isinstance(part, bool) for part in told):
+        _refuse(kind)
+    return told[1:]
+
+
+def _refuse(kind: str) -> NoReturn:
+    raise Refused(
+        f"cursor: found one that no page of {kind} gave; expected the 'next' of such a page"
+    )
+
+
+def _is_hex(text: str, digits: int) -> bool:
+    return len(text) == digits and set(text) <= set("0123456789abcdef")

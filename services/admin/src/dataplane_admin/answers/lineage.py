@@ -1,0 +1,205 @@
+"""The life of one sample, and samples by the beginning of their id or by a tag."""
+
+from __future__ import annotations
+
+import json
+
+from dataplane_admin.answers import models, partitions
+from dataplane_admin.answers.cursors import read_sample_cursor, sample_cursor
+from dataplane_admin.answers.errors import AnswerError, NotFound, Refused
+from dataplane_admin.live import Live
+from dataplane_admin.store import SampleRow, Store
+from dataplane_core import PartitionSummary, SampleState
+from observability.records import Event, Records
+from observability.views import Hop, SampleNotFound, life_of, printable
+
+# How many partitions a question about a sample or a tag looks into.
+_MOST_PARTITIONS = 50
+
+
+def life(
+    store: Store, live: Live | None, sample_id: str, partition: str | None
+) -> models.SampleLife:
+    """What happened to a sample, and how it is now. Raises NotFound."""
+    records = store.sample_records(sample_id, partition)
+    try:
+        hops = life_of(sample_id, records)
+    except SampleNotFound:
+        hops = []
+    notes: list[str] = []
+    now = _live_sample(live, sample_id, partition, notes)
+    if not hops and now is None:
+        raise NotFound(_unknown(store, sample_id, partition, notes))
+    spans = _SpanOf(records)
+    return models.SampleLife(
+        sample_id=sample_id,
+        partition=partition,
+        hops=[_hop(one, spans.event(one)) for one in hops],
+        live=now,
+        notes=notes,
+    )
+
+
+def search(
+    store: Store, live: Live | None, q: str, partition: str | None, cursor: str | None, limit: int
+) -> models.SampleHits:
+    """Samples whose id begins with ``q``, of the history; a whole id also of the live part."""
+    after = read_sample_cursor(cursor)
+    # One more than fits tells whether there is another page.
+    rows = store.find_samples(q, limit + 1, after)
+    hits = [_hit(row) for row in rows[:limit] if partition is None or row.partition == partition]
+    notes: list[str] = []
+    if after is None and q and not any(row.sample_id == q for row in rows):
+        found = _live_sample(live, q, partition, notes)
+        if found is not None:
+            hits.insert(0, _live_hit(found.sample_id, found.partition))
+    more = len(rows) > limit
+    return models.SampleHits(
+        samples=hits, next=sample_cursor(rows[limit - 1].cursor) if more else None, notes=notes
+    )
+
+
+def by_tag(
+    live: Live | None, tag: str, value: str, partition: str | None, limit: int
+) -> models.SampleHits:
+    """Live samples whose tag equals ``value``, read as text and, if it is one, as JSON."""
+    if live is None:
+        raise Refused("tags are known live only, and no data plane is looked into")
+    values: list[object] = [value]
+    try:
+        read = json.loads(value)
+    except (ValueError, RecursionError):
+        read = None
+    if isinstance(read, bool | int | float):
+        values.append(read)
+    hits: list[models.SampleHit] = []
+    notes: list[str] = []
+    for summary in _looked_into(live, partition, notes):
+        for wanted in values:
+            room = limit - len(hits)
+            if room <= 0:
+                notes.append(f"only the first {limit} are shown")
+                return models.SampleHits(samples=hits, next=None, notes=notes)
+            states = _find(live, summary.partition_id, tag, wanted, room)
+            hits += [_live_hit(state.sample_id, summary.partition_id) for state in states]
+    return models.SampleHits(samples=hits, next=None, notes=notes)
+
+
+def _find(live: Live, partition: str, tag: str, value: object, limit: int) -> list[SampleState]:
+    try:
+        return partitions.ask(
+            live, lambda plane: plane.find_samples(partition, tag=tag, value=value, limit=limit)
+        )
+    except NotFound:  # it was cleared meanwhile
+        return []
+
+
+def _live_sample(
+    live: Live | None, sample_id: str, partition: str | None, notes: list[str]
+) -> models.Sample | None:
+    if live is None:
+        return None
+    for summary in _looked_into(live, partition, notes):
+        name = summary.partition_id
+        try:
+            state = partitions.ask(
+                live, lambda plane, name=name: plane.read_sample(name, sample_id)
+            )
+        except NotFound:
+            continue
+        except AnswerError as error:
+            notes.append(f"not looked up live: {error}")
+            return None
+        if state is not None:
+            return partitions.sample(state, name)
+    return None
+
+
+def _looked_into(live: Live, partition: str | None, notes: list[str]) -> list[PartitionSummary]:
+    snapshot = live.snapshot
+    if partition is not None:
+        return [one for one in snapshot.partitions if one.partition_id == partition]
+    rest = len(snapshot.partitions) - _MOST_PARTITIONS
+    if rest > 0:
+        notes.append(f"{rest} live partitions were not looked into; name one")
+    return list(snapshot.partitions[:_MOST_PARTITIONS])
+
+
+def _unknown(store: Store, sample_id: str, partition: str | None, notes: list[str]) -> str:
+    shown = printable(sample_id if len(sample_id) <= 100 else f"{sample_id[:100]}…")
+    place = "" if partition is None else f" in partition '{printable(partition[:100])}'"
+    alike = store.find_samples(sample_id, 5)
+    hint = ""
+    if alike:
+        named = ", ".join(printable(row.sample_id[:100]) for row in alike)
+        hint = f"; ids that begin as it does: {named}"
+    told = "".join(f"; {note}" for note in notes)
+    return f"neither an event nor the data plane names the sample '{shown}'{place}{hint}{told}"
+
+
+def _hit(row: SampleRow) -> models.SampleHit:
+    return models.SampleHit(
+        sample_id=row.sample_id,
+        partition=row.partition,
+        run_id=row.run_id,
+        weight_version=row.weight_version,
+        first_ns=row.first_ns,
+        last_ns=row.last_ns,
+        live=False,
+    )
+
+
+def _live_hit(sample_id: str, partition: str) -> models.SampleHit:
+    return models.SampleHit(
+        sample_id=sample_id,
+        partition=partition,
+        run_id="",
+        weight_version=None,
+        first_ns=None,
+        last_ns=None,
+        live=True,
+    )
+
+
+class _SpanOf:
+    """Finds the event again that a hop was made of, for its span."""
+
+    def __init__(self, records: Records) -> None:
+        self._events: dict[tuple[object, ...], list[Event]] = {}
+        for event in records.events:
+            self._events.setdefault((event.name, event.time_ns, event.process), []).append(event)
+
+    def event(self, hop: Hop) -> Event | None:
+        """None only for a hop of none of the events."""
+        alike = self._events.get((hop.name, hop.time_ns, hop.process), [])
+        for event in alike:
+            told = event.attributes
+            if (told.get("dataplane.partition") or "", told.get("dataplane.task") or "") == (
+                hop.partition,
+                hop.task,
+            ):
+                return event
+        return None
+
+
+def _hop(hop: Hop, event: Event | None) -> models.Hop:
+    run = event.attributes.get("rl.run_id") if event else None
+    return models.Hop(
+        time_ns=hop.time_ns,
+        seconds=hop.seconds,
+        name=hop.name,
+        process=hop.process.label,
+        partition=hop.partition,
+        task=hop.task,
+        stage=hop.stage,
+        fields=list(hop.fields),
+        nbytes=hop.n_bytes,
+        batch=hop.batch,
+        weight_version=hop.weight_version,
+        run_id=run if isinstance(run, str) else "",
+        step=hop.step,
+        trace_id=event.trace_id if event else "",
+        span_id=event.span_id if event else "",
+        detail=hop.detail,
+        whole_partition=hop.whole_partition,
+    )

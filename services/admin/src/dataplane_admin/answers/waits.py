@@ -1,0 +1,124 @@
+"""Why it is stuck: waits without an answer, and what the live data plane shows standing still."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+
+from dataplane_admin.answers import models
+from dataplane_admin.live import Live, Stuck
+from dataplane_admin.store import Store
+from observability.views import Wait, printable, why
+
+_MOST = 100
+
+
+def waits(store: Store, live: Live | None) -> list[models.Wait]:
+    """The longest first."""
+    now_ns = time.time_ns()
+    snapshot = None if live is None or not live.snapshot.attached else live.snapshot
+    told = why(store.wait_records(now_ns), now_ns, snapshot.partitions if snapshot else None)
+    found = [_wait(one) for one in told]
+    known = {(one.partition, one.task) for one in found}
+    for stuck in snapshot.stuck if snapshot else ():
+        # A task that says itself that it waits has said it better.
+        if stuck.claim is not None or (stuck.partition_id, stuck.task) not in known:
+            found.append(_standing(stuck, now_ns))
+    return sorted(found, key=lambda one: one.since_ns)[:_MOST]
+
+
+def _wait(wait: Wait) -> models.Wait:
+    examples = dict.fromkeys(one for lack in wait.lacks.values() for one in lack.examples)
+    return models.Wait(
+        kind="wait",
+        sentence=str(wait),
+        task=wait.task,
+        process=wait.label,
+        partition=wait.partition,
+        run_id=wait.run_id,
+        step=wait.step,
+        since_ns=wait.since_ns,
+        seconds=wait.seconds,
+        asked=wait.asked,
+        ready=wait.ready,
+        there=wait.there,
+        lacks={
+            name: models.Lack(count=lack.count, examples=list(lack.examples))
+            for name, lack in wait.lacks.items()
+        },
+        blocking=list(examples),
+        claim="",
+    )
+
+
+def _standing(stuck: Stuck, now_ns: int) -> models.Wait:
+    return models.Wait(
+        kind="backlog" if stuck.claim is None else "claim",
+        sentence=_backlog(stuck) if stuck.claim is None else _claim(stuck),
+        task=stuck.task,
+        process="" if stuck.claim is None else stuck.claim.owner,
+        partition=stuck.partition_id,
+        run_id="",
+        step=None,
+        since_ns=now_ns - int(stuck.seconds * 1e9),
+        seconds=stuck.seconds,
+        asked=0,
+        ready=0,
+        there=stuck.there,
+        lacks={name: models.Lack(count=count, examples=[]) for name, count in stuck.lacks.items()},
+        blocking=list(stuck.examples),
+        claim="" if stuck.claim is None else stuck.claim.claim,
+    )
+
+
+def _backlog(stuck: Stuck) -> str:
+    lacks = "".join(
+        f"; {count} of them lack {printable(name)}" for name, count in stuck.lacks.items()
+    )
+    return (
+        f"task '{printable(stuck.task)}' has claimed nothing for {_about(stuck.idle_s)}: "
+        f"{stuck.samples} of {stuck.there} samples of partition '{printable(stuck.partition_id)}' "
+        f"are unclaimed, the oldest for {_about(stuck.seconds)}{_ids(stuck)}{lacks}"
+    )
+
+
+def _claim(stuck: Stuck) -> str:
+    claim = stuck.claim
+    assert claim is not None
+    owner = printable(claim.owner) if claim.owner else "a process that did not tell its name"
+    return (
+        f"claim {printable(claim.claim)} of task '{printable(stuck.task)}' is held by {owner} for "
+        f"{_about(stuck.seconds)}: {stuck.samples} samples of partition "
+        f"'{printable(stuck.partition_id)}' are not settled{_ids(stuck)}; {_lease(claim.expires_in_s)}"
+    )
+
+
+def _lease(expires_in_s: float | None) -> str:
+    if expires_in_s is None:
+        return "its lease never runs out"
+    if expires_in_s <= 0:
+        return f"its lease ran out {_about(-expires_in_s)} ago"
+    return f"its lease runs out in {_about(expires_in_s)}"
+
+
+def _ids(stuck: Stuck) -> str:
+    if not stuck.examples:
+        return ""
+    more = ["…"] if stuck.samples > len(stuck.examples) else []
+    return f" ({', '.join([*_printable(stuck.examples), *more])})"
+
+
+def _printable(ids: Iterable[str]) -> list[str]:
+    return [printable(one) for one in ids]
+
+
+def _about(seconds: float) -> str:
+    """Whole units: what is told here is not known to the millisecond."""
+    whole = max(0, round(seconds))
+    if whole < 120:
+        return f"{whole} s"
+    minutes, rest = divmod(whole, 60)
+    if minutes < 120:
+        return f"{minutes} min {rest} s"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min"

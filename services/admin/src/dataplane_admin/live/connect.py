@@ -1,0 +1,105 @@
+"""How the data plane is reached, and reached again after it went away."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from typing import Protocol, cast
+
+from dataplane_core import DataPlaneClient, DataPlaneError, DataPlaneInspector, UnavailableError
+
+_PLANE = {
+    # An attached client sizes nothing: what the running store is made of is its own affair.
+    "enabled": True,
+    "impl": "transfer_queue",
+    "backend": "simple",
+    "storage_capacity": 1,
+    "num_storage_units": 1,
+    "claim_meta_poll_interval_s": 1.0,
+    "global_segment_size": 1,
+    "local_buffer_size": 1,
+}
+
+
+class Connector(Protocol):
+    """Reaches one data plane."""
+
+    source: str
+    """What is reached, for people."""
+
+    def connect(self) -> DataPlaneInspector:
+        """Reach it. Raises DataPlaneError with a sentence that says why it cannot be reached."""
+
+    def disconnect(self) -> None:
+        """Let go of it, so that `connect` starts anew. Nothing to let go of is fine."""
+
+
+class Given:
+    """A data plane of this process, which its owner closes."""
+
+    def __init__(self, inspector: DataPlaneInspector, source: str = "") -> None:
+        self._inspector = inspector
+        self.source = source or type(inspector).__name__
+
+    def connect(self) -> DataPlaneInspector:
+        return self._inspector
+
+    def disconnect(self) -> None:
+        pass
+
+
+class OnRay:
+    """The data plane of a Ray cluster.
+
+    Args:
+        address: of the cluster, as `ray.init` takes it; ``auto`` for the one on this machine.
+        timeout_s: deadline of one question, in seconds.
+    """
+
+    def __init__(self, address: str, *, timeout_s: float) -> None:
+        self._address = address
+        self._timeout_ms = max(1, int(timeout_s * 1000))
+        self._client: DataPlaneClient | None = None
+        self.source = f"Ray at {address}"
+
+    def connect(self) -> DataPlaneInspector:
+        try:
+            import ray
+
+            from dataplane_core import build_data_plane_client
+        except ImportError:
+            raise UnavailableError(
+                "Ray is not installed; looking into a data plane on Ray needs the extra "
+                "dataplane-admin[ray]"
+            ) from None
+        os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
+        try:
+            ray.init(
+                address=self._address,
+                namespace="dataplane-admin",
+                logging_level="ERROR",
+                log_to_driver=False,
+            )
+        except (ConnectionError, RuntimeError, OSError, ValueError) as error:
+            self.disconnect()
+            reason = str(error).partition("\n")[0]
+            raise UnavailableError(f"no Ray cluster at {self._address!r}: {reason}") from None
+        try:
+            self._client = build_data_plane_client(
+                {**_PLANE, "ack_timeout_ms": self._timeout_ms}, bootstrap=False
+            )
+        except DataPlaneError:
+            self.disconnect()
+            raise
+        # Looking asks the directory's socket alone. Ray would end this process with its cluster.
+        ray.shutdown()
+        return cast("DataPlaneInspector", self._client)
+
+    def disconnect(self) -> None:
+        if self._client is not None:
+            with contextlib.suppress(DataPlaneError, OSError):
+                self._client.close()
+            self._client = None
+        import ray
+
+        ray.shutdown()
