@@ -25,6 +25,7 @@ from dataplane_core.async_client import AsyncDataPlaneClient
 from dataplane_core.testing import (
     BackpressureContract,
     DataPlaneClientContract,
+    InspectionContract,
     LeaseContract,
     OriginContract,
 )
@@ -57,8 +58,8 @@ def _driven(name: str) -> Callable:
 
 METHODS = [
     name
-    for name, value in vars(DataPlaneClient).items()
-    if inspect.isfunction(value) and not name.startswith("_")
+    for name, _ in inspect.getmembers(DataPlaneClient, inspect.isfunction)
+    if not name.startswith("_")
 ]
 for _name in METHODS:
     setattr(Driven, _name, _driven(_name))
@@ -75,7 +76,7 @@ def loop() -> Iterator[asyncio.AbstractEventLoop]:
     thread.join(PATIENCE_S)
 
 
-class TestAwaited(DataPlaneClientContract, OriginContract):
+class TestAwaited(DataPlaneClientContract, OriginContract, InspectionContract):
     walk_examples = 10
     walk_steps = 15
 
@@ -88,6 +89,12 @@ class TestAwaited(DataPlaneClientContract, OriginContract):
     def peer(self, client, loop) -> Iterator[DataPlaneClient]:
         with Driven(InMemoryDataPlaneClient(bootstrap=False), loop) as peer:
             yield peer
+
+    @pytest.fixture
+    def leasing(self, client, loop) -> Iterator[DataPlaneClient]:
+        config = {"enabled": True, "impl": "in_memory", "claim_lease_s": 1000.0}
+        with Driven(InMemoryDataPlaneClient(config, bootstrap=False), loop) as leasing:
+            yield leasing
 
 
 class MakeAwaited:

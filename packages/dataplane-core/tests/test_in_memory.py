@@ -8,12 +8,13 @@ from dataplane_core import ConfigError, DataPlaneClient, InMemoryDataPlaneClient
 from dataplane_core.testing import (
     BackpressureContract,
     DataPlaneClientContract,
+    InspectionContract,
     LeaseContract,
     OriginContract,
 )
 
 
-class TestInMemoryClient(DataPlaneClientContract, OriginContract):
+class TestInMemoryClient(DataPlaneClientContract, OriginContract, InspectionContract):
     @pytest.fixture
     def client(self) -> Iterator[DataPlaneClient]:
         with InMemoryDataPlaneClient() as client:
@@ -22,6 +23,11 @@ class TestInMemoryClient(DataPlaneClientContract, OriginContract):
     @pytest.fixture
     def peer(self, client: DataPlaneClient) -> DataPlaneClient:
         return InMemoryDataPlaneClient(bootstrap=False)
+
+    @pytest.fixture
+    def leasing(self, client: DataPlaneClient) -> DataPlaneClient:
+        config = {"enabled": True, "impl": "in_memory", "claim_lease_s": 1000.0}
+        return InMemoryDataPlaneClient(config, bootstrap=False)
 
 
 class MakeInMemory:

@@ -5,7 +5,12 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from dataplane_core import DataPlaneClient
-from dataplane_core.testing import DataPlaneClientContract, LeaseContract, OriginContract
+from dataplane_core.testing import (
+    DataPlaneClientContract,
+    InspectionContract,
+    LeaseContract,
+    OriginContract,
+)
 from dataplane_tq import TQDataPlaneClient
 
 Attach = Callable[..., TQDataPlaneClient]
@@ -45,7 +50,13 @@ def attached(attach: Attach) -> Iterator[Attached]:
     attached.client.close()
 
 
-class TestTransferQueue(DataPlaneClientContract, OriginContract):
+@pytest.fixture(scope="module")
+def attached_with_leases(attach: Attach) -> Iterator[DataPlaneClient]:
+    with attach(claim_lease_s=1000.0) as client:
+        yield client
+
+
+class TestTransferQueue(DataPlaneClientContract, OriginContract, InspectionContract):
     walk_examples = 12
     walk_steps = 15
 
@@ -56,6 +67,14 @@ class TestTransferQueue(DataPlaneClientContract, OriginContract):
     @pytest.fixture
     def peer(self, client: DataPlaneClient, other_process: DataPlaneClient) -> DataPlaneClient:
         return other_process
+
+    @pytest.fixture
+    def leasing(self, attached_with_leases: DataPlaneClient) -> DataPlaneClient:
+        return attached_with_leases
+
+    @pytest.fixture
+    def tells_bytes(self, backend: str) -> bool:
+        return backend == "packed"
 
 
 class TestLeases(LeaseContract):

@@ -31,10 +31,13 @@ from dataplane_core.errors import (
     UnsupportedError,
 )
 from dataplane_core.factory import build_data_plane_client
+from dataplane_core.inspector import DataPlaneActions, DataPlaneInspector
 from dataplane_core.ledger import (
+    ClaimSummary,
     FieldSummary,
     PartitionSummary,
     SampleState,
+    StatePage,
     StorageSummary,
     TagFilter,
     TaskSummary,
@@ -77,12 +80,15 @@ __all__ = [
     "Capabilities",
     "CapacityExceeded",
     "CheckpointError",
+    "ClaimSummary",
     "ClaimTimeoutError",
     "ClosedError",
     "ConfigError",
+    "DataPlaneActions",
     "DataPlaneClient",
     "DataPlaneConfig",
     "DataPlaneError",
+    "DataPlaneInspector",
     "DeadlineExceededError",
     "DuplicateSampleError",
     "FieldSummary",
@@ -98,6 +104,7 @@ __all__ = [
     "SampleState",
     "SamplesLeasedError",
     "SchemaMismatchError",
+    "StatePage",
     "StorageSummary",
     "StreamingDataLoader",
     "StreamingDataset",

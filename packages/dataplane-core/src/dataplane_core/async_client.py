@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any, TypeVar  # Any: tags hold the caller's ow
 
 import structlog
 
-from dataplane_core.client import LEASE, Capabilities, DataPlaneClient, TaskCounts
+from dataplane_core.async_inspector import AsyncInspector
+from dataplane_core.client import LEASE, Capabilities, DataPlaneClient
 from dataplane_core.errors import (
     ClaimTimeoutError,
     ClosedError,
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
     from tensordict import TensorDict
 
     from dataplane_core.columns import Column
-    from dataplane_core.ledger.inspect import PartitionSummary, SampleState, StorageSummary
     from dataplane_core.ledger.selection import TagFilter
     from dataplane_core.meta import KVBatchMeta
 
@@ -42,7 +42,7 @@ _T = TypeVar("_T")
 logger = structlog.get_logger("dataplane_core.async_client")
 
 
-class AsyncDataPlaneClient:
+class AsyncDataPlaneClient(AsyncInspector):
     """The methods of `DataPlaneClient` as coroutines, with the same arguments and errors.
 
     Use it from one event loop. Cancelling an awaited call returns at once; the call itself goes on
@@ -203,10 +203,17 @@ class AsyncDataPlaneClient:
         )
 
     async def get_data(
-        self, meta: KVBatchMeta, select_fields: list[str] | None = None
+        self,
+        meta: KVBatchMeta,
+        select_fields: list[str] | None = None,
+        *,
+        origins: dict[str, int] | None = None,
     ) -> TensorDict:
         """As `DataPlaneClient.get_data`."""
-        return await self._run(self._reads, lambda: self._inner.get_data(meta, select_fields))
+        more = _asked(origins)
+        return await self._run(
+            self._reads, lambda: self._inner.get_data(meta, select_fields, **more)
+        )
 
     async def check_consumption_status(self, partition_id: str, task_names: list[str]) -> bool:
         """As `DataPlaneClient.check_consumption_status`."""
@@ -235,11 +242,18 @@ class AsyncDataPlaneClient:
         )
 
     async def get_samples(
-        self, sample_ids: list[str], partition_id: str, select_fields: list[str]
+        self,
+        sample_ids: list[str],
+        partition_id: str,
+        select_fields: list[str],
+        *,
+        origins: dict[str, int] | None = None,
     ) -> TensorDict:
         """As `DataPlaneClient.get_samples`."""
+        more = _asked(origins)
         return await self._run(
-            self._reads, lambda: self._inner.get_samples(sample_ids, partition_id, select_fields)
+            self._reads,
+            lambda: self._inner.get_samples(sample_ids, partition_id, select_fields, **more),
         )
 
     async def put_columns(
@@ -277,20 +291,20 @@ class AsyncDataPlaneClient:
         *,
         pad_values: Mapping[str, float] | None = None,
         width: int = 0,
+        origins: dict[str, int] | None = None,
     ) -> dict[str, Column]:
         """As `DataPlaneClient.get_columns`."""
         return await self._run(
             self._reads,
             lambda: self._inner.get_columns(
-                sample_ids, partition_id, select_fields, pad_values=pad_values, width=width
+                sample_ids,
+                partition_id,
+                select_fields,
+                pad_values=pad_values,
+                width=width,
+                **_asked(origins),
             ),
         )
-
-    async def clear_samples(
-        self, sample_ids: list[str] | None, partition_id: str, *, force: bool = False
-    ) -> None:
-        """As `DataPlaneClient.clear_samples`."""
-        await self._call(lambda: self._inner.clear_samples(sample_ids, partition_id, force=force))
 
     async def acknowledge(self, meta: KVBatchMeta) -> None:
         """As `DataPlaneClient.acknowledge`."""
@@ -303,40 +317,6 @@ class AsyncDataPlaneClient:
     async def release(self, meta: KVBatchMeta) -> None:
         """As `DataPlaneClient.release`."""
         await self._call(lambda: self._inner.release(meta))
-
-    async def count_samples(
-        self, partition_id: str, task_name: str, required_fields: list[str]
-    ) -> TaskCounts:
-        """As `DataPlaneClient.count_samples`."""
-        return await self._call(
-            lambda: self._inner.count_samples(partition_id, task_name, required_fields)
-        )
-
-    async def read_origins(
-        self, sample_ids: Sequence[str], partition_id: str, fields: Sequence[str]
-    ) -> dict[str, int]:
-        """As `DataPlaneClient.read_origins`."""
-        return await self._call(lambda: self._inner.read_origins(sample_ids, partition_id, fields))
-
-    async def list_partitions(self) -> list[PartitionSummary]:
-        """As `DataPlaneClient.list_partitions`."""
-        return await self._call(self._inner.list_partitions)
-
-    async def list_samples(
-        self, partition_id: str, *, start: int = 0, limit: int = 100
-    ) -> list[SampleState]:
-        """As `DataPlaneClient.list_samples`."""
-        return await self._call(
-            lambda: self._inner.list_samples(partition_id, start=start, limit=limit)
-        )
-
-    async def list_storage(self) -> list[StorageSummary]:
-        """As `DataPlaneClient.list_storage`."""
-        return await self._call(self._inner.list_storage)
-
-    async def read_totals(self) -> dict[str, int]:
-        """As `DataPlaneClient.read_totals`."""
-        return await self._call(self._inner.read_totals)
 
     async def close(self) -> None:
         """Close the inner client. Closing twice is fine.
@@ -404,3 +384,8 @@ async def _unfinished(futures: set[Future[Any]], deadline: float) -> set[Future[
         return set()
     left = max(0.0, deadline - time.monotonic())
     return (await asyncio.to_thread(wait, futures, left)).not_done
+
+
+def _asked(origins: dict[str, int] | None) -> dict[str, Any]:
+    """Adapters for the published contract alone do not know the keyword."""
+    return {} if origins is None else {"origins": origins}

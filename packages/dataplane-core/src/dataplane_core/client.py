@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar  # Any: tags hold the caller's own primitives
 
 from dataplane_core.errors import InvalidRequestError, UnsupportedError
+from dataplane_core.inspector import Opaque
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from tensordict import TensorDict
 
     from dataplane_core.columns import Column
-    from dataplane_core.ledger.inspect import PartitionSummary, SampleState, StorageSummary
     from dataplane_core.ledger.selection import TagFilter
     from dataplane_core.meta import KVBatchMeta
 
@@ -60,6 +60,7 @@ class Capabilities:
         survivable: a dead controller, unit or peer gives a typed error within seconds.
         group_claims: with ``grpo_group_size`` set, a claim takes groups whole.
         origins: `DataPlaneClient.read_origins` tells which puts wrote what.
+        inspection: it is a `DataPlaneInspector` and has `DataPlaneActions`.
     """
 
     read_your_writes: bool = False
@@ -73,6 +74,7 @@ class Capabilities:
     survivable: bool = False
     group_claims: bool = False
     origins: bool = False
+    inspection: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,13 +100,14 @@ class TaskCounts:
     cleared: int
 
 
-class DataPlaneClient(ABC):
+class DataPlaneClient(Opaque, ABC):
     """A store of samples by field, shared by the processes of a training job.
 
     Three groups of methods. Task-mediated: `register_partition`, `claim_meta`, `get_data`,
     `check_consumption_status`, for stages that wait for what an earlier stage produces. By key:
     `put_samples`, `get_samples`, `clear_samples`, for stages that know their ids. Lifecycle:
-    `close`; a client is also a context manager.
+    `close`; a client is also a context manager. Looking into the store is described by
+    `DataPlaneInspector`, changing it by hand by `DataPlaneActions`.
 
     A field of a sample becomes visible by being put; there is no separate "stage finished" call.
     Clients may be used from several threads.
@@ -197,8 +200,16 @@ class DataPlaneClient(ABC):
         """
 
     @abstractmethod
-    def get_data(self, meta: KVBatchMeta, select_fields: list[str] | None = None) -> TensorDict:
+    def get_data(
+        self,
+        meta: KVBatchMeta,
+        select_fields: list[str] | None = None,
+        *,
+        origins: dict[str, int] | None = None,
+    ) -> TensorDict:
         """Fetch ``select_fields``, else ``meta.fields``, of the rows of ``meta``.
+
+        ``origins`` as in `get_samples`.
 
         Raises:
             InvalidRequestError: (a ValueError) if neither names the fields.
@@ -253,9 +264,21 @@ class DataPlaneClient(ABC):
 
     @abstractmethod
     def get_samples(
-        self, sample_ids: list[str], partition_id: str, select_fields: list[str]
+        self,
+        sample_ids: list[str],
+        partition_id: str,
+        select_fields: list[str],
+        *,
+        origins: dict[str, int] | None = None,
     ) -> TensorDict:
         """Fetch ``select_fields`` of ``sample_ids``; no task's cursor moves.
+
+        Args:
+            sample_ids: ids, which may repeat.
+            partition_id: their partition.
+            select_fields: the fields to read.
+            origins: gains what `read_origins` answers for them, which then costs no exchange of
+                its own; for clients with ``capabilities.origins``.
 
         Returns:
             A TensorDict of batch size ``(len(sample_ids),)`` whose row i belongs to
@@ -334,6 +357,7 @@ class DataPlaneClient(ABC):
         *,
         pad_values: Mapping[str, float] | None = None,
         width: int = 0,
+        origins: dict[str, int] | None = None,
     ) -> dict[str, Column]:
         """`get_samples` as padded columns; clients may spare it a copy.
 
@@ -344,6 +368,7 @@ class DataPlaneClient(ABC):
             pad_values: field to its pad value; 0 if absent.
             width: tensors of two or more dims are right-padded along dim 1 to at least this; those
                 whose rows differ in length, to at least the longest row.
+            origins: see `get_samples`.
 
         Returns:
             Field, in the order asked, to a dense tensor (n, ...) or a numpy object array (n,), in
@@ -354,7 +379,9 @@ class DataPlaneClient(ABC):
         """
         from dataplane_core.columns import columns_of_fields
 
-        answer = self.get_samples(sample_ids, partition_id, select_fields)
+        # As in `put_columns`.
+        extra: dict[str, Any] = {} if origins is None else {"origins": origins}
+        answer = self.get_samples(sample_ids, partition_id, select_fields, **extra)
         columns = columns_of_fields(answer, pad_values=pad_values, width=width)
         return {name: columns[name] for name in dict.fromkeys(select_fields) if name in columns}
 
@@ -405,47 +432,6 @@ class DataPlaneClient(ABC):
         raise UnsupportedError(
             f"{type(self).__name__} keeps no origins of puts; see capabilities.origins"
         )
-
-    def list_partitions(self) -> list[PartitionSummary]:
-        """Every partition in numbers; its cost does not grow with the samples.
-
-        Raises:
-            UnsupportedError: the client cannot be inspected.
-        """
-        raise UnsupportedError(f"{type(self).__name__} has no inspector")
-
-    def list_samples(
-        self, partition_id: str, *, start: int = 0, limit: int = 100
-    ) -> list[SampleState]:
-        """``limit`` samples of a partition from place ``start`` on, in the order of first puts.
-
-        Raises:
-            PartitionNotFoundError: the partition is not registered.
-            UnsupportedError: the client cannot be inspected.
-        """
-        raise UnsupportedError(f"{type(self).__name__} has no inspector")
-
-    def list_storage(self) -> list[StorageSummary]:
-        """The storage units whose bytes the store accounts for; empty if its backend tells none.
-
-        Raises:
-            UnsupportedError: the client cannot be inspected.
-        """
-        raise UnsupportedError(f"{type(self).__name__} has no inspector")
-
-    def read_totals(self) -> dict[str, int]:
-        """What happened in the store since it was made, by all its clients; for metrics exporters.
-
-        Returns:
-            Totals that never decrease: ``puts`` (made visible), ``puts_aborted``, ``samples_put``
-            (new ones), ``claims`` (that got samples), ``samples_claimed``, ``leases_expired``,
-            ``samples_redelivered`` (of those leases), ``samples_acknowledged``,
-            ``samples_released``, ``clears``, ``samples_cleared``.
-
-        Raises:
-            UnsupportedError: the client cannot be inspected.
-        """
-        raise UnsupportedError(f"{type(self).__name__} has no inspector")
 
     def __enter__(self) -> Self:
         return self

@@ -120,7 +120,7 @@ class LeaseLostError(DataPlaneError, RuntimeError):
 
 
 class SamplesLeasedError(DataPlaneError, RuntimeError):
-    """A clear names samples that a task holds under a lease; nothing was cleared."""
+    """A clear, a reset or the end of a claim met samples under a lease; nothing was changed."""
 
 
 class CheckpointError(DataPlaneError, RuntimeError):

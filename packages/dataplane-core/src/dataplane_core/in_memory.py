@@ -11,13 +11,14 @@ import copy
 import threading
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar  # Any: rows and tags are the caller's own values
 
 import torch
 
 from dataplane_core import rows as row_codec
-from dataplane_core.client import LEASE, Capabilities, DataPlaneClient, TaskCounts, lease_token
+from dataplane_core.client import LEASE, Capabilities, lease_token
 from dataplane_core.config import DataPlaneConfig, validate_config
 from dataplane_core.declaration import (
     PartitionDeclaration,
@@ -26,6 +27,7 @@ from dataplane_core.declaration import (
     fields_to_read,
 )
 from dataplane_core.errors import ClosedError, ConfigError
+from dataplane_core.in_memory_inspector import InMemoryInspector
 from dataplane_core.ledger import (
     ClaimOrder,
     ClaimRequest,
@@ -34,14 +36,9 @@ from dataplane_core.ledger import (
     PutTicket,
     load_order,
 )
-from dataplane_core.ledger.inspect import (
-    PartitionSummary,
-    SampleState,
-    StorageSummary,
-    page,
-    summarise,
-)
+from dataplane_core.ledger.origins import count_origins
 from dataplane_core.meta import KVBatchMeta
+from dataplane_core.process import process_name
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -55,7 +52,7 @@ class Store:
     """What the clients of one process share."""
 
     def __init__(self, capacity: int | None, order: ClaimOrder | None) -> None:
-        self.ledger = Ledger(capacity, order=order)
+        self.ledger = Ledger(capacity, order=order, measure=_bytes_of)
         self.changed = threading.Condition()
         self.closed = False
 
@@ -64,7 +61,7 @@ _attachable: Store | None = None
 _attachable_lock = threading.Lock()
 
 
-class InMemoryDataPlaneClient(DataPlaneClient):
+class InMemoryDataPlaneClient(InMemoryInspector):
     """The whole contract, leases and backpressure included, inside one process.
 
     Args:
@@ -91,6 +88,7 @@ class InMemoryDataPlaneClient(DataPlaneClient):
         survivable=True,
         group_claims=True,
         origins=True,
+        inspection=True,
     )
 
     def __init__(
@@ -148,13 +146,16 @@ class InMemoryDataPlaneClient(DataPlaneClient):
         kinds = {name: column.kind for name, column in columns.items()}
         # Copies are made before the lock is taken: they are the long part.
         cells = {name: [_own(row) for row in column.rows] for name, column in columns.items()}
+        nbytes = {
+            name: _bytes_of(own) for name, own in cells.items() if kinds[name] != row_codec.OBJECT
+        }
         own_tags = None if tags is None else [copy.deepcopy(tag) for tag in tags]
         deadline = time.monotonic() + self._put_timeout_s
         with self._store.changed:
             ticket = self._admit(partition_id, sample_ids, kinds, claim, deadline)
             try:
                 check_enums(columns, self._store.ledger.partition(partition_id).declaration)
-                self._store.ledger.commit_put(ticket, cells, own_tags, origin)
+                self._store.ledger.commit_put(ticket, cells, own_tags, origin, nbytes=nbytes)
             finally:
                 self._store.ledger.abort_put(ticket)
             self._store.changed.notify_all()
@@ -188,7 +189,12 @@ class InMemoryDataPlaneClient(DataPlaneClient):
             self._store.changed.wait(remaining)
 
     def get_samples(
-        self, sample_ids: list[str], partition_id: str, select_fields: list[str]
+        self,
+        sample_ids: list[str],
+        partition_id: str,
+        select_fields: list[str],
+        *,
+        origins: dict[str, int] | None = None,
     ) -> TensorDict:
         with self._store.changed:
             self._check_open()
@@ -199,15 +205,23 @@ class InMemoryDataPlaneClient(DataPlaneClient):
                 for name in select_fields
                 if rows
             }
+            if origins is not None:
+                origins.update(count_origins(rows, select_fields))
         # A stored value is never changed in place, so it can be copied outside the lock.
         for column in columns.values():
             if column.kind == row_codec.OBJECT:
                 column.rows[:] = copy.deepcopy(column.rows)
         return row_codec.collate(columns, len(sample_ids))
 
-    def get_data(self, meta: KVBatchMeta, select_fields: list[str] | None = None) -> TensorDict:
+    def get_data(
+        self,
+        meta: KVBatchMeta,
+        select_fields: list[str] | None = None,
+        *,
+        origins: dict[str, int] | None = None,
+    ) -> TensorDict:
         names = fields_to_read(meta, select_fields)
-        return self.get_samples(meta.sample_ids, meta.partition_id, names)
+        return self.get_samples(meta.sample_ids, meta.partition_id, names, origins=origins)
 
     def claim_meta(
         self,
@@ -233,6 +247,7 @@ class InMemoryDataPlaneClient(DataPlaneClient):
             dp_rank=dp_rank,
             dp_world=dp_world,
             lease_s=self._lease_s,
+            owner=process_name(),
         )
         deadline = time.monotonic() + timeout_s
         with self._store.changed:
@@ -307,42 +322,6 @@ class InMemoryDataPlaneClient(DataPlaneClient):
             change(self._store.ledger.partition(meta.partition_id), token)
             self._store.changed.notify_all()
 
-    def count_samples(
-        self, partition_id: str, task_name: str, required_fields: list[str]
-    ) -> TaskCounts:
-        with self._store.changed:
-            self._check_open()
-            self._expire()
-            return self._store.ledger.partition(partition_id).counts(task_name, required_fields)
-
-    def read_origins(
-        self, sample_ids: Sequence[str], partition_id: str, fields: Sequence[str]
-    ) -> dict[str, int]:
-        with self._store.changed:
-            self._check_open()
-            return self._store.ledger.partition(partition_id).origins(sample_ids, fields)
-
-    def list_partitions(self) -> list[PartitionSummary]:
-        with self._store.changed:
-            self._check_open()
-            return [summarise(book) for book in self._store.ledger.partitions.values()]
-
-    def list_samples(
-        self, partition_id: str, *, start: int = 0, limit: int = 100
-    ) -> list[SampleState]:
-        with self._store.changed:
-            self._check_open()
-            return page(self._store.ledger.partition(partition_id), start, limit)
-
-    def list_storage(self) -> list[StorageSummary]:
-        self._check_open()
-        return []  # the values are Python's own
-
-    def read_totals(self) -> dict[str, int]:
-        with self._store.changed:
-            self._check_open()
-            return dict(self._store.ledger.totals)
-
     def close(self) -> None:
         if self._closed:
             return
@@ -352,6 +331,16 @@ class InMemoryDataPlaneClient(DataPlaneClient):
                 self._store.closed = True
                 self._store.ledger.partitions.clear()
             self._store.changed.notify_all()
+
+    @contextmanager
+    def _books(self, *, change: bool = False, expire: bool = True) -> Iterator[Ledger]:
+        with self._store.changed:
+            self._check_open()
+            if expire:
+                self._expire()
+            yield self._store.ledger
+            if change:
+                self._store.changed.notify_all()
 
     def _check_open(self) -> None:
         if self._closed or self._store.closed:
@@ -364,3 +353,7 @@ class InMemoryDataPlaneClient(DataPlaneClient):
 
 def _own(value: Any) -> Any:
     return value.clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
+
+
+def _bytes_of(cells: Sequence[torch.Tensor]) -> int:
+    return sum(cell.nbytes for cell in cells)

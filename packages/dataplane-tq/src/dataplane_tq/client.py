@@ -23,15 +23,10 @@ from tensordict import TensorDict
 from dataplane_core import (
     Capabilities,
     ClosedError,
-    DataPlaneClient,
     DataPlaneConfig,
     DataPlaneError,
     KVBatchMeta,
-    PartitionSummary,
-    SampleState,
-    StorageSummary,
     TagFilter,
-    TaskCounts,
     UnavailableError,
     validate_config,
 )
@@ -47,12 +42,14 @@ from dataplane_core.declaration import (
     tagged_lengths,
 )
 from dataplane_core.ledger import ClaimRequest
+from dataplane_core.process import process_name
 from dataplane_core.rows import Column, split_rows
 from dataplane_core.telemetry import detail_span
 from dataplane_tq import protocol as p
 from dataplane_tq import topology, transfer_queue_rows
 from dataplane_tq.engine import Engine
 from dataplane_tq.entries import Entries
+from dataplane_tq.onlooker import Onlooker
 from dataplane_tq.stores import Encoded, PackedStore, Store, TransferQueueStore
 from dataplane_tq.wire import Link
 
@@ -62,7 +59,7 @@ _DEFAULT_TIMEOUT_MS = 30_000
 _FLUSH_S = 5.0
 
 
-class TQDataPlaneClient(DataPlaneClient):
+class TQDataPlaneClient(Onlooker):
     """A data plane on TransferQueue, over the Ray cluster this process is connected to.
 
     Args:
@@ -88,6 +85,7 @@ class TQDataPlaneClient(DataPlaneClient):
         survivable=True,
         group_claims=True,
         origins=True,
+        inspection=True,
     )
 
     def __init__(self, cfg: DataPlaneConfig | Mapping[str, Any], *, bootstrap: bool = True) -> None:
@@ -232,11 +230,16 @@ class TQDataPlaneClient(DataPlaneClient):
         )
 
     def get_samples(
-        self, sample_ids: list[str], partition_id: str, select_fields: list[str]
+        self,
+        sample_ids: list[str],
+        partition_id: str,
+        select_fields: list[str],
+        *,
+        origins: dict[str, int] | None = None,
     ) -> TensorDict:
         what = f"get_samples(partition={partition_id!r})"
         names = list(dict.fromkeys(select_fields))
-        with self._reading(what, sample_ids, partition_id, names) as where:
+        with self._reading(what, sample_ids, partition_id, names, origins) as where:
             if not sample_ids or not names:
                 return TensorDict({}, batch_size=[len(sample_ids)])
             with detail_span("storage_read", "overhead"):
@@ -250,10 +253,11 @@ class TQDataPlaneClient(DataPlaneClient):
         *,
         pad_values: Mapping[str, float] | None = None,
         width: int = 0,
+        origins: dict[str, int] | None = None,
     ) -> dict[str, PaddedColumn]:
         what = f"get_columns(partition={partition_id!r})"
         names = list(dict.fromkeys(select_fields))
-        with self._reading(what, sample_ids, partition_id, names) as where:
+        with self._reading(what, sample_ids, partition_id, names, origins) as where:
             if not sample_ids or not names:
                 return {}
             with detail_span("storage_read", "overhead"):
@@ -263,17 +267,32 @@ class TQDataPlaneClient(DataPlaneClient):
 
     @contextmanager
     def _reading(
-        self, what: str, sample_ids: list[str], partition_id: str, names: list[str]
+        self,
+        what: str,
+        sample_ids: list[str],
+        partition_id: str,
+        names: list[str],
+        origins: dict[str, int] | None,
     ) -> Iterator[p.ReadAnswer]:
         """Keep rows where they are until the block ends."""
         self._check_open()
         with self._link.session(what) as session:
-            yield session.ask(p.Read(partition_id, sample_ids, names), p.ReadAnswer)
+            request = p.Read(partition_id, sample_ids, names, origins is not None)
+            where = session.ask(request, p.ReadAnswer)
+            if origins is not None:
+                origins.update(where.origins)
+            yield where
             session.tell(p.Unpin())
 
-    def get_data(self, meta: KVBatchMeta, select_fields: list[str] | None = None) -> TensorDict:
+    def get_data(
+        self,
+        meta: KVBatchMeta,
+        select_fields: list[str] | None = None,
+        *,
+        origins: dict[str, int] | None = None,
+    ) -> TensorDict:
         names = fields_to_read(meta, select_fields)
-        return self.get_samples(meta.sample_ids, meta.partition_id, names)
+        return self.get_samples(meta.sample_ids, meta.partition_id, names, origins=origins)
 
     def claim_meta(
         self,
@@ -300,6 +319,7 @@ class TQDataPlaneClient(DataPlaneClient):
             dp_rank=dp_rank,
             dp_world=dp_world,
             lease_s=self._lease_s,
+            owner=process_name(),
         )
         claimed = self._ask(
             f"claim_meta(partition={partition_id!r}, task={task_name!r})",
@@ -317,11 +337,6 @@ class TQDataPlaneClient(DataPlaneClient):
             extra_info={} if claimed.token is None else {LEASE: claimed.token},
             tags=claimed.tags,
         )
-
-    def check_consumption_status(self, partition_id: str, task_names: list[str]) -> bool:
-        self._check_open()
-        what = f"check_consumption_status(partition={partition_id!r})"
-        return self._ask(what, p.Consumed(partition_id, task_names), bool)
 
     def clear_samples(
         self, sample_ids: list[str] | None, partition_id: str, *, force: bool = False
@@ -364,40 +379,6 @@ class TQDataPlaneClient(DataPlaneClient):
             if meta.task_name is not None:
                 self._entries.claimed(entered, meta.partition_id, meta.task_name)
 
-    def count_samples(
-        self, partition_id: str, task_name: str, required_fields: list[str]
-    ) -> TaskCounts:
-        self._check_open()
-        what = f"count_samples(partition={partition_id!r})"
-        return self._ask(what, p.Count(partition_id, task_name, required_fields), TaskCounts)
-
-    def read_origins(
-        self, sample_ids: Sequence[str], partition_id: str, fields: Sequence[str]
-    ) -> dict[str, int]:
-        self._check_open()
-        what = f"read_origins(partition={partition_id!r})"
-        request = p.ReadOrigins(partition_id, list(sample_ids), list(fields))
-        return self._ask(what, request, dict[str, int])
-
-    def list_partitions(self) -> list[PartitionSummary]:
-        self._check_open()
-        return self._ask("list_partitions()", p.ListPartitions(), list[PartitionSummary])
-
-    def list_samples(
-        self, partition_id: str, *, start: int = 0, limit: int = 100
-    ) -> list[SampleState]:
-        self._check_open()
-        what = f"list_samples(partition={partition_id!r})"
-        return self._ask(what, p.ListSamples(partition_id, start, limit), list[SampleState])
-
-    def list_storage(self) -> list[StorageSummary]:
-        self._check_open()
-        return self._ask("list_storage()", p.ListStorage(), list[StorageSummary])
-
-    def read_totals(self) -> dict[str, int]:
-        self._check_open()
-        return self._ask("read_totals()", p.ReadTotals(), dict[str, int])
-
     @property
     def closed(self) -> bool:
         """Whether `close` was called."""
@@ -418,6 +399,10 @@ class TQDataPlaneClient(DataPlaneClient):
         self, what: str, request: p.Request, answer: type[T], timeout_s: float | None = None
     ) -> T:
         return self._link.ask(what, request, answer, timeout_s)
+
+    def _look(self, what: str, request: p.Request, answer: type[T]) -> T:
+        self._check_open()
+        return self._ask(what, request, answer)
 
     def _check_open(self) -> None:
         if self._closed:

@@ -22,15 +22,12 @@ from dataplane_core import (
     DataPlaneError,
     DeadlineExceededError,
     InvalidRequestError,
-    PartitionSummary,
-    SampleState,
-    StorageSummary,
-    TaskCounts,
 )
 from dataplane_core.ledger import PartitionBook, PutTicket, Row
-from dataplane_core.ledger.inspect import page, summarise
+from dataplane_core.ledger.origins import count_origins
 from dataplane_tq import protocol as p
 from dataplane_tq.leftovers import Drop, Leftovers, grouped
+from dataplane_tq.looking import LOOKS
 from dataplane_tq.packed.catalogue import Block, Catalogue
 from dataplane_tq.wire import HEADER, MAX_FRAME, Failure, Reply
 
@@ -50,8 +47,6 @@ class Early:
 
 
 logger = structlog.get_logger("dataplane_tq.directory")
-
-_MAX_PAGE = 10_000
 
 
 class Connection:
@@ -96,7 +91,11 @@ class Connection:
             request = _requests.decode(body)
             if self._directory.failure is not None:
                 raise self._directory.failure
-            answer = _HANDLERS[type(request)](self, request)
+            look = LOOKS.get(type(request))
+            if look is not None:
+                answer = look(self._directory, request)
+            else:
+                answer = _HANDLERS[type(request)](self, request)
             if asyncio.iscoroutine(answer):
                 answer = await answer
             if isinstance(answer, Early):
@@ -239,9 +238,13 @@ class Connection:
         }
         for block in blocks:
             cells[block.layout.name].extend(zip(repeat(block), range(block.layout.rows)))
+        nbytes: dict[str, int] = {}
+        for block in blocks:
+            name = block.layout.name
+            nbytes[name] = nbytes.get(name, 0) + block.layout.nbytes
         if blocks:
             self._disown(partition, ticket)
-        self._ledger.commit_put(ticket, cells, request.tags, request.origin)
+        self._ledger.commit_put(ticket, cells, request.tags, request.origin, nbytes=nbytes)
         rows = [partition.rows[sample_id] for sample_id in ticket.sample_ids]
         for block in blocks:
             if block.layout.rows == len(rows):
@@ -297,7 +300,8 @@ class Connection:
             self._ledger.pin(rows)
             self._pinned = rows
 
-        return Early(p.ReadAnswer(kinds, parts), pin)
+        origins = count_origins(rows, request.fields) if request.origins else {}
+        return Early(p.ReadAnswer(kinds, parts, origins), pin)
 
     def _end_read(self) -> None:
         if self._pinned:
@@ -355,20 +359,6 @@ class Connection:
         self._directory.changed(request.partition_id)
         return entered
 
-    def _consumed(self, request: p.Consumed) -> bool:
-        self._directory.expire()
-        partition = self._ledger.partitions.get(request.partition_id)
-        return partition is not None and partition.consumed(request.task_names)
-
-    def _count(self, request: p.Count) -> TaskCounts:
-        self._directory.expire()
-        partition = self._ledger.partition(request.partition_id)
-        return partition.counts(request.task_name, request.required_fields)
-
-    def _read_origins(self, request: p.ReadOrigins) -> dict[str, int]:
-        partition = self._ledger.partition(request.partition_id)
-        return partition.origins(request.sample_ids, request.fields)
-
     async def _clear(self, request: p.Clear) -> p.ClearAnswer:
         if self._dropping is not None:
             raise InvalidRequestError("this connection already has a clear under way")
@@ -402,26 +392,6 @@ class Connection:
             self._directory.leftovers[partition_id].dropping.difference_update(drop)
             self._directory.tidy(partition_id)
             self._directory.changed(partition_id)
-
-    def _list_partitions(self, request: p.ListPartitions) -> list[PartitionSummary]:
-        self._directory.expire()
-        return [summarise(partition) for partition in self._ledger.partitions.values()]
-
-    def _list_samples(self, request: p.ListSamples) -> list[SampleState]:
-        if request.start < 0 or not 0 <= request.limit <= _MAX_PAGE:
-            raise InvalidRequestError(
-                f"list_samples: start {request.start}, limit {request.limit}; expected a limit of "
-                f"at most {_MAX_PAGE}"
-            )
-        partition = self._ledger.partition(request.partition_id)
-        return page(partition, request.start, request.limit)
-
-    def _list_storage(self, request: p.ListStorage) -> list[StorageSummary]:
-        return [] if self._directory.catalogue is None else self._catalogue.usage()
-
-    def _read_totals(self, request: p.ReadTotals) -> dict[str, int]:
-        self._directory.expire()
-        return dict(self._ledger.totals)
 
 
 def _parts(rows: list[Row], name: str, catalogue: Catalogue) -> p.FieldParts:
@@ -465,13 +435,6 @@ _HANDLERS: dict[type[Any], Callable[[Connection, Any], Any]] = {
     p.Unpin: Connection._unpin,
     p.Claim: Connection._claim,
     p.Settle: Connection._settle,
-    p.Consumed: Connection._consumed,
-    p.Count: Connection._count,
-    p.ReadOrigins: Connection._read_origins,
     p.Clear: Connection._clear,
     p.Dropped: Connection._dropped,
-    p.ListPartitions: Connection._list_partitions,
-    p.ListSamples: Connection._list_samples,
-    p.ListStorage: Connection._list_storage,
-    p.ReadTotals: Connection._read_totals,
 }

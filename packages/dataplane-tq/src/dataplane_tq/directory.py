@@ -22,7 +22,7 @@ from dataplane_core import DataPlaneError, UnavailableError
 from dataplane_core.ledger import ClaimOrder, Ledger
 from dataplane_tq.connection import Connection
 from dataplane_tq.leftovers import Leftovers
-from dataplane_tq.packed.catalogue import Catalogue, UnitSpec
+from dataplane_tq.packed.catalogue import Catalogue, UnitSpec, bytes_of
 from dataplane_tq.packed.lifeline import until_gone
 from dataplane_tq.packed.unit_wire import UnitAddress
 from dataplane_tq.wire import TOKEN_BYTES, Address
@@ -48,7 +48,7 @@ class Directory:
         order: ClaimOrder | None = None,
     ) -> None:
         self.catalogue = Catalogue(units) if units else None
-        self.ledger = Ledger(capacity, self._discard, order)
+        self.ledger = Ledger(capacity, self._discard, order, bytes_of if units else None)
         self.failure: DataPlaneError | None = None
         self.leftovers: dict[str, Leftovers] = defaultdict(Leftovers)
         self._host = host

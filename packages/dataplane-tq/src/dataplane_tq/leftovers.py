@@ -66,6 +66,14 @@ class Leftovers:
             self.unreported.setdefault(task_name, set()).update(waiting)
         return [sample_id for sample_id in sample_ids if sample_id not in waiting]
 
+    def unconsume(self, task_name: str, sample_ids: Sequence[str]) -> None:
+        """Take back what `consume` remembers; what TransferQueue was told it keeps."""
+        waiting = self.unreported.get(task_name)
+        if waiting is not None:
+            waiting.difference_update(sample_ids)
+            if not waiting:
+                del self.unreported[task_name]
+
     def settle(self) -> None:
         """Move rows whose reads have ended to the orphans."""
         free = [row for row in self.pinned.values() if row.pins == 0]

@@ -7,7 +7,7 @@ from typing import Any, Literal  # Any: tags hold the caller's own primitives
 import msgspec
 
 from dataplane_core.declaration import PartitionDeclaration
-from dataplane_core.ledger import ClaimRequest
+from dataplane_core.ledger import ClaimRequest, SampleState
 from dataplane_tq.packed.catalogue import Block
 from dataplane_tq.packed.layout import FieldLayout
 
@@ -95,6 +95,7 @@ class Read(msgspec.Struct, frozen=True, tag=True):
     partition_id: str
     sample_ids: list[str]
     fields: list[str]
+    origins: bool = False
 
 
 class FieldParts(msgspec.Struct, frozen=True, array_like=True):
@@ -112,10 +113,14 @@ class FieldParts(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ReadAnswer(msgspec.Struct, frozen=True):
-    """Kinds of the asked fields and, for placed fields, where they lie, in the order asked."""
+    """Kinds of the asked fields and, for placed fields, where they lie, in the order asked.
+
+    ``origins`` is what `ReadOrigins` would answer, if that was asked for.
+    """
 
     kinds: list[str]
     parts: list[FieldParts]
+    origins: dict[str, int] = {}
 
 
 class Unpin(msgspec.Struct, frozen=True, tag=True):
@@ -216,6 +221,64 @@ class ListSamples(msgspec.Struct, frozen=True, tag=True):
     limit: int
 
 
+class ReadSample(msgspec.Struct, frozen=True, tag=True):
+    """One sample. Answer: `MaybeSample`."""
+
+    partition_id: str
+    sample_id: str
+
+
+MaybeSample: Any = SampleState | None
+"""Any: a union is no type to mypy, but one to msgspec."""
+
+
+class FindSamples(msgspec.Struct, frozen=True, tag=True):
+    """One step of a search by tag, from place ``start`` on. Answer: `FoundSamples`."""
+
+    partition_id: str
+    tag: str
+    value: str | int | float | bool | None
+    start: int
+    limit: int
+
+
+class FoundSamples(msgspec.Struct, frozen=True, array_like=True):
+    """What a step found, and the place where to go on; None at the end."""
+
+    samples: list[SampleState]
+    after: int | None
+
+
+class ListClaims(msgspec.Struct, frozen=True, tag=True):
+    """The claims under leases. Answer: list of `ClaimSummary`."""
+
+    partition_id: str
+
+
+class ScanStates(msgspec.Struct, frozen=True, tag=True):
+    """A page of samples in bytes. Answer: `StatePage`."""
+
+    partition_id: str
+    start: int
+    limit: int
+
+
+class ResetConsumption(msgspec.Struct, frozen=True, tag=True):
+    """Make consumed samples claimable again. Answer: how many."""
+
+    partition_id: str
+    task_name: str
+    sample_ids: list[str]
+
+
+class EndClaim(msgspec.Struct, frozen=True, tag=True):
+    """End a claim as if its lease had run out. Answer: how many samples it held."""
+
+    partition_id: str
+    claim: str
+    expired_only: bool
+
+
 class ListStorage(msgspec.Struct, frozen=True, tag=True):
     """Bytes of each storage unit of ours. Answer: list of `StorageSummary`."""
 
@@ -240,6 +303,12 @@ Request = (
     | Dropped
     | ListPartitions
     | ListSamples
+    | ReadSample
+    | FindSamples
+    | ListClaims
+    | ScanStates
+    | ResetConsumption
+    | EndClaim
     | ListStorage
     | ReadTotals
 )

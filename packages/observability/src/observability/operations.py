@@ -18,11 +18,13 @@ import structlog
 
 from dataplane_core import (
     Capabilities,
+    ClaimSummary,
     DataPlaneClient,
     DataPlaneError,
     KVBatchMeta,
     PartitionSummary,
     SampleState,
+    StatePage,
     StorageSummary,
     TaskCounts,
 )
@@ -64,7 +66,7 @@ class Operation:
         put_bytes: field to bytes of what is put.
         tags: of a put, which an observer may replace; of a claim what it got.
         options: what else the caller asked for: ``batch_size`` and ``blocking`` of a claim.
-        extra: keywords that observers add to a put.
+        extra: further keywords of a put or a read, to which observers may add.
         wall_s: how long it took, in seconds; 0 while it runs.
         error: what it raised.
     """
@@ -96,6 +98,13 @@ class Operation:
         if self.error is None:
             return "ok"
         return "timeout" if isinstance(self.error, TimeoutError) else "error"
+
+    def ask_origins(self) -> None:
+        """Before a read: let its answer bring along what `origins` tells."""
+        if self._inner is not None and self._inner.capabilities.origins:
+            if self.extra.get("origins") is None:
+                self.extra["origins"] = {}
+            self._origins = self.extra["origins"]
 
     def origins(self) -> Mapping[str, int]:
         """Of a claim or a read that went well: which puts its fields come from, and of how many
@@ -212,9 +221,10 @@ class ObservedClient(DataPlaneClient):
             n_keys=meta.size,
             sample_ids=meta.sample_ids,
             fields=(meta.fields or ()) if select_fields is None else select_fields,
+            extra=extra,
         )
         with self._observed(call):
-            answer = self._inner.get_data(meta, select_fields, **extra)
+            answer = self._inner.get_data(meta, select_fields, **call.extra)
             call.n_bytes = sum(_bytes_by_field(answer).values())
         return answer
 
@@ -237,8 +247,9 @@ class ObservedClient(DataPlaneClient):
             partition_id,
             _bytes_by_field(fields),
             tags,
+            extra,
             lambda call: self._inner.put_samples(
-                sample_ids, partition_id, fields, call.tags, **{**call.extra, **extra}
+                sample_ids, partition_id, fields, call.tags, **call.extra
             ),
         )
 
@@ -258,6 +269,7 @@ class ObservedClient(DataPlaneClient):
             partition_id,
             _bytes_by_column(columns, lengths, ragged),
             tags,
+            extra,
             lambda call: self._inner.put_columns(
                 sample_ids,
                 partition_id,
@@ -265,7 +277,7 @@ class ObservedClient(DataPlaneClient):
                 call.tags,
                 lengths=lengths,
                 ragged=ragged,
-                **{**call.extra, **extra},
+                **call.extra,
             ),
         )
 
@@ -275,6 +287,7 @@ class ObservedClient(DataPlaneClient):
         partition_id: str,
         put_bytes: dict[str, int],
         tags: list[dict[str, Any]] | None,
+        extra: dict[str, Any],
         run: Callable[[Operation], KVBatchMeta],
     ) -> KVBatchMeta:
         call = Operation(
@@ -286,6 +299,7 @@ class ObservedClient(DataPlaneClient):
             fields=list(put_bytes),
             put_bytes=put_bytes,
             tags=tags,
+            extra=extra,
         )
         with self._observed(call):
             meta = run(call)
@@ -296,8 +310,8 @@ class ObservedClient(DataPlaneClient):
     def get_samples(
         self, sample_ids: list[str], partition_id: str, select_fields: list[str], **extra: Any
     ) -> TensorDict:
-        with self._observed(_get(sample_ids, partition_id, select_fields)) as call:
-            answer = self._inner.get_samples(sample_ids, partition_id, select_fields, **extra)
+        with self._observed(_get(sample_ids, partition_id, select_fields, extra)) as call:
+            answer = self._inner.get_samples(sample_ids, partition_id, select_fields, **call.extra)
             call.n_bytes = sum(_bytes_by_field(answer).values())
         return answer
 
@@ -311,9 +325,14 @@ class ObservedClient(DataPlaneClient):
         width: int = 0,
         **extra: Any,
     ) -> dict[str, Column]:
-        with self._observed(_get(sample_ids, partition_id, select_fields)) as call:
+        with self._observed(_get(sample_ids, partition_id, select_fields, extra)) as call:
             answer = self._inner.get_columns(
-                sample_ids, partition_id, select_fields, pad_values=pad_values, width=width, **extra
+                sample_ids,
+                partition_id,
+                select_fields,
+                pad_values=pad_values,
+                width=width,
+                **call.extra,
             )
             call.n_bytes = sum(_bytes_by_column(answer).values())
         return answer
@@ -361,6 +380,32 @@ class ObservedClient(DataPlaneClient):
         """Pass on, as `count_samples`."""
         return self._inner.list_samples(partition_id, start=start, limit=limit)
 
+    def read_sample(self, partition_id: str, sample_id: str) -> SampleState | None:
+        """Pass on, as `count_samples`."""
+        return self._inner.read_sample(partition_id, sample_id)
+
+    def find_samples(
+        self, partition_id: str, *, tag: str, value: object, limit: int = 100
+    ) -> list[SampleState]:
+        """Pass on, as `count_samples`."""
+        return self._inner.find_samples(partition_id, tag=tag, value=value, limit=limit)
+
+    def list_claims(self, partition_id: str) -> list[ClaimSummary]:
+        """Pass on, as `count_samples`."""
+        return self._inner.list_claims(partition_id)
+
+    def scan_states(self, partition_id: str, *, start: int = 0, limit: int = 10_000) -> StatePage:
+        """Pass on, as `count_samples`."""
+        return self._inner.scan_states(partition_id, start=start, limit=limit)
+
+    def reset_consumption(self, partition_id: str, task_name: str, sample_ids: list[str]) -> int:
+        """Pass on; who changes a store by hand keeps the record of it."""
+        return self._inner.reset_consumption(partition_id, task_name, sample_ids)
+
+    def end_claim(self, partition_id: str, claim: str, *, expired_only: bool = True) -> int:
+        """Pass on, as `reset_consumption`."""
+        return self._inner.end_claim(partition_id, claim, expired_only=expired_only)
+
     def list_storage(self) -> list[StorageSummary]:
         """Pass on, as `count_samples`."""
         return self._inner.list_storage()
@@ -395,9 +440,16 @@ class ObservedClient(DataPlaneClient):
             return None
 
 
-def _get(sample_ids: list[str], partition_id: str, fields: list[str]) -> Operation:
+def _get(
+    sample_ids: list[str], partition_id: str, fields: list[str], extra: dict[str, Any]
+) -> Operation:
     return Operation(
-        "get", partition_id, n_keys=len(sample_ids), sample_ids=sample_ids, fields=fields
+        "get",
+        partition_id,
+        n_keys=len(sample_ids),
+        sample_ids=sample_ids,
+        fields=fields,
+        extra=extra,
     )
 
 

@@ -7,9 +7,11 @@ values of samples are somewhere else, and the ledger keeps an opaque cell for ea
 
 from dataplane_core.ledger.books import Ledger, PutTicket
 from dataplane_core.ledger.inspect import (
+    ClaimSummary,
     FieldSummary,
     PartitionSummary,
     SampleState,
+    StatePage,
     StorageSummary,
     TaskSummary,
 )
@@ -22,6 +24,7 @@ from dataplane_core.ledger.tasks import Claimed
 __all__ = [
     "ClaimOrder",
     "ClaimRequest",
+    "ClaimSummary",
     "Claimed",
     "FieldSummary",
     "Ledger",
@@ -30,6 +33,7 @@ __all__ = [
     "PutTicket",
     "Row",
     "SampleState",
+    "StatePage",
     "StorageSummary",
     "TagFilter",
     "TaskSummary",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from dataplane_core.errors import (
 from dataplane_core.ledger.order import ClaimOrder
 from dataplane_core.ledger.partition import PartitionBook
 from dataplane_core.ledger.rows import Row
+from dataplane_core.ledger.sizes import Measure
 
 TOTALS = (
     "puts",
@@ -63,6 +65,7 @@ class Ledger:
         capacity: samples that all partitions together may hold; None is no limit.
         discard: called with the cells that nothing refers to any more.
         order: of claims without a seed; None is the order of first puts.
+        measure: bytes of cells of one field; None if the store cannot tell.
 
     Attributes:
         totals: what happened since the store was made, see `TOTALS`; never decreases.
@@ -73,13 +76,17 @@ class Ledger:
         capacity: int | None,
         discard: Callable[[list[Any]], None] = lambda cells: None,
         order: ClaimOrder | None = None,
+        measure: Measure | None = None,
     ) -> None:
         self._order = order
+        self._measure = measure
         self.totals: Counter[str] = Counter(dict.fromkeys(TOTALS, 0))
         self.capacity = capacity
         self.partitions: dict[str, PartitionBook] = {}
         self._discard = discard
         self._sequence = itertools.count()
+        # One for all partitions, so that one that is registered again does not begin anew.
+        self._revisions = itertools.count(1)
 
     @property
     def held(self) -> int:
@@ -90,7 +97,9 @@ class Ledger:
         """Declare a partition, or replace its declaration."""
         partition = self.partitions.get(declaration.partition_id)
         if partition is None:
-            book = PartitionBook(declaration, self._order, self.totals)
+            book = PartitionBook(
+                declaration, self._order, self.totals, self._measure, self._revisions
+            )
             self.partitions[declaration.partition_id] = book
         else:
             partition.redeclare(declaration)
@@ -136,6 +145,7 @@ class Ledger:
             partition.reserved[sample_id] = partition.reserved.get(sample_id, 0) + 1
         for name, kind in kinds.items():
             partition.pending_kinds.setdefault(name, []).append(kind)
+        partition.touch()
         return PutTicket(partition_id, list(sample_ids), new, dict(kinds), token)
 
     def full(self, partition_id: str, sample_ids: Iterable[str]) -> CapacityExceeded:
@@ -172,6 +182,8 @@ class Ledger:
         cells: Mapping[str, Sequence[Any]],
         tags: Sequence[Mapping[str, Any]] | None,
         origin: str | None = None,
+        *,
+        nbytes: Mapping[str, int] | None = None,
     ) -> None:
         """Make a put visible, all of it at once.
 
@@ -180,6 +192,7 @@ class Ledger:
             cells: field to one cell per sample.
             tags: one mapping per sample, replacing its tags; None keeps them.
             origin: names the put, see `DataPlaneClient.read_origins`.
+            nbytes: field to the bytes of its cells, if the store can tell.
 
         Raises:
             DataPlaneError: as `check_commit`.
@@ -192,8 +205,16 @@ class Ledger:
         self._end_put(ticket)
         partition = self.partition(ticket.partition_id)
         partition.kinds.update(ticket.kinds)
-        replaced = partition.write(ticket.sample_ids, cells, tags, self._sequence, origin)
-        partition.version += 1
+        replaced = partition.write(
+            ticket.sample_ids,
+            cells,
+            tags,
+            self._sequence,
+            origin,
+            nbytes=nbytes,
+            now=time.monotonic(),
+        )
+        partition.touch()
         self.totals["puts"] += 1
         self.totals["samples_put"] += len(ticket.reserved)
         if replaced:
@@ -222,7 +243,7 @@ class Ledger:
                 kinds.remove(kind)
             if not kinds:
                 partition.pending_kinds.pop(name, None)
-        partition.version += 1
+        partition.touch()
 
     def clear(
         self, partition_id: str, sample_ids: Sequence[str] | None, *, force: bool
@@ -240,7 +261,6 @@ class Ledger:
         rows = list(partition.drop(list(partition.rows) if sample_ids is None else sample_ids))
         if sample_ids is None:
             del self.partitions[partition_id]
-        partition.version += 1
         self.totals["clears"] += 1
         self.totals["samples_cleared"] += len(rows)
         self._discard([cell for row in rows if not row.pins for cell in row.cells.values()])

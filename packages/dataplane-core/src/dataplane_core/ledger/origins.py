@@ -29,12 +29,12 @@ def note_origin(rows: Iterable[Row], fields: Sequence[str], origin: str | None) 
 
 def count_origins(rows: Iterable[Row], fields: Sequence[str]) -> dict[str, int]:
     """Origin to the number of rows of which it wrote one of ``fields``, the most first."""
-    alike: dict[int, tuple[Mapping[str, str], int]] = {}
-    for row in rows:
-        mapping, count = alike.get(id(row.origins), (row.origins, 0))
-        alike[id(mapping)] = mapping, count + 1
+    mappings = [row.origins for row in rows]
+    alike = dict(zip(map(id, mappings), mappings, strict=True))
+    counts = Counter(map(id, mappings))
     found: Counter[str] = Counter()
-    for mapping, count in alike.values():
+    for identity, count in counts.items():
+        mapping = alike[identity]
         for origin in {mapping[name] for name in fields if name in mapping}:
             found[origin] += count
     return dict(found.most_common())

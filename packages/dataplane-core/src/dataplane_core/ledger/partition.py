@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import secrets
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any  # Any: cells belong to the storage, tags to the caller
 
@@ -23,6 +23,7 @@ from dataplane_core.ledger.origins import count_origins, note_origin
 from dataplane_core.ledger.queues import GroupQueue, Queue, SampleQueue
 from dataplane_core.ledger.rows import Row
 from dataplane_core.ledger.selection import ClaimRequest, balance
+from dataplane_core.ledger.sizes import FieldBytes, Measure
 from dataplane_core.ledger.tasks import Claimed, Lease, Task
 
 _MAX_QUEUES = 64
@@ -37,6 +38,8 @@ class PartitionBook:
         declaration: PartitionDeclaration,
         order: ClaimOrder | None = None,
         totals: Counter[str] | None = None,
+        measure: Measure | None = None,
+        revisions: Iterator[int] | None = None,
     ) -> None:
         self.declaration = declaration
         self.totals: Counter[str] = Counter() if totals is None else totals
@@ -49,9 +52,15 @@ class PartitionBook:
         self.tasks: dict[str, Task] = {name: Task() for name in declaration.consumer_tasks}
         self.leases: dict[str, Lease] = {}
         self.put_total = 0
-        self.version = 0
+        self.sizes = FieldBytes(measure)
+        self._revisions = itertools.count(1) if revisions is None else revisions
         self._fence = 0
         self._has_origins = False
+        self.touch()
+
+    def touch(self) -> None:
+        """Something changed: ``revision`` grows."""
+        self.revision = next(self._revisions)
 
     @property
     def held(self) -> int:
@@ -80,6 +89,7 @@ class PartitionBook:
         }
         self.put_total = len(self.rows)
         self._forget_kinds_if_empty()
+        self.touch()
 
     def task(self, task_name: str) -> Task:
         """The task, or `UnknownTaskError` naming the registered ones."""
@@ -98,6 +108,9 @@ class PartitionBook:
         tags: Sequence[Mapping[str, Any]] | None,
         sequence: Iterator[int],
         origin: str | None = None,
+        *,
+        nbytes: Mapping[str, int] | None = None,
+        now: float,
     ) -> list[Any]:
         """Make fields and tags of samples visible; returns the cells that can be discarded now.
 
@@ -107,20 +120,28 @@ class PartitionBook:
             tags: one mapping per sample; None keeps what they have.
             sequence: gives new samples their places.
             origin: of the fields, None for none.
+            nbytes: field to the bytes of ``cells``, if the store can tell.
+            now: when it happens.
         """
         names = tuple(cells)
         by_sample = zip(*cells.values(), strict=True) if names else itertools.repeat(())
-        replaced: list[Any] = []
+        replaced: dict[str, list[Any]] = {}
+        discarded: list[Any] = []
         written: list[Row] = []
         new: dict[str, Row] = {}
         for sample_id, values in zip(sample_ids, by_sample, strict=False):
             row = self.rows.get(sample_id)
             if row is None:
-                row = new[sample_id] = Row(sample_id, next(sequence))
+                row = new[sample_id] = Row(sample_id, next(sequence), now)
                 row.cells = dict(zip(names, values, strict=True))
             else:
-                replaced += self._overwrite(row, dict(zip(names, values, strict=True)))
+                own = dict(zip(names, values, strict=True))
+                discarded += self._overwrite(row, own, replaced)
             written.append(row)
+        if replaced:
+            self.sizes.remove(replaced)
+        if nbytes is not None:
+            self.sizes.add(nbytes)
         if origin is not None or self._has_origins:
             self._has_origins = True
             note_origin(written, names, origin)
@@ -136,21 +157,27 @@ class PartitionBook:
                 for row in written:
                     if row.sample_id in task.open:
                         self._enqueue(task, row)
-        return replaced
+        return discarded
 
-    def _overwrite(self, row: Row, cells: Mapping[str, Any]) -> list[Any]:
-        """Give a sample that is there fields, new or not; returns what can be discarded now."""
-        replaced = []
+    def _overwrite(
+        self, row: Row, cells: Mapping[str, Any], replaced: dict[str, list[Any]]
+    ) -> list[Any]:
+        """Give a sample that is there fields, new or not; returns what can be discarded now.
+
+        What is overwritten is also added to ``replaced``, by field.
+        """
+        over = []
         for name, cell in cells.items():
             if name in row.cells:
-                replaced.append(row.cells[name])
+                over.append(row.cells[name])
+                replaced.setdefault(name, []).append(row.cells[name])
             else:
                 self.field_counts[name] = self.field_counts.get(name, 0) + 1
             row.cells[name] = cell
         if row.pins:
-            row.stale.extend(replaced)
+            row.stale.extend(over)
             return []
-        return replaced
+        return over
 
     def _tag(self, rows: Sequence[Row], tags: Sequence[Mapping[str, Any]]) -> None:
         moved = []
@@ -248,6 +275,8 @@ class PartitionBook:
         for row in rows:
             del task.open[row.sample_id]
             self._dequeue(task, row)
+        if rows:
+            self.touch()
         return rows
 
     def _nothing_more(self, task: Task, queue: Queue, request: ClaimRequest) -> bool:
@@ -281,7 +310,7 @@ class PartitionBook:
             if other == rank:
                 mine = batch
             else:
-                task.assigned.update((row.sample_id, row) for row in batch)
+                task.assign(batch)
                 shares[other].append(batch)
         return mine
 
@@ -298,6 +327,7 @@ class PartitionBook:
         if rows:
             self.totals["claims"] += 1
             self.totals["samples_claimed"] += len(rows)
+            self.touch()
         if request.lease_s is None or not rows:
             task.settled.update(row.sample_id for row in rows)
             return Claimed(rows, None)
@@ -305,11 +335,14 @@ class PartitionBook:
         self._fence += 1
         token = f"{self._fence}.{secrets.token_hex(8)}"
         self.leases[token] = Lease(
-            token,
-            request.task_name,
-            {row.sample_id: row for row in rows},
-            now + request.lease_s,
-            request.lease_s,
+            token=token,
+            name=f"{self._fence}-{secrets.token_hex(4)}",
+            task_name=request.task_name,
+            owner=request.owner,
+            rows={row.sample_id: row for row in rows},
+            since=now,
+            deadline=now + request.lease_s,
+            seconds=request.lease_s,
         )
         task.leased.update((row.sample_id, token) for row in rows)
         return Claimed(rows, token)
@@ -340,10 +373,16 @@ class PartitionBook:
         """End the leases whose time is over; True if there were any."""
         over = [lease for lease in self.leases.values() if lease.deadline <= now]
         for lease in over:
-            self.totals["leases_expired"] += 1
-            self.totals["samples_redelivered"] += len(lease.rows)
-            self._end(lease, list(lease.rows), settle=False)
+            self.end_early(lease)
         return bool(over)
+
+    def end_early(self, lease: Lease) -> int:
+        """A lease is over before its claim was settled; returns how many samples it still held."""
+        count = len(lease.rows)
+        self.totals["leases_expired"] += 1
+        self.totals["samples_redelivered"] += count
+        self._end(lease, list(lease.rows), settle=False)
+        return count
 
     def next_expiry(self) -> float | None:
         """When the next lease ends, on the caller's clock."""
@@ -376,6 +415,7 @@ class PartitionBook:
         """Start a lease anew. Raises as `settle`."""
         lease = self._lease(token, sample_ids)
         lease.deadline = now + lease.seconds
+        self.touch()
 
     def _lease(self, token: str, sample_ids: Sequence[str]) -> Lease:
         lease = self.leases.get(token)
@@ -389,16 +429,23 @@ class PartitionBook:
 
     def _end(self, lease: Lease, sample_ids: Iterable[str], *, settle: bool) -> None:
         task = self.tasks[lease.task_name]
-        for sample_id in sample_ids:
-            row = lease.rows.pop(sample_id)
-            del task.leased[sample_id]
-            if settle:
-                task.settled.add(sample_id)
-            else:
-                task.open[sample_id] = row
-                self._enqueue(task, row)
+        rows = [lease.rows.pop(sample_id) for sample_id in dict.fromkeys(sample_ids)]
+        for row in rows:
+            del task.leased[row.sample_id]
+        if settle:
+            task.settled.update(row.sample_id for row in rows)
+            self.touch()
+        else:
+            self.reopen(task, rows)
         if not lease.rows:
             del self.leases[lease.token]
+
+    def reopen(self, task: Task, rows: list[Row]) -> None:
+        """Make rows that a task had claimed claimable again."""
+        task.reopen(rows)
+        for row in rows:
+            self._enqueue(task, row)
+        self.touch()
 
     def refuse_leased(self, sample_ids: Iterable[str]) -> None:
         """Raise `SamplesLeasedError` if a task holds one of the samples under a lease."""
@@ -421,13 +468,16 @@ class PartitionBook:
 
     def drop(self, sample_ids: Iterable[str]) -> Iterator[Row]:
         """Take samples out of the partition; unknown ids are passed over."""
+        gone: defaultdict[str, list[Any]] = defaultdict(list)
         for sample_id in sample_ids:
             row = self.rows.pop(sample_id, None)
             if row is None:
                 continue
             row.dropped = True
-            for name in row.cells:
+            for name, cell in row.cells.items():
                 self.field_counts[name] -= 1
+                if self.sizes.known:
+                    gone[name].append(cell)
             for task in self.tasks.values():
                 if task.open.pop(sample_id, None) is not None:
                     self._dequeue(task, row)
@@ -440,12 +490,16 @@ class PartitionBook:
                 task.assigned.pop(sample_id, None)
                 task.settled.discard(sample_id)
             yield row
+        if self.rows:
+            self.sizes.remove(gone)
         self._forget_kinds_if_empty()
+        self.touch()
 
     def _forget_kinds_if_empty(self) -> None:
         if not self.rows:
             self.kinds = {}
             self.field_counts = {}
+            self.sizes.forget()
 
     def consumed(self, task_names: Iterable[str]) -> bool:
         """Whether there are samples and each task has claimed every one."""

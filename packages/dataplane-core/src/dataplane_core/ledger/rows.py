@@ -23,16 +23,28 @@ class Row:
         origins: field to the name of the put that wrote it; shared by the samples of a put, hence
             replaced and never changed.
         tags: the caller's primitives.
+        put_at: when it was first put, on the clock of claims; shared by the samples of a put.
         pins: how many reads are under way; what a pinned row held is discarded when the last ends.
         stale: cells that were overwritten while the row was pinned.
         dropped: the row was cleared, and is no longer part of its partition.
     """
 
-    __slots__ = ("cells", "dropped", "origins", "pins", "sample_id", "sequence", "stale", "tags")
+    __slots__ = (
+        "cells",
+        "dropped",
+        "origins",
+        "pins",
+        "put_at",
+        "sample_id",
+        "sequence",
+        "stale",
+        "tags",
+    )
 
-    def __init__(self, sample_id: str, sequence: int) -> None:
+    def __init__(self, sample_id: str, sequence: int, put_at: float) -> None:
         self.sample_id = sample_id
         self.sequence = sequence
+        self.put_at = put_at
         self.cells: dict[str, Any] = {}
         self.origins: Mapping[str, str] = NO_ORIGINS
         self.tags: dict[str, Any] = {}

@@ -74,6 +74,7 @@ class ClaimRequest:
         dp_rank: the caller's data-parallel rank; with ``dp_world`` it gets the rank's share.
         dp_world: ranks that share each drawn batch of ``dp_world * batch_size`` samples.
         lease_s: seconds after which the claim ends unless settled; None is a final claim.
+        owner: "host:pid" of the claiming process, for who looks at its lease.
     """
 
     task_name: str
@@ -85,6 +86,7 @@ class ClaimRequest:
     dp_rank: int | None = None
     dp_world: int | None = None
     lease_s: float | None = None
+    owner: str = ""
 
     def __post_init__(self) -> None:
         if self.batch_size < 1:

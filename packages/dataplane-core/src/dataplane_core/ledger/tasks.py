@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections import deque
 from dataclasses import dataclass, field
 from typing import Any  # Any: a request's parts, by which shares are kept
@@ -13,11 +14,25 @@ from dataplane_core.ledger.rows import Row
 
 @dataclass
 class Lease:
-    """A claim that is not settled yet; ``rows`` shrinks as parts of it are."""
+    """A claim that is not settled yet; ``rows`` shrinks as parts of it are.
+
+    Attributes:
+        token: what settles it, known to the claimer alone.
+        name: what everybody may know it by; it does not tell the token.
+        task_name: the claiming task.
+        owner: the claiming process, as the claim gave it.
+        rows: the samples, by id.
+        since: when it was claimed.
+        deadline: when it runs out unless it is renewed.
+        seconds: its length.
+    """
 
     token: str
+    name: str
     task_name: str
+    owner: str
     rows: dict[str, Row]
+    since: float
     deadline: float
     seconds: float
 
@@ -59,3 +74,39 @@ class Task:
     settled: set[str] = field(default_factory=set)
     queues: dict[tuple[frozenset[str], int | None], Queue] = field(default_factory=dict)
     shares: dict[Any, list[deque[list[Row]]]] = field(default_factory=dict)
+    _returned: list[tuple[int, str]] = field(default_factory=list)
+
+    def assign(self, rows: list[Row]) -> None:
+        """Rows that were drawn wait for their rank."""
+        self.assigned.update((row.sample_id, row) for row in rows)
+        self._note(rows)
+
+    def reopen(self, rows: list[Row]) -> None:
+        """Rows that were claimed can be claimed again; the queues are the caller's business."""
+        self.open.update((row.sample_id, row) for row in rows)
+        self._note(rows)
+
+    def oldest_unclaimed(self) -> Row | None:
+        """The row of ``open`` and ``assigned`` that was put first."""
+        # Rows enter ``open`` in the order of first puts, so its first row is the oldest of those
+        # that never left; those that came back, or wait, are in a heap.
+        first = next(iter(self.open.values()), None)
+        while self._returned:
+            sequence, sample_id = self._returned[0]
+            row = self._unclaimed(sample_id)
+            if row is not None and row.sequence == sequence:
+                return row if first is None or sequence < first.sequence else first
+            heapq.heappop(self._returned)
+        return first
+
+    def _unclaimed(self, sample_id: str) -> Row | None:
+        return self.open.get(sample_id) or self.assigned.get(sample_id)
+
+    def _note(self, rows: list[Row]) -> None:
+        for row in rows:
+            heapq.heappush(self._returned, (row.sequence, row.sample_id))
+        if len(self._returned) > 2 * (len(self.open) + len(self.assigned)) + 64:
+            # Entries may be out of date, or there twice.
+            found = (self._unclaimed(sample_id) for _, sample_id in self._returned)
+            valid = {(row.sequence, row.sample_id) for row in found if row is not None}
+            self._returned = sorted(valid)

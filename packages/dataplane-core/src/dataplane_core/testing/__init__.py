@@ -14,16 +14,17 @@ A subclass provides two fixtures and inherits every test::
         def peer(self, client):
             ...  # a second client of the same store, best in another process
 
-`LeaseContract`, `BackpressureContract` and `OriginContract` are for clients whose capabilities name
-those promises. Needs the extra ``dataplane-core[testing]``.
+`LeaseContract`, `BackpressureContract`, `OriginContract` and `InspectionContract` are for clients
+whose capabilities name those promises. Needs the extra ``dataplane-core[testing]``.
 """
 
 import pytest
 
-for _module in ("claims", "leases", "machine", "origins", "storage"):
+for _module in ("claims", "inspection", "leases", "machine", "origins", "storage"):
     pytest.register_assert_rewrite(f"{__name__}.{_module}")
 
 from dataplane_core.testing.claims import ClaimContract  # noqa: E402
+from dataplane_core.testing.inspection import InspectionContract  # noqa: E402
 from dataplane_core.testing.leases import BackpressureContract, LeaseContract  # noqa: E402
 from dataplane_core.testing.machine import StateMachineContract  # noqa: E402
 from dataplane_core.testing.origins import OriginContract  # noqa: E402
@@ -37,6 +38,7 @@ class DataPlaneClientContract(StorageContract, ClaimContract, StateMachineContra
 __all__ = [
     "BackpressureContract",
     "DataPlaneClientContract",
+    "InspectionContract",
     "LeaseContract",
     "OriginContract",
 ]

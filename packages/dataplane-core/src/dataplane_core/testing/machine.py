@@ -3,15 +3,29 @@
 from __future__ import annotations
 
 import uuid
+from dataclasses import dataclass
 from typing import Any, ClassVar  # Any: hypothesis' drawn values
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
-from dataplane_core import DataPlaneClient, MissingDataError
+from dataplane_core import (
+    DataPlaneClient,
+    KVBatchMeta,
+    LeaseLostError,
+    MissingDataError,
+    SamplesLeasedError,
+)
+from dataplane_core.client import LEASE, TaskCounts
+from dataplane_core.ledger import ClaimSummary
 from dataplane_core.testing.storage import StoreFixtures, batch
 
 IDS = [f"s{i}" for i in range(6)]
@@ -20,6 +34,16 @@ TASKS = ["logprob", "train"]
 
 some_ids = st.lists(st.sampled_from(IDS), min_size=1, max_size=4, unique=True)
 some_fields = st.lists(st.sampled_from(FIELDS), min_size=1, unique=True)
+
+
+@dataclass
+class _Held:
+    """A claim under a lease; ``ids`` is what it still holds."""
+
+    meta: KVBatchMeta
+    task: str
+    name: str
+    ids: set[str]
 
 
 class _Walk(RuleBasedStateMachine):
@@ -31,11 +55,15 @@ class _Walk(RuleBasedStateMachine):
         self.clients[0].register_partition(self.partition, FIELDS, 10**6, TASKS)
         self.rows: dict[str, dict[str, list[int]]] = {}
         self.claimed: dict[str, set[str]] = {task: set() for task in TASKS}
+        self.held: list[_Held] = []
+        self.put_total = 0
+        self.cleared = 0
         self.serial = 0
 
     @rule(who=st.integers(0, 1), ids=some_ids, fields=some_fields, data=st.data())
     def put(self, who: int, ids: list[str], fields: list[str], data: Any) -> None:
         written: dict[str, Any] = {}
+        self.put_total += len(set(ids) - self.rows.keys())
         for name in fields:
             rows = []
             for sample_id in ids:
@@ -75,10 +103,72 @@ class _Walk(RuleBasedStateMachine):
         assert meta.size == len(set(meta.sample_ids)) == min(size, len(ready))
         assert set(meta.sample_ids) <= ready
         self.claimed[task] |= set(meta.sample_ids)
+        if LEASE in meta.extra_info:
+            known = {held.name for held in self.held}
+            [name] = {claim.claim for claim in self.claims()} - known
+            self.held.append(_Held(meta, task, name, set(meta.sample_ids)))
+
+    def claims(self) -> list[ClaimSummary]:
+        return self.clients[0].list_claims(self.partition)
+
+    def leased(self, task: str) -> set[str]:
+        return {each for held in self.held if held.task == task for each in held.ids}
+
+    def give_back(self, held: _Held, ids: set[str]) -> None:
+        self.claimed[held.task] -= ids
+        self.end(held, ids)
+
+    def end(self, held: _Held, ids: set[str]) -> None:
+        held.ids -= ids
+        if not held.ids:
+            self.held.remove(held)
+
+    @precondition(lambda self: self.held)
+    @rule(who=st.integers(0, 1), acknowledge=st.booleans(), part=st.booleans(), data=st.data())
+    def settle(self, who: int, acknowledge: bool, part: bool, data: Any) -> None:
+        held = data.draw(st.sampled_from(self.held))
+        ids = sorted(held.ids)[:1] if part else sorted(held.ids)
+        meta = held.meta.subset([held.meta.sample_ids.index(each) for each in ids])
+        if acknowledge:
+            self.clients[who].acknowledge(meta)
+            self.end(held, set(ids))
+        else:
+            self.clients[who].release(meta)
+            self.give_back(held, set(ids))
+
+    @precondition(lambda self: self.held)
+    @rule(who=st.integers(0, 1), data=st.data())
+    def end_claim(self, who: int, data: Any) -> None:
+        held = data.draw(st.sampled_from(self.held))
+        client = self.clients[who]
+        with pytest.raises(SamplesLeasedError):
+            client.end_claim(self.partition, held.name)
+        ended = client.end_claim(self.partition, held.name, expired_only=False)
+        assert ended == len(held.ids)
+        self.give_back(held, set(held.ids))
+        with pytest.raises(LeaseLostError):
+            client.acknowledge(held.meta)
+
+    @precondition(lambda self: self.clients[0].capabilities.inspection)
+    @rule(who=st.integers(0, 1), task=st.sampled_from(TASKS), ids=some_ids)
+    def reset(self, who: int, task: str, ids: list[str]) -> None:
+        client = self.clients[who]
+        if not self.leased(task).isdisjoint(ids):
+            with pytest.raises(SamplesLeasedError):
+                client.reset_consumption(self.partition, task, ids)
+            return
+        consumed = self.claimed[task] & set(ids)
+        assert client.reset_consumption(self.partition, task, ids) == len(consumed)
+        self.claimed[task] -= consumed
 
     @rule(who=st.integers(0, 1), ids=some_ids)
     def clear(self, who: int, ids: list[str]) -> None:
+        if any(not self.leased(task).isdisjoint(ids) for task in TASKS):
+            with pytest.raises(SamplesLeasedError):
+                self.clients[who].clear_samples(ids, self.partition)
+            return
         self.clients[who].clear_samples(ids, self.partition)
+        self.cleared += len(self.rows.keys() & set(ids))
         for sample_id in ids:
             self.rows.pop(sample_id, None)
             for claimed in self.claimed.values():
@@ -89,8 +179,38 @@ class _Walk(RuleBasedStateMachine):
         complete = bool(self.rows) and all(self.claimed[task] >= self.rows.keys() for task in tasks)
         assert self.clients[who].check_consumption_status(self.partition, tasks) == complete
 
+    @precondition(lambda self: self.clients[0].capabilities.conservation)
+    @rule(who=st.integers(0, 1), task=st.sampled_from(TASKS), fields=some_fields)
+    def count(self, who: int, task: str, fields: list[str]) -> None:
+        open_rows = [row for each, row in self.rows.items() if each not in self.claimed[task]]
+        ready = sum(set(fields) <= row.keys() for row in open_rows)
+        leased = len(self.leased(task))
+        assert self.clients[who].count_samples(self.partition, task, fields) == TaskCounts(
+            put=self.put_total,
+            ready=ready,
+            not_ready=len(open_rows) - ready,
+            leased=leased,
+            acknowledged=len(self.claimed[task]) - leased,
+            cleared=self.cleared,
+        )
+
+    @precondition(lambda self: self.clients[0].capabilities.inspection)
+    @rule(who=st.integers(0, 1))
+    def look(self, who: int) -> None:
+        claims = self.clients[who].list_claims(self.partition)
+        expected = {held.name: (held.task, len(held.ids)) for held in self.held}
+        assert {each.claim: (each.task, each.samples) for each in claims} == expected
+        page = self.clients[who].scan_states(self.partition)
+        assert page.total == len(self.rows)
+        for place, task in enumerate(page.tasks):
+            column = page.states[place :: len(page.tasks)]
+            leased = len(self.leased(task))
+            assert column.count(2) == leased
+            assert column.count(3) == len(self.claimed[task]) - leased
+
     def teardown(self) -> None:
-        self.clients[0].clear_samples(list(self.rows), self.partition)
+        force = {"force": True} if self.held else {}
+        self.clients[0].clear_samples(list(self.rows), self.partition, **force)
 
 
 class StateMachineContract(StoreFixtures):
@@ -102,6 +222,10 @@ class StateMachineContract(StoreFixtures):
     def test_any_sequence_of_operations_agrees_with_the_model(
         self, client: DataPlaneClient, peer: DataPlaneClient
     ) -> None:
+        self.walk(client, peer)
+
+    def walk(self, client: DataPlaneClient, peer: DataPlaneClient) -> None:
+        """Compare two clients of one store with the model."""
         walk = type("Walk", (_Walk,), {"clients": (client, peer)})
         run_state_machine_as_test(
             walk,

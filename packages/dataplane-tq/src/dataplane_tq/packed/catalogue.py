@@ -294,3 +294,30 @@ def _whole(block: Block) -> NDArray[np.int64]:
 
 def _gone(block: Block) -> str:
     return f"free: block {block.id} of field {block.layout.name!r} has no rows any more"
+
+
+def bytes_of(cells: Sequence[tuple[Block, int]]) -> int:
+    """Bytes of single rows of blocks, none of them twice."""
+    first = cells[0][0]
+    if len(cells) == first.layout.rows and all(block is first for block, _ in cells):
+        return first.layout.nbytes
+    rows: dict[int, tuple[FieldLayout, list[int]]] = {}
+    for block, row in cells:
+        found = rows.get(block.id)
+        if found is None:
+            rows[block.id] = block.layout, [row]
+        else:
+            found[1].append(row)
+    return sum(_bytes_of_rows(layout, numbers) for layout, numbers in rows.values())
+
+
+def _bytes_of_rows(layout: FieldLayout, rows: list[int]) -> int:
+    if len(rows) == layout.rows:
+        return layout.nbytes
+    if not layout.ends:
+        return len(rows) * layout.row_nbytes
+    if len(rows) == 1:
+        start, stop = layout.row_range(rows[0])
+        return stop - start
+    starts, stops = layout.row_ranges(rows)
+    return int((stops - starts).sum())

@@ -1,0 +1,17 @@
+"""What this process is called when it claims."""
+
+from __future__ import annotations
+
+import functools
+import os
+import socket
+
+
+def process_name() -> str:
+    """This process as host:pid."""
+    return f"{_host()}:{os.getpid()}"
+
+
+@functools.cache
+def _host() -> str:
+    return socket.gethostname()

@@ -1,0 +1,389 @@
+"""Contract tests of looking into a store and of changing it by hand."""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any  # Any: values of tags
+
+import pytest
+import torch
+
+from dataplane_core import (
+    DataPlaneClient,
+    DataPlaneInspector,
+    InvalidRequestError,
+    LeaseLostError,
+    PartitionNotFoundError,
+    PartitionSummary,
+    SamplesLeasedError,
+    TaskSummary,
+    UnknownTaskError,
+)
+from dataplane_core.client import lease_token
+from dataplane_core.testing.claims import put
+from dataplane_core.testing.machine import StateMachineContract
+from dataplane_core.testing.storage import batch, jagged
+
+STATES = ("unclaimed", "assigned", "leased", "settled")
+
+
+def summary(client: DataPlaneClient, partition: str) -> PartitionSummary:
+    """The partition's numbers."""
+    [found] = [each for each in client.list_partitions() if each.partition_id == partition]
+    return found
+
+
+def task(client: DataPlaneClient, partition: str, name: str = "train") -> TaskSummary:
+    """A task's numbers."""
+    [found] = [each for each in summary(client, partition).tasks if each.name == name]
+    return found
+
+
+def age(client: DataPlaneClient, partition: str, sample_id: str) -> float:
+    """A sample's age in seconds."""
+    state = client.read_sample(partition, sample_id)
+    assert state is not None
+    assert state.age_s is not None
+    return state.age_s
+
+
+class InspectionContract(StateMachineContract):
+    """For clients with ``capabilities.inspection``.
+
+    Besides ``client`` and ``peer`` a subclass provides ``leasing``, a client of the same store, in
+    this process, whose claims are leases of 1000 s.
+    """
+
+    patience_s = 20.0
+
+    @pytest.fixture
+    def leasing(self, client: DataPlaneClient) -> DataPlaneClient:
+        raise NotImplementedError("override the fixture 'leasing'")
+
+    @pytest.fixture
+    def tells_bytes(self) -> bool:
+        """Whether the store can tell how many bytes a field holds."""
+        return True
+
+    def test_the_client_is_an_inspector_and_says_so(self, client: DataPlaneClient) -> None:
+        assert client.capabilities.inspection
+        assert isinstance(client, DataPlaneInspector)
+
+    def test_bytes_of_fields_follow_puts_overwrites_and_clears(
+        self, client: DataPlaneClient, peer: DataPlaneClient, partition: str, tells_bytes: bool
+    ) -> None:
+        def held() -> tuple[int | None, int | None, int | None]:
+            found = summary(peer, partition)
+            by_name = {each.name: each.nbytes for each in found.fields}
+            return by_name["x"], by_name["y"], found.nbytes
+
+        def expected(x: int, y: int) -> tuple[int | None, int | None, int | None]:
+            return (x, y, x + y) if tells_bytes else (None, None, None)
+
+        assert held() == expected(0, 0)
+        y = jagged(*(torch.arange(n) for n in (3, 0, 2)))
+        client.put_samples(list("abc"), partition, batch(3, x=torch.ones(3), y=y))
+        assert held() == expected(12, 40)
+        client.put_samples(["a"], partition, batch(1, y=jagged(torch.arange(1))))
+        assert held() == expected(12, 24)
+        x = torch.ones(2, 5)
+        client.put_columns(["d", "e"], partition, {"y": x.long()}, lengths=[5, 1], ragged=["y"])
+        assert held() == expected(12, 72)
+        client.clear_samples(["c", "d"], partition)
+        assert held() == expected(8, 16)
+        client.clear_samples(list("abe"), partition)
+        assert held() == expected(0, 0)
+
+    def test_the_revision_grows_with_every_change_and_with_nothing_else(
+        self,
+        client: DataPlaneClient,
+        peer: DataPlaneClient,
+        leasing: DataPlaneClient,
+        partition: str,
+    ) -> None:
+        seen = [summary(peer, partition).revision]
+
+        def changed() -> bool:
+            seen.append(summary(peer, partition).revision)
+            assert seen[-1] >= seen[-2]
+            return seen[-1] > seen[-2]
+
+        put(client, partition, list("abcd"))
+        assert changed()
+        claimed = client.claim_meta(partition, "train", ["x"], 1)
+        assert changed()
+        held = leasing.claim_meta(partition, "train", ["x"], 2)
+        assert changed()
+        leasing.renew(held)
+        assert changed()
+        leasing.acknowledge(held.slice(0, 1))
+        assert changed()
+        leasing.release(held.slice(1, 2))
+        assert changed()
+        client.reset_consumption(partition, "train", claimed.sample_ids)
+        assert changed()
+        client.clear_samples(["d"], partition)
+        assert changed()
+        client.get_samples(["a"], partition, ["x"])
+        client.list_samples(partition)
+        client.scan_states(partition)
+        client.count_samples(partition, "train", ["x"])
+        assert not changed()
+        client.clear_samples(None, partition)
+        client.register_partition(partition, ["x"], 1, ["train"])
+        assert changed()
+
+    def test_the_oldest_unclaimed_sample_is_the_one_put_first(
+        self, client: DataPlaneClient, peer: DataPlaneClient, partition: str
+    ) -> None:
+        def is_oldest(sample_id: str) -> bool:
+            before = age(peer, partition, sample_id)
+            oldest = task(peer, partition).oldest_unclaimed_s
+            assert oldest is not None
+            return before <= oldest <= age(peer, partition, sample_id)
+
+        assert task(peer, partition).oldest_unclaimed_s is None
+        for sample_id in "abc":
+            put(client, partition, [sample_id])
+        put(client, partition, ["a"], "y")
+        assert is_oldest("a")
+        client.claim_meta(partition, "train", ["x"], 2)
+        assert is_oldest("c")
+        assert client.reset_consumption(partition, "train", ["b"]) == 1
+        assert is_oldest("b")
+        client.clear_samples(["b"], partition)
+        assert is_oldest("c")
+        client.claim_meta(partition, "train", ["x"], 1)
+        assert task(peer, partition).oldest_unclaimed_s is None
+        assert task(peer, partition, "logprob").oldest_unclaimed_s is not None
+
+    def test_a_sample_that_waits_for_its_rank_is_unclaimed(
+        self, client: DataPlaneClient, peer: DataPlaneClient, partition: str
+    ) -> None:
+        put(client, partition, list("abcd"))
+        mine = client.claim_meta(partition, "train", ["x"], 2, dp_rank=0, dp_world=2)
+        assert task(peer, partition).unclaimed == 2
+        assert task(peer, partition).oldest_unclaimed_s is not None
+        states = peer.scan_states(partition)
+        column = dict(zip("abcd", states.states[states.tasks.index("train") :: 2], strict=True))
+        assert column == {each: 3 if each in mine.sample_ids else 1 for each in "abcd"}
+        client.claim_meta(partition, "train", ["x"], 2, dp_rank=1, dp_world=2)
+        assert task(peer, partition).oldest_unclaimed_s is None
+
+    def test_a_claim_under_a_lease_tells_who_holds_how_much_and_how_long(
+        self, leasing: DataPlaneClient, peer: DataPlaneClient, partition: str
+    ) -> None:
+        put(leasing, partition, list("abc"))
+        first = leasing.claim_meta(partition, "train", ["x"], 2)
+        second = leasing.claim_meta(partition, "train", ["x"], 1)
+        listed = peer.list_claims(partition)
+        assert [(each.task, each.samples) for each in listed] == [("train", 2), ("train", 1)]
+        assert listed[0].owner.endswith(f":{os.getpid()}")
+        assert listed[0].age_s >= listed[1].age_s >= 0
+        assert 900 < listed[0].expires_in_s <= 1000
+        oldest = task(peer, partition).oldest_claim
+        assert oldest is not None
+        assert (oldest.claim, oldest.samples) == (listed[0].claim, 2)
+        state = peer.read_sample(partition, second.sample_ids[0])
+        assert state is not None
+        assert state.claims == {"train": listed[1].claim}
+        leasing.acknowledge(first.slice(0, 1))
+        assert [each.samples for each in peer.list_claims(partition)] == [1, 1]
+        leasing.acknowledge(first.slice(1, 2))
+        leasing.release(second)
+        assert peer.list_claims(partition) == []
+        assert task(peer, partition).oldest_claim is None
+
+    def test_the_name_of_a_claim_does_not_tell_its_token(
+        self, leasing: DataPlaneClient, partition: str
+    ) -> None:
+        put(leasing, partition, ["a"])
+        meta = leasing.claim_meta(partition, "train", ["x"], 1)
+        secret = lease_token(meta).partition(".")[2]
+        shown = [*leasing.list_claims(partition), leasing.read_sample(partition, "a")]
+        assert len(secret) >= 16
+        assert secret not in repr(shown)
+
+    def test_one_sample_is_read_by_its_id(
+        self, client: DataPlaneClient, peer: DataPlaneClient, partition: str
+    ) -> None:
+        client.put_samples(["a"], partition, batch(1, x=torch.ones(1)), [{"v": 1}])
+        client.claim_meta(partition, "train", ["x"], 1)
+        state = peer.read_sample(partition, "a")
+        assert state is not None
+        assert (state.sample_id, state.fields, state.tags) == ("a", ("x",), {"v": 1})
+        assert state.tasks == {"logprob": "unclaimed", "train": "settled"}
+        assert peer.read_sample(partition, "b") is None
+
+    def test_samples_are_found_by_an_equal_tag_in_the_order_of_puts(
+        self, client: DataPlaneClient, peer: DataPlaneClient, partition: str
+    ) -> None:
+        tags: list[dict[str, Any]] = [
+            {"v": 1},
+            {"v": 2},
+            {"other": 1},
+            {"v": 1},
+            {"v": "1"},
+            {"v": None},
+        ]
+        client.put_samples(list("abcdef"), partition, batch(6, x=torch.ones(6)), tags)
+
+        def found(value: object, limit: int = 100) -> str:
+            states = peer.find_samples(partition, tag="v", value=value, limit=limit)
+            return "".join(state.sample_id for state in states)
+
+        assert found(1) == "ad"
+        assert found(1, 1) == "a"
+        assert found(1, 0) == ""
+        assert found("1") == "e"
+        assert found(None) == "f"
+        assert found(3) == ""
+        assert peer.find_samples(partition, tag="unknown", value=1) == []
+        with pytest.raises(InvalidRequestError, match="'v'"):
+            peer.find_samples(partition, tag="v", value=[1])
+        with pytest.raises(InvalidRequestError, match="limit"):
+            peer.find_samples(partition, tag="v", value=1, limit=-1)
+
+    def test_a_scan_says_in_bytes_what_a_list_says_in_words(
+        self,
+        client: DataPlaneClient,
+        peer: DataPlaneClient,
+        leasing: DataPlaneClient,
+        partition: str,
+    ) -> None:
+        ids = [f"s{i}" for i in range(20)]
+        put(client, partition, ids)
+        put(client, partition, ids[5:9], "y", "z")
+        client.claim_meta(partition, "train", ["x"], 6)
+        leasing.claim_meta(partition, "train", ["x"], 4)
+        client.claim_meta(partition, "train", ["x"], 2, dp_rank=1, dp_world=2)
+        listed = peer.list_samples(partition, limit=20)
+        for start, limit in ((0, 10_000), (0, 7), (7, 7), (14, 7), (20, 7)):
+            found = peer.scan_states(partition, start=start, limit=limit)
+            rows = listed[start : start + limit]
+            assert (found.total, found.start) == (20, start)
+            assert sorted(found.fields) == ["x", "y", "z"]
+            assert sorted(found.tasks) == ["logprob", "train"]
+            assert found.written == bytes(
+                name in row.fields for row in rows for name in found.fields
+            )
+            words = [STATES[code] for code in found.states]
+            assert words == [row.tasks[name] for row in rows for name in found.tasks]
+        assert {row.tasks["train"] for row in listed} == set(STATES)
+
+    def test_pages_are_limited(self, client: DataPlaneClient, partition: str) -> None:
+        for start, limit in ((0, 10_001), (-1, 5), (0, -1)):
+            with pytest.raises(InvalidRequestError, match=f"start {start}, limit {limit}"):
+                client.scan_states(partition, start=start, limit=limit)
+            with pytest.raises(InvalidRequestError, match=f"start {start}, limit {limit}"):
+                client.list_samples(partition, start=start, limit=limit)
+        empty = client.scan_states(partition)
+        assert (empty.total, empty.written, empty.states) == (0, b"", b"")
+
+    def test_consumed_samples_can_be_made_claimable_again(
+        self, client: DataPlaneClient, peer: DataPlaneClient, partition: str
+    ) -> None:
+        put(client, partition, list("abcd"))
+        client.claim_meta(partition, "train", ["x"], 3)
+        client.claim_meta(partition, "logprob", ["x"], 4)
+        asked = ["a", "b", "a", "d", "unknown"]
+        assert peer.reset_consumption(partition, "train", asked) == 2
+        counts = client.count_samples(partition, "train", ["x"])
+        assert (counts.put, counts.ready, counts.acknowledged) == (4, 3, 1)
+        assert not client.check_consumption_status(partition, ["train"])
+        assert client.check_consumption_status(partition, ["logprob"])
+        again = client.claim_meta(partition, "train", ["x"], 8, blocking=False)
+        assert sorted(again.sample_ids) == ["a", "b", "d"]
+        assert client.claim_meta(partition, "train", ["x"], 8, blocking=False).size == 0
+        assert client.check_consumption_status(partition, ["train"])
+
+    def test_a_reset_of_leased_samples_is_refused_and_changes_nothing(
+        self, client: DataPlaneClient, leasing: DataPlaneClient, partition: str
+    ) -> None:
+        put(client, partition, ["a", "b"])
+        client.claim_meta(partition, "train", ["x"], 1)
+        held = leasing.claim_meta(partition, "train", ["x"], 1)
+        with pytest.raises(SamplesLeasedError, match=r"1 samples are leased: 'b'"):
+            client.reset_consumption(partition, "train", ["a", "b"])
+        assert client.claim_meta(partition, "train", ["x"], 2, blocking=False).size == 0
+        leasing.acknowledge(held)
+        assert client.reset_consumption(partition, "train", ["a", "b"]) == 2
+
+    def test_a_blocked_claim_wakes_at_a_reset(
+        self, client: DataPlaneClient, peer: DataPlaneClient, partition: str
+    ) -> None:
+        put(client, partition, ["a"])
+        client.claim_meta(partition, "train", ["x"], 1)
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(
+                client.claim_meta, partition, "train", ["x"], 1, timeout_s=self.patience_s
+            )
+            assert peer.reset_consumption(partition, "train", ["a"]) == 1
+            assert waiting.result(self.patience_s).sample_ids == ["a"]
+
+    def test_a_claim_that_is_ended_is_as_one_whose_lease_ran_out(
+        self,
+        client: DataPlaneClient,
+        peer: DataPlaneClient,
+        leasing: DataPlaneClient,
+        partition: str,
+    ) -> None:
+        put(leasing, partition, ["a", "b"])
+        meta = leasing.claim_meta(partition, "train", ["x"], 2)
+        leasing.acknowledge(meta.subset([1]))
+        [claim] = peer.list_claims(partition)
+        with pytest.raises(SamplesLeasedError, match="expired_only=False"):
+            peer.end_claim(partition, claim.claim)
+        leasing.renew(meta.subset([0]))
+        before = client.read_totals()
+        assert peer.end_claim(partition, claim.claim, expired_only=False) == 1
+        after = client.read_totals()
+        assert after["leases_expired"] - before["leases_expired"] == 1
+        assert after["samples_redelivered"] - before["samples_redelivered"] == 1
+        with pytest.raises(LeaseLostError):
+            leasing.acknowledge(meta.subset([0]))
+        with pytest.raises(LeaseLostError):
+            leasing.put_samples(["a"], partition, batch(1, y=torch.ones(1)), claim=meta)
+        assert client.claim_meta(partition, "train", ["x"], 2, blocking=False).size == 1
+        assert peer.end_claim(partition, claim.claim) == 0
+        assert peer.end_claim(partition, "no such claim", expired_only=False) == 0
+
+    def test_a_blocked_claim_wakes_when_another_is_ended(
+        self,
+        client: DataPlaneClient,
+        peer: DataPlaneClient,
+        leasing: DataPlaneClient,
+        partition: str,
+    ) -> None:
+        put(client, partition, ["a"])
+        leasing.claim_meta(partition, "train", ["x"], 1)
+        [claim] = client.list_claims(partition)
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(
+                client.claim_meta, partition, "train", ["x"], 1, timeout_s=self.patience_s
+            )
+            assert peer.end_claim(partition, claim.claim, expired_only=False) == 1
+            assert waiting.result(self.patience_s).sample_ids == ["a"]
+
+    def test_what_is_not_known_is_refused_by_name(
+        self, client: DataPlaneClient, partition: str
+    ) -> None:
+        for look in (
+            lambda: client.list_samples("nowhere"),
+            lambda: client.read_sample("nowhere", "a"),
+            lambda: client.find_samples("nowhere", tag="v", value=1),
+            lambda: client.list_claims("nowhere"),
+            lambda: client.scan_states("nowhere"),
+            lambda: client.reset_consumption("nowhere", "train", ["a"]),
+            lambda: client.end_claim("nowhere", "claim"),
+        ):
+            with pytest.raises(PartitionNotFoundError, match="'nowhere'"):
+                look()
+        with pytest.raises(UnknownTaskError, match="'trian'"):
+            client.reset_consumption(partition, "trian", ["a"])
+
+    def test_any_sequence_of_operations_with_leases_agrees_with_the_model(
+        self, client: DataPlaneClient, peer: DataPlaneClient, leasing: DataPlaneClient
+    ) -> None:
+        self.walk(peer, leasing)
