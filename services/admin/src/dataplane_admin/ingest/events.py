@@ -1,0 +1,147 @@
+"""From an export request of logs to what is stored: its lifecycle events and nothing else.
+
+Log records of others are taken and dropped: they may hold the text of samples, which is not kept.
+Of lifecycle events the body is the ids; it is taken out of the record, whatever it was.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+
+from opentelemetry.proto.common.v1.common_pb2 import AnyValue
+from opentelemetry.proto.logs.v1.logs_pb2 import LogRecord, LogsData, ResourceLogs, ScopeLogs
+
+from dataplane_admin.ingest.limits import Limits
+from dataplane_admin.ingest.values import (
+    MOST_INT,
+    RUN_ID,
+    STEP,
+    WEIGHT_VERSION,
+    cut,
+    find,
+    int_of,
+    process_of,
+    text_of,
+)
+from dataplane_admin.store import Batch, LifecycleEvent
+from observability.records import EVENT_PREFIX, Process
+
+_PARTITION = "dataplane.partition"
+_TASK = "dataplane.task"
+_SAMPLES = "dataplane.samples"
+_WAIT = "dataplane.wait"
+_TOLD = frozenset({RUN_ID, STEP, WEIGHT_VERSION, _PARTITION, _TASK, _SAMPLES, _WAIT})
+_NOTHING = AnyValue()
+
+
+class _Refused(Exception):
+    """A record that is not kept; says why."""
+
+
+def batch_of_logs(request: LogsData, limits: Limits) -> Batch:
+    """What a request brings; ``request`` is changed."""
+    events: list[LifecycleEvent] = []
+    reasons: dict[str, int] = {}
+    ignored = 0
+    for resource_logs in request.resource_logs:
+        process = process_of(resource_logs.resource)
+        told = find(resource_logs.resource.attributes, _TOLD)
+        run_id = text_of(told[RUN_ID]) if RUN_ID in told else ""
+        for scope_logs in resource_logs.scope_logs:
+            frame = _Frame(resource_logs, scope_logs)
+            for record in scope_logs.log_records:
+                if not record.event_name.startswith(EVENT_PREFIX):
+                    ignored += 1
+                    continue
+                try:
+                    if len(events) >= limits.events:
+                        raise _Refused(f"a request may bring {limits.events}")
+                    events.append(_event(record, process, run_id, frame, limits))
+                except _Refused as refused:
+                    reasons[str(refused)] = reasons.get(str(refused), 0) + 1
+    return Batch(
+        events=tuple(events),
+        refused=sum(reasons.values()),
+        ignored=ignored,
+        reasons=tuple(f"{count} log records: {reason}" for reason, count in reasons.items()),
+    )
+
+
+class _Frame:
+    """Wraps single records in the resource and scope that they came in."""
+
+    def __init__(self, resource_logs: ResourceLogs, scope_logs: ScopeLogs) -> None:
+        self._data = LogsData()
+        outer = self._data.resource_logs.add(schema_url=resource_logs.schema_url)
+        outer.resource.CopyFrom(resource_logs.resource)
+        self._scope = outer.scope_logs.add(schema_url=scope_logs.schema_url)
+        self._scope.scope.CopyFrom(scope_logs.scope)
+
+    def encode(self, record: LogRecord) -> bytes:
+        """An OTLP LogsData with the one record."""
+        del self._scope.log_records[:]
+        self._scope.log_records.append(record)
+        return self._data.SerializeToString(deterministic=True)
+
+
+def _event(
+    record: LogRecord, process: Process, run_id: str, frame: _Frame, limits: Limits
+) -> LifecycleEvent:
+    time_ns = record.time_unix_nano or record.observed_time_unix_nano
+    if time_ns > MOST_INT:
+        raise _Refused("its time is after the year 2262")
+    if len(record.trace_id) not in (0, 16) or len(record.span_id) not in (0, 8):
+        raise _Refused("a trace id is not 16 bytes, or a span id not 8")
+    sample_ids = _ids(record.body.string_value, limits)
+    record.ClearField("body")
+    cut(record, limits)
+    told = find(record.attributes, _TOLD)
+    blob = frame.encode(record)
+    digest = hashlib.blake2b(blob, digest_size=16)
+    for sample_id in sample_ids:
+        digest.update(len(sample_id).to_bytes(4, "little") + sample_id)
+    name = record.event_name.removeprefix(EVENT_PREFIX)
+    wait = text_of(told.get(_WAIT, _NOTHING))
+    samples = int_of(told.get(_SAMPLES, _NOTHING))
+    return LifecycleEvent(
+        digest=digest.digest(),
+        record=blob,
+        sample_ids=sample_ids,
+        name=name,
+        run_id=text_of(told[RUN_ID]) if RUN_ID in told else run_id,
+        partition=text_of(told.get(_PARTITION, _NOTHING)),
+        task=text_of(told.get(_TASK, _NOTHING)),
+        step=int_of(told.get(STEP, _NOTHING)),
+        weight_version=int_of(told.get(WEIGHT_VERSION, _NOTHING)),
+        samples=len(sample_ids) if samples is None else samples,
+        time_ns=time_ns,
+        trace_id=record.trace_id or None,
+        span_id=record.span_id or None,
+        wait=_digest_of_wait(process, wait) if wait else None,
+    )
+
+
+def _ids(body: str, limits: Limits) -> tuple[bytes, ...]:
+    """The ids of a record; none of a body that is no JSON list of them."""
+    if not body:
+        return ()
+    try:
+        found = json.loads(body)
+    except (ValueError, RecursionError):
+        return ()
+    if not isinstance(found, list):
+        return ()
+    if len(found) > limits.ids:
+        raise _Refused(f"it names more than {limits.ids} samples")
+    ids = tuple([one.encode("utf-8", "surrogatepass") for one in found if isinstance(one, str)])
+    if ids and max(map(len, ids)) > limits.id_bytes:
+        raise _Refused(f"a sample id is longer than {limits.id_bytes} bytes")
+    return ids
+
+
+def _digest_of_wait(process: Process, name: str) -> bytes:
+    """Names of waits are unique in their process only."""
+    told: Sequence[object] = (process.service, process.instance, process.host, process.pid, name)
+    return hashlib.blake2b(json.dumps(told).encode(), digest_size=16).digest()

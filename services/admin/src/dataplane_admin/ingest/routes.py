@@ -1,0 +1,164 @@
+"""The OTLP/HTTP receiver: ``POST /v1/traces``, ``/v1/logs`` and ``/v1/metrics``.
+
+https://opentelemetry.io/docs/specs/otlp/#otlphttp. A request is answered once what it brings is
+committed. Bodies are inflated, decoded and hashed in threads of their own, so that pages are
+answered meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from concurrent.futures import ThreadPoolExecutor
+from http import HTTPStatus
+from typing import Literal, TypeVar
+
+from fastapi import APIRouter, Request
+from google.protobuf.message import DecodeError
+from opentelemetry.proto.logs.v1.logs_pb2 import LogsData
+from opentelemetry.proto.metrics.v1.metrics_pb2 import MetricsData
+from opentelemetry.proto.trace.v1.trace_pb2 import TracesData
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+
+from dataplane_admin.ingest.answer import JSON, PROTOBUF, accepted, refused
+from dataplane_admin.ingest.body import Intake, inflate, read_body
+from dataplane_admin.ingest.events import batch_of_logs
+from dataplane_admin.ingest.limits import Limits
+from dataplane_admin.ingest.metrics import batch_of_metrics
+from dataplane_admin.ingest.otlp_json import NotOtlp, parse_json
+from dataplane_admin.ingest.refusal import Refusal
+from dataplane_admin.ingest.spans import batch_of_spans
+from dataplane_admin.store import (
+    Batch,
+    QueueFull,
+    Store,
+    StoreUnavailable,
+    WriteRefused,
+)
+
+Kind = Literal["traces", "logs", "metrics"]
+
+_M = TypeVar("_M", TracesData, LogsData, MetricsData)
+
+_DECODERS = 2
+_BODY_S = 30.0
+_COMMIT_S = 10.0
+_SUMMARY: dict[Kind, str] = {
+    "traces": "Take spans",
+    "logs": "Take lifecycle events",
+    "metrics": "Take metrics",
+}
+
+
+def router(store: Store, limits: Limits) -> APIRouter:
+    """The three routes, which write to ``store``."""
+    found = APIRouter(tags=["otlp"])
+    taker = _Taker(store, limits)
+
+    def add(kind: Kind) -> None:
+        async def take(request: Request) -> Response:
+            return await taker.take(kind, request)
+
+        found.add_api_route(
+            f"/v1/{kind}",
+            take,
+            methods=["POST"],
+            name=f"otlp_{kind}",
+            summary=_SUMMARY[kind],
+            response_class=Response,
+            openapi_extra=_body_in_openapi(),
+            responses=_ANSWERS,
+        )
+
+    for kind in _SUMMARY:
+        add(kind)
+    return found
+
+
+class _Taker:
+    def __init__(self, store: Store, limits: Limits) -> None:
+        self._store = store
+        self._limits = limits
+        self._intake = Intake(limits)
+        self._pool = ThreadPoolExecutor(_DECODERS, thread_name_prefix="otlp-decode")
+
+    async def take(self, kind: Kind, request: Request) -> Response:
+        content = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        media_type = JSON if content == JSON else PROTOBUF
+        try:
+            if content not in (JSON, PROTOBUF):
+                raise Refusal(
+                    HTTPStatus.UNSUPPORTED_MEDIA_TYPE,
+                    f"Content-Type {content[:60]!r}: expected {PROTOBUF} or {JSON}",
+                )
+            encoding = request.headers.get("content-encoding", "identity").strip().lower()
+            with self._intake.room() as room:
+                async with asyncio.timeout(_BODY_S):
+                    declared = request.headers.get("content-length")
+                    body = await read_body(request.stream(), declared, room, self._limits)
+                batch = await asyncio.get_running_loop().run_in_executor(
+                    self._pool, self._decode, kind, body, encoding, media_type
+                )
+            await self._write(batch)
+        except Refusal as refusal:
+            return refused(refusal, media_type)
+        except TimeoutError:
+            message = f"the body did not come within {_BODY_S:g} s"
+            return refused(Refusal(HTTPStatus.REQUEST_TIMEOUT, message), media_type)
+        except ClientDisconnect:
+            return Response(status_code=HTTPStatus.BAD_REQUEST)  # nobody reads it
+        return accepted(kind, batch.refused, batch.reasons, media_type)
+
+    def _decode(self, kind: Kind, body: bytes, encoding: str, media_type: str) -> Batch:
+        plain = inflate(body, encoding, self._limits)
+        try:
+            if kind == "traces":
+                traces = _parsed(plain, TracesData(), media_type)
+                sent = plain if media_type == PROTOBUF else None
+                return batch_of_spans(traces, sent, self._limits, time.time_ns())
+            if kind == "logs":
+                return batch_of_logs(_parsed(plain, LogsData(), media_type), self._limits)
+            return batch_of_metrics(_parsed(plain, MetricsData(), media_type), self._limits)
+        except (DecodeError, NotOtlp) as error:
+            raise Refusal(
+                HTTPStatus.BAD_REQUEST, f"the body is no OTLP request of {kind}: {error}"
+            ) from error
+
+    async def _write(self, batch: Batch) -> None:
+        try:
+            async with asyncio.timeout(_COMMIT_S):
+                await asyncio.wrap_future(self._store.submit(batch))
+        except QueueFull as error:
+            raise Refusal(HTTPStatus.TOO_MANY_REQUESTS, str(error), error.retry_s) from error
+        except (StoreUnavailable, TimeoutError) as error:
+            message = str(error) or f"not written within {_COMMIT_S:g} s"
+            raise Refusal(HTTPStatus.SERVICE_UNAVAILABLE, message, retry_s=2.0) from error
+        except WriteRefused as error:
+            raise Refusal(HTTPStatus.INTERNAL_SERVER_ERROR, str(error)) from error
+
+
+def _parsed(body: bytes, message: _M, media_type: str) -> _M:
+    if media_type == JSON:
+        return parse_json(body, message)
+    message.ParseFromString(body)
+    return message
+
+
+def _body_in_openapi() -> dict[str, object]:
+    return {
+        "requestBody": {
+            "required": True,
+            "content": {
+                PROTOBUF: {"schema": {"type": "string", "format": "binary"}},
+                JSON: {"schema": {"type": "object"}},
+            },
+        }
+    }
+
+
+_STATUS = {"description": "google.rpc.Status: code and message"}
+_ANSWERS: dict[int | str, dict[str, object]] = {
+    200: {"description": "Written; partial_success counts what was refused"},
+    **{status: dict(_STATUS) for status in (400, 408, 413, 415, 429, 500, 503)},
+}

@@ -1,0 +1,50 @@
+"""What arrived over OTLP and what people did, kept in SQLite or PostgreSQL."""
+
+from dataplane_admin.store.batch import (
+    AuditEntry,
+    Batch,
+    Chunk,
+    LifecycleEvent,
+    SeriesPoint,
+    WriteResult,
+)
+from dataplane_admin.store.errors import QueueFull, StoreError, StoreUnavailable, WriteRefused
+from dataplane_admin.store.retention import Retention
+from dataplane_admin.store.rows import (
+    Cursor,
+    EventRow,
+    RunRow,
+    SampleCursor,
+    SampleRow,
+    SeriesRow,
+    StalenessRow,
+    StoreTotals,
+    TraceFilter,
+    TraceRow,
+)
+from dataplane_admin.store.store import Store
+
+__all__ = [
+    "AuditEntry",
+    "Batch",
+    "Chunk",
+    "Cursor",
+    "EventRow",
+    "LifecycleEvent",
+    "QueueFull",
+    "Retention",
+    "RunRow",
+    "SampleCursor",
+    "SampleRow",
+    "SeriesPoint",
+    "SeriesRow",
+    "StalenessRow",
+    "Store",
+    "StoreError",
+    "StoreTotals",
+    "StoreUnavailable",
+    "TraceFilter",
+    "TraceRow",
+    "WriteRefused",
+    "WriteResult",
+]

@@ -1,0 +1,57 @@
+"""Applies a group of batches in one transaction: what is there already changes nothing.
+
+Called by the writer under the writers' lock, so what it looks up stays true until it commits.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+
+from dataplane_admin.store.apply_events import apply_events
+from dataplane_admin.store.apply_series import apply_series
+from dataplane_admin.store.apply_spans import apply_spans
+from dataplane_admin.store.batch import AuditEntry, Batch, WriteResult
+from dataplane_admin.store.models import AuditModel
+from dataplane_admin.store.texts import storable
+from dataplane_admin.store.work import Work
+
+
+def apply(work: Work, batches: Sequence[Batch]) -> list[WriteResult]:
+    """Apply batches in their order; what became of each."""
+    spans = apply_spans(work, batches)
+    events = apply_events(work, batches)
+    series = apply_series(work, (point for batch in batches for point in batch.series))
+    _apply_audit(work, (entry for batch in batches for entry in batch.audit))
+    work.state.save(work.connection)
+    return [
+        WriteResult(
+            spans=new_spans,
+            events=new_events,
+            series=min(series, len(batch.series)),
+            repeated=sum(chunk.spans for chunk in batch.chunks)
+            - new_spans
+            + len(batch.events)
+            - new_events,
+        )
+        for batch, new_spans, new_events in zip(batches, spans, events, strict=True)
+    ]
+
+
+def _apply_audit(work: Work, entries: Iterable[AuditEntry]) -> None:
+    """Append what was done."""
+    work.add(
+        AuditModel,
+        [
+            {
+                "id": work.state.next_id(),
+                "time_ns": entry.time_ns,
+                "actor": storable(entry.actor),
+                "action": storable(entry.action),
+                "target": storable(entry.target),
+                "parameters": json.dumps(dict(entry.parameters)),
+                "outcome": storable(entry.outcome),
+            }
+            for entry in entries
+        ],
+    )

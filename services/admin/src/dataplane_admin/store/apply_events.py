@@ -1,0 +1,267 @@
+"""Lifecycle events: stored once, with the samples that they name and the waits that go on.
+
+Processes export at their own pace, so events do not come in the order of their times: what is kept
+of a sample is worked out from the times told, not from the order in which they came.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any  # Any: values of rows
+
+from sqlalchemy import delete, select, tuple_
+
+from dataplane_admin.store.apply_runs import apply_runs
+from dataplane_admin.store.batch import Batch, LifecycleEvent
+from dataplane_admin.store.models import (
+    EventModel,
+    EventSampleModel,
+    OpenWaitModel,
+    PlaceModel,
+    SampleModel,
+)
+from dataplane_admin.store.texts import HEAD_BYTES, storable
+from dataplane_admin.store.work import Work, in_groups
+
+ENDS = ("claimed", "claim_failed", "answered")
+"""Events that end a wait."""
+
+EVENT_BYTES = 250
+"""About what an event takes beside its record, and `SAMPLE_BYTES` each sample that it names."""
+
+SAMPLE_BYTES = 30
+
+
+@dataclass(slots=True)
+class _Place:
+    id: int
+    cleared_ns: int
+    changed: bool = False
+
+
+@dataclass(slots=True)
+class _Sample:
+    key: int
+    weight_version: int | None
+    put_ns: int
+    live_ns: int
+    gone_ns: int
+    first_ns: int
+    last_ns: int
+    is_new: bool = False
+
+    def apply(self, event: LifecycleEvent) -> None:
+        time_ns = event.time_ns
+        self.first_ns = min(self.first_ns, time_ns)
+        self.last_ns = max(self.last_ns, time_ns)
+        if event.name == "put":
+            if not self.put_ns or time_ns < self.put_ns:
+                self.put_ns = time_ns
+                self.weight_version = event.weight_version
+            if time_ns > self.gone_ns:
+                self.live_ns = max(self.live_ns, time_ns)
+        elif event.name == "cleared":
+            self.gone_ns = max(self.gone_ns, time_ns)
+            if self.live_ns <= self.gone_ns:
+                self.live_ns = 0
+
+
+_PlaceKey = tuple[str, str]
+_SampleKey = tuple[int, bytes]
+
+
+def apply_events(work: Work, batches: Sequence[Batch]) -> list[int]:
+    """Store the events that are not there yet; of each batch how many that were."""
+    events = [event for batch in batches for event in batch.events]
+    if not events:
+        return [0] * len(batches)
+    seen = work.present(EventModel.digest, {event.digest for event in events})
+    new: list[LifecycleEvent] = []
+    counts = []
+    for batch in batches:
+        before = len(new)
+        for event in batch.events:
+            if event.digest not in seen:
+                seen.add(event.digest)
+                new.append(event)
+        counts.append(len(new) - before)
+    if new:
+        _store(work, new)
+    return counts
+
+
+def _store(work: Work, events: list[LifecycleEvent]) -> None:
+    places = _places(work, events)
+    placed = [(event, places[_place_key(event)]) for event in events]
+    samples = _samples(work, placed)
+    rows: list[dict[str, Any]] = []
+    named: list[dict[str, int]] = []
+    for event, place in placed:
+        event_id = work.state.next_id()
+        keys = []
+        for sample_id in event.sample_ids:
+            sample = samples[place.id, sample_id]
+            sample.apply(event)
+            keys.append(sample.key)
+        if event.name == "cleared" and not keys and event.time_ns > place.cleared_ns:
+            place.cleared_ns = event.time_ns
+            place.changed = True
+        rows.append(_event_row(event, event_id, place.id, keys, work.now_ns))
+        named += [{"sample_key": key, "event_id": event_id} for key in dict.fromkeys(keys)]
+        work.state.nbytes += len(event.record) + EVENT_BYTES + SAMPLE_BYTES * len(keys)
+    work.add(EventModel, rows)
+    work.add(EventSampleModel, named)
+    work.state.events += len(rows)
+    work.change(
+        PlaceModel,
+        "id",
+        [
+            {"id": place.id, "cleared_ns": place.cleared_ns}
+            for place in places.values()
+            if place.changed
+        ],
+    )
+    _save_samples(work, samples)
+    _track_waits(work, rows)
+    apply_runs(work, ((storable(event.run_id), event.time_ns, event.time_ns) for event in events))
+
+
+def _place_key(event: LifecycleEvent) -> _PlaceKey:
+    return storable(event.run_id), storable(event.partition)
+
+
+def _places(work: Work, events: Iterable[LifecycleEvent]) -> dict[_PlaceKey, _Place]:
+    wanted = dict.fromkeys(_place_key(event) for event in events)
+    key = tuple_(PlaceModel.run_id, PlaceModel.partition)
+    found = {
+        (row.run_id, row.partition): _Place(row.id, row.cleared_ns)
+        for some in in_groups(wanted)
+        for row in work.connection.execute(select(PlaceModel.__table__).where(key.in_(some)))
+    }
+    missing = [one for one in wanted if one not in found]
+    for one in missing:
+        found[one] = _Place(work.state.next_id(), 0)
+    work.add(
+        PlaceModel,
+        [
+            {"id": found[one].id, "run_id": one[0], "partition": one[1], "cleared_ns": 0}
+            for one in missing
+        ],
+    )
+    return found
+
+
+def _samples(
+    work: Work, placed: Iterable[tuple[LifecycleEvent, _Place]]
+) -> dict[_SampleKey, _Sample]:
+    """Every sample named, new ones with a key of their own."""
+    wanted: dict[_SampleKey, int] = {}
+    for event, place in placed:
+        for sample_id in event.sample_ids:
+            wanted.setdefault((place.id, sample_id), event.time_ns)
+    found: dict[_SampleKey, _Sample] = {}
+    table = SampleModel.__table__
+    for heads in in_groups({sample_id[:HEAD_BYTES] for _, sample_id in wanted}):
+        for row in work.connection.execute(select(table).where(SampleModel.head.in_(heads))):
+            place_and_id = row.place_id, row.head + row.tail
+            if place_and_id in wanted:
+                found[place_and_id] = _Sample(
+                    row.key,
+                    row.weight_version,
+                    row.put_ns,
+                    row.live_ns,
+                    row.gone_ns,
+                    row.first_ns,
+                    row.last_ns,
+                )
+    for place_and_id, time_ns in wanted.items():
+        if place_and_id not in found:
+            key = work.state.next_id()
+            found[place_and_id] = _Sample(key, None, 0, 0, 0, time_ns, time_ns, is_new=True)
+    return found
+
+
+def _save_samples(work: Work, samples: dict[_SampleKey, _Sample]) -> None:
+    new, changed = [], []
+    for (place_id, sample_id), sample in samples.items():
+        row: dict[str, Any] = {
+            "key": sample.key,
+            "weight_version": sample.weight_version,
+            "put_ns": sample.put_ns,
+            "live_ns": sample.live_ns,
+            "gone_ns": sample.gone_ns,
+            "first_ns": sample.first_ns,
+            "last_ns": sample.last_ns,
+        }
+        if sample.is_new:
+            row["place_id"] = place_id
+            row["head"], row["tail"] = sample_id[:HEAD_BYTES], sample_id[HEAD_BYTES:]
+            new.append(row)
+        else:
+            changed.append(row)
+    work.add(SampleModel, new)
+    work.change(SampleModel, "key", changed)
+    work.state.samples += len(new)
+
+
+def _event_row(
+    event: LifecycleEvent, event_id: int, place_id: int, keys: list[int], now_ns: int
+) -> dict[str, Any]:
+    return {
+        "id": event_id,
+        "place_id": place_id,
+        "name": storable(event.name),
+        "step": event.step,
+        "time_ns": event.time_ns,
+        "received_ns": now_ns,
+        "task": storable(event.task),
+        "samples": event.samples,
+        "weight_version": event.weight_version,
+        "trace_id": event.trace_id,
+        "span_id": event.span_id,
+        "wait": event.wait,
+        "digest": event.digest,
+        "record": event.record,
+        "keys": pack_keys(keys),
+    }
+
+
+def _track_waits(work: Work, rows: list[dict[str, Any]]) -> None:
+    ended = {row["wait"] for row in rows if row["wait"] and row["name"] in ENDS}
+    for some in in_groups(ended):
+        work.connection.execute(delete(OpenWaitModel).where(OpenWaitModel.wait.in_(some)))
+    begun = [row for row in rows if row["name"] == "waiting"]
+    if not begun:
+        return
+    over = {
+        row[0]
+        for some in in_groups({row["wait"] for row in begun if row["wait"]})
+        for row in work.connection.execute(
+            select(EventModel.wait).where(EventModel.wait.in_(some), EventModel.name.in_(ENDS))
+        )
+    }
+    work.add(
+        OpenWaitModel,
+        [
+            {
+                "event_id": row["id"],
+                # Without a name nothing can end it.
+                "wait": row["wait"] or row["digest"],
+                "place_id": row["place_id"],
+            }
+            for row in begun
+            if row["wait"] not in over
+        ],
+    )
+
+
+def pack_keys(keys: Sequence[int]) -> bytes:
+    """Sample keys as `EventModel.keys` has them."""
+    return struct.pack(f"<{len(keys)}q", *keys)
+
+
+def unpack_keys(packed: bytes) -> tuple[int, ...]:
+    """The keys of `pack_keys`."""
+    return struct.unpack(f"<{len(packed) // 8}q", packed)

@@ -1,0 +1,259 @@
+"""Questions about samples, waits and lifecycle events."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from sqlalchemy import Connection, func, or_, select, tuple_
+
+from dataplane_admin.store.apply_events import unpack_keys
+from dataplane_admin.store.models import (
+    EventModel,
+    EventSampleModel,
+    OpenWaitModel,
+    PlaceModel,
+    SampleModel,
+)
+from dataplane_admin.store.reader import EVENT_COLUMNS, MOST_PARAMETERS, Reader
+from dataplane_admin.store.rows import EventRow, SampleCursor, SampleRow, StalenessRow
+from dataplane_admin.store.texts import (
+    HEAD_BYTES,
+    after_prefix,
+    bytes_of_id,
+    id_of_bytes,
+    storable,
+)
+from dataplane_admin.store.work import in_groups
+from observability.records import Event, Records
+
+_SHAPING = ("registered", "put", "claimed", "released", "cleared")
+"""Events that change what `observability.views.why` says of a partition."""
+
+_MOST_WAITS = 200
+_MOST_EVENTS_OF_SAMPLE = 2000
+
+
+def read_sample_records(reader: Reader, sample_id: str, partition: str | None) -> Records:
+    """Of `Store.sample_records`."""
+    wanted = bytes_of_id(sample_id)
+    samples = (
+        select(SampleModel.key, SampleModel.first_ns, PlaceModel.id, PlaceModel.cleared_ns)
+        .join(PlaceModel, PlaceModel.id == SampleModel.place_id)
+        .where(SampleModel.head == wanted[:HEAD_BYTES], SampleModel.tail == wanted[HEAD_BYTES:])
+    )
+    if partition is not None:
+        samples = samples.where(PlaceModel.partition == storable(partition))
+    columns = (*EVENT_COLUMNS, EventModel.trace_id, EventModel.id)
+    with reader.connect() as connection:
+        found = connection.execute(samples).all()
+        if not found:
+            return Records()
+        named = (
+            select(*columns)
+            .join(EventSampleModel, EventSampleModel.event_id == EventModel.id)
+            .where(EventSampleModel.sample_key.in_([row.key for row in found]))
+            .order_by(EventModel.id)
+            .limit(_MOST_EVENTS_OF_SAMPLE)
+        )
+        events = reader.events(connection, named, only=sample_id)
+        # A clear of the whole partition names no sample.
+        cleared = [row for row in found if row.cleared_ns >= row.first_ns]
+        if cleared:
+            whole = (
+                select(*columns)
+                .where(
+                    EventModel.place_id.in_([row.id for row in cleared]),
+                    EventModel.name == "cleared",
+                    EventModel.keys == b"",
+                    EventModel.time_ns >= min(row.first_ns for row in cleared),
+                )
+                .order_by(EventModel.id)
+                .limit(_MOST_EVENTS_OF_SAMPLE)
+            )
+            events += reader.events(connection, whole, only=sample_id)
+        traces = {bytes.fromhex(event.trace_id) for event in events if event.trace_id}
+        return Records(reader.spans(connection, sorted(traces)), events)
+
+
+def read_samples(
+    reader: Reader, prefix: str, limit: int, after: SampleCursor | None
+) -> list[SampleRow]:
+    """Of `Store.find_samples`."""
+    wanted = bytes_of_id(prefix)
+    place = tuple_(SampleModel.head, SampleModel.tail, SampleModel.key)
+    query = (
+        select(
+            SampleModel.key,
+            SampleModel.head,
+            SampleModel.tail,
+            PlaceModel.partition,
+            PlaceModel.run_id,
+            SampleModel.weight_version,
+            SampleModel.first_ns,
+            SampleModel.last_ns,
+        )
+        .join(PlaceModel, PlaceModel.id == SampleModel.place_id)
+        .order_by(SampleModel.head, SampleModel.tail, SampleModel.key)
+        .limit(limit)
+    )
+    head, tail = wanted[:HEAD_BYTES], wanted[HEAD_BYTES:]
+    if tail:
+        query = query.where(SampleModel.head == head, SampleModel.tail >= tail)
+        end = after_prefix(tail)
+        if end is not None:
+            query = query.where(SampleModel.tail < end)
+    elif head:
+        query = query.where(SampleModel.head >= head)
+        end = after_prefix(head)
+        if end is not None:
+            query = query.where(SampleModel.head < end)
+    if after is not None:
+        last = bytes_of_id(after[0])
+        query = query.where(
+            SampleModel.head >= last[:HEAD_BYTES],
+            place > (last[:HEAD_BYTES], last[HEAD_BYTES:], after[1]),
+        )
+    with reader.connect() as connection:
+        return [
+            SampleRow(row[0], id_of_bytes(row[1] + row[2]), *row[3:])
+            for row in connection.execute(query)
+        ]
+
+
+def read_wait_records(reader: Reader, now_ns: int) -> Records:
+    """Of `Store.wait_records`."""
+    waits = (
+        select(*EVENT_COLUMNS, EventModel.place_id)
+        .join(OpenWaitModel, OpenWaitModel.event_id == EventModel.id)
+        .where(EventModel.time_ns <= now_ns)
+        .order_by(OpenWaitModel.event_id.desc())
+        .limit(_MOST_WAITS)
+    )
+    newest = select(*EVENT_COLUMNS).order_by(EventModel.id.desc()).limit(1)
+    with reader.connect() as connection:
+        places = set(
+            connection.scalars(select(OpenWaitModel.place_id).distinct().limit(_MOST_WAITS))
+        )
+        if not places:
+            return Records()
+        events = reader.events(connection, waits)
+        bases = _bases(connection, places)
+        if bases:
+            shaping = (
+                select(*EVENT_COLUMNS)
+                .where(
+                    EventModel.name.in_(_SHAPING),
+                    or_(
+                        *(
+                            (EventModel.place_id == place_id) & (EventModel.time_ns >= base_ns)
+                            for place_id, base_ns in sorted(bases.items())
+                        )
+                    ),
+                )
+                .order_by(EventModel.id)
+            )
+            events += reader.events(connection, shaping)
+        # Whose run it is says which run goes on.
+        events += [event for event in reader.events(connection, newest) if _is_other(event, events)]
+    return Records(events=events)
+
+
+def _is_other(event: Event, events: list[Event]) -> bool:
+    return event.name not in ("waiting", *_SHAPING) and event not in events
+
+
+def _bases(connection: Connection, place_ids: set[int]) -> dict[int, int]:
+    """Of each partition the time before which nothing matters to its state.
+
+    That is the last declaration before the oldest put of what is there now, or a later clear of
+    the whole.
+    """
+    oldest = (
+        select(func.min(SampleModel.live_ns))
+        .where(
+            SampleModel.place_id == PlaceModel.id,
+            SampleModel.live_ns > PlaceModel.cleared_ns,
+            SampleModel.live_ns > 0,
+        )
+        .scalar_subquery()
+    )
+    places = select(PlaceModel.id, PlaceModel.cleared_ns, oldest.label("oldest_ns")).where(
+        PlaceModel.id.in_(sorted(place_ids)), PlaceModel.partition != ""
+    )
+    found = connection.execute(places).all()
+    declared: dict[int, list[int]] = {}
+    for row in connection.execute(
+        select(EventModel.place_id, EventModel.time_ns).where(
+            EventModel.place_id.in_([row.id for row in found]), EventModel.name == "registered"
+        )
+    ):
+        declared.setdefault(row.place_id, []).append(row.time_ns)
+    bases = {}
+    for row in found:
+        times = declared.get(row.id, [])
+        before = [one for one in times if row.oldest_ns is None or one <= row.oldest_ns]
+        bases[row.id] = max(before, default=0)
+        if row.cleared_ns > bases[row.id]:
+            bases[row.id] = row.cleared_ns
+    return bases
+
+
+def read_staleness(reader: Reader, run_id: str, steps: int) -> StalenessRow:
+    """Of `Store.staleness`."""
+    places = select(PlaceModel.id).where(PlaceModel.run_id == storable(run_id))
+    with reader.connect() as connection:
+        ids = connection.scalars(places).all()
+        of_run = (EventModel.place_id.in_(ids), EventModel.name == "trained")
+        newest = connection.scalar(select(func.max(EventModel.step)).where(*of_run))
+        recent = EventModel.step.is_(None) if newest is None else EventModel.step > newest - steps
+        # Every policy worker of a sharded model may tell of the same sample.
+        trained = {
+            (key, version)
+            for version, packed in connection.execute(
+                select(EventModel.weight_version, EventModel.keys).where(*of_run, recent)
+            )
+            for key in unpack_keys(packed)
+        }
+        born: dict[int, int | None] = {}
+        versions = select(SampleModel.key, SampleModel.weight_version)
+        for some in in_groups({key for key, _ in trained}, MOST_PARAMETERS):
+            rows = connection.execute(versions.where(SampleModel.key.in_(some)))
+            born.update((key, version) for key, version in rows)
+    counts: Counter[int] = Counter()
+    unknown = 0
+    for key, version in trained:
+        first = born.get(key)
+        if version is None or first is None:
+            unknown += 1
+        else:
+            counts[version - first] += 1
+    return StalenessRow(counts, unknown)
+
+
+def read_events(reader: Reader, event_id: int, limit: int) -> list[EventRow]:
+    """Of `Store.events_since`."""
+    query = (
+        select(
+            EventModel.id,
+            PlaceModel.run_id,
+            EventModel.step,
+            EventModel.name,
+            PlaceModel.partition,
+            EventModel.task,
+            EventModel.time_ns,
+            EventModel.trace_id,
+            EventModel.span_id,
+            EventModel.samples,
+            EventModel.weight_version,
+        )
+        .join(PlaceModel, PlaceModel.id == EventModel.place_id)
+        .where(EventModel.id > event_id)
+        .order_by(EventModel.id.desc())
+        .limit(limit)
+    )
+    with reader.connect() as connection:
+        rows = connection.execute(query).all()
+    return [
+        EventRow(*row[:7], (row[7] or b"").hex(), (row[8] or b"").hex(), *row[9:])
+        for row in reversed(rows)
+    ]

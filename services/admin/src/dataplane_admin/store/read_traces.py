@@ -1,0 +1,115 @@
+"""Questions about runs and traces."""
+
+from __future__ import annotations
+
+from typing import Any  # Any: rows
+
+from sqlalchemy import Select, func, select, tuple_
+
+from dataplane_admin.store.models import EventModel, LinkModel, RunModel, TraceModel
+from dataplane_admin.store.reader import EVENT_COLUMNS, Reader, trace_bytes
+from dataplane_admin.store.rows import Cursor, RunRow, TraceFilter, TraceRow
+from dataplane_admin.store.texts import storable
+from observability.records import Records
+
+_COLUMNS = (
+    TraceModel.trace_id,
+    TraceModel.run_id,
+    TraceModel.step,
+    TraceModel.name,
+    TraceModel.start_ns,
+    TraceModel.end_ns,
+    TraceModel.has_root,
+    TraceModel.spans,
+    TraceModel.errors,
+    TraceModel.processes,
+    TraceModel.rejected,
+    TraceModel.updated_ns,
+)
+_MOST_RUNS = 1000
+
+
+def read_runs(reader: Reader) -> list[RunRow]:
+    """Of `Store.runs`."""
+    steps = (
+        select(func.count(TraceModel.step.distinct()))
+        .where(TraceModel.run_id == RunModel.run_id)
+        .scalar_subquery()
+    )
+    query = (
+        select(RunModel.run_id, RunModel.first_ns, RunModel.last_ns, steps)
+        .order_by(RunModel.last_ns.desc(), RunModel.run_id)
+        .limit(_MOST_RUNS)
+    )
+    with reader.connect() as connection:
+        return [RunRow(*row) for row in connection.execute(query)]
+
+
+def read_traces(
+    reader: Reader, chosen: TraceFilter, before: Cursor | None, limit: int
+) -> tuple[list[TraceRow], Cursor | None]:
+    """Of `Store.traces`."""
+    query = _filtered(select(*_COLUMNS), chosen)
+    if before is not None:
+        place = tuple_(TraceModel.start_ns, TraceModel.trace_id)
+        query = query.where(place < (before.start_ns, trace_bytes(before.trace_id) or b""))
+    query = query.order_by(TraceModel.start_ns.desc(), TraceModel.trace_id.desc())
+    with reader.connect() as connection:
+        rows = [_row(row) for row in connection.execute(query.limit(limit + 1))]
+    if len(rows) <= limit:
+        return rows, None
+    rows = rows[:limit]
+    return rows, Cursor(rows[-1].start_ns, rows[-1].trace_id) if rows else None
+
+
+def read_trace(reader: Reader, trace_id: str) -> TraceRow | None:
+    """Of `Store.trace`."""
+    wanted = trace_bytes(trace_id)
+    if wanted is None:
+        return None
+    with reader.connect() as connection:
+        row = connection.execute(select(*_COLUMNS).where(TraceModel.trace_id == wanted)).first()
+    return None if row is None else _row(row)
+
+
+def read_trace_records(reader: Reader, trace_id: str) -> Records:
+    """Of `Store.trace_records`."""
+    wanted = trace_bytes(trace_id)
+    if wanted is None:
+        return Records()
+    events = select(*EVENT_COLUMNS).where(EventModel.trace_id == wanted).order_by(EventModel.id)
+    with reader.connect() as connection:
+        return Records(reader.spans(connection, [wanted]), reader.events(connection, events))
+
+
+def read_linked(reader: Reader, trace_id: str) -> tuple[list[str], list[str]]:
+    """Of `Store.linked`."""
+    wanted = trace_bytes(trace_id)
+    if wanted is None:
+        return [], []
+    to = select(LinkModel.linked_id).where(LinkModel.trace_id == wanted)
+    back = select(LinkModel.trace_id).where(LinkModel.linked_id == wanted)
+    with reader.connect() as connection:
+        found = [sorted(one.hex() for one in connection.scalars(query)) for query in (to, back)]
+    return found[0], found[1]
+
+
+def _filtered(query: Select[*tuple[Any, ...]], chosen: TraceFilter) -> Select[*tuple[Any, ...]]:
+    took_ns = TraceModel.end_ns - TraceModel.start_ns
+    if chosen.run_id is not None:
+        query = query.where(TraceModel.run_id == storable(chosen.run_id))
+    if chosen.step is not None:
+        query = query.where(TraceModel.step == chosen.step)
+    if chosen.min_s is not None:
+        query = query.where(took_ns >= int(chosen.min_s * 1e9))
+    if chosen.max_s is not None:
+        query = query.where(took_ns <= int(chosen.max_s * 1e9))
+    if chosen.error is not None:
+        query = query.where(TraceModel.errors > 0 if chosen.error else TraceModel.errors == 0)
+    if chosen.name:
+        query = query.where(TraceModel.name.icontains(storable(chosen.name), autoescape=True))
+    return query
+
+
+def _row(row: Any) -> TraceRow:
+    return TraceRow(row[0].hex(), *row[1:])

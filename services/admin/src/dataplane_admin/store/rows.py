@@ -1,0 +1,167 @@
+"""What the store answers: plain rows. Times are nanoseconds since 1970; trace ids hexadecimal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias  # Any: JSON values
+
+
+@dataclass(frozen=True)
+class RunRow:
+    """A run: ``steps`` is how many different ones its traces tell."""
+
+    run_id: str
+    first_ns: int
+    last_ns: int
+    steps: int
+
+
+@dataclass(frozen=True)
+class TraceFilter:
+    """Which traces; None lets all through.
+
+    Attributes:
+        run_id: of this run.
+        step: of this step.
+        min_s: as long as this, in seconds, or longer.
+        max_s: as long as this or shorter.
+        error: True with a failed span, False without.
+        name: with this in their name, in upper or lower case.
+    """
+
+    run_id: str | None = None
+    step: int | None = None
+    min_s: float | None = None
+    max_s: float | None = None
+    error: bool | None = None
+    name: str | None = None
+
+
+@dataclass(frozen=True)
+class Cursor:
+    """Where a page of traces ended."""
+
+    start_ns: int
+    trace_id: str
+
+
+@dataclass(frozen=True)
+class TraceRow:
+    """One trace; ``run_id`` is empty and ``step`` None if not told.
+
+    Without a root ``name`` is that of its first span. ``rejected`` spans were kept out by limits.
+    """
+
+    trace_id: str
+    run_id: str
+    step: int | None
+    name: str
+    start_ns: int
+    end_ns: int
+    has_root: bool
+    spans: int
+    errors: int
+    processes: int
+    rejected: int
+    updated_ns: int
+
+    @property
+    def seconds(self) -> float:
+        """How long it took so far."""
+        return (self.end_ns - self.start_ns) / 1e9
+
+
+SampleCursor: TypeAlias = tuple[str, int]
+"""Where a page of samples ended: `SampleRow.cursor`."""
+
+
+@dataclass(frozen=True)
+class SampleRow:
+    """One sample of one partition of one run; ``weight_version`` is that of its first put."""
+
+    key: int
+    sample_id: str
+    partition: str
+    run_id: str
+    weight_version: int | None
+    first_ns: int
+    last_ns: int
+
+    @property
+    def cursor(self) -> SampleCursor:
+        """To go on behind it."""
+        return self.sample_id, self.key
+
+
+@dataclass(frozen=True)
+class StalenessRow:
+    """How many samples were trained how many versions after their generation.
+
+    Attributes:
+        counts: versions to samples.
+        unknown: samples of which a version is not known.
+    """
+
+    counts: Mapping[int, int]
+    unknown: int
+
+
+@dataclass(frozen=True)
+class EventRow:
+    """A lifecycle event without its ids; ``samples`` is the size of the whole batch."""
+
+    id: int
+    run_id: str
+    step: int | None
+    name: str
+    partition: str
+    task: str
+    time_ns: int
+    trace_id: str
+    span_id: str
+    samples: int
+    weight_version: int | None
+
+
+@dataclass(frozen=True)
+class SeriesRow:
+    """The newest value of a metric series: a ``value``, or a ``histogram``.
+
+    A histogram has ``count`` and ``sum``, and where told ``min``, ``max``, ``bounds``, ``counts``.
+    """
+
+    process: str
+    name: str
+    unit: str
+    attributes: Mapping[str, Any]
+    value: float | None
+    histogram: Mapping[str, Any] | None
+    time_ns: int
+
+
+@dataclass(frozen=True)
+class StoreTotals:
+    """How much there is.
+
+    Attributes:
+        traces: rows; as ``spans``, ``events`` and ``samples``.
+        bytes_on_disk: of the SQLite files, or of the tables in PostgreSQL.
+        oldest_ns: when the oldest of what is there was received; None if nothing is.
+        ingested_spans: new ones since this service started; as ``ingested_events``.
+        repeated: spans and events since the start that were there already.
+        refused: spans, log records and data points kept out since the start.
+        ignored: log records since the start that are no lifecycle events.
+    """
+
+    traces: int
+    spans: int
+    events: int
+    samples: int
+    bytes_on_disk: int
+    oldest_ns: int | None
+    ingested_spans: int
+    ingested_events: int
+    repeated: int
+    refused: int
+    ignored: int

@@ -1,0 +1,261 @@
+"""`Store`: what arrived, in one file of SQLite or in PostgreSQL."""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from types import TracebackType
+
+from sqlalchemy import select
+from sqlalchemy.exc import DBAPIError
+
+from dataplane_admin.store.batch import AuditEntry, Batch, WriteResult
+from dataplane_admin.store.engine import Database
+from dataplane_admin.store.errors import StoreUnavailable
+from dataplane_admin.store.migrate import migrate
+from dataplane_admin.store.models import AuditModel, EventModel, SeriesModel, StateRow, TraceModel
+from dataplane_admin.store.read_events import (
+    read_events,
+    read_sample_records,
+    read_samples,
+    read_staleness,
+    read_wait_records,
+)
+from dataplane_admin.store.read_traces import (
+    read_linked,
+    read_runs,
+    read_trace,
+    read_trace_records,
+    read_traces,
+)
+from dataplane_admin.store.reader import Reader
+from dataplane_admin.store.retention import Retention, Sweeper
+from dataplane_admin.store.rows import (
+    Cursor,
+    EventRow,
+    RunRow,
+    SampleCursor,
+    SampleRow,
+    SeriesRow,
+    StalenessRow,
+    StoreTotals,
+    TraceFilter,
+    TraceRow,
+)
+from dataplane_admin.store.texts import storable
+from dataplane_admin.store.writer import Writer
+from observability.records import Records
+
+_CLOSE_S = 10.0
+_MOST_SERIES = 10_000
+
+
+class Store:
+    """Spans, lifecycle events, metrics and what people did; made by `Store.open`.
+
+    Every method may be called from any thread. Readings have connections of their own and do not
+    wait for what is being written. All of them raise `StoreUnavailable` if the database fails.
+    """
+
+    def __init__(self, database: Database, retention: Retention) -> None:
+        self._database = database
+        self._reader = Reader(database)
+        self._writer = Writer(database, Sweeper(database, retention).step)
+
+    @classmethod
+    def open(cls, url: str, *, retention: Retention | None = None) -> Store:
+        """Open a database, make it if it is a file that is not there, and bring it up to date.
+
+        Args:
+            url: ``sqlite:///path`` or ``postgresql+psycopg://user@host/database``.
+            retention: what is kept; `Retention()` if None.
+
+        Raises:
+            ValueError: ``url`` is neither of these.
+            StoreUnavailable: the database cannot be opened.
+            StoreError: a newer version of this service made it.
+            OSError: the file cannot be made.
+        """
+        database = Database(url)
+        try:
+            migrate(database)
+        except DBAPIError as error:
+            database.close()
+            where = database.url.render_as_string(hide_password=True)
+            raise StoreUnavailable(f"{where}: cannot be opened: {error.orig}") from error
+        except BaseException:
+            database.close()
+            raise
+        return cls(database, retention or Retention())
+
+    def close(self) -> None:
+        """Write what waits, within ten seconds, and close. May be called again."""
+        self._writer.close(_CLOSE_S)
+        self._database.close()
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def submit(self, batch: Batch) -> Future[WriteResult]:
+        """Queue a batch without waiting: done once it is committed, or failed with `StoreError`.
+
+        Raises:
+            QueueFull: too much waits already.
+            StoreUnavailable: the store is closed.
+        """
+        return self._writer.submit(batch)
+
+    def write(self, batch: Batch, timeout_s: float = 10.0) -> WriteResult:
+        """Write a batch; once this returns it survives the end of this process, however it ends.
+
+        To write the same batch again changes nothing.
+
+        Raises:
+            QueueFull: too much waits already; come again later.
+            StoreUnavailable: the database does not take it now, or did not within ``timeout_s``
+                seconds, in which case it may still be written later.
+            WriteRefused: the database would never take it.
+        """
+        waiting = self._writer.submit(batch)
+        try:
+            return waiting.result(timeout_s)
+        except FutureTimeout as error:
+            waiting.cancel()
+            raise StoreUnavailable(f"not written within {timeout_s} s") from error
+
+    @property
+    def revision(self) -> int:
+        """Grows with every commit, also of other services on this database and over restarts."""
+        with self._reader.connect() as connection:
+            return int(connection.execute(select(StateRow.revision)).scalar_one())
+
+    def runs(self) -> list[RunRow]:
+        """The runs, the one that told something last first; at most 1,000."""
+        return read_runs(self._reader)
+
+    def traces(
+        self,
+        chosen: TraceFilter = TraceFilter(),  # noqa: B008  # frozen
+        before: Cursor | None = None,
+        limit: int = 50,
+    ) -> tuple[list[TraceRow], Cursor | None]:
+        """A page of traces, the one that began last first, and where the next page goes on."""
+        return read_traces(self._reader, chosen, before, limit)
+
+    def trace(self, trace_id: str) -> TraceRow | None:
+        """One trace; None if it is not there, or the id is none."""
+        return read_trace(self._reader, trace_id)
+
+    def trace_records(self, trace_id: str) -> Records:
+        """The spans of a trace, and the events that name it."""
+        return read_trace_records(self._reader, trace_id)
+
+    def linked(self, trace_id: str) -> tuple[list[str], list[str]]:
+        """The traces that a trace links to, and those that link to it."""
+        return read_linked(self._reader, trace_id)
+
+    def sample_records(self, sample_id: str, partition: str | None = None) -> Records:
+        """Every event about a sample, each with this id only, and the spans of their traces.
+
+        Args:
+            sample_id: of the sample.
+            partition: only in partitions of this name.
+        """
+        return read_sample_records(self._reader, sample_id, partition)
+
+    def find_samples(
+        self, prefix: str, limit: int = 50, after: SampleCursor | None = None
+    ) -> list[SampleRow]:
+        """The samples whose ids begin so, by id; ``after`` the cursor of the last one seen."""
+        return read_samples(self._reader, prefix, limit, after)
+
+    def wait_records(self, now_ns: int) -> Records:
+        """What `observability.views.why` needs: waits that have not ended, and their partitions.
+
+        Args:
+            now_ns: waits told of later, in nanoseconds since 1970, are left out.
+        """
+        return read_wait_records(self._reader, now_ns)
+
+    def staleness(self, run_id: str, steps: int = 20) -> StalenessRow:
+        """How stale the samples were that the newest so many steps of a run trained on."""
+        return read_staleness(self._reader, run_id, steps)
+
+    def events_since(self, event_id: int, limit: int = 100) -> list[EventRow]:
+        """The newest events that came after one, in the order of their arrival."""
+        return read_events(self._reader, event_id, limit)
+
+    def series(self, name: str | None = None) -> list[SeriesRow]:
+        """The newest value of every metric series, or of those of one name."""
+        table = SeriesModel.__table__
+        query = select(table).order_by(SeriesModel.name, SeriesModel.process, SeriesModel.digest)
+        if name is not None:
+            query = query.where(SeriesModel.name == storable(name))
+        with self._reader.connect() as connection:
+            return [
+                SeriesRow(
+                    process=row.process,
+                    name=row.name,
+                    unit=row.unit,
+                    attributes=json.loads(row.attributes),
+                    value=row.value,
+                    histogram=None if row.histogram is None else json.loads(row.histogram),
+                    time_ns=row.time_ns,
+                )
+                for row in connection.execute(query.limit(_MOST_SERIES))
+            ]
+
+    def audit(self, before: int | None = None, limit: int = 50) -> list[AuditEntry]:
+        """What people did, the newest first; ``before`` the id of the last one seen."""
+        query = select(AuditModel.__table__).order_by(AuditModel.id.desc()).limit(limit)
+        if before is not None:
+            query = query.where(AuditModel.id < before)
+        with self._reader.connect() as connection:
+            return [
+                AuditEntry(
+                    actor=row.actor,
+                    action=row.action,
+                    target=row.target,
+                    parameters=json.loads(row.parameters),
+                    outcome=row.outcome,
+                    time_ns=row.time_ns,
+                    id=row.id,
+                )
+                for row in connection.execute(query)
+            ]
+
+    def record_action(self, entry: AuditEntry) -> None:
+        """Write down what somebody did; raises as `write` does."""
+        self.write(Batch(audit=(entry,)))
+
+    def totals(self) -> StoreTotals:
+        """How much there is, and what became of what arrived."""
+        oldest_trace = select(TraceModel.updated_ns).order_by(TraceModel.updated_ns).limit(1)
+        oldest_event = select(EventModel.received_ns).order_by(EventModel.id).limit(1)
+        with self._reader.connect() as connection:
+            state = connection.execute(select(StateRow.__table__)).one()
+            oldest = [connection.scalar(one) for one in (oldest_trace, oldest_event)]
+            nbytes = self._database.disk_bytes(connection)
+        counts = self._writer.counts()
+        return StoreTotals(
+            traces=state.traces,
+            spans=state.spans,
+            events=state.events,
+            samples=state.samples,
+            bytes_on_disk=nbytes,
+            oldest_ns=min((one for one in oldest if one is not None), default=None),
+            ingested_spans=counts.spans,
+            ingested_events=counts.events,
+            repeated=counts.repeated,
+            refused=counts.refused,
+            ignored=counts.ignored,
+        )
