@@ -1,69 +1,115 @@
 """The application: its routes, and the layers that every request passes.
 
-From the outside in: security headers, Host allow-list, bearer token, routes. A request that a layer
-refuses never reaches the next one, so an unknown route does not show to those without a token.
+From the outside in: security headers, Host allow-list, Origin allow-list, bound of the body, who
+it is, CSRF, routes. A request that a layer refuses never reaches the next one, so an unknown route
+does not show to those without a token.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from importlib.metadata import version
 
-from fastapi import FastAPI, Request
-from fastapi.responses import Response
-from starlette.exceptions import HTTPException
+from fastapi import FastAPI
 
-from dataplane_admin.host import LOOPBACK_HOSTS, HostAllowListMiddleware, canonical_host
-from dataplane_admin.problem import ProblemResponse
-from dataplane_admin.security_headers import SECURITY_HEADERS, SecurityHeadersMiddleware
-from dataplane_admin.token import LIVENESS_PATH, BearerTokenMiddleware
+from dataplane_admin import api, ingest, pages
+from dataplane_admin.access import AccessMiddleware
+from dataplane_admin.answers import Answers
+from dataplane_admin.answers.answers import NAME
+from dataplane_admin.body_limit import BodyLimitMiddleware
+from dataplane_admin.csrf import CsrfMiddleware
+from dataplane_admin.host import HostAllowListMiddleware, canonical_host
+from dataplane_admin.live import Connector, Given, Live, OnRay
+from dataplane_admin.login import Sessions, login_router
+from dataplane_admin.origin import OriginMiddleware, canonical_origin
+from dataplane_admin.security_headers import SecurityHeadersMiddleware
+from dataplane_admin.settings import Settings
+from dataplane_admin.store import Store
+from dataplane_core import DataPlaneInspector
 
-DISTRIBUTION = "dataplane-admin"
+DISTRIBUTION = NAME
 
 
-def create_app(
-    *, token: str | None = None, allowed_hosts: Iterable[str] = LOOPBACK_HOSTS
-) -> FastAPI:
-    """The admin service as an ASGI application.
+def create_app(settings: Settings, *, inspector: DataPlaneInspector | None = None) -> FastAPI:
+    """The admin service as an ASGI application, which opens its store at once.
+
+    It looks into the data plane while its lifespan lasts, and closes the store at the end of it.
+    ``app.state`` holds ``settings``, ``store``, ``live``, ``answers`` and ``updates``.
 
     Args:
-        token: bearer token for every route but ``/healthz``; None lets everybody in.
-        allowed_hosts: host names and addresses that the Host header may name, without ports.
+        settings: what the service is told.
+        inspector: a data plane of this process to look into; without it, that of
+            ``settings.ray_address``. Its owner closes it.
 
     Raises:
-        ValueError: if an allowed host is not a host name or an IP address.
+        ValueError: an allowed host or origin, or the store's URL, is none.
+        StoreError: the store cannot be opened.
+        OSError: its file cannot be made.
     """
+    hosts = [canonical_host(host) for host in settings.allowed_hosts]
+    origins = [canonical_origin(origin) for origin in settings.allowed_origins]
+    store = Store.open(settings.store_url, retention=settings.retention)
+    live = _live(settings, inspector)
+    answers = Answers(store, live, settings)
+    updates = api.LiveUpdates(answers, settings.most_subscribers)
+
+    @asynccontextmanager
+    async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
+        if live is not None:
+            live.start()
+        try:
+            yield
+        finally:
+            updates.end()
+            if live is not None:
+                live.close()
+            store.close()
+
     # The interactive documentation of FastAPI loads scripts from elsewhere, so it stays off.
-    app = FastAPI(title=DISTRIBUTION, openapi_url=None, redirect_slashes=False)
-    if token is not None:
-        app.add_middleware(BearerTokenMiddleware, token=token)
-    hosts = [canonical_host(host) for host in allowed_hosts]
+    app = FastAPI(
+        title=NAME,
+        version=version(NAME),
+        description="Partition state, lineage and traces of a data plane.",
+        openapi_url=None,
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+        lifespan=lifespan,
+    )
+    app.state.settings = settings
+    app.state.store = store
+    app.state.live = live
+    app.state.answers = answers
+    app.state.updates = updates
+    sessions = Sessions()
+    app.add_middleware(CsrfMiddleware)
+    app.add_middleware(AccessMiddleware, token=settings.token, sessions=sessions)
+    app.add_middleware(BodyLimitMiddleware)
+    app.add_middleware(OriginMiddleware, allowed_origins=origins)
     app.add_middleware(HostAllowListMiddleware, allowed_hosts=hosts)
     app.add_middleware(SecurityHeadersMiddleware)
-    app.add_exception_handler(HTTPException, _on_http_error)
-    app.add_exception_handler(Exception, _on_failure)
-    app.add_api_route(LIVENESS_PATH, _healthz, methods=["GET"])
-    app.add_api_route("/api/v1/version", _version, methods=["GET"])
+    api.add_error_handlers(app)
+    api.add_openapi(app)
+    app.include_router(api.router(answers, updates, allow_actions=settings.allow_actions))
+    app.include_router(ingest.router(store, settings.limits))
+    app.include_router(pages.router(answers, settings))
+    if settings.token is not None:
+        app.include_router(login_router(settings.token, sessions))
     return app
 
 
-async def _healthz() -> dict[str, str]:
-    return {"status": "ok"}
-
-
-async def _version() -> dict[str, str]:
-    return {"name": DISTRIBUTION, "version": version(DISTRIBUTION)}
-
-
-async def _on_http_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    if error.status_code == 404:
-        detail = f"{request.method} {request.url.path}: there is nothing at this path"
+def _live(settings: Settings, inspector: DataPlaneInspector | None) -> Live | None:
+    connector: Connector
+    if inspector is not None:
+        connector = Given(inspector)
+    elif settings.ray_address is not None:
+        connector = OnRay(settings.ray_address, timeout_s=settings.ask_s)
     else:
-        detail = f"{request.method} {request.url.path}: {error.detail}"
-    return ProblemResponse(error.status_code, detail, headers=error.headers)
-
-
-async def _on_failure(_request: Request, _error: Exception) -> Response:
-    # Answers from outside the middleware, so it brings the headers along.
-    return ProblemResponse(500, "the service failed; its log says why", headers=SECURITY_HEADERS)
+        return None
+    return Live(
+        connector,
+        poll_s=settings.poll_s,
+        ask_s=settings.ask_s,
+        stuck_after_s=settings.stuck_after_s,
+    )

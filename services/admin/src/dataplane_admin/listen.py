@@ -7,6 +7,9 @@ import ipaddress
 import socket
 from dataclasses import dataclass
 
+# Connections that may wait to be accepted, when many come at once.
+_BACKLOG = 4096
+
 
 @dataclass(frozen=True)
 class Address:
@@ -58,7 +61,7 @@ def listen(address: Address) -> tuple[socket.socket, Address]:
         if address.family == socket.AF_INET6:
             listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
         listener.bind((address.host, address.port))
-        listener.listen()
+        listener.listen(_BACKLOG)
     except OSError:
         listener.close()
         raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import signal
 import socket
 import sys
@@ -9,6 +10,8 @@ from types import FrameType
 
 import uvicorn
 from fastapi import FastAPI
+
+_OPEN_FILES = 65_536
 
 
 def end_in_peace_on_signals() -> None:
@@ -25,7 +28,8 @@ def run(app: FastAPI, listener: socket.socket, *, shutdown_timeout_s: int) -> No
 
     Requests under way may finish for ``shutdown_timeout_s`` seconds, then they are cancelled.
     """
-    server = uvicorn.Server(
+    server = _Server(
+        app,
         uvicorn.Config(
             app,
             access_log=False,
@@ -34,9 +38,30 @@ def run(app: FastAPI, listener: socket.socket, *, shutdown_timeout_s: int) -> No
             proxy_headers=False,
             timeout_graceful_shutdown=shutdown_timeout_s,
             ws="none",
-        )
+        ),
     )
+    _allow_many_connections()
     server.run(sockets=[listener])
+
+
+class _Server(uvicorn.Server):
+    """Ends live updates before it waits for requests to end: they would not end by themselves."""
+
+    def __init__(self, app: FastAPI, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self._app = app
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._app.state.updates.end()
+        await super().shutdown(sockets)
+
+
+def _allow_many_connections() -> None:
+    """Raise this process's bound of open files to what it may have, so that many can be refused."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
+    if soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _exit_in_peace(_number: int, _frame: FrameType | None) -> None:

@@ -18,6 +18,7 @@ from dataplane_admin.answers.cursors import (
     trace_cursor,
 )
 from dataplane_admin.answers.errors import Refused, Unavailable
+from dataplane_admin.answers.health import Health
 from dataplane_admin.answers.needs import Needs
 from dataplane_admin.live import Live, Snapshot
 from dataplane_admin.settings import Settings
@@ -46,9 +47,11 @@ class Answers:
         self._live = live
         self._settings = settings
         self._needs = Needs(store)
+        self._health = Health(store)
         self._actions = Actions(store, live, allowed=settings.allow_actions)
         self._started_ns = time.time_ns()
         self._subscribers = 0
+        self.version = version(NAME)
 
     @property
     def revisions(self) -> models.Changed:
@@ -60,13 +63,23 @@ class Answers:
         """Count connections that wait for live updates; ``change`` is 1 or -1."""
         self._subscribers += change
 
+    def readiness(self) -> models.Readiness:
+        """Whether the service can do what it was started for."""
+        error = self._health.trouble(at_most_s=_READY_PROBE_S)
+        live = partitions.live_status(self._live)
+        return models.Readiness(
+            ready=error is None and (live.attached or not live.asked),
+            store="ok" if error is None else error,
+            live="not asked for" if not live.asked else live.error or "attached",
+        )
+
     def status(self) -> models.Status:
         """The service in one look."""
         totals = self._store.totals()
-        error = self._store.trouble
+        error = self._health.trouble(at_most_s=_STATUS_PROBE_S)
         return models.Status(
             name=NAME,
-            version=version(NAME),
+            version=self.version,
             now_ns=time.time_ns(),
             started_ns=self._started_ns,
             live=partitions.live_status(self._live),
@@ -314,6 +327,9 @@ class Answers:
 
 
 _LONGEST_S = 1e9
+_READY_PROBE_S = 5.0
+# A page that is open asks for the status each time that something changed, a probe included.
+_STATUS_PROBE_S = 60.0
 
 
 def _check(name: str, value: int, least: int, most: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import binascii
 import json
-from typing import Any, NoReturn  # Any: JSON
+from typing import Any  # Any: JSON
 
 from dataplane_admin.answers.errors import Refused
 from dataplane_admin.store import Cursor, SampleCursor
@@ -29,7 +29,7 @@ def read_trace_cursor(text: str | None) -> Cursor | None:
         case [int(start_ns), str(trace_id)] if abs(start_ns) < _LARGEST and _is_hex(trace_id, 32):
             return Cursor(start_ns, trace_id)
         case _:
-            _refuse("traces")
+            raise _Foreign("traces")
 
 
 def sample_cursor(cursor: SampleCursor) -> str:
@@ -45,7 +45,7 @@ def read_sample_cursor(text: str | None) -> SampleCursor | None:
         case [str(sample_id), int(key)] if 0 <= key < _LARGEST:
             return sample_id, key
         case _:
-            _refuse("samples")
+            raise _Foreign("samples")
 
 
 def audit_cursor(entry_id: int) -> str:
@@ -61,7 +61,7 @@ def read_audit_cursor(text: str | None) -> int | None:
         case [int(entry_id)] if 0 <= entry_id < _LARGEST:
             return entry_id
         case _:
-            _refuse("audit")
+            raise _Foreign("audit")
 
 
 def _encoded(kind: str, *place: str | int) -> str:
@@ -76,18 +76,19 @@ def _decoded(kind: str, text: str | None) -> list[Any] | None:
         padded = text.encode("ascii") + b"=" * (-len(text) % 4)
         told = json.loads(base64.b64decode(padded, altchars=b"-_", validate=True))
     except (ValueError, binascii.Error, RecursionError):
-        _refuse(kind)
+        raise _Foreign(kind) from None
     if not isinstance(told, list) or not told or told[0] != kind:
-        _refuse(kind)
+        raise _Foreign(kind)
     if any(isinstance(part, bool) for part in told):
-        _refuse(kind)
+        raise _Foreign(kind)
     return told[1:]
 
 
-def _refuse(kind: str) -> NoReturn:
-    raise Refused(
-        f"cursor: found one that no page of {kind} gave; expected the 'next' of such a page"
-    )
+class _Foreign(Refused):
+    def __init__(self, kind: str) -> None:
+        super().__init__(
+            f"cursor: found one that no page of {kind} gave; expected the 'next' of such a page"
+        )
 
 
 def _is_hex(text: str, digits: int) -> bool:

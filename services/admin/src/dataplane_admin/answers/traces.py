@@ -124,7 +124,8 @@ def compare(store: Store, a: str, b: str) -> models.TraceComparison:
 def _read(store: Store, trace_id: str) -> tuple[TraceRow, Records]:
     if len(trace_id) != 32 or not set(trace_id) <= set("0123456789abcdef"):
         raise Refused(
-            f"trace id: found {len(trace_id)} characters; expected 32 hexadecimal digits in lower case"
+            f"trace id: found {len(trace_id)} characters; expected 32 hexadecimal digits in lower "
+            "case"
         )
     row = store.trace(trace_id)
     if row is None:

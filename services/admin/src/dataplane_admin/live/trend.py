@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from dataplane_core import PartitionSummary
 
@@ -48,8 +49,8 @@ class Trend:
         """
         if self.seconds <= 0:
             return None
-        pairs = zip(values, values[1:], strict=False)
-        return sum(max(0, later - earlier) for earlier, later in pairs) / self.seconds
+        gains = (max(0, later - earlier) for earlier, later in pairwise(values))
+        return sum(gains) / self.seconds
 
     def slope_per_s(self, values: Sequence[int]) -> float | None:
         """By how much ``values`` grew a second; None until two polls are there."""

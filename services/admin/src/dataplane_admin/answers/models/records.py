@@ -1,0 +1,51 @@
+"""The audit record, metric series, and what live updates tell."""
+
+from __future__ import annotations
+
+from dataplane_admin.answers.models.base import Model, Text, Values
+
+
+class AuditEntry(Model):
+    """One action that somebody asked for."""
+
+    id: int
+    time_ns: int
+    actor: Text
+    """How and from where: ``session 3f2b8c0d from 127.0.0.1``."""
+    action: Text
+    target: Text
+    """The partition."""
+    parameters: Values
+    outcome: Text
+    """``done: ...`` or ``failed: ...``."""
+
+
+class Audit(Model):
+    """A page of the audit record, the newest first."""
+
+    entries: list[AuditEntry]
+    next: str | None
+    """The cursor of the next page; None if this is the last."""
+
+
+class Series(Model):
+    """The newest value of one metric series."""
+
+    name: Text
+    process: Text
+    unit: Text
+    attributes: Values
+    value: float | None
+    """Of a counter or gauge; None of a histogram."""
+    histogram: Values | None
+    """Count, sum, bounds and bucket counts; None of a single number."""
+    time_ns: int
+
+
+class Changed(Model):
+    """The event ``changed`` of the live updates."""
+
+    store: int
+    """Revision of the store."""
+    live: int
+    """Revision of the live snapshot."""

@@ -1,0 +1,213 @@
+"""Traces, and two of them side by side."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from dataplane_admin.answers.models.base import Model, Text, Values
+
+
+class Run(Model):
+    """One run of training."""
+
+    run_id: Text
+    first_ns: int
+    last_ns: int
+    steps: int
+
+
+class Runs(Model):
+    """Every run, the newest first."""
+
+    runs: list[Run]
+
+
+class TraceFacts(Model):
+    """One trace in numbers."""
+
+    trace_id: Text
+    run_id: Text
+    """Empty if no span told."""
+    step: int | None
+    name: Text
+    """Of its root, or else of its first span."""
+    start_ns: int
+    end_ns: int
+    seconds: float
+    has_root: bool
+    """Whether the span of the whole has arrived."""
+    spans: int
+    errors: int
+    """Spans that failed."""
+    processes: int
+    rejected: int
+    """Spans that the service's limits refused."""
+
+
+class Traces(Model):
+    """A page of traces, the newest first."""
+
+    traces: list[TraceFacts]
+    next: str | None
+    """The cursor of the next page; None if this is the last."""
+
+
+class SpanLink(Model):
+    """A span that another one is about."""
+
+    trace_id: Text
+    span_id: Text
+
+
+class SpanRow(Model):
+    """One span of a waterfall; rows come parents first, siblings by start."""
+
+    span_id: Text
+    parent_id: Text | None
+    depth: int
+    """0 at the top."""
+    name: Text
+    kind: Text
+    process: Text
+    """Label of the process, one of the trace's ``processes``."""
+    start_s: float
+    """Since the trace's start; below 0 where clocks disagree."""
+    seconds: float
+    bucket: Text | None
+    """``productive``, ``overhead``, ``idle``, ``wasted``; None if it only groups others."""
+    outcome: Literal["unset", "ok", "error"]
+    message: Text
+    """Why it failed."""
+    attributes: Values
+    links: list[SpanLink]
+    critical: bool
+    """Whether the critical path goes through it."""
+
+
+class Segment(Model):
+    """A stretch of the critical path."""
+
+    span_id: Text
+    name: Text
+    process: Text
+    start_s: float
+    seconds: float
+
+
+class ProcessTime(Model):
+    """How a process spent the trace."""
+
+    process: Text
+    busy: list[tuple[float, float]]
+    """When it worked: begin and end in seconds since the trace's start, in order."""
+    seconds: dict[Text, float]
+    """Bucket to seconds; each moment counts once."""
+    busy_s: float
+    bubble_s: float
+    """The rest of the trace."""
+
+
+class TraceEvent(Model):
+    """One lifecycle event within a trace."""
+
+    name: Text
+    time_s: float
+    """Since the trace's start."""
+    process: Text
+    span_id: Text
+    partition: Text
+    task: Text
+    samples: int
+    examples: list[Text]
+    """Ids of some of its samples."""
+
+
+class StageBytes(Model):
+    """What a stage moved through the data plane, in bytes."""
+
+    stage: Text
+    put: int
+    get: int
+
+
+class TraceStaleness(Model):
+    """Versions between generation and training of the samples that a step trained on."""
+
+    least: int
+    mean: float
+    most: int
+    samples: int
+    unknown: int
+
+
+class ExternalLink(Model):
+    """The same trace in another tool."""
+
+    name: str
+    """``Jaeger`` or ``Tempo``."""
+    url: str
+
+
+class Trace(TraceFacts):
+    """One trace across all its processes."""
+
+    incomplete: list[Text]
+    """Why it is not whole, a sentence each; empty if nothing is amiss."""
+    rows: list[SpanRow]
+    """Every span; of a very large trace the longest ones."""
+    rows_left_out: int
+    """Spans that are not among ``rows``."""
+    critical_path: list[Segment]
+    """In time order; tiles the root. Empty without one."""
+    process_times: list[ProcessTime]
+    """That of the root first."""
+    buckets: dict[Text, float]
+    """Bucket to process-seconds, over all processes."""
+    links_out: list[Text]
+    """Traces that it links to."""
+    links_in: list[Text]
+    """Traces that link to it."""
+    events: list[TraceEvent]
+    """At most 500."""
+    events_left_out: int
+    stages: list[StageBytes]
+    staleness: TraceStaleness | None
+    external: list[ExternalLink]
+
+
+class ComparedRow(Model):
+    """Spans of two traces that stand at the same place: same names down from the root."""
+
+    name: Text
+    depth: int
+    a_count: int
+    b_count: int
+    a_s: float
+    """Seconds of all of them together."""
+    b_s: float
+    difference_s: float
+    """``b_s - a_s``."""
+
+
+class ComparedBucket(Model):
+    """Process-seconds of two traces in one bucket."""
+
+    bucket: Text
+    a_s: float
+    b_s: float
+    difference_s: float
+
+
+class TraceComparison(Model):
+    """Two traces side by side."""
+
+    a: TraceFacts
+    b: TraceFacts
+    rows: list[ComparedRow]
+    """Parents first; at most 500."""
+    rows_left_out: int
+    buckets: list[ComparedBucket]
+    critical: list[ComparedRow]
+    """Seconds on the critical path by span name, the largest difference first."""
+    notes: list[Text]
+    """What stands in the way of comparing, a sentence each."""

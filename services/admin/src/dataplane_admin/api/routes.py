@@ -1,0 +1,238 @@
+"""Which path asks what. Ids are query parameters, since they may hold anything."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any  # Any: FastAPI's description of responses
+
+from fastapi import APIRouter, Query, Request
+from fastapi.responses import Response
+
+from dataplane_admin.answers import Answers, models
+from dataplane_admin.answers.answers import MOST_ID, MOST_PAGE, MOST_STEPS, MOST_WINDOWS, NAME
+from dataplane_admin.answers.cursors import MOST as MOST_CURSOR
+from dataplane_admin.api.actions import actions_router
+from dataplane_admin.api.metrics import metrics_router
+from dataplane_admin.api.openapi import problems
+from dataplane_admin.api.replies import json_reply, kept_reply
+from dataplane_admin.api.updates import LiveUpdates
+
+Id = Annotated[str, Query(min_length=1, max_length=MOST_ID)]
+TraceId = Annotated[str, Query(pattern="^[0-9a-f]{32}$", description="32 hexadecimal digits")]
+Limit = Annotated[int, Query(ge=1, le=MOST_PAGE)]
+Cursor = Annotated[str | None, Query(max_length=MOST_CURSOR, description="`next` of a page")]
+Seconds = Annotated[float | None, Query(ge=0, le=1e9, allow_inf_nan=False)]
+
+_KEPT: dict[int | str, dict[str, Any]] = {304: {"description": "The caller has the newest answer"}}
+_ALWAYS = problems(400, 401, 403, 422, 503)
+_ASKS = problems(404, 504)
+
+
+def router(answers: Answers, updates: LiveUpdates, *, allow_actions: bool) -> APIRouter:
+    """Every route for machines, but for those that take telemetry."""
+    found = APIRouter()
+    found.include_router(_probes(answers))
+    found.include_router(_live(answers, updates))
+    found.include_router(_history(answers))
+    found.include_router(metrics_router(answers))
+    if allow_actions:
+        found.include_router(actions_router(answers))
+    return found
+
+
+def _probes(answers: Answers) -> APIRouter:
+    routes = APIRouter(tags=["service"])
+
+    @routes.get("/healthz", response_model=models.Liveness, responses=problems(400, 403))
+    async def healthz() -> Response:
+        """The process serves."""
+        return json_reply(models.Liveness())
+
+    @routes.get(
+        "/readyz",
+        response_model=models.Readiness,
+        responses={
+            **problems(400, 403),
+            503: {"description": "Not ready", "model": models.Readiness},
+        },
+    )
+    def readyz() -> Response:
+        """What arrives can be kept, and the data plane, if one was asked for, can be read."""
+        readiness = answers.readiness()
+        return json_reply(readiness, status=200 if readiness.ready else 503)
+
+    @routes.get("/api/v1/version", response_model=models.Version, responses=_ALWAYS)
+    def version() -> Response:
+        """What serves."""
+        return json_reply(models.Version(name=NAME, version=answers.version))
+
+    @routes.get("/api/v1/status", response_model=models.Status, responses=_ALWAYS)
+    def status() -> Response:
+        """The service in one look."""
+        return json_reply(answers.status())
+
+    return routes
+
+
+def _live(answers: Answers, updates: LiveUpdates) -> APIRouter:
+    routes = APIRouter(prefix="/api/v1", tags=["live"], responses=_ALWAYS)
+
+    @routes.get("/partitions", response_model=models.Partitions, responses=_KEPT)
+    def partitions(request: Request) -> Response:
+        """Every partition and storage unit, as of the newest look."""
+        return kept_reply(request, answers.revisions, answers.partitions, ages=True)
+
+    @routes.get("/partition", response_model=models.Partition, responses={**_KEPT, **problems(404)})
+    def partition(request: Request, id: Id) -> Response:  # noqa: A002  # the parameter's name
+        """One partition, as of the newest look."""
+        return kept_reply(request, answers.revisions, lambda: answers.partition(id), ages=True)
+
+    @routes.get(
+        "/partition/matrix", response_model=models.Matrix, responses={**_KEPT, **problems(404)}
+    )
+    def partition_matrix(
+        request: Request,
+        id: Id,  # noqa: A002
+        windows: Annotated[int, Query(ge=1, le=MOST_WINDOWS)] = 120,
+    ) -> Response:
+        """The samples of a partition by field and task, in windows."""
+        return kept_reply(
+            request, answers.revisions, lambda: answers.partition_matrix(id, windows=windows)
+        )
+
+    @routes.get("/partition/samples", response_model=models.SamplePage, responses=_ASKS)
+    def partition_samples(
+        id: Id,  # noqa: A002
+        start: Annotated[int, Query(ge=0, le=2**31)] = 0,
+        limit: Limit = 100,
+    ) -> Response:
+        """A page of samples, asked of the data plane."""
+        return json_reply(answers.partition_samples(id, start=start, limit=limit))
+
+    @routes.get("/partition/claims", response_model=list[models.Claim], responses=_ASKS)
+    def partition_claims(id: Id) -> Response:  # noqa: A002
+        """The claims that are held, the oldest first, asked of the data plane."""
+        return json_reply(answers.partition_claims(id))
+
+    @routes.get(
+        "/live",
+        response_class=Response,
+        responses={
+            200: {
+                "description": "Events `changed`, whose data are a `Changed`",
+                "content": {"text/event-stream": {"schema": {"type": "string"}}},
+            }
+        },
+    )
+    async def live() -> Response:
+        """Server-sent events: that something changed."""
+        return updates.subscribe()
+
+    return routes
+
+
+def _history(answers: Answers) -> APIRouter:
+    routes = APIRouter(prefix="/api/v1", tags=["history"], responses=_ALWAYS)
+
+    @routes.get("/samples", response_model=models.SampleHits, responses=problems(504))
+    def samples(
+        q: Annotated[str, Query(max_length=MOST_ID)] = "",
+        tag: Annotated[str | None, Query(max_length=MOST_ID)] = None,
+        value: Annotated[str | None, Query(max_length=MOST_ID)] = None,
+        partition: Annotated[str | None, Query(min_length=1, max_length=MOST_ID)] = None,
+        cursor: Cursor = None,
+        limit: Limit = 50,
+    ) -> Response:
+        """Samples by the beginning `q` of their id, or by a live tag."""
+        return json_reply(
+            answers.samples(
+                q, tag=tag, value=value, partition=partition, cursor=cursor, limit=limit
+            )
+        )
+
+    @routes.get("/sample", response_model=models.SampleLife, responses=_ASKS)
+    def sample(
+        id: Id,  # noqa: A002
+        partition: Annotated[str | None, Query(min_length=1, max_length=MOST_ID)] = None,
+    ) -> Response:
+        """One sample from its put to its clear."""
+        return json_reply(answers.sample(id, partition=partition))
+
+    @routes.get("/why", response_model=list[models.Wait], responses=_KEPT)
+    def why(request: Request) -> Response:
+        """Why it is stuck, the longest wait first."""
+        return kept_reply(request, answers.revisions, answers.why, ages=True)
+
+    @routes.get("/staleness", response_model=models.Staleness, responses=_KEPT)
+    def staleness(
+        request: Request,
+        run: Annotated[str | None, Query(max_length=MOST_ID)] = None,
+        steps: Annotated[int, Query(ge=1, le=MOST_STEPS)] = 20,
+    ) -> Response:
+        """How old the weights were that trained samples were generated with."""
+        return kept_reply(
+            request, answers.revisions, lambda: answers.staleness(run=run, steps=steps)
+        )
+
+    @routes.get("/runs", response_model=models.Runs, responses=_KEPT)
+    def runs(request: Request) -> Response:
+        """Every run, the newest first."""
+        return kept_reply(request, answers.revisions, answers.runs)
+
+    @routes.get("/traces", response_model=models.Traces, responses=_KEPT)
+    def traces(
+        request: Request,
+        run: Annotated[str | None, Query(max_length=MOST_ID)] = None,
+        step: Annotated[int | None, Query(ge=0, le=2**63 - 1)] = None,
+        min_s: Seconds = None,
+        max_s: Seconds = None,
+        error: bool | None = None,
+        name: Annotated[str | None, Query(max_length=MOST_ID)] = None,
+        cursor: Cursor = None,
+        limit: Limit = 50,
+    ) -> Response:
+        """Traces, the newest first."""
+        return kept_reply(
+            request,
+            answers.revisions,
+            lambda: answers.traces(
+                run=run,
+                step=step,
+                min_s=min_s,
+                max_s=max_s,
+                error=error,
+                name=name,
+                cursor=cursor,
+                limit=limit,
+            ),
+        )
+
+    @routes.get("/trace", response_model=models.Trace, responses={**_KEPT, **problems(404)})
+    def trace(request: Request, id: TraceId) -> Response:  # noqa: A002
+        """One trace across all its processes."""
+        return kept_reply(request, answers.revisions, lambda: answers.trace(id))
+
+    @routes.get(
+        "/trace/compare",
+        response_model=models.TraceComparison,
+        responses={**_KEPT, **problems(404)},
+    )
+    def trace_compare(request: Request, a: TraceId, b: TraceId) -> Response:
+        """Two traces side by side."""
+        return kept_reply(request, answers.revisions, lambda: answers.trace_compare(a, b))
+
+    @routes.get("/audit", response_model=models.Audit, responses=_KEPT)
+    def audit(request: Request, cursor: Cursor = None, limit: Limit = 50) -> Response:
+        """Who changed what by hand, the newest first."""
+        return kept_reply(
+            request, answers.revisions, lambda: answers.audit(cursor=cursor, limit=limit)
+        )
+
+    @routes.get("/series", response_model=list[models.Series], responses=_KEPT)
+    def series(
+        request: Request,
+        name: Annotated[str | None, Query(min_length=1, max_length=MOST_ID)] = None,
+    ) -> Response:
+        """The newest value of each metric series."""
+        return kept_reply(request, answers.revisions, lambda: answers.series(name=name))
+
+    return routes
