@@ -16,7 +16,13 @@ os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"
 from integration.benchmarks import report
 from integration.benchmarks.results_file import merge_entries
 from integration.benchmarks.run import run_sessions
-from integration.benchmarks.tracing import TRACING_HEADINGS, measure_tracing
+from integration.benchmarks.tracing import (
+    DEMO,
+    INSIDE_HEADINGS,
+    LARGER,
+    TRACING_HEADINGS,
+    measure_tracing,
+)
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -45,8 +51,8 @@ def benchmarks(
     sessions = run_sessions(console, backend=backend, full=full)
     entries = [entry for session in sessions for entry in session.entries()]
     console.print("measuring a step with tracing off and on", style="dim")
-    tracing = measure_tracing(full=full)
-    entries += tracing.entries()
+    costs = [measure_tracing(load, full=full) for load in ((LARGER, DEMO) if full else (LARGER,))]
+    entries += [entry for cost in costs for entry in cost.entries()]
     merge_entries(json, entries)
     markdown = Console(soft_wrap=True, highlight=False, markup=False)
     for session in sessions:
@@ -63,11 +69,15 @@ def benchmarks(
             console.print(report.terminal_table(title, headings, rows))
             if full:
                 markdown.print(report.markdown_table(title, headings, rows))
-    title = "Tracing of a GRPO step"
-    rows = tracing.rows()
-    console.print(report.terminal_table(title, TRACING_HEADINGS, rows))
-    if full:
-        markdown.print(report.markdown_table(title, TRACING_HEADINGS, rows))
+    for cost in costs:
+        title = f"Tracing of a GRPO step: {cost.load.title}"
+        for headings, rows in (
+            (TRACING_HEADINGS, cost.rows()),
+            (INSIDE_HEADINGS, cost.inside_rows()),
+        ):
+            console.print(report.terminal_table(title, headings, rows))
+            if full:
+                markdown.print(report.markdown_table(title, headings, rows))
     if full and picture is not None:
         report.save_picture(sessions[0], picture)
         console.print(f"picture: {picture}")

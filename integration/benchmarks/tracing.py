@@ -13,18 +13,15 @@ usually runs elsewhere.
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
-import os
 import random
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import psutil
@@ -32,8 +29,10 @@ import ray
 import torch
 from integration.benchmarks.harness import Summary
 from integration.benchmarks.results_file import Entry
+from integration.benchmarks.tracing_collector import collector
+from integration.benchmarks.tracing_inside import Spent, take, watch
 from integration.benchmarks.worker import freeze_garbage
-from opentelemetry._logs import NoOpLogger
+from opentelemetry._logs import NoOpLoggerProvider
 from opentelemetry.metrics import NoOpMeterProvider
 from opentelemetry.trace import NoOpTracer
 from tensordict import TensorDict
@@ -49,24 +48,66 @@ from grpo_trainer.step import GRPOStep, StepReport
 from grpo_trainer.training import initial_model
 from grpo_trainer.weight_sync import RayObjectWeightSync
 from observability import InstrumentedDataPlaneClient, ObservedClient, emit, lifecycle, meters
-from observability.receiver import Receiver
 
+T = TypeVar("T")
 Mode = Literal["off", "off_again", "on", "verbose"]
 
-QUICK_ROUNDS, FULL_ROUNDS = 10, 40
+QUICK_ROUNDS = 10
 _QUICK_MODES: tuple[Mode, ...] = ("off", "on")
 _FULL_MODES: tuple[Mode, ...] = ("off", "off_again", "on", "verbose")
 _WARM_UPS = 2
 _SEED = 20_261
 _IDS = 512
 _REPETITIONS = 2_000
+_RESAMPLES = 4_000
+_INSIDE_STEPS = 20
+_SILENT = NoOpLoggerProvider()
 
 
+@dataclass(frozen=True)
+class Load:
+    """A step to measure.
+
+    Attributes:
+        title: what it is.
+        name: begins the names of its results.
+        rounds: of a full run.
+        overrides: of the demo's configuration.
+    """
+
+    title: str
+    name: str
+    rounds: int
+    overrides: tuple[str, ...] = ()
+
+
+DEMO = Load("the demo's step", "trace.demo_step", 60)
+LARGER = Load(
+    "the same with a larger model",
+    "trace.step",
+    50,
+    (
+        "policy.model.hidden_size=192",
+        "policy.model.head_dim=48",
+        "policy.model.intermediate_size=512",
+        "policy.model.num_layers=3",
+    ),
+)
+
+
+INSIDE_HEADINGS = [
+    "tracing",
+    "process",
+    "inline, ms a step",
+    "export, CPU ms a step",
+    "of the step",
+]
 TRACING_HEADINGS = [
     "tracing",
     "step, p50 ms",
     "IQR",
     "longer, % (IQR)",
+    "95 % interval",
     "CPU, p50 ms",
     "more CPU, % (IQR)",
     "spans",
@@ -80,40 +121,69 @@ class TracingCost:
     """What was measured.
 
     Attributes:
+        load: the step.
+        inside: by mode and process, the mean of what tracing code took of a step; see `Spent`.
         seconds: by mode, of each round's step.
-        cpu_seconds: by mode, of all processes of each round's step, the driver's included.
+        cpu_seconds: by mode, of all processes of each round's step, the driver's included and the
+            collector's not.
         spans: by mode, of one step.
         events: by mode, of one step.
         micros: microseconds of a span, an event of 512 samples, and what a put and a get of an
             instrumented client take longer.
     """
 
+    load: Load
+    inside: dict[Mode, dict[str, Spent]]
     seconds: dict[Mode, list[float]]
     cpu_seconds: dict[Mode, list[float]]
     spans: dict[Mode, int]
     events: dict[Mode, int]
     micros: dict[str, Summary]
 
-    def overhead(self, mode: Mode) -> Summary:
-        """Percent by which a step takes longer than the untraced one of its round."""
-        return _percent(self.seconds[mode], self.seconds["off"])
+    def overhead(self, mode: Mode) -> list[float]:
+        """Percent by which each step takes longer than the untraced ones of its round."""
+        return _percent(self.seconds, mode)
 
-    def cpu_overhead(self, mode: Mode) -> Summary:
-        """Percent by which a step needs more CPU time, in all processes together."""
-        return _percent(self.cpu_seconds[mode], self.cpu_seconds["off"])
+    def cpu_overhead(self, mode: Mode) -> list[float]:
+        """Percent by which each step needs more CPU time, in all processes together."""
+        return _percent(self.cpu_seconds, mode)
+
+    def critical_s(self, mode: Mode) -> float:
+        """Seconds that a step takes longer at most: the processes take turns, the policy workers
+        do not."""
+        inside = {name: spent.inline_s for name, spent in self.inside[mode].items()}
+        policy = [inside.pop(name) for name in list(inside) if name.startswith("policy worker")]
+        return sum(inside.values()) + max(policy)
+
+    def inside_rows(self) -> list[list[str]]:
+        """For a table with `INSIDE_HEADINGS`."""
+        found = []
+        for mode, by_process in self.inside.items():
+            step = Summary.of(self.seconds["off"]).value
+            for name, spent in by_process.items():
+                found.append(
+                    [mode, name, f"{spent.inline_s * 1e3:.2f}", f"{spent.export_s * 1e3:.2f}", ""]
+                )
+            longest = self.critical_s(mode)
+            found.append(
+                [mode, "one after the other", f"{longest * 1e3:.2f}", "", f"{longest / step:.2%}"]
+            )
+        return found
 
     def rows(self) -> list[list[str]]:
         """For a table with `TRACING_HEADINGS`."""
         found = []
         for mode, seconds in self.seconds.items():
             step, cpu = Summary.of(seconds), Summary.of(self.cpu_seconds[mode])
-            longer, more = self.overhead(mode), self.cpu_overhead(mode)
+            longer, more = Summary.of(self.overhead(mode)), Summary.of(self.cpu_overhead(mode))
+            low, high = _interval(self.overhead(mode))
             found.append(
                 [
                     mode.replace("_", " "),
                     f"{step.value * 1e3:.0f}",
                     f"{step.spread * 1e3:.0f}",
                     "" if mode == "off" else f"{longer.value:+.2f} ({longer.spread:.2f})",
+                    "" if mode == "off" else f"{low:+.2f} to {high:+.2f}",
                     f"{cpu.value * 1e3:.0f}",
                     "" if mode == "off" else f"{more.value:+.2f} ({more.spread:.2f})",
                     str(self.spans.get(mode, "")),
@@ -125,22 +195,36 @@ class TracingCost:
 
     def entries(self) -> list[Entry]:
         """For the file of results."""
-        names = {"on": "step", "verbose": "step_verbose", "off_again": "step_noise"}
+        names = {"on": "", "verbose": "_verbose", "off_again": "_noise"}
+        own = self.load.name
         found = []
         for mode, name in names.items():
             if mode in self.seconds:
-                for what, summary in (("", self.overhead(mode)), ("_cpu", self.cpu_overhead(mode))):
-                    found.append(_entry(f"trace.{name}{what}_overhead_pct", summary, "%"))
+                for what, cost in (("", self.overhead(mode)), ("_cpu", self.cpu_overhead(mode))):
+                    summary = Summary.of(cost)
+                    found.append(_entry(f"{own}{name}{what}_overhead_pct", summary, "%"))
+        step = Summary.of(self.seconds["off"])
+        found.append(
+            Entry(f"{own}_off_ms", step.value * 1e3, "ms", None, step.spread * 1e3, step.count)
+        )
+        for mode in self.inside:
+            suffix = "" if mode == "on" else f"_{mode}"
+            longest = self.critical_s(mode)
+            for what, value, unit in (
+                ("ms", longest * 1e3, "ms"),
+                ("pct", 100 * longest / step.value, "%"),
+            ):
+                found.append(
+                    Entry(f"{own}{suffix}_inside_{what}", value, unit, None, 0.0, _INSIDE_STEPS)
+                )
+        if self.load is not LARGER:
+            return found
         for mode in self.spans:
             suffix = "" if mode == "on" else f"_{mode}"
             for name, counted in (("spans", self.spans), ("events", self.events)):
                 found.append(
                     Entry(f"trace.{name}_per_step{suffix}", counted[mode], "1", None, 0.0, 1)
                 )
-        step = Summary.of(self.seconds["off"])
-        found.append(
-            Entry("trace.step_off_ms", step.value * 1e3, "ms", None, step.spread * 1e3, step.count)
-        )
         for name, summary in self.micros.items():
             found.append(
                 Entry(
@@ -155,23 +239,23 @@ class TracingCost:
         return found
 
 
-def measure_tracing(*, full: bool) -> TracingCost:
+def measure_tracing(load: Load, *, full: bool) -> TracingCost:
     """Run the rounds; starts and stops a Ray and a data plane of its own."""
     modes = _FULL_MODES if full else _QUICK_MODES
-    with tempfile.TemporaryDirectory(prefix="bench-trace-") as folder, _collector() as collector:
-        config = _config(Path(folder), collector.endpoint)
+    with tempfile.TemporaryDirectory(prefix="bench-trace-") as folder, collector() as collecting:
+        config = _config(load, Path(folder), collecting.endpoint)
         inputs = read_inputs(config)
         model = str(initial_model(config, Path(folder)))
-        reporting = Reporting("bench", collector.endpoint)
+        reporting = Reporting("bench", collecting.endpoint)
         with contextlib.ExitStack() as stack:
             stack.callback(reporting.start("grpo.driver").shutdown)
             actors = RunActors(config, model=model, tokenizer=inputs.tokenizer, reporting=reporting)
             stack.callback(actors.close)
-            steps = Steps(config, inputs, actors)
+            steps = Steps(config, inputs, actors, collecting.pid)
             order = random.Random(_SEED)
             seconds: dict[Mode, list[float]] = defaultdict(list)
             cpu_seconds: dict[Mode, list[float]] = defaultdict(list)
-            rounds = FULL_ROUNDS if full else QUICK_ROUNDS
+            rounds = load.rounds if full else QUICK_ROUNDS
             for number in range(_WARM_UPS + rounds):
                 if number == _WARM_UPS:
                     steps.settle()
@@ -180,11 +264,18 @@ def measure_tracing(*, full: bool) -> TracingCost:
                     if number >= _WARM_UPS:
                         seconds[mode].append(took)
                         cpu_seconds[mode].append(used)
+            inside = {
+                mode: steps.inside(mode, _WARM_UPS + rounds, _INSIDE_STEPS)
+                for mode in modes
+                if mode in ("on", "verbose")
+            }
             micros = _micros()
-        told = collector.count()
+        told = collecting.count()
     last = _WARM_UPS + rounds - 1
     reported: list[Mode] = [mode for mode in ("on", "verbose") if mode in modes]
     return TracingCost(
+        load,
+        inside,
         dict(seconds),
         dict(cpu_seconds),
         {mode: told["spans"][steps.number(mode, last)] for mode in reported},
@@ -193,7 +284,7 @@ def measure_tracing(*, full: bool) -> TracingCost:
     )
 
 
-def _config(folder: Path, endpoint: str) -> TrainerConfig:
+def _config(load: Load, folder: Path, endpoint: str) -> TrainerConfig:
     return load_config(
         overrides=[
             f"run.output={folder}",
@@ -202,6 +293,7 @@ def _config(folder: Path, endpoint: str) -> TrainerConfig:
             "validation.every_steps=0",
             "tracing.enabled=true",
             f"tracing.endpoint={endpoint}",
+            *load.overrides,
         ]
     )
 
@@ -209,13 +301,20 @@ def _config(folder: Path, endpoint: str) -> TrainerConfig:
 class Steps:
     """Runs the one step, traced or not."""
 
-    def __init__(self, config: TrainerConfig, inputs: RunInputs, actors: RunActors) -> None:
+    def __init__(
+        self, config: TrainerConfig, inputs: RunInputs, actors: RunActors, collector: int
+    ) -> None:
         verbose = config.tracing.model_copy(update={"verbose": True})
         self._configs: dict[Mode, TrainerConfig] = defaultdict(lambda: config)
         self._configs["verbose"] = config.model_copy(update={"tracing": verbose})
         self._inputs = inputs
         self._actors = actors
-        self._processes = [psutil.Process(), *psutil.Process().children(recursive=True)]
+        driver = psutil.Process()
+        self._processes = [
+            process
+            for process in (driver, *driver.children(recursive=True))
+            if process.pid != collector
+        ]
 
     @staticmethod
     def number(mode: Mode, round_number: int) -> int:
@@ -250,9 +349,26 @@ class Steps:
         took = time.perf_counter() - started
         return took, self._cpu_seconds() - before
 
-    def _everywhere(self, function: Callable[[Any], None]) -> None:
+    def inside(self, mode: Mode, round_number: int, count: int) -> dict[str, Spent]:
+        """Means over ``count`` steps, by process."""
+        self._everywhere(_watch)
+        watch()
+        names = [*self._actors.calls.names, "driver"]
+        self._taken()
+        for extra in range(count):
+            self.run(mode, round_number + extra)
+        return {
+            name: Spent(spent.inline_s / count, spent.export_s / count)
+            for name, spent in zip(names, self._taken(), strict=True)
+        }
+
+    def _taken(self) -> list[Spent]:
+        return [*self._everywhere(_take), take()]
+
+    def _everywhere(self, function: Callable[[Any], T]) -> list[T]:
         handles = self._actors.calls.handles
-        ray.get([handle.__ray_call__.remote(function) for handle in handles])
+        answers: list[T] = ray.get([handle.__ray_call__.remote(function) for handle in handles])
+        return answers
 
     def _cpu_seconds(self) -> float:
         times = [process.cpu_times() for process in self._processes if process.is_running()]
@@ -270,15 +386,23 @@ def _switch(actor: object, *, traced: bool) -> None:
     """
     if not _OBSERVED:
         _OBSERVED["tracer"] = telemetry.tracer
-        _OBSERVED["logger"] = lifecycle.get_logger
+        _OBSERVED["loggers"] = lifecycle.get_logger_provider
         _OBSERVED["meters"] = meters.get_meter_provider
         _OBSERVED.update((name, getattr(actor, name)) for name in _CLIENTS if hasattr(actor, name))
     telemetry.tracer = _OBSERVED["tracer"] if traced else NoOpTracer  # type: ignore[assignment]
-    lifecycle.get_logger = _OBSERVED["logger"] if traced else NoOpLogger
+    lifecycle.get_logger_provider = _OBSERVED["loggers"] if traced else lambda: _SILENT
     meters.get_meter_provider = _OBSERVED["meters"] if traced else NoOpMeterProvider
     for name in _CLIENTS:
         if name in _OBSERVED:
             setattr(actor, name, _OBSERVED[name] if traced else _bare(_OBSERVED[name]))
+
+
+def _watch(_actor: object) -> None:
+    watch()
+
+
+def _take(_actor: object) -> Spent:
+    return take()
 
 
 def _bare(client: DataPlaneClient) -> DataPlaneClient:
@@ -336,52 +460,20 @@ def _once(action: Any) -> float:
     return time.perf_counter() - started
 
 
-def _percent(traced: Sequence[float], plain: Sequence[float]) -> Summary:
-    return Summary.of((100 * (np.array(traced) / np.array(plain) - 1)).tolist())
+def _percent(by_mode: dict[Mode, list[float]], mode: Mode) -> list[float]:
+    """Of each round, against the mean of its untraced steps; these against each other."""
+    others: list[Mode] = ["off"] if mode == "off_again" else ["off", "off_again"]
+    plain = np.mean([by_mode[other] for other in others if other in by_mode], axis=0)
+    percent: list[float] = (100 * (np.array(by_mode[mode]) / plain - 1)).tolist()
+    return percent
+
+
+def _interval(samples: Sequence[float]) -> tuple[float, float]:
+    """95 % interval of the median, by bootstrap."""
+    drawn = np.random.default_rng(_SEED).choice(samples, (_RESAMPLES, len(samples)))
+    low, high = np.percentile(np.median(drawn, axis=1), [2.5, 97.5])
+    return float(low), float(high)
 
 
 def _entry(name: str, summary: Summary, unit: str) -> Entry:
     return Entry(name, summary.value, unit, "off", summary.spread, summary.count)
-
-
-class Collector:
-    """The handle of `_collector`'s process."""
-
-    def __init__(self, endpoint: str, pipe: Connection) -> None:
-        self.endpoint = endpoint
-        self._pipe = pipe
-
-    def count(self) -> dict[str, dict[int, int]]:
-        """Spans and events by step; everything must have been sent."""
-        self._pipe.send("count")
-        counted: dict[str, dict[int, int]] = self._pipe.recv()
-        return counted
-
-
-@contextlib.contextmanager
-def _collector() -> Iterator[Collector]:
-    context = multiprocessing.get_context("spawn")
-    pipe, other = context.Pipe()
-    process = context.Process(target=_collect, args=(other,), daemon=True)
-    process.start()
-    try:
-        yield Collector(pipe.recv(), pipe)
-    finally:
-        process.terminate()
-        process.join()
-
-
-def _collect(pipe: Connection) -> None:
-    os.nice(19)
-    with Receiver() as receiver:
-        pipe.send(receiver.endpoint)
-        pipe.recv()
-        records = receiver.snapshot()
-        counted: dict[str, dict[int, int]] = {"spans": {}, "events": {}}
-        for name, found in (("spans", records.spans), ("events", records.events)):
-            for record in found:
-                step = record.attributes.get("rl.step")
-                counted[name][step] = counted[name].get(step, 0) + 1
-        pipe.send(counted)
-        with contextlib.suppress(EOFError):
-            pipe.recv()

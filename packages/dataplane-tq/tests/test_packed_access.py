@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dataplane_core.columns import columns_of_fields, fields_of_columns
-from dataplane_tq.packed import unit_wire
+from dataplane_tq.packed import side_by_side, unit_wire
 from dataplane_tq.packed.access import UnitAccess
 from dataplane_tq.packed.arena import Arena
 from dataplane_tq.packed.catalogue import Catalogue, UnitSpec
@@ -19,10 +19,17 @@ CAPACITY = 1 << 20
 TOKEN = b"secret"
 
 
-@pytest.fixture(scope="module", params=["shm", "tcp"])
+@pytest.fixture(scope="module", params=["shm", "tcp", "tcp side by side"])
 def access(request):
-    with Arena.create("unit", CAPACITY) as arena, UnitServer(arena, TOKEN, "127.0.0.1") as unit:
-        made = UnitAccess({"unit": unit.address}, TOKEN, transport=request.param, timeout_s=10)
+    transport, *side_by_side_too = request.param.split(maxsplit=1)
+    with (
+        Arena.create("unit", CAPACITY) as arena,
+        UnitServer(arena, TOKEN, "127.0.0.1") as unit,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        if side_by_side_too:
+            patch.setattr(side_by_side, "WORTH_IT", 0)
+        made = UnitAccess({"unit": unit.address}, TOKEN, transport=transport, timeout_s=10)
         yield made
         made.close()
 

@@ -30,7 +30,7 @@ def log(monkeypatch):
     exporter = InMemoryLogRecordExporter()
     provider = LoggerProvider()
     provider.add_log_record_processor(SimpleLogRecordProcessor(exporter))
-    monkeypatch.setattr(lifecycle, "get_logger", provider.get_logger)
+    monkeypatch.setattr(lifecycle, "get_logger_provider", lambda: provider)
     yield Log(exporter)
     provider.shutdown()
 

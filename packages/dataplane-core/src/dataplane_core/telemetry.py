@@ -104,14 +104,17 @@ def span(
     own = dict(attributes or {})
     if bucket is not None:
         own[BUCKET] = bucket
-    with tracer().start_as_current_span(
-        name, kind=kind, attributes=own, record_exception=False, set_status_on_exception=False
-    ) as made:
-        try:
-            yield made
-        except BaseException as error:
-            record_error(made, error)
-            raise
+    # By hand what `start_as_current_span` does, in half the time.
+    made = tracer().start_span(name, kind=kind, attributes=own)
+    token = context.attach(trace.set_span_in_context(made))
+    try:
+        yield made
+    except BaseException as error:
+        record_error(made, error)
+        raise
+    finally:
+        context.detach(token)
+        made.end()
 
 
 @contextmanager
@@ -138,4 +141,12 @@ def record_error(failed: Span, error: BaseException) -> None:
 
 def tracer() -> trace.Tracer:
     """Ours, of the provider that is set now."""
-    return trace.get_tracer(_SCOPE)
+    global _tracer
+    provider = trace.get_tracer_provider()
+    if provider is not _tracer[0]:
+        _tracer = provider, provider.get_tracer(_SCOPE)
+    return _tracer[1]
+
+
+# Kept with its provider: making one takes as long as the rest of a span.
+_tracer: tuple[trace.TracerProvider | None, trace.Tracer] = None, trace.NoOpTracer()

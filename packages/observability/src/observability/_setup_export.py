@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any, Protocol  # Any: keyword arguments of requests and of the SDK pass through
 
 import requests
@@ -321,15 +322,21 @@ class BaggageProcessor(SpanProcessor):
 
     def on_start(self, span: Span, parent_context: Context | None = None) -> None:
         """Copy."""
-        for name, value in baggage.get_all(parent_context).items():
-            if name.startswith("rl.") and name not in (span.attributes or {}):
-                span.set_attribute(name, _typed(name, value))
+        carried = baggage.get_all(parent_context)
+        if not carried:
+            return
+        own = set(span.attributes or ())  # each look into the attributes themselves takes a lock
+        span.set_attributes(
+            {
+                name: value if isinstance(value, int | float) else _typed(name, str(value))
+                for name, value in carried.items()
+                if name.startswith("rl.") and name not in own
+            }
+        )
 
 
-def _typed(name: str, value: object) -> str | bool | int | float:
-    if isinstance(value, bool | int | float):
-        return value
-    text = str(value)
+@lru_cache(maxsize=64)  # the same few for every span of a step
+def _typed(name: str, text: str) -> str | int:
     digits = text.removeprefix("-")
     if name == "rl.run_id" or not digits.isdecimal() or len(digits) > 18:
         return text

@@ -74,6 +74,11 @@ class _Loggers(_logs.LoggerProvider):
     ) -> _logs.Logger:
         return _Logger(self, (name, version, schema_url, attributes))
 
+    def force_flush(self, timeout_millis: int) -> bool:
+        """Export the events that are queued, if an SDK stands behind this."""
+        flush = getattr(self.provider, "force_flush", None)
+        return flush is None or bool(flush(timeout_millis))
+
 
 class _Logger(_logs.Logger):
     def __init__(

@@ -7,13 +7,19 @@ they would take the SDK a thousand times as long to encode.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Sequence
 from typing import Literal
 
+import msgspec
 from opentelemetry import context as otel_context
-from opentelemetry._logs import SeverityNumber, get_logger
+from opentelemetry._logs import (
+    Logger,
+    LoggerProvider,
+    NoOpLogger,
+    SeverityNumber,
+    get_logger_provider,
+)
 from opentelemetry.context import Context
 from opentelemetry.util.types import AnyValue
 
@@ -73,7 +79,7 @@ def emit(
         error: what it failed by; its class is told.
         facts: further attributes, "dataplane." is put before their names; None ones are left out.
     """
-    logger = get_logger(_SCOPE)
+    logger = _logger()
     current = otel_context.get_current() if context is None else context
     name = f"dataplane.{event}"
     if not logger.enabled(context=current, severity_number=SeverityNumber.INFO, event_name=name):
@@ -98,8 +104,25 @@ def emit(
             severity_number=SeverityNumber.INFO,
             context=current,
             attributes=dict(attributes),
-            body=json.dumps(list(sample_ids[part * MOST_IDS : (part + 1) * MOST_IDS])),
+            body=_as_json(sample_ids[part * MOST_IDS : (part + 1) * MOST_IDS]),
         )
+
+
+def _logger() -> Logger:
+    """Ours, of the provider that is set now."""
+    global _made
+    provider = get_logger_provider()
+    if provider is not _made[0]:
+        _made = provider, provider.get_logger(_SCOPE)
+    return _made[1]
+
+
+# Kept with its provider: making one takes as long as the rest of an event.
+_made: tuple[LoggerProvider | None, Logger] = None, NoOpLogger(_SCOPE)
+
+
+def _as_json(sample_ids: Sequence[str]) -> str:
+    return msgspec.json.encode(sample_ids).decode()
 
 
 class LifecycleDataPlaneClient(ObservedClient):

@@ -1,7 +1,7 @@
 """How many bytes were put and not cleared, per (sample, field), without keeping what was put.
 
-Samples of a put that hold the same share one `Cells`, so a put costs a look per sample, however
-many fields it has.
+Samples of a put that hold the same share one `Cells`, so a put costs a look in a dict per sample,
+however many fields it has.
 
 Nothing here locks; the client that owns the account holds its lock around every call.
 
@@ -12,6 +12,7 @@ only the last `MOST_KEYS` are kept.
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 MOST_KEYS = 1 << 18
@@ -34,17 +35,23 @@ class PendingPut:
 
     def cleared_of(self, sample_ids: Sequence[str]) -> list[str]:
         """Which of ``sample_ids`` were cleared while the put was under way."""
-        return [i for i in sample_ids if self._partition_cleared or i in self._cleared]
+        if self._partition_cleared:
+            return list(sample_ids)
+        return [i for i in sample_ids if i in self._cleared] if self._cleared else []
 
 
 class Cells:
-    """Bytes by field, and their sum. Never changed, since samples share it."""
+    """Bytes by field, and their sum. Never changed, as samples share it; compared by identity."""
 
     __slots__ = ("by_field", "total")
 
     def __init__(self, by_field: Mapping[str, int]) -> None:
         self.by_field = by_field
         self.total = sum(by_field.values())
+
+    def with_put(self, put: Cells) -> Cells:
+        """What a sample holds that held this before ``put``."""
+        return Cells({**self.by_field, **put.by_field})
 
 
 class Outstanding:
@@ -91,26 +98,18 @@ class Outstanding:
         # The partitions stand in the order of their last puts.
         rows = self._cells[pending.partition_id] = self._cells.pop(pending.partition_id, {})
         before = self.n_bytes
-        growth, largest = 0, self.max_bytes_per_key
-        # By identity; what is merged is kept alive, so that no identity comes twice.
-        merged: dict[tuple[int, int], tuple[Cells, Cells, Cells]] = {}
-        for sample_id, share in zip(
-            sample_ids, spread(bytes_by_field, len(sample_ids)), strict=True
-        ):
-            held, after = rows.get(sample_id), share
-            if held is not None:
-                growth -= held.total
-                known = merged.get((id(held), id(share)))
-                if known is None:
-                    both = Cells({**held.by_field, **share.by_field})
-                    known = merged[id(held), id(share)] = held, share, both
-                after = known[2]
-            rows[sample_id] = after
-            growth += after.total
-            if after.total > largest:
-                largest = after.total
-        self.n_bytes += growth
-        self.max_bytes_per_key = largest
+        start = 0
+        for share, count in spread(bytes_by_field, len(sample_ids)):
+            some = sample_ids[start : start + count]
+            start += count
+            # No Python code runs per sample: samples that hold the same cells are merged at once.
+            held = list(map(rows.get, some))
+            merged: dict[Cells | None, Cells] = {}
+            for cells, samples in Counter(held).items():
+                after = merged[cells] = share if cells is None else cells.with_put(share)
+                self.n_bytes += samples * (after.total - (cells.total if cells else 0))
+                self.max_bytes_per_key = max(self.max_bytes_per_key, after.total)
+            rows.update(zip(some, map(merged.__getitem__, held), strict=True))
         self.peak_n_bytes = max(self.peak_n_bytes, self.n_bytes)
         of_partition = self.by_partition.get(pending.partition_id, 0)
         self.by_partition[pending.partition_id] = of_partition + self.n_bytes - before
@@ -140,8 +139,8 @@ class Outstanding:
             self.by_partition.pop(partition_id, None)
 
 
-def spread(bytes_by_field: Mapping[str, int], count: int) -> list[Cells]:
-    """Divide each field's bytes over ``count`` samples.
+def spread(bytes_by_field: Mapping[str, int], count: int) -> list[tuple[Cells, int]]:
+    """Divide each field's bytes over ``count`` samples; what neighbours get, and how many they are.
 
     What does not divide evenly goes round the samples in turn, one byte each, and the next field
     goes on where the last one stopped. So the sums per sample are those of the whole batch divided
@@ -160,9 +159,9 @@ def spread(bytes_by_field: Mapping[str, int], count: int) -> list[Cells]:
             ranges.append((name, 0, stop - count))
         start = stop % count
     edges = sorted({0, count, *(edge for _, first, last in ranges for edge in (first, last))})
-    shares: list[Cells] = []
+    shares: list[tuple[Cells, int]] = []
     for first, last in itertools.pairwise(edges):
         longer = {name for name, begin, end in ranges if begin <= first < end}
         cells = Cells({name: size + (name in longer) for name, size in base.items()})
-        shares += [cells] * (last - first)
+        shares.append((cells, last - first))
     return shares

@@ -51,6 +51,9 @@ _FORMS: Mapping[Op, _Form] = {
 }
 
 
+_READS: tuple[Op, ...] = ("get", "get_data")
+
+
 class TracingDataPlaneClient(ObservedClient):
     """A client whose batch operations are spans; docs/telemetry.md lists names and attributes.
 
@@ -87,6 +90,8 @@ class Tracing(Observer):
             except BaseException:
                 block.__exit__(None, None, None)  # nobody else will: `end` gets no state
                 raise
+        elif call.op in _READS and begun.span.is_recording():
+            call.ask_origins()
         return begun
 
     def end(self, call: Operation, state: _Begun | None) -> None:
@@ -95,7 +100,7 @@ class Tracing(Observer):
             return
         try:
             if state.span.is_recording():
-                if call.error is None and call.op in ("claim_meta", "get", "get_data"):
+                if call.error is None and call.op in ("claim_meta", *_READS):
                     _link(state.span, call)
                 state.span.set_attributes(_attributes(state.form, call))
                 if call.error is not None:
@@ -118,7 +123,7 @@ def _leave_origin(call: Operation) -> None:
     if origin is None or call.inner is None:
         return
     if call.inner.capabilities.origins:
-        call.extra["origin"] = str(origin)
+        call.extra.setdefault("origin", str(origin))
     elif call.tags is not None:
         # Giving tags replaces what a sample has, so where there are none, none are given.
         call.tags = [{**tag, TRACEPARENT_TAG: str(origin)} for tag in call.tags]
@@ -164,7 +169,7 @@ def _attributes(form: _Form, call: Operation) -> dict[str, Any]:
             found["messaging.consumer.group.name"] = call.tasks[0]
     if call.fields:
         found["dataplane.fields"] = _sorted(call.fields)
-    if call.op in ("put", "get", "get_data"):
+    if call.op in ("put", *_READS):
         found["dataplane.bytes"] = call.n_bytes
     return found
 

@@ -12,11 +12,14 @@ from collections import deque
 from collections.abc import Callable
 
 import structlog
+from opentelemetry._logs import get_logger_provider
 
 logger = structlog.get_logger("observability")
 
 PATIENCE_S = 1.0
 """How long something is waited for before it is told of, in seconds."""
+
+_HURRY_MS = 5_000
 
 
 class Wait:
@@ -96,8 +99,16 @@ class Waits:
                 first.told = True
             try:
                 first._tell(first)
+                hurry()
             except Exception:
                 logger.exception("wait_not_told")
+
+
+def hurry() -> None:
+    """Export the events that are queued now, since somebody may look why the run stands still."""
+    flush = getattr(get_logger_provider(), "force_flush", None)
+    if flush is not None:
+        flush(_HURRY_MS)
 
 
 waits = Waits()

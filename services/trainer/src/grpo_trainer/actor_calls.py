@@ -46,6 +46,11 @@ class ActorCalls:
         return self._actors[name]
 
     @property
+    def names(self) -> list[str]:
+        """The names of all actors, in the order of `handles`."""
+        return list(self._actors)
+
+    @property
     def handles(self) -> list[Any]:
         """The Ray handles of all actors."""
         return list(self._actors.values())

@@ -25,6 +25,23 @@ class OriginContract(StoreFixtures):
         assert client.read_origins(["a", "c"], partition, ["x", "y"]) == {FIRST: 2, SECOND: 1}
         assert client.read_origins(["d", "unknown"], partition, ["x", "z"]) == {}
 
+    def test_a_read_brings_the_origins_of_what_it_reads(
+        self, client: DataPlaneClient, partition: str
+    ) -> None:
+        x = torch.arange(3)
+        client.put_samples(["a", "b", "c"], partition, batch(3, x=x), origin=FIRST)
+        client.put_samples(["a"], partition, batch(1, y=x[:1]), origin=SECOND)
+        found: dict[str, int] = {}
+        client.get_samples(["a", "b"], partition, ["x"], origins=found)
+        assert found == {FIRST: 2}
+        found.clear()
+        client.get_columns(["a"], partition, ["x", "y"], origins=found)
+        assert found == {FIRST: 1, SECOND: 1}
+        found.clear()
+        claimed = client.claim_meta(partition, "train", ["x"], 3, blocking=False)
+        client.get_data(claimed, origins=found)
+        assert found == {FIRST: 3}
+
     def test_overwriting_a_field_replaces_its_origin(
         self, client: DataPlaneClient, partition: str
     ) -> None:

@@ -6,7 +6,9 @@ be pinned in the directory until `UnitAccess.read` returned.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -19,9 +21,14 @@ from dataplane_tq.packed.catalogue import Block
 from dataplane_tq.packed.decoding import Piece, decode, decode_column, padded_of
 from dataplane_tq.packed.encoding import EncodedField, writes
 from dataplane_tq.packed.layout import FieldLayout, Indices
+from dataplane_tq.packed.side_by_side import run_all, worth_it
 from dataplane_tq.packed.unit_client import Transport, UnitClient
 from dataplane_tq.packed.unit_wire import UnitAddress
 from dataplane_tq.protocol import FieldParts
+
+T = TypeVar("T")
+
+_ROW_NUMBER = np.dtype(np.int64).itemsize
 
 
 class UnitAccess:
@@ -66,9 +73,7 @@ class UnitAccess:
             UnavailableError: a unit is gone.
             DeadlineExceededError: a unit did not answer in time.
         """
-        return {
-            name: decode(list(self._pieces(part))) for name, part in zip(fields, parts, strict=True)
-        }
+        return self._each(fields, parts, lambda name, part: decode(list(self._pieces(part))))
 
     def read_columns(
         self,
@@ -78,10 +83,39 @@ class UnitAccess:
         width: int,
     ) -> dict[str, Column]:
         """The same as padded columns, see `DataPlaneClient.get_columns`."""
-        return {
-            name: self._column(part, pad_values.get(name, 0), width)
-            for name, part in zip(fields, parts, strict=True)
-        }
+        return self._each(
+            fields,
+            parts,
+            lambda name, part: self._column(part, pad_values.get(name, 0), width),
+        )
+
+    def _each(
+        self,
+        fields: Sequence[str],
+        parts: Sequence[FieldParts],
+        read: Callable[[str, FieldParts], T],
+    ) -> dict[str, T]:
+        """What ``read`` makes of each field; several at once where much goes over TCP."""
+        where = dict(zip(fields, parts, strict=True))
+        sizes = {name: _about_bytes(part) for name, part in where.items()}
+        if not worth_it(sum(sizes.values())) or self._all_mapped(parts):
+            return {name: read(name, part) for name, part in where.items()}
+        found: dict[str, T] = {}
+
+        def into(name: str) -> None:
+            found[name] = read(name, where[name])
+
+        # The largest first, so that all end at about the same time.
+        run_all(partial(into, name) for name in sorted(fields, key=lambda name: -sizes[name]))
+        return {name: found[name] for name in fields}
+
+    def _all_mapped(self, parts: Sequence[FieldParts]) -> bool:
+        units = [
+            self._unit(name) for name in {block.unit for part in parts for block in part.blocks}
+        ]
+        for unit in units:
+            unit.connect(self._timeout_s)
+        return all(unit.zero_copy for unit in units)
 
     def _column(self, parts: FieldParts, pad_value: float, width: int) -> Column:
         block = parts.blocks[0]
@@ -129,6 +163,15 @@ class UnitAccess:
         """Close this process's connections to the units."""
         for unit in self._units.values():
             unit.close()
+
+
+def _about_bytes(parts: FieldParts) -> int:
+    """Size of the rows asked, as if all in a block were alike."""
+    first = parts.blocks[0].layout
+    if not parts.rows:
+        return first.nbytes
+    asked = len(parts.rows) // _ROW_NUMBER
+    return first.nbytes * asked // max(1, first.rows)
 
 
 def _numbers(parts: FieldParts) -> Indices | None:

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -24,6 +25,7 @@ from dataplane_core import DeadlineExceededError, InvalidRequestError, Unavailab
 from dataplane_core.slices import Slices
 from dataplane_tq.packed import unit_wire as wire
 from dataplane_tq.packed.arena import Arena
+from dataplane_tq.packed.side_by_side import Piece, run_all, shares
 from dataplane_tq.packed.unit_wire import UnitAddress
 
 Transport = Literal["auto", "shm", "tcp"]
@@ -93,7 +95,7 @@ class UnitClient:
             if self._memory(deadline) is None:
                 self._give(self._take(deadline))
 
-    def write(self, pieces: Sequence[tuple[int, Slices]], timeout_s: float) -> None:
+    def write(self, pieces: Sequence[Piece], timeout_s: float) -> None:
         """Write each piece at its offset. Returns when all bytes are in the unit's memory.
 
         Args:
@@ -116,9 +118,7 @@ class UnitClient:
                     piece.copy_into(memory[start:stop])
                 self._check_alive()
                 return
-            sent = [(start, piece) for (start, _), (_, piece) in zip(ranges, pieces, strict=True)]
-            for at in range(0, len(sent), wire.MOST_RANGES):
-                self._send_frame(sent[at : at + wire.MOST_RANGES], deadline)
+            run_all(partial(self._send, share, deadline) for share in shares(pieces))
 
     def read(self, ranges: Sequence[tuple[int, int]], timeout_s: float) -> Bytes:
         """The bytes of the ranges ``(start, stop)``, one after the other.
@@ -309,7 +309,11 @@ class UnitClient:
             raise
         self._give(sock)
 
-    def _send_frame(self, pieces: Sequence[tuple[int, Slices]], deadline: float) -> None:
+    def _send(self, pieces: Sequence[Piece], deadline: float) -> None:
+        for at in range(0, len(pieces), wire.MOST_RANGES):
+            self._send_frame(pieces[at : at + wire.MOST_RANGES], deadline)
+
+    def _send_frame(self, pieces: Sequence[Piece], deadline: float) -> None:
         header = _frame(wire.WRITE, [(offset, piece.nbytes) for offset, piece in pieces], deadline)
         with self._exchange(deadline) as sock:
             views = [view for _, piece in pieces for view in piece.views()]
