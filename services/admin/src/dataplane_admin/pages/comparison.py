@@ -1,0 +1,118 @@
+"""Two traces side by side: what got slower, by stage, by process and on the critical path."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from dataplane_admin.answers import models
+from dataplane_admin.pages import words
+
+_NOTABLE = 0.02
+_MOST = 60
+
+
+@dataclass(frozen=True)
+class PairRow:
+    """Seconds of one thing in both traces, as bars of percent of the longest."""
+
+    name: str
+    depth: int
+    a_s: float
+    b_s: float
+    a_width: float
+    b_width: float
+    difference: str
+    trend: str
+    """``more``, ``less`` or nothing."""
+    counts: str = ""
+
+
+@dataclass(frozen=True)
+class ComparisonPage:
+    """Everything on the page of two traces."""
+
+    facts: models.TraceComparison
+    sentence: str
+    stages: Sequence[PairRow]
+    processes: Sequence[PairRow]
+    buckets: Sequence[PairRow]
+    critical: Sequence[PairRow]
+    spans: Sequence[PairRow]
+
+
+def comparison_page(
+    compared: models.TraceComparison, a: models.Trace, b: models.Trace
+) -> ComparisonPage:
+    """The page of a comparison; ``a`` and ``b`` tell of the processes."""
+    whole = max(compared.a.seconds, compared.b.seconds)
+    stages = [row for row in compared.rows if row.depth == 1]
+    return ComparisonPage(
+        facts=compared,
+        sentence=_sentence(compared, stages),
+        stages=_rows(_of_compared(stages), whole),
+        processes=_rows(_busy(a, b), whole),
+        buckets=_rows(((one.bucket, 0, one.a_s, one.b_s, "") for one in compared.buckets), whole),
+        critical=_rows(_of_compared(compared.critical[:_MOST]), whole),
+        spans=_rows(_of_compared(compared.rows), whole),
+    )
+
+
+def signed(seconds: float) -> str:
+    """``+310 ms``, ``−12.0 ms``; with a true minus sign."""
+    if abs(seconds) < 5e-7:
+        return "0"
+    return f"{'+' if seconds > 0 else '−'}{words.duration(abs(seconds))}"
+
+
+def _sentence(compared: models.TraceComparison, stages: Sequence[models.ComparedRow]) -> str:
+    a, b = compared.a.seconds, compared.b.seconds
+    change = b - a
+    if not a or abs(change) < _NOTABLE * a:
+        return f"Both took about as long: {words.duration(a)} and {words.duration(b)}"
+    way = "longer" if change > 0 else "less"
+    told = f"{words.duration(abs(change))} {way} ({signed(change)[0]}{abs(change) / a:.0%})"
+    same_way = [one for one in stages if one.difference_s * change > 0]
+    same_way.sort(key=lambda one: -abs(one.difference_s))
+    causes = [
+        f"{one.name} {signed(one.difference_s)}"
+        for one in same_way[:2]
+        if abs(one.difference_s) >= 0.1 * abs(change)
+    ]
+    return told + (f", mostly in {' and '.join(causes)}" if causes else "")
+
+
+_Pair = tuple[str, int, float, float, str]
+
+
+def _of_compared(rows: Iterable[models.ComparedRow]) -> Iterable[_Pair]:
+    for row in rows:
+        one = f"{row.a_count}" if row.a_count == row.b_count else f"{row.a_count} → {row.b_count}"
+        yield row.name, row.depth, row.a_s, row.b_s, "" if one == "1" else f"×{one}"
+
+
+def _busy(a: models.Trace, b: models.Trace) -> Iterable[_Pair]:
+    before = {time.process: time.busy_s for time in a.process_times}
+    after = {time.process: time.busy_s for time in b.process_times}
+    for process in {**before, **after}:
+        yield process, 0, before.get(process, 0.0), after.get(process, 0.0), ""
+
+
+def _rows(pairs: Iterable[_Pair], whole: float) -> list[PairRow]:
+    held = list(pairs)
+    longest = max((max(a, b) for _, _, a, b, _ in held), default=0.0) or 1.0
+    return [
+        PairRow(
+            name=name,
+            depth=depth,
+            a_s=a,
+            b_s=b,
+            a_width=round(100 * max(0.0, a) / longest, 3),
+            b_width=round(100 * max(0.0, b) / longest, 3),
+            difference=signed(b - a),
+            # Colour only for what is worth a look beside the whole.
+            trend=("more" if b > a else "less") if abs(b - a) >= _NOTABLE * whole else "",
+            counts=counts,
+        )
+        for name, depth, a, b, counts in held
+    ]

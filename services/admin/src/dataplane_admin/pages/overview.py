@@ -1,0 +1,195 @@
+"""The first page: does it move, and if not, why."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from threading import Lock
+
+from dataplane_admin.answers import AnswerError, Answers, models
+from dataplane_admin.pages import marks, words
+from dataplane_admin.pages.links import to
+
+_STEPS = 10
+_KEPT = 256
+# A step that is this many times longer ago than steps usually take is worth a word.
+_LATE = 3
+
+
+@dataclass(frozen=True)
+class TaskOnOverview:
+    """One task of a partition: how far it is."""
+
+    name: str
+    progress: marks.Stack
+    told: str
+
+
+@dataclass(frozen=True)
+class PartitionOnOverview:
+    """One partition as the overview shows it."""
+
+    facts: models.Partition
+    url: str
+    tasks: Sequence[TaskOnOverview]
+    trend: marks.Trend | None
+    trend_of: str
+    trend_words: str
+
+
+@dataclass(frozen=True)
+class StepOnOverview:
+    """One of the last steps."""
+
+    facts: models.TraceFacts
+    url: str
+    buckets: marks.Stack | None
+    productive: str
+
+
+@dataclass(frozen=True)
+class Overview:
+    """Everything on the first page.
+
+    Attributes:
+        mood: ``moving``, ``stuck``, ``quiet`` or ``empty``.
+    """
+
+    mood: str
+    headline: str
+    status: models.Status
+    waits: Sequence[models.Wait]
+    partitions: Sequence[PartitionOnOverview]
+    steps: Sequence[StepOnOverview]
+    units: Sequence[tuple[models.Unit, marks.Stack]]
+    put_per_s: float | None
+    took: marks.Trend | None
+
+
+class Buckets:
+    """Bucket times of traces, kept as long as a trace does not change: putting one together costs
+    more than all the rest of the page."""
+
+    def __init__(self, answers: Answers) -> None:
+        self._answers = answers
+        self._kept: OrderedDict[models.TraceFacts, dict[str, float]] = OrderedDict()
+        self._lock = Lock()
+
+    def of(self, facts: models.TraceFacts) -> dict[str, float] | None:
+        """Bucket to process-seconds; None if the trace cannot be had any more."""
+        with self._lock:
+            known = self._kept.get(facts)
+        if known is not None:
+            return known
+        try:
+            found = self._answers.trace(facts.trace_id).buckets
+        except AnswerError:
+            return None
+        with self._lock:
+            self._kept[facts] = found
+            while len(self._kept) > _KEPT:
+                self._kept.popitem(last=False)
+        return found
+
+
+def overview(answers: Answers, buckets: Buckets) -> Overview:
+    """The first page."""
+    status = answers.status()
+    held = answers.partitions()
+    waits = answers.why()
+    facts = [one for one in answers.traces(limit=_STEPS).traces]
+    longest = max((one.seconds for one in facts), default=0.0)
+    rates = [one.put_per_s for one in held.partitions if one.put_per_s is not None]
+    mood, headline = _headline(status, waits, held.partitions, facts)
+    return Overview(
+        mood=mood,
+        headline=headline,
+        status=status,
+        waits=waits,
+        partitions=[_partition(one) for one in held.partitions],
+        steps=[_step(one, buckets.of(one), longest) for one in facts],
+        units=[(unit, _used(unit)) for unit in held.storage],
+        put_per_s=sum(rates) if rates else None,
+        took=marks.trend([one.seconds for one in reversed(facts)]),
+    )
+
+
+def _headline(
+    status: models.Status,
+    waits: Sequence[models.Wait],
+    partitions: Sequence[models.Partition],
+    facts: Sequence[models.TraceFacts],
+) -> tuple[str, str]:
+    if waits:
+        longest = words.ago(max(wait.seconds for wait in waits))
+        things = "One thing waits" if len(waits) == 1 else f"{len(waits)} things wait, the longest"
+        return "stuck", f"{things} for {longest}"
+    if facts:
+        newest = facts[0]
+        since = (status.now_ns - newest.end_ns) / 1e9
+        what = f"Step {newest.step}" if newest.step is not None else "The newest trace"
+        if since > max(60.0, _LATE * newest.seconds):
+            return "quiet", f"Nothing waits; {what.lower()} ended {words.ago(since)} ago"
+        return "moving", f"Moving: {what.lower()} took {words.duration(newest.seconds)}"
+    if partitions:
+        return "moving", "Nothing waits"
+    if status.live.attached:
+        return "quiet", "The data plane is empty and nothing waits"
+    return "empty", "Nothing has arrived yet"
+
+
+def _partition(facts: models.Partition) -> PartitionOnOverview:
+    whole = max(facts.declared, facts.present, 1)
+    behind = max(facts.tasks, key=lambda task: task.unclaimed, default=None)
+    backlog: Sequence[float] = behind.backlog if behind else facts.put_trend
+    return PartitionOnOverview(
+        facts=facts,
+        url=to("/partition", id=facts.id),
+        tasks=[
+            TaskOnOverview(one.name, marks.of_task(one, whole), _told(one)) for one in facts.tasks
+        ],
+        trend=marks.trend(backlog),
+        trend_of=f"unclaimed by {behind.name}" if behind else "put",
+        trend_words=_trend_words(behind),
+    )
+
+
+def _told(task: models.PartitionTask) -> str:
+    parts = [f"{words.count(task.settled)} settled"]
+    if task.leased:
+        parts.append(f"{words.count(task.leased)} leased")
+    if task.unclaimed:
+        ready = "" if task.ready is None else f", {words.count(task.ready)} ready"
+        parts.append(f"{words.count(task.unclaimed)} unclaimed{ready}")
+    return " · ".join(parts)
+
+
+def _trend_words(task: models.PartitionTask | None) -> str:
+    if task is None or task.backlog_per_s is None:
+        return ""
+    rate = task.backlog_per_s
+    if abs(rate) < 0.05:
+        return "steady"
+    return f"{'grows' if rate > 0 else 'shrinks'} by {abs(rate):.1f} a second"
+
+
+def _step(
+    facts: models.TraceFacts, seconds: dict[str, float] | None, longest: float
+) -> StepOnOverview:
+    if not seconds:
+        return StepOnOverview(facts, to("/trace", id=facts.trace_id), None, "-")
+    total = sum(seconds.values())
+    # As wide as the step was long beside the longest one shown.
+    whole = total * longest / facts.seconds if facts.seconds > 0 else total
+    return StepOnOverview(
+        facts,
+        to("/trace", id=facts.trace_id),
+        marks.of_buckets(seconds, whole),
+        words.percent(seconds.get("productive", 0.0), total),
+    )
+
+
+def _used(unit: models.Unit) -> marks.Stack:
+    told = f"{words.size(unit.used)} of {words.size(unit.capacity)} used"
+    return marks.stack([("accent", unit.used)], unit.capacity, told)

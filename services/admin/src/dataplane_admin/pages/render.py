@@ -1,0 +1,47 @@
+"""Templates to HTML. Text of others is made printable and escaped wherever it is written out."""
+
+from __future__ import annotations
+
+from typing import Any  # Any: what a template is given
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup, escape
+
+from dataplane_admin.pages import words
+from dataplane_admin.pages.comparison import signed
+from dataplane_admin.pages.links import to
+from observability.views.printable import printable
+
+
+def environment() -> Environment:
+    """The templates' environment."""
+    made = Environment(
+        loader=PackageLoader("dataplane_admin.pages", "templates"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        finalize=_shown,
+        auto_reload=False,
+    )
+    made.filters.update(
+        ago=words.ago,
+        count=words.count,
+        duration=words.duration,
+        exact=_exact,
+        few=words.listed,
+        signed=signed,
+        size=words.size,
+    )
+    made.globals.update(clock=words.clock, plural=words.plural, percent=words.percent, to=to)
+    return made
+
+
+def _shown(value: Any) -> Any:
+    """What `{{ value }}` writes: of text only what is printable; markup of ours as it is."""
+    return printable(value) if type(value) is str else value
+
+
+def _exact(value: object) -> Markup:
+    """Text as it is, escaped: for what a form has to send back unchanged."""
+    return escape(str(value))

@@ -1,0 +1,54 @@
+// Fetches pages of this service and swaps parts of the one that is shown.
+import { morph } from "./morph.js";
+
+let underWay = null;
+
+// Swaps the parts with these ids; tells `swapped` on the document when it is done.
+export async function visit(url, ids, { quietly = false } = {}) {
+  if (quietly && underWay) return;
+  if (underWay) underWay.abort();
+  const own = new AbortController();
+  underWay = own;
+  try {
+    const answer = await fetch(url, { signal: own.signal, headers: { Accept: "text/html" } });
+    if (answer.redirected || !answer.ok) throw new Error(`${answer.status}`);
+    const fresh = new DOMParser().parseFromString(await answer.text(), "text/html");
+    for (const id of ids) {
+      const old = document.getElementById(id);
+      const wanted = fresh.getElementById(id);
+      if (old && wanted) morph(old, wanted);
+    }
+    document.dispatchEvent(new CustomEvent("swapped"));
+  } finally {
+    if (underWay === own) underWay = null;
+  }
+}
+
+// Links with data-swap="id id" swap these parts; data-history="replace" leaves no step to go back to.
+export function swapOnClick() {
+  document.addEventListener("click", async (event) => {
+    const link = event.target.closest?.("a[data-swap]");
+    if (!link || event.defaultPrevented || event.button || event.metaKey || event.ctrlKey || event.shiftKey || event.altKey) return;
+    event.preventDefault();
+    const url = hrefOf(link);
+    try {
+      await visit(url, link.dataset.swap.split(" "));
+    } catch (error) {
+      if (error.name !== "AbortError") location.assign(url);
+      return;
+    }
+    history[link.dataset.history === "replace" ? "replaceState" : "pushState"]({}, "", url);
+    const say = document.getElementById("say");
+    if (say) say.textContent = link.dataset.say || "";
+    document.getElementById(link.dataset.focus || "")?.focus();
+  });
+  let shown = location.pathname + location.search;
+  document.addEventListener("swapped", () => { shown = ""; });
+  addEventListener("popstate", () => {
+    if (location.pathname + location.search !== shown) location.reload();
+  });
+}
+
+function hrefOf(link) {
+  return typeof link.href === "string" ? link.href : new URL(link.href.baseVal, location.href).href;
+}

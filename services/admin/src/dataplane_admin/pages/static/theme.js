@@ -1,0 +1,21 @@
+// Light, dark, or as the system has it; a cookie tells the server, so that no page flashes.
+const NEXT = { auto: "light", light: "dark", dark: "auto" };
+
+export function switchTheme() {
+  const button = document.getElementById("theme");
+  if (!button) return;
+  const root = document.documentElement;
+  const name = () => `Colours: ${root.dataset.theme || "auto"}. Switch to ${NEXT[root.dataset.theme || "auto"]}`;
+  button.hidden = false;
+  button.setAttribute("aria-label", name());
+  button.title = name();
+  button.addEventListener("click", () => {
+    const next = NEXT[root.dataset.theme || "auto"];
+    if (next === "auto") delete root.dataset.theme;
+    else root.dataset.theme = next;
+    const age = next === "auto" ? 0 : 31_536_000;
+    document.cookie = `dataplane_theme=${next}; Path=/; Max-Age=${age}; SameSite=Strict`;
+    button.setAttribute("aria-label", name());
+    button.title = name();
+  });
+}

@@ -1,0 +1,147 @@
+// Zooms the time of a waterfall: by dragging over a stretch, by buttons, by + - 0, by ctrl and wheel.
+const MOST = 400;
+const SVG = "http://www.w3.org/2000/svg";
+
+export function zoom() {
+  const chart = document.querySelector("[data-zoom]");
+  if (!chart) return;
+  const scroll = chart.querySelector(".chart-scroll");
+  const time = chart.querySelector("svg.time");
+  const buttons = document.getElementById("zoom");
+  let scale = 1;
+
+  // `share` of the whole time stays at `at` pixels from the left of what is seen.
+  const set = (next, share, at) => {
+    scale = Math.min(MOST, Math.max(1, next));
+    time.setAttribute("width", `${100 * scale}%`);
+    scroll.scrollLeft = share * scroll.clientWidth * scale - at;
+    drawTicks(time, scale);
+  };
+  const shareAt = (at) => (scroll.scrollLeft + at) / (scroll.clientWidth * scale);
+  const by = (factor, at = scroll.clientWidth / 2) => set(factor ? scale * factor : 1, shareAt(at), at);
+  const aroundFocus = (factor) => {
+    const bar = document.activeElement?.closest?.("[data-stop]");
+    if (!bar || !factor) return by(factor);
+    const middle = (Number(bar.dataset.from) + Number(bar.dataset.to)) / 200;
+    set(scale * factor, middle, scroll.clientWidth / 2);
+  };
+
+  if (buttons) {
+    buttons.hidden = false;
+    buttons.addEventListener("click", (event) => {
+      const factor = event.target.closest("button")?.dataset.factor;
+      if (factor !== undefined) by(Number(factor));
+    });
+  }
+  chart.addEventListener("keydown", (event) => {
+    const factor = { "+": 1.6, "=": 1.6, "-": 1 / 1.6, "0": 0 }[event.key];
+    if (factor === undefined || event.ctrlKey || event.metaKey || event.altKey) return;
+    event.preventDefault();
+    aroundFocus(factor);
+  });
+  scroll.addEventListener("wheel", (event) => {
+    if (!event.ctrlKey) return;
+    event.preventDefault();
+    by(event.deltaY < 0 ? 1.25 : 0.8, event.clientX - scroll.getBoundingClientRect().left);
+  }, { passive: false });
+  document.addEventListener("roved", (event) => {
+    const bar = event.detail;
+    if (!chart.contains(bar)) return;
+    const whole = scroll.clientWidth * scale;
+    const from = (whole * Number(bar.dataset.from)) / 100;
+    const to = (whole * Number(bar.dataset.to)) / 100;
+    if (to < scroll.scrollLeft + 20 || from > scroll.scrollLeft + scroll.clientWidth - 20) {
+      scroll.scrollLeft = from - 40;
+    }
+    const seen = bar.getBoundingClientRect();
+    if (seen.top < 60 || seen.bottom > innerHeight) bar.scrollIntoView({ block: "center", inline: "nearest" });
+  });
+  document.addEventListener("swapped", () => drawTicks(time, scale));
+  dragging(scroll, time, (from, to) => {
+    const left = shareAt(from);
+    const share = shareAt(to) - left;
+    set(1 / share, left, 0);
+  });
+}
+
+// Calls `done` with the pixels between which a pointer was dragged; a click stays a click.
+function dragging(scroll, time, done) {
+  let from = null;
+  let mark = null;
+  const at = (event) => {
+    const box = scroll.getBoundingClientRect();
+    return Math.min(box.width, Math.max(0, event.clientX - box.left));
+  };
+  const draw = (left, right) => {
+    const box = time.getBoundingClientRect();
+    const offset = scroll.getBoundingClientRect().left - box.left;
+    mark.setAttribute("x", String(left + offset));
+    mark.setAttribute("width", String(right - left));
+  };
+  time.addEventListener("dragstart", (event) => event.preventDefault());
+  time.addEventListener("pointerdown", (event) => {
+    if (event.button === 0 && event.pointerType !== "touch") from = at(event);
+  });
+  addEventListener("pointermove", (event) => {
+    if (from === null) return;
+    const to = at(event);
+    if (!mark && Math.abs(to - from) < 5) return;
+    if (!mark) {
+      mark = document.createElementNS(SVG, "rect");
+      mark.setAttribute("class", "chosen");
+      mark.setAttribute("y", "0");
+      mark.setAttribute("height", "100%");
+      time.append(mark);
+    }
+    draw(Math.min(from, to), Math.max(from, to));
+  });
+  addEventListener("pointerup", (event) => {
+    const began = from;
+    from = null;
+    if (!mark) return;
+    mark.remove();
+    mark = null;
+    const to = at(event);
+    // The click that follows a drag is none.
+    addEventListener("click", (click) => { click.preventDefault(); click.stopPropagation(); }, { capture: true, once: true });
+    setTimeout(() => dispatchEvent(new Event("dragged")), 0);
+    if (Math.abs(to - began) > 4) done(Math.min(began, to), Math.max(began, to));
+  });
+}
+
+function drawTicks(time, scale) {
+  const ticks = time.querySelector(".ticks");
+  const seconds = Number(time.dataset.seconds);
+  if (!ticks || !(seconds > 0)) return;
+  const narrow = time.parentNode.clientWidth < 600;
+  const distance = roundDistance(seconds / scale, narrow ? 4 : 9);
+  const height = time.getAttribute("height");
+  const fresh = document.createDocumentFragment();
+  for (let place = 0; place * distance <= seconds * (1 + 1e-9); place += 1) {
+    const x = `${(100 * place * distance) / seconds}%`;
+    const line = document.createElementNS(SVG, "line");
+    for (const [name, value] of [["x1", x], ["x2", x], ["y1", "0"], ["y2", height], ["class", "tick"]]) {
+      line.setAttribute(name, value);
+    }
+    const text = document.createElementNS(SVG, "text");
+    text.setAttribute("class", "faint");
+    text.setAttribute("y", "13");
+    text.setAttribute("x", x);
+    text.setAttribute("dx", "4");
+    text.textContent = duration(place * distance, distance);
+    fresh.append(line, text);
+  }
+  ticks.replaceChildren(fresh);
+}
+
+function roundDistance(seconds, most) {
+  const power = 10 ** Math.floor(Math.log10(seconds / most));
+  return power * [1, 2, 5, 10].find((factor) => seconds / (power * factor) <= most);
+}
+
+function duration(seconds, distance) {
+  const [unit, scale] = [["s", 1], ["ms", 1e-3], ["µs", 1e-6]].find(([, one]) => distance >= one * 0.0999 && seconds >= one) || ["µs", 1e-6];
+  if (!seconds) return "0 s";
+  const digits = Math.max(0, -Math.floor(Math.log10(distance / scale) + 1e-9));
+  return `${(seconds / scale).toFixed(digits)} ${unit}`;
+}
