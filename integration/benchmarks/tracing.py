@@ -55,12 +55,12 @@ Mode = Literal["off", "off_again", "on", "verbose"]
 QUICK_ROUNDS = 10
 _QUICK_MODES: tuple[Mode, ...] = ("off", "on")
 _FULL_MODES: tuple[Mode, ...] = ("off", "off_again", "on", "verbose")
-_WARM_UPS = 2
+_WARM_UPS = 1
 _SEED = 20_261
 _IDS = 512
 _REPETITIONS = 2_000
 _RESAMPLES = 4_000
-_INSIDE_STEPS = 20
+_INSIDE_STEPS, _QUICK_INSIDE_STEPS = 20, 3
 _SILENT = NoOpLoggerProvider()
 
 
