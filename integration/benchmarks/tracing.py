@@ -123,6 +123,7 @@ class TracingCost:
     Attributes:
         load: the step.
         inside: by mode and process, the mean of what tracing code took of a step; see `Spent`.
+        inside_steps: of which it is the mean.
         seconds: by mode, of each round's step.
         cpu_seconds: by mode, of all processes of each round's step, the driver's included and the
             collector's not.
@@ -134,6 +135,7 @@ class TracingCost:
 
     load: Load
     inside: dict[Mode, dict[str, Spent]]
+    inside_steps: int
     seconds: dict[Mode, list[float]]
     cpu_seconds: dict[Mode, list[float]]
     spans: dict[Mode, int]
@@ -214,9 +216,8 @@ class TracingCost:
                 ("ms", longest * 1e3, "ms"),
                 ("pct", 100 * longest / step.value, "%"),
             ):
-                found.append(
-                    Entry(f"{own}{suffix}_inside_{what}", value, unit, None, 0.0, _INSIDE_STEPS)
-                )
+                name = f"{own}{suffix}_inside_{what}"
+                found.append(Entry(name, value, unit, None, 0.0, self.inside_steps))
         if self.load is not LARGER:
             return found
         for mode in self.spans:
@@ -256,6 +257,7 @@ def measure_tracing(load: Load, *, full: bool) -> TracingCost:
             seconds: dict[Mode, list[float]] = defaultdict(list)
             cpu_seconds: dict[Mode, list[float]] = defaultdict(list)
             rounds = load.rounds if full else QUICK_ROUNDS
+            inside_steps = _INSIDE_STEPS if full else _QUICK_INSIDE_STEPS
             for number in range(_WARM_UPS + rounds):
                 if number == _WARM_UPS:
                     steps.settle()
@@ -265,7 +267,7 @@ def measure_tracing(load: Load, *, full: bool) -> TracingCost:
                         seconds[mode].append(took)
                         cpu_seconds[mode].append(used)
             inside = {
-                mode: steps.inside(mode, _WARM_UPS + rounds, _INSIDE_STEPS)
+                mode: steps.inside(mode, _WARM_UPS + rounds, inside_steps)
                 for mode in modes
                 if mode in ("on", "verbose")
             }
@@ -276,6 +278,7 @@ def measure_tracing(load: Load, *, full: bool) -> TracingCost:
     return TracingCost(
         load,
         inside,
+        inside_steps,
         dict(seconds),
         dict(cpu_seconds),
         {mode: told["spans"][steps.number(mode, last)] for mode in reported},
