@@ -1,13 +1,15 @@
-"""The command ``dataplane-admin``."""
+"""The command ``dataplane-admin``: the service itself, and questions to one that runs."""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, NoReturn
 
+import structlog
 import typer
 
-from dataplane_admin.app import create_app
 from dataplane_admin.host import LOOPBACK_HOSTS
 from dataplane_admin.listen import listen, resolve
 from dataplane_admin.server import end_in_peace_on_signals, run
@@ -15,6 +17,20 @@ from dataplane_admin.token import read_token
 
 # A traceback with local variables would show the token.
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+
+DEFAULT_DB = "dataplane-admin.sqlite"
+_DAY_S = 86_400.0
+
+Url = Annotated[
+    str, typer.Option(help="Address of the running service.", envvar="DATAPLANE_ADMIN_URL")
+]
+TokenFile = Annotated[
+    Path | None,
+    typer.Option(help="File with the service's bearer token.", envvar="DATAPLANE_ADMIN_TOKEN_FILE"),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the answer of the API as it is.")]
+
+DEFAULT_URL = "http://127.0.0.1:8080"
 
 
 @app.callback()
@@ -32,7 +48,7 @@ def serve(
     ] = 8080,
     token_file: Annotated[
         Path | None,
-        typer.Option(help="File with the bearer token that every route but /healthz asks for."),
+        typer.Option(help="File with the bearer token that every route but probes asks for."),
     ] = None,
     allowed_host: Annotated[
         list[str] | None,
@@ -40,12 +56,56 @@ def serve(
             help="Further host that the Host header may name, without a port. Can be repeated."
         ),
     ] = None,
+    allowed_origin: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Further origin, such as https://admin.example, whose pages may send requests; "
+            "for a proxy that changes the Host header. Can be repeated."
+        ),
+    ] = None,
+    db: Annotated[
+        str,
+        typer.Option(
+            help="Where what arrives is kept: a file of SQLite, or postgresql+psycopg://...",
+            envvar="DATAPLANE_ADMIN_DB",
+        ),
+    ] = DEFAULT_DB,
+    ray_address: Annotated[
+        str | None,
+        typer.Option(help="Ray cluster with the data plane to look into; 'auto' finds one here."),
+    ] = None,
+    poll: Annotated[
+        float, typer.Option(min=0.05, max=3600, help="Seconds between two looks into it.")
+    ] = 1.0,
+    allow_actions: Annotated[
+        bool, typer.Option("--allow-actions", help="Allow to change the data plane by hand.")
+    ] = False,
+    retention_days: Annotated[
+        float, typer.Option(min=0, help="Days that telemetry is kept; 0 keeps it for good.")
+    ] = 7.0,
+    retention_bytes: Annotated[
+        int, typer.Option(min=0, help="Bytes that are kept; 0 for no limit.")
+    ] = 2 * 1024**3,
+    jaeger_url: Annotated[
+        str | None, typer.Option(help="Base of Jaeger's pages, to link traces to.")
+    ] = None,
+    tempo_url: Annotated[
+        str | None,
+        typer.Option(help="Page of a trace in Tempo or Grafana, with {trace_id} in it."),
+    ] = None,
     shutdown_timeout_s: Annotated[
         int, typer.Option(min=1, help="Seconds that requests have to finish after SIGTERM.")
     ] = 10,
 ) -> None:
     """Serve until SIGTERM or SIGINT. The one line of output is the URL."""
     end_in_peace_on_signals()
+    # Standard output is for the URL alone.
+    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
+    # These take their time to be imported, which questions to a running service need not wait for.
+    from dataplane_admin.app import create_app
+    from dataplane_admin.settings import Settings
+    from dataplane_admin.store import Retention, StoreError
+
     try:
         token = None if token_file is None else read_token(token_file)
     except (OSError, ValueError) as error:
@@ -59,20 +119,110 @@ def serve(
             f"{host!r} is reachable from other machines; give --token-file, or a loopback address"
         )
     try:
-        service = create_app(
-            token=token,
-            allowed_hosts=[*LOOPBACK_HOSTS, *asked.hosts, *(allowed_host or [])],
-        )
-    except ValueError as error:
-        _refuse(f"--allowed-host: {error}")
-    try:
         listener, bound = listen(asked)
     except OSError as error:
         _refuse(f"cannot listen on {asked}: {error.strerror}")
+    try:
+        settings = Settings(
+            store_url=db if "://" in db else f"sqlite:///{db}",
+            token=token,
+            allowed_hosts=(*LOOPBACK_HOSTS, *asked.hosts, *(allowed_host or [])),
+            allowed_origins=tuple(allowed_origin or []),
+            allow_actions=allow_actions,
+            retention=Retention(
+                max_age_s=retention_days * _DAY_S or None, max_bytes=retention_bytes or None
+            ),
+            ray_address=ray_address,
+            poll_s=poll,
+            jaeger_url=jaeger_url,
+            tempo_url=tempo_url,
+        )
+        service = create_app(settings)
+    except (ValueError, StoreError, OSError) as error:
+        listener.close()
+        _refuse(str(error))
     typer.echo(f"http://{bound}")
     run(service, listener, shutdown_timeout_s=shutdown_timeout_s)
 
 
+@app.command()
+def partitions(
+    url: Url = DEFAULT_URL, token_file: TokenFile = None, as_json: AsJson = False
+) -> None:
+    """Show the partitions of the live data plane."""
+    _show("/api/v1/partitions", {}, url, token_file, as_json=as_json)
+
+
+@app.command()
+def sample(
+    sample_id: Annotated[str, typer.Argument(metavar="ID", help="Id of the sample.")],
+    partition: Annotated[str | None, typer.Option(help="Only in this partition.")] = None,
+    url: Url = DEFAULT_URL,
+    token_file: TokenFile = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show one sample from its put to its clear."""
+    asked = {"id": sample_id, "partition": partition}
+    _show("/api/v1/sample", asked, url, token_file, as_json=as_json)
+
+
+@app.command()
+def traces(
+    run_id: Annotated[str | None, typer.Option("--run", help="Only of this run.")] = None,
+    step: Annotated[int | None, typer.Option(min=0, help="Only of this step.")] = None,
+    name: Annotated[str | None, typer.Option(help="Only with this in their name.")] = None,
+    min_s: Annotated[float | None, typer.Option(min=0, help="Only as long as this.")] = None,
+    max_s: Annotated[float | None, typer.Option(min=0, help="Only as short as this.")] = None,
+    error: Annotated[
+        bool | None,
+        typer.Option("--error/--no-error", help="Only with, or without, failed spans."),
+    ] = None,
+    limit: Annotated[int, typer.Option(min=1, max=1000, help="At most so many.")] = 20,
+    url: Url = DEFAULT_URL,
+    token_file: TokenFile = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show traces, the newest first."""
+    asked = {
+        "run": run_id,
+        "step": step,
+        "name": name,
+        "min_s": min_s,
+        "max_s": max_s,
+        "error": None if error is None else str(error).lower(),
+        "limit": limit,
+    }
+    _show("/api/v1/traces", asked, url, token_file, as_json=as_json)
+
+
+@app.command()
+def why(url: Url = DEFAULT_URL, token_file: TokenFile = None, as_json: AsJson = False) -> None:
+    """Show why it is stuck, the longest wait first."""
+    _show("/api/v1/why", {}, url, token_file, as_json=as_json)
+
+
+def _show(
+    path: str,
+    asked: Mapping[str, str | int | float | None],
+    url: str,
+    token_file: Path | None,
+    *,
+    as_json: bool,
+) -> None:
+    from dataplane_admin.questions import AskError, ask
+    from dataplane_admin.terminal import show
+
+    try:
+        token = None if token_file is None else read_token(token_file)
+        body = ask(url, path, asked, token=token)
+        if as_json:
+            typer.echo(body)
+        else:
+            show(path, body)
+    except (AskError, OSError, ValueError) as error:
+        _refuse(str(error))
+
+
 def _refuse(reason: str) -> NoReturn:
-    typer.echo(f"dataplane-admin: {reason}", err=True)
+    typer.echo(f"dataplane-admin: {' '.join(reason.split())}", err=True)
     raise typer.Exit(1)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 
 from dataplane_admin.answers import models, partitions
 from dataplane_admin.answers.cursors import read_sample_cursor, sample_cursor
 from dataplane_admin.answers.errors import AnswerError, NotFound, Refused
 from dataplane_admin.live import Live
 from dataplane_admin.store import SampleRow, Store
-from dataplane_core import PartitionSummary, SampleState
+from dataplane_core import DataPlaneInspector, PartitionSummary, SampleState
 from observability.records import Event, Records
 from observability.views import Hop, SampleNotFound, life_of, printable
 
@@ -100,19 +101,21 @@ def _live_sample(
     if live is None:
         return None
     for summary in _looked_into(live, partition, notes):
-        name = summary.partition_id
+        read = partial(_read, partition=summary.partition_id, sample_id=sample_id)
         try:
-            state = partitions.ask(
-                live, lambda plane, name=name: plane.read_sample(name, sample_id)
-            )
+            state = partitions.ask(live, read)
         except NotFound:
             continue
         except AnswerError as error:
             notes.append(f"not looked up live: {error}")
             return None
         if state is not None:
-            return partitions.sample(state, name)
+            return partitions.sample(state, summary.partition_id)
     return None
+
+
+def _read(plane: DataPlaneInspector, partition: str, sample_id: str) -> SampleState | None:
+    return plane.read_sample(partition, sample_id)
 
 
 def _looked_into(live: Live, partition: str | None, notes: list[str]) -> list[PartitionSummary]:

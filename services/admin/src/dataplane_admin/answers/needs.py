@@ -10,6 +10,7 @@ import threading
 from collections import OrderedDict
 
 from dataplane_admin.store import Store
+from observability.records import Event
 
 _MOST = 1_000
 # Events looked through when the service starts, and at a time later on.
@@ -50,19 +51,18 @@ class Needs:
             if event.name == "claimed" and event.trace_id and place not in self._known:
                 traces.setdefault(event.trace_id)
         for trace_id in list(traces)[:_TRACES]:
-            for event in self._store.trace_records(trace_id).events:
-                self._learn(event.name, event.attributes)
+            for told in self._store.trace_records(trace_id).events:
+                self._learn(told)
 
-    def _learn(self, name: str, told: object) -> None:
-        if name not in ("claimed", "waiting") or not isinstance(told, dict):
+    def _learn(self, event: Event) -> None:
+        if event.name not in ("claimed", "waiting"):
             return
-        fields = told.get("dataplane.fields")
-        partition, task = told.get("dataplane.partition"), told.get("dataplane.task")
-        if (
-            isinstance(fields, list | tuple)
-            and isinstance(partition, str)
-            and isinstance(task, str)
-        ):
+        fields = event.attributes.get("dataplane.fields")
+        partition = event.attributes.get("dataplane.partition")
+        task = event.attributes.get("dataplane.task")
+        if not (isinstance(partition, str) and isinstance(task, str) and task):
+            return
+        if isinstance(fields, list | tuple):
             self._known[partition, task] = tuple(one for one in fields if isinstance(one, str))
             self._known.move_to_end((partition, task))
             while len(self._known) > _MOST:
