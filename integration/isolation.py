@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import tomllib
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -31,6 +32,8 @@ TESTED_WITH = {  # what a package's own tests need besides the package
     "refit-mx": ["torch>=2.10"],  # layouts are compared with torch.chunk
 }
 TIMEOUT_S = 900
+LANES = 2
+LONGEST = "dataplane-tq"
 
 
 def main() -> int:
@@ -57,14 +60,24 @@ def main() -> int:
                 cwd=ROOT,
             )
         (folder / "constraints.txt").write_text("\n".join(pins) + "\n")
-        for package in chosen:
-            check(uv, package, folder, wheels, cutoff)
+        # Beside each other, since those that start clusters mostly wait; the longest comes first.
+        with ThreadPoolExecutor(LANES) as lanes:
+            checks = {
+                package: lanes.submit(check, uv, package, folder, wheels, cutoff)
+                for package in sorted(chosen, key=lambda package: package != LONGEST)
+            }
+            try:
+                for checked in as_completed(checks.values()):
+                    print(checked.result(), flush=True)
+            except BaseException:
+                lanes.shutdown(cancel_futures=True)
+                raise
     print(f"isolation: {len(chosen)} passed, 0 failed")
     return 0
 
 
-def check(uv: str, package: str, folder: Path, wheels: Path, cutoff: str) -> None:
-    """Install one package from its wheel, import it, and run its own tests."""
+def check(uv: str, package: str, folder: Path, wheels: Path, cutoff: str) -> str:
+    """Install one package from its wheel, import it, and run its own tests; what that printed."""
     environment = folder / package
     run(uv, "venv", "--quiet", "--python", sys.executable, str(environment), cwd=folder)
     python = environment / "bin" / "python"
@@ -88,7 +101,9 @@ def check(uv: str, package: str, folder: Path, wheels: Path, cutoff: str) -> Non
         *TEST_TOOLS,
         cwd=folder,
     )
-    checkout = folder / "checkout"  # laid out as here, so that tests find the pages of docs/
+    checkout = (
+        folder / f"checkout-{package}"
+    )  # laid out as here, so that tests find the pages of docs/
     tests = checkout / "packages" / package
     unwanted = shutil.ignore_patterns("src", "__pycache__")
     shutil.copytree(ROOT / "packages" / package, tests, ignore=unwanted)
@@ -104,8 +119,7 @@ def check(uv: str, package: str, folder: Path, wheels: Path, cutoff: str) -> Non
     ).stdout.strip()
     if not location.startswith(str(environment)):
         raise SystemExit(f"{package}: imported from {location}, not from its wheel")
-    print(f"== {package}", flush=True)
-    run(
+    printed = run(
         str(python),
         "-m",
         "pytest",
@@ -117,13 +131,24 @@ def check(uv: str, package: str, folder: Path, wheels: Path, cutoff: str) -> Non
         "tests",
         cwd=tests,
     )
+    return f"== {package}\n{printed}"
 
 
-def run(*command: str, cwd: Path) -> None:
-    """Run a command; a failure ends the job."""
-    done = subprocess.run(command, cwd=cwd, timeout=TIMEOUT_S, check=False)
+def run(*command: str, cwd: Path) -> str:
+    """Run a command and return what it printed; a failure ends the job."""
+    done = subprocess.run(
+        command,
+        cwd=cwd,
+        timeout=TIMEOUT_S,
+        check=False,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
     if done.returncode:
+        print(done.stdout, flush=True)
         raise SystemExit(f"failed with status {done.returncode}: {' '.join(command)}")
+    return done.stdout
 
 
 if __name__ == "__main__":
