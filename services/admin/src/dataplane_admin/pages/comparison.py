@@ -9,6 +9,7 @@ from dataplane_admin.answers import models
 from dataplane_admin.pages import words
 
 _NOTABLE = 0.02
+_CAUSE = 0.25
 _MOST = 60
 
 
@@ -59,27 +60,37 @@ def comparison_page(
 
 
 def signed(seconds: float) -> str:
-    """``+310 ms``, ``−12.0 ms``; with a true minus sign."""
+    """``+310 ms``, or with a true minus sign."""
     if abs(seconds) < 5e-7:
         return "0"
-    return f"{'+' if seconds > 0 else '−'}{words.duration(abs(seconds))}"
+    return ("+" if seconds > 0 else "\N{MINUS SIGN}") + words.duration(abs(seconds))
 
 
 def _sentence(compared: models.TraceComparison, stages: Sequence[models.ComparedRow]) -> str:
-    a, b = compared.a.seconds, compared.b.seconds
-    change = b - a
-    if not a or abs(change) < _NOTABLE * a:
-        return f"Both took about as long: {words.duration(a)} and {words.duration(b)}"
+    a, b = compared.a, compared.b
+    change = b.seconds - a.seconds
+    if not a.seconds or abs(change) < _NOTABLE * a.seconds:
+        both = f"{words.duration(a.seconds)} and {words.duration(b.seconds)}"
+        return f"{_name(a)} and {_name(b, middle=True)} took about as long: {both}"
     way = "longer" if change > 0 else "less"
-    told = f"{words.duration(abs(change))} {way} ({signed(change)[0]}{abs(change) / a:.0%})"
-    same_way = [one for one in stages if one.difference_s * change > 0]
-    same_way.sort(key=lambda one: -abs(one.difference_s))
-    causes = [
-        f"{one.name} {signed(one.difference_s)}"
-        for one in same_way[:2]
-        if abs(one.difference_s) >= 0.1 * abs(change)
+    told = (
+        f"{_name(b)} took {words.duration(abs(change))} {way} than {_name(a, middle=True)} "
+        f"({signed(change)[0]}{100 * abs(change) / a.seconds:.0f} %)"
+    )
+    causes = [one for one in stages if one.difference_s * change > 0]
+    causes.sort(key=lambda one: -abs(one.difference_s))
+    named = [
+        f"{one.name} ({signed(one.difference_s)})"
+        for one in causes[:2]
+        if abs(one.difference_s) >= _CAUSE * abs(change)
     ]
-    return told + (f", mostly in {' and '.join(causes)}" if causes else "")
+    return told + (f", mostly in {' and '.join(named)}" if named else "")
+
+
+def _name(facts: models.TraceFacts, *, middle: bool = False) -> str:
+    if facts.step is None:
+        return facts.name
+    return f"{'step' if middle else 'Step'} {facts.step}"
 
 
 _Pair = tuple[str, int, float, float, str]
@@ -88,7 +99,13 @@ _Pair = tuple[str, int, float, float, str]
 def _of_compared(rows: Iterable[models.ComparedRow]) -> Iterable[_Pair]:
     for row in rows:
         one = f"{row.a_count}" if row.a_count == row.b_count else f"{row.a_count} → {row.b_count}"
-        yield row.name, row.depth, row.a_s, row.b_s, "" if one == "1" else f"×{one}"
+        yield (
+            row.name,
+            row.depth,
+            row.a_s,
+            row.b_s,
+            "" if one == "1" else f"\N{MULTIPLICATION SIGN}{one}",
+        )
 
 
 def _busy(a: models.Trace, b: models.Trace) -> Iterable[_Pair]:

@@ -98,7 +98,7 @@ def overview(answers: Answers, buckets: Buckets) -> Overview:
     status = answers.status()
     held = answers.partitions()
     waits = answers.why()
-    facts = [one for one in answers.traces(limit=_STEPS).traces]
+    facts = answers.traces(limit=_STEPS).traces
     longest = max((one.seconds for one in facts), default=0.0)
     rates = [one.put_per_s for one in held.partitions if one.put_per_s is not None]
     mood, headline = _headline(status, waits, held.partitions, facts)

@@ -10,6 +10,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from dataplane_admin.answers import models
 from dataplane_admin.pages import words
@@ -245,7 +246,7 @@ def _turns(
     placed: Mapping[str, tuple[int, int, int]],
 ) -> Iterable[Turn]:
     seen: defaultdict[tuple[float, int, int], int] = defaultdict(int)
-    for before, after in zip(path, path[1:], strict=False):
+    for before, after in pairwise(path):
         one, other = placed[before.span_id][0] + BAR + 1, placed[after.span_id][0] + BAR + 1
         if one == other:
             continue
