@@ -39,6 +39,10 @@ demo: sync ## Train a tiny model with GRPO through the data plane; reward.png sh
 trace: sync ## Trace three steps of the demo across all its processes; build/trace.html shows them
 	$(BIN)/grpo-trace --steps 3 --html build/trace.html --perfetto build/trace.json
 
+.PHONY: admin
+admin: sync ## Open the admin service beside a live demo run; prints its address
+	$(BIN)/python integration/admin_demo.py
+
 .PHONY: test
 test: sync ## Run every test of every package, service and integration
 	$(BIN)/pytest
