@@ -12,12 +12,13 @@ from __future__ import annotations
 import os
 import sqlite3
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any  # Any: DBAPI connections
 
 from sqlalchemy import Connection, Engine, create_engine, event, text
 from sqlalchemy.engine import URL, make_url
-from sqlalchemy.exc import ArgumentError
+from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 
 _BUSY_S = 10.0
 _READERS = 16
@@ -122,13 +123,13 @@ class Database:
         """Close every connection."""
         self.readers.dispose()
         if self.is_sqlite:
-            raw = self.writer.raw_connection()
-            try:
-                raw.cursor().execute("PRAGMA wal_checkpoint(TRUNCATE)")
-            except sqlite3.OperationalError:
-                pass  # somebody reads it; who opens it next does it
-            finally:
-                raw.close()
+            # Somebody may read it, or it is no database at all; who opens it next does it.
+            with suppress(sqlite3.Error, SQLAlchemyError):
+                raw = self.writer.raw_connection()
+                try:
+                    raw.cursor().execute("PRAGMA wal_checkpoint(TRUNCATE)")
+                finally:
+                    raw.close()
         self.writer.dispose()
 
 

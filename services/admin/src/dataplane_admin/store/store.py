@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sqlite3
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from types import TracebackType
@@ -80,10 +81,11 @@ class Store:
         database = Database(url)
         try:
             migrate(database)
-        except DBAPIError as error:
+        except (DBAPIError, sqlite3.Error) as error:
             database.close()
             where = database.url.render_as_string(hide_password=True)
-            raise StoreUnavailable(f"{where}: cannot be opened: {error.orig}") from error
+            reason = error.orig if isinstance(error, DBAPIError) else error
+            raise StoreUnavailable(f"{where}: cannot be opened: {reason}") from error
         except BaseException:
             database.close()
             raise

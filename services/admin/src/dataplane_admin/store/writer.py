@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -181,7 +182,9 @@ class Writer:
             logger.error("write_refused", reason=str(error.orig))
             raise WriteRefused(f"the database refuses it: {error.orig}") from error
         except Exception as error:
-            logger.exception("write_failed")
+            # Without the values: they are long, and others'.
+            where = traceback.format_tb(error.__traceback__)[-3:]
+            logger.error("write_failed", error=repr(error)[:300], where=where)
             raise WriteRefused("it could not be written; the log says why") from error
 
     def _tidy_up(self) -> None:

@@ -1,0 +1,298 @@
+"""How many spans a second the admin service takes in, with its server on one core.
+
+The same requests of 100 realistic spans go to the service's OTLP routes, which commit them to
+SQLite before they answer, and to `observability.receiver.Receiver`, which appends them to a file as
+a collector's file exporter does. They take turns, each server in a process of its own that is
+pinned to one core, the client on another. What is lost is counted from what each has on disk after
+the last answer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import itertools
+import multiprocessing
+import os
+import random
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from integration.benchmarks.harness import Summary
+from integration.benchmarks.results_file import Entry
+from opentelemetry.proto.common.v1.common_pb2 import KeyValue
+from opentelemetry.proto.trace.v1.trace_pb2 import Span, TracesData
+
+SPANS = 100
+"""In a request."""
+
+INGEST_HEADINGS = ["server, one core", "spans/s, p50", "IQR", "µs/span", "lost", "rounds"]
+
+_SERVERS = ("admin into SQLite", "receiver into a file")
+_CONNECTIONS = 4
+_REQUESTS_A_TRACE = 4
+_QUICK = (5, 200)
+_FULL = (15, 600)
+_SEED = 20_262
+
+
+@dataclass(frozen=True)
+class IngestResult:
+    """What was measured.
+
+    Attributes:
+        rates: by server, spans a second of each round.
+        lost: by server, spans that were answered with 200 and are not on disk.
+        requests: in a round.
+    """
+
+    rates: dict[str, list[float]]
+    lost: dict[str, int]
+    requests: int
+
+    def rows(self) -> list[list[str]]:
+        """For a table with `INGEST_HEADINGS`."""
+        found = []
+        for server, rates in self.rates.items():
+            rate = Summary.of(rates)
+            found.append(
+                [
+                    server,
+                    f"{rate.value:,.0f}",
+                    f"{rate.spread:,.0f}",
+                    f"{1e6 / rate.value:.1f}",
+                    str(self.lost[server]),
+                    str(rate.count),
+                ]
+            )
+        return found
+
+    def entries(self) -> list[Entry]:
+        """For the file of results."""
+        service, plain = (self.rates[server] for server in _SERVERS)
+        rate, other = Summary.of(service), Summary.of(plain)
+        ratio = Summary.of([one / two for one, two in zip(service, plain, strict=True)])
+        baseline = "receiver writing to a file"
+        return [
+            Entry("admin.ingest_spans_per_s", rate.value, "1/s", None, rate.spread, rate.count),
+            Entry("admin.ingest_lost", self.lost[_SERVERS[0]], "1", None, 0.0, rate.count),
+            Entry(
+                "admin.ingest_file_spans_per_s", other.value, "1/s", None, other.spread, other.count
+            ),
+            Entry("admin.ingest_of_file", ratio.value, "x", baseline, ratio.spread, ratio.count),
+        ]
+
+
+def measure_ingest(*, full: bool) -> IngestResult:
+    """Run the rounds; starts and stops servers of its own.
+
+    Raises:
+        RuntimeError: a server did not take a request.
+    """
+    rounds, requests = _FULL if full else _QUICK
+    made = random.Random(_SEED)
+    before = os.sched_getaffinity(0)
+    core, other = _cores(before)
+    rates: dict[str, list[float]] = {server: [] for server in _SERVERS}
+    with tempfile.TemporaryDirectory(prefix="bench-ingest-") as folder:
+        with contextlib.ExitStack() as stack:
+            servers = {
+                server: stack.enter_context(_serve(server, Path(folder), core))
+                for server in _SERVERS
+            }
+            stack.callback(os.sched_setaffinity, 0, before)
+            os.sched_setaffinity(0, {other})
+            for number in range(1 + rounds):
+                bodies = make_requests(requests if number else requests // 4, made)
+                for server in made.sample(_SERVERS, len(_SERVERS)):
+                    took = _send(servers[server], bodies)
+                    if number:  # the first one warms up
+                        rates[server].append(len(bodies) * SPANS / took)
+        sent = (requests // 4 + rounds * requests) * SPANS
+        lost = {server: sent - _kept(server, Path(folder)) for server in _SERVERS}
+    return IngestResult(rates, lost, requests)
+
+
+def make_requests(count: int, made: random.Random) -> list[bytes]:
+    """Export requests of policy workers, generators and others of a GRPO run.
+
+    A trace is a step and comes in several requests; every span has ten attributes.
+    """
+    bodies = []
+    trace_id = b""
+    for number in range(count):
+        if number % _REQUESTS_A_TRACE == 0:
+            trace_id = made.randbytes(16)
+        data = TracesData()
+        resource = data.resource_spans.add()
+        rank = number % _REQUESTS_A_TRACE
+        for key, value in (
+            ("service.name", "grpo.policy"),
+            ("service.instance.id", str(rank)),
+            ("host.name", "node-17.cluster.local"),
+            ("process.pid", 40_000 + rank),
+            ("rl.run_id", "qwen-3b-grpo-2026-11-21"),
+            ("telemetry.sdk.language", "python"),
+        ):
+            _add(resource.resource.attributes.add(), key, value)
+        scope = resource.scope_spans.add()
+        scope.scope.name = "rl-dataplane"
+        start_ns = time.time_ns()
+        parent = made.randbytes(8)
+        for place in range(SPANS):
+            start_ns += made.randrange(1_000_000)
+            span = scope.spans.add(
+                trace_id=trace_id,
+                span_id=made.randbytes(8),
+                parent_span_id=parent,
+                name=("get train", "forward", "send train", "optimizer_step")[place % 4],
+                kind=Span.SPAN_KIND_CLIENT,
+                start_time_unix_nano=start_ns,
+                end_time_unix_nano=start_ns + made.randrange(50_000_000),
+            )
+            for key, value in (
+                ("rl.run_id", "qwen-3b-grpo-2026-11-21"),
+                ("rl.step", number // _REQUESTS_A_TRACE),
+                ("rl.weight_version", number // _REQUESTS_A_TRACE),
+                ("rl.bucket", "overhead"),
+                ("db.system.name", "dataplane"),
+                ("db.operation.name", "get"),
+                ("db.collection.name", "train"),
+                ("db.operation.batch.size", 512),
+                ("dataplane.fields", "input_ids,generation_logprobs,advantages,mask"),
+                ("dataplane.bytes", made.randrange(1 << 24)),
+            ):
+                _add(span.attributes.add(), key, value)
+        bodies.append(data.SerializeToString())
+    return bodies
+
+
+def _add(pair: KeyValue, key: str, value: str | int) -> None:
+    pair.key = key
+    if isinstance(value, int):
+        pair.value.int_value = value
+    else:
+        pair.value.string_value = value
+
+
+def _cores(usable: set[int]) -> tuple[int, int]:
+    """One for the servers, one for the client; the same one where there is no other."""
+    ordered = sorted(usable)
+    return ordered[-1], ordered[0]
+
+
+def _send(port: int, bodies: Sequence[bytes]) -> float:
+    """Seconds from the first request to the last answer."""
+    shares = [bodies[first::_CONNECTIONS] for first in range(_CONNECTIONS)]
+    start = threading.Barrier(_CONNECTIONS + 1)
+    failures: list[str] = []
+
+    def post(share: Sequence[bytes]) -> None:
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+        connection.connect()
+        start.wait()
+        try:
+            for body in share:
+                connection.request(
+                    "POST", "/v1/traces", body, {"Content-Type": "application/x-protobuf"}
+                )
+                answer = connection.getresponse()
+                told = answer.read()
+                if answer.status != 200 or told:
+                    failures.append(f"{answer.status} {told[:100]!r}")
+        except OSError as error:
+            failures.append(repr(error))
+        finally:
+            connection.close()
+
+    threads = [threading.Thread(target=post, args=(share,), daemon=True) for share in shares]
+    for thread in threads:
+        thread.start()
+    start.wait()
+    began = time.perf_counter()
+    for thread in threads:
+        thread.join()
+    took = time.perf_counter() - began
+    if failures:
+        raise RuntimeError(f"{len(failures)} requests were not taken as a whole: {failures[0]}")
+    return took
+
+
+@contextlib.contextmanager
+def _serve(server: str, folder: Path, core: int) -> Iterator[int]:
+    """The port of a server that runs meanwhile."""
+    context = multiprocessing.get_context("spawn")
+    pipe, other = context.Pipe()
+    target = _admin if server == _SERVERS[0] else _receiver
+    process = context.Process(target=target, args=(other, folder, core), daemon=True)
+    process.start()
+    try:
+        if not pipe.poll(60):
+            raise RuntimeError(f"{server}: did not start within 60 s")
+        yield pipe.recv()
+        pipe.send("stop")
+        process.join(60)
+    finally:
+        process.kill()
+        process.join()
+
+
+def _admin(pipe: Connection, folder: Path, core: int) -> None:
+    import uvicorn
+    from fastapi import FastAPI
+
+    from dataplane_admin.ingest import Limits, router
+    from dataplane_admin.store import Store
+
+    os.sched_setaffinity(0, {core})
+    with Store.open(f"sqlite:///{folder}/admin.sqlite") as store:
+        app = FastAPI(openapi_url=None)
+        app.include_router(router(store, Limits()))
+        config = uvicorn.Config(app, port=0, log_level="warning", access_log=False)
+        service = uvicorn.Server(config)
+        thread = threading.Thread(target=service.run, daemon=True)
+        thread.start()
+        for _ in itertools.takewhile(lambda _: not service.started, itertools.repeat(None)):
+            time.sleep(0.01)
+        pipe.send(service.servers[0].sockets[0].getsockname()[1])
+        pipe.recv()
+        service.should_exit = True
+        thread.join()
+
+
+def _receiver(pipe: Connection, folder: Path, core: int) -> None:
+    from observability.receiver import Receiver
+
+    os.sched_setaffinity(0, {core})
+    with Receiver(folder / "frames") as receiver:
+        pipe.send(receiver.port)
+        pipe.recv()
+
+
+def _kept(server: str, folder: Path) -> int:
+    """Spans on disk, counted from their bytes."""
+    if server == _SERVERS[0]:
+        from sqlalchemy import create_engine, text
+
+        engine = create_engine(f"sqlite:///{folder}/admin.sqlite")
+        with engine.connect() as connection:
+            blobs = connection.execute(text("SELECT blob FROM span_chunks"))
+            kept = sum(_spans(row[0]) for row in blobs)
+        engine.dispose()
+        return kept
+    from observability.receiver_frames import frames
+
+    return sum(_spans(body) for _, body in frames(folder / "frames" / "traces.otlp"))
+
+
+def _spans(body: bytes) -> int:
+    return sum(
+        len(scope.spans)
+        for resource in TracesData.FromString(body).resource_spans
+        for scope in resource.scope_spans
+    )

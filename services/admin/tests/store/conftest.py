@@ -1,0 +1,246 @@
+"""A real PostgreSQL beside SQLite, and OTLP requests to fill either with."""
+
+import json
+import os
+import pwd
+import shutil
+import socket
+import subprocess
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import psycopg
+import pytest
+from opentelemetry.proto.logs.v1.logs_pb2 import LogsData
+from opentelemetry.proto.trace.v1.trace_pb2 import Status, TracesData
+
+from dataplane_admin.ingest.events import batch_of_logs
+from dataplane_admin.ingest.limits import Limits
+from dataplane_admin.ingest.spans import batch_of_spans
+from dataplane_admin.store import Store
+
+BINARIES = Path("/usr/lib/postgresql")
+PATIENCE_S = 30.0
+START_NS = 1_790_000_000_000_000_000
+
+
+def _binaries():
+    found = sorted(BINARIES.glob("*/bin/initdb"), key=lambda path: int(path.parts[-3]))
+    if not found:
+        raise RuntimeError(
+            f"no PostgreSQL below {BINARIES}: install Debian's package (apt-get install postgresql)"
+        )
+    return found[-1].parent
+
+
+class PostgreSQL:
+    """A server of its own, ended by its id; it refuses to run as root."""
+
+    def __init__(self, folder):
+        binaries = _binaries()
+        self._user = {}
+        if os.geteuid() == 0:
+            who = pwd.getpwnam("postgres")
+            os.chown(folder, who.pw_uid, who.pw_gid)
+            self._user = {"user": who.pw_uid, "group": who.pw_gid, "extra_groups": []}
+        data = f"{folder}/data"
+        initdb = [binaries / "initdb", "-D", data, "-A", "trust", "-U", "postgres", "-E", "UTF8"]
+        subprocess.run(
+            [*initdb, "--no-sync", "--locale=C"],
+            check=True,
+            capture_output=True,
+            cwd=folder,
+            timeout=PATIENCE_S,
+            **self._user,
+        )
+        with socket.socket() as taken:
+            taken.bind(("127.0.0.1", 0))
+            self.port = taken.getsockname()[1]
+        settings = ["fsync=off", "synchronous_commit=off", "full_page_writes=off"]
+        self.process = subprocess.Popen(
+            [binaries / "postgres", "-D", data, "-h", "127.0.0.1", "-p", str(self.port)]
+            + ["-k", str(folder)]
+            + [part for one in settings for part in ("-c", one)],
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=folder,
+            **self._user,
+        )
+        self._ready = threading.Event()
+        self._log = []
+        threading.Thread(target=self._read, daemon=True).start()
+        assert self._ready.wait(PATIENCE_S), "".join(self._log)
+        assert self.process.poll() is None, "".join(self._log)
+
+    def _read(self):
+        for line in self.process.stderr:
+            self._log.append(line)
+            if "ready to accept connections" in line:
+                self._ready.set()
+        self._ready.set()
+
+    def make(self, name):
+        dsn = f"host=127.0.0.1 port={self.port} user=postgres dbname=postgres"
+        with psycopg.connect(dsn, autocommit=True) as connection:
+            connection.execute(f'CREATE DATABASE "{name}"')
+        return f"postgresql+psycopg://postgres@127.0.0.1:{self.port}/{name}"
+
+    def stop(self):
+        self.process.terminate()
+        try:
+            self.process.wait(5)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait(PATIENCE_S)
+
+
+@pytest.fixture(scope="session")
+def postgresql():
+    folder = tempfile.mkdtemp(prefix="admin-pg-")
+    server = None
+    try:
+        server = PostgreSQL(folder)
+        yield server
+    finally:
+        if server is not None:
+            server.stop()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def new_url(request):
+    """Makes the URL of a database in which nothing is."""
+    made = []
+
+    def make():
+        if request.param == "sqlite":
+            folder = request.getfixturevalue("tmp_path_factory").mktemp("store")
+            return f"sqlite:///{folder}/admin.sqlite"
+        made.append(None)
+        name = f"test_{abs(hash(request.node.nodeid)):x}_{len(made)}"
+        return request.getfixturevalue("postgresql").make(name)
+
+    return make
+
+
+@pytest.fixture
+def url(new_url):
+    return new_url()
+
+
+@pytest.fixture
+def store(url):
+    with Store.open(url) as opened:
+        yield opened
+
+
+def _set(pairs, values):
+    for key, value in values.items():
+        pair = pairs.add(key=key)
+        if isinstance(value, int):
+            pair.value.int_value = value
+        elif isinstance(value, list):
+            for one in value:
+                pair.value.array_value.values.add(string_value=one)
+        else:
+            pair.value.string_value = value
+
+
+class Otlp:
+    """Makes requests, and the batches that ingest makes of them. Times are seconds of a run."""
+
+    limits = Limits()
+
+    def trace(
+        self,
+        trace_id=None,
+        *,
+        names=("grpo.step",),
+        start_s=0.0,
+        seconds=1.0,
+        run="run",
+        step=0,
+        service="grpo.driver",
+        root=True,
+        failed=False,
+        links=(),
+        span_id=None,
+    ):
+        trace_id = trace_id or os.urandom(16)
+        data = TracesData()
+        resource = data.resource_spans.add()
+        _set(resource.resource.attributes, {"service.name": service, "rl.run_id": run})
+        spans = resource.scope_spans.add().spans
+        first = span_id or os.urandom(8)
+        for place, name in enumerate(names):
+            start_ns = START_NS + int((start_s + place * 1e-3) * 1e9)
+            span = spans.add(
+                trace_id=trace_id,
+                span_id=first if place == 0 else os.urandom(8),
+                name=name,
+                start_time_unix_nano=start_ns,
+                end_time_unix_nano=START_NS + int((start_s + seconds) * 1e9),
+            )
+            if place or not root:
+                span.parent_span_id = first if place else os.urandom(8)
+            attributes = {} if step is None else {"rl.step": step}
+            _set(span.attributes, {"rl.run_id": run, **attributes})
+            for link in links:
+                span.links.add(trace_id=link, span_id=os.urandom(8))
+            if failed:
+                span.status.code = Status.STATUS_CODE_ERROR
+        return data
+
+    def spans(self, *args, **kwargs):
+        return self.batch(self.trace(*args, **kwargs))
+
+    def batch(self, data, limits=None):
+        limits = limits or self.limits
+        return batch_of_spans(data, data.SerializeToString(), limits, time.time_ns())
+
+    def log(
+        self,
+        name,
+        ids=(),
+        *,
+        at_s=0.0,
+        partition="train",
+        run="run",
+        service="grpo.driver",
+        trace_id=b"",
+        span_id=b"",
+        body=None,
+        **facts,
+    ):
+        data = LogsData()
+        resource = data.resource_logs.add()
+        _set(resource.resource.attributes, {"service.name": service, "rl.run_id": run})
+        record = resource.scope_logs.add().log_records.add(
+            event_name=f"dataplane.{name}",
+            time_unix_nano=START_NS + int(at_s * 1e9),
+            trace_id=trace_id,
+            span_id=span_id,
+        )
+        record.body.string_value = json.dumps(list(ids)) if body is None else body
+        names = {"step": "rl.step", "version": "rl.weight_version"}
+        told = {names.get(key, f"dataplane.{key}"): value for key, value in facts.items()}
+        if partition is not None:
+            told = {"dataplane.partition": partition, "dataplane.samples": len(ids)} | told
+        _set(record.attributes, told)
+        return data
+
+    def event(self, *args, **kwargs):
+        return batch_of_logs(self.log(*args, **kwargs), self.limits)
+
+
+@pytest.fixture(scope="session")
+def otlp():
+    return Otlp()
+
+
+@pytest.fixture(scope="session")
+def start_ns():
+    """The zero of `Otlp`'s seconds."""
+    return START_NS

@@ -1,0 +1,113 @@
+"""Databases are made, brought up to date and refused."""
+
+import stat
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from alembic.autogenerate import compare_metadata
+from alembic.migration import MigrationContext
+from sqlalchemy import create_engine, text
+
+from dataplane_admin.store import Store, StoreError, StoreUnavailable
+from dataplane_admin.store.models import Base
+
+
+def test_migrations_make_exactly_what_the_models_say(url):
+    Store.open(url).close()
+    engine = create_engine(url)
+    with engine.connect() as connection:
+        context = MigrationContext.configure(connection, opts={"compare_type": True})
+        assert compare_metadata(context, Base.metadata) == []
+    engine.dispose()
+
+
+def test_sqlite_keeps_the_tables_that_are_read_by_key_in_its_order(tmp_path):
+    path = tmp_path / "admin.sqlite"
+    Store.open(f"sqlite:///{path}").close()
+    engine = create_engine(f"sqlite:///{path}")
+    with engine.connect() as connection:
+        made = connection.execute(text("SELECT name, sql FROM sqlite_master WHERE type='table'"))
+        tables = {row.name: row.sql for row in made}
+        assert "WITHOUT ROWID" in tables["event_samples"]
+        assert "WITHOUT ROWID" in tables["trace_links"]
+        assert connection.scalar(text("PRAGMA auto_vacuum")) == 2
+        assert connection.scalar(text("PRAGMA journal_mode")) == "wal"
+    engine.dispose()
+
+
+def test_services_that_open_a_new_database_at_once_do_not_race(url):
+    program = (
+        "import sys; from dataplane_admin.store import Store; sys.stdin.read()\n"
+        f"with Store.open({url!r}) as store: print(store.totals().traces)"
+    )
+    services = [
+        subprocess.Popen(
+            [sys.executable, "-c", program],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(3)
+    ]
+    try:
+        with ThreadPoolExecutor(3) as pool:
+            told = list(pool.map(lambda one: one.communicate("", timeout=30), services))
+    finally:
+        for one in services:
+            one.kill()
+    assert [out for out, _ in told] == ["0\n"] * 3, [err for _, err in told]
+
+
+def test_a_database_of_a_newer_service_is_refused(url):
+    Store.open(url).close()
+    engine = create_engine(url)
+    with engine.begin() as connection:
+        connection.execute(text("UPDATE alembic_version SET version_num = '9999'"))
+    engine.dispose()
+    with pytest.raises(StoreError, match="tables are of version 9999, which this service does not"):
+        Store.open(url)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "sqlite://",
+        "sqlite:///:memory:",
+        "sqlite:///file:x?mode=memory",
+        "mysql://host/x",
+        "nothing",
+        "",
+    ],
+)
+def test_a_url_that_names_no_database_of_ours_is_refused(url):
+    with pytest.raises(ValueError, match="expected sqlite:///path or postgresql"):
+        Store.open(url)
+
+
+def test_a_folder_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(ValueError, match="there is no folder"):
+        Store.open(f"sqlite:///{tmp_path}/none/admin.sqlite")
+
+
+def test_a_file_that_is_no_database_is_refused_and_kept(tmp_path):
+    path = tmp_path / "notes.txt"
+    path.write_text("not a database, but somebody's notes " * 100)
+    before = path.read_bytes()
+    with pytest.raises(StoreUnavailable, match="cannot be opened"):
+        Store.open(f"sqlite:///{path}")
+    assert path.read_bytes() == before
+
+
+def test_an_unreachable_server_is_refused_without_telling_the_password():
+    with pytest.raises(StoreUnavailable) as refused:
+        Store.open("postgresql://somebody:secret@127.0.0.1:1/x")
+    assert "secret" not in str(refused.value)
+
+
+def test_only_the_owner_may_read_the_file(tmp_path):
+    path = tmp_path / "admin.sqlite"
+    Store.open(f"sqlite:///{path}").close()
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600

@@ -1,0 +1,124 @@
+"""The oldest goes, by age and by size, and the file of SQLite shrinks."""
+
+import os
+import sqlite3
+import time
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from sqlalchemy import create_engine, text
+
+from dataplane_admin.store import Retention, Store
+
+PATIENCE_S = 20.0
+
+
+def wait_until(reached, store):
+    """Retention works when nothing is written; it tells by the store's revision."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not reached():
+        assert time.monotonic() < deadline, store.totals()
+        time.sleep(0.02)
+
+
+def large(otlp, nbytes):
+    batch = otlp.spans()
+    return replace(batch, chunks=(replace(batch.chunks[0], blob=os.urandom(nbytes)),))
+
+
+def pages(path):
+    with closing(sqlite3.connect(path)) as connection:
+        return connection.execute("PRAGMA page_count").fetchone()[0]
+
+
+def make_older(url, seconds):
+    """As if all that is there had been received so much earlier."""
+    engine = create_engine(url)
+    with engine.begin() as connection:
+        for table, column in (
+            ("traces", "updated_ns"),
+            ("events", "received_ns"),
+            ("runs", "updated_ns"),
+        ):
+            connection.execute(
+                text(f"UPDATE {table} SET {column} = {column} - :ns"), {"ns": int(seconds * 1e9)}
+            )
+    engine.dispose()
+
+
+def rows(url, *tables):
+    engine = create_engine(url)
+    with engine.connect() as connection:
+        found = [connection.scalar(text(f"SELECT count(*) FROM {table}")) for table in tables]
+    engine.dispose()
+    return found
+
+
+ALL = ["traces", "span_chunks", "trace_links", "events", "samples", "event_samples", "open_waits"]
+
+
+def test_what_is_too_old_goes_with_everything_about_it(url, otlp):
+    other = otlp.spans()
+    with Store.open(url) as store:
+        for number in range(40):
+            store.write(otlp.spans(links=[os.urandom(16)]))
+            ids = [f"s{number}-{one}" for one in range(20)]
+            store.write(otlp.event("put", ids, at_s=number))
+            store.write(otlp.event("waiting", at_s=number, wait=f"w{number}"))
+    make_older(url, 1000)
+    with Store.open(url, retention=Retention(max_age_s=500, max_bytes=None)) as store:
+        store.write(other)
+        store.write(otlp.event("put", ["kept", "s3-1"], at_s=99))
+        wait_until(lambda: store.totals().events == 1 and store.totals().traces == 1, store)
+        assert store.trace(other.chunks[0].trace_id.hex()) is not None
+        assert {row.sample_id for row in store.find_samples("")} == {"kept", "s3-1"}
+        assert len(store.sample_records("s3-1").events) == 1
+        assert rows(url, *ALL) == [1, 1, 0, 1, 2, 2, 0]
+        totals = store.totals()
+        assert (totals.spans, totals.samples) == (1, 2)
+        assert [row.run_id for row in store.runs()] == ["run"]
+
+
+def test_a_run_of_which_nothing_is_left_goes(url, otlp):
+    with Store.open(url) as store:
+        store.write(otlp.spans(run="old"))
+        store.write(otlp.event("put", ["a"], run="old"))
+    make_older(url, 1000)
+    with Store.open(url, retention=Retention(max_age_s=500)) as store:
+        wait_until(lambda: not store.runs(), store)
+        assert rows(url, "runs", "places", "samples") == [0, 0, 0]
+
+
+def test_past_the_limit_the_oldest_goes_and_the_newest_stays(url, otlp):
+    limit = 2_000_000
+    with Store.open(url, retention=Retention(max_bytes=limit)) as store:
+        for _ in range(60):
+            newest = large(otlp, 100_000)
+            store.write(newest)
+        wait_until(lambda: store.totals().traces < 25, store)
+        left = store.totals().traces
+        assert left >= 5
+        assert store.trace(newest.chunks[0].trace_id.hex()) is not None
+
+
+def test_the_file_of_sqlite_really_shrinks(tmp_path, otlp):
+    path = tmp_path / "admin.sqlite"
+    with Store.open(f"sqlite:///{path}") as store:
+        for _ in range(60):
+            store.write(large(otlp, 200_000))
+    before = path.stat().st_size
+    assert before > 10_000_000
+    with Store.open(f"sqlite:///{path}", retention=Retention(max_bytes=3_000_000)) as store:
+        wait_until(lambda: pages(path) * 4096 < 4_000_000, store)
+    # Closing writes what is in the log to the file, which lets go of its end.
+    assert path.stat().st_size < 5_000_000
+    assert not Path(f"{path}-wal").exists() or Path(f"{path}-wal").stat().st_size == 0
+
+
+def test_a_limit_that_nothing_passes_is_refused():
+    with pytest.raises(ValueError, match="max_bytes=0: expected more than 0"):
+        Retention(max_bytes=0)
+    with pytest.raises(ValueError, match="max_age_s=-1"):
+        Retention(max_age_s=-1)
