@@ -17,13 +17,21 @@ from dataplane_core import (
 )
 from dataplane_core.declaration import PartitionDeclaration
 from dataplane_core.ledger import ClaimRequest, Ledger, TagFilter, balance
+from dataplane_core.ledger.actions import end_claim, reset_consumption
+from dataplane_core.ledger.inspect import LARGEST_PAGE, claims, page, summarise
+from dataplane_core.ledger.scan import SEARCH_WINDOW, scan, search
 
 IDS = [f"p{prompt}_g{place}" for prompt in range(3) for place in range(2)]
 FIELDS = ("x", "y")
 
 
-def books(num_samples=0, group_size=None, capacity=None, discard=lambda cells: None):
-    ledger = Ledger(capacity, discard)
+def nbytes(cells):
+    """Of cells (field, sample, bytes), as the machine writes them."""
+    return sum(cell[2] for cell in cells)
+
+
+def books(num_samples=0, group_size=None, capacity=None, discard=lambda cells: None, measure=None):
+    ledger = Ledger(capacity, discard, measure=measure)
     ledger.register(PartitionDeclaration.checked("p", FIELDS, num_samples, ["a", "b"], group_size))
     return ledger
 
@@ -48,7 +56,7 @@ class LedgerMachine(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
         self.discarded = []
-        self.ledger = books(discard=self.discarded.extend)
+        self.ledger = books(discard=self.discarded.extend, measure=nbytes)
         self.now = 0.0
         self.written = {}
         self.put_total = 0
@@ -56,9 +64,20 @@ class LedgerMachine(RuleBasedStateMachine):
         self.where = {"a": {}, "b": {}}
         self.pinned = []
 
-    @rule(ids=st.sets(st.sampled_from(IDS)), fields=st.sets(st.sampled_from(FIELDS)))
-    def put(self, ids, fields):
-        put(self.ledger, sorted(ids), sorted(fields))
+    @rule(
+        ids=st.sets(st.sampled_from(IDS)),
+        fields=st.sets(st.sampled_from(FIELDS)),
+        size=st.integers(0, 9),
+    )
+    def put(self, ids, fields, size):
+        names = sorted(ids)
+        cells = {
+            field: [(field, name, size + place) for place, name in enumerate(names)]
+            for field in fields
+        }
+        ticket = self.ledger.begin_put("p", names, dict.fromkeys(fields, "torch.int64"))
+        sizes = {field: nbytes(column) for field, column in cells.items()}
+        self.ledger.commit_put(ticket, cells, None, nbytes=sizes)
         for sample_id in ids:
             if sample_id not in self.written:
                 self.written[sample_id] = set()
@@ -115,6 +134,32 @@ class LedgerMachine(RuleBasedStateMachine):
         else:
             with pytest.raises(LeaseLostError):
                 act()
+
+    @rule(task=st.sampled_from(["a", "b"]), ids=st.sets(st.sampled_from(IDS)))
+    def reset(self, task, ids):
+        book, places = self.ledger.partition("p"), self.where[task]
+        if any(places.get(each, "open") not in ("open", "settled") for each in ids):
+            with pytest.raises(SamplesLeasedError):
+                reset_consumption(book, task, sorted(ids))
+            return
+        consumed = [each for each in sorted(ids) if places.get(each) == "settled"]
+        assert reset_consumption(book, task, sorted(ids)) == consumed
+        places.update(dict.fromkeys(consumed, "open"))
+
+    @rule(lease=leases, expired_only=st.booleans())
+    def end_a_claim(self, lease, expired_only):
+        task, token, _, _ = lease
+        book = self.ledger.partition("p")
+        if token not in book.leases:
+            return
+        name, held = book.leases[token].name, set(book.leases[token].rows)
+        if expired_only and book.leases[token].deadline > self.now:
+            with pytest.raises(SamplesLeasedError):
+                end_claim(book, name, self.now, expired_only=True)
+            return
+        assert end_claim(book, name, self.now, expired_only=expired_only) == len(held)
+        assert end_claim(book, name, self.now, expired_only=False) == 0
+        self.where[task].update(dict.fromkeys(held, "open"))
 
     @rule(step=st.floats(0.0, 3.0))
     def time_passes(self, step):
@@ -175,6 +220,41 @@ class LedgerMachine(RuleBasedStateMachine):
                 + counts.acknowledged
                 + counts.cleared
             )
+
+    @invariant()
+    def bytes_by_field_are_those_of_the_cells(self):
+        book = self.ledger.partition("p")
+        for field in FIELDS:
+            cells = [row.cells[field] for row in book.rows.values() if field in row.cells]
+            assert book.sizes.of(field, len(cells)) == nbytes(cells)
+            assert book.field_counts.get(field, 0) == len(cells)
+
+    @invariant()
+    def the_oldest_unclaimed_sample_is_the_one_put_first(self):
+        book = self.ledger.partition("p")
+        for name, places in self.where.items():
+            oldest = next((each for each in book.rows if places[each] == "open"), None)
+            found = book.tasks[name].oldest_unclaimed()
+            assert (found and found.sample_id) == oldest
+
+    @invariant()
+    def a_scan_tells_the_same_as_the_places(self):
+        book = self.ledger.partition("p")
+        found = scan(book, 0, 10)
+        code = {"open": 0, "settled": 3}
+        expected = [code.get(self.where[task][each], 2) for each in book.rows for task in "ab"]
+        assert (found.tasks, list(found.states)) == (("a", "b"), expected)
+        written = [field in self.written[each] for each in book.rows for field in found.fields]
+        assert list(found.written) == written
+
+    @invariant()
+    def claims_hold_what_is_leased(self):
+        book = self.ledger.partition("p")
+        held = {"a": 0, "b": 0}
+        for claim in claims(book, self.now):
+            held[claim.task] += claim.samples
+        for task, places in self.where.items():
+            assert held[task] == sum(place not in ("open", "settled") for place in places.values())
 
     @invariant()
     def what_is_being_read_is_not_discarded(self):
@@ -355,3 +435,91 @@ def test_a_queue_does_not_grow_with_what_was_claimed_before():
     queue = next(iter(ledger.partition("p").tasks["a"].queues.values()))
     assert len(queue) == 0
     assert len(queue._heap) <= 64
+
+
+def test_a_sample_that_waits_for_its_rank_counts_as_the_oldest_unclaimed():
+    ledger = books(num_samples=4)
+    put(ledger, ["a", "b", "c", "d"])
+    mine = claim(ledger, 1, dp_rank=1, dp_world=2)
+    waiting = sorted({"a", "b"} - set(mine))
+    assert ledger.partition("p").tasks["a"].oldest_unclaimed().sample_id == waiting[0]
+
+
+def test_a_lease_that_has_run_out_is_ended_without_force():
+    ledger = books(num_samples=2)
+    put(ledger, ["a", "b"])
+    book = ledger.partition("p")
+    claimed = book.claim(ClaimRequest("a", ("x",), 2, lease_s=1.0, owner="host:1"), 5.0)
+    [shown] = claims(book, 5.5)
+    assert (shown.owner, shown.samples, shown.age_s, shown.expires_in_s) == ("host:1", 2, 0.5, 0.5)
+    with pytest.raises(SamplesLeasedError, match="2 samples are leased by 'host:1'"):
+        end_claim(book, shown.claim, 5.5, expired_only=True)
+    assert end_claim(book, shown.claim, 6.0, expired_only=True) == 2
+    with pytest.raises(LeaseLostError):
+        book.settle(claimed.token, ["a", "b"], acknowledge=True)
+    assert claim(ledger, 2) == ["a", "b"]
+
+
+def test_a_group_of_which_a_part_was_reset_waits_as_an_incomplete_one():
+    ledger = books(num_samples=8, group_size=2)
+    put(ledger, ["p0_g0", "p0_g1"])
+    claim(ledger, 2)
+    book = ledger.partition("p")
+    assert reset_consumption(book, "a", ["p0_g0"]) == ["p0_g0"]
+    assert claim(ledger, 2) == []
+    assert reset_consumption(book, "a", ["p0_g1"]) == ["p0_g1"]
+    assert claim(ledger, 2) == ["p0_g0", "p0_g1"]
+
+
+def test_what_is_kept_of_samples_that_came_back_does_not_grow():
+    ledger = books(num_samples=0)
+    put(ledger, [f"s{i}" for i in range(10)])
+    book = ledger.partition("p")
+    for _ in range(200):
+        reset_consumption(book, "a", claim(ledger, 10))
+    assert len(book.tasks["a"]._returned) <= 2 * 10 + 64
+
+
+def test_a_partition_that_is_registered_again_does_not_repeat_a_revision():
+    ledger = books(num_samples=1)
+    put(ledger, ["a"])
+    before = summarise(ledger.partition("p"), 0.0).revision
+    ledger.clear("p", None, force=False)
+    ledger.register(PartitionDeclaration.checked("p", FIELDS, 1, ["a"]))
+    assert summarise(ledger.partition("p"), 0.0).revision > before
+
+
+def test_a_store_that_cannot_tell_bytes_says_so():
+    ledger = books(num_samples=1)
+    put(ledger, ["a"])
+    shown = summarise(ledger.partition("p"), 0.0)
+    assert (shown.nbytes, [field.nbytes for field in shown.fields]) == (None, [None, None])
+
+
+def test_a_field_of_which_a_put_told_no_bytes_leaves_those_of_others_known():
+    ledger = books(num_samples=1, measure=nbytes)
+    ticket = ledger.begin_put("p", ["a"], {"x": "torch.int64", "y": "object"})
+    ledger.commit_put(ticket, {"x": [("x", "a", 7)], "y": ["text"]}, None, nbytes={"x": 7})
+    shown = summarise(ledger.partition("p"), 0.0)
+    assert (shown.nbytes, [field.nbytes for field in shown.fields]) == (7, [7, None])
+
+
+def test_a_search_goes_on_where_its_last_step_ended():
+    ledger = books(num_samples=0)
+    count = 2 * SEARCH_WINDOW + 10
+    for start in range(0, count, 10_000):
+        ids = [f"s{i}" for i in range(start, min(start + 10_000, count))]
+        put(ledger, ids, (), [{"last": i == f"s{count - 1}"} for i in ids])
+    book = ledger.partition("p")
+    steps, start = [], 0
+    while start is not None:
+        found, start = search(book, "last", True, start, 5, 0.0)
+        steps.append([state.sample_id for state in found])
+    assert steps == [[], [], [f"s{count - 1}"]]
+
+
+def test_a_page_that_is_too_large_is_refused():
+    ledger = books()
+    for look in (scan, lambda book, start, limit: page(book, start, limit, 0.0)):
+        with pytest.raises(InvalidRequestError, match=f"at most {LARGEST_PAGE}"):
+            look(ledger.partition("p"), 0, LARGEST_PAGE + 1)

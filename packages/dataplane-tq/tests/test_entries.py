@@ -81,6 +81,19 @@ def test_who_enters_a_put_reports_what_was_claimed_of_it_meanwhile(asking):
     assert not asking.directory.leftovers
 
 
+def test_consumption_that_was_reset_is_not_told_with_the_put(asking):
+    session = asking.put(["a", "b", "c"])
+    asking.claim("train", 3)
+    asking.claim("score", 1)
+    reset = p.ResetConsumption("p", "train", ["a", "c"])
+    assert asking.other.ask("reset", reset, int) == 2
+    assert asking.claim("train", 1).sample_ids == ["a"]
+    reset = p.ResetConsumption("p", "score", ["a", "b"])
+    assert asking.other.ask("reset", reset, int) == 1
+    assert asking.entered(session) == {"train": ["a", "b"]}
+    assert asking.claim("train", 1).entered == ["c"]
+
+
 def test_a_clear_waits_until_a_put_is_entered(asking):
     session = asking.put(["a"])
     cleared = []

@@ -3,13 +3,13 @@
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from dataplane_core import CapacityExceeded
 from dataplane_tq.packed.allocator import ALIGNMENT
-from dataplane_tq.packed.catalogue import Block, Catalogue, UnitSpec
+from dataplane_tq.packed.catalogue import Block, Catalogue, UnitSpec, bytes_of
 from dataplane_tq.packed.layout import FieldLayout
 
 UNITS = [UnitSpec("u0", "a", 4096), UnitSpec("u1", "a", 2048), UnitSpec("u2", "b", 3000)]
@@ -190,6 +190,29 @@ def test_blocks_survive_msgpack_and_are_freed_by_their_copies():
     catalogue.free([(copy, 0)])
     with pytest.raises(ValueError, match="freed before"):
         catalogue.free([(block, 0)])
+
+
+@given(data=st.data(), fields=st.lists(sizes, min_size=1, max_size=3), fixed=st.booleans())
+def test_bytes_of_rows_add_up_to_those_that_were_put(data, fields, fixed):
+    lengths = [[rows[0]] * len(rows) if fixed else rows for rows in fields]
+    layouts = [
+        FieldLayout("x", "object", True, (), b"", rows[0], len(rows))
+        if fixed
+        else layout_of("x", rows)
+        for rows in lengths
+    ]
+    blocks = Catalogue([UnitSpec("u", "a", 1 << 20)]).place(layouts, near=None)
+    cells = [(block, row) for block in blocks for row in range(block.layout.rows)]
+    expected = {
+        (block.id, row): rows[row]
+        for block, rows in zip(blocks, lengths, strict=True)
+        for row in range(block.layout.rows)
+    }
+    some = data.draw(
+        st.lists(st.sampled_from(cells), min_size=1, unique_by=lambda c: (c[0].id, c[1]))
+    )
+    assert bytes_of(some) == sum(expected[block.id, row] for block, row in some)
+    assert bytes_of(cells) == sum(layout.nbytes for layout in layouts)
 
 
 def test_units_need_distinct_names():

@@ -57,8 +57,11 @@ class InMemoryInspector(DataPlaneClient):
     def list_samples(
         self, partition_id: str, *, start: int = 0, limit: int = 100
     ) -> list[SampleState]:
-        with self._books() as ledger:
-            return inspect.page(ledger.partition(partition_id), start, limit, time.monotonic())
+        def ask(start: int, limit: int) -> list[SampleState]:
+            with self._books() as ledger:
+                return inspect.page(ledger.partition(partition_id), start, limit, time.monotonic())
+
+        return inspect.in_steps(start, limit, ask)
 
     def read_sample(self, partition_id: str, sample_id: str) -> SampleState | None:
         with self._books() as ledger:

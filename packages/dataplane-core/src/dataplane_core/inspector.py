@@ -61,6 +61,9 @@ class DataPlaneInspector(Protocol):
     ) -> list[SampleState]:
         """``limit`` samples of a partition from place ``start`` on, in the order of first puts.
 
+        A large page is put together from smaller ones, between which others go on; samples that are
+        cleared meanwhile can make it leave others out.
+
         Raises:
             PartitionNotFoundError: the partition is not registered.
             InvalidRequestError: (a ValueError) ``limit`` is above 10,000, or one is negative.

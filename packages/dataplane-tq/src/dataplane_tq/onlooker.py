@@ -15,6 +15,7 @@ from dataplane_core import (
     StorageSummary,
     TaskCounts,
 )
+from dataplane_core.ledger.inspect import in_steps
 from dataplane_core.ledger.scan import checked_value
 from dataplane_tq import protocol as p
 
@@ -51,8 +52,11 @@ class Onlooker(DataPlaneClient):
     def list_samples(
         self, partition_id: str, *, start: int = 0, limit: int = 100
     ) -> list[SampleState]:
-        what = f"list_samples(partition={partition_id!r})"
-        return self._look(what, p.ListSamples(partition_id, start, limit), list[SampleState])
+        def ask(start: int, limit: int) -> list[SampleState]:
+            what = f"list_samples(partition={partition_id!r})"
+            return self._look(what, p.ListSamples(partition_id, start, limit), list[SampleState])
+
+        return in_steps(start, limit, ask)
 
     def read_sample(self, partition_id: str, sample_id: str) -> SampleState | None:
         what = f"read_sample(partition={partition_id!r})"

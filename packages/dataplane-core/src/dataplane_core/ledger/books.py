@@ -258,7 +258,7 @@ class Ledger:
             return []
         if not force:
             partition.refuse_leased(partition.rows if sample_ids is None else sample_ids)
-        rows = list(partition.drop(list(partition.rows) if sample_ids is None else sample_ids))
+        rows = partition.drop(list(partition.rows) if sample_ids is None else sample_ids)
         if sample_ids is None:
             del self.partitions[partition_id]
         self.totals["clears"] += 1

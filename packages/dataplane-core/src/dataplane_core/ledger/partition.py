@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import secrets
-from collections import Counter, defaultdict, deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any  # Any: cells belong to the storage, tags to the caller
 
@@ -125,8 +125,7 @@ class PartitionBook:
         """
         names = tuple(cells)
         by_sample = zip(*cells.values(), strict=True) if names else itertools.repeat(())
-        replaced: dict[str, list[Any]] = {}
-        discarded: list[Any] = []
+        replaced: list[Any] = []
         written: list[Row] = []
         new: dict[str, Row] = {}
         for sample_id, values in zip(sample_ids, by_sample, strict=False):
@@ -135,11 +134,10 @@ class PartitionBook:
                 row = new[sample_id] = Row(sample_id, next(sequence), now)
                 row.cells = dict(zip(names, values, strict=True))
             else:
-                own = dict(zip(names, values, strict=True))
-                discarded += self._overwrite(row, own, replaced)
+                if len(new) == len(written):  # the first that is there
+                    self._measure_overwritten(sample_ids, names)
+                replaced += self._overwrite(row, dict(zip(names, values, strict=True)))
             written.append(row)
-        if replaced:
-            self.sizes.remove(replaced)
         if nbytes is not None:
             self.sizes.add(nbytes)
         if origin is not None or self._has_origins:
@@ -157,27 +155,30 @@ class PartitionBook:
                 for row in written:
                     if row.sample_id in task.open:
                         self._enqueue(task, row)
-        return discarded
+        return replaced
 
-    def _overwrite(
-        self, row: Row, cells: Mapping[str, Any], replaced: dict[str, list[Any]]
-    ) -> list[Any]:
-        """Give a sample that is there fields, new or not; returns what can be discarded now.
+    def _measure_overwritten(self, sample_ids: Sequence[str], fields: Sequence[str]) -> None:
+        """Take the bytes of what is about to be overwritten off the fields' own."""
+        known = [name for name in fields if self.sizes.known and self.field_counts.get(name)]
+        if not known:
+            return
+        rows = [self.rows[sample_id] for sample_id in sample_ids if sample_id in self.rows]
+        for name in known:
+            self.sizes.remove(name, [row.cells[name] for row in rows if name in row.cells])
 
-        What is overwritten is also added to ``replaced``, by field.
-        """
-        over = []
+    def _overwrite(self, row: Row, cells: Mapping[str, Any]) -> list[Any]:
+        """Give a sample that is there fields, new or not; returns what can be discarded now."""
+        replaced = []
         for name, cell in cells.items():
             if name in row.cells:
-                over.append(row.cells[name])
-                replaced.setdefault(name, []).append(row.cells[name])
+                replaced.append(row.cells[name])
             else:
                 self.field_counts[name] = self.field_counts.get(name, 0) + 1
             row.cells[name] = cell
         if row.pins:
-            row.stale.extend(over)
+            row.stale.extend(replaced)
             return []
-        return over
+        return replaced
 
     def _tag(self, rows: Sequence[Row], tags: Sequence[Mapping[str, Any]]) -> None:
         moved = []
@@ -429,11 +430,12 @@ class PartitionBook:
 
     def _end(self, lease: Lease, sample_ids: Iterable[str], *, settle: bool) -> None:
         task = self.tasks[lease.task_name]
-        rows = [lease.rows.pop(sample_id) for sample_id in dict.fromkeys(sample_ids)]
-        for row in rows:
-            del task.leased[row.sample_id]
+        ids = dict.fromkeys(sample_ids)
+        rows = [lease.rows.pop(sample_id) for sample_id in ids]
+        for sample_id in ids:
+            del task.leased[sample_id]
         if settle:
-            task.settled.update(row.sample_id for row in rows)
+            task.settled.update(ids)
             self.touch()
         else:
             self.reopen(task, rows)
@@ -466,18 +468,15 @@ class PartitionBook:
                 "or release them first, or clear with force=True"
             )
 
-    def drop(self, sample_ids: Iterable[str]) -> Iterator[Row]:
+    def drop(self, sample_ids: Iterable[str]) -> list[Row]:
         """Take samples out of the partition; unknown ids are passed over."""
-        gone: defaultdict[str, list[Any]] = defaultdict(list)
+        dropped = []
         for sample_id in sample_ids:
             row = self.rows.pop(sample_id, None)
             if row is None:
                 continue
             row.dropped = True
-            for name, cell in row.cells.items():
-                self.field_counts[name] -= 1
-                if self.sizes.known:
-                    gone[name].append(cell)
+            dropped.append(row)
             for task in self.tasks.values():
                 if task.open.pop(sample_id, None) is not None:
                     self._dequeue(task, row)
@@ -489,11 +488,14 @@ class PartitionBook:
                         del self.leases[token]
                 task.assigned.pop(sample_id, None)
                 task.settled.discard(sample_id)
-            yield row
         if self.rows:
-            self.sizes.remove(gone)
+            for name in self.field_counts:
+                cells = [row.cells[name] for row in dropped if name in row.cells]
+                self.field_counts[name] -= len(cells)
+                self.sizes.remove(name, cells)
         self._forget_kinds_if_empty()
         self.touch()
+        return dropped
 
     def _forget_kinds_if_empty(self) -> None:
         if not self.rows:

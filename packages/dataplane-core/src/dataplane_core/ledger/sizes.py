@@ -30,12 +30,10 @@ class FieldBytes:
             for name, count in nbytes.items():
                 self._held[name] = self._held.get(name, 0) + count
 
-    def remove(self, cells: Mapping[str, Sequence[Any]]) -> None:
-        """Cells, by field, are overwritten or cleared."""
-        if self._measure is not None:
-            for name, gone in cells.items():
-                if name in self._held:
-                    self._held[name] -= self._measure(gone)
+    def remove(self, name: str, cells: Sequence[Any]) -> None:
+        """Cells of a field are overwritten or cleared."""
+        if self._measure is not None and cells and name in self._held:
+            self._held[name] -= self._measure(cells)
 
     def forget(self) -> None:
         """No field has a value any more."""

@@ -272,6 +272,23 @@ class InspectionContract(StateMachineContract):
             assert words == [row.tasks[name] for row in rows for name in found.tasks]
         assert {row.tasks["train"] for row in listed} == set(STATES)
 
+    def test_a_large_page_is_whole(
+        self, client: DataPlaneClient, peer: DataPlaneClient, partition: str
+    ) -> None:
+        ids = [f"s{i}" for i in range(2_500)]
+        client.put_samples(ids, partition, tags=[{"v": 1}] * len(ids))
+
+        def listed(start: int, limit: int) -> list[str]:
+            return [
+                each.sample_id for each in peer.list_samples(partition, start=start, limit=limit)
+            ]
+
+        assert listed(0, 10_000) == ids
+        assert listed(100, 2_000) == ids[100:2_100]
+        assert listed(0, 1_000) == ids[:1_000]
+        assert listed(2_500, 10) == []
+        client.clear_samples(None, partition)
+
     def test_pages_are_limited(self, client: DataPlaneClient, partition: str) -> None:
         for start, limit in ((0, 10_001), (-1, 5), (0, -1)):
             with pytest.raises(InvalidRequestError, match=f"start {start}, limit {limit}"):

@@ -299,7 +299,7 @@ def _gone(block: Block) -> str:
 def bytes_of(cells: Sequence[tuple[Block, int]]) -> int:
     """Bytes of single rows of blocks, none of them twice."""
     first = cells[0][0]
-    if len(cells) == first.layout.rows and all(block is first for block, _ in cells):
+    if len(cells) == first.layout.rows and [block for block, _ in cells].count(first) == len(cells):
         return first.layout.nbytes
     rows: dict[int, tuple[FieldLayout, list[int]]] = {}
     for block, row in cells:
