@@ -9,7 +9,7 @@ from dataplane_admin.answers import AnswerError, Answers, models
 from dataplane_admin.pages.heatmap import HeatMap, heat_map
 from dataplane_admin.pages.links import to
 
-_PAGE = 100
+_PAGE = 50
 _FIRST_PAGE = 25
 """Without a chosen window, the samples are but a taste."""
 

@@ -10,7 +10,7 @@ from dataplane_admin.pages import marks, words
 from dataplane_admin.pages.links import outward, to
 from dataplane_admin.pages.waterfall import Waterfall, kind_of, place, waterfall
 
-_PATH = 14
+_PATH = 10
 _TREE = 400
 _EVENTS = 12
 _CHILDREN = 12

@@ -1,0 +1,316 @@
+"""The pages in a real Chromium: quiet, by keyboard, live, on narrow screens."""
+
+import re
+from urllib.parse import parse_qs, urlsplit
+
+import pytest
+from made_up_traces import STEPS, trace_id_of
+from test_pages_render import HOSTILE_TRACE, LAST, PAGES
+
+PATIENCE_MS = 8_000
+SPAN = "?id={}&span={}"
+
+
+class Watched:
+    """A page, and everything that it complained about."""
+
+    def __init__(self, browser, site, **told):
+        self.site = site
+        self.context = browser.new_context(**{"viewport": {"width": 1280, "height": 900}} | told)
+        self.context.set_default_timeout(PATIENCE_MS)
+        # Tells of violations of the policy also where they make no noise.
+        self.context.add_init_script(
+            "window.violations = []; document.addEventListener('securitypolicyviolation', "
+            "(event) => window.violations.push(event.violatedDirective));"
+        )
+        self.page = self.context.new_page()
+        self.complaints = []
+        self.page.on("console", self._on_console)
+        self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
+        self.page.on("dialog", self._on_dialog)
+
+    def go(self, path):
+        self.page.goto(self.site.url + path)
+        return self.page
+
+    def check(self):
+        assert self.complaints == []
+        assert self.page.evaluate("window.violations") == []
+
+    def _on_console(self, message):
+        if message.type in ("error", "warning"):
+            self.complaints.append(message.text)
+
+    def _on_dialog(self, dialog):
+        self.complaints.append(f"dialog {dialog.message}")
+        dialog.dismiss()
+
+
+@pytest.fixture
+def watched(browser, served):
+    opened = []
+
+    def open_page(**told):
+        opened.append(Watched(browser, served, **told))
+        return opened[-1]
+
+    yield open_page
+    for one in opened:
+        one.check()
+        one.context.close()
+
+
+def focused(page, attribute):
+    return page.evaluate(f"document.activeElement.getAttribute({attribute!r})")
+
+
+def query(page):
+    return {name: values[0] for name, values in parse_qs(urlsplit(page.url).query).items()}
+
+
+def test_every_page_is_quiet_and_runs_no_script_of_others(watched):
+    one = watched()
+    for path in PAGES:
+        one.go(path).wait_for_load_state("load")
+        one.check()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_no_page_scrolls_sideways_on_a_narrow_screen(watched, scheme):
+    one = watched(viewport={"width": 390, "height": 800}, color_scheme=scheme)
+    for path in PAGES if scheme == "light" else PAGES[:2]:
+        page = one.go(path)
+        wider = page.evaluate("document.documentElement.scrollWidth - innerWidth")
+        assert wider <= 0, f"{path} is {wider} pixels too wide"
+
+
+def test_pages_can_be_read_without_scripts(watched, served):
+    one = watched(java_script_enabled=False)
+    page = one.page
+    page.goto(served.url + "/partition?id=replay-100k")
+    page.locator("a.window").nth(36).evaluate_all  # noqa: B018  # they are there
+    link = page.locator("a.window").nth(36).get_attribute("href")
+    page.goto(served.url + link)
+    assert page.locator("#samples tbody tr").count() == 50
+    page.goto(served.url + f"/trace?id={LAST}")
+    page.goto(served.url + page.locator("a.bar").nth(3).get_attribute("href"))
+    assert page.locator("#span h2").inner_text() != "Critical path"
+    one.check = lambda: None  # nothing can be evaluated where scripts are off
+
+
+def test_the_heat_map_is_one_stop_and_opens_a_window_by_keyboard(watched):
+    page = watched().go("/partition?id=replay-100k")
+    page.wait_for_selector('a.window[tabindex="0"]')
+    assert page.locator('a.window[tabindex="0"]').count() == 1
+    page.locator('a.window[tabindex="0"]').focus()
+    for key in ("ArrowRight", "ArrowRight", "PageDown", "ArrowLeft"):
+        page.keyboard.press(key)
+    assert focused(page, "data-key") == "w9174"
+    assert page.locator("#readout").inner_text().startswith("Samples 9,174 to 10,007: written")
+    page.keyboard.press("Enter")
+    page.wait_for_function(
+        "() => document.querySelector('#samples h2').innerText.includes('9,174')"
+    )
+    assert query(page) == {"id": "replay-100k", "start": "9174", "count": "834"}
+    assert focused(page, "data-key") == "w9174"
+    assert page.locator("a.window[aria-current]").get_attribute("data-key") == "w9174"
+    page.keyboard.press("End")
+    assert focused(page, "data-key") == "w99246"
+    page.go_back()
+    page.wait_for_function(
+        "() => document.querySelector('#samples h2').innerText.includes('Samples 0 to')"
+    )
+
+
+def test_a_click_on_a_column_opens_its_samples_and_one_of_them_its_life(watched):
+    page = watched().go("/partition?id=train")
+    page.locator("a.window").nth(1).click(position={"x": 2, "y": 30}, force=True)
+    page.wait_for_function(
+        "() => document.querySelector('#samples h2').innerText.includes('4 to 7')"
+    )
+    page.locator("#samples tbody th a").nth(1).click()
+    page.wait_for_url("**/sample?**")
+    assert page.locator("ol.life li").count() == 12
+    page.locator("ol.life li a").first.click()
+    page.wait_for_url("**/trace?**")
+    assert page.locator("a.bar[aria-current]").count() == 1
+
+
+def test_the_waterfall_goes_by_keyboard_and_shows_a_span(watched):
+    page = watched().go(f"/trace?id={LAST}")
+    page.wait_for_selector('a.bar[tabindex="0"]')
+    assert page.locator('a.bar[tabindex="0"]').count() == 1
+    page.locator('a.bar[tabindex="0"]').focus()
+    assert focused(page, "aria-label").startswith("grpo.step, grpo.driver, ")
+    page.keyboard.press("ArrowDown")
+    assert ", grpo.driver, " in focused(page, "aria-label")
+    row = int(focused(page, "data-row"))
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("ArrowDown")
+    assert int(focused(page, "data-row")) > row
+    label, key = focused(page, "aria-label"), focused(page, "data-key")
+    assert page.locator("#reading").inner_text() == label
+    page.keyboard.press("Enter")
+    page.wait_for_function("() => document.querySelector('#span .pairs') !== null")
+    assert page.locator("#span h2").inner_text() == label.split(",")[0]
+    assert query(page) == {"id": LAST, "span": key}
+    assert focused(page, "data-key") == key
+    page.locator("#span a.close").click()
+    page.wait_for_function("() => document.querySelector('#span h2').innerText === 'Critical path'")
+    assert query(page) == {"id": LAST}
+
+
+def test_a_waterfall_zooms_by_keyboard_and_by_dragging_and_a_click_stays_a_click(watched):
+    page = watched().go(f"/trace?id={LAST}")
+    page.wait_for_selector("#zoom:not([hidden])")
+    width = "document.querySelector('svg.time').getBoundingClientRect().width"
+    whole = page.evaluate(width)
+    page.locator('a.bar[tabindex="0"]').focus()
+    page.keyboard.press("+")
+    assert page.evaluate(width) == pytest.approx(whole * 1.6, rel=0.01)
+    page.keyboard.press("0")
+    assert page.evaluate(width) == pytest.approx(whole, rel=0.01)
+    box = page.locator(".chart-scroll").bounding_box()
+    begin, end = box["x"] + 0.5 * box["width"], box["x"] + 0.7 * box["width"]
+    page.mouse.move(begin, box["y"] + 120)
+    page.mouse.down()
+    page.mouse.move(end, box["y"] + 130, steps=4)
+    assert page.locator("rect.chosen").count() == 1
+    page.mouse.up()
+    assert page.evaluate(width) == pytest.approx(whole * 5, rel=0.02)
+    left = page.evaluate("document.querySelector('.chart-scroll').scrollLeft")
+    assert left == pytest.approx(0.5 * 5 * whole, rel=0.02)
+    assert "span" not in query(page), "a drag is no click"
+    ticks = page.evaluate(
+        "[...document.querySelectorAll('svg.time .ticks text')].map((one) => one.textContent)"
+    )
+    assert len(ticks) > 20
+    assert ticks[0] == "0 s"
+    page.locator("a.bar", has_text="forward").first.dispatch_event("click")
+    page.wait_for_function("() => document.querySelector('#span .pairs') !== null")
+    assert page.evaluate(width) == pytest.approx(whole * 5, rel=0.02), "the zoom stays"
+
+
+def test_a_deep_link_shows_the_span_and_the_filters(watched, served):
+    failed = next(
+        row for row in served.answers.trace(trace_id_of(STEPS - 4)).rows if row.outcome == "error"
+    )
+    one = watched()
+    page = one.go("/trace" + SPAN.format(trace_id_of(STEPS - 4), failed.span_id))
+    assert "OutOfMemoryError" in page.locator("#span").inner_text()
+    assert page.locator("a.bar[aria-current]").get_attribute("tabindex") == "0"
+    page = one.go("/traces?min_s=1&error=true&name=grpo")
+    assert page.locator("#list tbody tr").count() == 1
+    assert page.locator('input[name="min_s"]').input_value() == "1"
+    assert page.locator('input[name="error"]').is_checked()
+    page.locator('input[name="step"]').fill(str(STEPS - 4))
+    page.locator('input[name="step"]').press("Enter")
+    page.wait_for_url("**step=*")
+    assert query(page) == {"min_s": "1", "error": "true", "name": "grpo", "step": str(STEPS - 4)}
+
+
+def test_a_live_change_is_shown_without_a_reload_and_disturbs_nobody(watched, served):
+    page = watched(viewport={"width": 1280, "height": 500}).go("/partition?id=train")
+    page.wait_for_selector('#live[data-state="live"]')
+    page.evaluate("window.stays = true; scrollTo(0, 400)")
+    box = page.locator('#samples input[type="checkbox"]').nth(3)
+    box.check()
+    box.focus()
+    chosen = box.get_attribute("value")
+    scrolled = page.evaluate("scrollY")
+    told = page.locator('#tables tr[data-key="logprob"] td').nth(3)
+    before = told.inner_text()
+    served.change()
+    page.wait_for_function(
+        "(before) => document.querySelectorAll('#tables tr[data-key=\"logprob\"] td')[3]"
+        ".innerText !== before",
+        arg=before,
+    )
+    assert page.evaluate("window.stays") is True
+    assert focused(page, "value") == chosen
+    assert box.is_checked()
+    assert page.evaluate("scrollY") == scrolled
+
+
+def test_a_live_change_leaves_an_unfolded_part_and_the_zoom_alone(watched, served):
+    page = watched().go(f"/trace?id={LAST}")
+    page.wait_for_selector('#live[data-state="live"]')
+    page.locator("#tree summary").click()
+    page.locator('#zoom button[aria-label="Zoom in"]').click()
+    page.locator("a.bar").nth(5).focus()
+    key = focused(page, "data-key")
+    with page.expect_response(lambda answer: "/trace?id=" in answer.url):
+        served.change()
+    page.wait_for_timeout(100)
+    assert page.locator("#tree").get_attribute("open") is not None
+    assert page.locator("svg.time").get_attribute("width") == "160%"
+    assert focused(page, "data-key") == key
+
+
+def test_colours_switch_and_the_choice_stays(watched):
+    one = watched(color_scheme="light")
+    page = one.go("/")
+    paper = "getComputedStyle(document.body).backgroundColor"
+    light = page.evaluate(paper)
+    page.locator("#theme").click()
+    page.locator("#theme").click()
+    dark = page.evaluate(paper)
+    assert dark != light
+    page = one.go("/traces")
+    assert page.evaluate(paper) == dark
+    assert page.locator("html").get_attribute("data-theme") == "dark"
+
+
+def test_the_first_stop_of_the_tab_key_leads_to_the_content(watched):
+    page = watched().go("/traces")
+    page.keyboard.press("Tab")
+    assert page.evaluate("document.activeElement.textContent") == "Skip to the content"
+    page.keyboard.press("Enter")
+    page.wait_for_function("() => document.activeElement.id === 'main'")
+
+
+def test_what_has_the_focus_shows_it(watched):
+    page = watched().go("/traces")
+    for _ in range(12):
+        page.keyboard.press("Tab")
+        shown = page.evaluate(
+            "(() => { const style = getComputedStyle(document.activeElement);"
+            " return style.outlineStyle !== 'none' && parseFloat(style.outlineWidth) >= 2; })()"
+        )
+        assert shown, page.evaluate("document.activeElement.outerHTML")
+
+
+def test_an_action_is_asked_about_and_done(watched, served):
+    served.answers.done.clear()
+    page = watched().go("/partition?id=train")
+    page.locator('#samples input[type="checkbox"]').nth(0).check()
+    page.locator('#samples input[type="checkbox"]').nth(2).check()
+    page.get_by_role("button", name="Clear chosen").click()
+    page.wait_for_url("**/actions/clear?**")
+    assert page.locator("h1").inner_text() == "Clear 2 samples?"
+    page.locator('input[name="confirm"]').fill("train")
+    page.get_by_role("button", name="Clear them").click()
+    page.wait_for_selector(".banner.done")
+    assert served.answers.done[0][1].sample_ids == ["s39_p0_g0", "s39_p0_g2"]
+
+
+def test_two_traces_are_chosen_in_the_list_and_compared(watched):
+    page = watched().go("/traces")
+    page.get_by_role("button", name="Compare A with B").click()
+    page.wait_for_url("**/compare?**")
+    assert query(page) == {"a": HOSTILE_TRACE, "b": LAST}
+    assert re.match("Step 39 took .* longer than step 38", page.locator("h1").inner_text())
+
+
+def test_a_sample_is_found_from_every_page(watched):
+    page = watched().go("/staleness")
+    page.locator(".quick input").fill("s39_p1")
+    page.locator(".quick input").press("Enter")
+    page.wait_for_url("**/samples?q=s39_p1")
+    assert page.locator("tbody tr").count() == 8
+
+
+def test_nothing_moves_for_those_who_want_less_motion(watched):
+    page = watched(reduced_motion="reduce").go("/")
+    moving = page.evaluate("document.getAnimations().length")
+    assert moving == 0
