@@ -1,4 +1,4 @@
-"""Real processes of the service, ended by their id whatever the test did."""
+"""Real processes of the service, ended by their id whatever happens, and applications of it."""
 
 import select
 import subprocess
@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from dataplane_admin import Settings, create_app
+
 COMMAND = str(Path(sysconfig.get_path("scripts")) / "dataplane-admin")
 PATIENCE_S = 30.0
 
@@ -15,9 +17,9 @@ PATIENCE_S = 30.0
 class Service:
     """One process, and the URL that it printed."""
 
-    def __init__(self, command):
+    def __init__(self, command, folder):
         self.process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=folder
         )
 
     def wait_for_url(self):
@@ -40,11 +42,12 @@ class Service:
 
 
 @pytest.fixture
-def start():
+def start(tmp_path):
+    """Start the service, or another command that prints a URL; its files are the test's."""
     services = []
 
     def start_service(*arguments, command=(COMMAND, "serve", "--port", "0")):
-        services.append(Service([*command, *arguments]))
+        services.append(Service([*command, *arguments], tmp_path))
         return services[-1].wait_for_url()
 
     yield start_service
@@ -54,7 +57,7 @@ def start():
 
 
 @pytest.fixture
-def refused():
+def refused(tmp_path):
     """Run the command, which must end by itself; gives its status and what it wrote to stderr."""
 
     def run(*arguments):
@@ -64,8 +67,41 @@ def refused():
             text=True,
             timeout=PATIENCE_S,
             check=False,
+            cwd=tmp_path,
         )
         assert done.stdout == ""
         return done.returncode, done.stderr
 
     return run
+
+
+@pytest.fixture
+def make_app(tmp_path):
+    """Make applications on one file, which are closed at the end; takes what `Settings` takes."""
+    made = []
+
+    def make(*, inspector=None, **settings):
+        settings.setdefault("store_url", f"sqlite:///{tmp_path / 'admin.sqlite'}")
+        made.append(create_app(Settings(**settings), inspector=inspector))
+        return made[-1]
+
+    yield make
+    for app in made:
+        app.state.store.close()
+
+
+@pytest.fixture(scope="session")
+def app_of(tmp_path_factory):
+    """The application of some settings, made once: for tests that leave it as it was."""
+    made = {}
+
+    def app(**settings):
+        place = repr(sorted(settings.items()))
+        if place not in made:
+            path = tmp_path_factory.mktemp("admin") / "admin.sqlite"
+            made[place] = create_app(Settings(store_url=f"sqlite:///{path}", **settings))
+        return made[place]
+
+    yield app
+    for one in made.values():
+        one.state.store.close()

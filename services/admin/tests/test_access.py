@@ -5,7 +5,6 @@ from fastapi import WebSocket
 from fastapi.testclient import TestClient
 from starlette.testclient import WebSocketDenialResponse
 
-from dataplane_admin import create_app
 from dataplane_admin.token import read_token
 
 TOKEN = "3f2b8c0d9e7a6b5c"
@@ -31,8 +30,8 @@ def get(app, path="/api/v1/version", **headers):
         "10.1.2.3",
     ],
 )
-def test_allowed_hosts_are_served_on_any_port(host):
-    app = create_app(allowed_hosts=["localhost", "127.0.0.1", "::1", "Admin.Example", "10.1.2.3"])
+def test_allowed_hosts_are_served_on_any_port(host, app_of):
+    app = app_of(allowed_hosts=("localhost", "127.0.0.1", "::1", "Admin.Example", "10.1.2.3"))
     assert get(app, host=host).status_code == 200
 
 
@@ -62,28 +61,28 @@ def test_allowed_hosts_are_served_on_any_port(host):
     ],
 )
 @pytest.mark.parametrize("path", ["/healthz", "/api/v1/version", "/nothing"])
-def test_other_hosts_are_refused_on_every_path(host, path):
-    response = get(create_app(), path, host=host.encode("latin-1"))
+def test_other_hosts_are_refused_on_every_path(host, path, app_of):
+    response = get(app_of(), path, host=host.encode("latin-1"))
     assert response.status_code == 400
     assert response.headers["content-type"] == "application/problem+json"
     assert "--allowed-host" in response.json()["detail"]
 
 
-def test_two_host_headers_are_refused():
-    client = TestClient(create_app(), base_url="http://localhost")
+def test_two_host_headers_are_refused(app_of):
+    client = TestClient(app_of(), base_url="http://localhost")
     headers = [("host", "localhost"), ("host", "evil.example")]
     assert client.get("/healthz", headers=headers).status_code == 400
 
 
 @pytest.mark.parametrize("host", ["*", "*.example", "a:80", "http://a", "", "a b", "[::1]", "-a"])
-def test_an_allowed_host_that_is_none_is_refused_at_once(host):
+def test_an_allowed_host_that_is_none_is_refused_at_once(host, app_of):
     with pytest.raises(ValueError, match="expected a host name or an IP address"):
-        create_app(allowed_hosts=[host])
+        app_of(allowed_hosts=(host,))
 
 
 @pytest.mark.parametrize("scheme", ["Bearer", "bearer", "BEARER"])
-def test_the_token_lets_in(scheme):
-    assert get(create_app(token=TOKEN), authorization=f"{scheme} {TOKEN}").status_code == 200
+def test_the_token_lets_in(scheme, app_of):
+    assert get(app_of(token=TOKEN), authorization=f"{scheme} {TOKEN}").status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -104,30 +103,30 @@ def test_the_token_lets_in(scheme):
     ],
 )
 @pytest.mark.parametrize("path", ["/api/v1/version", "/", "/nothing", "/healthz/", "//healthz"])
-def test_without_the_token_no_path_but_healthz_answers(headers, path):
-    response = get(create_app(token=TOKEN), path, **headers)
+def test_without_the_token_no_path_but_healthz_answers(headers, path, app_of):
+    response = get(app_of(token=TOKEN), path, **headers)
     assert response.status_code == 401
     assert response.headers["www-authenticate"] == "Bearer"
     assert response.headers["content-type"] == "application/problem+json"
     assert TOKEN not in response.text
 
 
-def test_two_authorization_headers_are_refused():
-    client = TestClient(create_app(token=TOKEN), base_url="http://localhost")
+def test_two_authorization_headers_are_refused(app_of):
+    client = TestClient(app_of(token=TOKEN), base_url="http://localhost")
     headers = [("authorization", f"Bearer {TOKEN}"), ("authorization", "Bearer other")]
     assert client.get("/api/v1/version", headers=headers).status_code == 401
 
 
-def test_a_token_in_the_query_does_not_count():
-    assert get(create_app(token=TOKEN), f"/api/v1/version?token={TOKEN}").status_code == 401
+def test_a_token_in_the_query_does_not_count(app_of):
+    assert get(app_of(token=TOKEN), f"/api/v1/version?token={TOKEN}").status_code == 401
 
 
-def test_healthz_needs_no_token():
-    assert get(create_app(token=TOKEN), "/healthz").status_code == 200
+def test_healthz_needs_no_token(app_of):
+    assert get(app_of(token=TOKEN), "/healthz").status_code == 200
 
 
-def test_a_websocket_needs_the_token_as_well():
-    app = create_app(token=TOKEN)
+def test_a_websocket_needs_the_token_as_well(make_app):
+    app = make_app(token=TOKEN)
 
     @app.websocket("/ws")
     async def greet(websocket: WebSocket):

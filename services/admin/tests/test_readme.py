@@ -14,5 +14,6 @@ def test_the_readme_shows_python():
 
 
 @pytest.mark.parametrize("block", BLOCKS)
-def test_a_block_of_the_readme_runs(block):
+def test_a_block_of_the_readme_runs(block, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # where its files go
     exec(compile(block, str(README), "exec"), {"__name__": "__main__"})

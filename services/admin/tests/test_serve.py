@@ -127,12 +127,12 @@ def test_a_signal_stops_it_with_status_0_though_clients_are_connected(start, num
 
 HANGING = """
 import asyncio
-from dataplane_admin import create_app
+from dataplane_admin import Settings, create_app
 from dataplane_admin.listen import listen, resolve
 from dataplane_admin.server import end_in_peace_on_signals, run
 from fastapi.responses import StreamingResponse
 
-app = create_app()
+app = create_app(Settings(store_url="sqlite:///hanging.sqlite"))
 
 async def hang():
     yield b"under way"

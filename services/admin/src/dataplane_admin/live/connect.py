@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
+from pathlib import Path
 from typing import Protocol, cast
 
 from dataplane_core import DataPlaneClient, DataPlaneError, DataPlaneInspector, UnavailableError
@@ -19,6 +21,9 @@ _PLANE = {
     "global_segment_size": 1,
     "local_buffer_size": 1,
 }
+
+
+_KNOCK_S = 3.0
 
 
 class Connector(Protocol):
@@ -73,14 +78,16 @@ class OnRay:
                 "dataplane-admin[ray]"
             ) from None
         os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
+        _bring_token()
         try:
+            _check_listens(self._address)
             ray.init(
                 address=self._address,
                 namespace="dataplane-admin",
                 logging_level="ERROR",
                 log_to_driver=False,
             )
-        except (ConnectionError, RuntimeError, OSError, ValueError) as error:
+        except (RuntimeError, OSError, ValueError, OverflowError) as error:
             self.disconnect()
             reason = str(error).partition("\n")[0]
             raise UnavailableError(f"no Ray cluster at {self._address!r}: {reason}") from None
@@ -103,3 +110,21 @@ class OnRay:
         import ray
 
         ray.shutdown()
+
+
+def _check_listens(address: str) -> None:
+    """Raise OSError if nothing listens there: Ray takes a minute to say so."""
+    host, colon, port = address.rpartition(":")
+    if colon and "/" not in address and port.isdecimal():
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_KNOCK_S).close()
+
+
+def _bring_token() -> None:
+    """Let Ray send the token that it keeps for this user, as it does by itself for ``auto`` alone.
+
+    Clusters ask for it by default since Ray 2.60; others do not mind it.
+    """
+    places = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
+    kept = Path.home() / ".ray" / "auth_token"
+    if any(os.environ.get(name) for name in places) or kept.is_file():
+        os.environ.setdefault("RAY_AUTH_MODE", "token")
