@@ -45,7 +45,7 @@ PAGES = [
 class Document(HTMLParser):
     """Elements of a page, and the text between them."""
 
-    VOID = frozenset({"meta", "link", "input", "br", "img"})
+    VOID = frozenset({"meta", "link", "input", "br", "img", "wbr"})
 
     def __init__(self, text):
         super().__init__()

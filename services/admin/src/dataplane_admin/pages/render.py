@@ -26,6 +26,7 @@ def environment() -> Environment:
     )
     made.filters.update(
         ago=words.ago,
+        breakable=_breakable,
         count=words.count,
         duration=words.duration,
         exact=_exact,
@@ -45,3 +46,9 @@ def _shown(value: Any) -> Any:
 def _exact(value: object) -> Markup:
     """Text as it is, escaped: for what a form has to send back unchanged."""
     return escape(str(value))
+
+
+def _breakable(name: object) -> Markup:
+    """A dotted name that may be broken behind its dots and underscores."""
+    text = escape(printable(name))
+    return Markup(text.replace(".", Markup(".<wbr>")).replace("_", Markup("_<wbr>")))  # noqa: S704
