@@ -14,6 +14,11 @@ from dataplane_admin.store import Store, StoreError, StoreUnavailable
 from dataplane_admin.store.models import Base
 
 
+@pytest.fixture
+def url(new_url):
+    return new_url(empty=True)
+
+
 def test_migrations_make_exactly_what_the_models_say(url):
     Store.open(url).close()
     engine = create_engine(url)

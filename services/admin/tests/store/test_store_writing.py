@@ -118,9 +118,13 @@ def test_readers_do_not_wait_for_a_writer_and_a_full_queue_refuses(url, store, o
     engine, connection = hold(url)
     try:
         taken = []
-        with pytest.raises(QueueFull, match="expected at most 3") as refused:
+
+        def submit_many():
             for _ in range(100):
                 taken.append(store.submit(otlp.spans()))
+
+        with pytest.raises(QueueFull, match="expected at most 3") as refused:
+            submit_many()
         assert refused.value.retry_s > 0
         began = time.monotonic()
         assert store.totals().spans == 1
@@ -262,7 +266,8 @@ def test_everything_acknowledged_survives_a_kill(url, otlp):
     program = textwrap.dedent(
         f"""
         import os, sys, importlib.util
-        spec = importlib.util.spec_from_file_location("made", {str(Path(__file__).parent / "conftest.py")!r})
+        path = {str(Path(__file__).parent / "conftest.py")!r}
+        spec = importlib.util.spec_from_file_location("made", path)
         made = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(made)
         from dataplane_admin.store import Store

@@ -112,8 +112,8 @@ class Database:
             cursor.execute("PRAGMA freelist_count")
             free = int((cursor.fetchone() or (0,))[0])
             if free:
-                # Each row of the answer is one page: they must be fetched for it to happen.
-                cursor.execute(f"PRAGMA incremental_vacuum({pages:d})").fetchall()
+                # It gives up one page a step; only a script is stepped through to its end.
+                cursor.executescript(f"PRAGMA incremental_vacuum({pages:d})")
             cursor.close()
         finally:
             raw.close()

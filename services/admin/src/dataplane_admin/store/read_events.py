@@ -14,7 +14,7 @@ from dataplane_admin.store.models import (
     PlaceModel,
     SampleModel,
 )
-from dataplane_admin.store.reader import EVENT_COLUMNS, MOST_PARAMETERS, Reader
+from dataplane_admin.store.reader import EVENT_COLUMNS, Reader, of_keys
 from dataplane_admin.store.rows import EventRow, SampleCursor, SampleRow, StalenessRow
 from dataplane_admin.store.texts import (
     HEAD_BYTES,
@@ -23,7 +23,6 @@ from dataplane_admin.store.texts import (
     id_of_bytes,
     storable,
 )
-from dataplane_admin.store.work import in_groups
 from observability.records import Event, Records
 
 _SHAPING = ("registered", "put", "claimed", "released", "cleared")
@@ -216,9 +215,9 @@ def read_staleness(reader: Reader, run_id: str, steps: int) -> StalenessRow:
         }
         born: dict[int, int | None] = {}
         versions = select(SampleModel.key, SampleModel.weight_version)
-        for some in in_groups({key for key, _ in trained}, MOST_PARAMETERS):
-            rows = connection.execute(versions.where(SampleModel.key.in_(some)))
-            born.update((key, version) for key, version in rows)
+        for chosen in of_keys({key for key, _ in trained}):
+            for key, version in connection.execute(versions.where(chosen)):
+                born[key] = version
     counts: Counter[int] = Counter()
     unknown = 0
     for key, version in trained:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any  # Any: rows
 
-from sqlalchemy import Connection, Select, select
+from sqlalchemy import ColumnElement, Connection, Select, or_, select
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
@@ -19,10 +19,10 @@ from dataplane_admin.store.texts import id_of_bytes
 from dataplane_admin.store.work import in_groups
 from observability.records import Event, Span, decode_logs, decode_traces
 
-MOST_PARAMETERS = 16_000
-"""In one statement; SQLite takes 32,766."""
-
 _MOST_KNOWN_IDS = 400_000
+# Keys between two that are wanted, up to which both are read in one go.
+_GAP = 64
+_RANGES = 100
 
 
 class Reader:
@@ -94,10 +94,31 @@ class Reader:
             kept = wanted.intersection(known)
             known = self._ids = {key: known[key] for key in kept}
         columns = select(SampleModel.key, SampleModel.head, SampleModel.tail)
-        for some in in_groups(missing, MOST_PARAMETERS):
-            for key, head, tail in connection.execute(columns.where(SampleModel.key.in_(some))):
+        for chosen in of_keys(missing):
+            for key, head, tail in connection.execute(columns.where(chosen)):
                 known[key] = id_of_bytes(head + tail)
         return known
+
+
+def of_keys(keys: Collection[int]) -> Iterator[ColumnElement[bool]]:
+    """Conditions that choose samples by key, some others among them.
+
+    Samples that were told of together have keys one after the other, and a range of keys is read
+    several times as fast as each by itself.
+    """
+    ordered = sorted(keys)
+    if not ordered:
+        return
+    ranges: list[tuple[int, int]] = []
+    first = last = ordered[0]
+    for key in ordered:
+        if key > last + _GAP:
+            ranges.append((first, last))
+            first = key
+        last = key
+    ranges.append((first, last))
+    for some in in_groups(ranges, _RANGES):
+        yield or_(*(SampleModel.key.between(*one) for one in some))
 
 
 EVENT_COLUMNS = (EventModel.record, EventModel.keys)

@@ -1,0 +1,315 @@
+"""What is asked is answered from indexes, as the views would from everything."""
+
+import os
+import time
+from dataclasses import replace
+
+import pytest
+from sqlalchemy import event
+
+from dataplane_admin.ingest.events import batch_of_logs
+from dataplane_admin.store import Cursor, Store, TraceFilter
+from observability.records import Records, decode_logs, decode_traces
+from observability.views import life_of, why
+
+NEVER_NS = 1 << 62
+
+
+def write(store, *batches):
+    for waiting in [store.submit(batch) for batch in batches]:
+        waiting.result(20)
+
+
+def test_traces_are_listed_from_the_newest_in_pages(store, otlp):
+    write(store, *(otlp.spans(start_s=number, step=number) for number in range(7)))
+    seen, before = [], None
+    for _ in range(4):
+        rows, before = store.traces(TraceFilter(), before, 2)
+        seen += [row.step for row in rows]
+    assert seen == [6, 5, 4, 3, 2, 1, 0]
+    assert before is None
+    assert store.traces(TraceFilter(), Cursor(0, "no hex"), 2) == ([], None)
+
+
+def test_traces_that_began_at_once_are_listed_once(store, otlp):
+    write(store, *(otlp.spans(start_s=1) for _ in range(7)))
+    seen, before = [], None
+    while True:
+        rows, before = store.traces(TraceFilter(), before, 3)
+        seen += [row.trace_id for row in rows]
+        if before is None:
+            break
+    assert len(seen) == len(set(seen)) == 7
+
+
+@pytest.mark.parametrize(
+    ("chosen", "expected"),
+    [
+        (TraceFilter(run_id="a"), [0, 1]),
+        (TraceFilter(run_id="a", step=1), [1]),
+        (TraceFilter(step=2), [2]),
+        (TraceFilter(min_s=2), [1, 2]),
+        (TraceFilter(max_s=1.5), [0, 3]),
+        (TraceFilter(min_s=2, max_s=2.5), [1]),
+        (TraceFilter(error=True), [2]),
+        (TraceFilter(error=False), [0, 1, 3]),
+        (TraceFilter(name="VALIDATION"), [3]),
+        (TraceFilter(name="100%_"), []),
+        (TraceFilter(run_id="nobody\0"), []),
+    ],
+)
+def test_traces_are_chosen_by_each_filter(store, otlp, chosen, expected):
+    write(
+        store,
+        otlp.spans(run="a", step=0, start_s=0, seconds=1),
+        otlp.spans(run="a", step=1, start_s=1, seconds=2),
+        otlp.spans(run="b", step=2, start_s=2, seconds=3, failed=True),
+        otlp.spans(run="b", step=3, start_s=3, seconds=1, names=["grpo.validation"]),
+    )
+    rows, _ = store.traces(chosen)
+    assert sorted(row.step for row in rows) == expected
+
+
+def test_runs_are_known_by_their_traces_and_events(store, otlp, start_ns):
+    write(
+        store,
+        otlp.spans(run="a", step=0, start_s=1, seconds=2),
+        otlp.spans(run="a", step=1, start_s=4, seconds=2),
+        otlp.event("put", ["x"], run="b", at_s=9),
+    )
+    found = [(row.run_id, row.first_ns - start_ns, row.steps) for row in store.runs()]
+    assert found == [("b", 9 * 10**9, 0), ("a", 10**9, 2)]
+
+
+def test_links_are_followed_both_ways(store, otlp):
+    put, claim, other = (os.urandom(16) for _ in range(3))
+    write(store, otlp.spans(put), otlp.spans(claim, links=[put, put, claim, other]))
+    assert store.linked(claim.hex()) == (sorted([put.hex(), other.hex()]), [])
+    assert store.linked(put.hex()) == ([], [claim.hex()])
+
+
+@pytest.mark.parametrize("trace_id", ["", "../../etc/passwd", "0" * 31, "g" * 32, "\0" * 32])
+def test_what_is_no_trace_id_finds_nothing(store, trace_id):
+    assert store.trace(trace_id) is None
+    assert store.trace_records(trace_id) == Records()
+    assert store.linked(trace_id) == ([], [])
+
+
+def test_the_records_of_a_trace_are_its_spans_and_the_events_that_name_it(store, otlp):
+    trace_id, span_id = os.urandom(16), os.urandom(8)
+    write(
+        store,
+        otlp.spans(trace_id, span_id=span_id),
+        otlp.event("put", ["b", "a"], trace_id=trace_id, span_id=span_id, fields=["x"]),
+        otlp.event("put", ["c"], trace_id=os.urandom(16)),
+    )
+    found = store.trace_records(trace_id.hex())
+    assert [span.name for span in found.spans] == ["grpo.step"]
+    assert [event.sample_ids for event in found.events] == [("b", "a")]
+    assert found.events[0].span_id == span_id.hex()
+    assert found.events[0].attributes["dataplane.fields"] == ["x"]
+
+
+def test_samples_are_found_by_the_beginning_of_their_id_in_pages(store, otlp):
+    ids = ["a", "ab", "ab\uffff", "abc", "b", "é1", "é2", "ab" + "x" * 700, "ab" + "x" * 800]
+    write(store, otlp.event("put", ids, version=3), otlp.event("put", ["ab"], partition="other"))
+    seen, after = [], None
+    while rows := store.find_samples("ab", 2, after):
+        seen += [row.sample_id for row in rows]
+        after = rows[-1].cursor
+    assert sorted(seen) == sorted([*(one for one in ids if one.startswith("ab")), "ab"])
+    assert [row.sample_id for row in store.find_samples("é", 9)] == ["é1", "é2"]
+    assert [row.sample_id for row in store.find_samples("ab" + "x" * 750)] == [ids[-1]]
+    assert len(store.find_samples("", 100)) == 10
+    assert store.find_samples("a", 1)[0].weight_version == 3
+
+
+def test_the_life_of_a_sample_is_what_the_views_make_of_everything(store, otlp):
+    trace_id = os.urandom(16)
+    logs = [
+        otlp.log("put", ["a", "b"], at_s=1, trace_id=trace_id, version=1),
+        otlp.log("claimed", ["a"], at_s=2, task="logprobs"),
+        otlp.log("cleared", ["b"], at_s=3),
+        otlp.log("cleared", at_s=4),
+        otlp.log("put", ["a"], at_s=5, partition="other"),
+        otlp.log("cleared", at_s=6, partition="third"),
+    ]
+    everything = Records()
+    data = otlp.trace(trace_id, names=["grpo.step", "rollout"])
+    everything.add(decode_traces(data.SerializeToString()))
+    write(store, otlp.batch(data))
+    for data in logs:
+        everything.add(decode_logs(data.SerializeToString()))
+        write(store, batch_of_logs(data, otlp.limits))
+    for sample_id in ("a", "b"):
+        assert life_of(sample_id, store.sample_records(sample_id)) == life_of(sample_id, everything)
+    only = store.sample_records("a", "other")
+    assert [hop.partition for hop in life_of("a", only)] == ["other"]
+    assert store.sample_records("nobody") == Records()
+
+
+def test_staleness_counts_each_trained_sample_once_a_version(store, otlp):
+    write(
+        store,
+        otlp.event("put", ["a", "b"], at_s=1, version=3),
+        otlp.event("put", ["a"], at_s=2, version=9),  # another field, later
+        otlp.event("put", ["c"], at_s=1),
+        otlp.event("trained", ["a", "b", "c"], at_s=3, version=4, step=5, service="policy 0"),
+        otlp.event("trained", ["a", "b", "c"], at_s=3, version=4, step=5, service="policy 1"),
+        otlp.event("trained", ["a"], at_s=4, version=6, step=6),
+        otlp.event("trained", ["a"], at_s=4, version=7, step=6, run="other"),
+    )
+    found = store.staleness("run")
+    assert (dict(found.counts), found.unknown) == ({1: 2, 3: 1}, 1)
+    assert dict(store.staleness("run", 1).counts) == {3: 1}
+    assert dict(store.staleness("nobody").counts) == {}
+
+
+def test_the_first_put_counts_whatever_order_events_arrive_in(store, otlp):
+    write(
+        store,
+        otlp.event("trained", ["a"], at_s=9, version=4, step=1),
+        otlp.event("put", ["a"], at_s=5, version=3),
+        otlp.event("put", ["a"], at_s=1, version=1),
+    )
+    assert dict(store.staleness("run").counts) == {3: 1}
+
+
+def waits(records):
+    return [
+        (
+            wait.process.service,
+            wait.partition,
+            (wait.there, wait.ready, wait.unput, wait.claimed),
+            [(name, lack.count, lack.examples) for name, lack in wait.lacks.items()],
+        )
+        for wait in why(records, NEVER_NS)
+    ]
+
+
+def steps_of_a_run(otlp, steps, *, stuck):
+    """Every step registers, puts, claims and clears by id; the last one waits for a field."""
+    for step in range(steps):
+        at, ids = 10.0 * step, [f"s{step}-{number}" for number in range(6)]
+        yield otlp.log("registered", at_s=at, samples=6, tasks=["train"], fields=["x", "y"])
+        yield otlp.log("put", ids[:4], at_s=at + 1, fields=["x"], service="rollout")
+        if stuck and step == steps - 1:
+            yield otlp.log("put", ids[:1], at_s=at + 2, fields=["y"], service="policy")
+            yield otlp.log(
+                "waiting", at_s=at + 3, wait=f"w{step}", task="train", fields=["x", "y"], samples=6
+            )
+            return
+        yield otlp.log("waiting", at_s=at + 2, wait=f"w{step}", task="train", fields=["x"])
+        yield otlp.log("put", ids[4:], at_s=at + 3, fields=["x"], service="rollout")
+        yield otlp.log("claimed", ids, at_s=at + 4, wait=f"w{step}", task="train", fields=["x"])
+        yield otlp.log("cleared", ids, at_s=at + 5)
+
+
+@pytest.mark.parametrize("order", ["told", "by_process"])
+def test_why_it_is_stuck_is_what_the_views_make_of_everything(store, otlp, order):
+    logs = list(steps_of_a_run(otlp, 4, stuck=True))
+    everything = Records()
+    for data in logs:
+        everything.add(decode_logs(data.SerializeToString()))
+    if order == "by_process":  # each exports in its own batches
+        logs.sort(key=lambda one: one.resource_logs[0].resource.attributes[0].value.string_value)
+    write(store, *(batch_of_logs(data, otlp.limits) for data in logs))
+    found = store.wait_records(NEVER_NS)
+    assert waits(found) == waits(everything) != []
+    # Steps that are over are not read.
+    assert len(found.events) < len(everything.events) / 2
+    assert waits(store.wait_records(0)) == []
+
+
+def test_a_wait_is_over_even_if_its_end_arrives_first(store, otlp):
+    write(
+        store,
+        otlp.event("answered", at_s=5, wait="w", partition=None),
+        otlp.event("waiting", at_s=1, wait="w", partition=None),
+        otlp.event("waiting", at_s=1, wait="w", partition=None, service="another"),
+    )
+    assert [one[0] for one in waits(store.wait_records(NEVER_NS))] == ["another"]
+
+
+def test_a_whole_partition_that_was_cleared_holds_nothing(store, otlp):
+    write(
+        store,
+        otlp.event("put", ["a", "b"], at_s=1, fields=["x"]),
+        otlp.event("cleared", at_s=2),
+        otlp.event("put", ["c"], at_s=3, fields=["x"]),
+        otlp.event("waiting", at_s=4, wait="w", task="train", fields=["x", "y"]),
+    )
+    assert waits(store.wait_records(NEVER_NS)) == [
+        ("grpo.driver", "train", (1, 0, 0, 0), [("y", 1, ("c",))])
+    ]
+
+
+def test_newest_events_come_in_the_order_of_their_arrival(store, otlp):
+    for number in range(5):
+        write(store, otlp.event("put", [str(number)], at_s=9 - number, task=str(number)))
+    rows = store.events_since(0, 3)
+    assert [row.task for row in rows] == ["2", "3", "4"]
+    assert store.events_since(rows[-1].id, 3) == []
+    assert rows[0].partition == "train"
+    assert rows[0].samples == 1
+
+
+def test_totals_say_what_there_is_and_what_became_of_the_rest(store, otlp):
+    refused = replace(otlp.spans(), refused=3, ignored=2)
+    write(store, refused, refused, otlp.event("put", ["a", "b"]))
+    totals = store.totals()
+    assert (totals.traces, totals.spans, totals.events, totals.samples) == (1, 1, 1, 2)
+    assert (totals.ingested_spans, totals.repeated, totals.refused, totals.ignored) == (1, 1, 6, 4)
+    assert totals.bytes_on_disk > 10_000
+    assert abs(totals.oldest_ns - time.time_ns()) < 60 * 10**9
+
+
+def test_no_answer_reads_events_samples_or_chunks_from_end_to_end(tmp_path, otlp):
+    with Store.open(f"sqlite:///{tmp_path}/admin.sqlite") as store:
+        trace_id = os.urandom(16)
+        write(
+            store,
+            otlp.spans(trace_id, links=[os.urandom(16)]),
+            otlp.event("registered", samples=4, tasks=["t"]),
+            otlp.event("put", ["a", "b"], version=1, trace_id=trace_id),
+            otlp.event("trained", ["a"], version=1, step=1),
+            otlp.event("waiting", wait="w", task="t", fields=["x"]),
+            otlp.event("cleared", at_s=99),
+        )
+        asked = []
+        engine = store._database.readers
+
+        @event.listens_for(engine, "before_cursor_execute")
+        def remember(_connection, _cursor, statement, parameters, _context, _many):
+            if statement.startswith("SELECT"):
+                asked.append((statement, parameters))
+
+        store.runs()
+        store.traces(TraceFilter(run_id="run", step=1, error=False, name="x"), Cursor(1, "0" * 32))
+        store.traces()
+        store.trace(trace_id.hex())
+        store.trace_records(trace_id.hex())
+        store.linked(trace_id.hex())
+        store.sample_records("a")
+        store.sample_records("a", "train")
+        store.find_samples("a", 5)
+        store.find_samples("", 5, ("a", 1))
+        store.wait_records(NEVER_NS)
+        store.staleness("run")
+        store.events_since(1, 5)
+        store.totals()
+        event.remove(engine, "before_cursor_execute", remember)
+        assert len(asked) > 15
+        with engine.connect() as connection:
+            for statement, parameters in asked:
+                plan = connection.exec_driver_sql(f"EXPLAIN QUERY PLAN {statement}", parameters)
+                for step in plan:
+                    big = {"events", "samples", "span_chunks", "event_samples"}
+                    words = step.detail.split()
+                    scanned = words[0] == "SCAN" and words[1] in big
+                    # In the order of a key, ended by a limit, is not from end to end.
+                    ordered = "LIMIT" in statement and "ORDER BY" in statement
+                    assert not scanned or ordered, f"{step.detail}: {statement}"
+                    # Events are sorted once an index has narrowed them down; a list never is.
+                    if "ORDER BY traces.start_ns" in statement:
+                        assert "TEMP B-TREE" not in step.detail, f"{step.detail}: {statement}"
