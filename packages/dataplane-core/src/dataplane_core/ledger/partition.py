@@ -13,11 +13,10 @@ from dataplane_core.declaration import PartitionDeclaration, missing_data
 from dataplane_core.errors import (
     ClaimTimeoutError,
     InvalidRequestError,
-    LeaseLostError,
-    SamplesLeasedError,
     UnknownTaskError,
     listed,
 )
+from dataplane_core.ledger.leases import LeaseBook
 from dataplane_core.ledger.order import ClaimOrder, Places
 from dataplane_core.ledger.origins import count_origins, note_origin
 from dataplane_core.ledger.queues import GroupQueue, Queue, SampleQueue
@@ -30,7 +29,7 @@ _MAX_QUEUES = 64
 """Queues a task keeps; the one that was made first goes when another set of fields is claimed."""
 
 
-class PartitionBook:
+class PartitionBook(LeaseBook):
     """The state of one partition. `Ledger` owns it; nothing here locks or waits."""
 
     def __init__(
@@ -57,10 +56,6 @@ class PartitionBook:
         self._fence = 0
         self._has_origins = False
         self.touch()
-
-    def touch(self) -> None:
-        """Something changed: ``revision`` grows."""
-        self.revision = next(self._revisions)
 
     @property
     def held(self) -> int:
@@ -190,12 +185,6 @@ class PartitionBook:
             # Where a sample stands may have changed: the queues are made anew.
             if not task.open.keys().isdisjoint(moved):
                 task.queues.clear()
-
-    @staticmethod
-    def _enqueue(task: Task, row: Row) -> None:
-        for queue in task.queues.values():
-            if queue.required <= row.cells.keys():
-                queue.add(row)
 
     @staticmethod
     def _dequeue(task: Task, row: Row) -> None:
@@ -369,104 +358,6 @@ class PartitionBook:
             batch_size=request.batch_size,
             timeout_s=timeout_s,
         )
-
-    def expire(self, now: float) -> bool:
-        """End the leases whose time is over; True if there were any."""
-        over = [lease for lease in self.leases.values() if lease.deadline <= now]
-        for lease in over:
-            self.end_early(lease)
-        return bool(over)
-
-    def end_early(self, lease: Lease) -> int:
-        """A lease is over before its claim was settled; returns how many samples it still held."""
-        count = len(lease.rows)
-        self.totals["leases_expired"] += 1
-        self.totals["samples_redelivered"] += count
-        self._end(lease, list(lease.rows), settle=False)
-        return count
-
-    def next_expiry(self) -> float | None:
-        """When the next lease ends, on the caller's clock."""
-        return min((lease.deadline for lease in self.leases.values()), default=None)
-
-    def check_token(self, token: str | None) -> None:
-        """Raise `LeaseLostError` if the lease of a claim has ended."""
-        if token is not None and token not in self.leases:
-            raise LeaseLostError(
-                f"partition {self.declaration.partition_id!r}: the claim's lease ran out or was "
-                "ended; another claim may hold its samples"
-            )
-
-    def settle(self, token: str, sample_ids: Sequence[str], *, acknowledge: bool) -> str:
-        """Acknowledge or release the given samples of a lease; the rest stays leased.
-
-        Returns:
-            The task that held them.
-
-        Raises:
-            LeaseLostError: the lease ended, or it does not hold one of the samples.
-        """
-        lease = self._lease(token, sample_ids)
-        self._end(lease, sample_ids, settle=acknowledge)
-        kind = "samples_acknowledged" if acknowledge else "samples_released"
-        self.totals[kind] += len(sample_ids)
-        return lease.task_name
-
-    def renew(self, token: str, sample_ids: Sequence[str], now: float) -> None:
-        """Start a lease anew. Raises as `settle`."""
-        lease = self._lease(token, sample_ids)
-        lease.deadline = now + lease.seconds
-        self.touch()
-
-    def _lease(self, token: str, sample_ids: Sequence[str]) -> Lease:
-        lease = self.leases.get(token)
-        if lease is None or not lease.rows.keys() >= set(sample_ids):
-            raise LeaseLostError(
-                f"lease on {len(sample_ids)} samples of partition "
-                f"{self.declaration.partition_id!r} ran out or was ended; another claim may hold "
-                "them"
-            )
-        return lease
-
-    def _end(self, lease: Lease, sample_ids: Iterable[str], *, settle: bool) -> None:
-        task = self.tasks[lease.task_name]
-        ids = dict.fromkeys(sample_ids)
-        rows = [lease.rows.pop(sample_id) for sample_id in ids]
-        for sample_id in ids:
-            del task.leased[sample_id]
-        if settle:
-            task.settled.update(ids)
-            self.touch()
-        else:
-            self.reopen(task, rows)
-        if not lease.rows:
-            del self.leases[lease.token]
-
-    def reopen(self, task: Task, rows: list[Row]) -> None:
-        """Make rows that a task had claimed claimable again."""
-        task.reopen(rows)
-        for row in rows:
-            self._enqueue(task, row)
-        self.touch()
-
-    def refuse_leased(self, sample_ids: Iterable[str]) -> None:
-        """Raise `SamplesLeasedError` if a task holds one of the samples under a lease."""
-        if not self.leases:
-            return
-        asked = list(sample_ids)
-        held = {
-            sample_id: name
-            for name, task in self.tasks.items()
-            if task.leased
-            for sample_id in asked
-            if sample_id in task.leased
-        }
-        if held:
-            raise SamplesLeasedError(
-                f"clear_samples(partition={self.declaration.partition_id!r}): {len(held)} samples "
-                f"are leased by {listed(sorted(set(held.values())))}: {listed(held)}; acknowledge "
-                "or release them first, or clear with force=True"
-            )
 
     def drop(self, sample_ids: Iterable[str]) -> list[Row]:
         """Take samples out of the partition; unknown ids are passed over."""
