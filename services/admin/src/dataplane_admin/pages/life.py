@@ -10,6 +10,8 @@ from dataplane_admin.pages import words
 from dataplane_admin.pages.links import to
 
 _KINDS = frozenset({"put", "claimed", "trained", "dropped", "cleared"})
+# Less is not worth a warning, however short the life was.
+_LONG_S = 1.0
 _NAMES = {
     "put": "put",
     "claimed": "claimed",
@@ -29,7 +31,7 @@ class HopOnPage:
     Attributes:
         later: since the hop before; empty of the first.
         gap: 0 to 3, how much room is left for that time.
-        long: most of the sample's life went by before this hop.
+        long: a large part of the sample's life went by before this hop.
     """
 
     hop: models.Hop
@@ -49,6 +51,7 @@ class LifePage:
     life: models.SampleLife
     hops: Sequence[HopOnPage]
     partitions: Sequence[str]
+    began: str
     took: float
     born_with: int | None
     trained_with: int | None
@@ -67,10 +70,10 @@ def life_page(life: models.SampleLife, now_ns: int) -> LifePage:
                 hop=hop,
                 name=_NAMES.get(hop.name, hop.name),
                 kind=hop.name if hop.name in _KINDS else "other",
-                when=words.clock(hop.time_ns, now_ns),
+                when=words.clock(hop.time_ns, hop.time_ns),
                 later=f"+{words.duration(waited)}" if place else "",
                 gap=3 if share > 0.3 else 2 if share > 0.1 else 1 if share > 0.02 else 0,
-                long=share > 0.3,
+                long=share > 0.3 and waited >= _LONG_S,
                 url=to("/trace", id=hop.trace_id, span=hop.span_id) if hop.trace_id else "",
             )
         )
@@ -80,6 +83,7 @@ def life_page(life: models.SampleLife, now_ns: int) -> LifePage:
         life=life,
         hops=shown,
         partitions=list(dict.fromkeys(hop.partition for hop in hops)),
+        began=words.clock(hops[0].time_ns, now_ns) if hops else "",
         took=whole,
         born_with=put[0] if put else None,
         trained_with=trained[-1] if trained else None,

@@ -33,6 +33,7 @@ def environment() -> Environment:
         few=words.listed,
         signed=signed,
         size=words.size,
+        told=words.told,
     )
     made.globals.update(clock=words.clock, plural=words.plural, percent=words.percent, to=to)
     return made

@@ -6,7 +6,18 @@ from datetime import UTC, datetime
 
 from observability.views.quantities import duration, percent, size
 
-__all__ = ["ago", "clock", "count", "duration", "instant", "listed", "percent", "plural", "size"]
+__all__ = [
+    "ago",
+    "clock",
+    "count",
+    "duration",
+    "instant",
+    "listed",
+    "percent",
+    "plural",
+    "size",
+    "told",
+]
 
 _LATEST_NS = 253_402_300_799 * 10**9  # the end of the year 9999, beyond which datetime has no form
 
@@ -55,3 +66,10 @@ def listed(names: list[str], most: int = 3) -> str:
     """``a, b, c and 4 more``."""
     rest = len(names) - most
     return ", ".join(names[:most]) + (f" and {count(rest)} more" if rest > 0 else "")
+
+
+def told(value: object) -> str:
+    """The value of an attribute or tag: lists without their brackets, the rest as it is."""
+    if isinstance(value, list | tuple):
+        return ", ".join(map(str, value))
+    return str(value)

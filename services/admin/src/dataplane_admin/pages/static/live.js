@@ -22,10 +22,11 @@ export function follow() {
     due = 0;
     last = performance.now();
     try {
-      await visit(location.href, parts(), { quietly: true });
-      tell("live", "live");
+      if (await visit(location.href, parts(), { quietly: true })) tell("live", "live");
+      else changed();
     } catch (error) {
-      if (error.name !== "AbortError") tell("late", "not answering");
+      if (error.name === "AbortError") changed();
+      else tell("late", error.message === "404" ? "no longer there" : "not answering");
     }
   };
   const changed = () => {

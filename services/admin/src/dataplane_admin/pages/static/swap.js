@@ -3,9 +3,10 @@ import { morph } from "./morph.js";
 
 let underWay = null;
 
-// Swaps the parts with these ids; tells `swapped` on the document when it is done.
+// Swaps the parts with these ids; tells `swapped` on the document when it is done. One fetch goes on
+// at a time: a quiet one gives way, and false says so; any other ends the one before it.
 export async function visit(url, ids, { quietly = false } = {}) {
-  if (quietly && underWay) return;
+  if (quietly && underWay) return false;
   if (underWay) underWay.abort();
   const own = new AbortController();
   underWay = own;
@@ -19,6 +20,7 @@ export async function visit(url, ids, { quietly = false } = {}) {
       if (old && wanted) morph(old, wanted);
     }
     document.dispatchEvent(new CustomEvent("swapped"));
+    return true;
   } finally {
     if (underWay === own) underWay = null;
   }
@@ -26,6 +28,8 @@ export async function visit(url, ids, { quietly = false } = {}) {
 
 // Links with data-swap="id id" swap these parts; data-history="replace" leaves no step to go back to.
 export function swapOnClick() {
+  const here = () => location.pathname + location.search;
+  let shown = here();
   document.addEventListener("click", async (event) => {
     const link = event.target.closest?.("a[data-swap]");
     if (!link || event.defaultPrevented || event.button || event.metaKey || event.ctrlKey || event.shiftKey || event.altKey) return;
@@ -38,14 +42,14 @@ export function swapOnClick() {
       return;
     }
     history[link.dataset.history === "replace" ? "replaceState" : "pushState"]({}, "", url);
+    shown = here();
     const say = document.getElementById("say");
     if (say) say.textContent = link.dataset.say || "";
     document.getElementById(link.dataset.focus || "")?.focus();
   });
-  let shown = location.pathname + location.search;
-  document.addEventListener("swapped", () => { shown = ""; });
+  // A change of the fragment alone is told here, too.
   addEventListener("popstate", () => {
-    if (location.pathname + location.search !== shown) location.reload();
+    if (here() !== shown) location.reload();
   });
 }
 

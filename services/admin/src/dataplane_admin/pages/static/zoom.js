@@ -103,8 +103,9 @@ function dragging(scroll, time, done) {
     mark = null;
     const to = at(event);
     // The click that follows a drag is none.
-    addEventListener("click", (click) => { click.preventDefault(); click.stopPropagation(); }, { capture: true, once: true });
-    setTimeout(() => dispatchEvent(new Event("dragged")), 0);
+    const swallow = (click) => { click.preventDefault(); click.stopPropagation(); };
+    addEventListener("click", swallow, { capture: true });
+    setTimeout(() => removeEventListener("click", swallow, { capture: true }), 0);
     if (Math.abs(to - began) > 4) done(Math.min(began, to), Math.max(began, to));
   });
 }
