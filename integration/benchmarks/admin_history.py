@@ -1,0 +1,198 @@
+"""A long history as a run would have told it: OTLP requests of many GRPO steps."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from opentelemetry.proto.common.v1.common_pb2 import KeyValue
+from opentelemetry.proto.logs.v1.logs_pb2 import LogsData
+from opentelemetry.proto.resource.v1.resource_pb2 import Resource
+from opentelemetry.proto.trace.v1.trace_pb2 import Span, TracesData
+
+RUN = "grpo-7b"
+PARTITION = "train"
+_STEP_NS = 2_000_000_000
+_POLICY = [f"grpo.policy {rank}" for rank in range(4)]
+# Event, who tells it, task, fields; in the order of a sample's life.
+_LIFE: Sequence[tuple[str, str, str, str]] = (
+    ("put", "grpo.rollout", "", "input_ids"),
+    ("claimed", "grpo.policy 0", "prev_lp", "input_ids"),
+    ("read", "grpo.policy 0", "", "input_ids"),
+    ("put", "grpo.policy 0", "", "prev_logprobs"),
+    ("acknowledged", "grpo.policy 0", "prev_lp", ""),
+    ("claimed", "grpo.policy 1", "train", "advantages"),
+    ("read", "grpo.policy 1", "", "advantages"),
+    ("trained", "grpo.policy 1", "train", ""),
+    ("acknowledged", "grpo.policy 1", "train", ""),
+    ("cleared", "grpo.driver", "", ""),
+)
+EVENTS_A_SAMPLE = len(_LIFE)
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step's requests.
+
+    Attributes:
+        traces: export requests of its spans, one a process.
+        logs: export requests of its events, one a process.
+        spans: how many.
+        events: how many, each of one sample.
+    """
+
+    traces: list[bytes]
+    logs: list[bytes]
+    spans: int
+    events: int
+
+
+def steps(count: int, *, samples: int, start_ns: int, seed: int = 20_263) -> Iterator[Step]:
+    """Steps of one run, each two seconds after the one before.
+
+    Args:
+        count: how many.
+        samples: in each, told one by one, as an asynchronous run does.
+        start_ns: of the first, nanoseconds since 1970.
+        seed: of ids and durations.
+    """
+    made = random.Random(seed)
+    for number in range(count):
+        yield _step(number, samples, start_ns + number * _STEP_NS, made)
+
+
+def sample_id(step: int, number: int) -> str:
+    """Of a sample of a step."""
+    return f"prompt-{step:06d}-{number // 16:03d}_g{number % 16}"
+
+
+def _step(number: int, samples: int, start_ns: int, made: random.Random) -> Step:
+    trace_id = made.randbytes(16)
+    traces: dict[str, TracesData] = {}
+    spans: dict[str, bytes] = {}
+
+    def span(process: str, name: str, parent: str, first: float, last: float, bucket: str) -> str:
+        key = f"{process}/{name}/{len(spans)}"
+        spans[key] = made.randbytes(8)
+        data = traces.setdefault(process, TracesData())
+        if not data.resource_spans:
+            _describe(data.resource_spans.add().resource, process)
+            data.resource_spans[0].scope_spans.add().scope.name = "rl-dataplane"
+        jitter = made.uniform(-0.01, 0.01)
+        told = (
+            data.resource_spans[0]
+            .scope_spans[0]
+            .spans.add(
+                trace_id=trace_id,
+                span_id=spans[key],
+                parent_span_id=spans.get(parent, b""),
+                name=name,
+                kind=Span.SPAN_KIND_INTERNAL,
+                start_time_unix_nano=start_ns + int(first * 1e9),
+                end_time_unix_nano=start_ns + int((last + (jitter if parent else 0)) * 1e9),
+            )
+        )
+        facts: dict[str, str | int] = {
+            "rl.run_id": RUN,
+            "rl.step": number,
+            "rl.weight_version": number,
+        }
+        if bucket:
+            facts["rl.bucket"] = bucket
+        if name.startswith(("get", "send")):
+            facts |= {"db.system.name": "dataplane", "dataplane.bytes": made.randrange(1 << 24)}
+        _add(told.attributes, facts)
+        return key
+
+    root = span("grpo.driver", "grpo.step", "", 0.0, 1.9, "")
+    rollout = span("grpo.driver", "rollout", root, 0.02, 0.7, "idle")
+    actor = span("grpo.rollout", "rollout_to_tq", rollout, 0.03, 0.69, "")
+    for turn in range(2):
+        at = 0.04 + turn * 0.3
+        group = span("grpo.rollout", "turn", actor, at, at + 0.28, "")
+        asked = span("grpo.rollout", "generate", group, at, at + 0.25, "idle")
+        span("grpo.generation", "generate", asked, at + 0.01, at + 0.24, "productive")
+        span("grpo.rollout", "environment_step", group, at + 0.25, at + 0.28, "idle")
+    span("grpo.rollout", f"send {PARTITION}", actor, 0.65, 0.68, "overhead")
+    for stage, method, first in (
+        ("logprobs", "compute_logprobs", 0.7),
+        ("reference", "compute_logprobs", 0.95),
+    ):
+        parent = span("grpo.driver", stage, root, first, first + 0.24, "idle")
+        for process in _POLICY:
+            call = span(process, method, parent, first + 0.01, first + 0.23, "")
+            span(process, f"get {PARTITION}", call, first + 0.01, first + 0.03, "overhead")
+            span(process, "forward", call, first + 0.03, first + 0.21, "productive")
+            span(process, f"send {PARTITION}", call, first + 0.21, first + 0.22, "overhead")
+    train = span("grpo.driver", "train", root, 1.2, 1.85, "idle")
+    for process in _POLICY:
+        call = span(process, "train", train, 1.21, 1.84, "")
+        span(process, f"get {PARTITION}", call, 1.21, 1.25, "overhead")
+        span(process, "optimizer_step", call, 1.25, 1.83, "productive")
+    clear = span("grpo.driver", "clear", root, 1.86, 1.88, "overhead")
+    logs = _events(number, samples, start_ns, trace_id, spans[clear])
+    return Step(
+        [data.SerializeToString() for data in traces.values()],
+        [data.SerializeToString() for data in logs.values()],
+        len(spans),
+        samples * EVENTS_A_SAMPLE,
+    )
+
+
+def _events(
+    number: int, samples: int, start_ns: int, trace_id: bytes, span_id: bytes
+) -> dict[str, LogsData]:
+    logs: dict[str, LogsData] = {}
+    for place, (event, process, task, fields) in enumerate(_LIFE):
+        data = logs.setdefault(process, LogsData())
+        if not data.resource_logs:
+            _describe(data.resource_logs.add().resource, process)
+            data.resource_logs[0].scope_logs.add().scope.name = "rl-dataplane"
+        records = data.resource_logs[0].scope_logs[0].log_records
+        for sample in range(samples):
+            record = records.add(
+                event_name=f"dataplane.{event}",
+                time_unix_nano=start_ns + place * 180_000_000 + sample * 1_000,
+                trace_id=trace_id,
+                span_id=span_id,
+            )
+            record.body.string_value = json.dumps([sample_id(number, sample)])
+            facts: dict[str, str | int] = {
+                "rl.run_id": RUN,
+                "rl.step": number,
+                "rl.weight_version": number,
+                "dataplane.partition": PARTITION,
+                "dataplane.samples": 1,
+            }
+            if task:
+                facts["dataplane.task"] = task
+            _add(record.attributes, facts)
+            if fields:
+                told = record.attributes.add(key="dataplane.fields")
+                told.value.array_value.values.add(string_value=fields)
+    return logs
+
+
+def _describe(resource: Resource, process: str) -> None:
+    service, _, instance = process.partition(" ")
+    facts: dict[str, str | int] = {
+        "service.name": service,
+        "host.name": "node-17",
+        "process.pid": 40_000 + sum(map(ord, process)),
+        "rl.run_id": RUN,
+    }
+    if instance:
+        facts["service.instance.id"] = instance
+    _add(resource.attributes, facts)
+
+
+def _add(attributes: object, facts: dict[str, str | int]) -> None:
+    for key, value in facts.items():
+        pair = KeyValue(key=key)
+        if isinstance(value, int):
+            pair.value.int_value = value
+        else:
+            pair.value.string_value = value
+        attributes.append(pair)  # type: ignore[attr-defined]  # a repeated field

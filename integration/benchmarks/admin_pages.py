@@ -1,0 +1,251 @@
+"""How long each page and each answer of the admin service takes, with a long history behind it.
+
+The service runs in a process of its own with its store in a file of SQLite, looks into a data plane
+of 100,000 samples, and is asked over one connection, page after page in shuffled rounds. Nothing
+else runs; the page of a live run is made anew for every request here, since no ETag is sent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import itertools
+import json
+import multiprocessing
+import random
+import tempfile
+import threading
+import time
+import urllib.parse
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import numpy as np
+import psutil
+from integration.benchmarks import admin_history
+from integration.benchmarks.harness import Summary
+from integration.benchmarks.results_file import Entry
+
+PAGES_HEADINGS = ["page or answer", "p50 ms", "p95 ms", "kB", "asked"]
+LIVE_SAMPLES = 100_000
+
+_STEPS = 1_000
+_QUICK_SAMPLES, _FULL_SAMPLES = 4, 100
+_QUICK_ROUNDS, _FULL_ROUNDS = 15, 60
+_WARM_UPS = 2
+_SEED = 20_264
+
+
+@dataclass(frozen=True)
+class PagesResult:
+    """What was measured.
+
+    Attributes:
+        seconds: by path, of each request.
+        nbytes: by path, of the last answer.
+        traces: in the store.
+        events: in the store.
+        filling_s: how long they took to be taken in over HTTP.
+        memory: of the service in bytes, after a tenth, a half and all of the history.
+    """
+
+    seconds: dict[str, list[float]]
+    nbytes: dict[str, int]
+    traces: int
+    events: int
+    filling_s: float
+    memory: list[int]
+
+    def p95(self, path: str) -> float:
+        """In seconds."""
+        return float(np.percentile(self.seconds[path], 95))
+
+    def rows(self) -> list[list[str]]:
+        """For a table with `PAGES_HEADINGS`, the slowest first."""
+        return [
+            [
+                path,
+                f"{Summary.of(self.seconds[path]).value * 1e3:.1f}",
+                f"{self.p95(path) * 1e3:.1f}",
+                f"{self.nbytes[path] / 1e3:.0f}",
+                str(len(self.seconds[path])),
+            ]
+            for path in sorted(self.seconds, key=self.p95, reverse=True)
+        ]
+
+    def entries(self) -> list[Entry]:
+        """For the file of results."""
+        slowest = max(self.seconds, key=self.p95)
+        summary = Summary.of([second * 1e3 for second in self.seconds[slowest]])
+        found = [
+            Entry(
+                "admin.page_p95_ms",
+                self.p95(slowest) * 1e3,
+                "ms",
+                None,
+                summary.spread,
+                summary.count,
+            ),
+            Entry("admin.history_traces", self.traces, "1", None, 0.0, 1),
+            Entry("admin.history_events", self.events, "1", None, 0.0, 1),
+            Entry("admin.events_per_s", self.events / self.filling_s, "1/s", None, 0.0, 1),
+        ]
+        for place, nbytes in zip(("tenth", "half", "end"), self.memory, strict=True):
+            found.append(Entry(f"admin.memory_{place}_mb", nbytes / 1e6, "MB", None, 0.0, 1))
+        return found
+
+
+def measure_pages(*, full: bool) -> PagesResult:
+    """Fill a store, then ask; starts and stops a service of its own.
+
+    Raises:
+        RuntimeError: the service did not start, or refused a request.
+    """
+    samples = _FULL_SAMPLES if full else _QUICK_SAMPLES
+    rounds = _FULL_ROUNDS if full else _QUICK_ROUNDS
+    with (
+        tempfile.TemporaryDirectory(prefix="bench-pages-") as folder,
+        _service(Path(folder)) as (port, process),
+    ):
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
+        memory, filling_s = _fill(connection, process, samples)
+        paths = _paths(connection)
+        seconds: dict[str, list[float]] = defaultdict(list)
+        nbytes: dict[str, int] = {}
+        order = random.Random(_SEED)
+        for number in range(_WARM_UPS + rounds):
+            for path in order.sample(paths, len(paths)):
+                began = time.perf_counter()
+                answer = _ask(connection, path)
+                if number >= _WARM_UPS:
+                    seconds[path].append(time.perf_counter() - began)
+                    nbytes[path] = len(answer)
+        connection.close()
+    return PagesResult(
+        dict(seconds),
+        nbytes,
+        _STEPS,
+        _STEPS * samples * admin_history.EVENTS_A_SAMPLE,
+        filling_s,
+        memory,
+    )
+
+
+def _fill(
+    connection: http.client.HTTPConnection, process: psutil.Process, samples: int
+) -> tuple[list[int], float]:
+    memory = []
+    took = 0.0
+    start_ns = time.time_ns() - _STEPS * 2_000_000_000
+    history = admin_history.steps(_STEPS, samples=samples, start_ns=start_ns)
+    for number, step in enumerate(history):
+        began = time.perf_counter()
+        for path, bodies in (("/v1/traces", step.traces), ("/v1/logs", step.logs)):
+            for body in bodies:
+                connection.request("POST", path, body, {"Content-Type": "application/x-protobuf"})
+                answer = connection.getresponse()
+                told = answer.read()
+                if answer.status != 200 or told:
+                    raise RuntimeError(f"{path}: {answer.status} {told[:200]!r}")
+        took += time.perf_counter() - began
+        if number + 1 in (_STEPS // 10, _STEPS // 2, _STEPS):
+            memory.append(process.memory_info().rss)
+    return memory, took
+
+
+def _paths(connection: http.client.HTTPConnection) -> list[str]:
+    """Every page and answer, of things that are there."""
+    listed = json.loads(_ask(connection, "/api/v1/traces?limit=50"))["traces"]
+    trace, other = listed[10]["trace_id"], listed[11]["trace_id"]
+    partition = urllib.parse.quote(_PARTITION)
+    sample = urllib.parse.quote(admin_history.sample_id(_STEPS - 20, 1))
+    run = urllib.parse.quote(admin_history.RUN)
+    return [
+        "/",
+        f"/partition?id={partition}",
+        "/samples?q=prompt-0005",
+        f"/sample?id={sample}",
+        "/traces",
+        f"/trace?id={trace}",
+        f"/compare?a={trace}&b={other}",
+        "/staleness",
+        "/audit",
+        "/api/v1/status",
+        "/api/v1/partitions",
+        f"/api/v1/partition?id={partition}",
+        f"/api/v1/partition/matrix?id={partition}&windows=120",
+        f"/api/v1/partition/samples?id={partition}&start=50000&limit=100",
+        f"/api/v1/partition/claims?id={partition}",
+        "/api/v1/samples?q=prompt-0005",
+        f"/api/v1/sample?id={sample}",
+        "/api/v1/why",
+        f"/api/v1/staleness?run={run}",
+        "/api/v1/runs",
+        "/api/v1/traces?limit=50",
+        f"/api/v1/traces?run={run}&min_s=1&limit=50",
+        f"/api/v1/trace?id={trace}",
+        f"/api/v1/trace/compare?a={trace}&b={other}",
+        "/api/v1/series",
+    ]
+
+
+def _ask(connection: http.client.HTTPConnection, path: str) -> bytes:
+    connection.request("GET", path)
+    answer = connection.getresponse()
+    body = answer.read()
+    if answer.status != 200:
+        raise RuntimeError(f"{path}: {answer.status} {body[:200]!r}")
+    return body
+
+
+_PARTITION = "live"
+
+
+@contextlib.contextmanager
+def _service(folder: Path) -> Iterator[tuple[int, psutil.Process]]:
+    context = multiprocessing.get_context("spawn")
+    pipe, other = context.Pipe()
+    process = context.Process(target=_serve, args=(other, folder), daemon=True)
+    process.start()
+    try:
+        if not pipe.poll(120):
+            raise RuntimeError("the admin service did not start within 120 s")
+        yield pipe.recv(), psutil.Process(process.pid)
+        pipe.send("stop")
+        process.join(30)
+    finally:
+        process.kill()
+        process.join()
+
+
+def _serve(pipe: Connection, folder: Path) -> None:
+    import torch
+    import uvicorn
+
+    from dataplane_admin import create_app
+    from dataplane_admin.settings import Settings
+    from dataplane_core import InMemoryDataPlaneClient
+
+    with InMemoryDataPlaneClient() as client:
+        fields = ["input_ids", "generation_logprobs", "prev_logprobs", "advantages"]
+        client.register_partition(_PARTITION, fields, LIVE_SAMPLES, ["prev_lp", "train"])
+        for start in range(0, LIVE_SAMPLES, 10_000):
+            ids = [f"live-{number:06d}" for number in range(start, start + 10_000)]
+            columns = {
+                name: torch.zeros(len(ids)) for name in fields[: 2 + start % 20_000 // 10_000]
+            }
+            client.put_columns(ids, _PARTITION, columns)
+        client.claim_meta(_PARTITION, "prev_lp", fields[:1], 30_000, blocking=False)
+        app = create_app(Settings(store_url=f"sqlite:///{folder}/admin.sqlite"), inspector=client)
+        service = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning", access_log=False))
+        thread = threading.Thread(target=service.run, daemon=True)
+        thread.start()
+        for _ in itertools.takewhile(lambda _: not service.started, itertools.repeat(None)):
+            time.sleep(0.01)
+        pipe.send(service.servers[0].sockets[0].getsockname()[1])
+        pipe.recv()
+        service.should_exit = True
+        thread.join()
