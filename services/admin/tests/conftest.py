@@ -2,6 +2,7 @@
 
 import select
 import subprocess
+import sys
 import sysconfig
 import time
 from pathlib import Path
@@ -11,7 +12,8 @@ import pytest
 from dataplane_admin import Settings, create_app
 
 COMMAND = str(Path(sysconfig.get_path("scripts")) / "dataplane-admin")
-PATIENCE_S = 30.0
+PATIENCE_S = 60.0
+TOKEN = "3f2b8c0d9e7a6b5c"
 
 
 class Service:
@@ -105,3 +107,14 @@ def app_of(tmp_path_factory):
     yield app
     for one in made.values():
         one.state.store.close()
+
+
+@pytest.fixture(scope="session")
+def running(tmp_path_factory):
+    """A service with a data plane and a traced run, see running.py; for tests that only look."""
+    folder = tmp_path_factory.mktemp("running")
+    command = [sys.executable, str(Path(__file__).with_name("running.py"))]
+    service = Service([*command, TOKEN, str(folder / "admin.sqlite"), "actions"], folder)
+    yield service.wait_for_url()
+    service.process.kill()
+    service.process.communicate()

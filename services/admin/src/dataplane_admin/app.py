@@ -76,6 +76,8 @@ def create_app(settings: Settings, *, inspector: DataPlaneInspector | None = Non
         redoc_url=None,
         redirect_slashes=False,
         lifespan=lifespan,
+        # Where this process is traced itself, each export to it would make spans of its own.
+        telemetry={"tracing": False, "metrics": False, "logs": False, "auto_configure": False},
     )
     app.state.settings = settings
     app.state.store = store

@@ -31,6 +31,9 @@ class Settings:
         tempo_url: where a trace can be looked at in Tempo or Grafana, with ``{trace_id}`` in it;
             without, ``/api/traces/<id>`` is appended.
         keep_sample_text: whether attributes that quote samples are kept.
+
+    Raises:
+        ValueError: a URL to link to is none of http or https.
     """
 
     store_url: str
@@ -48,3 +51,15 @@ class Settings:
     jaeger_url: str | None = None
     tempo_url: str | None = None
     keep_sample_text: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse what would be shown as a link and leads elsewhere than to a page.
+
+        Raises:
+            ValueError: a URL is none of http or https.
+        """
+        for name in ("jaeger_url", "tempo_url"):
+            url = getattr(self, name)
+            if url is not None and not url.lower().startswith(("http://", "https://")):
+                option = f"--{name.replace('_', '-')}"
+                raise ValueError(f"{option}: found {url!r}; expected http://... or https://...")

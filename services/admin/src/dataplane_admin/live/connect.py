@@ -68,6 +68,7 @@ class OnRay:
         self.source = f"Ray at {address}"
 
     def connect(self) -> DataPlaneInspector:
+        _bring_token()  # Ray looks for it when it is imported
         try:
             import ray
 
@@ -78,7 +79,6 @@ class OnRay:
                 "dataplane-admin[ray]"
             ) from None
         os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
-        _bring_token()
         try:
             _check_listens(self._address)
             ray.init(

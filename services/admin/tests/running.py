@@ -1,0 +1,108 @@
+"""A program for tests: the service with a data plane of its own, and a traced run that fed both.
+
+Prints the URL, then serves until it is ended. Two steps were trained; of the third, three samples
+lack a column and the trainer waits. Arguments: a token or -, a file for the store, "actions" or -.
+"""
+
+import os
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import structlog
+import torch
+from tensordict import TensorDict
+
+from dataplane_admin import Settings, create_app
+from dataplane_admin.listen import listen, resolve
+from dataplane_admin.server import end_in_peace_on_signals, run
+from dataplane_core import build_data_plane_client
+from observability import emit, inject, setup, span, step_context, traced, trained
+
+PLANE = {
+    "enabled": True,
+    "impl": "in_memory",
+    "claim_lease_s": 600.0,
+    "observability": {"enabled": True},
+}
+FIELDS = ["input_ids", "advantages"]
+SIZE = 8
+
+
+class Worker:
+    def __init__(self, client):
+        self.client = client
+
+    @traced
+    def generate(self, ids):
+        with span("sample_tokens", "productive"):
+            tokens = torch.randint(100, (len(ids), 8))
+        tags = [{"group": f"g{place // 4}", "reward": place} for place in range(len(ids))]
+        self.client.put_samples(ids, "train", TensorDict({"input_ids": tokens}, [len(ids)]), tags)
+
+    @traced
+    def advantages(self, ids):
+        values = TensorDict({"advantages": torch.zeros(len(ids))}, [len(ids)])
+        self.client.put_samples(ids, "train", values)
+
+    @traced
+    def train(self, size):
+        meta = self.client.claim_meta("train", "train", FIELDS, size, timeout_s=600)
+        batch = self.client.get_data(meta)
+        with span("optimizer_step", "productive"):
+            batch["input_ids"].float().mean()
+        trained(self.client, meta, field="input_ids")
+        self.client.acknowledge(meta)
+
+
+def steps(client, worker, pool):
+    for step in range(3):
+        ids = [f"step{step}_p{place // 4}_g{place}" for place in range(SIZE)]
+        with step_context("tests", step, weight_version=step), span("grpo.step"):
+            client.register_partition("train", FIELDS, SIZE, ["train"])
+            with span("rollout", "idle"):
+                pool.submit(worker.generate, ids, carrier=inject()).result()
+            last = step == 2
+            worker.advantages(ids[: SIZE - 3] if last else ids, carrier=inject())
+            with span("train", "idle"):
+                waiting = pool.submit(worker.train, SIZE, carrier=inject())
+                if last:
+                    return
+                waiting.result()
+            with span("drop", "wasted"):
+                emit("dropped", "train", ids[:1], reason="surplus")
+            client.clear_samples(ids, "train")
+
+
+def main(token, path, actions):
+    end_in_peace_on_signals()
+    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
+    if token != "-":
+        os.environ["OTEL_EXPORTER_OTLP_HEADERS"] = f"authorization=Bearer%20{token}"
+    client = build_data_plane_client(PLANE)
+    app = create_app(
+        Settings(
+            store_url=f"sqlite:///{path}",
+            token=None if token == "-" else token,
+            allow_actions=actions == "actions",
+            poll_s=0.05,
+            jaeger_url="http://jaeger.example:16686",
+        ),
+        inspector=client,
+    )
+    listener, bound = listen(resolve("127.0.0.1", 0))
+
+    def feed():
+        with setup("grpo.driver", run_id="tests", endpoint=f"http://{bound}") as telemetry:
+            steps(client, Worker(client), ThreadPoolExecutor(2))
+            telemetry.flush()
+            sys.stdout.write(f"http://{bound}\n")
+            sys.stdout.flush()
+            threading.Event().wait()
+
+    threading.Thread(target=feed, daemon=True).start()
+    run(app, listener, shutdown_timeout_s=2)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

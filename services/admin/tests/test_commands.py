@@ -1,0 +1,136 @@
+"""The commands give the answers of a running service, and a real service keeps its promises."""
+
+import contextlib
+import json
+import signal
+import subprocess
+import sysconfig
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+COMMAND = str(Path(sysconfig.get_path("scripts")) / "dataplane-admin")
+PATIENCE_S = 60.0
+TOKEN = "3f2b8c0d9e7a6b5c"
+SPAN = {
+    "traceId": "0af7651916cd43dd8448eb211c80319c",
+    "spanId": "b7ad6b7169203331",
+    "name": "kept",
+    "startTimeUnixNano": "1000000000",
+    "endTimeUnixNano": "2000000000",
+}
+
+
+def command(*arguments):
+    done = subprocess.run(
+        [COMMAND, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
+        env={"PATH": "/usr/bin:/bin", "COLUMNS": "200"},
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.fixture(scope="module")
+def token_file(tmp_path_factory):
+    file = tmp_path_factory.mktemp("token") / "token"
+    file.write_text(f"{TOKEN}\n")
+    return str(file)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "shown"),
+    [
+        (["partitions"], ["train", "8 samples there", "input_ids"]),
+        (["sample", "step0_p0_g0"], ["step0_p0_g0", "put", "cleared"]),
+        (["traces", "--run", "tests"], ["grpo.step"]),
+        (["why"], ["3 of 8 lack advantages"]),
+    ],
+)
+def test_a_command_shows_what_the_api_answers(running, token_file, arguments, shown):
+    asked = [*arguments, "--url", running.url, "--token-file", token_file]
+    deadline = time.monotonic() + PATIENCE_S
+    while True:  # the last events come a moment after the URL
+        status, out, err = command(*asked)
+        if all(text in out for text in shown) or time.monotonic() > deadline:
+            break
+    assert (status, err) == (0, "")
+    for text in shown:
+        assert text in out
+    status, out, _ = command(*asked, "--json")
+    assert status == 0
+    assert json.loads(out)
+
+
+def test_what_has_no_answer_is_one_line_and_status_1(running, token_file):
+    for arguments, said in (
+        (["why", "--url", running.url], "--token-file"),
+        (["sample", "nothing", "--url", running.url, "--token-file", token_file], "neither"),
+        (["partitions", "--url", "http://127.0.0.1:1"], "cannot be reached"),
+        (["partitions", "--url", "nonsense"], "--url"),
+        (["partitions", "--token-file", "no/such/file"], "no/such/file"),
+    ):
+        status, out, err = command(*arguments)
+        assert (status, out, err.count("\n")) == (1, "", 1)
+        assert said in err
+        assert TOKEN not in err
+
+
+def post(url, body, **headers):
+    request = urllib.request.Request(
+        f"{url}/v1/traces",
+        data=json.dumps(body).encode(),
+        headers={"content-type": "application/json", **headers},
+    )
+    with urllib.request.urlopen(request, timeout=PATIENCE_S) as answer:
+        return answer.status
+
+
+def test_what_was_acknowledged_is_there_after_a_kill(start):
+    service = start()
+    told = {"resourceSpans": [{"scopeSpans": [{"spans": [SPAN]}]}]}
+    assert post(service.url, told) == 200
+    service.stop(signal.SIGKILL)
+    again = start()
+    with urllib.request.urlopen(f"{again.url}/api/v1/trace?id={SPAN['traceId']}") as answer:
+        assert json.load(answer)["name"] == "kept"
+
+
+def test_secrets_are_never_written(start, token_file, tmp_path):
+    service = start("--token-file", token_file, "--ray-address", "127.0.0.1:1", "--poll", "0.1")
+    bearer = {"authorization": f"Bearer {TOKEN}"}
+    login = urllib.request.Request(f"{service.url}/login", data=f"token={TOKEN}".encode())
+    opener = urllib.request.build_opener(urllib.request.HTTPCookieProcessor())
+    with opener.open(login, timeout=PATIENCE_S) as page:
+        assert page.status == 200
+    for path in ("/api/v1/status", f"/api/v1/trace?id={TOKEN}", f"/{TOKEN}"):
+        request = urllib.request.Request(f"{service.url}{path}", headers=bearer)
+        with contextlib.suppress(urllib.error.HTTPError):
+            opener.open(request, timeout=PATIENCE_S).close()
+    with pytest.raises(urllib.error.HTTPError):
+        post(service.url, {}, authorization=f"Bearer {TOKEN}x")
+    assert post(service.url, {}, **bearer) == 200
+    _, _, written = service.stop(signal.SIGTERM)
+    assert "data_plane_not_reached" in written  # it does write something
+    assert TOKEN not in written
+    for file in tmp_path.glob("*.sqlite*"):
+        assert TOKEN.encode() not in file.read_bytes()
+
+
+def test_the_file_is_where_it_was_asked_for(start, refused, tmp_path):
+    start("--db", "here.sqlite").stop(signal.SIGTERM)
+    assert (tmp_path / "here.sqlite").stat().st_mode & 0o077 == 0
+    for asked, said in (
+        (["--db", "no/folder/x.sqlite"], "no folder"),
+        (["--db", "mysql://x"], "expected sqlite"),
+        (["--allowed-origin", "x"], "expected a scheme"),
+        (["--jaeger-url", "javascript:alert(1)"], "--jaeger-url"),
+    ):
+        status, told = refused("--port", "0", *asked)
+        assert (status, told.count("\n")) == (1, 1)
+        assert said in told
