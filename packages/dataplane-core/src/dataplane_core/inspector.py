@@ -1,7 +1,7 @@
 """`DataPlaneInspector` and `DataPlaneActions`: looking into a store, and changing it by hand.
 
-A client with ``capabilities.inspection`` is both. Looking changes nothing and costs the store
-little: no answer takes it longer than a page of 10,000 samples does, some milliseconds. `Opaque`
+A client with ``capabilities.inspection`` is both. Looking changes nothing and holds the store
+up for less than ten milliseconds at a time, in a partition of 100,000 samples. `Opaque`
 is what a client is that cannot be looked into.
 """
 
