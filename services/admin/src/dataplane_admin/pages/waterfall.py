@@ -17,7 +17,7 @@ from dataplane_admin.pages import words
 from dataplane_admin.pages.links import to
 from dataplane_admin.pages.marks import BUCKETS
 
-MOST_BARS = 3_000
+MOST_BARS = 1_500
 """Of more spans the shortest are left out of the drawing, and the page says so."""
 
 BAR = 16
