@@ -1,5 +1,6 @@
 """What changes the data plane: only if allowed, confirmed, and written down however it ends."""
 
+import json
 import threading
 import time
 
@@ -44,7 +45,9 @@ def until(condition):
 
 def act(client, action, **asked):
     asked = {"partition": "train", "confirm": "train", **asked}
-    return client.post(f"/api/v1/actions/{action}", json=asked)
+    headers = {"content-type": "application/json"}
+    # Lone surrogates included, which json= would not encode.
+    return client.post(f"/api/v1/actions/{action}", content=json.dumps(asked), headers=headers)
 
 
 def audit(client):
