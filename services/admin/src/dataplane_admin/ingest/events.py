@@ -26,6 +26,7 @@ from dataplane_admin.ingest.values import (
     text_of,
 )
 from dataplane_admin.store import Batch, LifecycleEvent
+from dataplane_admin.store.texts import bytes_of_id
 from observability.records import EVENT_PREFIX, Process
 
 _PARTITION = "dataplane.partition"
@@ -135,7 +136,7 @@ def _ids(body: str, limits: Limits) -> tuple[bytes, ...]:
         return ()
     if len(found) > limits.ids:
         raise _Refused(f"it names more than {limits.ids} samples")
-    ids = tuple([one.encode("utf-8", "surrogatepass") for one in found if isinstance(one, str)])
+    ids = tuple([bytes_of_id(one) for one in found if isinstance(one, str)])
     if ids and max(map(len, ids)) > limits.id_bytes:
         raise _Refused(f"a sample id is longer than {limits.id_bytes} bytes")
     return ids

@@ -27,8 +27,15 @@ def storable(text: str) -> str:
 
 
 def bytes_of_id(sample_id: str) -> bytes:
-    """Any text, lone surrogates included, as bytes that order as the text does."""
-    return sample_id.encode("utf-8", "surrogatepass")
+    """Any text, lone surrogates included, as bytes that order as the text does.
+
+    A pair of surrogates is the one character that it stands for, as in JSON, by which ids come.
+    """
+    try:
+        return sample_id.encode()
+    except UnicodeEncodeError:
+        paired = sample_id.encode("utf-16", "surrogatepass").decode("utf-16", "surrogatepass")
+        return paired.encode("utf-8", "surrogatepass")
 
 
 def id_of_bytes(found: bytes) -> str:
