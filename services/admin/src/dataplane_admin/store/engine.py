@@ -4,7 +4,7 @@ SQLite runs in WAL mode with ``synchronous=NORMAL``: a commit has handed its pag
 system, so it outlives the process however that ends, `kill -9` included (a test does it). It does
 not force them to the disk, which happens at a checkpoint: a loss of power may cost the commits
 since then, and never the file's integrity. FULL forces every commit to the disk and would keep
-them too; on a local SSD it took 1.6 ms in place of 1.3 for a request of 100 spans, on a slow or
+them too; measured on one disk, a request of 100 spans took 1.6 ms in place of 1.3; on a slow or
 shared disk that is the time of a flush.
 """
 
