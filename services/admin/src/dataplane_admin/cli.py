@@ -10,8 +10,9 @@ from typing import Annotated, NoReturn
 import structlog
 import typer
 
-from dataplane_admin.host import LOOPBACK_HOSTS
+from dataplane_admin.host import LOOPBACK_HOSTS, canonical_host
 from dataplane_admin.listen import listen, resolve
+from dataplane_admin.origin import canonical_origin
 from dataplane_admin.server import end_in_peace_on_signals, run
 from dataplane_admin.token import read_token
 
@@ -101,11 +102,6 @@ def serve(
     end_in_peace_on_signals()
     # Standard output is for the URL alone.
     structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
-    # These take their time to be imported, which questions to a running service need not wait for.
-    from dataplane_admin.app import create_app
-    from dataplane_admin.settings import Settings
-    from dataplane_admin.store import Retention, StoreError
-
     try:
         token = None if token_file is None else read_token(token_file)
     except (OSError, ValueError) as error:
@@ -118,10 +114,24 @@ def serve(
         _refuse(
             f"{host!r} is reachable from other machines; give --token-file, or a loopback address"
         )
+    for option, check, given in (
+        ("--allowed-host", canonical_host, allowed_host),
+        ("--allowed-origin", canonical_origin, allowed_origin),
+    ):
+        try:
+            for one in given or []:
+                check(one)
+        except ValueError as error:
+            _refuse(f"{option}: {error}")
     try:
         listener, bound = listen(asked)
     except OSError as error:
         _refuse(f"cannot listen on {asked}: {error.strerror}")
+    # These take their time to be imported, which whoever asked wrongly need not wait for.
+    from dataplane_admin.app import create_app
+    from dataplane_admin.settings import Settings
+    from dataplane_admin.store import Retention, StoreError
+
     try:
         settings = Settings(
             store_url=db if "://" in db else f"sqlite:///{db}",
