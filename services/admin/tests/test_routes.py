@@ -70,3 +70,16 @@ def test_every_answer_carries_the_security_headers(path, host, token, app_of):
     response = client.get(path)
     assert SECURITY_HEADERS.items() <= dict(response.headers).items()
     assert "access-control-allow-origin" not in response.headers
+
+
+@pytest.mark.parametrize("name", ["jaeger_url", "tempo_url"])
+@pytest.mark.parametrize("url", ["javascript:alert(1)", "//jaeger", ""])
+def test_a_link_to_elsewhere_leads_to_a_page_only(make_app, name, url):
+    with pytest.raises(ValueError, match=r"expected http://"):
+        make_app(**{name: url})
+
+
+@pytest.mark.parametrize("url", ["mysql://x", "sqlite://", "x"])
+def test_another_database_is_refused_at_once(make_app, url):
+    with pytest.raises(ValueError, match="expected sqlite"):
+        make_app(store_url=url)

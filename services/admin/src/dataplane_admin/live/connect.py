@@ -65,6 +65,7 @@ class OnRay:
         self._address = address
         self._timeout_ms = max(1, int(timeout_s * 1000))
         self._client: DataPlaneClient | None = None
+        self._joined = False
         self.source = f"Ray at {address}"
 
     def connect(self) -> DataPlaneInspector:
@@ -78,7 +79,28 @@ class OnRay:
                 "Ray is not installed; looking into a data plane on Ray needs the extra "
                 "dataplane-admin[ray]"
             ) from None
+        if not ray.is_initialized():
+            self._join()
+        try:
+            self._client = build_data_plane_client(
+                {**_PLANE, "ack_timeout_ms": self._timeout_ms}, bootstrap=False
+            )
+        finally:
+            # Looking asks the directory alone. Ray would end this process with its cluster.
+            self._part()
+        return cast("DataPlaneInspector", self._client)
+
+    def disconnect(self) -> None:
+        if self._client is not None:
+            with contextlib.suppress(DataPlaneError, OSError):
+                self._client.close()
+            self._client = None
+
+    def _join(self) -> None:
+        import ray
+
         os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
+        self._joined = True
         try:
             _check_listens(self._address)
             ray.init(
@@ -88,28 +110,17 @@ class OnRay:
                 log_to_driver=False,
             )
         except (RuntimeError, OSError, ValueError, OverflowError) as error:
-            self.disconnect()
+            self._part()
             reason = str(error).partition("\n")[0]
             raise UnavailableError(f"no Ray cluster at {self._address!r}: {reason}") from None
-        try:
-            self._client = build_data_plane_client(
-                {**_PLANE, "ack_timeout_ms": self._timeout_ms}, bootstrap=False
-            )
-        except DataPlaneError:
-            self.disconnect()
-            raise
-        # Looking asks the directory's socket alone. Ray would end this process with its cluster.
-        ray.shutdown()
-        return cast("DataPlaneInspector", self._client)
 
-    def disconnect(self) -> None:
-        if self._client is not None:
-            with contextlib.suppress(DataPlaneError, OSError):
-                self._client.close()
-            self._client = None
+    def _part(self) -> None:
+        """Leave the cluster, unless this process had joined it for purposes of its own."""
         import ray
 
-        ray.shutdown()
+        if self._joined:
+            self._joined = False
+            ray.shutdown()
 
 
 def _check_listens(address: str) -> None:
