@@ -64,23 +64,24 @@ class Site:
         return StreamingResponse(told(), media_type="text/event-stream")
 
 
-@pytest.fixture(scope="session")
+# Of a module each: playwright keeps an event loop in the thread of the tests as long as it lives.
+@pytest.fixture(scope="module")
 def site():
     return Site(allow_actions=True)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def client(site):
     return TestClient(site.app, base_url="http://localhost")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def bare_client():
     """Of a service that nothing has reached yet."""
     return TestClient(Site(empty=True).app, base_url="http://localhost")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def served(site):
     server = uvicorn.Server(uvicorn.Config(site.app, port=0, log_level="warning", ws="none"))
     thread = threading.Thread(target=server.run)
@@ -99,7 +100,7 @@ def served(site):
     thread.join(PATIENCE_S)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser():
     found = shutil.which("chromium")
     if found is None:

@@ -90,9 +90,10 @@ def trace(store: Store, settings: Settings, trace_id: str) -> models.Trace:
 
 def compare(store: Store, a: str, b: str) -> models.TraceComparison:
     """Two traces side by side. Raises NotFound, Refused."""
-    row_a, records_a = _read(store, a)
-    row_b, records_b = _read(store, b)
+    row_a, records_a = _read(store, a, events=False)
+    row_b, records_b = _read(store, b, events=False)
     step_a, step_b = _step(row_a, records_a), _step(row_b, records_b)
+    busy_a, busy_b = _busy(step_a), _busy(step_b)
     rows = _compared(_places(step_a), _places(step_b))
     times_a, times_b = bucket_seconds(step_a), bucket_seconds(step_b)
     critical = _compared(_on_path(step_a), _on_path(step_b))
@@ -116,12 +117,25 @@ def compare(store: Store, a: str, b: str) -> models.TraceComparison:
             )
             for name in dict.fromkeys([*times_a, *times_b])
         ],
+        processes=[
+            models.ComparedProcess(
+                process=process,
+                a_busy_s=busy_a.get(process, 0.0),
+                b_busy_s=busy_b.get(process, 0.0),
+                difference_s=busy_b.get(process, 0.0) - busy_a.get(process, 0.0),
+            )
+            for process in dict.fromkeys([*busy_a, *busy_b])
+        ],
         critical=critical[:MOST_COMPARED],
         notes=notes,
     )
 
 
-def _read(store: Store, trace_id: str) -> tuple[TraceRow, Records]:
+def _busy(step: Step) -> dict[str, float]:
+    return {one.label: one.busy_seconds for one in process_times(step)}
+
+
+def _read(store: Store, trace_id: str, *, events: bool = True) -> tuple[TraceRow, Records]:
     if len(trace_id) != 32 or not set(trace_id) <= set("0123456789abcdef"):
         raise Refused(
             f"trace id: found {len(trace_id)} characters; expected 32 hexadecimal digits in lower "
@@ -130,7 +144,7 @@ def _read(store: Store, trace_id: str) -> tuple[TraceRow, Records]:
     row = store.trace(trace_id)
     if row is None:
         raise NotFound(f"trace {trace_id} is not kept: it never arrived, or is too old")
-    return row, store.trace_records(trace_id)
+    return row, store.trace_records(trace_id, events=events)
 
 
 def _step(row: TraceRow, records: Records) -> Step:

@@ -42,17 +42,17 @@ class ComparisonPage:
     spans: Sequence[PairRow]
 
 
-def comparison_page(
-    compared: models.TraceComparison, a: models.Trace, b: models.Trace
-) -> ComparisonPage:
-    """The page of a comparison; ``a`` and ``b`` tell of the processes."""
+def comparison_page(compared: models.TraceComparison) -> ComparisonPage:
+    """The page of a comparison."""
     whole = max(compared.a.seconds, compared.b.seconds)
     stages = [row for row in compared.rows if row.depth == 1]
     return ComparisonPage(
         facts=compared,
         sentence=_sentence(compared, stages),
         stages=_rows(_of_compared(stages), whole),
-        processes=_rows(_busy(a, b), whole),
+        processes=_rows(
+            ((one.process, 0, one.a_busy_s, one.b_busy_s, "") for one in compared.processes), whole
+        ),
         buckets=_rows(((one.bucket, 0, one.a_s, one.b_s, "") for one in compared.buckets), whole),
         critical=_rows(_of_compared(compared.critical[:_MOST]), whole),
         spans=_rows(_of_compared(compared.rows), whole),
@@ -106,13 +106,6 @@ def _of_compared(rows: Iterable[models.ComparedRow]) -> Iterable[_Pair]:
             row.b_s,
             "" if one == "1" else f"\N{MULTIPLICATION SIGN}{one}",
         )
-
-
-def _busy(a: models.Trace, b: models.Trace) -> Iterable[_Pair]:
-    before = {time.process: time.busy_s for time in a.process_times}
-    after = {time.process: time.busy_s for time in b.process_times}
-    for process in {**before, **after}:
-        yield process, 0, before.get(process, 0.0), after.get(process, 0.0), ""
 
 
 def _rows(pairs: Iterable[_Pair], whole: float) -> list[PairRow]:

@@ -221,9 +221,7 @@ def _add_traces(made: APIRouter, shell: Shell, answers: Answers) -> None:
             a, b = asked.text("a"), asked.text("b")
             view = None
             if a and b:
-                view = comparison_page(
-                    answers.trace_compare(a, b), answers.trace(a), answers.trace(b)
-                )
+                view = comparison_page(answers.trace_compare(a, b))
             return shell.page(request, "compare.html.j2", view=view, asked_a=a, asked_b=b)
 
         return shell.tell(request, make)

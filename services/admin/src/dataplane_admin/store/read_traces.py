@@ -72,14 +72,15 @@ def read_trace(reader: Reader, trace_id: str) -> TraceRow | None:
     return None if row is None else _row(row)
 
 
-def read_trace_records(reader: Reader, trace_id: str) -> Records:
+def read_trace_records(reader: Reader, trace_id: str, *, events: bool) -> Records:
     """Of `Store.trace_records`."""
     wanted = trace_bytes(trace_id)
     if wanted is None:
         return Records()
-    events = select(*EVENT_COLUMNS).where(EventModel.trace_id == wanted).order_by(EventModel.id)
+    named = select(*EVENT_COLUMNS).where(EventModel.trace_id == wanted).order_by(EventModel.id)
     with reader.connect() as connection:
-        return Records(reader.spans(connection, [wanted]), reader.events(connection, events))
+        spans = reader.spans(connection, [wanted])
+        return Records(spans, reader.events(connection, named) if events else [])
 
 
 def read_linked(reader: Reader, trace_id: str) -> tuple[list[str], list[str]]:

@@ -157,9 +157,9 @@ class Store:
         """One trace; None if it is not there, or the id is none."""
         return read_trace(self._reader, trace_id)
 
-    def trace_records(self, trace_id: str) -> Records:
-        """The spans of a trace, and the events that name it."""
-        return read_trace_records(self._reader, trace_id)
+    def trace_records(self, trace_id: str, *, events: bool = True) -> Records:
+        """The spans of a trace, and with ``events`` the events that name it."""
+        return read_trace_records(self._reader, trace_id, events=events)
 
     def linked(self, trace_id: str) -> tuple[list[str], list[str]]:
         """The traces that a trace links to, and those that link to it."""

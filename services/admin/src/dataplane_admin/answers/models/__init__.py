@@ -46,6 +46,7 @@ from dataplane_admin.answers.models.status import (
 )
 from dataplane_admin.answers.models.traces import (
     ComparedBucket,
+    ComparedProcess,
     ComparedRow,
     ExternalLink,
     ProcessTime,
@@ -71,6 +72,7 @@ __all__ = [
     "Claim",
     "ClearSamples",
     "ComparedBucket",
+    "ComparedProcess",
     "ComparedRow",
     "EndClaim",
     "ExternalLink",

@@ -198,6 +198,15 @@ class ComparedBucket(Model):
     difference_s: float
 
 
+class ComparedProcess(Model):
+    """Seconds in which a process worked, in two traces."""
+
+    process: Text
+    a_busy_s: float
+    b_busy_s: float
+    difference_s: float
+
+
 class TraceComparison(Model):
     """Two traces side by side."""
 
@@ -207,6 +216,8 @@ class TraceComparison(Model):
     """Parents first; at most 500."""
     rows_left_out: int
     buckets: list[ComparedBucket]
+    processes: list[ComparedProcess]
+    """That of the root first."""
     critical: list[ComparedRow]
     """Seconds on the critical path by span name, the largest difference first."""
     notes: list[Text]
