@@ -54,6 +54,7 @@ class Overview:
 
     Attributes:
         mood: ``moving``, ``stuck``, ``quiet`` or ``empty``.
+        last: the newest step that has ended.
     """
 
     mood: str
@@ -62,6 +63,7 @@ class Overview:
     waits: Sequence[models.Wait]
     partitions: Sequence[PartitionOnOverview]
     steps: Sequence[StepOnOverview]
+    last: StepOnOverview | None
     units: Sequence[tuple[models.Unit, marks.Stack]]
     put_per_s: float | None
     took: marks.Trend | None
@@ -101,6 +103,7 @@ def overview(answers: Answers, buckets: Buckets) -> Overview:
     facts = answers.traces(limit=_STEPS).traces
     longest = max((one.seconds for one in facts), default=0.0)
     rates = [one.put_per_s for one in held.partitions if one.put_per_s is not None]
+    steps = [_step(one, buckets.of(one), longest) for one in facts]
     mood, headline = _headline(status, waits, held.partitions, facts)
     return Overview(
         mood=mood,
@@ -108,10 +111,11 @@ def overview(answers: Answers, buckets: Buckets) -> Overview:
         status=status,
         waits=waits,
         partitions=[_partition(one) for one in held.partitions],
-        steps=[_step(one, buckets.of(one), longest) for one in facts],
+        steps=steps,
+        last=next((one for one in steps if one.facts.has_root), steps[0] if steps else None),
         units=[(unit, _used(unit)) for unit in held.storage],
         put_per_s=sum(rates) if rates else None,
-        took=marks.trend([one.seconds for one in reversed(facts)]),
+        took=marks.trend([one.seconds for one in reversed(facts) if one.has_root]),
     )
 
 
@@ -126,7 +130,8 @@ def _headline(
         things = "One thing waits" if len(waits) == 1 else f"{len(waits)} things wait, the longest"
         return "stuck", f"{things} for {longest}"
     if facts:
-        newest = facts[0]
+        # One that goes on has no root yet; how long it takes is not known.
+        newest = _whole(facts)
         since = (status.now_ns - newest.end_ns) / 1e9
         what = f"Step {newest.step}" if newest.step is not None else "The newest trace"
         if since > max(60.0, _LATE * newest.seconds):
@@ -137,6 +142,11 @@ def _headline(
     if status.live.attached:
         return "quiet", "The data plane is empty and nothing waits"
     return "empty", "Nothing has arrived yet"
+
+
+def _whole(facts: Sequence[models.TraceFacts]) -> models.TraceFacts:
+    """The newest trace that has ended; the newest of all if none has."""
+    return next((one for one in facts if one.has_root), facts[0])
 
 
 def _partition(facts: models.Partition) -> PartitionOnOverview:
