@@ -14,6 +14,8 @@ from rich.console import Console
 os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"
 
 from integration.benchmarks import report
+from integration.benchmarks.admin_ingest import INGEST_HEADINGS, measure_ingest
+from integration.benchmarks.admin_pages import PAGES_HEADINGS, measure_pages
 from integration.benchmarks.results_file import merge_entries
 from integration.benchmarks.run import run_sessions
 from integration.benchmarks.tracing import (
@@ -53,6 +55,9 @@ def benchmarks(
     console.print("measuring a step with tracing off and on", style="dim")
     costs = [measure_tracing(load, full=full) for load in ((LARGER, DEMO) if full else (LARGER,))]
     entries += [entry for cost in costs for entry in cost.entries()]
+    console.print("measuring what the admin service takes in, and its pages", style="dim")
+    ingest, pages = measure_ingest(full=full), measure_pages(full=full)
+    entries += [*ingest.entries(), *pages.entries()]
     merge_entries(json, entries)
     markdown = Console(soft_wrap=True, highlight=False, markup=False)
     for session in sessions:
@@ -78,6 +83,13 @@ def benchmarks(
             console.print(report.terminal_table(title, headings, rows))
             if full:
                 markdown.print(report.markdown_table(title, headings, rows))
+    for title, headings, rows in (
+        ("Admin service: spans taken in", INGEST_HEADINGS, ingest.rows()),
+        ("Admin service: pages and answers", PAGES_HEADINGS, pages.rows()),
+    ):
+        console.print(report.terminal_table(title, headings, rows))
+        if full:
+            markdown.print(report.markdown_table(title, headings, rows))
     if full and picture is not None:
         report.save_picture(sessions[0], picture)
         console.print(f"picture: {picture}")

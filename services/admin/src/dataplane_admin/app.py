@@ -94,7 +94,9 @@ def create_app(settings: Settings, *, inspector: DataPlaneInspector | None = Non
     api.add_error_handlers(app)
     api.add_openapi(app)
     app.include_router(api.router(answers, updates, allow_actions=settings.allow_actions))
-    app.include_router(ingest.router(store, settings.limits))
+    app.include_router(
+        ingest.router(store, settings.limits, keep_sample_text=settings.keep_sample_text)
+    )
     app.include_router(pages.router(answers, settings))
     if settings.token is not None:
         app.include_router(login_router(settings.token, sessions))

@@ -87,6 +87,12 @@ def serve(
     retention_bytes: Annotated[
         int, typer.Option(min=0, help="Bytes that are kept; 0 for no limit.")
     ] = 2 * 1024**3,
+    keep_sample_text: Annotated[
+        bool,
+        typer.Option(
+            "--keep-sample-text", help="Keep attributes that quote prompts and completions too."
+        ),
+    ] = False,
     jaeger_url: Annotated[
         str | None, typer.Option(help="Base of Jaeger's pages, to link traces to.")
     ] = None,
@@ -144,6 +150,7 @@ def serve(
             ),
             ray_address=ray_address,
             poll_s=poll,
+            keep_sample_text=keep_sample_text,
             jaeger_url=jaeger_url,
             tempo_url=tempo_url,
         )

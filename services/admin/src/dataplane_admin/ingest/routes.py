@@ -28,6 +28,7 @@ from dataplane_admin.ingest.limits import Limits
 from dataplane_admin.ingest.metrics import batch_of_metrics
 from dataplane_admin.ingest.otlp_json import NotOtlp, parse_json
 from dataplane_admin.ingest.refusal import Refusal
+from dataplane_admin.ingest.sample_text import forget_sample_text, may_quote
 from dataplane_admin.ingest.spans import batch_of_spans
 from dataplane_admin.store import (
     Batch,
@@ -51,10 +52,16 @@ _SUMMARY: dict[Kind, str] = {
 }
 
 
-def router(store: Store, limits: Limits) -> APIRouter:
-    """The three routes, which write to ``store``."""
+def router(store: Store, limits: Limits, *, keep_sample_text: bool = False) -> APIRouter:
+    """The three routes, which write to ``store``.
+
+    Args:
+        store: keeps what arrives.
+        limits: of a request.
+        keep_sample_text: also keep attributes that quote samples, see `sample_text`.
+    """
     found = APIRouter(tags=["otlp"])
-    taker = _Taker(store, limits)
+    taker = _Taker(store, limits, keep_sample_text=keep_sample_text)
 
     def add(kind: Kind) -> None:
         async def take(request: Request) -> Response:
@@ -77,7 +84,8 @@ def router(store: Store, limits: Limits) -> APIRouter:
 
 
 class _Taker:
-    def __init__(self, store: Store, limits: Limits) -> None:
+    def __init__(self, store: Store, limits: Limits, *, keep_sample_text: bool) -> None:
+        self._keep_sample_text = keep_sample_text
         self._store = store
         self._limits = limits
         self._intake = Intake(limits)
@@ -112,13 +120,19 @@ class _Taker:
 
     def _decode(self, kind: Kind, body: bytes, encoding: str, media_type: str) -> Batch:
         plain = inflate(body, encoding, self._limits)
+        # JSON may escape a name, so there only the decoded request tells.
+        looks = not self._keep_sample_text and (media_type == JSON or may_quote(plain))
         try:
             if kind == "traces":
                 traces = _parsed(plain, TracesData(), media_type)
-                sent = plain if media_type == PROTOBUF else None
+                quoted = looks and forget_sample_text(traces)
+                sent = plain if media_type == PROTOBUF and not quoted else None
                 return batch_of_spans(traces, sent, self._limits, time.time_ns())
             if kind == "logs":
-                return batch_of_logs(_parsed(plain, LogsData(), media_type), self._limits)
+                logs = _parsed(plain, LogsData(), media_type)
+                if looks:
+                    forget_sample_text(logs)
+                return batch_of_logs(logs, self._limits)
             return batch_of_metrics(_parsed(plain, MetricsData(), media_type), self._limits)
         except (DecodeError, NotOtlp) as error:
             raise Refusal(
