@@ -166,6 +166,8 @@ def test_the_revision_grows_with_every_commit_and_over_restarts(url, otlp):
         assert between > before
     with Store.open(url) as store:
         assert store.revision == between
+        store.write(Batch())  # what a probe does
+        assert store.revision == between
 
 
 def test_two_services_on_one_database_share_it(url, otlp):

@@ -143,6 +143,11 @@ class Batch:
     reasons: tuple[str, ...] = field(default=())
 
     @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to store."""
+        return not (self.chunks or self.events or self.series or self.audit)
+
+    @property
     def nbytes(self) -> int:
         """About what it takes in memory."""
         return (

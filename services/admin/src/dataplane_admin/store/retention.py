@@ -75,7 +75,7 @@ class Sweeper:
             before_ns = self._too_old(work)
             gone = bool(_drop_oldest(work, before_ns)) or _drop_rest(work, before_ns)
             if gone:
-                work.state.save(connection)
+                work.state.save(connection, changed=True)
         return self._database.shrink(_PAGES_A_STEP) or gone
 
     def _too_old(self, work: Work) -> int:

@@ -36,9 +36,9 @@ class State:
         row = connection.execute(select(StateRow.__table__)).mappings().one()
         return cls(**{name: row[name] for name in cls.__dataclass_fields__})
 
-    def save(self, connection: Connection) -> None:
-        """With the next revision."""
-        self.revision += 1
+    def save(self, connection: Connection, *, changed: bool) -> None:
+        """With the next revision if anything that is read has ``changed``."""
+        self.revision += changed
         connection.execute(update(StateRow).values(**self.__dict__))
 
     def next_id(self) -> int:
