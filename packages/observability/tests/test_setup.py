@@ -744,6 +744,30 @@ tell(host=host, line=next(l for l in page.splitlines() if l.startswith("dataplan
     assert (ran.told[0]["exported"], ran.told[0]["again"]) == (1, True)
 
 
+def test_what_is_lost_is_a_metric_by_signal_and_reason() -> None:
+    ran = run(
+        """
+import urllib.request
+telemetry = setup("svc", endpoint=ENDPOINT, prometheus_port=0, export_interval_s=3600)
+host, port = telemetry.prometheus_address
+def lost():
+    page = urllib.request.urlopen(f"http://{host}:{port}/metrics").read().decode()
+    return [line for line in page.splitlines() if line.startswith("dataplane_telemetry_dropped")]
+before = lost()
+with trace.get_tracer("test").start_as_current_span("lost"):
+    pass
+telemetry.flush(10)
+tell(before=before, after=lost())
+""",
+        "http://127.0.0.1:9",
+    )
+    assert ran.told[0]["before"] == []
+    [line] = ran.told[0]["after"]
+    assert 'dataplane_reason="export_failed"' in line
+    assert 'dataplane_signal="spans"' in line
+    assert line.endswith(" 1.0")
+
+
 def test_prometheus_is_opened_by_variables_and_a_taken_port_costs_one_warning(
     receiver: Receiver,
 ) -> None:

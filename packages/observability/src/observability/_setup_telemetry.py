@@ -13,7 +13,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from types import FrameType, TracebackType
@@ -23,6 +23,7 @@ import structlog
 from opentelemetry.exporter.otlp.proto.http._log_exporter import OTLPLogExporter
 from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.metrics import CallbackOptions, Observation
 from opentelemetry.proto.collector.logs.v1.logs_service_pb2 import ExportLogsServiceResponse
 from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import (
     ExportMetricsServiceResponse,
@@ -52,6 +53,9 @@ from observability._setup_export import (
 )
 from observability._setup_settings import Arguments, Otlp, Prometheus, settings, shown
 from observability._setup_troubles import Troubles, quieten
+
+DROPPED = "dataplane.telemetry.dropped"
+"""Name of the metric that tells what is lost; docs/telemetry.md lists it."""
 
 logger = structlog.get_logger("observability")
 
@@ -225,6 +229,12 @@ class Telemetry:
             readers += self._scraped(asked.prometheus)
         if readers:
             meters = MeterProvider(readers, resource, shutdown_on_exit=False)
+            meters.get_meter("rl-dataplane").create_observable_counter(
+                DROPPED,
+                [self._observe_dropped],
+                unit="{item}",
+                description="Spans and events that this process made and could not hand over.",
+            )
         _setup_globals.use(tracers=tracers, loggers=loggers, meters=meters, troubles=self._troubles)
 
     def _traced(self, resource: Resource, arguments: Arguments, otlp: Otlp) -> TracerProvider:
@@ -306,6 +316,15 @@ class Telemetry:
             return []
         self._address = self._server.server_address[:2]
         return [PrometheusMetricReader(registry=registry)]
+
+    def _observe_dropped(self, options: CallbackOptions) -> Iterable[Observation]:
+        """Only what there is: a run that loses nothing has no such series."""
+        for signal_name in ("spans", "events"):
+            counts = self._ledgers.get(signal_name, _NOTHING).counts()
+            for reason in ("queue_full", "export_failed", "shutdown"):
+                if counts[reason]:
+                    labels = {"dataplane.signal": signal_name, "dataplane.reason": reason}
+                    yield Observation(counts[reason], labels)
 
     def _finish(self, deadline: float) -> None:
         for pipeline in self._pipelines:

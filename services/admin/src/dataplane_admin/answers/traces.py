@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import heapq
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any  # Any: attribute values
 from urllib.parse import quote
 
 from dataplane_admin.answers import models
 from dataplane_admin.answers.errors import NotFound, Refused
+from dataplane_admin.ingest import unique_label
 from dataplane_admin.settings import Settings
 from dataplane_admin.store import Store, TraceRow
 from observability.records import Event, Process, Records, Span
@@ -19,6 +20,7 @@ from observability.views import (
     bucket_seconds,
     bytes_by_stage,
     critical_path,
+    printable,
     process_times,
     steps_of,
 )
@@ -27,6 +29,7 @@ from observability.views.tree import Tree
 MOST_ROWS = 5_000
 MOST_EVENTS = 500
 MOST_COMPARED = 500
+_DROPPED = "dataplane.telemetry.dropped"
 _EXAMPLES = 5
 _MOST_LINKS = 1_000
 
@@ -60,7 +63,7 @@ def trace(store: Store, settings: Settings, trace_id: str) -> models.Trace:
     events = [_event(step, event) for event in step.events[:MOST_EVENTS]]
     return models.Trace(
         **facts(row),
-        incomplete=_incomplete(row, step),
+        incomplete=_incomplete(store, row, step),
         rows=kept,
         rows_left_out=len(rows) - len(kept),
         critical_path=[_segment(step, one) for one in path[:MOST_ROWS]],
@@ -101,7 +104,7 @@ def compare(store: Store, a: str, b: str) -> models.TraceComparison:
     notes = [
         f"{name}: {reason}"
         for name, row, step in (("A", row_a, step_a), ("B", row_b, step_b))
-        for reason in _incomplete(row, step)
+        for reason in _incomplete(store, row, step)
     ]
     return models.TraceComparison(
         a=models.TraceFacts(**facts(row_a)),
@@ -165,8 +168,17 @@ def _step(row: TraceRow, records: Records) -> Step:
     )
 
 
-def _incomplete(row: TraceRow, step: Step) -> list[str]:
+def _incomplete(store: Store, row: TraceRow, step: Step) -> list[str]:
     reasons = list(step.incomplete)
+    processes = {unique_label(process) for process in step.processes}
+    dropped: Counter[str] = Counter()
+    for series in store.series(_DROPPED):
+        if series.process in processes and series.attributes.get("dataplane.signal") == "spans":
+            dropped[series.process] += int(series.value or 0)
+    reasons += [
+        f"{printable(process)} lost {count} spans since it began, perhaps some of these"
+        for process, count in sorted(dropped.items())
+    ]
     if row.rejected:
         reasons.append(f"{row.rejected} spans were refused by the service's limits")
     return reasons

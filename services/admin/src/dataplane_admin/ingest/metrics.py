@@ -12,9 +12,8 @@ from opentelemetry.proto.common.v1.common_pb2 import AnyValue
 from opentelemetry.proto.metrics.v1.metrics_pb2 import Metric, MetricsData
 
 from dataplane_admin.ingest.limits import Limits
-from dataplane_admin.ingest.values import MOST_INT, process_of
+from dataplane_admin.ingest.values import MOST_INT, process_of, unique_label
 from dataplane_admin.store import Batch, SeriesPoint
-from observability.records import Process
 
 
 def batch_of_metrics(request: MetricsData, limits: Limits) -> Batch:
@@ -22,7 +21,7 @@ def batch_of_metrics(request: MetricsData, limits: Limits) -> Batch:
     series: dict[bytes, SeriesPoint] = {}
     over = late = taken = 0
     for resource_metrics in request.resource_metrics:
-        process = _label(process_of(resource_metrics.resource))
+        process = unique_label(process_of(resource_metrics.resource))
         for scope_metrics in resource_metrics.scope_metrics:
             for metric in scope_metrics.metrics:
                 for point in _points(metric):
@@ -99,8 +98,3 @@ def _scalar(value: AnyValue, limits: Limits) -> str:
     if kind in ("int_value", "double_value"):
         return str(getattr(value, kind))
     return ""
-
-
-def _label(process: Process) -> str:
-    """Short, and different for different processes."""
-    return f"{process.label} ({process.pid}@{process.host})" if process.pid else process.label

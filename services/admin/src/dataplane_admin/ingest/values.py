@@ -70,6 +70,11 @@ def process_of(resource: Resource) -> Process:
     )
 
 
+def unique_label(process: Process) -> str:
+    """Short, and different for different processes."""
+    return f"{process.label} ({process.pid}@{process.host})" if process.pid else process.label
+
+
 def cut(record: Attributed, limits: Limits) -> bool:
     """Cut the attributes of a record to the limits; whether anything was changed."""
     changed = False
