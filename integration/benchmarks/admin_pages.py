@@ -7,25 +7,21 @@ else runs; the page of a live run is made anew for every request here, since no 
 
 from __future__ import annotations
 
-import contextlib
 import http.client
-import itertools
 import json
-import multiprocessing
 import random
 import tempfile
-import threading
 import time
 import urllib.parse
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Collection
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy as np
 import psutil
 from integration.benchmarks import admin_history
+from integration.benchmarks.admin_service import PARTITION, serving
 from integration.benchmarks.harness import Summary
 from integration.benchmarks.results_file import Entry
 
@@ -108,10 +104,11 @@ def measure_pages(*, full: bool) -> PagesResult:
     rounds = _FULL_ROUNDS if full else _QUICK_ROUNDS
     with (
         tempfile.TemporaryDirectory(prefix="bench-pages-") as folder,
-        _service(Path(folder)) as (port, process),
+        serving(Path(folder), live_samples=LIVE_SAMPLES) as (port, process),
     ):
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
-        memory, filling_s = _fill(connection, process, samples)
+        marks = (_STEPS // 10, _STEPS // 2, _STEPS)
+        memory, filling_s = fill(connection, process, _STEPS, samples, marks)
         paths = _paths(connection)
         seconds: dict[str, list[float]] = defaultdict(list)
         nbytes: dict[str, int] = {}
@@ -134,13 +131,23 @@ def measure_pages(*, full: bool) -> PagesResult:
     )
 
 
-def _fill(
-    connection: http.client.HTTPConnection, process: psutil.Process, samples: int
+def fill(
+    connection: http.client.HTTPConnection,
+    process: psutil.Process,
+    steps: int,
+    samples: int,
+    marks: Collection[int],
 ) -> tuple[list[int], float]:
+    """Send steps of ``samples`` each; the process's memory in bytes after those numbered
+    ``marks``, and the seconds that the requests took.
+
+    Raises:
+        RuntimeError: a request was not taken as a whole.
+    """
     memory = []
     took = 0.0
-    start_ns = time.time_ns() - _STEPS * 2_000_000_000
-    history = admin_history.steps(_STEPS, samples=samples, start_ns=start_ns)
+    start_ns = time.time_ns() - steps * 2_000_000_000
+    history = admin_history.steps(steps, samples=samples, start_ns=start_ns)
     for number, step in enumerate(history):
         began = time.perf_counter()
         for path, bodies in (("/v1/traces", step.traces), ("/v1/logs", step.logs)):
@@ -151,7 +158,7 @@ def _fill(
                 if answer.status != 200 or told:
                     raise RuntimeError(f"{path}: {answer.status} {told[:200]!r}")
         took += time.perf_counter() - began
-        if number + 1 in (_STEPS // 10, _STEPS // 2, _STEPS):
+        if number + 1 in marks:
             memory.append(process.memory_info().rss)
     return memory, took
 
@@ -160,7 +167,7 @@ def _paths(connection: http.client.HTTPConnection) -> list[str]:
     """Every page and answer, of things that are there."""
     listed = json.loads(_ask(connection, "/api/v1/traces?limit=50"))["traces"]
     trace, other = listed[10]["trace_id"], listed[11]["trace_id"]
-    partition = urllib.parse.quote(_PARTITION)
+    partition = urllib.parse.quote(PARTITION)
     sample = urllib.parse.quote(admin_history.sample_id(_STEPS - 20, 1))
     run = urllib.parse.quote(admin_history.RUN)
     return [
@@ -199,53 +206,3 @@ def _ask(connection: http.client.HTTPConnection, path: str) -> bytes:
     if answer.status != 200:
         raise RuntimeError(f"{path}: {answer.status} {body[:200]!r}")
     return body
-
-
-_PARTITION = "live"
-
-
-@contextlib.contextmanager
-def _service(folder: Path) -> Iterator[tuple[int, psutil.Process]]:
-    context = multiprocessing.get_context("spawn")
-    pipe, other = context.Pipe()
-    process = context.Process(target=_serve, args=(other, folder), daemon=True)
-    process.start()
-    try:
-        if not pipe.poll(120):
-            raise RuntimeError("the admin service did not start within 120 s")
-        yield pipe.recv(), psutil.Process(process.pid)
-        pipe.send("stop")
-        process.join(30)
-    finally:
-        process.kill()
-        process.join()
-
-
-def _serve(pipe: Connection, folder: Path) -> None:
-    import torch
-    import uvicorn
-
-    from dataplane_admin import create_app
-    from dataplane_admin.settings import Settings
-    from dataplane_core import InMemoryDataPlaneClient
-
-    with InMemoryDataPlaneClient() as client:
-        fields = ["input_ids", "generation_logprobs", "prev_logprobs", "advantages"]
-        client.register_partition(_PARTITION, fields, LIVE_SAMPLES, ["prev_lp", "train"])
-        for start in range(0, LIVE_SAMPLES, 10_000):
-            ids = [f"live-{number:06d}" for number in range(start, start + 10_000)]
-            columns = {
-                name: torch.zeros(len(ids)) for name in fields[: 2 + start % 20_000 // 10_000]
-            }
-            client.put_columns(ids, _PARTITION, columns)
-        client.claim_meta(_PARTITION, "prev_lp", fields[:1], 30_000, blocking=False)
-        app = create_app(Settings(store_url=f"sqlite:///{folder}/admin.sqlite"), inspector=client)
-        service = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning", access_log=False))
-        thread = threading.Thread(target=service.run, daemon=True)
-        thread.start()
-        for _ in itertools.takewhile(lambda _: not service.started, itertools.repeat(None)):
-            time.sleep(0.01)
-        pipe.send(service.servers[0].sockets[0].getsockname()[1])
-        pipe.recv()
-        service.should_exit = True
-        thread.join()

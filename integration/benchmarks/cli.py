@@ -16,6 +16,7 @@ os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"
 from integration.benchmarks import report
 from integration.benchmarks.admin_ingest import INGEST_HEADINGS, measure_ingest
 from integration.benchmarks.admin_pages import PAGES_HEADINGS, measure_pages
+from integration.benchmarks.admin_soak import SOAK_HEADINGS, measure_soak
 from integration.benchmarks.results_file import merge_entries
 from integration.benchmarks.run import run_sessions
 from integration.benchmarks.tracing import (
@@ -58,6 +59,9 @@ def benchmarks(
     console.print("measuring what the admin service takes in, and its pages", style="dim")
     ingest, pages = measure_ingest(full=full), measure_pages(full=full)
     entries += [*ingest.entries(), *pages.entries()]
+    soak = measure_soak() if full else None
+    if soak is not None:
+        entries += soak.entries()
     merge_entries(json, entries)
     markdown = Console(soft_wrap=True, highlight=False, markup=False)
     for session in sessions:
@@ -86,7 +90,10 @@ def benchmarks(
     for title, headings, rows in (
         ("Admin service: spans taken in", INGEST_HEADINGS, ingest.rows()),
         ("Admin service: pages and answers", PAGES_HEADINGS, pages.rows()),
+        ("Admin service: an hour", SOAK_HEADINGS, [] if soak is None else soak.rows()),
     ):
+        if not rows:
+            continue
         console.print(report.terminal_table(title, headings, rows))
         if full:
             markdown.print(report.markdown_table(title, headings, rows))

@@ -1,0 +1,95 @@
+"""An admin service in a process of its own, which imports no more than the service itself does."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import multiprocessing
+import threading
+import time
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psutil
+
+if TYPE_CHECKING:
+    from dataplane_core import InMemoryDataPlaneClient
+
+PARTITION = "live"
+"""Of the data plane that it looks into."""
+_AT_ONCE = 10_000
+
+
+@contextlib.contextmanager
+def serving(
+    folder: Path, *, live_samples: int, most_bytes: int | None = None
+) -> Iterator[tuple[int, psutil.Process]]:
+    """The port and the process of a service with its store in ``folder``.
+
+    Args:
+        folder: of the store.
+        live_samples: in the data plane that it looks into; 0 for none.
+        most_bytes: that the store keeps; None for no limit.
+
+    Raises:
+        RuntimeError: it did not start.
+    """
+    context = multiprocessing.get_context("spawn")
+    pipe, other = context.Pipe()
+    process = context.Process(
+        target=_serve, args=(other, folder, live_samples, most_bytes), daemon=True
+    )
+    process.start()
+    try:
+        if not pipe.poll(120):
+            raise RuntimeError("the admin service did not start within 120 s")
+        yield pipe.recv(), psutil.Process(process.pid)
+        pipe.send("stop")
+        process.join(30)
+    finally:
+        process.kill()
+        process.join()
+
+
+def _serve(pipe: Connection, folder: Path, live_samples: int, most_bytes: int | None) -> None:
+    import uvicorn
+
+    from dataplane_admin import create_app
+    from dataplane_admin.settings import Settings
+    from dataplane_admin.store import Retention
+
+    settings = Settings(
+        store_url=f"sqlite:///{folder}/admin.sqlite",
+        retention=Retention(max_age_s=None, max_bytes=most_bytes),
+    )
+    with _live(live_samples) if live_samples else contextlib.nullcontext() as client:
+        app = create_app(settings, inspector=client)
+        service = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning", access_log=False))
+        thread = threading.Thread(target=service.run, daemon=True)
+        thread.start()
+        for _ in itertools.takewhile(lambda _: not service.started, itertools.repeat(None)):
+            time.sleep(0.01)
+        pipe.send(service.servers[0].sockets[0].getsockname()[1])
+        pipe.recv()
+        service.should_exit = True
+        thread.join()
+
+
+@contextlib.contextmanager
+def _live(samples: int) -> Iterator[InMemoryDataPlaneClient]:
+    """A data plane in memory with one partition, half of it written further than the rest."""
+    import torch
+
+    from dataplane_core import InMemoryDataPlaneClient
+
+    fields = ["input_ids", "generation_logprobs", "prev_logprobs", "advantages"]
+    with InMemoryDataPlaneClient() as client:
+        client.register_partition(PARTITION, fields, samples, ["prev_lp", "train"])
+        for start in range(0, samples, _AT_ONCE):
+            ids = [f"live-{number:06d}" for number in range(start, start + _AT_ONCE)]
+            some = fields[: 2 + start // _AT_ONCE % 2]
+            client.put_columns(ids, PARTITION, {name: torch.zeros(len(ids)) for name in some})
+        client.claim_meta(PARTITION, "prev_lp", fields[:1], samples // 3, blocking=False)
+        yield client
