@@ -45,7 +45,8 @@ admin: sync ## Open the admin service beside a live demo run; prints its address
 
 .PHONY: test
 test: sync ## Run every test of every package, service and integration
-	$(BIN)/pytest
+	$(BIN)/pytest --durations=20 --ignore=services/admin
+	$(BIN)/pytest --durations=10 services/admin
 
 .PHONY: lint
 lint: sync ## Check style and formatting
