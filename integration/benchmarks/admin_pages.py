@@ -28,7 +28,7 @@ from integration.benchmarks.results_file import Entry
 PAGES_HEADINGS = ["page or answer", "p50 ms", "p95 ms", "kB", "asked"]
 LIVE_SAMPLES = 100_000
 
-_STEPS = 1_000
+_QUICK_STEPS, _FULL_STEPS = 300, 1_000
 _QUICK_SAMPLES, _FULL_SAMPLES = 4, 100
 _QUICK_ROUNDS, _FULL_ROUNDS = 15, 60
 _WARM_UPS = 2
@@ -102,14 +102,15 @@ def measure_pages(*, full: bool) -> PagesResult:
     """
     samples = _FULL_SAMPLES if full else _QUICK_SAMPLES
     rounds = _FULL_ROUNDS if full else _QUICK_ROUNDS
+    steps = _FULL_STEPS if full else _QUICK_STEPS
     with (
         tempfile.TemporaryDirectory(prefix="bench-pages-") as folder,
         serving(Path(folder), live_samples=LIVE_SAMPLES) as (port, process),
     ):
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
-        marks = (_STEPS // 10, _STEPS // 2, _STEPS)
-        memory, filling_s = fill(connection, process, _STEPS, samples, marks)
-        paths = _paths(connection)
+        marks = (steps // 10, steps // 2, steps)
+        memory, filling_s = fill(connection, process, steps, samples, marks)
+        paths = _paths(connection, steps)
         seconds: dict[str, list[float]] = defaultdict(list)
         nbytes: dict[str, int] = {}
         order = random.Random(_SEED)
@@ -124,8 +125,8 @@ def measure_pages(*, full: bool) -> PagesResult:
     return PagesResult(
         dict(seconds),
         nbytes,
-        _STEPS,
-        _STEPS * samples * admin_history.EVENTS_A_SAMPLE,
+        steps,
+        steps * samples * admin_history.EVENTS_A_SAMPLE,
         filling_s,
         memory,
     )
@@ -163,17 +164,17 @@ def fill(
     return memory, took
 
 
-def _paths(connection: http.client.HTTPConnection) -> list[str]:
+def _paths(connection: http.client.HTTPConnection, steps: int) -> list[str]:
     """Every page and answer, of things that are there."""
     listed = json.loads(_ask(connection, "/api/v1/traces?limit=50"))["traces"]
     trace, other = listed[10]["trace_id"], listed[11]["trace_id"]
     partition = urllib.parse.quote(PARTITION)
-    sample = urllib.parse.quote(admin_history.sample_id(_STEPS - 20, 1))
+    sample = urllib.parse.quote(admin_history.sample_id(steps - 20, 1))
     run = urllib.parse.quote(admin_history.RUN)
     return [
         "/",
         f"/partition?id={partition}",
-        "/samples?q=prompt-0005",
+        "/samples?q=prompt-0001",
         f"/sample?id={sample}",
         "/traces",
         f"/trace?id={trace}",
@@ -186,7 +187,7 @@ def _paths(connection: http.client.HTTPConnection) -> list[str]:
         f"/api/v1/partition/matrix?id={partition}&windows=120",
         f"/api/v1/partition/samples?id={partition}&start=50000&limit=100",
         f"/api/v1/partition/claims?id={partition}",
-        "/api/v1/samples?q=prompt-0005",
+        "/api/v1/samples?q=prompt-0001",
         f"/api/v1/sample?id={sample}",
         "/api/v1/why",
         f"/api/v1/staleness?run={run}",

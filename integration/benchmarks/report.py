@@ -24,6 +24,8 @@ HEADLINES = (
     "tq.claim32_100k.p50_ms",
     "tq.put_get_512_tcp.ratio_vs_usual",
     "trace.step_overhead_pct",
+    "admin.ingest_spans_per_s",
+    "admin.page_p95_ms",
 )
 """Names that a complete run of backend ``packed`` writes; others in the project read them."""
 
