@@ -52,7 +52,7 @@ from observability import InstrumentedDataPlaneClient, ObservedClient, emit, lif
 T = TypeVar("T")
 Mode = Literal["off", "off_again", "on", "verbose"]
 
-QUICK_ROUNDS = 6
+QUICK_ROUNDS = 10
 _QUICK_MODES: tuple[Mode, ...] = ("off", "on")
 _FULL_MODES: tuple[Mode, ...] = ("off", "off_again", "on", "verbose")
 _WARM_UPS = 1
