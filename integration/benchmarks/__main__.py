@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
-from integration.benchmarks.cli import app
+# Processes that a benchmark spawns import this module again, and nothing of it.
+if __name__ == "__main__":
+    from integration.benchmarks.cli import app
 
-app()
+    app()

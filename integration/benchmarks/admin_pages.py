@@ -28,7 +28,7 @@ from integration.benchmarks.results_file import Entry
 PAGES_HEADINGS = ["page or answer", "p50 ms", "p95 ms", "kB", "asked"]
 LIVE_SAMPLES = 100_000
 
-_QUICK_STEPS, _FULL_STEPS = 300, 1_000
+_QUICK_STEPS, _FULL_STEPS = 100, 1_000
 _QUICK_SAMPLES, _FULL_SAMPLES = 4, 100
 _QUICK_ROUNDS, _FULL_ROUNDS = 15, 60
 _WARM_UPS = 2

@@ -47,17 +47,19 @@ def benchmarks(
 ) -> None:
     """Compare the data plane on TransferQueue with other ways, in one interleaved run."""
     # Standard output carries the Markdown of a full run and nothing else.
-    console = Console(stderr=full, highlight=False)
+    console = Console(stderr=full, highlight=False, log_path=False)
     if not console.is_terminal:
         console.width = 140
     started = time.monotonic()
     sessions = run_sessions(console, backend=backend, full=full)
     entries = [entry for session in sessions for entry in session.entries()]
-    console.print("measuring a step with tracing off and on", style="dim")
+    console.log("measuring a step with tracing off and on", style="dim")
     costs = [measure_tracing(load, full=full) for load in ((LARGER, DEMO) if full else (LARGER,))]
     entries += [entry for cost in costs for entry in cost.entries()]
-    console.print("measuring what the admin service takes in, and its pages", style="dim")
-    ingest, pages = measure_ingest(full=full), measure_pages(full=full)
+    console.log("measuring what the admin service takes in", style="dim")
+    ingest = measure_ingest(full=full)
+    console.log("measuring its pages", style="dim")
+    pages = measure_pages(full=full)
     entries += [*ingest.entries(), *pages.entries()]
     soak = measure_soak() if full else None
     if soak is not None:

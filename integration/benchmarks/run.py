@@ -90,12 +90,12 @@ def _run(
 def _measure(
     console: Console, session: Session, connect: Connect, *, full: bool, with_claims: bool
 ) -> None:
-    console.print(f"systems{session.note}: {', '.join(session.systems)}")
+    console.log(f"systems{session.note}: {', '.join(session.systems)}")
     with cluster.worker_pair(connect) as pair:
         if "ray_flat" in connect:
             cluster.warm_object_store(pair)
         for case in session.cases:
-            console.print(f"measuring {case.title}", style="dim")
+            console.log(f"measuring {case.title}", style="dim")
             measure_case(
                 pair,
                 case,
@@ -108,8 +108,8 @@ def _measure(
         if with_claims:
             claiming = [name for name in (OURS, "raw") if name in connect]
             for growth in FULL_GROWTH if full else QUICK_GROWTH:
-                console.print(f"measuring claims of {growth.rows:,} rows", style="dim")
+                console.log(f"measuring claims of {growth.rows:,} rows", style="dim")
                 session.claims.append((growth, measure_claims(pair, growth, claiming)))
-            if OURS in connect:
-                console.print("measuring the inspector", style="dim")
+            if full and OURS in connect:
+                console.log("measuring the inspector", style="dim")
                 session.inspecting = measure_inspecting(pair, OURS)

@@ -90,7 +90,6 @@ LARGER = Load(
         "policy.model.hidden_size=192",
         "policy.model.head_dim=48",
         "policy.model.intermediate_size=512",
-        "policy.model.num_layers=3",
     ),
 )
 
