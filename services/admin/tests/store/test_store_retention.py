@@ -3,6 +3,7 @@
 import os
 import sqlite3
 import time
+from collections import deque
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -115,6 +116,21 @@ def test_the_file_of_sqlite_really_shrinks(tmp_path, otlp):
     # Closing writes what is in the log to the file, which lets go of its end.
     assert path.stat().st_size < 5_000_000
     assert not Path(f"{path}-wal").exists() or Path(f"{path}-wal").stat().st_size == 0
+
+
+def test_a_store_does_not_outgrow_its_limit_while_something_always_waits(url, otlp):
+    limit = 4_000_000
+    sizes = []
+    with Store.open(url, retention=Retention(max_bytes=limit)) as store:
+        waiting = deque()
+        for _ in range(500):
+            waiting.append(store.submit(large(otlp, 200_000)))
+            if len(waiting) == 8:
+                waiting.popleft().result(PATIENCE_S)
+                sizes.append(store.totals().traces * 200_000)
+        for one in waiting:
+            one.result(PATIENCE_S)
+    assert limit / 2 < max(sizes) < 3 * limit  # of 100 MB that were written
 
 
 def test_a_limit_that_nothing_passes_is_refused():

@@ -90,10 +90,11 @@ class Sweeper:
 
 
 def _oldest_ns(work: Work) -> int | None:
-    trace = select(TraceModel.updated_ns).order_by(TraceModel.updated_ns).limit(1)
-    event = select(EventModel.received_ns).order_by(EventModel.id).limit(1)
-    found = [work.connection.execute(one).scalar() for one in (trace, event)]
-    return min((one for one in found if one is not None), default=None)
+    """When the last of the oldest that go in one step came, traces and events of one age together."""
+    traces = select(TraceModel.updated_ns).order_by(TraceModel.updated_ns).limit(_TRACES_A_STEP)
+    events = select(EventModel.received_ns).order_by(EventModel.id).limit(_EVENTS_A_STEP)
+    found = [work.connection.execute(some).scalars().all() for some in (traces, events)]
+    return min((max(some) for some in found if some), default=None)
 
 
 def _drop_oldest(work: Work, before_ns: int) -> int:

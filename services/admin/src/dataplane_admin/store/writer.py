@@ -31,7 +31,9 @@ MOST_WAITING_BYTES = 256 << 20
 _MOST_GROUPED = 64
 _MOST_GROUPED_BYTES = 16 << 20
 _IDLE_S = 1.0
-_BUSY_TIDY_S = 5.0
+# Between looks at what is to be tidied, while something always waits.
+_BUSY_TIDY_S = 0.5
+_BUSY_TIDY_BYTES = 2 << 20
 
 
 @dataclass
@@ -57,8 +59,9 @@ class Writer:
 
     Args:
         database: migrated.
-        tidy: one small step of what is to be done when nothing waits, also called every few
-            seconds while something does; whether there is more to do.
+        tidy: one small step of what is to be done when nothing waits; whether there is more to do.
+            While something waits it is called now and then, and as long as there is more to do
+            it gets as much time as the writing, so that the store does not outgrow its limits.
     """
 
     def __init__(self, database: Database, tidy: Callable[[], bool]) -> None:
@@ -119,15 +122,21 @@ class Writer:
 
     def _run(self) -> None:
         tidied = time.monotonic()
+        written = 0
+        behind = False
         while True:
             group = self._next_group()
             if group is None:
                 return
+            began = time.monotonic()
             if group:
                 self._write(group)
-            if not group or time.monotonic() - tidied > _BUSY_TIDY_S:
-                self._tidy_up()
-                tidied = time.monotonic()
+                written += sum(one.nbytes for one in group)
+            now = time.monotonic()
+            due = now - tidied > _BUSY_TIDY_S or written > _BUSY_TIDY_BYTES
+            if not group or behind or due:
+                behind = self._tidy_up(now - began)
+                tidied, written = time.monotonic(), 0
 
     def _next_group(self) -> list[_Waiting] | None:
         """What to write now; nothing if it is time to tidy, None if it is time to end."""
@@ -187,13 +196,17 @@ class Writer:
             logger.error("write_failed", error=repr(error)[:300], where=where)
             raise WriteRefused("it could not be written; the log says why") from error
 
-    def _tidy_up(self) -> None:
+    def _tidy_up(self, share_s: float) -> bool:
+        """Tidy until nothing is left, or something waits and ``share_s`` seconds are spent; whether
+        there is more to do."""
+        until = time.monotonic() + share_s
         try:
             while self._tidy():
                 with self._changed:
-                    if self._waiting or self._closing:
-                        return
+                    if self._closing or (self._waiting and time.monotonic() >= until):
+                        return True
         except DBAPIError as error:
             logger.warning("tidying_failed", reason=str(error.orig))
         except Exception:
             logger.exception("tidying_failed")
+        return False
