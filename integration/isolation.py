@@ -29,7 +29,7 @@ TESTED_WITH = {  # what a package's own tests need besides the package
     "dataplane-core": ["dataplane-core[checkpoint,testing]"],
     "dataplane-tq": ["dataplane-core[testing]"],
     "observability": ["dataplane-core[testing]", "observability[sdk,views]"],
-    "refit-mx": ["torch>=2.10"],  # layouts are compared with torch.chunk
+    "refit-mx": ["refit-mx[fleet,nixl]", "psutil>=5.9"],
 }
 TIMEOUT_S = 900
 LANES = 2

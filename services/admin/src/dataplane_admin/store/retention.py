@@ -90,7 +90,7 @@ class Sweeper:
 
 
 def _oldest_ns(work: Work) -> int | None:
-    """When the last of the oldest that go in one step came, traces and events of one age together."""
+    """When the last came of those that go in one step; traces and events of one age go together."""
     traces = select(TraceModel.updated_ns).order_by(TraceModel.updated_ns).limit(_TRACES_A_STEP)
     events = select(EventModel.received_ns).order_by(EventModel.id).limit(_EVENTS_A_STEP)
     found = [work.connection.execute(some).scalars().all() for some in (traces, events)]
