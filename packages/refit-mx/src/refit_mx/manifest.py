@@ -27,8 +27,8 @@ class Registry(msgspec.Struct, frozen=True):
     """How the publisher prepared the bytes of this publish.
 
     Attributes:
-        compile_target: ``hf_raw``, ``vllm_fused``, ``deep_gemm_fp8``, ``cutlass_fp8`` or a name that
-            was registered.
+        compile_target: ``hf_raw``, ``vllm_fused``, ``deep_gemm_fp8``, ``cutlass_fp8`` or a name
+            that was registered.
         compile_metadata: such as block size, scale dtype, row or column major.
     """
 

@@ -22,8 +22,8 @@ class ReadTable:
     - from ``src + j * src2 + i * src1`` of the source's arena
     - to ``dst + j * dst2 + i * dst1`` of the scratch buffer.
 
-    So a part of a tensor of up to three axes behind its contiguous ones is one row. Where n1 or n2 is
-    1 its strides are 0. No two rows of the plans of one scratch buffer write the same byte.
+    So a part of a tensor with up to two axes before its contiguous ones is one row. Where n1 or n2
+    is 1 its strides are 0. No two rows of the plans of one scratch buffer write the same byte.
 
     Attributes:
         rows: int64, (reads, 9), columns as `COLUMNS`. ``run``, ``n1`` and ``n2`` are at least 1.

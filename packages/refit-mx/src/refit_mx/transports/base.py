@@ -77,8 +77,8 @@ class Transport(Protocol):
             scratch: registered before.
             deadline: for all of it, connecting included.
             on_done: called in this thread as parts arrive, with the index of a fetch and the first
-                row and the row behind the last one of its reads that are complete; every row is told
-                once. So what has arrived can be verified while more arrives.
+                row and the row behind the last one of its reads that are complete; every row is
+                told once. So what has arrived can be verified while more arrives.
 
         Raises:
             SourceLostError: a source died, was restarted, or no longer holds the version; names its
