@@ -52,7 +52,11 @@ def test_numpy_scalars_become_python_numbers():
     ]
 
 
-@pytest.mark.parametrize("value", [object(), 2**80, np.array([object()]), "\ud800"], ids=repr)
+@pytest.mark.parametrize(
+    "value",
+    [object(), 2**80, np.array([object()]), "\ud800"],
+    ids=["an object", "a large number", "an array of objects", "half a surrogate pair"],
+)
 def test_what_cannot_be_stored_is_refused_with_the_fields_name(value):
     with pytest.raises(InvalidRequestError, match="field 'opaque'"):
         encode_object("field 'opaque'", value)
