@@ -42,6 +42,12 @@ class VersionNotReadyError(ControlError):
     retryable = True
 
 
+class VersionLeasedError(ControlError):
+    """A receiver still holds a lease on the version, so its shards stay."""
+
+    retryable = True
+
+
 class LeaseLostError(ControlError):
     """The lease on a version ran out; what was read under it may not be used."""
 
@@ -86,6 +92,10 @@ class LayoutError(RefitError, ValueError):
 class CompileTargetError(RefitError):
     """No source has the compile target and metadata that a receiver asks for, or a compile pass
     cannot make what is wanted from what is published. Raised before any byte moves."""
+
+
+class CompileError(RefitError, ValueError):
+    """A compile pass met a value that it cannot represent; nothing live was changed."""
 
 
 class ScratchExhaustedError(RefitError, MemoryError):
