@@ -1,0 +1,111 @@
+"""fp8 as cutlass' scaled matrix product takes it: one scale a matrix, or one an output channel.
+
+Scales and names follow vLLM's ``scaled_fp8_quant`` and its ``weight_scale``: a value is the stored
+one times the scale.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal, get_args
+
+import torch
+
+from refit_mx.compile.quantising import (
+    E4M3_MAX,
+    QuantisingPass,
+    bands,
+    refuse_values_that_are_not_finite,
+    to_e4m3,
+)
+from refit_mx.compile.selection import Selection, linear_weights
+from refit_mx.errors import RefitConfigError
+from refit_mx.manifest import Scalar
+
+SMALLEST_SCALE = 1.0 / (E4M3_MAX * 512.0)
+"""As in vLLM's kernels; so a matrix of zeros has a scale that is not zero."""
+
+Scales = Literal["per_tensor", "per_channel"]
+WeightLayout = Literal["column_major", "row_major"]
+
+
+class CutlassFp8(QuantisingPass):
+    """Compile target ``cutlass_fp8``.
+
+    Args:
+        scales: ``per_tensor``, shape ``[1]`` (of a stack ``[matrices]``); or ``per_channel``, one
+            for each row of the checkpoint's matrix, shape ``[rows, 1]`` (``[matrices, rows, 1]``).
+        weight_layout: how the operand B, which is ``[columns, rows]`` of the checkpoint's matrix,
+            lies in memory. ``column_major``, which cutlass takes: its bytes are those of the
+            checkpoint's ``[rows, columns]``, and the output has that shape. ``row_major``: they are
+            transposed, and the output has shape ``[columns, rows]``.
+        selection: which tensors to quantise.
+
+    Raises:
+        RefitConfigError: an unknown choice.
+    """
+
+    name = "cutlass_fp8"
+    scale_suffix = "_scale"
+
+    def __init__(
+        self,
+        *,
+        scales: Scales = "per_tensor",
+        weight_layout: WeightLayout = "column_major",
+        selection: Selection = linear_weights,
+    ) -> None:
+        super().__init__(selection)
+        for what, value, choices in (
+            ("scales", scales, get_args(Scales)),
+            ("weight_layout", weight_layout, get_args(WeightLayout)),
+        ):
+            if value not in choices:
+                raise RefitConfigError(
+                    f"cutlass_fp8: {what} {value!r}; expected one of {', '.join(choices)}"
+                )
+        self._scales = scales
+        self._weight_layout = weight_layout
+
+    @property
+    def metadata(self) -> Mapping[str, Scalar]:
+        """See `CompilePass.metadata`."""
+        return {
+            "weight_dtype": "float8_e4m3fn",
+            "weight_layout": self._weight_layout,
+            "scale_dtype": "float32",
+            "scales": self._scales,
+        }
+
+    def _weight_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        if self._weight_layout == "column_major":
+            return shape
+        return (*shape[:-2], shape[-1], shape[-2])
+
+    def _scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        if self._scales == "per_channel":
+            return (*shape[:-1], 1)
+        return shape[:-2] or (1,)
+
+    def _quantise(
+        self, name: str, matrix: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor
+    ) -> None:
+        rows = matrix.shape[0]
+        largest = torch.zeros((rows, 1), dtype=torch.float32, device=matrix.device)
+        for first, stop in bands(matrix, 1):
+            largest[first:stop] = matrix[first:stop].float().abs().amax(dim=1, keepdim=True)
+        refuse_values_that_are_not_finite(name, largest)
+        if self._scales == "per_tensor":
+            whole = largest.amax() if rows else largest.new_zeros(())
+            largest = whole.expand(rows, 1)
+            scale.fill_(0).add_((whole / E4M3_MAX).clamp(min=SMALLEST_SCALE))
+            by_row = scale.reshape(1, 1).expand(rows, 1)
+        else:
+            scale.copy_((largest / E4M3_MAX).clamp_(min=SMALLEST_SCALE))
+            by_row = scale
+        for first, stop in bands(matrix, 1):
+            values = to_e4m3(matrix[first:stop].float() / by_row[first:stop])
+            if self._weight_layout == "column_major":
+                weight[first:stop] = values
+            else:
+                weight[:, first:stop] = values.t()

@@ -1,0 +1,95 @@
+"""The raw tensors as a Hugging Face checkpoint has them; cast if the receiver wants it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from refit_mx.errors import CompileError, CompileTargetError, RefitConfigError
+from refit_mx.manifest import Scalar
+from refit_mx.tensor_types import ITEM_SIZES, TensorSpec
+
+_FLOATS = frozenset(dtype for dtype in ITEM_SIZES if "float" in dtype)
+
+
+class HfRaw:
+    """Compile target ``hf_raw``.
+
+    Args:
+        dtype: what floating-point tensors are cast to, rounding to nearest; None keeps each as it
+            is. Tensors of integers and bools always stay.
+
+    Raises:
+        RefitConfigError: no floating-point dtype that can be published.
+    """
+
+    name = "hf_raw"
+    accepts = frozenset({"hf_raw"})
+
+    def __init__(self, *, dtype: str | None = None) -> None:
+        if dtype is not None and dtype not in _FLOATS:
+            raise RefitConfigError(
+                f"hf_raw: dtype {dtype!r}; expected one of {', '.join(sorted(_FLOATS))} or None"
+            )
+        self._dtype = dtype
+
+    @property
+    def metadata(self) -> Mapping[str, Scalar]:
+        """See `CompilePass.metadata`: the dtype if it is a fixed one."""
+        return {} if self._dtype is None else {"dtype": self._dtype}
+
+    def check(self, specs: Sequence[TensorSpec]) -> None:
+        """See `CompilePass.check`.
+
+        Raises:
+            CompileTargetError: a cast from float8, whose values mean nothing without their scales.
+        """
+        for spec in specs:
+            if self._changes(spec.dtype) and spec.dtype.startswith("float8"):
+                raise CompileTargetError(
+                    f"hf_raw: {spec.name} is {spec.dtype}, to be cast to {self._dtype}; its values "
+                    "need scales, which a cast does not know"
+                )
+
+    def output_specs(self, specs: Sequence[TensorSpec]) -> tuple[TensorSpec, ...]:
+        """See `CompilePass.output_specs`."""
+        return tuple(
+            TensorSpec(spec.name, self._dtype, spec.shape)
+            if self._dtype is not None and self._changes(spec.dtype)
+            else spec
+            for spec in specs
+        )
+
+    def unchanged(self, specs: Sequence[TensorSpec]) -> frozenset[str]:
+        """See `CompilePass.unchanged`."""
+        return frozenset(spec.name for spec in specs if not self._changes(spec.dtype))
+
+    def run(self, tensors: Mapping[str, torch.Tensor], out: Mapping[str, torch.Tensor]) -> None:
+        """See `CompilePass.run`. What was NaN or infinite stays so.
+
+        Raises:
+            CompileError: a finite value is beyond the range of the dtype it is cast to.
+        """
+        with torch.no_grad():
+            for name, made in out.items():
+                tensor = tensors[name]
+                made.copy_(tensor)
+                if tensor.dtype != made.dtype and _overflowed(tensor, made):
+                    raise CompileError(
+                        f"{name}: has values that are finite as {tensor.dtype} and not as "
+                        f"{made.dtype}; the old weights stay"
+                    )
+
+    def _changes(self, dtype: str) -> bool:
+        return self._dtype is not None and dtype in _FLOATS and dtype != self._dtype
+
+
+def _overflowed(tensor: torch.Tensor, cast: torch.Tensor) -> bool:
+    before = torch.finfo(tensor.dtype)
+    after = torch.finfo(cast.dtype)
+    if before.max <= after.max or not tensor.numel():
+        return False
+    # float8 has no isfinite; widening it is exact.
+    lost = torch.isfinite(tensor) & ~torch.isfinite(cast.to(torch.float32))
+    return bool(lost.any())
