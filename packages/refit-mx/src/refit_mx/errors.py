@@ -75,9 +75,17 @@ class SourceLostError(RefitError, ConnectionError):
 
 
 class DigestMismatchError(RefitError):
-    """Bytes that arrived are not those that were published."""
+    """Bytes that arrived are not those that were published.
+
+    Attributes:
+        worker_ids: of the sources that they came from.
+    """
 
     retryable = True
+
+    def __init__(self, message: str, worker_ids: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.worker_ids = worker_ids
 
 
 class ProtocolError(RefitError):
