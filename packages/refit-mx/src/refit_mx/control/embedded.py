@@ -1,0 +1,99 @@
+"""`EmbeddedControlServer`: the control plane in this process, for the trainer and for tests."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from types import TracebackType
+
+import grpc
+
+from refit_mx.control.auth import TokenInterceptor
+from refit_mx.control.plane import ControlPlane
+from refit_mx.control.servicer import CallObserver, add_servicers
+from refit_mx.control.state import Limits
+from refit_mx.control.store import Store
+from refit_mx.errors import RefitConfigError
+
+SERVER_OPTIONS = (
+    # A second server on the same port must fail, not share its calls.
+    ("grpc.so_reuseport", 0),
+    ("grpc.max_receive_message_length", 32 << 20),
+    ("grpc.max_metadata_size", 16 << 10),
+)
+"""Of every server of the control plane. The size is for tensor lists of ``PublishMetadata``."""
+THREADS = 16
+_STOP_S = 2.0
+
+
+class EmbeddedControlServer:
+    """Serves ``RefitService`` and ``P2pService`` from threads of this process.
+
+    Args:
+        host: to listen on. Anything but loopback is open to everybody who can reach it: there is
+            no TLS here, so use the service refit-server for that.
+        port: to listen on; 0 takes a free one.
+        store: where the state is kept; None keeps it in memory alone. Closed with the server.
+        retention: READY versions that each model keeps; replaces that of ``limits``.
+        limits: what else is kept, and for how long.
+        token: that calls must bring as ``authorization: Bearer``; None asks for none.
+        restart_grace_s: see `ControlPlane`.
+        observe: is told of each call.
+
+    Raises:
+        RefitConfigError: the address cannot be listened on.
+    """
+
+    def __init__(
+        self,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        store: Store | None = None,
+        retention: int = 2,
+        limits: Limits | None = None,
+        token: str | None = None,
+        restart_grace_s: float = 30.0,
+        observe: CallObserver | None = None,
+    ) -> None:
+        self._server = grpc.server(
+            ThreadPoolExecutor(THREADS, thread_name_prefix="refit-control"),
+            options=SERVER_OPTIONS,
+            interceptors=[TokenInterceptor(token)] if token is not None else [],
+        )
+        shown = f"[{host}]" if ":" in host else host
+        try:
+            bound = self._server.add_insecure_port(f"{shown}:{port}")
+        except RuntimeError as error:
+            raise RefitConfigError(f"cannot listen on {shown}:{port}: {error}") from None
+        self.address = f"{shown}:{bound}"
+        """HOST:PORT that clients connect to."""
+        self._closed = False
+        self.plane = ControlPlane(
+            store,
+            limits=replace(limits or Limits(), retention=retention),
+            restart_grace_s=restart_grace_s,
+        )
+        if observe is None:
+            add_servicers(self._server, self.plane)
+        else:
+            add_servicers(self._server, self.plane, observe)
+        self._server.start()
+
+    def close(self) -> None:
+        """Stop: calls under way have two seconds, then the store is closed. May be called again."""
+        if not self._closed:
+            self._closed = True
+            self._server.stop(_STOP_S).wait(2 * _STOP_S)
+            self.plane.close()
+
+    def __enter__(self) -> EmbeddedControlServer:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()

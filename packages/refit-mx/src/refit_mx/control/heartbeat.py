@@ -1,0 +1,193 @@
+"""`Heartbeat`: keeps a worker registered, and says STALE when the process stops.
+
+It says so on close, at the interpreter's exit and on SIGTERM. A signal handler may run in the
+middle of anything that the main thread does, so it takes no lock that others take: it writes a byte
+to a socket, the heartbeat's own thread makes the call, and the handler waits for it a bounded time.
+"""
+
+from __future__ import annotations
+
+import _thread
+import atexit
+import contextlib
+import os
+import select
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType, TracebackType
+from typing import Protocol
+
+from refit_mx.control.records import WorkerRole
+from refit_mx.errors import ControlError, ControlUnavailableError, RefitConfigError, RefitError
+
+_STALE_TIMEOUT_S = 2.0
+
+
+class WorkerRegistry(Protocol):
+    """The part of `ControlClient` that a heartbeat needs."""
+
+    def register_worker(
+        self, worker_id: str, role: WorkerRole, model_name: str, *, ttl_s: float
+    ) -> int:
+        """See `ControlClient.register_worker`."""
+
+    def mark_stale(
+        self, worker_id: str, role: WorkerRole, model_name: str, *, timeout_s: float | None = None
+    ) -> None:
+        """See `ControlClient.mark_stale`."""
+
+
+class Heartbeat:
+    """Registers a worker, and renews it every third of its time to live until closed.
+
+    Args:
+        client: of the control plane; must not be closed before this is.
+        worker_id: new with every process.
+        role: what the worker does.
+        model_name: of the weights.
+        ttl_s: after which the worker is taken for dead if nothing is heard.
+        on_sigterm: chain a handler for SIGTERM that says STALE first. Done only in the main thread,
+            as Python demands; elsewhere the worker lapses by itself.
+
+    Raises:
+        RefitConfigError: ``ttl_s`` is less than 1.
+        RefitError: whatever the first registration raises.
+    """
+
+    def __init__(
+        self,
+        client: WorkerRegistry,
+        worker_id: str,
+        role: WorkerRole,
+        model_name: str,
+        *,
+        ttl_s: float = 10.0,
+        on_sigterm: bool = True,
+    ) -> None:
+        if ttl_s < 1:
+            raise RefitConfigError(f"ttl_s {ttl_s:g}; expected at least 1, the protocol's unit")
+        self.worker_id = worker_id
+        self._client = client
+        self._role = role
+        self._model_name = model_name
+        self._ttl_s = ttl_s
+        self._pid = os.getpid()
+        self._error: RefitError | None = None
+        self._refused = False
+        asked = time.monotonic()
+        client.register_worker(worker_id, role, model_name, ttl_s=ttl_s)
+        self._until = asked + ttl_s
+        self._wake, self._woken = socket.socketpair()
+        self._done = _thread.allocate_lock()
+        self._done.acquire()
+        self._closed = False
+        self._thread = threading.Thread(
+            target=self._beat, name=f"refit-heartbeat-{worker_id}", daemon=True
+        )
+        self._thread.start()
+        _beating.append(self)
+        atexit.register(self.close)
+        if on_sigterm:
+            _chain_sigterm()
+
+    @property
+    def is_live(self) -> bool:
+        """Whether the control plane is sure to take the worker for alive."""
+        return not self._closed and not self._refused and time.monotonic() < self._until
+
+    @property
+    def error(self) -> RefitError | None:
+        """Why the last renewal failed; None if it did not."""
+        return self._error
+
+    def close(self) -> None:
+        """Say STALE, and stop. Takes at most a few seconds; may be called again."""
+        if self._closed or os.getpid() != self._pid:
+            return
+        self._closed = True
+        atexit.unregister(self.close)
+        if self in _beating:
+            _beating.remove(self)
+        self._ask_to_stop()
+        self._thread.join(2 * _STALE_TIMEOUT_S)
+        if not self._thread.is_alive():
+            self._wake.close()
+            self._woken.close()
+
+    def __enter__(self) -> Heartbeat:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _ask_to_stop(self) -> None:
+        # An error says that it has stopped already.
+        with contextlib.suppress(OSError):
+            os.write(self._wake.fileno(), b"x")
+
+    def _beat(self) -> None:
+        pause_s = self._ttl_s / 3
+        while not select.select([self._woken], [], [], pause_s)[0]:
+            pause_s = self._ttl_s / 3
+            asked = time.monotonic()
+            try:
+                self._client.register_worker(
+                    self.worker_id, self._role, self._model_name, ttl_s=self._ttl_s
+                )
+            except RefitError as error:
+                self._error = error
+                self._refused = isinstance(error, ControlError) and not isinstance(
+                    error, ControlUnavailableError
+                )
+                pause_s = min(pause_s, 1.0)
+            else:
+                self._error, self._refused = None, False
+                self._until = asked + self._ttl_s
+        try:
+            self._client.mark_stale(
+                self.worker_id, self._role, self._model_name, timeout_s=_STALE_TIMEOUT_S
+            )
+        except RefitError as error:
+            self._error = error
+        finally:
+            self._done.release()
+
+
+_beating: list[Heartbeat] = []
+_Handler = Callable[[int, FrameType | None], object] | int | None
+_earlier: _Handler = None
+
+
+def _chain_sigterm() -> None:
+    global _earlier
+    if threading.current_thread() is not threading.main_thread():
+        return
+    current = signal.getsignal(signal.SIGTERM)
+    # A process that ignores the signal goes on; a handler that is not Python's cannot be chained.
+    if current in (_on_sigterm, signal.SIG_IGN, None):
+        return
+    _earlier = current
+    signal.signal(signal.SIGTERM, _on_sigterm)
+
+
+def _on_sigterm(number: int, frame: FrameType | None) -> None:
+    mine = [each for each in _beating if each._pid == os.getpid()]
+    for each in mine:
+        each._ask_to_stop()
+    until = time.monotonic() + _STALE_TIMEOUT_S
+    for each in mine:
+        if each._done.acquire(timeout=max(0.0, until - time.monotonic())):
+            each._done.release()
+    if callable(_earlier):
+        _earlier(number, frame)
+    else:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGTERM)

@@ -1,0 +1,161 @@
+"""`ControlPlane`: the state, its store and a clock, safe to call from many threads."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import TypeVar
+
+from refit_mx.control.records import Code, Refusal, VersionState
+from refit_mx.control.sources import SourceTable
+from refit_mx.control.state import ControlState, Limits
+from refit_mx.control.store import MemoryStore, Store
+
+T = TypeVar("T")
+_STORE_TIMEOUT_S = 30.0
+_SWEEP_S = 1.0
+
+
+@dataclass(frozen=True)
+class Counts:
+    """How much the control plane holds.
+
+    Attributes:
+        versions: by state.
+        workers: live ones, by role.
+        shards: of versions that are not forgotten.
+        leases: live ones.
+        sources: of ``P2pService`` that are READY.
+    """
+
+    versions: dict[str, int]
+    workers: dict[str, int]
+    shards: int
+    leases: int
+    sources: int
+
+
+class ControlPlane:
+    """The one state of a server.
+
+    A call is answered when what it changed is in the store. If the store fails, what clients were
+    told and what is kept may differ, so every later call is refused; a restart reads what is kept.
+
+    Args:
+        store: where records are kept.
+        limits: what is kept, and for how long.
+        restart_grace_s: what was live when the server stopped stays so for this long after its
+            start at least, or its own time to live if that is shorter.
+        clock: Unix time in milliseconds that never goes back; None takes the machine's.
+    """
+
+    def __init__(
+        self,
+        store: Store | None = None,
+        *,
+        limits: Limits | None = None,
+        restart_grace_s: float = 30.0,
+        clock: Callable[[], int] | None = None,
+    ) -> None:
+        self._store = store or MemoryStore()
+        self._clock = clock or _anchored_clock()
+        self._lock = threading.Lock()
+        self._state = ControlState(limits)
+        self._failed: str | None = None
+        self._closed = threading.Event()
+        self.sources = SourceTable()
+        with self._lock:
+            self._state.load(self._store.load(), now_ms=self._clock(), grace_s=restart_grace_s)
+            loaded = self._keep()
+        self._wait(loaded)
+        self._sweeper = threading.Thread(target=self._sweep, name="refit-sweep", daemon=True)
+        self._sweeper.start()
+
+    @property
+    def failed(self) -> str | None:
+        """Why the store failed; None while it works."""
+        return self._failed
+
+    def call(self, step: Callable[[ControlState, int], T]) -> T:
+        """Let ``step`` work on the state, given the time in milliseconds; keep what it changed.
+
+        What it returns is shared with other threads, so it makes messages of records itself.
+
+        Raises:
+            Refusal: the step's own, or UNAVAILABLE if the store failed.
+        """
+        with self._lock:
+            self._check()
+            try:
+                return_value = step(self._state, self._clock())
+            except Refusal:
+                # What lapsed before the refusal stays lapsed.
+                self._keep()
+                raise
+            kept = self._keep()
+        self._wait(kept)
+        return return_value
+
+    def counts(self) -> Counts:
+        """How much there is."""
+        with self._lock:
+            now_ms = self._clock()
+            state = self._state
+            by_state = Counter(version.state for version in state.versions.values())
+            roles = Counter(
+                worker.role.name.lower()
+                for worker in state.workers.values()
+                if worker.is_live(now_ms)
+            )
+            return Counts(
+                versions={each.name.lower(): by_state[each] for each in VersionState},
+                workers=dict(roles),
+                shards=sum(len(shards) for shards in state.shards.values()),
+                leases=sum(len(state.live_leases(uid, now_ms)) for uid in state.leases),
+                sources=self.sources.ready(now_ms),
+            )
+
+    def now_ms(self) -> int:
+        """The plane's clock."""
+        return self._clock()
+
+    def close(self) -> None:
+        """Stop, and finish the store. May be called again."""
+        self._closed.set()
+        self._sweeper.join()
+        self._store.close()
+
+    def _check(self) -> None:
+        if self._failed is not None:
+            raise Refusal(Code.UNAVAILABLE, f"the state cannot be kept: {self._failed}")
+
+    def _keep(self) -> Future[None] | None:
+        changes = self._state.take_changes()
+        return self._store.keep(changes) if changes else None
+
+    def _wait(self, kept: Future[None] | None) -> None:
+        if kept is None:
+            return
+        try:
+            kept.result(_STORE_TIMEOUT_S)
+        except Exception as error:  # noqa: BLE001 - whatever it was, the state is not kept
+            self._failed = f"{type(error).__name__}: {error}"
+            self._check()
+
+    def _sweep(self) -> None:
+        while not self._closed.wait(_SWEEP_S):
+            try:
+                self.call(lambda state, now_ms: state.expire(now_ms=now_ms))
+            except Refusal:
+                return
+
+
+def _anchored_clock() -> Callable[[], int]:
+    # Unix time at the start, then the monotonic clock: a machine's clock that is set must not make
+    # leases and workers lapse.
+    offset = time.time() - time.monotonic()
+    return lambda: int((time.monotonic() + offset) * 1000)

@@ -1,0 +1,318 @@
+"""The control plane as ModelExpress's own gRPC services.
+
+The servicers are synchronous; a ``grpc.server`` runs them in its threads, and a ``grpc.aio.server``
+in its migration thread pool.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import grpc
+
+from refit_mx.control.plane import ControlPlane
+from refit_mx.control.protocol import (
+    Message,
+    p2p_pb2,
+    p2p_pb2_grpc,
+    refit_pb2,
+    refit_pb2_grpc,
+    refit_source_id,
+    role_of,
+    shard_of,
+    shard_to,
+    state_of,
+    text,
+    version_body_of,
+    version_to,
+)
+from refit_mx.control.records import Refusal
+from refit_mx.control.sources import Source
+from refit_mx.control.state import ControlState
+
+Abort = Any  # grpc's context has no types
+
+
+class CallObserver(Protocol):
+    """Is told of each call that was answered."""
+
+    def __call__(self, method: str, code: str, seconds: float) -> None:
+        """Note a call: its method's name, the name of its status code, and how long it took."""
+
+
+def _unobserved(method: str, code: str, seconds: float) -> None:
+    pass
+
+
+class _Servicer:
+    def __init__(self, plane: ControlPlane, observe: CallObserver = _unobserved) -> None:
+        self._plane = plane
+        self._observe = observe
+
+    def _answer(self, method: str, context: Abort, call: Callable[[], Message]) -> Message:
+        begun = time.perf_counter()
+        code = grpc.StatusCode.INTERNAL
+        try:
+            message = call()
+            code = grpc.StatusCode.OK
+        except Refusal as refusal:
+            code = grpc.StatusCode[refusal.code.value]
+            context.abort(code, refusal.message)
+        else:
+            return message
+        finally:
+            self._observe(method, code.name, time.perf_counter() - begun)
+
+
+class RefitServicer(_Servicer, refit_pb2_grpc.RefitServiceServicer):
+    """``RefitService``: versions, workers, shards and leases.
+
+    Args:
+        plane: the state.
+        observe: is told of each call.
+    """
+
+    def CreateWeightVersion(self, request: Message, context: Abort) -> Message:  # noqa: N802
+        def step(state: ControlState, now_ms: int) -> Message:
+            version = state.create_version(version_body_of(request), now_ms=now_ms)
+            return refit_pb2.CreateWeightVersionResponse(version=version_to(version))
+
+        return self._answer("CreateWeightVersion", context, lambda: self._plane.call(step))
+
+    def GetWeightVersion(self, request: Message, context: Abort) -> Message:  # noqa: N802
+        def step(state: ControlState, now_ms: int) -> Message:
+            version = state.get_version(text(request.uid, "uid"), now_ms=now_ms)
+            return refit_pb2.GetWeightVersionResponse(version=version_to(version))
+
+        return self._answer("GetWeightVersion", context, lambda: self._plane.call(step))
+
+    def DeleteWeightVersion(self, request: Message, context: Abort) -> Message:  # noqa: N802
+        def step(state: ControlState, now_ms: int) -> Message:
+            version = state.delete_version(text(request.uid, "uid"), now_ms=now_ms)
+            return refit_pb2.DeleteWeightVersionResponse(version=version_to(version))
+
+        return self._answer("DeleteWeightVersion", context, lambda: self._plane.call(step))
+
+    def UpdateWeightVersionState(self, request: Message, context: Abort) -> Message:  # noqa: N802
+        def step(state: ControlState, now_ms: int) -> Message:
+            version = state.update_version_state(
+                text(request.uid, "uid"), state_of(request.state), now_ms=now_ms
+            )
+            return refit_pb2.UpdateWeightVersionStateResponse(version=version_to(version))
+
+        return self._answer("UpdateWeightVersionState", context, lambda: self._plane.call(step))
+
+    def RegisterWorker(self, request: Message, context: Abort) -> Message:  # noqa: N802
+        def step(state: ControlState, now_ms: int) -> Message:
+            asked = request.worker
+            worker = state.register_worker(
+                text(asked.worker_id, "worker_id"),
+                role_of(asked.role),
+                text(asked.model_name, "model_name"),
+                ttl_s=request.ttl_seconds,
+                now_ms=now_ms,
+            )
+            return refit_pb2.RegisterWorkerResponse(
+                worker=refit_pb2.WorkerRegistration(
+                    worker_id=worker.worker_id,
+                    role=int(worker.role),
+                    model_name=worker.model_name,
+                    expires_at_unix_ms=worker.expires_at_ms,
+                )
+            )
+
+        return self._answer("RegisterWorker", context, lambda: self._plane.call(step))
+
+    def CreateWeightVersionShard(self, request: Message, context: Abort) -> Message:  # noqa: N802
+        def step(state: ControlState, now_ms: int) -> Message:
+            shard, version = state.create_shard(shard_of(request.shard), now_ms=now_ms)
+            return refit_pb2.CreateWeightVersionShardResponse(
+                shard=shard_to(shard), version=version_to(version)
+            )
+
+        return self._answer("CreateWeightVersionShard", context, lambda: self._plane.call(step))
+
+    def ListWeightVersionShards(self, request: Message, context: Abort) -> Message:  # noqa: N802
+        def step(state: ControlState, now_ms: int) -> Message:
+            shards = state.list_shards(text(request.version_id, "version_id"), now_ms=now_ms)
+            return refit_pb2.ListWeightVersionShardsResponse(
+                shards=[shard_to(shard) for shard in shards]
+            )
+
+        return self._answer("ListWeightVersionShards", context, lambda: self._plane.call(step))
+
+    def DeleteWeightVersionShard(self, request: Message, context: Abort) -> Message:  # noqa: N802
+        def step(state: ControlState, now_ms: int) -> Message:
+            deleted = state.delete_shard(
+                text(request.version_id, "version_id"),
+                text(request.source_slot_id, "source_slot_id"),
+                text(request.worker_id, "worker_id"),
+                now_ms=now_ms,
+            )
+            return refit_pb2.DeleteWeightVersionShardResponse(deleted=deleted)
+
+        return self._answer("DeleteWeightVersionShard", context, lambda: self._plane.call(step))
+
+    def RegisterVersionLease(self, request: Message, context: Abort) -> Message:  # noqa: N802
+        def step(state: ControlState, now_ms: int) -> Message:
+            lease = state.register_lease(
+                text(request.version_id, "version_id"),
+                text(request.worker_id, "worker_id"),
+                ttl_s=request.ttl_seconds,
+                now_ms=now_ms,
+            )
+            return refit_pb2.RegisterVersionLeaseResponse(
+                lease=refit_pb2.VersionLease(
+                    lease_id=lease.lease_id,
+                    version_id=lease.version_id,
+                    worker_id=lease.worker_id,
+                    expires_at_unix_ms=lease.expires_at_ms,
+                )
+            )
+
+        return self._answer("RegisterVersionLease", context, lambda: self._plane.call(step))
+
+    def DeleteVersionLease(self, request: Message, context: Abort) -> Message:  # noqa: N802
+        def step(state: ControlState, now_ms: int) -> Message:
+            deleted = state.delete_lease(
+                text(request.version_id, "version_id"),
+                text(request.lease_id, "lease_id"),
+                text(request.worker_id, "worker_id"),
+                now_ms=now_ms,
+            )
+            return refit_pb2.DeleteVersionLeaseResponse(deleted=deleted)
+
+        return self._answer("DeleteVersionLease", context, lambda: self._plane.call(step))
+
+
+class P2pServicer(_Servicer, p2p_pb2_grpc.P2pServiceServicer):
+    """The part of ``P2pService`` that RL refit uses.
+
+    Args:
+        plane: the state.
+        observe: is told of each call.
+    """
+
+    def PublishMetadata(self, request: Message, context: Abort) -> Message:  # noqa: N802
+        def call() -> Message:
+            from modelexpress.metadata.source_id import compute_mx_source_id
+
+            worker_id = text(request.worker_id, "worker_id")
+            model_name = text(request.identity.model_name, "identity.model_name")
+            mx_source_id = compute_mx_source_id(request.identity)
+            self._plane.sources.publish(
+                Source(
+                    mx_source_id=mx_source_id,
+                    worker_id=worker_id,
+                    model_name=model_name,
+                    worker_rank=request.worker.worker_rank,
+                    identity=request.identity.SerializeToString(),
+                    metadata=request.worker.SerializeToString(),
+                    status=request.worker.status,
+                    updated_at_ms=self._plane.now_ms(),
+                )
+            )
+            return p2p_pb2.PublishMetadataResponse(
+                success=True, mx_source_id=mx_source_id, worker_id=worker_id
+            )
+
+        return self._answer("PublishMetadata", context, call)
+
+    def ListSources(self, request: Message, context: Abort) -> Message:  # noqa: N802
+        return self._answer("ListSources", context, lambda: self._list(request))
+
+    def GetMetadata(self, request: Message, context: Abort) -> Message:  # noqa: N802
+        def call() -> Message:
+            source = self._plane.sources.get(request.mx_source_id, request.worker_id)
+            if source is None:
+                return p2p_pb2.GetMetadataResponse(found=False)
+            worker = p2p_pb2.WorkerMetadata.FromString(source.metadata)
+            worker.status = source.status_at(self._plane.now_ms())
+            worker.updated_at = source.updated_at_ms
+            return p2p_pb2.GetMetadataResponse(
+                found=True,
+                worker=worker,
+                mx_source_id=source.mx_source_id,
+                worker_id=source.worker_id,
+                identity=p2p_pb2.SourceIdentity.FromString(source.identity),
+            )
+
+        return self._answer("GetMetadata", context, call)
+
+    def UpdateStatus(self, request: Message, context: Abort) -> Message:  # noqa: N802
+        return self._answer("UpdateStatus", context, lambda: self._update(request))
+
+    def _update(self, request: Message) -> Message:
+        worker_id = text(request.worker_id, "worker_id")
+        known = self._plane.sources.update(
+            request.mx_source_id,
+            worker_id,
+            status=request.status,
+            source_load=request.source_load if request.HasField("source_load") else None,
+            now_ms=self._plane.now_ms(),
+        )
+
+        def step(state: ControlState, now_ms: int) -> bool:
+            worker = state.workers.get(worker_id)
+            if worker is None or refit_source_id(worker.model_name) != request.mx_source_id:
+                return False
+            state.mark_stale(worker_id, now_ms=now_ms)
+            return True
+
+        if request.status == p2p_pb2.SOURCE_STATUS_STALE:
+            known = self._plane.call(step) or known
+        return p2p_pb2.UpdateStatusResponse(
+            success=known,
+            message="" if known else f"worker {worker_id!r} has not published this source",
+        )
+
+    def _list(self, request: Message) -> Message:
+        now_ms = self._plane.now_ms()
+        wanted = None
+        if request.HasField("identity"):
+            from modelexpress.metadata.source_id import compute_mx_source_id
+
+            wanted = compute_mx_source_id(request.identity)
+        found = [
+            source
+            for source in self._plane.sources.all()
+            if (wanted is None or source.mx_source_id == wanted)
+            and _matches(request, "status_filter", source.status_at(now_ms))
+            and _matches(request, "model_name_filter", source.model_name)
+            and _matches(request, "worker_rank_filter", source.worker_rank)
+            and (
+                not request.HasField("min_updated_at")
+                or source.updated_at_ms >= request.min_updated_at
+            )
+        ]
+        if request.HasField("limit"):
+            found = found[: request.limit]
+        return p2p_pb2.ListSourcesResponse(instances=[_instance(source) for source in found])
+
+
+def _matches(request: Message, field: str, value: object) -> bool:
+    return not request.HasField(field) or bool(getattr(request, field) == value)
+
+
+def _instance(source: Source) -> Message:
+    metadata = p2p_pb2.WorkerMetadata.FromString(source.metadata)
+    instance = p2p_pb2.SourceInstanceRef(
+        mx_source_id=source.mx_source_id,
+        worker_id=source.worker_id,
+        model_name=source.model_name,
+        worker_rank=source.worker_rank,
+        accelerator=metadata.accelerator,
+        updated_at=source.updated_at_ms,
+        topology=metadata.topology,
+    )
+    if source.source_load is not None:
+        instance.source_load = source.source_load
+    return instance
+
+
+def add_servicers(server: Any, plane: ControlPlane, observe: CallObserver = _unobserved) -> None:
+    """Add both services to a ``grpc.server`` or a ``grpc.aio.server`` (neither has types)."""
+    refit_pb2_grpc.add_RefitServiceServicer_to_server(RefitServicer(plane, observe), server)
+    p2p_pb2_grpc.add_P2pServiceServicer_to_server(P2pServicer(plane, observe), server)

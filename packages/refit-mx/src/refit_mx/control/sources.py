@@ -1,0 +1,118 @@
+"""The part of ``P2pService`` that RL refit uses: generators that offer what they have installed.
+
+Kept in memory alone. A source of ModelExpress that finds itself unknown after a restart of the
+server publishes itself again.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+
+from refit_mx.control.records import Code, Refusal
+
+SILENT_AFTER_MS = 90_000
+"""A source that says nothing for this long is taken for STALE; ModelExpress's own beat is 30 s."""
+MOST_SOURCES = 10_000
+READY = 2
+STALE = 3
+
+
+@dataclass
+class Source:
+    """One worker that offers tensors.
+
+    Attributes:
+        mx_source_id: hash of what it offers.
+        worker_id: who offers it.
+        model_name: of the weights.
+        worker_rank: in its group.
+        identity: a ``SourceIdentity``, serialised.
+        metadata: a ``WorkerMetadata``, serialised.
+        status: as ``p2p.proto`` numbers them.
+        updated_at_ms: Unix time.
+        source_load: as the source measured it; None if it did not.
+    """
+
+    mx_source_id: str
+    worker_id: str
+    model_name: str
+    worker_rank: int
+    identity: bytes
+    metadata: bytes
+    status: int
+    updated_at_ms: int
+    source_load: float | None = None
+
+    def status_at(self, now_ms: int) -> int:
+        """Its status, STALE if it has been silent."""
+        return STALE if now_ms - self.updated_at_ms >= SILENT_AFTER_MS else self.status
+
+
+class SourceTable:
+    """The sources that have published themselves; safe to call from many threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._sources: dict[tuple[str, str], Source] = {}
+
+    def publish(self, source: Source) -> None:
+        """Add a source, or replace what it published before.
+
+        Raises:
+            Refusal: RESOURCE_EXHAUSTED.
+        """
+        with self._lock:
+            key = (source.mx_source_id, source.worker_id)
+            if key not in self._sources and len(self._sources) >= MOST_SOURCES:
+                self._drop_silent(source.updated_at_ms)
+                if len(self._sources) >= MOST_SOURCES:
+                    raise Refusal(
+                        Code.RESOURCE_EXHAUSTED, f"{len(self._sources)} sources are published"
+                    )
+            self._sources[key] = source
+
+    def update(
+        self,
+        mx_source_id: str,
+        worker_id: str,
+        *,
+        status: int,
+        source_load: float | None,
+        now_ms: int,
+    ) -> bool:
+        """Note a source's status.
+
+        Returns:
+            Whether the source is known.
+        """
+        with self._lock:
+            source = self._sources.get((mx_source_id, worker_id))
+            if source is None:
+                return False
+            source.status, source.updated_at_ms = status, now_ms
+            if source_load is not None:
+                source.source_load = source_load
+            return True
+
+    def get(self, mx_source_id: str, worker_id: str) -> Source | None:
+        """One source, as it was published."""
+        with self._lock:
+            return self._sources.get((mx_source_id, worker_id))
+
+    def all(self) -> list[Source]:
+        """Every source, the one updated last first."""
+        with self._lock:
+            return sorted(
+                self._sources.values(), key=lambda each: (-each.updated_at_ms, each.worker_id)
+            )
+
+    def ready(self, now_ms: int) -> int:
+        """Number of sources that are READY."""
+        with self._lock:
+            return sum(1 for each in self._sources.values() if each.status_at(now_ms) == READY)
+
+    def _drop_silent(self, now_ms: int) -> None:
+        for key, source in list(self._sources.items()):
+            if source.status_at(now_ms) == STALE:
+                del self._sources[key]
