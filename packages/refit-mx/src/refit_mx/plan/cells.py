@@ -1,0 +1,132 @@
+"""Dividing a wanted box by the held boxes that overlap it, so that each element is taken once.
+
+It is done once for all parts of the same geometry: a model repeats few of them over all its layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+
+import numpy as np
+import numpy.typing as npt
+
+from refit_mx.errors import LayoutError
+
+_MOST_CELLS = 1 << 18
+_MOST_WORK = 1 << 24
+
+
+@dataclass(frozen=True, eq=False)
+class Division:
+    """Disjoint boxes that together are the wanted one, counted from its first element.
+
+    Attributes:
+        start: int64 (boxes, axes).
+        stop: int64 (boxes, axes).
+        held: for each box which of the pieces have all of it; at least one.
+        missing: (start, stop) of disjoint boxes that no piece has any of. If there are some, the
+            wanted box cannot be had.
+    """
+
+    start: npt.NDArray[np.int64]
+    stop: npt.NDArray[np.int64]
+    held: tuple[tuple[int, ...], ...]
+    missing: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
+
+
+def divide(
+    shape: npt.NDArray[np.int64], start: npt.NDArray[np.int64], stop: npt.NDArray[np.int64]
+) -> Division:
+    """Divide a box of ``shape`` by pieces of it.
+
+    Args:
+        shape: int64 (axes,), of the wanted box, not empty.
+        start: int64 (pieces, axes), counted from its first element.
+        stop: int64 (pieces, axes); no piece is empty or reaches out of the box.
+
+    Raises:
+        LayoutError: the pieces overlap in so many ways that dividing takes too long.
+    """
+    alike: dict[bytes, list[int]] = {}
+    for piece, bounds in enumerate(np.concatenate([start, stop], axis=1)):
+        alike.setdefault(bounds.tobytes(), []).append(piece)
+    members = [tuple(pieces) for pieces in alike.values()]
+    first = [pieces[0] for pieces in members]
+    start, stop = start[first], stop[first]
+    # The pieces cut the box into a grid; each grid cell is wholly in a piece or wholly out of it.
+    cuts = [
+        np.unique(np.concatenate([[0, shape[axis]], start[:, axis], stop[:, axis]]))
+        for axis in range(len(shape))
+    ]
+    low = [np.searchsorted(cut, start[:, axis]) for axis, cut in enumerate(cuts)]
+    high = [np.searchsorted(cut, stop[:, axis]) for axis, cut in enumerate(cuts)]
+    cells = [len(cut) - 1 for cut in cuts]
+    spans = np.stack(high, axis=1) - np.stack(low, axis=1)
+    work = float(spans.astype(np.float64).prod(axis=1).sum())
+    if np.prod(np.array(cells, dtype=np.float64)) > _MOST_CELLS or work > _MOST_WORK:
+        raise LayoutError(
+            f"{len(first)} different shards cut a box of shape {shape.tolist()} into a grid of "
+            f"{cells} cells; expected at most {_MOST_CELLS} cells and {_MOST_WORK} overlaps"
+        )
+    where = [
+        tuple(slice(int(a[i]), int(b[i])) for a, b in zip(low, high, strict=True))
+        for i in range(len(first))
+    ]
+    covers = np.zeros(cells, dtype=np.int32)
+    for taken in where:
+        covers[taken] += 1
+    if (covers == 1).all():
+        return Division(start, stop, tuple(members), ())
+
+    label = np.zeros(cells, dtype=np.int64)
+    held: list[tuple[int, ...]] = [()]
+    for taken, pieces in zip(where, members, strict=True):
+        before, place = np.unique(label[taken], return_inverse=True)
+        label[taken] = (len(held) + place).reshape(label[taken].shape)
+        held += [held[old] + pieces for old in before.tolist()]
+    boxes = []
+    missing = []
+    for number, a, b in _boxes_of_equal(label):
+        bounds_of = (
+            tuple(int(cut[i]) for cut, i in zip(cuts, a, strict=True)),
+            tuple(int(cut[i]) for cut, i in zip(cuts, b, strict=True)),
+        )
+        if number:
+            boxes.append((bounds_of, held[number]))
+        else:
+            missing.append(bounds_of)
+    wide = (len(boxes), len(shape))
+    return Division(
+        np.array([box[0] for box, _ in boxes], dtype=np.int64).reshape(wide),
+        np.array([box[1] for box, _ in boxes], dtype=np.int64).reshape(wide),
+        tuple(pieces for _, pieces in boxes),
+        tuple(missing),
+    )
+
+
+def _boxes_of_equal(
+    label: npt.NDArray[np.int64],
+) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
+    """Disjoint boxes of equal labels that together are the grid: label, start and stop.
+
+    Each is grown from its first cell, along the last axis first, as far as it goes.
+    """
+    done = np.zeros(label.shape, dtype=np.bool_)
+    for cell in product(*(range(size) for size in label.shape)):
+        if done[cell]:
+            continue
+        number = label[cell]
+        start, stop = list(cell), [index + 1 for index in cell]
+        for axis in range(label.ndim - 1, -1, -1):
+            while stop[axis] < label.shape[axis]:
+                beside = tuple(
+                    slice(stop[a], stop[a] + 1) if a == axis else slice(start[a], stop[a])
+                    for a in range(label.ndim)
+                )
+                if (label[beside] != number).any() or done[beside].any():
+                    break
+                stop[axis] += 1
+        done[tuple(slice(a, b) for a, b in zip(start, stop, strict=True))] = True
+        yield int(number), cell, tuple(stop)

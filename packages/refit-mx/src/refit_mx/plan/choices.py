@@ -1,0 +1,155 @@
+"""`Choices`: the disjoint boxes that make up what is wanted, and which pieces can give each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from refit_mx.plan.cells import Division, divide
+from refit_mx.plan.matching import Pieces
+from refit_mx.plan.target_columns import TargetColumns
+
+
+@dataclass(frozen=True)
+class Missing:
+    """What no source has of a part.
+
+    Attributes:
+        part: row of the `TargetColumns`.
+        boxes: (start, stop) in the published tensor.
+        parts: how many parts lack something.
+    """
+
+    part: int
+    boxes: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
+    parts: int
+
+
+@dataclass(frozen=True, eq=False)
+class Choices:
+    """Disjoint boxes that together are all wanted parts, one a row.
+
+    Attributes:
+        part: int64 (n,).
+        start: int64 (n, axes), in the published tensor.
+        stop: int64 (n, axes).
+        pieces: int64 (any,), rows of the `Pieces`, those of one box together.
+        first: int64 (n + 1,), of each box's pieces; at least one.
+    """
+
+    part: npt.NDArray[np.int64]
+    start: npt.NDArray[np.int64]
+    stop: npt.NDArray[np.int64]
+    pieces: npt.NDArray[np.int64]
+    first: npt.NDArray[np.int64]
+
+
+def choices(pieces: Pieces, wanted: TargetColumns) -> Choices | Missing:
+    """Divide each part by the pieces that are held of it.
+
+    Raises:
+        LayoutError: pieces overlap in too many ways.
+    """
+    parts = len(wanted.tensor)
+    counts = np.bincount(pieces.part, minlength=parts)
+    firsts = np.cumsum(counts) - counts
+    # Most parts of most plans: one piece, and it is all of the part.
+    alone = np.flatnonzero(
+        (counts[pieces.part] == 1)
+        & (pieces.start == wanted.start[pieces.part]).all(axis=1)
+        & (pieces.stop == wanted.stop[pieces.part]).all(axis=1)
+    )
+    rest: npt.NDArray[np.bool_] = np.all(wanted.stop > wanted.start, axis=1)
+    rest[pieces.part[alone]] = False
+
+    made = [
+        (
+            pieces.part[alone],
+            pieces.start[alone],
+            pieces.stop[alone],
+            alone,
+            np.ones(len(alone), dtype=np.int64),
+        )
+    ]
+    lacking: list[tuple[int, Division]] = []
+    lacking_parts = 0
+    for members in _by_geometry(pieces, wanted, np.flatnonzero(rest), firsts, counts):
+        first = int(members[0])
+        some = slice(int(firsts[first]), int(firsts[first] + counts[first]))
+        origin = wanted.start[first]
+        division = divide(
+            wanted.stop[first] - origin, pieces.start[some] - origin, pieces.stop[some] - origin
+        )
+        if division.missing:
+            lacking.append((first, division))
+            lacking_parts += len(members)
+        else:
+            made.append(_applied(division, members, wanted, firsts))
+    if lacking:
+        part, division = min(lacking, key=lambda found: found[0])
+        origin_of = wanted.start[part].tolist()
+        boxes = tuple(
+            (
+                tuple(o + a for o, a in zip(origin_of, start, strict=True)),
+                tuple(o + b for o, b in zip(origin_of, stop, strict=True)),
+            )
+            for start, stop in division.missing
+        )
+        return Missing(part, boxes, lacking_parts)
+    part_, start_, stop_, pieces_, held = (
+        np.concatenate(column) for column in zip(*made, strict=True)
+    )
+    ends = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(held)])
+    return Choices(part_, start_, stop_, pieces_, ends)
+
+
+def _by_geometry(
+    pieces: Pieces,
+    wanted: TargetColumns,
+    rest: npt.NDArray[np.int64],
+    firsts: npt.NDArray[np.int64],
+    counts: npt.NDArray[np.int64],
+) -> list[npt.NDArray[np.int64]]:
+    """The parts of ``rest`` in groups of equal shape and equal pieces, counted from the part."""
+    if not len(rest):
+        return []
+    origin = wanted.start[pieces.part]
+    bounds = np.concatenate([pieces.start - origin, pieces.stop - origin], axis=1)
+    width = bounds.shape[1] * bounds.itemsize
+    data = memoryview(bounds.tobytes())
+    shapes = wanted.stop[rest] - wanted.start[rest]
+    groups: dict[tuple[bytes, bytes], list[int]] = {}
+    for part, shape, first, count in zip(
+        rest.tolist(), shapes, firsts[rest].tolist(), counts[rest].tolist(), strict=True
+    ):
+        held = bytes(data[first * width : (first + count) * width])
+        groups.setdefault((shape.tobytes(), held), []).append(part)
+    return [np.array(members, dtype=np.int64) for members in groups.values()]
+
+
+def _applied(
+    division: Division,
+    members: npt.NDArray[np.int64],
+    wanted: TargetColumns,
+    firsts: npt.NDArray[np.int64],
+) -> tuple[
+    npt.NDArray[np.int64],
+    npt.NDArray[np.int64],
+    npt.NDArray[np.int64],
+    npt.NDArray[np.int64],
+    npt.NDArray[np.int64],
+]:
+    """The division of one part, for all ``members`` that are alike."""
+    boxes, axes = division.start.shape
+    origin = wanted.start[members][:, None, :]
+    held = np.array([len(pieces) for pieces in division.held], dtype=np.int64)
+    flat = np.array([piece for pieces in division.held for piece in pieces], dtype=np.int64)
+    return (
+        np.repeat(members, boxes),
+        (origin + division.start).reshape(-1, axes),
+        (origin + division.stop).reshape(-1, axes),
+        (firsts[members][:, None] + flat).ravel(),
+        np.tile(held, len(members)),
+    )

@@ -1,0 +1,315 @@
+"""`plan_reads`: which bytes to read from which source, so that a receiver has what it wants.
+
+Every byte that is wanted is read exactly once, from one source of the one version that the
+`ShardTable` is of. The work is done in columns: a large model has a hundred thousand tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from refit_mx.errors import LayoutError
+from refit_mx.plan.balance import spread
+from refit_mx.plan.choices import Choices, Missing, choices
+from refit_mx.plan.matching import Pieces, shared_pieces
+from refit_mx.plan.shards import ShardTable
+from refit_mx.plan.strided import read_rows
+from refit_mx.plan.target_columns import TargetColumns
+from refit_mx.plan.target_tensors import TargetTensor
+from refit_mx.reads import ReadTable
+
+SPLIT_BYTES = 16 << 20
+"""What several sources have is divided among them in boxes of at most about this many bytes."""
+_NAMED_SOURCES = 4
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """What one receiver reads.
+
+    Attributes:
+        fetches: (index of the source in the `ShardTable`, what to read from its arena) of each
+            source that is read from; the reads in the order of its shards.
+        shard_of_read: for each fetch, int32 (reads,), the row of the source's shards that each read
+            is from.
+        offsets: int64 (targets,), of the first byte of each target in scratch; multiples of 256.
+        nbytes: of all targets, which is what the fetches move together.
+        scratch_bytes: what scratch has to hold: the targets and the gaps between them.
+        bytes_by_source: int64 (sources of the `ShardTable`,), what each gives.
+    """
+
+    fetches: tuple[tuple[int, ReadTable], ...]
+    shard_of_read: tuple[npt.NDArray[np.int32], ...]
+    offsets: npt.NDArray[np.int64]
+    nbytes: int
+    scratch_bytes: int
+    bytes_by_source: npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class _Taken:
+    """Boxes and where each is taken from, one a row.
+
+    Attributes:
+        part: int64 (n,), row of the `TargetColumns`.
+        start: int64 (n, axes), in the published tensor.
+        stop: int64 (n, axes).
+        source: int64 (n,), index in the `ShardTable`.
+        row: int64 (n,), of the source's shards.
+    """
+
+    part: npt.NDArray[np.int64]
+    start: npt.NDArray[np.int64]
+    stop: npt.NDArray[np.int64]
+    source: npt.NDArray[np.int64]
+    row: npt.NDArray[np.int64]
+
+
+def plan_reads(
+    shards: ShardTable,
+    targets: Sequence[TargetTensor],
+    *,
+    exclude: Collection[str] = (),
+    prefer_local: str | None = None,
+    seed: int = 0,
+) -> Plan:
+    """Plan what to read for some targets.
+
+    What several sources have is taken from the one that this receiver takes least from; large boxes
+    are divided among them.
+
+    Args:
+        shards: what the sources of one version hold.
+        targets: what is wanted, of different names.
+        exclude: worker ids not to read from.
+        prefer_local: a host, as in the endpoints of manifests: what a source there has is taken
+            from there.
+        seed: different receivers use different ones, such as their rank, so that they prefer
+            different sources of the same bytes. Equal arguments give equal plans.
+
+    Raises:
+        LayoutError: what is wanted is not published, not by these sources, or with another dtype or
+            shape. The message names the tensor and what of it is missing.
+        ValueError: ``seed`` is negative.
+    """
+    if seed < 0:
+        raise ValueError(f"plan_reads: seed {seed}; expected 0 or more")
+    wanted = TargetColumns.of(targets, shards)
+    excluded = frozenset(exclude)
+    sources_of_held: list[list[int]] = [[] for _ in shards.held]
+    for source, manifest in enumerate(shards.manifests):
+        if manifest.worker_id not in excluded:
+            sources_of_held[shards.held_of_source[source]].append(source)
+    live = [index for index, sources in enumerate(sources_of_held) if sources]
+    pieces = shared_pieces(shards.held, live, wanted, len(shards.tensors.names))
+    boxes = choices(pieces, wanted)
+    if isinstance(boxes, Missing):
+        raise LayoutError(_what_is_missing(boxes, shards, targets, wanted, excluded))
+    taken = _chosen(shards, wanted, pieces, boxes, sources_of_held, prefer_local, seed)
+    return _as_plan(shards, wanted, taken)
+
+
+def _nbytes(
+    shards: ShardTable,
+    wanted: TargetColumns,
+    part: npt.NDArray[np.int64],
+    start: npt.NDArray[np.int64],
+    stop: npt.NDArray[np.int64],
+) -> npt.NDArray[np.int64]:
+    item_size: npt.NDArray[np.int64] = shards.tensors.item_size[wanted.tensor[part]]
+    return (stop - start).prod(axis=1) * item_size
+
+
+def _chosen(
+    shards: ShardTable,
+    wanted: TargetColumns,
+    pieces: Pieces,
+    boxes: Choices,
+    sources_of_held: Sequence[Sequence[int]],
+    prefer_local: str | None,
+    seed: int,
+) -> _Taken:
+    """One source for each box."""
+    first_piece = boxes.pieces[boxes.first[:-1]]
+    only = np.array([s[0] if len(s) == 1 else -1 for s in sources_of_held], dtype=np.int64)
+    source = only[pieces.held[first_piece]]
+    source[np.diff(boxes.first) > 1] = -1
+    nbytes = _nbytes(shards, wanted, boxes.part, boxes.start, boxes.stop)
+    settled, open_ = np.flatnonzero(source >= 0), np.flatnonzero(source < 0)
+    if not len(open_):
+        return _Taken(boxes.part, boxes.start, boxes.stop, source, pieces.row[first_piece])
+
+    load = np.zeros(len(shards.manifests), dtype=np.int64)
+    np.add.at(load, source[settled], nbytes[settled])
+    group, members, places = _groups(shards, pieces, boxes, open_, sources_of_held, prefer_local)
+    several = np.array([len(sources) > 1 for sources in members], dtype=np.bool_)[group]
+    which, start, stop = _split(
+        boxes.start[open_],
+        boxes.stop[open_],
+        np.where(several, -(-nbytes[open_] // SPLIT_BYTES), 1),
+    )
+    box, group = open_[which], group[which]
+    shares = _nbytes(shards, wanted, boxes.part[box], start, stop)
+    picked = np.array(spread(shares, group.tolist(), members, load, seed=seed), dtype=np.int64)
+    # Members and places of all groups, one group after the other.
+    sizes = np.array([len(sources) for sources in members], dtype=np.int64)
+    at = (np.cumsum(sizes) - sizes)[group] + picked
+    source_of = np.array([s for sources in members for s in sources], dtype=np.int64)
+    place_of = np.array([p for some in places for p in some], dtype=np.int64)
+    piece = boxes.pieces[boxes.first[box] + place_of[at]]
+    return _Taken(
+        np.concatenate([boxes.part[settled], boxes.part[box]]),
+        np.concatenate([boxes.start[settled], start]),
+        np.concatenate([boxes.stop[settled], stop]),
+        np.concatenate([source[settled], source_of[at]]),
+        np.concatenate([pieces.row[first_piece[settled]], pieces.row[piece]]),
+    )
+
+
+def _groups(
+    shards: ShardTable,
+    pieces: Pieces,
+    boxes: Choices,
+    open_: npt.NDArray[np.int64],
+    sources_of_held: Sequence[Sequence[int]],
+    prefer_local: str | None,
+) -> tuple[npt.NDArray[np.int64], list[list[int]], list[list[int]]]:
+    """The open boxes by the sources that have them.
+
+    Returns:
+        The group of each open box; the sources of each group; and for each of those sources which
+        of the box's pieces it has.
+    """
+    held = pieces.held[boxes.pieces]
+    local = [
+        prefer_local is not None and manifest.endpoint.rpartition(":")[0] == prefer_local
+        for manifest in shards.manifests
+    ]
+    group_of: dict[bytes, int] = {}
+    members: list[list[int]] = []
+    places: list[list[int]] = []
+    group = np.empty(len(open_), dtype=np.int64)
+    firsts, ends = boxes.first[open_].tolist(), boxes.first[open_ + 1].tolist()
+    for number, (first, end) in enumerate(zip(firsts, ends, strict=True)):
+        who = held[first:end]
+        key = who.tobytes()
+        index = group_of.get(key)
+        if index is None:
+            index = group_of[key] = len(members)
+            place_of: dict[int, int] = {}
+            for place, one in enumerate(who.tolist()):
+                for source in sources_of_held[one]:
+                    # One source may have a box twice; either will do.
+                    place_of.setdefault(source, place)
+            sources = sorted(place_of)
+            sources = [source for source in sources if local[source]] or sources
+            members.append(sources)
+            places.append([place_of[source] for source in sources])
+        group[number] = index
+    return group, members, places
+
+
+def _split(
+    start: npt.NDArray[np.int64], stop: npt.NDArray[np.int64], times: npt.NDArray[np.int64]
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Divide boxes along their first axis that can be divided, at most ``times`` times.
+
+    Returns:
+        For each result the box it is of, its start and its stop.
+    """
+    shape = stop - start
+    axis = (shape > 1).argmax(axis=1)
+    length = np.take_along_axis(shape, axis[:, None], axis=1)[:, 0]
+    times = np.minimum(times, length)
+    which = np.repeat(np.arange(len(times)), times)
+    step = np.arange(len(which)) - np.repeat(np.cumsum(times) - times, times)
+    rows = np.arange(len(which))
+    begin = start[which, axis[which]]
+    new_start, new_stop = start[which], stop[which]
+    new_start[rows, axis[which]] = begin + length[which] * step // times[which]
+    new_stop[rows, axis[which]] = begin + length[which] * (step + 1) // times[which]
+    return which, new_start, new_stop
+
+
+def _as_plan(shards: ShardTable, wanted: TargetColumns, taken: _Taken) -> Plan:
+    most_rows = max((len(held) for held in shards.held), default=0) + 1
+    key = taken.source * most_rows + taken.row
+    order = np.argsort(key, kind="stable")
+    source = taken.source[order]
+    bytes_by_source = np.zeros(len(shards.manifests), dtype=np.int64)
+    fetches = []
+    shard_of_read = []
+    for index in np.unique(source).tolist():
+        some = order[np.searchsorted(source, index) : np.searchsorted(source, index, side="right")]
+        part, start, stop = taken.part[some], taken.start[some], taken.stop[some]
+        row = taken.row[some]
+        held = shards.boxes(index)
+        axes = start.shape[1]
+        item_size = shards.tensors.item_size[wanted.tensor[part]]
+        origin = held.start[row, :axes]
+        held_shape = held.stop[row, :axes] - origin
+        stride = np.empty_like(start)
+        stride[:, -1] = item_size
+        for axis in range(axes - 2, -1, -1):
+            stride[:, axis] = stride[:, axis + 1] * held_shape[:, axis + 1]
+        rows, box = read_rows(
+            shards.arena_offsets[index][row] + ((start - origin) * stride).sum(axis=1),
+            wanted.base[part] + ((start - wanted.start[part]) * wanted.stride[part]).sum(axis=1),
+            stop - start,
+            stride,
+            wanted.stride[part],
+            item_size,
+        )
+        reads = ReadTable(rows)
+        fetches.append((index, reads))
+        shard_of_read.append(row[box].astype(np.int32))
+        bytes_by_source[index] = reads.nbytes
+    return Plan(
+        tuple(fetches),
+        tuple(shard_of_read),
+        wanted.offsets,
+        wanted.nbytes,
+        wanted.scratch_bytes,
+        bytes_by_source,
+    )
+
+
+def _what_is_missing(
+    missing: Missing,
+    shards: ShardTable,
+    targets: Sequence[TargetTensor],
+    wanted: TargetColumns,
+    excluded: Collection[str],
+) -> str:
+    spec = shards.tensors.spec(int(wanted.tensor[missing.part]))
+    start, stop = missing.boxes[0]
+    ranges = [f"{a}:{b}" for a, b, _ in zip(start, stop, spec.shape, strict=False)]
+    partial = [
+        axis for axis, size in enumerate(spec.shape) if (start[axis], stop[axis]) != (0, size)
+    ]
+    if len(partial) == 1:
+        what = f"rows {ranges[partial[0]]} of axis {partial[0]}"
+    else:
+        what = f"[{', '.join(ranges)}]" if partial else "all"
+    live = [m for m in shards.manifests if m.worker_id not in excluded]
+    named = ", ".join(f"{m.source_slot_id} ({m.worker_id})" for m in live[:_NAMED_SOURCES])
+    more = len(live) - _NAMED_SOURCES
+    others = len(missing.boxes) - 1
+    return (
+        f"target {targets[wanted.target[missing.part]].name!r}: of {spec.name!r}, shape "
+        f"{spec.shape}, no source has {what}"
+        + (f" and {others} other boxes" if others else "")
+        + (f"; {missing.parts - 1} other parts lack something too" if missing.parts > 1 else "")
+        + f"; looked at {len(live)} sources of version {shards.manifests[0].version_id!r}"
+        + (f": {named}" if live else "")
+        + (f" and {more} more" if more > 0 else "")
+        + (
+            f"; left out {len(shards.manifests) - len(live)} that are excluded"
+            if len(live) < len(shards.manifests)
+            else ""
+        )
+    )

@@ -1,0 +1,209 @@
+"""`ShardTable`: what all sources of one version hold, as columns that were checked.
+
+Manifests come from other machines. What is in a `ShardTable` was checked: every shard lies inside
+its tensor and inside its source's arena, so a plan made from it reads nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from refit_mx.errors import CompileTargetError, LayoutError, ProtocolError
+from refit_mx.manifest import DIGEST_BYTES, Manifest
+from refit_mx.plan.held_boxes import HeldBoxes
+from refit_mx.plan.tensor_columns import TensorColumns, united
+from refit_mx.tensor_types import TensorSpec
+
+_OFFSET = np.dtype("<i8")
+
+
+@dataclass(frozen=True, eq=False)
+class ShardTable:
+    """The shards of one version. Sources are counted in the order of the manifests.
+
+    Attributes:
+        manifests: of the sources.
+        tensors: all that some source names.
+        tensor_rows: row in ``tensors`` of each name.
+        held: what a source holds; replicas share one.
+        held_of_source: index into ``held`` of each source.
+        arena_offsets: int64 (shards of the source,) for each source, of a shard's first byte from
+            the beginning of the arena.
+        structure: equal where everything is equal that a plan depends on: sources, tensors, shards
+            and where they lie in the arenas. Not the version, the digests, the addresses of arenas.
+    """
+
+    manifests: tuple[Manifest, ...]
+    tensors: TensorColumns
+    tensor_rows: dict[str, int]
+    held: tuple[HeldBoxes, ...]
+    held_of_source: tuple[int, ...]
+    arena_offsets: tuple[npt.NDArray[np.int64], ...]
+    structure: bytes
+
+    @classmethod
+    def of(cls, manifests: Sequence[Manifest]) -> ShardTable:
+        """The union of the manifests of one version.
+
+        Args:
+            manifests: one a source, at least one.
+
+        Raises:
+            ProtocolError: a manifest is not well formed: columns of wrong lengths, a shard outside
+                its tensor or the arena, a wrong number of digests, a table that is not the one
+                that its digest says; or a worker comes twice.
+            LayoutError: two manifests are of different versions or models, or give one tensor
+                different dtypes or shapes; or there is none.
+            CompileTargetError: two manifests differ in how their bytes were prepared.
+        """
+        _check_belonging(manifests)
+        tables: dict[bytes, TensorColumns] = {}
+        workers: list[str] = []
+        for manifest in manifests:
+            if manifest.table_digest not in tables:
+                tables[manifest.table_digest] = TensorColumns.decode(
+                    manifest.table, manifest.worker_id
+                )
+                workers.append(manifest.worker_id)
+        tensors, tensor_rows, rows_of_tables = united(list(tables.values()), workers)
+        rows_of_table = dict(zip(tables, rows_of_tables, strict=True))
+
+        held: list[HeldBoxes] = []
+        seen: dict[bytes, tuple[int, Manifest]] = {}
+        held_of_source = []
+        arena_offsets = []
+        structure = xxhash.xxh3_128()
+        for manifest in manifests:
+            boxes_digest = _boxes_digest(manifest)
+            index, twin = seen.get(boxes_digest, (-1, manifest))
+            # A digest of this kind can be forged, so what it says is checked.
+            if index < 0 or not _same_boxes(manifest, twin):
+                index = len(held)
+                rows = rows_of_table[manifest.table_digest]
+                held.append(HeldBoxes.decode(manifest.shards, tensors, rows, manifest.worker_id))
+                seen[boxes_digest] = (index, manifest)
+            held_of_source.append(index)
+            arena_offsets.append(_arena_offsets(manifest, held[index]))
+            for part in (manifest.source_slot_id, manifest.worker_id, manifest.endpoint):
+                structure.update(part.encode() + b"\0")
+            structure.update(boxes_digest)
+            structure.update(xxhash.xxh3_128_digest(manifest.shards.offset))
+        return cls(
+            tuple(manifests),
+            tensors,
+            tensor_rows,
+            tuple(held),
+            tuple(held_of_source),
+            tuple(arena_offsets),
+            structure.digest(),
+        )
+
+    def spec(self, tensor: str) -> TensorSpec:
+        """A tensor as it is published.
+
+        Raises:
+            LayoutError: no source names it.
+        """
+        row = self.tensor_rows.get(tensor)
+        if row is None:
+            raise LayoutError(
+                f"{tensor!r} is not published: the {len(self.manifests)} sources of version "
+                f"{self.manifests[0].version_id!r} name {len(self.tensor_rows)} tensors"
+            )
+        return self.tensors.spec(row)
+
+    def boxes(self, source: int) -> HeldBoxes:
+        """What a source holds, its rows in the order of its manifest's shards."""
+        return self.held[self.held_of_source[source]]
+
+    def block_digests(self, source: int, shard: int) -> bytes:
+        """Digests of the blocks of one shard, `DIGEST_BYTES` each, as its publisher took them.
+
+        Args:
+            source: index of the manifest.
+            shard: row of its shards.
+        """
+        before = self.boxes(source).blocks_before
+        return self.manifests[source].digests[
+            int(before[shard]) * DIGEST_BYTES : int(before[shard + 1]) * DIGEST_BYTES
+        ]
+
+
+def _check_belonging(manifests: Sequence[Manifest]) -> None:
+    """That the manifests are of one version, made in one way, each of another worker."""
+    if not manifests:
+        raise LayoutError("no manifests: no source of the version answered; expected at least one")
+    first = manifests[0]
+    seen: set[str] = set()
+    for manifest in manifests:
+        who = f"worker {manifest.worker_id!r}"
+        of = (manifest.model_name, manifest.version_id)
+        if of != (first.model_name, first.version_id):
+            raise LayoutError(
+                f"{who} publishes version {of[1]!r} of model {of[0]!r}, worker "
+                f"{first.worker_id!r} version {first.version_id!r} of model "
+                f"{first.model_name!r}; expected one version"
+            )
+        if manifest.registry != first.registry:
+            raise CompileTargetError(
+                f"{who} publishes {manifest.registry}, worker {first.worker_id!r} "
+                f"{first.registry}; a plan takes from sources of one kind, so filter them first"
+            )
+        if manifest.worker_id in seen:
+            raise ProtocolError(f"{who} comes twice among the manifests; expected one of each")
+        seen.add(manifest.worker_id)
+        if xxhash.xxh3_128_digest(manifest.table) != manifest.table_digest:
+            raise ProtocolError(f"manifest of {who}: its table is not the one its digest says")
+
+
+def _boxes_digest(manifest: Manifest) -> bytes:
+    digest = xxhash.xxh3_128(manifest.table_digest)
+    shards = manifest.shards
+    for column in (shards.tensor, shards.start, shards.shape):
+        digest.update(f"{shards.axes} {len(column)} ".encode())
+        digest.update(column)
+    return digest.digest()
+
+
+def _same_boxes(manifest: Manifest, other: Manifest) -> bool:
+    one, two = manifest.shards, other.shards
+    return (
+        manifest.table_digest == other.table_digest
+        and one.axes == two.axes
+        and one.tensor == two.tensor
+        and one.start == two.start
+        and one.shape == two.shape
+    )
+
+
+def _arena_offsets(manifest: Manifest, boxes: HeldBoxes) -> npt.NDArray[np.int64]:
+    """Checked, together with what else depends on the boxes alone."""
+    where = f"manifest of worker {manifest.worker_id!r}"
+    column = manifest.shards.offset
+    if len(column) != len(boxes) * _OFFSET.itemsize:
+        raise ProtocolError(
+            f"{where}: column 'offset' has {len(column)} bytes; "
+            f"expected {len(boxes) * _OFFSET.itemsize}, for {len(boxes)} shards"
+        )
+    blocks = int(boxes.blocks_before[-1])
+    if len(manifest.digests) != blocks * DIGEST_BYTES:
+        raise ProtocolError(
+            f"{where}: {len(manifest.digests)} bytes of digests; "
+            f"expected {blocks * DIGEST_BYTES}, for {blocks} blocks"
+        )
+    if not 0 <= manifest.arena_bytes < 1 << 62:
+        raise ProtocolError(f"{where}: arena_bytes {manifest.arena_bytes}; expected below 2**62")
+    offsets = np.frombuffer(column, _OFFSET).astype(np.int64, copy=False)
+    outside = (offsets < 0) | (offsets > manifest.arena_bytes - boxes.nbytes)
+    if outside.any():
+        row = int(np.flatnonzero(outside)[0])
+        raise ProtocolError(
+            f"{where}: shard {row} has {boxes.nbytes[row]} bytes from {offsets[row]} on; "
+            f"expected them inside the arena of {manifest.arena_bytes} bytes"
+        )
+    return offsets

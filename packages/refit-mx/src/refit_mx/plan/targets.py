@@ -1,0 +1,249 @@
+"""Targets from layouts: slices of one published tensor, fused projections, stacked experts.
+
+The divisions of the fused ones are those of vLLM's parallel linear layers: every rank has the same
+number of rows, and key and value heads are replicated where there are fewer of them than ranks. The
+others divide as `TargetTPLayout` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from refit_mx.errors import LayoutError
+from refit_mx.layout import TargetTPLayout
+from refit_mx.plan.target_tensors import TargetPart, TargetTensor
+from refit_mx.tensor_types import Box, TensorSpec
+
+__all__ = [
+    "TargetPart",
+    "TargetTensor",
+    "expert_targets",
+    "fused_gate_up_target",
+    "fused_qkv_target",
+    "mesh_target",
+    "replicated_target",
+    "tp_target",
+]
+
+
+def replicated_target(spec: TensorSpec, *, name: str | None = None) -> TargetTensor:
+    """All of a tensor.
+
+    Args:
+        spec: of the published tensor.
+        name: of the target; as the tensor's if None.
+    """
+    part = TargetPart(spec.name, Box.whole(spec.shape), (0,) * len(spec.shape), spec.shape)
+    return TargetTensor(name or spec.name, spec.dtype, spec.shape, (part,))
+
+
+def tp_target(spec: TensorSpec, layout: TargetTPLayout, *, name: str | None = None) -> TargetTensor:
+    """A slice of a tensor along one axis.
+
+    Args:
+        spec: of the published tensor.
+        layout: which slice.
+        name: of the target; as the tensor's if None.
+
+    Raises:
+        ValueError: the tensor has no such axis, or the layout's range reaches past it.
+    """
+    return _box_target(
+        name or spec.name, spec, Box.of_slices(layout.slices(spec.shape), spec.shape)
+    )
+
+
+def mesh_target(
+    spec: TensorSpec, axes: Sequence[tuple[int, int, int]], *, name: str | None = None
+) -> TargetTensor:
+    """A tensor divided along several axes, as by a mesh of two dimensions.
+
+    Args:
+        spec: of the published tensor.
+        axes: (axis of the tensor, number of ranks, this rank) for each dimension of the mesh that
+            divides. An axis may come again: then what is left of it is divided again, as DTensor
+            does from the mesh's first dimension on. Divided as `TargetTPLayout` says.
+        name: of the target; as the tensor's if None.
+
+    Raises:
+        ValueError: the tensor has no such axis, or a rank is out of range.
+    """
+    start, shape = [0] * len(spec.shape), list(spec.shape)
+    for axis, size, rank in axes:
+        layout = TargetTPLayout(size, rank, axis)
+        if axis >= len(shape):
+            raise ValueError(f"{spec.name!r}: axis {axis}; it has {len(shape)}")
+        taken = layout.range_on(shape[axis])
+        start[axis] += taken.start
+        shape[axis] = taken.size
+    return _box_target(name or spec.name, spec, Box(tuple(start), tuple(shape)))
+
+
+def _box_target(name: str, spec: TensorSpec, box: Box) -> TargetTensor:
+    part = TargetPart(spec.name, box, (0,) * len(box.shape), spec.shape)
+    return TargetTensor(name, spec.dtype, box.shape, (part,))
+
+
+def fused_qkv_target(
+    name: str,
+    q: TensorSpec,
+    k: TensorSpec,
+    v: TensorSpec,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    tp_size: int,
+    tp_rank: int,
+) -> TargetTensor:
+    """One rank's query, key and value projections, one below the other; weights or biases.
+
+    Args:
+        name: of the target.
+        q: published, ``num_heads * head_dim`` rows.
+        k: published, ``num_kv_heads * head_dim`` rows.
+        v: published, as many rows as ``k``.
+        num_heads: query heads of the model; ``tp_size`` divides them.
+        num_kv_heads: key and value heads; ``tp_size`` divides them or is a multiple of them. If
+            there are fewer than ranks, ``tp_size // num_kv_heads`` ranks in a row have the same.
+        head_dim: rows of a head.
+        tp_size: number of ranks.
+        tp_rank: this one.
+
+    Raises:
+        LayoutError: rows, heads and ranks do not fit.
+    """
+    _check_rank(name, tp_size, tp_rank)
+    for spec, heads in ((q, num_heads), (k, num_kv_heads), (v, num_kv_heads)):
+        if not spec.shape or spec.shape[0] != heads * head_dim:
+            raise LayoutError(
+                f"target {name!r}: {spec.name!r} has shape {spec.shape}; "
+                f"expected {heads} heads of {head_dim} rows, {heads * head_dim} in all"
+            )
+    if num_heads % tp_size or (
+        num_kv_heads % tp_size and (not num_kv_heads or tp_size % num_kv_heads)
+    ):
+        raise LayoutError(
+            f"target {name!r}: {num_heads} heads and {num_kv_heads} key and value heads over "
+            f"{tp_size} ranks; expected the ranks to divide both, or, of the latter, a multiple"
+        )
+    q_rows = num_heads // tp_size * head_dim
+    if num_kv_heads >= tp_size:
+        kv_rows = num_kv_heads // tp_size * head_dim
+        kv_start = tp_rank * kv_rows
+    else:
+        kv_rows = head_dim
+        kv_start = tp_rank // (tp_size // num_kv_heads) * head_dim
+    return _rows_target(
+        name, ((q, tp_rank * q_rows, q_rows), (k, kv_start, kv_rows), (v, kv_start, kv_rows))
+    )
+
+
+def fused_gate_up_target(
+    name: str, gate: TensorSpec, up: TensorSpec, tp_size: int, tp_rank: int
+) -> TargetTensor:
+    """One rank's gate and up projections, one below the other.
+
+    Args:
+        name: of the target.
+        gate: published; ``tp_size`` divides its rows.
+        up: published, of the same shape.
+        tp_size: number of ranks.
+        tp_rank: this one.
+
+    Raises:
+        LayoutError: the shapes differ, or the ranks do not divide the rows.
+    """
+    _check_rank(name, tp_size, tp_rank)
+    if not gate.shape or gate.shape != up.shape or gate.shape[0] % tp_size:
+        raise LayoutError(
+            f"target {name!r}: {gate.name!r} has shape {gate.shape}, {up.name!r} {up.shape}; "
+            f"expected the same, with rows that {tp_size} ranks divide"
+        )
+    rows = gate.shape[0] // tp_size
+    return _rows_target(name, ((gate, tp_rank * rows, rows), (up, tp_rank * rows, rows)))
+
+
+def expert_targets(
+    name: str,
+    experts: TensorSpec | Sequence[TensorSpec],
+    expert_ids: Sequence[int],
+    *,
+    box: Box | None = None,
+) -> TargetTensor:
+    """The experts that a receiver owns, stacked ``[len(expert_ids), ...]`` in the order of the ids.
+
+    Args:
+        name: of the target.
+        experts: one published tensor that stacks all experts ``[experts, ...]``, or one published
+            tensor an expert, in the order of their ids.
+        expert_ids: of this receiver; in any order, with gaps, none twice.
+        box: the part of each expert's own tensor that this receiver needs; all of it if None.
+
+    Raises:
+        LayoutError: an id is out of range or comes twice, or the experts' shapes or dtypes differ.
+    """
+    stacked = isinstance(experts, TensorSpec)
+    if isinstance(experts, TensorSpec):
+        if not experts.shape:
+            raise LayoutError(f"target {name!r}: {experts.name!r} has no axis of experts")
+        count, one = experts.shape[0], experts.shape[1:]
+        dtype = experts.dtype
+    else:
+        if not experts:
+            raise LayoutError(f"target {name!r}: no published experts; expected at least one")
+        count, one, dtype = len(experts), experts[0].shape, experts[0].dtype
+        for spec in experts:
+            if (spec.shape, spec.dtype) != (one, dtype):
+                raise LayoutError(
+                    f"target {name!r}: {spec.name!r} is {spec.dtype} of shape {spec.shape}, "
+                    f"{experts[0].name!r} {dtype} of shape {one}; expected the same"
+                )
+    if len(set(expert_ids)) != len(expert_ids) or any(not 0 <= i < count for i in expert_ids):
+        raise LayoutError(
+            f"target {name!r}: experts {list(expert_ids)[:16]}; "
+            f"expected different ones from 0 to {count - 1}"
+        )
+    taken = Box.whole(one) if box is None else box
+    parts = []
+    for row, length in (
+        _runs(expert_ids) if stacked else ((row, 1) for row in range(len(expert_ids)))
+    ):
+        first = expert_ids[row]
+        at = (row, *(0,) * len(one))
+        if isinstance(experts, TensorSpec):
+            of = Box((first, *taken.start), (length, *taken.shape))
+            parts.append(TargetPart(experts.name, of, at, experts.shape))
+        else:
+            parts.append(TargetPart(experts[first].name, taken, at, one))
+    return TargetTensor(name, dtype, (len(expert_ids), *taken.shape), tuple(parts))
+
+
+def _runs(ids: Sequence[int]) -> list[tuple[int, int]]:
+    """Position and length of each run of ids that count up."""
+    starts = [i for i in range(len(ids)) if i == 0 or ids[i] != ids[i - 1] + 1]
+    return [(a, b - a) for a, b in zip(starts, [*starts[1:], len(ids)], strict=True)]
+
+
+def _check_rank(name: str, tp_size: int, tp_rank: int) -> None:
+    if not 0 <= tp_rank < tp_size:
+        raise LayoutError(f"target {name!r}: rank {tp_rank} of {tp_size}; expected one below")
+
+
+def _rows_target(name: str, pieces: Sequence[tuple[TensorSpec, int, int]]) -> TargetTensor:
+    """Rows of several tensors, one below the other: (tensor, first row, number of rows)."""
+    first = pieces[0][0]
+    parts = []
+    at = 0
+    for spec, start, rows in pieces:
+        if (spec.shape[1:], spec.dtype) != (first.shape[1:], first.dtype):
+            raise LayoutError(
+                f"target {name!r}: {spec.name!r} is {spec.dtype} of shape {spec.shape}, "
+                f"{first.name!r} {first.dtype} of shape {first.shape}; "
+                "expected the same dtype, and the same axes behind the first"
+            )
+        behind = (0,) * (len(spec.shape) - 1)
+        box = Box((start, *behind), (rows, *spec.shape[1:]))
+        parts.append(TargetPart(spec.name, box, (at, *behind), spec.shape))
+        at += rows
+    return TargetTensor(name, first.dtype, (at, *first.shape[1:]), tuple(parts))
