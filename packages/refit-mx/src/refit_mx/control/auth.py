@@ -1,4 +1,4 @@
-"""The token that calls bring, as ModelExpress's clients send it: ``authorization: Bearer TOKEN``."""
+"""The token of calls, as ModelExpress sends it: ``authorization: Bearer TOKEN``."""
 
 from __future__ import annotations
 

@@ -9,9 +9,9 @@ from types import TracebackType
 import grpc
 
 from refit_mx.control.auth import TokenInterceptor
+from refit_mx.control.limits import Limits
 from refit_mx.control.plane import ControlPlane
 from refit_mx.control.servicer import CallObserver, add_servicers
-from refit_mx.control.state import Limits
 from refit_mx.control.store import Store
 from refit_mx.errors import RefitConfigError
 

@@ -10,9 +10,10 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TypeVar
 
+from refit_mx.control.limits import Limits
 from refit_mx.control.records import Code, Refusal, VersionState
 from refit_mx.control.sources import SourceTable
-from refit_mx.control.state import ControlState, Limits
+from refit_mx.control.state import ControlState
 from refit_mx.control.store import MemoryStore, Store
 
 T = TypeVar("T")
@@ -101,23 +102,26 @@ class ControlPlane:
         return return_value
 
     def counts(self) -> Counts:
-        """How much there is."""
-        with self._lock:
-            now_ms = self._clock()
-            state = self._state
-            by_state = Counter(version.state for version in state.versions.values())
-            roles = Counter(
-                worker.role.name.lower()
-                for worker in state.workers.values()
-                if worker.is_live(now_ms)
-            )
+        """How much there is.
+
+        Raises:
+            Refusal: UNAVAILABLE if the store failed.
+        """
+
+        def count(state: ControlState, now_ms: int) -> Counts:
+            state.expire(now_ms=now_ms)
+            ledger = state.ledger
+            by_state = Counter(version.state for version in ledger.versions.values())
+            live = (each for each in ledger.workers.values() if each.is_live(now_ms))
             return Counts(
                 versions={each.name.lower(): by_state[each] for each in VersionState},
-                workers=dict(roles),
-                shards=sum(len(shards) for shards in state.shards.values()),
-                leases=sum(len(state.live_leases(uid, now_ms)) for uid in state.leases),
+                workers=dict(Counter(each.role.name.lower() for each in live)),
+                shards=sum(len(shards) for shards in ledger.shards.values()),
+                leases=sum(len(leases) for leases in ledger.leases.values()),
                 sources=self.sources.ready(now_ms),
             )
+
+        return self.call(count)
 
     def now_ms(self) -> int:
         """The plane's clock."""

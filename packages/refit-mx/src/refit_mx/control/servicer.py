@@ -255,7 +255,7 @@ class P2pServicer(_Servicer, p2p_pb2_grpc.P2pServiceServicer):
         )
 
         def step(state: ControlState, now_ms: int) -> bool:
-            worker = state.workers.get(worker_id)
+            worker = state.ledger.workers.get(worker_id)
             if worker is None or refit_source_id(worker.model_name) != request.mx_source_id:
                 return False
             state.mark_stale(worker_id, now_ms=now_ms)

@@ -17,8 +17,8 @@ from typing import Protocol
 
 import msgspec
 
+from refit_mx.control.ledger import Changes, Record
 from refit_mx.control.records import Lease, Shard, Version, Worker
-from refit_mx.control.state import Record
 from refit_mx.errors import RefitConfigError
 
 APPLICATION_ID = 0x52464D58
@@ -29,8 +29,6 @@ KINDS: Mapping[str, type[Record]] = {
     "shard": Shard,
     "lease": Lease,
 }
-
-Changes = dict[tuple[str, tuple[str, ...]], Record | None]
 
 
 class Store(Protocol):

@@ -1,0 +1,186 @@
+"""`Lapses`: what follows from the passing of time and from the end of workers and leases.
+
+A READY version that lost the last live shard of a slot is RELEASING for good: a receiver that came
+later could read only a part of it, and the missing part never comes back as it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from refit_mx.control.ledger import Ledger, Record, some
+from refit_mx.control.limits import Limits
+from refit_mx.control.records import Lease, Shard, Version, VersionState, Worker
+
+
+class Lapses:
+    """The rules that no call asks for.
+
+    Args:
+        ledger: of the records.
+        limits: how long they are kept.
+    """
+
+    def __init__(self, ledger: Ledger, limits: Limits) -> None:
+        self._ledger = ledger
+        self._limits = limits
+        self._forget_after_ms = int(limits.forget_after_s * 1000)
+        self._abandon_after_ms = int(limits.abandon_after_s * 1000)
+
+    def load(self, records: Iterable[Record], *, now_ms: int, grace_s: float) -> None:
+        """Take in what a store kept.
+
+        Nobody could renew while the server was away, so what was live then gets at least the
+        smaller of its time to live and ``grace_s`` from now.
+        """
+        ledger = self._ledger
+        for record in records:
+            if isinstance(record, Worker | Lease) and not getattr(record, "stale", False):
+                granted = now_ms + min(record.ttl_ms, int(grace_s * 1000))
+                # A clock that was set back must not make anything live longer than it asked for.
+                kept = min(record.expires_at_ms, now_ms + record.ttl_ms)
+                record.expires_at_ms = max(granted, kept)
+            ledger.put(record)
+        for worker in ledger.workers.values():
+            ledger.at(worker.expires_at_ms, "worker", worker.worker_id)
+        for version in list(ledger.versions.values()):
+            for lease in ledger.leases.get(version.uid, {}).values():
+                ledger.at(lease.expires_at_ms, "lease", version.uid, lease.worker_id)
+            self.started(version)
+            if version.state is VersionState.RELEASING:
+                ledger.at(version.released_at_ms + self._forget_after_ms, "version", version.uid)
+            self.covering_changed(version, now_ms)
+        self.pass_to(now_ms)
+
+    def pass_to(self, now_ms: int) -> None:
+        """Let lapse what has lapsed by now."""
+        ledger = self._ledger
+        while (due := ledger.next_due(now_ms)) is not None:
+            kind, key = due
+            if kind == "worker":
+                worker = ledger.workers.get(key[0])
+                if worker is not None and not worker.is_live(now_ms):
+                    self.worker_ended(worker, now_ms)
+            elif kind == "lease":
+                lease = ledger.leases.get(key[0], {}).get(key[1])
+                if lease is not None and lease.expires_at_ms <= now_ms:
+                    self.end_lease(lease, now_ms)
+            elif kind == "forget":
+                self._forget_worker(key[0], now_ms)
+            elif key[0] in ledger.versions:
+                self._version_is_old(ledger.versions[key[0]], now_ms)
+
+    def started(self, version: Version) -> None:
+        """A version is STAGING, and not for ever."""
+        if version.state is VersionState.STAGING:
+            self._ledger.at(version.created_at_ms + self._abandon_after_ms, "version", version.uid)
+
+    def covering_changed(self, version: Version, now_ms: int) -> None:
+        """Workers of the version's shards came or went: follow the rules of its state."""
+        slots = version.body.expected_source_slots
+        if version.state is VersionState.RELEASING:
+            self._drop_dead_shards(version, now_ms)
+        elif slots:
+            missing = self._ledger.missing_slots(version, now_ms)
+            if version.state is VersionState.READY and missing:
+                self.release(version, f"slots lost their last live shard: {some(missing)}", now_ms)
+            elif version.state is VersionState.STAGING and not missing:
+                self.make_ready(version, now_ms)
+
+    def make_ready(self, version: Version, now_ms: int) -> None:
+        """The version is complete."""
+        version.state = VersionState.READY
+        self._ledger.put(version)
+        self._retain(version.body.model_name, now_ms)
+
+    def release(self, version: Version, reason: str, now_ms: int) -> None:
+        """The version is on its way out; its leases stay until they end."""
+        if version.state is VersionState.RELEASING:
+            return
+        version.state = VersionState.RELEASING
+        version.released_at_ms = now_ms
+        version.reason = reason
+        self._ledger.put(version)
+        self._ledger.at(now_ms + self._forget_after_ms, "version", version.uid)
+        self._drop_dead_shards(version, now_ms)
+        self._forget_beyond(now_ms)
+
+    def worker_ended(self, worker: Worker, now_ms: int) -> None:
+        """The worker lapsed or said STALE."""
+        self._ledger.at(worker.expires_at_ms + self._forget_after_ms, "forget", worker.worker_id)
+        for uid in {key[0] for key in self._ledger.shards_of.get(worker.worker_id, ())}:
+            self.covering_changed(self._ledger.versions[uid], now_ms)
+
+    def worker_came(self, worker: Worker, now_ms: int) -> None:
+        """The worker registered: after a lapse, its shards count again."""
+        self._ledger.at(worker.expires_at_ms, "worker", worker.worker_id)
+        for uid in {key[0] for key in self._ledger.shards_of.get(worker.worker_id, ())}:
+            self.covering_changed(self._ledger.versions[uid], now_ms)
+
+    def end_lease(self, lease: Lease, now_ms: int) -> None:
+        """The lease lapsed or was given back."""
+        self._ledger.drop(lease)
+        version = self._ledger.versions[lease.version_id]
+        self._drop_dead_shards(version, now_ms)
+        self._retain(version.body.model_name, now_ms)
+        self._forget_old(version, now_ms)
+
+    def drop_shard(self, shard: Shard, now_ms: int) -> None:
+        """Nobody serves the shard any more."""
+        self._ledger.drop(shard)
+        self._forget_old(self._ledger.versions[shard.version_id], now_ms)
+        self._forget_worker(shard.worker_id, now_ms)
+
+    def _drop_dead_shards(self, version: Version, now_ms: int) -> None:
+        # Nobody else can delete the shard of a dead worker. Under a lease even those stay: a worker
+        # that was only cut off must not find its memory free while it is being read.
+        ledger = self._ledger
+        if version.state is VersionState.RELEASING and not ledger.leases.get(version.uid):
+            for shard in list(ledger.shards.get(version.uid, {}).values()):
+                if not ledger.is_live(shard.worker_id, now_ms):
+                    self.drop_shard(shard, now_ms)
+
+    def _retain(self, model_name: str, now_ms: int) -> None:
+        if not self._limits.retention:
+            return
+        ready = sorted(
+            (
+                version
+                for version in self._ledger.ready.get(model_name, {}).values()
+                if version.body.object_storage is None
+            ),
+            key=lambda version: version.order,
+        )
+        for version in ready[: -self._limits.retention]:
+            if not self._ledger.leases.get(version.uid):
+                self.release(version, f"{self._limits.retention} newer ones are READY", now_ms)
+
+    def _version_is_old(self, version: Version, now_ms: int) -> None:
+        if version.state is VersionState.STAGING:
+            shards = self._ledger.shards.get(version.uid, {}).values()
+            if any(self._ledger.is_live(shard.worker_id, now_ms) for shard in shards):
+                self._ledger.at(now_ms + self._abandon_after_ms, "version", version.uid)
+            elif version.created_at_ms + self._abandon_after_ms <= now_ms:
+                self.release(version, "it was abandoned while STAGING", now_ms)
+        self._forget_old(version, now_ms)
+
+    def _forget_old(self, version: Version, now_ms: int) -> None:
+        if (
+            version.uid in self._ledger.emptied
+            and version.released_at_ms + self._forget_after_ms <= now_ms
+        ):
+            self._ledger.drop(version)
+        self._forget_beyond(now_ms)
+
+    def _forget_beyond(self, now_ms: int) -> None:
+        while len(self._ledger.emptied) > self._limits.most_released:
+            self._ledger.drop(self._ledger.versions[next(iter(self._ledger.emptied))])
+
+    def _forget_worker(self, worker_id: str, now_ms: int) -> None:
+        worker = self._ledger.workers.get(worker_id)
+        if (
+            worker is not None
+            and worker.expires_at_ms + self._forget_after_ms <= now_ms
+            and not self._ledger.shards_of.get(worker_id)
+        ):
+            self._ledger.drop(worker)
