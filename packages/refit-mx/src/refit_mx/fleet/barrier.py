@@ -71,10 +71,14 @@ class PhaseBarrier:
         self._round = 0
 
     def begin(self) -> None:
-        """The next round. What this rank wrote two rounds ago is forgotten: none can read it now."""
+        """The next round. What this rank wrote two rounds ago is forgotten; none reads it now."""
         self._round += 1
         for point in Point:
             self._store.delete_key(self._key(self._round - 2, point, self._rank))
+
+    def arrive(self, point: Point) -> None:
+        """Say that this rank is there, without waiting."""
+        self._store.set(self._key(self._round, point, self._rank), _OK)
 
     def meet(self, point: Point, deadline: Deadline) -> None:
         """Say that this rank is there, and wait for the others.
@@ -83,7 +87,7 @@ class PhaseBarrier:
             FleetError: a rank said that it failed; names each.
             RefitTimeoutError: ranks did not come in time; names them. They may have died.
         """
-        self._store.set(self._key(self._round, point, self._rank), _OK)
+        self.arrive(point)
         failed: dict[str, str] = {}
         for rank in self._others():
             key = self._key(self._round, point, rank)

@@ -123,7 +123,8 @@ class RefitFleet:
 
         Args:
             version_id: of the control plane.
-            update_info: more fields for the engines (`refit_mx.engine.weight_transfer.MxUpdateInfo`).
+            update_info: more fields for the engines, see
+                `refit_mx.engine.weight_transfer.MxUpdateInfo`.
             barrier: of the trainer's ranks; the others call `refit_mx.fleet.barrier.follow`.
 
         Raises:
@@ -131,7 +132,7 @@ class RefitFleet:
                 `holds` says. The same call made again brings them to the version, also a server
                 that was restarted under its address.
             RefitTimeoutError: other ranks of the barrier did not come in time; as above.
-            RefitConfigError: another refit is under way, or this is called where an event loop runs.
+            RefitConfigError: another refit is under way, or an event loop runs in this thread.
         """
         return _run(lambda: self.refit_async(version_id, update_info=update_info, barrier=barrier))
 
@@ -164,6 +165,8 @@ class RefitFleet:
         deadline = Deadline(self._timeout_s, "fleet: resume")
         with self._alone():
             async with self._client() as client:
+                # One that was restarted refuses to start an update, and its weights are others.
+                await self._all("resume", client, deadline, Server.probe)
                 await self._resume(client, deadline)
 
     def _alone(self) -> _Alone:
@@ -277,6 +280,7 @@ class _Update:
         self._barrier = barrier
         self._next = Point.PAUSED
         self._seconds: dict[str, float] = {}
+        self._offsets: dict[Server, int] = {}
 
     async def run(self, update_info: Mapping[str, Any]) -> FleetStats:
         fleet, began = self._fleet, time.monotonic()
@@ -286,7 +290,7 @@ class _Update:
             await self._timed("pause", fleet._pause(self._client, self._deadline))
             await self._meet(Point.PAUSED)
             await self._timed("init", self._initialise())
-            await self._timed("start", self._ask("start", Server.start))
+            await self._timed("start", self._start())
             await self._timed(
                 "update",
                 self._ask("update", lambda server, *rest: server.update(*rest, update_info)),
@@ -305,7 +309,9 @@ class _Update:
         except BaseException as error:
             self._tell(error)
             raise
-        await self._meet(Point.RESUMED)
+        # All serve the version now; a rank that dies from here on changes nothing about that.
+        if self._barrier is not None:
+            await asyncio.to_thread(self._barrier.arrive, Point.RESUMED)
         return FleetStats(
             servers=len(fleet._servers),
             workers=sum(server.world_size or 0 for server in fleet._servers),
@@ -316,7 +322,7 @@ class _Update:
     async def _initialise(self) -> None:
         """Bring every engine to where an update can start."""
         fleet = self._fleet
-        await self._ask("init", Server.ask_world_size)
+        await self._ask("get_world_size", Server.ask_world_size)
         sizes = [server.world_size or 0 for server in fleet._servers]
         if fleet._world_size is not None and sum(sizes) != fleet._world_size:
             failed = {
@@ -326,18 +332,39 @@ class _Update:
             raise FleetError(
                 f"fleet: {sum(sizes)} workers in all; expected {fleet._world_size}", failed
             )
-        offsets = {server: sum(sizes[:i]) for i, server in enumerate(fleet._servers)}
+        self._offsets = {server: sum(sizes[:i]) for i, server in enumerate(fleet._servers)}
+        await self._initialise_some([s for s in fleet._servers if not s.initialised])
+        # What an earlier refit left half done, of this client or of one that died.
+        await self._ask("abort", Server.abort, [s for s in fleet._servers if not s.clean])
+
+    async def _initialise_some(self, servers: Sequence[Server]) -> None:
         await self._ask(
             "init",
             lambda server, *rest: server.init(
-                *rest, {**fleet._init_info, "rank_offset": offsets[server]}
+                *rest, {**self._fleet._init_info, "rank_offset": self._offsets[server]}
             ),
-            [server for server in fleet._servers if not server.initialised],
+            servers,
         )
-        # What an earlier refit left half done, of this client or of one that died.
-        await self._ask(
-            "abort", Server.abort, [server for server in fleet._servers if not server.clean]
-        )
+
+    async def _start(self) -> None:
+        """Begin the update everywhere; a server that was restarted is initialised once more."""
+        refused: list[Server] = []
+
+        async def start(server: Server, client: httpx.AsyncClient, deadline: Deadline) -> None:
+            try:
+                await server.start(client, deadline)
+            except ServerCallError as error:
+                if not error.answered:
+                    raise
+                # Initialised and in no update, as it was known to be, it would not refuse.
+                server.lost()
+                refused.append(server)
+
+        await self._ask("start", start)
+        if refused:
+            await self._initialise_some(refused)
+            await self._ask("abort", Server.abort, refused)
+            await self._ask("start", Server.start, refused)
 
     async def _finish(self) -> None:
         await self._ask("finish", lambda server, *rest: server.finish(*rest, self._version_id))

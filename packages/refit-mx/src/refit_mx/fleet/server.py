@@ -151,6 +151,18 @@ class Server:
         )
         self.clean = True
 
+    async def probe(self, client: httpx.AsyncClient, deadline: Deadline) -> None:
+        """See that its engine is still the one that was initialised, if it was."""
+        if not self.initialised:
+            return
+        try:
+            if not self.clean:
+                await self.abort(client, deadline)
+            await self.start(client, deadline)
+            await self.abort(client, deadline)
+        except ServerCallError as error:
+            raise ServerCallError(str(error), answered=False) from None
+
     async def finish(self, client: httpx.AsyncClient, deadline: Deadline, version_id: str) -> None:
         """Install what was received."""
         self.holds = self.UNKNOWN

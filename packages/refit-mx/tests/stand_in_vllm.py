@@ -1,0 +1,526 @@
+"""What of vLLM a weight-transfer engine and a fleet client touch, served over real HTTP.
+
+`provide` puts modules named ``vllm...`` in place: the abstract engine and the factory, in the newest
+form or the older one. Run as a program, this is a server with a tiny model: vLLM's development
+routes, a scheduler with the three pause modes, one worker with its own engine for each rank of the
+tensor parallelism. vLLM itself needs CUDA; names, arguments and order of calls are vLLM's.
+
+Routes under ``/stand_in`` are not vLLM's: a test sets faults there and looks at the weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import signal
+import sys
+import threading
+import time
+import types
+from abc import ABC, abstractmethod
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
+from urllib.parse import parse_qs, urlsplit
+
+import torch
+import xxhash
+from stand_in_model import TinyConfig, TinyForCausalLM, checkpoint, forward
+
+from refit_mx.engine.phases import Step, UpdatePhases
+
+# ---- the modules ----
+
+
+def _interface(generation):
+    class Parsing:
+        def parse_init_info(self, init_dict):
+            try:
+                return self.init_info_cls(**init_dict)
+            except TypeError as error:
+                raise ValueError(f"Invalid init_info for {type(self).__name__}: {error}") from error
+
+        def parse_update_info(self, update_dict):
+            try:
+                return self.update_info_cls(**update_dict)
+            except TypeError as error:
+                raise ValueError(
+                    f"Invalid update_info for {type(self).__name__}: {error}"
+                ) from error
+
+    @dataclass
+    class WeightTransferInitInfo(ABC):  # noqa: B024
+        pass
+
+    if generation == "new":
+
+        @dataclass
+        class WeightTransferUpdateInfo(ABC):  # noqa: B024
+            pass
+
+        class WeightTransferEngine(Parsing, ABC):
+            init_info_cls: type
+            update_info_cls: type
+            supports_draft_weight_update = True
+            defers_processing = False
+
+            def __init__(self, config, vllm_config, device, model):
+                self.config = config
+                self.vllm_config = vllm_config
+                self.device = device
+                self.model = model
+
+            @abstractmethod
+            def init_transfer_engine(self, init_info): ...
+
+            @abstractmethod
+            def start_weight_update(self): ...
+
+            @abstractmethod
+            def receive_weights(self, update_info): ...
+
+            @abstractmethod
+            def finish_weight_update(self): ...
+
+            @abstractmethod
+            def shutdown(self): ...
+
+            def update_weights(self, update_info):
+                self.receive_weights(self.parse_update_info(update_info))
+
+    else:
+
+        @dataclass
+        class WeightTransferUpdateInfo(ABC):  # noqa: B024
+            is_checkpoint_format: bool = True
+
+        class WeightTransferEngine(Parsing, ABC):
+            init_info_cls: type
+            update_info_cls: type
+
+            def __init__(self, config, parallel_config):
+                self.config = config
+                self.parallel_config = parallel_config
+
+            @abstractmethod
+            def init_transfer_engine(self, init_info): ...
+
+            @abstractmethod
+            def receive_weights(self, update_info, load_weights): ...
+
+            @abstractmethod
+            def shutdown(self): ...
+
+            @staticmethod
+            @abstractmethod
+            def trainer_send_weights(iterator, trainer_args): ...
+
+    return WeightTransferInitInfo, WeightTransferUpdateInfo, WeightTransferEngine
+
+
+def _factory():
+    class WeightTransferEngineFactory:
+        _registry = {}  # noqa: RUF012
+
+        @classmethod
+        def register_engine(cls, name, module_path_or_cls, class_name=None):
+            if name in cls._registry:
+                raise ValueError(f"Weight transfer engine '{name}' is already registered.")
+            if isinstance(module_path_or_cls, str):
+                if class_name is None:
+                    raise ValueError("class_name is required with a module path")
+                cls._registry[name] = lambda: getattr(
+                    importlib.import_module(module_path_or_cls), class_name
+                )
+            else:
+                cls._registry[name] = lambda: module_path_or_cls
+
+        @classmethod
+        def create_engine(cls, config, *arguments):
+            if config.backend not in cls._registry:
+                raise ValueError(
+                    f"Invalid weight transfer backend: {config.backend}. "
+                    f"Available engines: {list(cls._registry)}"
+                )
+            return cls._registry[config.backend]()(config, *arguments)
+
+    return WeightTransferEngineFactory
+
+
+def provide(generation="new"):
+    """Put ``vllm`` modules in place; gives the factory. Forgets adapters made for earlier ones."""
+    for name in [n for n in sys.modules if n.partition(".")[0] == "vllm"]:
+        del sys.modules[name]
+    sys.modules.pop("refit_mx.engine.vllm", None)
+    init_info, update_info, engine = _interface(generation)
+    names = {
+        "vllm": {},
+        "vllm.distributed": {},
+        "vllm.distributed.weight_transfer": {"WeightTransferEngine": engine},
+        "vllm.distributed.weight_transfer.base": {
+            "WeightTransferInitInfo": init_info,
+            "WeightTransferUpdateInfo": update_info,
+            "WeightTransferEngine": engine,
+        },
+        "vllm.distributed.weight_transfer.factory": {"WeightTransferEngineFactory": _factory()},
+    }
+    for name, content in names.items():
+        module = types.ModuleType(name)
+        module.__dict__.update(content)
+        module.__path__ = []
+        sys.modules[name] = module
+        parent, _, leaf = name.rpartition(".")
+        if parent:
+            setattr(sys.modules[parent], leaf, module)
+    factory = sys.modules["vllm.distributed.weight_transfer.factory"].WeightTransferEngineFactory
+    sys.modules["vllm.distributed.weight_transfer"].WeightTransferEngineFactory = factory
+    return factory
+
+
+def seeded_engine():
+    """An engine whose version ``v<n>`` is `checkpoint` of seed n, for tests without a network."""
+    base = sys.modules["vllm.distributed.weight_transfer.base"]
+
+    @dataclass
+    class SeededInitInfo(base.WeightTransferInitInfo):
+        rank_offset: int = 0
+
+    @dataclass
+    class SeededUpdateInfo(base.WeightTransferUpdateInfo):
+        version_id: str = ""
+        abort: bool = False
+
+    class SeededEngine(base.WeightTransferEngine):
+        init_info_cls = SeededInitInfo
+        update_info_cls = SeededUpdateInfo
+
+        def __init__(self, config, vllm_config, device, model):
+            super().__init__(config, vllm_config, device, model)
+            self.phases, self.info, self.staged = UpdatePhases(), None, None
+            self.tear = False
+
+        def init_transfer_engine(self, init_info):
+            if self.info == init_info:
+                return
+            with self.phases.step(Step.INIT):
+                self.info = init_info
+
+        def start_weight_update(self):
+            with self.phases.step(Step.START):
+                pass
+
+        def receive_weights(self, update_info):
+            with self.phases.step(Step.ABORT if update_info.abort else Step.RECEIVE):
+                self.staged = None
+                if not update_info.abort:
+                    embed = self.model.model.embed_tokens
+                    rank = self.vllm_config.parallel_config.rank
+                    self.staged = TinyForCausalLM(self.model.config, embed.tp_size, rank)
+                    seed = int(update_info.version_id.removeprefix("v"))
+                    self.staged.load_weights(checkpoint(self.model.config, seed).items())
+
+        def finish_weight_update(self):
+            with self.phases.step(Step.FINISH):
+                self.phases.touch_live_weights()
+                staged = dict(self.staged.named_parameters())
+                for name, live in self.model.named_parameters():
+                    if self.tear and name == "model.norm.weight":
+                        self.tear = False
+                        raise OSError("the install of a test fails half way")
+                    live.copy_(staged[name])
+
+        def shutdown(self):
+            with self.phases.step(Step.SHUTDOWN):
+                self.staged = None
+
+    return SeededEngine
+
+
+# ---- the server ----
+
+
+def digest_of(model):
+    """Of all bytes of a rank's parameters, in the order of their names."""
+    digest = xxhash.xxh3_128()
+    for name, live in sorted(model.named_parameters()):
+        digest.update(name)
+        digest.update(live.detach().contiguous().view(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+class Scheduler:
+    """Generates greedily, one token of every running request a step."""
+
+    def __init__(self, ranks):
+        self.ranks = ranks
+        self.running, self.paused, self.admits = [], False, True
+        self.lock = threading.Condition()
+        threading.Thread(target=self._loop, daemon=True).start()
+
+    def generate(self, prompt, most):
+        request = SimpleNamespace(tokens=list(prompt), seen=[], most=most, reason=None)
+        with self.lock:
+            self.lock.wait_for(lambda: self.admits)
+            self.running.append(request)
+            self.lock.notify_all()
+            self.lock.wait_for(lambda: request.reason is not None)
+        return {
+            "tokens": request.tokens[len(prompt) :],
+            "weights_seen": request.seen,
+            "finish_reason": request.reason,
+        }
+
+    def pause(self, mode):
+        with self.lock:
+            self.admits = False
+            if mode == "wait":
+                self.lock.wait_for(lambda: not self.running)
+            self.paused = True
+            if mode == "abort":
+                for request in self.running:
+                    request.reason = "abort"
+                self.running.clear()
+            self.lock.notify_all()
+
+    def resume(self):
+        with self.lock:
+            self.paused, self.admits = False, True
+            self.lock.notify_all()
+
+    def _loop(self):
+        while True:
+            with self.lock:
+                self.lock.wait_for(lambda: self.running and not self.paused)
+                for request in list(self.running):
+                    request.seen.append([digest_of(rank) for rank in self.ranks])
+                    request.tokens.append(int(forward(self.ranks, request.tokens).argmax()))
+                    if len(request.seen) >= request.most:
+                        request.reason = "length"
+                        self.running.remove(request)
+                self.lock.notify_all()
+            # A lock is not fair: without this a pause would wait for all requests.
+            time.sleep(0.001)
+
+
+class Worker:
+    """One rank."""
+
+    def __init__(self, arguments, rank, factory):
+        self.model = TinyForCausalLM(arguments.config, arguments.tp, rank)
+        self.model.load_weights(checkpoint(arguments.config, arguments.seed).items())
+        config = SimpleNamespace(backend=arguments.backend)
+        parallel = SimpleNamespace(tensor_parallel_size=arguments.tp, rank=rank)
+        if arguments.generation == "new":
+            vllm_config = SimpleNamespace(
+                model_config=SimpleNamespace(model=arguments.model_name), parallel_config=parallel
+            )
+            self.engine = factory.create_engine(
+                config, vllm_config, torch.device("cpu"), self.model
+            )
+        else:
+            self.engine = factory.create_engine(config, parallel)
+
+    def init_weight_transfer_engine(self, info):
+        self.engine.init_transfer_engine(self.engine.parse_init_info(info))
+
+    def start_weight_update(self):
+        self.engine.start_weight_update()
+
+    def update_weights(self, info):
+        if hasattr(self.engine, "update_weights"):
+            self.engine.update_weights(info)
+        else:
+            self.engine.receive_weights(
+                self.engine.parse_update_info(info), load_weights=self.model.load_weights
+            )
+
+    def finish_weight_update(self):
+        self.engine.finish_weight_update()
+
+
+class Application:
+    def __init__(self, arguments):
+        factory = provide(arguments.generation)
+        if arguments.backend == "mx":
+            from refit_mx.engine.registration import register
+
+            register()
+        else:
+            factory.register_engine("seeded", seeded_engine())
+        self.workers = [Worker(arguments, rank, factory) for rank in range(arguments.tp)]
+        self.scheduler = Scheduler([worker.model for worker in self.workers])
+        self.pool = ThreadPoolExecutor(arguments.tp)
+        self.version, self.faults, self.pauses = None, {}, []
+        self.routes = {
+            ("POST", "/pause"): self.pause,
+            ("POST", "/resume"): lambda q, b: self.scheduler.resume() or {"status": "resumed"},
+            ("GET", "/is_paused"): lambda q, b: {"is_paused": self.scheduler.paused},
+            ("GET", "/get_world_size"): lambda q, b: {"world_size": arguments.tp},
+            ("POST", "/init_weight_transfer_engine"): self.init,
+            ("POST", "/update_weights"): self.update,
+            ("POST", "/update_weight_version"): self.name_version,
+        }
+        if arguments.generation == "new":
+            self.routes["POST", "/start_weight_update"] = self.start
+            self.routes["POST", "/finish_weight_update"] = self.finish
+        if os.environ.get("VLLM_SERVER_DEV_MODE") != "1":
+            self.routes.clear()
+        self.routes["POST", "/v1/completions"] = lambda q, b: self.scheduler.generate(
+            b["prompt"], b["max_tokens"]
+        )
+        self.routes["POST", "/stand_in/faults"] = self.set_faults
+        self.routes["GET", "/stand_in/state"] = self.state
+
+    def collective_rpc(self, method, *arguments):
+        """On all workers at once; raises the first error when all have returned."""
+        calls = [self.pool.submit(getattr(w, method), *arguments) for w in self.workers]
+        errors = [call.exception() for call in calls]
+        for error in errors:
+            if error is not None:
+                raise error
+
+    def pause(self, query, body):
+        mode = query.get("mode", "abort")
+        if mode not in ("abort", "wait", "keep"):
+            raise BadRequestError(f"Invalid mode {mode!r}")
+        self.scheduler.pause(mode)
+        self.pauses.append([mode, query.get("clear_cache", "true")])
+        return {"status": "paused"}
+
+    def init(self, query, body):
+        self.collective_rpc("init_weight_transfer_engine", needed(body, "init_info"))
+        return {"message": "Weight transfer initialized"}
+
+    def start(self, query, body):
+        self.collective_rpc("start_weight_update")
+        return {"message": "Weight update started"}
+
+    def update(self, query, body):
+        self.collective_rpc("update_weights", needed(body, "update_info"))
+        return {"message": "Weights updated"}
+
+    def finish(self, query, body):
+        self.collective_rpc("finish_weight_update")
+        return {"message": "Weight update finished"}
+
+    def name_version(self, query, body):
+        self.version = needed(body, "weight_version")
+        return {"message": "Weight version updated"}
+
+    def set_faults(self, query, body):
+        self.faults.update(body)
+        if body.get("tear"):
+            self.workers[-1].engine.tear = True
+        return {}
+
+    def state(self, query, body):
+        return {
+            "pid": os.getpid(),
+            "digests": [digest_of(worker.model) for worker in self.workers],
+            "version": self.version,
+            "is_paused": self.scheduler.paused,
+            "pauses": self.pauses,
+            "running": len(self.scheduler.running),
+        }
+
+
+class BadRequestError(Exception):
+    pass
+
+
+def needed(body, key):
+    if key not in body:
+        raise BadRequestError(f"Missing '{key}' in request body")
+    return body[key]
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    application: Application
+
+    def log_message(self, *arguments):
+        pass
+
+    def do_GET(self):
+        self.answer("GET")
+
+    def do_POST(self):
+        self.answer("POST")
+
+    def answer(self, method):
+        url = urlsplit(self.path)
+        raw = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        query = {key: values[-1] for key, values in parse_qs(url.query).items()}
+        route = self.application.routes.get((method, url.path))
+        if route is None:
+            return self.send(404, {"detail": "Not Found"})
+        fault = self.application.faults.pop(url.path, None)
+        if fault in ("kill", "stop"):
+            os.kill(os.getpid(), signal.SIGKILL if fault == "kill" else signal.SIGSTOP)
+        if fault == "error":
+            return self.send(500, {"detail": "the error of a test"})
+        if fault == "redirect":
+            self.send_response(307)
+            self.send_header("Location", f"http://{self.headers['Host']}/resume")
+            self.send_header("Content-Length", "0")
+            return self.end_headers()
+        if fault == "flood":
+            return self.send(200, {"much": "x" * (4 << 20)})
+        if fault == "trickle":
+            return self.trickle()
+        try:
+            answer = route(query, json.loads(raw) if raw else {})
+        except BadRequestError as error:
+            return self.send(400, {"detail": str(error)})
+        except Exception as error:
+            return self.send(500, {"detail": f"{type(error).__name__}: {error}"})
+        if fault == "kill_after":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if fault == "not_json":
+            return self.send(200, None, raw=b"<html>")
+        return self.send(200, answer)
+
+    def trickle(self):
+        self.send_response(200)
+        self.send_header("Content-Length", "1000000")
+        self.end_headers()
+        try:
+            while True:
+                self.wfile.write(b" ")
+                self.wfile.flush()
+                time.sleep(0.05)
+        except OSError:
+            self.close_connection = True
+
+    def send(self, status, value, raw=None):
+        data = json.dumps(value).encode() if raw is None else raw
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--port", type=int, default=0)
+    parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--backend", default="seeded")
+    parser.add_argument("--generation", default="new")
+    parser.add_argument("--model-name", default="tiny")
+    parser.add_argument("--config", type=lambda text: TinyConfig(**json.loads(text)), default="{}")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    Handler.application = Application(arguments)
+    server = ThreadingHTTPServer(("127.0.0.1", arguments.port), Handler)
+    server.daemon_threads = True
+    print(f"http://127.0.0.1:{server.server_address[1]}", flush=True)
+    server.serve_forever()
+
+
+if __name__ == "__main__":
+    main()
