@@ -1,0 +1,232 @@
+"""The bytes of a `ReadTable` as one stream: how a server sends them and a client takes them apart.
+
+Both sides cut the stream into the same chunks, from ``run``, ``n1`` and ``n2`` alone: a chunk is a
+list of boxes, parts of rows. What is contiguous or has long runs in memory is used where it lies;
+the rest goes through a small buffer that stays in the processor's cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from refit_mx.errors import RefitConfigError
+from refit_mx.reads import ReadTable
+
+CHUNK_BYTES = 1 << 20
+"""Most bytes of a chunk; both sides of a connection have to agree."""
+DIRECT_RUN_BYTES = 16 << 10
+"""Runs of at least this many bytes are used where they lie."""
+
+Side = Literal["source", "scratch"]
+Bytes = npt.NDArray[np.uint8]
+
+
+class Box(NamedTuple):
+    """``n2`` by ``n1`` runs of ``run`` bytes in one memory, which begin at ``at``."""
+
+    at: int
+    run: int
+    n1: int
+    stride1: int
+    n2: int
+    stride2: int
+
+    @property
+    def nbytes(self) -> int:
+        """All its bytes."""
+        return self.run * self.n1 * self.n2
+
+
+def check_reads(reads: ReadTable, nbytes: int, side: Side) -> None:
+    """Refuse a table that reaches outside a memory, however its numbers were chosen.
+
+    Args:
+        reads: of any origin.
+        nbytes: of the memory.
+        side: which of the addresses are of this memory.
+
+    Raises:
+        ValueError: says which row is wrong; numbers whose product overflows are among them.
+    """
+    if not len(reads):
+        return
+    at, stride1, stride2 = (reads.rows[:, column] for column in _COLUMNS[side])
+    run, n1, n2 = (reads.rows[:, column] for column in (2, 3, 6))
+    wrong = (reads.rows < 0).any(axis=1) | (run < 1) | (n1 < 1) | (n2 < 1)
+    # Exact below 2**53, and far outside any memory where it is not: so int64 is not trusted first.
+    counts = run.astype(np.float64) * n1 * n2
+    ends = at.astype(np.float64) + (n1 - 1.0) * stride1 + (n2 - 1.0) * stride2 + run
+    wrong |= (ends > nbytes) | (counts > nbytes)
+    if wrong.any():
+        row = int(np.flatnonzero(wrong)[0])
+        named = " ".join(str(value) for value in reads.rows[row].tolist())
+        raise ValueError(
+            f"read {row} of {len(reads)} ({named}) is not inside the {side} of {nbytes} bytes"
+        )
+
+
+def host_bytes(memory: torch.Tensor) -> Bytes:
+    """A CPU tensor's bytes, without copying.
+
+    Raises:
+        RefitConfigError: it is not one contiguous uint8 tensor of one axis on the CPU.
+    """
+    if (
+        memory.device.type != "cpu"
+        or memory.dtype != torch.uint8
+        or memory.dim() != 1
+        or not memory.is_contiguous()
+    ):
+        raise RefitConfigError(
+            f"memory: {memory.dtype} {tuple(memory.shape)} on {memory.device}; "
+            "expected one contiguous uint8 tensor of one axis on the CPU"
+        )
+    array: Bytes = memory.detach().numpy()
+    return array
+
+
+def boxes(reads: ReadTable, side: Side) -> Iterator[Box]:
+    """The parts of at most `CHUNK_BYTES` that rows are cut into, in the order of the stream."""
+    at, stride1, stride2 = _COLUMNS[side]
+    columns = reads.rows[:, (at, 2, 3, stride1, 6, stride2)]
+    for start, run, n1, s1, n2, s2 in columns.tolist():
+        if run * n1 * n2 <= CHUNK_BYTES:
+            yield Box(start, run, n1, s1, n2, s2)
+        elif run * n1 <= CHUNK_BYTES:
+            step = CHUNK_BYTES // (run * n1)
+            for j in range(0, n2, step):
+                yield Box(start + j * s2, run, n1, s1, min(step, n2 - j), s2)
+        elif run <= CHUNK_BYTES:
+            step = CHUNK_BYTES // run
+            for j in range(n2):
+                for i in range(0, n1, step):
+                    yield Box(start + j * s2 + i * s1, run, min(step, n1 - i), s1, 1, 0)
+        else:
+            for j in range(n2):
+                for i in range(n1):
+                    first = start + j * s2 + i * s1
+                    for k in range(0, run, CHUNK_BYTES):
+                        yield Box(first + k, min(CHUNK_BYTES, run - k), 1, 0, 1, 0)
+
+
+def chunks(reads: ReadTable, side: Side) -> Iterator[list[Box]]:
+    """Boxes of at most `CHUNK_BYTES` together, in the order of the stream."""
+    chunk: list[Box] = []
+    nbytes = 0
+    for box in boxes(reads, side):
+        if chunk and nbytes + box.nbytes > CHUNK_BYTES:
+            yield chunk
+            chunk, nbytes = [], 0
+        chunk.append(box)
+        nbytes += box.nbytes
+    if chunk:
+        yield chunk
+
+
+class ByteSpans:
+    """A memory whose boxes are wanted as buffers, one chunk at a time.
+
+    Args:
+        memory: one contiguous uint8 tensor of one axis, on the CPU or a CUDA device.
+    """
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        self._memory = memory
+        self._host: Bytes | None = host_bytes(memory) if memory.device.type == "cpu" else None
+        self._view = None if self._host is None else self._host.data
+        # Allocated when first needed: contiguous reads never do.
+        self._bounce: Bytes | None = None
+
+    def buffers(self, chunk: list[Box], *, load: bool) -> list[memoryview]:
+        """The chunk's bytes in order; valid until the next call.
+
+        Args:
+            chunk: of `chunks`.
+            load: whether the buffers are to hold the memory's bytes; False if they are written to,
+                then `store` brings to its place what does not lie there yet.
+        """
+        found: list[memoryview] = []
+        used = 0
+        joins = False
+        for box in chunk:
+            if self._lies(box):
+                assert self._view is not None
+                runs = _joined(box)
+                found.extend(
+                    self._view[first : first + runs.run]
+                    for first in (
+                        runs.at + j * runs.stride2 + i * runs.stride1
+                        for j in range(runs.n2)
+                        for i in range(runs.n1)
+                    )
+                )
+                joins = False
+                continue
+            staged = self._staging()[used : used + box.nbytes]
+            if load:
+                self._load(box, staged)
+            if joins:
+                found[-1] = self._staging()[used - len(found[-1]) : used + box.nbytes].data
+            else:
+                found.append(staged.data)
+            used += box.nbytes
+            joins = True
+        return found
+
+    def store(self, chunk: list[Box]) -> None:
+        """Bring what was written into the buffers of ``chunk`` to its place in the memory."""
+        used = 0
+        for box in chunk:
+            if not self._lies(box):
+                self._store(box, self._staging()[used : used + box.nbytes])
+                used += box.nbytes
+
+    def _lies(self, box: Box) -> bool:
+        return self._view is not None and _joined(box).run >= min(DIRECT_RUN_BYTES, box.nbytes)
+
+    def _staging(self) -> Bytes:
+        if self._bounce is None:
+            self._bounce = np.empty(CHUNK_BYTES, np.uint8)
+        return self._bounce
+
+    def _load(self, box: Box, staged: Bytes) -> None:
+        if self._host is not None:
+            staged.reshape(box.n2, box.n1, box.run)[:] = _strided(self._host, box)
+        else:
+            torch.from_numpy(staged).view(box.n2, box.n1, box.run).copy_(self._device_box(box))
+
+    def _store(self, box: Box, staged: Bytes) -> None:
+        if self._host is not None:
+            _strided(self._host, box)[:] = staged.reshape(box.n2, box.n1, box.run)
+        else:
+            self._device_box(box).copy_(torch.from_numpy(staged).view(box.n2, box.n1, box.run))
+
+    def _device_box(self, box: Box) -> torch.Tensor:
+        offset = self._memory.storage_offset() + box.at
+        return torch.as_strided(
+            self._memory, (box.n2, box.n1, box.run), (box.stride2, box.stride1, 1), offset
+        )
+
+
+_COLUMNS: dict[Side, tuple[int, int, int]] = {"source": (0, 4, 7), "scratch": (1, 5, 8)}
+
+
+def _joined(box: Box) -> Box:
+    """The same bytes in runs as long as they can be."""
+    at, run, n1, stride1, n2, stride2 = box
+    if n1 == 1 or stride1 == run:
+        run, n1, stride1 = run * n1, 1, 0
+        if n2 == 1 or stride2 == run:
+            run, n2, stride2 = run * n2, 1, 0
+    return Box(at, run, n1, stride1, n2, stride2)
+
+
+def _strided(array: Bytes, box: Box) -> Bytes:
+    shape, strides = (box.n2, box.n1, box.run), (box.stride2, box.stride1, 1)
+    # Unlike as_strided this checks the bounds, and it is faster.
+    return np.ndarray(shape, np.uint8, array, box.at, strides)

@@ -1,0 +1,223 @@
+"""`SourceClient`: one connection to one source's server."""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import socket
+import threading
+from collections.abc import Iterator
+
+from refit_mx.byte_spans import ByteSpans, chunks
+from refit_mx.deadline import Deadline
+from refit_mx.errors import ProtocolError, RefitTimeoutError, SourceLostError
+from refit_mx.manifest import DIGEST_BYTES, Manifest
+from refit_mx.reads import ReadTable
+from refit_mx.source_protocol import (
+    MOST_FRAME,
+    MOST_READ_BYTES,
+    MOST_READS,
+    Answer,
+    Digest,
+    Hello,
+    Ping,
+    Read,
+    Request,
+    decode_answer,
+    encode_reads,
+    frame,
+)
+from refit_mx.source_sockets import (
+    receive_buffers,
+    receive_frame,
+    receive_length,
+    send_buffers,
+)
+from refit_mx.transports.batches import batches
+
+
+class SourceClient:
+    """Connects when it is first used, and again after the server closed an idle connection.
+
+    One thread at a time may use it, but `abort` may come from any. Every method raises
+
+    - `SourceLostError`, naming the source's worker: it cannot be reached, it is another process
+      than the one of the manifest, or it does not hold the version (any more);
+    - `RefitTimeoutError`: the deadline passed;
+    - `ProtocolError`: it sent what it must not, or refused what it was sent.
+
+    Args:
+        source: its manifest.
+        connect_timeout_s: for connecting and being greeted.
+    """
+
+    def __init__(self, source: Manifest, *, connect_timeout_s: float = 5.0) -> None:
+        self._source = source
+        self._connect_timeout_s = connect_timeout_s
+        self._sock: socket.socket | None = None
+        self._lock = threading.Lock()
+        self._aborted = False
+
+    @property
+    def connected(self) -> bool:
+        """Whether it has a connection that the server has not closed."""
+        if self._sock is None:
+            return False
+        # Between requests there is nothing to read, so what can be read is the end.
+        return not select.select([self._sock], [], [], 0)[0]
+
+    def connect(self, deadline: Deadline) -> bool:
+        """Connect, unless it is connected.
+
+        Returns:
+            Whether it had to.
+        """
+        if self.connected:
+            return False
+        self._drop()
+        with self._errors(deadline, "connecting"):
+            limit = Deadline(min(deadline.check(), self._connect_timeout_s), "connecting")
+            try:
+                self._sock = self._greeted(limit)
+            except (RefitTimeoutError, TimeoutError):
+                deadline.check("connecting")
+                raise self._lost(f"did not answer for {self._connect_timeout_s:g} s") from None
+        return True
+
+    def read(
+        self, reads: ReadTable, spans: ByteSpans, *, version_id: str, deadline: Deadline
+    ) -> None:
+        """Read into a scratch. The table must fit one request; see `refit_mx.transports.batches`.
+
+        Args:
+            reads: at most `MOST_READS` rows and `MOST_READ_BYTES` bytes, or one row.
+            spans: of the scratch.
+            version_id: that must be held to the last byte.
+            deadline: for all of it.
+        """
+        self.connect(deadline)
+        with self._errors(deadline, "reading"):
+            sock = self._send(Read(version_id, encode_reads(reads)), deadline)
+            for chunk in chunks(reads, "scratch"):
+                expected = sum(box.nbytes for box in chunk)
+                announced = receive_length(sock, expected, deadline)
+                if not announced:
+                    break  # the answer says why
+                if announced != expected:
+                    raise ProtocolError(f"a chunk of {announced} bytes; expected {expected}")
+                receive_buffers(sock, spans.buffers(chunk, load=False), deadline)
+                spans.store(chunk)
+            else:
+                receive_length(sock, 0, deadline)
+                self._expect_ok(sock, deadline)
+                return
+            self._expect_ok(sock, deadline)
+            raise ProtocolError("the bytes ended before the last one")
+
+    def digests(self, reads: ReadTable, *, version_id: str, deadline: Deadline) -> bytes:
+        """The source's digests of reads: compare with `refit_mx.digests.digest_of_reads`.
+
+        Args:
+            reads: any number.
+            version_id: that must be held while the digests are taken.
+            deadline: for all of it.
+
+        Returns:
+            `DIGEST_BYTES` a row.
+        """
+        found = bytearray()
+        for batch in batches(reads, most_bytes=MOST_READ_BYTES, most_reads=MOST_READS):
+            part = batch.of(reads)
+            self.connect(deadline)
+            with self._errors(deadline, "asking for digests"):
+                sock = self._send(Digest(version_id, encode_reads(part)), deadline)
+                data = self._expect_ok(sock, deadline).data
+                if len(data) != len(part) * DIGEST_BYTES:
+                    raise ProtocolError(f"{len(data)} bytes of digests for {len(part)} reads")
+                found += data
+        return bytes(found)
+
+    def check_held(self, *, version_id: str, deadline: Deadline) -> None:
+        """Raise `SourceLostError` unless the source holds the version."""
+        self.connect(deadline)
+        with self._errors(deadline, "asking for the version"):
+            self._expect_ok(self._send(Ping(version_id), deadline), deadline)
+
+    def abort(self) -> None:
+        """End what another thread is doing with it, at once; that thread gets `SourceLostError`."""
+        with self._lock:
+            self._aborted = True
+            if self._sock is not None:
+                with contextlib.suppress(OSError):
+                    self._sock.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Disconnect. May be called again; the next use connects anew."""
+        self._drop()
+
+    def _greeted(self, deadline: Deadline) -> socket.socket:
+        host, _, port = self._source.endpoint.rpartition(":")
+        try:
+            address = (host.strip("[]"), int(port))
+        except ValueError:
+            raise ProtocolError(f"endpoint {self._source.endpoint!r}; expected host:port") from None
+        sock = socket.create_connection(address, timeout=deadline.left_s)
+        try:
+            sock.settimeout(None)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self._adopt(sock)
+            self._send(Hello(self._source.incarnation), deadline)
+            self._expect_ok(sock, deadline)
+        except BaseException:
+            sock.close()
+            self._sock = None
+            raise
+        return sock
+
+    def _adopt(self, sock: socket.socket) -> None:
+        with self._lock:
+            if self._aborted:
+                raise ConnectionError("aborted")
+            self._sock = sock
+
+    def _send(self, request: Request, deadline: Deadline) -> socket.socket:
+        assert self._sock is not None
+        send_buffers(self._sock, [memoryview(frame(request))], deadline)
+        return self._sock
+
+    def _expect_ok(self, sock: socket.socket, deadline: Deadline) -> Answer:
+        answer = decode_answer(receive_frame(sock, MOST_FRAME, deadline))
+        if answer.status == "ok":
+            return answer
+        if answer.status == "refused":
+            raise ProtocolError(f"source {self._named()} refused: {answer.message}")
+        raise self._lost(f"says {answer.status}: {answer.message}")
+
+    @contextlib.contextmanager
+    def _errors(self, deadline: Deadline, doing: str) -> Iterator[None]:
+        try:
+            yield
+        except (SourceLostError, ProtocolError):
+            self._drop()
+            raise
+        except (RefitTimeoutError, TimeoutError):
+            self._drop()
+            raise deadline.error(f"{doing}, source {self._named()}") from None
+        except OSError as error:
+            self._drop()
+            raise self._lost(f"lost while {doing}: {error}") from None
+        except BaseException:
+            self._drop()
+            raise
+
+    def _lost(self, why: str) -> SourceLostError:
+        return SourceLostError(f"source {self._named()} {why}", (self._source.worker_id,))
+
+    def _named(self) -> str:
+        return f"{self._source.worker_id!r} at {self._source.endpoint}"
+
+    def _drop(self) -> None:
+        with self._lock:
+            if self._sock is not None:
+                self._sock.close()
+                self._sock = None

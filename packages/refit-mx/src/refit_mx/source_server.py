@@ -1,0 +1,307 @@
+"""`SourceServer`: serves bytes and digests of the versions that a publisher holds, over TCP.
+
+Beside NIXL it is what tells a receiver that a version was held to the last byte, and that this
+process is still the one that published it. Whoever can connect can read: bind it to loopback or to
+a private network.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Iterator
+
+import torch
+
+from refit_mx.byte_spans import ByteSpans, check_reads, chunks
+from refit_mx.deadline import Deadline
+from refit_mx.digests import digest_of_reads
+from refit_mx.errors import ProtocolError, RefitConfigError, RefitTimeoutError
+from refit_mx.reads import ReadTable
+from refit_mx.source_protocol import (
+    LENGTH,
+    MOST_FRAME,
+    MOST_HELLO_FRAME,
+    MOST_READ_BYTES,
+    Answer,
+    Digest,
+    Hello,
+    Ping,
+    Read,
+    decode_reads,
+    decode_request,
+    frame,
+)
+from refit_mx.source_sockets import receive_frame, send_buffers
+
+
+class _Held:
+    """A version's memory, and whether it was dropped: checked after every use of the memory."""
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        self.memory = memory
+        self.dropped = False
+
+
+class SourceServer:
+    """Listens from its creation on; threads of its own serve the connections.
+
+    Args:
+        host: to bind; loopback unless the network is private.
+        port: 0 takes a free one.
+        incarnation: of this process: random, never used before.
+        timeout_s: for a peer to send a request it has begun, or to take a chunk.
+        idle_timeout_s: for a peer to send its next request.
+        most_connections: at a time; further ones are told so and closed.
+
+    Raises:
+        RefitConfigError: an empty incarnation.
+        OSError: the address cannot be bound.
+    """
+
+    def __init__(
+        self,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        incarnation: str,
+        timeout_s: float = 30.0,
+        idle_timeout_s: float = 600.0,
+        most_connections: int = 256,
+    ) -> None:
+        if not incarnation:
+            raise RefitConfigError("SourceServer: the incarnation is empty; expected a random one")
+        self._incarnation = incarnation
+        self._timeout_s = timeout_s
+        self._idle_timeout_s = idle_timeout_s
+        self._most = most_connections
+        self._lock = threading.Lock()
+        self._held: dict[str, _Held] = {}
+        self._connections: dict[socket.socket, threading.Thread] = {}
+        self._closed = False
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._listener = socket.create_server((host, port), family=family, backlog=128)
+        self._host = host
+        self._port: int = self._listener.getsockname()[1]
+        self._acceptor = threading.Thread(
+            target=self._accept, name="refit-source-accept", daemon=True
+        )
+        self._acceptor.start()
+
+    @property
+    def endpoint(self) -> str:
+        """host:port, as a `Manifest` names it."""
+        host = f"[{self._host}]" if ":" in self._host else self._host
+        return f"{host}:{self._port}"
+
+    @property
+    def incarnation(self) -> str:
+        """Of this process."""
+        return self._incarnation
+
+    @property
+    def versions(self) -> tuple[str, ...]:
+        """That are served."""
+        with self._lock:
+            return tuple(self._held)
+
+    def serve_version(self, version_id: str, memory: torch.Tensor) -> None:
+        """Serve a version from now on.
+
+        Args:
+            version_id: of the control plane.
+            memory: the part of the arena that it fills: one contiguous uint8 tensor of one axis. It
+                must not change until `drop_version` has returned.
+
+        Raises:
+            RefitConfigError: the version is served already, or the memory is of another kind.
+        """
+        ByteSpans(memory)  # refuses other kinds
+        with self._lock:
+            if version_id in self._held:
+                raise RefitConfigError(f"version {version_id!r} is served already")
+            self._held[version_id] = _Held(memory)
+
+    def drop_version(self, version_id: str) -> bool:
+        """Stop serving a version; its memory may change once this has returned.
+
+        Reads that are under way end with the answer that the version is gone, so that what they
+        sent is thrown away.
+
+        Returns:
+            Whether it was served.
+        """
+        with self._lock:
+            held = self._held.pop(version_id, None)
+        if held is not None:
+            held.dropped = True
+        return held is not None
+
+    def close(self) -> None:
+        """Stop listening and break all connections. May be called again."""
+        with self._lock:
+            self._closed = True
+            held = list(self._held.values())
+            self._held.clear()
+            connections = dict(self._connections)
+        for version in held:
+            version.dropped = True
+        # Wakes the thread in accept, which closing alone does not.
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        for connection in connections:
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+        for thread in (self._acceptor, *connections.values()):
+            if thread is not threading.current_thread():
+                thread.join(self._timeout_s)
+
+    def __enter__(self) -> SourceServer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                if self._closed:
+                    return
+                continue  # a client that was gone before it was accepted
+            thread = threading.Thread(
+                target=self._serve, args=(connection,), name="refit-source", daemon=True
+            )
+            with self._lock:
+                full = len(self._connections) >= self._most
+                if not full and not self._closed:
+                    self._connections[connection] = thread
+                    thread.start()
+                    continue
+            with connection, contextlib.suppress(OSError):
+                connection.settimeout(self._timeout_s)
+                connection.send(
+                    frame(Answer("full", f"{self._most} connections are open; try again later"))
+                )
+
+    def _serve(self, connection: socket.socket) -> None:
+        try:
+            with connection, contextlib.suppress(OSError, RefitTimeoutError):
+                connection.settimeout(None)
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                try:
+                    if self._greet(connection):
+                        for data in self._frames(connection):
+                            self._answer(connection, data)
+                except ProtocolError as error:
+                    self._send(connection, Answer("refused", str(error)))
+        finally:
+            with self._lock:
+                self._connections.pop(connection, None)
+
+    def _frames(self, connection: socket.socket) -> Iterator[bytearray]:
+        while not self._closed:
+            connection.settimeout(self._idle_timeout_s)
+            if not connection.recv(1, socket.MSG_PEEK):
+                return
+            connection.settimeout(None)
+            yield receive_frame(connection, MOST_FRAME, self._deadline())
+
+    def _greet(self, connection: socket.socket) -> bool:
+        hello = decode_request(receive_frame(connection, MOST_HELLO_FRAME, self._deadline()))
+        if not isinstance(hello, Hello):
+            raise ProtocolError("a connection has to begin with HELLO")
+        if hello.incarnation != self._incarnation:
+            answer = Answer("incarnation", "this is another process than the one expected")
+        else:
+            answer = Answer("ok")
+        self._send(connection, answer)
+        return answer.status == "ok"
+
+    def _answer(self, connection: socket.socket, data: bytearray) -> None:
+        request = decode_request(data)
+        if isinstance(request, Read):
+            answer = self._read(connection, request)
+        elif isinstance(request, Digest):
+            answer = self._digest(request)
+        elif isinstance(request, Ping):
+            held = self._version(request.version_id)
+            answer = self._gone(request.version_id) if held is None else Answer("ok")
+        else:
+            raise ProtocolError("HELLO came twice")
+        self._send(connection, answer)
+
+    def _read(self, connection: socket.socket, request: Read) -> Answer:
+        answer = Answer("ok")
+        held = self._version(request.version_id)
+        if held is None:
+            answer = self._gone(request.version_id)
+        else:
+            try:
+                reads = _checked(request.rows, held.memory)
+            except ProtocolError as error:
+                answer = Answer("refused", str(error))
+            else:
+                self._send_chunks(connection, held, reads)
+                # Asked after the last byte was taken from the memory: had the version been dropped
+                # before that, bytes of another one could have been among them.
+                if held.dropped:
+                    answer = self._gone(request.version_id)
+        send_buffers(connection, [memoryview(LENGTH.pack(0))], self._deadline())
+        return answer
+
+    def _send_chunks(self, connection: socket.socket, held: _Held, reads: ReadTable) -> None:
+        spans = ByteSpans(held.memory)
+        for chunk in chunks(reads, "source"):
+            if held.dropped:
+                return
+            buffers = spans.buffers(chunk, load=True)
+            length = LENGTH.pack(sum(map(len, buffers)))
+            send_buffers(connection, [memoryview(length), *buffers], self._deadline())
+
+    def _digest(self, request: Digest) -> Answer:
+        held = self._version(request.version_id)
+        if held is None:
+            return self._gone(request.version_id)
+        try:
+            reads = _checked(request.rows, held.memory)
+        except ProtocolError as error:
+            return Answer("refused", str(error))
+        digests = digest_of_reads(held.memory, reads, side="source")
+        if held.dropped:
+            return self._gone(request.version_id)
+        return Answer("ok", data=digests)
+
+    def _version(self, version_id: str) -> _Held | None:
+        with self._lock:
+            return self._held.get(version_id)
+
+    def _gone(self, version_id: str) -> Answer:
+        return Answer("gone", f"version {version_id!r} is not held; held are {self.versions}")
+
+    def _send(self, connection: socket.socket, answer: Answer) -> None:
+        send_buffers(connection, [memoryview(frame(answer))], self._deadline())
+
+    def _deadline(self) -> Deadline:
+        return Deadline(self._timeout_s, "source server")
+
+
+def _checked(rows: bytes, memory: torch.Tensor) -> ReadTable:
+    """Reads that a client sent.
+
+    Raises:
+        ProtocolError: they reach outside the memory, or are too many.
+    """
+    reads = decode_reads(rows)
+    try:
+        check_reads(reads, memory.numel(), "source")
+    except ValueError as error:
+        raise ProtocolError(str(error)) from None
+    if len(reads) > 1 and reads.nbytes > MOST_READ_BYTES:
+        raise ProtocolError(
+            f"{len(reads)} reads of {reads.nbytes} bytes; at most {MOST_READ_BYTES} in one request"
+        )
+    return reads

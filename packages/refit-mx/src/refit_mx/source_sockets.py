@@ -1,0 +1,104 @@
+"""Moving buffers and frames over a blocking socket, each call with a deadline.
+
+Time limits are the socket's own, so that one system call moves a whole buffer without being woken
+for each part of it.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+from collections.abc import Sequence
+
+from refit_mx.deadline import Deadline
+from refit_mx.errors import ProtocolError
+from refit_mx.source_protocol import LENGTH
+
+MOST_BUFFERS = 512
+"""Of one system call; Linux allows 1024."""
+_TIMEVAL = struct.Struct("@ll")
+
+
+def send_buffers(sock: socket.socket, buffers: Sequence[memoryview], deadline: Deadline) -> None:
+    """Send all of the buffers, without joining them.
+
+    Raises:
+        RefitTimeoutError: the peer did not take them in time.
+        OSError: the connection broke.
+    """
+    for at in range(0, len(buffers), MOST_BUFFERS):
+        rest = list(buffers[at : at + MOST_BUFFERS])
+        while rest:
+            _limit(sock, socket.SO_SNDTIMEO, deadline, "sending")
+            try:
+                sent = sock.sendmsg(rest)
+            except BlockingIOError:
+                continue  # the deadline is asked again
+            rest = _behind(rest, sent)
+
+
+def receive_buffers(sock: socket.socket, buffers: Sequence[memoryview], deadline: Deadline) -> None:
+    """Fill all of the buffers.
+
+    Raises:
+        RefitTimeoutError: the peer did not send enough in time.
+        ConnectionError: the peer closed the connection.
+        OSError: it broke.
+    """
+    for at in range(0, len(buffers), MOST_BUFFERS):
+        rest = list(buffers[at : at + MOST_BUFFERS])
+        while rest:
+            _limit(sock, socket.SO_RCVTIMEO, deadline, "receiving")
+            try:
+                received = sock.recvmsg_into(rest, 0, socket.MSG_WAITALL)[0]
+            except BlockingIOError:
+                continue
+            if not received:
+                raise ConnectionError("the peer closed the connection")
+            rest = _behind(rest, received)
+
+
+def receive_length(sock: socket.socket, most: int, deadline: Deadline) -> int:
+    """A length of at most ``most``.
+
+    Raises:
+        ProtocolError: a larger one.
+        RefitTimeoutError, OSError: as `receive_buffers`.
+    """
+    head = bytearray(LENGTH.size)
+    receive_buffers(sock, [memoryview(head)], deadline)
+    length: int = LENGTH.unpack(head)[0]
+    if length > most:
+        raise ProtocolError(f"a peer announced {length} bytes; at most {most} are allowed here")
+    return length
+
+
+def receive_frame(sock: socket.socket, most: int, deadline: Deadline) -> bytearray:
+    """A frame's message. Memory grows with what arrives, not with what was announced.
+
+    Raises:
+        ProtocolError: it is longer than ``most``.
+        RefitTimeoutError, OSError: as `receive_buffers`.
+    """
+    left = receive_length(sock, most, deadline)
+    data = bytearray()
+    while left:
+        part = bytearray(min(left, 1 << 16))
+        receive_buffers(sock, [memoryview(part)], deadline)
+        data += part
+        left -= len(part)
+    return data
+
+
+def _limit(sock: socket.socket, option: int, deadline: Deadline, doing: str) -> None:
+    # 0 would mean no limit.
+    micros = max(1000, int(deadline.check(doing) * 1e6))
+    sock.setsockopt(socket.SOL_SOCKET, option, _TIMEVAL.pack(*divmod(micros, 1_000_000)))
+
+
+def _behind(buffers: list[memoryview], count: int) -> list[memoryview]:
+    for index, buffer in enumerate(buffers):
+        if count < len(buffer):
+            return [buffer[count:], *buffers[index + 1 :]]
+        count -= len(buffer)
+    return []

@@ -1,0 +1,213 @@
+"""`TcpTransport`: reads through the source servers; works wherever Python does."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from time import monotonic
+
+import torch
+
+from refit_mx.byte_spans import ByteSpans, check_reads
+from refit_mx.deadline import Deadline
+from refit_mx.errors import RefitConfigError, SourceLostError
+from refit_mx.reads import ReadTable
+from refit_mx.source_client import SourceClient
+from refit_mx.source_protocol import MOST_READS
+from refit_mx.transports.base import Fetch, FetchStats
+from refit_mx.transports.batches import Batch, RowsDone, batches, split_reads
+
+BATCH_BYTES = 16 << 20
+"""Of one request."""
+
+_Key = tuple[str, str]
+
+
+class _Work:
+    """What is left to read from one source, shared by its connections."""
+
+    def __init__(self, index: int, fetch: Fetch) -> None:
+        self.index = index
+        self.version_id = fetch.source.version_id
+        self.reads, origins = split_reads(fetch.reads, BATCH_BYTES)
+        parts = list(batches(self.reads, most_bytes=BATCH_BYTES, most_reads=MOST_READS))
+        self.rows = RowsDone(origins, parts)
+        self.count = len(parts)
+        self.left = deque(parts)
+
+
+_Event = tuple[_Work, Batch] | BaseException
+
+
+class TcpTransport:
+    """See `refit_mx.transports.base.Transport`. Its buffers are never busy after a fetch: what
+    reads into them has ended when `fetch` raises.
+
+    Args:
+        connect_timeout_s: for connecting to a source and being greeted by it.
+        connections_per_source: that a fetch of many bytes uses at the same time.
+    """
+
+    name = "tcp"
+
+    def __init__(self, *, connect_timeout_s: float = 5.0, connections_per_source: int = 2) -> None:
+        if connections_per_source < 1:
+            raise RefitConfigError(
+                f"connections_per_source {connections_per_source}; expected at least 1"
+            )
+        self._connect_timeout_s = connect_timeout_s
+        self._connections = connections_per_source
+        self._clients: dict[_Key, list[SourceClient]] = {}
+        self._registered: set[int] = set()
+
+    def register(self, scratch: torch.Tensor) -> None:
+        """See `Transport.register`."""
+        ByteSpans(scratch)  # refuses what it cannot write to
+        self._registered.add(scratch.data_ptr())
+
+    def unregister(self, scratch: torch.Tensor) -> None:
+        """See `Transport.unregister`."""
+        self._registered.discard(scratch.data_ptr())
+
+    def busy(self, scratch: torch.Tensor) -> bool:
+        """Always False: `fetch` ends its threads before it raises."""
+        return False
+
+    def fetch(
+        self,
+        fetches: Sequence[Fetch],
+        scratch: torch.Tensor,
+        *,
+        deadline: Deadline,
+        on_done: Callable[[int, int, int], None] | None = None,
+    ) -> FetchStats:
+        """See `Transport.fetch`."""
+        check_fetches(fetches, scratch, self._registered)
+        started = monotonic()
+        works = [_Work(index, fetch) for index, fetch in enumerate(fetches)]
+        events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
+        clients: list[SourceClient] = []
+        threads: list[threading.Thread] = []
+        connected = 0
+        for work, fetch in zip(works, fetches, strict=True):
+            connected += bool(work.count) and not self._is_connected(fetch)
+            for client in self._of(fetch, min(self._connections, work.count)):
+                clients.append(client)
+                threads.append(
+                    threading.Thread(
+                        target=_run,
+                        args=(work, client, ByteSpans(scratch), deadline, events),
+                        name="refit-tcp",
+                        daemon=True,
+                    )
+                )
+        try:
+            for thread in threads:
+                thread.start()
+            self._collect(events, sum(work.count for work in works), deadline, on_done)
+        except BaseException:
+            # Their buffers are this caller's again when this returns, so no thread may be left.
+            for client in clients:
+                client.abort()
+            self._clients.clear()
+            raise
+        finally:
+            for thread in threads:
+                if thread.ident is not None:
+                    thread.join()
+            if not self._clients:
+                for client in clients:
+                    client.close()
+        nbytes = sum(fetch.reads.nbytes for fetch in fetches)
+        return FetchStats(nbytes, monotonic() - started, connected)
+
+    def close(self) -> None:
+        """See `Transport.close`."""
+        for clients in self._clients.values():
+            for client in clients:
+                client.close()
+        self._clients.clear()
+
+    def _of(self, fetch: Fetch, count: int) -> list[SourceClient]:
+        key = (fetch.source.endpoint, fetch.source.incarnation)
+        clients = self._clients.setdefault(key, [])
+        while len(clients) < count:
+            clients.append(SourceClient(fetch.source, connect_timeout_s=self._connect_timeout_s))
+        return clients[:count]
+
+    def _is_connected(self, fetch: Fetch) -> bool:
+        clients = self._clients.get((fetch.source.endpoint, fetch.source.incarnation), [])
+        return any(client.connected for client in clients)
+
+    @staticmethod
+    def _collect(
+        events: queue.SimpleQueue[_Event],
+        count: int,
+        deadline: Deadline,
+        on_done: Callable[[int, int, int], None] | None,
+    ) -> None:
+        for _ in range(count):
+            try:
+                # The threads have the same deadline and know whom they wait for.
+                event = events.get(timeout=deadline.left_s + 1.0)
+            except queue.Empty:
+                raise deadline.error("reading") from None
+            if isinstance(event, BaseException):
+                raise _with_others(event, events)
+            work, batch = event
+            first, last = work.rows.done(batch)
+            if on_done is not None and last > first:
+                on_done(work.index, first, last)
+
+
+def check_fetches(fetches: Sequence[Fetch], scratch: torch.Tensor, registered: set[int]) -> None:
+    """Refuse reads that reach outside the scratch or the arenas, before anything moves.
+
+    Raises:
+        RefitConfigError: they do, or the scratch is not registered.
+    """
+    if scratch.data_ptr() not in registered:
+        raise RefitConfigError("the scratch buffer is not registered with this transport")
+    for fetch in fetches:
+        try:
+            check_reads(fetch.reads, scratch.numel(), "scratch")
+            check_reads(fetch.reads, fetch.source.arena_bytes, "source")
+        except ValueError as error:
+            raise RefitConfigError(f"source {fetch.source.worker_id!r}: {error}") from None
+
+
+def _run(
+    work: _Work,
+    client: SourceClient,
+    spans: ByteSpans,
+    deadline: Deadline,
+    events: queue.SimpleQueue[_Event],
+) -> None:
+    try:
+        while True:
+            try:
+                batch = work.left.popleft()
+            except IndexError:
+                return
+            reads: ReadTable = batch.of(work.reads)
+            client.read(reads, spans, version_id=work.version_id, deadline=deadline)
+            events.put((work, batch))
+    except BaseException as error:  # noqa: BLE001 - the caller's thread raises it
+        events.put(error)
+
+
+def _with_others(first: BaseException, events: queue.SimpleQueue[_Event]) -> BaseException:
+    """The error, which names the workers of all sources that are lost by now."""
+    if not isinstance(first, SourceLostError):
+        return first
+    lost = dict.fromkeys(first.worker_ids)
+    while True:
+        try:
+            event = events.get_nowait()
+        except queue.Empty:
+            break
+        if isinstance(event, SourceLostError):
+            lost.update(dict.fromkeys(event.worker_ids))
+    return SourceLostError(str(first), tuple(lost))

@@ -1,0 +1,192 @@
+"""A source in a process of its own, for tests that stop, kill and restart it.
+
+As a program it holds an arena, serves it, says its manifest on stdout and obeys lines on stdin.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import os
+import queue
+import secrets
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from refit_mx.arena import Arena
+from refit_mx.manifest import Manifest, ShardColumns
+from refit_mx.source_server import SourceServer
+
+LINE_TIMEOUT_S = 120.0
+
+
+def pattern(nbytes: int, seed: int) -> torch.Tensor:
+    """Bytes that differ from place to place and from seed to seed."""
+    return torch.from_numpy(np.random.default_rng(seed).integers(0, 256, nbytes, np.uint8))
+
+
+def manifest(server: SourceServer, arena: Arena, *, version_id: str = "v1", **fields) -> Manifest:
+    """What transports need to know of a source; it names no tensors."""
+    values = {
+        "model_name": "model",
+        "version_id": version_id,
+        "source_slot_id": "fsdp-0",
+        "worker_id": f"worker-{server.incarnation}",
+        "incarnation": server.incarnation,
+        "endpoint": server.endpoint,
+        "registry": None,
+        "arena_address": arena.address,
+        "arena_bytes": arena.nbytes,
+        "nixl": None,
+        "table_digest": b"",
+        "table": b"",
+        "shards": ShardColumns(axes=0, tensor=b"", start=b"", shape=b"", offset=b""),
+        "digests": b"",
+    }
+    return Manifest(**(values | fields))
+
+
+class SourceProcess:
+    """Starts the program below. A context manager that ends it, whatever its state.
+
+    Args:
+        nbytes: of its arena, whose bytes are `pattern` of ``seed``.
+        nixl: whether it has a NIXL agent.
+        port: of its server; 0 takes a free one.
+        environ: variables set for it.
+    """
+
+    def __init__(
+        self,
+        nbytes: int,
+        *,
+        seed: int = 1,
+        nixl: bool = False,
+        port: int = 0,
+        agent: str = "",
+        environ: dict[str, str] | None = None,
+    ) -> None:
+        command = [sys.executable, str(Path(__file__)), "--bytes", str(nbytes)]
+        command += ["--seed", str(seed), "--port", str(port), "--agent", agent]
+        self._process = subprocess.Popen(
+            command + ["--nixl"] * nixl,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ | (environ or {}),
+        )
+        self._lines: queue.Queue[str] = queue.Queue()
+        threading.Thread(target=self._read, daemon=True).start()
+        try:
+            self.manifest = Manifest.decode(base64.b64decode(self.line().removeprefix("source ")))
+        except BaseException:
+            self.end()
+            raise
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def tell(self, command: str) -> str:
+        """Send a command and wait until it is done; says its answer."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(command + "\n")
+        self._process.stdin.flush()
+        return self.line()
+
+    def line(self) -> str:
+        """The next line that is meant for the test."""
+        while True:
+            line = self._lines.get(timeout=LINE_TIMEOUT_S)
+            if not line:
+                raise AssertionError(f"the source ended with {self._process.wait(10)}")
+            if line.startswith(("source ", "done")):
+                return line.strip()
+
+    def stop(self) -> None:
+        """SIGSTOP, and wait until it is stopped."""
+        os.kill(self.pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WNOWAIT)
+
+    def resume(self) -> None:
+        os.kill(self.pid, signal.SIGCONT)
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait(30)
+
+    def exit(self) -> int:
+        """Let it end by itself; says its exit code."""
+        assert self._process.stdin is not None
+        self._process.stdin.write("exit\n")
+        self._process.stdin.close()
+        return self._process.wait(60)
+
+    def end(self) -> None:
+        if self._process.poll() is None:
+            self.kill()
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None and not pipe.closed:
+                pipe.close()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self._lines.put(line)
+        self._lines.put("")
+
+    def __enter__(self) -> SourceProcess:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+
+def main() -> None:
+    options = argparse.ArgumentParser()
+    options.add_argument("--bytes", type=int, required=True)
+    options.add_argument("--seed", type=int, required=True)
+    options.add_argument("--port", type=int, required=True)
+    options.add_argument("--agent", required=True)
+    options.add_argument("--nixl", action="store_true")
+    given = options.parse_args()
+    server = SourceServer(port=given.port, incarnation=secrets.token_hex(8))
+    arena = Arena(given.bytes)
+    arena.memory[: given.bytes] = pattern(given.bytes, given.seed)
+    server.serve_version("v1", arena.memory)
+    nixl = None
+    source = None
+    if given.nixl:
+        from refit_mx.transports.nixl import NixlSource
+
+        source = NixlSource(agent_name=given.agent or None)
+        nixl = source.register(arena.memory)
+    made = manifest(server, arena, nixl=nixl)
+    print("source", base64.b64encode(made.encode()).decode(), flush=True)
+    for line in sys.stdin:
+        match line.split():
+            case ["drop", version_id]:
+                server.drop_version(version_id)
+            case ["serve", version_id]:
+                server.serve_version(version_id, arena.memory)
+            case ["fill", value]:
+                arena.memory.fill_(int(value))
+            case ["unregister"]:
+                assert source is not None
+                source.unregister(arena.memory)
+            case ["exit"]:
+                break
+        print("done", flush=True)
+    if source is not None:
+        source.close()
+    server.close()
+
+
+if __name__ == "__main__":
+    main()
