@@ -1,0 +1,175 @@
+"""`ManifestService`: hands out the manifests of one publisher, as ModelExpress's workers do.
+
+The control plane keeps only a manifest's SHA-256 and where it is served. It is served by
+modelexpress_rl's own RefitWorkerService, so that ModelExpress's clients find it too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from concurrent import futures
+
+import grpc
+from modelexpress_rl import refit_pb2, refit_pb2_grpc
+
+from refit_mx.deadline import Deadline
+from refit_mx.errors import ProtocolError, RefitConfigError, SourceLostError
+
+MOST_MANIFEST_BYTES = 256 << 20
+"""Of one manifest: some four million shards."""
+_FRAME_BYTES = 1 << 16
+"""What an answer has beside the manifest, generously."""
+_WORKERS = 4
+
+
+def manifest_digest(data: bytes) -> str:
+    """As the control plane names it: SHA-256, in hexadecimal."""
+    return hashlib.sha256(data).hexdigest()
+
+
+class ManifestService(refit_pb2_grpc.RefitWorkerServiceServicer):
+    """A gRPC server for manifests, in threads of this process.
+
+    Args:
+        host: to listen on.
+        port: 0 for any that is free.
+        most_bytes: of a manifest; a larger one is refused when it is put.
+
+    Raises:
+        RefitConfigError: the address cannot be listened on.
+    """
+
+    def __init__(
+        self, *, host: str = "127.0.0.1", port: int = 0, most_bytes: int = MOST_MANIFEST_BYTES
+    ) -> None:
+        self._most_bytes = most_bytes
+        self._manifests: dict[tuple[str, str], tuple[bytes, str]] = {}
+        self._lock = threading.Lock()
+        self._server = grpc.server(
+            futures.ThreadPoolExecutor(_WORKERS, thread_name_prefix="refit-manifests"),
+            options=[
+                ("grpc.max_send_message_length", most_bytes + _FRAME_BYTES),
+                ("grpc.max_receive_message_length", _FRAME_BYTES),
+                # Two servers on one port would each get some of the calls.
+                ("grpc.so_reuseport", 0),
+            ],
+        )
+        refit_pb2_grpc.add_RefitWorkerServiceServicer_to_server(self, self._server)
+        where = f"[{host}]" if ":" in host else host
+        try:
+            bound = self._server.add_insecure_port(f"{where}:{port}")
+        except RuntimeError as error:
+            raise RefitConfigError(f"manifests cannot be served on {where}:{port}: {error}") from (
+                None
+            )
+        self._server.start()
+        self.endpoint = f"{where}:{bound}"
+
+    def put(self, version_id: str, source_slot_id: str, data: bytes) -> str:
+        """Serve a manifest.
+
+        Returns:
+            Its digest, as the control plane is to be told.
+
+        Raises:
+            RefitConfigError: it is too large, or another is served for this version and slot.
+        """
+        if len(data) > self._most_bytes:
+            raise RefitConfigError(
+                f"manifest of {version_id}: {len(data)} bytes; expected at most {self._most_bytes}"
+            )
+        digest = manifest_digest(data)
+        with self._lock:
+            known = self._manifests.setdefault((version_id, source_slot_id), (data, digest))
+        if known[1] != digest:
+            raise RefitConfigError(
+                f"another manifest is served for version {version_id}, slot {source_slot_id}; "
+                "drop it first"
+            )
+        return digest
+
+    def drop(self, version_id: str, source_slot_id: str) -> None:
+        """Serve it no more. Nothing happens if it is not served."""
+        with self._lock:
+            self._manifests.pop((version_id, source_slot_id), None)
+
+    def close(self) -> None:
+        """Stop serving. May be called again."""
+        self._server.stop(grace=0).wait(timeout=5)
+
+    def GetWeightVersionShardManifest(  # noqa: N802  # the name of the RPC
+        self,
+        request: refit_pb2.GetWeightVersionShardManifestRequest,
+        context: grpc.ServicerContext,
+    ) -> refit_pb2.GetWeightVersionShardManifestResponse:
+        """The RPC."""
+        with self._lock:
+            known = self._manifests.get((request.version_id, request.source_slot_id))
+        if known is None:
+            context.abort(
+                grpc.StatusCode.NOT_FOUND,
+                f"no manifest of version {request.version_id!r}, slot {request.source_slot_id!r} "
+                "is served here",
+            )
+        data, digest = known
+        return refit_pb2.GetWeightVersionShardManifestResponse(
+            manifest=data, manifest_digest=digest
+        )
+
+
+def fetch_manifest(
+    endpoint: str,
+    version_id: str,
+    source_slot_id: str,
+    *,
+    digest: str,
+    deadline: Deadline,
+    most_s: float,
+    most_bytes: int = MOST_MANIFEST_BYTES,
+) -> bytes:
+    """Ask a publisher for a manifest.
+
+    Args:
+        endpoint: host:port of its `ManifestService`.
+        version_id: of the control plane.
+        source_slot_id: of the control plane.
+        digest: that the control plane names.
+        deadline: for the whole operation.
+        most_s: for this call, so that one publisher that has stopped costs no more.
+        most_bytes: of a manifest.
+
+    Raises:
+        SourceLostError: no answer in time, or the publisher does not have it any more.
+        ProtocolError: it is too large, or is not what the control plane names.
+    """
+    options = [
+        ("grpc.max_receive_message_length", most_bytes + _FRAME_BYTES),
+        ("grpc.max_send_message_length", _FRAME_BYTES),
+        # Else a publisher that was restarted on its port would wait for gRPC's back-off.
+        ("grpc.use_local_subchannel_pool", 1),
+        ("grpc.enable_http_proxy", 0),
+    ]
+    timeout_s = min(most_s, deadline.check(f"asking {endpoint} for a manifest"))
+    with grpc.insecure_channel(endpoint, options=options) as channel:
+        stub = refit_pb2_grpc.RefitWorkerServiceStub(channel)
+        try:
+            answer = stub.GetWeightVersionShardManifest(
+                refit_pb2.GetWeightVersionShardManifestRequest(
+                    version_id=version_id, source_slot_id=source_slot_id
+                ),
+                timeout=timeout_s,
+            )
+        except grpc.RpcError as error:
+            code, details = error.code(), error.details()
+            if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
+                raise ProtocolError(f"{endpoint}: its manifest is too large: {details}") from None
+            raise SourceLostError(f"{endpoint}: {code.name}: {details}") from None
+    data: bytes = answer.manifest
+    found = manifest_digest(data)
+    if found != digest:
+        raise ProtocolError(
+            f"{endpoint}: its manifest of {version_id} has the digest {found[:16]}...; "
+            f"the control plane names {digest[:16]}..."
+        )
+    return data

@@ -1,0 +1,413 @@
+"""`MxV2TrainingPublisher`: publishes this process's shards, version by version, none of them torn.
+
+Each version is copied into an arena of its own and does not change until its shard was deleted in
+the control plane, which allows that only when no receiver holds a lease. There are two arenas, so a
+version can be published while the one before it is still being read.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+import torch
+
+from refit_mx.arena import Arena, DoubleArena
+from refit_mx.bounded_control import bounded
+from refit_mx.control.client import ControlClient
+from refit_mx.control.heartbeat import Heartbeat
+from refit_mx.control.records import Shard, VersionState, WorkerRole
+from refit_mx.deadline import Deadline
+from refit_mx.errors import (
+    ControlError,
+    ControlUnavailableError,
+    PhaseError,
+    RefitConfigError,
+    RefitTimeoutError,
+    VersionLeasedError,
+    VersionNotFoundError,
+    VersionNotReadyError,
+)
+from refit_mx.manifest import Manifest, NixlAgent, Registry, encode_table
+from refit_mx.manifest_service import ManifestService
+from refit_mx.settings import PublisherSettings
+from refit_mx.shard_sources import LocalShard, Publishable, local_shards
+from refit_mx.source_server import SourceServer
+from refit_mx.spans import OnPhase, phase, tell_bytes
+from refit_mx.staging import (
+    Placement,
+    StagingLayout,
+    WireDtype,
+    columns,
+    lay_out,
+    same_bytes,
+    stage,
+)
+
+if TYPE_CHECKING:
+    from refit_mx.transports.nixl import NixlSource
+
+HF_RAW = Registry("hf_raw")
+_ARENAS = 2
+
+
+@dataclass(eq=False)
+class _Held:
+    """A version that fills an arena."""
+
+    placement: Placement
+    arena: Arena
+    manifest: Manifest
+    shard: Shard
+    offered: bool = False
+    in_doubt: bool = False
+
+
+class MxV2TrainingPublisher:
+    """Publishes one source slot of a model's versions.
+
+    It is a worker of the control plane with a heartbeat: when the process ends, is told to end
+    (SIGTERM) or dies, its versions leave READY. One thread at a time publishes.
+
+    Args:
+        model_name: of the control plane.
+        source_slot_id: which of a version's expected slots this process fills, such as ``fsdp-0``.
+        control: a client, or the address of the control plane; then `close` closes the client too.
+        wire_dtype: what floating-point tensors are cast to; by tensor name if a mapping; None
+            publishes all as they are. The cast happens in the copy into the arena.
+        registry: how the bytes were prepared; None says nothing, and then no receiver with a
+            filter takes them.
+        transports: ``nixl`` and ``tcp``; None for TCP, and NIXL where it can be used. TCP is always
+            there: receivers ask it for digests.
+        host: that receivers reach this process at. Anything but loopback is open to everybody who
+            can reach it.
+        device: of the arenas, such as ``cpu`` or ``cuda:0``.
+        heartbeat_ttl_s: after this long without a sign of life the control plane takes the
+            publisher for dead.
+        timeout_s: of `publish` and `release` if the call gives none.
+        settings: the finer time limits and bounds.
+        on_phase: called with the name of each phase as it begins: stage, serve, offer. What it
+            raises ends the publish.
+
+    Raises:
+        RefitConfigError: an unknown transport, NIXL is asked for and missing, or an address that
+            cannot be listened on.
+        ControlUnavailableError: the control plane cannot be reached.
+    """
+
+    def __init__(
+        self,
+        model_name: str,
+        source_slot_id: str,
+        *,
+        control: ControlClient | str,
+        wire_dtype: WireDtype = None,
+        registry: Registry | None = HF_RAW,
+        transports: Sequence[str] | None = None,
+        host: str = "127.0.0.1",
+        device: torch.device | str = "cpu",
+        heartbeat_ttl_s: float = 15.0,
+        timeout_s: float = 60.0,
+        settings: PublisherSettings | None = None,
+        on_phase: OnPhase | None = None,
+    ) -> None:
+        self._settings = settings or PublisherSettings()
+        self._model_name = model_name
+        self._slot = source_slot_id
+        self._wire_dtype = wire_dtype
+        self._registry = registry
+        self._timeout_s = timeout_s
+        self._on_phase = on_phase
+        self._held: dict[str, _Held] = {}
+        self._lock = threading.Lock()
+        self._closed = False
+        self._stack = ExitStack()
+        self.incarnation = secrets.token_hex(16)
+        self.worker_id = f"publisher-{source_slot_id}-{secrets.token_hex(8)}"
+        with ExitStack() as stack:
+            if isinstance(control, str):
+                control = ControlClient(control, rpc_timeout_s=self._settings.rpc_timeout_s)
+                stack.callback(control.close)
+            self._control = control
+            self._nixl = _nixl_source() if _wants_nixl(transports) else None
+            if self._nixl is not None:
+                stack.callback(self._nixl.close)
+            self._agents: dict[int, NixlAgent] = {}
+            self._arenas = DoubleArena(
+                device=str(device), on_new=self._register, on_old=self._unregister
+            )
+            stack.callback(self._arenas.close)
+            self._server = SourceServer(
+                host=host, incarnation=self.incarnation, timeout_s=self._settings.source_timeout_s
+            )
+            stack.callback(self._server.close)
+            self._manifests = ManifestService(
+                host=host, most_bytes=self._settings.most_manifest_bytes
+            )
+            stack.callback(self._manifests.close)
+            self._heartbeat = Heartbeat(
+                control, self.worker_id, WorkerRole.TRAINER, model_name, ttl_s=heartbeat_ttl_s
+            )
+            stack.callback(self._heartbeat.close)
+            self._stack = stack.pop_all()
+
+    @property
+    def versions(self) -> tuple[str, ...]:
+        """That fill an arena now, the oldest first."""
+        return tuple(self._held)
+
+    def publish(
+        self,
+        version_id: str,
+        shards: Mapping[str, Publishable] | Iterable[LocalShard],
+        *,
+        timeout_s: float | None = None,
+    ) -> Manifest:
+        """Copy the shards, and offer them to receivers as this slot's part of a version.
+
+        The tensors may change as soon as this returns. Where both arenas are filled the older
+        version is released, and waited for as long as a receiver holds a lease on it.
+
+        A call that failed may be made again with the same weights, also after it had offered them.
+
+        Args:
+            version_id: which exists in the control plane and expects this slot.
+            shards: a state dict of tensors, DTensors and `LocalShard`s, or the shards themselves.
+            timeout_s: for everything.
+
+        Returns:
+            The manifest that receivers get.
+
+        Raises:
+            VersionNotFoundError: the control plane knows no such version.
+            VersionNotReadyError: the version is being released already.
+            RefitConfigError: it expects no such slot or is of another model, the shards contradict
+                each other, a number does not fit the wire dtype, or this version was published with
+                other weights.
+            RefitTimeoutError: the time is over; names the leased versions that are in the way.
+            ControlError: the control plane refused, or cannot be reached.
+        """
+        deadline = Deadline(timeout_s or self._timeout_s, f"publish of version {version_id}")
+        found = local_shards(shards) if isinstance(shards, Mapping) else list(shards)
+        with self._alone(), phase("publish", version_id) as span:
+            started = time.monotonic()
+            layout = lay_out(found, self._wire_dtype)
+            held = self._held.get(version_id)
+            if held is None:
+                self._check_version(version_id, deadline)
+                self._make_room(deadline)
+                held = self._stage(version_id, layout, deadline)
+            elif held.placement != layout.placement or not same_bytes(layout, held.arena.memory):
+                raise RefitConfigError(
+                    f"version {version_id} was published with other weights; versions do not change"
+                )
+            self._offer(version_id, held, deadline)
+            tell_bytes(span, layout.payload_bytes, time.monotonic() - started)
+        return held.manifest
+
+    def release(self, version_id: str, *, timeout_s: float | None = None) -> None:
+        """Release a version everywhere, and free its arena once no receiver holds a lease.
+
+        Nothing happens if this process does not hold it.
+
+        Raises:
+            RefitTimeoutError: it is leased for longer than ``timeout_s``; it stays as it is then.
+            ControlUnavailableError: the control plane cannot be reached.
+        """
+        deadline = Deadline(timeout_s or self._timeout_s, f"release of version {version_id}")
+        with self._alone():
+            if version_id in self._held:
+                self._retire(version_id, deadline)
+
+    def mark_stale(self) -> None:
+        """Tell the control plane that this publisher stops: its versions leave READY, for good."""
+        self._heartbeat.close()
+
+    def close(self) -> None:
+        """Say STALE, stop serving and free the memory. May be called again.
+
+        Receivers that are reading lose this source.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        self._stack.close()
+        self._held.clear()
+
+    def __enter__(self) -> MxV2TrainingPublisher:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        if self._closed:
+            raise PhaseError(f"{self.worker_id} is closed")
+        if not self._lock.acquire(blocking=False):
+            raise PhaseError(f"{self.worker_id} is publishing in another thread; one at a time")
+        try:
+            yield
+        finally:
+            self._lock.release()
+
+    def _register(self, arena: Arena) -> None:
+        if self._nixl is not None:
+            self._agents[arena.address] = self._nixl.register(arena.memory)
+
+    def _unregister(self, arena: Arena) -> None:
+        if self._nixl is not None and self._agents.pop(arena.address, None) is not None:
+            self._nixl.unregister(arena.memory)
+
+    def _check_version(self, version_id: str, deadline: Deadline) -> None:
+        """Refuse before anything is copied."""
+        version = bounded(self._control, deadline).get_version(version_id)
+        if version.model_name != self._model_name:
+            raise RefitConfigError(
+                f"version {version_id} is of model {version.model_name!r}; "
+                f"this publisher's is {self._model_name!r}"
+            )
+        if self._slot not in version.expected_source_slots:
+            raise RefitConfigError(
+                f"version {version_id} does not expect slot {self._slot!r}; it expects "
+                f"{', '.join(version.expected_source_slots[:5])}"
+            )
+        if version.state is VersionState.RELEASING:
+            raise VersionNotReadyError(f"version {version_id} is RELEASING; it takes no shards")
+
+    def _make_room(self, deadline: Deadline) -> None:
+        """Release the older versions until an arena is free."""
+        while len(self._held) >= _ARENAS:
+            self._retire(next(iter(self._held)), deadline)
+
+    def _retire(self, version_id: str, deadline: Deadline) -> None:
+        doing = f"version {version_id} fills an arena and is leased"
+        while True:
+            try:
+                control = bounded(self._control, deadline, doing)
+                control.delete_version(version_id)
+                control.delete_shard(version_id, self._slot, self.worker_id)
+                break
+            except VersionNotFoundError:
+                break  # forgotten, so nobody can hold a lease on it
+            except VersionLeasedError as error:
+                doing = f"version {version_id} fills an arena: {error}"
+            except (ControlUnavailableError, RefitTimeoutError) as error:
+                if not deadline.left_s:
+                    raise
+                doing = str(error)
+            time.sleep(min(self._settings.poll_s, deadline.check(doing)))
+        self._drop(version_id)
+
+    def _drop(self, version_id: str) -> None:
+        self._manifests.drop(version_id, self._slot)
+        self._server.drop_version(version_id)
+        self._arenas.release(version_id)
+        self._held.pop(version_id, None)
+
+    def _stage(self, version_id: str, layout: StagingLayout, deadline: Deadline) -> _Held:
+        with self._arenas.take(layout.nbytes, deadline=deadline) as lease:
+            with phase("stage", version_id, self._on_phase):
+                digests = stage(
+                    layout, lease.memory, threads=self._settings.copy_threads, deadline=deadline
+                )
+            with phase("serve", version_id, self._on_phase):
+                manifest, digest = self._serve(version_id, layout, lease.arena, b"".join(digests))
+            lease.hold(version_id)
+        shard = Shard(
+            version_id=version_id,
+            source_slot_id=self._slot,
+            worker_id=self.worker_id,
+            tensor_count=layout.tensors,
+            total_bytes=layout.payload_bytes,
+            manifest_digest=digest,
+            manifest_endpoint=self._manifests.endpoint,
+        )
+        held = _Held(layout.placement, lease.arena, manifest, shard)
+        self._held[version_id] = held
+        return held
+
+    def _serve(
+        self, version_id: str, layout: StagingLayout, arena: Arena, digests: bytes
+    ) -> tuple[Manifest, str]:
+        """Make the bytes and the manifest available. Nobody knows of them before the offer."""
+        table, shards = columns(layout)
+        table_digest, table_bytes = encode_table(table)
+        manifest = Manifest(
+            model_name=self._model_name,
+            version_id=version_id,
+            source_slot_id=self._slot,
+            worker_id=self.worker_id,
+            incarnation=self.incarnation,
+            endpoint=self._server.endpoint,
+            registry=self._registry,
+            arena_address=arena.address,
+            arena_bytes=arena.nbytes,
+            nixl=self._agents.get(arena.address),
+            table_digest=table_digest,
+            table=table_bytes,
+            shards=shards,
+            digests=digests,
+        )
+        digest = self._manifests.put(version_id, self._slot, manifest.encode())
+        try:
+            self._server.serve_version(version_id, arena.memory)
+        except BaseException:
+            self._manifests.drop(version_id, self._slot)
+            raise
+        return manifest, digest
+
+    def _offer(self, version_id: str, held: _Held, deadline: Deadline) -> None:
+        """Register the shard. Where no answer comes it may be registered all the same, so the
+        arena stays filled: the same call made again, or the release of the version, settles it."""
+        with phase("offer", version_id, self._on_phase):
+            pause_s = self._settings.poll_s
+            while True:
+                try:
+                    bounded(self._control, deadline).create_shard(held.shard)
+                    held.offered = True
+                    return
+                except (ControlUnavailableError, RefitTimeoutError) as error:
+                    held.in_doubt = True
+                    if deadline.left_s <= pause_s:
+                        raise
+                    reason = str(error)
+                except ControlError:
+                    if not held.in_doubt and not held.offered:
+                        self._drop(version_id)
+                    raise
+                time.sleep(min(pause_s, deadline.check(reason)))
+
+
+def _nixl_source() -> NixlSource:
+    from refit_mx.transports.nixl import NixlSource
+
+    return NixlSource()
+
+
+def _wants_nixl(transports: Sequence[str] | None) -> bool:
+    unknown = set(transports or ()) - {"nixl", "tcp"}
+    if unknown:
+        raise RefitConfigError(f"transports {', '.join(sorted(unknown))}; expected nixl and tcp")
+    if transports is not None and "nixl" not in transports:
+        return False
+    # Here, since a machine without NIXL needs nothing of it.
+    from refit_mx.transports.nixl import nixl_available
+
+    if transports is None:
+        return nixl_available() is None
+    why = nixl_available()
+    if why is not None:
+        raise RefitConfigError(f"transport 'nixl': {why}")
+    return True

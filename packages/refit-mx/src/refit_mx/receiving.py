@@ -1,0 +1,379 @@
+"""One attempt to receive a version: discover, plan, fetch, verify. Nothing live is known here."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import closing
+from dataclasses import dataclass
+
+import torch
+
+from refit_mx.control.client import ControlClient
+from refit_mx.control.leases import VersionLease
+from refit_mx.deadline import Deadline
+from refit_mx.discovery import SourceSet, discover_v2_sources_for_slice
+from refit_mx.errors import (
+    LayoutError,
+    ProtocolError,
+    RefitConfigError,
+    RefitTimeoutError,
+    SourceLostError,
+)
+from refit_mx.manifest import Manifest, Registry, Scalar
+from refit_mx.plan.planner import Plan, plan_reads
+from refit_mx.plan.shards import ShardTable
+from refit_mx.plan.targets import TargetTensor
+from refit_mx.reads import ReadTable
+from refit_mx.received import RefitStats
+from refit_mx.scratch import Scratch, ScratchPool
+from refit_mx.settings import ReceiverSettings
+from refit_mx.source_client import SourceClient
+from refit_mx.spans import OnPhase, phase, tell_bytes
+from refit_mx.transports.base import Fetch, Transport
+from refit_mx.transports.tcp import TcpTransport
+from refit_mx.verify import RowChecks, Verifier, row_checks
+
+_ASK_AT_ONCE = 8
+_VERIFY_THREADS = 2
+_PROBE_S = 1.0
+
+
+@dataclass(frozen=True, eq=False)
+class Attempt:
+    """What an attempt that succeeded leaves.
+
+    Attributes:
+        tensors: target name to verified tensor in scratch memory.
+        registry: how the publishers prepared the bytes.
+        give_back: of the scratch memory.
+    """
+
+    tensors: Mapping[str, torch.Tensor]
+    registry: Registry | None
+    give_back: Callable[[], None]
+
+
+@dataclass(frozen=True, eq=False)
+class _Planned:
+    """A plan and how it is verified, kept for the next version of the same structure."""
+
+    structure: bytes
+    names: tuple[str, ...]
+    plan: Plan
+    checks: tuple[RowChecks, ...]
+
+
+class Receiving:
+    """The parts of a receiver that move bytes: transports, scratch memory, the last plan.
+
+    Args:
+        control: the control plane.
+        most_scratch_bytes: of all scratch memory of one transport.
+        transport: ``nixl``, ``tcp``, ``auto`` or one that the caller closes.
+        rank: the seed of plans.
+        device: of the scratch memory.
+        settings: time limits and bounds.
+        on_phase: called as each phase begins.
+
+    Raises:
+        RefitConfigError: an unknown transport, or NIXL is asked for and missing.
+    """
+
+    def __init__(
+        self,
+        control: ControlClient,
+        *,
+        most_scratch_bytes: int,
+        transport: Transport | str,
+        rank: int,
+        device: torch.device,
+        settings: ReceiverSettings,
+        on_phase: OnPhase | None,
+    ) -> None:
+        self._control = control
+        self._rank = rank
+        self._device = device
+        self._settings = settings
+        self._on_phase = on_phase
+        self._most_scratch_bytes = most_scratch_bytes
+        self._planned: _Planned | None = None
+        self._transports: dict[str, Transport] = {}
+        self._pools: dict[str, ScratchPool] = {}
+        self._given = None if isinstance(transport, str) else transport
+        self._wanted = transport if isinstance(transport, str) else transport.name
+        if self._given is not None:
+            self._transports[self._wanted] = self._given
+        elif self._wanted not in ("nixl", "tcp", "auto"):
+            raise RefitConfigError(f"transport {self._wanted!r}; expected nixl, tcp or auto")
+        why = _nixl_missing() if self._wanted == "nixl" and self._given is None else None
+        if why is not None:
+            raise RefitConfigError(f"transport 'nixl': {why}")
+
+    def attempt(
+        self,
+        stats: RefitStats,
+        targets: Sequence[TargetTensor],
+        deadline: Deadline,
+        lease: VersionLease,
+        *,
+        exclude: Collection[str],
+        compile_target_filter: AbstractSet[str] | None,
+        required_compile_metadata: Mapping[str, Scalar] | None,
+    ) -> Attempt:
+        """Receive once; on failure the scratch memory is given back or goes into quarantine.
+
+        Args:
+            stats: added to.
+            targets: what is needed.
+            deadline: for everything.
+            lease: on the version, held until the caller is done.
+            exclude: worker ids not to read from.
+            compile_target_filter: as `discover_v2_sources_for_slice`.
+            required_compile_metadata: as `discover_v2_sources_for_slice`.
+
+        Raises:
+            RefitError: as `refit_mx.receiver.MxV2RefitReceiver.receive_weights_scratch`.
+        """
+        version_id = stats.version_id
+        started = time.monotonic()
+        with phase("discover", version_id, self._on_phase) as span:
+            sources = discover_v2_sources_for_slice(
+                self._control,
+                version_id,
+                compile_target_filter=compile_target_filter,
+                required_compile_metadata=required_compile_metadata,
+                deadline=deadline,
+                exclude=exclude,
+                source_timeout_s=self._settings.manifest_timeout_s,
+                most_manifest_bytes=self._settings.most_manifest_bytes,
+            )
+            span.set_attribute("refit.sources", len(sources.manifests))
+        stats.seconds["discover"] += time.monotonic() - started
+        started = time.monotonic()
+        with phase("plan", version_id, self._on_phase) as span:
+            shards, planned = self._plan(sources, targets)
+            span.set_attribute("refit.bytes", planned.plan.nbytes)
+        stats.seconds["plan"] += time.monotonic() - started
+        deadline.check("planning")
+        plan = planned.plan
+        used = [sources.manifests[source] for source, _ in plan.fetches]
+        transport, pool = self._transport_for(used)
+        stats.transport = transport.name
+        stats.sources = tuple(manifest.worker_id for manifest in used)
+        scratch = pool.take(max(1, plan.scratch_bytes), deadline)
+        try:
+            verifier = Verifier(shards, plan, planned.checks, scratch.memory)
+            self._move(stats, plan, used, transport, scratch, verifier, deadline)
+            self._verify(stats, plan, used, verifier, deadline, lease)
+        except BaseException:
+            pool.quarantine(scratch)
+            raise
+
+        def give_back() -> None:
+            pool.give_back(scratch)
+
+        return Attempt(_views(targets, plan, scratch.memory), sources.registry, give_back)
+
+    def close(self) -> None:
+        """Disconnect and free the memory. May be called again."""
+        for name, pool in self._pools.items():
+            pool.close()
+            if self._transports[name] is not self._given:
+                self._transports[name].close()
+        self._pools.clear()
+        self._transports.clear()
+
+    def _plan(
+        self, sources: SourceSet, targets: Sequence[TargetTensor]
+    ) -> tuple[ShardTable, _Planned]:
+        shards = ShardTable.of(sources.manifests)
+        names = tuple(target.name for target in targets)
+        known = self._planned
+        if known is not None and (known.structure, known.names) == (shards.structure, names):
+            return shards, known
+        try:
+            plan = plan_reads(shards, targets, seed=self._rank)
+        except LayoutError as error:
+            if not sources.missing_slots:
+                raise
+            raise SourceLostError(
+                f"{error}; of version {sources.version_id} no source answers for the slots "
+                f"{', '.join(sources.missing_slots[:5])} ({len(sources.missing_slots)} in all)",
+                tuple(sources.left_out),
+            ) from error
+        self._planned = _Planned(shards.structure, names, plan, row_checks(shards, plan))
+        return shards, self._planned
+
+    def _transport_for(self, used: Sequence[Manifest]) -> tuple[Transport, ScratchPool]:
+        name = self._wanted
+        without = [manifest.worker_id for manifest in used if manifest.nixl is None]
+        if name == "auto":
+            name = "tcp" if without or _nixl_missing() is not None else "nixl"
+        if name == "nixl" and without:
+            raise RefitConfigError(
+                f"transport 'nixl': {len(without)} of {len(used)} sources have no NIXL, "
+                f"such as {without[0]}; use 'auto' or 'tcp'"
+            )
+        if name not in self._transports:
+            self._transports[name] = self._made(name)
+        transport = self._transports[name]
+        if name not in self._pools:
+            self._pools[name] = ScratchPool(
+                transport, most_bytes=self._most_scratch_bytes, device=str(self._device)
+            )
+        return transport, self._pools[name]
+
+    def _made(self, name: str) -> Transport:
+        if name == "nixl":
+            from refit_mx.transports.nixl import NixlTransport
+
+            return NixlTransport()
+        return TcpTransport(
+            connect_timeout_s=self._settings.connect_timeout_s,
+            connections_per_source=self._settings.connections_per_source,
+        )
+
+    def _move(
+        self,
+        stats: RefitStats,
+        plan: Plan,
+        used: Sequence[Manifest],
+        transport: Transport,
+        scratch: Scratch,
+        verifier: Verifier,
+        deadline: Deadline,
+    ) -> None:
+        """Fetch, and verify what has arrived while more arrives."""
+        limit = self._settings.fetch_timeout_s
+        allowed = deadline.check("waiting for scratch memory")
+        fetch_deadline = (
+            Deadline(min(limit, allowed), f"fetch of version {stats.version_id}")
+            if limit is not None
+            else deadline
+        )
+        fetches = [
+            Fetch(manifest, reads) for manifest, (_, reads) in zip(used, plan.fetches, strict=True)
+        ]
+        started = time.monotonic()
+        beside = plan.nbytes >= self._settings.verify_beside_bytes
+        with ThreadPoolExecutor(_VERIFY_THREADS, thread_name_prefix="refit-verify") as threads:
+            checking: list[Future[None]] = []
+
+            def on_done(fetch: int, first: int, stop: int) -> None:
+                if beside:
+                    checking.append(threads.submit(verifier.check_rows, fetch, first, stop))
+
+            try:
+                with phase("transfer", stats.version_id, self._on_phase) as span:
+                    done = transport.fetch(
+                        fetches, scratch.memory, deadline=fetch_deadline, on_done=on_done
+                    )
+                    tell_bytes(span, done.nbytes, done.seconds)
+                    span.set_attribute("refit.transport", transport.name)
+                    span.set_attribute("refit.sources", len(used))
+                stats.seconds["fetch"] += time.monotonic() - started
+                stats.nbytes = done.nbytes
+                started = time.monotonic()
+                finished, waiting = wait(checking, timeout=deadline.left_s or 0.001)
+                if waiting:
+                    raise deadline.error("verifying what has arrived")
+                for future in finished:
+                    future.result()
+                stats.seconds["verify"] += time.monotonic() - started
+            except RefitTimeoutError as error:
+                stopped = tuple(
+                    manifest.worker_id
+                    for manifest in used
+                    if deadline.left_s and not _is_answering(manifest, deadline)
+                )
+                if not stopped:
+                    raise
+                raise SourceLostError(
+                    f"version {stats.version_id}: {len(stopped)} of {len(used)} sources do not "
+                    f"answer: {', '.join(stopped[:5])}; {error}",
+                    stopped,
+                ) from error
+            finally:
+                for future in checking:
+                    future.cancel()
+        if not beside:
+            started = time.monotonic()
+            for fetch, (_, reads) in enumerate(plan.fetches):
+                verifier.check_rows(fetch, 0, len(reads))
+            stats.seconds["verify"] += time.monotonic() - started
+
+    def _verify(
+        self,
+        stats: RefitStats,
+        plan: Plan,
+        used: Sequence[Manifest],
+        verifier: Verifier,
+        deadline: Deadline,
+        lease: VersionLease,
+    ) -> None:
+        """Ask the sources for the digests that no manifest has; and whether the lease held."""
+        started = time.monotonic()
+        limit = self._settings.digest_timeout_s
+        with phase("verify", stats.version_id, self._on_phase) as span:
+            allowed = min(limit, deadline.check("verifying"))
+            asking = Deadline(allowed, f"digests of version {stats.version_id}")
+
+            def check(fetch: int, source: Manifest) -> int:
+                def ask(rest: ReadTable) -> bytes:
+                    client = SourceClient(
+                        source, connect_timeout_s=self._settings.connect_timeout_s
+                    )
+                    with closing(client):
+                        return client.digests(rest, version_id=stats.version_id, deadline=asking)
+
+                try:
+                    return verifier.check_rest(fetch, ask)
+                except RefitTimeoutError as error:
+                    if not deadline.left_s:
+                        raise
+                    raise SourceLostError(str(error), (source.worker_id,)) from None
+
+            with ThreadPoolExecutor(_ASK_AT_ONCE, thread_name_prefix="refit-digests") as threads:
+                futures = [
+                    threads.submit(check, fetch, manifest) for fetch, manifest in enumerate(used)
+                ]
+                try:
+                    stats.asked_bytes = sum(future.result() for future in futures)
+                finally:
+                    for future in futures:
+                        future.cancel()
+            lease.check()
+            span.set_attribute("refit.bytes", plan.nbytes)
+        stats.seconds["verify"] += time.monotonic() - started
+
+
+def _nixl_missing() -> str | None:
+    """Why NIXL cannot be used here; None if it can."""
+    from refit_mx.transports.nixl import nixl_available
+
+    return nixl_available()
+
+
+def _is_answering(source: Manifest, deadline: Deadline) -> bool:
+    """Whether a source says, within `_PROBE_S`, that it holds the version."""
+    allowed = Deadline(min(_PROBE_S, max(deadline.left_s, 0.001)), "asking a source")
+    client = SourceClient(source, connect_timeout_s=_PROBE_S)
+    try:
+        with closing(client):
+            client.check_held(version_id=source.version_id, deadline=allowed)
+    except (SourceLostError, RefitTimeoutError, ProtocolError):
+        return False
+    return True
+
+
+def _views(
+    targets: Sequence[TargetTensor], plan: Plan, memory: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    views = {}
+    for target, offset in zip(targets, plan.offsets.tolist(), strict=True):
+        part = memory[offset : offset + target.nbytes]
+        views[target.name] = part.view(getattr(torch, target.dtype)).view(target.shape)
+    return views

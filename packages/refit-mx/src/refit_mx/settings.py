@@ -1,0 +1,79 @@
+"""Settings of publishers and receivers: every time limit and every bound, in one place."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from refit_mx.errors import RefitConfigError
+from refit_mx.manifest_service import MOST_MANIFEST_BYTES
+
+
+@dataclass(frozen=True)
+class PublisherSettings:
+    """Of a `refit_mx.publisher.MxV2TrainingPublisher`.
+
+    Attributes:
+        rpc_timeout_s: of one call to the control plane.
+        poll_s: between two looks at a version whose lease is waited for.
+        source_timeout_s: after which the source server gives up a receiver that takes no bytes.
+        most_manifest_bytes: of a manifest; a larger one is refused.
+        copy_threads: that copy into the arena and take digests.
+    """
+
+    rpc_timeout_s: float = 10.0
+    poll_s: float = 0.05
+    source_timeout_s: float = 30.0
+    most_manifest_bytes: int = MOST_MANIFEST_BYTES
+    copy_threads: int = 4
+
+    def __post_init__(self) -> None:
+        _positive(self)
+
+
+@dataclass(frozen=True)
+class ReceiverSettings:
+    """Of a `refit_mx.receiver.MxV2RefitReceiver`.
+
+    Attributes:
+        lease_ttl_s: a version is kept for this long after the last renewal; renewed all the time.
+        heartbeat_ttl_s: after this long without a sign of life a receiver is taken for dead.
+        rpc_timeout_s: of one call to the control plane.
+        manifest_timeout_s: one publisher that does not hand out its manifest in this time is left
+            out.
+        digest_timeout_s: one publisher that does not answer for the digests of what was read in
+            this time is lost.
+        fetch_timeout_s: of the fetch of one attempt. Then the sources that do not answer are left
+            out and the next attempt reads from others. None: a fetch may take what is left of the
+            whole operation's time.
+        connect_timeout_s: of one connection to a source.
+        connections_per_source: of the TCP transport.
+        scratch_copies: scratch memory, in multiples of what all targets take; what is in quarantine
+            counts.
+        most_manifest_bytes: of a manifest; a larger one is refused.
+        verify_beside_bytes: from this many bytes on, what has arrived is verified in a thread while
+            more arrives.
+    """
+
+    lease_ttl_s: float = 15.0
+    heartbeat_ttl_s: float = 15.0
+    rpc_timeout_s: float = 10.0
+    manifest_timeout_s: float = 5.0
+    digest_timeout_s: float = 30.0
+    fetch_timeout_s: float | None = None
+    connect_timeout_s: float = 5.0
+    connections_per_source: int = 2
+    scratch_copies: int = 3
+    most_manifest_bytes: int = MOST_MANIFEST_BYTES
+    verify_beside_bytes: int = 8 << 20
+
+    def __post_init__(self) -> None:
+        _positive(self)
+
+
+def _positive(settings: PublisherSettings | ReceiverSettings) -> None:
+    for field in fields(settings):
+        value = getattr(settings, field.name)
+        if value is not None and not value > 0:
+            raise RefitConfigError(
+                f"{type(settings).__name__}: {field.name} {value!r}; expected more than 0"
+            )

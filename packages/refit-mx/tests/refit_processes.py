@@ -1,0 +1,304 @@
+"""Programs that the tests of faults run in other processes, and how a test talks to them.
+
+Each reads commands from its standard input, one JSON a line, and answers on its standard output.
+Run as a script: ``python refit_processes.py KIND JSON``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+import zlib
+from pathlib import Path
+from typing import Any
+
+import torch
+
+WAIT_S = 60.0
+"""For a process to start, or to answer; far more than any takes."""
+
+SHAPES = {
+    "embed": ("float32", (96, 40)),
+    "layers.0.up": ("float32", (64, 33)),
+    "layers.0.norm": ("float32", (33,)),
+    "scale": ("float32", ()),
+}
+
+
+def weights(seed: int, shapes: dict[str, tuple[str, tuple[int, ...]]] = SHAPES) -> dict[str, Any]:
+    """The whole model of a seed: the same in every process."""
+    made = {}
+    for name, (dtype, shape) in shapes.items():
+        generator = torch.Generator().manual_seed(seed * 1_000_003 + zlib.crc32(name.encode()))
+        whole = torch.randn(shape, generator=generator, dtype=torch.float32)
+        made[name] = whole.to(getattr(torch, dtype))
+    return made
+
+
+def rows_of(size: int, ranks: int, rank: int) -> tuple[int, int]:
+    """The rows of one of several ranks, as torch.chunk divides them."""
+    step = -(-size // ranks)
+    return min(rank * step, size), min((rank + 1) * step, size)
+
+
+def fsdp_shards(whole: dict[str, torch.Tensor], ranks: int, rank: int) -> list[Any]:
+    """One rank's shards along the first axis; tensors without axes belong to rank 0."""
+    from refit_mx.shard_sources import LocalShard
+    from refit_mx.tensor_types import Box
+
+    shards = []
+    for name, tensor in whole.items():
+        shape = tuple(tensor.shape)
+        if not shape:
+            if rank == 0:
+                shards.append(LocalShard.whole(name, tensor))
+            continue
+        first, stop = rows_of(shape[0], ranks, rank)
+        box = Box((first, *[0] * (len(shape) - 1)), (stop - first, *shape[1:]))
+        shards.append(LocalShard(name, shape, box, tensor[first:stop]))
+    return shards
+
+
+def targets_of(
+    shapes: dict[str, tuple[str, tuple[int, ...]]] = SHAPES,
+    *,
+    axis: int = 0,
+    ranks: int = 1,
+    rank: int = 0,
+) -> list[Any]:
+    """What one of several tensor-parallel receivers wants; tensors without that axis are whole."""
+    from refit_mx.layout import TargetTPLayout
+    from refit_mx.plan.targets import replicated_target, tp_target
+    from refit_mx.tensor_types import TensorSpec
+
+    targets = []
+    for name, (dtype, shape) in shapes.items():
+        spec = TensorSpec(name, dtype, shape)
+        if axis < len(shape):
+            targets.append(tp_target(spec, TargetTPLayout(ranks, rank, axis)))
+        else:
+            targets.append(replicated_target(spec))
+    return targets
+
+
+def slice_of(
+    whole: dict[str, torch.Tensor], *, axis: int = 0, ranks: int = 1, rank: int = 0
+) -> dict[str, torch.Tensor]:
+    """What a receiver of `targets_of` has to get."""
+    found = {}
+    for name, tensor in whole.items():
+        if axis < tensor.dim():
+            first, stop = rows_of(tensor.shape[axis], ranks, rank)
+            tensor = tensor.narrow(axis, first, stop - first)
+        found[name] = tensor.contiguous()
+    return found
+
+
+def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
+    """Whether all tensors are equal byte for byte."""
+    return left.keys() == right.keys() and all(
+        left[name].shape == right[name].shape
+        and left[name].dtype == right[name].dtype
+        and torch.equal(
+            left[name].contiguous().reshape(-1).view(torch.uint8),
+            right[name].contiguous().reshape(-1).view(torch.uint8),
+        )
+        for name in left
+    )
+
+
+class Process:
+    """One of the programs below, seen from a test.
+
+    Args:
+        kind: ``publisher``, ``receiver`` or ``control``.
+        settings: of the program.
+    """
+
+    def __init__(self, kind: str, **settings: object) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, __file__, kind, json.dumps(settings)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=Path(__file__).parent,
+        )
+        self.pid = self._process.pid
+        self._answers: queue.Queue[dict[str, Any] | None] = queue.Queue()
+        threading.Thread(target=self._read, daemon=True).start()
+        self.ready = self.answer()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            with contextlib.suppress(ValueError):
+                self._answers.put(json.loads(line))
+        self._answers.put(None)
+
+    def send(self, **command: object) -> None:
+        """A command; `answer` waits for what it does."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(command) + "\n")
+        self._process.stdin.flush()
+
+    def answer(self, timeout_s: float = WAIT_S) -> dict[str, Any]:
+        """The next answer."""
+        found = self._answers.get(timeout=timeout_s)
+        assert found is not None, f"the process {self.pid} ended"
+        return found
+
+    def ask(self, timeout_s: float = WAIT_S, **command: object) -> dict[str, Any]:
+        """A command and its answer."""
+        self.send(**command)
+        return self.answer(timeout_s)
+
+    def signal(self, number: signal.Signals) -> None:
+        """To this process alone."""
+        os.kill(self.pid, number)
+        if number == signal.SIGKILL:
+            self._process.wait(WAIT_S)
+
+    def wait(self) -> int:
+        """Its exit code."""
+        return self._process.wait(WAIT_S)
+
+    def close(self) -> None:
+        """End it, whatever state it is in."""
+        if self._process.poll() is None:
+            os.kill(self.pid, signal.SIGCONT)
+            self._process.kill()
+        self._process.wait(WAIT_S)
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                with contextlib.suppress(OSError):
+                    pipe.close()
+
+
+def _say(**answer: object) -> None:
+    sys.stdout.write(json.dumps(answer) + "\n")
+    sys.stdout.flush()
+
+
+def _command() -> dict[str, Any] | None:
+    line = sys.stdin.readline()
+    return json.loads(line) if line else None
+
+
+class _Pauses:
+    """Stops at the phases that a test names, until the test says go."""
+
+    def __init__(self) -> None:
+        self.at: set[str] = set()
+
+    def __call__(self, name: str) -> None:
+        if name in self.at:
+            _say(phase=name)
+            command = _command()
+            assert command == {"do": "go"}, command
+
+
+def _failed(error: BaseException) -> None:
+    _say(
+        error=type(error).__name__, message=str(error), retryable=getattr(error, "retryable", None)
+    )
+
+
+def _publisher(settings: dict[str, Any]) -> None:
+    from refit_mx.errors import RefitError
+    from refit_mx.publisher import MxV2TrainingPublisher
+
+    pauses = _Pauses()
+    publisher = MxV2TrainingPublisher(
+        settings["model"],
+        settings.get("slot", "fsdp-0"),
+        control=settings["control"],
+        transports=settings.get("transports"),
+        heartbeat_ttl_s=settings.get("ttl_s", 15.0),
+        on_phase=pauses,
+    )
+    _say(ready=True, worker=publisher.worker_id)
+    shapes = settings.get("shapes") or SHAPES
+    shapes = {name: (dtype, tuple(shape)) for name, (dtype, shape) in shapes.items()}
+    while (command := _command()) is not None:
+        pauses.at = set(command.get("pause", ()))
+        started = time.monotonic()
+        try:
+            if command["do"] == "publish":
+                whole = weights(command["seed"], shapes)
+                shards = fsdp_shards(whole, settings.get("ranks", 1), settings.get("rank", 0))
+                publisher.publish(
+                    command["version"], shards, timeout_s=command.get("timeout_s", 30.0)
+                )
+            elif command["do"] == "release":
+                publisher.release(command["version"], timeout_s=command.get("timeout_s", 30.0))
+            elif command["do"] == "close":
+                publisher.close()
+            else:
+                raise AssertionError(command)
+        except RefitError as error:
+            _failed(error)
+        else:
+            _say(done=command["do"], seconds=time.monotonic() - started)
+    publisher.close()
+
+
+def _receiver(settings: dict[str, Any]) -> None:
+    from refit_mx.errors import RefitError
+    from refit_mx.receiver import MxV2RefitReceiver
+    from refit_mx.settings import ReceiverSettings
+
+    pauses = _Pauses()
+    shapes = settings.get("shapes") or SHAPES
+    shapes = {name: (dtype, tuple(shape)) for name, (dtype, shape) in shapes.items()}
+    layout = {key: settings[key] for key in ("axis", "ranks", "rank") if key in settings}
+    targets = targets_of(shapes, **layout)
+    receiver = MxV2RefitReceiver(
+        settings["model"],
+        control=settings["control"],
+        targets=targets,
+        transport=settings.get("transport", "tcp"),
+        rank=settings.get("rank", 0),
+        settings=ReceiverSettings(**settings.get("settings", {})),
+        on_phase=pauses,
+    )
+    live = {target.name: torch.zeros(target.shape) for target in targets}
+    _say(ready=True, worker=receiver.worker_id)
+    while (command := _command()) is not None:
+        pauses.at = set(command.get("pause", ()))
+        try:
+            if command["do"] == "refit":
+                stats = receiver.refit(
+                    command["version"], live, timeout_s=command.get("timeout_s", 30.0)
+                )
+                _say(done="refit", nbytes=stats.nbytes, attempts=stats.attempts)
+            elif command["do"] == "holds":
+                expected = slice_of(weights(command["seed"], shapes), **layout)
+                _say(same=same(live, expected))
+            else:
+                raise AssertionError(command)
+        except RefitError as error:
+            _failed(error)
+    receiver.close()
+
+
+def _control(settings: dict[str, Any]) -> None:
+    from refit_mx.control.embedded import EmbeddedControlServer
+    from refit_mx.control.store import Store
+
+    store = Store(settings["state"]) if settings.get("state") else None
+    with EmbeddedControlServer(port=settings.get("port", 0), store=store) as server:
+        _say(ready=True, address=server.address)
+        while _command() is not None:
+            pass
+
+
+if __name__ == "__main__":
+    kind, given = sys.argv[1], json.loads(sys.argv[2])
+    {"publisher": _publisher, "receiver": _receiver, "control": _control}[kind](given)

@@ -1,0 +1,131 @@
+"""Shards from state dicts: whole tensors, DTensors of any placement, shards that are described."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+
+from refit_mx.errors import RefitConfigError
+from refit_mx.shard_sources import LocalShard, local_shards
+from refit_mx.tensor_types import Box
+
+
+def test_a_plain_tensor_is_the_whole_of_a_global_tensor():
+    tensor = torch.arange(6.0).reshape(2, 3)
+    (shard,) = local_shards({"w": tensor})
+    assert (shard.name, shard.global_shape, shard.box) == ("w", (2, 3), Box((0, 0), (2, 3)))
+    assert shard.tensor.data_ptr() == tensor.data_ptr()
+
+
+def test_a_parameter_is_taken_without_its_gradient():
+    (shard,) = local_shards({"w": torch.nn.Parameter(torch.ones(2))})
+    assert not shard.tensor.requires_grad
+
+
+def test_a_tensor_without_axes_is_whole():
+    (shard,) = local_shards({"scale": torch.tensor(2.0)})
+    assert shard.box == Box((), ())
+
+
+def test_tied_weights_become_one_shard_under_each_name():
+    tied = torch.nn.Parameter(torch.randn(4, 4))
+    found = local_shards({"embed.weight": tied, "lm_head.weight": tied})
+    assert [shard.name for shard in found] == ["embed.weight", "lm_head.weight"]
+
+
+def test_described_shards_are_taken_as_they_are():
+    shards = [
+        LocalShard("w", (4, 2), Box((0, 0), (1, 2)), torch.ones(1, 2)),
+        LocalShard("w", (4, 2), Box((3, 0), (1, 2)), torch.ones(1, 2)),
+    ]
+    assert local_shards({"w": shards}) == shards
+
+
+@pytest.mark.parametrize(
+    ("box", "shape"),
+    [
+        (Box((3,), (2,)), (2,)),  # reaches out
+        (Box((0, 0), (2, 1)), (2, 1)),  # another number of axes
+        (Box((0,), (2,)), (3,)),  # the tensor is not the box's
+    ],
+)
+def test_a_shard_that_contradicts_itself_is_refused(box, shape):
+    with pytest.raises(RefitConfigError, match="w: "):
+        LocalShard("w", (4,), box, torch.zeros(shape))
+
+
+def test_a_shard_under_another_name_is_refused():
+    with pytest.raises(RefitConfigError, match="shard of 'a' stands under"):
+        local_shards({"b": LocalShard.whole("a", torch.zeros(1))})
+
+
+MESHES = {
+    "fsdp_uneven": ((4,), [("Shard", 0)], (10, 3)),
+    "fsdp_with_empty_ranks": ((4,), [("Shard", 0)], (5, 3)),
+    "tensor_parallel_columns": ((4,), [("Shard", 1)], (3, 8)),
+    "replicas_of_shards": ((2, 2), [("Replicate", 0), ("Shard", 0)], (7, 2)),
+    "two_axes": ((2, 2), [("Shard", 0), ("Shard", 1)], (6, 5)),
+    "one_axis_twice": ((2, 2), [("Shard", 0), ("Shard", 0)], (8, 3)),
+}
+
+RANK = """
+import json, sys
+import torch, torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from refit_mx.shard_sources import local_shards
+
+rank, store, meshes = int(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
+dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=4)
+found = {}
+for name, (mesh, placements, shape) in meshes.items():
+    whole = torch.arange(torch.tensor(shape).prod().item(), dtype=torch.float32).reshape(shape)
+    made = [Shard(axis) if kind == "Shard" else Replicate() for kind, axis in placements]
+    tensor = distribute_tensor(whole, init_device_mesh("cpu", tuple(mesh)), made)
+    (shard,) = local_shards({name: tensor})
+    found[name] = [list(shard.box.start), list(shard.box.shape), shard.tensor.flatten().tolist()]
+print(json.dumps(found))
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_dtensors_of_four_ranks_know_their_boxes(tmp_path: Path):
+    ranks = [
+        subprocess.Popen(
+            [
+                sys.executable,
+                "-c",
+                textwrap.dedent(RANK),
+                str(rank),
+                str(tmp_path / "store"),
+                json.dumps(MESHES),
+            ],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(4)
+    ]
+    try:
+        answers = [json.loads(rank.communicate(timeout=120)[0]) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    for name, (_, placements, shape) in MESHES.items():
+        whole = torch.arange(torch.tensor(shape).prod().item(), dtype=torch.float32).reshape(shape)
+        copies = torch.zeros(shape)
+        for answer in answers:
+            start, size, values = answer[name]
+            box = Box(tuple(start), tuple(size))
+            part = torch.tensor(values).reshape(size)
+            assert torch.equal(whole[box.slices()], part), name
+            copies[box.slices()] += 1
+        replicas = 2 if placements[0][0] == "Replicate" else 1
+        assert torch.equal(copies, torch.full(shape, float(replicas))), name
