@@ -251,7 +251,7 @@ def plan_checked(
 
 
 def chunks(size: int, ranks: int) -> list[tuple[int, int]]:
-    """First row and number of rows of each rank, as `torch.chunk` divides; empty ones at the end."""
+    """First row and number of rows of each rank, divided as `torch.chunk` does."""
     rows = math.ceil(size / ranks) if size else 0
     starts = [min(size, rank * rows) for rank in range(ranks)]
     return [(start, min(size, start + rows) - start) for start in starts]

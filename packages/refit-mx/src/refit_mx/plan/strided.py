@@ -69,8 +69,9 @@ def read_rows(
             step //= number[box, outer]
             src += at * src_step[box, outer]
             dst += at * dst_step[box, outer]
-    rows = np.empty((len(box), len(COLUMNS)), dtype=np.int64)
+    rows = np.zeros((len(box), len(COLUMNS)), dtype=np.int64)
     rows[:, 0], rows[:, 1], rows[:, 2] = src, dst, run[box]
+    rows[:, 3], rows[:, 6] = 1, 1
     for inner_level in range(min(2, axes)):
         rows[:, 3 + 3 * inner_level] = number[box, inner_level]
         rows[:, 4 + 3 * inner_level] = src_step[box, inner_level]

@@ -123,10 +123,10 @@ class TargetTensor:
 
 def _overlap(boxes: Sequence[Box]) -> bool:
     """Whether two of some boxes that are not empty share an element."""
-    start = np.array([box.start for box in boxes], dtype=np.int64).reshape(len(boxes), -1)
-    stop = start + np.array([box.shape for box in boxes], dtype=np.int64).reshape(start.shape)
     if len(boxes) < 2:
         return False
+    start = np.array([box.start for box in boxes], dtype=np.int64).reshape(len(boxes), -1)
+    stop = start + np.array([box.shape for box in boxes], dtype=np.int64).reshape(start.shape)
     # Parts side by side along one axis, as nearly all are, need no pairs.
     for axis in range(start.shape[1]):
         order = np.argsort(start[:, axis], kind="stable")

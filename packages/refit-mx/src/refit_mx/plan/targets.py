@@ -8,6 +8,7 @@ others divide as `TargetTPLayout` does.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 from refit_mx.errors import LayoutError
 from refit_mx.layout import TargetTPLayout
@@ -222,7 +223,7 @@ def expert_targets(
 def _runs(ids: Sequence[int]) -> list[tuple[int, int]]:
     """Position and length of each run of ids that count up."""
     starts = [i for i in range(len(ids)) if i == 0 or ids[i] != ids[i - 1] + 1]
-    return [(a, b - a) for a, b in zip(starts, [*starts[1:], len(ids)], strict=True)]
+    return [(a, b - a) for a, b in pairwise([*starts, len(ids)])]
 
 
 def _check_rank(name: str, tp_size: int, tp_rank: int) -> None:
