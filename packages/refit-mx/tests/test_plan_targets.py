@@ -1,0 +1,211 @@
+"""Targets: what a receiver may want, and how layouts say it."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from refit_mx.errors import LayoutError
+from refit_mx.layout import TargetTPLayout
+from refit_mx.plan.targets import (
+    TargetPart,
+    TargetTensor,
+    expert_targets,
+    fused_gate_up_target,
+    fused_qkv_target,
+    mesh_target,
+    replicated_target,
+    tp_target,
+)
+from refit_mx.tensor_types import Box, TensorSpec
+
+W = TensorSpec("w", "bfloat16", (8, 6))
+
+
+def part(start: tuple[int, ...], shape: tuple[int, ...], at: tuple[int, ...]) -> TargetPart:
+    return TargetPart("w", Box(start, shape), at)
+
+
+def test_a_builder_remembers_the_global_shape_and_may_give_another_name() -> None:
+    for target in (
+        replicated_target(W, name="mine"),
+        tp_target(W, TargetTPLayout(2, 1), name="mine"),
+        mesh_target(W, [(1, 2, 0)], name="mine"),
+    ):
+        assert target.name == "mine"
+        assert [p.global_shape for p in target.parts] == [(8, 6)]
+    assert tp_target(W, TargetTPLayout(2, 1)).name == "w"
+
+
+def test_a_slice_has_the_rows_of_the_layout() -> None:
+    target = tp_target(W, TargetTPLayout(4, 3, 1))
+    assert (target.shape, target.parts[0].box) == ((8, 0), Box((0, 6), (8, 0)))
+    assert tp_target(W, TargetTPLayout(2, 1, 1)).parts[0].box == Box((0, 3), (8, 3))
+    with pytest.raises(ValueError, match="shard_axis is 2"):
+        tp_target(W, TargetTPLayout(2, 1, 2))
+
+
+def test_a_mesh_of_no_such_axis_or_rank_is_refused() -> None:
+    with pytest.raises(ValueError, match="axis 2; it has 2"):
+        mesh_target(W, [(2, 2, 0)])
+    with pytest.raises(ValueError, match="rank 2"):
+        mesh_target(W, [(0, 2, 2)])
+
+
+@pytest.mark.parametrize(
+    ("shape", "parts"),
+    [
+        ((4, 6), [part((0, 0), (4, 5), (0, 0))]),
+        ((4, 6), [part((0, 0), (5, 6), (0, 0))]),
+        ((4, 6), []),
+        ((4, 6), [part((0, 0), (4, 6), (1, 0))]),
+        ((4, 6), [part((0, 0), (2, 6), (0, 0)), part((0, 0), (2, 6), (1, 0))]),
+        ((4, 6), [part((0, 0), (2, 6), (0, 0)), part((0, 0), (3, 6), (1, 0))]),
+        ((), [part((), (), ()), part((), (), ())]),
+        (
+            (4, 4),
+            # As many elements as expected: one corner twice, one not at all.
+            [
+                part((0, 0), (3, 3), (0, 0)),
+                part((0, 0), (1, 3), (3, 0)),
+                part((0, 0), (3, 1), (0, 3)),
+                part((0, 0), (1, 1), (2, 2)),
+            ],
+        ),
+    ],
+)
+def test_parts_that_overlap_or_leave_something_out_are_refused(
+    shape: tuple[int, ...], parts: list[TargetPart]
+) -> None:
+    with pytest.raises(LayoutError, match="target 't'"):
+        TargetTensor("t", "bfloat16", shape, tuple(parts))
+
+
+@pytest.mark.parametrize(
+    ("one", "message"),
+    [
+        (part((0, 0), (4, 6), (0,)), "expected one number for each axis"),
+        (part((0, 0), (4, 6), (0, 0, 0)), "expected one number for each axis"),
+        (part((0, 0), (4, 6), (0, -1)), "none negative"),
+        (part((0, 0, 0), (2, 2, 6), (0, 0)), "sizes of 1 along its first 1 axes"),
+    ],
+)
+def test_parts_that_lie_nowhere_are_refused(one: TargetPart, message: str) -> None:
+    with pytest.raises(LayoutError, match=message):
+        TargetTensor("t", "bfloat16", (4, 6), (one,))
+
+
+def test_an_unknown_dtype_or_shape_is_refused() -> None:
+    with pytest.raises(LayoutError, match="dtype 'f32'"):
+        TargetTensor("t", "f32", (), ())
+    with pytest.raises(LayoutError, match="none negative"):
+        TargetTensor("t", "bool", (-1,), ())
+    with pytest.raises(LayoutError, match="at most 4 axes"):
+        TargetTensor("t", "bool", (1,) * 5, ())
+
+
+def test_a_grid_of_parts_and_empty_ones_are_accepted() -> None:
+    grid = [
+        part((0, 0), (2, 3), (row, column)) for row, column in itertools.product((0, 2), (0, 3))
+    ]
+    assert TargetTensor("t", "bfloat16", (4, 6), (*grid, part((0, 0), (0, 6), (2, 0)))).nbytes == 48
+    assert TargetTensor("t", "bfloat16", (0, 6), ()).nbytes == 0
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 3), st.integers(0, 3), st.integers(1, 3), st.integers(1, 3)),
+        max_size=6,
+    ),
+    st.integers(1, 4),
+    st.integers(1, 4),
+)
+def test_parts_are_accepted_exactly_when_they_cover_each_element_once(
+    rectangles: list[tuple[int, int, int, int]], rows: int, columns: int
+) -> None:
+    covered = np.zeros((8, 8), dtype=np.int64)
+    for row, column, height, width in rectangles:
+        covered[row : row + height, column : column + width] += 1
+    right = (covered[:rows, :columns] == 1).all() and covered.sum() == rows * columns
+    parts = tuple(part((0, 0), (h, w), (r, c)) for r, c, h, w in rectangles)
+    if right:
+        TargetTensor("t", "bool", (rows, columns), parts)
+    else:
+        with pytest.raises(LayoutError):
+            TargetTensor("t", "bool", (rows, columns), parts)
+
+
+def qkv(**changes: int) -> TargetTensor:
+    heads = {"num_heads": 8, "num_kv_heads": 2, "head_dim": 4, "tp_size": 4, "tp_rank": 3}
+    q, k = TensorSpec("q", "bfloat16", (32, 5)), TensorSpec("k", "bfloat16", (8, 5))
+    return fused_qkv_target("qkv", q, k, k, **(heads | changes))
+
+
+def test_fused_qkv_takes_whole_heads() -> None:
+    target = qkv()
+    assert target.shape == (8 + 4 + 4, 5)
+    assert [(p.box.start[0], p.box.shape[0], p.at[0]) for p in target.parts] == [
+        (24, 8, 0),
+        (4, 4, 8),
+        (4, 4, 12),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_heads": 9}, "expected 9 heads of 4 rows, 36 in all"),
+        ({"head_dim": 3}, "expected 8 heads of 3 rows"),
+        ({"num_kv_heads": 4}, "'k' has shape"),
+        ({"tp_size": 3, "tp_rank": 0}, "over 3 ranks"),
+        ({"tp_size": 16}, "over 16 ranks"),
+        ({"tp_rank": 4}, "rank 4 of 4"),
+        ({"tp_rank": -1}, "rank -1 of 4"),
+    ],
+)
+def test_fused_qkv_of_heads_that_do_not_fit_is_refused(
+    changes: dict[str, int], message: str
+) -> None:
+    with pytest.raises(LayoutError, match=message):
+        qkv(**changes)
+
+
+def test_fused_qkv_fuses_biases_too_and_refuses_other_dtypes() -> None:
+    q, k = TensorSpec("q", "float32", (8,)), TensorSpec("k", "float32", (4,))
+    heads = {"num_heads": 2, "num_kv_heads": 1, "head_dim": 4, "tp_size": 2, "tp_rank": 1}
+    assert fused_qkv_target("b", q, k, k, **heads).shape == (12,)
+    with pytest.raises(LayoutError, match="expected the same dtype"):
+        fused_qkv_target("b", q, k, TensorSpec("v", "float16", (4,)), **heads)
+
+
+def test_fused_gate_up_of_shapes_or_ranks_that_do_not_fit_is_refused() -> None:
+    gate, up = TensorSpec("gate", "bool", (6, 2)), TensorSpec("up", "bool", (6, 3))
+    with pytest.raises(LayoutError, match="expected the same, with rows that 2 ranks divide"):
+        fused_gate_up_target("t", gate, up, 2, 0)
+    with pytest.raises(LayoutError, match="4 ranks"):
+        fused_gate_up_target("t", gate, gate, 4, 0)
+    with pytest.raises(LayoutError, match="rank 2 of 2"):
+        fused_gate_up_target("t", gate, gate, 2, 2)
+
+
+@pytest.mark.parametrize(
+    ("experts", "ids", "message"),
+    [
+        (TensorSpec("w", "bool", (4, 2)), [4], "different ones from 0 to 3"),
+        (TensorSpec("w", "bool", (4, 2)), [-1], "different ones from 0 to 3"),
+        (TensorSpec("w", "bool", (4, 2)), [1, 1], "different ones"),
+        (TensorSpec("w", "bool", ()), [0], "no axis of experts"),
+        ([], [], "no published experts"),
+        ([TensorSpec("a", "bool", (2,)), TensorSpec("b", "bool", (3,))], [0], "expected the same"),
+    ],
+)
+def test_experts_that_are_not_there_are_refused(
+    experts: TensorSpec | list[TensorSpec], ids: list[int], message: str
+) -> None:
+    with pytest.raises(LayoutError, match=message):
+        expert_targets("t", experts, ids)
