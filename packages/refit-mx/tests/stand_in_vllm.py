@@ -1,9 +1,9 @@
 """What of vLLM a weight-transfer engine and a fleet client touch, served over real HTTP.
 
-`provide` puts modules named ``vllm...`` in place: the abstract engine and the factory, in the newest
-form or the older one. Run as a program, this is a server with a tiny model: vLLM's development
-routes, a scheduler with the three pause modes, one worker with its own engine for each rank of the
-tensor parallelism. vLLM itself needs CUDA; names, arguments and order of calls are vLLM's.
+`provide` puts modules named ``vllm...`` in place: the abstract engine and the factory, in the
+newest form or the older one. Run as a program, this is a server with a tiny model: vLLM's routes
+for development, a scheduler with the three pause modes, one worker with its own engine for each
+rank of the tensor parallelism. vLLM itself needs CUDA; names, arguments and order of calls are its.
 
 Routes under ``/stand_in`` are not vLLM's: a test sets faults there and looks at the weights.
 """
@@ -246,7 +246,7 @@ def digest_of(model):
     """Of all bytes of a rank's parameters, in the order of their names."""
     digest = xxhash.xxh3_128()
     for name, live in sorted(model.named_parameters()):
-        digest.update(name)
+        digest.update(name.encode())
         digest.update(live.detach().contiguous().view(-1).view(torch.uint8).numpy())
     return digest.hexdigest()
 
@@ -475,7 +475,7 @@ class Handler(BaseHTTPRequestHandler):
             answer = route(query, json.loads(raw) if raw else {})
         except BadRequestError as error:
             return self.send(400, {"detail": str(error)})
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - as vLLM's server, which answers 500
             return self.send(500, {"detail": f"{type(error).__name__}: {error}"})
         if fault == "kill_after":
             os.kill(os.getpid(), signal.SIGKILL)
@@ -518,7 +518,8 @@ def main():
     Handler.application = Application(arguments)
     server = ThreadingHTTPServer(("127.0.0.1", arguments.port), Handler)
     server.daemon_threads = True
-    print(f"http://127.0.0.1:{server.server_address[1]}", flush=True)
+    sys.stdout.write(f"http://127.0.0.1:{server.server_address[1]}\n")
+    sys.stdout.flush()
     server.serve_forever()
 
 

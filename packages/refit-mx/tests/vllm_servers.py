@@ -65,7 +65,9 @@ class StandIn:
             self.restart()
 
     def get(self, path):
-        return httpx.get(self.url + path, timeout=PATIENCE_S, trust_env=False).json()
+        answer = httpx.get(self.url + path, timeout=PATIENCE_S, trust_env=False)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
 
     def post(self, path, body=None):
         answer = httpx.post(self.url + path, json=body, timeout=PATIENCE_S, trust_env=False)

@@ -55,7 +55,7 @@ class RefitFleet:
     Args:
         addresses: ``http[s]://host[:port]`` of every server, each once.
         timeout_s: for one refit, all of it.
-        init_info: for the engine of each server (`refit_mx.engine.weight_transfer.MxInitInfo`);
+        init_info: for the engine of each server (`refit_mx.engine.infos.MxInitInfo`);
             ``rank_offset`` is filled in.
         pause_mode: ``keep`` freezes the queue and goes on after it; ``wait`` lets what runs finish;
             ``abort`` ends it.
@@ -124,7 +124,7 @@ class RefitFleet:
         Args:
             version_id: of the control plane.
             update_info: more fields for the engines, see
-                `refit_mx.engine.weight_transfer.MxUpdateInfo`.
+                `refit_mx.engine.infos.MxUpdateInfo`.
             barrier: of the trainer's ranks; the others call `refit_mx.fleet.barrier.follow`.
 
         Raises:
@@ -415,9 +415,11 @@ class _Update:
 
 def _text(what: str, failed: Mapping[str, str], servers: int) -> str:
     named = [f"{address}: {why}" for address, why in list(failed.items())[:_MOST_NAMED]]
-    more = len(failed) - len(named)
-    return f"fleet: {what} at {len(failed)} of {servers} servers: {'; '.join(named)}" + (
-        f"; and {more} more" if more else ""
+    if len(failed) > len(named):
+        named.append(f"and {len(failed) - len(named)} more")
+    return (
+        f"fleet: {what} at {len(failed)} of {servers} servers: {'; '.join(named)}. "
+        "No server was resumed with another version"
     )
 
 

@@ -1,0 +1,81 @@
+"""What a worker is told, once and for each update. Comes as JSON over HTTP."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from refit_mx.errors import RefitConfigError
+
+
+# Any: options are those of the compile pass that is named.
+@dataclass
+class MxInitInfo:
+    """What a worker is told once; comes as JSON.
+
+    Attributes:
+        control_address: HOST:PORT of the control plane.
+        model_name: in the control plane; None for the one that the engine serves.
+        rank_offset: of this server's first worker among all receivers of the model.
+        transport: ``auto``, ``nixl`` or ``tcp``.
+        compile_target: what the model's weights are: a compile pass of this name runs.
+        compile_options: of that pass.
+        source_target: the compile target to receive; None for those that the pass accepts. The same
+            as ``compile_target`` receives bytes that the trainer has compiled, as they are.
+        source_metadata: what the publisher must say of its bytes.
+        timeout_s: for receiving a version.
+        attempts: of receiving, after sources were lost.
+
+    Raises:
+        ValueError: a wrong value.
+    """
+
+    control_address: str = ""
+    model_name: str | None = None
+    rank_offset: int = 0
+    transport: str = "auto"
+    compile_target: str = "hf_raw"
+    compile_options: dict[str, Any] = field(default_factory=dict)
+    source_target: str | None = None
+    source_metadata: dict[str, Any] = field(default_factory=dict)
+    timeout_s: float = 120.0
+    attempts: int = 3
+
+    def __post_init__(self) -> None:
+        if not self.control_address:
+            raise RefitConfigError("init_info: control_address is missing; expected HOST:PORT")
+        if not self.timeout_s > 0 or self.attempts < 1 or self.rank_offset < 0:
+            raise RefitConfigError(
+                f"init_info: timeout_s {self.timeout_s!r}, attempts {self.attempts!r}, rank_offset "
+                f"{self.rank_offset!r}; expected more than 0, at least 1, at least 0"
+            )
+
+
+@dataclass
+class MxUpdateInfo:
+    """What a worker is told for each update; comes as JSON.
+
+    Attributes:
+        version_id: to receive; exactly this one.
+        names: only these of the model's parameters, a partial update; None for all.
+        timeout_s: instead of that of `MxInitInfo`.
+        abort: end the update that is under way, if any, and keep the weights. The interface has no
+            call for that. Goes with nothing else.
+
+    Raises:
+        ValueError: a wrong value.
+    """
+
+    version_id: str = ""
+    names: list[str] | None = None
+    timeout_s: float | None = None
+    abort: bool = False
+
+    def __post_init__(self) -> None:
+        if self.abort == bool(self.version_id):
+            raise RefitConfigError(
+                f"update_info: version_id {self.version_id!r}, abort {self.abort!r}; "
+                "expected a version, or abort alone"
+            )
+        if self.timeout_s is not None and not self.timeout_s > 0:
+            raise RefitConfigError(f"update_info: timeout_s {self.timeout_s!r}; expected above 0")
