@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 COMMAND = str(Path(sysconfig.get_path("scripts")) / "refit-server")
-PATIENCE_S = 30.0
+PATIENCE_S = 60.0
 
 
 class Server:
@@ -97,3 +97,14 @@ def certificate(tmp_path):
         return made
 
     return make
+
+
+TOKEN = "0123456789abcdef-0123456789abcdef"
+
+
+@pytest.fixture
+def token_file(tmp_path):
+    """A file with `TOKEN`."""
+    file = tmp_path / "token"
+    file.write_text(TOKEN + "\n")
+    return file

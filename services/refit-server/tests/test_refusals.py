@@ -7,6 +7,15 @@ import pytest
 from refit_server.address import Address
 
 
+@pytest.mark.parametrize("host", ["0.0.0.0", "192.0.2.1"])
+def test_an_address_that_others_reach_is_refused_without_a_token(refused, certificate, host):
+    made = certificate("refit")
+    secrets = ("--tls-cert", str(made.cert), "--tls-key", str(made.key))
+    status, said = refused("--address", f"{host}:0", *secrets)
+    assert (status, said.count("\n")) == (1, 1)
+    assert "and a token" in said
+
+
 @pytest.mark.parametrize("host", ["0.0.0.0", "[::]", "192.0.2.1", "[::ffff:127.0.0.1]"])
 def test_an_address_that_others_reach_is_refused_without_tls(refused, host):
     status, said = refused("--address", f"{host}:0")
@@ -93,3 +102,44 @@ def test_a_key_with_a_passphrase_is_refused_without_asking_for_it(refused, certi
     status, said = refused(*tls(certificate("refit", passphrase="unknown")))
     assert (status, said.count("\n")) == (1, 1)
     assert "passphrase" in said
+
+
+@pytest.mark.parametrize("content", ["", "short", "two words of a long token", "ümlaut" * 5])
+def test_a_file_without_a_token_is_refused(refused, tmp_path, content):
+    file = tmp_path / "token"
+    file.write_text(content)
+    status, said = refused("--address", "127.0.0.1:0", "--token-file", str(file))
+    assert (status, said.count("\n")) == (1, 1)
+    assert "token file" in said
+    assert not content or content not in said
+
+
+def test_a_token_file_that_is_not_there_is_refused(refused, tmp_path):
+    missing = tmp_path / "nowhere.token"
+    status, said = refused("--address", "127.0.0.1:0", "--token-file", str(missing))
+    assert (status, said.count("\n")) == (1, 1)
+    assert "nowhere.token" in said
+
+
+def test_a_file_that_is_no_state_is_refused(refused, tmp_path):
+    file = tmp_path / "state.db"
+    file.write_text("this is no database, and it is longer than the header of one\n" * 20)
+    status, said = refused("--address", "127.0.0.1:0", "--state", str(file))
+    assert (status, said.count("\n")) == (1, 1)
+    assert "state.db" in said
+
+
+def test_a_state_in_use_is_refused(start, refused, tmp_path):
+    file = tmp_path / "state.db"
+    start("--state", str(file))
+    status, said = refused("--address", "127.0.0.1:0", "--state", str(file))
+    assert (status, said.count("\n")) == (1, 1)
+    assert "in use by another server" in said
+
+
+def test_a_metrics_port_in_use_is_refused(refused):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        status, said = refused("--address", "127.0.0.1:0", "--metrics-port", port)
+    assert (status, said.count("\n")) == (1, 1)
+    assert "for metrics: Address already in use" in said

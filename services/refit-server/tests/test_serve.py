@@ -8,7 +8,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-PATIENCE_S = 30.0
+PATIENCE_S = 60.0
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
@@ -56,15 +56,21 @@ def test_the_module_runs_as_the_command(start, health):
     assert check(health(server.address)) == SERVING
 
 
+def test_health_speaks_of_each_service(start, health):
+    stub = health(start().address)
+    assert check(stub, "model_express.refit.RefitService") == SERVING
+    assert check(stub, "model_express.p2p.P2pService") == SERVING
+
+
 def test_a_service_that_is_not_there_is_unknown(start, health):
     with pytest.raises(grpc.RpcError) as refusal:
-        check(health(start().address), "model_express.RefitService")
+        check(health(start().address), "no.such.Service")
     assert refusal.value.code() == grpc.StatusCode.NOT_FOUND
 
 
 def test_a_method_that_is_not_there_is_unimplemented(start):
     with grpc.insecure_channel(start().address) as channel:
-        call = channel.unary_unary("/model_express.RefitService/CreateWeightVersion")
+        call = channel.unary_unary("/model_express.refit.RefitService/NoSuchMethod")
         with pytest.raises(grpc.RpcError) as refusal:
             call(b"", timeout=PATIENCE_S, wait_for_ready=True)
     assert refusal.value.code() == grpc.StatusCode.UNIMPLEMENTED
@@ -138,11 +144,12 @@ def test_with_a_certificate_only_tls_is_spoken(start, health, certificate):
         health(server.address).Check(health_pb2.HealthCheckRequest(), timeout=PATIENCE_S)
 
 
-def test_with_a_certificate_every_interface_can_be_served(start, health, certificate):
+def test_with_a_certificate_and_a_token_every_interface_can_be_served(
+    start, health, certificate, token_file
+):
     made = certificate("refit")
-    server = start(
-        "--tls-cert", str(made.cert), "--tls-key", str(made.key), "--address", "0.0.0.0:0"
-    )
+    secrets = ("--tls-cert", str(made.cert), "--tls-key", str(made.key))
+    server = start(*secrets, "--token-file", str(token_file), "--address", "0.0.0.0:0")
     assert server.address.startswith("0.0.0.0:")
     trusted = grpc.ssl_channel_credentials(made.cert.read_bytes())
     here = server.address.replace("0.0.0.0", "127.0.0.1")

@@ -9,9 +9,10 @@ from typing import Annotated, NoReturn
 import typer
 
 from refit_server.address import Address
-from refit_server.server import BindError
+from refit_server.server import BindError, Keeping, MetricsAddress, StateError
 from refit_server.server import serve as serve_until_signal
 from refit_server.tls import TlsFiles
+from refit_server.token import read_token
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
@@ -27,7 +28,7 @@ def serve(
         str,
         typer.Option(
             help="HOST:PORT to listen on; port 0 takes a free one. "
-            "Not loopback: needs --tls-cert and --tls-key."
+            "Not loopback: needs --tls-cert, --tls-key and --token-file."
         ),
     ] = "127.0.0.1:50051",
     tls_cert: Annotated[
@@ -36,21 +37,75 @@ def serve(
     tls_key: Annotated[
         Path | None, typer.Option(help="PEM file with the certificate's private key.")
     ] = None,
+    token_file: Annotated[
+        Path | None,
+        typer.Option(help="File with the token that calls bring as `authorization: Bearer`."),
+    ] = None,
+    state: Annotated[
+        Path | None,
+        typer.Option(
+            help="SQLite file of versions, workers, shards and leases; made if it is not there. "
+            "Without it a restart forgets them."
+        ),
+    ] = None,
+    retention: Annotated[
+        int, typer.Option(min=0, help="READY versions that each model keeps; 0 keeps all.")
+    ] = 2,
+    forget_after_s: Annotated[
+        float,
+        typer.Option(min=1, help="Seconds until a released version without shards is forgotten."),
+    ] = 3600.0,
+    most_ttl_s: Annotated[
+        float, typer.Option(min=1, help="Longest time to live that workers and leases may ask for.")
+    ] = 86_400.0,
+    restart_grace_s: Annotated[
+        float,
+        typer.Option(
+            min=0,
+            help="Seconds after a start for which workers and leases that were live stay so; "
+            "their own time to live if that is shorter.",
+        ),
+    ] = 30.0,
+    metrics_port: Annotated[
+        int | None,
+        typer.Option(min=0, max=65535, help="Port of Prometheus metrics; 0 takes a free one."),
+    ] = None,
+    metrics_host: Annotated[
+        str, typer.Option(help="Numeric address that metrics are shown on; they need no token.")
+    ] = "127.0.0.1",
     grace_s: Annotated[
         float, typer.Option(min=0, help="Seconds that a stop may take after SIGTERM.")
     ] = 10.0,
 ) -> None:
-    """Serve until SIGTERM or SIGINT. The one line of output is the bound address."""
+    """Serve until SIGTERM or SIGINT.
+
+    The one line of output is the bound address; that of the metrics goes to standard error.
+    """
     if (tls_cert is None) != (tls_key is None):
         _refuse("--tls-cert and --tls-key: found one; expected both or neither")
     tls = TlsFiles(tls_cert, tls_key) if tls_cert is not None and tls_key is not None else None
     try:
         asyncio.run(
             serve_until_signal(
-                Address.parse(address), tls=tls, grace_s=grace_s, on_ready=typer.echo
+                Address.parse(address),
+                tls=tls,
+                token=read_token(token_file) if token_file is not None else None,
+                keeping=Keeping(
+                    state=state,
+                    retention=retention,
+                    forget_after_s=forget_after_s,
+                    most_ttl_s=most_ttl_s,
+                    restart_grace_s=restart_grace_s,
+                ),
+                metrics=MetricsAddress(metrics_host, metrics_port)
+                if metrics_port is not None
+                else None,
+                grace_s=grace_s,
+                on_ready=typer.echo,
+                on_metrics=lambda url: typer.echo(f"refit-server: metrics at {url}", err=True),
             )
         )
-    except (BindError, ValueError) as error:
+    except (BindError, StateError, ValueError) as error:
         _refuse(str(error))
 
 

@@ -11,6 +11,7 @@ import grpc
 HEADER = "authorization"
 HEALTH = "/grpc.health.v1.Health/"
 """The one service that is open: what looks at it has no token as a rule."""
+REFUSAL = "a valid bearer token is required"
 
 # grpc has no types.
 Handler = Any
@@ -27,9 +28,9 @@ def is_allowed(token: str, metadata: Iterable[tuple[str, str | bytes]] | None) -
     return False
 
 
-def refuse(request: object, context: Any) -> None:
+def _refuse(request: object, context: Any) -> None:
     """A handler's behaviour for calls without the token; the context has no types."""
-    context.abort(grpc.StatusCode.UNAUTHENTICATED, "a valid bearer token is required")
+    context.abort(grpc.StatusCode.UNAUTHENTICATED, REFUSAL)
 
 
 class TokenInterceptor(grpc.ServerInterceptor):
@@ -41,7 +42,7 @@ class TokenInterceptor(grpc.ServerInterceptor):
 
     def __init__(self, token: str) -> None:
         self._token = token
-        self._refusal = grpc.unary_unary_rpc_method_handler(refuse)
+        self._refusal = grpc.unary_unary_rpc_method_handler(_refuse)
 
     def intercept_service(self, continuation: Callable[[Any], Handler], details: Any) -> Handler:
         """Let the call through, or give the handler that refuses it."""

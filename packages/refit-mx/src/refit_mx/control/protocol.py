@@ -1,14 +1,16 @@
-"""ModelExpress's protobuf messages and services, and what they are in our records.
-
-Importing ModelExpress imports torch and NIXL's bindings. NIXL reads its environment when the first
-agent is made, so nothing is decided here yet.
-"""
+"""ModelExpress's protobuf messages and services, and what they are in our records."""
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
+from refit_mx.control.messages import (
+    compute_mx_source_id,
+    p2p_pb2,
+    p2p_pb2_grpc,
+    refit_pb2,
+    refit_pb2_grpc,
+)
 from refit_mx.control.records import (
     Code,
     ObjectStorage,
@@ -22,18 +24,8 @@ from refit_mx.control.records import (
 )
 from refit_mx.control.state import layout_signature
 
-# ModelExpress compiles a CUDA allocator if it can, and torch says on import that it cannot.
-_cuda_notice = logging.getLogger("torch.utils.cpp_extension")
-_level = _cuda_notice.level
-_cuda_notice.setLevel(logging.ERROR)
-try:
-    from modelexpress import p2p_pb2, p2p_pb2_grpc
-    from modelexpress.metadata.source_id import compute_mx_source_id
-    from modelexpress_rl import refit_pb2, refit_pb2_grpc
-finally:
-    _cuda_notice.setLevel(_level)
-
 __all__ = [
+    "compute_mx_source_id",
     "p2p_pb2",
     "p2p_pb2_grpc",
     "refit_pb2",

@@ -15,6 +15,7 @@ import grpc
 from refit_mx.control.plane import ControlPlane
 from refit_mx.control.protocol import (
     Message,
+    compute_mx_source_id,
     p2p_pb2,
     p2p_pb2_grpc,
     refit_pb2,
@@ -197,8 +198,6 @@ class P2pServicer(_Servicer, p2p_pb2_grpc.P2pServiceServicer):
 
     def PublishMetadata(self, request: Message, context: Abort) -> Message:  # noqa: N802
         def call() -> Message:
-            from modelexpress.metadata.source_id import compute_mx_source_id
-
             worker_id = text(request.worker_id, "worker_id")
             model_name = text(request.identity.model_name, "identity.model_name")
             mx_source_id = compute_mx_source_id(request.identity)
@@ -272,8 +271,6 @@ class P2pServicer(_Servicer, p2p_pb2_grpc.P2pServiceServicer):
         now_ms = self._plane.now_ms()
         wanted = None
         if request.HasField("identity"):
-            from modelexpress.metadata.source_id import compute_mx_source_id
-
             wanted = compute_mx_source_id(request.identity)
         found = [
             source

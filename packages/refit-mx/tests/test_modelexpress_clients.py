@@ -1,0 +1,340 @@
+"""ModelExpress's own control, trainer and generator clients run unchanged against our server."""
+
+import contextlib
+import os
+import queue
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import grpc
+import pytest
+import torch
+
+from refit_mx.control import EmbeddedControlServer
+from refit_mx.control import modelexpress_seams as seams
+from refit_mx.errors import RefitConfigError
+from refit_mx.tensor_types import Box
+
+mx = pytest.importorskip("modelexpress_rl")
+PATIENCE_S = 90.0
+TRAINER = Path(__file__).with_name("modelexpress_trainer.py")
+
+
+@pytest.fixture
+def server():
+    with EmbeddedControlServer(retention=0) as running:
+        yield running
+
+
+@pytest.fixture
+def control(server):
+    with mx.ModelExpressControlClient.connect(
+        server_url=server.address, rpc_timeout_seconds=10.0
+    ) as client:
+        yield client
+
+
+def create(control, key, slots=("a",), **more):
+    return control.create_weight_version(
+        model_name="m",
+        idempotency_key=key,
+        payload_format=mx.WeightPayloadFormat.FULL_TENSOR,
+        expected_source_slots=list(slots),
+        **more,
+    )
+
+
+def code_of(call):
+    with pytest.raises(grpc.RpcError) as refusal:
+        call()
+    return refusal.value.code()
+
+
+def test_the_control_client_takes_a_version_through_its_life(control):
+    version = create(control, "k", ("a", "b"))
+    assert version.state is mx.WeightVersionState.STAGING
+    assert version.expected_source_slots == ("a", "b")
+    assert version.layout_signature
+    assert control.get_weight_version(version.version_id) == version
+    assert create(control, "k", ("a", "b")) == version
+    gone = control.delete_weight_version(version.version_id)
+    assert gone.state is mx.WeightVersionState.RELEASING
+
+
+def test_the_control_client_sees_the_status_codes_of_modelexpress(control):
+    version = create(control, "k")
+    staging, ready = mx.WeightVersionState.STAGING, mx.WeightVersionState.READY
+    assert code_of(lambda: create(control, "k", ("b",))) is grpc.StatusCode.ALREADY_EXISTS
+    assert code_of(lambda: control.get_weight_version("x")) is grpc.StatusCode.NOT_FOUND
+    uid = version.version_id
+    code = code_of(lambda: control.update_weight_version_state(uid, ready))
+    assert code is grpc.StatusCode.FAILED_PRECONDITION
+    control.delete_weight_version(uid)
+    code = code_of(lambda: control.update_weight_version_state(uid, staging))
+    assert code is grpc.StatusCode.FAILED_PRECONDITION
+
+
+def test_the_control_client_creates_versions_in_object_storage_ready(control):
+    from modelexpress_rl import ObjectStorageSource, ObjectStorageType
+
+    version = create(
+        control,
+        "k",
+        (),
+        uid="v7",
+        object_storage=ObjectStorageSource(ObjectStorageType.S3, "s3://bucket/v7"),
+        state=mx.WeightVersionState.READY,
+    )
+    assert version.version_id == "v7"
+    assert version.state is mx.WeightVersionState.READY
+    assert version.object_storage.uri == "s3://bucket/v7"
+
+
+def test_the_p2p_client_publishes_finds_and_withdraws_a_source(server):
+    from modelexpress import MxClient, p2p_pb2
+
+    client = MxClient(server.address)
+    try:
+        identity = p2p_pb2.SourceIdentity(model_name="m", dtype="bfloat16")
+        worker = p2p_pb2.WorkerMetadata(
+            worker_rank=3, nixl_metadata=b"n", status=p2p_pb2.SOURCE_STATUS_READY, agent_name="g"
+        )
+        source = client.publish_metadata(identity, worker, "w")
+        (found,) = client.list_sources(identity, p2p_pb2.SOURCE_STATUS_READY).instances
+        assert (found.mx_source_id, found.worker_id, found.worker_rank) == (source, "w", 3)
+        other = p2p_pb2.SourceIdentity(model_name="m", dtype="float16")
+        assert not client.list_sources(other).instances
+        got = client.get_metadata(source, "w")
+        assert got.found
+        assert (got.worker.agent_name, got.worker.nixl_metadata) == ("g", b"n")
+        assert got.identity == identity
+        assert client.update_status(source, "w", 3, p2p_pb2.SOURCE_STATUS_STALE, source_load=0.5)
+        assert not client.list_sources(identity, p2p_pb2.SOURCE_STATUS_READY).instances
+        (stale,) = client.list_sources(identity, p2p_pb2.SOURCE_STATUS_STALE).instances
+        assert stale.source_load == 0.5
+        assert not client.update_status(source, "unknown", 0, p2p_pb2.SOURCE_STATUS_READY)
+        assert not client.get_metadata(source, "unknown").found
+    finally:
+        client.close()
+
+
+# The seams
+
+
+def test_the_installed_modelexpress_has_the_seams():
+    seams.check_modelexpress()
+
+
+def test_another_version_is_refused_by_its_number(monkeypatch):
+    monkeypatch.setattr(seams.importlib.metadata, "version", lambda _: "0.8.0")
+    with pytest.raises(RefitConfigError, match=r"modelexpress 0\.8\.0"):
+        seams.check_modelexpress()
+
+
+def test_a_seam_that_changed_is_refused_by_its_name(monkeypatch):
+    from modelexpress_rl.inference import engines
+
+    monkeypatch.setattr(engines, "_create_engine_runtime", lambda context, extra: None)
+    with pytest.raises(RefitConfigError, match="_create_engine_runtime takes"):
+        seams.check_modelexpress()
+    monkeypatch.delattr(engines, "_create_engine_runtime")
+    with pytest.raises(RefitConfigError, match="_create_engine_runtime is not there"):
+        seams.check_modelexpress()
+
+
+def test_the_seams_are_put_back():
+    from modelexpress import nixl_transfer
+    from modelexpress_rl.inference import nixl_staged_transfer
+
+    before = nixl_transfer.CudaAcceleratorBackend, nixl_staged_transfer.torch
+    with contextlib.suppress(KeyError), seams.modelexpress_on_cpu():
+        assert nixl_transfer.CudaAcceleratorBackend is not before[0]
+        raise KeyError
+    assert (nixl_transfer.CudaAcceleratorBackend, nixl_staged_transfer.torch) == before
+    assert nixl_staged_transfer.torch is torch
+
+
+# Trainer and generator
+
+
+class Trainer:
+    """A process of `modelexpress_trainer`."""
+
+    def __init__(self, rank, world, rendezvous, address):
+        with contextlib.ExitStack() as held:
+            # The client takes its ports from the environment, so they are found before it starts.
+            free = [held.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(2)]
+            ports = ",".join(str(each.getsockname()[1]) for each in free)
+        self.process = subprocess.Popen(
+            [
+                sys.executable,
+                str(TRAINER),
+                f"--rank={rank}",
+                f"--world={world}",
+                f"--rendezvous={rendezvous}",
+                f"--server={address}",
+                f"--ports={ports}",
+            ],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            bufsize=1,
+            env=nixl_environment(),
+        )
+        self.listen()
+
+    def listen(self):
+        """Read lines in a thread: NIXL writes there, too, and select does not see a buffer."""
+        self.lines = queue.SimpleQueue()
+
+        def read():
+            for line in self.process.stdout:
+                self.lines.put(line)
+            self.lines.put(None)
+
+        threading.Thread(target=read, daemon=True).start()
+
+    def line(self, first):
+        deadline = time.monotonic() + PATIENCE_S
+        while True:
+            line = self.lines.get(timeout=max(0.001, deadline - time.monotonic()))
+            assert line, f"it ended with {self.process.wait(PATIENCE_S)}; expected {first!r}"
+            if line.startswith(first):
+                return line.split()
+
+    def tell(self, word, version_id, number=0):
+        self.process.stdin.write(f"{word} {version_id} {number}\n")
+        self.process.stdin.flush()
+
+
+def nixl_environment():
+    environment = dict(os.environ)
+    if not Path("/sys/class/infiniband").exists():
+        environment.setdefault("UCX_TLS", "tcp,shm,self")
+        environment.setdefault("UCX_MODULES", "^ib")
+    return environment
+
+
+GENERATOR = """
+import sys
+import torch
+sys.path.insert(0, {tests!r})
+from modelexpress_trainer import SHAPES, weight
+from refit_mx.control.modelexpress_seams import Part, cpu_generator_context, modelexpress_on_cpu
+from refit_mx.tensor_types import Box
+
+rank, world, server = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+
+def part_of(name, shape):
+    if name == "norm":
+        box = Box.whole(shape)
+    else:
+        # Columns: what no single row-sharded source holds whole.
+        first, behind = rank * shape[1] // world, (rank + 1) * shape[1] // world
+        box = Box((0, first), (shape[0], behind - first))
+    return Part(torch.zeros(box.shape, dtype=torch.bfloat16), name, box)
+
+parts = {{name: part_of(name, shape) for name, shape in SHAPES.items()}}
+with modelexpress_on_cpu():
+    from modelexpress_rl import (
+        ModelExpressGeneratorClient, ModelExpressGeneratorConfig, WeightVersionRef
+    )
+    config = ModelExpressGeneratorConfig(
+        engine_context=cpu_generator_context(parts), model_name="m", server_url=server,
+        worker_id=f"generator-{{rank}}", registration_ttl_seconds=6, lease_ttl_seconds=6,
+        rpc_timeout_seconds=20.0,
+    )
+    with ModelExpressGeneratorClient.initialize(config) as client:
+        print("ready", flush=True)
+        for line in sys.stdin:
+            version_id, number = line.split()
+            staged = client.stage_weight(version=WeightVersionRef(version_id))
+            print("staged", flush=True)
+            sys.stdin.readline()
+            client.apply_weight(staged)
+            staged.release()
+            for name, part in parts.items():
+                want = weight(name, SHAPES[name], int(number))[part.box.slices()]
+                assert torch.equal(part.tensor, want), (name, part.tensor, want)
+            print("installed", flush=True)
+"""
+
+
+class Generator(Trainer):
+    """A process with ModelExpress's generator client; it compares what it installs itself."""
+
+    def __init__(self, rank, world, address):
+        code = GENERATOR.format(tests=str(TRAINER.parent))
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", code, str(rank), str(world), address],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            bufsize=1,
+            env=nixl_environment(),
+        )
+        self.listen()
+
+    def say(self, line):
+        self.process.stdin.write(line + "\n")
+        self.process.stdin.flush()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("trainers", "generators"), [(1, 1), (2, 2)])
+def test_trainer_and_generator_clients_refit_byte_for_byte(
+    server, control, tmp_path, trainers, generators
+):
+    pytest.importorskip("nixl_cu12", reason="NIXL has wheels for Linux alone")
+    started = []
+    try:
+        ranks = [
+            Trainer(rank, trainers, tmp_path / "rendezvous", server.address)
+            for rank in range(trainers)
+        ]
+        started += ranks
+        takers = [Generator(rank, generators, server.address) for rank in range(generators)]
+        started += takers
+        slots = [rank.line("slot")[1] for rank in ranks]
+        for taker in takers:
+            taker.line("ready")
+        for number in (1, 2):
+            version = create(control, f"step-{number}", slots)
+            for rank in ranks:
+                rank.tell("publish", version.version_id, number)
+            for rank in ranks:
+                rank.line("done")
+            current = control.get_weight_version(version.version_id)
+            assert current.state is mx.WeightVersionState.READY
+            for taker in takers:
+                taker.say(f"{version.version_id} {number}")
+            for taker in takers:
+                taker.line("staged")
+            for taker in takers:
+                taker.say("go")
+            for taker in takers:
+                taker.line("installed")
+            # Nobody holds a lease any more, so the trainers may take their shards back.
+            control.delete_weight_version(version.version_id)
+            for rank in ranks:
+                rank.tell("release", version.version_id)
+            for rank in ranks:
+                rank.line("done")
+        for each in started:
+            each.process.stdin.close()
+        for each in started:
+            assert each.process.wait(PATIENCE_S) == 0
+    finally:
+        for each in started:
+            each.process.kill()
+            each.process.wait(PATIENCE_S)
+
+
+def test_a_part_whose_box_does_not_fit_is_refused():
+    part = seams.Part(torch.zeros(2, 2), "w", Box((0, 0), (2, 3)))
+    with pytest.raises(ValueError, match="box of shape"):
+        seams.cpu_generator_context({"w": part})
