@@ -11,8 +11,8 @@ import threading
 from concurrent import futures
 
 import grpc
-from modelexpress_rl import refit_pb2, refit_pb2_grpc
 
+from refit_mx.control.messages import refit_pb2, refit_pb2_grpc
 from refit_mx.deadline import Deadline
 from refit_mx.errors import ProtocolError, RefitConfigError, SourceLostError
 
@@ -112,6 +112,7 @@ class ManifestService(refit_pb2_grpc.RefitWorkerServiceServicer):
                 f"no manifest of version {request.version_id!r}, slot {request.source_slot_id!r} "
                 "is served here",
             )
+            raise AssertionError("abort raises")
         data, digest = known
         return refit_pb2.GetWeightVersionShardManifestResponse(
             manifest=data, manifest_digest=digest

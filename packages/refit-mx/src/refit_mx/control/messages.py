@@ -10,11 +10,11 @@ them, with these very modules.
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.machinery import PathFinder
 from types import ModuleType
 
 _lock = threading.Lock()
@@ -30,7 +30,7 @@ def _bare(*packages: str) -> Iterator[None]:
                 if name in sys.modules:
                     continue
                 top, _, rest = name.partition(".")
-                spec = importlib.util.find_spec(top)
+                spec = PathFinder.find_spec(top)
                 if spec is None or not spec.submodule_search_locations:
                     raise ModuleNotFoundError(f"No module named {top!r}", name=top)
                 module = ModuleType(name)
