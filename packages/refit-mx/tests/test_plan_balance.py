@@ -6,13 +6,15 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plan_reference import Held, Model, plan_checked, sharded
+from plan_reference import Held, Model, plan_checked, publish, sharded
 
 from refit_mx.errors import LayoutError
 from refit_mx.layout import TargetTPLayout
 from refit_mx.plan.balance import spread
 from refit_mx.plan.cells import divide
-from refit_mx.plan.targets import replicated_target, tp_target
+from refit_mx.plan.planner import plan_reads
+from refit_mx.plan.shards import ShardTable
+from refit_mx.plan.targets import TargetPart, TargetTensor, replicated_target, tp_target
 from refit_mx.tensor_types import Box, TensorSpec
 
 
@@ -95,3 +97,16 @@ def test_shards_that_overlap_in_too_many_ways_are_refused_at_once() -> None:
     stop = start + rng.integers(1, 10**5, (2000, 2))
     with pytest.raises(LayoutError, match=r"2000 different shards .* expected at most"):
         divide(np.array([2 * 10**6, 2 * 10**6]), start, stop)
+
+
+def test_shards_and_parts_of_one_tensor_that_make_too_many_pairs_are_refused() -> None:
+    spec = TensorSpec("w", "uint8", (6000,))
+    rows: list[Held] = [[("w", Box((row,), (1,))) for row in range(6000)]]
+    shards = ShardTable.of(publish(Model.of([spec]), rows).manifests)
+    targets = [
+        TargetTensor(f"row{row}", "uint8", (1,), (TargetPart("w", Box((row,), (1,)), (0,)),))
+        for row in range(6000)
+    ]
+    assert plan_reads(shards, targets[:100]).nbytes == 100
+    with pytest.raises(LayoutError, match="36000000 pairs of one tensor"):
+        plan_reads(shards, targets)

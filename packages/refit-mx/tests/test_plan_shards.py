@@ -8,7 +8,7 @@ import pytest
 import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plan_reference import Model, publish, sharded
+from plan_reference import Model, check_plan, publish, sharded
 
 from refit_mx.errors import CompileTargetError, LayoutError, ProtocolError
 from refit_mx.manifest import (
@@ -81,6 +81,32 @@ def test_the_digests_of_a_shard_are_those_of_its_blocks() -> None:
         for at in range(0, len(content), BLOCK_BYTES)
     )
     assert len(shards.block_digests(0, 2)) == 4 * DIGEST_BYTES
+
+
+def test_the_next_version_of_the_same_layout_has_the_same_structure_and_its_plan_is_right() -> None:
+    held = [[("w", box)] for box in sharded(W, 0, 2)]
+    later = publish(Model.of([W], 1), held)
+    later.manifests = [
+        msgspec.structs.replace(m, version_id="v2", arena_address=1 << 20) for m in later.manifests
+    ]
+    one = ShardTable.of(publish(Model.of([W]), held).manifests)
+    two = ShardTable.of(later.manifests)
+    assert one.structure == two.structure
+    target = replicated_target(W)
+    check_plan(plan_reads(one, [target]), two, [target], later, Model.of([W], 1))
+
+
+@pytest.mark.parametrize("field", ["worker_id", "source_slot_id", "endpoint", "offset", "order"])
+def test_another_source_or_layout_has_another_structure(field: str) -> None:
+    manifests = good()
+    if field == "order":
+        others = manifests[::-1]
+    elif field == "offset":
+        others = [with_columns(manifests[0], offset=numbers(0, 0)), manifests[1]]
+        assert others[0].shards.offset != manifests[0].shards.offset
+    else:
+        others = [msgspec.structs.replace(manifests[0], **{field: "other:1"}), manifests[1]]
+    assert ShardTable.of(others).structure != ShardTable.of(manifests).structure
 
 
 def test_replicas_are_decoded_once() -> None:

@@ -8,8 +8,12 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from refit_mx.errors import LayoutError
 from refit_mx.plan.held_boxes import HeldBoxes
 from refit_mx.plan.target_columns import TargetColumns
+
+_MOST_PAIRS = 1 << 25
+"""Of one source's shards and wanted parts of the same tensor: what they take stays under 2 GB."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,7 +37,12 @@ class Pieces:
     def of(self, rows: npt.NDArray[np.int64]) -> Pieces:
         """Some of them, in this order."""
         return Pieces(
-            self.part[rows], self.held[rows], self.row[rows], self.start[rows], self.stop[rows]
+            self.part[rows],
+            self.held[rows],
+            self.row[rows],
+            # Several times as fast as indexing, for rows of several numbers.
+            self.start.take(rows, axis=0),
+            self.stop.take(rows, axis=0),
         )
 
 
@@ -47,6 +56,9 @@ def shared_pieces(
         live: indices of those to look at.
         wanted: parts.
         tensors: number of published tensors.
+
+    Raises:
+        LayoutError: a source has so many shards of one tensor that looking takes too long.
     """
     found = [_pieces(held[index], index, wanted, tensors) for index in live]
     if len(found) == 1:
@@ -71,6 +83,11 @@ def _pieces(held: HeldBoxes, index: int, wanted: TargetColumns, tensors: int) ->
     row = firsts[wanted.tensor[part]]
     if counts.max(initial=0) > 1:
         times = counts[wanted.tensor[part]]
+        if times.sum() > _MOST_PAIRS:
+            raise LayoutError(
+                f"the {len(held)} shards of a source and the {len(wanted.tensor)} wanted parts "
+                f"make {times.sum()} pairs of one tensor; expected at most {_MOST_PAIRS}"
+            )
         within = np.arange(times.sum()) - np.repeat(np.cumsum(times) - times, times)
         part, row = np.repeat(part, times), np.repeat(row, times) + within
     if held.by_tensor is not None:

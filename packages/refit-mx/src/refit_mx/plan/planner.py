@@ -245,23 +245,25 @@ def _as_plan(shards: ShardTable, wanted: TargetColumns, taken: _Taken) -> Plan:
     shard_of_read = []
     for index in np.unique(source).tolist():
         some = order[np.searchsorted(source, index) : np.searchsorted(source, index, side="right")]
-        part, start, stop = taken.part[some], taken.start[some], taken.stop[some]
-        row = taken.row[some]
+        part, row = taken.part[some], taken.row[some]
+        start, stop = taken.start.take(some, axis=0), taken.stop.take(some, axis=0)
         held = shards.boxes(index)
         axes = start.shape[1]
         item_size = shards.tensors.item_size[wanted.tensor[part]]
-        origin = held.start[row, :axes]
-        held_shape = held.stop[row, :axes] - origin
+        origin = held.start.take(row, axis=0)[:, :axes]
+        held_shape = held.stop.take(row, axis=0)[:, :axes] - origin
         stride = np.empty_like(start)
         stride[:, -1] = item_size
         for axis in range(axes - 2, -1, -1):
             stride[:, axis] = stride[:, axis + 1] * held_shape[:, axis + 1]
+        base, dst_stride = wanted.base[part], wanted.stride.take(part, axis=0)
+        part_start = wanted.start.take(part, axis=0)
         rows, box = read_rows(
             shards.arena_offsets[index][row] + ((start - origin) * stride).sum(axis=1),
-            wanted.base[part] + ((start - wanted.start[part]) * wanted.stride[part]).sum(axis=1),
+            base + ((start - part_start) * dst_stride).sum(axis=1),
             stop - start,
             stride,
-            wanted.stride[part],
+            dst_stride,
             item_size,
         )
         reads = ReadTable(rows)
