@@ -101,6 +101,7 @@ class MxV2RefitReceiver:
         )
         try:
             self._receiving = Receiving(
+                model_name,
                 self._control,
                 most_scratch_bytes=self._settings.scratch_copies * _scratch_bytes(targets),
                 transport=transport,

@@ -70,6 +70,7 @@ class Receiving:
     """The parts of a receiver that move bytes: transports, scratch memory, the last plan.
 
     Args:
+        model_name: whose versions.
         control: the control plane.
         most_scratch_bytes: of all scratch memory of one transport.
         transport: ``nixl``, ``tcp``, ``auto`` or one that the caller closes.
@@ -84,6 +85,7 @@ class Receiving:
 
     def __init__(
         self,
+        model_name: str,
         control: ControlClient,
         *,
         most_scratch_bytes: int,
@@ -93,6 +95,7 @@ class Receiving:
         settings: ReceiverSettings,
         on_phase: OnPhase | None,
     ) -> None:
+        self._model_name = model_name
         self._control = control
         self._rank = rank
         self._device = device
@@ -152,6 +155,12 @@ class Receiving:
             )
             span.set_attribute("refit.sources", len(sources.manifests))
         stats.seconds["discover"] += time.monotonic() - started
+        found = sources.manifests[0].model_name
+        if found != self._model_name:
+            raise RefitConfigError(
+                f"version {version_id} is of model {found!r}; "
+                f"this receiver's is {self._model_name!r}"
+            )
         started = time.monotonic()
         with phase("plan", version_id, self._on_phase) as span:
             shards, planned = self._plan(sources, targets)

@@ -120,7 +120,7 @@ class Verifier:
         self._plan = plan
         self._checks = checks
         self._scratch = scratch
-        self._bytes = memoryview(scratch.numpy()) if scratch.device.type == "cpu" else None
+        self._bytes = scratch.numpy().data if scratch.device.type == "cpu" else None
 
     def check_rows(self, fetch: int, first: int, stop: int) -> None:
         """Check the whole blocks of some reads that have arrived.
@@ -188,7 +188,7 @@ class Verifier:
         if run == n1 * n2 * run:
             for at in range(skip, stop, _CHUNK_BYTES):
                 part = self._scratch[dst + at : dst + min(at + _CHUNK_BYTES, stop)]
-                yield memoryview(part.cpu().numpy())
+                yield part.cpu().numpy().data
             return
         # Strided reads are checked whole, so skip is 0 and stop is the length.
         runs = max(1, _CHUNK_BYTES // run)
@@ -198,7 +198,7 @@ class Verifier:
                 view = torch.as_strided(
                     self._scratch, (count, run), (dst1, 1), dst + j * dst2 + i * dst1
                 )
-                yield memoryview(view.contiguous().cpu().numpy().reshape(-1))
+                yield view.contiguous().cpu().numpy().reshape(-1).data
 
     def check_rest(self, fetch: int, ask: Callable[[ReadTable], bytes]) -> int:
         """Check what a source has to be asked for. All of the fetch has arrived.
