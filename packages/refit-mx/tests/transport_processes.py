@@ -69,11 +69,10 @@ class SourceProcess:
         seed: int = 1,
         nixl: bool = False,
         port: int = 0,
-        agent: str = "",
         environ: dict[str, str] | None = None,
     ) -> None:
         command = [sys.executable, str(Path(__file__)), "--bytes", str(nbytes)]
-        command += ["--seed", str(seed), "--port", str(port), "--agent", agent]
+        command += ["--seed", str(seed), "--port", str(port)]
         self._process = subprocess.Popen(
             command + ["--nixl"] * nixl,
             stdin=subprocess.PIPE,
@@ -148,12 +147,16 @@ class SourceProcess:
         self.end()
 
 
+def say(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
 def main() -> None:
     options = argparse.ArgumentParser()
     options.add_argument("--bytes", type=int, required=True)
     options.add_argument("--seed", type=int, required=True)
     options.add_argument("--port", type=int, required=True)
-    options.add_argument("--agent", required=True)
     options.add_argument("--nixl", action="store_true")
     given = options.parse_args()
     server = SourceServer(port=given.port, incarnation=secrets.token_hex(8))
@@ -165,10 +168,10 @@ def main() -> None:
     if given.nixl:
         from refit_mx.transports.nixl import NixlSource
 
-        source = NixlSource(agent_name=given.agent or None)
+        source = NixlSource()
         nixl = source.register(arena.memory)
     made = manifest(server, arena, nixl=nixl)
-    print("source", base64.b64encode(made.encode()).decode(), flush=True)
+    say("source " + base64.b64encode(made.encode()).decode())
     for line in sys.stdin:
         match line.split():
             case ["drop", version_id]:
@@ -182,7 +185,7 @@ def main() -> None:
                 source.unregister(arena.memory)
             case ["exit"]:
                 break
-        print("done", flush=True)
+        say("done")
     if source is not None:
         source.close()
     server.close()

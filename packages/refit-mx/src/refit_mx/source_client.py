@@ -78,7 +78,7 @@ class SourceClient:
         with self._errors(deadline, "connecting"):
             limit = Deadline(min(deadline.check(), self._connect_timeout_s), "connecting")
             try:
-                self._sock = self._greeted(limit)
+                self._ok(self.greeting(limit))
             except (RefitTimeoutError, TimeoutError):
                 deadline.check("connecting")
                 raise self._lost(f"did not answer for {self._connect_timeout_s:g} s") from None
@@ -109,9 +109,9 @@ class SourceClient:
                 spans.store(chunk)
             else:
                 receive_length(sock, 0, deadline)
-                self._expect_ok(sock, deadline)
+                self._ok(self._receive(deadline))
                 return
-            self._expect_ok(sock, deadline)
+            self._ok(self._receive(deadline))
             raise ProtocolError("the bytes ended before the last one")
 
     def digests(self, reads: ReadTable, *, version_id: str, deadline: Deadline) -> bytes:
@@ -130,8 +130,7 @@ class SourceClient:
             part = batch.of(reads)
             self.connect(deadline)
             with self._errors(deadline, "asking for digests"):
-                sock = self._send(Digest(version_id, encode_reads(part)), deadline)
-                data = self._expect_ok(sock, deadline).data
+                data = self._ok(self._answer(Digest(version_id, encode_reads(part)), deadline)).data
                 if len(data) != len(part) * DIGEST_BYTES:
                     raise ProtocolError(f"{len(data)} bytes of digests for {len(part)} reads")
                 found += data
@@ -141,7 +140,7 @@ class SourceClient:
         """Raise `SourceLostError` unless the source holds the version."""
         self.connect(deadline)
         with self._errors(deadline, "asking for the version"):
-            self._expect_ok(self._send(Ping(version_id), deadline), deadline)
+            self._ok(self._answer(Ping(version_id), deadline))
 
     def abort(self) -> None:
         """End what another thread is doing with it, at once; that thread gets `SourceLostError`."""
@@ -155,24 +154,28 @@ class SourceClient:
         """Disconnect. May be called again; the next use connects anew."""
         self._drop()
 
-    def _greeted(self, deadline: Deadline) -> socket.socket:
+    def greeting(self, deadline: Deadline) -> Answer:
+        """Connect, and say what the server answers to HELLO.
+
+        Raises:
+            OSError: it cannot be reached, or not in time.
+            ProtocolError: what answers is no source server, or the endpoint is no address.
+        """
         host, _, port = self._source.endpoint.rpartition(":")
         try:
             address = (host.strip("[]"), int(port))
         except ValueError:
             raise ProtocolError(f"endpoint {self._source.endpoint!r}; expected host:port") from None
-        sock = socket.create_connection(address, timeout=deadline.left_s)
+        sock = socket.create_connection(address, timeout=deadline.check("connecting"))
         try:
             sock.settimeout(None)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._adopt(sock)
-            self._send(Hello(self._source.incarnation), deadline)
-            self._expect_ok(sock, deadline)
+            return self._answer(Hello(self._source.incarnation), deadline)
         except BaseException:
             sock.close()
             self._sock = None
             raise
-        return sock
 
     def _adopt(self, sock: socket.socket) -> None:
         with self._lock:
@@ -185,8 +188,15 @@ class SourceClient:
         send_buffers(self._sock, [memoryview(frame(request))], deadline)
         return self._sock
 
-    def _expect_ok(self, sock: socket.socket, deadline: Deadline) -> Answer:
-        answer = decode_answer(receive_frame(sock, MOST_FRAME, deadline))
+    def _receive(self, deadline: Deadline) -> Answer:
+        assert self._sock is not None
+        return decode_answer(receive_frame(self._sock, MOST_FRAME, deadline))
+
+    def _answer(self, request: Request, deadline: Deadline) -> Answer:
+        self._send(request, deadline)
+        return self._receive(deadline)
+
+    def _ok(self, answer: Answer) -> Answer:
         if answer.status == "ok":
             return answer
         if answer.status == "refused":
@@ -221,3 +231,22 @@ class SourceClient:
             if self._sock is not None:
                 self._sock.close()
                 self._sock = None
+
+
+def is_gone(source: Manifest, timeout_s: float) -> bool:
+    """Whether the process of a manifest is known to have ended.
+
+    That is if its address refuses connections, or another process answers there. A process that
+    was stopped still takes connections, and one that cannot be reached may come back: both are not
+    gone.
+    """
+    client = SourceClient(source)
+    try:
+        answer = client.greeting(Deadline(timeout_s, "asking whether a source is gone"))
+    except ConnectionRefusedError:
+        return True
+    except (OSError, ProtocolError):
+        return False
+    finally:
+        client.close()
+    return answer.status == "incarnation"

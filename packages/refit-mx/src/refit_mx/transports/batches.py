@@ -25,25 +25,35 @@ class Batch(NamedTuple):
         return ReadTable(reads.rows[self.first : self.last])
 
 
-def batches(reads: ReadTable, *, most_bytes: int, most_reads: int) -> Iterator[Batch]:
-    """Consecutive rows of at most ``most_bytes`` together, or one row that has more."""
+def batches(
+    reads: ReadTable, *, most_bytes: int, most_reads: int, most_runs: int | None = None
+) -> Iterator[Batch]:
+    """Consecutive rows of at most so many bytes, rows and runs together, or one row with more."""
     ends = np.cumsum(_sizes(reads))
-    first, before = 0, 0
+    run_ends = np.cumsum(reads.rows[:, 3] * reads.rows[:, 6])
+    first, before, runs_before = 0, 0, 0
     while first < len(ends):
-        fitting = int(np.searchsorted(ends, before + most_bytes, side="right"))
-        last = max(first + 1, min(fitting, first + most_reads))
+        last = min(first + most_reads, int(np.searchsorted(ends, before + most_bytes, "right")))
+        if most_runs is not None:
+            last = min(last, int(np.searchsorted(run_ends, runs_before + most_runs, "right")))
+        last = max(first + 1, last)
         end = int(ends[last - 1])
         yield Batch(first, last, end - before)
-        first, before = last, end
+        first, before, runs_before = last, end, int(run_ends[last - 1])
 
 
-def split_reads(reads: ReadTable, most_bytes: int) -> tuple[ReadTable, Rows]:
-    """The same bytes in rows of at most ``most_bytes``.
+def split_reads(
+    reads: ReadTable, most_bytes: int, most_runs: int | None = None
+) -> tuple[ReadTable, Rows]:
+    """The same bytes in rows of at most so many bytes and runs.
 
     Returns:
         The table, and for each of its rows the row of ``reads`` that it is a part of, ascending.
     """
-    large = np.flatnonzero(_sizes(reads) > most_bytes)
+    most_runs = most_runs or np.iinfo(np.int64).max
+    large = np.flatnonzero(
+        (_sizes(reads) > most_bytes) | (reads.rows[:, 3] * reads.rows[:, 6] > most_runs)
+    )
     whole = np.arange(len(reads), dtype=np.int64)
     if not len(large):
         return reads, whole
@@ -51,7 +61,7 @@ def split_reads(reads: ReadTable, most_bytes: int) -> tuple[ReadTable, Rows]:
     origins: list[Rows] = []
     done = 0
     for row in large.tolist():
-        parts = np.array(list(_parts(reads.rows[row].tolist(), most_bytes)), np.int64)
+        parts = np.array(list(_parts(reads.rows[row].tolist(), most_bytes, most_runs)), np.int64)
         tables += [reads.rows[done:row], parts]
         origins += [whole[done:row], np.full(len(parts), row, np.int64)]
         done = row + 1
@@ -100,15 +110,15 @@ def _sizes(reads: ReadTable) -> Rows:
     return sizes
 
 
-def _parts(row: list[int], most_bytes: int) -> Iterator[tuple[int, ...]]:
+def _parts(row: list[int], most_bytes: int, most_runs: int) -> Iterator[tuple[int, ...]]:
     src, dst, run, n1, src1, dst1, n2, src2, dst2 = row
-    if run * n1 <= most_bytes:
-        step = most_bytes // (run * n1)
+    if run * n1 <= most_bytes and n1 <= most_runs:
+        step = min(most_bytes // (run * n1), most_runs // n1)
         for j in range(0, n2, step):
             n = min(step, n2 - j)
             yield src + j * src2, dst + j * dst2, run, n1, src1, dst1, n, src2, dst2
         return
-    step = max(1, most_bytes // run)
+    step = max(1, min(most_bytes // run, most_runs))
     for j in range(n2):
         for i in range(0, n1, step):
             s, d = src + j * src2 + i * src1, dst + j * dst2 + i * dst1
