@@ -34,8 +34,9 @@ class Lapses:
         smaller of its time to live and ``grace_s`` from now.
         """
         ledger = self._ledger
-        for record in records:
-            if isinstance(record, Worker | Lease) and not getattr(record, "stale", False):
+        for record in sorted(records, key=_released_first):
+            ended = isinstance(record, Worker) and (record.stale or record.lapsed)
+            if isinstance(record, Worker | Lease) and not ended:
                 granted = now_ms + min(record.ttl_ms, int(grace_s * 1000))
                 # A clock that was set back must not make anything live longer than it asked for.
                 kept = min(record.expires_at_ms, now_ms + record.ttl_ms)
@@ -107,6 +108,10 @@ class Lapses:
 
     def worker_ended(self, worker: Worker, now_ms: int) -> None:
         """The worker lapsed or said STALE."""
+        if not worker.stale and not worker.lapsed:
+            # Kept, so that a restart does not take it for one that could not renew.
+            worker.lapsed = True
+            self._ledger.put(worker)
         self._ledger.at(worker.expires_at_ms + self._forget_after_ms, "forget", worker.worker_id)
         for uid in {key[0] for key in self._ledger.shards_of.get(worker.worker_id, ())}:
             self.covering_changed(self._ledger.versions[uid], now_ms)
@@ -184,3 +189,8 @@ class Lapses:
             and not self._ledger.shards_of.get(worker_id)
         ):
             self._ledger.drop(worker)
+
+
+def _released_first(record: Record) -> int:
+    # In the order in which they became RELEASING, which is that of being forgotten.
+    return record.released_at_ms if isinstance(record, Version) else 0

@@ -128,6 +128,7 @@ class Worker(msgspec.Struct):
         ttl_ms: how long a registration lasts.
         expires_at_ms: Unix time at which it is taken for dead unless it registers again.
         stale: it said that it stops; that is for good.
+        lapsed: it did not register again in time, and has not since.
     """
 
     worker_id: str
@@ -136,10 +137,11 @@ class Worker(msgspec.Struct):
     ttl_ms: int
     expires_at_ms: int
     stale: bool = False
+    lapsed: bool = False
 
     def is_live(self, now_ms: int) -> bool:
         """Whether it may be read from."""
-        return not self.stale and now_ms < self.expires_at_ms
+        return not (self.stale or self.lapsed) and now_ms < self.expires_at_ms
 
 
 class Shard(msgspec.Struct, frozen=True):

@@ -176,6 +176,7 @@ class ControlState:
             )
         else:
             worker.ttl_ms, worker.expires_at_ms = ttl_ms, now_ms + ttl_ms
+            worker.lapsed = False
         self.ledger.put(worker)
         self._lapses.worker_came(worker, now_ms)
         return worker
