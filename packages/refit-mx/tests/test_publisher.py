@@ -199,7 +199,7 @@ def test_a_third_version_waits_for_the_lease_on_the_first(world):
         world.publish([publisher], f"v{number}", number)
     lease = world.control.lease("v1", "reader", ttl_s=30)
     world.version("v3")
-    with pytest.raises(RefitTimeoutError, match="v1.*leased by"):
+    with pytest.raises(RefitTimeoutError, match=r"v1.*leased by"):
         publisher.publish("v3", weights(3), timeout_s=0.5)
     assert publisher.versions == ("v1", "v2")
     done = threading.Thread(target=publisher.publish, args=("v3", weights(3)))

@@ -6,8 +6,8 @@ import socket
 
 import grpc
 import pytest
-from modelexpress_rl import refit_pb2, refit_pb2_grpc
 
+from refit_mx.control.messages import refit_pb2, refit_pb2_grpc
 from refit_mx.deadline import Deadline
 from refit_mx.errors import ProtocolError, RefitConfigError, RefitTimeoutError, SourceLostError
 from refit_mx.manifest_service import ManifestService, fetch_manifest, manifest_digest

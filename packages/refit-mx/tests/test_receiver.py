@@ -27,6 +27,7 @@ from refit_mx.errors import (
 from refit_mx.layout import TargetTPLayout
 from refit_mx.manifest import Registry
 from refit_mx.plan.targets import mesh_target, tp_target
+from refit_mx.receiver import MxV2RefitReceiver
 from refit_mx.settings import ReceiverSettings
 from refit_mx.tensor_types import TensorSpec
 from refit_mx.transports.tcp import TcpTransport
@@ -373,7 +374,7 @@ def test_an_install_that_fails_fences_the_worker_until_a_full_refit(world, publi
     def fail(tensors):
         raise RuntimeError("the engine is gone")
 
-    with pytest.raises(FencedError, match="version v1 failed half way.*engine is gone"):
+    with pytest.raises(FencedError, match=r"version v1 failed half way.*engine is gone"):
         receiver.refit("v1", fail)
     assert receiver.fenced
     live = zeros()
@@ -503,10 +504,8 @@ def test_a_slice_with_an_uneven_edge(world):
 
 
 def test_the_model_name_is_that_of_the_control_plane(world, published):
-    with pytest.raises(RefitConfigError, match=f"of model '{MODEL}'"):
-        from refit_mx.receiver import MxV2RefitReceiver
-
-        with MxV2RefitReceiver(
-            "another", control=world.server.address, targets=targets_of(), transport="tcp"
-        ) as receiver:
-            receiver.receive_weights_scratch("v1")
+    receiver = MxV2RefitReceiver(
+        "another", control=world.server.address, targets=targets_of(), transport="tcp"
+    )
+    with receiver, pytest.raises(RefitConfigError, match=f"of model '{MODEL}'"):
+        receiver.receive_weights_scratch("v1")

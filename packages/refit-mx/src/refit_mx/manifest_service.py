@@ -13,6 +13,7 @@ from concurrent import futures
 import grpc
 
 from refit_mx.control.messages import refit_pb2, refit_pb2_grpc
+from refit_mx.control.protocol import Message
 from refit_mx.deadline import Deadline
 from refit_mx.errors import ProtocolError, RefitConfigError, SourceLostError
 
@@ -28,7 +29,7 @@ def manifest_digest(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-class ManifestService(refit_pb2_grpc.RefitWorkerServiceServicer):
+class ManifestService(refit_pb2_grpc.RefitWorkerServiceServicer):  # type: ignore[name-defined]
     """A gRPC server for manifests, in threads of this process.
 
     Args:
@@ -100,9 +101,9 @@ class ManifestService(refit_pb2_grpc.RefitWorkerServiceServicer):
 
     def GetWeightVersionShardManifest(  # noqa: N802  # the name of the RPC
         self,
-        request: refit_pb2.GetWeightVersionShardManifestRequest,
+        request: Message,
         context: grpc.ServicerContext,
-    ) -> refit_pb2.GetWeightVersionShardManifestResponse:
+    ) -> Message:
         """The RPC."""
         with self._lock:
             known = self._manifests.get((request.version_id, request.source_slot_id))

@@ -336,22 +336,26 @@ class MxV2RefitReceiver:
             lease.close()
 
         lost: set[str] = set()
-        mismatched: set[str] = set()
+        wrong: list[DigestMismatchError] = []
         try:
             while True:
                 stats.attempts += 1
+                # Bytes that were wrong once may have been changed on their way.
+                twice = _repeated(wrong)
                 try:
                     attempt = self._receiving.attempt(
                         stats,
                         targets,
                         deadline,
                         lease,
-                        exclude=lost,
+                        exclude=lost | twice,
                         compile_target_filter=compile_target_filter,
                         required_compile_metadata=required_compile_metadata,
                     )
                     break
                 except SourceLostError as error:
+                    if twice and set(error.worker_ids) <= lost | twice:
+                        raise wrong[-1] from None
                     if stats.attempts >= attempts or not deadline.left_s:
                         raise
                     # A worker is left out once: where nobody else has its part, it may be back.
@@ -359,8 +363,7 @@ class MxV2RefitReceiver:
                 except DigestMismatchError as error:
                     if stats.attempts >= attempts or not deadline.left_s:
                         raise
-                    lost |= mismatched & set(error.worker_ids)
-                    mismatched |= set(error.worker_ids)
+                    wrong.append(error)
         except BaseException:
             unlease()
             raise
@@ -425,3 +428,9 @@ class MxV2RefitReceiver:
 def _scratch_bytes(targets: Sequence[TargetTensor]) -> int:
     """What one buffer for all targets takes, the gaps between them included."""
     return sum(-(-target.nbytes // _ALIGNMENT) * _ALIGNMENT for target in targets) + _PAGE
+
+
+def _repeated(errors: Sequence[DigestMismatchError]) -> set[str]:
+    """Workers whose bytes were wrong more than once."""
+    found = [worker for error in errors for worker in error.worker_ids]
+    return {worker for worker in found if found.count(worker) > 1}
