@@ -23,6 +23,8 @@ from refit_mx.errors import RefitConfigError
 
 APPLICATION_ID = 0x52464D58
 SCHEMA_VERSION = 1
+# A server that is being replaced may still be closing the file.
+_BUSY_S = 2.0
 KINDS: Mapping[str, type[Record]] = {
     "version": Version,
     "worker": Worker,
@@ -78,7 +80,7 @@ class SqliteStore:
         self._closed = False
         try:
             self._connection = sqlite3.connect(
-                self._path, timeout=0.0, isolation_level=None, check_same_thread=False
+                self._path, timeout=_BUSY_S, isolation_level=None, check_same_thread=False
             )
         except sqlite3.Error as error:
             raise RefitConfigError(f"state {str(path)!r}: {error}") from None

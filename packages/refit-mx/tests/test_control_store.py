@@ -1,0 +1,249 @@
+"""The SQLite file keeps every record for one server at a time, and the plane waits for it."""
+
+import contextlib
+import shutil
+import sqlite3
+import threading
+
+import pytest
+
+from refit_mx.control.ledger import identity
+from refit_mx.control.plane import ControlPlane
+from refit_mx.control.records import (
+    Code,
+    Lease,
+    ObjectStorage,
+    PayloadFormat,
+    Refusal,
+    Shard,
+    Version,
+    VersionBody,
+    VersionState,
+    Worker,
+    WorkerRole,
+)
+from refit_mx.control.store import SCHEMA_VERSION, MemoryStore, SqliteStore
+from refit_mx.errors import RefitConfigError
+
+PATIENCE_S = 30.0
+BODY = VersionBody(
+    "m",
+    "k",
+    PayloadFormat.FULL_TENSOR,
+    "base",
+    ("a", "b"),
+    ObjectStorage("s3://x", 1),
+    VersionState.READY,
+    None,
+)
+RECORDS = [
+    Version("v", BODY, VersionState.RELEASING, 3, 1_795_316_954_762, 1_795_316_954_763, "why"),
+    Worker("w", WorkerRole.TRAINER, "m", 1000, 2_000, stale=True, lapsed=True),
+    Shard("v", "a", "w", 2**40, 2**50, "digest", "[::1]:5"),
+    Lease("l", "v", "g", 1000, 2_000),
+]
+
+
+def keep(store, *records):
+    store.keep({identity(record): record for record in records}).result(PATIENCE_S)
+
+
+def by_kind(records):
+    return sorted(records, key=lambda record: type(record).__name__)
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "state.db"
+
+
+def test_every_field_of_every_record_comes_back(path):
+    store = SqliteStore(path)
+    assert store.load() == []
+    keep(store, *RECORDS)
+    store.close()
+    again = SqliteStore(path)
+    assert by_kind(again.load()) == by_kind(RECORDS)
+    again.close()
+
+
+def test_the_last_change_of_a_record_counts(path):
+    store = SqliteStore(path)
+    keep(store, *RECORDS)
+    keep(store, Lease("l", "v", "g", 1000, 3_000))
+    store.keep({("shard", ("v", "a", "w")): None}).result(PATIENCE_S)
+    store.close()
+    store.close()
+    again = SqliteStore(path)
+    found = again.load()
+    again.close()
+    assert [each.expires_at_ms for each in found if isinstance(each, Lease)] == [3_000]
+    assert not [each for each in found if isinstance(each, Shard)]
+
+
+def test_changes_of_many_threads_are_all_kept(path):
+    store = SqliteStore(path)
+
+    def write(number):
+        for n in range(50):
+            keep(store, Worker(f"{number}-{n}", WorkerRole.TRAINER, "m", 1, 1))
+
+    threads = [threading.Thread(target=write, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE_S)
+    store.close()
+    again = SqliteStore(path)
+    assert len(again.load()) == 400
+    again.close()
+
+
+def test_a_file_is_used_by_one_server_at_a_time(path):
+    store = SqliteStore(path)
+    with pytest.raises(RefitConfigError, match="in use by another server"):
+        SqliteStore(path)
+    store.close()
+    SqliteStore(path).close()
+
+
+def test_a_database_of_another_program_is_refused_and_left_alone(path):
+    with contextlib.closing(sqlite3.connect(path)) as other, other:
+        other.execute("CREATE TABLE theirs (x)")
+    before = path.read_bytes()
+    with pytest.raises(RefitConfigError, match="not the state of a refit server"):
+        SqliteStore(path)
+    assert path.read_bytes() == before
+
+
+def test_another_schema_version_is_refused(path):
+    SqliteStore(path).close()
+    with contextlib.closing(sqlite3.connect(path)) as changed, changed:
+        changed.execute(f"PRAGMA user_version={SCHEMA_VERSION + 1}")
+    with pytest.raises(RefitConfigError, match=f"schema version {SCHEMA_VERSION + 1}"):
+        SqliteStore(path)
+
+
+def test_a_record_that_cannot_be_read_is_refused(path):
+    SqliteStore(path).close()
+    with contextlib.closing(sqlite3.connect(path)) as changed, changed:
+        changed.execute("INSERT INTO records VALUES ('lease', 'x', x'c1')")
+    store = SqliteStore(path)
+    with pytest.raises(RefitConfigError, match="a record of kind 'lease'"):
+        store.load()
+    store.close()
+
+
+def test_a_folder_that_is_not_there_is_refused(tmp_path):
+    with pytest.raises(RefitConfigError, match="nowhere"):
+        SqliteStore(tmp_path / "nowhere" / "state.db")
+
+
+# The plane above it
+
+
+class Clock:
+    def __init__(self):
+        self.now_ms = 1_000_000
+
+    def __call__(self):
+        return self.now_ms
+
+
+def register(state, now_ms):
+    return state.register_worker("w", WorkerRole.TRAINER, "m", ttl_s=10, now_ms=now_ms)
+
+
+def test_a_call_is_answered_after_its_change_is_kept(path, tmp_path):
+    plane = ControlPlane(SqliteStore(path), clock=Clock())
+    plane.call(register)
+    # What a server that is killed now leaves behind.
+    left = tmp_path / "left"
+    left.mkdir()
+    for file in (path, path.with_name("state.db-wal")):
+        shutil.copy(file, left)
+    again = SqliteStore(left / "state.db")
+    assert [each.worker_id for each in again.load()] == ["w"]
+    again.close()
+    plane.close()
+
+
+class FullStore(MemoryStore):
+    """A real SQLite file that is not allowed to grow."""
+
+    def __init__(self, path):
+        self._store = SqliteStore(path)
+
+    def load(self):
+        return self._store.load()
+
+    def fill(self):
+        self._store._connection.execute("PRAGMA max_page_count=1")
+
+    def keep(self, changes):
+        return self._store.keep(changes)
+
+    def close(self):
+        self._store.close()
+
+
+def test_after_the_store_failed_every_call_is_refused(path):
+    store = FullStore(path)
+    plane = ControlPlane(store, clock=Clock())
+    plane.call(register)
+    store.fill()
+
+    def fill(state, now_ms):
+        for n in range(200):
+            state.register_worker(f"w{n}", WorkerRole.TRAINER, "m" * 500, ttl_s=9, now_ms=now_ms)
+
+    for call in (fill, register, lambda state, now_ms: None):
+        with pytest.raises(Refusal, match="full") as refusal:
+            plane.call(call)
+        assert refusal.value.code is Code.UNAVAILABLE
+    assert "full" in plane.failed
+    plane.close()
+
+
+def test_what_lapses_is_kept_though_nobody_calls(path):
+    clock = Clock()
+    plane = ControlPlane(SqliteStore(path), clock=clock)
+    plane.call(register)
+    clock.now_ms += 10_000
+    lapsed = threading.Event()
+    for _ in range(int(PATIENCE_S * 20)):
+        if plane._state.ledger.workers["w"].lapsed:
+            lapsed.set()
+            break
+        lapsed.wait(0.05)
+    assert lapsed.is_set()
+    plane.close()
+    again = SqliteStore(path)
+    assert [each.lapsed for each in again.load()] == [True]
+    again.close()
+
+
+def test_a_refused_call_keeps_what_lapsed_before_it(path):
+    clock = Clock()
+    plane = ControlPlane(SqliteStore(path), clock=clock)
+    plane.call(register)
+    clock.now_ms += 10_000
+    with pytest.raises(Refusal):
+        plane.call(lambda state, now_ms: state.get_version("x", now_ms=now_ms))
+    plane.close()
+    again = SqliteStore(path)
+    assert [each.lapsed for each in again.load()] == [True]
+    again.close()
+
+
+def test_counts_are_of_what_is_live():
+    clock = Clock()
+    plane = ControlPlane(clock=clock)
+    plane.call(register)
+    assert plane.counts().workers == {"trainer": 1}
+    clock.now_ms += 10_000
+    counts = plane.counts()
+    assert (counts.workers, counts.shards, counts.leases, counts.sources) == ({}, 0, 0, 0)
+    assert counts.versions == {"staging": 0, "ready": 0, "releasing": 0}
+    plane.close()
+    plane.close()
