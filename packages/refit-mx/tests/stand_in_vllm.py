@@ -353,7 +353,7 @@ class Application:
         self.workers = [Worker(arguments, rank, factory) for rank in range(arguments.tp)]
         self.scheduler = Scheduler([worker.model for worker in self.workers])
         self.pool = ThreadPoolExecutor(arguments.tp)
-        self.version, self.faults, self.pauses = None, {}, []
+        self.version, self.faults, self.pauses, self.busy = None, {}, [], 0
         self.routes = {
             ("POST", "/pause"): self.pause,
             ("POST", "/resume"): lambda q, b: self.scheduler.resume() or {"status": "resumed"},
@@ -376,8 +376,10 @@ class Application:
 
     def collective_rpc(self, method, *arguments):
         """On all workers at once; raises the first error when all have returned."""
+        self.busy += 1
         calls = [self.pool.submit(getattr(w, method), *arguments) for w in self.workers]
         errors = [call.exception() for call in calls]
+        self.busy -= 1
         for error in errors:
             if error is not None:
                 raise error
@@ -423,6 +425,7 @@ class Application:
             "version": self.version,
             "is_paused": self.scheduler.paused,
             "pauses": self.pauses,
+            "busy": self.busy,
             "running": len(self.scheduler.running),
         }
 

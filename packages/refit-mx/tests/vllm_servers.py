@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import httpx
+import psutil
 
 PROGRAM = Path(__file__).parent / "stand_in_vllm.py"
 PATIENCE_S = 90.0
@@ -84,6 +85,14 @@ class StandIn:
             "/stand_in/faults",
             {route if route == "tear" else f"/{route}": kind for route, kind in faults.items()},
         )
+
+    def wait_until_stopped(self):
+        """Until a SIGSTOP has taken effect."""
+        until = time.monotonic() + PATIENCE_S
+        process = psutil.Process(self.process.pid)
+        while process.status() != psutil.STATUS_STOPPED:
+            assert time.monotonic() < until, process.status()
+            time.sleep(0.01)
 
     def wait_for(self, what, condition):
         """Until the state is as wanted."""
