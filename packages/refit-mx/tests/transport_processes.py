@@ -21,6 +21,7 @@ import torch
 
 from refit_mx.arena import Arena
 from refit_mx.manifest import Manifest, ShardColumns
+from refit_mx.reads import ReadTable
 from refit_mx.source_server import SourceServer
 
 LINE_TIMEOUT_S = 120.0
@@ -29,6 +30,44 @@ LINE_TIMEOUT_S = 120.0
 def pattern(nbytes: int, seed: int) -> torch.Tensor:
     """Bytes that differ from place to place and from seed to seed."""
     return torch.from_numpy(np.random.default_rng(seed).integers(0, 256, nbytes, np.uint8))
+
+
+def random_reads(nbytes: int, count: int, seed: int, *, most_run: int = 512) -> ReadTable:
+    """Valid reads between memories of ``nbytes``, up to three levels, disjoint at the scratch."""
+    draw = np.random.default_rng(seed)
+    room = nbytes // count
+    rows = []
+    for index in range(count):
+        run = int(draw.integers(1, min(most_run, room) + 1))
+        n1 = int(draw.integers(1, min(64, room // run) + 1))
+        n2 = int(draw.integers(1, min(8, room // (run * n1)) + 1))
+        row = [0, index * room, run, n1, 0, 0, n2, 0, 0]
+        for at, of, first in ((0, nbytes, 0), (1, room, index * room)):
+            # The spare room goes to the strides, then to the beginning.
+            spare = of - run * n1 * n2
+            gap1 = int(draw.integers(0, spare // (n1 * n2) + 1)) * int(draw.integers(0, 2))
+            stride1 = run + gap1 if n1 > 1 else 0
+            inner = run + (n1 - 1) * stride1
+            gap2 = int(draw.integers(0, (of - inner * n2) // n2 + 1)) * int(draw.integers(0, 2))
+            stride2 = inner + gap2 if n2 > 1 else 0
+            end = inner + (n2 - 1) * stride2
+            row[at] = first + int(draw.integers(0, of - end + 1))
+            row[4 + at], row[7 + at] = stride1, stride2
+        rows.append(row)
+    return ReadTable(np.array(rows, np.int64))
+
+
+def reference_bytes(memory: torch.Tensor, reads: ReadTable, side: str) -> list[bytes]:
+    """The bytes of each row, run by run."""
+    data = memory.numpy().tobytes()
+    at, first, second = (0, 4, 7) if side == "source" else (1, 5, 8)
+    found = []
+    for row in reads.rows.tolist():
+        starts = (
+            row[at] + j * row[second] + i * row[first] for j in range(row[6]) for i in range(row[3])
+        )
+        found.append(b"".join(data[start : start + row[2]] for start in starts))
+    return found
 
 
 def manifest(server: SourceServer, arena: Arena, *, version_id: str = "v1", **fields) -> Manifest:

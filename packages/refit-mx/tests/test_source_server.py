@@ -1,0 +1,413 @@
+"""The source server says what it holds, refuses what is not allowed, and survives bad clients."""
+
+import contextlib
+import socket
+import struct
+import threading
+from collections.abc import Iterator
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from transport_processes import manifest, pattern, random_reads
+
+from refit_mx import source_protocol as protocol
+from refit_mx.arena import Arena
+from refit_mx.byte_spans import ByteSpans
+from refit_mx.deadline import Deadline
+from refit_mx.digests import digest_of_reads
+from refit_mx.errors import ProtocolError, RefitConfigError, RefitTimeoutError, SourceLostError
+from refit_mx.manifest import Manifest
+from refit_mx.reads import ReadTable
+from refit_mx.source_client import SourceClient, is_gone
+from refit_mx.source_server import SourceServer
+from refit_mx.source_sockets import receive_frame
+
+NBYTES = 1 << 20
+
+
+def soon(timeout_s: float = 30.0) -> Deadline:
+    return Deadline(timeout_s, "test")
+
+
+def whole(nbytes: int = NBYTES) -> ReadTable:
+    return ReadTable(np.array([[0, 0, nbytes, 1, 0, 0, 1, 0, 0]], np.int64))
+
+
+@contextlib.contextmanager
+def serving(nbytes: int = NBYTES, **options) -> Iterator[tuple[SourceServer, Arena, Manifest]]:
+    arena = Arena(nbytes)
+    arena.memory[:] = pattern(arena.nbytes, 1)
+    with SourceServer(incarnation="life-1", **options) as server:
+        server.serve_version("v1", arena.memory)
+        yield server, arena, manifest(server, arena)
+
+
+@contextlib.contextmanager
+def raw(source: Manifest) -> Iterator[socket.socket]:
+    host, _, port = source.endpoint.rpartition(":")
+    with socket.create_connection((host, int(port)), timeout=30) as sock:
+        sock.settimeout(None)
+        yield sock
+
+
+def greeted(sock: socket.socket, source: Manifest) -> None:
+    sock.sendall(protocol.frame(protocol.Hello(source.incarnation)))
+    assert answer(sock).status == "ok"
+
+
+def answer(sock: socket.socket) -> protocol.Answer:
+    return protocol.decode_answer(receive_frame(sock, protocol.MOST_FRAME, soon()))
+
+
+def read(client: SourceClient, reads: ReadTable, scratch: torch.Tensor, version: str = "v1"):
+    client.read(reads, ByteSpans(scratch), version_id=version, deadline=soon())
+
+
+def test_a_client_gets_the_bytes_and_the_digests_of_any_reads():
+    with serving() as (_, arena, source), contextlib.closing(SourceClient(source)) as client:
+        reads = random_reads(NBYTES, 20, 7, most_run=40_000)
+        scratch = torch.zeros(NBYTES, dtype=torch.uint8)
+        read(client, reads, scratch)
+        there = client.digests(reads, version_id="v1", deadline=soon())
+        assert there == digest_of_reads(arena.memory, reads, side="source")
+        assert there == digest_of_reads(scratch, reads, side="scratch")
+
+
+def test_one_connection_serves_many_requests():
+    with serving() as (_, _, source), contextlib.closing(SourceClient(source)) as client:
+        assert client.connect(soon())
+        for _ in range(3):
+            client.check_held(version_id="v1", deadline=soon())
+        assert not client.connect(soon())
+
+
+def test_more_reads_than_a_request_may_have_are_asked_for_in_several():
+    count = protocol.MOST_READS + 10
+    rows = np.zeros((count, 9), np.int64)
+    rows[:, 0] = np.arange(count)
+    rows[:, [2, 3, 6]] = 1
+    with serving() as (_, arena, source), contextlib.closing(SourceClient(source)) as client:
+        there = client.digests(ReadTable(rows), version_id="v1", deadline=soon(120))
+        assert there == digest_of_reads(arena.memory, ReadTable(rows), side="source")
+
+
+def test_a_version_that_is_not_held_is_gone():
+    with serving() as (server, _, source), contextlib.closing(SourceClient(source)) as client:
+        scratch = torch.zeros(NBYTES, dtype=torch.uint8)
+        for ask in (
+            lambda: read(client, whole(), scratch, "v2"),
+            lambda: client.digests(whole(), version_id="v2", deadline=soon()),
+            lambda: client.check_held(version_id="v2", deadline=soon()),
+        ):
+            with pytest.raises(SourceLostError, match=r"gone: version 'v2' .* held are \('v1',\)"):
+                ask()
+        assert server.drop_version("v1")
+        assert not server.drop_version("v1")
+        with pytest.raises(SourceLostError, match="gone") as lost:
+            read(client, whole(), scratch)
+        assert lost.value.worker_ids == (source.worker_id,)
+
+
+def test_a_version_dropped_while_it_is_being_read_is_gone():
+    nbytes = 64 << 20
+    with serving(nbytes) as (server, arena, source), raw(source) as sock:
+        greeted(sock, source)
+        rows = protocol.encode_reads(whole(nbytes))
+        sock.sendall(protocol.frame(protocol.Read("v1", rows)))
+        # The server cannot have sent all: nobody took more than the first bytes.
+        assert len(sock.recv(4)) == 4
+        server.drop_version("v1")
+        arena.memory.zero_()
+        assert _end_of_read(sock, 1 << 20).status == "gone"
+
+
+def _end_of_read(sock: socket.socket, in_chunk: int) -> protocol.Answer:
+    stream = sock.makefile("rb")
+    while in_chunk:
+        assert len(stream.read(in_chunk)) == in_chunk
+        (in_chunk,) = protocol.LENGTH.unpack(stream.read(4))
+    (length,) = protocol.LENGTH.unpack(stream.read(4))
+    return protocol.decode_answer(stream.read(length))
+
+
+def test_another_incarnation_is_refused_before_anything_is_served():
+    with serving() as (_, _, source):
+        older = msgspec.structs.replace(source, incarnation="life-0")
+        with (
+            contextlib.closing(SourceClient(older)) as client,
+            pytest.raises(SourceLostError, match="another process"),
+        ):
+            client.check_held(version_id="v1", deadline=soon())
+        assert is_gone(older, 10)
+        assert not is_gone(source, 10)
+    assert is_gone(source, 10)
+
+
+def test_a_server_that_does_not_answer_is_lost_or_out_of_time_but_not_gone():
+    with socket.create_server(("127.0.0.1", 0)) as silent, serving() as (_, _, source):
+        port = silent.getsockname()[1]
+        silent_source = msgspec.structs.replace(source, endpoint=f"127.0.0.1:{port}")
+        client = SourceClient(silent_source, connect_timeout_s=0.05)
+        with pytest.raises(SourceLostError, match=r"did not answer for 0\.05 s"):
+            client.connect(soon())
+        client = SourceClient(silent_source, connect_timeout_s=10)
+        with pytest.raises(RefitTimeoutError, match=r"not done after 0\.05 s"):
+            client.connect(soon(0.05))
+        assert not is_gone(silent_source, 0.05)
+
+
+def test_abort_ends_what_another_thread_waits_for():
+    with socket.create_server(("127.0.0.1", 0)) as silent, serving() as (_, _, source):
+        port = silent.getsockname()[1]
+        client = SourceClient(msgspec.structs.replace(source, endpoint=f"127.0.0.1:{port}"))
+        raised: list[BaseException] = []
+
+        def wait() -> None:
+            try:
+                client.connect(soon(300))
+            except SourceLostError as error:
+                raised.append(error)
+
+        waiting = threading.Thread(target=wait)
+        waiting.start()
+        silent.accept()[0].recv(1)  # its HELLO is there, so it waits for the answer
+        client.abort()
+        waiting.join(20)
+        assert len(raised) == 1
+
+
+def test_a_client_connects_anew_after_the_server_closed_its_idle_connection():
+    with serving(idle_timeout_s=0.05) as (_, _, source):
+        client = SourceClient(source)
+        client.connect(soon())
+        assert client._sock is not None
+        assert client._sock.recv(1, socket.MSG_PEEK) == b""
+        client.check_held(version_id="v1", deadline=soon())
+        client.close()
+
+
+@pytest.mark.parametrize("endpoint", ["", "nowhere", "127.0.0.1:", "127.0.0.1:x"])
+def test_an_endpoint_that_is_no_address_is_a_protocol_error(endpoint):
+    with serving() as (_, _, source):
+        client = SourceClient(msgspec.structs.replace(source, endpoint=endpoint))
+        with pytest.raises(ProtocolError, match="expected host:port"):
+            client.connect(soon())
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [0, 0, NBYTES + 1, 1, 0, 0, 1, 0, 0],
+        [NBYTES, 0, 1, 1, 0, 0, 1, 0, 0],
+        [-1, 0, 1, 1, 0, 0, 1, 0, 0],
+        [0, 0, 1, 2**62, 4, 0, 2**62, 0, 0],
+        [0, 0, 2**32, 2**32, 0, 0, 1, 0, 0],
+        [0, 0, 1024, 2048, 0, 0, 1, 0, 0],
+    ],
+)
+def test_reads_that_reach_outside_the_arena_are_refused_and_the_connection_stays_good(rows):
+    with serving() as (_, _, source), raw(source) as sock:
+        greeted(sock, source)
+        data = np.array(rows, "<i8").tobytes()
+        sock.sendall(protocol.frame(protocol.Read("v1", data)))
+        assert _end_of_read(sock, struct.unpack("<I", sock.recv(4))[0]).status == "refused"
+        sock.sendall(protocol.frame(protocol.Digest("v1", data)))
+        refused = answer(sock)
+        assert refused.status == "refused"
+        assert "not inside the source" in refused.message
+        sock.sendall(protocol.frame(protocol.Ping("v1")))
+        assert answer(sock).status == "ok"
+
+
+def test_one_request_cannot_ask_for_the_same_bytes_again_and_again():
+    nbytes = 1 << 20
+    rows = np.repeat(whole(nbytes).rows, protocol.MOST_READ_BYTES // nbytes + 1, axis=0)
+    with serving(nbytes) as (_, _, source), raw(source) as sock:
+        greeted(sock, source)
+        sock.sendall(protocol.frame(protocol.Digest("v1", rows.astype("<i8").tobytes())))
+        assert "at most" in answer(sock).message
+
+
+def test_a_frame_that_is_too_long_is_refused_from_its_length_alone():
+    with serving() as (_, _, source), raw(source) as sock:
+        sock.sendall(protocol.LENGTH.pack(protocol.MOST_HELLO_FRAME + 1))
+        refused = answer(sock)
+        assert refused.status == "refused"
+        assert "announced 4097 bytes" in refused.message
+        assert sock.recv(1) == b""
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"GET / HTTP/1.1\r\n",
+        msgspec.msgpack.encode({"type": "Hello"}),
+        msgspec.msgpack.encode({"type": "Hello", "incarnation": 5}),
+        msgspec.msgpack.encode({"type": "Hello", "incarnation": "life-1", "format": "other/1"}),
+        msgspec.msgpack.encode({"type": "Exec", "code": "1"}),
+        msgspec.msgpack.encode({"type": "Read", "version_id": "v1", "rows": b""}),
+    ],
+)
+def test_what_is_no_greeting_is_refused(data):
+    with serving() as (_, _, source), raw(source) as sock:
+        sock.sendall(protocol.LENGTH.pack(len(data)) + data)
+        assert answer(sock).status == "refused"
+        assert sock.recv(1) == b""
+
+
+def test_rows_that_are_cut_off_are_refused():
+    with serving() as (_, _, source), raw(source) as sock:
+        greeted(sock, source)
+        sock.sendall(protocol.frame(protocol.Digest("v1", b"\0" * 71)))
+        assert "71 bytes; expected a multiple of 72" in answer(sock).message
+
+
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(st.lists(st.binary(max_size=200), max_size=4))
+def test_garbage_never_ends_the_server(garbage_server, parts):
+    source, known = garbage_server
+    with raw(source) as sock:
+        with contextlib.suppress(OSError):
+            if known:
+                greeted(sock, source)
+            for part in parts:
+                sock.sendall(protocol.LENGTH.pack(len(part)) + part)
+            sock.shutdown(socket.SHUT_WR)
+        with contextlib.suppress(OSError):
+            while sock.recv(4096):
+                pass
+    with contextlib.closing(SourceClient(source)) as client:
+        client.check_held(version_id="v1", deadline=soon())
+
+
+@pytest.fixture(params=[False, True], ids=["stranger", "greeted"])
+def garbage_server(request):
+    with serving() as (_, _, source):
+        yield source, request.param
+
+
+def test_a_client_that_sends_a_byte_now_and_then_is_cut_off():
+    with serving(timeout_s=0.2) as (_, _, source), raw(source) as sock:
+        ended = threading.Event()
+
+        def drip() -> None:
+            with contextlib.suppress(OSError):
+                while not ended.wait(0.02):
+                    sock.sendall(b"\0")
+
+        sock.sendall(protocol.LENGTH.pack(4000))
+        dripping = threading.Thread(target=drip)
+        dripping.start()
+        try:
+            sock.settimeout(20)
+            with contextlib.suppress(ConnectionResetError):
+                assert sock.recv(1) == b""
+        finally:
+            ended.set()
+            dripping.join(20)
+
+
+def test_a_client_that_takes_nothing_is_cut_off():
+    nbytes = 64 << 20
+    with serving(nbytes, timeout_s=0.2) as (server, _, source), raw(source) as sock:
+        greeted(sock, source)
+        sock.sendall(protocol.frame(protocol.Read("v1", protocol.encode_reads(whole(nbytes)))))
+        (thread,) = server._connections.values()
+        thread.join(20)
+        assert not thread.is_alive()
+
+
+def test_too_many_connections_are_told_so_and_the_next_one_finds_room():
+    with serving(most_connections=1) as (server, _, source):
+        first = SourceClient(source)
+        first.connect(soon())
+        with pytest.raises(SourceLostError, match="full: 1 connections are open"):
+            SourceClient(source).connect(soon())
+        (thread,) = server._connections.values()
+        first.close()
+        thread.join(20)
+        second = SourceClient(source)
+        assert second.connect(soon())
+        second.close()
+
+
+def test_closing_ends_connections_and_threads_and_may_be_repeated():
+    with serving() as (server, _, source):
+        client = SourceClient(source)
+        client.connect(soon())
+        server.close()
+        server.close()
+        with pytest.raises(SourceLostError):
+            client.check_held(version_id="v1", deadline=soon())
+        assert not server._acceptor.is_alive()
+        assert not server._connections
+
+
+def test_what_cannot_be_served_is_refused():
+    with serving() as (server, arena, _):
+        with pytest.raises(RefitConfigError, match="served already"):
+            server.serve_version("v1", arena.memory)
+        with pytest.raises(RefitConfigError, match="contiguous uint8"):
+            server.serve_version("v2", torch.zeros(4))
+        assert server.versions == ("v1",)
+    with pytest.raises(RefitConfigError, match="incarnation is empty"):
+        SourceServer(incarnation="")
+
+
+def _hostile_server(answers: list[bytes]) -> tuple[socket.socket, threading.Thread]:
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def serve() -> None:
+        connection, _ = listener.accept()
+        with connection:
+            for data in answers:
+                receive_frame(connection, protocol.MOST_FRAME, soon())
+                connection.sendall(data)
+            # Until the client is through with it.
+            with contextlib.suppress(OSError):
+                connection.recv(1)
+
+    thread = threading.Thread(target=serve, daemon=True)
+    thread.start()
+    return listener, thread
+
+
+OK = protocol.frame(protocol.Answer("ok"))
+
+
+@pytest.mark.parametrize(
+    ("sent", "message"),
+    [
+        (protocol.LENGTH.pack(2**32 - 1), "announced 4294967295 bytes"),
+        (protocol.LENGTH.pack(5) + b"12345", "a chunk of 5 bytes; expected 100"),
+        (protocol.LENGTH.pack(0) + OK, "ended before the last one"),
+        (protocol.LENGTH.pack(100) + bytes(100) + protocol.LENGTH.pack(7), "announced 7 bytes"),
+        (protocol.LENGTH.pack(0) + protocol.LENGTH.pack(3) + b"abc", "answer: "),
+    ],
+)
+def test_a_server_that_sends_what_it_must_not_is_a_protocol_error(sent, message):
+    listener, thread = _hostile_server([OK, sent])
+    with listener, serving() as (_, _, source):
+        port = listener.getsockname()[1]
+        client = SourceClient(msgspec.structs.replace(source, endpoint=f"127.0.0.1:{port}"))
+        scratch = torch.zeros(100, dtype=torch.uint8)
+        with pytest.raises(ProtocolError, match=message):
+            read(client, whole(100), scratch)
+        thread.join(20)
+
+
+def test_digests_of_another_number_of_reads_are_a_protocol_error():
+    listener, thread = _hostile_server([OK, protocol.frame(protocol.Answer("ok", data=b"x" * 15))])
+    with listener, serving() as (_, _, source):
+        port = listener.getsockname()[1]
+        client = SourceClient(msgspec.structs.replace(source, endpoint=f"127.0.0.1:{port}"))
+        with pytest.raises(ProtocolError, match="15 bytes of digests for 1 reads"):
+            client.digests(whole(100), version_id="v1", deadline=soon())
+        thread.join(20)
