@@ -17,9 +17,10 @@ import threading
 import time
 import zlib
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+if TYPE_CHECKING:  # a control plane needs no torch, and starts faster without
+    import torch
 
 WAIT_S = 60.0
 """For a process to start, or to answer; far more than any takes."""
@@ -34,6 +35,8 @@ SHAPES = {
 
 def weights(seed: int, shapes: dict[str, tuple[str, tuple[int, ...]]] = SHAPES) -> dict[str, Any]:
     """The whole model of a seed: the same in every process."""
+    import torch
+
     made = {}
     for name, (dtype, shape) in shapes.items():
         generator = torch.Generator().manual_seed(seed * 1_000_003 + zlib.crc32(name.encode()))
@@ -103,6 +106,8 @@ def slice_of(
 
 def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
     """Whether all tensors are equal byte for byte."""
+    import torch
+
     return left.keys() == right.keys() and all(
         left[name].shape == right[name].shape
         and left[name].dtype == right[name].dtype
@@ -250,6 +255,8 @@ def _publisher(settings: dict[str, Any]) -> None:
 
 
 def _receiver(settings: dict[str, Any]) -> None:
+    import torch
+
     from refit_mx.errors import RefitError
     from refit_mx.receiver import MxV2RefitReceiver
     from refit_mx.settings import ReceiverSettings
@@ -290,9 +297,9 @@ def _receiver(settings: dict[str, Any]) -> None:
 
 def _control(settings: dict[str, Any]) -> None:
     from refit_mx.control.embedded import EmbeddedControlServer
-    from refit_mx.control.store import Store
+    from refit_mx.control.store import SqliteStore
 
-    store = Store(settings["state"]) if settings.get("state") else None
+    store = SqliteStore(Path(settings["state"])) if settings.get("state") else None
     with EmbeddedControlServer(port=settings.get("port", 0), store=store) as server:
         _say(ready=True, address=server.address)
         while _command() is not None:

@@ -123,9 +123,9 @@ def test_two_swapped_rows_are_noticed(world, layout, name):
         place = scratch[found : found + len(data)].view(torch.float32).view(expected.shape)
         swap(place, 0, 1)
 
-    with receiver_of(world, settings, swap_rows) as receiver:
-        with pytest.raises(DigestMismatchError, match=name):
-            receiver.receive_weights_scratch("v1", attempts=1)
+    receiver = receiver_of(world, settings, swap_rows)
+    with receiver, pytest.raises(DigestMismatchError, match=name):
+        receiver.receive_weights_scratch("v1", attempts=1)
 
 
 def test_a_tensor_in_the_place_of_another_is_noticed(world):
@@ -139,9 +139,9 @@ def test_a_tensor_in_the_place_of_another_is_noticed(world):
         swap(halves, 0, 1)
 
     transport = Meddling(TcpTransport(), after=exchange)
-    with world.receiver(targets_of(shapes), transport=transport) as receiver:
-        with pytest.raises(DigestMismatchError):
-            receiver.receive_weights_scratch("twins", attempts=1)
+    receiver = world.receiver(targets_of(shapes), transport=transport)
+    with receiver, pytest.raises(DigestMismatchError):
+        receiver.receive_weights_scratch("twins", attempts=1)
 
 
 def test_bytes_that_were_wrong_once_are_read_again(world):
@@ -152,10 +152,10 @@ def test_bytes_that_were_wrong_once_are_read_again(world):
         if len(times) == 1:
             scratch[5] ^= 1
 
-    with receiver_of(world, {}, change_once) as receiver:
-        with receiver.receive_weights_scratch("v1") as got:
-            assert same(dict(got), weights(1, SHAPES))
-            assert got.stats.attempts == 2
+    receiver = receiver_of(world, {}, change_once)
+    with receiver, receiver.receive_weights_scratch("v1") as got:
+        assert same(dict(got), weights(1, SHAPES))
+        assert got.stats.attempts == 2
 
 
 def test_a_source_that_is_wrong_twice_is_left_out_for_a_replica():
