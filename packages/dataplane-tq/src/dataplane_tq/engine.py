@@ -18,12 +18,12 @@ from concurrent import futures
 from typing import Any, TypeVar  # Any: TransferQueue and Ray handles have no static types
 
 import zmq
-from transfer_queue.client import AsyncTransferQueueClient
 
 from dataplane_core import DataPlaneError, DeadlineExceededError, UnavailableError
 from dataplane_tq.directory_actor import first_dead
 from dataplane_tq.packed import manager  # noqa: F401  # enters TransferQueue's registry
 from dataplane_tq.topology import Connection
+from dataplane_tq.upstream import AsyncTransferQueueClient
 
 T = TypeVar("T")
 

@@ -13,9 +13,9 @@ import importlib
 from typing import Any  # Any: the controller's live status object, which has no public type
 
 import torch
-from transfer_queue.sampler import BaseSampler, SequentialSampler
 
 from dataplane_core import ConfigError
+from dataplane_tq.upstream import BaseSampler, SequentialSampler
 
 CONSUMED = "dataplane_tq_consumed"
 """Key of ``sampling_config``: ids of samples to enter as consumed."""

@@ -15,7 +15,6 @@ from typing import Any  # Any: Ray handles and OmegaConf nodes have no static ty
 import ray
 from omegaconf import OmegaConf
 from ray.exceptions import GetTimeoutError, RayError
-from transfer_queue.controller import TransferQueueController
 
 from dataplane_core import ConfigError, DataPlaneConfig, DataPlaneError, UnavailableError
 from dataplane_core.ledger import load_order
@@ -25,6 +24,7 @@ from dataplane_tq.storage import BACKENDS
 from dataplane_tq.storage.base import StorageBackend, end_actor
 from dataplane_tq.storage.packed import Packed
 from dataplane_tq.storage.simple import defaults
+from dataplane_tq.upstream import TransferQueueController
 from dataplane_tq.wire import Address
 
 NAMESPACE = "transfer_queue"

@@ -10,12 +10,11 @@ from collections.abc import Sequence
 from typing import Any  # Any: TransferQueue's metas and clients have no static types
 
 import numpy as np
-from transfer_queue.metadata import BatchMeta
-from transfer_queue.storage.managers.base import KVStorageManager
 
 from dataplane_core import UnavailableError
 from dataplane_tq.protocol import Leftover
 from dataplane_tq.sampler import CONSUMED
+from dataplane_tq.upstream import BatchMeta, KVStorageManager
 
 _NO_SUCH_FIELD = "__dataplane_tq_no_such_field__"
 _NOT_A_TENSOR = {"dtype": None, "shape": None, "is_nested": False, "is_non_tensor": True}

@@ -21,7 +21,6 @@ from typing import Any  # Any: Ray handles and OmegaConf nodes have no static ty
 
 import ray
 from omegaconf import OmegaConf
-from transfer_queue.storage.bootstrap import StorageBootstrapProvider
 
 from dataplane_core import DataPlaneError, validate_config
 from dataplane_core.config import require_keys
@@ -29,6 +28,7 @@ from dataplane_tq.directory_actor import DirectoryActor
 from dataplane_tq.packed.manager import BACKEND, RAW, RawConnection
 from dataplane_tq.storage.base import answers
 from dataplane_tq.storage.packed import Packed
+from dataplane_tq.upstream import StorageBootstrapProvider
 
 _START_TIMEOUT_S = 120.0
 # The actors mostly wait; a whole CPU for each would leave none to a small machine's workers.

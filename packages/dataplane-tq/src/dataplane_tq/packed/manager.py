@@ -22,9 +22,6 @@ import numpy as np
 import ray
 import torch
 from tensordict import NonTensorStack, TensorDict
-from transfer_queue.metadata import extract_field_schema
-from transfer_queue.storage.managers.base import StorageManager, StorageManagerFactory
-from transfer_queue.storage.managers.simple_storage_manager import AsyncSimpleStorageManager
 
 from dataplane_core import (
     DeadlineExceededError,
@@ -41,6 +38,12 @@ from dataplane_tq.packed.encoding import encode
 from dataplane_tq.packed.layout import Indices
 from dataplane_tq.packed.unit_client import Transport
 from dataplane_tq.packed.unit_wire import UnitAddress
+from dataplane_tq.upstream import (
+    AsyncSimpleStorageManager,
+    StorageManager,
+    StorageManagerFactory,
+    extract_field_schema,
+)
 from dataplane_tq.wire import Address, Link, Session
 
 BACKEND = "PackedStorage"

@@ -1,0 +1,37 @@
+"""TransferQueue's optional libraries stay out of a process that does not use them."""
+
+import subprocess
+import sys
+from importlib.util import find_spec
+
+import pytest
+
+needs_yuanrong = pytest.mark.skipif(find_spec("yr") is None, reason="needs dataplane-tq[yuanrong]")
+
+
+def printed(code):
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True
+    )
+    return done.stdout.strip().splitlines()[-1]
+
+
+@needs_yuanrong
+def test_transfer_queue_itself_loads_yuanrongs_libraries_wherever_they_are_installed():
+    code = "import sys, transfer_queue; print('yr.datasystem' in sys.modules)"
+    assert printed(code) == "True"
+
+
+@needs_yuanrong
+def test_a_client_of_another_backend_loads_none_of_yuanrongs_libraries():
+    code = "import sys, dataplane_tq.client; print([m for m in sys.modules if m[:2] == 'yr'])"
+    assert printed(code) == "[]"
+
+
+@needs_yuanrong
+def test_yuanrong_is_loaded_when_it_is_first_used():
+    code = (
+        "import sys; from dataplane_tq.upstream import yuanrong_client; "
+        "print(yuanrong_client.datasystem.KVClient.__name__, 'yr.datasystem' in sys.modules)"
+    )
+    assert printed(code) == "KVClient True"
