@@ -13,18 +13,19 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
+from refit_mx.control.embedded import SERVER_OPTIONS, THREADS
+from refit_mx.control.limits import Limits
+from refit_mx.control.plane import ControlPlane
+from refit_mx.control.servicer import add_servicers
+from refit_mx.control.store import MemoryStore, SqliteStore
 from refit_server.address import Address
 from refit_server.metrics import Metrics, MetricsServer
 from refit_server.tls import TlsFiles
 from refit_server.token import TokenInterceptor
-
-if TYPE_CHECKING:
-    from refit_mx.control.plane import ControlPlane
 
 SERVICES = ("", "model_express.refit.RefitService", "model_express.p2p.P2pService")
 """What the health service speaks of; the empty name is the whole server."""
@@ -110,15 +111,7 @@ async def serve(
             "token, or a loopback address"
         )
     credentials = tls.credentials() if tls is not None else None
-    # The address before the imports, which take seconds.
     _check_free(address)
-    # ModelExpress imports torch; a refused command line need not wait for it.
-    from refit_mx.control.embedded import SERVER_OPTIONS, THREADS
-    from refit_mx.control.limits import Limits
-    from refit_mx.control.plane import ControlPlane
-    from refit_mx.control.servicer import add_servicers
-    from refit_mx.control.store import MemoryStore, SqliteStore
-
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for asked_to_stop in (signal.SIGTERM, signal.SIGINT):

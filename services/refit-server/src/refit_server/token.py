@@ -8,6 +8,8 @@ from typing import Any
 
 import grpc
 
+from refit_mx.control.auth import HEALTH, REFUSAL, is_allowed
+
 LEAST_CHARACTERS = 16
 
 # grpc has no types.
@@ -47,8 +49,6 @@ class TokenInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grp
         self, continuation: Callable[[Details], Awaitable[Handler]], details: Details
     ) -> Handler:
         """Let the call through, or give the handler that refuses it."""
-        from refit_mx.control.auth import HEALTH, is_allowed
-
         if details.method.startswith(HEALTH) or is_allowed(
             self._token, details.invocation_metadata
         ):
@@ -57,6 +57,4 @@ class TokenInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grp
 
 
 async def _refuse(request: object, context: Any) -> None:  # grpc has no types
-    from refit_mx.control.auth import REFUSAL
-
     await context.abort(grpc.StatusCode.UNAUTHENTICATED, REFUSAL)

@@ -12,10 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
-import grpc
-
+from refit_mx.control.connection import Connection, PreconditionError
 from refit_mx.control.leases import VersionLease
 from refit_mx.control.protocol import (
     Message,
@@ -24,8 +22,10 @@ from refit_mx.control.protocol import (
     refit_pb2,
     refit_pb2_grpc,
     refit_source_id,
+    shard_of,
+    shard_to,
 )
-from refit_mx.control.records import PayloadFormat, Shard, VersionState, WorkerRole
+from refit_mx.control.records import PayloadFormat, Refusal, Shard, VersionState, WorkerRole
 from refit_mx.deadline import Deadline
 from refit_mx.errors import (
     ControlError,
@@ -88,38 +88,14 @@ class ControlClient:
         tls_ca: Path | str | None = None,
         token: str | None = None,
     ) -> None:
-        if not address:
-            raise RefitConfigError("address of the control plane: none; expected HOST:PORT")
         if not rpc_timeout_s > 0:
             raise RefitConfigError(f"rpc_timeout_s {rpc_timeout_s!r}; expected more than 0")
-        if token is not None and tls_ca is None and not _is_loopback(address):
-            raise RefitConfigError(
-                f"a token for {address} without TLS would travel in the clear; give tls_ca"
-            )
         self.address = address
         self.rpc_timeout_s = rpc_timeout_s
-        self._metadata = (("authorization", f"Bearer {token}"),) if token is not None else None
-        options = (
-            # A server that was restarted is found again within a second.
-            ("grpc.initial_reconnect_backoff_ms", 100),
-            ("grpc.min_reconnect_backoff_ms", 1000),
-            ("grpc.max_reconnect_backoff_ms", 1000),
-            ("grpc.max_receive_message_length", 64 << 20),
-            # Clients of one process that end at different times must not share a connection.
-            ("grpc.use_local_subchannel_pool", 1),
-        )
-        if tls_ca is None:
-            self._channel = grpc.insecure_channel(address, options=options)
-        else:
-            try:
-                roots = Path(tls_ca).read_bytes()
-            except OSError as error:
-                raise RefitConfigError(f"tls_ca {str(tls_ca)!r}: {error.strerror}") from None
-            self._channel = grpc.secure_channel(
-                address, grpc.ssl_channel_credentials(roots), options=options
-            )
-        self._refit = refit_pb2_grpc.RefitServiceStub(self._channel)
-        self._p2p = p2p_pb2_grpc.P2pServiceStub(self._channel)
+        self._secrets = (tls_ca, token)
+        self._connection = Connection(address, tls_ca=tls_ca, token=token)
+        self._refit = refit_pb2_grpc.RefitServiceStub(self._connection.channel)
+        self._p2p = p2p_pb2_grpc.P2pServiceStub(self._connection.channel)
 
     # Versions
 
@@ -279,10 +255,10 @@ class ControlClient:
             ControlUnavailableError: the control plane cannot be reached.
             RefitTimeoutError: it did not answer in time.
         """
-        request = refit_pb2.CreateWeightVersionShardRequest(shard=_shard_message(shard))
+        request = refit_pb2.CreateWeightVersionShardRequest(shard=shard_to(shard))
         try:
             return _version(self._call(self._refit.CreateWeightVersionShard, request).version)
-        except _PreconditionError as error:
+        except PreconditionError as error:
             if self.get_version(shard.version_id).state is VersionState.RELEASING:
                 raise VersionNotReadyError(str(error)) from None
             raise ControlError(str(error)) from None
@@ -296,18 +272,11 @@ class ControlClient:
             RefitTimeoutError: it did not answer in time.
         """
         request = refit_pb2.ListWeightVersionShardsRequest(version_id=version_id)
-        return [
-            Shard(
-                version_id=each.version_id,
-                source_slot_id=each.source_slot_id,
-                worker_id=each.worker_id,
-                tensor_count=each.tensor_count,
-                total_bytes=each.total_bytes,
-                manifest_digest=each.manifest_digest,
-                manifest_endpoint=each.manifest_endpoint,
-            )
-            for each in self._call(self._refit.ListWeightVersionShards, request).shards
-        ]
+        answer = self._call(self._refit.ListWeightVersionShards, request)
+        try:
+            return [shard_of(each) for each in answer.shards]
+        except Refusal as wrong:
+            raise ControlError(f"control plane at {self.address}: {wrong}") from None
 
     def delete_shard(self, version_id: str, source_slot_id: str, worker_id: str) -> bool:
         """Take a shard back. Only when this has returned may its memory be used again.
@@ -328,7 +297,7 @@ class ControlClient:
             return bool(self._call(self._refit.DeleteWeightVersionShard, request).deleted)
         except VersionNotFoundError:
             return False
-        except _PreconditionError as error:
+        except PreconditionError as error:
             if self.get_version(version_id).state is VersionState.RELEASING:
                 raise VersionLeasedError(str(error)) from None
             raise VersionNotReadyError(str(error)) from None
@@ -357,9 +326,16 @@ class ControlClient:
             give_back=lambda lease_id: self._delete_lease(version_id, lease_id, worker_id),
         )
 
+    def another(self) -> ControlClient:
+        """A client of the same control plane on a connection of its own, which shares no lock."""
+        tls_ca, token = self._secrets
+        return ControlClient(
+            self.address, rpc_timeout_s=self.rpc_timeout_s, tls_ca=tls_ca, token=token
+        )
+
     def close(self) -> None:
         """Disconnect. May be called again."""
-        self._channel.close()
+        self._connection.close()
 
     def __enter__(self) -> ControlClient:
         return self
@@ -378,7 +354,7 @@ class ControlClient:
         )
         try:
             answer = self._call(self._refit.RegisterVersionLease, request)
-        except _PreconditionError as error:
+        except PreconditionError as error:
             raise VersionNotReadyError(str(error)) from None
         return str(answer.lease.lease_id)
 
@@ -410,34 +386,7 @@ class ControlClient:
         *,
         timeout_s: float | None = None,
     ) -> Message:
-        timeout_s = timeout_s or self.rpc_timeout_s
-        try:
-            return method(request, timeout=timeout_s, metadata=self._metadata)
-        except grpc.RpcError as error:
-            raise self._refit_error(error, timeout_s) from None
-        except ValueError as error:  # grpc raises it on a closed channel
-            raise ControlUnavailableError(f"control plane at {self.address}: {error}") from None
-
-    def _refit_error(self, error: Any, timeout_s: float) -> Exception:  # grpc has no types
-        code = error.code()
-        said = f"control plane at {self.address}: {error.details()}"
-        match code:
-            case grpc.StatusCode.UNAVAILABLE | grpc.StatusCode.CANCELLED:
-                return ControlUnavailableError(said)
-            case grpc.StatusCode.DEADLINE_EXCEEDED:
-                return RefitTimeoutError(
-                    f"control plane at {self.address}: no answer within {timeout_s:g} s"
-                )
-            case grpc.StatusCode.NOT_FOUND:
-                return VersionNotFoundError(said)
-            case grpc.StatusCode.FAILED_PRECONDITION:
-                return _PreconditionError(said)
-            case _:
-                return ControlError(f"{said} ({code.name})")
-
-
-class _PreconditionError(ControlError):
-    """FAILED_PRECONDITION; each call knows what it means for it."""
+        return self._connection.call(method, request, timeout_s=timeout_s or self.rpc_timeout_s)
 
 
 def _version(message: Message) -> VersionInfo:
@@ -451,20 +400,3 @@ def _version(message: Message) -> VersionInfo:
         state=VersionState(message.state),
         created_at_ms=message.created_at_unix_ms,
     )
-
-
-def _shard_message(shard: Shard) -> Message:
-    return refit_pb2.WeightVersionShard(
-        version_id=shard.version_id,
-        source_slot_id=shard.source_slot_id,
-        worker_id=shard.worker_id,
-        tensor_count=shard.tensor_count,
-        total_bytes=shard.total_bytes,
-        manifest_digest=shard.manifest_digest,
-        manifest_endpoint=shard.manifest_endpoint,
-    )
-
-
-def _is_loopback(address: str) -> bool:
-    host = address.rpartition(":")[0].strip("[]")
-    return host in ("localhost", "::1") or host.startswith("127.")

@@ -3,6 +3,8 @@
 It says so on close, at the interpreter's exit and on SIGTERM. A signal handler may run in the
 middle of anything that the main thread does, so it takes no lock that others take: it writes a byte
 to a socket, the heartbeat's own thread makes the call, and the handler waits for it a bounded time.
+For the same reason the heartbeat has a connection of its own: the main thread may hold the lock of
+any other, and goes on only after the handler.
 """
 
 from __future__ import annotations
@@ -18,33 +20,19 @@ import threading
 import time
 from collections.abc import Callable
 from types import FrameType, TracebackType
-from typing import Protocol
 
+from refit_mx.control.client import ControlClient
 from refit_mx.control.records import WorkerRole
 from refit_mx.errors import ControlError, ControlUnavailableError, RefitConfigError, RefitError
 
 _STALE_TIMEOUT_S = 2.0
 
 
-class WorkerRegistry(Protocol):
-    """The part of `ControlClient` that a heartbeat needs."""
-
-    def register_worker(
-        self, worker_id: str, role: WorkerRole, model_name: str, *, ttl_s: float
-    ) -> int:
-        """See `ControlClient.register_worker`."""
-
-    def mark_stale(
-        self, worker_id: str, role: WorkerRole, model_name: str, *, timeout_s: float | None = None
-    ) -> None:
-        """See `ControlClient.mark_stale`."""
-
-
 class Heartbeat:
     """Registers a worker, and renews it every third of its time to live until closed.
 
     Args:
-        client: of the control plane; must not be closed before this is.
+        client: of the control plane; the heartbeat connects again, as it did.
         worker_id: new with every process.
         role: what the worker does.
         model_name: of the weights.
@@ -59,7 +47,7 @@ class Heartbeat:
 
     def __init__(
         self,
-        client: WorkerRegistry,
+        client: ControlClient,
         worker_id: str,
         role: WorkerRole,
         model_name: str,
@@ -70,7 +58,7 @@ class Heartbeat:
         if ttl_s < 1:
             raise RefitConfigError(f"ttl_s {ttl_s:g}; expected at least 1, the protocol's unit")
         self.worker_id = worker_id
-        self._client = client
+        self._client = client.another()
         self._role = role
         self._model_name = model_name
         self._ttl_s = ttl_s
@@ -78,7 +66,11 @@ class Heartbeat:
         self._error: RefitError | None = None
         self._refused = False
         asked = time.monotonic()
-        client.register_worker(worker_id, role, model_name, ttl_s=ttl_s)
+        try:
+            self._client.register_worker(worker_id, role, model_name, ttl_s=ttl_s)
+        except BaseException:
+            self._client.close()
+            raise
         self._until = asked + ttl_s
         self._wake, self._woken = socket.socketpair()
         self._done = _thread.allocate_lock()
@@ -116,6 +108,7 @@ class Heartbeat:
         if not self._thread.is_alive():
             self._wake.close()
             self._woken.close()
+        self._client.close()
 
     def __enter__(self) -> Heartbeat:
         return self

@@ -16,6 +16,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.machinery import PathFinder
 from types import ModuleType
+from typing import TYPE_CHECKING
+
+__all__ = ["compute_mx_source_id", "p2p_pb2", "p2p_pb2_grpc", "refit_pb2", "refit_pb2_grpc"]
 
 _lock = threading.Lock()
 
@@ -46,11 +49,16 @@ def _bare(*packages: str) -> Iterator[None]:
                 sys.modules.pop(name, None)
 
 
-with _bare("modelexpress", "modelexpress.metadata", "modelexpress_rl"):
-    p2p_pb2 = importlib.import_module("modelexpress.p2p_pb2")
-    p2p_pb2_grpc = importlib.import_module("modelexpress.p2p_pb2_grpc")
-    compute_mx_source_id = importlib.import_module(
-        "modelexpress.metadata.source_id"
-    ).compute_mx_source_id
-    refit_pb2 = importlib.import_module("modelexpress_rl.refit_pb2")
-    refit_pb2_grpc = importlib.import_module("modelexpress_rl.refit_pb2_grpc")
+if TYPE_CHECKING:  # so that they are modules and classes to a checker
+    from modelexpress import p2p_pb2, p2p_pb2_grpc
+    from modelexpress.metadata.source_id import compute_mx_source_id
+    from modelexpress_rl import refit_pb2, refit_pb2_grpc
+else:
+    with _bare("modelexpress", "modelexpress.metadata", "modelexpress_rl"):
+        p2p_pb2 = importlib.import_module("modelexpress.p2p_pb2")
+        p2p_pb2_grpc = importlib.import_module("modelexpress.p2p_pb2_grpc")
+        compute_mx_source_id = importlib.import_module(
+            "modelexpress.metadata.source_id"
+        ).compute_mx_source_id
+        refit_pb2 = importlib.import_module("modelexpress_rl.refit_pb2")
+        refit_pb2_grpc = importlib.import_module("modelexpress_rl.refit_pb2_grpc")

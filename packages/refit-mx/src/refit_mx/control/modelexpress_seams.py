@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 
-from refit_mx.control import protocol  # noqa: F401 - imports ModelExpress without torch's notice
 from refit_mx.errors import RefitConfigError
 from refit_mx.tensor_types import Box
 

@@ -1,0 +1,108 @@
+"""`Connection`: a gRPC channel to a control plane whose every failure is a `RefitError`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from refit_mx.control.protocol import Message
+from refit_mx.errors import (
+    ControlError,
+    ControlUnavailableError,
+    RefitConfigError,
+    RefitError,
+    RefitTimeoutError,
+    VersionNotFoundError,
+)
+
+_OPTIONS = (
+    # A server that was restarted is found again within a second.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 1000),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+    ("grpc.max_receive_message_length", 64 << 20),
+    # Else clients of one process share a connection, and its back-off after a failure.
+    ("grpc.use_local_subchannel_pool", 1),
+)
+
+
+class PreconditionError(ControlError):
+    """FAILED_PRECONDITION; each call knows what that means for it."""
+
+
+class Connection:
+    """A channel, made when the first call needs it and again when it broke.
+
+    Args:
+        address: HOST:PORT.
+        tls_ca: PEM file of the certificates to trust; None speaks without TLS.
+        token: sent as ``authorization: Bearer``; without TLS only to a loopback address.
+
+    Raises:
+        RefitConfigError: the address is empty, a token would travel in the clear, or the
+            certificates cannot be read.
+    """
+
+    def __init__(self, address: str, *, tls_ca: Path | str | None, token: str | None) -> None:
+        if not address:
+            raise RefitConfigError("address of the control plane: none; expected HOST:PORT")
+        if token is not None and tls_ca is None and not _is_loopback(address):
+            raise RefitConfigError(
+                f"a token for {address} without TLS would travel in the clear; give tls_ca"
+            )
+        self._said = f"control plane at {address}"
+        self._metadata = (("authorization", f"Bearer {token}"),) if token is not None else None
+        if tls_ca is None:
+            self.channel = grpc.insecure_channel(address, options=_OPTIONS)
+        else:
+            try:
+                roots = Path(tls_ca).read_bytes()
+            except OSError as error:
+                raise RefitConfigError(f"tls_ca {str(tls_ca)!r}: {error.strerror}") from None
+            credentials = grpc.ssl_channel_credentials(roots)
+            self.channel = grpc.secure_channel(address, credentials, options=_OPTIONS)
+
+    def call(
+        self, method: Callable[..., Message], request: Message, *, timeout_s: float
+    ) -> Message:
+        """The answer of a stub's method.
+
+        Raises:
+            ControlUnavailableError: nobody answers at the address, or the channel is closed.
+            RefitTimeoutError: no answer within ``timeout_s``.
+            VersionNotFoundError: NOT_FOUND.
+            PreconditionError: FAILED_PRECONDITION.
+            ControlError: any other refusal; names its status code.
+        """
+        try:
+            return method(request, timeout=timeout_s, metadata=self._metadata)
+        except grpc.RpcError as error:
+            raise self._as_ours(error, timeout_s) from None
+        except ValueError as error:  # grpc raises it on a closed channel
+            raise ControlUnavailableError(f"{self._said}: {error}") from None
+
+    def close(self) -> None:
+        """Disconnect. May be called again."""
+        self.channel.close()
+
+    def _as_ours(self, error: Any, timeout_s: float) -> RefitError:  # grpc has no types
+        said = f"{self._said}: {error.details()}"
+        match error.code():
+            case grpc.StatusCode.UNAVAILABLE | grpc.StatusCode.CANCELLED:
+                return ControlUnavailableError(said)
+            case grpc.StatusCode.DEADLINE_EXCEEDED:
+                return RefitTimeoutError(f"{self._said}: no answer within {timeout_s:g} s")
+            case grpc.StatusCode.NOT_FOUND:
+                return VersionNotFoundError(said)
+            case grpc.StatusCode.FAILED_PRECONDITION:
+                return PreconditionError(said)
+            case code:
+                return ControlError(f"{said} ({code.name})")
+
+
+def _is_loopback(address: str) -> bool:
+    host = address.rpartition(":")[0].strip("[]")
+    return host in ("localhost", "::1") or host.startswith("127.")
