@@ -98,6 +98,31 @@ def test_what_was_answered_before_the_kill_is_there_after_it(start, connect, tmp
 
 
 @pytest.mark.slow
+def test_a_server_that_cannot_keep_its_state_refuses_and_ends(start, connect, tmp_path):
+    state = ("--state", str(tmp_path / "state.db"))
+    command = " ".join((*COMMAND, "--address", "127.0.0.1:0", "--grace-s", "1", *state))
+    # No file may grow beyond 64 blocks of 512 or 1024 bytes: as on a disk that is full.
+    server = start(command=("sh", "-c", f"ulimit -f 64; exec {command}"))
+    client = connect(server.address)
+    made = []
+    refusal = None
+    for n in range(2_000):
+        try:
+            made.append(client.create_version("m", (f"{n}" * 100,), idempotency_key=f"{n}"))
+        except ControlUnavailableError as error:
+            refusal = error
+            break
+    assert "the state cannot be kept" in str(refusal)
+    _, written = server.process.communicate(timeout=PATIENCE_S)
+    assert server.process.returncode == 1
+    assert "refit-server: the state cannot be kept" in written
+    # What was answered is there for the next one.
+    client = connect(start(*state).address)
+    assert made
+    assert [client.get_version(version.version_id) for version in made] == made
+
+
+@pytest.mark.slow
 def test_after_a_restart_a_worker_that_does_not_come_back_takes_its_version_along(
     start, connect, tmp_path
 ):
