@@ -37,6 +37,15 @@ CONFIG = TinyConfig()
 MODEL = "tiny"
 
 
+@pytest.fixture(autouse=True)
+def no_vllm_is_left_behind():
+    """Other tests of this process must not find the stand-in."""
+    yield
+    for name in [n for n in sys.modules if n.partition(".")[0] == "vllm"]:
+        del sys.modules[name]
+    sys.modules.pop("refit_mx.engine.vllm", None)
+
+
 class Trainer:
     """Two ranks that publish versions of a model in halves, as FSDP does."""
 

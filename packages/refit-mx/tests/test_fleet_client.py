@@ -285,6 +285,17 @@ def test_the_old_version_can_be_resumed_when_nothing_was_installed(fresh_once):
     assert_serve(servers, old + 1)
 
 
+def test_the_old_version_can_be_resumed_when_one_could_not_even_be_paused(fresh_once):
+    servers, fleet, old = fresh_once
+    servers[0].fault(pause="error")
+    with pytest.raises(FleetError):
+        fleet.refit(f"v{old + 1}")
+    assert not servers[0].state["is_paused"]
+    assert servers[1].state["is_paused"]
+    fleet.resume()
+    assert_serve(servers, old)
+
+
 @pytest.mark.slow
 def test_a_server_that_was_restarted_meanwhile_is_not_taken_for_the_old_one(fresh_once):
     servers, fleet, old = fresh_once
@@ -296,7 +307,8 @@ def test_a_server_that_was_restarted_meanwhile_is_not_taken_for_the_old_one(fres
     with pytest.raises(FleetError) as caught:
         fleet.resume()
     assert servers[1].url in caught.value.failed
-    assert all(server.state["is_paused"] for server in servers)
+    assert servers[1].state["is_paused"]
+    assert servers[0].state["digests"] == digests(old, 2)
     fleet.refit(f"v{old + 1}")
     assert_serve(servers, old + 1)
 

@@ -165,6 +165,8 @@ class RefitFleet:
         deadline = Deadline(self._timeout_s, "fleet: resume")
         with self._alone():
             async with self._client() as client:
+                # Some may never have been paused; a second pause changes nothing.
+                await self._pause(client, deadline)
                 # One that was restarted refuses to start an update, and its weights are others.
                 await self._all("resume", client, deadline, Server.probe)
                 await self._resume(client, deadline)
