@@ -38,7 +38,7 @@ def specs(draw: st.DrawFn) -> list[TensorSpec]:
         TensorSpec(
             f"t{number}",
             draw(st.sampled_from(sorted(ITEM_SIZES))),
-            tuple(draw(st.lists(st.integers(0, 6) | st.just(8), max_size=4))),
+            tuple(draw(st.lists(st.sampled_from([2, 3, 4, 5, 6, 8, 1, 0]), max_size=4))),
         )
         for number in range(draw(st.integers(1, 3)))
     ]
@@ -147,7 +147,8 @@ def test_every_wanted_byte_is_read_once_from_one_live_source_or_the_plan_is_refu
     of = data.draw(specs())
     held_by = data.draw(publications(of))
     targets = [
-        data.draw(a_target(f"target{number}", of)) for number in range(data.draw(st.integers(0, 3)))
+        data.draw(a_target(f"target{number}", of))
+        for number in range(data.draw(st.sampled_from([2, 1, 3, 0])))
     ]
     exclude = data.draw(st.sets(st.integers(0, len(held_by) - 1), max_size=2))
     seed = data.draw(st.integers(0, 1000))

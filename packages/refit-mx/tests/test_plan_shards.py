@@ -20,6 +20,7 @@ from refit_mx.manifest import (
     TensorTable,
     encode_table,
 )
+from refit_mx.plan import shards as shards_module
 from refit_mx.plan.planner import plan_reads
 from refit_mx.plan.shards import ShardTable
 from refit_mx.plan.targets import replicated_target
@@ -119,6 +120,18 @@ def test_replicas_are_decoded_once() -> None:
     shards = ShardTable.of(manifests)
     assert len(shards.held) == 2
     assert shards.held_of_source == (0, 1, 0, 1, 0, 1)
+
+
+def test_sources_are_no_replicas_because_a_digest_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Digests of this kind can be forged; here all are equal."""
+    monkeypatch.setattr(shards_module, "_boxes_digest", lambda manifest: b"forged")
+    held = [[("w", box)] for box in sharded(W, 0, 4)]
+    model = Model.of([W])
+    sources = publish(model, held)
+    shards = ShardTable.of(sources.manifests)
+    check_plan(
+        plan_reads(shards, [replicated_target(W)]), shards, [replicated_target(W)], sources, model
+    )
 
 
 def test_no_manifest_is_refused() -> None:

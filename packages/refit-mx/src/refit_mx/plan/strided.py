@@ -21,7 +21,8 @@ def read_rows(
     Args:
         src: int64 (n,), the first byte of each box at its source.
         dst: int64 (n,), in scratch.
-        shape: int64 (n, axes), not empty.
+        shape: int64 (n, axes), not empty, at most 4 axes. Along the fourth, if it is longer than 1,
+            the elements are one behind the other on both sides; so at most three loops are left.
         src_stride: int64 (n, axes), in bytes.
         dst_stride: int64 (n, axes).
         item_size: int64 (n,).
@@ -59,16 +60,12 @@ def read_rows(
         level[deeper] += 1
     box = np.arange(count)
     if axes > 2 and (level > 2).any():
-        # A fourth level: one row for each of its steps.
-        times = number[:, 2:].prod(axis=1)
+        # A third loop, which boxes of four axes have: one row for each of its steps.
+        times = number[:, 2]
         box = np.repeat(box, times)
         step = np.arange(len(box)) - np.repeat(np.cumsum(times) - times, times)
-        src, dst = src[box], dst[box]
-        for outer in range(2, axes):
-            at = step % number[box, outer]
-            step //= number[box, outer]
-            src += at * src_step[box, outer]
-            dst += at * dst_step[box, outer]
+        src = src[box] + step * src_step[box, 2]
+        dst = dst[box] + step * dst_step[box, 2]
     rows = np.zeros((len(box), len(COLUMNS)), dtype=np.int64)
     rows[:, 0], rows[:, 1], rows[:, 2] = src, dst, run[box]
     rows[:, 3], rows[:, 6] = 1, 1

@@ -36,7 +36,7 @@ class TargetColumns:
         stop: int64 (parts, axes), filled up with 1.
         base: int64 (parts,), of the part's first byte in scratch.
         stride: int64 (parts, axes), bytes in scratch from one element to the next along each
-            axis of the published tensor; 0 along one that the target lacks.
+            axis of the published tensor; of no meaning where the part has one element.
     """
 
     offsets: npt.NDArray[np.int64]
@@ -70,7 +70,7 @@ class TargetColumns:
         _check_published(targets, parts, target, dtype, tensor, axes, start + shape, shards)
 
         item_size = np.array([ITEM_SIZES[name] for name in DTYPES], dtype=np.int64)[dtype]
-        own_axes, own_shape = _padded([t.shape for t in targets], 1, last=True)
+        _, own_shape = _padded([t.shape for t in targets], 1, last=True)
         own_stride = np.empty_like(own_shape)
         own_stride[:, -1] = item_size
         for axis in range(MOST_AXES - 2, -1, -1):
@@ -82,11 +82,10 @@ class TargetColumns:
 
         _, at = _padded([part.at for part in parts], 0, last=True)
         base = offsets[target] + (at * own_stride[target]).sum(axis=1)
-        # The axes of box and target are matched from the last one.
-        matching = np.arange(MOST_AXES) + MOST_AXES - axes[:, None]
-        lacking = (matching >= MOST_AXES) | (matching < MOST_AXES - own_axes[target][:, None])
-        stride = np.take_along_axis(own_stride[target], np.minimum(matching, MOST_AXES - 1), axis=1)
-        stride[lacking] = 0
+        # The axes of box and target are matched from the last one. Where either has none, the box
+        # has one element along the axis, and any stride will do.
+        matching = np.minimum(np.arange(MOST_AXES) + MOST_AXES - axes[:, None], MOST_AXES - 1)
+        stride = np.take_along_axis(own_stride[target], matching, axis=1)
         most = max(1, int(shards.tensors.axes.max(initial=0)))
         start, shape, stride = start[:, :most], shape[:, :most], stride[:, :most]
         return cls(
