@@ -315,6 +315,19 @@ def test_under_a_lease_even_the_shard_of_a_dead_worker_stays(state):
     assert state.delete_shard(version.uid, "a", "w", now_ms=60_000)
 
 
+def test_the_shard_of_a_dead_worker_goes_with_the_last_lease():
+    # Nobody else would ever delete it, and its version would never be forgotten.
+    state = ControlState(Limits(retention=0, forget_after_s=100))
+    version = publish(state, ttl_s=1)
+    lease = state.register_lease(version.uid, "g", ttl_s=60, now_ms=0)
+    state.expire(now_ms=2_000)
+    assert state.ledger.shards[version.uid]
+    state.delete_lease(version.uid, lease.lease_id, "g", now_ms=3_000)
+    assert not state.ledger.shards[version.uid]
+    state.expire(now_ms=102_000)
+    assert version.uid not in state.ledger.versions
+
+
 # Leases
 
 
@@ -344,6 +357,8 @@ def test_a_renewal_never_shortens_a_lease(state):
     version = publish(state)
     state.register_lease(version.uid, "g", ttl_s=60, now_ms=0)
     assert state.register_lease(version.uid, "g", ttl_s=1, now_ms=0).expires_at_ms == 60_000
+    after = reload(records_of(state), now_ms=1, grace_s=0)
+    assert after.ledger.leases[version.uid]["g"].expires_at_ms == 60_000
 
 
 def test_a_lease_is_given_back_by_its_holder_alone(state):
@@ -599,6 +614,22 @@ class Walk(RuleBasedStateMachine):
         if self.do(self.state.delete_shard, uid, slot, worker):
             assert not [key for key in self.leases if key[0] == uid]
 
+    @rule(
+        uid=st.sampled_from(UIDS),
+        worker=st.sampled_from(WORKERS),
+        slots=st.sampled_from([("a",), ("a", "b")]),
+        ttl_s=st.sampled_from([1, 5, 60]),
+        leased=st.booleans(),
+    )
+    def publish_whole(self, uid, worker, slots, ttl_s, leased):
+        # So that the walk is often where leases, deaths and retention meet.
+        self.register(worker, ttl_s)
+        self.create_version(uid, slots)
+        for slot in slots:
+            self.create_shard(uid, slot, worker)
+        if leased:
+            self.lease(uid, "g0", 60)
+
     @rule(uid=st.sampled_from(UIDS))
     def delete_version(self, uid):
         self.do(self.state.delete_version, uid)
@@ -708,4 +739,4 @@ class Walk(RuleBasedStateMachine):
 
 
 TestWalk = Walk.TestCase
-TestWalk.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)
+TestWalk.settings = settings(max_examples=200, stateful_step_count=50, deadline=None)

@@ -81,11 +81,13 @@ class Lapses:
         slots = version.body.expected_source_slots
         if version.state is VersionState.RELEASING:
             self._drop_dead_shards(version, now_ms)
-        elif slots:
+        elif version.state is VersionState.READY or len(
+            self._ledger.shards.get(version.uid, {})
+        ) >= len(slots):
             missing = self._ledger.missing_slots(version, now_ms)
             if version.state is VersionState.READY and missing:
                 self.release(version, f"slots lost their last live shard: {some(missing)}", now_ms)
-            elif version.state is VersionState.STAGING and not missing:
+            elif version.state is VersionState.STAGING and slots and not missing:
                 self.make_ready(version, now_ms)
 
     def make_ready(self, version: Version, now_ms: int) -> None:
@@ -116,11 +118,12 @@ class Lapses:
         for uid in {key[0] for key in self._ledger.shards_of.get(worker.worker_id, ())}:
             self.covering_changed(self._ledger.versions[uid], now_ms)
 
-    def worker_came(self, worker: Worker, now_ms: int) -> None:
-        """The worker registered: after a lapse, its shards count again."""
+    def worker_registered(self, worker: Worker, now_ms: int, *, returned: bool) -> None:
+        """The worker registered; if it had lapsed, its shards count again."""
         self._ledger.at(worker.expires_at_ms, "worker", worker.worker_id)
-        for uid in {key[0] for key in self._ledger.shards_of.get(worker.worker_id, ())}:
-            self.covering_changed(self._ledger.versions[uid], now_ms)
+        if returned:
+            for uid in {key[0] for key in self._ledger.shards_of.get(worker.worker_id, ())}:
+                self.covering_changed(self._ledger.versions[uid], now_ms)
 
     def end_lease(self, lease: Lease, now_ms: int) -> None:
         """The lease lapsed or was given back."""

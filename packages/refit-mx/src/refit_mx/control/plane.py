@@ -69,10 +69,12 @@ class ControlPlane:
         self._failed: str | None = None
         self._closed = threading.Event()
         self.sources = SourceTable()
-        with self._lock:
+        try:
             self._state.load(self._store.load(), now_ms=self._clock(), grace_s=restart_grace_s)
-            loaded = self._keep()
-        self._wait(loaded)
+            self._wait(self._keep())
+        except BaseException:
+            self._store.close()
+            raise
         self._sweeper = threading.Thread(target=self._sweep, name="refit-sweep", daemon=True)
         self._sweeper.start()
 

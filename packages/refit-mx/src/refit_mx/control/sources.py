@@ -14,6 +14,8 @@ from refit_mx.control.records import Code, Refusal
 SILENT_AFTER_MS = 90_000
 """A source that says nothing for this long is taken for STALE; ModelExpress's own beat is 30 s."""
 MOST_SOURCES = 10_000
+MOST_BYTES = 256 << 20
+"""Of what all sources published."""
 READY = 2
 STALE = 3
 
@@ -44,6 +46,11 @@ class Source:
     updated_at_ms: int
     source_load: float | None = None
 
+    @property
+    def size(self) -> int:
+        """Bytes that it published."""
+        return len(self.identity) + len(self.metadata)
+
     def status_at(self, now_ms: int) -> int:
         """Its status, STALE if it has been silent."""
         return STALE if now_ms - self.updated_at_ms >= SILENT_AFTER_MS else self.status
@@ -55,6 +62,7 @@ class SourceTable:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._sources: dict[tuple[str, str], Source] = {}
+        self._bytes = 0
 
     def publish(self, source: Source) -> None:
         """Add a source, or replace what it published before.
@@ -64,12 +72,14 @@ class SourceTable:
         """
         with self._lock:
             key = (source.mx_source_id, source.worker_id)
-            if key not in self._sources and len(self._sources) >= MOST_SOURCES:
+            if not self._has_room(key, source):
                 self._drop_silent(source.updated_at_ms)
-                if len(self._sources) >= MOST_SOURCES:
+                if not self._has_room(key, source):
                     raise Refusal(
-                        Code.RESOURCE_EXHAUSTED, f"{len(self._sources)} sources are published"
+                        Code.RESOURCE_EXHAUSTED,
+                        f"{len(self._sources)} sources of {self._bytes} bytes are published",
                     )
+            self._bytes += source.size - (self._sources[key].size if key in self._sources else 0)
             self._sources[key] = source
 
     def update(
@@ -112,7 +122,15 @@ class SourceTable:
         with self._lock:
             return sum(1 for each in self._sources.values() if each.status_at(now_ms) == READY)
 
+    def _has_room(self, key: tuple[str, str], source: Source) -> bool:
+        known = self._sources.get(key)
+        replaced = known.size if known is not None else 0
+        return (
+            known is not None or len(self._sources) < MOST_SOURCES
+        ) and self._bytes + source.size - replaced <= MOST_BYTES
+
     def _drop_silent(self, now_ms: int) -> None:
         for key, source in list(self._sources.items()):
             if source.status_at(now_ms) == STALE:
+                self._bytes -= source.size
                 del self._sources[key]

@@ -157,6 +157,7 @@ class ControlState:
         self._lapses.pass_to(now_ms)
         ttl_ms = self._ttl_ms(ttl_s, f"worker {worker_id!r}")
         worker = self.ledger.workers.get(worker_id)
+        returned = False
         if worker is None:
             if len(self.ledger.workers) >= self.limits.most_workers:
                 raise Refusal(
@@ -176,9 +177,9 @@ class ControlState:
             )
         else:
             worker.ttl_ms, worker.expires_at_ms = ttl_ms, now_ms + ttl_ms
-            worker.lapsed = False
+            returned, worker.lapsed = worker.lapsed, False
         self.ledger.put(worker)
-        self._lapses.worker_came(worker, now_ms)
+        self._lapses.worker_registered(worker, now_ms, returned=returned)
         return worker
 
     def mark_stale(self, worker_id: str, *, now_ms: int) -> Worker:
@@ -320,9 +321,8 @@ class ControlState:
             if held >= self.limits.most_leases:
                 raise Refusal(Code.RESOURCE_EXHAUSTED, f"version {version_id!r} has {held} leases")
             lease = Lease(self._new_id(), version_id, worker_id, ttl_ms, now_ms + ttl_ms)
-        else:
-            lease.ttl_ms = ttl_ms
-            lease.expires_at_ms = max(lease.expires_at_ms, now_ms + ttl_ms)
+        elif now_ms + ttl_ms > lease.expires_at_ms:
+            lease.ttl_ms, lease.expires_at_ms = ttl_ms, now_ms + ttl_ms
         self.ledger.put(lease)
         self.ledger.at(lease.expires_at_ms, "lease", version_id, worker_id)
         return lease
