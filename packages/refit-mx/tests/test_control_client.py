@@ -282,6 +282,49 @@ def test_numbers_and_sizes_that_make_no_sense_are_refused(server):
             assert refusal.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
+def test_of_leases_and_deletions_at_once_none_crosses(server):
+    """Whoever gets a lease finds every shard for as long as it holds the lease."""
+    rounds, receivers = 15, 4
+    crossed = []
+    go = threading.Barrier(receivers + 1)
+
+    def receive(name):
+        with ControlClient(server.address) as mine:
+            for n in range(rounds):
+                go.wait(PATIENCE_S)
+                with contextlib.suppress(VersionNotReadyError), mine.lease(f"v{n}", name):
+                    found = server.plane.call(
+                        lambda state, _, n=n: list(state.ledger.shards.get(f"v{n}", {}))
+                    )
+                    if len(found) != 2:
+                        crossed.append((n, name, found))
+                go.wait(PATIENCE_S)
+
+    threads = [threading.Thread(target=receive, args=(f"g{n}",)) for n in range(receivers)]
+    for thread in threads:
+        thread.start()
+    with ControlClient(server.address) as client:
+        client.register_worker("w", TRAINER, "m", ttl_s=60)
+        for n in range(rounds):
+            client.create_version("m", ("a", "b"), idempotency_key=f"{n}", version_id=f"v{n}")
+            for slot in ("a", "b"):
+                client.create_shard(shard(f"v{n}", slot))
+            go.wait(PATIENCE_S)
+            client.delete_version(f"v{n}")
+            for slot in ("a", "b"):
+                until(lambda slot=slot, n=n: deleted(client, f"v{n}", slot))
+            go.wait(PATIENCE_S)
+    for thread in threads:
+        thread.join(PATIENCE_S)
+    assert crossed == []
+
+
+def deleted(client, uid, slot):
+    with contextlib.suppress(VersionLeasedError):
+        return client.delete_shard(uid, slot, "w") or True
+    return False
+
+
 # Leases
 
 
