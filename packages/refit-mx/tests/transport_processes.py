@@ -222,6 +222,11 @@ def main() -> None:
             case ["unregister"]:
                 assert source is not None
                 source.unregister(arena.memory)
+            case ["deregister"]:
+                # What NixlSource never does: the agent stays.
+                assert source is not None
+                _, agent, registration = source._registered[arena.address]
+                agent.deregister_memory(registration)
             case ["exit"]:
                 break
         say("done")

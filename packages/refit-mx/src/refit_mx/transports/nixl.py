@@ -98,7 +98,7 @@ class NixlTransport:
     name = "nixl"
 
     def __init__(self, *, connect_timeout_s: float = 5.0, threads: int = 0) -> None:
-        self._agent = new_agent("refit-receiver", threads=threads)
+        self._agent = new_agent("refit-receiver", serves=False, threads=threads)
         self._connect_timeout_s = connect_timeout_s
         self._registered: dict[int, tuple[torch.Tensor, Any]] = {}
         self._remotes: dict[str, _Remote] = {}

@@ -6,7 +6,10 @@ import importlib
 import logging
 import os
 import sys
+import threading
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any  # NIXL's modules and agents have no types
@@ -16,6 +19,8 @@ from refit_mx.errors import RefitConfigError
 # In the order in which modelexpress looks for them, so that one process loads one of them.
 _PACKAGES = ("nixl_cu13", "nixl_cu12", "nixl")
 _RDMA = Path("/sys/class/infiniband")
+_LOOK_US = 1000
+_making = threading.Lock()
 
 
 def prepare_environment() -> None:
@@ -46,11 +51,13 @@ def nixl_available() -> str | None:
     return None
 
 
-def new_agent(prefix: str, *, threads: int = 0) -> Any:  # Any: see the import
+def new_agent(prefix: str, *, serves: bool, threads: int = 0) -> Any:  # Any: see the import
     """A UCX agent whose name no other process, and no later one, ever has.
 
     Args:
         prefix: of its name, for those who read logs.
+        serves: whether others read from it, so that it has to work while nobody calls it; else it
+            works when it is asked how its transfers stand.
         threads: of the backend's own that carry out large transfers; 0 has none.
 
     Raises:
@@ -60,11 +67,37 @@ def new_agent(prefix: str, *, threads: int = 0) -> Any:  # Any: see the import
     if why is not None:
         raise RefitConfigError(why)
     api = _api()
-    config = api.nixl_agent_config(enable_prog_thread=True, num_threads=threads, backends=["UCX"])
-    agent = api.nixl_agent(f"{prefix}-{uuid.uuid4().hex}", config)
+    config = api.nixl_agent_config(enable_prog_thread=serves, num_threads=threads, backends=["UCX"])
+    with _patient(api):
+        agent = api.nixl_agent(f"{prefix}-{uuid.uuid4().hex}", config)
     if "UCX" not in agent.backends:
         raise RefitConfigError("NIXL's plugin UCX is missing; see NIXL_PLUGIN_DIR")
     return agent
+
+
+@contextmanager
+def _patient(api: Any) -> Iterator[None]:  # Any: see the import
+    """Let the thread of an agent that is made meanwhile sleep between looks.
+
+    NIXL's Python API has it look without a pause, which takes a core for as long as the agent lives
+    and slows the transfers themselves where cores are few. The setting exists one layer below.
+    """
+    bindings: Any = getattr(api, "nixlBind", None)  # Any: see the import
+    plain = getattr(bindings, "nixlAgentConfig", None)
+    if plain is None or not hasattr(plain, "pthrDelay"):
+        yield
+        return
+
+    def set_attribute(config: Any, name: str, value: object) -> None:
+        plain.__setattr__(config, name, _LOOK_US if name == "pthrDelay" else value)
+
+    patient = type("Patient", (plain,), {"__setattr__": set_attribute})
+    with _making:
+        bindings.nixlAgentConfig = patient
+        try:
+            yield
+        finally:
+            bindings.nixlAgentConfig = plain
 
 
 def is_disconnect(error: BaseException) -> bool:

@@ -41,7 +41,7 @@ class NixlSource:
             address = memory.data_ptr()
             if address in self._registered:
                 raise RefitConfigError(f"the memory at {address:#x} is registered already")
-            agent = new_agent("refit-source")
+            agent = new_agent("refit-source", serves=True)
             self._registered[address] = (memory, agent, register_memory(agent, memory))
             return NixlAgent(
                 name=agent.name,

@@ -1,0 +1,355 @@
+"""What both transports promise, with sources in processes of their own."""
+
+import contextlib
+import itertools
+import time
+from collections.abc import Iterator
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from transport_processes import SourceProcess, pattern, random_reads, reference_bytes
+
+from refit_mx.deadline import Deadline
+from refit_mx.digests import digest_of_reads
+from refit_mx.errors import RefitConfigError, RefitError, RefitTimeoutError, SourceLostError
+from refit_mx.reads import ReadTable
+from refit_mx.scratch import ScratchPool
+from refit_mx.source_client import SourceClient
+from refit_mx.transports import nixl as nixl_module
+from refit_mx.transports import tcp as tcp_module
+from refit_mx.transports.base import Fetch, Transport
+from refit_mx.transports.nixl import NixlTransport, nixl_available
+from refit_mx.transports.tcp import TcpTransport
+
+pytestmark = pytest.mark.slow
+needs_nixl = pytest.mark.skipif(nixl_available() is not None, reason=str(nixl_available()))
+
+# UCX over TCP alone is what two hosts have; with shm a receiver reads the source's memory itself.
+KINDS = [
+    pytest.param("tcp"),
+    pytest.param("nixl-shm", marks=needs_nixl),
+    pytest.param("nixl-tcp", marks=needs_nixl),
+]
+MIB = 1 << 20
+
+
+def soon(timeout_s: float = 60.0) -> Deadline:
+    return Deadline(timeout_s, "test")
+
+
+@pytest.fixture(params=KINDS)
+def kind(request, monkeypatch) -> str:
+    # UCX reads it when an agent is made, in this process and in the sources.
+    if request.param != "tcp":
+        tls = "tcp,self" if request.param == "nixl-tcp" else "tcp,shm,self"
+        monkeypatch.setenv("UCX_TLS", tls)
+    return request.param
+
+
+@pytest.fixture
+def transport(kind) -> Iterator[Transport]:
+    made: Transport = TcpTransport() if kind == "tcp" else NixlTransport()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def small_batches(monkeypatch) -> None:
+    """Many batches of few bytes, so that something can happen between two."""
+    for module in (tcp_module, nixl_module):
+        monkeypatch.setattr(module, "BATCH_BYTES", MIB)
+
+
+def source(kind: str, nbytes: int = MIB, **options) -> SourceProcess:
+    return SourceProcess(nbytes, nixl=kind != "tcp", **options)
+
+
+def rows(count: int, nbytes: int = MIB, first: int = 0) -> ReadTable:
+    """Row r has the bytes r * nbytes and following, in both memories."""
+    table = np.zeros((count, 9), np.int64)
+    table[:, 0] = np.arange(count) * nbytes
+    table[:, 1] = table[:, 0] + first
+    table[:, 2] = nbytes
+    table[:, [3, 6]] = 1
+    return ReadTable(table)
+
+
+@contextlib.contextmanager
+def registered(transport: Transport, nbytes: int) -> Iterator[torch.Tensor]:
+    pool = ScratchPool(transport, most_bytes=nbytes + 4096)
+    with pool.take(nbytes, soon()) as scratch:
+        scratch.memory.zero_()
+        yield scratch.memory
+    pool.close()
+
+
+def test_every_byte_of_any_reads_is_at_its_place_and_no_other_changes(kind, transport):
+    with source(kind) as there, registered(transport, MIB) as scratch:
+        for seed in range(5):
+            reads = random_reads(MIB, 30, seed, most_run=[7, 512, 30_000][seed % 3])
+            scratch.fill_(seed)
+            expected = scratch.clone()
+            memory = pattern(MIB, 1)
+            for row, data in zip(
+                reads.rows.tolist(), reference_bytes(memory, reads, "source"), strict=True
+            ):
+                _, dst, run, n1, _, dst1, n2, _, dst2 = row
+                places = itertools.product(range(n2), range(n1))
+                for k, (j, i) in enumerate(places):
+                    part = bytearray(data[k * run : (k + 1) * run])
+                    at = dst + j * dst2 + i * dst1
+                    expected[at : at + run] = torch.frombuffer(part, dtype=torch.uint8)
+            stats = transport.fetch([Fetch(there.manifest, reads)], scratch, deadline=soon())
+            assert stats.nbytes == reads.nbytes
+            assert stats.connected == (seed == 0)
+            assert torch.equal(scratch, expected)
+            assert not transport.busy(scratch)
+
+
+def test_rows_that_are_told_are_there_and_each_is_told_once(kind, transport, small_batches):
+    with source(kind, 4 * MIB) as there, registered(transport, 4 * MIB) as scratch:
+        memory = pattern(4 * MIB, 1)
+        sizes = np.array([100, 3 * MIB // 2, 7, MIB, 4096, MIB + 1, 1])
+        table = np.zeros((len(sizes), 9), np.int64)
+        table[:, 0] = table[:, 1] = np.cumsum(sizes) - sizes
+        table[:, 2] = sizes
+        table[:, [3, 6]] = 1
+        told: list[int] = []
+
+        def check(fetch: int, first: int, last: int) -> None:
+            assert fetch == 0
+            for at, size in table[first:last][:, [1, 2]].tolist():
+                assert torch.equal(scratch[at : at + size], memory[at : at + size])
+            told.extend(range(first, last))
+
+        fetch = Fetch(there.manifest, ReadTable(table))
+        transport.fetch([fetch], scratch, deadline=soon(), on_done=check)
+        assert sorted(told) == list(range(len(sizes)))
+
+
+def test_many_sources_fill_one_buffer(kind, transport, small_batches):
+    with contextlib.ExitStack() as stack:
+        sources = [stack.enter_context(source(kind, 2 * MIB, seed=seed)) for seed in range(3)]
+        scratch = stack.enter_context(registered(transport, 6 * MIB))
+        fetches = [
+            Fetch(there.manifest, rows(2, first=2 * MIB * index))
+            for index, there in enumerate(sources)
+        ]
+        told: set[tuple[int, int]] = set()
+        stats = transport.fetch(
+            fetches,
+            scratch,
+            deadline=soon(),
+            on_done=lambda fetch, first, last: told.update(
+                (fetch, row) for row in range(first, last)
+            ),
+        )
+        assert stats.connected == 3
+        assert told == {(fetch, row) for fetch in range(3) for row in range(2)}
+        expected = torch.cat([pattern(2 * MIB, seed) for seed in range(3)])
+        assert torch.equal(scratch[: 6 * MIB], expected)
+
+
+def test_nothing_to_read_connects_to_nobody(kind, transport):
+    with source(kind) as there, registered(transport, MIB) as scratch:
+        there.kill()
+        stats = transport.fetch([Fetch(there.manifest, rows(0))], scratch, deadline=soon())
+        assert (stats.nbytes, stats.connected) == (0, 0)
+        assert transport.fetch([], scratch, deadline=soon()).nbytes == 0
+
+
+def test_reads_outside_a_memory_are_refused_before_anything_moves(kind, transport):
+    with source(kind) as there, registered(transport, MIB) as scratch:
+        beyond_arena = ReadTable(rows(1).rows + np.array([MIB, 0, 0, 0, 0, 0, 0, 0, 0]))
+        beyond_scratch = ReadTable(rows(1).rows + np.array([0, MIB, 0, 0, 0, 0, 0, 0, 0]))
+        for reads, side in ((beyond_arena, "source"), (beyond_scratch, "scratch")):
+            with pytest.raises(RefitConfigError, match=f"not inside the {side}"):
+                transport.fetch([Fetch(there.manifest, reads)], scratch, deadline=soon())
+        unknown = torch.zeros(MIB, dtype=torch.uint8)
+        with pytest.raises(RefitConfigError, match="not registered"):
+            transport.fetch([Fetch(there.manifest, rows(1))], unknown, deadline=soon())
+        assert not scratch.any()
+
+
+def test_a_source_killed_in_the_middle_is_lost_at_once_and_another_one_serves(
+    kind, transport, small_batches
+):
+    with source(kind, 32 * MIB) as dies, source(kind, 32 * MIB) as lives:
+        pool = ScratchPool(transport, most_bytes=200 * MIB)
+        started = time.monotonic()
+        with pool.take(32 * MIB, soon()) as scratch:
+
+            def kill(*_: int) -> None:
+                dies.kill()
+
+            fetch = Fetch(dies.manifest, rows(32))
+            with pytest.raises(SourceLostError) as lost:
+                transport.fetch([fetch], scratch.memory, deadline=soon(300), on_done=kill)
+            assert lost.value.worker_ids == (dies.manifest.worker_id,)
+        assert time.monotonic() - started < 100
+        with pool.take(32 * MIB, soon()) as scratch:
+            fetch = Fetch(lives.manifest, rows(32))
+            transport.fetch([fetch], scratch.memory, deadline=soon())
+            assert torch.equal(scratch.memory, pattern(32 * MIB, 1))
+        pool.close()
+
+
+def test_a_source_that_is_dead_before_is_lost(kind, transport):
+    with source(kind) as there, registered(transport, MIB) as scratch:
+        there.kill()
+        with pytest.raises(SourceLostError) as lost:
+            transport.fetch([Fetch(there.manifest, rows(1))], scratch, deadline=soon(300))
+        assert lost.value.worker_ids == (there.manifest.worker_id,)
+        assert not transport.busy(scratch)
+
+
+def test_a_source_killed_between_two_fetches_is_lost(kind, transport):
+    with source(kind) as there, registered(transport, MIB) as scratch:
+        fetch = Fetch(there.manifest, rows(1))
+        transport.fetch([fetch], scratch, deadline=soon())
+        there.kill()
+        for _ in range(2):
+            with pytest.raises(SourceLostError):
+                transport.fetch([fetch], scratch, deadline=soon(300))
+
+
+def test_a_source_that_is_stopped_is_out_of_time_at_the_deadline_and_a_retry_succeeds(
+    kind, transport, small_batches
+):
+    with source(kind, 8 * MIB) as there:
+        pool = ScratchPool(transport, most_bytes=200 * MIB)
+        fetch = Fetch(there.manifest, rows(8))
+        with pool.take(8 * MIB, soon()) as scratch:
+            transport.fetch([fetch], scratch.memory, deadline=soon())
+            there.stop()
+            started = time.monotonic()
+            with pytest.raises(RefitTimeoutError, match=r"not done after 0\.5 s"):
+                transport.fetch([fetch], scratch.memory, deadline=soon(0.5))
+            assert 0.4 < time.monotonic() - started < 20
+        there.resume()
+        with pool.take(8 * MIB, soon()) as scratch:
+            scratch.memory.zero_()
+            transport.fetch([fetch], scratch.memory, deadline=soon())
+            assert torch.equal(scratch.memory, pattern(8 * MIB, 1))
+        pool.close()
+
+
+def test_a_stopped_source_that_was_not_connected_to_is_lost_so_that_others_can_be_tried(kind):
+    transport: Transport = (
+        TcpTransport(connect_timeout_s=0.3)
+        if kind == "tcp"
+        else NixlTransport(connect_timeout_s=0.3)
+    )
+    with source(kind) as there, registered(transport, MIB) as scratch:
+        there.stop()
+        with pytest.raises(SourceLostError, match=r"did not answer for 0\.3 s") as lost:
+            transport.fetch([Fetch(there.manifest, rows(1))], scratch, deadline=soon())
+        assert lost.value.worker_ids == (there.manifest.worker_id,)
+        assert not transport.busy(scratch)
+    transport.close()
+
+
+def test_a_restarted_source_is_never_read_from_as_if_it_were_the_old_one(kind, transport):
+    with source(kind) as old, registered(transport, MIB) as scratch:
+        transport.fetch([Fetch(old.manifest, rows(1))], scratch, deadline=soon())
+        port = int(old.manifest.endpoint.rpartition(":")[2])
+        old.kill()
+        with source(kind, seed=2, port=port) as new:
+            assert new.manifest.endpoint == old.manifest.endpoint
+            scratch.zero_()
+            for _ in range(2):
+                with pytest.raises(SourceLostError):
+                    transport.fetch([Fetch(old.manifest, rows(1))], scratch, deadline=soon(300))
+            transport.fetch([Fetch(new.manifest, rows(1))], scratch, deadline=soon())
+            assert torch.equal(scratch[:MIB], pattern(MIB, 2))
+
+
+def test_a_version_dropped_in_the_middle_is_gone(kind, transport, small_batches):
+    with source(kind, 16 * MIB) as there, registered(transport, 16 * MIB) as scratch:
+        dropped: list[str] = []
+
+        def drop(*_: int) -> None:
+            if not dropped:
+                dropped.append(there.tell("drop v1"))
+                there.tell("fill 9")
+
+        fetch = Fetch(there.manifest, rows(16))
+        with pytest.raises(SourceLostError, match="gone: version 'v1'"):
+            transport.fetch([fetch], scratch, deadline=soon(), on_done=drop)
+
+
+def test_a_version_that_is_not_held_is_gone(kind, transport):
+    with source(kind) as there, registered(transport, MIB) as scratch:
+        other = msgspec.structs.replace(there.manifest, version_id="v2")
+        with pytest.raises(SourceLostError, match="gone: version 'v2'"):
+            transport.fetch([Fetch(other, rows(1))], scratch, deadline=soon())
+
+
+def test_one_lost_source_of_several_fails_the_fetch_and_names_it(kind, transport, small_batches):
+    with (
+        source(kind, 8 * MIB) as dies,
+        source(kind, 8 * MIB) as lives,
+        registered(transport, 16 * MIB) as scratch,
+    ):
+        dies.kill()
+        fetches = [
+            Fetch(lives.manifest, rows(8)),
+            Fetch(dies.manifest, rows(8, first=8 * MIB)),
+        ]
+        with pytest.raises(SourceLostError) as lost:
+            transport.fetch(fetches, scratch, deadline=soon(300))
+        assert lost.value.worker_ids == (dies.manifest.worker_id,)
+        transport.fetch(fetches[:1], scratch, deadline=soon())
+        assert torch.equal(scratch[: 8 * MIB], pattern(8 * MIB, 1))
+
+
+def test_an_error_of_the_caller_leaves_nothing_that_writes(kind, transport, small_batches):
+    with source(kind, 8 * MIB) as there:
+        pool = ScratchPool(transport, most_bytes=100 * MIB)
+
+        def fail(*_: int) -> None:
+            raise ZeroDivisionError
+
+        fetch = Fetch(there.manifest, rows(8))
+        scratch = pool.take(8 * MIB, soon())
+        with pytest.raises(ZeroDivisionError):
+            transport.fetch([fetch], scratch.memory, deadline=soon(), on_done=fail)
+        pool.give_back(scratch)
+        with pool.take(100 * MIB - 4096, soon()) as again:  # needs the first one's room
+            transport.fetch([fetch], again.memory, deadline=soon())
+            assert torch.equal(again.memory[: 8 * MIB], pattern(8 * MIB, 1))
+        pool.close()
+
+
+def test_digests_from_the_source_are_those_of_what_arrived(kind, transport):
+    with source(kind) as there, registered(transport, MIB) as scratch:
+        reads = random_reads(MIB, 50, 11)
+        transport.fetch([Fetch(there.manifest, reads)], scratch, deadline=soon())
+        client = SourceClient(there.manifest)
+        with contextlib.closing(client):
+            published = client.digests(reads, version_id="v1", deadline=soon())
+        assert published == digest_of_reads(scratch, reads, side="scratch")
+
+
+def test_closing_may_be_repeated_and_a_closed_transport_connects_anew(kind, transport):
+    with source(kind) as there, registered(transport, MIB) as scratch:
+        fetch = Fetch(there.manifest, rows(1))
+        for _ in range(2):
+            assert transport.fetch([fetch], scratch, deadline=soon()).connected == 1
+            transport.close()
+            transport.close()
+
+
+def test_a_source_process_exits_cleanly_after_it_was_read_from(kind, transport):
+    with source(kind) as there, registered(transport, MIB) as scratch:
+        transport.fetch([Fetch(there.manifest, rows(1))], scratch, deadline=soon())
+        assert there.exit() == 0
+
+
+def test_every_error_of_a_transport_is_one_of_refit(kind, transport):
+    with source(kind) as there, registered(transport, MIB) as scratch:
+        nowhere = msgspec.structs.replace(there.manifest, endpoint="127.0.0.1:1")
+        with pytest.raises(RefitError):
+            transport.fetch([Fetch(nowhere, rows(1))], scratch, deadline=soon())
