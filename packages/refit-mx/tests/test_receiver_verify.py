@@ -12,6 +12,8 @@ from refit_mx.errors import DigestMismatchError
 from refit_mx.manifest import BLOCK_BYTES
 from refit_mx.receiver import MxV2RefitReceiver
 from refit_mx.settings import ReceiverSettings
+from refit_mx.shard_sources import LocalShard
+from refit_mx.tensor_types import Box
 from refit_mx.transports.tcp import TcpTransport
 
 # A shard of several blocks, one of a block, small ones, and one without axes.
@@ -84,6 +86,51 @@ def test_a_block_in_the_middle_of_a_read_is_checked_against_the_manifest(world):
     ):
         # Rows 300 to 600 begin at byte 840,000 of the shard, which ends at 1,680,000.
         assert got.stats.asked_bytes == BLOCK_BYTES - 840_000
+
+
+def columns_of(whole, ranks, rank):
+    """What one of several tensor-parallel trainers holds: contiguous there, strided in the whole."""
+    shards = []
+    for name, tensor in whole.items():
+        if tensor.dim() < 2:
+            continue
+        part = tensor.chunk(ranks, 1)[rank].contiguous()
+        first = sum(each.shape[1] for each in tensor.chunk(ranks, 1)[:rank])
+        box = Box((0, first, *[0] * (tensor.dim() - 2)), tuple(part.shape))
+        shards.append(LocalShard(name, tuple(tensor.shape), box, part))
+    return shards
+
+
+@pytest.mark.parametrize("beside", [1, 1 << 40])
+def test_whole_shards_that_come_to_lie_apart_are_checked_against_the_manifest(beside):
+    shapes = {name: spec for name, spec in SHAPES.items() if len(spec[1]) == 2}
+    shapes["wide"] = ("uint8", (7, 3, 5 << 18))  # rows longer than a piece that is gathered
+    whole = weights(1, shapes)
+    flips = []
+
+    def flip(scratch, fetches):
+        if flips:
+            rows = fetches[flips[0] % len(fetches)].reads.rows
+            row = rows[flips[0] % len(rows)]
+            last = row[1] + (row[3] - 1) * row[5] + (row[6] - 1) * row[8] + row[2] - 1
+            scratch[int(last)] ^= 1
+
+    with a_world() as world:
+        world.version("v1", ["tp-0", "tp-1"])
+        for rank in range(2):
+            world.publisher(f"tp-{rank}").publish("v1", columns_of(whole, 2, rank))
+        receiver = world.receiver(
+            targets_of(shapes),
+            transport=Meddling(TcpTransport(), after=flip),
+            settings=ReceiverSettings(verify_beside_bytes=beside),
+        )
+        with receiver.receive_weights_scratch("v1") as got:
+            assert same(dict(got), whole)
+            assert got.stats.asked_bytes == 0
+        for number in range(8):
+            flips[:] = [number]
+            with pytest.raises(DigestMismatchError):
+                receiver.receive_weights_scratch("v1", attempts=1)
 
 
 @pytest.mark.parametrize("beside", [1, 1 << 40])

@@ -1,4 +1,4 @@
-"""SIGKILL and SIGSTOP of publisher, receiver and control plane, in each phase, over both transports.
+"""SIGKILL and SIGSTOP of publisher, receiver and control plane in each phase.
 
 Each time: an error of ours within the deadline or the version that was asked for, never anything in
 between; and the same call made again succeeds once the fault is gone. Phases are reached by a hook,

@@ -29,7 +29,7 @@ def manifest_digest(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-class ManifestService(refit_pb2_grpc.RefitWorkerServiceServicer):  # type: ignore[name-defined]
+class ManifestService(refit_pb2_grpc.RefitWorkerServiceServicer):
     """A gRPC server for manifests, in threads of this process.
 
     Args:

@@ -192,11 +192,12 @@ class Verifier:
             return
         # Strided reads are checked whole, so skip is 0 and stop is the length.
         runs = max(1, _CHUNK_BYTES // run)
+        begin = self._scratch.storage_offset() + dst
         for j in range(n2):
             for i in range(0, n1, runs):
                 count = min(runs, n1 - i)
                 view = torch.as_strided(
-                    self._scratch, (count, run), (dst1, 1), dst + j * dst2 + i * dst1
+                    self._scratch, (count, run), (dst1, 1), begin + j * dst2 + i * dst1
                 )
                 yield view.contiguous().cpu().numpy().reshape(-1).data
 
