@@ -12,7 +12,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, TypeVar, get_args
 
 import httpx
 
@@ -20,12 +20,9 @@ from refit_mx.deadline import Deadline
 from refit_mx.errors import FleetError, RefitConfigError
 from refit_mx.fleet.barrier import PhaseBarrier, Point
 from refit_mx.fleet.server import Server, ServerCallError
-
-PauseMode = Literal["abort", "wait", "keep"]
-_MOST_NAMED = 8
+from refit_mx.fleet.server_group import Ask, PauseMode, ServerGroup
 
 _Result = TypeVar("_Result")
-_Ask = Callable[[Server, httpx.AsyncClient, Deadline], Awaitable[object]]
 
 
 @dataclass(frozen=True)
@@ -96,10 +93,13 @@ class RefitFleet:
                 "expected more than 0"
             )
         self._timeout_s = timeout_s
-        self._cleanup_timeout_s = cleanup_timeout_s
         self._init_info = dict(init_info or {})
-        self._pause_mode: PauseMode = pause_mode
-        self._clear_cache = clear_cache
+        self._group = ServerGroup(
+            self._servers,
+            pause_mode=pause_mode,
+            clear_cache=clear_cache,
+            cleanup_timeout_s=cleanup_timeout_s,
+        )
         self._world_size = world_size
         self._headers = dict(headers or {})
         self._under_way = False
@@ -166,10 +166,10 @@ class RefitFleet:
         with self._alone():
             async with self._client() as client:
                 # Some may never have been paused; a second pause changes nothing.
-                await self._pause(client, deadline)
+                await self._group.pause(client, deadline)
                 # One that was restarted refuses to start an update, and its weights are others.
-                await self._all("resume", client, deadline, Server.probe)
-                await self._resume(client, deadline)
+                await self._group.all("resume", client, deadline, Server.probe)
+                await self._group.resume(client, deadline)
 
     def _alone(self) -> _Alone:
         return _Alone(self)
@@ -182,71 +182,6 @@ class RefitFleet:
             trust_env=False,
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
         )
-
-    async def _all(
-        self,
-        what: str,
-        client: httpx.AsyncClient,
-        deadline: Deadline,
-        ask: _Ask,
-        servers: Sequence[Server] | None = None,
-    ) -> None:
-        """Ask servers at once and wait for all, since one that still works cannot be told more."""
-        servers = self._servers if servers is None else servers
-        answers = await asyncio.gather(
-            *(ask(server, client, deadline) for server in servers), return_exceptions=True
-        )
-        failed: dict[str, str] = {}
-        for server, answer in zip(servers, answers, strict=True):
-            if isinstance(answer, ServerCallError):
-                failed[server.address] = str(answer)
-                if not answer.answered:
-                    server.lost()
-            elif isinstance(answer, BaseException):
-                raise answer
-        if failed:
-            raise FleetError(_text(f"{what} failed", failed, len(self._servers)), failed)
-
-    async def _resume(self, client: httpx.AsyncClient, deadline: Deadline) -> None:
-        """Resume all, or pause again those that were."""
-        versions = {server.holds for server in self._servers}
-        if len(versions) > 1 or Server.UNKNOWN in versions:
-            failed = {
-                s.address: "unknown" if s.holds == Server.UNKNOWN else f"holds {s.holds}"
-                for s in self._servers
-            }
-            raise FleetError(
-                _text("resume refused: not all hold one version", failed, len(self._servers)),
-                failed,
-            )
-        # One that was restarted meanwhile serves the weights of its launch, and is not paused.
-        await self._all("resume", client, deadline, Server.expect_paused)
-        try:
-            await self._all("resume", client, deadline, Server.resume)
-            await self._all(
-                "resume",
-                client,
-                deadline,
-                lambda server, *rest: server.expect_paused(*rest, expected=False),
-            )
-        except BaseException as error:
-            again = Deadline(self._cleanup_timeout_s, "fleet: pause again")
-            try:
-                await self._pause(client, again)
-            except FleetError as second:
-                if isinstance(error, FleetError):
-                    error.failed = {**second.failed, **error.failed}
-                    raise FleetError(f"{error}; and {second}", error.failed) from None
-            raise
-
-    async def _pause(self, client: httpx.AsyncClient, deadline: Deadline) -> None:
-        await self._all(
-            "pause",
-            client,
-            deadline,
-            lambda server, *rest: server.pause(*rest, self._pause_mode, self._clear_cache),
-        )
-        await self._all("pause", client, deadline, Server.expect_paused)
 
 
 class _Alone:
@@ -289,7 +224,7 @@ class _Update:
         if self._barrier is not None:
             self._barrier.begin()
         try:
-            await self._timed("pause", fleet._pause(self._client, self._deadline))
+            await self._timed("pause", fleet._group.pause(self._client, self._deadline))
             await self._meet(Point.PAUSED)
             await self._timed("init", self._initialise())
             await self._timed("start", self._start())
@@ -306,7 +241,7 @@ class _Update:
         try:
             await self._timed("finish", self._finish())
             await self._meet(Point.FINISHED)
-            await self._timed("resume", fleet._resume(self._client, self._deadline))
+            await self._timed("resume", fleet._group.resume(self._client, self._deadline))
             resumed = time.monotonic()
         except BaseException as error:
             self._tell(error)
@@ -381,10 +316,10 @@ class _Update:
         fleet = self._fleet
         started = [server for server in fleet._servers if server.initialised and not server.clean]
         try:
-            await fleet._all(
+            await fleet._group.all(
                 "abort",
                 self._client,
-                Deadline(fleet._cleanup_timeout_s, "fleet: abort"),
+                Deadline(fleet._group.cleanup_timeout_s, "fleet: abort"),
                 Server.abort,
                 started,
             )
@@ -404,8 +339,8 @@ class _Update:
         points = list(Point)
         self._next = points[min(points.index(point) + 1, len(points) - 1)]
 
-    async def _ask(self, what: str, ask: _Ask, servers: Sequence[Server] | None = None) -> None:
-        await self._fleet._all(what, self._client, self._deadline, ask, servers)
+    async def _ask(self, what: str, ask: Ask, servers: Sequence[Server] | None = None) -> None:
+        await self._fleet._group.all(what, self._client, self._deadline, ask, servers)
 
     async def _timed(self, phase: str, work: Awaitable[None]) -> None:
         began = time.monotonic()
@@ -413,16 +348,6 @@ class _Update:
             await work
         finally:
             self._seconds[phase] = time.monotonic() - began
-
-
-def _text(what: str, failed: Mapping[str, str], servers: int) -> str:
-    named = [f"{address}: {why}" for address, why in list(failed.items())[:_MOST_NAMED]]
-    if len(failed) > len(named):
-        named.append(f"and {len(failed) - len(named)} more")
-    return (
-        f"fleet: {what} at {len(failed)} of {servers} servers: {'; '.join(named)}. "
-        "No server was resumed with another version"
-    )
 
 
 def _run(make: Callable[[], Coroutine[Any, Any, _Result]]) -> _Result:
