@@ -24,6 +24,7 @@ from refit_mx.transports.batches import Batch, RowsDone, batches, split_reads
 from refit_mx.transports.descriptors import descriptors, runs
 from refit_mx.transports.nixl_library import (
     is_disconnect,
+    is_unreachable,
     new_agent,
     nixl_available,
     prepare_environment,
@@ -288,6 +289,11 @@ class NixlTransport:
             name = self._agent.add_remote_agent(agent.metadata)
         except Exception as error:  # noqa: BLE001
             client.close()
+            if is_unreachable(error):
+                raise SourceLostError(
+                    f"source {source.worker_id!r} lost while connecting: {error!r}",
+                    (source.worker_id,),
+                ) from None
             raise ProtocolError(
                 f"source {source.worker_id!r}: NIXL refuses its metadata: {error!r}"
             ) from None

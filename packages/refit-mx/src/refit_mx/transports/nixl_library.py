@@ -105,6 +105,11 @@ def is_disconnect(error: BaseException) -> bool:
     return type(error).__name__ == "nixlRemoteDisconnectError"
 
 
+def is_unreachable(error: BaseException) -> bool:
+    """Whether NIXL could not connect to a peer, for all that its metadata says."""
+    return is_disconnect(error) or type(error).__name__ == "nixlBackendError"
+
+
 @cache
 def _api() -> Any:  # Any: see the import
     prepare_environment()
