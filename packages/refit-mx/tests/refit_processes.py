@@ -197,13 +197,14 @@ def _command() -> dict[str, Any] | None:
 
 
 class _Pauses:
-    """Stops at the phases that a test names, until the test says go."""
+    """Stops once at each phase that a test names, until the test says go."""
 
     def __init__(self) -> None:
         self.at: set[str] = set()
 
     def __call__(self, name: str) -> None:
         if name in self.at:
+            self.at.discard(name)
             _say(phase=name)
             command = _command()
             assert command == {"do": "go"}, command

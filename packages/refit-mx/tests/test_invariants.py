@@ -1,8 +1,8 @@
 """The nine invariants of a refit, and the holes found in others, each by its name.
 
 The layouts themselves are tested against a reference in test_plan*; here whole refits run. The
-ninth, of fleets, needs servers: `test_invariant_9_...` in test_fleet_client.py. Hole 8, of the order
-of an engine's phases, is in test_engine_phases.py.
+ninth, of fleets, needs servers: `test_invariant_9_...` in test_fleet_client.py. Hole 8, of the
+order of an engine's phases, is in test_engine_phases.py.
 """
 
 from __future__ import annotations

@@ -89,7 +89,7 @@ def test_a_block_in_the_middle_of_a_read_is_checked_against_the_manifest(world):
 
 
 def columns_of(whole, ranks, rank):
-    """What one of several tensor-parallel trainers holds: contiguous there, strided in the whole."""
+    """What one of several tensor-parallel trainers holds: contiguous, and strided in the whole."""
     shards = []
     for name, tensor in whole.items():
         if tensor.dim() < 2:

@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 import copy
+import time
+from collections.abc import Callable
+from typing import TypeVar
 
 from refit_mx.control.client import ControlClient
 from refit_mx.deadline import Deadline
+from refit_mx.errors import ControlUnavailableError
 
+_Found = TypeVar("_Found")
+
+PATIENCE_S = 3.0
+"""For a control plane that is away: as long as one takes to be started again."""
+_PAUSE_S = 0.1
 _LEAST_S = 0.05
 """A call that is given less cannot even be answered by a server that is well."""
 
@@ -17,11 +26,38 @@ def bounded(control: ControlClient, deadline: Deadline, doing: str = "") -> Cont
     Raises:
         RefitTimeoutError: the deadline has passed.
     """
-    return with_timeout(control, deadline.check(doing))
-
-
-def with_timeout(control: ControlClient, most_s: float) -> ControlClient:
-    """For calls that may take ``most_s`` seconds, or what ``control`` allows if that is less."""
     found = copy.copy(control)
-    found.rpc_timeout_s = max(_LEAST_S, min(control.rpc_timeout_s, most_s))
+    found.rpc_timeout_s = max(_LEAST_S, min(control.rpc_timeout_s, deadline.check(doing)))
     return found
+
+
+def patiently(
+    control: ControlClient,
+    call: Callable[[ControlClient], _Found],
+    *,
+    deadline: Deadline,
+    patience_s: float,
+    doing: str = "",
+) -> _Found:
+    """Make a call that changes nothing twice, again while the control plane cannot be reached.
+
+    Args:
+        control: the connection.
+        call: is given one that is bounded by the deadline.
+        deadline: for everything.
+        patience_s: after which the error is raised, if that is before the deadline.
+        doing: for the message of the deadline.
+
+    Raises:
+        ControlUnavailableError: it could not be reached all the while.
+        RefitTimeoutError: the deadline has passed.
+        RefitError: whatever ``call`` raises.
+    """
+    until = time.monotonic() + min(patience_s, deadline.left_s)
+    while True:
+        try:
+            return call(bounded(control, deadline, doing))
+        except ControlUnavailableError:
+            if time.monotonic() + _PAUSE_S >= until:
+                raise
+        time.sleep(_PAUSE_S)

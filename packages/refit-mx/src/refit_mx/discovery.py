@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from refit_mx.bounded_control import bounded
+from refit_mx.bounded_control import PATIENCE_S, patiently
 from refit_mx.control.client import ControlClient
 from refit_mx.control.records import Shard
 from refit_mx.deadline import Deadline
@@ -67,6 +67,7 @@ def discover_v2_sources_for_slice(
     exclude: Collection[str] = (),
     source_timeout_s: float = 5.0,
     most_manifest_bytes: int = MOST_MANIFEST_BYTES,
+    control_patience_s: float = PATIENCE_S,
 ) -> SourceSet:
     """The live sources of a version, or of one slice of one of its tensors.
 
@@ -86,6 +87,7 @@ def discover_v2_sources_for_slice(
         exclude: worker ids not to ask.
         source_timeout_s: for one source; one that has stopped costs no more.
         most_manifest_bytes: of one manifest.
+        control_patience_s: for a control plane that cannot be reached.
 
     Raises:
         SourceLostError: no source answers.
@@ -99,8 +101,12 @@ def discover_v2_sources_for_slice(
         raise RefitConfigError("discover_v2_sources_for_slice: a layout needs a tensor")
     if compile_target_filter is not None and not compile_target_filter:
         raise RefitConfigError("compile_target_filter is empty; expected a compile target, or None")
-    version = bounded(control, deadline).get_version(version_id)
-    shards = bounded(control, deadline).list_shards(version_id)
+    version, shards = patiently(
+        control,
+        lambda client: (client.get_version(version_id), client.list_shards(version_id)),
+        deadline=deadline,
+        patience_s=control_patience_s,
+    )
     left_out = {
         shard.worker_id: "left out by the caller" for shard in shards if shard.worker_id in exclude
     }

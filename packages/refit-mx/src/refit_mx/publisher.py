@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from refit_mx.arena import Arena, DoubleArena
-from refit_mx.bounded_control import bounded
+from refit_mx.bounded_control import bounded, patiently
 from refit_mx.control.client import ControlClient
 from refit_mx.control.heartbeat import Heartbeat
 from refit_mx.control.records import Shard, VersionState, WorkerRole
@@ -272,7 +272,12 @@ class MxV2TrainingPublisher:
 
     def _check_version(self, version_id: str, deadline: Deadline) -> None:
         """Refuse before anything is copied."""
-        version = bounded(self._control, deadline).get_version(version_id)
+        version = patiently(
+            self._control,
+            lambda client: client.get_version(version_id),
+            deadline=deadline,
+            patience_s=self._settings.control_patience_s,
+        )
         if version.model_name != self._model_name:
             raise RefitConfigError(
                 f"version {version_id} is of model {version.model_name!r}; "
@@ -292,8 +297,9 @@ class MxV2TrainingPublisher:
             self._retire(next(iter(self._held)), deadline)
 
     def _retire(self, version_id: str, deadline: Deadline) -> None:
-        doing = f"version {version_id} fills an arena and is leased"
+        leased = ""
         while True:
+            doing = leased or f"releasing version {version_id}, which fills an arena"
             try:
                 control = bounded(self._control, deadline, doing)
                 control.delete_version(version_id)
@@ -302,12 +308,13 @@ class MxV2TrainingPublisher:
             except VersionNotFoundError:
                 break  # forgotten, so nobody can hold a lease on it
             except VersionLeasedError as error:
-                doing = f"version {version_id} fills an arena: {error}"
-            except (ControlUnavailableError, RefitTimeoutError) as error:
+                leased = f"version {version_id} fills an arena: {error}"
+            except RefitTimeoutError:
+                deadline.check(doing)
+            except ControlUnavailableError:
                 if not deadline.left_s:
                     raise
-                doing = str(error)
-            time.sleep(min(self._settings.poll_s, deadline.check(doing)))
+            time.sleep(min(self._settings.poll_s, deadline.left_s))
         self._drop(version_id)
 
     def _drop(self, version_id: str) -> None:

@@ -17,10 +17,11 @@ from types import TracebackType
 
 import torch
 
-from refit_mx.bounded_control import with_timeout
+from refit_mx.bounded_control import patiently
 from refit_mx.compile.base import CompilePass, allocate_outputs
 from refit_mx.control.client import ControlClient
 from refit_mx.control.heartbeat import Heartbeat
+from refit_mx.control.leases import VersionLease
 from refit_mx.control.records import WorkerRole
 from refit_mx.deadline import Deadline
 from refit_mx.errors import (
@@ -40,6 +41,8 @@ from refit_mx.spans import OnPhase, phase, tell_bytes
 from refit_mx.tensor_types import TensorSpec
 from refit_mx.transports.base import Transport
 
+_RENEW_S = 2.0
+"""Of one call that renews a lease: what fails is waited for, and the next one comes soon."""
 _UNLEASE_S = 1.0
 _ALIGNMENT = 256
 _PAGE = 4096
@@ -323,9 +326,25 @@ class MxV2RefitReceiver:
         version_id = stats.version_id
         started = time.monotonic()
         with phase("lease", version_id, self._on_phase):
-            control = with_timeout(self._control, deadline.check("taking a lease"))
-            lease = control.lease(version_id, self.worker_id, ttl_s=self._settings.lease_ttl_s)
-            control.rpc_timeout_s = min(self._control.rpc_timeout_s, self._settings.lease_ttl_s / 3)
+            # The lease keeps the connection that it was made with.
+            made: list[ControlClient] = []
+
+            def take(client: ControlClient) -> VersionLease:
+                made[:] = [client]
+                ttl_s = self._settings.lease_ttl_s
+                return client.lease(version_id, self.worker_id, ttl_s=ttl_s)
+
+            lease = patiently(
+                self._control,
+                take,
+                deadline=deadline,
+                patience_s=self._settings.control_patience_s,
+                doing="taking a lease",
+            )
+            (control,) = made
+            control.rpc_timeout_s = min(
+                self._control.rpc_timeout_s, self._settings.lease_ttl_s / 3, _RENEW_S
+            )
         stats.seconds["lease"] += time.monotonic() - started
         self._open.add(version_id)
 

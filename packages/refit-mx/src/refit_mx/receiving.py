@@ -152,6 +152,7 @@ class Receiving:
                 exclude=exclude,
                 source_timeout_s=self._settings.manifest_timeout_s,
                 most_manifest_bytes=self._settings.most_manifest_bytes,
+                control_patience_s=self._settings.control_patience_s,
             )
             span.set_attribute("refit.sources", len(sources.manifests))
         stats.seconds["discover"] += time.monotonic() - started

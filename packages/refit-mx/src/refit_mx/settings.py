@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
+from refit_mx.bounded_control import PATIENCE_S
 from refit_mx.errors import RefitConfigError
 from refit_mx.manifest_service import MOST_MANIFEST_BYTES
 
@@ -14,6 +15,7 @@ class PublisherSettings:
 
     Attributes:
         rpc_timeout_s: of one call to the control plane.
+        control_patience_s: for a control plane that cannot be reached, before anything is copied.
         poll_s: between two looks at a version whose lease is waited for.
         source_timeout_s: after which the source server gives up a receiver that takes no bytes.
         most_manifest_bytes: of a manifest; a larger one is refused.
@@ -21,6 +23,7 @@ class PublisherSettings:
     """
 
     rpc_timeout_s: float = 10.0
+    control_patience_s: float = PATIENCE_S
     poll_s: float = 0.05
     source_timeout_s: float = 30.0
     most_manifest_bytes: int = MOST_MANIFEST_BYTES
@@ -38,6 +41,7 @@ class ReceiverSettings:
         lease_ttl_s: a version is kept for this long after the last renewal; renewed all the time.
         heartbeat_ttl_s: after this long without a sign of life a receiver is taken for dead.
         rpc_timeout_s: of one call to the control plane.
+        control_patience_s: for a control plane that cannot be reached.
         manifest_timeout_s: one publisher that does not hand out its manifest in this time is left
             out.
         digest_timeout_s: one publisher that does not answer for the digests of what was read in
@@ -57,6 +61,7 @@ class ReceiverSettings:
     lease_ttl_s: float = 15.0
     heartbeat_ttl_s: float = 15.0
     rpc_timeout_s: float = 10.0
+    control_patience_s: float = PATIENCE_S
     manifest_timeout_s: float = 5.0
     digest_timeout_s: float = 30.0
     fetch_timeout_s: float | None = None
