@@ -113,6 +113,15 @@ def test_reads_outside_the_memory_are_refused_also_where_products_overflow(row):
         check_reads(table((0, 0, 100, 1, 0, 0, 1, 0, 0), row), 100, "source")
 
 
+def test_reads_of_the_same_bytes_again_are_answered():
+    memory = pattern(1 << 20, 8)
+    reads = table((5, 0, 1 << 15, 4, 0, 0, 3, 0, 0), (5, 0, 3, 4, 0, 0, 3, 0, 0))
+    expected = b"".join(
+        xxhash.xxh3_128_digest(row) for row in reference_bytes(memory, reads, "source")
+    )
+    assert digest_of_reads(memory, reads, side="source") == expected
+
+
 def test_reads_that_just_fit_are_accepted():
     check_reads(table((0, 0, 10, 5, 20, 0, 1, 0, 0), (90, 0, 10, 1, 0, 0, 1, 0, 0)), 100, "source")
     check_reads(table(), 0, "source")

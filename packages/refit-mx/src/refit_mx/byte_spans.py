@@ -90,6 +90,29 @@ def host_bytes(memory: torch.Tensor) -> Bytes:
     return array
 
 
+class Chunk(NamedTuple):
+    """A part of the stream: either boxes, or pieces that are contiguous on this side.
+
+    Attributes:
+        nbytes: all its bytes; at most `CHUNK_BYTES`.
+        boxes: empty if there are pieces.
+        pieces: first byte, and the byte behind the last one, of each.
+    """
+
+    nbytes: int
+    boxes: list[Box]
+    pieces: list[tuple[int, int]]
+
+
+def contiguous(reads: ReadTable, side: Side) -> npt.NDArray[np.bool_]:
+    """Which rows are one piece in this memory."""
+    _, stride1, stride2 = (reads.rows[:, column] for column in _COLUMNS[side])
+    run, n1, n2 = (reads.rows[:, column] for column in (2, 3, 6))
+    flat: npt.NDArray[np.bool_] = (n1 == 1) | (stride1 == run)
+    flat &= (n2 == 1) | (stride2 == run * n1)
+    return flat
+
+
 def boxes(reads: ReadTable, side: Side) -> Iterator[Box]:
     """The parts of at most `CHUNK_BYTES` that rows are cut into, in the order of the stream."""
     at, stride1, stride2 = _COLUMNS[side]
@@ -114,18 +137,39 @@ def boxes(reads: ReadTable, side: Side) -> Iterator[Box]:
                         yield Box(first + k, min(CHUNK_BYTES, run - k), 1, 0, 1, 0)
 
 
-def chunks(reads: ReadTable, side: Side) -> Iterator[list[Box]]:
-    """Boxes of at most `CHUNK_BYTES` together, in the order of the stream."""
-    chunk: list[Box] = []
-    nbytes = 0
-    for box in boxes(reads, side):
-        if chunk and nbytes + box.nbytes > CHUNK_BYTES:
-            yield chunk
-            chunk, nbytes = [], 0
-        chunk.append(box)
-        nbytes += box.nbytes
-    if chunk:
-        yield chunk
+def chunks(reads: ReadTable, side: Side) -> Iterator[Chunk]:
+    """All chunks, in the order of the stream; the same bytes in each on both sides."""
+    sizes = reads.rows[:, 2] * reads.rows[:, 3] * reads.rows[:, 6]
+    done = 0
+    for large in [*np.flatnonzero(sizes > CHUNK_BYTES).tolist(), len(reads)]:
+        yield from _small_chunks(ReadTable(reads.rows[done:large]), sizes[done:large], side)
+        if large < len(reads):
+            for box in boxes(ReadTable(reads.rows[large : large + 1]), side):
+                yield Chunk(box.nbytes, [box], [])
+        done = large + 1
+
+
+def _small_chunks(reads: ReadTable, sizes: npt.NDArray[np.int64], side: Side) -> Iterator[Chunk]:
+    """Of rows that are all smaller than a chunk: as many whole rows in one as it has room for."""
+    ends = np.cumsum(sizes)
+    flat = contiguous(reads, side)
+    at, stride1, stride2 = _COLUMNS[side]
+    first, before = 0, 0
+    while first < len(reads):
+        last = int(np.searchsorted(ends, before + CHUNK_BYTES, side="right"))
+        nbytes = int(ends[last - 1]) - before
+        rows = reads.rows[first:last]
+        if flat[first:last].all():
+            starts = rows[:, at]
+            stops = starts + sizes[first:last]
+            breaks = np.flatnonzero(stops[:-1] != starts[1:])
+            starts = starts[np.concatenate([[0], breaks + 1])].tolist()
+            stops = stops[np.concatenate([breaks, [-1]])].tolist()
+            yield Chunk(nbytes, [], list(zip(starts, stops, strict=True)))
+        else:
+            columns = rows[:, (at, 2, 3, stride1, 6, stride2)].tolist()
+            yield Chunk(nbytes, [Box(*row) for row in columns], [])
+        first, before = last, before + nbytes
 
 
 class ByteSpans:
@@ -142,29 +186,29 @@ class ByteSpans:
         # Allocated when first needed: contiguous reads never do.
         self._bounce: Bytes | None = None
 
-    def buffers(self, chunk: list[Box], *, load: bool) -> list[memoryview]:
+    def buffers(self, chunk: Chunk, *, load: bool) -> list[memoryview]:
         """The chunk's bytes in order; valid until the next call.
 
         Args:
-            chunk: of `chunks`.
+            chunk: of `chunks` for this memory.
             load: whether the buffers are to hold the memory's bytes; False if they are written to,
                 then `store` brings to its place what does not lie there yet.
         """
+        view = self._view
+        if view is not None and chunk.pieces:
+            return [view[start:stop] for start, stop in chunk.pieces]
         found: list[memoryview] = []
         used = 0
         joins = False
-        for box in chunk:
+        for box in _boxes_of(chunk):
             if self._lies(box):
-                assert self._view is not None
-                runs = _joined(box)
-                found.extend(
-                    self._view[first : first + runs.run]
-                    for first in (
-                        runs.at + j * runs.stride2 + i * runs.stride1
-                        for j in range(runs.n2)
-                        for i in range(runs.n1)
-                    )
-                )
+                assert view is not None
+                at, run, n1, stride1, n2, stride2 = _joined(box)
+                # A stride may be 0: what a client asks for may name the same bytes again.
+                for j in range(n2):
+                    first = at + j * stride2
+                    starts = [first + i * stride1 for i in range(n1)]
+                    found += [view[start : start + run] for start in starts]
                 joins = False
                 continue
             staged = self._staging()[used : used + box.nbytes]
@@ -178,10 +222,12 @@ class ByteSpans:
             joins = True
         return found
 
-    def store(self, chunk: list[Box]) -> None:
+    def store(self, chunk: Chunk) -> None:
         """Bring what was written into the buffers of ``chunk`` to its place in the memory."""
+        if self._view is not None and chunk.pieces:
+            return
         used = 0
-        for box in chunk:
+        for box in _boxes_of(chunk):
             if not self._lies(box):
                 self._store(box, self._staging()[used : used + box.nbytes])
                 used += box.nbytes
@@ -214,6 +260,10 @@ class ByteSpans:
 
 
 _COLUMNS: dict[Side, tuple[int, int, int]] = {"source": (0, 4, 7), "scratch": (1, 5, 8)}
+
+
+def _boxes_of(chunk: Chunk) -> list[Box]:
+    return chunk.boxes or [Box(at, stop - at, 1, 0, 1, 0) for at, stop in chunk.pieces]
 
 
 def _joined(box: Box) -> Box:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 import xxhash
 
-from refit_mx.byte_spans import CHUNK_BYTES, Box, ByteSpans, Side, boxes, check_reads
+from refit_mx.byte_spans import CHUNK_BYTES, ByteSpans, Chunk, Side, boxes, check_reads, contiguous
 from refit_mx.manifest import BLOCK_BYTES, DIGEST_BYTES
 from refit_mx.reads import ReadTable
 
@@ -37,7 +37,7 @@ def block_digests(memory: torch.Tensor, offset: int, nbytes: int) -> bytes:
     digests = bytearray()
     for at in range(offset, offset + nbytes, BLOCK_BYTES):
         size = min(BLOCK_BYTES, offset + nbytes - at)
-        digests += _digest(spans, [Box(at, size, 1, 0, 1, 0)])
+        digests += _digest(spans, [Chunk(size, [], [(at, at + size)])])
     return bytes(digests)
 
 
@@ -58,32 +58,41 @@ def digest_of_reads(memory: torch.Tensor, reads: ReadTable, *, side: Side) -> by
     """
     check_reads(reads, memory.numel(), side)
     spans = ByteSpans(memory)
-    digests = bytearray()
     sizes = (reads.rows[:, 2] * reads.rows[:, 3] * reads.rows[:, 6]).tolist()
-    parts = boxes(reads, side)
-    for size in sizes:
-        row: list[Box] = []
-        while size:
-            row.append(next(parts))
-            size -= row[-1].nbytes
-        digests += _digest(spans, row)
-    return bytes(digests)
+    starts = reads.rows[:, 0 if side == "source" else 1].tolist()
+    digests: list[bytes] = []
+    for row, flat in enumerate(contiguous(reads, side).tolist()):
+        if flat:
+            parts = _blocks(starts[row], sizes[row])
+        else:
+            part = ReadTable(reads.rows[row : row + 1])
+            parts = [Chunk(box.nbytes, [box], []) for box in boxes(part, side)]
+        digests.append(_digest(spans, parts))
+    return b"".join(digests)
 
 
-def _digest(spans: ByteSpans, row: list[Box]) -> bytes:
-    if len(row) == 1:
-        found = spans.buffers(row, load=True)
+def _blocks(start: int, size: int) -> list[Chunk]:
+    stop = start + size
+    ends = [*range(start + CHUNK_BYTES, stop, CHUNK_BYTES), stop]
+    return [
+        Chunk(end - at, [], [(at, end)]) for at, end in zip([start, *ends[:-1]], ends, strict=True)
+    ]
+
+
+def _digest(spans: ByteSpans, parts: list[Chunk]) -> bytes:
+    if len(parts) == 1:
+        found = spans.buffers(parts[0], load=True)
         if len(found) == 1:
             digest: bytes = xxhash.xxh3_128_digest(found[0])
             return digest
     state = xxhash.xxh3_128()
-    for box in row:
-        for buffer in spans.buffers([box], load=True):
+    for part in parts:
+        for buffer in spans.buffers(part, load=True):
             state.update(buffer)
     whole: bytes = state.digest()
     return whole
 
 
-# A block is loaded as one box.
+# A block is loaded as one chunk.
 assert BLOCK_BYTES <= CHUNK_BYTES
 assert xxhash.xxh3_128().digest_size == DIGEST_BYTES

@@ -99,7 +99,7 @@ class SourceClient:
         with self._errors(deadline, "reading"):
             sock = self._send(Read(version_id, encode_reads(reads)), deadline)
             for chunk in chunks(reads, "scratch"):
-                expected = sum(box.nbytes for box in chunk)
+                expected = chunk.nbytes
                 announced = receive_length(sock, expected, deadline)
                 if not announced:
                     break  # the answer says why

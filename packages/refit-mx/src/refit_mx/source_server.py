@@ -259,7 +259,7 @@ class SourceServer:
             if held.dropped:
                 return
             buffers = spans.buffers(chunk, load=True)
-            length = LENGTH.pack(sum(map(len, buffers)))
+            length = LENGTH.pack(chunk.nbytes)
             send_buffers(connection, [memoryview(length), *buffers], self._deadline())
 
     def _digest(self, request: Digest) -> Answer:

@@ -143,12 +143,13 @@ class NixlTransport:
         wanted = [fetch for fetch in fetches if len(fetch.reads)]
         for fetch in wanted:
             _agent_of(fetch.source)
-        started = time.monotonic()
         connected = sum(self._connect(fetch.source, deadline) for fetch in wanted)
         self._forget_unused(wanted)
         works = [_Work(index, fetch) for index, fetch in enumerate(fetches) if len(fetch.reads)]
+        started = time.monotonic()
         try:
             self._carry_out(works, scratch, deadline, on_done)
+            seconds = time.monotonic() - started
             for work in works:
                 remote = self._remotes[_agent_of(work.source).name]
                 remote.client.check_held(version_id=work.source.version_id, deadline=deadline)
@@ -156,7 +157,7 @@ class NixlTransport:
             self._abandon(works, deadline)
             raise
         nbytes = sum(fetch.reads.nbytes for fetch in fetches)
-        return FetchStats(nbytes, time.monotonic() - started, connected)
+        return FetchStats(nbytes, seconds, connected)
 
     def close(self) -> None:
         """See `Transport.close`. Buffers that are busy stay so, and the agent with them."""
