@@ -14,6 +14,7 @@ from refit_mx.errors import (
     CompileError,
     CompileTargetError,
     ControlUnavailableError,
+    DigestMismatchError,
     FencedError,
     LayoutError,
     LeaseLostError,
@@ -173,6 +174,18 @@ def test_replicas_share_the_work(world):
             assert same(dict(got), state)
             first.update(got.stats.sources)
     assert first == {publisher.worker_id for publisher in publishers}
+
+
+def test_replicas_that_differ_are_never_mixed(world):
+    world.version("v1")
+    world.publisher().publish("v1", weights(1))
+    other = weights(1)
+    other["embed"][50, 7] += 1
+    world.publisher().publish("v1", other)
+    live = zeros()
+    with pytest.raises(DigestMismatchError, match="published different bytes of the same shards"):
+        world.receiver().refit("v1", live)
+    assert same(live, zeros())
 
 
 def test_a_receiver_that_installed_a_version_can_be_a_source_of_it(world, published):

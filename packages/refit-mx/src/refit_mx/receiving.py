@@ -16,6 +16,7 @@ from refit_mx.control.leases import VersionLease
 from refit_mx.deadline import Deadline
 from refit_mx.discovery import SourceSet, discover_v2_sources_for_slice
 from refit_mx.errors import (
+    DigestMismatchError,
     LayoutError,
     ProtocolError,
     RefitConfigError,
@@ -200,6 +201,7 @@ class Receiving:
         self, sources: SourceSet, targets: Sequence[TargetTensor]
     ) -> tuple[ShardTable, _Planned]:
         shards = ShardTable.of(sources.manifests)
+        _refuse_different_replicas(shards)
         names = tuple(target.name for target in targets)
         known = self._planned
         if known is not None and (known.structure, known.names) == (shards.structure, names):
@@ -377,6 +379,24 @@ def _is_answering(source: Manifest, deadline: Deadline) -> bool:
     except (SourceLostError, RefitTimeoutError, ProtocolError):
         return False
     return True
+
+
+def _refuse_different_replicas(shards: ShardTable) -> None:
+    """Refuse sources that hold the same boxes and published different bytes: what is read from
+    several of them would be a mixture of two models.
+
+    Raises:
+        DigestMismatchError: there are such.
+    """
+    first: dict[int, Manifest] = {}
+    for manifest, held in zip(shards.manifests, shards.held_of_source, strict=True):
+        known = first.setdefault(held, manifest)
+        if known.digests != manifest.digests:
+            raise DigestMismatchError(
+                f"version {manifest.version_id}: workers {known.worker_id} and "
+                f"{manifest.worker_id} published different bytes of the same shards; "
+                "replicas have to be equal byte for byte"
+            )
 
 
 def _views(
