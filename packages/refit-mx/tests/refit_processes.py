@@ -174,6 +174,12 @@ class Process:
         """Its exit code."""
         return self._process.wait(WAIT_S)
 
+    def end(self) -> int:
+        """Let it end by itself; its exit code."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        return self.wait()
+
     def close(self) -> None:
         """End it, whatever state it is in."""
         if self._process.poll() is None:
