@@ -14,10 +14,9 @@ from dataplane_core import DataPlaneClient
 from grpo_trainer.config import TrainerConfig
 from grpo_trainer.policy import Policy
 from grpo_trainer.prompts import SHIPPED, PromptStream, load_prompts
-from grpo_trainer.run_actors import GENERATION, RunActors
+from grpo_trainer.run_actors import RunActors
 from grpo_trainer.step import GRPOStep, StepReport
 from grpo_trainer.tokenizer import build_character_tokenizer, load_tokenizer, prompt_encoder
-from grpo_trainer.weight_sync import RayObjectWeightSync
 from observability import MetricsDataPlaneClient
 
 PROMPTS, GROUP, LENGTH = 4, 8, 768
@@ -120,9 +119,7 @@ def test_bytes_through_the_driver_are_a_small_fraction_of_the_bulk(
             calls=actors.calls,
             data_plane=SizesTheBulk(inner, own_events.append),
             policy=Policy(actors.calls, actors.policy_workers, config.policy),
-            weight_sync=RayObjectWeightSync(
-                actors.calls, source=actors.policy_workers[0], targets=[GENERATION]
-            ),
+            weight_sync=actors.weight_sync,
             prompts=PromptStream(prompts, seed=1, shuffle=True),
             run_id="test",
         )

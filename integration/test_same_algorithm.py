@@ -28,7 +28,6 @@ from grpo_trainer.run_actors import GENERATION, RunActors
 from grpo_trainer.sampling import sample_responses
 from grpo_trainer.step import GRPOStep, StepReport
 from grpo_trainer.tokenizer import load_tokenizer, prompt_encoder
-from grpo_trainer.weight_sync import RayObjectWeightSync
 
 COLUMNS = [
     "input_ids",
@@ -87,20 +86,30 @@ def through_the_data_plane(
             calls=actors.calls,
             data_plane=client,  # type: ignore[arg-type]
             policy=policy,
-            weight_sync=RayObjectWeightSync(
-                actors.calls, source=actors.policy_workers[0], targets=[GENERATION]
-            ),
+            weight_sync=actors.weight_sync,
             prompts=PromptStream(prompts, seed=config.run.seed, shuffle=True),
             run_id="test",
         )
         report = StepReport()
         step.run(0, report)
-        [reference] = actors.calls.one(actors.policy_workers[0], "publish_weights")
-        weights = ray.get(reference)
+        actors.weight_sync.sync(1)
+        weights, served = ray.get(
+            [
+                actors.calls.handle(name).__ray_call__.remote(weights_of)
+                for name in (actors.policy_workers[0], GENERATION)
+            ]
+        )
+        assert {name: tensor.numpy().tobytes() for name, tensor in served.items()} == {
+            name: tensor.numpy().tobytes() for name, tensor in weights.items()
+        }, "the generator serves what was trained, to the last bit"
     finally:
         actors.close()
     metrics = report.metrics
     return Outcome(client.columns, metrics["loss"], metrics["kl"], metrics["grad_norm"], weights)
+
+
+def weights_of(worker: Any) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in worker._model.state_dict().items()}
 
 
 def play(config: TrainerConfig, model: Any, tokenizer: Any, prompts: list[Prompt]) -> list[dict]:

@@ -43,11 +43,24 @@ TURN = """
         environment_step [rollout] idle
           step [environment] productive"""
 
+PUBLISH = """
+    publish_weights [policy {rank}] overhead
+      refit.publish [policy {rank}]
+        refit.stage [policy {rank}]
+        refit.serve [policy {rank}]
+        refit.offer [policy {rank}]"""
+
 TREE = f"""
 grpo.step [driver]
-  refit [driver] idle
-    publish_weights [policy 0] overhead
+  refit [driver] idle{PUBLISH.format(rank=0)}{PUBLISH.format(rank=1)}
     install_weights [generation] overhead
+      refit.receive [generation]
+        refit.lease [generation]
+        refit.discover [generation]
+        refit.plan [generation]
+        refit.transfer [generation]
+        refit.verify [generation]
+        refit.install [generation]
   register train [driver] overhead
   rollout [driver] idle
     rollout_to_tq [rollout]{TURN}{TURN}
@@ -111,12 +124,20 @@ def drawn(spans: list[Span]) -> str:
     for span in spans:
         children.setdefault(span.parent_id, []).append(span)
 
-    def order(span: Span) -> tuple[str, int]:
+    first: dict[tuple[str | None, str], int] = {}
+    for span in spans:
+        key = span.parent_id, span.name
+        first[key] = min(span.start_ns, first.get(key, span.start_ns))
+
+    def order(span: Span) -> tuple[int, str, int]:
         own_rank = span.process.service == "grpo.policy" and span.name in (
+            "publish_weights",
             "compute_logprobs",
             "train",
         )
-        return (span.process.instance, 0) if own_rank else ("", span.start_ns)
+        if own_rank:
+            return first[span.parent_id, span.name], span.process.instance, 0
+        return span.start_ns, "", span.start_ns
 
     def lines(parent: str | None, depth: int) -> Iterator[str]:
         for span in sorted(children.get(parent, ()), key=order):

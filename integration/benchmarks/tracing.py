@@ -43,10 +43,10 @@ from grpo_trainer.inputs import RunInputs, read_inputs
 from grpo_trainer.policy import Policy
 from grpo_trainer.prompts import PromptStream
 from grpo_trainer.reporting import Reporting
-from grpo_trainer.run_actors import GENERATION, RunActors
+from grpo_trainer.run_actors import RunActors
 from grpo_trainer.step import GRPOStep, StepReport
 from grpo_trainer.training import initial_model
-from grpo_trainer.weight_sync import RayObjectWeightSync
+from grpo_trainer.weight_sync import RefitWeightSync
 from observability import InstrumentedDataPlaneClient, ObservedClient, emit, lifecycle, meters
 
 T = TypeVar("T")
@@ -339,9 +339,7 @@ class Steps:
             calls=actors.calls,
             data_plane=actors.data_plane if traced else _bare(actors.data_plane),
             policy=Policy(actors.calls, actors.policy_workers, config.policy),
-            weight_sync=RayObjectWeightSync(
-                actors.calls, source=actors.policy_workers[0], targets=[GENERATION]
-            ),
+            weight_sync=Refit(actors.weight_sync),
             prompts=PromptStream(self._inputs.training, seed=1, shuffle=True),
             run_id="bench",
         )
@@ -411,6 +409,17 @@ def _bare(client: DataPlaneClient) -> DataPlaneClient:
     while isinstance(client, ObservedClient):
         client = client.inner
     return client
+
+
+class Refit:
+    """Brings the weights over in every step, also where they are there already."""
+
+    def __init__(self, inner: RefitWeightSync) -> None:
+        self._inner = inner
+
+    def sync(self, version: int) -> None:
+        """See `grpo_trainer.weight_sync.WeightSync.sync`."""
+        self._inner.refit(version)
 
 
 class SameStep(GRPOStep):

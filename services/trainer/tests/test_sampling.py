@@ -9,7 +9,10 @@ from hypothesis import strategies as st
 
 from grpo_trainer.generation import GenerationWorker, call_seed
 from grpo_trainer.loss import token_logprobs
+from grpo_trainer.refit_settings import RefitSettings
+from grpo_trainer.refit_source import slot, start_source
 from grpo_trainer.sampling import sample_responses
+from refit_mx import ControlClient, EmbeddedControlServer, LayoutError
 
 tokens = st.lists(st.integers(2, 20), min_size=1, max_size=8)
 prompts = st.lists(tokens, min_size=1, max_size=4)
@@ -194,34 +197,78 @@ def test_metrics_count_the_tokens_since_they_were_cleared(model_folder):
     assert generation.metrics() == {"tokens": 0, "seconds": 0.0, "tokens_per_s": 0.0}
 
 
-def test_installed_weights_are_what_generates(model_folder, network):
-    generation = worker(model_folder)
+class Refits:
+    """A policy worker's and a generation worker's end of a refit in one process."""
+
+    def __init__(self, generation, server, ranks=2):
+        self.generation = generation
+        self.control = ControlClient(server.address)
+        settings = RefitSettings(
+            control=server.address,
+            model_name="m",
+            transport="tcp",
+            host="127.0.0.1",
+            tensor_parallel=2,
+            timeout_s=30.0,
+        ).model_dump()
+        self.sources = [start_source(settings, rank=rank, world=ranks) for rank in range(ranks)]
+        generation.join_refit(settings)
+
+    def refit(self, version_id, weights):
+        slots = [slot(rank) for rank in range(len(self.sources))]
+        self.control.create_version("m", slots, idempotency_key=version_id, version_id=version_id)
+        for source in self.sources:
+            source.publish(version_id, weights)
+        return self.generation.install_weights(version_id)
+
+    def close(self):
+        self.generation._refit.close()
+        for source in self.sources:
+            source.close()
+        self.control.close()
+
+
+@pytest.fixture
+def refits(model_folder):
+    with EmbeddedControlServer() as server:
+        made = Refits(worker(model_folder), server)
+        yield made
+        made.close()
+
+
+def test_installed_weights_are_what_generates(refits, network):
+    generation = refits.generation
     before = generation.generate(batch(), greedy=True)["output_ids"].tolist()
     weights = {name: tensor.clone() for name, tensor in network.state_dict().items()}
     negated = {
         name: -tensor if name == "lm_head.weight" else tensor for name, tensor in weights.items()
     }
-    generation.install_weights(negated, 1)
+    refits.refit("v1", negated)
     assert generation.generate(batch(), greedy=True)["output_ids"].tolist() != before
-    generation.install_weights(weights, 2)
+    moved = refits.refit("v2", weights)
     assert generation.generate(batch(), greedy=True)["output_ids"].tolist() == before
+    assert moved["bytes"] == sum(tensor.nbytes for tensor in weights.values())
 
 
-@pytest.mark.parametrize("how", ["missing", "unknown", "shape", "dtype"])
-def test_weights_that_do_not_fit_are_refused_by_name_and_change_nothing(model_folder, network, how):
+def test_the_sources_share_every_weight_and_publish_no_row_twice(refits, network):
+    weights = network.state_dict()
+    for name, tensor in weights.items():
+        parts = [part for source in refits.sources for part in source.shards({name: tensor})]
+        assert torch.equal(torch.cat([part.tensor for part in parts]), tensor)
+
+
+@pytest.mark.parametrize("how", ["missing", "shape", "dtype"])
+def test_weights_that_do_not_fit_are_refused_by_name_and_change_nothing(refits, network, how):
     weights = {name: torch.zeros_like(tensor) for name, tensor in network.state_dict().items()}
     name = "lm_head.weight"
     if how == "missing":
         del weights[name]
-    elif how == "unknown":
-        name = "surprise.weight"
-        weights[name] = torch.zeros(1)
     elif how == "shape":
         weights[name] = weights[name][:-1]
     else:
-        weights[name] = weights[name].double()
-    generation = worker(model_folder)
+        weights[name] = weights[name].double().to(torch.float16)
+    generation = refits.generation
     before = generation.generate(batch(), greedy=True)["output_ids"].tolist()
-    with pytest.raises(ValueError, match=f"version 7 do not fit the model: .*{name}"):
-        generation.install_weights(weights, 7)
+    with pytest.raises(LayoutError, match=name):
+        refits.refit("v7", weights)
     assert generation.generate(batch(), greedy=True)["output_ids"].tolist() == before

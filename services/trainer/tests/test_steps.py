@@ -22,7 +22,6 @@ from grpo_trainer.policy import Policy
 from grpo_trainer.prompts import Prompt, PromptRecord, PromptStream
 from grpo_trainer.run_actors import ENVIRONMENT, GENERATION, ROLLOUT, RunActors
 from grpo_trainer.step import GRPOStep, StepReport
-from grpo_trainer.weight_sync import RayObjectWeightSync
 
 COLUMNS = [
     "input_ids",
@@ -119,7 +118,7 @@ class Run:
             calls=calls,
             data_plane=self.actors.data_plane,
             policy=Policy(calls, workers, config.policy),
-            weight_sync=RayObjectWeightSync(calls, source=workers[0], targets=[GENERATION]),
+            weight_sync=self.actors.weight_sync,
             prompts=PromptStream(self.prompts(answers), seed=1, shuffle=False),
             run_id="test",
         )
@@ -250,9 +249,9 @@ def test_validation_has_a_partition_of_its_own_and_clears_it(run, likely):
 
 def test_what_fails_in_a_worker_is_named_and_the_worker_lives_on(run):
     with pytest.raises(
-        WorkerError, match=r"^generation worker: install_weights failed: ValueError"
+        WorkerError, match=r"^generation worker: install_weights failed: VersionNotFoundError"
     ):
-        run.actors.calls.one(GENERATION, "install_weights", {}, 3)
+        run.actors.calls.one(GENERATION, "install_weights", "nobody-made-it")
     assert run.actors.calls.one(GENERATION, "metrics")
 
 

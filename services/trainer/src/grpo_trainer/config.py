@@ -24,6 +24,7 @@ from grpo_trainer.sections import (
     EnvSection,
     GRPOSection,
     PolicySection,
+    RefitSection,
     RunSection,
     Section,
     TracingSection,
@@ -43,6 +44,7 @@ class TrainerConfig(Section):
     validation: ValidationSection
     checkpointing: CheckpointSection
     tracing: TracingSection
+    refit: RefitSection
     data_plane: DataPlaneConfig
 
     @property

@@ -15,10 +15,12 @@ from typing import Any  # Any: batches, and transformers' models
 import torch
 
 from grpo_trainer.model import load_model
+from grpo_trainer.refit_target import RefitTarget, start_target
 from grpo_trainer.reporting import Reporting, ReportingActor
 from grpo_trainer.sampling import sample_responses
 from grpo_trainer.tokenizer import load_tokenizer
 from observability import emit, traced
+from refit_mx import RefitConfigError
 
 
 def call_seed(seed: int, stream: str, call: int) -> int:
@@ -62,6 +64,7 @@ class GenerationWorker(ReportingActor):
         self._max_length = max_total_sequence_length
         self._temperature = temperature
         self._seed = seed
+        self._refit: RefitTarget | None = None
         self.begin("")
         self.clear_metrics()
 
@@ -116,25 +119,33 @@ class GenerationWorker(ReportingActor):
             "truncated": torch.tensor([response.truncated for response in responses]),
         }
 
+    def join_refit(self, settings: Mapping[str, Any]) -> None:
+        """Get ready to receive weights.
+
+        Args:
+            settings: `RefitSettings` as a dict.
+        """
+        self._refit = start_target(settings, self._model.state_dict())
+
     @traced(bucket="overhead")
-    def install_weights(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
-        """Replace the model's parameters and buffers; all or none.
+    def install_weights(self, version_id: str) -> dict[str, float]:
+        """Replace the model's parameters and buffers by a published version; all or none.
+
+        Returns:
+            ``bytes`` moved, ``seconds`` of all of it, and ``transfer_s`` of the bytes alone.
 
         Raises:
-            ValueError: a name, shape or dtype differs from the model's.
+            RefitError: the version cannot be had in time or does not fit; the model is as it was.
         """
-        own = self._model.state_dict()
-        wrong = sorted(own.keys() ^ weights.keys()) or [
-            name
-            for name, tensor in own.items()
-            if tensor.shape != weights[name].shape or tensor.dtype != weights[name].dtype
-        ]
-        if wrong:
-            raise ValueError(f"weights of version {version} do not fit the model: {wrong[:10]}")
-        with torch.no_grad():
-            for name, tensor in own.items():
-                tensor.copy_(weights[name])
-        emit("refit_installed")
+        if self._refit is None:
+            raise RefitConfigError("the generation worker has not joined a refit")
+        done = self._refit.refit(version_id)
+        emit("refit_installed", bytes=done.nbytes)
+        return {
+            "bytes": done.nbytes,
+            "seconds": done.total_seconds,
+            "transfer_s": done.seconds["fetch"],
+        }
 
     def metrics(self) -> dict[str, Any]:
         """Tokens and seconds since `clear_metrics`."""

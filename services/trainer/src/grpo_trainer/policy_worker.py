@@ -11,9 +11,8 @@ import datetime
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any  # Any: batches, Ray references, and transformers' models
+from typing import Any  # Any: batches and transformers' models
 
-import ray
 import torch
 import torch.distributed as dist
 
@@ -28,8 +27,10 @@ from dataplane_core.telemetry import detail_span, span
 from grpo_trainer.loss import LossSums, grpo_loss, token_logprobs
 from grpo_trainer.model import load_model
 from grpo_trainer.policy_state import load_optimizer, load_weights, save_policy
+from grpo_trainer.refit_source import RefitSource, start_source
 from grpo_trainer.reporting import Reporting, ReportingActor
 from observability import traced, trained
+from refit_mx import RefitConfigError
 
 _PREV, _REFERENCE, _GENERATED = (
     "prev_logprobs",
@@ -89,6 +90,7 @@ class PolicyWorker(ReportingActor):
             weight_decay=optimizer["weight_decay"],
         )
         self._client = build_data_plane_client(data_plane, bootstrap=False)
+        self._refit: RefitSource | None = None
         dist.init_process_group(
             "nccl" if gpu else "gloo",
             init_method=init_method,
@@ -246,11 +248,24 @@ class PolicyWorker(ReportingActor):
         for start in range(0, batch.size, size):
             yield batch.slice(start, min(start + size, batch.size)).to(self._device)
 
+    def join_refit(self, settings: Mapping[str, Any]) -> None:
+        """Get ready to publish weights.
+
+        Args:
+            settings: `RefitSettings` as a dict.
+        """
+        self._refit = start_source(settings, rank=self._rank, world=self._world)
+
     @traced(bucket="overhead")
-    def publish_weights(self) -> list[Any]:
-        """A reference to the weights in Ray's object store, in a list so that Ray leaves it be."""
-        weights = {name: tensor.cpu() for name, tensor in self._model.state_dict().items()}
-        return [ray.put(weights)]
+    def publish_weights(self, version_id: str) -> int:
+        """Publish this rank's share of the weights; returns its bytes.
+
+        Raises:
+            RefitError: it cannot be published in time.
+        """
+        if self._refit is None:
+            raise RefitConfigError(f"policy worker {self._rank} has not joined a refit")
+        return self._refit.publish(version_id, self._model.state_dict())
 
     def save(self, folder: str) -> None:
         """Write model and optimiser into ``folder``; only rank 0 does."""
@@ -264,5 +279,7 @@ class PolicyWorker(ReportingActor):
 
     def close(self) -> None:
         """Leave the process group and the data plane."""
+        if self._refit is not None:
+            self._refit.close()
         self._client.close()
         dist.destroy_process_group()

@@ -32,6 +32,7 @@ from grpo_trainer.ray_generation import RayGeneration
 from grpo_trainer.reporting import SHUTDOWN_S, Reporting, ReportingActor
 from grpo_trainer.rollout_batch import TASK
 from grpo_trainer.sections import ClusterSection
+from grpo_trainer.weight_sync import RefitWeightSync
 from observability import TracedHandle
 from rollout_actor import SyncRolloutActor
 
@@ -75,10 +76,12 @@ class RunActors:
         calls: the actors by name.
         policy_workers: names of the policy workers, by rank.
         data_plane: the driver's client, which owns the data plane.
+        weight_sync: brings the policy's weights to the generation worker.
     """
 
     calls: ActorCalls
     data_plane: DataPlaneClient
+    weight_sync: RefitWeightSync
 
     def __init__(
         self,
@@ -93,6 +96,7 @@ class RunActors:
         self._reporting = reporting
         self._started_ray = False
         self._has_data_plane = False
+        self._has_weight_sync = False
         self.calls = ActorCalls(timeout_s=config.cluster.call_timeout_s, observer=observer)
         self.policy_workers = [f"policy worker {i}" for i in range(config.policy.data_parallel)]
         try:
@@ -104,6 +108,14 @@ class RunActors:
             self._start_policy(model, tokenizer.pad_token_id)
             loading = [GENERATION, *self.policy_workers]
             self.calls.each("ready", {name: ((), {}) for name in loading})
+            self.weight_sync = RefitWeightSync(
+                self.calls,
+                config.refit,
+                name=config.run.name,
+                sources=self.policy_workers,
+                targets=[GENERATION],
+            )
+            self._has_weight_sync = True
         except BaseException:
             self.close()
             raise
@@ -177,6 +189,9 @@ class RunActors:
             if self._reporting is not None:
                 self.calls.end_reports(2 * SHUTDOWN_S)
             self.calls.stop()
+            if self._has_weight_sync:
+                self._has_weight_sync = False
+                self.weight_sync.close()
             if self._has_data_plane:
                 self._has_data_plane = False
                 self.data_plane.close()

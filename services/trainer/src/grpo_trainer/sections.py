@@ -232,6 +232,24 @@ class TracingSection(Section):
     verbose: bool
 
 
+class RefitSection(Section):
+    """How new weights reach the generation worker; see docs/refit-mx.md.
+
+    Attributes:
+        control: address of a refit server, host:port, or null for a control plane in the driver.
+        host: at which the driver's control plane listens and the policy workers offer weights.
+        transport: how the bytes move; "auto" takes NIXL where it is installed, else TCP.
+        generation_tensor_parallel: shards that the generation worker assembles its weights from.
+        timeout_s: deadline of a publish and of a refit, in seconds.
+    """
+
+    control: str | None
+    host: Annotated[str, Field(min_length=1)]
+    transport: Literal["auto", "nixl", "tcp"]
+    generation_tensor_parallel: PositiveInt
+    timeout_s: PositiveFloat
+
+
 class CheckpointSection(Section):
     """Checkpoints of the whole run; ``every_steps: 0`` writes none."""
 

@@ -20,7 +20,7 @@ from grpo_trainer.picture import save_reward_picture
 from grpo_trainer.policy import Policy
 from grpo_trainer.prompts import PromptStream
 from grpo_trainer.reporting import Reporting
-from grpo_trainer.run_actors import GENERATION, RunActors
+from grpo_trainer.run_actors import RunActors
 from grpo_trainer.run_display import RunDisplay
 from grpo_trainer.run_folder import (
     CHECKPOINTS,
@@ -32,7 +32,6 @@ from grpo_trainer.run_folder import (
 )
 from grpo_trainer.sections import RandomModel
 from grpo_trainer.step import GRPOStep, StepReport
-from grpo_trainer.weight_sync import RayObjectWeightSync
 
 
 def run_steps(
@@ -88,9 +87,7 @@ def run_steps(
             calls=actors.calls,
             data_plane=actors.data_plane,
             policy=policy,
-            weight_sync=RayObjectWeightSync(
-                actors.calls, source=actors.policy_workers[0], targets=[GENERATION]
-            ),
+            weight_sync=actors.weight_sync,
             prompts=prompts,
             run_id=run_id,
         )

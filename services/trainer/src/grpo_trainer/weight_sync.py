@@ -1,11 +1,18 @@
-"""How new weights reach the generators: a small protocol, and the plain way over Ray's store."""
+"""How new weights reach the generators: a small protocol, and the way through refit-mx."""
 
 from __future__ import annotations
 
+import secrets
+from contextlib import ExitStack
 from typing import Protocol
 
 from dataplane_core.telemetry import inject
 from grpo_trainer.actor_calls import ActorCalls
+from grpo_trainer.errors import WorkerError
+from grpo_trainer.refit_settings import RefitSettings
+from grpo_trainer.refit_source import slot
+from grpo_trainer.sections import RefitSection
+from refit_mx import ControlClient, EmbeddedControlServer, RefitError
 
 
 class WeightSync(Protocol):
@@ -21,31 +28,91 @@ class WeightSync(Protocol):
         """
 
 
-class RayObjectWeightSync:
-    """`WeightSync` by one object in Ray's store.
+class RefitWeightSync:
+    """`WeightSync` through refit-mx: the policy workers publish, the generation workers read.
 
-    The first policy worker puts its weights, the generation workers read them. The driver passes
-    the reference on; the weights do not pass through it.
+    The driver names versions in a control plane, its own or a refit server; no weights pass through
+    it.
 
     Args:
         calls: the run's actors.
-        source: name of the policy worker that publishes.
+        config: the run's section.
+        name: of the run's model in the control plane, which several runs may share; made unique.
+        sources: names of the policy workers, by rank.
         targets: names of the generation workers.
+
+    Raises:
+        WorkerError: the control plane cannot be started or reached, or a worker cannot join.
     """
 
-    def __init__(self, calls: ActorCalls, *, source: str, targets: list[str]) -> None:
+    def __init__(
+        self,
+        calls: ActorCalls,
+        config: RefitSection,
+        *,
+        name: str,
+        sources: list[str],
+        targets: list[str],
+    ) -> None:
         self._calls = calls
-        self._source = source
-        self._targets = targets
+        self._model_name = f"{name}-{secrets.token_hex(4)}"
+        self._sources, self._targets = sources, targets
+        self._count = 0
         self._installed: int | None = None
+        self._published: str | None = None
+        with ExitStack() as stack:
+            try:
+                address = config.control
+                if address is None:
+                    address = stack.enter_context(EmbeddedControlServer(host=config.host)).address
+                self._control = stack.enter_context(ControlClient(address))
+            except RefitError as error:
+                raise WorkerError(f"refit: {error}") from error
+            settings = RefitSettings(
+                control=address,
+                model_name=self._model_name,
+                transport=config.transport,
+                host=config.host,
+                tensor_parallel=config.generation_tensor_parallel,
+                timeout_s=config.timeout_s,
+            )
+            joining = (settings.model_dump(),)
+            calls.each("join_refit", dict.fromkeys((*sources, *targets), (joining, {})))
+            self._open = stack.pop_all()
 
     def sync(self, version: int) -> None:
         """See `WeightSync.sync`."""
-        if version == self._installed:
-            return
+        if version != self._installed:
+            self.refit(version)
+
+    def refit(self, version: int) -> None:
+        """As `sync`, also where the generation workers serve ``version``.
+
+        Raises:
+            WorkerError: as `sync`.
+        """
+        self._count += 1
+        version_id = f"{self._model_name}-{version}-{self._count}"
         carrier = {"carrier": inject()}
-        [reference] = self._calls.one(self._source, "publish_weights", **carrier)
-        self._calls.each(
-            "install_weights", dict.fromkeys(self._targets, ((reference, version), carrier))
-        )
-        self._installed = version
+        try:
+            self._control.create_version(
+                self._model_name,
+                [slot(rank) for rank in range(len(self._sources))],
+                idempotency_key=version_id,
+                version_id=version_id,
+            )
+            for method, workers in (
+                ("publish_weights", self._sources),
+                ("install_weights", self._targets),
+            ):
+                self._calls.each(method, dict.fromkeys(workers, ((version_id,), carrier)))
+            if self._published is not None:
+                # Its arenas are free for the version after this one.
+                self._control.delete_version(self._published)
+        except RefitError as error:
+            raise WorkerError(f"refit: {error}") from error
+        self._installed, self._published = version, version_id
+
+    def close(self) -> None:
+        """Let go of the control plane; the workers end by themselves."""
+        self._open.close()

@@ -1,0 +1,287 @@
+"""How fast new weights reach generators: refit-mx beside what else could carry the same bytes.
+
+Every way runs in the same processes, one Ray actor a trainer and a generator, in shuffled rounds. A
+way has up to two steps: the trainers make the weights available, the generators take what they
+need. Gloo has the second alone, in which both take part.
+"""
+
+from __future__ import annotations
+
+import random
+import socket
+import tempfile
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any  # Any: Ray handles have no static types
+
+import numpy as np
+import ray
+from integration.benchmarks.harness import Summary
+from integration.benchmarks.refit_cases import RefitCase
+from integration.benchmarks.refit_worker import RefitWorker, Took, together
+from integration.benchmarks.results_file import Entry
+
+from refit_mx import ControlClient, EmbeddedControlServer
+
+REFIT_HEADINGS = [
+    "way",
+    "offer, p50 ms",
+    "take, p50 ms",
+    "IQR",
+    "GB/s",
+    "ours over NIXL / this (IQR)",
+    "both steps, p50 ms",
+]
+STAGE_HEADINGS = ["ours over", "stage", "p50 ms, longest of the generators"]
+
+_WAYS = ("nixl", "tcp", "raw_nixl", "gloo", "ray", "file", "memcpy")
+_QUICK_WAYS = ("nixl", "raw_nixl", "gloo")
+_LAYOUTS = ((1, 1), (2, 4), (4, 2))
+_QUICK_ROUNDS, _FULL_ROUNDS = 5, 9
+_WARM_UPS = 2
+_SEED = 20_265
+_START_S = 300.0
+_OBJECT_STORE_BYTES = 5 << 30
+
+
+@dataclass(frozen=True)
+class RefitResult:
+    """One case.
+
+    Attributes:
+        case: what moved.
+        offer: by way, seconds of the trainers' step in each round.
+        take: by way, seconds of the generators' step in each round.
+        stages: by transport of ours and stage, seconds in each round.
+    """
+
+    case: RefitCase
+    offer: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    take: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    stages: dict[tuple[str, str], list[float]] = field(default_factory=lambda: defaultdict(list))
+
+    @property
+    def title(self) -> str:
+        """For a table."""
+        case = self.case
+        return (
+            f"Refit of {case.nbytes / 2**30:.3g} GiB, {case.sources} trainers to "
+            f"{case.targets_count} generators"
+        )
+
+    def faster(self, way: str, *, whole: bool = False) -> Summary:
+        """How many times as fast ours over NIXL is, the taking alone or both steps; 0.9 for ours
+        taking 1.11 times as long."""
+        ours, other = self._seconds("nixl", whole=whole), self._seconds(way, whole=whole)
+        rounds = Summary.of(list(other / ours))
+        return Summary(
+            float(np.median(other) / np.median(ours)), rounds.p99, rounds.spread, rounds.count
+        )
+
+    def _seconds(self, way: str, *, whole: bool) -> Any:
+        taken = np.array(self.take[way])
+        return taken + np.array(self.offer[way]) if whole and self.offer[way] else taken
+
+    def rows(self) -> list[list[str]]:
+        """For a table with `REFIT_HEADINGS`."""
+        found = []
+        for way in self.take:
+            take = Summary.of(self.take[way])
+            ratio = self.faster(way)
+            found.append(
+                [
+                    way,
+                    f"{Summary.of(self.offer[way]).value * 1e3:.0f}" if self.offer[way] else "",
+                    f"{take.value * 1e3:.0f}",
+                    f"{take.spread * 1e3:.0f}",
+                    f"{self.case.nbytes / take.value / 1e9:.2f}",
+                    "" if way == "nixl" else f"{ratio.value:.2f} ({ratio.spread:.2f})",
+                    f"{np.median(self._seconds(way, whole=True)) * 1e3:.0f}",
+                ]
+            )
+        return found
+
+    def stage_rows(self) -> list[list[str]]:
+        """For a table with `STAGE_HEADINGS`."""
+        return [
+            [way, stage, f"{Summary.of(seconds).value * 1e3:.1f}"]
+            for (way, stage), seconds in self.stages.items()
+            if any(seconds)
+        ]
+
+    def entries(self) -> list[Entry]:
+        """For the file of results."""
+        size = "" if self.case.nbytes == QUICK_CASE.nbytes else f"_{self.case.nbytes >> 20}m"
+        found = []
+        for way in self.take:
+            take = Summary.of(self.take[way])
+            rate = self.case.nbytes / take.value / 1e9
+            name = f"refit.{way}_{self.case.name}{size}"
+            found.append(Entry(f"{name}.gb_per_s", rate, "GB/s", None, 0.0, take.count))
+            if way != "nixl":
+                ours = f"refit.nixl_{self.case.name}{size}.ratio_vs_{way}"
+                ratio = self.faster(way)
+                found.append(Entry(ours, ratio.value, "x", way, ratio.spread, ratio.count))
+                both = self.faster(way, whole=True)
+                found.append(
+                    Entry(f"{ours}_both_steps", both.value, "x", way, both.spread, both.count)
+                )
+        return found
+
+
+def _sized(nbytes: int, sources: int, targets: int) -> RefitCase:
+    width = 2048
+    return RefitCase(sources, targets, nbytes // (2 * 2 * 4 * width * width), width)
+
+
+QUICK_CASE = _sized(1 << 28, 2, 4)
+
+
+def measure_refit(tell: Callable[[str], None], *, full: bool) -> list[RefitResult]:
+    """Run the cases; starts and stops a Ray and a control plane of its own, a case.
+
+    Args:
+        tell: called with what is measured next.
+        full: every case, or the small one.
+    """
+    if not full:
+        tell("refits")
+        return [_measure(QUICK_CASE, _QUICK_WAYS, _QUICK_ROUNDS)]
+    found = []
+    for nbytes in (1 << 29, 1 << 31):
+        for sources, targets in _LAYOUTS:
+            case = _sized(nbytes, sources, targets)
+            tell(f"refits of {nbytes >> 20} MiB, {case.name}")
+            found.append(_measure(case, _WAYS, _FULL_ROUNDS if nbytes < 1 << 30 else 5))
+    return found
+
+
+def _measure(case: RefitCase, ways: Sequence[str], rounds: int) -> RefitResult:
+    result = RefitResult(case)
+    order = random.Random(_SEED)
+    with _processes(case, "ray" in ways) as actors, _Ways(actors) as run:
+        run.prepare(ways)
+        for number in range(_WARM_UPS + rounds):
+            for way in order.sample(ways, len(ways)):
+                offer, take = run.once(way)
+                if number < _WARM_UPS:
+                    continue
+                if offer:
+                    result.offer[way].append(together(offer))
+                result.take[way].append(together(take))
+                for stage in take[0].stages:
+                    longest = max(one.stages[stage] for one in take)
+                    result.stages[way, stage].append(longest)
+    return result
+
+
+@dataclass(frozen=True)
+class _Actors:
+    case: RefitCase
+    sources: list[Any]
+    targets: list[Any]
+
+
+@contextmanager
+def _processes(case: RefitCase, with_store: bool) -> Iterator[_Actors]:
+    with tempfile.TemporaryDirectory(prefix="bench-refit-") as folder:
+        ray.init(
+            num_cpus=8,
+            object_store_memory=_OBJECT_STORE_BYTES if with_store else 100 << 20,
+            include_dashboard=False,
+            _node_ip_address="127.0.0.1",
+            _temp_dir=folder,
+            namespace="benchmarks",
+            logging_level="ERROR",
+            log_to_driver=False,
+        )
+        try:
+            worker: Any = ray.remote(RefitWorker).options(num_cpus=0.1)
+            actors = _Actors(
+                case,
+                [worker.remote(case, rank, source=True) for rank in range(case.sources)],
+                [worker.remote(case, rank, source=False) for rank in range(case.targets_count)],
+            )
+            everybody = [*actors.sources, *actors.targets]
+            ray.get([actor.ready.remote() for actor in everybody], timeout=_START_S)
+            yield actors
+            ray.get([actor.close.remote() for actor in everybody], timeout=60)
+        finally:
+            ray.shutdown()
+
+
+class _Ways:
+    """Runs one round of a way on the actors."""
+
+    def __init__(self, actors: _Actors) -> None:
+        self._actors = actors
+        self._versions = 0
+        self._folder = tempfile.TemporaryDirectory(prefix="bench-refit-", dir="/dev/shm")
+
+    def __enter__(self) -> _Ways:
+        self._server = EmbeddedControlServer()
+        self._control = ControlClient(self._server.address)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._control.close()
+        self._server.close()
+        self._folder.cleanup()
+
+    def prepare(self, ways: Sequence[str]) -> None:
+        """What each needs once, before anything is timed; checks what ours brings."""
+        sources, targets = self._actors.sources, self._actors.targets
+        _all([*sources, *targets], "join", self._server.address)
+        version = self._version()
+        _all(sources, "publish", version)
+        for transport in ("nixl", "tcp"):
+            _all(targets, "check", version, transport)
+        if "raw_nixl" in ways:
+            offers = _all(sources, "offer_raw")
+            _all(targets, "prepare_raw", offers)
+        if "gloo" in ways:
+            with socket.socket() as probe:
+                probe.bind(("127.0.0.1", 0))
+                address = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+            everybody = [*sources, *targets]
+            ray.get(
+                [
+                    actor.join_gloo.remote(address, rank, len(everybody))
+                    for rank, actor in enumerate(everybody)
+                ],
+                timeout=_START_S,
+            )
+
+    def once(self, way: str) -> tuple[list[Took], list[Took]]:
+        """What the trainers did, and what the generators did."""
+        sources, targets = self._actors.sources, self._actors.targets
+        if way in ("nixl", "tcp"):
+            version = self._version()
+            return _all(sources, "publish", version), _all(targets, "receive", version, way)
+        if way == "raw_nixl":
+            return [], _all(targets, "read_raw")
+        if way == "gloo":
+            return [], _all([*sources, *targets], "broadcast")
+        if way == "ray":
+            put = _all(sources, "put_ray")
+            return [took for took, _ in put], _all(targets, "get_ray", [some for _, some in put])
+        if way == "file":
+            saved = _all(sources, "save_file", self._folder.name)
+            return saved, _all(targets, "load_file", self._folder.name)
+        return [], _all(targets, "copy")
+
+    def _version(self) -> str:
+        self._versions += 1
+        version = f"v{self._versions}"
+        slots = [f"s{rank}" for rank in range(self._actors.case.sources)]
+        self._control.create_version("bench", slots, idempotency_key=version, version_id=version)
+        return version
+
+
+def _all(actors: Sequence[Any], method: str, *args: Any) -> list[Any]:
+    found: list[Any] = ray.get(
+        [getattr(actor, method).remote(*args) for actor in actors], timeout=_START_S
+    )
+    return found
