@@ -57,6 +57,7 @@ PACKAGE_OF = {  # import name -> distribution, where they differ
     "transfer_queue": "transferqueue",
     "typing_extensions": "typing-extensions",
     "yaml": "pyyaml",
+    "modelexpress_rl": "modelexpress",
     "zmq": "pyzmq",
 }
 OWN_PACKAGE_OF = {("dataplane_admin", "opentelemetry"): "opentelemetry-proto"}  # and not the API
@@ -75,6 +76,8 @@ WITH_EXTRA = {
     ("observability", "prometheus_client"),
     ("observability", "requests"),
     ("observability", "rich"),
+    ("refit_mx", "httpx"),
+    ("refit_mx", "vllm"),  # the engine that loads refit-mx, in its own environment
 }
 
 

@@ -17,6 +17,7 @@ from integration.benchmarks import report
 from integration.benchmarks.admin_ingest import INGEST_HEADINGS, measure_ingest
 from integration.benchmarks.admin_pages import PAGES_HEADINGS, measure_pages
 from integration.benchmarks.admin_soak import SOAK_HEADINGS, measure_soak
+from integration.benchmarks.refit import REFIT_HEADINGS, STAGE_HEADINGS, measure_refit
 from integration.benchmarks.results_file import merge_entries
 from integration.benchmarks.run import run_sessions
 from integration.benchmarks.tracing import (
@@ -53,6 +54,8 @@ def benchmarks(
     started = time.monotonic()
     sessions = run_sessions(console, backend=backend, full=full)
     entries = [entry for session in sessions for entry in session.entries()]
+    refits = measure_refit(lambda what: console.log(f"measuring {what}", style="dim"), full=full)
+    entries += [entry for refit in refits for entry in refit.entries()]
     console.log("measuring a step with tracing off and on", style="dim")
     costs = [measure_tracing(load, full=full) for load in ((LARGER, DEMO) if full else (LARGER,))]
     entries += [entry for cost in costs for entry in cost.entries()]
@@ -80,6 +83,14 @@ def benchmarks(
             console.print(report.terminal_table(title, headings, rows))
             if full:
                 markdown.print(report.markdown_table(title, headings, rows))
+    for refit in refits:
+        for headings, rows in (
+            (REFIT_HEADINGS, refit.rows()),
+            (STAGE_HEADINGS, refit.stage_rows()),
+        ):
+            console.print(report.terminal_table(refit.title, headings, rows))
+            if full:
+                markdown.print(report.markdown_table(refit.title, headings, rows))
     for cost in costs:
         title = f"Tracing of a GRPO step: {cost.load.title}"
         for headings, rows in (

@@ -27,7 +27,8 @@ from refit_mx import (
     MxV2TrainingPublisher,
     ReceiverSettings,
 )
-from refit_mx.transports.nixl import NixlSource, NixlTransport
+from refit_mx.transports.nixl_library import new_agent
+from refit_mx.transports.nixl_source import NixlSource
 
 _TIMEOUT_S = 120.0
 
@@ -126,8 +127,7 @@ class RefitWorker:
 
     def prepare_raw(self, offers: list[Any]) -> None:
         """Prepare the reads that ours would make: the same ranges, in one transfer a source."""
-        transport = NixlTransport()
-        agent = transport.agent
+        agent = new_agent("raw", serves=False)
         self._buffer = torch.zeros(self._case.target_bytes(self._rank) + (1 << 20)).byte()
         local = agent.get_xfer_descs
         agent.register_memory([self._buffer])
@@ -143,11 +143,11 @@ class RefitWorker:
             handles.append(
                 agent.initialize_xfer("READ", local(here, "DRAM"), local(there, "DRAM"), name, b"")
             )
-        self._raw = agent, handles, transport
+        self._raw = agent, handles
 
     def read_raw(self) -> Took:
         """Read everything."""
-        agent, handles, _ = self._raw
+        agent, handles = self._raw
         with _timed() as took:
             for handle in handles:
                 agent.transfer(handle)

@@ -23,6 +23,8 @@ HEADLINES = (
     "tq.slices8_512.ratio_vs_usual",
     "tq.claim32_100k.p50_ms",
     "tq.put_get_512_tcp.ratio_vs_usual",
+    "refit.nixl_2to4.ratio_vs_raw_nixl",
+    "refit.nixl_2to4.ratio_vs_gloo",
     "trace.step_overhead_pct",
     "admin.ingest_spans_per_s",
     "admin.page_p95_ms",
