@@ -32,11 +32,7 @@ class ReadTable:
     rows: npt.NDArray[np.int64]
 
     def __post_init__(self) -> None:
-        if (
-            self.rows.dtype != np.int64
-            or self.rows.ndim != 2
-            or self.rows.shape[1] != len(COLUMNS)
-        ):
+        if self.rows.dtype != np.int64 or self.rows.ndim != 2 or self.rows.shape[1] != len(COLUMNS):
             raise ValueError(
                 f"ReadTable: {self.rows.dtype} {self.rows.shape}; "
                 f"expected int64 (reads, {len(COLUMNS)})"
