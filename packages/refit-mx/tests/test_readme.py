@@ -1,18 +1,21 @@
-"""The README's Python blocks run as they stand."""
+"""The Python examples of the README and of the docs page run as they stand there."""
 
 import re
 from pathlib import Path
 
 import pytest
 
-README = Path(__file__).parents[1] / "README.md"
-BLOCKS = re.findall(r"^```python\n(.*?)^```", README.read_text(), re.MULTILINE | re.DOTALL)
+PACKAGE = Path(__file__).parents[1]
+README = PACKAGE / "README.md"
+DOCS_PAGE = PACKAGE.parents[1] / "docs" / "refit-mx.md"  # not part of the source distribution
+PAGES = [page for page in (README, DOCS_PAGE) if page.exists()]
 
 
-def test_the_readme_shows_python():
-    assert BLOCKS
-
-
-@pytest.mark.parametrize("block", BLOCKS)
-def test_a_block_of_the_readme_runs(block):
-    exec(compile(block, str(README), "exec"), {"__name__": "__main__"})
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_python_examples_run(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    blocks = re.findall(r"^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+    assert blocks
+    names = {"__name__": "__main__"}
+    for block in blocks:
+        exec(compile(block, str(page), "exec"), names)
