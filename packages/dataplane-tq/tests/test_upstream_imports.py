@@ -35,3 +35,14 @@ def test_yuanrong_is_loaded_when_it_is_first_used():
         "print(yuanrong_client.datasystem.KVClient.__name__, 'yr.datasystem' in sys.modules)"
     )
     assert printed(code) == "KVClient True"
+
+
+@needs_yuanrong
+def test_yuanrong_is_refused_where_nixl_is_loaded_instead_of_ending_the_process():
+    code = (
+        "import sys, types; sys.modules['nixl_cu12._bindings'] = types.ModuleType('x')\n"
+        "from dataplane_tq.upstream import yuanrong_client\n"
+        "try: yuanrong_client.datasystem.KVClient\n"
+        "except ImportError as error: print('holds nixl_cu12._bindings' in str(error))"
+    )
+    assert printed(code) == "True"

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -388,3 +389,8 @@ def test_the_environment_is_prepared_only_where_the_user_has_not_and_there_is_no
     assert prepared(tmp_path / "none", UCX_TLS="all") == ["all", "^ib"]
     (tmp_path / "mlx5_0").mkdir()
     assert prepared(tmp_path) == ["None", "None"]
+
+
+def test_nixl_is_not_available_where_yuanrongs_libraries_are_loaded(monkeypatch):
+    monkeypatch.setitem(sys.modules, "yr.datasystem", types.ModuleType("yr.datasystem"))
+    assert "this process holds yr.datasystem" in (nixl_available() or "")

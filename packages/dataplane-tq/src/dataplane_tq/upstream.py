@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from types import ModuleType
 
+_IN_THE_WAY = ("nixl_cu12._bindings", "nixl_cu13._bindings")
+
 
 @contextmanager
 def _without(name: str) -> Iterator[None]:
@@ -59,6 +61,13 @@ __all__ = [
 
 class _YuanrongWhenUsed(ModuleType):
     def __getattr__(self, name: str) -> object:
+        if self.__name__ not in sys.modules:
+            for other in _IN_THE_WAY:
+                if other in sys.modules:
+                    raise ImportError(
+                        f"{self.__name__} cannot be loaded into a process that holds {other}: it "
+                        "would end by a segmentation fault; take another backend, or keep NIXL out"
+                    )
         return getattr(importlib.import_module(self.__name__), name)
 
 

@@ -20,6 +20,8 @@ from refit_mx.errors import RefitConfigError
 _PACKAGES = ("nixl_cu13", "nixl_cu12", "nixl")
 _RDMA = Path("/sys/class/infiniband")
 _LOOK_US = 1000
+# They carry a gRPC and a protobuf of their own.
+_IN_THE_WAY = ("yr.datasystem",)
 _making = threading.Lock()
 
 
@@ -39,9 +41,11 @@ def prepare_environment() -> None:
     os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
 
 
-@cache
 def nixl_available() -> str | None:
     """None if NIXL can be used, else why not."""
+    for other in _IN_THE_WAY:
+        if other in sys.modules:
+            return f"this process holds {other}, whose libraries and NIXL's end it when they meet"
     if not sys.platform.startswith("linux"):
         return f"NIXL has no build for {sys.platform}"
     try:
