@@ -45,7 +45,7 @@ admin: sync ## Open the admin service beside a live demo run; prints its address
 
 .PHONY: test
 test: sync ## Run every test of every package, service and integration
-	$(BIN)/pytest -n 2 --dist loadfile --durations=20 --ignore=services/admin --ignore=packages/refit-mx
+	$(BIN)/pytest --durations=20 --ignore=services/admin --ignore=packages/refit-mx
 	$(BIN)/pytest -n 2 --dist loadfile --durations=10 packages/refit-mx  # loads NIXL, others Yuanrong
 	$(BIN)/pytest --durations=10 services/admin
 
