@@ -19,6 +19,9 @@ endif
 # without them each compiles torch and tensordict again before it does anything.
 unexport PYTHONDONTWRITEBYTECODE
 
+# They load NIXL into the test's own process, others Yuanrong; the two end a process that holds both.
+NIXL_TESTS := packages/refit-mx services/refit-server
+
 .PHONY: help
 help: ## Show the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -45,8 +48,8 @@ admin: sync ## Open the admin service beside a live demo run; prints its address
 
 .PHONY: test
 test: sync ## Run every test of every package, service and integration
-	$(BIN)/pytest --durations=20 --ignore=services/admin --ignore=packages/refit-mx
-	$(BIN)/pytest -n 2 --dist loadfile --durations=10 packages/refit-mx  # loads NIXL, others Yuanrong
+	$(BIN)/pytest --durations=20 --ignore=services/admin $(patsubst %,--ignore=%,$(NIXL_TESTS))
+	$(BIN)/pytest -n 2 --dist loadfile --durations=10 $(NIXL_TESTS)
 	$(BIN)/pytest --durations=10 services/admin
 
 .PHONY: lint
