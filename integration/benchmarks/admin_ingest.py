@@ -36,7 +36,7 @@ INGEST_HEADINGS = ["server, one core", "spans/s, p50", "IQR", "µs/span", "lost"
 _SERVERS = ("admin into SQLite", "receiver into a file")
 _CONNECTIONS = 4
 _REQUESTS_A_TRACE = 4
-_QUICK = (3, 100)
+_QUICK = (3, 60)
 _FULL = (15, 600)
 _SEED = 20_262
 

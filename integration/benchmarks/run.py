@@ -27,7 +27,7 @@ from dataplane_core import ConfigError
 Connect = dict[str, Callable[[], System]]
 
 _WARM_UPS = 3
-_QUICK_REPETITIONS = 6
+_QUICK_REPETITIONS = 4
 _FULL_REPETITIONS = 15
 _DEFAULT_BACKEND = "packed"
 
