@@ -168,3 +168,18 @@ def test_every_dependency_floor_says_why() -> None:
         for number, line in enumerate(path.read_text().splitlines(), start=1):
             if line.startswith('    "') and (">=" in line or line.startswith('    "types-')):
                 assert " # " in line, f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
+
+
+@pytest.mark.parametrize("package", OURS)
+def test_msgspec_meets_its_types_where_one_thread_runs(package: str) -> None:
+    # When it meets one for the first time in two threads at once, the process ends: a decoder is
+    # made at import or under a lock, and decode(..., type=...) is not used.
+    strange = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for path in sorted((ROOT / OURS[package] / "src").rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call)
+        and ast.unparse(node.func) in ("msgspec.msgpack.decode", "msgspec.json.decode")
+        and any(keyword.arg == "type" for keyword in node.keywords)
+    ]
+    assert not strange

@@ -107,7 +107,7 @@ def start(name, namespace=NAMESPACE):
     try:
         backend.check(cfg)
     except ConfigError as error:
-        pytest.skip(str(error))
+        pytest.skip(f"backend {name} needs a package that is not installed: {error}")
     backend.start(cfg, namespace=namespace, actor_cpus=0.1, timeout_s=60)
     return backend
 

@@ -6,6 +6,7 @@ Needs msgspec: the extra ``dataplane-core[checkpoint]``, or an adapter that depe
 
 from __future__ import annotations
 
+import threading
 from typing import Any, TypeVar  # Any: values of object columns are the caller's own
 
 import msgspec
@@ -41,7 +42,7 @@ def _packed(dtype: str, shape: tuple[int, ...], raw: bytes) -> bytes:
 
 
 def _decode_extension(code: int, data: memoryview) -> Any:
-    dtype, shape, raw = msgspec.msgpack.decode(data, type=tuple[str, list[int], bytes])
+    dtype, shape, raw = _packed_decoder.decode(data)
     if code == _ARRAY:
         return np.frombuffer(raw, dtype=np.dtype(dtype)).reshape(shape).copy()
     if code == _TENSOR:
@@ -56,6 +57,9 @@ def _decode_extension(code: int, data: memoryview) -> Any:
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_encode_unknown)
 _decoder = msgspec.msgpack.Decoder(ext_hook=_decode_extension)
+_packed_decoder = msgspec.msgpack.Decoder(tuple[str, list[int], bytes])
+_struct_decoders: dict[type, msgspec.msgpack.Decoder[Any]] = {}
+_making_decoders = threading.Lock()
 
 
 def encode_object(what: str, value: Any) -> bytes:
@@ -80,4 +84,11 @@ def decode_object(data: bytes) -> Any:
 
 def decode_struct(data: bytes, struct: type[_T]) -> _T:
     """The inverse of `encode_object` for a msgspec struct; raises ValueError likewise."""
-    return msgspec.msgpack.decode(data, type=struct, ext_hook=_decode_extension)
+    decoder = _struct_decoders.get(struct)
+    if decoder is None:
+        # When msgspec meets a type for the first time in two threads at once, the process ends.
+        with _making_decoders:
+            decoder = msgspec.msgpack.Decoder(struct, ext_hook=_decode_extension)
+            _struct_decoders[struct] = decoder
+    found: _T = decoder.decode(data)
+    return found

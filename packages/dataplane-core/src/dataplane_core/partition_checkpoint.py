@@ -51,6 +51,10 @@ class _Declaration(msgspec.Struct, frozen=True):
     batches: int
 
 
+# When msgspec meets a type for the first time in two threads at once, the process ends.
+msgspec.msgpack.Decoder(_Declaration)
+
+
 class _Block(msgspec.Struct, frozen=True):
     """The samples of a batch that have the same fields: their places and the fields."""
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Literal
 
 from opentelemetry import baggage, context, trace
 from opentelemetry.baggage.propagation import W3CBaggagePropagator
 from opentelemetry.context import Context
-from opentelemetry.propagators.composite import CompositePropagator
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from opentelemetry.util.types import AttributeValue
@@ -30,19 +30,42 @@ ERROR_TYPE = "error.type"
 _VERBOSE = "rl.verbose"
 _SCOPE = "rl-dataplane"
 # Fixed, whatever OTEL_PROPAGATORS says: both ends of a carrier are ours.
-_propagator = CompositePropagator([TraceContextTextMapPropagator(), W3CBaggagePropagator()])
+_trace_context, _baggage = TraceContextTextMapPropagator(), W3CBaggagePropagator()
+_BAGGAGE = "baggage"
 
 
 def inject() -> dict[str, str]:
     """The current context as a carrier: a small dict that travels as an argument."""
     carrier: dict[str, str] = {}
-    _propagator.inject(carrier)
+    _trace_context.inject(carrier)
+    pairs = tuple((name, str(value)) for name, value in baggage.get_all().items())
+    if pairs and (header := _header(pairs)):
+        carrier[_BAGGAGE] = header
     return carrier
 
 
 def extract(carrier: Mapping[str, str] | None) -> Context:
     """The context that `inject` put into ``carrier``; of None or an empty one the current."""
-    return _propagator.extract(carrier) if carrier else context.get_current()
+    if not carrier:
+        return context.get_current()
+    return _trace_context.extract(carrier, _carried(carrier.get(_BAGGAGE, "")))
+
+
+# The baggage of a step is that of its run, step and weight version: the same for every call.
+
+
+@lru_cache(maxsize=16)
+def _header(pairs: tuple[tuple[str, str], ...]) -> str:
+    carried, carrier = Context(), dict[str, str]()
+    for name, value in pairs:
+        carried = baggage.set_baggage(name, value, carried)
+    _baggage.inject(carrier, carried)
+    return carrier.get(_BAGGAGE, "")
+
+
+@lru_cache(maxsize=16)
+def _carried(header: str) -> Context:
+    return _baggage.extract({_BAGGAGE: header}, Context()) if header else Context()
 
 
 @contextmanager
@@ -82,8 +105,9 @@ def step_context(
 def step_facts(of: Context | None = None) -> dict[str, str | int]:
     """Run, step and weight version of a context, the current one if None, as attributes."""
     facts: dict[str, str | int] = {}
+    carried = baggage.get_all(of)
     for name in (RUN_ID, STEP, WEIGHT_VERSION):
-        value = baggage.get_baggage(name, of)
+        value = carried.get(name)
         if isinstance(value, str):
             facts[name] = int(value) if name != RUN_ID and value.isdecimal() else value
     return facts

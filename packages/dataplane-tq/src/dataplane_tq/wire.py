@@ -66,6 +66,8 @@ class Reply(msgspec.Struct, frozen=True, array_like=True):
 
 _encoder = msgspec.msgpack.Encoder()
 _replies = msgspec.msgpack.Decoder(Reply)
+_answers: dict[Any, msgspec.msgpack.Decoder[Any]] = {}
+_making_decoders = threading.Lock()
 
 
 class Address(msgspec.Struct, frozen=True):
@@ -191,7 +193,7 @@ class Session:
             ) from error
         if reply.failure is not None:
             raise reply.failure.raised()
-        return msgspec.msgpack.decode(reply.answer, type=answer)
+        return _decoder_of(answer).decode(reply.answer)
 
     def tell(self, request: Any) -> None:
         """Send a request that has no answer."""
@@ -222,3 +224,12 @@ class Session:
                 raise EOFError("connection closed")
             view = view[got:]
         return data
+
+
+def _decoder_of(answer: type[T]) -> msgspec.msgpack.Decoder[T]:
+    found = _answers.get(answer)
+    if found is None:
+        # When msgspec meets a type for the first time in two threads at once, the process ends.
+        with _making_decoders:
+            found = _answers[answer] = msgspec.msgpack.Decoder(answer)
+    return found
