@@ -45,21 +45,17 @@ TURN = """
 
 PUBLISH = """
     publish_weights [policy {rank}] overhead
-      refit.publish [policy {rank}]
-        refit.stage [policy {rank}]
-        refit.serve [policy {rank}]
-        refit.offer [policy {rank}]"""
+      refit.publish [policy {rank}]"""
 
 TREE = f"""
 grpo.step [driver]
   refit [driver] idle{PUBLISH.format(rank=0)}{PUBLISH.format(rank=1)}
     install_weights [generation] overhead
       refit.receive [generation]
-        refit.lease [generation]
-        refit.discover [generation]
         refit.plan [generation]
         refit.transfer [generation]
         refit.verify [generation]
+        refit.compile [generation]
         refit.install [generation]
   register train [driver] overhead
   rollout [driver] idle

@@ -7,7 +7,7 @@ import inspect
 import pickle
 
 import pytest
-from opentelemetry import baggage, trace
+from opentelemetry import baggage, context, trace
 from opentelemetry.sdk.trace import TracerProvider
 
 from dataplane_core import telemetry
@@ -148,3 +148,15 @@ def test_a_traced_handle_sends_the_carrier_of_whoever_calls():
 def test_a_traced_handle_can_be_sent_to_another_process():
     copy = pickle.loads(pickle.dumps(TracedHandle(Handle())))
     assert copy.step.remote() == "reference"
+
+
+def test_baggage_of_any_kind_travels_as_it_is_now():
+    for value in ("a, b=c", 7, ["x"]):
+        token = context.attach(baggage.set_baggage("rl.note", value))
+        carrier = inject()
+        context.detach(token)
+        assert baggage.get_baggage("rl.note", extract(carrier)) == str(value)
+    assert "baggage" not in inject()
+    with attached(carrier), attached({"baggage": "rl.note=y"}):
+        assert baggage.get_baggage("rl.note") == "y"
+    assert baggage.get_all(extract({"traceparent": "x"})) == {}

@@ -307,7 +307,7 @@ def test_ipv6_loopback_is_listened_on_where_there_is_one() -> None:
     try:
         receiver = Receiver(host="::1")
     except OSError:
-        pytest.skip("no IPv6 here")
+        pytest.skip("this machine has no IPv6 loopback")
     with receiver:
         assert receiver.endpoint == f"http://[::1]:{receiver.port}"
 

@@ -602,6 +602,82 @@ def test_sigterm_flushes_and_still_ends_the_process(receiver: Receiver) -> None:
     assert len(receiver.snapshot().spans) == 3
 
 
+OPERATION = """
+from dataplane_core import InMemoryDataPlaneClient
+from observability import InstrumentedDataPlaneClient, emit
+def operate():
+    client = InstrumentedDataPlaneClient(InMemoryDataPlaneClient())
+    with trace.get_tracer("test").start_as_current_span("root"):
+        client.register_partition("p", ["x"], 4, [])
+        emit("trained", "p", ["a", "b"])
+"""
+
+
+@pytest.mark.parametrize(
+    "end",
+    ["", "os.kill(os.getpid(), signal.SIGTERM)", "telemetry.shutdown()", "telemetry.flush()"],
+    ids=["at exit", "on SIGTERM", "at shutdown", "at a flush"],
+)
+def test_what_operations_tell_is_sent_before_the_end(receiver: Receiver, end: str) -> None:
+    run(
+        f"{OPERATION}\n"
+        "telemetry = setup('svc', endpoint=ENDPOINT, export_interval_s=3600)\n"
+        f"operate()\n{end}",
+        receiver.endpoint,
+    )
+    records = receiver.snapshot()
+    root = next(span for span in records.spans if span.name == "root")
+    [span] = [span for span in records.spans if span.name == "register p"]
+    assert span.parent_id == root.span_id
+    assert span.attributes["dataplane.fields"] == ["x"]
+    assert span.end_ns <= root.end_ns
+    assert [(event.name, event.span_id) for event in records.events] == [
+        ("registered", span.span_id),
+        ("trained", root.span_id),
+    ]
+    assert records.events[1].sample_ids == ("a", "b")
+
+
+def test_a_forked_child_tells_what_it_does_itself_and_nothing_of_its_parent(
+    receiver: Receiver,
+) -> None:
+    run(
+        f"{OPERATION}\n"
+        "telemetry = setup('svc', endpoint=ENDPOINT, export_interval_s=3600)\n"
+        "operate()\n"
+        "if os.fork() == 0:\n"
+        "    operate()  # silent\n"
+        "    with setup('child', endpoint=ENDPOINT, export_interval_s=3600): operate()\n"
+        "    os._exit(0)\n"
+        "os.wait()",
+        receiver.endpoint,
+    )
+    told = sorted((event.process.service, event.name) for event in receiver.snapshot().events)
+    assert told == [
+        ("child", "registered"),
+        ("child", "trained"),
+        ("svc", "registered"),
+        ("svc", "trained"),
+    ]
+
+
+def test_a_scrape_counts_the_operations_before_it() -> None:
+    ran = run(
+        f"{OPERATION}\n"
+        """
+import urllib.request
+telemetry = setup("svc", prometheus_port=0)
+operate()
+host, port = telemetry.prometheus_address
+page = urllib.request.urlopen(f"http://{host}:{port}/metrics").read().decode()
+tell(lines=[line for line in page.splitlines() if "operation_duration_seconds_count" in line])
+"""
+    )
+    [line] = ran.told[0]["lines"]
+    assert 'messaging_operation_name="register"' in line
+    assert line.endswith(" 1.0")
+
+
 def test_sigterm_ends_a_process_in_time_though_the_collector_hangs() -> None:
     with hanging() as made:
         process = started(

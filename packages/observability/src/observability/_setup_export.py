@@ -9,17 +9,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from typing import Any, Protocol  # Any: keyword arguments of requests and of the SDK pass through
 
 import requests
 from google.protobuf.message import DecodeError
-from opentelemetry import baggage
-from opentelemetry.context import Context
 from opentelemetry.sdk._logs import LogRecordProcessor, ReadableLogRecord, ReadWriteLogRecord
 from opentelemetry.sdk._logs.export import LogRecordExporter, LogRecordExportResult
 from opentelemetry.sdk.metrics.export import MetricExporter, MetricExportResult, MetricsData
-from opentelemetry.sdk.trace import ReadableSpan, Span, SpanProcessor
+from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
 from observability._setup_counts import Ledger, Signal
@@ -311,33 +308,3 @@ class AdmittingLogProcessor(LogRecordProcessor):
     def force_flush(self, timeout_millis: int = 30000) -> bool:
         """Export what is queued."""
         return self._processor.force_flush(timeout_millis)
-
-
-class BaggageProcessor(SpanProcessor):
-    """Copies baggage whose name begins with ``rl.`` into the attributes of every span.
-
-    Baggage is text on the wire, so whole numbers become numbers again, but for ``rl.run_id``,
-    which is a name even where it is made of digits. What the span was started with stays.
-    """
-
-    def on_start(self, span: Span, parent_context: Context | None = None) -> None:
-        """Copy."""
-        carried = baggage.get_all(parent_context)
-        if not carried:
-            return
-        own = set(span.attributes or ())  # each look into the attributes themselves takes a lock
-        span.set_attributes(
-            {
-                name: value if isinstance(value, int | float) else _typed(name, str(value))
-                for name, value in carried.items()
-                if name.startswith("rl.") and name not in own
-            }
-        )
-
-
-@lru_cache(maxsize=64)  # the same few for every span of a step
-def _typed(name: str, text: str) -> str | int:
-    digits = text.removeprefix("-")
-    if name == "rl.run_id" or not digits.isdecimal() or len(digits) > 18:
-        return text
-    return int(text) if str(int(text)) == text else text

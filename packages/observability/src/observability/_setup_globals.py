@@ -14,11 +14,17 @@ from opentelemetry import _logs, metrics, trace
 from opentelemetry.util.types import Attributes
 
 from observability._setup_troubles import Troubles
+from observability.lane import Lane, Work
 
 
 class _Tracers(trace.TracerProvider):
     def __init__(self) -> None:
         self.provider: trace.TracerProvider = trace.NoOpTracerProvider()
+        self.lane: Lane | None = None
+
+    def later(self, work: Work) -> None:
+        """See `observability.lane.later`."""
+        _put(self.lane, work)
 
     def get_tracer(
         self,
@@ -64,6 +70,11 @@ class _Tracer(trace.Tracer):
 class _Loggers(_logs.LoggerProvider):
     def __init__(self) -> None:
         self.provider: _logs.LoggerProvider = _logs.NoOpLoggerProvider()
+        self.lane: Lane | None = None
+
+    def later(self, work: Work) -> None:
+        """See `observability.lane.later`."""
+        _put(self.lane, work)
 
     def get_logger(
         self,
@@ -76,6 +87,8 @@ class _Loggers(_logs.LoggerProvider):
 
     def force_flush(self, timeout_millis: int) -> bool:
         """Export the events that are queued, if an SDK stands behind this."""
+        if self.lane is not None:
+            self.lane.drain()
         flush = getattr(self.provider, "force_flush", None)
         return flush is None or bool(flush(timeout_millis))
 
@@ -107,6 +120,11 @@ class _Logger(_logs.Logger):
 class _Meters(metrics.MeterProvider):
     def __init__(self) -> None:
         self.provider: metrics.MeterProvider = metrics.NoOpMeterProvider()
+        self.lane: Lane | None = None
+
+    def later(self, work: Work) -> None:
+        """See `observability.lane.later`."""
+        _put(self.lane, work)
 
     def get_meter(
         self,
@@ -118,6 +136,13 @@ class _Meters(metrics.MeterProvider):
         return self.provider.get_meter(name, version, schema_url, attributes)
 
 
+def _put(lane: Lane | None, work: Work) -> None:
+    if lane is None:
+        work()
+    else:
+        lane.put(work)
+
+
 _tracers, _loggers, _meters = _Tracers(), _Loggers(), _Meters()
 
 
@@ -126,15 +151,19 @@ def use(
     tracers: trace.TracerProvider | None = None,
     loggers: _logs.LoggerProvider | None = None,
     meters: metrics.MeterProvider | None = None,
+    lane: Lane | None = None,
     troubles: Troubles,
 ) -> None:
     """Let the global providers stand for these; for None of a signal they do nothing.
+
+    What operations tell is made of them in ``lane``.
 
     A global provider is registered when it first stands for something.
     """
     _tracers.provider = tracers or trace.NoOpTracerProvider()
     _loggers.provider = loggers or _logs.NoOpLoggerProvider()
     _meters.provider = meters or metrics.NoOpMeterProvider()
+    _tracers.lane = _loggers.lane = _meters.lane = lane
     if tracers is not None and trace.get_tracer_provider() is not _tracers:
         trace.set_tracer_provider(_tracers)
         _expect(trace.get_tracer_provider() is _tracers, "TracerProvider", troubles)
@@ -151,6 +180,7 @@ def silence() -> None:
     _tracers.provider = trace.NoOpTracerProvider()
     _loggers.provider = _logs.NoOpLoggerProvider()
     _meters.provider = metrics.NoOpMeterProvider()
+    _tracers.lane = _loggers.lane = _meters.lane = None
 
 
 def _expect(registered: bool, kind: str, troubles: Troubles) -> None:

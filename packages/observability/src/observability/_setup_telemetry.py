@@ -13,7 +13,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from types import FrameType, TracebackType
@@ -38,13 +38,14 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.sdk.trace.sampling import ParentBasedTraceIdRatio
 from opentelemetry.sdk.version import __version__ as sdk_version
+from opentelemetry.trace import TracerProvider as AnyTracerProvider
 
 from observability import _setup_globals
+from observability._setup_baggage import BaggageProcessor
 from observability._setup_counts import Counts, Ledger, Signal
 from observability._setup_export import (
     AdmittingLogProcessor,
     AdmittingSpanProcessor,
-    BaggageProcessor,
     CollectorSession,
     CountingLogExporter,
     CountingMetricExporter,
@@ -52,7 +53,9 @@ from observability._setup_export import (
     Sender,
 )
 from observability._setup_settings import Arguments, Otlp, Prometheus, settings, shown
+from observability._setup_spans import LeanTracerProvider, ReadableSpanExporter
 from observability._setup_troubles import Troubles, quieten
+from observability.lane import Lane
 
 DROPPED = "dataplane.telemetry.dropped"
 """Name of the metric that tells what is lost; docs/telemetry.md lists it."""
@@ -93,6 +96,7 @@ class Telemetry:
         self._ending = False
         self._ended = threading.Event()
         self._last: list[threading.Thread] = []  # those of shutdown
+        self._lane: Lane | None = None
         self._server: Any = None
         self._address: tuple[str, int] | None = None
         self._previous: Callable[[int, FrameType | None], object] | int | None = None
@@ -210,6 +214,8 @@ class Telemetry:
         resource = _resource(arguments)
         tracers = loggers = meters = None
         readers: list[MetricReader] = []
+        if asked.otlp or asked.prometheus is not None:
+            self._lane = Lane()
         for name, otlp in asked.otlp.items():
             try:
                 if name == "spans":
@@ -235,14 +241,20 @@ class Telemetry:
                 unit="{item}",
                 description="Spans and events that this process made and could not hand over.",
             )
-        _setup_globals.use(tracers=tracers, loggers=loggers, meters=meters, troubles=self._troubles)
+        _setup_globals.use(
+            tracers=tracers,
+            loggers=loggers,
+            meters=meters,
+            lane=self._lane,
+            troubles=self._troubles,
+        )
 
-    def _traced(self, resource: Resource, arguments: Arguments, otlp: Otlp) -> TracerProvider:
+    def _traced(self, resource: Resource, arguments: Arguments, otlp: Otlp) -> AnyTracerProvider:
         session = CollectorSession(_rejected_spans)
         exporter = OTLPSpanExporter(otlp.endpoint, timeout=otlp.timeout_s, session=session)
         ledger, sender = self._account("spans", otlp, session)
         batches = BatchSpanProcessor(
-            CountingSpanExporter(exporter, sender),
+            CountingSpanExporter(ReadableSpanExporter(exporter), sender),
             max_queue_size=otlp.queue,
             schedule_delay_millis=otlp.interval_s * 1000,
             max_export_batch_size=otlp.batch,
@@ -254,9 +266,10 @@ class Telemetry:
             shutdown_on_exit=False,
         )
         provider.add_span_processor(BaggageProcessor())
-        provider.add_span_processor(AdmittingSpanProcessor(batches, ledger, self._troubles))
-        self._pipelines.append(_Pipeline(sender, ledger, provider.force_flush, provider.shutdown))
-        return provider
+        admitting = AdmittingSpanProcessor(batches, ledger, self._troubles)
+        provider.add_span_processor(admitting)
+        self._add_pipeline(sender, ledger, provider.force_flush, provider.shutdown)
+        return LeanTracerProvider(provider, admitting)
 
     def _logged(self, resource: Resource, otlp: Otlp) -> LoggerProvider:
         session = CollectorSession(_rejected_logs)
@@ -270,7 +283,7 @@ class Telemetry:
         )
         provider = LoggerProvider(resource=resource, shutdown_on_exit=False)
         provider.add_log_record_processor(AdmittingLogProcessor(batches, ledger, self._troubles))
-        self._pipelines.append(_Pipeline(sender, ledger, provider.force_flush, provider.shutdown))
+        self._add_pipeline(sender, ledger, provider.force_flush, provider.shutdown)
         return provider
 
     def _periodic(self, otlp: Otlp) -> MetricReader:
@@ -283,8 +296,27 @@ class Telemetry:
         )
         # The reader's flush, not the provider's: that one also collects for Prometheus, whose
         # reader keeps every collection until the next scrape.
-        self._pipelines.append(_Pipeline(sender, ledger, reader.force_flush, reader.shutdown))
+        self._add_pipeline(sender, ledger, reader.force_flush, reader.shutdown)
         return reader
+
+    def _add_pipeline(
+        self,
+        sender: Sender,
+        ledger: Ledger,
+        flush: Callable[[], object],
+        shutdown: Callable[[], object],
+    ) -> None:
+        """What is in the lane comes before what is queued."""
+
+        def drain_and_flush() -> None:
+            self._drain()
+            flush()
+
+        def end_lane_and_shutdown() -> None:
+            self._end_lane()
+            shutdown()
+
+        self._pipelines.append(_Pipeline(sender, ledger, drain_and_flush, end_lane_and_shutdown))
 
     def _account(
         self, name: Signal, otlp: Otlp, session: CollectorSession
@@ -301,9 +333,16 @@ class Telemetry:
 
     def _scraped(self, prometheus: Prometheus) -> list[MetricReader]:
         from opentelemetry.exporter.prometheus import PrometheusMetricReader
-        from prometheus_client import CollectorRegistry, start_http_server
+        from prometheus_client import CollectorRegistry, Metric, start_http_server
 
-        registry = CollectorRegistry()
+        drain = self._drain
+
+        class Registry(CollectorRegistry):
+            def collect(self) -> Iterator[Metric]:
+                drain()
+                yield from super().collect()
+
+        registry = Registry()
         try:
             self._server, _ = start_http_server(prometheus.port, prometheus.host, registry)
         except OSError as error:
@@ -326,10 +365,18 @@ class Telemetry:
                     labels = {"dataplane.signal": signal_name, "dataplane.reason": reason}
                     yield Observation(counts[reason], labels)
 
+    def _drain(self) -> None:
+        if self._lane is not None:
+            self._lane.drain()
+
+    def _end_lane(self) -> None:
+        if self._lane is not None:
+            self._lane.close()
+
     def _finish(self, deadline: float) -> None:
         for pipeline in self._pipelines:
             pipeline.sender.finish(deadline)
-        self._last = _started([pipeline.shutdown for pipeline in self._pipelines])
+        self._last = _started([self._end_lane, *(each.shutdown for each in self._pipelines)])
         if self._server is not None:
             self._last += _started([self._server.shutdown])
         if not _joined(self._last, deadline):

@@ -8,7 +8,8 @@ they would take the SDK a thousand times as long to encode.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Literal
 
 import msgspec
@@ -24,6 +25,7 @@ from opentelemetry.context import Context
 from opentelemetry.util.types import AnyValue
 
 from dataplane_core import DataPlaneClient, telemetry
+from observability.lane import later
 from observability.operations import ObservedClient, Observer, Op, Operation
 from observability.waits import Wait, waits
 
@@ -79,39 +81,63 @@ def emit(
         error: what it failed by; its class is told.
         facts: further attributes, "dataplane." is put before their names; None ones are left out.
     """
-    logger = _logger()
+    provider = get_logger_provider()
+    logger = _logger(provider)
     current = otel_context.get_current() if context is None else context
     name = f"dataplane.{event}"
     if not logger.enabled(context=current, severity_number=SeverityNumber.INFO, event_name=name):
         return
-    attributes: dict[str, AnyValue] = dict(telemetry.step_facts(current))
+    if error is not None:
+        facts[telemetry.ERROR_TYPE] = type(error).__qualname__
+    told = partial(
+        _tell,
+        logger,
+        name,
+        current,
+        time.time_ns(),
+        partition_id,
+        tuple(sample_ids),  # a copy: the list is the caller's
+        len(sample_ids) if samples is None else samples,
+        facts,
+    )
+    later(provider, told)
+
+
+def _tell(
+    logger: Logger,
+    name: str,
+    context: Context,
+    time_ns: int,
+    partition_id: str | None,
+    sample_ids: Sequence[str],
+    samples: int,
+    facts: Mapping[str, AnyValue],
+) -> None:
+    attributes: dict[str, AnyValue] = dict(telemetry.step_facts(context))
     if partition_id is not None:
         attributes["dataplane.partition"] = partition_id
-        attributes["dataplane.samples"] = len(sample_ids) if samples is None else samples
-    if error is not None:
-        attributes[telemetry.ERROR_TYPE] = type(error).__qualname__
+        attributes["dataplane.samples"] = samples
     for key, value in facts.items():
         if value is not None:
-            attributes[f"dataplane.{key}"] = value
-    now = time.time_ns()
+            attributes[key if key == telemetry.ERROR_TYPE else f"dataplane.{key}"] = value
     parts = max(1, -(-len(sample_ids) // MOST_IDS))
     for part in range(parts):
         if parts > 1:
             attributes["dataplane.part"], attributes["dataplane.parts"] = part, parts
         logger.emit(
             event_name=name,
-            timestamp=now,
+            timestamp=time_ns,
+            observed_timestamp=time_ns,
             severity_number=SeverityNumber.INFO,
-            context=current,
+            context=context,
             attributes=dict(attributes),
             body=_as_json(sample_ids[part * MOST_IDS : (part + 1) * MOST_IDS]),
         )
 
 
-def _logger() -> Logger:
+def _logger(provider: LoggerProvider) -> Logger:
     """Ours, of the provider that is set now."""
     global _made
-    provider = get_logger_provider()
     if provider is not _made[0]:
         _made = provider, provider.get_logger(_SCOPE)
     return _made[1]

@@ -11,10 +11,14 @@ import threading
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from functools import partial
 
+from opentelemetry import context as otel_context
+from opentelemetry.context import Context
 from opentelemetry.metrics import CallbackOptions, Observation, get_meter, get_meter_provider
 
 from dataplane_core import DataPlaneClient, DataPlaneError, KVBatchMeta, telemetry
+from observability.lane import later
 from observability.lifecycle import emit
 from observability.metrics import Account
 from observability.operations import ObservedClient, Observer, Op, Operation
@@ -124,6 +128,16 @@ class Meters(Observer):
         if call.op == "close":
             self._watched.clear()
             return
+        # The context that is current now is that of the span an exemplar names.
+        record = partial(self._record, call, otel_context.get_current())
+        if call.error is not None:
+            record()  # it holds on to what was to be put
+            return
+        later(get_meter_provider(), record)
+        if call.op == "claim_meta":
+            self._claimed(call)
+
+    def _record(self, call: Operation, context: Context) -> None:
         partition = self._classes.of(call.partition_id)
         attributes = {
             "messaging.operation.name": _NAMES.get(call.op, call.op),
@@ -131,15 +145,11 @@ class Meters(Observer):
         }
         if call.error is not None:
             attributes[telemetry.ERROR_TYPE] = type(call.error).__qualname__
-        self._duration.record(call.wall_s, attributes)
-        if call.error is not None:
-            return
-        if call.n_bytes:
+        self._duration.record(call.wall_s, attributes, context)
+        if call.error is None and call.n_bytes:
             direction = "put" if call.op == "put" else "get"
             labels = {"dataplane.direction": direction, "messaging.destination.name": partition}
-            self._io.add(call.n_bytes, labels)
-        if call.op == "claim_meta":
-            self._claimed(call)
+            self._io.add(call.n_bytes, labels, context)
 
     def _claimed(self, call: Operation) -> None:
         task = call.tasks[0]

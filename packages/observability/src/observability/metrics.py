@@ -7,10 +7,15 @@ may block for as long as it likes.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from opentelemetry.metrics import get_meter_provider
 
 from dataplane_core import DataPlaneClient, ObservabilityConfig
 from observability.events import Event, log_event
+from observability.lane import later
 from observability.operations import ObservedClient, Observer, Operation
 from observability.outstanding import Outstanding, PendingPut
 
@@ -70,10 +75,14 @@ class MetricsDataPlaneClient(ObservedClient):
 
 
 class Account(Observer):
-    """The totals of one client. Threads may share it."""
+    """The totals of one client. Threads may share it.
+
+    What happened is noted in its order, and entered `later` or when somebody asks.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self._noted: deque[Callable[[], None]] = deque()
         self._outstanding = Outstanding()
         self._total_ops = 0
         self._total_bytes = 0
@@ -83,6 +92,7 @@ class Account(Observer):
     def snapshot(self) -> dict[str, int]:
         """See `MetricsDataPlaneClient.snapshot`."""
         with self._lock:
+            self._enter_noted()
             return {
                 "total_ops": self._total_ops,
                 "total_bytes": self._total_bytes,
@@ -97,33 +107,46 @@ class Account(Observer):
     def by_partition(self) -> dict[str, int]:
         """See `MetricsDataPlaneClient.outstanding_by_partition`."""
         with self._lock:
+            self._enter_noted()
             return dict(self._outstanding.by_partition)
 
     def begin(self, call: Operation) -> PendingPut | None:
         """See `Observer.begin`."""
         if call.op != "put":
             return None
-        with self._lock:
-            return self._outstanding.begin_put(call.partition_id)
+        pending = PendingPut(call.partition_id)
+        self._noted.append(partial(self._outstanding.begin_put, pending))
+        return pending
 
     def end(self, call: Operation, state: PendingPut | None) -> None:
         """See `Observer.end`."""
-        with self._lock:
-            if call.error is None and call.op not in _SETTLING:
-                self._enter(call, state)
-            if state is not None:
-                self._outstanding.end_put(state)
+        if call.error is None and call.op not in _SETTLING:
+            ids = None if call.sample_ids is None else tuple(call.sample_ids)
+            self._noted.append(partial(self._enter, call, ids, state))
+        if state is not None:
+            self._noted.append(partial(self._outstanding.end_put, state))
+        later(get_meter_provider(), self._catch_up)
 
-    def _enter(self, call: Operation, pending: PendingPut | None) -> None:
+    def _catch_up(self) -> None:
+        with self._lock:
+            self._enter_noted()
+
+    def _enter_noted(self) -> None:
+        while self._noted:
+            self._noted.popleft()()
+
+    def _enter(
+        self, call: Operation, sample_ids: Sequence[str] | None, pending: PendingPut | None
+    ) -> None:
         self._total_ops += 1
         self._total_bytes += call.n_bytes
         self._total_keys += call.n_keys
         if pending is not None:
-            self._outstanding.add(pending, call.sample_ids or (), call.put_bytes)
+            self._outstanding.add(pending, sample_ids or (), call.put_bytes)
             if call.n_keys:
                 self._last_put_bytes_per_key = call.n_bytes // call.n_keys
         elif call.op == "clear":
-            self._outstanding.clear(call.sample_ids, call.partition_id)
+            self._outstanding.clear(sample_ids, call.partition_id)
 
 
 class _Listener(Observer):

@@ -433,7 +433,7 @@ class ObservedClient(DataPlaneClient):
         """Call an observer; the operation is not to fail because of it, a claim would be lost."""
         try:
             return tell(call, *state)
-        except Exception:
+        except Exception:  # a listener is the user's own, and may raise whatever it likes
             with self._failures_lock:
                 self._failures += 1
             logger.exception("data_plane_observer_failed", op=call.op, status=call.status)

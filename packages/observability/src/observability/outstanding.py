@@ -77,15 +77,13 @@ class Outstanding:
         """Samples held now, those without any tensor included."""
         return sum(len(rows) for rows in self._cells.values())
 
-    def begin_put(self, partition_id: str) -> PendingPut:
+    def begin_put(self, pending: PendingPut) -> None:
         """Announce a put, so that a clear that returns before it does is not lost.
 
         Samples can be claimed, read and cleared by another thread before the put that made them
         has returned to its caller.
         """
-        pending = PendingPut(partition_id)
         self._pending.add(pending)
-        return pending
 
     def end_put(self, pending: PendingPut) -> None:
         """Forget an announced put, whether or not it succeeded."""

@@ -1,20 +1,26 @@
 """`TracingDataPlaneClient`: a span per operation, linked to the puts it consumes.
 
 A put leaves its `Origin` with its samples. A claim or a read asks the store which puts its samples
-come from and links to them, at most `MOST_LINKS`.
+come from and links to them, at most `MOST_LINKS`. What a span tells of its operation is put on it
+`later`; it ends with the operation all the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from contextvars import Token
 from dataclasses import dataclass
+from functools import partial
 from typing import Any  # Any: attribute values
 
+from opentelemetry import context, trace
+from opentelemetry.context import Context
 from opentelemetry.trace import Span, SpanKind
 
 from dataplane_core import DataPlaneClient, telemetry
 from dataplane_core.telemetry import Bucket
+from observability.lane import later
 from observability.operations import ObservedClient, Observer, Op, Operation
 from observability.origin import TRACEPARENT_TAG, Origin
 
@@ -71,7 +77,7 @@ class TracingDataPlaneClient(ObservedClient):
 class _Begun:
     form: _Form
     span: Span
-    block: AbstractContextManager[Span]
+    token: Token[Context]
 
 
 class Tracing(Observer):
@@ -82,33 +88,62 @@ class Tracing(Observer):
         form = _FORMS.get(call.op)
         if form is None:
             return None
-        block = telemetry.span(f"{form.verb} {call.partition_id}", form.bucket, kind=form.kind)
-        begun = _Begun(form, block.__enter__(), block)
-        if call.op == "put" and begun.span.is_recording():
-            try:
+        span = telemetry.tracer().start_span(
+            f"{form.verb} {call.partition_id}",
+            kind=form.kind,
+            attributes={telemetry.BUCKET: form.bucket},
+        )
+        token = context.attach(trace.set_span_in_context(span))
+        if not span.is_recording():
+            return _Begun(form, span, token)
+        try:
+            if call.op == "put":
                 _leave_origin(call)
-            except BaseException:
-                block.__exit__(None, None, None)  # nobody else will: `end` gets no state
-                raise
-        elif call.op in _READS and begun.span.is_recording():
-            call.ask_origins()
-        return begun
+            elif call.op in _READS:
+                call.ask_origins()
+        except BaseException:
+            context.detach(token)  # nobody else will: `end` gets no state
+            span.end()
+            raise
+        return _Begun(form, span, token)
 
     def end(self, call: Operation, state: _Begun | None) -> None:
         """See `Observer.end`."""
         if state is None:
             return
+        ended_ns = time.time_ns()
+        context.detach(state.token)
+        span = state.span
         try:
-            if state.span.is_recording():
-                if call.error is None and call.op in ("claim_meta", *_READS):
-                    _link(state.span, call)
-                state.span.set_attributes(_attributes(state.form, call))
-                if call.error is not None:
-                    telemetry.record_error(state.span, call.error)
+            origins: Mapping[str, int] = {}
+            if span.is_recording() and call.error is None and call.op in ("claim_meta", *_READS):
+                origins = _origin_texts(call)
             if call.op == "claim_meta" and call.tags:
                 call.tags = _without_traceparent(call.tags)
         finally:
-            state.block.__exit__(None, None, None)
+            finish = partial(_finish, span, state.form, call, tuple(call.fields), origins, ended_ns)
+            if call.error is None:
+                later(trace.get_tracer_provider(), finish)
+            else:
+                finish()  # the error holds on to what was to be put
+
+
+def _finish(
+    span: Span,
+    form: _Form,
+    call: Operation,
+    fields: Sequence[str],
+    origins: Mapping[str, int],
+    ended_ns: int,
+) -> None:
+    try:
+        if span.is_recording():
+            _link(span, _parsed(origins))
+            span.set_attributes(_attributes(form, call, fields))
+            if call.error is not None:
+                telemetry.record_error(span, call.error)
+    finally:
+        span.end(ended_ns)
 
 
 def _without_traceparent(tags: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -131,25 +166,32 @@ def _leave_origin(call: Operation) -> None:
 
 def origins_of(call: Operation) -> list[tuple[Origin, int]]:
     """The puts that a claim or a read consumes, and of how many samples; the most first."""
+    return _parsed(_origin_texts(call))
+
+
+def _origin_texts(call: Operation) -> Mapping[str, int]:
     found: dict[str, int] = dict(call.origins())
     if not found and call.tags:
         for tag in call.tags:
             text = tag.get(TRACEPARENT_TAG)
             if isinstance(text, str):
                 found[text] = found.get(text, 0) + 1
-    parsed = ((Origin.parsed(text), count) for text, count in found.items())
+    return found
+
+
+def _parsed(origins: Mapping[str, int]) -> list[tuple[Origin, int]]:
+    parsed = ((Origin.parsed(text), count) for text, count in origins.items())
     return [(origin, count) for origin, count in parsed if origin is not None]
 
 
-def _link(span: Span, call: Operation) -> None:
-    origins = origins_of(call)
+def _link(span: Span, origins: Sequence[tuple[Origin, int]]) -> None:
     for origin, _ in origins[:MOST_LINKS]:
         span.add_link(origin.span)
     if len(origins) > MOST_LINKS:
         span.set_attribute("dataplane.links_dropped", len(origins) - MOST_LINKS)
 
 
-def _attributes(form: _Form, call: Operation) -> dict[str, Any]:
+def _attributes(form: _Form, call: Operation, fields: Sequence[str]) -> dict[str, Any]:
     if form.type is None:
         found: dict[str, Any] = {
             "db.system.name": _SYSTEM,
@@ -167,8 +209,8 @@ def _attributes(form: _Form, call: Operation) -> dict[str, Any]:
         }
         if call.tasks:
             found["messaging.consumer.group.name"] = call.tasks[0]
-    if call.fields:
-        found["dataplane.fields"] = _sorted(call.fields)
+    if fields:
+        found["dataplane.fields"] = _sorted(fields)
     if call.op in ("put", *_READS):
         found["dataplane.bytes"] = call.n_bytes
     return found

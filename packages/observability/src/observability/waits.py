@@ -100,7 +100,7 @@ class Waits:
             try:
                 first._tell(first)
                 hurry()
-            except Exception:
+            except Exception:  # whatever an exporter raises, the next wait has to be told
                 logger.exception("wait_not_told")
 
 
