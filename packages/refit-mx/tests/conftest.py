@@ -1,8 +1,66 @@
-"""Lets the tests import the programs that they run in other processes."""
+"""Lets the tests import the programs that they run in other processes, and what several share."""
 
 import sys
 from pathlib import Path
 
+import pytest
+
 FOLDER = str(Path(__file__).parent)
 if FOLDER not in sys.path:
     sys.path.insert(0, FOLDER)
+
+
+@pytest.fixture
+def no_vllm_is_left_behind():
+    """Other tests of this process must not find the stand-in."""
+    yield
+    for name in [n for n in sys.modules if n.partition(".")[0] == "vllm"]:
+        del sys.modules[name]
+    sys.modules.pop("refit_mx.engine.vllm", None)
+
+
+@pytest.fixture
+def trainer():
+    """Two ranks that publish versions of a model, see `engine_workers`."""
+    from engine_workers import Trainer
+
+    made = Trainer()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def workers():
+    """The engines of one server of two ranks."""
+    from engine_workers import Workers
+
+    made = Workers()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def state():
+    """Of a control plane that keeps all versions."""
+    from refit_mx.control.limits import Limits
+    from refit_mx.control.state import ControlState
+
+    return ControlState(Limits(retention=0))
+
+
+@pytest.fixture
+def server():
+    """A control plane that keeps all versions."""
+    from refit_mx.control import EmbeddedControlServer
+
+    with EmbeddedControlServer(retention=0) as running:
+        yield running
+
+
+@pytest.fixture
+def client(server):
+    """Of that control plane."""
+    from refit_mx.control import ControlClient
+
+    with ControlClient(server.address) as connected:
+        yield connected

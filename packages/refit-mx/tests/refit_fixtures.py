@@ -15,6 +15,7 @@ from refit_mx.control.embedded import EmbeddedControlServer
 from refit_mx.deadline import Deadline
 from refit_mx.publisher import MxV2TrainingPublisher
 from refit_mx.receiver import MxV2RefitReceiver
+from refit_mx.spans import VERBOSE
 from refit_mx.transports.base import Fetch, FetchStats, Transport
 from refit_mx.transports.nixl import nixl_available
 
@@ -23,7 +24,10 @@ NIXL_MISSING = nixl_available()
 BOTH_TRANSPORTS = [
     "tcp",
     pytest.param(
-        "nixl", marks=pytest.mark.skipif(NIXL_MISSING is not None, reason=str(NIXL_MISSING))
+        "nixl",
+        marks=pytest.mark.skipif(
+            NIXL_MISSING is not None, reason=f"needs the package nixl-cu12: {NIXL_MISSING}"
+        ),
     ),
 ]
 
@@ -118,6 +122,52 @@ class Meddling:
         return stats
 
 
+class Halfway:
+    """A real transport of small batches; calls back when the first of them has arrived."""
+
+    def __init__(self, inner: Any, reached: Callable[[str], None]) -> None:
+        self._inner = inner
+        self._reached = reached
+        self.name = inner.name
+        for method in ("register", "unregister", "busy", "close"):
+            setattr(self, method, getattr(inner, method))
+
+    def fetch(
+        self,
+        fetches: Sequence[Fetch],
+        scratch: torch.Tensor,
+        *,
+        deadline: Deadline,
+        on_done: Callable[[int, int, int], None] | None = None,
+    ) -> FetchStats:
+        told = []
+
+        def arrived(fetch: int, first: int, stop: int) -> None:
+            if not told:
+                told.append(fetch)
+                self._reached("part")
+            if on_done is not None:
+                on_done(fetch, first, stop)
+
+        return self._inner.fetch(fetches, scratch, deadline=deadline, on_done=arrived)
+
+
+class Hook:
+    """Does something once, at one phase."""
+
+    def __init__(self) -> None:
+        self.phase = ""
+        self.action: Callable[[], None] = lambda: None
+
+    def at(self, phase: str, action: Callable[[], None]) -> None:
+        self.phase, self.action = phase, action
+
+    def __call__(self, phase: str) -> None:
+        if phase == self.phase:
+            self.phase = ""
+            self.action()
+
+
 def zeros(shapes: dict[str, tuple[str, tuple[int, ...]]] = SHAPES) -> dict[str, torch.Tensor]:
     """Live weights before the first refit."""
     return {
@@ -143,3 +193,15 @@ def exported() -> Iterator[Callable[[], Sequence[Any]]]:
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     yield exporter.get_finished_spans
     exporter.shutdown()
+
+
+@contextmanager
+def verbose() -> Iterator[None]:
+    """Asks for the span of every phase."""
+    from opentelemetry import baggage, context
+
+    token = context.attach(baggage.set_baggage(VERBOSE, "1"))
+    try:
+        yield
+    finally:
+        context.detach(token)

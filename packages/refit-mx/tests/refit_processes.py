@@ -165,10 +165,12 @@ class Process:
         return self.answer(timeout_s)
 
     def signal(self, number: signal.Signals) -> None:
-        """To this process alone."""
+        """To this process alone; returns once it has ended, or all its threads have stopped."""
         os.kill(self.pid, number)
         if number == signal.SIGKILL:
             self._process.wait(WAIT_S)
+        elif number == signal.SIGSTOP:
+            os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WNOWAIT)
 
     def wait(self) -> int:
         """Its exit code."""

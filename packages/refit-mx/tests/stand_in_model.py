@@ -162,6 +162,12 @@ class TinyForCausalLM(nn.Module):
         if c.tied:
             self.lm_head.weight = self.model.embed_tokens.weight
 
+    def forward(self, tokens):
+        """What a runner calls of each rank in a step; `forward` of all ranks does the work."""
+
+    def compute_logits(self, hidden):
+        """Likewise."""
+
     def load_weights(self, weights):
         """vLLM's loader: takes whole tensors by their checkpoint names, and slices them itself."""
         loaded = set()

@@ -31,6 +31,7 @@ import xxhash
 from stand_in_model import TinyConfig, TinyForCausalLM, checkpoint, forward
 
 from refit_mx.engine.phases import Step, UpdatePhases
+from refit_mx.errors import PhaseError
 
 # ---- the modules ----
 
@@ -192,6 +193,7 @@ def seeded_engine():
     class SeededUpdateInfo(base.WeightTransferUpdateInfo):
         version_id: str = ""
         abort: bool = False
+        check: bool = False
 
     class SeededEngine(base.WeightTransferEngine):
         init_info_cls = SeededInitInfo
@@ -200,7 +202,7 @@ def seeded_engine():
         def __init__(self, config, vllm_config, device, model):
             super().__init__(config, vllm_config, device, model)
             self.phases, self.info, self.staged = UpdatePhases(), None, None
-            self.tear = False
+            self.received, self.version_id, self.tear = "", "", False
 
         def init_transfer_engine(self, init_info):
             if self.info == init_info:
@@ -213,8 +215,13 @@ def seeded_engine():
                 pass
 
         def receive_weights(self, update_info):
+            if update_info.check:
+                self.phases.check()
+                if update_info.version_id != self.version_id:
+                    raise PhaseError(f"{self.version_id!r}; expected {update_info.version_id!r}")
+                return
             with self.phases.step(Step.ABORT if update_info.abort else Step.RECEIVE):
-                self.staged = None
+                self.staged, self.received = None, update_info.version_id
                 if not update_info.abort:
                     embed = self.model.model.embed_tokens
                     rank = self.vllm_config.parallel_config.rank
@@ -231,6 +238,7 @@ def seeded_engine():
                         self.tear = False
                         raise OSError("the install of a test fails half way")
                     live.copy_(staged[name])
+                self.version_id = self.received
 
         def shutdown(self):
             with self.phases.step(Step.SHUTDOWN):
@@ -256,7 +264,7 @@ class Scheduler:
 
     def __init__(self, ranks):
         self.ranks = ranks
-        self.running, self.paused, self.admits = [], False, True
+        self.running, self.paused, self.admits, self.dead = [], False, True, None
         self.lock = threading.Condition()
         threading.Thread(target=self._loop, daemon=True).start()
 
@@ -266,7 +274,9 @@ class Scheduler:
             self.lock.wait_for(lambda: self.admits)
             self.running.append(request)
             self.lock.notify_all()
-            self.lock.wait_for(lambda: request.reason is not None)
+            self.lock.wait_for(lambda: request.reason is not None or self.dead)
+        if self.dead:
+            raise EngineDeadError(self.dead)
         return {
             "tokens": request.tokens[len(prompt) :],
             "weights_seen": request.seen,
@@ -296,13 +306,28 @@ class Scheduler:
                 self.lock.wait_for(lambda: self.running and not self.paused)
                 for request in list(self.running):
                     request.seen.append([digest_of(rank) for rank in self.ranks])
-                    request.tokens.append(int(forward(self.ranks, request.tokens).argmax()))
+                    try:
+                        request.tokens.append(self._step(request.tokens))
+                    except Exception as error:  # noqa: BLE001 - as vLLM, whose engine core ends
+                        self.dead = f"{type(error).__name__}: {error}"
+                        self.lock.notify_all()
+                        return
                     if len(request.seen) >= request.most:
                         request.reason = "length"
                         self.running.remove(request)
                 self.lock.notify_all()
             # A lock is not fair: without this a pause would wait for all requests.
             time.sleep(0.001)
+
+    def _step(self, tokens):
+        for rank in self.ranks:
+            rank(tokens)
+            rank.compute_logits(None)
+        return int(forward(self.ranks, tokens).argmax())
+
+
+class EngineDeadError(Exception):
+    """The engine core has ended; every call fails from then on."""
 
 
 class Worker:
@@ -339,6 +364,26 @@ class Worker:
 
     def finish_weight_update(self):
         self.engine.finish_weight_update()
+
+    def tear_next_install(self):
+        """Let the next install fail when about half of the parameters are copied, once."""
+        if hasattr(self.engine, "tear"):
+            self.engine.tear = True
+            return
+        from refit_mx.engine import weight_transfer
+
+        install, mine = weight_transfer.install_tensors, self.model.model.norm.weight
+
+        def install_half(tensors, live):
+            # The ranks of this server are threads: only this one's install is torn.
+            if not any(each.data_ptr() == mine.data_ptr() for each in live.values()):
+                return install(tensors, live)
+            weight_transfer.install_tensors = install
+            for name in list(tensors)[: len(tensors) // 2]:
+                live[name].copy_(tensors[name])
+            raise OSError("the install of a test fails half way")
+
+        weight_transfer.install_tensors = install_half
 
 
 class Application:
@@ -415,7 +460,7 @@ class Application:
     def set_faults(self, query, body):
         self.faults.update(body)
         if body.get("tear"):
-            self.workers[-1].engine.tear = True
+            self.workers[-1].tear_next_install()
         return {}
 
     def state(self, query, body):
@@ -424,6 +469,7 @@ class Application:
             "digests": [digest_of(worker.model) for worker in self.workers],
             "version": self.version,
             "is_paused": self.scheduler.paused,
+            "dead": self.scheduler.dead,
             "pauses": self.pauses,
             "busy": self.busy,
             "running": len(self.scheduler.running),
@@ -475,6 +521,8 @@ class Handler(BaseHTTPRequestHandler):
         if fault == "trickle":
             return self.trickle()
         try:
+            if (dead := self.application.scheduler.dead) and url.path != "/stand_in/state":
+                raise EngineDeadError(dead)
             answer = route(query, json.loads(raw) if raw else {})
         except BadRequestError as error:
             return self.send(400, {"detail": str(error)})

@@ -188,7 +188,7 @@ def test_a_rank_killed_before_all_have_received_leaves_every_server_at_the_old_v
     before = server.state["digests"]
     ranks = Ranks(2)
     follower = start_follower(ranks, 1, 1)
-    fleet = RefitFleet([server.url], timeout_s=20)
+    fleet = RefitFleet([server.url], timeout_s=20, holds="v2")
     try:
         with pytest.raises(RefitTimeoutError, match="'received' for ranks 1"):
             fleet.refit("v3", barrier=ranks.barrier(0))

@@ -7,14 +7,13 @@ order of an engine's phases, is in test_engine_phases.py.
 
 from __future__ import annotations
 
-import os
 import signal
 import time
 
 import pytest
 import torch
 from refit_fixtures import BOTH_TRANSPORTS, Meddling, World, a_world, zeros
-from refit_processes import Process, fsdp_shards, same, targets_of, weights
+from refit_processes import SHAPES, Process, fsdp_shards, same, slice_of, targets_of, weights
 
 from refit_mx.errors import (
     CompileTargetError,
@@ -241,7 +240,7 @@ def test_invariant_4_late_bytes_of_an_abandoned_read_meet_nobody(transport):
             def stop(fetches):
                 if not stops:
                     stops.append(1)
-                    os.kill(stopped.pid, signal.SIGSTOP)
+                    stopped.signal(signal.SIGSTOP)
 
             stops: list[int] = []
             from refit_mx.transports.nixl import NixlTransport
@@ -383,6 +382,33 @@ def test_invariant_7_any_changed_moved_or_swapped_byte_is_noticed(world, transpo
     assert same(live, zeros(shapes))
     receiver.close()
     inner.close()
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("transport", BOTH_TRANSPORTS)
+def test_invariant_7_a_bit_that_changes_in_an_arena_is_noticed_in_what_is_read_in_part_too(
+    world, transport, axis
+):
+    """Digests of the part, taken over the changed memory, would vouch for the change."""
+    publisher = world.publisher(transports=[transport])
+    world.publish([publisher], "v1", 1)
+    wanted = {"axis": axis, "ranks": 2, "rank": 0}
+    receiver = world.receiver(targets_of(**wanted), transport=transport)
+    live = zeros(
+        {
+            name: (dtype, tuple(slice_of(weights(1), **wanted)[name].shape))
+            for name, (dtype, _) in SHAPES.items()
+        }
+    )
+    before = {name: tensor.clone() for name, tensor in live.items()}
+    memory = publisher._arenas.arena_of("v1").memory
+    memory[5] ^= 1
+    with pytest.raises(DigestMismatchError):
+        receiver.refit("v1", live)
+    assert same(live, before)
+    memory[5] ^= 1
+    receiver.refit("v1", live)
+    assert same(live, slice_of(weights(1), **wanted))
 
 
 # 8. A compile target that does not match is refused before any byte moves

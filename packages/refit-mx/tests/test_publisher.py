@@ -6,7 +6,7 @@ import threading
 
 import pytest
 import torch
-from refit_fixtures import BOTH_TRANSPORTS, MODEL, World, a_world, exported
+from refit_fixtures import BOTH_TRANSPORTS, MODEL, World, a_world, exported, verbose
 from refit_processes import SHAPES, fsdp_shards, same, targets_of, weights
 
 from refit_mx.control.client import ControlClient
@@ -307,8 +307,8 @@ def test_a_refused_offer_leaves_the_arena_free(world):
     assert publisher.versions == ()
 
 
-def test_spans_tell_bytes_and_phase():
-    with exported() as spans, a_world() as world:
+def test_spans_tell_bytes_and_each_phase_if_asked_for():
+    with exported() as spans, a_world() as world, verbose():
         publisher = world.publisher()
         world.publish([publisher], "v1", 1)
         found = {span.name: span for span in spans()}

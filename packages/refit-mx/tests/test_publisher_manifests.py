@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from contextlib import closing
 
 import grpc
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from refit_mx.control.messages import refit_pb2, refit_pb2_grpc
 from refit_mx.deadline import Deadline
 from refit_mx.errors import ProtocolError, RefitConfigError, RefitTimeoutError, SourceLostError
-from refit_mx.manifest_service import ManifestService, fetch_manifest, manifest_digest
+from refit_mx.manifest_service import ManifestClient, ManifestService, manifest_digest
 
 DATA = b"a manifest is opaque here"
 
@@ -23,14 +24,18 @@ def service():
 
 
 def fetch(endpoint, digest, *, version="v1", most_s=5.0, most_bytes=1 << 20):
-    return fetch_manifest(
+    with closing(ManifestClient(most_bytes)) as client:
+        return asked(client, endpoint, digest, version=version, most_s=most_s)
+
+
+def asked(client, endpoint, digest, *, version="v1", most_s=5.0):
+    return client.fetch(
         endpoint,
         version,
         "fsdp-0",
         digest=digest,
         deadline=Deadline(30, "a test"),
         most_s=most_s,
-        most_bytes=most_bytes,
     )
 
 
@@ -114,8 +119,31 @@ def test_a_deadline_that_has_passed_is_not_a_lost_source(service):
     deadline = Deadline(1e-9, "a test")
     while deadline.left_s:
         pass
-    with pytest.raises(RefitTimeoutError):
-        fetch_manifest(service.endpoint, "v1", "fsdp-0", digest="00", deadline=deadline, most_s=5.0)
+    with pytest.raises(RefitTimeoutError), closing(ManifestClient()) as client:
+        client.fetch(service.endpoint, "v1", "fsdp-0", digest="00", deadline=deadline, most_s=5.0)
+
+
+def test_a_connection_is_used_again_while_its_publisher_lives(service):
+    digest = service.put("v1", "fsdp-0", DATA)
+    with closing(ManifestClient()) as client:
+        assert asked(client, service.endpoint, digest) == DATA
+        kept = [channel for channel, _ in client._channels.values()]
+        assert asked(client, service.endpoint, digest) == DATA
+        assert [channel for channel, _ in client._channels.values()] == kept
+        service.close()
+        with pytest.raises(SourceLostError, match="UNAVAILABLE"):
+            asked(client, service.endpoint, digest)
+
+
+def test_a_kept_connection_to_a_publisher_that_was_restarted_is_not_the_end(service):
+    digest = service.put("v1", "fsdp-0", DATA)
+    port = int(service.endpoint.rpartition(":")[2])
+    with closing(ManifestClient()) as client:
+        assert asked(client, service.endpoint, digest) == DATA
+        service.close()
+        with closing(ManifestService(port=port)) as restarted:
+            restarted.put("v1", "fsdp-0", DATA)
+            assert asked(client, restarted.endpoint, digest) == DATA
 
 
 def test_two_services_never_share_a_port(service):

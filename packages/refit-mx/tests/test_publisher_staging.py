@@ -7,10 +7,11 @@ import torch
 import xxhash
 
 from refit_mx.deadline import Deadline
+from refit_mx.digests import block_digests
 from refit_mx.errors import RefitConfigError, RefitTimeoutError
 from refit_mx.manifest import BLOCK_BYTES, DIGEST_BYTES
 from refit_mx.shard_sources import LocalShard, local_shards
-from refit_mx.staging import ALIGNMENT, lay_out, same_bytes, stage
+from refit_mx.staging import ALIGNMENT, copy_shard, lay_out, same_bytes, stage
 from refit_mx.tensor_types import Box
 
 
@@ -139,3 +140,19 @@ def test_staging_ends_at_its_deadline():
         pass
     with pytest.raises(RefitTimeoutError, match="copying shards"):
         stage(layout, torch.zeros(layout.nbytes, dtype=torch.uint8), threads=1, deadline=deadline)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "shape", [(1 << 22,), (700, 1200), (3, 1 << 20), (1, 1 << 22), (5, 600, 700), ()]
+)
+def test_digests_taken_while_copying_are_those_of_the_copy(shape, dtype):
+    tensor = torch.randn(shape)
+    layout = lay_out([LocalShard.whole("w", tensor)], str(dtype).removeprefix("torch."))
+    arena = torch.zeros(layout.nbytes + 1, dtype=torch.uint8)
+
+    digests = copy_shard(layout, 0, arena)
+
+    size = layout.sizes[0]
+    assert torch.equal(arena[:size].view(dtype).view(shape), tensor.to(dtype))
+    assert digests == block_digests(arena, 0, size)

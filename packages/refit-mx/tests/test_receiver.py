@@ -6,7 +6,7 @@ import threading
 
 import pytest
 import torch
-from refit_fixtures import BOTH_TRANSPORTS, MODEL, Meddling, a_world, exported, zeros
+from refit_fixtures import BOTH_TRANSPORTS, MODEL, Meddling, a_world, exported, verbose, zeros
 from refit_processes import SHAPES, fsdp_shards, same, slice_of, targets_of, weights
 
 from refit_mx.compile.base import compile_pass
@@ -494,12 +494,22 @@ def test_spans_tell_the_phases_the_bytes_and_errors_by_class_only(world, publish
         for span in sorted(found, key=lambda span: span.start_time)
         if span.parent and span.parent.span_id == whole.context.span_id
     ]
-    assert children == [
-        f"refit.{name}" for name in ("lease", "discover", "plan", "transfer", "verify", "install")
-    ]
+    assert children == [f"refit.{name}" for name in ("plan", "transfer", "verify", "install")]
     failed = [span for span in found if span.attributes.get("error.type")]
     assert {span.attributes["error.type"] for span in failed} == {"VersionNotFoundError"}
+    # A phase that is not told when it goes well is told when it fails.
+    assert {span.name for span in failed} == {"refit.receive", "refit.lease"}
     assert all(not span.events and not span.status.description for span in failed)
+
+
+def test_a_verbose_refit_tells_every_phase(world, published):
+    with exported() as spans, verbose():
+        world.receiver().refit("v1", zeros())
+        found = sorted(spans(), key=lambda span: span.start_time)
+    assert [span.name for span in found] == [
+        f"refit.{name}"
+        for name in ("receive", "lease", "discover", "plan", "transfer", "verify", "install")
+    ]
 
 
 def test_a_slice_with_an_uneven_edge(world):

@@ -238,3 +238,17 @@ def test_memory_that_a_publisher_changed_under_a_version_is_noticed():
         with pytest.raises(DigestMismatchError):
             world.receiver().refit("v1", live, timeout_s=20)
         assert same(live, zeros())
+
+
+def test_wrong_bytes_are_told_also_where_another_source_is_gone():
+    """A source that died stays listed for a while; that it is lost is not why nothing came."""
+    with a_world() as world:
+        dead, bad = (world.publisher() for _ in range(2))
+        world.version("v1")
+        for publisher in (dead, bad):
+            publisher.publish("v1", weights(1))
+        dead._manifests.close()
+        bad._arenas.arena_of("v1").memory[100] ^= 1
+        with pytest.raises(DigestMismatchError) as wrong:
+            world.receiver().refit("v1", zeros(), timeout_s=20)
+        assert wrong.value.worker_ids == (bad.worker_id,)

@@ -10,14 +10,13 @@ from __future__ import annotations
 import signal
 import socket
 import time
-from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from refit_fixtures import BOTH_TRANSPORTS, MODEL, a_world
+from refit_fixtures import BOTH_TRANSPORTS, MODEL, Halfway, Hook, a_world
 from refit_processes import Process, same, slice_of, targets_of, weights
 
 from refit_mx.control.client import ControlClient
@@ -33,7 +32,6 @@ from refit_mx.publisher import MxV2TrainingPublisher
 from refit_mx.receiver import MxV2RefitReceiver
 from refit_mx.settings import ReceiverSettings
 from refit_mx.transports import nixl, tcp
-from refit_mx.transports.base import Fetch, FetchStats
 
 pytestmark = pytest.mark.slow
 
@@ -48,36 +46,6 @@ SIGNALS = [signal.SIGKILL, signal.SIGSTOP]
 RECEIVER_PHASES = ["lease", "discover", "plan", "transfer", "part", "verify", "install"]
 
 
-class Halfway:
-    """A real transport of small batches; calls back when the first of them has arrived."""
-
-    def __init__(self, inner: Any, reached: Callable[[str], None]) -> None:
-        self._inner = inner
-        self._reached = reached
-        self.name = inner.name
-        for method in ("register", "unregister", "busy", "close"):
-            setattr(self, method, getattr(inner, method))
-
-    def fetch(
-        self,
-        fetches: Sequence[Fetch],
-        scratch: torch.Tensor,
-        *,
-        deadline: Deadline,
-        on_done: Callable[[int, int, int], None] | None = None,
-    ) -> FetchStats:
-        told = []
-
-        def arrived(fetch: int, first: int, stop: int) -> None:
-            if not told:
-                told.append(fetch)
-                self._reached("part")
-            if on_done is not None:
-                on_done(fetch, first, stop)
-
-        return self._inner.fetch(fetches, scratch, deadline=deadline, on_done=arrived)
-
-
 @pytest.fixture
 def small_batches(monkeypatch):
     monkeypatch.setattr(nixl, "BATCH_BYTES", 1 << 18)
@@ -88,22 +56,6 @@ def small_batches(monkeypatch):
 def stack():
     with ExitStack() as made:
         yield made
-
-
-class Hook:
-    """Does something once, at one phase."""
-
-    def __init__(self) -> None:
-        self.phase = ""
-        self.action: Callable[[], None] = lambda: None
-
-    def at(self, phase: str, action: Callable[[], None]) -> None:
-        self.phase, self.action = phase, action
-
-    def __call__(self, phase: str) -> None:
-        if phase == self.phase:
-            self.phase = ""
-            self.action()
 
 
 def a_receiver(
@@ -154,21 +106,27 @@ def attempt(receiver: MxV2RefitReceiver, version: str, live: dict[str, torch.Ten
 # The publisher
 
 
+def a_publisher(stack: ExitStack, control: str, transport: str, **options: Any) -> Process:
+    """A publisher in a process, which a test may stop or kill."""
+    made = Process(
+        "publisher",
+        model=MODEL,
+        control=control,
+        transports=[transport],
+        shapes=SHAPES,
+        **options,
+    )
+    stack.callback(made.close)
+    return made
+
+
 @pytest.mark.parametrize("number", SIGNALS)
 @pytest.mark.parametrize("phase", RECEIVER_PHASES)
 @pytest.mark.parametrize("transport", BOTH_TRANSPORTS)
 def test_a_publisher_fails_while_it_is_read_from(stack, small_batches, transport, phase, number):
     world = stack.enter_context(a_world())
     world.version("v1")
-    victim = Process(
-        "publisher",
-        model=MODEL,
-        control=world.server.address,
-        transports=[transport],
-        shapes=SHAPES,
-        ttl_s=60,
-    )
-    stack.callback(victim.close)
+    victim = a_publisher(stack, world.server.address, transport, ttl_s=60)
     assert "done" in victim.ask(do="publish", version="v1", seed=1)
     receiver, hook = a_receiver(stack, world.server.address, transport)
     hook.at(phase, lambda: victim.signal(number))
@@ -200,15 +158,7 @@ def test_a_publisher_fails_while_it_is_read_from(stack, small_batches, transport
 def test_a_replica_takes_over_within_the_same_call(stack, small_batches, transport, phase, number):
     world = stack.enter_context(a_world())
     world.version("v1")
-    victim = Process(
-        "publisher",
-        model=MODEL,
-        control=world.server.address,
-        transports=[transport],
-        shapes=SHAPES,
-        ttl_s=60,
-    )
-    stack.callback(victim.close)
+    victim = a_publisher(stack, world.server.address, transport, ttl_s=60)
     world.publisher(transports=[transport]).publish("v1", weights(1, SHAPES))
     assert "done" in victim.ask(do="publish", version="v1", seed=1)
     receiver, hook = a_receiver(
@@ -226,10 +176,7 @@ def test_a_replica_takes_over_within_the_same_call(stack, small_batches, transpo
 def test_a_publisher_fails_while_it_publishes(stack, phase, number):
     world = stack.enter_context(a_world())
     world.version("v1")
-    victim = Process(
-        "publisher", model=MODEL, control=world.server.address, transports=["tcp"], shapes=SHAPES
-    )
-    stack.callback(victim.close)
+    victim = a_publisher(stack, world.server.address, "tcp")
     victim.send(do="publish", version="v1", seed=1, pause=[phase])
     assert victim.answer() == {"phase": phase}
     victim.signal(number)

@@ -24,7 +24,9 @@ from refit_mx.transports.nixl import NixlTransport, nixl_available
 from refit_mx.transports.tcp import TcpTransport
 
 pytestmark = pytest.mark.slow
-needs_nixl = pytest.mark.skipif(nixl_available() is not None, reason=str(nixl_available()))
+needs_nixl = pytest.mark.skipif(
+    nixl_available() is not None, reason=f"needs the package nixl-cu12: {nixl_available()}"
+)
 
 # UCX over TCP alone is what two hosts have; with shm a receiver reads the source's memory itself.
 KINDS = [

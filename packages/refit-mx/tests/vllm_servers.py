@@ -62,8 +62,14 @@ class StandIn:
         """Bring it back from whatever a test did to it."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGCONT)
-        else:
-            self.restart()
+            try:
+                _ = self.state
+            except httpx.TransportError:
+                # It was killed, which takes a moment.
+                self.process.wait(PATIENCE_S)
+            else:
+                return
+        self.restart()
 
     def get(self, path):
         answer = httpx.get(self.url + path, timeout=PATIENCE_S, trust_env=False)

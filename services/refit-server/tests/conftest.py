@@ -1,7 +1,6 @@
 """Real processes of the server, ended by their id whatever the test did."""
 
 import select
-import shutil
 import subprocess
 import sysconfig
 import time
@@ -79,13 +78,11 @@ class Certificate:
 
 @pytest.fixture
 def certificate(tmp_path):
-    """Makes self-signed certificates of 127.0.0.1, with or without a passphrase on the key."""
-    if shutil.which("openssl") is None:
-        pytest.skip("needs the openssl command to make a certificate")
+    """Makes self-signed certificates, with or without a passphrase on the key."""
 
-    def make(name, *, passphrase=None):
+    def make(name, *, passphrase=None, of="IP:127.0.0.1"):
         made = Certificate(tmp_path / f"{name}.crt", tmp_path / f"{name}.key")
-        subject = ["-subj", f"/CN={name}", "-addext", "subjectAltName=IP:127.0.0.1"]
+        subject = ["-subj", f"/CN={name}", "-addext", f"subjectAltName={of}"]
         secret = ["-nodes"] if passphrase is None else ["-passout", f"pass:{passphrase}"]
         curve = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1"]
         files = ["-keyout", str(made.key), "-out", str(made.cert)]

@@ -11,6 +11,7 @@ import pytest
 from refit_mx.control import ControlClient, Heartbeat, Shard, VersionState, WorkerRole
 from refit_mx.deadline import Deadline
 from refit_mx.errors import (
+    ControlAccessError,
     ControlError,
     ControlUnavailableError,
     RefitTimeoutError,
@@ -186,7 +187,7 @@ def test_calls_without_the_token_are_refused_and_health_is_open(start, connect, 
 
     address = start("--token-file", str(token_file)).address
     for token in (None, TOKEN[:-1], TOKEN + "x"):
-        with pytest.raises(ControlError, match="valid bearer token") as refusal:
+        with pytest.raises(ControlAccessError, match="valid bearer token") as refusal:
             connect(address, token=token).get_version("x")
         assert TOKEN not in str(refusal.value)
     with pytest.raises(VersionNotFoundError):
@@ -218,7 +219,7 @@ def test_over_tls_with_a_token(start, connect, certificate, token_file):
     client = connect(address, tls_ca=made.cert, token=TOKEN)
     with Heartbeat(client, "w", WorkerRole.TRAINER, "m", on_sigterm=False):
         publish(client, "1")
-    with pytest.raises(ControlUnavailableError):
+    with pytest.raises(ControlAccessError, match="certificate is not of tls_ca"):
         connect(address, tls_ca=certificate("other").cert, token=TOKEN).get_version("x")
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from refit_mx.errors import (
     CompileError,
     CompileTargetError,
+    ControlAccessError,
     ControlError,
     ControlUnavailableError,
     DigestMismatchError,
@@ -48,11 +49,17 @@ if TYPE_CHECKING:
         compile_pass,
         register_compile_pass,
     )
+    from refit_mx.control.access import (
+        ControlAccess,
+    )
     from refit_mx.control.client import (
         ControlClient,
     )
     from refit_mx.control.embedded import (
         EmbeddedControlServer,
+    )
+    from refit_mx.cuts import (
+        Cut,
     )
     from refit_mx.discovery import (
         SourceSet,
@@ -114,9 +121,12 @@ __all__ = [
     "CompileError",
     "CompilePass",
     "CompileTargetError",
+    "ControlAccess",
+    "ControlAccessError",
     "ControlClient",
     "ControlError",
     "ControlUnavailableError",
+    "Cut",
     "DigestMismatchError",
     "EmbeddedControlServer",
     "FencedError",
@@ -169,7 +179,9 @@ __all__ = [
 
 _LAZY = {
     "CompilePass": "compile.base",
+    "ControlAccess": "control.access",
     "ControlClient": "control.client",
+    "Cut": "cuts",
     "EmbeddedControlServer": "control.embedded",
     "LocalShard": "shard_sources",
     "Manifest": "manifest",

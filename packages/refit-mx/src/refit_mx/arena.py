@@ -6,16 +6,22 @@ the version is released. So an arena is only handed out for filling while it hol
 
 from __future__ import annotations
 
+import contextlib
+import mmap
 import threading
 from collections.abc import Callable
 from types import TracebackType
 
+import numpy as np
 import torch
 
 from refit_mx.deadline import Deadline
 from refit_mx.errors import RefitConfigError, RefitTimeoutError
 
 PAGE_BYTES = 4096
+_LARGE_PAGE_BYTES = 2 << 20
+_LARGE_PAGES: int = getattr(mmap, "MADV_HUGEPAGE", 0)
+"""The advice that asks for them; 0 where the system has none."""
 
 
 class Arena:
@@ -36,9 +42,8 @@ class Arena:
         if nbytes < 0:
             raise ValueError(f"Arena: {nbytes} bytes; expected 0 or more")
         size = max(1, -(-nbytes // PAGE_BYTES)) * PAGE_BYTES
-        raw = torch.empty(size + PAGE_BYTES, dtype=torch.uint8, device=device)
-        skip = -raw.data_ptr() % PAGE_BYTES
-        self.memory = raw[skip : skip + size]
+        large = torch.device(device).type == "cpu" and size >= _LARGE_PAGE_BYTES
+        self.memory = _in_large_pages(size) if large and _LARGE_PAGES else _plain(size, device)
 
     @property
     def nbytes(self) -> int:
@@ -49,6 +54,26 @@ class Arena:
     def address(self) -> int:
         """Of its first byte."""
         return self.memory.data_ptr()
+
+
+def _plain(nbytes: int, device: str) -> torch.Tensor:
+    raw = torch.empty(nbytes + PAGE_BYTES, dtype=torch.uint8, device=device)
+    skip = -raw.data_ptr() % PAGE_BYTES
+    return raw[skip : skip + nbytes]
+
+
+def _in_large_pages(nbytes: int) -> torch.Tensor:
+    """Host memory in pages of 2 MiB, where the kernel has them.
+
+    Who reads another process's memory, as UCX does between processes of one machine, pays for each
+    page that it touches.
+    """
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    # A kernel without them says no, and the memory is as good as any other.
+    with contextlib.suppress(OSError):
+        memory.madvise(_LARGE_PAGES)
+    # Unmapped with the last tensor that looks into it.
+    return torch.from_numpy(np.frombuffer(memory, np.uint8))
 
 
 class ArenaLease:

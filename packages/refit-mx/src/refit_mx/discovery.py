@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,7 +27,7 @@ from refit_mx.errors import (
 )
 from refit_mx.layout import TargetTPLayout
 from refit_mx.manifest import Manifest, Registry, Scalar
-from refit_mx.manifest_service import MOST_MANIFEST_BYTES, fetch_manifest
+from refit_mx.manifest_service import ManifestClient
 from refit_mx.plan.shards import ShardTable
 from refit_mx.tensor_types import Box
 
@@ -66,7 +67,7 @@ def discover_v2_sources_for_slice(
     deadline: Deadline,
     exclude: Collection[str] = (),
     source_timeout_s: float = 5.0,
-    most_manifest_bytes: int = MOST_MANIFEST_BYTES,
+    manifests: ManifestClient | None = None,
     control_patience_s: float = PATIENCE_S,
 ) -> SourceSet:
     """The live sources of a version, or of one slice of one of its tensors.
@@ -86,7 +87,7 @@ def discover_v2_sources_for_slice(
         deadline: for everything.
         exclude: worker ids not to ask.
         source_timeout_s: for one source; one that has stopped costs no more.
-        most_manifest_bytes: of one manifest.
+        manifests: connections to publishers that are used again; None for new ones.
         control_patience_s: for a control plane that cannot be reached.
 
     Raises:
@@ -119,16 +120,20 @@ def discover_v2_sources_for_slice(
                 version.model_name,
                 deadline=deadline,
                 most_s=source_timeout_s,
-                most_bytes=most_manifest_bytes,
+                manifests=asking,
             )
         except (SourceLostError, ProtocolError) as error:
             return str(error)
 
     answered: list[Manifest] = []
+    asking = manifests or ManifestClient()
     if asked:
-        with ThreadPoolExecutor(
-            min(_MOST_AT_ONCE, len(asked)), thread_name_prefix="refit-discovery"
-        ) as pool:
+        with (
+            closing(asking) if manifests is None else nullcontext(),
+            ThreadPoolExecutor(
+                min(_MOST_AT_ONCE, len(asked)), thread_name_prefix="refit-discovery"
+            ) as pool,
+        ):
             for shard, answer in zip(asked, pool.map(ask, asked), strict=True):
                 if isinstance(answer, Manifest):
                     answered.append(answer)
@@ -152,17 +157,16 @@ def discover_v2_sources_for_slice(
 
 
 def _manifest_of(
-    shard: Shard, model_name: str, *, deadline: Deadline, most_s: float, most_bytes: int
+    shard: Shard, model_name: str, *, deadline: Deadline, most_s: float, manifests: ManifestClient
 ) -> Manifest:
     """Ask for a manifest, and see that it is of the shard that the control plane lists."""
-    data = fetch_manifest(
+    data = manifests.fetch(
         shard.manifest_endpoint,
         shard.version_id,
         shard.source_slot_id,
         digest=shard.manifest_digest,
         deadline=deadline,
         most_s=most_s,
-        most_bytes=most_bytes,
     )
     manifest = Manifest.decode(data)
     found = (

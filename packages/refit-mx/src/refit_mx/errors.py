@@ -32,6 +32,13 @@ class ControlUnavailableError(ControlError, ConnectionError):
     retryable = True
 
 
+class ControlAccessError(ControlError):
+    """The control plane refused the token, or is not the one whose certificate is trusted.
+
+    The same call fails again until a token, a certificate or a setting is put right.
+    """
+
+
 class VersionNotFoundError(ControlError, LookupError):
     """The control plane knows no version of this id."""
 

@@ -135,9 +135,15 @@ class Manifest(msgspec.Struct, frozen=True):
             ProtocolError: anything else.
         """
         try:
-            return msgspec.msgpack.decode(data, type=cls)
+            return _manifests.decode(data)
         except (msgspec.DecodeError, msgspec.ValidationError) as error:
             raise ProtocolError(f"manifest: {error}; expected {FORMAT}") from None
+
+
+# Made here, where nothing else runs: sources are asked for manifests in several threads, and when
+# msgspec meets a type for the first time in two of them at once, the process ends.
+_manifests = msgspec.msgpack.Decoder(Manifest)
+_tables = msgspec.msgpack.Decoder(TensorTable)
 
 
 def encode_table(table: TensorTable) -> tuple[bytes, bytes]:
@@ -153,7 +159,7 @@ def decode_table(data: bytes) -> TensorTable:
         ProtocolError: anything else.
     """
     try:
-        table = msgspec.msgpack.decode(data, type=TensorTable)
+        table = _tables.decode(data)
     except (msgspec.DecodeError, msgspec.ValidationError) as error:
         raise ProtocolError(f"manifest: its table: {error}") from None
     if not len(table.names) == len(table.dtypes) == len(table.shapes):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
+import time
 from concurrent import futures
 
 import grpc
@@ -16,12 +17,16 @@ from refit_mx.control.messages import refit_pb2, refit_pb2_grpc
 from refit_mx.control.protocol import Message
 from refit_mx.deadline import Deadline
 from refit_mx.errors import ProtocolError, RefitConfigError, SourceLostError
+from refit_mx.hosts import host_and_port, told_host
 
 MOST_MANIFEST_BYTES = 256 << 20
 """Of one manifest: some four million shards."""
 _FRAME_BYTES = 1 << 16
 """What an answer has beside the manifest, generously."""
 _WORKERS = 4
+_KEPT_S = 60.0
+_MOST_KEPT = 256
+"""Connections to publishers that a receiver keeps."""
 
 
 def manifest_digest(data: bytes) -> str:
@@ -34,16 +39,24 @@ class ManifestService(refit_pb2_grpc.RefitWorkerServiceServicer):
 
     Args:
         host: to listen on.
+        advertised_host: that others are told; None for ``host``.
         port: 0 for any that is free.
         most_bytes: of a manifest; a larger one is refused when it is put.
 
     Raises:
-        RefitConfigError: the address cannot be listened on.
+        RefitConfigError: the address cannot be listened on, or nobody could connect to what is
+            told.
     """
 
     def __init__(
-        self, *, host: str = "127.0.0.1", port: int = 0, most_bytes: int = MOST_MANIFEST_BYTES
+        self,
+        *,
+        host: str = "127.0.0.1",
+        advertised_host: str | None = None,
+        port: int = 0,
+        most_bytes: int = MOST_MANIFEST_BYTES,
     ) -> None:
+        told = told_host(host, advertised_host)
         self._most_bytes = most_bytes
         self._manifests: dict[tuple[str, str], tuple[bytes, str]] = {}
         self._lock = threading.Lock()
@@ -57,15 +70,13 @@ class ManifestService(refit_pb2_grpc.RefitWorkerServiceServicer):
             ],
         )
         refit_pb2_grpc.add_RefitWorkerServiceServicer_to_server(self, self._server)
-        where = f"[{host}]" if ":" in host else host
+        where = host_and_port(host, port)
         try:
-            bound = self._server.add_insecure_port(f"{where}:{port}")
+            bound = self._server.add_insecure_port(where)
         except RuntimeError as error:
-            raise RefitConfigError(f"manifests cannot be served on {where}:{port}: {error}") from (
-                None
-            )
+            raise RefitConfigError(f"manifests cannot be served on {where}: {error}") from None
         self._server.start()
-        self.endpoint = f"{where}:{bound}"
+        self.endpoint = host_and_port(told, bound)
 
     def put(self, version_id: str, source_slot_id: str, data: bytes) -> str:
         """Serve a manifest.
@@ -120,58 +131,121 @@ class ManifestService(refit_pb2_grpc.RefitWorkerServiceServicer):
         )
 
 
-def fetch_manifest(
-    endpoint: str,
-    version_id: str,
-    source_slot_id: str,
-    *,
-    digest: str,
-    deadline: Deadline,
-    most_s: float,
-    most_bytes: int = MOST_MANIFEST_BYTES,
-) -> bytes:
-    """Ask a publisher for a manifest.
+class ManifestClient:
+    """Asks publishers for manifests; a connection to one that answered is used again.
+
+    Safe to use from several threads.
 
     Args:
-        endpoint: host:port of its `ManifestService`.
-        version_id: of the control plane.
-        source_slot_id: of the control plane.
-        digest: that the control plane names.
-        deadline: for the whole operation.
-        most_s: for this call, so that one publisher that has stopped costs no more.
         most_bytes: of a manifest.
-
-    Raises:
-        SourceLostError: no answer in time, or the publisher does not have it any more.
-        ProtocolError: it is too large, or is not what the control plane names.
     """
-    options = [
-        ("grpc.max_receive_message_length", most_bytes + _FRAME_BYTES),
-        ("grpc.max_send_message_length", _FRAME_BYTES),
-        # Else a publisher that was restarted on its port would wait for gRPC's back-off.
-        ("grpc.use_local_subchannel_pool", 1),
-        ("grpc.enable_http_proxy", 0),
-    ]
-    timeout_s = min(most_s, deadline.check(f"asking {endpoint} for a manifest"))
-    with grpc.insecure_channel(endpoint, options=options) as channel:
-        stub = refit_pb2_grpc.RefitWorkerServiceStub(channel)
-        try:
-            answer = stub.GetWeightVersionShardManifest(
-                refit_pb2.GetWeightVersionShardManifestRequest(
-                    version_id=version_id, source_slot_id=source_slot_id
-                ),
-                timeout=timeout_s,
-            )
-        except grpc.RpcError as error:
-            code, details = error.code(), error.details()
-            if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
-                raise ProtocolError(f"{endpoint}: its manifest is too large: {details}") from None
-            raise SourceLostError(f"{endpoint}: {code.name}: {details}") from None
-    data: bytes = answer.manifest
-    found = manifest_digest(data)
-    if found != digest:
-        raise ProtocolError(
-            f"{endpoint}: its manifest of {version_id} has the digest {found[:16]}...; "
-            f"the control plane names {digest[:16]}..."
+
+    def __init__(self, most_bytes: int = MOST_MANIFEST_BYTES) -> None:
+        self._most_bytes = most_bytes
+        self._lock = threading.Lock()
+        # With the time at which each was used last, of the monotonic clock.
+        self._channels: dict[str, tuple[grpc.Channel, float]] = {}
+
+    def fetch(
+        self,
+        endpoint: str,
+        version_id: str,
+        source_slot_id: str,
+        *,
+        digest: str,
+        deadline: Deadline,
+        most_s: float,
+    ) -> bytes:
+        """A publisher's manifest.
+
+        Args:
+            endpoint: host:port of its `ManifestService`.
+            version_id: of the control plane.
+            source_slot_id: of the control plane.
+            digest: that the control plane names.
+            deadline: for the whole operation.
+            most_s: for this call, so that one publisher that has stopped costs no more.
+
+        Raises:
+            SourceLostError: no answer in time, or the publisher does not have it any more.
+            ProtocolError: it is too large, or is not what the control plane names.
+        """
+        until = Deadline(
+            min(most_s, deadline.check(f"asking {endpoint} for a manifest")), "a manifest"
         )
-    return data
+        channel = self._kept(endpoint)
+        again = channel is not None
+        while True:
+            channel = channel or self._connected(endpoint)
+            try:
+                answer = refit_pb2_grpc.RefitWorkerServiceStub(
+                    channel
+                ).GetWeightVersionShardManifest(
+                    refit_pb2.GetWeightVersionShardManifestRequest(
+                        version_id=version_id, source_slot_id=source_slot_id
+                    ),
+                    timeout=until.left_s,
+                )
+                break
+            except grpc.RpcError as error:
+                channel.close()
+                channel = None
+                code, details = error.code(), error.details()
+                if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
+                    raise ProtocolError(
+                        f"{endpoint}: its manifest is too large: {details}"
+                    ) from None
+                # The connection may have been to a publisher that is gone, and another is there.
+                if code is grpc.StatusCode.UNAVAILABLE and again and until.left_s:
+                    again = False
+                    continue
+                raise SourceLostError(f"{endpoint}: {code.name}: {details}") from None
+        self._keep(endpoint, channel)
+        data: bytes = answer.manifest
+        found = manifest_digest(data)
+        if found != digest:
+            raise ProtocolError(
+                f"{endpoint}: its manifest of {version_id} has the digest {found[:16]}...; "
+                f"the control plane names {digest[:16]}..."
+            )
+        return data
+
+    def close(self) -> None:
+        """Disconnect. May be called again, and the client be used again."""
+        with self._lock:
+            channels = list(self._channels.values())
+            self._channels.clear()
+        for channel, _ in channels:
+            channel.close()
+
+    def _kept(self, endpoint: str) -> grpc.Channel | None:
+        """One that was used lately: what lies between may have forgotten an older one."""
+        with self._lock:
+            channel, used = self._channels.pop(endpoint, (None, 0.0))
+        if channel is None or time.monotonic() - used < _KEPT_S:
+            return channel
+        channel.close()
+        return None
+
+    def _connected(self, endpoint: str) -> grpc.Channel:
+        return grpc.insecure_channel(
+            endpoint,
+            options=[
+                ("grpc.max_receive_message_length", self._most_bytes + _FRAME_BYTES),
+                ("grpc.max_send_message_length", _FRAME_BYTES),
+                # Else a publisher that was restarted on its port would wait for gRPC's back-off.
+                ("grpc.use_local_subchannel_pool", 1),
+                ("grpc.enable_http_proxy", 0),
+            ],
+        )
+
+    def _keep(self, endpoint: str, channel: grpc.Channel) -> None:
+        with self._lock:
+            spare = self._channels.pop(endpoint, None)
+            self._channels[endpoint] = (channel, time.monotonic())
+            # Publishers that were restarted have other ports; the oldest are the first to go.
+            gone = next(iter(self._channels)) if len(self._channels) > _MOST_KEPT else None
+            oldest = self._channels.pop(gone) if gone is not None else None
+        for unused in (spare, oldest):
+            if unused is not None:
+                unused[0].close()

@@ -23,6 +23,7 @@ from refit_mx.bounded_control import bounded, patiently
 from refit_mx.control.client import ControlClient
 from refit_mx.control.heartbeat import Heartbeat
 from refit_mx.control.records import Shard, VersionState, WorkerRole
+from refit_mx.cuts import Cut, cut_shards
 from refit_mx.deadline import Deadline
 from refit_mx.errors import (
     ControlError,
@@ -36,6 +37,7 @@ from refit_mx.errors import (
 )
 from refit_mx.manifest import Manifest, NixlAgent, Registry, encode_table
 from refit_mx.manifest_service import ManifestService
+from refit_mx.published_blocks import PublishedBlocks
 from refit_mx.settings import PublisherSettings
 from refit_mx.shard_sources import LocalShard, Publishable, local_shards
 from refit_mx.source_server import SourceServer
@@ -81,12 +83,15 @@ class MxV2TrainingPublisher:
         control: a client, or the address of the control plane; then `close` closes the client too.
         wire_dtype: what floating-point tensors are cast to; by tensor name if a mapping; None
             publishes all as they are. The cast happens in the copy into the arena.
+        cuts: by tensor name, how generators take it apart along another axis than its first. Reads
+            of such parts are faster, and publishing is not slower. Replicas have to agree on them.
         registry: how the bytes were prepared; None says nothing, and then no receiver with a
             filter takes them.
         transports: ``nixl`` and ``tcp``; None for TCP, and NIXL where it can be used. TCP is always
             there: receivers ask it for digests.
-        host: that receivers reach this process at. Anything but loopback is open to everybody who
-            can reach it.
+        host: to listen on for receivers. Anything but loopback is open to everybody who can reach
+            it.
+        advertised_host: that receivers are told; None for ``host``.
         device: of the arenas, such as ``cpu`` or ``cuda:0``.
         heartbeat_ttl_s: after this long without a sign of life the control plane takes the
             publisher for dead.
@@ -108,9 +113,11 @@ class MxV2TrainingPublisher:
         *,
         control: ControlClient | str,
         wire_dtype: WireDtype = None,
+        cuts: Mapping[str, Cut] | None = None,
         registry: Registry | None = HF_RAW,
         transports: Sequence[str] | None = None,
         host: str = "127.0.0.1",
+        advertised_host: str | None = None,
         device: torch.device | str = "cpu",
         heartbeat_ttl_s: float = 15.0,
         timeout_s: float = 60.0,
@@ -121,6 +128,7 @@ class MxV2TrainingPublisher:
         self._model_name = model_name
         self._slot = source_slot_id
         self._wire_dtype = wire_dtype
+        self._cuts = dict(cuts or {})
         self._registry = registry
         self._timeout_s = timeout_s
         self._on_phase = on_phase
@@ -144,11 +152,16 @@ class MxV2TrainingPublisher:
             )
             stack.callback(self._arenas.close)
             self._server = SourceServer(
-                host=host, incarnation=self.incarnation, timeout_s=self._settings.source_timeout_s
+                host=host,
+                advertised_host=advertised_host,
+                incarnation=self.incarnation,
+                timeout_s=self._settings.source_timeout_s,
             )
             stack.callback(self._server.close)
             self._manifests = ManifestService(
-                host=host, most_bytes=self._settings.most_manifest_bytes
+                host=host,
+                advertised_host=advertised_host,
+                most_bytes=self._settings.most_manifest_bytes,
             )
             stack.callback(self._manifests.close)
             self._heartbeat = Heartbeat(
@@ -197,7 +210,7 @@ class MxV2TrainingPublisher:
         found = local_shards(shards) if isinstance(shards, Mapping) else list(shards)
         with self._alone(), phase("publish", version_id) as span:
             started = time.monotonic()
-            layout = lay_out(found, self._wire_dtype)
+            layout = lay_out(cut_shards(found, self._cuts), self._wire_dtype)
             held = self._held.get(version_id)
             if held is None:
                 self._check_version(version_id, deadline)
@@ -369,7 +382,8 @@ class MxV2TrainingPublisher:
         )
         digest = self._manifests.put(version_id, self._slot, manifest.encode())
         try:
-            self._server.serve_version(version_id, arena.memory)
+            blocks = PublishedBlocks(layout.offsets, layout.sizes, digests)
+            self._server.serve_version(version_id, arena.memory, blocks)
         except BaseException:
             self._manifests.drop(version_id, self._slot)
             raise

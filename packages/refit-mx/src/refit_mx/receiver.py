@@ -373,9 +373,11 @@ class MxV2RefitReceiver:
                     )
                     break
                 except SourceLostError as error:
-                    if twice and set(error.worker_ids) <= lost | twice:
-                        raise wrong[-1] from None
-                    if stats.attempts >= attempts or not deadline.left_s:
+                    last = stats.attempts >= attempts or not deadline.left_s
+                    # Others may be gone as well; this one answers, and its bytes are wrong.
+                    if twice and (last or set(error.worker_ids) <= lost | twice):
+                        raise wrong[-1] from error
+                    if last:
                         raise
                     # A worker is left out once: where nobody else has its part, it may be back.
                     lost = set(error.worker_ids) - lost

@@ -24,6 +24,8 @@ from refit_mx.errors import (
     SourceLostError,
 )
 from refit_mx.manifest import Manifest, Registry, Scalar
+from refit_mx.manifest_service import ManifestClient
+from refit_mx.plan.pieces import in_pieces
 from refit_mx.plan.planner import Plan, plan_reads
 from refit_mx.plan.shards import ShardTable
 from refit_mx.plan.targets import TargetTensor
@@ -104,6 +106,7 @@ class Receiving:
         self._on_phase = on_phase
         self._most_scratch_bytes = most_scratch_bytes
         self._planned: _Planned | None = None
+        self._manifests = ManifestClient(settings.most_manifest_bytes)
         self._transports: dict[str, Transport] = {}
         self._pools: dict[str, ScratchPool] = {}
         self._given = None if isinstance(transport, str) else transport
@@ -152,7 +155,7 @@ class Receiving:
                 deadline=deadline,
                 exclude=exclude,
                 source_timeout_s=self._settings.manifest_timeout_s,
-                most_manifest_bytes=self._settings.most_manifest_bytes,
+                manifests=self._manifests,
                 control_patience_s=self._settings.control_patience_s,
             )
             span.set_attribute("refit.sources", len(sources.manifests))
@@ -196,6 +199,7 @@ class Receiving:
                 self._transports[name].close()
         self._pools.clear()
         self._transports.clear()
+        self._manifests.close()
 
     def _plan(
         self, sources: SourceSet, targets: Sequence[TargetTensor]
@@ -207,7 +211,7 @@ class Receiving:
         if known is not None and (known.structure, known.names) == (shards.structure, names):
             return shards, known
         try:
-            plan = plan_reads(shards, targets, seed=self._rank)
+            plan = in_pieces(shards, plan_reads(shards, targets, seed=self._rank))
         except LayoutError as error:
             if not sources.missing_slots:
                 raise
@@ -275,7 +279,13 @@ class Receiving:
             checking: list[Future[None]] = []
 
             def on_done(fetch: int, first: int, stop: int) -> None:
-                if beside:
+                if not beside:
+                    return
+                busy = sum(not future.done() for future in checking[-_VERIFY_THREADS:])
+                if busy and scratch.memory.device.type == "cpu":
+                    # No processor is free for the threads, and here the bytes are still in a cache.
+                    verifier.check_rows(fetch, first, stop)
+                else:
                     checking.append(threads.submit(verifier.check_rows, fetch, first, stop))
 
             try:

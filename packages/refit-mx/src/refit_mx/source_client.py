@@ -10,7 +10,12 @@ from collections.abc import Iterator
 
 from refit_mx.byte_spans import ByteSpans, chunks
 from refit_mx.deadline import Deadline
-from refit_mx.errors import ProtocolError, RefitTimeoutError, SourceLostError
+from refit_mx.errors import (
+    DigestMismatchError,
+    ProtocolError,
+    RefitTimeoutError,
+    SourceLostError,
+)
 from refit_mx.manifest import DIGEST_BYTES, Manifest
 from refit_mx.reads import ReadTable
 from refit_mx.source_protocol import (
@@ -124,6 +129,9 @@ class SourceClient:
 
         Returns:
             `DIGEST_BYTES` a row.
+
+        Raises:
+            DigestMismatchError: the source's memory is not as it was published.
         """
         found = bytearray()
         for batch in batches(reads, most_bytes=MOST_READ_BYTES, most_reads=MOST_READS):
@@ -201,6 +209,12 @@ class SourceClient:
             return answer
         if answer.status == "refused":
             raise ProtocolError(f"source {self._named()} refused: {answer.message}")
+        if answer.status == "changed":
+            raise DigestMismatchError(
+                f"source {self._named()} holds {self._source.version_id} not as it published it: "
+                f"{answer.message}",
+                (self._source.worker_id,),
+            )
         raise self._lost(f"says {answer.status}: {answer.message}")
 
     @contextlib.contextmanager

@@ -27,7 +27,7 @@ MOST_FRAME = MOST_READS * len(COLUMNS) * 8 + MOST_HELLO_FRAME
 LENGTH = struct.Struct("<I")
 ROW_BYTES = len(COLUMNS) * 8
 
-Status = Literal["ok", "gone", "incarnation", "refused", "full"]
+Status = Literal["ok", "gone", "incarnation", "refused", "full", "changed"]
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
@@ -75,7 +75,8 @@ class Answer(msgspec.Struct, frozen=True, tag=True):
     Attributes:
         status: ``ok``; ``gone``, the version is not held or was dropped meanwhile; ``incarnation``,
             this is another process or a later one; ``refused``, what was asked is not allowed;
-            ``full``, too many connections.
+            ``full``, too many connections; ``changed``, to DIGEST, the memory is not as it was
+            published.
         message: says what was wrong.
         data: digests.
     """

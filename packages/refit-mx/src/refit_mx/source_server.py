@@ -18,6 +18,8 @@ from refit_mx.byte_spans import ByteSpans, check_reads, chunks
 from refit_mx.deadline import Deadline
 from refit_mx.digests import digest_of_reads
 from refit_mx.errors import ProtocolError, RefitConfigError, RefitTimeoutError
+from refit_mx.hosts import host_and_port, is_every_interface, told_host
+from refit_mx.published_blocks import PublishedBlocks
 from refit_mx.reads import ReadTable
 from refit_mx.source_protocol import (
     LENGTH,
@@ -39,8 +41,9 @@ from refit_mx.source_sockets import receive_frame, send_buffers
 class _Held:
     """A version's memory, and whether it was dropped: checked after every use of the memory."""
 
-    def __init__(self, memory: torch.Tensor) -> None:
+    def __init__(self, memory: torch.Tensor, blocks: PublishedBlocks | None) -> None:
         self.memory = memory
+        self.blocks = blocks
         self.dropped = False
 
 
@@ -49,6 +52,7 @@ class SourceServer:
 
     Args:
         host: to bind; loopback unless the network is private.
+        advertised_host: that others are told; None for ``host``.
         port: 0 takes a free one.
         incarnation: of this process: random, never used before.
         timeout_s: for a peer to send a request it has begun, or to take a chunk.
@@ -56,7 +60,7 @@ class SourceServer:
         most_connections: at a time; further ones are told so and closed.
 
     Raises:
-        RefitConfigError: an empty incarnation.
+        RefitConfigError: an empty incarnation, or nobody could connect to what is told.
         OSError: the address cannot be bound.
     """
 
@@ -64,6 +68,7 @@ class SourceServer:
         self,
         *,
         host: str = "127.0.0.1",
+        advertised_host: str | None = None,
         port: int = 0,
         incarnation: str,
         timeout_s: float = 30.0,
@@ -72,6 +77,7 @@ class SourceServer:
     ) -> None:
         if not incarnation:
             raise RefitConfigError("SourceServer: the incarnation is empty; expected a random one")
+        self._told_host = told_host(host, advertised_host)
         self._incarnation = incarnation
         self._timeout_s = timeout_s
         self._idle_timeout_s = idle_timeout_s
@@ -81,8 +87,11 @@ class SourceServer:
         self._connections: dict[socket.socket, threading.Thread] = {}
         self._closed = False
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._listener = socket.create_server((host, port), family=family, backlog=128)
-        self._host = host
+        # All interfaces are those of IPv4 too, as they are for gRPC.
+        both = ":" in host and is_every_interface(host) and socket.has_dualstack_ipv6()
+        self._listener = socket.create_server(
+            (host, port), family=family, backlog=128, dualstack_ipv6=both
+        )
         self._port: int = self._listener.getsockname()[1]
         self._acceptor = threading.Thread(
             target=self._accept, name="refit-source-accept", daemon=True
@@ -92,8 +101,7 @@ class SourceServer:
     @property
     def endpoint(self) -> str:
         """host:port, as a `Manifest` names it."""
-        host = f"[{self._host}]" if ":" in self._host else self._host
-        return f"{host}:{self._port}"
+        return host_and_port(self._told_host, self._port)
 
     @property
     def incarnation(self) -> str:
@@ -106,13 +114,17 @@ class SourceServer:
         with self._lock:
             return tuple(self._held)
 
-    def serve_version(self, version_id: str, memory: torch.Tensor) -> None:
+    def serve_version(
+        self, version_id: str, memory: torch.Tensor, blocks: PublishedBlocks | None = None
+    ) -> None:
         """Serve a version from now on.
 
         Args:
             version_id: of the control plane.
             memory: the part of the arena that it fills: one contiguous uint8 tensor of one axis. It
                 must not change until `drop_version` has returned.
+            blocks: as they were published: no digest is given of one that has changed since. None
+                gives digests of the memory as it is.
 
         Raises:
             RefitConfigError: the version is served already, or the memory is of another kind.
@@ -121,7 +133,7 @@ class SourceServer:
         with self._lock:
             if version_id in self._held:
                 raise RefitConfigError(f"version {version_id!r} is served already")
-            self._held[version_id] = _Held(memory)
+            self._held[version_id] = _Held(memory, blocks)
 
     def drop_version(self, version_id: str) -> bool:
         """Stop serving a version; its memory may change once this has returned.
@@ -270,9 +282,13 @@ class SourceServer:
             reads = _checked(request.rows, held.memory)
         except ProtocolError as error:
             return Answer("refused", str(error))
+        changed = held.blocks.changed(held.memory, reads) if held.blocks is not None else None
         digests = digest_of_reads(held.memory, reads, side="source")
+        # Before what was found is believed: a dropped version's memory may be filled with another.
         if held.dropped:
             return self._gone(request.version_id)
+        if changed is not None:
+            return Answer("changed", f"bytes {changed[0]} to {changed[1]} of its arena")
         return Answer("ok", data=digests)
 
     def _version(self, version_id: str) -> _Held | None:

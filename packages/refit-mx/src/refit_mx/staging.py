@@ -13,13 +13,15 @@ import torch
 from refit_mx.deadline import Deadline
 from refit_mx.digests import block_digests
 from refit_mx.errors import RefitConfigError
-from refit_mx.manifest import ShardColumns, TensorTable
+from refit_mx.manifest import BLOCK_BYTES, ShardColumns, TensorTable
 from refit_mx.shard_sources import LocalShard, dtype_name
 from refit_mx.tensor_types import ITEM_SIZES, Box
 
 ALIGNMENT = 256
 """Of every shard in the arena: what CUDA gives too, so that views of any dtype are allowed."""
 _JOB_BYTES = 32 << 20
+_HOT_BYTES = 2 << 20
+"""That are copied before their digests are taken."""
 
 WireDtype = str | Mapping[str, str] | None
 Placement = tuple[tuple[str, tuple[int, ...], Box, str, int], ...]
@@ -141,8 +143,7 @@ def stage(
         done = []
         for row in rows:
             deadline.check("copying shards into the arena")
-            copy_shard(layout, row, arena)
-            done.append(block_digests(arena, layout.offsets[row], layout.sizes[row]))
+            done.append(copy_shard(layout, row, arena))
         return done
 
     with ThreadPoolExecutor(threads, thread_name_prefix="refit-staging") as pool:
@@ -165,20 +166,34 @@ def _jobs(sizes: Sequence[int]) -> list[range]:
     return jobs
 
 
-def copy_shard(layout: StagingLayout, row: int, arena: torch.Tensor) -> None:
-    """Copy one shard to its place, cast to its wire dtype.
+def copy_shard(layout: StagingLayout, row: int, arena: torch.Tensor) -> bytes:
+    """Copy one shard to its place, cast to its wire dtype; returns the digests of its blocks.
 
     Raises:
         RefitConfigError: a number does not fit into it.
     """
     shard, dtype = layout.shards[row], getattr(torch, layout.dtypes[row])
-    if not layout.sizes[row]:
-        return
+    size, offset = layout.sizes[row], layout.offsets[row]
+    if not size:
+        return b""
     refuse_overflow(shard, dtype)
-    offset = layout.offsets[row]
-    place = arena[offset : offset + layout.sizes[row]].view(dtype).view(shard.box.shape)
+    place = arena[offset : offset + size].view(dtype).view(shard.box.shape)
     with torch.no_grad():
-        place.copy_(shard.tensor)
+        on_cpu = arena.device.type == "cpu" and shard.tensor.device.type == "cpu"
+        if place.dim() == 0 or size <= _HOT_BYTES or not on_cpu:
+            place.copy_(shard.tensor)
+            return block_digests(arena, offset, size)
+        # The digest of a block is taken while the block is still in the processor's cache.
+        digests, copied, digested = [], 0, 0
+        row_bytes = size // place.shape[0]
+        step = max(1, _HOT_BYTES // row_bytes)
+        for first in range(0, place.shape[0], step):
+            place[first : first + step].copy_(shard.tensor[first : first + step])
+            copied = min(size, copied + step * row_bytes)
+            whole = copied if copied == size else copied // BLOCK_BYTES * BLOCK_BYTES
+            digests.append(block_digests(arena, offset + digested, whole - digested))
+            digested = whole
+    return b"".join(digests)
 
 
 def refuse_overflow(shard: LocalShard, wire: torch.dtype) -> None:

@@ -8,11 +8,11 @@ from typing import Annotated, NoReturn
 
 import typer
 
+from refit_mx.control.auth import read_token
 from refit_server.address import Address
 from refit_server.server import BindError, Keeping, MetricsAddress, StateError
 from refit_server.server import serve as serve_until_signal
 from refit_server.tls import TlsFiles
-from refit_server.token import read_token
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 

@@ -1,38 +1,17 @@
-"""The token that calls must bring, from a file; and the interceptor that asks for it."""
+"""The interceptor that asks calls for the token; an asynchronous server needs its own."""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 from typing import Any
 
 import grpc
 
 from refit_mx.control.auth import HEALTH, REFUSAL, is_allowed
 
-LEAST_CHARACTERS = 16
-
 # grpc has no types.
 Handler = Any
 Details = Any
-
-
-def read_token(path: Path) -> str:
-    """The token in a file, without the white space around it.
-
-    Raises:
-        ValueError: the file cannot be read, or what it has is no token. The token is not named.
-    """
-    try:
-        token = path.read_text(encoding="ascii").strip()
-    except (OSError, UnicodeError) as error:
-        raise ValueError(f"token file {str(path)!r}: {error}") from None
-    if len(token) < LEAST_CHARACTERS or not token.isprintable() or " " in token:
-        raise ValueError(
-            f"token file {str(path)!r}: {len(token)} characters; expected one line of at least "
-            f"{LEAST_CHARACTERS} visible ASCII characters"
-        )
-    return token
 
 
 class TokenInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no types

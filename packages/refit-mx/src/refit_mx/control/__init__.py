@@ -1,5 +1,6 @@
 """The control plane: versions, workers, shards and leases, as a server and as its client."""
 
+from refit_mx.control.access import ControlAccess
 from refit_mx.control.client import ControlClient, VersionInfo
 from refit_mx.control.embedded import EmbeddedControlServer
 from refit_mx.control.heartbeat import Heartbeat
@@ -9,6 +10,7 @@ from refit_mx.control.records import PayloadFormat, Shard, VersionState, WorkerR
 from refit_mx.control.store import MemoryStore, SqliteStore, Store
 
 __all__ = [
+    "ControlAccess",
     "ControlClient",
     "EmbeddedControlServer",
     "Heartbeat",

@@ -1,20 +1,66 @@
-"""The token of calls, as ModelExpress sends it: ``authorization: Bearer TOKEN``."""
+"""The token of calls, as ModelExpress sends it: ``authorization: Bearer TOKEN``.
+
+No error names a token: errors end up in logs.
+"""
 
 from __future__ import annotations
 
 import hmac
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import grpc
+
+from refit_mx.errors import RefitConfigError
 
 HEADER = "authorization"
 HEALTH = "/grpc.health.v1.Health/"
 """The one service that is open: what looks at it has no token as a rule."""
 REFUSAL = "a valid bearer token is required"
+LEAST_CHARACTERS = 16
 
 # grpc has no types.
 Handler = Any
+
+
+def read_token(path: Path) -> str:
+    """The token in a file, without the white space around it.
+
+    Raises:
+        RefitConfigError: the file cannot be read, or what it has is no token.
+    """
+    try:
+        text = path.read_text(encoding="ascii")
+    except OSError as error:
+        raise RefitConfigError(f"token file {str(path)!r}: {error.strerror}") from None
+    except UnicodeError:
+        raise RefitConfigError(f"token file {str(path)!r}: it is not ASCII text") from None
+    return checked_token(text, f"token file {str(path)!r}")
+
+
+def checked_token(text: str, where: str) -> str:
+    """The token in a text, without the white space around it.
+
+    Args:
+        text: to look at.
+        where: it came from, for the error.
+
+    Raises:
+        RefitConfigError: it is no token.
+    """
+    token = text.strip()
+    if len(token) < LEAST_CHARACTERS or not is_sendable(token):
+        raise RefitConfigError(
+            f"{where}: {len(token)} characters; expected one line of at least "
+            f"{LEAST_CHARACTERS} visible ASCII characters"
+        )
+    return token
+
+
+def is_sendable(token: str) -> bool:
+    """Whether a header can carry it."""
+    return token.isascii() and token.isprintable() and " " not in token
 
 
 def is_allowed(token: str, metadata: Iterable[tuple[str, str | bytes]] | None) -> bool:

@@ -74,10 +74,12 @@ class ControlClient:
         address: HOST:PORT.
         rpc_timeout_s: of each call.
         tls_ca: PEM file of the certificates to trust; None speaks without TLS.
+        tls_name: that the server's certificate has to be of; None for the host of ``address``.
         token: sent as ``authorization: Bearer``; without TLS only to a loopback address.
 
     Raises:
-        RefitConfigError: the address is empty, or a token would travel in the clear.
+        RefitConfigError: the address is empty, a token would travel in the clear or cannot be sent,
+            or the certificates cannot be read.
     """
 
     def __init__(
@@ -86,14 +88,15 @@ class ControlClient:
         *,
         rpc_timeout_s: float = 10.0,
         tls_ca: Path | str | None = None,
+        tls_name: str | None = None,
         token: str | None = None,
     ) -> None:
         if not rpc_timeout_s > 0:
             raise RefitConfigError(f"rpc_timeout_s {rpc_timeout_s!r}; expected more than 0")
         self.address = address
         self.rpc_timeout_s = rpc_timeout_s
-        self._secrets = (tls_ca, token)
-        self._connection = Connection(address, tls_ca=tls_ca, token=token)
+        self._secrets = (tls_ca, tls_name, token)
+        self._connection = Connection(address, tls_ca=tls_ca, tls_name=tls_name, token=token)
         self._refit = refit_pb2_grpc.RefitServiceStub(self._connection.channel)
         self._p2p = p2p_pb2_grpc.P2pServiceStub(self._connection.channel)
 
@@ -328,9 +331,13 @@ class ControlClient:
 
     def another(self) -> ControlClient:
         """A client of the same control plane on a connection of its own, which shares no lock."""
-        tls_ca, token = self._secrets
+        tls_ca, tls_name, token = self._secrets
         return ControlClient(
-            self.address, rpc_timeout_s=self.rpc_timeout_s, tls_ca=tls_ca, token=token
+            self.address,
+            rpc_timeout_s=self.rpc_timeout_s,
+            tls_ca=tls_ca,
+            tls_name=tls_name,
+            token=token,
         )
 
     def close(self) -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import ssl
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import grpc
 
+from refit_mx.control.auth import is_sendable
 from refit_mx.control.protocol import Message
 from refit_mx.errors import (
+    ControlAccessError,
     ControlError,
     ControlUnavailableError,
     RefitConfigError,
@@ -26,7 +29,16 @@ _OPTIONS = (
     ("grpc.max_receive_message_length", 64 << 20),
     # Else clients of one process share a connection, and its back-off after a failure.
     ("grpc.use_local_subchannel_pool", 1),
+    # A proxy of the environment would see the token of a connection to loopback.
+    ("grpc.enable_http_proxy", 0),
 )
+_NOT_TRUSTED = (
+    "CERTIFICATE_VERIFY_FAILED",
+    "Hostname Verification Check failed",
+    "is not in peer certificate",
+)
+"""What gRPC says, as UNAVAILABLE, of a server whose certificate does not do."""
+_NOT_TLS = "WRONG_VERSION_NUMBER"
 
 
 class PreconditionError(ControlError):
@@ -39,16 +51,31 @@ class Connection:
     Args:
         address: HOST:PORT.
         tls_ca: PEM file of the certificates to trust; None speaks without TLS.
+        tls_name: that the server's certificate has to be of; None for the host of ``address``.
         token: sent as ``authorization: Bearer``; without TLS only to a loopback address.
 
     Raises:
-        RefitConfigError: the address is empty, a token would travel in the clear, or the
-            certificates cannot be read.
+        RefitConfigError: the address is empty, a token would travel in the clear or cannot be sent,
+            or the certificates cannot be read.
     """
 
-    def __init__(self, address: str, *, tls_ca: Path | str | None, token: str | None) -> None:
+    def __init__(
+        self,
+        address: str,
+        *,
+        tls_ca: Path | str | None,
+        tls_name: str | None = None,
+        token: str | None,
+    ) -> None:
         if not address:
             raise RefitConfigError("address of the control plane: none; expected HOST:PORT")
+        if tls_name is not None and tls_ca is None:
+            raise RefitConfigError(f"tls_name {tls_name!r} without tls_ca; expected both")
+        # gRPC would write one that it cannot send into its log.
+        if token is not None and not is_sendable(token):
+            raise RefitConfigError(
+                f"token for {address}: {len(token)} characters, some of them not visible ASCII"
+            )
         if token is not None and tls_ca is None and not _is_loopback(address):
             raise RefitConfigError(
                 f"a token for {address} without TLS would travel in the clear; give tls_ca"
@@ -58,12 +85,10 @@ class Connection:
         if tls_ca is None:
             self.channel = grpc.insecure_channel(address, options=_OPTIONS)
         else:
-            try:
-                roots = Path(tls_ca).read_bytes()
-            except OSError as error:
-                raise RefitConfigError(f"tls_ca {str(tls_ca)!r}: {error.strerror}") from None
-            credentials = grpc.ssl_channel_credentials(roots)
-            self.channel = grpc.secure_channel(address, credentials, options=_OPTIONS)
+            named = (("grpc.ssl_target_name_override", tls_name),) if tls_name is not None else ()
+            self.channel = grpc.secure_channel(
+                address, _credentials(tls_ca), options=(*_OPTIONS, *named)
+            )
 
     def call(
         self, method: Callable[..., Message], request: Message, *, timeout_s: float
@@ -72,6 +97,7 @@ class Connection:
 
         Raises:
             ControlUnavailableError: nobody answers at the address, or the channel is closed.
+            ControlAccessError: the token is refused, or the server is not the one to trust.
             RefitTimeoutError: no answer within ``timeout_s``.
             VersionNotFoundError: NOT_FOUND.
             PreconditionError: FAILED_PRECONDITION.
@@ -91,6 +117,14 @@ class Connection:
     def _as_ours(self, error: Any, timeout_s: float) -> RefitError:  # grpc has no types
         said = f"{self._said}: {error.details()}"
         match error.code():
+            case grpc.StatusCode.UNAUTHENTICATED | grpc.StatusCode.PERMISSION_DENIED:
+                return ControlAccessError(f"{said} ({error.code().name})")
+            case grpc.StatusCode.UNAVAILABLE if any(each in said for each in _NOT_TRUSTED):
+                return ControlAccessError(
+                    f"{said}; its certificate is not of tls_ca, or of another name"
+                )
+            case grpc.StatusCode.UNAVAILABLE if _NOT_TLS in said:
+                return ControlAccessError(f"{said}; it does not speak TLS, and tls_ca is given")
             case grpc.StatusCode.UNAVAILABLE | grpc.StatusCode.CANCELLED:
                 return ControlUnavailableError(said)
             case grpc.StatusCode.DEADLINE_EXCEEDED:
@@ -101,6 +135,19 @@ class Connection:
                 return PreconditionError(said)
             case code:
                 return ControlError(f"{said} ({code.name})")
+
+
+def _credentials(tls_ca: Path | str) -> grpc.ChannelCredentials:
+    """To trust the certificates of a file."""
+    try:
+        roots = Path(tls_ca).read_bytes()
+        # gRPC would take anything, and fail every call.
+        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(tls_ca)
+    except ssl.SSLError:
+        raise RefitConfigError(f"tls_ca {str(tls_ca)!r}: no certificate in PEM") from None
+    except OSError as error:
+        raise RefitConfigError(f"tls_ca {str(tls_ca)!r}: {error.strerror}") from None
+    return grpc.ssl_channel_credentials(roots)
 
 
 def _is_loopback(address: str) -> bool:

@@ -14,6 +14,7 @@ from refit_mx.control.plane import ControlPlane
 from refit_mx.control.servicer import CallObserver, add_servicers
 from refit_mx.control.store import Store
 from refit_mx.errors import RefitConfigError
+from refit_mx.hosts import host_and_port, told_host
 
 SERVER_OPTIONS = (
     # A second server on the same port must fail, not share its calls.
@@ -32,6 +33,7 @@ class EmbeddedControlServer:
     Args:
         host: to listen on. Anything but loopback is open to everybody who can reach it: there is
             no TLS here, so use the service refit-server for that.
+        advertised_host: that others are told; None for ``host``.
         port: to listen on; 0 takes a free one.
         store: where the state is kept; None keeps it in memory alone. Closed with the server.
         retention: READY versions that each model keeps; replaces that of ``limits``.
@@ -41,13 +43,15 @@ class EmbeddedControlServer:
         observe: is told of each call.
 
     Raises:
-        RefitConfigError: the address cannot be listened on.
+        RefitConfigError: the address cannot be listened on, or nobody could connect to what is
+            told.
     """
 
     def __init__(
         self,
         *,
         host: str = "127.0.0.1",
+        advertised_host: str | None = None,
         port: int = 0,
         store: Store | None = None,
         retention: int = 2,
@@ -56,17 +60,18 @@ class EmbeddedControlServer:
         restart_grace_s: float = 30.0,
         observe: CallObserver | None = None,
     ) -> None:
+        told = told_host(host, advertised_host)
         self._server = grpc.server(
             ThreadPoolExecutor(THREADS, thread_name_prefix="refit-control"),
             options=SERVER_OPTIONS,
             interceptors=[TokenInterceptor(token)] if token is not None else [],
         )
-        shown = f"[{host}]" if ":" in host else host
+        where = host_and_port(host, port)
         try:
-            bound = self._server.add_insecure_port(f"{shown}:{port}")
+            bound = self._server.add_insecure_port(where)
         except RuntimeError as error:
-            raise RefitConfigError(f"cannot listen on {shown}:{port}: {error}") from None
-        self.address = f"{shown}:{bound}"
+            raise RefitConfigError(f"cannot listen on {where}: {error}") from None
+        self.address = host_and_port(told, bound)
         """HOST:PORT that clients connect to."""
         self._closed = False
         self.plane = ControlPlane(

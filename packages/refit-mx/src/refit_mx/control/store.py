@@ -31,6 +31,7 @@ KINDS: Mapping[str, type[Record]] = {
     "shard": Shard,
     "lease": Lease,
 }
+_decoders = {kind: msgspec.msgpack.Decoder(record) for kind, record in KINDS.items()}
 
 
 class Store(Protocol):
@@ -106,7 +107,7 @@ class SqliteStore:
         records: list[Record] = []
         for kind, body in self._connection.execute("SELECT kind, body FROM records"):
             try:
-                records.append(msgspec.msgpack.decode(body, type=KINDS[kind]))
+                records.append(_decoders[kind].decode(body))
             except (KeyError, msgspec.DecodeError, msgspec.ValidationError) as error:
                 raise RefitConfigError(
                     f"state {str(self._path)!r}: a record of kind {kind!r}: {error}"

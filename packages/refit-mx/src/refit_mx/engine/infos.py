@@ -14,7 +14,9 @@ class MxInitInfo:
     """What a worker is told once; comes as JSON.
 
     Attributes:
-        control_address: HOST:PORT of the control plane.
+        control_address: HOST:PORT of the control plane. What certificates to trust and what token
+            to bring is in the environment of the engine's process, see
+            `refit_mx.control.access.ControlAccess.from_environment`.
         model_name: in the control plane; None for the one that the engine serves.
         rank_offset: of this server's first worker among all receivers of the model.
         transport: ``auto``, ``nixl`` or ``tcp``.
@@ -61,6 +63,8 @@ class MxUpdateInfo:
         timeout_s: instead of that of `MxInitInfo`.
         abort: end the update that is under way, if any, and keep the weights. The interface has no
             call for that. Goes with nothing else.
+        check: see that the worker may serve and that its weights are of ``version_id``, empty for
+            those of its launch; nothing is received. Goes with nothing else.
 
     Raises:
         ValueError: a wrong value.
@@ -70,12 +74,16 @@ class MxUpdateInfo:
     names: list[str] | None = None
     timeout_s: float | None = None
     abort: bool = False
+    check: bool = False
 
     def __post_init__(self) -> None:
-        if self.abort == bool(self.version_id):
+        if (self.abort and (self.version_id or self.check)) or (self.check and self.names):
             raise RefitConfigError(
-                f"update_info: version_id {self.version_id!r}, abort {self.abort!r}; "
-                "expected a version, or abort alone"
+                f"update_info: version_id {self.version_id!r}, names {self.names!r}, abort "
+                f"{self.abort!r}, check {self.check!r}; expected a version and names, a version "
+                "and check, or abort alone"
             )
+        if not self.version_id and not self.abort and not self.check:
+            raise RefitConfigError("update_info: version_id ''; expected a version, or abort alone")
         if self.timeout_s is not None and not self.timeout_s > 0:
             raise RefitConfigError(f"update_info: timeout_s {self.timeout_s!r}; expected above 0")

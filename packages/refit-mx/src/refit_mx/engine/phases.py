@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import Enum
 
-from refit_mx.errors import PhaseError
+from refit_mx.errors import FencedError, PhaseError
 
 
 class Phase(Enum):
@@ -120,6 +120,20 @@ class UpdatePhases:
             if self._touching:
                 self._fenced = None
             self._step = None
+
+    def check(self) -> None:
+        """See that the worker may serve.
+
+        Raises:
+            PhaseError: a step is under way, or the worker is closed.
+            FencedError: the live weights are a mixture.
+        """
+        with self._lock:
+            if self._step is not None or self._phase is Phase.CLOSED:
+                now = f"in {self._step.value}" if self._step is not None else self._phase.value
+                raise PhaseError(f"check: the worker is {now}")
+            if self._fenced is not None:
+                raise FencedError(f"{self._fenced}; the worker must not serve")
 
     def touch_live_weights(self) -> None:
         """Say that live weights change from here on: if the step fails now, the worker is fenced.

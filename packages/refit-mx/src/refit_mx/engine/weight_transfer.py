@@ -14,14 +14,16 @@ import torch
 from torch import nn
 
 from refit_mx.compile.base import CompilePass, allocate_outputs, compile_pass
+from refit_mx.control.access import ControlAccess
 from refit_mx.control.client import ControlClient
 from refit_mx.deadline import Deadline
 from refit_mx.discovery import discover_v2_sources_for_slice
+from refit_mx.engine.fence import ModelFence
 from refit_mx.engine.infos import MxInitInfo, MxUpdateInfo
 from refit_mx.engine.mla import refresh_mla_weights
 from refit_mx.engine.model_install import ModelInstall, model_install
 from refit_mx.engine.phases import Phase, Step, UpdatePhases
-from refit_mx.errors import FencedError, LayoutError, RefitConfigError
+from refit_mx.errors import FencedError, LayoutError, PhaseError, RefitConfigError
 from refit_mx.install import install_tensors
 from refit_mx.manifest import Manifest, Scalar, decode_table
 from refit_mx.plan.targets import replicated_target
@@ -65,6 +67,7 @@ class MxWeightTransfer:
         self._rank = rank
         self._device = torch.device(device)
         self._phases = UpdatePhases()
+        self._fence = None if model is None else ModelFence(model, self._why_fenced)
         self._info: MxInitInfo | None = None
         self._compiler: CompilePass | None = None
         self._source_targets: frozenset[str] = frozenset()
@@ -112,7 +115,9 @@ class MxWeightTransfer:
             if not (info.model_name or self._served_name):
                 raise RefitConfigError("init_info: model_name is missing, and the engine has none")
             self._choose_compiler(info)
-            self._control = ControlClient(info.control_address)
+            # Not of the info: who calls the engine's routes must not choose whom it trusts, nor
+            # which file or variable it reads and sends.
+            self._control = ControlAccess.from_environment().connect(info.control_address)
             self._info = info
 
     def start(self) -> None:
@@ -136,6 +141,9 @@ class MxWeightTransfer:
         if info.abort:
             self.abort()
             return
+        if info.check:
+            self.check(info.version_id)
+            return
         with self._phases.step(Step.RECEIVE):
             if self._phases.fenced is not None and info.names is not None:
                 raise FencedError(f"{self._phases.fenced}; only an update of all weights ends that")
@@ -147,7 +155,7 @@ class MxWeightTransfer:
         Raises:
             PhaseError: nothing was received.
             FencedError: the install failed half way; the worker must not serve until an update
-                succeeds.
+                succeeds. A model that was given refuses to compute until then.
         """
         with self._phases.step(Step.FINISH):
             self._finish(self._install_into_model)
@@ -158,13 +166,33 @@ class MxWeightTransfer:
         Raises:
             PhaseError, RefitError: as `receive` and `finish`.
         """
-        if info.abort:
-            self.abort()
+        if info.abort or info.check:
+            self.receive(info)
             return
         self.start()
         self.receive(info)
         with self._phases.step(Step.FINISH):
             self._finish(lambda tensors: load_weights(list(tensors.items())))
+
+    def check(self, version_id: str) -> None:
+        """See that the worker may serve, and that its weights are those of a version.
+
+        Also where it was not initialised: then they are those of its launch.
+
+        Args:
+            version_id: empty for the weights of the launch.
+
+        Raises:
+            FencedError: the live weights are a mixture.
+            PhaseError: they are of another version, a step is under way, or it is shut down.
+        """
+        self._phases.check()
+        if (self._version_id or "") != version_id:
+            found, expected = (
+                f"version {each}" if each else "the weights of its launch"
+                for each in (self._version_id, version_id)
+            )
+            raise PhaseError(f"check: the worker holds {found}; expected {expected}")
 
     def abort(self) -> None:
         """End an update, if there is one, and keep the weights.
@@ -300,6 +328,8 @@ class MxWeightTransfer:
         assert staged is not None
         try:
             self._phases.touch_live_weights()
+            if self._fence is not None:
+                self._fence.close()
             try:
                 install(staged.tensors)
             except Exception as error:
@@ -307,9 +337,14 @@ class MxWeightTransfer:
                     f"the install of version {staged.version_id} failed half way: "
                     f"{type(error).__name__}: {error}"
                 ) from error
+            if self._fence is not None:
+                self._fence.open()
             self._version_id = staged.version_id
         finally:
             self._drop()
+
+    def _why_fenced(self) -> str:
+        return self._phases.fenced or "an install is under way"
 
     def _install_into_model(self, tensors: Mapping[str, torch.Tensor]) -> None:
         assert self._install is not None

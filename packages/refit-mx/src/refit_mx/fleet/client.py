@@ -61,6 +61,8 @@ class RefitFleet:
         cleanup_timeout_s: after a failure, for telling servers to drop what they received; beyond
             ``timeout_s``.
         headers: for every request, such as an authorization. Never part of an error.
+        holds: the version that all servers hold, of an earlier client; None for the weights of
+            their launch. Looked at before any is resumed.
 
     Raises:
         RefitConfigError: no address, a wrong one or one twice, or another wrong argument.
@@ -77,8 +79,9 @@ class RefitFleet:
         world_size: int | None = None,
         cleanup_timeout_s: float = 10.0,
         headers: Mapping[str, str] | None = None,
+        holds: str | None = None,
     ) -> None:
-        self._servers = [Server(address) for address in addresses]
+        self._servers = [Server(address, holds) for address in addresses]
         if not self._servers:
             raise RefitConfigError("fleet: no addresses")
         if len({server.address for server in self._servers}) != len(self._servers):
@@ -137,10 +140,11 @@ class RefitFleet:
         return _run(lambda: self.refit_async(version_id, update_info=update_info, barrier=barrier))
 
     def resume(self) -> None:
-        """Resume all servers after a failed refit, if all are known to hold the same version.
+        """Resume all servers after a failed refit, if all are known to hold the same version, and
+        all their workers say so.
 
         Raises:
-            FleetError: they are not, or one failed; then none is left resumed.
+            FleetError: they do not, or one failed; then none is left resumed.
         """
         _run(self.resume_async)
 
@@ -167,8 +171,7 @@ class RefitFleet:
             async with self._client() as client:
                 # Some may never have been paused; a second pause changes nothing.
                 await self._group.pause(client, deadline)
-                # One that was restarted refuses to start an update, and its weights are others.
-                await self._group.all("resume", client, deadline, Server.probe)
+                await self._group.all("resume", client, deadline, Server.settle)
                 await self._group.resume(client, deadline)
 
     def _alone(self) -> _Alone:
@@ -227,7 +230,7 @@ class _Update:
             await self._timed("pause", fleet._group.pause(self._client, self._deadline))
             await self._meet(Point.PAUSED)
             await self._timed("init", self._initialise())
-            await self._timed("start", self._start())
+            await self._timed("start", self._ask_known("start", Server.start))
             await self._timed(
                 "update",
                 self._ask("update", lambda server, *rest: server.update(*rest, update_info)),
@@ -272,7 +275,8 @@ class _Update:
         self._offsets = {server: sum(sizes[:i]) for i, server in enumerate(fleet._servers)}
         await self._initialise_some([s for s in fleet._servers if not s.initialised])
         # What an earlier refit left half done, of this client or of one that died.
-        await self._ask("abort", Server.abort, [s for s in fleet._servers if not s.clean])
+        unclean = [s for s in fleet._servers if not s.clean]
+        await self._ask_known("abort", Server.abort, unclean)
 
     async def _initialise_some(self, servers: Sequence[Server]) -> None:
         await self._ask(
@@ -283,25 +287,27 @@ class _Update:
             servers,
         )
 
-    async def _start(self) -> None:
-        """Begin the update everywhere; a server that was restarted is initialised once more."""
+    async def _ask_known(
+        self, what: str, ask: Ask, servers: Sequence[Server] | None = None
+    ) -> None:
+        """As `_ask`, for what no engine refuses that is as it was known to be. One that does was
+        restarted: it is initialised once more."""
         refused: list[Server] = []
 
-        async def start(server: Server, client: httpx.AsyncClient, deadline: Deadline) -> None:
+        async def ask_once(server: Server, client: httpx.AsyncClient, deadline: Deadline) -> None:
             try:
-                await server.start(client, deadline)
+                await ask(server, client, deadline)
             except ServerCallError as error:
                 if not error.answered:
                     raise
-                # Initialised and in no update, as it was known to be, it would not refuse.
                 server.lost()
                 refused.append(server)
 
-        await self._ask("start", start)
+        await self._ask(what, ask_once, servers)
         if refused:
             await self._initialise_some(refused)
             await self._ask("abort", Server.abort, refused)
-            await self._ask("start", Server.start, refused)
+            await self._ask(what, ask, refused)
 
     async def _finish(self) -> None:
         await self._ask("finish", lambda server, *rest: server.finish(*rest, self._version_id))

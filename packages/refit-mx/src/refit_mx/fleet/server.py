@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from asyncio import timeout as asyncio_timeout
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -68,11 +68,11 @@ class Server:
 
     UNKNOWN = "\0unknown"
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, holds: str | None = None) -> None:
         self.address = checked_address(address)
         self.initialised = False
         self.clean = False
-        self.holds: str | None = None
+        self.holds = holds
         self.world_size: int | None = None
 
     def lost(self) -> None:
@@ -151,15 +151,22 @@ class Server:
         )
         self.clean = True
 
-    async def probe(self, client: httpx.AsyncClient, deadline: Deadline) -> None:
-        """See that its engine is still the one that was initialised, if it was."""
-        if not self.initialised:
-            return
+    async def settle(self, client: httpx.AsyncClient, deadline: Deadline) -> None:
+        """End an update that a failed refit left. One that was restarted refuses that."""
+        if self.initialised and not self.clean:
+            await self._or_lost(self.abort(client, deadline))
+
+    async def check(self, client: httpx.AsyncClient, deadline: Deadline) -> None:
+        """Have all of its workers say that they may serve and hold what it is known to hold."""
+        info = {"check": True, "version_id": self.holds or ""}
+        await self._or_lost(
+            self._call(client, deadline, "POST", "/update_weights", {"update_info": info})
+        )
+
+    async def _or_lost(self, call: Awaitable[object]) -> None:
+        """A refusal says that the engine is not the one that was known, so nothing is known."""
         try:
-            if not self.clean:
-                await self.abort(client, deadline)
-            await self.start(client, deadline)
-            await self.abort(client, deadline)
+            await call
         except ServerCallError as error:
             raise ServerCallError(str(error), answered=False) from None
 

@@ -86,6 +86,8 @@ class ServerGroup:
             )
         # One that was restarted meanwhile serves the weights of its launch, and is not paused.
         await self.all("resume", client, deadline, Server.expect_paused)
+        # Another client may have updated it, and a worker may be fenced: the workers know.
+        await self.all("resume", client, deadline, Server.check)
         try:
             await self.all("resume", client, deadline, Server.resume)
             await self.all(

@@ -80,6 +80,8 @@ class RowsDone:
 
     def __init__(self, origins: Rows, parts: list[Batch]) -> None:
         self._origins = origins
+        # Rows that are not split are in one batch each.
+        self._whole = not len(origins) or int(origins[-1]) + 1 == len(origins)
         rows = int(origins[-1]) + 1 if len(origins) else 0
         self._left = np.zeros(rows, np.int64)
         for batch in parts:
@@ -92,6 +94,8 @@ class RowsDone:
         Returns:
             The first row and the row behind the last one that are complete with it; equal if none.
         """
+        if self._whole:
+            return batch.first, batch.last
         first, last = self._rows(batch)
         self._left[first:last] -= 1
         # Only the rows at both ends may have parts in other batches.

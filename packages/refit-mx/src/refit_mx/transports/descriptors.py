@@ -18,12 +18,13 @@ def runs(reads: ReadTable) -> tuple[Columns, Columns, Columns]:
         src, dst and length of each, int64 (pieces,).
     """
     src, dst, run, n1, src1, dst1, n2, src2, dst2 = reads.rows.T.copy()
-    joins = (n1 > 1) & (src1 == run) & (dst1 == run)
-    run = np.where(joins, run * n1, run)
-    n1 = np.where(joins, 1, n1)
-    joins = (n1 == 1) & (n2 > 1) & (src2 == run) & (dst2 == run)
-    run = np.where(joins, run * n2, run)
-    n2 = np.where(joins, 1, n2)
+    if (reads.rows[:, (3, 6)] > 1).any():
+        joins = (n1 > 1) & (src1 == run) & (dst1 == run)
+        run = np.where(joins, run * n1, run)
+        n1 = np.where(joins, 1, n1)
+        joins = (n1 == 1) & (n2 > 1) & (src2 == run) & (dst2 == run)
+        run = np.where(joins, run * n2, run)
+        n2 = np.where(joins, 1, n2)
     counts = n1 * n2
     if (counts > 1).any():
         row = np.repeat(np.arange(len(counts)), counts)

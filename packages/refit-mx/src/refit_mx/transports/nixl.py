@@ -23,6 +23,7 @@ from refit_mx.transports.base import Fetch, FetchStats
 from refit_mx.transports.batches import Batch, RowsDone, batches, split_reads
 from refit_mx.transports.descriptors import descriptors, runs
 from refit_mx.transports.nixl_library import (
+    has_rdma,
     is_disconnect,
     is_unreachable,
     new_agent,
@@ -34,7 +35,9 @@ from refit_mx.transports.tcp import check_fetches
 
 __all__ = ["NixlSource", "NixlTransport", "nixl_available", "prepare_environment"]
 
-BATCH_BYTES = 64 << 20
+BATCH_BYTES = 8 << 20
+"""Of one transfer where this side's processor copies: what has arrived is still in its cache."""
+RDMA_BATCH_BYTES = 64 << 20
 BATCH_RUNS = 1 << 14
 """Of one transfer; UCX holds a request of its own for each run."""
 IN_FLIGHT = 2
@@ -65,17 +68,18 @@ class _Read:
         self.handle = handle
         self.buffer = buffer
         self.failed = False
+        self.ended = False
 
 
 class _Work:
     """What is left to read from one source."""
 
-    def __init__(self, index: int, fetch: Fetch) -> None:
+    def __init__(self, index: int, fetch: Fetch, batch_bytes: int) -> None:
         self.index = index
         self.source = fetch.source
-        self.reads, origins = split_reads(fetch.reads, BATCH_BYTES, BATCH_RUNS)
+        self.reads, origins = split_reads(fetch.reads, batch_bytes, BATCH_RUNS)
         parts = list(
-            batches(self.reads, most_bytes=BATCH_BYTES, most_reads=BATCH_RUNS, most_runs=BATCH_RUNS)
+            batches(self.reads, most_bytes=batch_bytes, most_reads=BATCH_RUNS, most_runs=BATCH_RUNS)
         )
         self.rows = RowsDone(origins, parts)
         self.left = deque(parts)
@@ -145,7 +149,12 @@ class NixlTransport:
             _agent_of(fetch.source)
         connected = sum(self._connect(fetch.source, deadline) for fetch in wanted)
         self._forget_unused(wanted)
-        works = [_Work(index, fetch) for index, fetch in enumerate(fetches) if len(fetch.reads)]
+        copies = scratch.device.type == "cpu" and not has_rdma()
+        works = [
+            _Work(index, fetch, BATCH_BYTES if copies else RDMA_BATCH_BYTES)
+            for index, fetch in enumerate(fetches)
+            if len(fetch.reads)
+        ]
         started = time.monotonic()
         try:
             self._carry_out(works, scratch, deadline, on_done)
@@ -184,6 +193,8 @@ class NixlTransport:
                     batch = work.left.popleft()
                     work.flying.append((self._post(work, batch, scratch), batch))
                     deadline.check(f"reading from {work.source.worker_id!r}")
+                    if work.flying[0][0].ended:
+                        break  # copied in the call itself
                 while work.flying and self._is_done(work.flying[0][0]):
                     _, batch = work.flying.popleft()
                     progressed = True
@@ -221,7 +232,8 @@ class NixlTransport:
         read = _Read(remote, handle, scratch.data_ptr())
         remote.pending.append(read)
         try:
-            self._agent.transfer(handle)
+            if self._agent.transfer(handle) == "DONE":
+                self._end(read)
         except Exception as error:  # noqa: BLE001
             read.failed = not is_disconnect(error)
             self._abandoned.append(read)
@@ -229,6 +241,8 @@ class NixlTransport:
         return read
 
     def _is_done(self, read: _Read) -> bool:
+        if read.ended:
+            return True
         try:
             state = self._agent.check_xfer_state(read.handle)
         except Exception as error:  # noqa: BLE001
@@ -242,6 +256,8 @@ class NixlTransport:
 
     def _is_over(self, read: _Read) -> bool:
         """Whether an abandoned read cannot write any more."""
+        if read.ended:
+            return True
         if not read.failed:
             try:
                 state = self._agent.check_xfer_state(read.handle)
@@ -260,6 +276,7 @@ class NixlTransport:
     def _end(self, read: _Read) -> None:
         read.handle.release()
         read.remote.pending.remove(read)
+        read.ended = True
 
     def _abandon(self, works: list[_Work], deadline: Deadline) -> None:
         self._abandoned += [read for work in works for read, _ in work.flying]

@@ -35,10 +35,15 @@ def prepare_environment() -> None:
     """
     if any(f"{package}._api" in sys.modules for package in _PACKAGES):
         return
-    if not _RDMA.is_dir() or not any(_RDMA.iterdir()):
+    if not has_rdma():
         os.environ.setdefault("UCX_TLS", "tcp,shm,self")
         os.environ.setdefault("UCX_MODULES", "^ib")
     os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
+
+
+def has_rdma() -> bool:
+    """Whether this machine has a device for RDMA; else UCX lets the processors copy."""
+    return _RDMA.is_dir() and any(_RDMA.iterdir())
 
 
 def nixl_available() -> str | None:

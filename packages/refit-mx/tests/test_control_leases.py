@@ -1,0 +1,137 @@
+"""Leases of a client, against a real server in this process."""
+
+import contextlib
+import threading
+import time
+
+import pytest
+from control_clients import PATIENCE_S, TRAINER, can_read, publish, shard, until
+
+from refit_mx.control import (
+    ControlClient,
+    EmbeddedControlServer,
+    Heartbeat,
+    SqliteStore,
+    VersionState,
+)
+from refit_mx.errors import (
+    LeaseLostError,
+    VersionLeasedError,
+    VersionNotReadyError,
+)
+
+
+def test_of_leases_and_deletions_at_once_none_crosses(server):
+    """Whoever gets a lease finds every shard for as long as it holds the lease."""
+    rounds, receivers = 15, 4
+    crossed = []
+    go = threading.Barrier(receivers + 1)
+
+    def receive(name):
+        with ControlClient(server.address) as mine:
+            for n in range(rounds):
+                go.wait(PATIENCE_S)
+                with contextlib.suppress(VersionNotReadyError), mine.lease(f"v{n}", name):
+                    found = server.plane.call(
+                        lambda state, _, n=n: list(state.ledger.shards.get(f"v{n}", {}))
+                    )
+                    if len(found) != 2:
+                        crossed.append((n, name, found))
+                go.wait(PATIENCE_S)
+
+    threads = [threading.Thread(target=receive, args=(f"g{n}",)) for n in range(receivers)]
+    for thread in threads:
+        thread.start()
+    with ControlClient(server.address) as client:
+        client.register_worker("w", TRAINER, "m", ttl_s=60)
+        for n in range(rounds):
+            client.create_version("m", ("a", "b"), idempotency_key=f"{n}", version_id=f"v{n}")
+            for slot in ("a", "b"):
+                client.create_shard(shard(f"v{n}", slot))
+            go.wait(PATIENCE_S)
+            client.delete_version(f"v{n}")
+            for slot in ("a", "b"):
+                until(lambda slot=slot, n=n: deleted(client, f"v{n}", slot))
+            go.wait(PATIENCE_S)
+    for thread in threads:
+        thread.join(PATIENCE_S)
+    assert crossed == []
+
+
+def deleted(client, uid, slot):
+    with contextlib.suppress(VersionLeasedError):
+        return client.delete_shard(uid, slot, "w") or True
+    return False
+
+
+def test_a_lease_is_renewed_while_it_is_held(server, client):
+    uid = publish(client)
+    with client.lease(uid, "g", ttl_s=1) as lease:
+        first = lease._until
+        until(lambda: lease._until > first + 1)
+        lease.check()
+        assert client.lease(uid, "g", ttl_s=1).lease_id == lease.lease_id
+    with pytest.raises(LeaseLostError, match="given back"):
+        lease.check()
+    assert lease.left_s == 0
+    assert server.plane.counts().leases == 0
+    lease.close()
+
+
+def test_a_lease_that_the_control_plane_forgot_is_lost(server, client):
+    uid = publish(client)
+    with client.lease(uid, "g", ttl_s=1) as lease:
+        lease.check()
+        server.plane.call(
+            lambda state, now_ms: state.delete_lease(uid, lease.lease_id, "g", now_ms=now_ms)
+        )
+        until(lambda: not lease.left_s)
+        # It was given again under another id, with a gap in which the version could go.
+        with pytest.raises(LeaseLostError, match="lapsed before it was renewed"):
+            lease.check()
+
+
+def test_a_lease_on_a_version_that_went_away_is_lost(server, client):
+    uid = publish(client)
+    with client.lease(uid, "g", ttl_s=1) as lease:
+
+        def end(state, now_ms):
+            state.delete_lease(uid, lease.lease_id, "g", now_ms=now_ms)
+            state.delete_version(uid, now_ms=now_ms)
+
+        server.plane.call(end)
+        until(lambda: not lease.left_s)
+        with pytest.raises(LeaseLostError, match="needs READY"):
+            lease.check()
+
+
+def test_without_a_control_plane_a_lease_lasts_its_time_and_no_longer(client, server):
+    uid = publish(client)
+    asked = time.monotonic()
+    with client.lease(uid, "g", ttl_s=2) as lease:
+        server.close()
+        lease.check()
+        until(lambda: not lease.left_s)
+        assert time.monotonic() - asked >= 2
+        with pytest.raises(LeaseLostError, match="not renewed for 2 s"):
+            lease.check()
+
+
+def test_a_lease_and_a_heartbeat_outlast_a_restart_of_the_control_plane(tmp_path):
+    path = tmp_path / "state.db"
+    first = EmbeddedControlServer(store=SqliteStore(path))
+    port = int(first.address.rpartition(":")[2])
+    with (
+        ControlClient(first.address, rpc_timeout_s=2.0) as client,
+        Heartbeat(client, "w", TRAINER, "m", ttl_s=20, on_sigterm=False) as heartbeat,
+    ):
+        uid = publish(client)
+        with client.lease(uid, "g", ttl_s=20) as lease:
+            first.close()
+            with EmbeddedControlServer(port=port, store=SqliteStore(path)) as second:
+                until(lambda: can_read(client, uid))
+                renewed = lease._until, heartbeat._until
+                until(lambda: lease._until > renewed[0] and heartbeat._until > renewed[1])
+                lease.check()
+                assert client.get_version(uid).state is VersionState.READY
+                assert second.plane.counts().leases == 1

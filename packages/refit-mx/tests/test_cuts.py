@@ -1,0 +1,139 @@
+"""Shards that are cut as generators take them: the same tensor, read in long pieces."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from refit_fixtures import BOTH_TRANSPORTS, a_world
+from refit_processes import fsdp_shards, same, slice_of, targets_of, weights
+
+from refit_mx.cuts import Cut, cut_shards
+from refit_mx.errors import RefitConfigError
+from refit_mx.manifest import BLOCK_BYTES
+from refit_mx.plan.pieces import PIECE_BYTES, _cut
+from refit_mx.shard_sources import LocalShard
+from refit_mx.tensor_types import Box
+
+SHAPES = {
+    "down": ("bfloat16", (96, 1024)),
+    "experts": ("float32", (4, 10, 24)),
+    "norm": ("float32", (33,)),
+}
+CUTS = {"down": Cut(1, 4), "experts": Cut(2, 4)}
+
+
+@given(st.data())
+def test_the_parts_of_a_shard_are_the_shard(data):
+    shape = tuple(data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=3)))
+    start = tuple(data.draw(st.integers(0, size)) for size in shape)
+    held = tuple(
+        data.draw(st.integers(0, size - at)) for at, size in zip(start, shape, strict=True)
+    )
+    cut = Cut(data.draw(st.integers(0, len(shape) - 1)), data.draw(st.integers(1, 12)))
+    whole = torch.arange(np.prod(shape)).reshape(shape)
+    box = Box(start, held)
+    shard = LocalShard("w", shape, box, whole[box.slices()])
+
+    parts = cut_shards([shard], {"w": cut})
+
+    seen = torch.full(shape, -1)
+    for part in parts:
+        assert bool((seen[part.box.slices()] == -1).all()), "two parts hold one element"
+        seen[part.box.slices()] = part.tensor
+    expected = torch.full(shape, -1)
+    expected[box.slices()] = whole[box.slices()]
+    assert torch.equal(seen, expected)
+    assert len(parts) <= cut.parts
+
+
+@pytest.mark.parametrize("transport", BOTH_TRANSPORTS)
+@pytest.mark.parametrize("axis", [0, 1, 2])
+@pytest.mark.parametrize("ranks", [1, 3, 4])
+def test_every_layout_comes_out_of_cut_shards_byte_for_byte(transport, axis, ranks):
+    whole = weights(5, SHAPES)
+    with a_world() as world:
+        world.version("v1", ["fsdp-0", "fsdp-1"])
+        for rank in range(2):
+            publisher = world.publisher(f"fsdp-{rank}", cuts=CUTS, transports=[transport, "tcp"])
+            publisher.publish("v1", fsdp_shards(whole, 2, rank))
+        for rank in range(ranks):
+            layout = {"axis": axis, "ranks": ranks, "rank": rank}
+            with (
+                world.receiver(targets_of(SHAPES, **layout), transport=transport) as receiver,
+                receiver.receive_weights_scratch("v1") as got,
+            ):
+                assert same(dict(got), slice_of(whole, **layout))
+
+
+def test_who_takes_the_parts_asks_no_source_for_digests():
+    whole = weights(5, SHAPES)
+    wanted = targets_of({"down": SHAPES["down"]}, axis=1, ranks=4, rank=2)
+    asked = {}
+    for named, cuts in (("cut", CUTS), ("as it is", None)):
+        with a_world() as world:
+            world.version("v1")
+            world.publisher(cuts=cuts).publish("v1", whole)
+            receiver = world.receiver(wanted)
+            with receiver.receive_weights_scratch("v1") as got:
+                asked[named] = got.stats.asked_bytes
+    assert asked == {"cut": 0, "as it is": wanted[0].nbytes}
+
+
+def test_publishing_again_with_cuts_changes_nothing():
+    whole = weights(5, SHAPES)
+    with a_world() as world:
+        world.version("v1")
+        publisher = world.publisher(cuts=CUTS)
+        assert publisher.publish("v1", whole) == publisher.publish("v1", whole)
+
+
+@pytest.mark.parametrize(("axis", "parts"), [(-1, 2), (0, 0)])
+def test_a_cut_that_is_none_is_refused(axis, parts):
+    with pytest.raises(RefitConfigError, match="expected an axis of 0 or more"):
+        Cut(axis, parts)
+
+
+def test_a_cut_along_an_axis_that_is_not_there_names_the_tensor():
+    with a_world() as world:
+        world.version("v1")
+        publisher = world.publisher(cuts={"norm": Cut(1, 2)})
+        with pytest.raises(RefitConfigError, match=r"norm: cut along axis 1; its shape is \(33,\)"):
+            publisher.publish("v1", weights(5, SHAPES))
+
+
+# Reads cut in pieces
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(0, 3 * PIECE_BYTES), st.integers(1, 3 * PIECE_BYTES), st.integers(1, 3)
+        ),
+        max_size=6,
+    )
+)
+def test_pieces_are_the_read_and_end_where_blocks_end(reads):
+    rows = np.array(
+        [
+            (1000 + begin, 7, run, n1, 2 * run if n1 > 1 else 0, run if n1 > 1 else 0, 1, 0, 0)
+            for begin, run, n1 in reads
+        ],
+        np.int64,
+    ).reshape(-1, 9)
+    begin = np.array([begin for begin, _, _ in reads], np.int64)
+    made, origin = _cut(rows, begin)
+    for row in range(len(rows)):
+        mine = made[origin == row]
+        if rows[row, 3] > 1:
+            assert (mine == rows[row]).all()
+            assert len(mine) == 1
+            continue
+        ends = mine[:, :2] + mine[:, 2:3]
+        assert (mine[0, :2] == rows[row, :2]).all()
+        assert (mine[1:, :2] == ends[:-1]).all()
+        assert (ends[-1] == rows[row, :2] + rows[row, 2]).all()
+        assert (mine[:, 2] <= PIECE_BYTES).all()
+        assert ((ends[:-1, 0] - 1000) % BLOCK_BYTES == 0).all()
