@@ -6,7 +6,7 @@ import re
 
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
@@ -159,6 +159,10 @@ def test_a_value_that_does_not_fit_is_refused(demo, key, value):
         ({"policy.generation.max_new_tokens": 48}, ["policy.generation.max_new_tokens: 48"]),
         ({"data_plane.storage_capacity": 1023}, ["data_plane.storage_capacity: 1023", "1024"]),
         (
+            {"data_plane.backend": "yuanrong", "refit.transport": "auto"},
+            ["refit.transport: found 'auto'; expected 'tcp' with data_plane.backend 'yuanrong'"],
+        ),
+        (
             {
                 "policy.dynamic_batching.enabled": True,
                 "policy.dynamic_batching.max_tokens_per_microbatch": 40,
@@ -167,7 +171,7 @@ def test_a_value_that_does_not_fit_is_refused(demo, key, value):
         ),
     ],
 )
-def test_sizes_that_do_not_fit_each_other_are_refused(demo, changes, names):
+def test_values_that_do_not_fit_each_other_are_refused(demo, changes, names):
     for key, value in changes.items():
         node, leaf = node_of(demo, key)
         node[leaf] = value
@@ -203,6 +207,22 @@ def test_an_override_can_replace_a_section():
 
 
 @pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["token_file=token"], "set, while refit.control is null"),
+        (["tls_ca=ca.pem"], "set, while refit.control is null"),
+        (["token_file=token", "token_env=TOKEN"], "expected one of them"),
+        (["tls_name=refit.example"], "tls_name is set without tls_ca"),
+    ],
+)
+def test_access_to_a_refit_server_that_contradicts_itself_is_refused(overrides, message):
+    control = [] if "null" in message else ["refit.control=127.0.0.1:50051"]
+    told = [f"refit.control_access.{each}" for each in overrides]
+    with pytest.raises(ConfigurationError, match=f"refit.control_access: .*{message}"):
+        load_config(DEMO_CONFIG, [*control, *told])
+
+
+@pytest.mark.parametrize(
     "override",
     ["grpo.num_stepz=3", "grpo", "nothing.there=1", "run.name.deep=1", "run.name=[", "="],
 )
@@ -235,6 +255,7 @@ def test_a_file_that_is_not_there_is_named(tmp_path):
         load_config(tmp_path / "gone.yaml")
 
 
+@settings(deadline=None)  # a file is read
 @given(st.floats(min_value=1e-12, max_value=1e12))
 def test_numbers_mean_the_same_in_yaml_and_python(value):
     for text in (repr(value), f"{value:e}", f"{value:.0e}"):

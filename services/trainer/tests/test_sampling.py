@@ -12,6 +12,7 @@ from grpo_trainer.loss import token_logprobs
 from grpo_trainer.refit_settings import RefitSettings
 from grpo_trainer.refit_source import slot, start_source
 from grpo_trainer.sampling import sample_responses
+from grpo_trainer.sections import ControlAccessSection
 from refit_mx import ControlClient, EmbeddedControlServer, LayoutError
 
 tokens = st.lists(st.integers(2, 20), min_size=1, max_size=8)
@@ -205,9 +206,13 @@ class Refits:
         self.control = ControlClient(server.address)
         settings = RefitSettings(
             control=server.address,
+            control_access=ControlAccessSection(
+                tls_ca=None, tls_name=None, token_file=None, token_env=None
+            ),
             model_name="m",
             transport="tcp",
             host="127.0.0.1",
+            advertised_host=None,
             tensor_parallel=2,
             timeout_s=30.0,
         ).model_dump()

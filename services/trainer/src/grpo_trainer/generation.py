@@ -15,6 +15,7 @@ from typing import Any  # Any: batches, and transformers' models
 import torch
 
 from grpo_trainer.model import load_model
+from grpo_trainer.node_address import node_address
 from grpo_trainer.refit_target import RefitTarget, start_target
 from grpo_trainer.reporting import Reporting, ReportingActor
 from grpo_trainer.sampling import sample_responses
@@ -118,6 +119,10 @@ class GenerationWorker(ReportingActor):
             "logprobs": logprobs,
             "truncated": torch.tensor([response.truncated for response in responses]),
         }
+
+    def node_address(self) -> str:
+        """By which Ray knows this process's machine."""
+        return node_address()
 
     def join_refit(self, settings: Mapping[str, Any]) -> None:
         """Get ready to receive weights.

@@ -26,6 +26,7 @@ from dataplane_core import (
 from dataplane_core.telemetry import detail_span, span
 from grpo_trainer.loss import LossSums, grpo_loss, token_logprobs
 from grpo_trainer.model import load_model
+from grpo_trainer.node_address import node_address
 from grpo_trainer.policy_state import load_optimizer, load_weights, save_policy
 from grpo_trainer.refit_source import RefitSource, start_source
 from grpo_trainer.reporting import Reporting, ReportingActor
@@ -247,6 +248,10 @@ class PolicyWorker(ReportingActor):
         size = self._policy["micro_batch_size"]
         for start in range(0, batch.size, size):
             yield batch.slice(start, min(start + size, batch.size)).to(self._device)
+
+    def node_address(self) -> str:
+        """By which Ray knows this process's machine."""
+        return node_address()
 
     def join_refit(self, settings: Mapping[str, Any]) -> None:
         """Get ready to publish weights.

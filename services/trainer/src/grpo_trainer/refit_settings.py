@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
-from grpo_trainer.sections import PositiveFloat, PositiveInt, Section
+from grpo_trainer.sections import ControlAccessSection, PositiveFloat, PositiveInt, Section
+from refit_mx import ControlAccess, ControlClient
 
 
 class RefitSettings(Section):
@@ -12,21 +13,48 @@ class RefitSettings(Section):
 
     Attributes:
         control: address of the control plane, host:port.
+        control_access: what is trusted and brought there; says where a token is, never the token.
         model_name: by which the control plane knows the run's model.
         transport: how the bytes move.
-        host: at which policy workers offer them.
+        host: on which policy workers listen; see `own_hosts`.
+        advertised_host: that they tell; see `own_hosts`.
         tensor_parallel: shards that the generation worker assembles its weights from.
         timeout_s: deadline of a publish and of a refit, in seconds.
     """
 
     control: str
+    control_access: ControlAccessSection
     model_name: str
     transport: Literal["auto", "nixl", "tcp"]
     host: str
+    advertised_host: str | None
     tensor_parallel: PositiveInt
     timeout_s: PositiveFloat
+
+    def connect(self) -> ControlClient:
+        """A client of the control plane.
+
+        Raises:
+            RefitConfigError: the token or the certificates cannot be read.
+        """
+        return connect(self.control, self.control_access)
 
     @property
     def transports(self) -> tuple[str, ...] | None:
         """What a publisher offers; None for all that it can."""
         return {"auto": None, "nixl": ("nixl", "tcp"), "tcp": ("tcp",)}[self.transport]
+
+
+def connect(address: str, access: ControlAccessSection) -> ControlClient:
+    """A client of a control plane.
+
+    Raises:
+        RefitConfigError: the token or the certificates cannot be read, or the token would travel in
+            the clear.
+    """
+    return ControlAccess(
+        tls_ca=None if access.tls_ca is None else str(access.tls_ca),
+        tls_name=access.tls_name,
+        token_file=None if access.token_file is None else str(access.token_file),
+        token_env=access.token_env,
+    ).connect(address)

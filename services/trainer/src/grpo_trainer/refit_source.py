@@ -7,10 +7,12 @@ parameter, so that every byte leaves one process and all of them carry the same 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import ExitStack
 from typing import Any  # Any: settings before they are checked
 
 import torch
 
+from grpo_trainer.node_address import own_hosts
 from grpo_trainer.refit_settings import RefitSettings
 from refit_mx import Box, LocalShard, MxV2TrainingPublisher, TargetTPLayout
 
@@ -31,14 +33,21 @@ class RefitSource:
 
     def __init__(self, settings: RefitSettings, *, rank: int, world: int) -> None:
         self._rank, self._world = rank, world
-        self._publisher = MxV2TrainingPublisher(
-            settings.model_name,
-            slot(rank),
-            control=settings.control,
-            transports=settings.transports,
-            host=settings.host,
-            timeout_s=settings.timeout_s,
-        )
+        host, told = own_hosts(settings.host, settings.advertised_host)
+        with ExitStack() as stack:
+            control = stack.enter_context(settings.connect())
+            self._publisher = stack.enter_context(
+                MxV2TrainingPublisher(
+                    settings.model_name,
+                    slot(rank),
+                    control=control,
+                    transports=settings.transports,
+                    host=host,
+                    advertised_host=told,
+                    timeout_s=settings.timeout_s,
+                )
+            )
+            self._open = stack.pop_all()
 
     def publish(self, version_id: str, weights: Mapping[str, torch.Tensor]) -> int:
         """Publish this rank's share of ``weights``; returns its bytes.
@@ -71,7 +80,7 @@ class RefitSource:
 
     def close(self) -> None:
         """Stop offering weights."""
-        self._publisher.close()
+        self._open.close()
 
 
 def start_source(settings: Mapping[str, Any], *, rank: int, world: int) -> RefitSource:

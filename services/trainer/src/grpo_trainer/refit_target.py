@@ -7,6 +7,7 @@ assembles them: the layout differs from that of the sources, as it does in a lar
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import ExitStack
 from typing import Any  # Any: settings before they are checked
 
 import torch
@@ -18,6 +19,7 @@ from refit_mx import (
     TargetTensor,
     TargetTPLayout,
     TensorSpec,
+    compile_pass,
     replicated_target,
     tp_target,
 )
@@ -34,14 +36,21 @@ class RefitTarget:
     def __init__(self, settings: RefitSettings, weights: Mapping[str, torch.Tensor]) -> None:
         self._weights = weights
         self._timeout_s = settings.timeout_s
+        # What the model takes are plain tensors, so nothing else than these is accepted.
+        self._compile = compile_pass("hf_raw")
         # Target name to the part of the model that it fills.
         self._parts: dict[str, torch.Tensor] = {}
-        self._receiver = MxV2RefitReceiver(
-            settings.model_name,
-            control=settings.control,
-            targets=self._targets(settings.tensor_parallel),
-            transport=settings.transport,
-        )
+        with ExitStack() as stack:
+            control = stack.enter_context(settings.connect())
+            self._receiver = stack.enter_context(
+                MxV2RefitReceiver(
+                    settings.model_name,
+                    control=control,
+                    targets=self._targets(settings.tensor_parallel),
+                    transport=settings.transport,
+                )
+            )
+            self._open = stack.pop_all()
 
     def _targets(self, ranks: int) -> list[TargetTensor]:
         found = []
@@ -66,11 +75,13 @@ class RefitTarget:
             RefitError: the version cannot be had in time, does not fit, or its bytes are wrong; the
                 model is as it was.
         """
-        return self._receiver.refit(version_id, self._parts, timeout_s=self._timeout_s)
+        return self._receiver.refit(
+            version_id, self._parts, self._compile, timeout_s=self._timeout_s
+        )
 
     def close(self) -> None:
         """Stop receiving."""
-        self._receiver.close()
+        self._open.close()
 
 
 def start_target(settings: Mapping[str, Any], weights: Mapping[str, torch.Tensor]) -> RefitTarget:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 PositiveInt = Annotated[int, Field(gt=0)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
@@ -232,22 +232,59 @@ class TracingSection(Section):
     verbose: bool
 
 
+class ControlAccessSection(Section):
+    """What the processes of a run trust and bring when they speak to a refit server.
+
+    Each process reads the files and the variable on its own machine.
+
+    Attributes:
+        tls_ca: PEM file of the certificates to trust, or null to speak without TLS.
+        tls_name: that the server's certificate has to be of, or null for the host of its address.
+        token_file: file with the token, or null.
+        token_env: name of the environment variable with the token, or null.
+    """
+
+    tls_ca: FilePath | None
+    tls_name: str | None
+    token_file: FilePath | None
+    token_env: str | None
+
+
 class RefitSection(Section):
     """How new weights reach the generation worker; see docs/refit-mx.md.
 
     Attributes:
         control: address of a refit server, host:port, or null for a control plane in the driver.
-        host: at which the driver's control plane listens and the policy workers offer weights.
+        control_access: of that server; all null for one without TLS and token.
+        host: on which the driver's control plane and the policy workers listen; "node" for the
+            address of each one's machine.
+        advertised_host: that they tell each other; null for ``host``, or for the address of each
+            one's machine where that is all interfaces; "node" for that address always.
         transport: how the bytes move; "auto" takes NIXL where it is installed, else TCP.
         generation_tensor_parallel: shards that the generation worker assembles its weights from.
         timeout_s: deadline of a publish and of a refit, in seconds.
     """
 
     control: str | None
+    control_access: ControlAccessSection
     host: Annotated[str, Field(min_length=1)]
+    advertised_host: Annotated[str, Field(min_length=1)] | None
     transport: Literal["auto", "nixl", "tcp"]
     generation_tensor_parallel: PositiveInt
     timeout_s: PositiveFloat
+
+    @model_validator(mode="after")
+    def _access_fits(self) -> RefitSection:
+        access = self.control_access
+        if self.control is None and any(access.model_dump().values()):
+            raise ValueError("refit.control_access: set, while refit.control is null")
+        if access.token_file is not None and access.token_env is not None:
+            raise ValueError(
+                "refit.control_access: token_file and token_env are both set; expected one of them"
+            )
+        if access.tls_name is not None and access.tls_ca is None:
+            raise ValueError("refit.control_access: tls_name is set without tls_ca; expected both")
+        return self
 
 
 class CheckpointSection(Section):

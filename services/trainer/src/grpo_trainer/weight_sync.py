@@ -9,10 +9,11 @@ from typing import Protocol
 from dataplane_core.telemetry import inject
 from grpo_trainer.actor_calls import ActorCalls
 from grpo_trainer.errors import WorkerError
-from grpo_trainer.refit_settings import RefitSettings
+from grpo_trainer.node_address import is_loopback, node_address, own_hosts
+from grpo_trainer.refit_settings import RefitSettings, connect
 from grpo_trainer.refit_source import slot
 from grpo_trainer.sections import RefitSection
-from refit_mx import ControlClient, EmbeddedControlServer, RefitError
+from refit_mx import EmbeddedControlServer, RefitError
 
 
 class WeightSync(Protocol):
@@ -60,25 +61,53 @@ class RefitWeightSync:
         self._count = 0
         self._installed: int | None = None
         self._published: str | None = None
+        # Relative to the driver's folder, not to that of a worker. It is the worker that follows
+        # links: those of a mounted secret change, and lead elsewhere on other machines.
+        access = config.control_access.model_copy(
+            update={
+                key: path.absolute()
+                for key in ("tls_ca", "token_file")
+                if (path := getattr(config.control_access, key)) is not None
+            }
+        )
         with ExitStack() as stack:
+            host, told = own_hosts(config.host, config.advertised_host)
+            configured = config.advertised_host or config.host
+            if is_loopback(configured):
+                self._check_one_machine(configured)
             try:
                 address = config.control
                 if address is None:
-                    address = stack.enter_context(EmbeddedControlServer(host=config.host)).address
-                self._control = stack.enter_context(ControlClient(address))
+                    address = stack.enter_context(
+                        EmbeddedControlServer(host=host, advertised_host=told)
+                    ).address
+                self._control = stack.enter_context(connect(address, access))
             except RefitError as error:
                 raise WorkerError(f"refit: {error}") from error
             settings = RefitSettings(
                 control=address,
+                control_access=access,
                 model_name=self._model_name,
                 transport=config.transport,
                 host=config.host,
+                advertised_host=config.advertised_host,
                 tensor_parallel=config.generation_tensor_parallel,
                 timeout_s=config.timeout_s,
             )
             joining = (settings.model_dump(),)
             calls.each("join_refit", dict.fromkeys((*sources, *targets), (joining, {})))
             self._open = stack.pop_all()
+
+    def _check_one_machine(self, host: str) -> None:
+        """Else a worker would look for the weights on its own machine, until the deadline."""
+        workers = (*self._sources, *self._targets)
+        found = self._calls.each("node_address", dict.fromkeys(workers, ((), {})))
+        if len({node_address(), *found.values()}) > 1:
+            where = ", ".join(f"{worker} on {node}" for worker, node in found.items())
+            raise WorkerError(
+                f"refit.host: {host} is reached from one machine alone, the run is on several "
+                f"(driver on {node_address()}, {where}); set refit.host to 'node'"
+            )
 
     def sync(self, version: int) -> None:
         """See `WeightSync.sync`."""

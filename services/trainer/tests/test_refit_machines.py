@@ -1,0 +1,159 @@
+"""Where the processes of a refit listen and what they tell: on one machine, and on two.
+
+The machines are two nodes of a real Ray whose addresses are those of the loopback interface.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import tempfile
+
+import pytest
+import ray
+import torch
+from ray.cluster_utils import Cluster
+
+from grpo_trainer import node_address as node_address_module
+from grpo_trainer.actor_calls import ActorCalls
+from grpo_trainer.errors import WorkerError
+from grpo_trainer.node_address import is_loopback, own_hosts
+from grpo_trainer.refit_source import start_source
+from grpo_trainer.refit_target import start_target
+from grpo_trainer.sections import RefitSection
+from grpo_trainer.weight_sync import RefitWeightSync
+
+DRIVER, OTHER = "127.0.0.2", "127.0.0.3"
+SHAPE = (6, 4)
+
+
+@pytest.mark.parametrize(
+    ("host", "advertised", "expected"),
+    [
+        ("127.0.0.1", None, ("127.0.0.1", "127.0.0.1")),
+        ("10.0.0.1", None, ("10.0.0.1", "10.0.0.1")),
+        ("node", None, ("10.9.9.9", "10.9.9.9")),
+        ("0.0.0.0", None, ("0.0.0.0", "10.9.9.9")),
+        ("::", None, ("::", "10.9.9.9")),
+        ("0.0.0.0", "pod-7.example", ("0.0.0.0", "pod-7.example")),
+        ("10.0.0.1", "node", ("10.0.0.1", "10.9.9.9")),
+    ],
+)
+def test_what_is_listened_on_and_what_is_told(monkeypatch, host, advertised, expected):
+    monkeypatch.setattr(node_address_module.ray.util, "get_node_ip_address", lambda: "10.9.9.9")
+    assert own_hosts(host, advertised) == expected
+
+
+def test_the_shipped_demo_listens_on_loopback_alone(configure):
+    refit = configure().refit
+    assert all(is_loopback(each) for each in own_hosts(refit.host, refit.advertised_host))
+
+
+class Worker:
+    """A policy or generation worker with nothing but its end of a refit."""
+
+    def __init__(self, rank, world):
+        self.rank, self.world = rank, world
+        self.weights = {"w": torch.zeros(SHAPE)}
+
+    def node_address(self):
+        return node_address_module.node_address()
+
+    def join_refit(self, settings):
+        if self.rank is None:
+            self.refit = start_target(settings, self.weights)
+        else:
+            self.refit = start_source(settings, rank=self.rank, world=self.world)
+
+    def publish_weights(self, version_id, carrier=None):
+        weights = {"w": torch.arange(24.0).view(SHAPE)}
+        self.refit.publish(version_id, weights)
+
+    def install_weights(self, version_id, carrier=None):
+        self.refit.refit(version_id)
+
+    def state(self):
+        return self.weights["w"]
+
+    def endpoint(self):
+        return self.refit._publisher._server.endpoint
+
+
+@pytest.fixture(scope="module")
+def machines():
+    """A Ray of two nodes, the driver on the first."""
+    if sys.platform != "linux":
+        pytest.skip("needs a loopback interface with all of 127.0.0.0/8")
+    folder = tempfile.mkdtemp(prefix="gt-")
+    nodes = {"num_cpus": 2, "include_dashboard": False}
+    cluster = Cluster(
+        initialize_head=True,
+        head_node_args={
+            **nodes,
+            "node_ip_address": DRIVER,
+            "temp_dir": folder,
+            "resources": {"driver": 1},
+        },
+    )
+    cluster.add_node(**nodes, node_ip_address=OTHER, resources={"other": 1})
+    ray.init(address=cluster.address, logging_level="ERROR", log_to_driver=False)
+    yield
+    ray.shutdown()
+    cluster.shutdown()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture
+def calls(machines):
+    """One source on each machine, and the target on the second."""
+    made = ActorCalls(timeout_s=60)
+    for name, where, arguments in (
+        ("source 0", "driver", (0, 2)),
+        ("source 1", "other", (1, 2)),
+        ("target", "other", (None, 2)),
+    ):
+        actor = ray.remote(Worker).options(num_cpus=0.1, resources={where: 0.1})
+        made.add(name, actor.remote(*arguments))
+    yield made
+    made.stop()
+
+
+def sync_of(calls, **options):
+    section = {
+        "control": None,
+        "control_access": dict.fromkeys(("tls_ca", "tls_name", "token_file", "token_env")),
+        "host": "127.0.0.1",
+        "advertised_host": None,
+        "transport": "tcp",
+        "generation_tensor_parallel": 2,
+        "timeout_s": 30.0,
+    }
+    config = RefitSection.model_validate({**section, **options})
+    return RefitWeightSync(
+        calls, config, name="m", sources=["source 0", "source 1"], targets=["target"]
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options", [{"host": "node"}, {"host": "0.0.0.0"}, {"host": "::", "advertised_host": "node"}]
+)
+def test_workers_of_two_machines_each_tell_their_own_address(calls, options):
+    sync = sync_of(calls, **options)
+    try:
+        sync.sync(1)
+        told = [calls.one(name, "endpoint") for name in ("source 0", "source 1")]
+        assert [each.rpartition(":")[0] for each in told] == [DRIVER, OTHER]
+        assert torch.equal(calls.one("target", "state"), torch.arange(24.0).view(SHAPE))
+    finally:
+        sync.close()
+
+
+@pytest.mark.slow
+def test_loopback_is_refused_by_name_when_a_worker_is_on_another_machine(calls):
+    with pytest.raises(WorkerError) as caught:
+        sync_of(calls)
+    said = str(caught.value)
+    assert said.startswith("refit.host: 127.0.0.1 is reached from one machine alone")
+    assert f"driver on {DRIVER}, source 0 on {DRIVER}, source 1 on {OTHER}" in said
+    assert said.endswith("set refit.host to 'node'")
