@@ -49,7 +49,7 @@ def test_the_server_does_not_say_what_it_is_made_of(start):
 
 def test_ipv6_loopback_is_loopback(start):
     if not socket.has_ipv6:
-        pytest.skip("no IPv6")
+        pytest.skip("this machine's kernel has no IPv6")
     service = start("--host", "::1")
     assert service.url.startswith("http://[::1]:")
     assert get(f"{service.url}/healthz") == 200

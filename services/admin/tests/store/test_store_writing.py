@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -148,6 +149,19 @@ def test_a_write_that_takes_too_long_says_so(url, store, otlp):
         connection.rollback()
         connection.close()
         engine.dispose()
+
+
+def test_a_writer_that_ended_fails_who_waits_and_who_comes(url, otlp, monkeypatch):
+    def broken(self):
+        raise KeyError("a bug")
+
+    monkeypatch.setattr(writer.Writer, "_work", broken)
+    monkeypatch.setattr(threading, "excepthook", lambda failed: None)  # not on the test's screen
+    with Store.open(url) as store:
+        writes = (store.write(otlp.spans()) for _ in iter(time.monotonic, None))
+        until = time.monotonic() + PATIENCE_S
+        with pytest.raises(StoreUnavailable):
+            any(time.monotonic() > until for _ in writes)
 
 
 def test_a_closed_store_takes_nothing(url, otlp):

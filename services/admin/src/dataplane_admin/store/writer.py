@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import structlog
-from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError
+from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError, SQLAlchemyError
 
 from dataplane_admin.store.apply import apply
 from dataplane_admin.store.batch import Batch, WriteResult
@@ -111,16 +111,25 @@ class Writer:
             self._closing = True
             self._changed.notify()
         self._thread.join(timeout_s)
+        self._fail_waiting("the store was closed before it was written")
+
+    def _fail_waiting(self, reason: str) -> None:
         with self._changed:
+            self._closing = True
             left = list(self._waiting)
             self._waiting.clear()
         for one in left:
             if one.done.set_running_or_notify_cancel():
-                one.done.set_exception(
-                    StoreUnavailable("the store was closed before it was written")
-                )
+                one.done.set_exception(StoreUnavailable(reason))
 
     def _run(self) -> None:
+        try:
+            self._work()
+        finally:
+            # Whatever ended the thread, nobody waits for it.
+            self._fail_waiting("the store's writer has ended")
+
+    def _work(self) -> None:
         tidied = time.monotonic()
         written = 0
         behind = False
@@ -205,8 +214,8 @@ class Writer:
                 with self._changed:
                     if self._closing or (self._waiting and time.monotonic() >= until):
                         return True
-        except DBAPIError as error:
-            logger.warning("tidying_failed", reason=str(error.orig))
-        except Exception:
+        except (SQLAlchemyError, OSError) as error:
+            logger.warning("tidying_failed", reason=str(getattr(error, "orig", error)))
+        except Exception:  # what comes in has to be written whatever is wrong with tidying
             logger.exception("tidying_failed")
         return False
