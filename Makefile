@@ -71,7 +71,7 @@ isolation: sync ## Build each package's wheel and test it in an environment of i
 	$(BIN)/python integration/isolation.py
 
 .PHONY: bench-quick
-bench-quick: sync ## Compare the data plane's speed with others in under three minutes: build/bench.json
+bench-quick: sync ## Compare speed with others in under three minutes: build/bench.json
 	mkdir -p build
 	$(BIN)/python -m integration.benchmarks --quick --json build/bench.json
 

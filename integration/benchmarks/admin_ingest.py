@@ -12,19 +12,19 @@ from __future__ import annotations
 import contextlib
 import http.client
 import itertools
-import multiprocessing
 import os
 import random
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from integration.benchmarks.harness import Summary
 from integration.benchmarks.results_file import Entry
+from integration.benchmarks.spawned import Spawned, spawned
+from integration.benchmarks.summary import Summary
 from opentelemetry.proto.common.v1.common_pb2 import KeyValue
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, TracesData
 
@@ -36,7 +36,7 @@ INGEST_HEADINGS = ["server, one core", "spans/s, p50", "IQR", "µs/span", "lost"
 _SERVERS = ("admin into SQLite", "receiver into a file")
 _CONNECTIONS = 4
 _REQUESTS_A_TRACE = 4
-_QUICK = (3, 60)
+_QUICK = (10, 40)
 _FULL = (15, 600)
 _SEED = 20_262
 
@@ -88,33 +88,57 @@ class IngestResult:
         ]
 
 
-def measure_ingest(*, full: bool) -> IngestResult:
-    """Run the rounds; starts and stops servers of its own.
+@dataclass(frozen=True)
+class IngestServers:
+    """What takes spans in.
+
+    Attributes:
+        folder: where they keep them.
+        processes: by server.
+    """
+
+    folder: Path
+    processes: Mapping[str, Spawned]
+
+
+@contextlib.contextmanager
+def ingest_servers() -> Iterator[IngestServers]:
+    """Both servers, which go on starting in the background."""
+    core, _ = _cores(os.sched_getaffinity(0))
+    with (
+        tempfile.TemporaryDirectory(prefix="bench-ingest-") as folder,
+        spawned(_SERVERS[0], _admin, Path(folder), core) as admin,
+        spawned(_SERVERS[1], _receiver, Path(folder), core) as receiver,
+    ):
+        yield IngestServers(Path(folder), dict(zip(_SERVERS, (admin, receiver), strict=True)))
+
+
+def measure_ingest(servers: IngestServers, *, full: bool) -> IngestResult:
+    """Run the rounds, and stop the servers.
 
     Raises:
-        RuntimeError: a server did not take a request.
+        RuntimeError: a server did not start, or did not take a request.
     """
     rounds, requests = _FULL if full else _QUICK
     made = random.Random(_SEED)
     before = os.sched_getaffinity(0)
-    core, other = _cores(before)
+    _, other = _cores(before)
     rates: dict[str, list[float]] = {server: [] for server in _SERVERS}
-    with tempfile.TemporaryDirectory(prefix="bench-ingest-") as folder:
-        with contextlib.ExitStack() as stack:
-            servers = {
-                server: stack.enter_context(_serve(server, Path(folder), core))
-                for server in _SERVERS
-            }
-            stack.callback(os.sched_setaffinity, 0, before)
-            os.sched_setaffinity(0, {other})
-            for number in range(1 + rounds):
-                bodies = make_requests(requests if number else requests // 4, made)
-                for server in made.sample(_SERVERS, len(_SERVERS)):
-                    took = _send(servers[server], bodies)
-                    if number:  # the first one warms up
-                        rates[server].append(len(bodies) * SPANS / took)
-        sent = (requests // 4 + rounds * requests) * SPANS
-        lost = {server: sent - _kept(server, Path(folder)) for server in _SERVERS}
+    ports: dict[str, int] = {server: servers.processes[server].said for server in _SERVERS}
+    os.sched_setaffinity(0, {other})
+    try:
+        for number in range(1 + rounds):
+            bodies = make_requests(requests if number else requests // 4, made)
+            for server in made.sample(_SERVERS, len(_SERVERS)):
+                took = _send(ports[server], bodies)
+                if number:  # the first one warms up
+                    rates[server].append(len(bodies) * SPANS / took)
+    finally:
+        os.sched_setaffinity(0, before)
+    for process in servers.processes.values():
+        process.stop()
+    sent = (requests // 4 + rounds * requests) * SPANS
+    lost = {server: sent - _kept(server, servers.folder) for server in _SERVERS}
     return IngestResult(rates, lost, requests)
 
 
@@ -221,25 +245,6 @@ def _send(port: int, bodies: Sequence[bytes]) -> float:
     if failures:
         raise RuntimeError(f"{len(failures)} requests were not taken as a whole: {failures[0]}")
     return took
-
-
-@contextlib.contextmanager
-def _serve(server: str, folder: Path, core: int) -> Iterator[int]:
-    """The port of a server that runs meanwhile."""
-    context = multiprocessing.get_context("spawn")
-    pipe, other = context.Pipe()
-    target = _admin if server == _SERVERS[0] else _receiver
-    process = context.Process(target=target, args=(other, folder, core), daemon=True)
-    process.start()
-    try:
-        if not pipe.poll(60):
-            raise RuntimeError(f"{server}: did not start within 60 s")
-        yield pipe.recv()
-        pipe.send("stop")
-        process.join(60)
-    finally:
-        process.kill()
-        process.join()
 
 
 def _admin(pipe: Connection, folder: Path, core: int) -> None:

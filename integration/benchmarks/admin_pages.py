@@ -7,23 +7,22 @@ else runs; the page of a live run is made anew for every request here, since no 
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import random
-import tempfile
 import time
 import urllib.parse
 from collections import defaultdict
 from collections.abc import Collection
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import psutil
 from integration.benchmarks import admin_history
-from integration.benchmarks.admin_service import PARTITION, serving
-from integration.benchmarks.harness import Summary
+from integration.benchmarks.admin_service import PARTITION, Service
 from integration.benchmarks.results_file import Entry
+from integration.benchmarks.summary import Summary
 
 PAGES_HEADINGS = ["page or answer", "p50 ms", "p95 ms", "kB", "asked"]
 LIVE_SAMPLES = 100_000
@@ -94,8 +93,8 @@ class PagesResult:
         return found
 
 
-def measure_pages(*, full: bool) -> PagesResult:
-    """Fill a store, then ask; starts and stops a service of its own.
+def measure_pages(service: Service, *, full: bool) -> PagesResult:
+    """Fill the store of a service with `LIVE_SAMPLES`, then ask.
 
     Raises:
         RuntimeError: the service did not start, or refused a request.
@@ -103,13 +102,10 @@ def measure_pages(*, full: bool) -> PagesResult:
     samples = _FULL_SAMPLES if full else _QUICK_SAMPLES
     rounds = _FULL_ROUNDS if full else _QUICK_ROUNDS
     steps = _FULL_STEPS if full else _QUICK_STEPS
-    with (
-        tempfile.TemporaryDirectory(prefix="bench-pages-") as folder,
-        serving(Path(folder), live_samples=LIVE_SAMPLES) as (port, process),
-    ):
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
+    connection = http.client.HTTPConnection("127.0.0.1", service.port, timeout=120)
+    with contextlib.closing(connection):
         marks = (steps // 10, steps // 2, steps)
-        memory, filling_s = fill(connection, process, steps, samples, marks)
+        memory, filling_s = fill(connection, service.process, steps, samples, marks)
         paths = _paths(connection, steps)
         seconds: dict[str, list[float]] = defaultdict(list)
         nbytes: dict[str, int] = {}
@@ -121,7 +117,6 @@ def measure_pages(*, full: bool) -> PagesResult:
                 if number >= _WARM_UPS:
                     seconds[path].append(time.perf_counter() - began)
                     nbytes[path] = len(answer)
-        connection.close()
     return PagesResult(
         dict(seconds),
         nbytes,

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import multiprocessing
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import psutil
+from integration.benchmarks.spawned import Spawned, spawned
 
 if TYPE_CHECKING:
     from dataplane_core import InMemoryDataPlaneClient
@@ -22,35 +24,52 @@ PARTITION = "live"
 _AT_ONCE = 10_000
 
 
+@dataclass(frozen=True)
+class Service:
+    """An admin service.
+
+    Attributes:
+        folder: of its store.
+        spawned: its process.
+    """
+
+    folder: Path
+    spawned: Spawned
+
+    @property
+    def port(self) -> int:
+        """Where it listens.
+
+        Raises:
+            RuntimeError: it did not start.
+        """
+        port: int = self.spawned.said
+        return port
+
+    def wait(self) -> None:
+        """Return once it listens; raises as `port`."""
+        self.spawned.said  # noqa: B018
+
+    @property
+    def process(self) -> psutil.Process:
+        """For its memory."""
+        return psutil.Process(self.spawned.pid)
+
+
 @contextlib.contextmanager
-def serving(
-    folder: Path, *, live_samples: int, most_bytes: int | None = None
-) -> Iterator[tuple[int, psutil.Process]]:
-    """The port and the process of a service with its store in ``folder``.
+def serving(*, live_samples: int, most_bytes: int | None = None) -> Iterator[Service]:
+    """A service with its store in a folder of its own; it goes on starting in the background.
 
     Args:
-        folder: of the store.
         live_samples: in the data plane that it looks into; 0 for none.
         most_bytes: that the store keeps; None for no limit.
-
-    Raises:
-        RuntimeError: it did not start.
     """
-    context = multiprocessing.get_context("spawn")
-    pipe, other = context.Pipe()
-    process = context.Process(
-        target=_serve, args=(other, folder, live_samples, most_bytes), daemon=True
-    )
-    process.start()
-    try:
-        if not pipe.poll(120):
-            raise RuntimeError("the admin service did not start within 120 s")
-        yield pipe.recv(), psutil.Process(process.pid)
-        pipe.send("stop")
-        process.join(30)
-    finally:
-        process.kill()
-        process.join()
+    with (
+        tempfile.TemporaryDirectory(prefix="bench-admin-") as folder,
+        spawned("the admin service", _serve, Path(folder), live_samples, most_bytes) as process,
+    ):
+        yield Service(Path(folder), process)
+        process.stop()
 
 
 def _serve(pipe: Connection, folder: Path, live_samples: int, most_bytes: int | None) -> None:

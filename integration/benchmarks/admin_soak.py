@@ -7,7 +7,6 @@ may keep a fraction of it, so that retention works all the time.
 from __future__ import annotations
 
 import http.client
-import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,13 +72,10 @@ def measure_soak() -> SoakResult:
     Raises:
         RuntimeError: the service did not start, or refused a request.
     """
-    with (
-        tempfile.TemporaryDirectory(prefix="bench-soak-") as name,
-        serving(Path(name), live_samples=0, most_bytes=MOST_BYTES) as (port, process),
-    ):
-        folder = Path(name)
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
-        memory, _ = fill(connection, process, STEPS, SAMPLES, _MARKS)
+    with serving(live_samples=0, most_bytes=MOST_BYTES) as service:
+        folder = service.folder
+        connection = http.client.HTTPConnection("127.0.0.1", service.port, timeout=120)
+        memory, _ = fill(connection, service.process, STEPS, SAMPLES, _MARKS)
         connection.close()
         most, settled_s = _size(folder), None
         began = time.monotonic()

@@ -11,6 +11,7 @@ from typing import Any  # Any: Ray handles have no static types
 import numpy as np
 import ray
 from integration.benchmarks.cases import Case
+from integration.benchmarks.summary import Summary
 from integration.benchmarks.systems import Operation
 from integration.benchmarks.worker import Timed
 
@@ -23,29 +24,6 @@ _AFTER_PUT = (
     Operation.CLAIM_32,
     Operation.CLAIM_ALL,
 )
-
-
-@dataclass(frozen=True)
-class Summary:
-    """What a number of samples amount to.
-
-    Attributes:
-        value: their median.
-        p99: their 99th percentile, interpolated; with few samples the largest.
-        spread: their interquartile range.
-        count: how many.
-    """
-
-    value: float
-    p99: float
-    spread: float
-    count: int
-
-    @classmethod
-    def of(cls, samples: Sequence[float]) -> Summary:
-        """Summarise at least one sample."""
-        low, median, high, p99 = np.percentile(samples, [25, 50, 75, 99])
-        return cls(float(median), float(p99), float(high - low), len(samples))
 
 
 @dataclass
@@ -86,7 +64,7 @@ class Samples:
 
 @dataclass(frozen=True)
 class Pair:
-    """The two processes of the benchmark.
+    """The two processes of the benchmark, connected to the same systems.
 
     Attributes:
         producer: handle of a `Worker`.

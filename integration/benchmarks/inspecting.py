@@ -7,7 +7,9 @@ another process asks for summaries, counts and pages without a pause.
 from __future__ import annotations
 
 import ray
-from integration.benchmarks.harness import Pair, Summary
+from integration.benchmarks.harness import Pair
+from integration.benchmarks.summary import Summary
+from integration.benchmarks.systems import TASKS
 
 _ROWS = 100_000
 _FIELD = "sample_mask"
@@ -22,7 +24,7 @@ def measure_inspecting(pair: Pair, system: str) -> dict[str, Summary]:
         What was timed to its summary, in seconds.
     """
     partition = f"inspected-{system}"
-    ray.get(pair.producer.fill.remote(system, partition, _ROWS, _FIELD))
+    ray.get(pair.producer.fill.remote(system, partition, _ROWS, _FIELD, list(TASKS)))
     pair.settle()
     seconds = ray.get(pair.consumer.inspect.remote(system, partition, _FIELD, _LOOKS, 0))
     seconds["put32"] = ray.get(

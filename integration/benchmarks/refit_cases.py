@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from refit_mx import Box, LocalShard, TargetTensor, TargetTPLayout, TensorSpec, tp_target
+from refit_mx import Box, Cut, LocalShard, TargetTensor, TargetTPLayout, TensorSpec, tp_target
 
 _ITEM = 2  # bfloat16
 
@@ -53,6 +53,16 @@ class RefitCase:
     def names(self) -> list[str]:
         """Of the matrices."""
         return [spec.name for spec in self.specs]
+
+    @property
+    def cuts(self) -> dict[str, Cut]:
+        """What a trainer says of the generators' layout."""
+        found = {}
+        for spec in self.specs:
+            axis = self._layout(spec, 0).shard_axis
+            if axis:
+                found[spec.name] = Cut(axis, self.targets_count)
+        return found
 
     @property
     def nbytes(self) -> int:

@@ -73,12 +73,14 @@ class RefitWorker:
 
     # Ours
 
-    def join(self, control: str) -> None:
+    def join(self, control: str, transports: list[str]) -> None:
         """Make the publisher, or a receiver a transport."""
         if self._source:
-            self._publisher = MxV2TrainingPublisher("bench", f"s{self._rank}", control=control)
+            self._publisher = MxV2TrainingPublisher(
+                "bench", f"s{self._rank}", control=control, cuts=self._case.cuts
+            )
             return
-        for name in ("nixl", "tcp"):
+        for name in transports:
             self._receivers[name] = MxV2RefitReceiver(
                 "bench",
                 control=control,
@@ -126,28 +128,38 @@ class RefitWorker:
         return self._raw.register(self._buffer), self._buffer.data_ptr()
 
     def prepare_raw(self, offers: list[Any]) -> None:
-        """Prepare the reads that ours would make: the same ranges, in one transfer a source."""
+        """Prepare reads of what the trainers hold, as they hold it, in one transfer a source; and
+        of as many bytes in pieces that are as long as can be."""
         agent = new_agent("raw", serves=False)
-        self._buffer = torch.zeros(self._case.target_bytes(self._rank) + (1 << 20)).byte()
-        local = agent.get_xfer_descs
+        self._buffer = torch.zeros(self._case.target_bytes(self._rank), dtype=torch.uint8)
         agent.register_memory([self._buffer])
-        handles = []
+        short, long = [], []
+        at = 0
         for rank, (offered, address) in enumerate(offers):
             mine, theirs, sizes = self._case.ranges(rank, self._rank)
             if not len(sizes):
                 continue
             name = agent.add_remote_agent(offered.metadata)
-            device = np.zeros_like(sizes)
-            here = np.stack([mine + self._buffer.data_ptr(), sizes, device], axis=1)
-            there = np.stack([theirs + address, sizes, device], axis=1)
-            handles.append(
-                agent.initialize_xfer("READ", local(here, "DRAM"), local(there, "DRAM"), name, b"")
-            )
-        self._raw = agent, handles
 
-    def read_raw(self) -> Took:
-        """Read everything."""
-        agent, handles = self._raw
+            def prepared(
+                mine: Any, theirs: Any, sizes: Any, name: str = name, address: int = address
+            ) -> Any:
+                device = np.zeros_like(sizes)
+                here = np.stack([mine + self._buffer.data_ptr(), sizes, device], axis=1)
+                there = np.stack([theirs + address, sizes, device], axis=1)
+                described = [agent.get_xfer_descs(side, "DRAM") for side in (here, there)]
+                return agent.initialize_xfer("READ", *described, name, b"")
+
+            short.append(prepared(mine, theirs, sizes))
+            whole = np.array([int(sizes.sum())])
+            long.append(prepared(np.array([at]), np.array([0]), whole))
+            at += int(whole[0])
+        self._raw = agent, short, long
+
+    def read_raw(self, long: bool) -> Took:
+        """Read everything, in the ranges that the trainers hold or in long pieces."""
+        agent, *prepared = self._raw
+        handles = prepared[long]
         with _timed() as took:
             for handle in handles:
                 agent.transfer(handle)
@@ -161,11 +173,11 @@ class RefitWorker:
 
     # Gloo
 
-    def join_gloo(self, address: str, rank: int, world: int) -> None:
+    def join_gloo(self, meeting: str, rank: int, world: int) -> None:
         """Meet."""
         dist.init_process_group(
             "gloo",
-            init_method=address,
+            init_method=meeting,
             rank=rank,
             world_size=world,
             timeout=datetime.timedelta(seconds=_TIMEOUT_S),

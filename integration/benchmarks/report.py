@@ -1,22 +1,21 @@
-"""What a run amounts to: entries for the file, tables for people, a picture for the docs."""
+"""What a run amounts to: entries for the file, and tables for people."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from statistics import median
 
 from integration.benchmarks.cases import FIELDS, SMALL_FIELD, WRITTEN_BACK, Batch, Case
-from integration.benchmarks.claims import ClaimTimes, Growth
-from integration.benchmarks.harness import Samples, Summary
+from integration.benchmarks.claims import ClaimTimes, Growth, times_as_long
+from integration.benchmarks.harness import Samples
 from integration.benchmarks.results_file import Entry
+from integration.benchmarks.summary import Summary
 from integration.benchmarks.systems import Operation
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 from rich.table import Table
 
 OURS = "ours"
+RAW = "raw"
 HEADLINES = (
     "tq.put_get_512.ratio_vs_usual",
     "tq.put_get_512.ratio_vs_ray_flat",
@@ -31,16 +30,8 @@ HEADLINES = (
 )
 """Names that a complete run of backend ``packed`` writes; others in the project read them."""
 
-_OVER_OURS = ("usual", "raw")  # baseline's time / ours: higher is better
+_OVER_OURS = ("usual", RAW)  # baseline's time / ours: higher is better
 _UNDER_OURS = ("ray_flat", "ray_flat_padded")  # ours / baseline's: lower is better
-_COLORS = {
-    OURS: "#2f6fde",
-    "usual": "#d9730d",
-    "raw": "#e5a869",
-    "ray_flat_padded": "#6b7280",
-    "ray_flat": "#9ca3af",
-    "memcpy": "#d1d5db",
-}
 
 
 @dataclass
@@ -74,22 +65,16 @@ class Session:
             name = f"{self.prefix}.claim32_{growth.name}{self.suffix}"
             for system, took in times.items():
                 label = "" if system == OURS else f"{system}_"
-                for turn, summary in (("", took.turns), ("steady_", took.steady)):
-                    for point, value in (("p50", summary.value), ("p99", summary.p99)):
-                        found.append(_ms(f"{name}.{label}{turn}{point}_ms", value, summary))
-            if {OURS, "raw"} <= set(times):
-                ours, raw = times[OURS].turns, times["raw"].turns
-                ratio = raw.value / ours.value
+                for regime, summary in took.regimes.items():
+                    point = f"{name}.{label}{'steady_' if regime == 'steady' else ''}"
+                    found.append(_ms(f"{point}p50_ms", summary.value, summary))
+                    found.append(_ms(f"{point}p99_ms", summary.p99, summary))
+                    tail = summary.p99 / summary.value
+                    found.append(Entry(f"{point}p99_over_p50", tail, "x", "p50", 0, summary.count))
+            if {OURS, RAW} <= set(times):
+                ratio = times_as_long(times[RAW], times[OURS])
                 found.append(
-                    Entry(
-                        f"{name}.ratio_vs_raw",
-                        ratio,
-                        "x",
-                        "raw",
-                        # Turns of several claims each: there are no pairs to take ratios of.
-                        ratio * (raw.spread / raw.value + ours.spread / ours.value),
-                        ours.count,
-                    )
+                    Entry(f"{name}.ratio_vs_raw", ratio.value, "x", RAW, ratio.spread, ratio.count)
                 )
         for timed, summary in self.inspecting.items():
             name = f"{self.prefix}.inspector_{timed}_100k{self.suffix}"
@@ -160,19 +145,20 @@ class Session:
         return f"{_short(ratio.value)} ({_short(ratio.spread)})"
 
     def claim_rows(self) -> list[list[str]]:
-        """One line for each size and system, see `CLAIM_HEADINGS`."""
+        """One line for each size, system and regime, see `CLAIM_HEADINGS`."""
         return [
             [
                 f"{growth.rows:,}",
                 system,
-                _short(took.turns.value * 1e3),
-                _short(took.turns.p99 * 1e3),
-                _short(took.steady.value * 1e3),
-                _short(took.steady.p99 * 1e3),
-                str(took.turns.count + took.steady.count),
+                regime,
+                _short(summary.value * 1e3),
+                _short(summary.p99 * 1e3),
+                _short(summary.p99 / summary.value),
+                str(summary.count),
             ]
             for growth, times in self.claims
             for system, took in times.items()
+            for regime, summary in took.regimes.items()
         ]
 
     def inspecting_rows(self) -> list[list[str]]:
@@ -202,15 +188,7 @@ CASE_HEADINGS = [
     "k faults",
     "usual/this (IQR)",
 ]
-CLAIM_HEADINGS = [
-    "rows in partition",
-    "system",
-    "p50 ms",
-    "p99 ms",
-    "p50 ms, steady",
-    "p99 ms, steady",
-    "claims",
-]
+CLAIM_HEADINGS = ["rows in partition", "system", "claims", "p50 ms", "p99 ms", "p99/p50", "times"]
 INSPECTING_HEADINGS = ["at 100,000 rows", "system", "p50 ms", "p99 ms", "times"]
 _FEW_BYTES = 64 << 10
 
@@ -264,68 +242,3 @@ def markdown_table(title: str, headings: Sequence[str], rows: Sequence[Sequence[
     lines = [f"### {title}", "", " | ".join(headings), " | ".join("---" for _ in headings)]
     lines += [" | ".join(cell or "-" for cell in row) for row in rows]
     return "\n".join(line if not line or line[0] == "#" else f"| {line} |" for line in lines) + "\n"
-
-
-def save_picture(session: Session, path: Path) -> None:
-    """Draw put + get for every case and system, and how claims grow."""
-    figure = Figure(figsize=(10, 4.2), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
-    bars, lines = figure.subplots(1, 2, width_ratios=[3, 2])
-    systems = [name for name in _COLORS if name in session.systems]
-    width = 0.8 / len(systems)
-    for place, system in enumerate(systems):
-        operation = Operation.PUT if system == "memcpy" else Operation.PUT_GET
-        present = [
-            (number, session.samples.summary(case.name, system, operation).value * 1e3)
-            for number, case in enumerate(session.cases)
-        ]
-        bars.bar(
-            [number + (place + 0.5) * width - 0.4 for number, _ in present],
-            [value for _, value in present],
-            width,
-            color=_COLORS[system],
-            label=system,
-        )
-    bars.set_xticks(
-        range(len(session.cases)),
-        [case.title.replace(" of ", "\n") for case in session.cases],
-        fontsize=8,
-    )
-    bars.set_yscale("log")
-    bars.set_title("put + get, ms", loc="left", fontsize=11)
-    bars.legend(
-        frameon=False,
-        fontsize=8,
-        ncols=6,
-        columnspacing=1,
-        loc="upper center",
-        bbox_to_anchor=(0.5, -0.14),
-    )
-    for system in (OURS, "raw"):
-        sizes = [
-            (growth.rows, found[system].turns)
-            for growth, found in session.claims
-            if system in found
-        ]
-        for style, points in (
-            ("o-", [(rows, summary.value) for rows, summary in sizes]),
-            ("o:", [(rows, summary.p99) for rows, summary in sizes]),
-        ):
-            lines.plot(
-                [rows for rows, _ in points],
-                [seconds * 1e3 for _, seconds in points],
-                style,
-                color=_COLORS[system],
-                label=f"{system}, {'p50' if style == 'o-' else 'p99'}",
-            )
-    lines.set_xscale("log")
-    lines.set_yscale("log")
-    lines.set_xlabel("rows in the partition")
-    lines.set_title("claim of 32, ms", loc="left", fontsize=11)
-    lines.legend(frameon=False, fontsize=8)
-    for axes in (bars, lines):
-        axes.grid(axis="y", color="#e5e7eb")
-        axes.set_axisbelow(True)
-        axes.spines[["top", "right"]].set_visible(False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)

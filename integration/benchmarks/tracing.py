@@ -27,17 +27,15 @@ import numpy as np
 import psutil
 import ray
 import torch
-from integration.benchmarks.harness import Summary
+from integration.benchmarks.garbage import freeze_garbage
 from integration.benchmarks.results_file import Entry
+from integration.benchmarks.summary import Summary
 from integration.benchmarks.tracing_collector import collector
-from integration.benchmarks.tracing_inside import Spent, take, watch
-from integration.benchmarks.worker import freeze_garbage
-from opentelemetry._logs import NoOpLoggerProvider
-from opentelemetry.metrics import NoOpMeterProvider
-from opentelemetry.trace import NoOpTracer
+from integration.benchmarks.tracing_inside import Spent
+from integration.benchmarks.tracing_switch import bare, switch, take, watch
 from tensordict import TensorDict
 
-from dataplane_core import DataPlaneClient, InMemoryDataPlaneClient, telemetry
+from dataplane_core import InMemoryDataPlaneClient, telemetry
 from grpo_trainer.config import TrainerConfig, load_config
 from grpo_trainer.inputs import RunInputs, read_inputs
 from grpo_trainer.policy import Policy
@@ -47,7 +45,7 @@ from grpo_trainer.run_actors import RunActors
 from grpo_trainer.step import GRPOStep, StepReport
 from grpo_trainer.training import initial_model
 from grpo_trainer.weight_sync import RefitWeightSync
-from observability import InstrumentedDataPlaneClient, ObservedClient, emit, lifecycle, meters
+from observability import InstrumentedDataPlaneClient, emit
 
 T = TypeVar("T")
 Mode = Literal["off", "off_again", "on", "verbose"]
@@ -61,7 +59,6 @@ _IDS = 512
 _REPETITIONS = 2_000
 _RESAMPLES = 4_000
 _INSIDE_STEPS, _QUICK_INSIDE_STEPS = 20, 1
-_SILENT = NoOpLoggerProvider()
 
 
 @dataclass(frozen=True)
@@ -129,7 +126,7 @@ class TracingCost:
         spans: by mode, of one step.
         events: by mode, of one step.
         micros: microseconds of a span, an event of 512 samples, and what a put and a get of an
-            instrumented client take longer.
+            instrumented client take longer; nothing in a quick run.
     """
 
     load: Load
@@ -239,8 +236,15 @@ class TracingCost:
         return found
 
 
-def measure_tracing(load: Load, *, full: bool) -> TracingCost:
-    """Run the rounds; starts and stops a Ray and a data plane of its own."""
+def measure_tracing(load: Load, tell: Callable[[str], None], *, full: bool) -> TracingCost:
+    """Run the rounds on the Ray that runs; starts and stops all else.
+
+    Args:
+        load: the step.
+        tell: called with what is done next.
+        full: all modes and the load's own number of rounds, or the least.
+    """
+    tell(f"starting the processes of a GRPO run: {load.title}")
     modes = _FULL_MODES if full else _QUICK_MODES
     with tempfile.TemporaryDirectory(prefix="bench-trace-") as folder, collector() as collecting:
         config = _config(load, Path(folder), collecting.endpoint)
@@ -252,6 +256,7 @@ def measure_tracing(load: Load, *, full: bool) -> TracingCost:
             actors = RunActors(config, model=model, tokenizer=inputs.tokenizer, reporting=reporting)
             stack.callback(actors.close)
             steps = Steps(config, inputs, actors, collecting.pid)
+            tell(f"tracing of a GRPO step: {load.title}")
             order = random.Random(_SEED)
             seconds: dict[Mode, list[float]] = defaultdict(list)
             cpu_seconds: dict[Mode, list[float]] = defaultdict(list)
@@ -270,7 +275,7 @@ def measure_tracing(load: Load, *, full: bool) -> TracingCost:
                 for mode in modes
                 if mode in ("on", "verbose")
             }
-            micros = _micros()
+            micros = _micros() if full else {}
         told = collecting.count()
     last = _WARM_UPS + rounds - 1
     reported: list[Mode] = [mode for mode in ("on", "verbose") if mode in modes]
@@ -332,12 +337,12 @@ class Steps:
         """Seconds of one step by the clock, and of CPU in all processes."""
         actors, config = self._actors, self._configs[mode]
         traced = not mode.startswith("off")
-        self._everywhere(partial(_switch, traced=traced))
-        _switch(self, traced=traced)
+        self._everywhere(partial(switch, traced=traced))
+        switch(self, traced=traced)
         stepper = SameStep(
             config,
             calls=actors.calls,
-            data_plane=actors.data_plane if traced else _bare(actors.data_plane),
+            data_plane=actors.data_plane if traced else bare(actors.data_plane),
             policy=Policy(actors.calls, actors.policy_workers, config.policy),
             weight_sync=Refit(actors.weight_sync),
             prompts=PromptStream(self._inputs.training, seed=1, shuffle=True),
@@ -351,7 +356,7 @@ class Steps:
 
     def inside(self, mode: Mode, round_number: int, count: int) -> dict[str, Spent]:
         """Means over ``count`` steps, by process."""
-        self._everywhere(_watch)
+        self._everywhere(watch)
         watch()
         names = [*self._actors.calls.names, "driver"]
         self._taken()
@@ -363,7 +368,7 @@ class Steps:
         }
 
     def _taken(self) -> list[Spent]:
-        return [*self._everywhere(_take), take()]
+        return [*self._everywhere(take), take()]
 
     def _everywhere(self, function: Callable[[Any], T]) -> list[T]:
         handles = self._actors.calls.handles
@@ -373,42 +378,6 @@ class Steps:
     def _cpu_seconds(self) -> float:
         times = [process.cpu_times() for process in self._processes if process.is_running()]
         return sum(found.user + found.system for found in times)
-
-
-_CLIENTS = ("_client", "_dp_client")
-_OBSERVED: dict[str, Any] = {}
-
-
-def _switch(actor: object, *, traced: bool) -> None:
-    """Give this process what a traced one has, or an untraced one.
-
-    Only the SDK's sleeping threads stay. The observed client is kept aside meanwhile.
-    """
-    if not _OBSERVED:
-        _OBSERVED["tracer"] = telemetry.tracer
-        _OBSERVED["loggers"] = lifecycle.get_logger_provider
-        _OBSERVED["meters"] = meters.get_meter_provider
-        _OBSERVED.update((name, getattr(actor, name)) for name in _CLIENTS if hasattr(actor, name))
-    telemetry.tracer = _OBSERVED["tracer"] if traced else NoOpTracer  # type: ignore[assignment]
-    lifecycle.get_logger_provider = _OBSERVED["loggers"] if traced else lambda: _SILENT
-    meters.get_meter_provider = _OBSERVED["meters"] if traced else NoOpMeterProvider
-    for name in _CLIENTS:
-        if name in _OBSERVED:
-            setattr(actor, name, _OBSERVED[name] if traced else _bare(_OBSERVED[name]))
-
-
-def _watch(_actor: object) -> None:
-    watch()
-
-
-def _take(_actor: object) -> Spent:
-    return take()
-
-
-def _bare(client: DataPlaneClient) -> DataPlaneClient:
-    while isinstance(client, ObservedClient):
-        client = client.inner
-    return client
 
 
 class Refit:
@@ -438,12 +407,13 @@ def _micros() -> dict[str, Summary]:
         with telemetry.span("bench", "overhead"):
             pass
 
-    _switch(object(), traced=True)
-    found = {
-        "span": _timed(span, _REPETITIONS),
-        "event_512": _timed(lambda: emit("put", "bench", ids, bytes=1), _REPETITIONS // 10),
-    }
-    with telemetry.step_context("bench", 0, 0), InMemoryDataPlaneClient() as inner:
+    switch(object(), traced=True)
+    step = telemetry.step_context("bench", 0, 0)
+    with step, telemetry.span("bench"), InMemoryDataPlaneClient() as inner:
+        found = {
+            "span": _timed(span, _REPETITIONS),
+            "event_512": _timed(lambda: emit("put", "bench", ids, bytes=1), _REPETITIONS // 10),
+        }
         outer = InstrumentedDataPlaneClient(inner)
         inner.register_partition("bench", ["x"], _IDS, [])
         for name, call in (

@@ -19,7 +19,9 @@ import opentelemetry.sdk._shared_internal as sdk_batches
 from opentelemetry.sdk.trace import Span, Tracer
 
 from dataplane_core import telemetry
-from observability import lifecycle, operations
+from observability import actors, lifecycle, operations
+from observability._setup_spans import LeanSpan, LeanTracer
+from observability.lane import Lane
 from observability.lifecycle import Lifecycle
 from observability.meters import Meters
 from observability.metrics import Account
@@ -32,7 +34,7 @@ class Spent:
 
     Attributes:
         inline_s: wall time of calls into tracing, in the threads that did the step's work.
-        export_s: CPU time of encoding and sending, in the background.
+        export_s: CPU time of the background: the lane, encoding and sending.
     """
 
     inline_s: float = 0.0
@@ -60,24 +62,18 @@ def watch() -> None:
     for owner, names in (
         (operations, ("_bytes_by_field", "_bytes_by_column")),
         (telemetry, ("extract", "inject")),
+        (actors, ("inject",)),
         (telemetry.context, ("attach", "detach")),
         (Tracer, ("start_span",)),
+        (LeanTracer, ("start_span",)),
         (Span, ("end", "set_attribute", "set_attributes")),
+        (LeanSpan, ("end", "set_attribute", "set_attributes")),
     ):
         for name in names:
             _time(owner, name)
     _time(lifecycle, "emit")
-    export = sdk_batches.BatchProcessor._export
-
-    @functools.wraps(export)
-    def exporting(*args: Any, **kwargs: Any) -> Any:
-        began = time.thread_time()
-        try:
-            return export(*args, **kwargs)
-        finally:
-            _spent.export_s += time.thread_time() - began
-
-    sdk_batches.BatchProcessor._export = exporting  # type: ignore[method-assign]
+    for owner, name in ((sdk_batches.BatchProcessor, "_export"), (Lane, "drain")):
+        _time_background(owner, name)
 
 
 def take() -> Spent:
@@ -87,8 +83,20 @@ def take() -> Spent:
     return taken
 
 
+def _time_background(owner: Any, name: str) -> None:
+    """Count the CPU time of calls of a function, but for those within another that is counted.
+
+    What the lane does is the work of functions that are counted inline elsewhere.
+    """
+    _count(owner, name, time.thread_time, "export_s")
+
+
 def _time(owner: Any, name: str) -> None:
-    """Count calls of a function, but for those within another that is counted."""
+    """Count how long calls of a function take, but for those within another that is counted."""
+    _count(owner, name, time.perf_counter, "inline_s")
+
+
+def _count(owner: Any, name: str, clock: Callable[[], float], to: str) -> None:
     function: Callable[..., Any] = getattr(owner, name)
 
     @functools.wraps(function)
@@ -96,11 +104,11 @@ def _time(owner: Any, name: str) -> None:
         if _watch.inside:
             return function(*args, **kwargs)
         _watch.inside = True
-        began = time.perf_counter()
+        began = clock()
         try:
             return function(*args, **kwargs)
         finally:
-            _spent.inline_s += time.perf_counter() - began
+            setattr(_spent, to, getattr(_spent, to) + clock() - began)
             _watch.inside = False
 
     setattr(owner, name, timed)

@@ -6,10 +6,9 @@ way of its answer counts.
 
 from __future__ import annotations
 
-import gc
 import resource
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any  # Any: what one system's put hands to its own get
 
@@ -24,7 +23,8 @@ from integration.benchmarks.cases import (
     Case,
     check_answer,
 )
-from integration.benchmarks.systems import TASKS, Operation, System
+from integration.benchmarks.garbage import freeze_garbage
+from integration.benchmarks.systems import TASKS, Operation, System, ours, usual  # noqa: F401
 
 _SLICES = 8
 
@@ -45,15 +45,16 @@ class Timed:
 
 
 class Worker:
-    """One process of the benchmark.
+    """One process of the benchmark. What its systems import is imported as it starts."""
 
-    Args:
-        connect: system name to what builds the system in this process.
-    """
-
-    def __init__(self, connect: Mapping[str, Callable[[], System]]) -> None:
-        self._systems: dict[str, Any] = {name: build() for name, build in connect.items()}
+    def __init__(self) -> None:
+        self._systems: dict[str, Any] = {}
         self._batch: Batch | None = None
+
+    def connect(self, systems: Mapping[str, Callable[[], System]]) -> dict[str, Any]:
+        """Build systems in this process; what each offers."""
+        self._systems = {name: build() for name, build in systems.items()}
+        return {name: system.operations for name, system in self._systems.items()}
 
     def prepare(self, case: Case) -> None:
         """Make the batch of a case, in every form that a system takes, before anything is timed."""
@@ -68,9 +69,11 @@ class Worker:
         """See `System.end`."""
         self._systems[system].end(partition)
 
-    def fill(self, system: str, partition: str, rows: int, field: str) -> None:
+    def fill(
+        self, system: str, partition: str, rows: int, field: str, tasks: Sequence[str]
+    ) -> None:
         """See `System.fill`."""
-        self._systems[system].fill(partition, rows, field)
+        self._systems[system].fill(partition, rows, field, tasks)
 
     def run(self, system: str, operation: Operation, partition: str, handle: Any) -> Timed:
         """Do one operation on the batch, with the clock around nothing else."""
@@ -111,15 +114,30 @@ class Worker:
         answer = target.get(batch, partition, names, slice(None), handle)
         check_answer(batch, names, answer, system=system)
 
-    def claims(self, system: str, partition: str, task: str, field: str, plan: list[int]) -> Any:
-        """Claim one batch after the other; the seconds of each, and how many samples in all."""
-        target = self._systems[system]
-        seconds, claimed = [], 0
+    def claims(
+        self, partitions: Mapping[str, str], task: str, field: str, plan: Sequence[int]
+    ) -> dict[str, tuple[list[float], int]]:
+        """Claim one batch after the other, each size of ``plan`` by every system in turn.
+
+        Args:
+            partitions: system name to where it claims.
+            task: that claims.
+            field: that it requires.
+            plan: sizes in order.
+
+        Returns:
+            System name to the seconds of each claim, and how many samples it claimed in all.
+        """
+        seconds: dict[str, list[float]] = {system: [] for system in partitions}
+        claimed = dict.fromkeys(partitions, 0)
         for count in plan:
-            started = time.perf_counter()
-            claimed += target.claim(partition, task, [field], count)
-            seconds.append(time.perf_counter() - started)
-        return seconds, claimed
+            for system, partition in partitions.items():
+                target = self._systems[system]
+                started = time.perf_counter()
+                got = target.claim(partition, task, [field], count)
+                seconds[system].append(time.perf_counter() - started)
+                claimed[system] += got
+        return {system: (seconds[system], claimed[system]) for system in partitions}
 
     def inspect(
         self, system: str, partition: str, field: str, times: int, until: int
@@ -154,10 +172,6 @@ class Worker:
             seconds.append(time.perf_counter() - started)
         return seconds
 
-    def operations(self, system: str) -> frozenset[Operation]:
-        """What the system offers."""
-        return self._systems[system].operations
-
     def fill_object_store(self, objects: int, size: int) -> list[Any]:
         """Write to memory of Ray's object store that this process never touched."""
         return [ray.put(np.zeros(size, dtype=np.uint8)) for _ in range(objects)]
@@ -175,6 +189,7 @@ class Worker:
         """Disconnect every system."""
         for system in self._systems.values():
             system.close()
+        self._systems = {}
 
     @property
     def batch(self) -> Batch:
@@ -186,14 +201,3 @@ class Worker:
 
 def _page_faults() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-
-
-def freeze_garbage(_actor: object = None) -> None:
-    """Exempt every living object of this process from garbage collection.
-
-    A full collection stops a process with torch and Ray for some 100 ms, and would hit one system
-    or the other by chance.
-    """
-    gc.unfreeze()
-    gc.collect()
-    gc.freeze()

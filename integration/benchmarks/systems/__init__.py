@@ -28,7 +28,7 @@ class Operation(StrEnum):
 
 
 STORE_OPERATIONS = frozenset(Operation) - {Operation.PUT_GET}
-TASKS = ("first", "second", "third", "fourth", "fifth", "sixth")
+TASKS = ("first", "second")
 
 
 class System(Protocol):
@@ -63,8 +63,8 @@ class System(Protocol):
     def end(self, partition: str) -> None:
         """Forget the partition; not timed."""
 
-    def fill(self, partition: str, rows: int, field: str) -> None:
-        """Make many rows with one small field claimable; not timed."""
+    def fill(self, partition: str, rows: int, field: str, tasks: Sequence[str]) -> None:
+        """Make many rows with one small field claimable by tasks; not timed."""
 
     def close(self) -> None:
         """Release what the system holds in this process."""
@@ -91,7 +91,7 @@ class Stateless:
     def end(self, partition: str) -> None:
         """Nothing to forget."""
 
-    def fill(self, partition: str, rows: int, field: str) -> None:
+    def fill(self, partition: str, rows: int, field: str, tasks: Sequence[str]) -> None:
         """Not offered."""
         raise NotImplementedError
 

@@ -78,9 +78,9 @@ class Ours:
             warnings.simplefilter("ignore", RuntimeWarning)  # nothing was left
             self._client.clear_samples(None, partition, force=True)
 
-    def fill(self, partition: str, rows: int, field: str) -> None:
+    def fill(self, partition: str, rows: int, field: str, tasks: Sequence[str]) -> None:
         """Put a dense column in chunks."""
-        self._client.register_partition(partition, [field], rows, list(TASKS))
+        self._client.register_partition(partition, [field], rows, list(tasks))
         for start in range(0, rows, _FILL_CHUNK):
             ids = [f"row-{row}" for row in range(start, min(start + _FILL_CHUNK, rows))]
             column = TensorDict({field: torch.ones(len(ids))}, batch_size=[len(ids)])

@@ -7,7 +7,7 @@ the namespace that our client uses. From there on everything is TransferQueue's 
 from __future__ import annotations
 
 import uuid
-from dataclasses import dataclass
+from functools import cached_property
 from importlib import resources
 from typing import Any  # Any: Ray handles and OmegaConf nodes have no static types
 
@@ -21,51 +21,51 @@ NAMESPACE = "benchmark_plain_queue"
 _BACKEND = "SimpleStorage"
 
 
-@dataclass(frozen=True)
 class PlainQueue:
-    """A running TransferQueue.
-
-    Attributes:
-        actors: its controller and its one storage unit.
-        config: what `connect` needs; it travels to other processes.
-    """
-
-    actors: list[Any]
-    config: Any
-
-    def stop(self) -> None:
-        """Kill the actors."""
-        for actor in self.actors:
-            ray.kill(actor)
-
-
-def start(cpus: float) -> PlainQueue:
-    """Start a controller and one storage unit of ``cpus`` CPUs each.
+    """A TransferQueue of a controller and one storage unit, which start in the background.
 
     Polling mode, because without it a claim of more than there is stops the controller for
     seconds; everything else is the default.
+
+    Args:
+        cpus: of each of the two.
     """
-    options = {"num_cpus": cpus, "namespace": NAMESPACE}
-    config = OmegaConf.load(resources.files("transfer_queue") / "config.yaml")
-    config = OmegaConf.merge(
-        OmegaConf.create({}, flags={"allow_objects": True}),
-        config,
-        {
-            "controller": {"polling_mode": True},
-            "backend": {_BACKEND: {"num_data_storage_units": 1}},
-        },
-    )
-    controller = TransferQueueController.options(name="Controller", **options).remote(
-        polling_mode=True
-    )
-    unit = SimpleStorageUnit.options(name="StorageUnit", **options).remote(
-        config={**config.backend[_BACKEND], "_run_id": uuid.uuid4().hex}
-    )
-    config.controller.zmq_info, unit_info = ray.get(
-        [controller.get_zmq_server_info.remote(), unit.get_zmq_server_info.remote()]
-    )
-    config.backend[_BACKEND].zmq_info = {"StorageUnit": unit_info}
-    return PlainQueue([controller, unit], config)
+
+    def __init__(self, cpus: float) -> None:
+        options = {"num_cpus": cpus, "namespace": NAMESPACE}
+        config = OmegaConf.load(resources.files("transfer_queue") / "config.yaml")
+        self._config = OmegaConf.merge(
+            OmegaConf.create({}, flags={"allow_objects": True}),
+            config,
+            {
+                "controller": {"polling_mode": True},
+                "backend": {_BACKEND: {"num_data_storage_units": 1}},
+            },
+        )
+        self._controller = TransferQueueController.options(name="Controller", **options).remote(
+            polling_mode=True
+        )
+        self._unit = SimpleStorageUnit.options(name="StorageUnit", **options).remote(
+            config={**self._config.backend[_BACKEND], "_run_id": uuid.uuid4().hex}
+        )
+
+    @cached_property
+    def config(self) -> Any:
+        """What `connect` needs, in whichever process; waits until both actors run."""
+        controller_info, unit_info = ray.get(
+            [
+                self._controller.get_zmq_server_info.remote(),
+                self._unit.get_zmq_server_info.remote(),
+            ]
+        )
+        self._config.controller.zmq_info = controller_info
+        self._config.backend[_BACKEND].zmq_info = {"StorageUnit": unit_info}
+        return self._config
+
+    def stop(self) -> None:
+        """Kill the actors."""
+        for actor in (self._controller, self._unit):
+            ray.kill(actor)
 
 
 def connect(config: Any) -> TransferQueueClient:

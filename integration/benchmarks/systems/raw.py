@@ -49,7 +49,7 @@ class Raw:
         """Drop the partition."""
         self._client.clear_partition(partition)
 
-    def fill(self, partition: str, rows: int, field: str) -> None:
+    def fill(self, partition: str, rows: int, field: str, tasks: Sequence[str]) -> None:
         """Tell the controller of rows that no storage unit has; a claim does not look there."""
         meta = self._client.get_meta([field], rows, partition, mode="insert")
         schema = {

@@ -1,0 +1,56 @@
+"""The tables of a whole run, for people."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from integration.benchmarks.admin_ingest import INGEST_HEADINGS, IngestResult
+from integration.benchmarks.admin_pages import PAGES_HEADINGS, PagesResult
+from integration.benchmarks.admin_soak import SOAK_HEADINGS, SoakResult
+from integration.benchmarks.refit import REFIT_HEADINGS, STAGE_HEADINGS, RefitResult
+from integration.benchmarks.report import (
+    CASE_HEADINGS,
+    CLAIM_HEADINGS,
+    INSPECTING_HEADINGS,
+    Session,
+)
+from integration.benchmarks.tracing import INSIDE_HEADINGS, TRACING_HEADINGS, TracingCost
+
+Table = tuple[str, list[str], list[list[str]]]
+"""Title, headings, rows."""
+
+
+def tables(
+    sessions: Sequence[Session],
+    costs: Sequence[TracingCost],
+    refits: Sequence[RefitResult],
+    admin: tuple[IngestResult, PagesResult, SoakResult | None],
+) -> Iterator[Table]:
+    """In the order of the docs; those without rows are left out."""
+    for table in _all(sessions, costs, refits, admin):
+        if table[2]:
+            yield table
+
+
+def _all(
+    sessions: Sequence[Session],
+    costs: Sequence[TracingCost],
+    refits: Sequence[RefitResult],
+    admin: tuple[IngestResult, PagesResult, SoakResult | None],
+) -> Iterator[Table]:
+    for session in sessions:
+        for case in session.cases:
+            yield f"{case.title}{session.note}", CASE_HEADINGS, session.case_rows(case)
+        yield f"Claim of 32{session.note}", CLAIM_HEADINGS, session.claim_rows()
+        yield "Inspector", INSPECTING_HEADINGS, session.inspecting_rows()
+    for refit in refits:
+        yield refit.title, REFIT_HEADINGS, refit.rows()
+        yield refit.title, STAGE_HEADINGS, refit.stage_rows()
+    for cost in costs:
+        title = f"Tracing of a GRPO step: {cost.load.title}"
+        yield title, TRACING_HEADINGS, cost.rows()
+        yield title, INSIDE_HEADINGS, cost.inside_rows()
+    ingest, pages, soak = admin
+    yield "Admin service: spans taken in", INGEST_HEADINGS, ingest.rows()
+    yield "Admin service: pages and answers", PAGES_HEADINGS, pages.rows()
+    yield "Admin service: an hour", SOAK_HEADINGS, [] if soak is None else soak.rows()
