@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import tempfile
+import threading
 import time
+from concurrent import futures
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
@@ -58,6 +61,21 @@ def first_put(client):
     assert client.get_samples(["a", "b"], "train", ["x"])["x"].sum() == 8.0
 
 
+def put_that_transfer_queue_is_not_told_of(client, monkeypatch):
+    """The next put would tell of its deadline, but for something worse."""
+
+    asked = threading.Event()
+
+    async def never(*arguments):
+        asked.set()
+        await asyncio.Event().wait()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(client._engine.client.storage_manager, "notify_data_update", never)
+        client.put_samples(["late"], "train", batch(1, 0.0))
+        assert asked.wait(10)
+
+
 def assert_unavailable(client):
     """Every operation, all at once, says so soon."""
     started = time.monotonic()
@@ -81,14 +99,19 @@ def start_ray():
         ray.shutdown()
 
 
-def test_a_client_of_a_ray_that_ended_says_so_and_a_new_one_works_beside_it(start_ray):
+def test_a_client_of_a_ray_that_ended_says_so_and_a_new_one_works_beside_it(
+    start_ray, monkeypatch
+):
     start_ray()
     before = TQDataPlaneClient(CONFIG)
     first_put(before)
+    put_that_transfer_queue_is_not_told_of(before, monkeypatch)
     ray.shutdown()
     assert_unavailable(before)
     assert not ray.is_initialized()
     start_ray()
+    _, late = futures.wait(before._entries._waiting, timeout=20)
+    assert not late
     assert_unavailable(before)
     after = TQDataPlaneClient(CONFIG)
     first_put(after)

@@ -67,7 +67,11 @@ class Entries:
                     self._waiting.popleft()
                 elif len(self._waiting) < _MOST_WAITING:
                     return
-            self._engine.wait(what, oldest, cancel=False)
+            try:
+                self._engine.wait(what, oldest, cancel=False)
+            except DeadlineExceededError:
+                self._engine.check_alive(what)  # the dead do not answer either
+                raise
 
     def add(
         self,
