@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import secrets
 from typing import Literal
 
-from grpo_trainer.sections import ControlAccessSection, PositiveFloat, PositiveInt, Section
-from refit_mx import ControlAccess, ControlClient
+from grpo_trainer.errors import WorkerError
+from grpo_trainer.sections import (
+    ControlAccessSection,
+    PositiveFloat,
+    PositiveInt,
+    RefitSection,
+    Section,
+)
+from refit_mx import ControlAccess, ControlClient, RefitError, VersionNotFoundError
 
 
 class RefitSettings(Section):
@@ -58,3 +66,23 @@ def connect(address: str, access: ControlAccessSection) -> ControlClient:
         token_file=None if access.token_file is None else str(access.token_file),
         token_env=access.token_env,
     ).connect(address)
+
+
+def check_control(config: RefitSection) -> None:
+    """See that the control plane of a refit server answers and takes what is brought to it.
+
+    A run that has one of its own has nothing to check.
+
+    Raises:
+        WorkerError: it does not, or what is to be brought cannot be read.
+    """
+    if config.control is None:
+        return
+    nobodys = f"asked-by-the-driver-{secrets.token_hex(4)}"
+    try:
+        with connect(config.control, config.control_access) as control:
+            control.get_version(nobodys)
+    except VersionNotFoundError:
+        return
+    except RefitError as error:
+        raise WorkerError(f"refit: {error}") from error

@@ -53,8 +53,10 @@ def train(
         DataPlaneError: the data plane failed.
     """
     from grpo_trainer.inputs import read_inputs
+    from grpo_trainer.refit_settings import check_control
 
     inputs = read_inputs(config)
+    check_control(config.refit)
     folder = create_run_folder(config)
 
     from grpo_trainer.training import run_steps
@@ -84,8 +86,10 @@ def resume(folder: Path, *, display: RunDisplay | None = None) -> RunResult:
         return RunResult(folder, state.history)
 
     from grpo_trainer.inputs import read_inputs
+    from grpo_trainer.refit_settings import check_control
 
     inputs = read_inputs(config)
+    check_control(config.refit)
 
     from grpo_trainer.training import run_steps
 
