@@ -49,7 +49,7 @@ admin: sync ## Open the admin service beside a live demo run; prints its address
 .PHONY: test
 test: sync ## Run every test of every package, service and integration
 	$(BIN)/pytest -n 2 --dist loadfile --durations=20 --ignore=services/admin $(patsubst %,--ignore=%,$(NIXL_TESTS))
-	$(BIN)/pytest -n 2 --dist loadfile --durations=10 $(NIXL_TESTS)
+	$(BIN)/pytest -n 4 --dist loadfile --durations=10 $(NIXL_TESTS)
 	$(BIN)/pytest --durations=10 services/admin
 
 .PHONY: lint

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 import xxhash
@@ -18,7 +20,8 @@ from refit_mx.tensor_types import Box
 def staged(state, wire_dtype=None, threads=2):
     layout = lay_out(local_shards(state), wire_dtype)
     arena = torch.full((layout.nbytes,), 0xAB, dtype=torch.uint8)
-    digests = stage(layout, arena, threads=threads, deadline=Deadline(30, "staging"))
+    with ThreadPoolExecutor(threads) as pool:
+        digests = stage(layout, arena, threads=pool, deadline=Deadline(30, "staging"))
     return layout, arena, digests
 
 
@@ -138,8 +141,12 @@ def test_staging_ends_at_its_deadline():
     deadline = Deadline(1e-9, "staging")
     while deadline.left_s:
         pass
-    with pytest.raises(RefitTimeoutError, match="copying shards"):
-        stage(layout, torch.zeros(layout.nbytes, dtype=torch.uint8), threads=1, deadline=deadline)
+    arena = torch.zeros(layout.nbytes, dtype=torch.uint8)
+    with (
+        ThreadPoolExecutor(1) as pool,
+        pytest.raises(RefitTimeoutError, match="copying shards"),
+    ):
+        stage(layout, arena, threads=pool, deadline=deadline)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

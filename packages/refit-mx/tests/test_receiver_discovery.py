@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from refit_fixtures import MODEL, World, a_world
@@ -43,6 +46,21 @@ def ranks(world):
     publishers = [world.publisher(slot) for slot in SLOTS]
     world.publish(publishers, "v1", 1)
     return publishers
+
+
+def test_threads_that_are_busy_at_first_are_waited_for(world, ranks, monkeypatch):
+    listed = threading.Event()
+    list_shards = world.control.list_shards
+
+    def listing(version_id):
+        found = list_shards(version_id)
+        listed.set()
+        return found
+
+    monkeypatch.setattr(world.control, "list_shards", listing)
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(listed.wait, 10)
+        assert len(discover(world, threads=pool).manifests) == 4
 
 
 def workers(found: SourceSet) -> list[str]:

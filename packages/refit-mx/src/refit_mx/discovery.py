@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, nullcontext
+from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import numpy as np
 
 from refit_mx.bounded_control import PATIENCE_S, patiently
-from refit_mx.control.client import ControlClient
+from refit_mx.control.client import ControlClient, VersionInfo
 from refit_mx.control.records import Shard
 from refit_mx.deadline import Deadline
 from refit_mx.errors import (
@@ -29,10 +29,12 @@ from refit_mx.layout import TargetTPLayout
 from refit_mx.manifest import Manifest, Registry, Scalar
 from refit_mx.manifest_service import ManifestClient
 from refit_mx.plan.shards import ShardTable
+from refit_mx.side_by_side import each, settle
 from refit_mx.tensor_types import Box
 
 _MOST_NAMED = 5
-_MOST_AT_ONCE = 16
+MOST_AT_ONCE = 16
+"""Calls to publishers."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,7 @@ def discover_v2_sources_for_slice(
     exclude: Collection[str] = (),
     source_timeout_s: float = 5.0,
     manifests: ManifestClient | None = None,
+    threads: Executor | None = None,
     control_patience_s: float = PATIENCE_S,
 ) -> SourceSet:
     """The live sources of a version, or of one slice of one of its tensors.
@@ -88,6 +91,7 @@ def discover_v2_sources_for_slice(
         exclude: worker ids not to ask.
         source_timeout_s: for one source; one that has stopped costs no more.
         manifests: connections to publishers that are used again; None for new ones.
+        threads: that ask; None for new ones.
         control_patience_s: for a control plane that cannot be reached.
 
     Raises:
@@ -102,43 +106,37 @@ def discover_v2_sources_for_slice(
         raise RefitConfigError("discover_v2_sources_for_slice: a layout needs a tensor")
     if compile_target_filter is not None and not compile_target_filter:
         raise RefitConfigError("compile_target_filter is empty; expected a compile target, or None")
-    version, shards = patiently(
-        control,
-        lambda client: (client.get_version(version_id), client.list_shards(version_id)),
-        deadline=deadline,
-        patience_s=control_patience_s,
-    )
+    with ExitStack() as stack:
+        if manifests is None:
+            manifests = ManifestClient()
+            stack.callback(manifests.close)
+        if threads is None:
+            threads = stack.enter_context(
+                ThreadPoolExecutor(MOST_AT_ONCE, thread_name_prefix="refit-discovery")
+            )
+        version, shards = _described(control, version_id, deadline, control_patience_s, threads)
+        asked = [shard for shard in shards if shard.worker_id not in exclude]
+
+        def ask(shard: Shard) -> Manifest | str:
+            try:
+                return _manifest_of(
+                    shard,
+                    version.model_name,
+                    deadline=deadline,
+                    most_s=source_timeout_s,
+                    manifests=manifests,
+                )
+            except (SourceLostError, ProtocolError) as error:
+                return str(error)
+
+        answers = each(threads, ask, asked)
+    answered = [answer for answer in answers if isinstance(answer, Manifest)]
     left_out = {
         shard.worker_id: "left out by the caller" for shard in shards if shard.worker_id in exclude
     }
-    asked = [shard for shard in shards if shard.worker_id not in exclude]
-
-    def ask(shard: Shard) -> Manifest | str:
-        try:
-            return _manifest_of(
-                shard,
-                version.model_name,
-                deadline=deadline,
-                most_s=source_timeout_s,
-                manifests=asking,
-            )
-        except (SourceLostError, ProtocolError) as error:
-            return str(error)
-
-    answered: list[Manifest] = []
-    asking = manifests or ManifestClient()
-    if asked:
-        with (
-            closing(asking) if manifests is None else nullcontext(),
-            ThreadPoolExecutor(
-                min(_MOST_AT_ONCE, len(asked)), thread_name_prefix="refit-discovery"
-            ) as pool,
-        ):
-            for shard, answer in zip(asked, pool.map(ask, asked), strict=True):
-                if isinstance(answer, Manifest):
-                    answered.append(answer)
-                else:
-                    left_out[shard.worker_id] = answer
+    for shard, answer in zip(asked, answers, strict=True):
+        if isinstance(answer, str):
+            left_out[shard.worker_id] = answer
     deadline.check("asking sources for their manifests")
     if not answered:
         raise SourceLostError(
@@ -154,6 +152,26 @@ def discover_v2_sources_for_slice(
     covered = {manifest.source_slot_id for manifest in fitting}
     missing = tuple(slot for slot in version.expected_source_slots if slot not in covered)
     return SourceSet(version_id, tuple(ordered), left_out, missing, fitting[0].registry)
+
+
+def _described(
+    control: ControlClient,
+    version_id: str,
+    deadline: Deadline,
+    patience_s: float,
+    threads: Executor,
+) -> tuple[VersionInfo, list[Shard]]:
+    """A version and its shards, asked for at once."""
+
+    def ask(client: ControlClient) -> tuple[VersionInfo, list[Shard]]:
+        version = threads.submit(client.get_version, version_id)
+        try:
+            shards = client.list_shards(version_id)
+            return version.result(), shards
+        finally:
+            settle([version])
+
+    return patiently(control, ask, deadline=deadline, patience_s=patience_s)
 
 
 def _manifest_of(

@@ -11,6 +11,7 @@ import secrets
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import TracebackType
@@ -143,6 +144,10 @@ class MxV2TrainingPublisher:
                 control = ControlClient(control, rpc_timeout_s=self._settings.rpc_timeout_s)
                 stack.callback(control.close)
             self._control = control
+            self._threads = ThreadPoolExecutor(
+                self._settings.copy_threads, thread_name_prefix="refit-staging"
+            )
+            stack.callback(self._threads.shutdown)
             self._nixl = _nixl_source() if _wants_nixl(transports) else None
             if self._nixl is not None:
                 stack.callback(self._nixl.close)
@@ -339,9 +344,7 @@ class MxV2TrainingPublisher:
     def _stage(self, version_id: str, layout: StagingLayout, deadline: Deadline) -> _Held:
         with self._arenas.take(layout.nbytes, deadline=deadline) as lease:
             with phase("stage", version_id, self._on_phase):
-                digests = stage(
-                    layout, lease.memory, threads=self._settings.copy_threads, deadline=deadline
-                )
+                digests = stage(layout, lease.memory, threads=self._threads, deadline=deadline)
             with phase("serve", version_id, self._on_phase):
                 manifest, digest = self._serve(version_id, layout, lease.arena, b"".join(digests))
             lease.hold(version_id)

@@ -14,7 +14,7 @@ import torch
 from refit_mx.control.client import ControlClient
 from refit_mx.control.leases import VersionLease
 from refit_mx.deadline import Deadline
-from refit_mx.discovery import SourceSet, discover_v2_sources_for_slice
+from refit_mx.discovery import MOST_AT_ONCE, SourceSet, discover_v2_sources_for_slice
 from refit_mx.errors import (
     DigestMismatchError,
     LayoutError,
@@ -33,13 +33,13 @@ from refit_mx.reads import ReadTable
 from refit_mx.received import RefitStats
 from refit_mx.scratch import Scratch, ScratchPool
 from refit_mx.settings import ReceiverSettings
+from refit_mx.side_by_side import each, settle
 from refit_mx.source_client import SourceClient
 from refit_mx.spans import OnPhase, phase, tell_bytes
 from refit_mx.transports.base import Fetch, Transport
 from refit_mx.transports.tcp import TcpTransport
 from refit_mx.verify import RowChecks, Verifier, row_checks
 
-_ASK_AT_ONCE = 8
 _VERIFY_THREADS = 2
 _PROBE_S = 1.0
 
@@ -107,6 +107,8 @@ class Receiving:
         self._most_scratch_bytes = most_scratch_bytes
         self._planned: _Planned | None = None
         self._manifests = ManifestClient(settings.most_manifest_bytes)
+        self._asking = ThreadPoolExecutor(MOST_AT_ONCE, thread_name_prefix="refit-asking")
+        self._verifying = ThreadPoolExecutor(_VERIFY_THREADS, thread_name_prefix="refit-verify")
         self._transports: dict[str, Transport] = {}
         self._pools: dict[str, ScratchPool] = {}
         self._given = None if isinstance(transport, str) else transport
@@ -156,6 +158,7 @@ class Receiving:
                 exclude=exclude,
                 source_timeout_s=self._settings.manifest_timeout_s,
                 manifests=self._manifests,
+                threads=self._asking,
                 control_patience_s=self._settings.control_patience_s,
             )
             span.set_attribute("refit.sources", len(sources.manifests))
@@ -199,6 +202,8 @@ class Receiving:
                 self._transports[name].close()
         self._pools.clear()
         self._transports.clear()
+        self._asking.shutdown()
+        self._verifying.shutdown()
         self._manifests.close()
 
     def _plan(
@@ -275,52 +280,50 @@ class Receiving:
         ]
         started = time.monotonic()
         beside = plan.nbytes >= self._settings.verify_beside_bytes
-        with ThreadPoolExecutor(_VERIFY_THREADS, thread_name_prefix="refit-verify") as threads:
-            checking: list[Future[None]] = []
+        checking: list[Future[None]] = []
 
-            def on_done(fetch: int, first: int, stop: int) -> None:
-                if not beside:
-                    return
-                busy = sum(not future.done() for future in checking[-_VERIFY_THREADS:])
-                if busy and scratch.memory.device.type == "cpu":
-                    # No processor is free for the threads, and here the bytes are still in a cache.
-                    verifier.check_rows(fetch, first, stop)
-                else:
-                    checking.append(threads.submit(verifier.check_rows, fetch, first, stop))
+        def on_done(fetch: int, first: int, stop: int) -> None:
+            if not beside:
+                return
+            busy = sum(not future.done() for future in checking[-_VERIFY_THREADS:])
+            if busy and scratch.memory.device.type == "cpu":
+                # No processor is free for the threads, and here the bytes are still in a cache.
+                verifier.check_rows(fetch, first, stop)
+            else:
+                checking.append(self._verifying.submit(verifier.check_rows, fetch, first, stop))
 
-            try:
-                with phase("transfer", stats.version_id, self._on_phase) as span:
-                    done = transport.fetch(
-                        fetches, scratch.memory, deadline=fetch_deadline, on_done=on_done
-                    )
-                    tell_bytes(span, done.nbytes, done.seconds)
-                    span.set_attribute("refit.transport", transport.name)
-                    span.set_attribute("refit.sources", len(used))
-                stats.seconds["fetch"] += time.monotonic() - started
-                stats.nbytes = done.nbytes
-                started = time.monotonic()
-                finished, waiting = wait(checking, timeout=deadline.left_s or 0.001)
-                if waiting:
-                    raise deadline.error("verifying what has arrived")
-                for future in finished:
-                    future.result()
-                stats.seconds["verify"] += time.monotonic() - started
-            except RefitTimeoutError as error:
-                stopped = tuple(
-                    manifest.worker_id
-                    for manifest in used
-                    if deadline.left_s and not _is_answering(manifest, deadline)
+        try:
+            with phase("transfer", stats.version_id, self._on_phase) as span:
+                done = transport.fetch(
+                    fetches, scratch.memory, deadline=fetch_deadline, on_done=on_done
                 )
-                if not stopped:
-                    raise
-                raise SourceLostError(
-                    f"version {stats.version_id}: {len(stopped)} of {len(used)} sources do not "
-                    f"answer: {', '.join(stopped[:5])}; {error}",
-                    stopped,
-                ) from error
-            finally:
-                for future in checking:
-                    future.cancel()
+                tell_bytes(span, done.nbytes, done.seconds)
+                span.set_attribute("refit.transport", transport.name)
+                span.set_attribute("refit.sources", len(used))
+            stats.seconds["fetch"] += time.monotonic() - started
+            stats.nbytes = done.nbytes
+            started = time.monotonic()
+            finished, waiting = wait(checking, timeout=deadline.left_s or 0.001)
+            if waiting:
+                raise deadline.error("verifying what has arrived")
+            for future in finished:
+                future.result()
+            stats.seconds["verify"] += time.monotonic() - started
+        except RefitTimeoutError as error:
+            stopped = tuple(
+                manifest.worker_id
+                for manifest in used
+                if deadline.left_s and not _is_answering(manifest, deadline)
+            )
+            if not stopped:
+                raise
+            raise SourceLostError(
+                f"version {stats.version_id}: {len(stopped)} of {len(used)} sources do not "
+                f"answer: {', '.join(stopped[:5])}; {error}",
+                stopped,
+            ) from error
+        finally:
+            settle(checking)
         if not beside:
             started = time.monotonic()
             for fetch, (_, reads) in enumerate(plan.fetches):
@@ -343,7 +346,9 @@ class Receiving:
             allowed = min(limit, deadline.check("verifying"))
             asking = Deadline(allowed, f"digests of version {stats.version_id}")
 
-            def check(fetch: int, source: Manifest) -> int:
+            def check(fetch: int) -> int:
+                source = used[fetch]
+
                 def ask(rest: ReadTable) -> bytes:
                     client = SourceClient(
                         source, connect_timeout_s=self._settings.connect_timeout_s
@@ -358,15 +363,8 @@ class Receiving:
                         raise
                     raise SourceLostError(str(error), (source.worker_id,)) from None
 
-            with ThreadPoolExecutor(_ASK_AT_ONCE, thread_name_prefix="refit-digests") as threads:
-                futures = [
-                    threads.submit(check, fetch, manifest) for fetch, manifest in enumerate(used)
-                ]
-                try:
-                    stats.asked_bytes = sum(future.result() for future in futures)
-                finally:
-                    for future in futures:
-                        future.cancel()
+            unsure = [fetch for fetch in range(len(used)) if verifier.has_rest(fetch)]
+            stats.asked_bytes = sum(each(self._asking, check, unsure))
             lease.check()
             span.set_attribute("refit.bytes", plan.nbytes)
         stats.seconds["verify"] += time.monotonic() - started

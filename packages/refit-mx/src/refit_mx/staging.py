@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,6 +15,7 @@ from refit_mx.digests import block_digests
 from refit_mx.errors import RefitConfigError
 from refit_mx.manifest import BLOCK_BYTES, ShardColumns, TensorTable
 from refit_mx.shard_sources import LocalShard, dtype_name
+from refit_mx.side_by_side import each
 from refit_mx.tensor_types import ITEM_SIZES, Box
 
 ALIGNMENT = 256
@@ -121,7 +122,7 @@ def _wire_dtype(shard: LocalShard, wire_dtype: WireDtype) -> str:
 
 
 def stage(
-    layout: StagingLayout, arena: torch.Tensor, *, threads: int, deadline: Deadline
+    layout: StagingLayout, arena: torch.Tensor, *, threads: Executor, deadline: Deadline
 ) -> list[bytes]:
     """Copy every shard, cast to its wire dtype, and take its digests.
 
@@ -146,11 +147,11 @@ def stage(
             done.append(copy_shard(layout, row, arena))
         return done
 
-    with ThreadPoolExecutor(threads, thread_name_prefix="refit-staging") as pool:
-        # Copies on a CUDA device are ordered by the current stream, which is a thread's own.
-        on_cpu = all(shard.tensor.device.type == "cpu" for shard in layout.shards)
-        run = pool.map if on_cpu and arena.device.type == "cpu" else map
-        return [digests for part in run(work, _jobs(layout.sizes)) for digests in part]
+    jobs = _jobs(layout.sizes)
+    # Copies on a CUDA device are ordered by the current stream, which is a thread's own.
+    on_cpu = all(shard.tensor.device.type == "cpu" for shard in layout.shards)
+    parts = each(threads, work, jobs) if on_cpu and arena.device.type == "cpu" else map(work, jobs)
+    return [digests for part in parts for digests in part]
 
 
 def _jobs(sizes: Sequence[int]) -> list[range]:

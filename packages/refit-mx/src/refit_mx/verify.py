@@ -201,6 +201,10 @@ class Verifier:
                 )
                 yield view.contiguous().cpu().numpy().reshape(-1).data
 
+    def has_rest(self, fetch: int) -> bool:
+        """Whether `check_rest` has something to ask for."""
+        return len(self._checks[fetch].rest) > 0
+
     def check_rest(self, fetch: int, ask: Callable[[ReadTable], bytes]) -> int:
         """Check what a source has to be asked for. All of the fetch has arrived.
 
