@@ -99,9 +99,7 @@ def start_ray():
         ray.shutdown()
 
 
-def test_a_client_of_a_ray_that_ended_says_so_and_a_new_one_works_beside_it(
-    start_ray, monkeypatch
-):
+def test_a_client_of_a_ray_that_ended_says_so_and_a_new_one_works_beside_it(start_ray, monkeypatch):
     start_ray()
     before = TQDataPlaneClient(CONFIG)
     first_put(before)
