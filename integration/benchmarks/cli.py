@@ -67,7 +67,7 @@ def benchmarks(
     parts.begin("starting Ray")
     with cluster.ray_cluster(full=full):
         sessions = run_sessions(parts, backend=backend, full=full)
-        loads = (LARGER, DEMO) if full else (LARGER,)
+        loads = (DEMO, LARGER) if full else (DEMO,)
         costs = [measure_tracing(load, parts.begin, full=full) for load in loads]
     refits = measure_refit(parts.begin, full=full)
     parts.begin("writing the results")

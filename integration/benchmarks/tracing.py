@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import statistics
 import tempfile
 import time
 from collections import defaultdict
@@ -69,20 +70,24 @@ class Load:
         title: what it is.
         name: begins the names of its results.
         rounds: of a full run.
+        in_a_row: steps of one mode, one after the other, in each of these. What is told of them
+            is sent every five seconds; in single steps others would pay a part of that.
         overrides: of the demo's configuration.
     """
 
     title: str
     name: str
     rounds: int
+    in_a_row: int
     overrides: tuple[str, ...] = ()
 
 
-DEMO = Load("the demo's step", "trace.demo_step", 60)
+DEMO = Load("the demo's step", "trace.step", 40, 6)
 LARGER = Load(
     "the same with a larger model",
-    "trace.step",
-    50,
+    "trace.larger_step",
+    25,
+    4,
     (
         "policy.model.hidden_size=192",
         "policy.model.head_dim=48",
@@ -108,7 +113,7 @@ TRACING_HEADINGS = [
     "more CPU, % (IQR)",
     "spans",
     "events",
-    "steps",
+    "rounds",
 ]
 
 
@@ -120,9 +125,9 @@ class TracingCost:
         load: the step.
         inside: by mode and process, the mean of what tracing code took of a step; see `Spent`.
         inside_steps: of which it is the mean.
-        seconds: by mode, of each round's step.
-        cpu_seconds: by mode, of all processes of each round's step, the driver's included and the
-            collector's not.
+        seconds: by mode, of each round's steps, their mean.
+        cpu_seconds: by mode, of all processes in each round's steps, their mean; the driver's
+            included and the collector's not.
         spans: by mode, of one step.
         events: by mode, of one step.
         micros: microseconds of a span, an event of 512 samples, and what a put and a get of an
@@ -139,7 +144,7 @@ class TracingCost:
     micros: dict[str, Summary]
 
     def overhead(self, mode: Mode) -> list[float]:
-        """Percent by which each step takes longer than the untraced ones of its round."""
+        """Percent by which the steps of each round take longer than its untraced ones."""
         return _percent(self.seconds, mode)
 
     def cpu_overhead(self, mode: Mode) -> list[float]:
@@ -214,7 +219,7 @@ class TracingCost:
             ):
                 name = f"{own}{suffix}_inside_{what}"
                 found.append(Entry(name, value, unit, None, 0.0, self.inside_steps))
-        if self.load is not LARGER:
+        if self.load is not DEMO:
             return found
         for mode in self.spans:
             suffix = "" if mode == "on" else f"_{mode}"
@@ -262,22 +267,25 @@ def measure_tracing(load: Load, tell: Callable[[str], None], *, full: bool) -> T
             cpu_seconds: dict[Mode, list[float]] = defaultdict(list)
             rounds = load.rounds if full else QUICK_ROUNDS
             inside_steps = _INSIDE_STEPS if full else _QUICK_INSIDE_STEPS
+            in_a_row = load.in_a_row if full else 1
             for number in range(_WARM_UPS + rounds):
                 if number == _WARM_UPS:
                     steps.settle()
                 for mode in order.sample(modes, len(modes)):
-                    took, used = steps.run(mode, number)
+                    first = number * in_a_row
+                    ran = [steps.run(mode, first + more) for more in range(in_a_row)]
                     if number >= _WARM_UPS:
-                        seconds[mode].append(took)
-                        cpu_seconds[mode].append(used)
+                        seconds[mode].append(statistics.mean(took for took, _ in ran))
+                        cpu_seconds[mode].append(statistics.mean(used for _, used in ran))
+            done = (_WARM_UPS + rounds) * in_a_row
             inside = {
-                mode: steps.inside(mode, _WARM_UPS + rounds, inside_steps)
+                mode: steps.inside(mode, done, inside_steps)
                 for mode in modes
                 if mode in ("on", "verbose")
             }
             micros = _micros() if full else {}
         told = collecting.count()
-    last = _WARM_UPS + rounds - 1
+    last = done - 1
     reported: list[Mode] = [mode for mode in ("on", "verbose") if mode in modes]
     return TracingCost(
         load,

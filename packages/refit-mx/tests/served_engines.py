@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from stand_in_model import TinyConfig, TinyForCausalLM, checkpoint
 from stand_in_vllm import digest_of
+from vllm_servers import StandIn
 
 from refit_mx.control.client import ControlClient
 from refit_mx.control.embedded import EmbeddedControlServer
@@ -55,6 +59,22 @@ class Trainer:
             publisher.close()
         self.control.close()
         self.server.close()
+
+
+@contextmanager
+def served(transport) -> Iterator[tuple[Trainer, list[StandIn], dict[str, object]]]:
+    """A trainer, two servers of two ranks and of one, and the options of their engines."""
+    trainer = Trainer(transport)
+    servers = [StandIn("--backend", "mx", "--tp", str(tp)) for tp in TP]
+    info = {"control_address": trainer.server.address, "transport": transport, "timeout_s": 60}
+    try:
+        for server in servers:
+            server.ready()
+        yield trainer, servers, info
+    finally:
+        for server in servers:
+            server.kill()
+        trainer.close()
 
 
 def digests(seed, tp):

@@ -6,8 +6,8 @@ import time
 
 import httpx
 import pytest
-from served_engines import TP, Trainer, assert_serve, digests, fleet_of
-from vllm_servers import PATIENCE_S, StandIn
+from served_engines import assert_serve, digests, fleet_of, served
+from vllm_servers import PATIENCE_S
 
 from refit_mx.errors import FleetError
 
@@ -20,18 +20,9 @@ START_S = 30.0
 
 @pytest.fixture(scope="module")
 def whole():
-    """A trainer, two servers of two ranks and of one, and the options of their engines."""
-    trainer = Trainer("tcp")
-    servers = [StandIn("--backend", "mx", "--tp", str(tp)) for tp in TP]
-    info = {"control_address": trainer.server.address, "transport": "tcp", "timeout_s": 60}
-    try:
-        for server in servers:
-            server.ready()
-        yield trainer, servers, info
-    finally:
-        for server in servers:
-            server.kill()
-        trainer.close()
+    """See `served`."""
+    with served("tcp") as made:
+        yield made
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from served_engines import CONFIG, TP, Trainer, assert_serve, digests, fleet_of
+from served_engines import CONFIG, Trainer, assert_serve, digests, fleet_of, served
 from stand_in_model import checkpoint, dense_forward
 from vllm_servers import StandIn
 
@@ -21,27 +21,14 @@ TRANSPORTS = ["tcp", "nixl"]
 
 @pytest.fixture(scope="module", params=TRANSPORTS)
 def whole(request):
-    """A trainer, two servers of two ranks and of one, and the options of their engines."""
+    """See `served`."""
     if request.param == "nixl":
         from refit_mx.transports.nixl import nixl_available
 
         if (why := nixl_available()) is not None:
             pytest.skip(f"needs the package nixl-cu12: {why}")
-    trainer = Trainer(request.param)
-    servers = [StandIn("--backend", "mx", "--tp", str(tp)) for tp in TP]
-    info = {
-        "control_address": trainer.server.address,
-        "transport": request.param,
-        "timeout_s": 60,
-    }
-    try:
-        for server in servers:
-            server.ready()
-        yield trainer, servers, info
-    finally:
-        for server in servers:
-            server.kill()
-        trainer.close()
+    with served(request.param) as made:
+        yield made
 
 
 @pytest.fixture(scope="module")

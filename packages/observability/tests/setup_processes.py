@@ -1,0 +1,145 @@
+"""Programs that set telemetry up, each a process of its own, and collectors that misbehave."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+DEADLINE_S = 60.0
+
+
+PREAMBLE = """
+import json, os, signal, sys, threading, time
+import structlog
+structlog.configure(
+    processors=[structlog.processors.add_log_level, structlog.processors.JSONRenderer()],
+    logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+)
+from opentelemetry import baggage, context, metrics, trace
+from opentelemetry._logs import get_logger
+from observability.setup import setup
+ENDPOINT = sys.argv[1]
+def tell(**facts):
+    print(json.dumps(facts), flush=True)
+def spans(number):
+    for _ in range(number):
+        trace.get_tracer("test").start_span("work").end()
+"""
+
+
+@dataclass
+class Ran:
+    """What a script did."""
+
+    code: int
+    told: list[dict[str, Any]]
+    warnings: list[dict[str, Any]]
+    noise: list[str] = field(default_factory=list)
+
+    @property
+    def troubles(self) -> list[str]:
+        return [each["trouble"] for each in self.warnings if each["event"] == "telemetry_trouble"]
+
+
+def started(script: str, endpoint: str = "", **variables: str) -> subprocess.Popen[str]:
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith("OTEL_")}
+    return subprocess.Popen(
+        [sys.executable, "-c", PREAMBLE + script, endpoint],
+        env=inherited | variables,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def ended(process: subprocess.Popen[str]) -> Ran:
+    try:
+        out, err = process.communicate(timeout=DEADLINE_S)
+    finally:
+        process.kill()
+    ran = Ran(process.returncode, [json.loads(line) for line in out.splitlines()], [])
+    for line in err.splitlines():
+        if line.startswith("{"):
+            ran.warnings.append(json.loads(line))
+        else:
+            ran.noise.append(line)
+    return ran
+
+
+def run(script: str, endpoint: str = "", **variables: str) -> Ran:
+    ran = ended(started(script, endpoint, **variables))
+    assert ran.noise == []
+    return ran
+
+
+class Collector:
+    """An HTTP server that answers as it is told."""
+
+    def __init__(self, answer: Callable[[BaseHTTPRequestHandler], None]) -> None:
+        self.requests: list[tuple[str, dict[str, str]]] = []
+        collector = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                collector.requests.append((self.path, dict(self.headers)))
+                self.rfile.read(int(self.headers["Content-Length"]))
+                answer(self)
+
+            def log_message(self, *args: object) -> None: ...
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server.daemon_threads = True
+        self.endpoint = f"http://127.0.0.1:{self._server.server_port}"
+        threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True).start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+@contextmanager
+def collector(answer: Callable[[BaseHTTPRequestHandler], None]) -> Iterator[Collector]:
+    made = Collector(answer)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def status(code: int, body: bytes = b"", **headers: str) -> Callable[[Any], None]:
+    def answer(handler: BaseHTTPRequestHandler) -> None:
+        handler.send_response(code)
+        for name, value in headers.items():
+            handler.send_header(name, value)
+        handler.send_header("Content-Length", str(len(body)))
+        handler.end_headers()
+        handler.wfile.write(body)
+
+    return answer
+
+
+@contextmanager
+def hanging() -> Iterator[Collector]:
+    """A collector that takes a request and does not answer before the test is over."""
+    over = threading.Event()
+    with collector(lambda handler: over.wait(DEADLINE_S) and None) as made:
+        yield made
+        over.set()
+
+
+def balanced(counts: dict[str, dict[str, int]]) -> bool:
+    """After shutdown: made = exported + dropped."""
+    return all(
+        each["made"] == each["exported"] + each["dropped"]
+        and each["dropped"] == each["queue_full"] + each["export_failed"] + each["shutdown"]
+        and each["pending"] == 0
+        for each in counts.values()
+    )

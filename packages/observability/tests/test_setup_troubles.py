@@ -1,0 +1,240 @@
+"""What is wrong with a collector costs a warning and what was meant for it, never the run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from setup_processes import Ran, balanced, collector, hanging, run, status
+
+from observability.receiver import Receiver
+
+# Several batches of each signal, so that a warning per batch would show.
+TROUBLE = """
+telemetry = setup("svc", endpoint=ENDPOINT, export_interval_s=0.05, shutdown_timeout_s=5.0)
+for _ in range(3):
+    spans(40)
+    get_logger("test").emit(event_name="dataplane.put", body=["a"])
+    telemetry.flush(1.0)
+begin = time.monotonic()
+telemetry.shutdown()
+tell(seconds=time.monotonic() - begin, counts=telemetry.counts())
+"""
+
+
+def troubled(endpoint: str) -> Ran:
+    ran = run(TROUBLE, endpoint, OTEL_BSP_MAX_EXPORT_BATCH_SIZE="10")
+    assert ran.code == 0
+    assert balanced(ran.told[0]["counts"])
+    assert (ran.told[0]["counts"]["spans"]["made"]) == 120
+    assert ran.told[0]["seconds"] < 6
+    return ran
+
+
+@pytest.mark.parametrize(
+    ("answer", "trouble"),
+    [
+        (status(400), "collector answered 400"),
+        (status(404, b"<html>" * 100_000), "collector answered 404"),
+        (status(503), "collector answered 503"),
+        (status(429, **{"Retry-After": "3600"}), "collector answered 429"),
+        (status(302, Location="http://127.0.0.1:9/login"), "collector answered 302"),
+        (lambda handler: handler.connection.close(), "collector is unreachable"),
+        (lambda handler: handler.wfile.write(b"SSH-2.0 hello\r\n"), "collector is unreachable"),
+    ],
+    ids=["400", "404", "503", "429", "redirect", "hangs up", "speaks something else"],
+)
+def test_a_collector_that_refuses_costs_one_warning_and_what_was_meant_for_it(
+    answer: Callable[[Any], None], trouble: str
+) -> None:
+    with collector(answer) as made:
+        ran = troubled(made.endpoint)
+    assert ran.troubles == [trouble]
+    assert all(each["exported"] == 0 for each in ran.told[0]["counts"].values())
+    assert [each["event"] for each in ran.warnings][-1] == "telemetry_dropped"
+
+
+def test_a_collector_that_is_down_costs_one_warning_without_its_password() -> None:
+    ran = troubled("http://user:secret@127.0.0.1:9")
+    assert ran.troubles == ["collector is unreachable"]
+    assert "secret" not in json.dumps(ran.warnings)
+
+
+def test_a_collector_that_hangs_costs_one_warning_and_bounded_time() -> None:
+    with hanging() as made:
+        ran = run(
+            TROUBLE.replace("flush(1.0)", "flush(0.1)"),
+            made.endpoint,
+            OTEL_EXPORTER_OTLP_TIMEOUT="0.5",
+        )
+    assert ran.troubles == ["collector timed out"]
+    assert ran.told[0]["seconds"] < 3
+    assert balanced(ran.told[0]["counts"])
+
+
+@pytest.mark.parametrize(
+    "endpoint",
+    [
+        "not a url",
+        "http://[::1",
+        "http://127.0.0.1:99999",
+        "http://127.0.0.1:0",
+        "ftp://127.0.0.1:4318",
+        "http://",
+        "http://user:secret@[bad",
+        "http://user:secret/secret@bad",
+        "http://" + "a" * 300 + ":4318",
+    ],
+)
+def test_an_endpoint_that_is_none_costs_one_warning(endpoint: str) -> None:
+    ran = troubled(endpoint)
+    assert len(ran.troubles) == 1
+    assert "secret" not in json.dumps(ran.warnings)
+    assert all(each["exported"] == 0 for each in ran.told[0]["counts"].values())
+
+
+def test_an_endpoint_the_sdk_chokes_on_costs_one_warning_per_kind_and_no_run() -> None:
+    ran = run(
+        "telemetry = setup('svc', endpoint='http://[::1'); spans(3); tell(ok=telemetry.flush())",
+        OTEL_PYTHON_SDK_INTERNAL_METRICS_ENABLED="true",
+    )
+    assert ran.told == [{"ok": True}]
+    assert ran.troubles == ["invalid endpoint", "exporter not made: ValueError"]
+
+
+def test_an_answer_of_garbage_with_status_200_counts_as_exported() -> None:
+    with collector(status(200, b"\xff" * 1000)) as made:
+        ran = troubled(made.endpoint)
+    assert ran.warnings == []
+    assert ran.told[0]["counts"]["spans"]["exported"] == 120
+
+
+def test_what_a_collector_rejects_of_a_batch_is_dropped_and_told() -> None:
+    rejected = bytes([0x0A, 0x02, 0x08, 3])  # partial_success { rejected_spans: 3 }
+    with collector(status(200, rejected)) as made:
+        ran = run(
+            """
+telemetry = setup("svc", endpoint=ENDPOINT)
+spans(5)
+telemetry.shutdown()
+tell(**telemetry.counts()["spans"])
+""",
+            made.endpoint,
+            OTEL_METRICS_EXPORTER="none",
+        )
+    assert (ran.told[0]["exported"], ran.told[0]["export_failed"]) == (2, 3)
+    assert ran.troubles == ["collector rejected a part"]
+
+
+def test_what_does_not_fit_the_queue_is_dropped_counted_exactly_and_told_once() -> None:
+    with hanging() as made:
+        ran = run(
+            """
+telemetry = setup("svc", endpoint=ENDPOINT)
+pending = []
+for _ in range(100):
+    spans(1)
+    get_logger("test").emit(event_name="dataplane.put", body=[])
+    pending.append(max(each["pending"] for each in telemetry.counts().values()))
+telemetry.shutdown(0.2)
+tell(most=max(pending), counts=telemetry.counts())
+""",
+            made.endpoint,
+            OTEL_BSP_MAX_QUEUE_SIZE="10",
+            OTEL_BSP_MAX_EXPORT_BATCH_SIZE="5",
+            OTEL_BLRP_MAX_QUEUE_SIZE="7",
+            OTEL_METRICS_EXPORTER="none",
+        )
+    assert ran.told[0]["most"] == 10
+    spans, events = (ran.told[0]["counts"][each] for each in ("spans", "events"))
+    assert (spans["made"], spans["queue_full"], spans["shutdown"]) == (100, 90, 10)
+    assert (events["made"], events["queue_full"], events["shutdown"]) == (100, 93, 7)
+    assert ran.troubles == ["queue full", "shutdown ran out of time"]
+    assert ran.warnings[-1]["event"] == "telemetry_dropped"
+    assert ran.warnings[-1]["spans"]["dropped"] == 100
+
+
+def test_flush_and_shutdown_keep_to_their_time_from_many_threads() -> None:
+    with hanging() as made:
+        ran = run(
+            """
+telemetry = setup("svc", endpoint=ENDPOINT)
+spans(600)
+answers = []
+def impatient():
+    begin = time.monotonic()
+    flushed = telemetry.flush(0.3)
+    middle = time.monotonic()
+    telemetry.shutdown(0.3)
+    answers.append((flushed, middle - begin, time.monotonic() - middle))
+threads = [threading.Thread(target=impatient) for _ in range(8)]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+telemetry.shutdown()
+tell(answers=answers, flushed=telemetry.flush(0.0), counts=telemetry.counts())
+""",
+            made.endpoint,
+        )
+    assert all(
+        not flushed and first < 2 and second < 2
+        for flushed, first, second in ran.told[0]["answers"]
+    )
+    assert balanced(ran.told[0]["counts"])
+    assert not ran.told[0]["flushed"]  # some was given up
+
+
+def test_impatient_flushes_do_not_pile_up_threads() -> None:
+    with hanging() as made:
+        ran = run(
+            """
+telemetry = setup("svc", endpoint=ENDPOINT, shutdown_timeout_s=0.2)
+before = threading.active_count()
+spans(10)
+flushed = [telemetry.flush(0.01) for _ in range(50)]
+tell(flushed=any(flushed), more=threading.active_count() - before)
+""",
+            made.endpoint,
+        )
+    assert not ran.told[0]["flushed"]
+    assert ran.told[0]["more"] <= 3  # one per signal
+
+
+def test_what_is_lost_is_a_metric_by_signal_and_reason() -> None:
+    ran = run(
+        """
+import urllib.request
+telemetry = setup("svc", endpoint=ENDPOINT, prometheus_port=0, export_interval_s=3600)
+host, port = telemetry.prometheus_address
+def lost():
+    page = urllib.request.urlopen(f"http://{host}:{port}/metrics").read().decode()
+    return [line for line in page.splitlines() if line.startswith("dataplane_telemetry_dropped")]
+before = lost()
+with trace.get_tracer("test").start_as_current_span("lost"):
+    pass
+telemetry.flush(10)
+tell(before=before, after=lost())
+""",
+        "http://127.0.0.1:9",
+    )
+    assert ran.told[0]["before"] == []
+    [line] = ran.told[0]["after"]
+    assert 'dataplane_reason="export_failed"' in line
+    assert 'dataplane_signal="spans"' in line
+    assert line.endswith(" 1.0")
+
+
+def test_what_the_sdk_logs_per_item_is_told_once(receiver: Receiver) -> None:
+    ran = run(
+        """
+setup("svc", endpoint=ENDPOINT)
+span = trace.get_tracer("test").start_span("work")
+for _ in range(50):
+    span.set_attribute("tensor", object())
+span.end()
+""",
+        receiver.endpoint,
+    )
+    assert len(ran.troubles) == 1
+    assert len(receiver.snapshot().spans) == 1
