@@ -20,7 +20,7 @@ endif
 unexport PYTHONDONTWRITEBYTECODE
 
 # They load NIXL into the test's own process, others Yuanrong; the two end a process that holds both.
-# Besides they wait more than they work, so that four lanes do not get into each other's way.
+# Besides they wait more than they work, so that three lanes do not get into each other's way.
 NIXL_TESTS := packages/refit-mx services/refit-server
 
 .PHONY: help
@@ -50,7 +50,7 @@ admin: sync ## Open the admin service beside a live demo run; prints its address
 .PHONY: test
 test: sync ## Run every test of every package, service and integration
 	$(BIN)/pytest -n 2 --dist loadfile --durations=20 --ignore=services/admin $(patsubst %,--ignore=%,$(NIXL_TESTS))
-	$(BIN)/pytest -n 4 --dist loadfile --durations=10 $(NIXL_TESTS)
+	$(BIN)/pytest -n 3 --dist loadfile --durations=10 $(NIXL_TESTS)
 	$(BIN)/pytest -n 2 --dist loadfile --durations=10 services/admin
 
 .PHONY: lint
