@@ -70,8 +70,9 @@ class Load:
         title: what it is.
         name: begins the names of its results.
         rounds: of a full run.
-        in_a_row: steps of one mode, one after the other, in each of these. What is told of them
-            is sent every five seconds; in single steps others would pay a part of that.
+        in_a_row: steps of one mode, one after the other, in each of these.
+        lead_in: as many more come before them and do not count. What is told is sent every five
+            seconds, so that else the steps of one mode would pay for those of another.
         overrides: of the demo's configuration.
     """
 
@@ -79,14 +80,16 @@ class Load:
     name: str
     rounds: int
     in_a_row: int
+    lead_in: int
     overrides: tuple[str, ...] = ()
 
 
-DEMO = Load("the demo's step", "trace.step", 40, 6)
+DEMO = Load("the demo's step", "trace.step", 24, 8, 8)
 LARGER = Load(
     "the same with a larger model",
     "trace.larger_step",
-    25,
+    16,
+    4,
     4,
     (
         "policy.model.hidden_size=192",
@@ -267,13 +270,14 @@ def measure_tracing(load: Load, tell: Callable[[str], None], *, full: bool) -> T
             cpu_seconds: dict[Mode, list[float]] = defaultdict(list)
             rounds = load.rounds if full else QUICK_ROUNDS
             inside_steps = _INSIDE_STEPS if full else _QUICK_INSIDE_STEPS
-            in_a_row = load.in_a_row if full else 1
+            lead_in = load.lead_in if full else 0
+            in_a_row = lead_in + load.in_a_row if full else 1
             for number in range(_WARM_UPS + rounds):
                 if number == _WARM_UPS:
                     steps.settle()
                 for mode in order.sample(modes, len(modes)):
                     first = number * in_a_row
-                    ran = [steps.run(mode, first + more) for more in range(in_a_row)]
+                    ran = [steps.run(mode, first + more) for more in range(in_a_row)][lead_in:]
                     if number >= _WARM_UPS:
                         seconds[mode].append(statistics.mean(took for took, _ in ran))
                         cpu_seconds[mode].append(statistics.mean(used for _, used in ran))

@@ -76,7 +76,7 @@ def ended(process: subprocess.Popen[str]) -> Ran:
 
 def run(script: str, endpoint: str = "", **variables: str) -> Ran:
     ran = ended(started(script, endpoint, **variables))
-    assert ran.noise == []
+    assert ran.noise == [], ran.noise
     return ran
 
 

@@ -20,6 +20,7 @@ from refit_mx.control.records import Shard
 from refit_mx.deadline import Deadline
 from refit_mx.errors import (
     CompileTargetError,
+    ControlError,
     LayoutError,
     ProtocolError,
     RefitConfigError,
@@ -168,6 +169,9 @@ def _described(
         try:
             shards = client.list_shards(version_id)
             return version.result(), shards
+        except ControlError:
+            version.result()  # that there is no such version says more
+            raise
         finally:
             settle([version])
 

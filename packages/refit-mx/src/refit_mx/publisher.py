@@ -250,7 +250,7 @@ class MxV2TrainingPublisher:
     def close(self) -> None:
         """Say STALE, stop serving and free the memory. May be called again.
 
-        Receivers that are reading lose this source.
+        Receivers that are reading lose this source. Not while another thread publishes.
         """
         if self._closed:
             return

@@ -265,7 +265,10 @@ class MxV2RefitReceiver:
         return stats
 
     def close(self) -> None:
-        """Say STALE, disconnect, and give the memory back. May be called again."""
+        """Say STALE, disconnect, and give the memory back. May be called again.
+
+        Not while another thread receives.
+        """
         if self._closed:
             return
         self._closed = True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import time
 from typing import Literal
 
 from grpo_trainer.errors import WorkerError
@@ -13,7 +14,17 @@ from grpo_trainer.sections import (
     RefitSection,
     Section,
 )
-from refit_mx import ControlAccess, ControlClient, RefitError, VersionNotFoundError
+from refit_mx import (
+    ControlAccess,
+    ControlClient,
+    ControlUnavailableError,
+    RefitError,
+    VersionNotFoundError,
+)
+
+PATIENCE_S = 5.0
+"""For a control plane that is started beside the run, or again."""
+_PAUSE_S = 0.2
 
 
 class RefitSettings(Section):
@@ -71,18 +82,23 @@ def connect(address: str, access: ControlAccessSection) -> ControlClient:
 def check_control(config: RefitSection) -> None:
     """See that the control plane of a refit server answers and takes what is brought to it.
 
-    A run that has one of its own has nothing to check.
+    One that is not there yet is waited for, `PATIENCE_S`. A run that has one of its own has nothing
+    to check.
 
     Raises:
         WorkerError: it does not, or what is to be brought cannot be read.
     """
     if config.control is None:
         return
-    nobodys = f"asked-by-the-driver-{secrets.token_hex(4)}"
-    try:
-        with connect(config.control, config.control_access) as control:
-            control.get_version(nobodys)
-    except VersionNotFoundError:
-        return
-    except RefitError as error:
-        raise WorkerError(f"refit: {error}") from error
+    until = time.monotonic() + PATIENCE_S
+    while True:
+        try:
+            with connect(config.control, config.control_access) as control:
+                control.get_version(f"asked-by-the-driver-{secrets.token_hex(4)}")
+        except VersionNotFoundError:
+            return
+        except RefitError as error:
+            away = isinstance(error, ControlUnavailableError)
+            if not away or time.monotonic() >= until:
+                raise WorkerError(f"refit: {error}") from error
+        time.sleep(_PAUSE_S)
