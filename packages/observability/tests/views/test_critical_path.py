@@ -52,6 +52,16 @@ def test_the_path_does_not_depend_on_the_order_of_arrival(records):
     ]
 
 
+def test_of_twins_the_path_takes_the_same_whatever_order_they_came_in():
+    tell = Teller()
+    root = tell.span("root", DRIVER, 0, 2)
+    tell.span("twin", ROLLOUT, 0, 2, root)
+    parted = tell.span("twin", ROLLOUT, 0, 2, root)
+    tell.span("part", ROLLOUT, 1, 2, parted)
+    backwards = type(tell.records)(spans=tell.records.spans[::-1])
+    assert told(tell.records) == told(backwards)
+
+
 def test_gaps_between_children_belong_to_the_parent():
     tell = Teller()
     root = tell.span("root", DRIVER, 0, 10)

@@ -66,7 +66,17 @@ def _backwards(step: Step, part: Segment) -> list[tuple[Segment, bool]]:
         for child in step.children(part.span.span_id)
     ]
     # Of children that were cut to the same end, the one that really ended last held up the parent.
-    inside.sort(key=lambda one: (one.end_ns, one.span.end_ns, -one.start_ns), reverse=True)
+    # Of those that are alike in all that, any one, but the same one whatever order they came in.
+    inside.sort(
+        key=lambda one: (
+            one.end_ns,
+            one.span.end_ns,
+            -one.start_ns,
+            -one.span.start_ns,
+            one.span.span_id,
+        ),
+        reverse=True,
+    )
     found: list[tuple[Segment, bool]] = []
     moment = part.end_ns
     for child in inside:
