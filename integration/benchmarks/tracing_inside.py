@@ -9,6 +9,7 @@ calls in a tight loop take a fifth of the time.
 from __future__ import annotations
 
 import functools
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -72,6 +73,9 @@ def watch() -> None:
         for name in names:
             _time(owner, name)
     _time(lifecycle, "emit")
+    worker = sys.modules.get("grpo_trainer.policy_worker")
+    if worker is not None:
+        _time(worker, "trained")
     for owner, name in ((sdk_batches.BatchProcessor, "_export"), (Lane, "drain")):
         _time_background(owner, name)
 

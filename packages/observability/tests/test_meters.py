@@ -126,6 +126,19 @@ def test_staleness_is_the_difference_of_versions_of_each_sample(client, told):
     assert (point.count, point.sum, point.min, point.max) == (2, 4, 1, 3)
 
 
+def test_staleness_of_very_many_samples_is_told_in_proportion(client, told):
+    ids = [f"s{number}" for number in range(4000)]
+    for version, some in ((3, ids[:1000]), (5, ids[1000:3999]), (2, ids[3999:])):
+        with step_context("run", version, version):
+            client.put_samples(some, "train_7", batch(len(some)))
+    claimed = client.claim_meta("train_7", "train", ["x"], 4000, blocking=False)
+    with step_context("run", 6, 6):
+        trained(client, claimed, field="x")
+    _, [(_, point)] = told()["rl.staleness"]
+    assert point.count == 8 + 24 + 1  # a quarter is 3 versions old, one sample 4, the others 1
+    assert point.sum == 8 * 3 + 24 * 1 + 4
+
+
 def test_labels_of_partitions_stay_few():
     classes = PartitionClasses()
     assert {classes.of(f"step_{number}") for number in range(1000)} == {"step_#"}

@@ -25,7 +25,7 @@ from opentelemetry.trace import (
 )
 
 from observability._setup_baggage import BaggageProcessor
-from observability._setup_spans import LeanSpan, LeanTracerProvider, ReadableSpanExporter
+from observability._setup_spans import LeanSpan, LeanTracerProvider, LeanSpanExporter
 
 PARENT = SpanContext(
     7, 8, is_remote=True, trace_flags=TraceFlags(3), trace_state=TraceState([("a", "b")])
@@ -39,7 +39,7 @@ class Both:
     def __init__(self, sampler: Sampler | None = None) -> None:
         self.exporter = InMemorySpanExporter()
         sdk = TracerProvider(sampler=sampler, resource=Resource({"service.name": "svc"}))
-        processor = SimpleSpanProcessor(ReadableSpanExporter(self.exporter))
+        processor = SimpleSpanProcessor(LeanSpanExporter(self.exporter))
         sdk.add_span_processor(BaggageProcessor())
         sdk.add_span_processor(processor)
         self.sdk = sdk.get_tracer("test", "1", attributes={"x": 1})

@@ -1,9 +1,9 @@
-"""Spans that are kept as plain values and become the SDK's where they are exported.
+"""Spans that are kept as plain values and are encoded where they are exported.
 
 Between the work of a step nothing is in the processor's caches, and what a span costs is the code
 that it passes through. The SDK's passes through much: locks, limits, cleaned attributes, baggage.
-All of that is done here in the thread that exports. What only a few spans need, a root's sampling
-for example, is left to the SDK at once.
+Of that only the baggage is read here, in the thread that exports. What only a few spans need, a
+root's sampling or an exception for example, is left to the SDK.
 """
 
 from __future__ import annotations
@@ -20,6 +20,11 @@ from opentelemetry import context as otel_context
 from opentelemetry import trace
 from opentelemetry.attributes import BoundedAttributes
 from opentelemetry.context import Context
+from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.proto.trace.v1.trace_pb2 import ScopeSpans, SpanFlags
+from opentelemetry.proto.trace.v1.trace_pb2 import Span as SpanMessage
+from opentelemetry.proto.trace.v1.trace_pb2 import Status as StatusMessage
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import (
     Event,
@@ -33,16 +38,43 @@ from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.sampling import ParentBased
 from opentelemetry.sdk.util import BoundedList
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
-from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode, TraceFlags
+from opentelemetry.trace import (
+    Link,
+    SpanContext,
+    SpanKind,
+    Status,
+    StatusCode,
+    TraceFlags,
+    TraceState,
+)
 from opentelemetry.util.types import Attributes, AttributeValue
 
 from observability._setup_baggage import carried
+from observability._setup_encoding import (
+    Unusual,
+    attribute_bytes,
+    resource_message,
+    scope_message,
+    sender_of,
+)
 
 logger = logging.getLogger("opentelemetry.sdk.trace")  # as the SDK, which `Troubles` listens to
 
 _PLAIN = frozenset({str, int, float, bool})
 _LISTS = frozenset({list, tuple})
 _UNSET = Status(StatusCode.UNSET)
+_KINDS = {
+    SpanKind.INTERNAL: SpanMessage.SPAN_KIND_INTERNAL,
+    SpanKind.SERVER: SpanMessage.SPAN_KIND_SERVER,
+    SpanKind.CLIENT: SpanMessage.SPAN_KIND_CLIENT,
+    SpanKind.PRODUCER: SpanMessage.SPAN_KIND_PRODUCER,
+    SpanKind.CONSUMER: SpanMessage.SPAN_KIND_CONSUMER,
+}
+_CODES = {
+    StatusCode.UNSET: StatusMessage.STATUS_CODE_UNSET,
+    StatusCode.OK: StatusMessage.STATUS_CODE_OK,
+    StatusCode.ERROR: StatusMessage.STATUS_CODE_ERROR,
+}
 _KNOWN_FLAGS = TraceFlags.SAMPLED | TraceFlags.RANDOM_TRACE_ID
 
 
@@ -208,6 +240,55 @@ class LeanSpan(trace.Span):
             instrumentation_scope=tracer.scope,
         )
 
+    def message(self) -> SpanMessage:
+        """OTLP's form of it.
+
+        Raises:
+            Unusual: it has what only the SDK encodes; see `readable`.
+            ValueError: as `attribute_bytes`.
+        """
+        limits = self._tracer.limits
+        attributes = {**carried(self._started_in), **self._attributes}
+        if (
+            self._events
+            or limits.max_span_attribute_length is not None
+            or _beyond(len(attributes), limits.max_span_attributes)
+            or _beyond(len(self._links), limits.max_links)
+        ):
+            raise Unusual("it has events, or too much of something")
+        own, parent, status = self.context, self._parent, self._status
+        message = SpanMessage(
+            trace_id=own.trace_id.to_bytes(16, "big"),
+            span_id=own.span_id.to_bytes(8, "big"),
+            parent_span_id=parent.span_id.to_bytes(8, "big"),
+            name=self._name,
+            kind=_KINDS[self._kind],
+            start_time_unix_nano=self._start_ns,
+            end_time_unix_nano=self._end_ns or 0,
+            flags=_remote_flags(parent),
+        )
+        if own.trace_state:
+            message.trace_state = _listed(own.trace_state)
+        if status is not _UNSET:
+            message.status.CopyFrom(
+                StatusMessage(code=_CODES[status.status_code], message=status.description or "")
+            )
+        for link in self._links:
+            if link.attributes:
+                raise Unusual("a link has attributes")
+            message.links.add(
+                trace_id=link.context.trace_id.to_bytes(16, "big"),
+                span_id=link.context.span_id.to_bytes(8, "big"),
+                flags=_remote_flags(link.context),
+            )
+        message.MergeFromString(attribute_bytes(SpanMessage, attributes))
+        return message
+
+    @property
+    def tracer(self) -> LeanTracer:
+        """What started it."""
+        return self._tracer
+
     def _ended(self, what: str) -> bool:
         if self._end_ns is None:
             return False
@@ -253,6 +334,8 @@ class LeanTracer(trace.Tracer):
         self.resource = resource
         self.limits = limits
         self.scope = scope
+        self.resource_message = resource_message(resource)
+        self.scope_message = scope_message(scope)
         self._sdk = sdk
 
     def start_span(
@@ -344,18 +427,69 @@ class LeanTracerProvider(trace.TracerProvider):
         )
 
 
-class ReadableSpanExporter(SpanExporter):
-    """Makes lean spans readable on their way to ``exporter``."""
+class LeanSpanExporter(SpanExporter):
+    """Encodes lean spans, lets the SDK encode the others, and sends them in one request.
+
+    Args:
+        exporter: sends. One that takes no encoded request gets all spans in the SDK's form.
+    """
 
     def __init__(self, exporter: SpanExporter) -> None:
         self._exporter = exporter
+        self._send = sender_of(exporter)
 
     def export(self, spans: Sequence[ReadableSpan | LeanSpan]) -> SpanExportResult:
         """Export them."""
-        return self._exporter.export(
-            [span.readable() if isinstance(span, LeanSpan) else span for span in spans]
-        )
+        if self._send is None:
+            return self._exporter.export([_readable(span) for span in spans])
+        sent = self._send(_request(spans).SerializeToString())
+        return SpanExportResult.SUCCESS if sent else SpanExportResult.FAILURE
 
     def shutdown(self) -> None:
         """Shut the exporter down."""
         self._exporter.shutdown()
+
+
+def _readable(span: ReadableSpan | LeanSpan) -> ReadableSpan:
+    return span.readable() if isinstance(span, LeanSpan) else span
+
+
+def _request(spans: Sequence[ReadableSpan | LeanSpan]) -> ExportTraceServiceRequest:
+    by_tracer: dict[LeanTracer, list[SpanMessage]] = {}
+    others: list[ReadableSpan] = []
+    for span in spans:
+        try:
+            if not isinstance(span, LeanSpan):
+                raise Unusual("it is the SDK's own")
+            by_tracer.setdefault(span.tracer, []).append(span.message())
+        except (Unusual, ValueError, TypeError):
+            others.append(_readable(span))
+    request = encode_spans(others) if others else ExportTraceServiceRequest()
+    for tracer, messages in by_tracer.items():
+        if not messages:
+            continue
+        request.resource_spans.add(
+            resource=tracer.resource_message,
+            schema_url=tracer.resource.schema_url,
+            scope_spans=[
+                ScopeSpans(
+                    scope=tracer.scope_message,
+                    schema_url=tracer.scope.schema_url or "",
+                    spans=messages,
+                )
+            ],
+        )
+    return request
+
+
+def _beyond(found: int, limit: int | None) -> bool:
+    return limit is not None and found > limit
+
+
+def _remote_flags(context: SpanContext) -> int:
+    known = SpanFlags.SPAN_FLAGS_CONTEXT_HAS_IS_REMOTE_MASK
+    return known | SpanFlags.SPAN_FLAGS_CONTEXT_IS_REMOTE_MASK if context.is_remote else known
+
+
+def _listed(state: TraceState) -> str:
+    return ",".join(f"{key}={value}" for key, value in state.items())

@@ -20,6 +20,7 @@ from types import FrameType, TracebackType
 from typing import Any  # Any: prometheus_client's server has no public type
 
 import structlog
+from opentelemetry._logs import LoggerProvider as AnyLoggerProvider
 from opentelemetry.exporter.otlp.proto.http._log_exporter import OTLPLogExporter
 from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -43,6 +44,7 @@ from opentelemetry.trace import TracerProvider as AnyTracerProvider
 from observability import _setup_globals
 from observability._setup_baggage import BaggageProcessor
 from observability._setup_counts import Counts, Ledger, Signal
+from observability._setup_events import LeanLogExporter, LeanLoggerProvider
 from observability._setup_export import (
     AdmittingLogProcessor,
     AdmittingSpanProcessor,
@@ -53,7 +55,7 @@ from observability._setup_export import (
     Sender,
 )
 from observability._setup_settings import Arguments, Otlp, Prometheus, settings, shown
-from observability._setup_spans import LeanTracerProvider, ReadableSpanExporter
+from observability._setup_spans import LeanSpanExporter, LeanTracerProvider
 from observability._setup_troubles import Troubles, quieten
 from observability.lane import Lane
 
@@ -254,7 +256,7 @@ class Telemetry:
         exporter = OTLPSpanExporter(otlp.endpoint, timeout=otlp.timeout_s, session=session)
         ledger, sender = self._account("spans", otlp, session)
         batches = BatchSpanProcessor(
-            CountingSpanExporter(ReadableSpanExporter(exporter), sender),
+            CountingSpanExporter(LeanSpanExporter(exporter), sender),
             max_queue_size=otlp.queue,
             schedule_delay_millis=otlp.interval_s * 1000,
             max_export_batch_size=otlp.batch,
@@ -271,20 +273,22 @@ class Telemetry:
         self._add_pipeline(sender, ledger, provider.force_flush, provider.shutdown)
         return LeanTracerProvider(provider, admitting)
 
-    def _logged(self, resource: Resource, otlp: Otlp) -> LoggerProvider:
+    def _logged(self, resource: Resource, otlp: Otlp) -> AnyLoggerProvider:
         session = CollectorSession(_rejected_logs)
         exporter = OTLPLogExporter(otlp.endpoint, timeout=otlp.timeout_s, session=session)
         ledger, sender = self._account("events", otlp, session)
+        lean = LeanLogExporter(exporter)
         batches = BatchLogRecordProcessor(
-            CountingLogExporter(exporter, sender),
+            CountingLogExporter(lean, sender),
             schedule_delay_millis=otlp.interval_s * 1000,
             max_export_batch_size=otlp.batch,
             max_queue_size=otlp.queue,
         )
         provider = LoggerProvider(resource=resource, shutdown_on_exit=False)
-        provider.add_log_record_processor(AdmittingLogProcessor(batches, ledger, self._troubles))
+        admitting = AdmittingLogProcessor(batches, ledger, self._troubles)
+        provider.add_log_record_processor(admitting)
         self._add_pipeline(sender, ledger, provider.force_flush, provider.shutdown)
-        return provider
+        return LeanLoggerProvider(provider, admitting, resource) if lean.takes_encoded else provider
 
     def _periodic(self, otlp: Otlp) -> MetricReader:
         session = CollectorSession(_rejected_points)

@@ -17,7 +17,7 @@ import structlog
 
 logger = structlog.get_logger("observability")
 
-INTERVAL_S = 1.0
+INTERVAL_S = 2.5
 _MOST = 4096
 
 Work = Callable[[], object]

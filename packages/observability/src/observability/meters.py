@@ -31,6 +31,8 @@ OTHER = "other"
 
 _SCOPE = "rl-dataplane"
 _MOST_WATCHED = 64
+# A histogram takes one value at a time: a hundred thousand would keep the lane busy for seconds.
+_MOST_STALENESS = 32
 _SECONDS = [0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0]
 _NAMES: Mapping[Op, str] = {"claim_meta": "claim", "get_data": "get"}
 _VARYING = re.compile(r"[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}|[0-9a-f]{8,}|\d+")
@@ -219,14 +221,30 @@ def trained(client: DataPlaneClient, meta: KVBatchMeta, *, field: str, task: str
         found = client.read_origins(meta.sample_ids, meta.partition_id, [field])
     except DataPlaneError:
         return  # nothing of observability ends a training step
+    later(get_meter_provider(), partial(_record_staleness, version, task, found))
+
+
+def _record_staleness(version: int, task: str, origins: Mapping[str, int]) -> None:
+    by_staleness: dict[int, int] = {}
+    for text, count in origins.items():
+        origin = Origin.parsed(text)
+        if origin is not None and origin.weight_version is not None:
+            stale = version - origin.weight_version
+            by_staleness[stale] = by_staleness.get(stale, 0) + count
     staleness = get_meter(_SCOPE).create_histogram(
         "rl.staleness",
         unit="{version}",
         description="Versions between the weights that generated samples and those trained.",
         explicit_bucket_boundaries_advisory=[0, 1, 2, 4, 8, 16, 32],
     )
-    for text, count in found.items():
-        origin = Origin.parsed(text)
-        if origin is not None and origin.weight_version is not None:
-            for _ in range(count):
-                staleness.record(version - origin.weight_version, {"dataplane.task": task})
+    for stale, count in _in_proportion(by_staleness, _MOST_STALENESS).items():
+        for _ in range(count):
+            staleness.record(stale, {"dataplane.task": task})
+
+
+def _in_proportion(counts: Mapping[int, int], most: int) -> dict[int, int]:
+    """Scale down to ``most`` in all, and none to nothing."""
+    total = sum(counts.values())
+    if total <= most:
+        return dict(counts)
+    return {key: max(1, round(count * most / total)) for key, count in counts.items()}

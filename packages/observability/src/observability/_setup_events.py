@@ -1,0 +1,222 @@
+"""Log records that are encoded when they are emitted; `_setup_encoding` says why.
+
+Only those told by keywords of plain values, as our lifecycle events are. All others are the SDK's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast  # Any: arguments of the OpenTelemetry API pass through unread
+
+from opentelemetry import _logs
+from opentelemetry import context as otel_context
+from opentelemetry._logs import SeverityNumber
+from opentelemetry.context import Context
+from opentelemetry.exporter.otlp.proto.common._log_encoder import encode_logs
+from opentelemetry.proto.collector.logs.v1.logs_service_pb2 import ExportLogsServiceRequest
+from opentelemetry.proto.common.v1.common_pb2 import AnyValue
+from opentelemetry.proto.logs.v1.logs_pb2 import LogRecord as EventMessage
+from opentelemetry.proto.logs.v1.logs_pb2 import ResourceLogs, ScopeLogs
+from opentelemetry.proto.logs.v1.logs_pb2 import SeverityNumber as EventSeverity
+from opentelemetry.sdk._logs import (
+    LoggerProvider,
+    LogRecordLimits,
+    LogRecordProcessor,
+    ReadableLogRecord,
+    ReadWriteLogRecord,
+)
+from opentelemetry.sdk._logs.export import LogRecordExporter, LogRecordExportResult
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+from opentelemetry.trace import get_current_span
+from opentelemetry.util.types import Attributes
+
+from observability._setup_encoding import (
+    Unusual,
+    attribute_bytes,
+    resource_message,
+    scope_message,
+    sender_of,
+)
+
+
+class EncodedEvent:
+    """Stands for a log record in the SDK's batch processor, which copies it and reads nothing.
+
+    Args:
+        logger: which emitted it.
+        message: OTLP's form of it.
+    """
+
+    instrumentation_scope: InstrumentationScope | None = None
+    limits: LogRecordLimits | None = None
+    context: Context | None = None
+
+    def __init__(self, logger: LeanLogger, message: EventMessage) -> None:
+        self.logger = logger
+        self.message = message
+        self.resource = logger.resource  # of none it would make one
+
+    @property
+    def log_record(self) -> EncodedEvent:
+        """What is copied."""
+        return self
+
+
+class LeanLogger(_logs.Logger):
+    """Encodes what is told by keywords of plain values.
+
+    Args:
+        sdk: gets all else.
+        processor: gets the encoded ones.
+        resource: of the process.
+        scope: of the logger.
+    """
+
+    def __init__(
+        self,
+        sdk: _logs.Logger,
+        processor: LogRecordProcessor,
+        *,
+        resource: Resource,
+        scope: InstrumentationScope,
+    ) -> None:
+        super().__init__(scope.name, scope.version, scope.schema_url, scope.attributes)
+        self._sdk = sdk
+        self._processor = processor
+        self.resource = resource
+        self._most = LogRecordLimits().max_log_record_attributes
+        self.scope_logs = ScopeLogs(scope=scope_message(scope), schema_url=scope.schema_url or "")
+        self.resource_logs = ResourceLogs(
+            resource=resource_message(resource), schema_url=resource.schema_url
+        )
+
+    def enabled(self, **kwargs: Any) -> bool:
+        """See `opentelemetry._logs.Logger`, as for all below."""
+        return self._sdk.enabled(**kwargs)
+
+    def emit(self, record: _logs.LogRecord | None = None, **kwargs: Any) -> None:
+        try:
+            if record is not None:
+                raise Unusual("a record is the SDK's")
+            message = self._message(**kwargs)
+        except (Unusual, ValueError, TypeError):
+            self._sdk.emit(*(() if record is None else (record,)), **kwargs)
+            return
+        # A batch processor reads of it what `EncodedEvent` has.
+        self._processor.on_emit(cast("ReadWriteLogRecord", EncodedEvent(self, message)))
+
+    def _message(
+        self,
+        *,
+        event_name: str,
+        timestamp: int,
+        observed_timestamp: int,
+        severity_number: SeverityNumber,
+        body: str,
+        attributes: Attributes,
+        context: Context | None = None,
+    ) -> EventMessage:
+        """Raises a TypeError if it is told by other keywords, or by fewer."""
+        found = attributes or {}
+        if type(body) is not str or (self._most is not None and len(found) > self._most):
+            raise Unusual("its body is no text, or it has too many attributes")
+        span = get_current_span(context or otel_context.get_current()).get_span_context()
+        message = EventMessage(
+            event_name=event_name,
+            time_unix_nano=timestamp,
+            observed_time_unix_nano=observed_timestamp,
+            severity_number=cast("EventSeverity.ValueType", severity_number.value),
+            body=AnyValue(string_value=body),
+            flags=span.trace_flags,
+        )
+        if span.trace_id:
+            message.trace_id = span.trace_id.to_bytes(16, "big")
+        if span.span_id:
+            message.span_id = span.span_id.to_bytes(8, "big")
+        message.MergeFromString(attribute_bytes(EventMessage, found))
+        return message
+
+
+class LeanLoggerProvider(_logs.LoggerProvider):
+    """Lean loggers in front of the SDK's.
+
+    Args:
+        sdk: makes those.
+        processor: one of the SDK provider's; gets the events that are encoded.
+        resource: of the process.
+    """
+
+    def __init__(
+        self, sdk: LoggerProvider, processor: LogRecordProcessor, resource: Resource
+    ) -> None:
+        self._sdk = sdk
+        self._processor = processor
+        self._resource = resource
+        self._limited = LogRecordLimits().max_log_record_attribute_length is not None
+        self.force_flush = sdk.force_flush
+
+    def get_logger(
+        self,
+        name: str,
+        version: str | None = None,
+        schema_url: str | None = None,
+        attributes: Attributes = None,
+    ) -> _logs.Logger:
+        """See `opentelemetry._logs.LoggerProvider`."""
+        logger = self._sdk.get_logger(name, version, schema_url, attributes)
+        if self._limited:
+            return logger
+        scope = InstrumentationScope(name, version, schema_url, attributes)
+        return LeanLogger(logger, self._processor, resource=self._resource, scope=scope)
+
+
+class LeanLogExporter(LogRecordExporter):
+    """Lets the SDK encode what is not encoded yet, and sends all in one request.
+
+    Args:
+        exporter: sends.
+    """
+
+    def __init__(self, exporter: LogRecordExporter) -> None:
+        self._exporter = exporter
+        self._send = sender_of(exporter)
+
+    @property
+    def takes_encoded(self) -> bool:
+        """Whether it can send what is encoded already; else let the SDK's loggers be used."""
+        return self._send is not None
+
+    def export(self, batch: Sequence[ReadableLogRecord]) -> LogRecordExportResult:
+        """Export them."""
+        if self._send is None:
+            return self._exporter.export(batch)
+        sent = self._send(_request(batch).SerializeToString())
+        return LogRecordExportResult.SUCCESS if sent else LogRecordExportResult.FAILURE
+
+    def shutdown(self) -> None:
+        """Shut the exporter down."""
+        self._exporter.shutdown()  # type: ignore[no-untyped-call]  # as the SDK declares it
+
+    def force_flush(self, timeout_millis: int = 30000) -> bool:
+        """Nothing is kept here."""
+        return True
+
+
+def _request(batch: Sequence[ReadableLogRecord]) -> ExportLogsServiceRequest:
+    by_logger: dict[LeanLogger, list[EventMessage]] = {}
+    others: list[ReadableLogRecord] = []
+    for record in batch:
+        encoded: object = record.log_record
+        if isinstance(encoded, EncodedEvent):
+            by_logger.setdefault(encoded.logger, []).append(encoded.message)
+        else:
+            others.append(record)
+    request = encode_logs(others) if others else ExportLogsServiceRequest()
+    for logger, messages in by_logger.items():
+        resource_logs = request.resource_logs.add()
+        resource_logs.CopyFrom(logger.resource_logs)
+        scope_logs = resource_logs.scope_logs.add()
+        scope_logs.CopyFrom(logger.scope_logs)
+        scope_logs.log_records.extend(messages)
+    return request
