@@ -49,6 +49,7 @@ RECEIVER_PHASES = ["lease", "discover", "plan", "transfer", "part", "verify", "i
 @pytest.fixture
 def small_batches(monkeypatch):
     monkeypatch.setattr(nixl, "BATCH_BYTES", 1 << 18)
+    monkeypatch.setattr(nixl, "LANE_BYTES", 0)
     monkeypatch.setattr(tcp, "BATCH_BYTES", 1 << 18)
 
 
@@ -62,7 +63,7 @@ def a_receiver(
     stack: ExitStack, address: str, transport: str, **settings: Any
 ) -> tuple[MxV2RefitReceiver, Hook]:
     hook = Hook()
-    inner = nixl.NixlTransport() if transport == "nixl" else tcp.TcpTransport()
+    inner = nixl.NixlTransport(lanes=2) if transport == "nixl" else tcp.TcpTransport()
     stack.callback(inner.close)
     receiver = MxV2RefitReceiver(
         MODEL,

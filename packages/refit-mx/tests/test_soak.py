@@ -170,7 +170,7 @@ class Receiving:
         self.halfway = rng.random() < 0.6
         self.transport: Any = era.transport
         if self.halfway:
-            made = nixl.NixlTransport() if era.transport == "nixl" else tcp.TcpTransport()
+            made = nixl.NixlTransport(lanes=2) if era.transport == "nixl" else tcp.TcpTransport()
             self.transport = Halfway(made, self.hook)
         self.receiver = MxV2RefitReceiver(
             era.name,
@@ -719,6 +719,7 @@ def test_refits_drawn_from_a_seed_install_exactly_their_version_or_nothing(
     """Afterwards there is no lease, no process and no open file more than before."""
     # So that tensors of a soak's size come in several parts.
     monkeypatch.setattr(nixl, "BATCH_BYTES", 1 << 14)
+    monkeypatch.setattr(nixl, "LANE_BYTES", 0)
     monkeypatch.setattr(tcp, "BATCH_BYTES", 1 << 14)
     sys.stdout.write(f"\nsoak: REFIT_SOAK_SEED={SEED} by {transport}\n")
     started = time.monotonic()

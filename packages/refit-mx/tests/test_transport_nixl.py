@@ -365,7 +365,7 @@ def test_a_source_that_is_not_read_from_any_more_is_disconnected():
         for _ in range(6):
             transport.fetch([Fetch(new.manifest, whole(MIB))], scratch, deadline=soon())
         assert new.manifest.nixl is not None
-        assert list(transport._remotes) == [new.manifest.nixl.name]
+        assert list(transport._sources) == [new.manifest.nixl.name]
     transport.close()
 
 

@@ -28,7 +28,8 @@ needs_nixl = pytest.mark.skipif(
     nixl_available() is not None, reason=f"needs the package nixl-cu12: {nixl_available()}"
 )
 
-# UCX over TCP alone is what two hosts have; with shm a receiver reads the source's memory itself.
+# UCX over TCP alone is what two hosts have; with shm a receiver reads the source's memory itself,
+# and does so in two lanes here.
 KINDS = [
     pytest.param("tcp"),
     pytest.param("nixl-shm", marks=needs_nixl),
@@ -47,12 +48,15 @@ def kind(request, monkeypatch) -> str:
     if request.param != "tcp":
         tls = "tcp,self" if request.param == "nixl-tcp" else "tcp,shm,self"
         monkeypatch.setenv("UCX_TLS", tls)
+        # Else only large fetches take both lanes.
+        least = 0 if request.param == "nixl-shm" else 1 << 40
+        monkeypatch.setattr(nixl_module, "LANE_BYTES", least)
     return request.param
 
 
 @pytest.fixture
 def transport(kind) -> Iterator[Transport]:
-    made: Transport = TcpTransport() if kind == "tcp" else NixlTransport()
+    made: Transport = TcpTransport() if kind == "tcp" else NixlTransport(lanes=2)
     yield made
     made.close()
 

@@ -37,6 +37,7 @@ from refit_mx.side_by_side import each, settle
 from refit_mx.source_client import SourceClient
 from refit_mx.spans import OnPhase, phase, tell_bytes
 from refit_mx.transports.base import Fetch, Transport
+from refit_mx.transports.nixl_library import has_rdma
 from refit_mx.transports.tcp import TcpTransport
 from refit_mx.verify import RowChecks, Verifier, row_checks
 
@@ -281,13 +282,13 @@ class Receiving:
         started = time.monotonic()
         beside = plan.nbytes >= self._settings.verify_beside_bytes
         checking: list[Future[None]] = []
+        # Where the thread that calls has copied the bytes itself, they are still in its cache.
+        copied = scratch.memory.device.type == "cpu" and not has_rdma()
 
         def on_done(fetch: int, first: int, stop: int) -> None:
             if not beside:
                 return
-            busy = sum(not future.done() for future in checking[-_VERIFY_THREADS:])
-            if busy and scratch.memory.device.type == "cpu":
-                # No processor is free for the threads, and here the bytes are still in a cache.
+            if copied:
                 verifier.check_rows(fetch, first, stop)
             else:
                 checking.append(self._verifying.submit(verifier.check_rows, fetch, first, stop))

@@ -76,9 +76,10 @@ class Transport(Protocol):
             fetches: one a source.
             scratch: registered before.
             deadline: for all of it, connecting included.
-            on_done: called in this thread as parts arrive, with the index of a fetch and the first
-                row and the row behind the last one of its reads that are complete; every row is
-                told once. So what has arrived can be verified while more arrives.
+            on_done: called as parts arrive, in a thread that brings them, maybe in several at the
+                same time; with the index of a fetch and the first row and the row behind the last
+                one of its reads that are complete; every row is told once. So what has arrived can
+                be verified while more arrives. What it raises ends the fetch.
 
         Raises:
             SourceLostError: a source died, was restarted, or no longer holds the version; names its
