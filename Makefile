@@ -71,6 +71,10 @@ types: sync ## Check types, strict on packages and services
 isolation: sync ## Build each package's wheel and test it in an environment of its own
 	$(BIN)/python integration/isolation.py
 
+.PHONY: deps
+deps: sync ## Show what depends on what
+	@$(BIN)/python integration/dependencies.py
+
 .PHONY: bench-quick
 bench-quick: sync ## Compare speed with others in under three minutes: build/bench.json
 	mkdir -p build
