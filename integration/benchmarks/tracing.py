@@ -126,8 +126,7 @@ class TracingCost:
 
     Attributes:
         load: the step.
-        inside: by mode and process, the mean of what tracing code took of a step; see `Spent`.
-        inside_steps: of which it is the mean.
+        inside: by mode, of each step and by process, what tracing code took; see `Spent`.
         seconds: by mode, of each round's steps, their mean.
         cpu_seconds: by mode, of all processes in each round's steps, their mean; the driver's
             included and the collector's not.
@@ -138,8 +137,7 @@ class TracingCost:
     """
 
     load: Load
-    inside: dict[Mode, dict[str, Spent]]
-    inside_steps: int
+    inside: dict[Mode, list[dict[str, Spent]]]
     seconds: dict[Mode, list[float]]
     cpu_seconds: dict[Mode, list[float]]
     spans: dict[Mode, int]
@@ -154,38 +152,50 @@ class TracingCost:
         """Percent by which each step needs more CPU time, in all processes together."""
         return _percent(self.cpu_seconds, mode)
 
-    def critical_s(self, mode: Mode) -> float:
+    def critical(self, mode: Mode) -> Summary:
         """Seconds that a step takes longer by what its own threads do: the processes take turns,
         the policy workers do not. A carrier travels, and is read, in untraced steps too."""
-        plain = self.inside["off"]
-        inside = {
-            name: spent.inline_s - plain[name].inline_s for name, spent in self.inside[mode].items()
-        }
-        policy = [inside.pop(name) for name in list(inside) if name.startswith("policy worker")]
-        return sum(inside.values()) + max(policy)
+        plain = self._mean("off")
+        found = []
+        for step in self.inside[mode]:
+            longer = {name: spent.inline_s - plain[name].inline_s for name, spent in step.items()}
+            policy = [longer.pop(name) for name in list(longer) if name.startswith("policy worker")]
+            found.append(sum(longer.values()) + max(policy))
+        summary = Summary.of(found)
+        return Summary(statistics.mean(found), summary.p99, summary.spread, summary.count)
 
     def background_s(self, mode: Mode) -> float:
-        """Seconds of CPU that the background takes of a step, in all processes together."""
-        plain = self.inside["off"]
-        return sum(
-            spent.export_s - plain[name].export_s for name, spent in self.inside[mode].items()
-        )
+        """Seconds of CPU that the background takes of a step, in all processes together: a mean,
+        since it works every few seconds."""
+        plain, mean = self._mean("off"), self._mean(mode)
+        return sum(spent.export_s - plain[name].export_s for name, spent in mean.items())
+
+    def _mean(self, mode: Mode) -> dict[str, Spent]:
+        steps = self.inside[mode]
+        return {
+            name: Spent(
+                statistics.mean(step[name].inline_s for step in steps),
+                statistics.mean(step[name].export_s for step in steps),
+            )
+            for name in steps[0]
+        }
 
     def inside_rows(self) -> list[list[str]]:
         """For a table with `INSIDE_HEADINGS`."""
         found = []
-        for mode, by_process in self.inside.items():
-            step = Summary.of(self.seconds["off"]).value
-            cpu = Summary.of(self.cpu_seconds["off"]).value
-            for name, spent in by_process.items():
+        step = Summary.of(self.seconds["off"]).value
+        cpu = Summary.of(self.cpu_seconds["off"]).value
+        for mode in self.inside:
+            for name, spent in self._mean(mode).items():
                 found.append(
                     [mode, name, f"{spent.inline_s * 1e3:.2f}", f"{spent.export_s * 1e3:.2f}", ""]
                 )
             if mode == "off":
                 continue
-            longest, background = self.critical_s(mode), self.background_s(mode)
+            longer, background = self.critical(mode), self.background_s(mode)
+            told = f"{longer.value * 1e3:.2f} ({longer.spread * 1e3:.2f})"
             found += [
-                [mode, "one after the other", f"{longest * 1e3:.2f}", "", f"{longest / step:.2%}"],
+                [mode, "one after the other", told, "", f"{longer.value / step:.2%}"],
                 [mode, "all", "", f"{background * 1e3:.2f}", f"{background / cpu:.2%} of its CPU"],
             ]
         return found
@@ -231,13 +241,11 @@ class TracingCost:
             if mode == "off":
                 continue
             suffix = "" if mode == "on" else f"_{mode}"
-            longest = self.critical_s(mode)
-            for what, value, unit in (
-                ("ms", longest * 1e3, "ms"),
-                ("pct", 100 * longest / step.value, "%"),
-            ):
+            longer = self.critical(mode)
+            for what, factor, unit in (("ms", 1e3, "ms"), ("pct", 100 / step.value, "%")):
                 name = f"{own}{suffix}_inside_{what}"
-                found.append(Entry(name, value, unit, None, 0.0, self.inside_steps))
+                spread = longer.spread * factor
+                found.append(Entry(name, longer.value * factor, unit, None, spread, longer.count))
         if self.load is not DEMO:
             return found
         for mode in self.spans:
@@ -310,7 +318,6 @@ def measure_tracing(load: Load, tell: Callable[[str], None], *, full: bool) -> T
     return TracingCost(
         load,
         inside,
-        inside_steps,
         dict(seconds),
         dict(cpu_seconds),
         {mode: told["spans"][steps.number(mode, last)] for mode in reported},
@@ -382,18 +389,17 @@ class Steps:
         took = time.perf_counter() - started
         return took, self._cpu_seconds() - before
 
-    def inside(self, mode: Mode, round_number: int, count: int) -> dict[str, Spent]:
-        """Means over ``count`` steps, by process."""
+    def inside(self, mode: Mode, round_number: int, count: int) -> list[dict[str, Spent]]:
+        """Of ``count`` steps, each by process."""
         self._everywhere(watch)
         watch()
         names = [*self._actors.calls.names, "driver"]
-        self._taken()
+        found = []
         for extra in range(count):
+            self._taken()
             self.run(mode, round_number + extra)
-        return {
-            name: Spent(spent.inline_s / count, spent.export_s / count)
-            for name, spent in zip(names, self._taken(), strict=True)
-        }
+            found.append(dict(zip(names, self._taken(), strict=True)))
+        return found
 
     def _taken(self) -> list[Spent]:
         return [*self._everywhere(take), take()]

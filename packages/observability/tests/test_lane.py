@@ -79,3 +79,15 @@ def test_without_a_lane_work_is_done_at_once() -> None:
     done: list[str] = []
     later(object(), lambda: done.append("now"))
     assert done == ["now"]
+
+
+def test_much_is_not_left_until_the_interval_is_over():
+    lane = Lane(interval_s=DEADLINE_S * 5)  # it looks as often as the deadline is long, no oftener
+    lane.close()
+    lane = Lane(interval_s=0.5)
+    done = threading.Event()
+    for _ in range(600):
+        lane.put(lambda: None)
+    lane.put(done.set)
+    assert done.wait(DEADLINE_S)
+    lane.close()

@@ -36,6 +36,7 @@ from opentelemetry.trace import (
     TraceState,
 )
 
+from observability import _setup_encoding, _setup_events, _setup_spans
 from observability._setup_baggage import BaggageProcessor
 from observability._setup_encoding import sender_of
 from observability._setup_events import LeanLogExporter, LeanLoggerProvider
@@ -181,7 +182,7 @@ def test_a_limit_to_the_length_of_texts_holds(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_equal_values_of_different_types_are_not_taken_for_each_other() -> None:
-    for value in (1, True, 1.0, 0.0, -0.0, (1, 1), (True, True), (1.0, 1.0)):
+    for value in (1, True, 1.0, 0.0, -0.0, (1, 1), (True, True), (1.0, 1.0), (0.0,), (-0.0,)):
         sdk, lean = spans_sent(lambda span, value=value: span.set_attribute("k", value))
         assert lean == sdk
 
@@ -264,6 +265,7 @@ def test_an_event_is_encoded_as_by_the_sdk(own: dict[str, Any]) -> None:
         {"attributes": None},
         {"body": {"nested": 1}},
         {"severity_text": "by another keyword"},
+        {"severity_number": None},
         {"parent": None},
         {"parent": LOCAL},
     ],
@@ -291,6 +293,93 @@ def test_a_record_made_by_hand_is_the_sdks() -> None:
         for record in scope_logs.log_records
     ]
     assert records == ["own", "bare"]
+
+
+def test_plain_spans_and_events_are_not_encoded_by_the_sdk(monkeypatch: pytest.MonkeyPatch) -> None:
+    refused: list[Any] = []
+
+    def refuse(batch: Any) -> None:
+        refused.extend(batch)
+        raise AssertionError
+
+    exporter = Capture()
+    sdk = TracerProvider(resource=RESOURCE)
+    processor = SimpleSpanProcessor(LeanSpanExporter(exporter))
+    sdk.add_span_processor(processor)
+    tracer = LeanTracerProvider(sdk, processor).get_tracer(*SCOPE)
+    logs = LoggerProvider(resource=RESOURCE, shutdown_on_exit=False)
+    queued = BatchLogRecordProcessor(LeanLogExporter(exporter))
+    logs.add_log_record_processor(queued)
+    logger = LeanLoggerProvider(logs, queued, RESOURCE).get_logger(*SCOPE)
+    monkeypatch.setattr(_setup_spans, "encode_spans", refuse)
+    monkeypatch.setattr(_setup_events, "encode_logs", refuse)
+    span = tracer.start_span("work", below(PARENT), attributes={"a": 1, "b": ["x"], "c": 0.5})
+    span.add_link(LOCAL)
+    span.end()
+    logger.emit(
+        event_name="dataplane.put",
+        timestamp=5,
+        observed_timestamp=6,
+        severity_number=SeverityNumber.INFO,
+        body="[]",
+        attributes={"a": 1, "b": ["x"]},
+    )
+    assert queued.force_flush()
+    queued.shutdown()
+    assert len(exporter.requests) == 2
+    assert refused == []
+
+
+@pytest.mark.parametrize(
+    "odd", [None, b"x", 2**70, "\udcff", {"k": 1}, [1, None], SeverityNumber.INFO, object()]
+)
+def test_odd_attributes_of_the_process_or_a_scope_fail_nothing(odd: Any) -> None:
+    for resource, own in ((Resource({"odd": odd, "x": 1}), None), (RESOURCE, {"odd": odd})):
+        exporter = Capture()
+        sdk = TracerProvider(resource=resource)
+        processor = SimpleSpanProcessor(LeanSpanExporter(exporter))
+        sdk.add_span_processor(processor)
+        tracer = LeanTracerProvider(sdk, processor).get_tracer("t", attributes=own)
+        tracer.start_span("s", below(PARENT)).end()
+        logs = LoggerProvider(resource=resource, shutdown_on_exit=False)
+        queued = BatchLogRecordProcessor(LeanLogExporter(exporter))
+        logs.add_log_record_processor(queued)
+        logger = LeanLoggerProvider(logs, queued, resource).get_logger("t", attributes=own)
+        logger.emit(event_name="e")
+        assert queued.force_flush()
+        queued.shutdown()
+        assert len(exporter.requests) == 2
+
+
+def test_a_tracer_asked_for_again_is_the_same_one_and_its_resource_travels_once() -> None:
+    exporter = Capture()
+    sdk = TracerProvider(resource=RESOURCE)
+    batch: list[Any] = []
+
+    class Collect(SimpleSpanProcessor):
+        def on_end(self, span: ReadableSpan) -> None:
+            batch.append(span)
+
+    lean = LeanTracerProvider(sdk, Collect(exporter))
+    for _ in range(5):
+        lean.get_tracer("library", "1").start_span("call", below(PARENT)).end()
+    LeanSpanExporter(exporter).export(batch)
+    assert len(ExportTraceServiceRequest.FromString(exporter.requests[0]).resource_spans) == 1
+    logs = LeanLoggerProvider(
+        LoggerProvider(resource=RESOURCE, shutdown_on_exit=False),
+        BatchLogRecordProcessor(LeanLogExporter(exporter)),
+        RESOURCE,
+    )
+    assert logs.get_logger("library") is logs.get_logger("library")
+
+
+def test_long_arrays_are_not_kept() -> None:
+    before = _setup_encoding._kept_array.cache_info().currsize
+    for number in range(20):
+        ids = [f"{number}-{index}" for index in range(1000)]
+        sdk, lean = spans_sent(lambda span, ids=ids: span.set_attribute("ids", ids))
+        assert lean == sdk
+    assert _setup_encoding._kept_array.cache_info().currsize == before
 
 
 def test_what_a_collector_refuses_is_a_failure() -> None:

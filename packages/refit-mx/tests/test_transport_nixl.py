@@ -3,8 +3,10 @@
 import contextlib
 import logging
 import os
+import signal
 import subprocess
 import sys
+import threading
 import time
 import types
 from collections.abc import Callable, Iterator
@@ -149,9 +151,13 @@ def test_nixl_lets_late_bytes_into_a_buffer_whose_read_was_released(removed):
         assert until(landed)
 
 
-def test_our_buffer_is_busy_until_the_late_bytes_are_there_and_is_given_to_nobody(monkeypatch):
-    monkeypatch.setattr(nixl, "BATCH_BYTES", NBYTES)  # so that all of them come late
-    transport = NixlTransport()
+@pytest.mark.parametrize("lanes", [1, 2])
+def test_our_buffer_is_busy_until_the_late_bytes_are_there_and_is_given_to_nobody(
+    monkeypatch, lanes
+):
+    monkeypatch.setattr(nixl, "BATCH_BYTES", NBYTES // lanes)  # so that all of them come late
+    monkeypatch.setattr(nixl, "LANE_BYTES", 0)
+    transport = NixlTransport(lanes=lanes)
     pool = ScratchPool(transport, most_bytes=NBYTES)
     with SourceProcess(NBYTES, nixl=True) as source:
         fetch = Fetch(source.manifest, whole())
@@ -367,6 +373,104 @@ def test_a_source_that_is_not_read_from_any_more_is_disconnected():
         assert new.manifest.nixl is not None
         assert list(transport._sources) == [new.manifest.nixl.name]
     transport.close()
+
+
+@pytest.fixture
+def two_lanes(monkeypatch):
+    """A transport with two lanes, a source, its fetch and a registered buffer."""
+    monkeypatch.setattr(nixl, "BATCH_BYTES", MIB)
+    monkeypatch.setattr(nixl, "LANE_BYTES", 0)
+    transport = NixlTransport(lanes=2)
+    with SourceProcess(NBYTES, nixl=True) as source:
+        scratch = Arena(NBYTES).memory
+        transport.register(scratch)
+        rows = np.repeat(whole(MIB).rows, NBYTES // MIB, axis=0)
+        rows[:, 0] = rows[:, 1] = np.arange(len(rows)) * MIB
+        yield transport, Fetch(source.manifest, ReadTable(rows)), scratch
+    transport.close()
+
+
+def test_a_large_fetch_is_carried_out_by_two_threads_at_once(two_lanes):
+    transport, fetch, scratch = two_lanes
+    both = threading.Barrier(2)
+    seen: dict[int, int] = {}
+
+    def meet(index: int, first: int, last: int) -> None:
+        if threading.get_ident() not in seen:
+            seen[threading.get_ident()] = first
+            both.wait(30)
+
+    transport.fetch([fetch], scratch, deadline=soon(), on_done=meet)
+    assert len(seen) == 2
+    assert torch.equal(scratch, pattern(NBYTES, 1))
+
+
+def test_what_fails_in_the_second_lane_ends_the_fetch_and_leaves_it_usable(two_lanes):
+    transport, fetch, scratch = two_lanes
+    both, main = threading.Barrier(2), threading.get_ident()
+    met: set[int] = set()
+    failed = threading.Event()
+
+    def fail(*_: int) -> None:
+        if threading.get_ident() not in met:
+            met.add(threading.get_ident())
+            both.wait(30)
+        if threading.get_ident() != main:
+            failed.set()
+            raise ZeroDivisionError
+        assert failed.wait(30)
+
+    with pytest.raises(ZeroDivisionError):
+        transport.fetch([fetch], scratch, deadline=soon(), on_done=fail)
+    assert until(lambda: not transport.busy(scratch))
+    scratch.zero_()
+    transport.fetch([fetch], scratch, deadline=soon())
+    assert torch.equal(scratch, pattern(NBYTES, 1))
+
+
+def test_an_interrupt_while_the_second_lane_works_is_raised_when_that_has_ended(two_lanes):
+    transport, fetch, scratch = two_lanes
+    both, main = threading.Barrier(2), threading.get_ident()
+    met: set[int] = set()
+    ended: list[int] = []
+
+    class Interrupted(BaseException):
+        pass
+
+    def interrupt(*_: object) -> None:
+        raise Interrupted
+
+    def on_done(*_: int) -> None:
+        if threading.get_ident() in met:
+            return
+        met.add(threading.get_ident())
+        both.wait(30)
+        if threading.get_ident() != main:
+            signal.pthread_kill(main, signal.SIGUSR1)
+            time.sleep(0.3)
+            ended.append(1)
+
+    before = signal.signal(signal.SIGUSR1, interrupt)
+    try:
+        with pytest.raises(Interrupted):
+            transport.fetch([fetch], scratch, deadline=soon(), on_done=on_done)
+        assert ended == [1]
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert until(lambda: not transport.busy(scratch))
+    transport.fetch([fetch], scratch, deadline=soon())
+    assert torch.equal(scratch, pattern(NBYTES, 1))
+
+
+def test_a_lane_that_cannot_be_made_is_done_without(two_lanes, monkeypatch):
+    transport, fetch, scratch = two_lanes
+
+    def refuse(*_: object, **__: object) -> None:
+        raise RefitConfigError("no more memory can be registered")
+
+    monkeypatch.setattr(nixl, "Lane", refuse)
+    transport.fetch([fetch], scratch, deadline=soon())
+    assert torch.equal(scratch, pattern(NBYTES, 1))
 
 
 def test_importing_nixl_leaves_the_logging_module_as_it_was():

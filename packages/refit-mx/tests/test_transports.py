@@ -28,8 +28,7 @@ needs_nixl = pytest.mark.skipif(
     nixl_available() is not None, reason=f"needs the package nixl-cu12: {nixl_available()}"
 )
 
-# UCX over TCP alone is what two hosts have; with shm a receiver reads the source's memory itself,
-# and does so in two lanes here.
+# UCX over TCP alone is what two hosts have; with shm a receiver reads the source's memory itself.
 KINDS = [
     pytest.param("tcp"),
     pytest.param("nixl-shm", marks=needs_nixl),
@@ -48,9 +47,8 @@ def kind(request, monkeypatch) -> str:
     if request.param != "tcp":
         tls = "tcp,self" if request.param == "nixl-tcp" else "tcp,shm,self"
         monkeypatch.setenv("UCX_TLS", tls)
-        # Else only large fetches take both lanes.
-        least = 0 if request.param == "nixl-shm" else 1 << 40
-        monkeypatch.setattr(nixl_module, "LANE_BYTES", least)
+        # Else only large fetches take both lanes; test_transport_nixl takes one.
+        monkeypatch.setattr(nixl_module, "LANE_BYTES", 0)
     return request.param
 
 

@@ -25,6 +25,8 @@ _Holder: TypeAlias = Callable[..., SpanMessage | EventMessage | ResourceMessage 
 
 _LONG = 256
 """Texts of more characters are hardly told twice, and are not kept."""
+_MOST_ITEMS = 16
+"""Nor are longer arrays."""
 _KEPT = 2048
 
 
@@ -51,23 +53,30 @@ def attribute_bytes(holder: _Holder, attributes: Mapping[str, Any]) -> bytes:
         elif kind is float or kind is str:
             parts.append(_plain(holder, key, value))
         elif kind is tuple or kind is list:
-            parts.append(_kept_array(holder, key, *value))
+            keep = len(value) <= _MOST_ITEMS and all(
+                type(item) is str and len(item) <= _LONG for item in value
+            )
+            parts.append((_kept_array if keep else _array)(holder, key, *value))
         else:
             raise Unusual(f"attribute {key!r} is of type {kind.__name__}")
     return b"".join(parts)
 
 
-def resource_message(resource: Resource) -> ResourceMessage:
-    """OTLP's form of a resource. Raises as `attribute_bytes`."""
-    encoded = attribute_bytes(ResourceMessage, resource.attributes)
-    return ResourceMessage.FromString(encoded)
+def resource_message(resource: Resource) -> ResourceMessage | None:
+    """OTLP's form of a resource; None if only the SDK knows what to do with it."""
+    try:
+        return ResourceMessage.FromString(attribute_bytes(ResourceMessage, resource.attributes))
+    except Exception:  # noqa: BLE001  # a user's own attributes may be anything
+        return None
 
 
-def scope_message(scope: InstrumentationScope) -> ScopeMessage:
-    """OTLP's form of a scope. Raises as `attribute_bytes`."""
-    encoded = attribute_bytes(ScopeMessage, scope.attributes or {})
-    message = ScopeMessage(name=scope.name, version=scope.version or "")
-    message.MergeFromString(encoded)
+def scope_message(scope: InstrumentationScope) -> ScopeMessage | None:
+    """OTLP's form of a scope; None as `resource_message`."""
+    try:
+        message = ScopeMessage(name=scope.name, version=scope.version or "")
+        message.MergeFromString(attribute_bytes(ScopeMessage, scope.attributes or {}))
+    except Exception:  # noqa: BLE001
+        return None
     return message
 
 
@@ -94,13 +103,15 @@ def _plain(holder: _Holder, key: str, value: Plain) -> bytes:
 _kept_plain = lru_cache(maxsize=_KEPT, typed=True)(_plain)
 
 
-@lru_cache(maxsize=_KEPT, typed=True)
-def _kept_array(holder: _Holder, key: str, *values: Plain) -> bytes:
+def _array(holder: _Holder, key: str, *values: Plain) -> bytes:
     kinds = {type(value) for value in values}
     if len(kinds) > 1 or not kinds <= {str, bool, int, float}:
         raise Unusual(f"attribute {key!r} is a sequence of {sorted(map(str, kinds))}")
     array = ArrayValue(values=[_value(value) for value in values])
     return _attribute(holder, key, AnyValue(array_value=array))
+
+
+_kept_array = lru_cache(maxsize=_KEPT, typed=True)(_array)
 
 
 def _attribute(holder: _Holder, key: str, value: AnyValue) -> bytes:

@@ -15,9 +15,11 @@ from opentelemetry.context import Context
 from opentelemetry.exporter.otlp.proto.common._log_encoder import encode_logs
 from opentelemetry.proto.collector.logs.v1.logs_service_pb2 import ExportLogsServiceRequest
 from opentelemetry.proto.common.v1.common_pb2 import AnyValue
+from opentelemetry.proto.common.v1.common_pb2 import InstrumentationScope as ScopeMessage
 from opentelemetry.proto.logs.v1.logs_pb2 import LogRecord as EventMessage
 from opentelemetry.proto.logs.v1.logs_pb2 import ResourceLogs, ScopeLogs
 from opentelemetry.proto.logs.v1.logs_pb2 import SeverityNumber as EventSeverity
+from opentelemetry.proto.resource.v1.resource_pb2 import Resource as ResourceMessage
 from opentelemetry.sdk._logs import (
     LoggerProvider,
     LogRecordLimits,
@@ -38,6 +40,9 @@ from observability._setup_encoding import (
     scope_message,
     sender_of,
 )
+
+_MOST_KEPT = 256
+"""Loggers that are kept; a library may ask for one in each call."""
 
 
 class EncodedEvent:
@@ -69,8 +74,8 @@ class LeanLogger(_logs.Logger):
     Args:
         sdk: gets all else.
         processor: gets the encoded ones.
-        resource: of the process.
-        scope: of the logger.
+        resource: of the process, as the SDK and as OTLP have it.
+        scope: of the logger, likewise.
     """
 
     def __init__(
@@ -78,18 +83,17 @@ class LeanLogger(_logs.Logger):
         sdk: _logs.Logger,
         processor: LogRecordProcessor,
         *,
-        resource: Resource,
-        scope: InstrumentationScope,
+        resource: tuple[Resource, ResourceMessage],
+        scope: tuple[InstrumentationScope, ScopeMessage],
     ) -> None:
-        super().__init__(scope.name, scope.version, scope.schema_url, scope.attributes)
+        own, message = scope
+        super().__init__(own.name, own.version, own.schema_url, own.attributes)
         self._sdk = sdk
         self._processor = processor
-        self.resource = resource
+        self.resource = resource[0]
         self._most = LogRecordLimits().max_log_record_attributes
-        self.scope_logs = ScopeLogs(scope=scope_message(scope), schema_url=scope.schema_url or "")
-        self.resource_logs = ResourceLogs(
-            resource=resource_message(resource), schema_url=resource.schema_url
-        )
+        self.scope_logs = ScopeLogs(scope=message, schema_url=own.schema_url or "")
+        self.resource_logs = ResourceLogs(resource=resource[1], schema_url=self.resource.schema_url)
 
     def enabled(self, **kwargs: Any) -> bool:
         """See `opentelemetry._logs.Logger`, as for all below."""
@@ -100,7 +104,7 @@ class LeanLogger(_logs.Logger):
             if record is not None:
                 raise Unusual("a record is the SDK's")
             message = self._message(**kwargs)
-        except (Unusual, ValueError, TypeError):
+        except Exception:  # noqa: BLE001  # attributes may be anything; the SDK drops what it must
             self._sdk.emit(*(() if record is None else (record,)), **kwargs)
             return
         # A batch processor reads of it what `EncodedEvent` has.
@@ -111,14 +115,16 @@ class LeanLogger(_logs.Logger):
         *,
         event_name: str,
         timestamp: int,
-        observed_timestamp: int,
-        severity_number: SeverityNumber,
+        observed_timestamp: int | None,
+        severity_number: SeverityNumber | None,
         body: str,
         attributes: Attributes,
         context: Context | None = None,
     ) -> EventMessage:
         """Raises a TypeError if it is told by other keywords, or by fewer."""
         found = attributes or {}
+        if severity_number is None or observed_timestamp is None:
+            raise Unusual("the SDK fills in what is missing")
         if type(body) is not str or (self._most is not None and len(found) > self._most):
             raise Unusual("its body is no text, or it has too many attributes")
         span = get_current_span(context or otel_context.get_current()).get_span_context()
@@ -152,7 +158,9 @@ class LeanLoggerProvider(_logs.LoggerProvider):
     ) -> None:
         self._sdk = sdk
         self._processor = processor
-        self._resource = resource
+        encoded = resource_message(resource)
+        self._resource = None if encoded is None else (resource, encoded)
+        self._made: dict[tuple[str, str | None, str | None], LeanLogger] = {}
         self._limited = LogRecordLimits().max_log_record_attribute_length is not None
         self.force_flush = sdk.force_flush
 
@@ -164,11 +172,18 @@ class LeanLoggerProvider(_logs.LoggerProvider):
         attributes: Attributes = None,
     ) -> _logs.Logger:
         """See `opentelemetry._logs.LoggerProvider`."""
-        logger = self._sdk.get_logger(name, version, schema_url, attributes)
-        if self._limited:
-            return logger
-        scope = InstrumentationScope(name, version, schema_url, attributes)
-        return LeanLogger(logger, self._processor, resource=self._resource, scope=scope)
+        named = name, version, schema_url
+        if attributes is None and named in self._made:
+            return self._made[named]
+        sdk = self._sdk.get_logger(*named, attributes)
+        scope = InstrumentationScope(*named, attributes)
+        message = scope_message(scope)
+        if self._limited or self._resource is None or message is None:
+            return sdk
+        logger = LeanLogger(sdk, self._processor, resource=self._resource, scope=(scope, message))
+        if attributes is None and len(self._made) < _MOST_KEPT:
+            self._made[named] = logger
+        return logger
 
 
 class LeanLogExporter(LogRecordExporter):

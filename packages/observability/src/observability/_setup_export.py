@@ -103,7 +103,8 @@ class CollectorSession(requests.Session):
 
         That is half of the time that a request takes.
         """
-        if args or not {"headers", "data", "timeout", "allow_redirects"} >= kwargs.keys():
+        plain = {"headers", "data", "timeout", "allow_redirects"} >= kwargs.keys()
+        if args or not plain or self.cookies:
             return super().request(method, url, *args, **{**kwargs, "stream": True})
         headers = kwargs.get("headers") or {}
         key = method, url, tuple(headers.items())

@@ -22,6 +22,8 @@ from opentelemetry.attributes import BoundedAttributes
 from opentelemetry.context import Context
 from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.proto.common.v1.common_pb2 import InstrumentationScope as ScopeMessage
+from opentelemetry.proto.resource.v1.resource_pb2 import Resource as ResourceMessage
 from opentelemetry.proto.trace.v1.trace_pb2 import ScopeSpans, SpanFlags
 from opentelemetry.proto.trace.v1.trace_pb2 import Span as SpanMessage
 from opentelemetry.proto.trace.v1.trace_pb2 import Status as StatusMessage
@@ -60,6 +62,8 @@ from observability._setup_encoding import (
 
 logger = logging.getLogger("opentelemetry.sdk.trace")  # as the SDK, which `Troubles` listens to
 
+_MOST_KEPT = 256
+"""Tracers that are kept; a library may ask for one in each call."""
 _PLAIN = frozenset({str, int, float, bool})
 _LISTS = frozenset({list, tuple})
 _UNSET = Status(StatusCode.UNSET)
@@ -316,9 +320,9 @@ class LeanTracer(trace.Tracer):
     Args:
         sdk: starts all others.
         processor: gets the lean ones when they end.
-        resource: of the process.
+        resource: of the process, as the SDK and as OTLP have it.
         limits: of spans.
-        scope: of the tracer.
+        scope: of the tracer, likewise.
     """
 
     def __init__(
@@ -326,16 +330,14 @@ class LeanTracer(trace.Tracer):
         sdk: trace.Tracer,
         processor: SpanProcessor,
         *,
-        resource: Resource,
+        resource: tuple[Resource, ResourceMessage],
         limits: SpanLimits,
-        scope: InstrumentationScope,
+        scope: tuple[InstrumentationScope, ScopeMessage],
     ) -> None:
         self.processor = processor
-        self.resource = resource
+        self.resource, self.resource_message = resource
         self.limits = limits
-        self.scope = scope
-        self.resource_message = resource_message(resource)
-        self.scope_message = scope_message(scope)
+        self.scope, self.scope_message = scope
         self._sdk = sdk
 
     def start_span(
@@ -405,6 +407,8 @@ class LeanTracerProvider(trace.TracerProvider):
         self._processor = processor
         self._limits = SpanLimits()
         self._parents_decide = isinstance(sdk.sampler, ParentBased)
+        self._resource = resource_message(sdk.resource)
+        self._made: dict[tuple[str, str | None, str | None], LeanTracer] = {}
 
     def get_tracer(
         self,
@@ -414,17 +418,24 @@ class LeanTracerProvider(trace.TracerProvider):
         attributes: Attributes = None,
     ) -> trace.Tracer:
         """See `opentelemetry.trace.TracerProvider.get_tracer`."""
-        named = instrumenting_module_name, instrumenting_library_version
-        tracer = self._sdk.get_tracer(*named, schema_url, attributes)
-        if not self._parents_decide:
-            return tracer
-        return LeanTracer(
-            tracer,
+        named = instrumenting_module_name, instrumenting_library_version, schema_url
+        if attributes is None and named in self._made:
+            return self._made[named]
+        sdk = self._sdk.get_tracer(*named, attributes)
+        scope = InstrumentationScope(*named, attributes)
+        message = scope_message(scope)
+        if not self._parents_decide or self._resource is None or message is None:
+            return sdk
+        tracer = LeanTracer(
+            sdk,
             self._processor,
-            resource=self._sdk.resource,
+            resource=(self._sdk.resource, self._resource),
             limits=self._limits,
-            scope=InstrumentationScope(*named, schema_url, attributes),
+            scope=(scope, message),
         )
+        if attributes is None and len(self._made) < _MOST_KEPT:
+            self._made[named] = tracer
+        return tracer
 
 
 class LeanSpanExporter(SpanExporter):
@@ -462,7 +473,7 @@ def _request(spans: Sequence[ReadableSpan | LeanSpan]) -> ExportTraceServiceRequ
             if not isinstance(span, LeanSpan):
                 raise Unusual("it is the SDK's own")
             by_tracer.setdefault(span.tracer, []).append(span.message())
-        except (Unusual, ValueError, TypeError):
+        except Exception:  # noqa: BLE001  # attributes may be anything; the SDK drops what it must
             others.append(_readable(span))
     request = encode_spans(others) if others else ExportTraceServiceRequest()
     for tracer, messages in by_tracer.items():

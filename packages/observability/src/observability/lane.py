@@ -19,6 +19,9 @@ logger = structlog.get_logger("observability")
 
 INTERVAL_S = 2.5
 _MOST = 4096
+_LOOKS = 5
+_MANY = 512
+"""Queued, they are not left until the interval is over."""
 
 Work = Callable[[], object]
 
@@ -36,7 +39,7 @@ class Lane:
     """Work in its order. Nobody who puts some waits: where too much is queued it is done at once.
 
     Args:
-        interval_s: seconds from one look into the queue to the next.
+        interval_s: seconds that work waits at most; a fifth of it where much is queued.
         most: queued at once.
     """
 
@@ -84,8 +87,12 @@ class Lane:
         self._draining = threading.RLock()
 
     def _run(self) -> None:
-        while not self._closed.wait(self._interval_s):
-            self.drain()
+        looks = 0
+        while not self._closed.wait(self._interval_s / _LOOKS):
+            looks += 1
+            if looks == _LOOKS or len(self._queue) >= _MANY:
+                looks = 0
+                self.drain()
         self.drain()  # of what was put while it was closed
 
 

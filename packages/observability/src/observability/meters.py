@@ -221,10 +221,13 @@ def trained(client: DataPlaneClient, meta: KVBatchMeta, *, field: str, task: str
         found = client.read_origins(meta.sample_ids, meta.partition_id, [field])
     except DataPlaneError:
         return  # nothing of observability ends a training step
-    later(get_meter_provider(), partial(_record_staleness, version, task, found))
+    context = otel_context.get_current()
+    later(get_meter_provider(), partial(_record_staleness, version, task, found, context))
 
 
-def _record_staleness(version: int, task: str, origins: Mapping[str, int]) -> None:
+def _record_staleness(
+    version: int, task: str, origins: Mapping[str, int], context: Context
+) -> None:
     by_staleness: dict[int, int] = {}
     for text, count in origins.items():
         origin = Origin.parsed(text)
@@ -239,7 +242,7 @@ def _record_staleness(version: int, task: str, origins: Mapping[str, int]) -> No
     )
     for stale, count in _in_proportion(by_staleness, _MOST_STALENESS).items():
         for _ in range(count):
-            staleness.record(stale, {"dataplane.task": task})
+            staleness.record(stale, {"dataplane.task": task}, context)
 
 
 def _in_proportion(counts: Mapping[int, int], most: int) -> dict[int, int]:

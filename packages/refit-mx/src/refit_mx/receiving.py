@@ -282,7 +282,7 @@ class Receiving:
         started = time.monotonic()
         beside = plan.nbytes >= self._settings.verify_beside_bytes
         checking: list[Future[None]] = []
-        # Where the thread that calls has copied the bytes itself, they are still in its cache.
+        # Where a processor of ours has copied the bytes, they are still in its cache.
         copied = scratch.memory.device.type == "cpu" and not has_rdma()
 
         def on_done(fetch: int, first: int, stop: int) -> None:

@@ -7,16 +7,18 @@ fetches are carried out by several lanes, an agent and a thread each.
 from __future__ import annotations
 
 import os
-import threading
 import time
-from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
 
 import torch
 
 from refit_mx.deadline import Deadline
 from refit_mx.errors import RefitConfigError, SourceLostError
 from refit_mx.manifest import Manifest
+from refit_mx.side_by_side import Beside
 from refit_mx.source_client import SourceClient
 from refit_mx.transports.base import Fetch, FetchStats
 from refit_mx.transports.nixl_lane import DRAIN_S, Lane, OnDone, Work, agent_of
@@ -69,10 +71,10 @@ class NixlTransport:
     ) -> None:
         if lanes is not None and lanes < 1:
             raise RefitConfigError(f"lanes {lanes}; expected at least 1")
-        self._threads = threads
-        self._most_lanes = lanes or min(MOST_LANES, len(os.sched_getaffinity(0)))
+        self._ucx_threads = threads
         self._lanes = [Lane(threads=threads)]
-        self._beside: ThreadPoolExecutor | None = None
+        self._most_lanes = lanes or min(MOST_LANES, len(os.sched_getaffinity(0)))
+        self._threads: ThreadPoolExecutor | None = None
         self._connect_timeout_s = connect_timeout_s
         self._registered: dict[int, torch.Tensor] = {}
         self._sources: dict[str, _Source] = {}
@@ -81,8 +83,13 @@ class NixlTransport:
         """See `Transport.register`."""
         if scratch.data_ptr() in self._registered:
             raise RefitConfigError("the scratch buffer is registered already")
-        for lane in self._lanes:
-            lane.register(scratch)
+        try:
+            for lane in self._lanes:
+                lane.register(scratch)
+        except BaseException:
+            for lane in self._lanes:
+                lane.unregister(scratch)
+            raise
         self._registered[scratch.data_ptr()] = scratch
 
     def unregister(self, scratch: torch.Tensor) -> None:
@@ -99,7 +106,8 @@ class NixlTransport:
 
     def busy(self, scratch: torch.Tensor) -> bool:
         """See `Transport.busy`."""
-        return any(lane.busy(scratch) for lane in self._lanes)
+        found = [lane.busy(scratch) for lane in self._lanes]  # reads go on only while asked about
+        return any(found)
 
     def fetch(
         self,
@@ -145,9 +153,9 @@ class NixlTransport:
 
     def close(self) -> None:
         """See `Transport.close`. Buffers that are busy stay so, and the agents with them."""
-        if self._beside is not None:
-            self._beside.shutdown()
-            self._beside = None
+        if self._threads is not None:
+            self._threads.shutdown()
+            self._threads = None
         for source in self._sources.values():
             source.client.close()
         for lane in self._lanes:
@@ -160,9 +168,13 @@ class NixlTransport:
         if copied_bytes < LANE_BYTES:
             return self._lanes[:1]
         while len(self._lanes) < self._most_lanes:
-            lane = Lane(threads=self._threads)
-            for scratch in self._registered.values():
-                lane.register(scratch)
+            try:
+                lane = Lane(threads=self._ucx_threads)
+                for scratch in self._registered.values():
+                    lane.register(scratch)
+            except RefitConfigError:  # one lane is enough
+                self._most_lanes = len(self._lanes)
+                break
             self._lanes.append(lane)
         return self._lanes
 
@@ -174,36 +186,36 @@ class NixlTransport:
         deadline: Deadline,
         on_done: OnDone | None,
     ) -> None:
-        failed = threading.Event()
-
-        def run(lane: Lane) -> None:
-            try:
-                lane.carry_out(
-                    works, scratch, deadline=deadline, on_done=on_done, stopped=failed.is_set
-                )
-            except BaseException:
-                failed.set()
-                raise
+        def carry_out(lane: Lane, stopped: Callable[[], bool]) -> None:
+            lane.carry_out(works, scratch, deadline=deadline, on_done=on_done, stopped=stopped)
 
         if len(lanes) == 1:
-            run(lanes[0])
+            carry_out(lanes[0], lambda: False)
             return
-        if self._beside is None:
-            self._beside = ThreadPoolExecutor(len(lanes) - 1, thread_name_prefix="refit-nixl")
-        others: list[Future[None]] = []
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(
+                self._most_lanes - 1, thread_name_prefix="refit-nixl"
+            )
+        beside = Beside(self._threads)
         try:
-            others += [self._beside.submit(run, lane) for lane in lanes[1:]]
-            run(lanes[0])
-        finally:
-            wait(others)  # they have the same deadline, and what they read into is the caller's
-        for other in others:
-            other.result()
+            for lane in lanes[1:]:
+                beside.start(partial(carry_out, lane, lambda: beside.stopped))
+            carry_out(lanes[0], lambda: beside.stopped)
+        except BaseException:
+            beside.stop()
+            with suppress(Exception):  # the first error is told; an interrupt is one too
+                beside.end()
+            raise
+        beside.end()
 
     def _abandon(self, lanes: Sequence[Lane], deadline: Deadline) -> None:
         for lane in lanes:
             lane.abandon()
         until = time.monotonic() + min(DRAIN_S, deadline.left_s)
-        while not all(lane.is_drained() for lane in lanes) and time.monotonic() < until:
+        while True:
+            drained = [lane.is_drained() for lane in lanes]  # every one is asked
+            if all(drained) or time.monotonic() >= until:
+                return
             time.sleep(1e-3)
 
     def _connect(self, source: Manifest, lanes: Sequence[Lane], deadline: Deadline) -> bool:

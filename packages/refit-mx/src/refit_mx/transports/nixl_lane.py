@@ -113,7 +113,6 @@ class Lane:
         self._registered: dict[int, Any] = {}
         self._remotes: dict[str, _Remote] = {}
         self._abandoned: list[_Read] = []
-        self._flights: list[_Flight] = []
 
     def register(self, scratch: torch.Tensor) -> None:
         """Make a buffer ready to be read into."""
@@ -195,7 +194,7 @@ class Lane:
             stopped: whether another lane has failed; then this returns with reads under way.
         """
         idle = 0
-        active = self._flights = [_Flight(work) for work in works]
+        active = [_Flight(work) for work in works]
         while active and not stopped():
             progressed = False
             for flight in active:
@@ -228,8 +227,8 @@ class Lane:
 
     def abandon(self) -> None:
         """What is under way is to be asked about by `busy` from now on."""
-        self._abandoned += [read for flight in self._flights for read, _ in flight.reads]
-        self._flights = []
+        # Of all that was posted: an interrupt may have come before a read was noted elsewhere.
+        self._abandoned = [read for remote in self._remotes.values() for read in remote.pending]
 
     def is_drained(self) -> bool:
         """Whether no abandoned read is left."""
@@ -260,7 +259,6 @@ class Lane:
                 self._end(read)
         except Exception as error:  # noqa: BLE001
             read.failed = not is_disconnect(error)
-            self._abandoned.append(read)
             raise self._lost(remote, error) from None
         return read
 
