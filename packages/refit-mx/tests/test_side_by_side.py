@@ -79,10 +79,12 @@ def test_what_runs_beside_is_waited_for_and_its_error_is_raised(threads):
 
     beside.start(fail)
     assert begun.wait(10)
-    with pytest.raises(ZeroDivisionError):
-        beside.end()
+    assert beside.join(10)
+    beside.end()
     assert done == [1]
     assert beside.stopped
+    with pytest.raises(ZeroDivisionError):
+        beside.check()
 
 
 def test_an_interrupt_of_the_wait_is_raised_when_nothing_is_under_way_any_more(
@@ -98,7 +100,7 @@ def test_an_interrupt_of_the_wait_is_raised_when_nothing_is_under_way_any_more(
 
     def work():
         begun.set()
-        wait_for(lambda: beside._over)  # so that it is `end` that is interrupted
+        wait_for(lambda: beside._ended)  # so that it is `end` that is interrupted
         interrupting()
         wait_for(lambda: beside.stopped)
         interrupting()  # impatience changes nothing
@@ -131,3 +133,13 @@ def test_a_call_whose_thread_could_not_be_started_never_begins():
         pool.full = False
         pool.submit(begun.append, "next").result(10)
     assert begun == ["next"]
+
+
+def test_a_join_that_runs_out_of_time_says_so(threads):
+    beside, go_on = Beside(threads), threading.Event()
+    beside.start(lambda: go_on.wait(10))
+    assert not beside.join(0.01)
+    go_on.set()
+    assert beside.join(10)
+    beside.end()
+    beside.check()

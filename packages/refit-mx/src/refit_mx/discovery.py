@@ -30,7 +30,7 @@ from refit_mx.layout import TargetTPLayout
 from refit_mx.manifest import Manifest, Registry, Scalar
 from refit_mx.manifest_service import ManifestClient
 from refit_mx.plan.shards import ShardTable
-from refit_mx.side_by_side import each, settle
+from refit_mx.side_by_side import Beside, each
 from refit_mx.tensor_types import Box
 
 _MOST_NAMED = 5
@@ -165,15 +165,21 @@ def _described(
     """A version and its shards, asked for at once."""
 
     def ask(client: ControlClient) -> tuple[VersionInfo, list[Shard]]:
-        version = threads.submit(client.get_version, version_id)
+        found: list[VersionInfo] = []
+        beside = Beside(threads)
+        beside.start(lambda: found.append(client.get_version(version_id)))
         try:
-            shards = client.list_shards(version_id)
-            return version.result(), shards
-        except ControlError:
-            version.result()  # that there is no such version says more
-            raise
+            try:
+                shards = client.list_shards(version_id)
+            except ControlError:
+                beside.join()
+                beside.check()  # that there is no such version says more
+                raise
+            beside.join()
         finally:
-            settle([version])
+            beside.end()
+        beside.check()
+        return found[0], shards
 
     return patiently(control, ask, deadline=deadline, patience_s=patience_s)
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -33,7 +34,7 @@ from refit_mx.reads import ReadTable
 from refit_mx.received import RefitStats
 from refit_mx.scratch import Scratch, ScratchPool
 from refit_mx.settings import ReceiverSettings
-from refit_mx.side_by_side import each, settle
+from refit_mx.side_by_side import Beside, each
 from refit_mx.source_client import SourceClient
 from refit_mx.spans import OnPhase, phase, tell_bytes
 from refit_mx.transports.base import Fetch, Transport
@@ -281,7 +282,7 @@ class Receiving:
         ]
         started = time.monotonic()
         beside = plan.nbytes >= self._settings.verify_beside_bytes
-        checking: list[Future[None]] = []
+        checking = Beside(self._verifying)
         # Where a processor of ours has copied the bytes, they are still in its cache.
         copied = scratch.memory.device.type == "cpu" and not has_rdma()
 
@@ -291,7 +292,7 @@ class Receiving:
             if copied:
                 verifier.check_rows(fetch, first, stop)
             else:
-                checking.append(self._verifying.submit(verifier.check_rows, fetch, first, stop))
+                checking.start(partial(verifier.check_rows, fetch, first, stop))
 
         try:
             with phase("transfer", stats.version_id, self._on_phase) as span:
@@ -304,11 +305,9 @@ class Receiving:
             stats.seconds["fetch"] += time.monotonic() - started
             stats.nbytes = done.nbytes
             started = time.monotonic()
-            finished, waiting = wait(checking, timeout=deadline.left_s or 0.001)
-            if waiting:
+            if not checking.join(deadline.left_s or 0.001):
                 raise deadline.error("verifying what has arrived")
-            for future in finished:
-                future.result()
+            checking.check()
             stats.seconds["verify"] += time.monotonic() - started
         except RefitTimeoutError as error:
             stopped = tuple(
@@ -324,7 +323,7 @@ class Receiving:
                 stopped,
             ) from error
         finally:
-            settle(checking)
+            checking.end()
         if not beside:
             started = time.monotonic()
             for fetch, (_, reads) in enumerate(plan.fetches):

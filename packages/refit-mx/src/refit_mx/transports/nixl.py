@@ -10,7 +10,6 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from functools import partial
 
 import torch
@@ -203,10 +202,10 @@ class NixlTransport:
             carry_out(lanes[0], lambda: beside.stopped)
         except BaseException:
             beside.stop()
-            with suppress(Exception):  # the first error is told; an interrupt is one too
-                beside.end()
             raise
-        beside.end()
+        finally:
+            beside.end()
+        beside.check()
 
     def _abandon(self, lanes: Sequence[Lane], deadline: Deadline) -> None:
         for lane in lanes:
