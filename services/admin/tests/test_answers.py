@@ -4,8 +4,11 @@ import time
 
 import httpx
 import pytest
+from fastapi.testclient import TestClient
 
+from dataplane_admin import Settings, create_app
 from dataplane_admin.answers import models
+from dataplane_admin.store import Store
 
 TOKEN = "3f2b8c0d9e7a6b5c"
 PATIENCE_S = 20.0
@@ -242,3 +245,12 @@ def test_metrics_are_those_of_prometheus(client):
 def test_it_is_ready(client):
     answer = client.get("/readyz", headers={"authorization": ""})
     assert (answer.status_code, answer.json()["live"]) == (200, "attached")
+
+
+def test_it_is_not_ready_while_the_disk_of_its_store_is_full(tmp_path, monkeypatch):
+    settings = Settings(store_url=f"sqlite:///{tmp_path / 'store.sqlite'}")
+    monkeypatch.setattr(Store, "room_bytes", lambda self: 4096)
+    with TestClient(create_app(settings), base_url="http://127.0.0.1") as asking:
+        answer = asking.get("/readyz")
+        assert answer.status_code == 503
+        assert answer.json()["store"] == "the store's disk is full: 4096 bytes left"

@@ -313,3 +313,9 @@ def test_no_answer_reads_events_samples_or_chunks_from_end_to_end(tmp_path, otlp
                     # Events are sorted once an index has narrowed them down; a list never is.
                     if "ORDER BY traces.start_ns" in statement:
                         assert "TEMP B-TREE" not in step.detail, f"{step.detail}: {statement}"
+
+
+def test_a_file_tells_what_room_its_disk_has(url, store):
+    room = store.room_bytes()
+    assert (room is None) == url.startswith("postgresql")
+    assert room is None or room > 0

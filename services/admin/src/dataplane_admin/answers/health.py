@@ -8,6 +8,7 @@ import time
 from dataplane_admin.store import Batch, Store, StoreError
 
 _PROBE_S = 2.0
+_LEAST_ROOM_BYTES = 1 << 20
 
 
 class Health:
@@ -36,6 +37,10 @@ class Health:
     def _probe(self) -> str | None:
         try:
             self._store.write(Batch(), timeout_s=_PROBE_S)
-        except StoreError as error:
+            room = self._store.room_bytes()
+        except (StoreError, OSError) as error:
             return str(error)
+        # An empty batch still finds room in pages that are there, when nothing else does.
+        if room is not None and room < _LEAST_ROOM_BYTES:
+            return f"the store's disk is full: {room} bytes left"
         return None

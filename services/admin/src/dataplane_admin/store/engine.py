@@ -11,6 +11,7 @@ shared disk that is the time of a flush.
 from __future__ import annotations
 
 import os
+import shutil
 import sqlite3
 import time
 from contextlib import suppress
@@ -102,6 +103,12 @@ class Database:
             )
         )
         return int(found.scalar_one())
+
+    def room_bytes(self) -> int | None:
+        """What is left where the files of SQLite are; None for PostgreSQL."""
+        if not self.is_sqlite:
+            return None
+        return shutil.disk_usage(Path(str(self.url.database)).absolute().parent).free
 
     def shrink(self, pages: int) -> bool:
         """Give up to so many free pages back to the file system; whether there may be more."""

@@ -239,6 +239,10 @@ class Store:
         """Write down what somebody did; raises as `write` does."""
         self.write(Batch(audit=(entry,)))
 
+    def room_bytes(self) -> int | None:
+        """What is left on the disk of a file; None where the database is elsewhere."""
+        return self._database.room_bytes()
+
     def totals(self) -> StoreTotals:
         """How much there is, and what became of what arrived."""
         oldest_trace = select(TraceModel.updated_ns).order_by(TraceModel.updated_ns).limit(1)
