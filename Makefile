@@ -75,6 +75,10 @@ isolation: sync ## Build each package's wheel and test it in an environment of i
 deps: sync ## Show what depends on what
 	@$(BIN)/python integration/dependencies.py
 
+.PHONY: docs
+docs: sync ## Build the documentation site into build/site, and fail on a broken link
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+
 .PHONY: bench-quick
 bench-quick: sync ## Compare speed with others in under three minutes: build/bench.json
 	mkdir -p build

@@ -1,0 +1,56 @@
+"""The API reference: the public names of a module, by kind, for mkdocstrings to describe.
+
+The code is read and not imported, since a name may need what is not installed here, as vLLM.
+"""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+import griffe
+
+PACKAGES = Path(__file__).parents[2] / "packages"
+KINDS = ("Classes", "Functions", "Errors", "Types and constants")
+
+
+def api_page(module_name: str) -> str:
+    """A directive of mkdocstrings for each name that ``module_name`` exports."""
+    by_kind: dict[str, list[str]] = {kind: [] for kind in KINDS}
+    for name in sorted(exports(module_name), key=str.lower):
+        by_kind[kind_of(module_name, name)].append(name)
+    lines = []
+    for kind, names in by_kind.items():
+        if names:
+            lines += ["", f"### {kind}", ""]
+            lines += [f"::: {module_name}.{name}\n" for name in names]
+    return "\n".join(lines)
+
+
+def exports(module_name: str) -> list[str]:
+    """The names in the module's ``__all__``."""
+    return [str(name) for name in loader().modules_collection[module_name].exports or ()]
+
+
+def kind_of(module_name: str, name: str) -> str:
+    """Under which heading a name is described."""
+    found = loader().modules_collection[module_name][name]
+    target = found.final_target if found.is_alias else found
+    if target.is_class:
+        bases = [str(base) for base in target.bases]
+        return "Errors" if any(is_error(base) for base in bases) else "Classes"
+    return "Functions" if target.is_function else "Types and constants"
+
+
+def is_error(base: str) -> bool:
+    return base.endswith(("Error", "Exception"))
+
+
+@functools.cache
+def loader() -> griffe.GriffeLoader:
+    """Our packages, read."""
+    found = griffe.GriffeLoader(search_paths=sorted(PACKAGES.glob("*/src")))
+    for folder in sorted(PACKAGES.glob("*/src/*/__init__.py")):
+        found.load(folder.parent.name)
+    found.resolve_aliases(implicit=False, external=False)
+    return found
