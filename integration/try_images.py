@@ -1,13 +1,11 @@
-#!/usr/bin/env python3
-"""Runs built images without a container engine, the way docker/compose.yaml runs them, and says what
-came of it.
+"""Runs built images without a container engine, as docker/compose.yaml runs them, and tells.
 
-    docker/try FOLDER [admin] [refit-server] [trainer] [cluster]
+    python3 -m integration.try_images FOLDER [admin] [refit-server] [trainer] [cluster]
 
 FOLDER has the root file system of each image: FOLDER/admin, FOLDER/refit-server, FOLDER/trainer;
-docker/build makes them. A container is made of namespaces here: processes, network, mounts and a host
-name of its own, a read-only root, tmpfs on /tmp, user 10001 without any capability or a way to get one.
-What is run is what the Dockerfile says: its entry point, its command, its health check.
+docker/build makes them. A container is made of namespaces here: processes, network, mounts and a
+host name of its own, a read-only root, tmpfs on /tmp, user 10001 without any capability or a way to
+get one. What is run is what the Dockerfile says: its entry point, its command, its health check.
 
 Needs root, Linux, util-linux, iproute2 and openssl; no engine, no network.
 """
@@ -31,9 +29,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent))
-from integration.cluster.machines import Machine, Machines  # noqa: E402  # found by the line above
+from integration.cluster.machines import Machine, Machines
+
+HERE = Path(__file__).resolve().parents[1] / "docker"
 
 PATIENCE_S = 180.0
 UNWANTED = ("cc", "gcc", "g++", "make", "ld", "pip", "pip3", "uv", "git", "curl", "wget")
@@ -107,12 +105,14 @@ class Container:
     shm: str = "64m"
 
     def __enter__(self) -> Self:
-        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115  # closed by __exit__
+        self._log = tempfile.TemporaryFile("w+")  # closed by __exit__
         self.begun = time.monotonic()
         arguments = self.image.command if self.command is None else self.command
         inner = [*self.image.entrypoint, *arguments]
-        self._process = self.machine.start(
-            ["unshare", "--mount", "--pid", "--fork", "--kill-child", "sh", "-euc", self._setup(inner)],
+        alone = ["unshare", "--mount", "--pid", "--fork", "--kill-child", "sh", "-euc"]
+        self._process = subprocess.Popen(
+            self.machine.command([*alone, self._setup(inner)]),
+            stdin=subprocess.DEVNULL,
             stdout=self._log,
             stderr=self._log,
         )
@@ -131,7 +131,8 @@ class Container:
 
     def _setup(self, inner: Sequence[str]) -> str:
         root = shlex.quote(str(self.image.root))
-        hosts = {"localhost": "127.0.0.1", **self.hosts}
+        own = {"localhost": "127.0.0.1", self.machine.name: self.machine.address}
+        hosts = own | self.hosts
         told = "".join(f"{address} {name}\n" for name, address in hosts.items())
         lines = [
             "mount --make-rprivate /",
@@ -140,6 +141,7 @@ class Container:
             "mount -o remount,bind,ro .",
             f"cd {root}",
             "mount -t proc proc proc",
+            "mount -t sysfs -o ro sysfs sys",  # UCX looks for interfaces there
             "mount -t tmpfs -o size=64k,mode=755 tmpfs dev",
             *(f"touch dev/{name} && mount --bind /dev/{name} dev/{name}" for name in _DEVICES),
             f"mkdir dev/shm && mount -t tmpfs -o size={self.shm},mode=1777 tmpfs dev/shm",
@@ -148,12 +150,9 @@ class Container:
             "mount -t tmpfs -o size=1m,mode=755 tmpfs run",
             "mkdir run/secrets run/files",
             *(
-                f"touch run/secrets/{name} && mount --bind {shlex.quote(str(path))} run/secrets/{name}"
-                for name, path in self.secrets.items()
-            ),
-            *(
-                f"touch run/files/{name} && mount --bind {shlex.quote(str(path))} run/files/{name}"
-                for name, path in self.files.items()
+                f"touch run/{at} && mount --bind {shlex.quote(str(path))} run/{at}"
+                for folder, files in (("secrets", self.secrets), ("files", self.files))
+                for at, path in ((f"{folder}/{name}", path) for name, path in files.items())
             ),
             f"printf %s {shlex.quote(told)} > run/hosts",
             "mount --bind run/hosts etc/hosts",
@@ -196,7 +195,7 @@ class Container:
         return Path(f"/proc/self/fd/{self._log.fileno()}").read_text()
 
     def execute(self, command: Sequence[str], *, patience_s: float = 60) -> tuple[int, str]:
-        """Run a command in it, as an engine does for health checks; its status and what it wrote."""
+        """Run a command in it, as engines do for health checks; its status and what it wrote."""
         namespaces = ["--mount", "--pid", "--net", "--ipc", "--uts"]
         done = subprocess.run(
             ["nsenter", *namespaces, "-t", str(self.pid), *self._inside(command)],
@@ -220,6 +219,11 @@ class Container:
             if time.monotonic() > until:
                 raise TryError(f"health check: {status}: {told}\n{self.log}")
             time.sleep(0.2)
+
+    @property
+    def running(self) -> bool:
+        """Whether it goes on."""
+        return self._process.poll() is None
 
     def ended(self, *, patience_s: float = PATIENCE_S) -> int:
         """Wait for its end; its exit status."""
@@ -250,8 +254,9 @@ def expect(holds: bool, what: str) -> None:
 
 
 def last_line(text: str) -> str:
-    """What a refusal says."""
-    return text.strip().splitlines()[-1] if text.strip() else ""
+    """What a refusal says, without the frames that are drawn around it."""
+    told = [line.strip("│╭╰─╮╯ ") for line in text.splitlines()]
+    return [line for line in told if line][-1]
 
 
 def refused(what: str, container: Container, *, status: int = 1) -> None:
@@ -278,7 +283,9 @@ def try_contents(image: Image) -> None:
     )[:6]
     tell("size", f"{size / 1e6:.0f} MB, of it", ", ".join(f"{n} {s / 1e6:.0f}" for s, n in largest))
     folders = ("usr/bin", "usr/sbin", "usr/local/bin", "opt/app/bin")
-    found = [f"{at}/{name}" for at in folders for name in UNWANTED if (image.root / at / name).exists()]
+    found = [
+        f"{at}/{name}" for at in folders for name in UNWANTED if (image.root / at / name).exists()
+    ]
     expect(not found, f"found {found}")
     tell("tools to build or fetch with", "none")
     raised = [
@@ -303,21 +310,24 @@ def try_admin(root: Path, machines: Machines, secrets: Path) -> None:
         refused("port in use", Container(image, machine, secrets=secret))
         token = secret["admin-token"].read_text()
         for what, header, expected in (("no token", "", 401), ("its token", token, 200)):
-            code = admin.execute(_POST + [header])[1].strip()
+            code = admin.execute([*_POST, header])[1].strip()
             expect(code == str(expected), f"OTLP with {what}: {code}")
         tell("OTLP without its token, with it", "401, 200")
         admin.execute(["dd", "if=/dev/zero", "of=/data/ballast", "bs=64k"])
-        statuses = [admin.execute([*_POST, token, "full"])[1].strip() for _ in range(3)]
-        unhealthy, _ = admin.execute(image.health)
-        tell("disk full", f"OTLP {statuses[-1]}, health check {unhealthy}")
-        expect(statuses[-1] == "503" and unhealthy != 0, f"a full disk is not told: {admin.log}")
+        statuses = [admin.execute([*_POST, token])[1].strip() for _ in range(3)]
+        expect(statuses[-1] == "503", f"a full disk is not told: {statuses}: {admin.log}")
+        begun = time.monotonic()
+        while (unhealthy := admin.execute(image.health)[0]) == 0:
+            expect(time.monotonic() < begun + 30, f"it stays healthy: {admin.log}")
+            time.sleep(0.5)
+        took = time.monotonic() - begun
+        tell("disk full", f"OTLP 503; health check {unhealthy} after {took:.1f} s")
         admin.execute(["rm", "/data/ballast"])
         begun = time.monotonic()
         until = begun + 60
-        while admin.execute([*_POST, token, "again"])[1].strip() != "200":
+        while admin.execute([*_POST, token])[1].strip() != "200":
             expect(time.monotonic() < until, f"it stays full: {admin.log}")
             time.sleep(0.5)
-        admin.healthy()
         tell("room again", f"OTLP 200 after {time.monotonic() - begun:.1f} s")
         status, took = admin.terminate()
         tell("SIGTERM", f"status {status} after {took:.1f} s")
@@ -377,7 +387,8 @@ def try_trainer(root: Path, machines: Machines, secrets: Path) -> None:
     try_contents(image)
     refused("a command that is none", Container(image, machine, ["trian"]), status=127)
     refused(
-        "an unknown key", Container(image, machine, ["grpo-trainer", "train", "--set", "grpo.stpes=1"])
+        "an unknown key",
+        Container(image, machine, ["grpo-trainer", "train", "--set", "grpo.stpes=1"]),
     )
     refused("a role that is none", Container(image, machine, ["ray-node", "boss"]))
     refused("no head", Container(image, machine, ["ray-node", "worker"]))
@@ -388,13 +399,16 @@ def try_trainer(root: Path, machines: Machines, secrets: Path) -> None:
         tell("two steps of the demo", f"status {status} after {time.monotonic() - run.begun:.0f} s")
     with Container(image, machine, image.command, data_size="256m", shm="1g") as run:
         tell("healthy after", f"{run.healthy():.1f} s")
+        while "step    1" not in run.log:
+            expect(run.running, f"it ended: {run.log}")
+            time.sleep(0.2)
         status, took = run.terminate()
         tell("SIGTERM", f"status {status} after {took:.1f} s")
         expect(status == 143 and took < 30, run.log)
 
 
 def try_cluster(roots: Path, machines: Machines, secrets: Path) -> None:
-    """What compose.yaml starts, but for the images of others: runs trace straight to the admin service."""
+    """What compose.yaml starts, but for images of others: traces go to the admin service."""
     trainer = Image.read(roots / "trainer")
     node_secrets = {name: secrets / name for name in ("ray-token", "refit-ca", "refit-token")}
     hosts = {name: machine.address for name, machine in machines.machines.items()}
@@ -474,7 +488,7 @@ def try_cluster(roots: Path, machines: Machines, secrets: Path) -> None:
         for name, container in (("ray-worker", worker), ("ray-head", head)):
             status, took = container.terminate()
             tell(f"SIGTERM to {name}", f"status {status} after {took:.1f} s")
-            expect(took < 30, container.log)
+            expect(status == 0 and took < 30, container.log)
         for name, container in (("refit-server", refit), ("admin", admin)):
             status, took = container.terminate()
             tell(f"SIGTERM to {name}", f"status {status} after {took:.1f} s")
@@ -501,7 +515,10 @@ def main(arguments: Sequence[str]) -> int:
         print(name, flush=True)
         names = ("ray-head", "ray-worker", "trainer", "refit-server", "admin")
         try:
-            with secrets_folder() as secrets, Machines(*(names if name == "cluster" else ("one",))) as machines:
+            with (
+                secrets_folder() as secrets,
+                Machines(*(names if name == "cluster" else ("one",))) as machines,
+            ):
                 if name == "cluster":
                     try_cluster(roots, machines, secrets)
                 else:
@@ -515,5 +532,5 @@ def main(arguments: Sequence[str]) -> int:
 if __name__ == "__main__":
     for program in ("unshare", "nsenter", "ip", "openssl"):
         if shutil.which(program) is None:
-            sys.exit(f"docker/try: needs the program {program}")
+            sys.exit(f"needs the program {program}")
     sys.exit(main(sys.argv[1:]))
