@@ -90,11 +90,11 @@ def require_backend():
         if name == "mooncake_cpu":
             pytest.importorskip(
                 "mooncake.store",
-                reason="needs dataplane-tq[mooncake], libibverbs1",
+                reason="needs the packages mooncake-transfer-engine-non-cuda, libibverbs1 (Debian)",
                 exc_type=ImportError,
             )
         if name == "yuanrong":
-            pytest.importorskip("yr", reason="needs dataplane-tq[yuanrong]")
+            pytest.importorskip("yr", reason="needs the package openyuanrong-datasystem")
         return name
 
     return require

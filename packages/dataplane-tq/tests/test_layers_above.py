@@ -39,7 +39,7 @@ def partition(owner):
 
 
 def test_a_saved_partition_comes_back_in_another_kind_of_store(owner, partition, tmp_path):
-    pytest.importorskip("safetensors", reason="needs dataplane-core[checkpoint]")
+    pytest.importorskip("safetensors", reason="needs the package safetensors")
     from dataplane_core import restore_partition, save_partition
 
     owner.claim_meta(partition, "train", ["ids"], 5)

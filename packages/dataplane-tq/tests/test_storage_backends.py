@@ -104,10 +104,7 @@ class Peer:
 def start(name, namespace=NAMESPACE):
     backend = BACKENDS[name]()
     cfg = {**CONFIG, "backend": name}
-    try:
-        backend.check(cfg)
-    except ConfigError as error:
-        pytest.skip(f"backend {name} needs a package that is not installed: {error}")
+    backend.check(cfg)
     backend.start(cfg, namespace=namespace, actor_cpus=0.1, timeout_s=60)
     return backend
 
@@ -127,8 +124,8 @@ def only(*names):
 
 
 @pytest.fixture(scope="module", params=NAMES)
-def backend(request, controller):
-    running = start(request.param)
+def backend(request, controller, require_backend):
+    running = start(require_backend(request.param))
     running.name = request.param
     yield running
     running.stop()
@@ -352,8 +349,8 @@ def gone(pids, folder):
 
 
 @pytest.mark.parametrize("name", DAEMONS)
-def test_stop_leaves_no_process_and_no_file(cluster, name):
-    backend = start(name, namespace=uuid.uuid4().hex)
+def test_stop_leaves_no_process_and_no_file(cluster, require_backend, name):
+    backend = start(require_backend(name), namespace=uuid.uuid4().hex)
     pids, folder = left_by(backend.actors[DAEMONS[name]])
     mapped = [line for pid in pids for line in Path(f"/proc/{pid}/maps").read_text().splitlines()]
     assert not [line for line in mapped if "/dev/shm/" in line]

@@ -6,7 +6,9 @@ from importlib.util import find_spec
 
 import pytest
 
-needs_yuanrong = pytest.mark.skipif(find_spec("yr") is None, reason="needs dataplane-tq[yuanrong]")
+needs_yuanrong = pytest.mark.skipif(
+    find_spec("yr") is None, reason="needs the package openyuanrong-datasystem"
+)
 
 
 def printed(code):

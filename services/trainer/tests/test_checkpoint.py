@@ -208,7 +208,8 @@ def small_disk(tmp_path):
         ["mount", "-t", "tmpfs", "-o", "size=250k", "tmpfs", folder], capture_output=True
     )
     if mounted.returncode:
-        pytest.skip("mounting a file system needs root")
+        told = mounted.stderr.decode().strip()
+        pytest.skip(f"needs the capability CAP_SYS_ADMIN to mount: {told}")
     yield folder
     subprocess.run(["umount", folder], check=True)
 

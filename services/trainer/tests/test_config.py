@@ -26,6 +26,9 @@ def paths(node, prefix=()):
 
 
 EVERY_KEY = sorted(".".join(path) for path in paths(RAW))
+ANY_NAME = {"data_plane.unit_resources"}
+"""Whose keys are names of Ray's custom resources; so are those of each placement."""
+ANY_NAME |= {key for key in EVERY_KEY if key.startswith("cluster.placement.")}
 
 
 def node_of(raw, key):
@@ -94,7 +97,7 @@ def test_each_missing_key_is_named_with_its_path(demo, key):
 
 @pytest.mark.parametrize(
     "section",
-    ["", *(k for k in EVERY_KEY if isinstance(node_of(RAW, k)[0][k.split(".")[-1]], dict))],
+    ["", *(k for k in EVERY_KEY if isinstance(value_of(RAW, k), dict) and k not in ANY_NAME)],
 )
 def test_an_unknown_key_is_named_in_every_section(demo, section):
     key = f"{section}.surprise" if section else "surprise"
@@ -266,3 +269,23 @@ def test_numbers_mean_the_same_in_yaml_and_python(value):
 def test_a_configuration_survives_its_own_json(demo):
     config = check_config(demo, source="demo")
     assert check_config(config.model_dump(mode="json"), source="json") == config
+
+
+@pytest.mark.parametrize("role", ["policy", "generation", "rollout", "environment"])
+@pytest.mark.parametrize(
+    ("found", "expected"),
+    [
+        ({"CPU": 1}, "expected the name of a custom resource"),
+        ({"": 1}, "expected the name of a custom resource"),
+        ({"trainers": 0}, "greater than 0"),
+        ({"trainers": "1"}, "valid number"),
+        (["trainers"], "valid dictionary"),
+    ],
+)
+def test_a_placement_is_by_amounts_of_custom_resources(demo, role, found, expected):
+    demo["cluster"]["placement"][role] = {"trainers": 0.5}
+    assert check_config(demo, source="test").cluster.placement
+    demo["cluster"]["placement"][role] = found
+    message = refusal(demo)
+    assert message.startswith(f"cluster.placement.{role}")
+    assert expected in message

@@ -83,7 +83,7 @@ class Worker:
 def machines():
     """A Ray of two nodes, the driver on the first."""
     if sys.platform != "linux":
-        pytest.skip("needs a loopback interface with all of 127.0.0.0/8")
+        pytest.skip("needs Linux, whose loopback interface has all of 127.0.0.0/8")
     folder = tempfile.mkdtemp(prefix="gt-")
     nodes = {"num_cpus": 2, "include_dashboard": False}
     cluster = Cluster(

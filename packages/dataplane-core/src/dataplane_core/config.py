@@ -54,6 +54,9 @@ class DataPlaneConfig(TypedDict):
         ack_timeout_ms: deadline of one store operation, in milliseconds.
         claim_lease_s: how long a claim stays exclusive without being acknowledged or renewed, in
             seconds. Without it a claim is final.
+        unit_resources: custom Ray resources and how much of each a storage unit asks for, so that
+            it is placed on a node that has them (``packed`` and ``simple``). Without it units are
+            spread over the nodes.
         packed_transport: how clients of backend ``packed`` reach its units: ``shm``, ``tcp``, or
             ``auto`` (the default), which is ``shm`` on the unit's own node.
         claim_order: ``module:function`` that takes a sample's id and tags and returns a number; of
@@ -78,6 +81,7 @@ class DataPlaneConfig(TypedDict):
     controller_address: NotRequired[str]
     ack_timeout_ms: NotRequired[int]
     claim_lease_s: NotRequired[float]
+    unit_resources: NotRequired[dict[str, float]]
     packed_transport: NotRequired[str]
     claim_order: NotRequired[str]
     sampler: NotRequired[str]

@@ -133,6 +133,7 @@ _DATA_PLANE_KEYS = (
     "global_segment_size",
     "local_buffer_size",
     "ack_timeout_ms",
+    "unit_resources",
     "observability",
 )
 

@@ -7,7 +7,6 @@ gradient.
 
 from __future__ import annotations
 
-import datetime
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -25,6 +24,7 @@ from dataplane_core import (
 )
 from dataplane_core.telemetry import detail_span, span
 from grpo_trainer.loss import LossSums, grpo_loss, token_logprobs
+from grpo_trainer.meeting import find_meeting, join_meeting, open_meeting
 from grpo_trainer.model import load_model
 from grpo_trainer.node_address import node_address
 from grpo_trainer.policy_state import load_optimizer, load_weights, save_policy
@@ -46,13 +46,12 @@ class PolicyWorker(ReportingActor):
     Args:
         rank: of this worker among ``world``.
         world: number of workers.
-        init_method: address at which torch.distributed meets, as ``tcp://host:port``.
         model: folder or hub name.
         policy: the configuration's ``policy`` as a dict.
         grpo: the configuration's ``grpo`` as a dict.
         data_plane: the data plane's configuration.
         pad_token_id: pads ``input_ids``.
-        timeout_s: deadline of a collective operation, in seconds.
+        timeout_s: deadline of meeting the others, and of a collective operation, in seconds.
         reporting: how to report, None not to.
     """
 
@@ -61,7 +60,6 @@ class PolicyWorker(ReportingActor):
         rank: int,
         world: int,
         *,
-        init_method: str,
         model: str,
         policy: Mapping[str, Any],
         grpo: Mapping[str, Any],
@@ -92,16 +90,28 @@ class PolicyWorker(ReportingActor):
         )
         self._client = build_data_plane_client(data_plane, bootstrap=False)
         self._refit: RefitSource | None = None
-        dist.init_process_group(
-            "nccl" if gpu else "gloo",
-            init_method=init_method,
-            rank=rank,
-            world_size=world,
-            timeout=datetime.timedelta(seconds=timeout_s),
-        )
+        self._backend, self._timeout_s = "nccl" if gpu else "gloo", timeout_s
+        self._store: Any = None
 
     def ready(self) -> None:
-        """Returns once the model is loaded and all ranks have met."""
+        """Returns once the model is loaded."""
+
+    def meeting_point(self) -> tuple[str, int]:
+        """Host and port at which this rank, 0, waits for the others."""
+        self._store = open_meeting(self._world, timeout_s=self._timeout_s)
+        return self._store.host, self._store.port
+
+    def meet(self, host: str, port: int) -> None:
+        """Returns once all ranks have met, there."""
+        if self._store is None:
+            self._store = find_meeting(host, port, self._world, timeout_s=self._timeout_s)
+        join_meeting(
+            self._store,
+            backend=self._backend,
+            rank=self._rank,
+            world=self._world,
+            timeout_s=self._timeout_s,
+        )
 
     @traced
     def compute_logprobs(self, meta: KVBatchMeta, column: str) -> dict[str, Any]:

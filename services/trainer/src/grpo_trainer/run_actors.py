@@ -7,8 +7,8 @@ error alike, leaves neither processes nor a data plane behind.
 from __future__ import annotations
 
 import signal
-import socket
 import threading
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, cast  # Any: Ray handles and transformers' tokenizers
@@ -108,6 +108,8 @@ class RunActors:
             self._start_policy(model, tokenizer.pad_token_id)
             loading = [GENERATION, *self.policy_workers]
             self.calls.each("ready", {name: ((), {}) for name in loading})
+            meeting = self.calls.one(self.policy_workers[0], "meeting_point")
+            self.calls.each("meet", {name: (meeting, {}) for name in self.policy_workers})
             self.weight_sync = RefitWeightSync(
                 self.calls,
                 config.refit,
@@ -129,16 +131,17 @@ class RunActors:
 
     def _start_rollouts(self, model: str, tokenizer: Any) -> None:
         config = self._config
+        placement = config.cluster.placement
         environment = (
             ray.remote(VerifierEnvironment)
-            .options(num_cpus=_SMALL)
+            .options(num_cpus=_SMALL, resources=placement.environment)
             .remote(correct=config.env.correct, wrong=config.env.wrong, reporting=self._reporting)
         )
         self.calls.add(ENVIRONMENT, environment)
         generation = config.policy.generation
         worker = (
             ray.remote(GenerationWorker)
-            .options(num_cpus=_SMALL, num_gpus=generation.num_gpus)
+            .options(num_cpus=_SMALL, num_gpus=generation.num_gpus, resources=placement.generation)
             .remote(
                 model,
                 max_new_tokens=generation.max_new_tokens,
@@ -151,7 +154,7 @@ class RunActors:
             )
         )
         self.calls.add(GENERATION, worker)
-        rollout = RolloutActor.options(num_cpus=_SMALL).remote(
+        rollout = RolloutActor.options(num_cpus=_SMALL, resources=placement.rollout).remote(
             self._reporting,
             RayGeneration(worker, timeout_s=config.cluster.call_timeout_s),
             tokenizer,
@@ -163,15 +166,17 @@ class RunActors:
 
     def _start_policy(self, model: str, pad_token_id: int) -> None:
         config = self._config
-        address = f"tcp://{ray.util.get_node_ip_address()}:{_free_port()}"
         for rank, name in enumerate(self.policy_workers):
             handle = (
                 ray.remote(PolicyWorker)
-                .options(num_cpus=_SMALL, num_gpus=config.policy.num_gpus_per_worker)
+                .options(
+                    num_cpus=_SMALL,
+                    num_gpus=config.policy.num_gpus_per_worker,
+                    resources=config.cluster.placement.policy,
+                )
                 .remote(
                     rank,
                     config.policy.data_parallel,
-                    init_method=address,
                     model=model,
                     policy=config.policy.model_dump(mode="json"),
                     grpo=config.grpo.model_dump(mode="json"),
@@ -251,15 +256,23 @@ def _check_room(config: TrainerConfig) -> None:
     actors = 3 + policy.data_parallel + 2 + config.data_plane["num_storage_units"]
     gpus = policy.generation.num_gpus + policy.data_parallel * policy.num_gpus_per_worker
     found = ray.cluster_resources()
-    for kind, key, needed in (("CPU", "cluster.num_cpus", actors * _SMALL), ("GPU", "GPUs", gpus)):
-        if found.get(kind, 0.0) < needed:
+    custom: dict[str, float] = defaultdict(float)
+    placement = config.cluster.placement
+    for asked, times in (
+        (placement.policy, policy.data_parallel),
+        (placement.generation, 1),
+        (placement.rollout, 1),
+        (placement.environment, 1),
+    ):
+        for name, amount in asked.items():
+            custom[name] += amount * times
+    for resource, key, needed in (
+        ("CPU", "cluster.num_cpus", actors * _SMALL),
+        ("GPU", "GPUs", gpus),
+        *((name, "cluster.placement", needed) for name, needed in custom.items()),
+    ):
+        if found.get(resource, 0.0) < needed:
             raise WorkerError(
-                f"{key}: the run's processes need {needed:g} {kind}s, Ray has "
-                f"{found.get(kind, 0.0):g}"
+                f"{key}: the run's processes need {needed:g} of the resource {resource}, Ray has "
+                f"{found.get(resource, 0.0):g}"
             )
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])

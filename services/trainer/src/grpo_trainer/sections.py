@@ -37,6 +37,38 @@ class RunSection(Section):
     seed: NonNegativeInt
 
 
+CustomResources = dict[str, PositiveFloat]
+_NOT_CUSTOM = ("", "CPU", "GPU", "memory", "object_store_memory")
+
+
+class PlacementSection(Section):
+    """Custom Ray resources and how much of each a process asks for, so that it is placed on a node
+    that has them; none for any node. Storage units: ``data_plane.unit_resources``.
+
+    Attributes:
+        policy: of each policy worker.
+        generation: of the generation worker.
+        rollout: of the rollout actor.
+        environment: of the environment.
+    """
+
+    policy: CustomResources
+    generation: CustomResources
+    rollout: CustomResources
+    environment: CustomResources
+
+    @model_validator(mode="after")
+    def _resources_are_custom(self) -> PlacementSection:
+        for role, resources in self:
+            for name in resources:
+                if name in _NOT_CUSTOM:
+                    raise ValueError(
+                        f"cluster.placement.{role}: found {name!r}; expected the name of a custom "
+                        "resource"
+                    )
+        return self
+
+
 class ClusterSection(Section):
     """How Ray is reached or started.
 
@@ -44,12 +76,14 @@ class ClusterSection(Section):
         address: address of a running cluster, or null to start one for the run.
         num_cpus: logical CPUs of a started cluster. They only bound placement; the demo's actors
             mostly wait for each other, so there may be more than cores.
+        placement: which nodes of a running cluster the processes go to.
         temp_dir: folder of a started cluster's files, or null for Ray's own choice.
         call_timeout_s: deadline of every call to a worker, in seconds.
     """
 
     address: str | None
     num_cpus: PositiveInt
+    placement: PlacementSection
     temp_dir: FilePath | None
     call_timeout_s: PositiveFloat
 

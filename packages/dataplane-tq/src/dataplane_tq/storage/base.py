@@ -20,6 +20,8 @@ from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
 from dataplane_core import ConfigError, DataPlaneConfig, DataPlaneError, UnavailableError
 
+_OWN_RESOURCES = ("CPU", "GPU", "memory", "object_store_memory")
+
 
 class StorageBackend(ABC):
     """One storage backend, started once per TransferQueue.
@@ -98,6 +100,22 @@ def require_bytes(cfg: DataPlaneConfig, key: str, *, backend: str, at_least: int
             f"data-plane config: {key}: found {found!r}; backend {backend!r} needs at least "
             f"{at_least} bytes"
         )
+
+
+def require_resources(cfg: DataPlaneConfig) -> None:
+    """Raise `ConfigError` if the nodes do not have the ``unit_resources`` of all storage units."""
+    found = ray.cluster_resources() if ray.is_initialized() else {}
+    for name, amount in cfg.get("unit_resources", {}).items():
+        what = f"data-plane config: unit_resources.{name}: found {amount!r}; "
+        if name in _OWN_RESOURCES:
+            raise ConfigError(f"{what}expected a custom resource of Ray's nodes")
+        if not amount > 0:
+            raise ConfigError(f"{what}expected more than 0")
+        if found.get(name, 0.0) < amount * cfg["num_storage_units"]:
+            raise ConfigError(
+                f"{what}{cfg['num_storage_units']} units need {amount * cfg['num_storage_units']:g}"
+                f" of it, the nodes of this Ray have {found.get(name, 0.0):g}"
+            )
 
 
 def answers(what: str, calls: Mapping[str, Any], *, timeout_s: float) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from dataplane_core.config import require_keys
 from dataplane_tq.packed.catalogue import UnitSpec
 from dataplane_tq.packed.unit_actor import UnitActor
 from dataplane_tq.packed.unit_wire import UnitAddress
-from dataplane_tq.storage.base import StorageBackend, answers, require_bytes
+from dataplane_tq.storage.base import StorageBackend, answers, require_bytes, require_resources
 from dataplane_tq.wire import TOKEN_BYTES
 
 _LEAST_BYTES = 1 << 20
@@ -35,6 +35,7 @@ class Packed(StorageBackend):
     @classmethod
     def check(cls, cfg: DataPlaneConfig) -> None:
         require_keys(cfg, ["num_storage_units"], impl=cfg["impl"])
+        require_resources(cfg)
         require_bytes(cfg, "global_segment_size", backend="packed", at_least=_LEAST_BYTES)
         transport = cfg.get("packed_transport", "auto")
         if transport not in _TRANSPORTS:
@@ -56,6 +57,7 @@ class Packed(StorageBackend):
                     name=name,
                     namespace=namespace,
                     num_cpus=actor_cpus,
+                    resources=cfg.get("unit_resources", {}),
                     scheduling_strategy="SPREAD",
                 )
                 .remote(name, nbytes, token)

@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 
 from dataplane_core import DataPlaneConfig, UnavailableError
 from dataplane_core.config import require_keys
-from dataplane_tq.storage.base import StorageBackend, answers
+from dataplane_tq.storage.base import StorageBackend, answers, require_resources
 
 
 class Simple(StorageBackend):
@@ -21,6 +21,7 @@ class Simple(StorageBackend):
     @classmethod
     def check(cls, cfg: DataPlaneConfig) -> None:
         require_keys(cfg, ["num_storage_units"], impl=cfg["impl"])
+        require_resources(cfg)
 
     def start(
         self, cfg: DataPlaneConfig, *, namespace: str, actor_cpus: float, timeout_s: float
@@ -39,6 +40,7 @@ class Simple(StorageBackend):
                 name=name,
                 namespace=namespace,
                 num_cpus=actor_cpus,
+                resources=cfg.get("unit_resources", {}),
                 scheduling_strategy="SPREAD",
             ).remote(config=options)
         calls = {name: unit.get_zmq_server_info.remote() for name, unit in self.actors.items()}

@@ -1,0 +1,213 @@
+"""The same trainer on two machines, and what becomes of it when the link or a machine goes.
+
+Machines are namespaces of this one; see `integration.cluster.machines`.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from integration.cluster import crossing
+from integration.cluster.machines import Machines
+from integration.cluster.ray_nodes import RayNodes
+
+PROGRAM = str(Path(sys.executable).with_name("grpo-trainer"))
+SOON_S = 20.0
+"""A machine that is gone is told within this: Ray takes some four seconds to notice (`ray_nodes`),
+the rest is what stopping a run takes on a machine that does other things."""
+STEPS = 6
+RUN = (
+    "cluster.placement.policy={rank: 1}",  # one on each machine
+    "cluster.placement.generation={right: 1}",
+    "cluster.placement.rollout={right: 1}",
+    "cluster.placement.environment={right: 1}",
+    "data_plane.unit_resources={left: 1}",
+    "data_plane.ack_timeout_ms=10000",
+    "refit.host=node",
+    f"grpo.num_steps={STEPS}",
+    "grpo.num_prompts_per_step=4",
+    "grpo.num_generations_per_prompt=8",
+    "policy.global_batch_size=16",
+    "policy.micro_batch_size=16",
+    "validation.every_steps=0",
+    "checkpointing.every_steps=1",
+)
+ALLOWED = subprocess.run(
+    ["unshare", "--net", "--mount", "--uts", "--ipc", "true"], capture_output=True, check=False
+)
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        ALLOWED.returncode != 0, reason="needs the capabilities CAP_SYS_ADMIN and CAP_NET_ADMIN"
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def machines() -> Iterator[Machines]:
+    with Machines("left", "right") as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def nodes(machines: Machines) -> Iterator[RayNodes]:
+    folder = Path(tempfile.mkdtemp(prefix="tm-"))  # a short path: Ray's sockets lie below it
+    yield RayNodes(machines, folder)
+    machines.close()
+    shutil.rmtree(folder)
+
+
+class Trainer:
+    """The trainer's command, on the first machine."""
+
+    def __init__(self, nodes: RayNodes, *arguments: str) -> None:
+        environment = {**nodes.environment, "COLUMNS": "80"}
+        self.process = nodes.head.start([PROGRAM, *arguments], env=environment)
+
+    def wait_for(self, start: str) -> str:
+        """The next line that begins so; the test's timeout bounds the wait."""
+        assert self.process.stdout is not None
+        assert self.process.stderr is not None
+        for line in self.process.stdout:
+            if line.startswith(start):
+                return line
+        raise AssertionError(f"the run ended before {start!r}: {self.process.stderr.read()}")
+
+    def end(self, timeout_s: float) -> tuple[int, str, float]:
+        """Its status, what it wrote to standard error, and how long that took."""
+        started = time.monotonic()
+        _, told = self.process.communicate(timeout=timeout_s)
+        return self.process.returncode, told, time.monotonic() - started
+
+
+def start(nodes: RayNodes, output: Path, *changes: str) -> tuple[Trainer, Path]:
+    """A run from its start, and its folder."""
+    overrides = [f"cluster.address={nodes.address}", *RUN, *changes]
+    trainer = Trainer(
+        nodes,
+        *("train", "--output", str(output)),
+        *(word for override in overrides for word in ("--set", override)),
+    )
+    return trainer, Path(trainer.wait_for("run folder").split()[-1])
+
+
+def history(folder: Path) -> list[dict[str, Any]]:
+    """The metrics of a run that do not depend on the clock."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [
+        {name: value for name, value in line.items() if name not in ("seconds", "tokens_per_s")}
+        for line in lines
+    ]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(nodes: RayNodes, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What a run says of its steps that nothing disturbs."""
+    trainer, folder = start(nodes, tmp_path_factory.mktemp("undisturbed"))
+    status, told, _ = trainer.end(200)
+    assert status == 0, told
+    return history(folder)
+
+
+def check_resumed(nodes: RayNodes, folder: Path, expected: Sequence[dict[str, Any]]) -> None:
+    """A run goes on from its checkpoint, and ends as if nothing had been."""
+    status, told, _ = Trainer(nodes, "resume", str(folder)).end(200)
+    assert status == 0, told
+    assert history(folder) == expected
+
+
+def test_the_bulk_crosses_the_link_once(nodes: RayNodes) -> None:
+    done = nodes.head.run(
+        [sys.executable, crossing.__file__, nodes.address, "left", "right"],
+        env=nodes.environment,
+        timeout_s=120,
+    )
+    told = json.loads(done.splitlines()[-1])
+    assert told["read"] == told["bulk"]
+    assert told["bulk"] < told["put"] < 1.1 * told["bulk"]
+    assert told["got"] < 0.05 * told["bulk"]  # from the memory of the machine itself
+
+
+@pytest.mark.timeout(400)
+def test_ranks_storage_and_generator_on_two_machines_train_together(
+    undisturbed: list[dict[str, Any]],
+) -> None:
+    assert [record["step"] for record in undisturbed] == [*range(1, STEPS + 1)]
+    assert all(record["reward"] is not None for record in undisturbed)
+
+
+@pytest.mark.timeout(600)
+def test_a_link_that_is_cut_ends_the_run_in_an_error_and_it_goes_on_from_its_checkpoint(
+    machines: Machines, nodes: RayNodes, undisturbed: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    trainer, folder = start(nodes, tmp_path)
+    trainer.wait_for("step    2")
+    machines.cut("right")
+    status, told, seconds = trainer.end(120)
+    machines.restore("right")
+    assert status == 1
+    assert told.startswith("error: ")
+    assert told.count("\n") == 1, told
+    assert seconds < SOON_S
+    nodes.rejoin(machines["right"])
+    check_resumed(nodes, folder, undisturbed)
+
+
+@pytest.mark.timeout(600)
+def test_a_link_that_is_away_for_a_moment_costs_nothing_but_time(
+    machines: Machines, nodes: RayNodes, undisturbed: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    trainer, folder = start(nodes, tmp_path)
+    trainer.wait_for("step    2")
+    machines.cut("right")
+    time.sleep(1.0)  # what is tested: an absence, shorter than Ray's patience
+    machines.restore("right")
+    status, told, _ = trainer.end(120)
+    assert status == 0, told
+    assert history(folder) == undisturbed
+
+
+@pytest.mark.timeout(600)
+def test_a_machine_that_dies_ends_the_run_in_an_error_and_it_goes_on_with_another(
+    machines: Machines, nodes: RayNodes, undisturbed: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    trainer, folder = start(nodes, tmp_path)
+    trainer.wait_for("step    2")
+    machines["right"].kill()
+    status, told, seconds = trainer.end(120)
+    assert status == 1
+    assert told.startswith("error: ")
+    assert told.count("\n") == 1, told
+    assert seconds < SOON_S
+    nodes.rejoin(machines["right"])
+    check_resumed(nodes, folder, undisturbed)
+
+
+@pytest.mark.timeout(600)
+def test_a_controller_that_dies_ends_the_run_in_an_error_that_names_it(
+    nodes: RayNodes, undisturbed: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    trainer, folder = start(nodes, tmp_path)
+    trainer.wait_for("step    2")
+    [controller] = [
+        process
+        for process in map(psutil.Process, nodes.head.processes())
+        if " ".join(process.cmdline()).startswith("ray::TransferQueueController")
+    ]
+    controller.kill()
+    status, told, seconds = trainer.end(120)
+    assert status == 1
+    assert "TransferQueueController is dead" in told
+    assert seconds < SOON_S
+    check_resumed(nodes, folder, undisturbed)
