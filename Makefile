@@ -48,9 +48,18 @@ admin: sync ## Open the admin service beside a live demo run; prints its address
 	$(BIN)/python integration/admin_demo.py
 
 .PHONY: test
-test: sync ## Run every test of every package, service and integration
+test: test-most test-refit test-admin ## Run every test of every package, service and integration
+
+.PHONY: test-most
+test-most: sync ## Run the tests that neither of the two below has
 	$(BIN)/pytest -n 2 --dist loadfile --durations=20 --ignore=services/admin $(patsubst %,--ignore=%,$(NIXL_TESTS))
+
+.PHONY: test-refit
+test-refit: sync ## Run the tests of refit-mx and refit-server
 	$(BIN)/pytest -n 3 --dist loadfile --durations=10 $(NIXL_TESTS)
+
+.PHONY: test-admin
+test-admin: sync ## Run the tests of the admin service, its pages in Chromium
 	$(BIN)/pytest -n 2 --dist loadfile --durations=10 services/admin
 
 .PHONY: lint
@@ -69,11 +78,29 @@ types: sync ## Check types, strict on packages and services
 
 .PHONY: isolation
 isolation: sync ## Build each package's wheel and test it in an environment of its own
-	$(BIN)/python integration/isolation.py
+	$(BIN)/python integration/isolation.py $(ARGUMENTS)
+
+.PHONY: api
+api: sync ## Compare what each package exports with its last release
+	$(BIN)/python integration/releases.py api
+
+.PHONY: released
+released: sync ## Test the core's last release with these packages, and their last with this core
+	$(BIN)/python integration/releases.py released
+
+.PHONY: release-check
+release-check: sync ## Say whether TAG may be released; build it and its notes into build/release
+	$(BIN)/python integration/releases.py check "$(TAG)"
 
 .PHONY: deps
 deps: sync ## Show what depends on what
-	@$(BIN)/python integration/dependencies.py
+	@$(UV) tree --quiet --depth 1 --no-dev
+
+.PHONY: wheels
+wheels: sync ## Build what would be uploaded into build/dist, and check it
+	rm -rf build/dist
+	for package in packages/*; do $(UV) build --quiet --no-sources --package $$(basename $$package) --out-dir build/dist; done
+	$(BIN)/twine check --strict build/dist/*.whl build/dist/*.tar.gz
 
 .PHONY: docs
 docs: sync ## Build the documentation site into build/site, and fail on a broken link
