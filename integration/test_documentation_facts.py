@@ -192,6 +192,12 @@ def test_the_configuration_page_has_every_key_and_option() -> None:
                 assert f"`{option.names[0]}`" in text
 
 
+def test_the_targets_of_the_development_page_are_those_of_make() -> None:
+    targets = re.findall(r"^([a-z-]+):.*## ", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    listed = [codes(row[0])[0] for row in table_after(page("development"), "## Targets")]
+    assert {each.removeprefix("make ") for each in listed} <= set(targets)
+
+
 @pytest.mark.parametrize(
     ("name", "heading"), [("index", "## In numbers"), ("performance", "## In short")]
 )

@@ -28,6 +28,7 @@ MAKERS = {
     "typed_dict": typed_dict_table,
 }
 OUTSIDE = re.compile(r"\]\(((?:\.\./)+[^)#\s]+)\)")
+WORD = re.compile(r"<code>([^<\s]{1,44})</code>")
 DIAGRAM = re.compile(r'<p><img alt="[^"]*" src="(?:[^"]*/)?images/([\w-]+\.svg)" ?/?></p>')
 
 
@@ -52,7 +53,8 @@ def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """Diagrams inside the page."""
+    """Diagrams inside the page; names in tables stay in one line."""
+    html = WORD.sub(r'<code class="word">\1</code>', html)
     return DIAGRAM.sub(lambda match: diagram(match[1]), html)
 
 
