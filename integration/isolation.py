@@ -2,10 +2,14 @@
 
 An environment holds the package's wheel, the wheels of ours that it depends on, what those declare,
 and what the tests need; nothing of the workspace is on the path. Run as ``make isolation``.
+
+Releases take it further: other Pythons, the lowest versions that a package says it works with, and
+packages of ours as they were released, in place of those of the checkout.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import shutil
 import subprocess
@@ -13,6 +17,7 @@ import sys
 import tempfile
 import tomllib
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -36,34 +41,68 @@ LANES = 2
 LONGEST = "dataplane-tq"
 
 
+@dataclass(frozen=True)
+class Job:
+    """What is the same for all packages.
+
+    Attributes:
+        uv: the program.
+        folder: where everything is made.
+        wheels: those of ours that are tested, and tested with.
+        sources: of each package, the repository that it comes from, its tests too.
+        python: an interpreter, or a version that uv finds one for.
+        resolution: of the versions of what they depend on, as uv's option has it.
+        cutoff: what was published later is not seen.
+    """
+
+    uv: str
+    folder: Path
+    wheels: Path
+    sources: dict[str, Path]
+    python: str
+    resolution: str
+    cutoff: str
+
+
 def main() -> int:
     """Run the job; the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("packages", nargs="*", metavar="PACKAGE", help="all, if none is named")
+    parser.add_argument("--python", default=sys.executable, help="interpreter or version")
+    parser.add_argument("--resolution", default="highest", choices=["highest", "lowest-direct"])
+    parser.add_argument(
+        "--released",
+        action="append",
+        default=[],
+        metavar="PACKAGE==VERSION",
+        help="a tag: take this package from it, not from the checkout",
+    )
+    asked = parser.parse_args()
+    chosen = asked.packages or list(PACKAGES)
+    for name in [*chosen, *(tag.partition("==")[0] for tag in asked.released)]:
+        if name not in PACKAGES:
+            parser.error(f"{name!r} is no package; expected one of {', '.join(PACKAGES)}")
     uv = os.environ.get("UV") or shutil.which("uv") or str(ROOT / ".tools" / "bin" / "uv")
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     pins = project["tool"]["uv"]["constraint-dependencies"]
-    cutoff = project["tool"]["uv"]["exclude-newer"]
-    chosen = sys.argv[1:] or list(PACKAGES)
     with tempfile.TemporaryDirectory(prefix="isolation-") as name:
         folder = Path(name)
-        wheels = folder / "wheels"
+        job = Job(
+            uv,
+            folder,
+            folder / "wheels",
+            {tag.partition("==")[0]: at_tag(tag, folder) for tag in asked.released},
+            asked.python,
+            asked.resolution,
+            project["tool"]["uv"]["exclude-newer"],
+        )
         for package in PACKAGES:
-            run(
-                uv,
-                "build",
-                "--quiet",
-                "--wheel",
-                "--no-sources",
-                "--package",
-                package,
-                "--out-dir",
-                str(wheels),
-                cwd=ROOT,
-            )
+            build(job, package)
         (folder / "constraints.txt").write_text("\n".join(pins) + "\n")
         # Beside each other, since those that start clusters mostly wait; the longest comes first.
         with ThreadPoolExecutor(LANES) as lanes:
             checks = {
-                package: lanes.submit(check, uv, package, folder, wheels, cutoff)
+                package: lanes.submit(check, job, package)
                 for package in sorted(chosen, key=lambda package: package != LONGEST)
             }
             try:
@@ -76,13 +115,40 @@ def main() -> int:
     return 0
 
 
-def check(uv: str, package: str, folder: Path, wheels: Path, cutoff: str) -> str:
+def at_tag(tag: str, folder: Path) -> Path:
+    """The repository as it was at a tag."""
+    there = folder / f"source-{tag}"
+    there.mkdir()
+    archive = folder / f"{tag}.tar"
+    run("git", "archive", "--output", str(archive), tag, cwd=ROOT)
+    shutil.unpack_archive(archive, there, filter="data")
+    return there
+
+
+def build(job: Job, package: str) -> None:
+    """Make a package's wheel."""
+    run(
+        job.uv,
+        "build",
+        "--quiet",
+        "--wheel",
+        "--no-sources",
+        "--package",
+        package,
+        "--out-dir",
+        str(job.wheels),
+        cwd=job.sources.get(package, ROOT),
+    )
+
+
+def check(job: Job, package: str) -> str:
     """Install one package from its wheel, import it, and run its own tests; what that printed."""
+    uv, folder = job.uv, job.folder
     environment = folder / package
-    run(uv, "venv", "--quiet", "--python", sys.executable, str(environment), cwd=folder)
+    run(uv, "venv", "--quiet", "--python", job.python, str(environment), cwd=folder)
     python = environment / "bin" / "python"
     # The option replaces the variable, so a folder of local wheels is named beside our own.
-    folders = [str(wheels), *os.environ.get("UV_FIND_LINKS", "").replace(",", " ").split()]
+    folders = [str(job.wheels), *os.environ.get("UV_FIND_LINKS", "").replace(",", " ").split()]
     find_links = [word for name in folders for word in ("--find-links", name)]
     run(
         uv,
@@ -95,7 +161,9 @@ def check(uv: str, package: str, folder: Path, wheels: Path, cutoff: str) -> str
         "--constraint",
         str(folder / "constraints.txt"),
         "--exclude-newer",
-        cutoff,
+        job.cutoff,
+        "--resolution",
+        job.resolution,
         package,
         *TESTED_WITH.get(package, []),
         *TEST_TOOLS,
@@ -106,8 +174,9 @@ def check(uv: str, package: str, folder: Path, wheels: Path, cutoff: str) -> str
     )  # laid out as here, so that tests find the pages of docs/
     tests = checkout / "packages" / package
     unwanted = shutil.ignore_patterns("src", "__pycache__")
-    shutil.copytree(ROOT / "packages" / package, tests, ignore=unwanted)
-    shutil.copytree(ROOT / "docs", checkout / "docs", dirs_exist_ok=True)
+    source = job.sources.get(package, ROOT)
+    shutil.copytree(source / "packages" / package, tests, ignore=unwanted)
+    shutil.copytree(source / "docs", checkout / "docs", dirs_exist_ok=True)
     module = PACKAGES[package]
     location = subprocess.run(
         [str(python), "-c", f"import {module}; print({module}.__file__)"],

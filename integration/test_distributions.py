@@ -12,8 +12,6 @@ from email.message import Message
 from pathlib import Path
 
 import pytest
-from integration.dependencies import Distribution, distributions
-from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = {path.parent.name for path in (ROOT / "packages").glob("*/pyproject.toml")}
@@ -83,14 +81,3 @@ def test_a_source_distribution_brings_its_tests_and_its_changes(built: Path, pac
     assert {"README.md", "CHANGELOG.md", "LICENSE", "PKG-INFO", "pyproject.toml"} <= names
     assert any(name.startswith("tests/test_") for name in names)
     assert not [name for name in names if "__pycache__" in name]
-
-
-def test_packages_come_before_those_that_depend_on_them() -> None:
-    found: list[Distribution] = distributions()
-    assert {each.name for each in found} > PACKAGES
-    before: set[str] = set()
-    ours = {each.name for each in found}
-    for each in found:
-        needed = {canonicalize_name(some.name) for some in each.requires[""]} & ours
-        assert needed <= before
-        before.add(each.name)
