@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from opentelemetry import _logs, baggage, context, trace
+from opentelemetry import _logs, context, trace
 from opentelemetry._logs import SeverityNumber
 from opentelemetry.exporter.otlp.proto.common._log_encoder import encode_logs
 from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
@@ -28,13 +28,12 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor, SpanExporter, SpanExportResult
 from opentelemetry.trace import (
     Link,
-    NonRecordingSpan,
     SpanContext,
     SpanKind,
     StatusCode,
     TraceFlags,
-    TraceState,
 )
+from span_parents import PARENT, below
 
 from observability import _setup_encoding, _setup_events, _setup_spans
 from observability._setup_baggage import BaggageProcessor
@@ -42,9 +41,6 @@ from observability._setup_encoding import sender_of
 from observability._setup_events import LeanLogExporter, LeanLoggerProvider
 from observability._setup_spans import LeanSpan, LeanSpanExporter, LeanTracerProvider
 
-PARENT = SpanContext(
-    7, 8, is_remote=True, trace_flags=TraceFlags(1), trace_state=TraceState([("a", "b")])
-)
 LOCAL = SpanContext(2**127, 2**63, is_remote=False, trace_flags=TraceFlags(1))
 RESOURCE = Resource({"service.name": "svc", "process.pid": 7, "ratio": 0.5}, "schema-of-resource")
 SCOPE = ("test", "1", "schema-of-scope", {"x": 1})
@@ -102,11 +98,15 @@ class Capture(SpanExporter, LogRecordExporter):
         return True
 
 
-def below(parent: SpanContext) -> context.Context:
-    current = trace.set_span_in_context(NonRecordingSpan(parent), context.Context())
-    for name, value in (("rl.step", "3"), ("rl.run_id", "12"), ("other", "x")):
-        current = baggage.set_baggage(name, value, current)
-    return current
+class Collect(SimpleSpanProcessor):
+    """Keeps the spans that end."""
+
+    def __init__(self, exporter: SpanExporter) -> None:
+        super().__init__(exporter)
+        self.ended: list[ReadableSpan] = []
+
+    def on_end(self, span: ReadableSpan) -> None:
+        self.ended.append(span)
 
 
 def spans_sent(change: Callable[[trace.Span], None], parent: SpanContext = PARENT) -> list[Any]:
@@ -190,12 +190,6 @@ def test_equal_values_of_different_types_are_not_taken_for_each_other() -> None:
 def test_spans_of_both_kinds_travel_in_one_request() -> None:
     exporter = Capture()
     sdk = TracerProvider(resource=RESOURCE)
-    batch: list[Any] = []
-
-    class Collect(SimpleSpanProcessor):
-        def on_end(self, span: ReadableSpan) -> None:
-            batch.append(span)
-
     processor = Collect(exporter)
     sdk.add_span_processor(processor)
     lean = LeanTracerProvider(sdk, processor)
@@ -203,7 +197,7 @@ def test_spans_of_both_kinds_travel_in_one_request() -> None:
         with tracer.start_as_current_span("root", context.Context()):
             tracer.start_span("child").end()
             tracer.start_span("told", attributes={"k": b"odd"}).end()
-    assert LeanSpanExporter(exporter).export(batch) is SpanExportResult.SUCCESS
+    assert LeanSpanExporter(exporter).export(processor.ended) is SpanExportResult.SUCCESS
     [data] = exporter.requests
     names = [
         (scope_spans.scope.name, span.name)
@@ -354,16 +348,11 @@ def test_odd_attributes_of_the_process_or_a_scope_fail_nothing(odd: Any) -> None
 def test_a_tracer_asked_for_again_is_the_same_one_and_its_resource_travels_once() -> None:
     exporter = Capture()
     sdk = TracerProvider(resource=RESOURCE)
-    batch: list[Any] = []
-
-    class Collect(SimpleSpanProcessor):
-        def on_end(self, span: ReadableSpan) -> None:
-            batch.append(span)
-
-    lean = LeanTracerProvider(sdk, Collect(exporter))
+    processor = Collect(exporter)
+    lean = LeanTracerProvider(sdk, processor)
     for _ in range(5):
         lean.get_tracer("library", "1").start_span("call", below(PARENT)).end()
-    LeanSpanExporter(exporter).export(batch)
+    LeanSpanExporter(exporter).export(processor.ended)
     assert len(ExportTraceServiceRequest.FromString(exporter.requests[0]).resource_spans) == 1
     logs = LeanLoggerProvider(
         LoggerProvider(resource=RESOURCE, shutdown_on_exit=False),

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from opentelemetry import baggage, context, trace
+from opentelemetry import context, trace
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan, SpanLimits, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
@@ -15,21 +15,17 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.sdk.trace.sampling import ALWAYS_ON, ParentBasedTraceIdRatio, Sampler
 from opentelemetry.trace import (
     Link,
-    NonRecordingSpan,
     SpanContext,
     SpanKind,
     Status,
     StatusCode,
     TraceFlags,
-    TraceState,
 )
+from span_parents import PARENT, below
 
 from observability._setup_baggage import BaggageProcessor
 from observability._setup_spans import LeanSpan, LeanSpanExporter, LeanTracerProvider
 
-PARENT = SpanContext(
-    7, 8, is_remote=True, trace_flags=TraceFlags(3), trace_state=TraceState([("a", "b")])
-)
 OTHER = SpanContext(9, 10, is_remote=True, trace_flags=TraceFlags(1))
 
 
@@ -47,13 +43,6 @@ class Both:
 
     def ended(self) -> list[ReadableSpan]:
         return list(self.exporter.get_finished_spans())
-
-
-def below(parent: SpanContext = PARENT) -> context.Context:
-    current = trace.set_span_in_context(NonRecordingSpan(parent), context.Context())
-    for name, value in (("rl.step", "3"), ("rl.run_id", "12"), ("other", "x")):
-        current = baggage.set_baggage(name, value, current)
-    return current
 
 
 def said(span: ReadableSpan) -> dict[str, Any]:

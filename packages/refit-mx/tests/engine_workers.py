@@ -5,8 +5,8 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import torch
-from stand_in_model import TinyConfig, TinyForCausalLM
-from stand_in_vllm import digest_of, provide
+from stand_in_model import TinyConfig, TinyForCausalLM, digest_of
+from stand_in_vllm import provide
 
 from refit_mx.control.client import ControlClient
 from refit_mx.control.embedded import EmbeddedControlServer

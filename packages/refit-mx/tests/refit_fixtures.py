@@ -179,7 +179,7 @@ def zeros(shapes: dict[str, tuple[str, tuple[int, ...]]] = SHAPES) -> dict[str, 
 @contextmanager
 def exported() -> Iterator[Callable[[], Sequence[Any]]]:
     """Collects the spans that end meanwhile; skips the test where there is no SDK."""
-    pytest.importorskip("opentelemetry.sdk")
+    pytest.importorskip("opentelemetry.sdk", reason="needs the package opentelemetry-sdk")
     from opentelemetry import trace
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import SimpleSpanProcessor

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from stand_in_model import TinyConfig, TinyForCausalLM, checkpoint
-from stand_in_vllm import digest_of
+from stand_in_model import TinyConfig, TinyForCausalLM, checkpoint, digest_of
 from vllm_servers import StandIn
 
 from refit_mx.control.client import ControlClient

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 
 import torch
+import xxhash
 from torch import nn
 from torch.nn import functional
 
@@ -360,3 +361,12 @@ def dense_forward(config, tensors, tokens):
             x = x + (functional.silu(y @ gate.t()) * (y @ up.t())) @ down.t()
     x = _norm(x[-1:], w["model.norm.weight"])
     return (x @ w["model.embed_tokens.weight" if c.tied else "lm_head.weight"].t())[0]
+
+
+def digest_of(model):
+    """Of all bytes of a rank's parameters, in the order of their names."""
+    digest = xxhash.xxh3_128()
+    for name, live in sorted(model.named_parameters()):
+        digest.update(name.encode())
+        digest.update(live.detach().contiguous().view(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()

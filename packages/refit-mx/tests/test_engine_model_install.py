@@ -7,8 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from stand_in_model import TinyConfig, TinyForCausalLM, checkpoint
-from stand_in_vllm import digest_of
+from stand_in_model import TinyConfig, TinyForCausalLM, checkpoint, digest_of
 from torch import nn
 
 from refit_mx.compile.base import allocate_outputs, compile_pass

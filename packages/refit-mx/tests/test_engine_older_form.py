@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 from engine_workers import CONFIG, MODEL, loaded
-from stand_in_model import TinyForCausalLM, checkpoint
-from stand_in_vllm import digest_of, provide
+from stand_in_model import TinyForCausalLM, checkpoint, digest_of
+from stand_in_vllm import provide
 
 from refit_mx.engine.registration import register
 from refit_mx.errors import (

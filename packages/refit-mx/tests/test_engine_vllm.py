@@ -8,8 +8,15 @@ import pytest
 import stand_in_vllm
 import torch
 from engine_workers import CONFIG, Workers, loaded
-from stand_in_model import TinyConfig, TinyForCausalLM, checkpoint, dense_forward, forward
-from stand_in_vllm import digest_of, provide
+from stand_in_model import (
+    TinyConfig,
+    TinyForCausalLM,
+    checkpoint,
+    dense_forward,
+    digest_of,
+    forward,
+)
+from stand_in_vllm import provide
 from torch import nn
 
 from refit_mx.engine.phases import Phase

@@ -10,8 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 
 import pytest
-from stand_in_model import TinyConfig, TinyForCausalLM, checkpoint
-from stand_in_vllm import digest_of
+from stand_in_model import TinyConfig, TinyForCausalLM, checkpoint, digest_of
 from vllm_servers import StandIn
 
 from refit_mx.errors import FleetError, RefitConfigError

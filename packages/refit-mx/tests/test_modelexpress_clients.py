@@ -19,7 +19,7 @@ from refit_mx.control import modelexpress_seams as seams
 from refit_mx.errors import RefitConfigError
 from refit_mx.tensor_types import Box
 
-mx = pytest.importorskip("modelexpress_rl")
+mx = pytest.importorskip("modelexpress_rl", reason="needs the package modelexpress")
 PATIENCE_S = 90.0
 TRAINER = Path(__file__).with_name("modelexpress_trainer.py")
 
@@ -289,7 +289,7 @@ class Generator(Trainer):
 def test_trainer_and_generator_clients_refit_byte_for_byte(
     server, control, tmp_path, trainers, generators
 ):
-    pytest.importorskip("nixl_cu12", reason="NIXL has wheels for Linux alone")
+    pytest.importorskip("nixl_cu12", reason="needs the package nixl-cu12")
     started = []
     try:
         ranks = [

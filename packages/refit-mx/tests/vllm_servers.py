@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx
 import psutil
 
-PROGRAM = Path(__file__).parent / "stand_in_vllm.py"
+PROGRAM = Path(__file__).parent / "stand_in_vllm_server.py"
 PATIENCE_S = 90.0
 
 

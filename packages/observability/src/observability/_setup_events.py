@@ -6,6 +6,7 @@ Only those told by keywords of plain values, as our lifecycle events are. All ot
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, cast  # Any: arguments of the OpenTelemetry API pass through unread
 
 from opentelemetry import _logs
@@ -40,9 +41,6 @@ from observability._setup_encoding import (
     scope_message,
     sender_of,
 )
-
-_MOST_KEPT = 256
-"""Loggers that are kept; a library may ask for one in each call."""
 
 
 class EncodedEvent:
@@ -160,7 +158,8 @@ class LeanLoggerProvider(_logs.LoggerProvider):
         self._processor = processor
         encoded = resource_message(resource)
         self._resource = None if encoded is None else (resource, encoded)
-        self._made: dict[tuple[str, str | None, str | None], LeanLogger] = {}
+        # A library may ask for its logger in each call.
+        self._kept = lru_cache(maxsize=256)(self._make)
         self._limited = LogRecordLimits().max_log_record_attribute_length is not None
         self.force_flush = sdk.force_flush
 
@@ -172,18 +171,23 @@ class LeanLoggerProvider(_logs.LoggerProvider):
         attributes: Attributes = None,
     ) -> _logs.Logger:
         """See `opentelemetry._logs.LoggerProvider`."""
-        named = name, version, schema_url
-        if attributes is None and named in self._made:
-            return self._made[named]
-        sdk = self._sdk.get_logger(*named, attributes)
-        scope = InstrumentationScope(*named, attributes)
+        if attributes is None:
+            return self._kept(name, version, schema_url)
+        return self._make(name, version, schema_url, attributes)
+
+    def _make(
+        self,
+        name: str,
+        version: str | None,
+        schema_url: str | None,
+        attributes: Attributes = None,
+    ) -> _logs.Logger:
+        sdk = self._sdk.get_logger(name, version, schema_url, attributes)
+        scope = InstrumentationScope(name, version, schema_url, attributes)
         message = scope_message(scope)
         if self._limited or self._resource is None or message is None:
             return sdk
-        logger = LeanLogger(sdk, self._processor, resource=self._resource, scope=(scope, message))
-        if attributes is None and len(self._made) < _MOST_KEPT:
-            self._made[named] = logger
-        return logger
+        return LeanLogger(sdk, self._processor, resource=self._resource, scope=(scope, message))
 
 
 class LeanLogExporter(LogRecordExporter):

@@ -12,6 +12,7 @@ import logging
 import random
 import traceback
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from time import time_ns
 from types import TracebackType
 from typing import Any, cast  # Any: values of attributes
@@ -62,8 +63,6 @@ from observability._setup_encoding import (
 
 logger = logging.getLogger("opentelemetry.sdk.trace")  # as the SDK, which `Troubles` listens to
 
-_MOST_KEPT = 256
-"""Tracers that are kept; a library may ask for one in each call."""
 _PLAIN = frozenset({str, int, float, bool})
 _LISTS = frozenset({list, tuple})
 _UNSET = Status(StatusCode.UNSET)
@@ -408,7 +407,8 @@ class LeanTracerProvider(trace.TracerProvider):
         self._limits = SpanLimits()
         self._parents_decide = isinstance(sdk.sampler, ParentBased)
         self._resource = resource_message(sdk.resource)
-        self._made: dict[tuple[str, str | None, str | None], LeanTracer] = {}
+        # A library may ask for its tracer in each call.
+        self._kept = lru_cache(maxsize=256)(self._make)
 
     def get_tracer(
         self,
@@ -419,23 +419,27 @@ class LeanTracerProvider(trace.TracerProvider):
     ) -> trace.Tracer:
         """See `opentelemetry.trace.TracerProvider.get_tracer`."""
         named = instrumenting_module_name, instrumenting_library_version, schema_url
-        if attributes is None and named in self._made:
-            return self._made[named]
-        sdk = self._sdk.get_tracer(*named, attributes)
-        scope = InstrumentationScope(*named, attributes)
+        return self._kept(*named) if attributes is None else self._make(*named, attributes)
+
+    def _make(
+        self,
+        name: str,
+        version: str | None,
+        schema_url: str | None,
+        attributes: Attributes = None,
+    ) -> trace.Tracer:
+        sdk = self._sdk.get_tracer(name, version, schema_url, attributes)
+        scope = InstrumentationScope(name, version, schema_url, attributes)
         message = scope_message(scope)
         if not self._parents_decide or self._resource is None or message is None:
             return sdk
-        tracer = LeanTracer(
+        return LeanTracer(
             sdk,
             self._processor,
             resource=(self._sdk.resource, self._resource),
             limits=self._limits,
             scope=(scope, message),
         )
-        if attributes is None and len(self._made) < _MOST_KEPT:
-            self._made[named] = tracer
-        return tracer
 
 
 class LeanSpanExporter(SpanExporter):

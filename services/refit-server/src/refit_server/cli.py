@@ -8,11 +8,8 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from refit_mx.control.auth import read_token
-from refit_server.address import Address
-from refit_server.server import BindError, Keeping, MetricsAddress, StateError
-from refit_server.server import serve as serve_until_signal
-from refit_server.tls import TlsFiles
+# What a command needs is imported by it: a probe that asks for health every few seconds is not to
+# load a server.
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
@@ -81,6 +78,12 @@ def serve(
 
     The one line of output is the bound address; that of the metrics goes to standard error.
     """
+    from refit_mx.control.auth import read_token
+    from refit_server.address import Address
+    from refit_server.server import BindError, Keeping, MetricsAddress, StateError
+    from refit_server.server import serve as serve_until_signal
+    from refit_server.tls import TlsFiles
+
     if (tls_cert is None) != (tls_key is None):
         _refuse("--tls-cert and --tls-key: found one; expected both or neither")
     tls = TlsFiles(tls_cert, tls_key) if tls_cert is not None and tls_key is not None else None
@@ -106,6 +109,27 @@ def serve(
             )
         )
     except (BindError, StateError, ValueError) as error:
+        _refuse(str(error))
+
+
+@app.command()
+def check(
+    address: Annotated[str, typer.Option(help="HOST:PORT of the server.")] = "127.0.0.1:50051",
+    tls_ca: Annotated[
+        Path | None, typer.Option(help="PEM file of the certificates to trust.")
+    ] = None,
+    tls_name: Annotated[
+        str | None, typer.Option(help="Name that the server's certificate has to be of.")
+    ] = None,
+    timeout_s: Annotated[float, typer.Option(min=0.01, help="Seconds to wait.")] = 5.0,
+) -> None:
+    """Ask a server whether it serves: exit status 0 if it does, 1 if not."""
+    from refit_server.check import CheckError
+    from refit_server.check import check as check_health
+
+    try:
+        check_health(address, tls_ca=tls_ca, tls_name=tls_name, timeout_s=timeout_s)
+    except CheckError as error:
         _refuse(str(error))
 
 

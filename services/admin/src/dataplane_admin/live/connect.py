@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
+import signal
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol, cast
 
@@ -21,9 +24,9 @@ _PLANE = {
     "global_segment_size": 1,
     "local_buffer_size": 1,
 }
-
-
 _KNOCK_S = 3.0
+_SIGACTION_BYTES = 512
+"""More than the structure has on any platform."""
 
 
 class Connector(Protocol):
@@ -103,12 +106,13 @@ class OnRay:
         self._joined = True
         try:
             _check_listens(self._address)
-            ray.init(
-                address=self._address,
-                namespace="dataplane-admin",
-                logging_level="ERROR",
-                log_to_driver=False,
-            )
+            with _own_signals():
+                ray.init(
+                    address=self._address,
+                    namespace="dataplane-admin",
+                    logging_level="ERROR",
+                    log_to_driver=False,
+                )
         except (RuntimeError, OSError, ValueError, OverflowError) as error:
             self._part()
             reason = str(error).partition("\n")[0]
@@ -120,7 +124,25 @@ class OnRay:
 
         if self._joined:
             self._joined = False
-            ray.shutdown()
+            with _own_signals():
+                ray.shutdown()
+
+
+@contextlib.contextmanager
+def _own_signals() -> Iterator[None]:
+    """Keep what this process does on SIGTERM: Ray's libraries set an action of their own when they
+    start, which ends it with a stack, and the system's when they end.
+
+    Python sets signals in the main thread alone, and this may be another, so it is asked of libc.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    action = ctypes.create_string_buffer(_SIGACTION_BYTES)
+    known = libc.sigaction(signal.SIGTERM, None, action) == 0
+    try:
+        yield
+    finally:
+        if known:
+            libc.sigaction(signal.SIGTERM, action, None)
 
 
 def _check_listens(address: str) -> None:

@@ -1,0 +1,77 @@
+"""What a probe is told: exit status 0 by a server that serves, 1 and why by anything else."""
+
+import signal
+import socket
+import subprocess
+import sys
+
+import pytest
+
+
+@pytest.fixture
+def probe():
+    def run(*arguments):
+        command = [sys.executable, "-m", "refit_server", "check", "--timeout-s", "20", *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        return done.returncode, done.stdout + done.stderr
+
+    return run
+
+
+def test_a_server_that_serves_is_healthy(start, probe):
+    assert probe("--address", start().address) == (0, "")
+
+
+def test_over_tls_the_certificate_is_looked_at_and_no_token_is_needed(
+    start, probe, certificate, token_file
+):
+    made = certificate("refit")
+    secrets = ("--tls-cert", str(made.cert), "--tls-key", str(made.key))
+    address = start(*secrets, "--token-file", str(token_file)).address
+    assert probe("--address", address, "--tls-ca", str(made.cert)) == (0, "")
+    status, told = probe("--address", address, "--tls-ca", str(certificate("other").cert))
+    assert status == 1
+    assert "UNAVAILABLE" in told
+    named = ("--tls-ca", str(made.cert), "--tls-name", "another.example")
+    assert probe("--address", address, *named)[0] == 1
+
+
+def test_a_server_that_is_away_is_one_line_and_status_1(probe):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    status, told = probe("--address", f"127.0.0.1:{port}")
+    assert status == 1
+    assert told.startswith(f"refit-server: 127.0.0.1:{port}: UNAVAILABLE: ")
+    assert told.count("\n") == 1
+
+
+def test_a_server_that_is_stopped_fails_the_probe_in_time(start, probe):
+    server = start()
+    server.signal(signal.SIGSTOP)
+    status, told = probe("--address", server.address, "--timeout-s", "0.5")
+    assert status == 1
+    assert "DEADLINE_EXCEEDED" in told
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (("--tls-name", "x"), "--tls-name without --tls-ca; expected both"),
+        (("--tls-ca", "/no/file"), "--tls-ca /no/file: No such file or directory"),
+    ],
+)
+def test_wrong_options_are_one_line(probe, arguments, expected):
+    assert probe(*arguments) == (1, f"refit-server: {expected}\n")
+
+
+def test_a_probe_loads_neither_torch_nor_a_server():
+    code = (
+        "import sys; from typer.testing import CliRunner; from refit_server.cli import app; "
+        "arguments = ['check', '--address', '127.0.0.1:1', '--timeout-s', '1'];"
+        "result = CliRunner().invoke(app, arguments);"
+        "print(result.exit_code, {'torch', 'modelexpress'} & set(sys.modules))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
+    )
+    assert done.stdout.strip() == "1 set()"
