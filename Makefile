@@ -116,5 +116,14 @@ bench: sync ## Every benchmark, with a table and a picture for docs/results.md
 	mkdir -p build
 	$(BIN)/python -m integration.benchmarks --full --json build/bench.json --picture docs/images/speed.png
 
+.PHONY: lint-images
+lint-images: sync ## Check Dockerfiles, compose files, manifests and dashboards
+	$(BIN)/pytest integration/test_deploy_images.py integration/test_deploy_kubernetes.py integration/test_deploy_metrics.py
+
+.PHONY: images
+images: sync ## Build the images without an engine and try them; needs root, buildah and debootstrap
+	docker/build build/images
+	$(BIN)/python -m integration.try_images build/images
+
 .PHONY: ci
 ci: lint types test isolation ## What continuous integration runs
