@@ -52,7 +52,7 @@ test: test-most test-refit test-admin ## Run every test of every package, servic
 
 .PHONY: test-most
 test-most: sync ## Run the tests that neither of the two below has
-	$(BIN)/pytest -n 2 --dist loadfile --durations=20 --ignore=services/admin $(patsubst %,--ignore=%,$(NIXL_TESTS))
+	$(BIN)/pytest -n 2 --dist loadfile --durations=20 -m "not long" --ignore=services/admin $(patsubst %,--ignore=%,$(NIXL_TESTS))
 
 .PHONY: test-refit
 test-refit: sync ## Run the tests of refit-mx and refit-server
@@ -62,10 +62,17 @@ test-refit: sync ## Run the tests of refit-mx and refit-server
 test-admin: sync ## Run the tests of the admin service, its pages in Chromium
 	$(BIN)/pytest -n 2 --dist loadfile --durations=10 services/admin
 
+.PHONY: cluster
+cluster: sync ## Run all tests of a run on two machines; needs root
+	$(BIN)/pytest integration/cluster
+
 .PHONY: lint
-lint: sync ## Check style and formatting
+lint: sync ## Check style and formatting, and the workflows
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/zizmor --offline --no-progress --quiet .github
+	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.github-actions .github/actions/*/action.yml
 
 .PHONY: format
 format: sync ## Apply style and formatting

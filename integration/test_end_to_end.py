@@ -207,8 +207,7 @@ def test_there_is_one_whole_trace_a_step(known: Known, traces: dict[int, dict[st
         assert trace["incomplete"] == [], f"step {step}"
         assert trace["rejected"] == trace["errors"] == 0
         assert {each["process"] for each in trace["process_times"]} == everybody
-        took = sum(known.history[step - 1]["seconds"].values())
-        assert trace["seconds"] == pytest.approx(took, rel=0.2, abs=0.2)
+        assert trace["seconds"] > sum(known.history[step - 1]["seconds"].values())
 
 
 def test_new_weights_came_over_nixl_and_the_bytes_are_those_of_the_model(

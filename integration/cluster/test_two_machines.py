@@ -164,6 +164,7 @@ def test_a_link_that_is_cut_ends_the_run_in_an_error_and_it_goes_on_from_its_che
     check_resumed(nodes, folder, undisturbed)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_a_link_that_is_away_for_a_moment_costs_nothing_but_time(
     machines: Machines, nodes: RayNodes, undisturbed: list[dict[str, Any]], tmp_path: Path
@@ -178,6 +179,7 @@ def test_a_link_that_is_away_for_a_moment_costs_nothing_but_time(
     assert history(folder) == undisturbed
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_a_machine_that_dies_ends_the_run_in_an_error_and_it_goes_on_with_another(
     machines: Machines, nodes: RayNodes, undisturbed: list[dict[str, Any]], tmp_path: Path
@@ -194,6 +196,7 @@ def test_a_machine_that_dies_ends_the_run_in_an_error_and_it_goes_on_with_anothe
     check_resumed(nodes, folder, undisturbed)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_a_controller_that_dies_ends_the_run_in_an_error_that_names_it(
     nodes: RayNodes, undisturbed: list[dict[str, Any]], tmp_path: Path
