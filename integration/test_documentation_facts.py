@@ -206,7 +206,7 @@ def test_the_targets_of_the_development_page_are_those_of_make() -> None:
 def test_figures_are_those_of_the_results(name: str, heading: str) -> None:
     results = page("results")
     for what, figure, _ in table_after(page(name), heading):
-        numbers = re.findall(r"\d[\d,]*(?:\.\d+)?(?: \([\d.]+\))?", figure)
+        numbers = re.findall(r"\d[\d,]*(?:\.\d+)?(?: \([\d.]+\)| %)?", figure)
         assert numbers, what
         for number in numbers:
             assert re.search(rf"(?<![\d.]){re.escape(number)}(?![\d])", results), (what, number)
