@@ -145,17 +145,27 @@ def test_nothing_is_published_beyond_this_machine(
         assert re.fullmatch(r"127\.0\.0\.1:(\d+):\1", port), port
 
 
-def test_nobody_but_its_nodes_is_on_the_network_of_the_cluster() -> None:
+def test_nodes_share_no_network_with_what_does_not_need_them() -> None:
     told = load(COMPOSE[0])
-    on_it = {name for name, one in told["services"].items() if "cluster" in one["networks"]}
-    assert on_it == NODES
-    assert told["networks"]["cluster"] == {"internal": True}
+    on = {
+        network: {name for name, one in told["services"].items() if network in one["networks"]}
+        for network in told["networks"]
+    }
+    with_nodes = {network: names for network, names in on.items() if names & NODES}
+    # TransferQueue listens in the first alone, Ray in all three.
+    assert with_nodes == {
+        "cluster": NODES,
+        "refit": {*NODES, "refit-server"},
+        "otlp": {*NODES, "collector"},
+    }
+    for network in with_nodes:
+        assert told["networks"][network] == {"internal": True}
     for name in NODES:
         assert "ports" not in told["services"][name]
-        assert not any(
-            not (told["networks"][one] or {}).get("internal")
-            for one in told["services"][name]["networks"]
-        ), f"{name} has a way out"
+        host, _, port = told["services"][name]["environment"]["RAY_HEAD"].rpartition(":")
+        assert port == "6379"
+        # A name in that network alone: from it follows where a node listens.
+        assert told["services"]["ray-head"]["networks"]["cluster"] == {"aliases": [host]}
 
 
 def test_ports_are_those_of_the_programs() -> None:

@@ -22,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -290,8 +291,8 @@ def try_contents(image: Image) -> None:
     tell("tools to build or fetch with", "none")
     raised = [
         str(part.relative_to(image.root))
-        for part in (image.root / "opt").rglob("*")
-        if not part.is_symlink() and part.lstat().st_mode & 0o6002
+        for part in image.root.rglob("*")
+        if part.is_file() and not part.is_symlink() and part.lstat().st_mode & 0o6002
     ]
     expect(not raised, f"writable by all, or with a set-user-id bit: {raised[:5]}")
 
@@ -407,6 +408,25 @@ def try_trainer(root: Path, machines: Machines, secrets: Path) -> None:
         expect(status == 143 and took < 30, run.log)
 
 
+def listeners(machine: Machine) -> str:
+    """What of a machine listens on every address, on its own one, on loopback: by program."""
+    found: dict[str, Counter[str]] = {
+        "every": Counter(),
+        machine.address: Counter(),
+        "loopback": Counter(),
+    }
+    for line in machine.run(["ss", "-Hltnp"]).splitlines():
+        host = line.split()[3].rpartition(":")[0].strip("[]").removeprefix("::ffff:")
+        program = re.search(r'\(\("([^"]*)"', line)
+        where = "every" if host in ("0.0.0.0", "*", "::") else host
+        where = "loopback" if where in ("127.0.0.1", "::1") else where
+        found[where][program.group(1) if program else "?"] += 1
+    return "; ".join(
+        f"{where}: {', '.join(f'{name} {count}' for name, count in sorted(names.items()))}"
+        for where, names in found.items()
+    )
+
+
 def try_cluster(roots: Path, machines: Machines, secrets: Path) -> None:
     """What compose.yaml starts, but for images of others: traces go to the admin service."""
     trainer = Image.read(roots / "trainer")
@@ -477,6 +497,11 @@ def try_cluster(roots: Path, machines: Machines, secrets: Path) -> None:
                 files={"trainer.yaml": HERE / "trainer.yaml"},
             )
         )
+        while "step    2" not in run.log:
+            expect(run.running, f"it ended: {run.log}")
+            time.sleep(0.2)
+        for name in ("ray-head", "ray-worker", "trainer"):
+            tell(f"{name} listens", listeners(machines[name]))
         status = run.ended(patience_s=500)
         expect(status == 0, f"the run ended with {status}: {run.log}")
         tell("three steps", f"status {status} after {time.monotonic() - run.begun:.0f} s")
