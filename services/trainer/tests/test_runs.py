@@ -183,3 +183,32 @@ def test_a_dead_process_ends_the_run_in_one_error_that_names_it(
     killed = Killed(command_line, config, victim)
     check_end(killed, name)
     assert killed.stderr.count("died") + killed.stderr.count("is dead") >= 1
+
+
+def test_sigterm_ends_a_run_after_its_step_with_a_checkpoint_and_status_0(
+    command_line, config_file, temp_dir
+):
+    config = config_file(
+        {
+            "cluster.temp_dir": temp_dir,
+            "grpo.num_steps": 500,
+            "validation.every_steps": 0,
+            "checkpointing": {"every_steps": 100, "keep_last": 2},
+        }
+    )
+    process = command_line.start("train", "--config", config)
+    try:
+        for line in process.stdout:
+            if line.startswith("run folder"):
+                folder = Path(line.split()[-1])
+            if line.startswith("step    2"):
+                break
+        process.send_signal(signal.SIGTERM)
+        told, errors = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert (process.returncode, errors) == (0, "")
+    done = len((folder / "metrics.jsonl").read_text().splitlines())
+    assert f"stopped after step {done}; to go on: grpo-trainer resume {folder}" in told
+    [checkpoint] = (folder / "checkpoints").iterdir()
+    assert load_state(checkpoint).step == done

@@ -1,7 +1,8 @@
 """The command line: ``grpo-trainer train`` and ``grpo-trainer resume``.
 
 Every failure that a user can cause or fix ends as one message on standard error and exit status 1;
-Ray is shut down first, also when the process is interrupted or terminated.
+Ray is shut down first, also when the process is interrupted or terminated. The first SIGTERM lets
+the step under way end and be checkpointed, with exit status 0; a second one ends the run at once.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from grpo_trainer.display import TerminalDisplay, print_summary
 from grpo_trainer.errors import TrainerError
 from grpo_trainer.run import RunResult, resume, train
 from grpo_trainer.run_folder import PICTURE
-from grpo_trainer.signals import exit_on_sigterm
+from grpo_trainer.signals import GracefulStop
 
 app = typer.Typer(
     help="Synchronous GRPO on Ray, through a data plane.",
@@ -55,7 +56,7 @@ def train_command(
         overrides.append(f"run.output={_quoted(output)}")
     if seed is not None:
         overrides.append(f"run.seed={seed}")
-    _report(lambda display: train(load_config(config, overrides), display=display))
+    _report(lambda display, stop: train(load_config(config, overrides), display=display, stop=stop))
 
 
 @app.command("resume")
@@ -63,22 +64,23 @@ def resume_command(
     folder: Annotated[Path, typer.Argument(help="The run's folder.")],
 ) -> None:
     """Go on from the newest checkpoint of a run."""
-    _report(lambda display: resume(folder, display=display))
+    _report(lambda display, stop: resume(folder, display=display, stop=stop))
 
 
 def _quoted(path: Path) -> str:
     return json.dumps(str(path))  # a JSON string is a YAML one; a bare path may be anything
 
 
-def _report(run: Callable[[TerminalDisplay], RunResult]) -> None:
-    exit_on_sigterm()
+def _report(run: Callable[[TerminalDisplay, GracefulStop], RunResult]) -> None:
+    stop = GracefulStop()
+    stop.on_sigterm()
     # Started by `uv run`, Ray would start every worker by `uv run` too, in a copy of the working
     # folder that lacks what git ignores. Read when Ray is imported, which it is not yet.
     os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
     console = Console()
     display = TerminalDisplay(console)
     try:
-        result = run(display)
+        result = run(display, stop)
     except (TrainerError, DataPlaneError) as error:
         display.close()
         message = Text.assemble(("error: ", "bold red"), str(error))
@@ -90,4 +92,10 @@ def _report(run: Callable[[TerminalDisplay], RunResult]) -> None:
         raise typer.Exit(130) from None
     finally:
         display.close()
+    if stop.asked:
+        console.print(
+            f"stopped after step {len(result.history)}; to go on: grpo-trainer resume "
+            f"{result.folder}",
+            soft_wrap=True,
+        )
     print_summary(console, result.history, picture=result.folder / PICTURE)

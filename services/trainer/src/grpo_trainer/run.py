@@ -12,6 +12,7 @@ from grpo_trainer.config import TrainerConfig, check_config
 from grpo_trainer.errors import CheckpointError
 from grpo_trainer.run_display import RunDisplay
 from grpo_trainer.run_folder import CHECKPOINTS, create_run_folder
+from grpo_trainer.signals import GracefulStop
 
 # torch, transformers and Ray take long to import and are imported where they are needed: a wrong
 # configuration is reported at once, and the run's small processes stay small.
@@ -40,6 +41,7 @@ def train(
     *,
     display: RunDisplay | None = None,
     observer: Callable[[str, str, Any], None] | None = None,
+    stop: GracefulStop | None = None,
 ) -> RunResult:
     """Run from the start, in a new folder below ``run.output``.
 
@@ -47,6 +49,7 @@ def train(
         config: of the run.
         display: told about the progress.
         observer: see `grpo_trainer.actor_calls.Observer`.
+        stop: lets the run end after a step.
 
     Raises:
         TrainerError: the configuration, the data or the model cannot be used, or a worker failed.
@@ -63,15 +66,28 @@ def train(
 
     state = RunState(step=0, prompts_position=0, history=[], config=config.model_dump(mode="json"))
     history = run_steps(
-        config, inputs, folder, state, display=display or RunDisplay(), observer=observer
+        config,
+        inputs,
+        folder,
+        state,
+        display=display or RunDisplay(),
+        observer=observer,
+        stop=stop,
     )
     return RunResult(folder, history)
 
 
-def resume(folder: Path, *, display: RunDisplay | None = None) -> RunResult:
+def resume(
+    folder: Path, *, display: RunDisplay | None = None, stop: GracefulStop | None = None
+) -> RunResult:
     """Go on from the newest checkpoint of the run in ``folder``, with its configuration.
 
     A run that had completed all its steps is returned as it is.
+
+    Args:
+        folder: of the run.
+        display: told about the progress.
+        stop: lets the run end after a step.
 
     Raises:
         CheckpointError: there is none, or it is damaged.
@@ -94,6 +110,12 @@ def resume(folder: Path, *, display: RunDisplay | None = None) -> RunResult:
     from grpo_trainer.training import run_steps
 
     history = run_steps(
-        config, inputs, folder, state, checkpoint=checkpoint, display=display or RunDisplay()
+        config,
+        inputs,
+        folder,
+        state,
+        checkpoint=checkpoint,
+        display=display or RunDisplay(),
+        stop=stop,
     )
     return RunResult(folder, history)

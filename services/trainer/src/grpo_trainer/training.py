@@ -31,6 +31,7 @@ from grpo_trainer.run_folder import (
     written,
 )
 from grpo_trainer.sections import RandomModel
+from grpo_trainer.signals import GracefulStop
 from grpo_trainer.step import GRPOStep, StepReport
 
 
@@ -43,6 +44,7 @@ def run_steps(
     checkpoint: Path | None = None,
     display: RunDisplay,
     observer: Observer | None = None,
+    stop: GracefulStop | None = None,
 ) -> list[dict[str, Any]]:
     """Run the steps that follow ``state``.
 
@@ -54,6 +56,8 @@ def run_steps(
         checkpoint: where model and optimiser begin; None is the configured model.
         display: told about the progress.
         observer: see `grpo_trainer.actor_calls.ActorCalls`.
+        stop: asked after each step whether the run is to end with it; it writes a checkpoint then,
+            unless it writes none at all.
 
     Returns:
         The metrics of every step, those of ``state`` included.
@@ -65,6 +69,7 @@ def run_steps(
         shuffle=config.data.shuffle,
         position=state.prompts_position,
     )
+    stop = stop or GracefulStop()
     history = list(state.history)
     run_id = f"{config.run.name}/{folder.name}"
     reporting = Reporting(run_id, config.tracing.endpoint) if config.tracing.enabled else None
@@ -93,6 +98,7 @@ def run_steps(
         )
         write_history(folder, history)
         display.started(folder, config, state.step)
+        stack.enter_context(stop.between_steps())
         for step in range(state.step, config.grpo.num_steps):
             report = StepReport(on_phase=display.phase)
             stepper.run(step, report)
@@ -105,7 +111,8 @@ def run_steps(
             history.append(record)
             append_record(folder, record)
             display.finished_step(record)
-            if _due(done, config.checkpointing.every_steps, config.grpo.num_steps):
+            last = done if stop.asked else config.grpo.num_steps
+            if _due(done, config.checkpointing.every_steps, last):
                 save_checkpoint(
                     folder / CHECKPOINTS,
                     RunState(
@@ -117,6 +124,8 @@ def run_steps(
                     policy.save,
                     keep_last=config.checkpointing.keep_last,
                 )
+            if done == last:
+                break
     with written(folder / PICTURE):
         save_reward_picture(history, folder / PICTURE, title=f"GRPO, run {config.run.name!r}")
     return history
