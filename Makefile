@@ -111,7 +111,7 @@ wheels: sync ## Build what would be uploaded into build/dist, and check it
 
 .PHONY: docs
 docs: sync ## Build the documentation site into build/site, and fail on a broken link
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 .PHONY: bench-quick
 bench-quick: sync ## Compare speed with others in under three minutes: build/bench.json

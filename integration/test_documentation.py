@@ -300,7 +300,7 @@ class Loads(HTMLParser):
 def test_the_site_builds_and_loads_nothing_from_elsewhere(tmp_path: Path) -> None:
     site = tmp_path / "site"
     done = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "--site-dir", site],
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", site],
         cwd=ROOT,
         env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
         capture_output=True,
