@@ -26,6 +26,7 @@ from dataplane_core.errors import (
     DeadlineExceededError,
     InvalidRequestError,
 )
+from dataplane_core.ledger.selection import narrowing
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -137,9 +138,7 @@ class AsyncDataPlaneClient(AsyncInspector):
                 dp_rank,
                 blocking,
                 timeout_s if not waited else max(0.0, deadline - time.monotonic()),
-                dp_world=dp_world,
-                where=where,
-                seed=seed,
+                **narrowing(dp_world, where, seed),
             )
 
         if not blocking:

@@ -24,7 +24,7 @@ from dataplane_core.errors import (
     InvalidRequestError,
     LeaseLostError,
 )
-from dataplane_core.ledger.selection import TagFilter
+from dataplane_core.ledger.selection import TagFilter, narrowing
 from dataplane_core.meta import KVBatchMeta
 
 _POLL_S = 0.05
@@ -96,9 +96,7 @@ class StreamingDataset(IterableDataset[tuple[TensorDict, KVBatchMeta]]):
                 self.batch_size,
                 self.dp_rank,
                 timeout_s=self.timeout_s,
-                dp_world=self.dp_world,
-                where=self.where,
-                seed=self.seed,
+                **narrowing(self.dp_world, self.where, self.seed),
             )
             if not meta.size:
                 return

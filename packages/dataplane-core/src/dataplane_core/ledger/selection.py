@@ -20,6 +20,20 @@ _OPERATORS: dict[str, Callable[[Any, Any], bool]] = {
 }
 
 
+def narrowing(dp_world: int | None, where: Sequence[TagFilter], seed: int | None) -> dict[str, Any]:
+    """What narrows a claim, as keywords of `claim_meta`: those alone that are given.
+
+    An adapter written for the published contract knows none of them, and serves every claim that
+    does not ask for one.
+    """
+    asked: dict[str, Any] = {} if dp_world is None else {"dp_world": dp_world}
+    if where:
+        asked["where"] = where
+    if seed is not None:
+        asked["seed"] = seed
+    return asked
+
+
 @dataclass(frozen=True)
 class TagFilter:
     """A condition on one tag, as ``TagFilter("weight_version", ">=", 3)``.

@@ -1,0 +1,66 @@
+"""A client that knows nothing but the published contract serves what is built above clients."""
+
+import asyncio
+import functools
+
+import torch
+from tensordict import TensorDict
+
+from dataplane_core import InMemoryDataPlaneClient
+from dataplane_core.async_client import AsyncDataPlaneClient
+from dataplane_core.streaming import StreamingDataLoader, StreamingDataset
+
+IDS = ["a", "b", "c", "d"]
+
+
+class Published(InMemoryDataPlaneClient):
+    """Claims as the published contract has it, without keywords beyond it."""
+
+    def claim_meta(
+        self,
+        partition_id,
+        task_name,
+        required_fields,
+        batch_size,
+        dp_rank=None,
+        blocking=True,
+        timeout_s=60.0,
+    ):
+        return super().claim_meta(
+            partition_id, task_name, required_fields, batch_size, dp_rank, blocking, timeout_s
+        )
+
+
+def store():
+    client = Published({"enabled": True, "impl": "in_memory"})
+    client.register_partition("train", ["x"], len(IDS), ["train"])
+    client.put_samples(IDS, "train", TensorDict({"x": torch.arange(4.0)}, [4]))
+    return client
+
+
+def test_the_asynchronous_client_claims_from_it():
+    async def claimed(client):
+        async with AsyncDataPlaneClient(client) as awaited:
+            return await awaited.claim_meta("train", "train", ["x"], 4, timeout_s=20.0)
+
+    with store() as client:
+        assert sorted(asyncio.run(claimed(client)).sample_ids) == IDS
+
+
+def test_the_streaming_loader_is_fed_by_it():
+    with store():
+        dataset = StreamingDataset(
+            functools.partial(Published, bootstrap=False),
+            "train",
+            "train",
+            required_fields=["x"],
+            batch_size=2,
+            timeout_s=20.0,
+        )
+        found = []
+        with StreamingDataLoader(dataset) as loader:
+            for _, meta in loader:
+                found += meta.sample_ids
+                if len(found) == len(IDS):
+                    break
+        assert sorted(found) == IDS
