@@ -64,6 +64,7 @@ test-admin: sync ## Run the tests of the admin service, its pages in Chromium
 
 .PHONY: cluster
 cluster: sync ## Run all tests of a run on two machines; needs root
+	unshare --net --mount --uts --ipc true  # else all of them would be skipped
 	$(BIN)/pytest integration/cluster
 
 .PHONY: lint
@@ -95,9 +96,10 @@ api: sync ## Compare what each package exports with its last release
 released: sync ## Test the core's last release with these packages, and their last with this core
 	$(BIN)/python integration/releases.py released
 
+export TAG
 .PHONY: release-check
 release-check: sync ## Say whether TAG may be released; build it and its notes into build/release
-	$(BIN)/python integration/releases.py check "$(TAG)"
+	$(BIN)/python integration/releases.py check "$$TAG"
 
 .PHONY: deps
 deps: sync ## Show what depends on what

@@ -98,7 +98,9 @@ def main() -> int:
         )
         for package in PACKAGES:
             build(job, package)
-        (folder / "constraints.txt").write_text("\n".join(pins) + "\n")
+        # Ours are those that were just built, whatever a registry has under the same names.
+        ours = ["{}=={}".format(*wheel.name.split("-")[:2]) for wheel in job.wheels.glob("*.whl")]
+        (folder / "constraints.txt").write_text("\n".join([*pins, *ours]) + "\n")
         # Beside each other, since those that start clusters mostly wait; the longest comes first.
         with ThreadPoolExecutor(LANES) as lanes:
             checks = {

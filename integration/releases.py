@@ -74,10 +74,17 @@ class Package:
 
     def last_release(self) -> str | None:
         """The tag of the highest version that was released before this one."""
-        told = _git(self.root, "tag", "--list", f"{self.name}==*").split()
         this = _numbers(self.version)
-        before = [tag for tag in told if _numbers(tag.partition("==")[2]) < this]
-        return max(before, key=lambda tag: _numbers(tag.partition("==")[2]), default=None)
+        return max(
+            (tag for tag in self.releases() if _of(tag) < this),
+            key=_of,
+            default=None,
+        )
+
+    def releases(self) -> list[str]:
+        """Its tags; those of candidates are none."""
+        told = _git(self.root, "tag", "--list", f"{self.name}==*").split()
+        return [tag for tag in told if VERSION.fullmatch(tag.partition("==")[2])]
 
     def breaks(self, tag: str) -> Iterator[str]:
         """What someone who used the exported names as they were at a tag would stumble over."""
@@ -88,7 +95,19 @@ class Package:
         new = griffe.load(
             self.module, search_paths=[str(self.root / sources)], resolve_aliases=True
         )
-        exported = {old[name].canonical_path for name in old.exports or ()}
+        exported = {
+            face[name].canonical_path
+            for name in map(str, old.exports or ())
+            for face in (old, new)
+            if name in face.members
+        }
+        for name in sorted({*map(str, old.exports or ())} - {*map(str, new.exports or ())}):
+            yield f"{self.module}: {name} is not exported any more"
+        for name in sorted({*map(str, old.exports or ())} & {*map(str, new.exports or ())}):
+            if name in old.members and name in new.members:
+                before, after = old[name].canonical_path, new[name].canonical_path
+                if before.rpartition(".")[2] != after.rpartition(".")[2]:
+                    yield f"{self.module}: {name} was {before} and is {after}"
         for breakage in griffe.find_breaking_changes(old, new):
             path = breakage.obj.canonical_path
             if any(path == each or path.startswith(f"{each}.") for each in exported):
@@ -97,7 +116,7 @@ class Package:
     def may_break(self, tag: str) -> bool:
         """Whether the version says that it breaks with the one of a tag: a major, before 1.0 a
         minor release."""
-        new, old = _numbers(self.version), _numbers(tag.partition("==")[2])
+        new, old = _numbers(self.version), _of(tag)
         return new[0] > old[0] or (new[0] == 0 and new[1] > old[1])
 
 
@@ -162,8 +181,8 @@ def prepare(name: str, version: str) -> None:
     path = package.folder / "pyproject.toml"
     text = path.read_text()
     changed = text.replace(f'\nversion = "{package.version}"\n', f'\nversion = "{version}"\n', 1)
-    path.write_text(changed)
     _run("towncrier", "build", "--yes", "--config", str(path), "--version", version)
+    path.write_text(changed)
     print(f"look at it, commit it, and tag the commit {name}=={version}")
 
 
@@ -200,18 +219,16 @@ def api() -> None:
 def released(name: Annotated[str, typer.Argument()] = "dataplane-core") -> None:
     """Test a package's last release with the others of this checkout, and the other way round."""
     package = find(name)
-    tags = _git(ROOT, "tag", "--list", f"{package.name}==*").split()
-    if not tags:
+    if not package.releases():
         print(f"{name}: not released yet")
         return
-    last = max(tags, key=lambda tag: _numbers(tag.partition("==")[2]))
+    last = max(package.releases(), key=_of)
     others = [each for each in packages() if each != package and _depends(each, package)]
     isolation = str(ROOT / "integration" / "isolation.py")
     _run(sys.executable, isolation, "--released", last, *(each.name for each in others), tool=False)
     for each in others:
-        told = _git(ROOT, "tag", "--list", f"{each.name}==*").split()
-        if told:
-            newest = max(told, key=lambda tag: _numbers(tag.partition("==")[2]))
+        if each.releases():
+            newest = max(each.releases(), key=_of)
             _run(sys.executable, isolation, "--released", newest, each.name, tool=False)
 
 
@@ -226,6 +243,10 @@ def _numbers(version: str) -> tuple[int, int, int]:
         raise ReleaseError(f"{version!r} is no version; expected three numbers, as 0.2.0")
     major, minor, patch = map(int, found.groups())
     return major, minor, patch
+
+
+def _of(tag: str) -> tuple[int, int, int]:
+    return _numbers(tag.partition("==")[2])
 
 
 def _next(package: Package) -> str:

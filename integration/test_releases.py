@@ -146,6 +146,36 @@ def test_a_change_of_what_is_exported_needs_a_version_that_says_so(
     assert check_api(repository.package)[1]
 
 
+def moved_and_changed(repository: Repository) -> None:
+    other = "def helper(a: int) -> int:\n    return a\n"
+    repository.inner.with_name("_other.py").write_text(other)
+    face = FACE.replace("_inner import Client, helper", "_inner import Client")
+    face = face.replace("\n__all__", "from first_thing._other import helper\n\n__all__")
+    repository.inner.with_name("__init__.py").write_text(face)
+
+
+def another_under_its_name(repository: Repository) -> None:
+    face = FACE.replace(
+        "Client, helper\n", "Client\nfrom first_thing._inner import private as helper\n"
+    )
+    repository.inner.with_name("__init__.py").write_text(face)
+
+
+def not_exported(repository: Repository) -> None:
+    face = FACE.replace('["Client", "helper"]', '["Client"]')
+    repository.inner.with_name("__init__.py").write_text(face)
+
+
+@pytest.mark.parametrize("change", [moved_and_changed, another_under_its_name, not_exported])
+def test_a_name_that_stands_for_something_else_or_nothing_is_a_break(
+    repository: Repository, change: Callable[[Repository], None]
+) -> None:
+    repository.become("0.1.1")
+    change(repository)
+    told, allowed = check_api(repository.package)
+    assert not allowed, told
+
+
 @pytest.mark.parametrize(
     ("before", "after"),
     [
@@ -162,7 +192,7 @@ def test_what_breaks_nobody_needs_none(repository: Repository, before: str, afte
 
 
 def test_the_last_release_is_the_highest_below_this_version(repository: Repository) -> None:
-    for version in ("0.9.0", "0.10.0", "0.11.0"):
+    for version in ("0.9.0", "0.10.0", "0.11.0", "0.10.1rc1"):
         repository.git("tag", f"first-thing=={version}")
     repository.become("0.11.0")
     assert repository.package.last_release() == "first-thing==0.10.0"

@@ -14,14 +14,16 @@ import os
 import shutil
 import signal
 import subprocess
-from collections.abc import Sequence
-from contextlib import ExitStack
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Self
 
 _NET = "10.77.0"
 _PATIENCE_S = 30.0
+_NAMESPACES = ("--net", "--mount", "--uts", "--ipc")
 
 
 class MachinesError(Exception):
@@ -49,7 +51,19 @@ class Machine:
             "echo ready && exec sleep infinity"
         )
         self._holder = subprocess.Popen(
-            ["unshare", "--net", "--mount", "--uts", "--ipc", "--", "sh", "-c", setup],
+            # With this process it ends too, however that ends.
+            [
+                "setpriv",
+                "--pdeathsig",
+                "KILL",
+                "--",
+                "unshare",
+                *_NAMESPACES,
+                "--",
+                "sh",
+                "-c",
+                setup,
+            ],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -66,7 +80,8 @@ class Machine:
 
     def command(self, arguments: Sequence[str]) -> list[str]:
         """What runs these on the machine."""
-        return ["nsenter", "--net", "--mount", "--uts", "--ipc", "-t", str(self.pid), *arguments]
+        enter = ["nsenter", *_NAMESPACES, "-t", str(self.pid)]
+        return ["setpriv", "--pdeathsig", "KILL", "--", *enter, "--", *arguments]
 
     def start(
         self,
@@ -123,15 +138,19 @@ class Machine:
         return found
 
     def kill(self) -> None:
-        """End every process on it at once, as a machine that loses its power."""
-        while pids := self.processes():
+        """End every process on it at once, as a machine that loses its power.
+
+        Raises:
+            MachinesError: one of them does not end.
+        """
+        until = time.monotonic() + _PATIENCE_S
+        while pids := [pid for pid in self.processes() if not _is_over(pid)]:
             for pid in pids:
-                try:
+                with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-                except ProcessLookupError:
-                    continue
-            if all(_is_over(pid) for pid in pids):
-                return
+            if time.monotonic() > until:
+                raise MachinesError(f"{self.name}: processes {pids} do not end")
+            time.sleep(0.01)
 
     def close(self) -> None:
         """End it."""
@@ -154,7 +173,7 @@ class Machines:
     """
 
     def __init__(self, *names: str) -> None:
-        for program in ("ip", "nsenter", "unshare"):
+        for program in ("ip", "nsenter", "setpriv", "unshare"):
             if shutil.which(program) is None:
                 raise MachinesError(f"needs the program {program} of Debian's iproute2, util-linux")
         self._stack = ExitStack()
@@ -198,6 +217,15 @@ class Machines:
     def cut(self, name: str) -> None:
         """Pull a machine's cable out of the switch."""
         self._switch.run(["ip", "link", "set", f"to-{name}", "nomaster"])
+
+    @contextmanager
+    def without(self, name: str) -> Iterator[None]:
+        """`cut`, and at the end `restore`."""
+        self.cut(name)
+        try:
+            yield
+        finally:
+            self.restore(name)
 
     def restore(self, name: str) -> None:
         """Put it back."""

@@ -22,6 +22,12 @@ def test_a_server_that_serves_is_healthy(start, probe):
     assert probe("--address", start().address) == (0, "")
 
 
+def test_a_proxy_of_the_environment_is_not_asked(start, probe, monkeypatch):
+    for name in ("http_proxy", "https_proxy", "grpc_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    assert probe("--address", start().address) == (0, "")
+
+
 def test_over_tls_the_certificate_is_looked_at_and_no_token_is_needed(
     start, probe, certificate, token_file
 ):

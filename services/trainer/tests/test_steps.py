@@ -138,10 +138,12 @@ def run(configure, model_folder, tokenizer, questions):
     run = Run(configure, model_folder, tokenizer, list(questions), temp_dir)
     run.terminated = terminated
     yield run
-    signal.signal(signal.SIGTERM, before)
     run.actors.close()
     run.actors.close()
     assert not ray.is_initialized()
+    signal.raise_signal(signal.SIGTERM)  # neither Ray's start nor its end took it away
+    assert len(terminated) == 2
+    signal.signal(signal.SIGTERM, before)
     shutil.rmtree(temp_dir)
 
 

@@ -167,8 +167,8 @@ def _described(
     def ask(client: ControlClient) -> tuple[VersionInfo, list[Shard]]:
         found: list[VersionInfo] = []
         beside = Beside(threads)
-        beside.start(lambda: found.append(client.get_version(version_id)))
         try:
+            beside.start(lambda: found.append(client.get_version(version_id)))
             try:
                 shards = client.list_shards(version_id)
             except ControlError:

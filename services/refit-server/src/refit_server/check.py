@@ -7,6 +7,9 @@ from pathlib import Path
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+_DIRECT = (("grpc.enable_http_proxy", 0),)
+"""As every client of the server connects, whatever the environment says of proxies."""
+
 
 class CheckError(Exception):
     """The server does not answer, or says that it does not serve."""
@@ -29,14 +32,16 @@ def check(
     if tls_name is not None and tls_ca is None:
         raise CheckError("--tls-name without --tls-ca; expected both")
     if tls_ca is None:
-        channel = grpc.insecure_channel(address)
+        channel = grpc.insecure_channel(address, options=_DIRECT)
     else:
         try:
             trusted = tls_ca.read_bytes()
         except OSError as error:
             raise CheckError(f"--tls-ca {tls_ca}: {error.strerror}") from None
         named = (("grpc.ssl_target_name_override", tls_name),) if tls_name is not None else ()
-        channel = grpc.secure_channel(address, grpc.ssl_channel_credentials(trusted), options=named)
+        channel = grpc.secure_channel(
+            address, grpc.ssl_channel_credentials(trusted), options=(*_DIRECT, *named)
+        )
     with channel:
         stub = health_pb2_grpc.HealthStub(channel)
         try:

@@ -18,11 +18,12 @@ from rich.console import Console
 from rich.text import Text
 
 from dataplane_core import DataPlaneError
+from grpo_trainer.checkpoint import latest_checkpoint
 from grpo_trainer.config import DEMO_CONFIG, load_config
 from grpo_trainer.display import TerminalDisplay, print_summary
 from grpo_trainer.errors import TrainerError
 from grpo_trainer.run import RunResult, resume, train
-from grpo_trainer.run_folder import PICTURE
+from grpo_trainer.run_folder import CHECKPOINTS, PICTURE
 from grpo_trainer.signals import GracefulStop
 
 app = typer.Typer(
@@ -92,10 +93,13 @@ def _report(run: Callable[[TerminalDisplay, GracefulStop], RunResult]) -> None:
         raise typer.Exit(130) from None
     finally:
         display.close()
-    if stop.asked:
-        console.print(
-            f"stopped after step {len(result.history)}; to go on: grpo-trainer resume "
-            f"{result.folder}",
-            soft_wrap=True,
+    if result.stopped_early:
+        done = f"stopped after step {len(result.history)}"
+        checkpoint = latest_checkpoint(result.folder / CHECKPOINTS)
+        told = (
+            "without a checkpoint"
+            if checkpoint is None
+            else f"to go on: grpo-trainer resume {result.folder}"
         )
+        console.print(f"{done}; {told}", soft_wrap=True)
     print_summary(console, result.history, picture=result.folder / PICTURE)

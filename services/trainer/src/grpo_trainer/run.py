@@ -20,15 +20,17 @@ from grpo_trainer.signals import GracefulStop
 
 @dataclass(frozen=True)
 class RunResult:
-    """A completed run.
+    """A run that has ended well.
 
     Attributes:
         folder: where everything was written.
         history: the metrics of every step, those before a resume included.
+        stopped_early: it was asked to stop before all of its steps were done.
     """
 
     folder: Path
     history: list[dict[str, Any]]
+    stopped_early: bool = False
 
     @property
     def rewards(self) -> list[float]:
@@ -74,7 +76,7 @@ def train(
         observer=observer,
         stop=stop,
     )
-    return RunResult(folder, history)
+    return RunResult(folder, history, len(history) < config.grpo.num_steps)
 
 
 def resume(
@@ -118,4 +120,4 @@ def resume(
         display=display or RunDisplay(),
         stop=stop,
     )
-    return RunResult(folder, history)
+    return RunResult(folder, history, len(history) < config.grpo.num_steps)

@@ -41,6 +41,7 @@ ROLLOUT = "rollout actor"
 ENVIRONMENT = "environment"
 
 _SMALL = 0.1
+_PLACEMENT = "cluster.placement and data_plane.unit_resources"
 
 
 def _unheard(event: dict[str, Any]) -> None:
@@ -203,7 +204,8 @@ class RunActors:
         finally:
             if self._started_ray:
                 self._started_ray = False
-                ray.shutdown()
+                with _own_sigterm():
+                    ray.shutdown()
 
 
 def _quiet(plane: DataPlaneConfig) -> DataPlaneConfig:
@@ -239,7 +241,8 @@ def _start_ray(cluster: ClusterSection) -> bool:
 
 @contextmanager
 def _own_sigterm() -> Iterator[None]:
-    """Keep the process's handler of SIGTERM; Ray's prints a stack and ends the process at once."""
+    """Keep the process's handler of SIGTERM. Ray sets one of its own when it starts, which prints a
+    stack and ends the process at once, and the system's when it ends."""
     if threading.current_thread() is not threading.main_thread():
         yield  # signals belong to the main thread
         return
@@ -266,10 +269,12 @@ def _check_room(config: TrainerConfig) -> None:
     ):
         for name, amount in asked.items():
             custom[name] += amount * times
+    for name, amount in config.data_plane.get("unit_resources", {}).items():
+        custom[name] += amount * config.data_plane["num_storage_units"]
     for resource, key, needed in (
         ("CPU", "cluster.num_cpus", actors * _SMALL),
         ("GPU", "GPUs", gpus),
-        *((name, "cluster.placement", needed) for name, needed in custom.items()),
+        *((name, _PLACEMENT, needed) for name, needed in custom.items()),
     ):
         if found.get(resource, 0.0) < needed:
             raise WorkerError(
