@@ -32,15 +32,20 @@ OF_RESOURCE = {"job", "instance", "rl_run_id", "service_name", "service_instance
 SELDOM = {"dataplane_telemetry_dropped_total": {"dataplane_signal", "dataplane_reason"}}
 
 RUN = """
-import sys, urllib.request
+import pathlib, sys, tempfile, urllib.request
 import torch
 from dataplane_core import build_data_plane_client
 from observability import setup, step_context, trained
+from observability.receiver import Receiver
+from observability.receiver import Receiver
 from tensordict import TensorDict
 
 observed = {"enabled": True, "callback": lambda event: None}
 plane = {"enabled": True, "impl": "in_memory", "observability": observed}
-with setup("grpo.driver", run_id="names", prometheus_port=0) as telemetry:
+# How old a sample or its weights are is known from the spans of its put, so these are sent.
+with Receiver() as receiver, setup(
+    "grpo.driver", endpoint=receiver.endpoint, run_id="names", prometheus_port=0
+) as telemetry:
     client = build_data_plane_client(plane)
     with step_context("names", 0, weight_version=0):
         client.register_partition("train", ["ids"], 2, ["train"])
