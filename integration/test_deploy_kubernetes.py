@@ -343,7 +343,7 @@ def test_the_run_is_the_demo_on_the_nodes_of_the_cluster() -> None:
 def test_kustomize_renders_it_and_what_it_renders_is_valid(folder: str) -> None:
     kubectl = shutil.which("kubectl")
     if kubectl is None:
-        pytest.skip("needs kubectl, whose kustomize renders the manifests")
+        pytest.skip("needs the package kubectl, whose kustomize renders the manifests")
     done = subprocess.run(
         [kubectl, "kustomize", str(DEPLOY / folder)], capture_output=True, text=True, timeout=60
     )

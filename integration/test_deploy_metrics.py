@@ -34,7 +34,7 @@ SELDOM = {"dataplane_telemetry_dropped_total": {"dataplane_signal", "dataplane_r
 RUN = """
 import pathlib, sys, tempfile, urllib.request
 import torch
-from dataplane_core import build_data_plane_client
+from dataplane_core import MissingDataError, build_data_plane_client
 from observability import setup, step_context, trained
 from observability.receiver import Receiver
 from observability.receiver import Receiver
@@ -55,7 +55,7 @@ with Receiver() as receiver, setup(
         trained(client, meta, field="ids")
         try:
             client.get_samples(["c"], "train", ["ids"])
-        except Exception:
+        except MissingDataError:
             pass
     telemetry.flush()
     url = "http://{}:{}/metrics".format(*telemetry.prometheus_address)

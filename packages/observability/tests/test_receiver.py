@@ -312,7 +312,9 @@ def has_ipv6_loopback() -> bool:
     return True
 
 
-@pytest.mark.skipif(not has_ipv6_loopback(), reason="needs a loopback interface with ::1")
+@pytest.mark.skipif(
+    not has_ipv6_loopback(), reason="needs IPv6 in the kernel, with ::1 on the loopback interface"
+)
 def test_ipv6_loopback_is_listened_on_where_there_is_one() -> None:
     with Receiver(host="::1") as receiver:
         assert receiver.endpoint == f"http://[::1]:{receiver.port}"

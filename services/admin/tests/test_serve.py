@@ -56,7 +56,9 @@ def has_ipv6_loopback():
     return True
 
 
-@pytest.mark.skipif(not has_ipv6_loopback(), reason="needs a loopback interface with ::1")
+@pytest.mark.skipif(
+    not has_ipv6_loopback(), reason="needs IPv6 in the kernel, with ::1 on the loopback interface"
+)
 def test_ipv6_loopback_is_loopback(start):
     service = start("--host", "::1")
     assert service.url.startswith("http://[::1]:")
