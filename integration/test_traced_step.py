@@ -259,11 +259,14 @@ class KillsRank(RunDisplay):
             return
         self._trained += 1
         if self._trained == 2:
-            told = self._receiver.wait_for(
-                lambda records: any(e.process.label == "grpo.policy 1" for e in records.events), 60
-            )
-            [pid] = {e.process.pid for e in told.events if e.process.label == "grpo.policy 1"}
-            os.kill(pid, signal.SIGKILL)
+            # It sends in the order in which things ended, so all of its first step is here then.
+            told = self._receiver.wait_for(lambda records: bool(first_training(records)), 60)
+            os.kill(first_training(told)[0].process.pid, signal.SIGKILL)
+
+
+def first_training(records: Records) -> list[Span]:
+    """What ended last of the first step in the process that is killed."""
+    return [s for s in records.spans if s.process.label == "grpo.policy 1" and s.name == "train"]
 
 
 @pytest.mark.slow

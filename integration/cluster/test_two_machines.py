@@ -136,6 +136,14 @@ def undisturbed(nodes: RayNodes, tmp_path_factory: pytest.TempPathFactory) -> li
     return history(folder)
 
 
+def check_error(status: int, told: str, seconds: float) -> None:
+    """A run has ended soon, with one line that says why."""
+    assert status == 1
+    assert told.startswith("error: ")
+    assert told.count("\n") == 1, told
+    assert seconds < SOON_S
+
+
 def check_resumed(nodes: RayNodes, folder: Path, expected: Sequence[dict[str, Any]]) -> None:
     """A run goes on from its checkpoint, and ends as if nothing had been."""
     status, told, _ = Trainer(nodes, "resume", str(folder)).end(200)
@@ -171,10 +179,7 @@ def test_a_link_that_is_cut_ends_the_run_in_an_error_and_it_goes_on_from_its_che
     trainer.wait_for("step    2")
     with machines.without("right"):
         status, told, seconds = trainer.end(120)
-    assert status == 1
-    assert told.startswith("error: ")
-    assert told.count("\n") == 1, told
-    assert seconds < SOON_S
+    check_error(status, told, seconds)
     nodes.rejoin(machines["right"])
     check_resumed(nodes, folder, undisturbed)
 
@@ -202,10 +207,7 @@ def test_a_machine_that_dies_ends_the_run_in_an_error_and_it_goes_on_with_anothe
     trainer.wait_for("step    2")
     machines["right"].kill()
     status, told, seconds = trainer.end(120)
-    assert status == 1
-    assert told.startswith("error: ")
-    assert told.count("\n") == 1, told
-    assert seconds < SOON_S
+    check_error(status, told, seconds)
     nodes.rejoin(machines["right"])
     check_resumed(nodes, folder, undisturbed)
 
@@ -226,7 +228,6 @@ def test_a_controller_that_dies_ends_the_run_in_an_error_that_names_it(
     [controller] = found
     controller.kill()
     status, told, seconds = trainer.end(120)
-    assert status == 1
+    check_error(status, told, seconds)
     assert "TransferQueueController is dead" in told
-    assert seconds < SOON_S
     check_resumed(nodes, folder, undisturbed)

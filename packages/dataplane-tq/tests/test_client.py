@@ -114,6 +114,8 @@ def test_a_stopped_controller_ends_clears_at_their_deadline_and_gets_and_claims_
 ):
     config["ack_timeout_ms"] = 500
     pid = pid_of(ray.get_actor(topology.CONTROLLER, namespace=topology.NAMESPACE))
+    # Of a put that the controller was not told of yet, its client clears what is left.
+    futures.wait(owner._entries._waiting, timeout=20)
     with TQDataPlaneClient(config, bootstrap=False) as client:
         stop_process(pid)
         try:

@@ -124,8 +124,9 @@ def test_a_stopped_producer_whose_partition_is_cleared_meanwhile_gets_a_typed_er
 
 def test_a_producer_stopped_for_longer_than_its_lease_cannot_overwrite(stepped):
     stepped.put(["a", "b"], 7)
-    token = stepped.claim(2, lease_s=0.5).token
-    producer = stepped.client(f"put({token!r})")
+    # It claims when it has started, so that the lease has only its put to outlast.
+    producer = stepped.client("put(claim(1.0, lease_s=2.0).token)")
+    assert producer.says() == "waiting"
     producer.go_to("written")
     producer.stop()
     assert stepped.claim(2, timeout_s=SOON_S).sample_ids == ["a", "b"]

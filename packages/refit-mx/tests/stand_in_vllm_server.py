@@ -272,8 +272,11 @@ class Handler(BaseHTTPRequestHandler):
         if route is None:
             return self.send(404, {"detail": "Not Found"})
         fault = self.application.faults.pop(url.path, None)
-        if fault in ("kill", "stop"):
-            os.kill(os.getpid(), signal.SIGKILL if fault == "kill" else signal.SIGSTOP)
+        if fault == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if fault == "stop":
+            # To this thread: sent to the process another may take it, and this one would go on.
+            signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
         if fault == "error":
             return self.send(500, {"detail": "the error of a test"})
         if fault == "redirect":
