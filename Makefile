@@ -121,9 +121,9 @@ bench-quick: sync ## Compare speed with others in under three minutes: build/ben
 	$(BIN)/python -m integration.benchmarks --quick --json build/bench.json
 
 .PHONY: bench
-bench: sync ## Every benchmark, with a table and a picture for docs/results.md
+bench: sync ## Every benchmark, with tables and a picture of each area for docs/results.md
 	mkdir -p build
-	$(BIN)/python -m integration.benchmarks --full --json build/bench.json --picture docs/images/speed.png
+	$(BIN)/python -m integration.benchmarks --full --json build/bench.json --pictures docs/images
 
 .PHONY: lint-images
 lint-images: sync ## Check Dockerfiles, compose files, manifests and dashboards

@@ -31,7 +31,7 @@ _QUICK_STEPS, _FULL_STEPS = 100, 1_000
 _QUICK_SAMPLES, _FULL_SAMPLES = 4, 100
 _QUICK_ROUNDS, _FULL_ROUNDS = 15, 60
 _WARM_UPS = 2
-_SEED = 20_264
+SEED = 20_264
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ def measure_pages(service: Service, *, full: bool) -> PagesResult:
         paths = _paths(connection, steps)
         seconds: dict[str, list[float]] = defaultdict(list)
         nbytes: dict[str, int] = {}
-        order = random.Random(_SEED)
+        order = random.Random(SEED)
         for number in range(_WARM_UPS + rounds):
             for path in order.sample(paths, len(paths)):
                 began = time.perf_counter()

@@ -38,7 +38,7 @@ def benchmarks(
     json: Annotated[Path, typer.Option(help="Results; entries of other names in it stay.")] = Path(
         "build/bench.json"
     ),
-    picture: Annotated[Path | None, typer.Option(help="With --full: where to draw a PNG.")] = None,
+    pictures: Annotated[Path | None, typer.Option(help="A folder, for a PNG of each area.")] = None,
 ) -> None:
     """Compare the data plane on TransferQueue with other ways, in one interleaved run."""
     # Standard output carries the Markdown of a full run and nothing else.
@@ -50,11 +50,13 @@ def benchmarks(
     with ingest_servers() as servers:
         with serving(live_samples=LIVE_SAMPLES) as service:
             from integration.benchmarks import cluster, report
+            from integration.benchmarks.circumstances import CIRCUMSTANCES_HEADINGS, circumstances
             from integration.benchmarks.refit import measure_refit
             from integration.benchmarks.run import run_sessions
             from integration.benchmarks.tables import tables
             from integration.benchmarks.tracing import DEMO, LARGER, measure_tracing
 
+            measured_on = circumstances()
             service.wait()
             parts.begin("admin service: its pages")
             pages = measure_pages(service, full=full)
@@ -75,15 +77,16 @@ def benchmarks(
     entries = [entry for part in measured for entry in part.entries()]
     merge_entries(json, entries)
     markdown = Console(soft_wrap=True, highlight=False, markup=False)
-    for title, headings, rows in tables(sessions, costs, refits, (ingest, pages, soak)):
+    on = ("Measured on", CIRCUMSTANCES_HEADINGS, measured_on)
+    for title, headings, rows in (on, *tables(sessions, costs, refits, (ingest, pages, soak))):
         console.print(report.terminal_table(title, headings, rows))
         if full:
             markdown.print(report.markdown_table(title, headings, rows))
-    if full and picture is not None:
-        from integration.benchmarks.picture import save_picture
+    if pictures is not None:
+        from integration.benchmarks.pictures import save_pictures
 
-        save_picture(sessions[0], picture)
-        console.print(f"picture: {picture}")
+        for path in save_pictures(pictures, sessions[0], refits, costs, ingest, pages):
+            console.print(f"picture: {path}")
     console.print("ratios:")
     for entry in entries:
         if entry.unit == "x":

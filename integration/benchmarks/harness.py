@@ -15,7 +15,7 @@ from integration.benchmarks.summary import Summary
 from integration.benchmarks.systems import Operation
 from integration.benchmarks.worker import Timed
 
-_SEED = 20_260
+SEED = 20_260
 _AFTER_PUT = (
     Operation.GET,
     Operation.SLICES8,
@@ -83,7 +83,7 @@ class Pair:
 
 def shuffled_rounds(systems: Sequence[str], repetitions: int) -> list[list[str]]:
     """Every system once in each round, in an order that differs from round to round."""
-    order = random.Random(_SEED)
+    order = random.Random(SEED)
     return [order.sample(list(systems), len(systems)) for _ in range(repetitions)]
 
 

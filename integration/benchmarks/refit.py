@@ -42,7 +42,7 @@ _QUICK_WAYS = ("nixl", "raw_nixl", "gloo")
 _LAYOUTS = ((1, 1), (2, 4), (4, 2))
 _QUICK_ROUNDS, _FULL_ROUNDS = 6, 9
 _WARM_UPS = 2
-_SEED = 20_265
+SEED = 20_265
 _START_S = 300.0
 _OBJECT_STORE_BYTES = 5 << 30
 
@@ -175,7 +175,7 @@ def _measure(case: RefitCase, groups: Sequence[Sequence[str]], rounds: int) -> R
 def _measure_beside(result: RefitResult, ways: Sequence[str], rounds: int) -> None:
     """Measure some ways, in turns."""
     case = result.case
-    order = random.Random(_SEED)
+    order = random.Random(SEED)
     with _processes(case, "ray" in ways) as actors, _Ways(actors) as run:
         run.prepare(ways)
         for number in range(_WARM_UPS + rounds):

@@ -55,7 +55,7 @@ QUICK_ROUNDS = 10
 _QUICK_MODES: tuple[Mode, ...] = ("off", "on")
 _FULL_MODES: tuple[Mode, ...] = ("off", "off_again", "on", "verbose")
 _WARM_UPS = 1
-_SEED = 20_261
+SEED = 20_261
 _IDS = 512
 _REPETITIONS = 2_000
 _RESAMPLES = 4_000
@@ -289,7 +289,7 @@ def measure_tracing(load: Load, tell: Callable[[str], None], *, full: bool) -> T
             stack.callback(actors.close)
             steps = Steps(config, inputs, actors, collecting.pid)
             tell(f"tracing of a GRPO step: {load.title}")
-            order = random.Random(_SEED)
+            order = random.Random(SEED)
             seconds: dict[Mode, list[float]] = defaultdict(list)
             cpu_seconds: dict[Mode, list[float]] = defaultdict(list)
             rounds = load.rounds if full else QUICK_ROUNDS
@@ -485,7 +485,7 @@ def _percent(by_mode: dict[Mode, list[float]], mode: Mode) -> list[float]:
 
 def _interval(samples: Sequence[float]) -> tuple[float, float]:
     """95 % interval of the median, by bootstrap."""
-    drawn = np.random.default_rng(_SEED).choice(samples, (_RESAMPLES, len(samples)))
+    drawn = np.random.default_rng(SEED).choice(samples, (_RESAMPLES, len(samples)))
     low, high = np.percentile(np.median(drawn, axis=1), [2.5, 97.5])
     return float(low), float(high)
 

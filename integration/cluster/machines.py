@@ -17,12 +17,14 @@ import subprocess
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from glob import glob
 from pathlib import Path
 from typing import IO, Self
 
 _NET = "10.77.0"
 _PATIENCE_S = 30.0
 _NAMESPACES = ("--net", "--mount", "--uts", "--ipc")
+FAKETIME = "/usr/lib/*/faketime/libfaketimeMT.so.1"
 
 
 class MachinesError(Exception):
@@ -39,11 +41,13 @@ class Machine:
     Attributes:
         address: of its only interface but loopback.
         name: its host name.
+        clock: environment variables of what is started on it, see `set_clock`.
     """
 
     def __init__(self, number: int, name: str) -> None:
         self.address = f"{_NET}.{number}"
         self.name = name
+        self.clock: dict[str, str] = {}
         setup = (
             "mount -t tmpfs -o size=2g tmpfs /dev/shm && "
             f"echo {name} > /proc/sys/kernel/hostname && ip link set lo up && "
@@ -95,7 +99,7 @@ class Machine:
             stdout=out or subprocess.PIPE,
             stderr=out or subprocess.PIPE,
             text=True,
-            env={**_environment(), **(env or {})},
+            env={**_environment(), **self.clock, **(env or {})},
             start_new_session=True,
         )
 
@@ -117,11 +121,29 @@ class Machine:
             text=True,
             timeout=timeout_s,
             check=False,
-            env={**_environment(), **(env or {})},
+            env={**_environment(), **self.clock, **(env or {})},
         )
         if done.returncode:
             raise MachinesError(f"{self.name}: {' '.join(arguments)}: {done.stderr.strip()}")
         return done.stdout
+
+    def set_clock(self, ahead_s: float) -> None:
+        """Have what is started on it from now on see a wall clock that is wrong.
+
+        The monotonic clock goes on as it is, as on a machine whose clock was set.
+
+        Raises:
+            MachinesError: libfaketime is not installed.
+        """
+        found = glob(FAKETIME)
+        if not found:
+            raise MachinesError("a clock of its own needs Debian's package libfaketime")
+        self.clock = {
+            "LD_PRELOAD": found[0],
+            "FAKETIME": f"{ahead_s:+g}s",
+            "FAKETIME_DONT_FAKE_MONOTONIC": "1",
+            "NO_FAKE_STAT": "1",
+        }
 
     def processes(self) -> list[int]:
         """All that run on it, but the one that holds it."""

@@ -7,6 +7,7 @@ import secrets
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 from integration.cluster.machines import Machine, Machines, MachinesError
@@ -30,6 +31,7 @@ class RayNodes:
         machines: that get a node.
         folder: for Ray's files; a short path, since sockets lie below it.
         cpus: that each node offers.
+        environment: more of it.
 
     Raises:
         MachinesError: a node does not start.
@@ -40,7 +42,14 @@ class RayNodes:
             without which Ray answers nobody.
     """
 
-    def __init__(self, machines: Machines, folder: Path, *, cpus: int = 4) -> None:
+    def __init__(
+        self,
+        machines: Machines,
+        folder: Path,
+        *,
+        cpus: int = 4,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         self._machines = machines
         self._folder = folder
         self._cpus = cpus
@@ -49,6 +58,7 @@ class RayNodes:
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN": secrets.token_hex(32),
             **_NOTICES_SOON,
+            **(environment or {}),
         }
         self.head, *others = machines.machines.values()
         self.address = f"{self.head.address}:{_PORT}"

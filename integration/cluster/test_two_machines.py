@@ -6,6 +6,8 @@ Machines are namespaces of this one; see `integration.cluster.machines`.
 from __future__ import annotations
 
 import json
+import re
+import secrets
 import shutil
 import subprocess
 import sys
@@ -13,13 +15,14 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from glob import glob
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 from integration.cluster import crossing
-from integration.cluster.machines import Machines
+from integration.cluster.machines import FAKETIME, Machines
 from integration.cluster.ray_nodes import RayNodes
 
 PROGRAM = str(Path(sys.executable).with_name("grpo-trainer"))
@@ -27,6 +30,8 @@ SOON_S = 20.0
 """A machine that is gone is told within this: Ray takes some four seconds to notice (`ray_nodes`),
 the rest is what stopping a run takes on a machine that does other things."""
 STEPS = 6
+ADMIN = str(Path(sys.executable).with_name("dataplane-admin"))
+ADMIN_TOKEN = secrets.token_hex(32)
 RUN = (
     "cluster.placement.policy={rank: 1}",  # one on each machine
     "cluster.placement.generation={right: 1}",
@@ -65,7 +70,11 @@ def machines() -> Iterator[Machines]:
 @pytest.fixture(scope="module")
 def nodes(machines: Machines) -> Iterator[RayNodes]:
     folder = Path(tempfile.mkdtemp(prefix="tm-"))  # a short path: Ray's sockets lie below it
-    yield RayNodes(machines, folder)
+    reports = {
+        "OTEL_EXPORTER_OTLP_HEADERS": f"authorization=Bearer {ADMIN_TOKEN}",
+        "OTEL_BSP_SCHEDULE_DELAY": "500",
+    }
+    yield RayNodes(machines, folder, environment=reports)
     machines.close()
     shutil.rmtree(folder)
 
@@ -107,9 +116,9 @@ def _no_run_is_left() -> Iterator[None]:
         process.communicate()
 
 
-def start(nodes: RayNodes, output: Path) -> tuple[Trainer, Path]:
+def start(nodes: RayNodes, output: Path, *more: str) -> tuple[Trainer, Path]:
     """A run from its start, and its folder."""
-    overrides = [f"cluster.address={nodes.address}", *RUN]
+    overrides = [f"cluster.address={nodes.address}", *RUN, *more]
     trainer = Trainer(
         nodes,
         *("train", "--output", str(output)),
@@ -231,3 +240,66 @@ def test_a_controller_that_dies_ends_the_run_in_an_error_that_names_it(
     check_error(status, told, seconds)
     assert "TransferQueueController is dead" in told
     check_resumed(nodes, folder, undisturbed)
+
+
+ASK = """
+import sys, urllib.request
+token = open(sys.argv[2]).read()
+asked = urllib.request.Request(sys.argv[1], headers={"Authorization": f"Bearer {token}"})
+print(urllib.request.urlopen(asked, timeout=20).read().decode())
+"""
+
+
+class Admin:
+    """The admin service on the first machine, for all who have the token."""
+
+    def __init__(self, nodes: RayNodes, folder: Path) -> None:
+        token = folder / "token"
+        token.write_text(ADMIN_TOKEN)
+        token.chmod(0o600)
+        self._head, self._token = nodes.head, str(token)
+        command = [ADMIN, "serve", "--host", nodes.head.address, "--port", "0"]
+        command += ["--db", str(folder / "admin.sqlite"), "--token-file", self._token]
+        self.process = nodes.head.start(command)
+        RUNNING.append(self.process)
+        assert self.process.stdout is not None
+        self.url = self.process.stdout.readline().strip()
+
+    def ask(self, path: str) -> Any:
+        """One answer of the API, asked for on the machine."""
+        return json.loads(self._head.run([sys.executable, "-c", ASK, self.url + path, self._token]))
+
+
+AHEAD_S = 45
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(not glob(FAKETIME), reason="needs the package libfaketime (Debian)")
+def test_a_clock_that_is_wrong_changes_nothing_and_traces_say_so(
+    machines: Machines, nodes: RayNodes, undisturbed: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    admin = Admin(nodes, tmp_path)
+    machines["right"].set_clock(AHEAD_S)
+    nodes.rejoin(machines["right"])
+    try:
+        trainer, folder = start(
+            nodes, tmp_path, "tracing.enabled=true", f"tracing.endpoint={admin.url}"
+        )
+        status, told, _ = trainer.end(200)
+        assert status == 0, told
+        assert history(folder) == undisturbed
+        traces = admin.ask("/api/v1/traces?limit=100")["traces"]
+        steps = [one for one in traces if one["has_root"] and one["step"] is not None]
+        assert len(steps) == STEPS
+        for one in steps:
+            trace = admin.ask(f"/api/v1/trace?id={one['trace_id']}")
+            [note] = trace["clocks"]
+            found = re.fullmatch(r"the clock of host right is ([0-9.]+) s or more ahead; .*", note)
+            assert found is not None, note
+            assert AHEAD_S - 1 < float(found.group(1)) <= AHEAD_S
+            for row in trace["rows"]:
+                assert -0.01 < row["start_s"] < trace["seconds"]
+    finally:
+        machines["right"].clock = {}
+        nodes.rejoin(machines["right"])

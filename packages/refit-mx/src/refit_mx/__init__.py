@@ -44,6 +44,9 @@ from refit_mx.tensor_types import (
 )
 
 if TYPE_CHECKING:
+    from refit_mx.bounded_control import (
+        patiently,
+    )
     from refit_mx.compile.base import (
         CompilePass,
         compile_pass,
@@ -60,6 +63,9 @@ if TYPE_CHECKING:
     )
     from refit_mx.cuts import (
         Cut,
+    )
+    from refit_mx.deadline import (
+        Deadline,
     )
     from refit_mx.discovery import (
         SourceSet,
@@ -127,6 +133,7 @@ __all__ = [
     "ControlError",
     "ControlUnavailableError",
     "Cut",
+    "Deadline",
     "DigestMismatchError",
     "EmbeddedControlServer",
     "FencedError",
@@ -171,6 +178,7 @@ __all__ = [
     "intersect",
     "local_shards",
     "mesh_target",
+    "patiently",
     "plan_reads",
     "register_compile_pass",
     "replicated_target",
@@ -182,6 +190,7 @@ _LAZY = {
     "ControlAccess": "control.access",
     "ControlClient": "control.client",
     "Cut": "cuts",
+    "Deadline": "deadline",
     "EmbeddedControlServer": "control.embedded",
     "LocalShard": "shard_sources",
     "Manifest": "manifest",
@@ -207,6 +216,7 @@ _LAZY = {
     "fused_qkv_target": "plan.targets",
     "local_shards": "shard_sources",
     "mesh_target": "plan.targets",
+    "patiently": "bounded_control",
     "plan_reads": "plan.planner",
     "register_compile_pass": "compile.base",
     "replicated_target": "plan.targets",

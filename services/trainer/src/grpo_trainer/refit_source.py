@@ -14,7 +14,13 @@ import torch
 
 from grpo_trainer.node_address import own_hosts
 from grpo_trainer.refit_settings import RefitSettings
-from refit_mx import Box, LocalShard, MxV2TrainingPublisher, TargetTPLayout
+from refit_mx import (
+    Box,
+    LocalShard,
+    MxV2TrainingPublisher,
+    PublisherSettings,
+    TargetTPLayout,
+)
 
 
 def slot(rank: int) -> str:
@@ -45,6 +51,7 @@ class RefitSource:
                     host=host,
                     advertised_host=told,
                     timeout_s=settings.timeout_s,
+                    settings=PublisherSettings(control_patience_s=settings.timeout_s),
                 )
             )
             self._open = stack.pop_all()

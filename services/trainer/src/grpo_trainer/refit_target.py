@@ -15,6 +15,7 @@ import torch
 from grpo_trainer.refit_settings import RefitSettings
 from refit_mx import (
     MxV2RefitReceiver,
+    ReceiverSettings,
     RefitStats,
     TargetTensor,
     TargetTPLayout,
@@ -48,6 +49,7 @@ class RefitTarget:
                     control=control,
                     targets=self._targets(settings.tensor_parallel),
                     transport=settings.transport,
+                    settings=ReceiverSettings(control_patience_s=settings.timeout_s),
                 )
             )
             self._open = stack.pop_all()

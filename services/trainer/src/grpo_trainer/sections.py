@@ -296,7 +296,8 @@ class RefitSection(Section):
             one's machine where that is all interfaces; "node" for that address always.
         transport: how the bytes move; "auto" takes NIXL where it is installed, else TCP.
         generation_tensor_parallel: shards that the generation worker assembles its weights from.
-        timeout_s: deadline of a publish and of a refit, in seconds.
+        timeout_s: deadline of a publish and of a refit, in seconds. A refit server that is away is
+            waited for as long.
     """
 
     control: str | None

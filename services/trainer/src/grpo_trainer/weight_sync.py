@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Protocol
 
@@ -13,7 +14,7 @@ from grpo_trainer.node_address import is_loopback, node_address, own_hosts
 from grpo_trainer.refit_settings import RefitSettings, connect
 from grpo_trainer.refit_source import slot
 from grpo_trainer.sections import RefitSection
-from refit_mx import EmbeddedControlServer, RefitError
+from refit_mx import ControlClient, Deadline, EmbeddedControlServer, RefitError, patiently
 
 
 class WeightSync(Protocol):
@@ -58,6 +59,7 @@ class RefitWeightSync:
         self._calls = calls
         self._model_name = f"{name}-{secrets.token_hex(4)}"
         self._sources, self._targets = sources, targets
+        self._timeout_s = config.timeout_s
         self._count = 0
         self._installed: int | None = None
         self._published: str | None = None
@@ -124,23 +126,30 @@ class RefitWeightSync:
         version_id = f"{self._model_name}-{version}-{self._count}"
         carrier = {"carrier": inject()}
         try:
-            self._control.create_version(
-                self._model_name,
-                [slot(rank) for rank in range(len(self._sources))],
-                idempotency_key=version_id,
-                version_id=version_id,
+            self._ask(
+                lambda control: control.create_version(
+                    self._model_name,
+                    [slot(rank) for rank in range(len(self._sources))],
+                    idempotency_key=version_id,
+                    version_id=version_id,
+                )
             )
             for method, workers in (
                 ("publish_weights", self._sources),
                 ("install_weights", self._targets),
             ):
                 self._calls.each(method, dict.fromkeys(workers, ((version_id,), carrier)))
-            if self._published is not None:
+            if (former := self._published) is not None:
                 # Its arenas are free for the version after this one.
-                self._control.delete_version(self._published)
+                self._ask(lambda control: control.delete_version(former))
         except RefitError as error:
             raise WorkerError(f"refit: {error}") from error
         self._installed, self._published = version, version_id
+
+    def _ask(self, call: Callable[[ControlClient], object]) -> None:
+        """Of a control plane that may be away, since it is being started again."""
+        deadline = Deadline(self._timeout_s, "refit: the control plane")
+        patiently(self._control, call, deadline=deadline, patience_s=self._timeout_s)
 
     def close(self) -> None:
         """Let go of the control plane; the workers end by themselves."""

@@ -11,7 +11,7 @@ from observability.views.lineage import Hop, SampleNotFound, life_of
 from observability.views.perfetto import chrome_trace, write_perfetto
 from observability.views.printable import printable
 from observability.views.processes import ProcessTime, bucket_seconds, process_times
-from observability.views.steps import Staleness, Step, steps_of
+from observability.views.steps import Staleness, Step, step_of_trace, steps_of
 from observability.views.terminal import lineage_view, step_view, steps_view, waits_view
 from observability.views.why import Lack, Wait, why
 
@@ -36,6 +36,7 @@ __all__ = [
     "printable",
     "process_times",
     "slowest",
+    "step_of_trace",
     "step_view",
     "steps_of",
     "steps_view",

@@ -11,6 +11,7 @@ from operator import eq
 
 from observability.records import Event, Process, Records, Span
 from observability.views import attributes
+from observability.views.clocks import clocks_ahead, moved_event
 from observability.views.distinct import distinct_events
 from observability.views.printable import listed, printable
 from observability.views.steps import root_of, stage_of
@@ -45,7 +46,7 @@ class Hop:
 
     Attributes:
         name: the event, ``put`` for example; see docs/telemetry.md.
-        time_ns: nanoseconds since 1970, by the clock of its process.
+        time_ns: nanoseconds since 1970.
         seconds: since the sample's first event.
         process: where it happened.
         partition: of the sample.
@@ -80,19 +81,22 @@ def life_of(sample_id: str, records: Records) -> list[Hop]:
     """What happened to a sample, in the order of the times told.
 
     A clear of a whole partition is a hop of each sample that was there, once. A sample of the same
-    id in two partitions has one life.
+    id in two partitions has one life. Where clocks of hosts disagree, times are put right as those
+    of `Step` are.
 
     Raises:
         SampleNotFound: no event names the sample.
     """
-    events = sorted(
-        (event for event in records.events if _may_concern(event, sample_id)),
-        key=lambda event: (event.time_ns, _rank(event)),
-    )
+    events = [event for event in records.events if _may_concern(event, sample_id)]
+    # Not of every step's trace, though each clears a partition.
+    trees = _trees(records, {event.trace_id for event in events if event.sample_ids})
+    ahead = {trace_id: clocks_ahead(tree, root_of(tree)) for trace_id, tree in trees.items()}
+    events = [moved_event(event, ahead.get(event.trace_id, {})) for event in events]
+    events.sort(key=lambda event: (event.time_ns, _rank(event)))
     chosen = list(_of_sample(sample_id, distinct_events(events)))
     if not chosen:
         raise SampleNotFound(sample_id, _alike(sample_id, records.events))
-    trees = _trees(records, {event.trace_id for event in chosen})
+    trees |= _trees(records, {event.trace_id for event in chosen} - trees.keys())
     return [_hop(event, chosen[0].time_ns, trees) for event in chosen]
 
 

@@ -87,6 +87,7 @@ class StepOnPage:
     wasted_share: str
     mean_staleness: str
     incomplete: Sequence[str]
+    clock_notes: Sequence[str]
     left_out: str
     lanes: Sequence[Lane]
     height: int
@@ -124,6 +125,7 @@ def step_on_page(step: Step, *, anchor: str, is_open: bool) -> StepOnPage:
         wasted_share=percent(lost.share, 1),
         mean_staleness=f"{step.staleness.mean:.2f}" if step.staleness else "-",
         incomplete=step.incomplete,
+        clock_notes=step.clock_notes,
         left_out=f"The {hidden} shortest spans are not drawn." if hidden else "",
         lanes=lanes,
         height=lanes[-1].top + lanes[-1].height,

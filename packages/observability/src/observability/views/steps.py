@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from observability.records import Event, Process, Records, Span
 from observability.views import attributes
+from observability.views.clocks import clocks_ahead, on_one_clock
 from observability.views.distinct import distinct_events, distinct_spans
 from observability.views.printable import printable
+from observability.views.quantities import duration
 from observability.views.tree import Tree
 
 DRIVER = "grpo.driver"
@@ -54,6 +56,8 @@ class Step:
         tree: its spans by parent.
         events: its lifecycle events by time, each once.
         staleness: of the samples it trained on; None if no version is known.
+        clocks: of the hosts that disagree with the root's, nanoseconds that the clock is at least
+            ahead, negative if it is behind. Times of their spans and events are put right by that.
     """
 
     run_id: str
@@ -62,6 +66,7 @@ class Step:
     tree: Tree
     events: tuple[Event, ...] = ()
     staleness: Staleness | None = None
+    clocks: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def spans(self) -> tuple[Span, ...]:
@@ -126,6 +131,16 @@ class Step:
         """Why the step is not whole, one printable sentence each; empty if nothing is amiss."""
         return [*self._about_roots(), *self._about_orphans(), *self._about_failures()]
 
+    @cached_property
+    def clock_notes(self) -> list[str]:
+        """Which clocks disagree, one printable sentence each."""
+        return [
+            f"the clock of host {printable(host)} is {duration(abs(ahead) / 1e9)} or more "
+            f"{'ahead' if ahead > 0 else 'behind'}; what it told is shown "
+            f"{'earlier' if ahead > 0 else 'later'} by that"
+            for host, ahead in sorted(self.clocks.items())
+        ]
+
     def _about_roots(self) -> Iterable[str]:
         if not self.tree.roots:
             yield "no root: the span of the whole step has not arrived"
@@ -180,12 +195,12 @@ def steps_of(records: Records) -> list[Step]:
         events[event.trace_id or by_place.get(_place(event), "")].append(event)
     generated = _generated_with(everything)
     steps = [
-        Step(
+        step_of_trace(
+            Tree(spans[trace_id]),
+            events[trace_id],
             run_id=runs[trace_id],
             number=number,
             trace_id=trace_id,
-            tree=Tree(spans[trace_id]),
-            events=tuple(events[trace_id]),
             staleness=_staleness(events[trace_id], generated),
         )
         for trace_id, number in numbered.items()
@@ -196,6 +211,21 @@ def steps_of(records: Records) -> list[Step]:
     return sorted(
         steps, key=lambda step: (began[step.run_id], step.run_id, step.number, step.start_ns)
     )
+
+
+def step_of_trace(
+    tree: Tree,
+    events: Iterable[Event],
+    *,
+    run_id: str,
+    number: int,
+    trace_id: str,
+    staleness: Staleness | None = None,
+) -> Step:
+    """One trace as a `Step`, whether it tells of one or not; times of one clock."""
+    ahead = clocks_ahead(tree, root_of(tree))
+    tree, events = on_one_clock(tree, events, ahead)
+    return Step(run_id, number, trace_id, tree, events, staleness, ahead)
 
 
 def root_of(tree: Tree) -> Span | None:

@@ -31,6 +31,7 @@ def step_view(step: Step) -> RenderableType:
     path = critical_path(step)
     parts: list[RenderableType] = [_title(step)]
     parts += [Text(f"incomplete: {reason}", style="bold red") for reason in step.incomplete]
+    parts += [Text(f"clocks: {note}", style="yellow") for note in step.clock_notes]
     parts += [Text(), _waterfall(step, path)]
     for table in tables_of(step, path):
         parts += [Text(), _drawn(table)]

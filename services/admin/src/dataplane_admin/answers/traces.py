@@ -22,6 +22,7 @@ from observability.views import (
     critical_path,
     printable,
     process_times,
+    step_of_trace,
     steps_of,
 )
 from observability.views.tree import Tree
@@ -64,6 +65,7 @@ def trace(store: Store, settings: Settings, trace_id: str) -> models.Trace:
     return models.Trace(
         **facts(row),
         incomplete=_incomplete(store, row, step),
+        clocks=step.clock_notes,
         rows=kept,
         rows_left_out=len(rows) - len(kept),
         critical_path=[_segment(step, one) for one in path[:MOST_ROWS]],
@@ -104,7 +106,7 @@ def compare(store: Store, a: str, b: str) -> models.TraceComparison:
     notes = [
         f"{name}: {reason}"
         for name, row, step in (("A", row_a, step_a), ("B", row_b, step_b))
-        for reason in _incomplete(store, row, step)
+        for reason in [*_incomplete(store, row, step), *step.clock_notes]
     ]
     return models.TraceComparison(
         a=models.TraceFacts(**facts(row_a)),
@@ -159,13 +161,7 @@ def _step(row: TraceRow, records: Records) -> Step:
     if not spans:
         raise NotFound(f"trace {row.trace_id} has no span: {row.rejected} were refused by limits")
     events = sorted(records.events, key=lambda event: event.time_ns)
-    return Step(
-        run_id=row.run_id,
-        number=0,
-        trace_id=row.trace_id,
-        tree=Tree(spans),
-        events=tuple(events),
-    )
+    return step_of_trace(Tree(spans), events, run_id=row.run_id, number=0, trace_id=row.trace_id)
 
 
 def _incomplete(store: Store, row: TraceRow, step: Step) -> list[str]:

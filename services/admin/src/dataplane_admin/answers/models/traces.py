@@ -153,6 +153,8 @@ class Trace(TraceFacts):
 
     incomplete: list[Text]
     """Why it is not whole, a sentence each; empty if nothing is amiss."""
+    clocks: list[Text]
+    """Which hosts' clocks disagree, a sentence each; their times are put right by that."""
     rows: list[SpanRow]
     """Every span; of a very large trace the longest ones."""
     rows_left_out: int

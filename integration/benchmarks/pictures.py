@@ -1,0 +1,251 @@
+"""A picture of each area for the docs, drawn from what one run measured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from integration.benchmarks.admin_ingest import IngestResult
+from integration.benchmarks.admin_pages import PagesResult
+from integration.benchmarks.refit import RefitResult
+from integration.benchmarks.report import OURS, RAW, Session
+from integration.benchmarks.summary import Summary
+from integration.benchmarks.systems import Operation
+from integration.benchmarks.tracing import TracingCost
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+_BLUE, _LIGHT_BLUE, _ORANGE, _LIGHT_ORANGE = "#2f6fde", "#8db1f0", "#d9730d", "#e5a869"
+_DARK, _GREY, _LIGHT = "#6b7280", "#9ca3af", "#d1d5db"
+_DATA_PLANE = {
+    OURS: _BLUE,
+    "usual": _ORANGE,
+    RAW: _LIGHT_ORANGE,
+    "ray_flat_padded": _DARK,
+    "ray_flat": _GREY,
+    "memcpy": _LIGHT,
+}
+_REFIT = {
+    "nixl": _BLUE,
+    "tcp": _LIGHT_BLUE,
+    "raw_nixl": _ORANGE,
+    "raw_nixl_long": _LIGHT_ORANGE,
+    "gloo": "#4b5563",
+    "ray": _DARK,
+    "file": _GREY,
+    "memcpy": _LIGHT,
+}
+_MODES = {"off_again": ("off again", _GREY), "on": ("on", _BLUE), "verbose": ("verbose", _ORANGE)}
+
+
+def save_pictures(
+    folder: Path,
+    session: Session,
+    refits: Sequence[RefitResult],
+    costs: Sequence[TracingCost],
+    ingest: IngestResult,
+    pages: PagesResult,
+) -> list[Path]:
+    """Draw speed.png, refit-speed.png, tracing-cost.png and admin-speed.png; gives the paths."""
+    figures = {
+        "speed": _data_plane(session),
+        "refit-speed": _refit(refits),
+        "tracing-cost": _tracing(costs),
+        "admin-speed": _admin(ingest, pages),
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    found = []
+    for name, figure in figures.items():
+        for axes in figure.axes:
+            axes.set_axisbelow(True)
+            axes.spines[["top", "right"]].set_visible(False)
+        found.append(folder / f"{name}.png")
+        figure.savefig(found[-1])
+    return found
+
+
+def _figure(ratios: Sequence[float], height: float = 4.2) -> tuple[Figure, Sequence[Axes]]:
+    figure = Figure(figsize=(10, height), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(1, len(ratios), width_ratios=list(ratios), squeeze=False)
+    return figure, list(axes[0])
+
+
+def _titled(axes: Axes, title: str, grid: str = "y") -> None:
+    axes.set_title(title, loc="left", fontsize=11)
+    axes.grid(axis=grid, color="#e5e7eb")
+
+
+def _grouped(
+    axes: Axes, groups: Sequence[str], bars: dict[str, dict[int, Summary]], colors: dict[str, str]
+) -> None:
+    """Bars side by side, with their interquartile ranges: by name, and by number of the group."""
+    width = 0.8 / max(1, len(bars))
+    for place, (name, values) in enumerate(bars.items()):
+        axes.bar(
+            [number + (place + 0.5) * width - 0.4 for number in values],
+            [summary.value for summary in values.values()],
+            width,
+            yerr=[summary.spread / 2 for summary in values.values()],
+            error_kw={"elinewidth": 0.8, "ecolor": "#374151"},
+            color=colors[name],
+            label=name.replace("_", " "),
+        )
+    axes.set_xticks(range(len(groups)), list(groups), fontsize=8)
+
+
+def _legend(axes: Axes) -> None:
+    axes.legend(
+        frameon=False,
+        fontsize=8,
+        ncols=8,
+        columnspacing=1,
+        loc="upper center",
+        bbox_to_anchor=(0.5, -0.14),
+    )
+
+
+def _scaled(summary: Summary, factor: float) -> Summary:
+    return Summary(
+        summary.value * factor, summary.p99 * factor, summary.spread * factor, summary.count
+    )
+
+
+def _data_plane(session: Session) -> Figure:
+    """Put + get for every case and system, and how claims grow."""
+    figure, (bars, lines) = _figure([3, 2])
+    found: dict[str, dict[int, Summary]] = {}
+    for system in _DATA_PLANE:
+        operation = Operation.PUT if system == "memcpy" else Operation.PUT_GET
+        values = {
+            number: _scaled(session.samples.summary(case.name, system, operation), 1e3)
+            for number, case in enumerate(session.cases)
+            if session.samples.has(case.name, system, operation)
+        }
+        if values:
+            found[system] = values
+    titles = [case.title.replace(" of ", "\n") for case in session.cases]
+    _grouped(bars, titles, found, _DATA_PLANE)
+    bars.set_yscale("log")
+    _titled(bars, "put + get, ms (less is better)")
+    _legend(bars)
+    for system in (OURS, RAW):
+        sizes = [
+            (growth.rows, by_system[system].regimes["in turns"])
+            for growth, by_system in session.claims
+            if system in by_system
+        ]
+        for style, told in (("o-", "p50"), ("o:", "p99")):
+            lines.plot(
+                [rows for rows, _ in sizes],
+                [(one.value if told == "p50" else one.p99) * 1e3 for _, one in sizes],
+                style,
+                color=_DATA_PLANE[system],
+                label=f"{system}, {told}",
+            )
+    lines.set_xscale("log")
+    lines.set_yscale("log")
+    lines.set_xlabel("rows in the partition")
+    _titled(lines, "claim of 32, ms")
+    lines.legend(frameon=False, fontsize=8)
+    return figure
+
+
+def _refit(refits: Sequence[RefitResult]) -> Figure:
+    """What the generators take in, and how the whole compares."""
+    figure, (rates, ratios) = _figure([3, 2])
+    cases = [
+        f"{one.case.nbytes / 2**30:.3g} GiB\n{one.case.sources} to {one.case.targets_count}"
+        for one in refits
+    ]
+    taken: dict[str, dict[int, Summary]] = {}
+    both: dict[str, dict[int, Summary]] = {}
+    for way in _REFIT:
+        for number, one in enumerate(refits):
+            if way not in one.take:
+                continue
+            rounds = [one.case.nbytes / seconds / 1e9 for seconds in one.take[way]]
+            taken.setdefault(way, {})[number] = Summary.of(rounds)
+            if way in ("raw_nixl", "gloo", "ray", "file"):
+                both.setdefault(way, {})[number] = one.faster(way, whole=way != "raw_nixl")
+    _grouped(rates, cases, taken, _REFIT)
+    rates.set_yscale("log")
+    _titled(rates, "taken by the generators, GB/s (more is better)")
+    _legend(rates)
+    _grouped(ratios, cases, both, _REFIT)
+    ratios.axhline(1, color="#111827", linewidth=1)
+    ratios.set_yscale("log")
+    _titled(ratios, "how often as fast ours over NIXL is, offer included")
+    ratios.set_xlabel("raw NIXL: without either's offer", fontsize=8)
+    return figure
+
+
+def _tracing(costs: Sequence[TracingCost]) -> Figure:
+    """Each round's cost, and what is timed inside."""
+    figure, (rounds, inside) = _figure([3, 2])
+    labels = []
+    for cost in costs:
+        for mode, (named, color) in _MODES.items():
+            if mode not in cost.seconds:
+                continue
+            percent = np.array(cost.overhead(mode))
+            place = len(labels)
+            spread = np.linspace(-0.25, 0.25, len(percent))
+            rounds.plot(place + spread, percent, "o", markersize=3, color=color, alpha=0.6)
+            median = float(np.median(percent))
+            rounds.plot([place - 0.32, place + 0.32], [median] * 2, color="#111827")
+            labels.append(f"{named}\n{cost.load.title.removeprefix('the ')}")
+    rounds.set_xticks(range(len(labels)), labels, fontsize=7)
+    rounds.axhline(0, color=_GREY, linewidth=1)
+    _titled(rounds, "each round's step, % longer than untraced; line: median")
+    places: list[str] = []
+    for cost in costs:
+        step = Summary.of(cost.seconds["off"]).value
+        for mode in cost.inside:
+            if mode == "off":
+                continue
+            longer = _scaled(cost.critical(mode), 100 / step)
+            inside.bar(
+                len(places),
+                longer.value,
+                0.6,
+                yerr=longer.spread / 2,
+                error_kw={"elinewidth": 0.8, "ecolor": "#374151"},
+                color=_MODES[mode][1],
+            )
+            places.append(f"{_MODES[mode][0]}\n{cost.load.title.removeprefix('the ')}")
+    inside.set_xticks(range(len(places)), places, fontsize=7)
+    for budget, color in ((1, _BLUE), (2, _ORANGE)):
+        inside.axhline(budget, color=color, linewidth=1, linestyle=":")
+    _titled(inside, "timed inside the step, % of it; dotted: budgets")
+    return figure
+
+
+def _admin(ingest: IngestResult, pages: PagesResult) -> Figure:
+    """Spans taken in, and how long pages take."""
+    figure, (rates, times) = _figure([1, 3])
+    for place, measured in enumerate(ingest.rates.values()):
+        rate = Summary.of(measured)
+        rates.bar(
+            place,
+            rate.value,
+            0.6,
+            yerr=rate.spread / 2,
+            error_kw={"elinewidth": 0.8, "ecolor": "#374151"},
+            color=(_BLUE, _GREY)[place % 2],
+        )
+    names = [server.replace(" ", "\n") for server in ingest.rates]
+    rates.set_xticks(range(len(names)), names, fontsize=7)
+    _titled(rates, "spans taken in, 1/s")
+    paths = sorted(pages.seconds, key=pages.p95)
+    for place, path in enumerate(paths):
+        median = Summary.of(pages.seconds[path]).value * 1e3
+        times.plot([median, pages.p95(path) * 1e3], [place] * 2, color=_LIGHT_BLUE, linewidth=4)
+        times.plot(median, place, "o", color=_BLUE, markersize=4)
+    shown = [path if len(path) <= 40 else f"{path[:39]}…" for path in paths]
+    times.set_yticks(range(len(paths)), shown, fontsize=7)
+    times.set_xlim(left=0)
+    _titled(times, "pages and answers, ms: median to p95", grid="x")
+    return figure
