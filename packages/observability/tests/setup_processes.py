@@ -85,12 +85,13 @@ class Collector:
 
     def __init__(self, answer: Callable[[BaseHTTPRequestHandler], None]) -> None:
         self.requests: list[tuple[str, dict[str, str]]] = []
+        self.bodies: list[bytes] = []
         collector = self
 
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self) -> None:
                 collector.requests.append((self.path, dict(self.headers)))
-                self.rfile.read(int(self.headers["Content-Length"]))
+                collector.bodies.append(self.rfile.read(int(self.headers["Content-Length"])))
                 answer(self)
 
             def log_message(self, *args: object) -> None: ...

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
-from setup_processes import Ran, balanced, collector, hanging, run, status
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from setup_processes import Collector, Ran, balanced, collector, hanging, run, status
 
 from observability.receiver import Receiver
 
@@ -202,8 +204,9 @@ tell(flushed=any(flushed), more=threading.active_count() - before)
 
 
 def test_what_is_lost_is_a_metric_by_signal_and_reason() -> None:
-    ran = run(
-        """
+    with collector(status(400)) as made:
+        ran = run(
+            """
 import urllib.request
 telemetry = setup("svc", endpoint=ENDPOINT, prometheus_port=0, export_interval_s=3600)
 host, port = telemetry.prometheus_address
@@ -216,8 +219,8 @@ with trace.get_tracer("test").start_as_current_span("lost"):
 telemetry.flush(10)
 tell(before=before, after=lost())
 """,
-        "http://127.0.0.1:9",
-    )
+            made.endpoint,
+        )
     assert ran.told[0]["before"] == []
     [line] = ran.told[0]["after"]
     assert 'dataplane_reason="export_failed"' in line
@@ -238,3 +241,111 @@ span.end()
     )
     assert len(ran.troubles) == 1
     assert len(receiver.snapshot().spans) == 1
+
+
+def restarting() -> Callable[[Any], None]:
+    """Of a collector that asks for patience until it is told, at ``/open``, that it is up."""
+    up = threading.Event()
+
+    def answer(handler: Any) -> None:
+        if handler.path == "/open":
+            up.set()
+        status(200 if up.is_set() else 503)(handler)
+
+    return answer
+
+
+def received(made: Collector) -> list[str]:
+    """Names of the spans of the requests that came since it is up, and how often each came."""
+    opened = [path for path, _ in made.requests].index("/open")
+    return [
+        span.name
+        for (path, _), body in list(zip(made.requests, made.bodies, strict=True))[opened + 1 :]
+        if path == "/v1/traces"
+        for resource in ExportTraceServiceRequest.FromString(body).resource_spans
+        for scope in resource.scope_spans
+        for span in scope.spans
+    ]
+
+
+PATIENT = """
+import urllib.request
+telemetry = setup("svc", endpoint=ENDPOINT, export_interval_s=3600)
+def named(*names):
+    for name in names:
+        trace.get_tracer("test").start_span(str(name)).end()
+def opened():
+    urllib.request.urlopen(urllib.request.Request(ENDPOINT + "/open", data=b"")).read()
+"""
+
+
+def test_a_collector_that_is_started_again_misses_nothing_and_gets_nothing_twice() -> None:
+    with collector(restarting()) as made:
+        ran = run(
+            PATIENT
+            + """
+named("a", "b")
+kept = telemetry.flush(20), telemetry.counts()["spans"]
+named("c")
+opened()
+sent = telemetry.flush(20), telemetry.counts()["spans"]
+tell(kept=kept, sent=sent)
+""",
+            made.endpoint,
+            OTEL_METRICS_EXPORTER="none",
+            OTEL_LOGS_EXPORTER="none",
+        )
+    kept, counts = ran.told[0]["kept"]
+    assert not kept
+    assert (counts["pending"], counts["dropped"]) == (2, 0)
+    sent, counts = ran.told[0]["sent"]
+    assert sent
+    assert (counts["exported"], counts["dropped"]) == (3, 0)
+    assert received(made) == ["a", "b", "c"]
+    assert ran.troubles == ["collector answered 503"]
+
+
+def test_of_a_collector_that_stays_away_the_newest_half_of_the_queue_is_kept() -> None:
+    with collector(restarting()) as made:
+        ran = run(
+            PATIENT
+            + """
+counts = []
+for number in range(10):
+    named(*range(4 * number, 4 * number + 4))
+    telemetry.flush(20)
+    counts.append(telemetry.counts()["spans"])
+opened()
+telemetry.flush(20)
+tell(counts=counts, last=telemetry.counts()["spans"])
+""",
+            made.endpoint,
+            OTEL_METRICS_EXPORTER="none",
+            OTEL_LOGS_EXPORTER="none",
+            OTEL_BSP_MAX_QUEUE_SIZE="20",
+            OTEL_BSP_MAX_EXPORT_BATCH_SIZE="4",
+        )
+    counts, last = ran.told[0]["counts"], ran.told[0]["last"]
+    assert all(each["pending"] <= 10 for each in counts)
+    assert all(each["made"] == each["pending"] + each["export_failed"] for each in counts)
+    assert (last["exported"], last["export_failed"]) == (8, 32)
+    assert received(made) == [str(number) for number in range(32, 40)]
+
+
+def test_what_is_kept_is_given_up_in_time_when_the_process_ends() -> None:
+    with collector(restarting()) as made:
+        ran = run(
+            PATIENT
+            + """
+named("a")
+telemetry.flush(20)
+began = time.monotonic()
+telemetry.shutdown()
+tell(took=time.monotonic() - began, counts=telemetry.counts()["spans"])
+""",
+            made.endpoint,
+            OTEL_METRICS_EXPORTER="none",
+            OTEL_LOGS_EXPORTER="none",
+        )
+    assert ran.told[0]["took"] < 7  # 5 s are the default
+    assert (ran.told[0]["counts"]["pending"], ran.told[0]["counts"]["dropped"]) == (0, 1)

@@ -43,7 +43,7 @@ class Ledger:
     """
 
     def __init__(self, capacity: int) -> None:
-        self._capacity = capacity
+        self.capacity = capacity
         self._clear()
 
     def _clear(self) -> None:
@@ -59,7 +59,7 @@ class Ledger:
             if self.closed:
                 self._shutdown += 1
                 return False
-            if self._queued + self._in_flight >= self._capacity:
+            if self._queued + self._in_flight >= self.capacity:
                 self._queue_full += 1
                 return False
             self._queued += 1

@@ -7,7 +7,9 @@ encodes it, and `CollectorSession` sends it. Only the last one talks to the netw
 
 from __future__ import annotations
 
+import threading
 import time
+from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Protocol  # Any: keyword arguments of requests and of the SDK pass through
 
@@ -23,6 +25,8 @@ from observability._setup_counts import Ledger, Signal
 from observability._setup_troubles import Troubles
 
 _ANSWER_BYTES = 1 << 16
+_AWAY = frozenset({429, 502, 503, 504})
+"""What OTLP lets a client try again."""
 
 
 class NotDelivered(Exception):
@@ -52,6 +56,8 @@ class CollectorSession(requests.Session):
         deadline: of `time.monotonic`; no request goes on beyond it.
         rejected: items the collector rejected of the last request.
         trouble: what went wrong with the last request, kind and details; None if nothing.
+        away: whether the last request failed in a way that may pass: nobody answered in time, or
+            who did asked for patience.
     """
 
     def __init__(self, partial_success: PartialSuccess) -> None:
@@ -62,6 +68,7 @@ class CollectorSession(requests.Session):
         self.deadline: float | None = None
         self.rejected = 0
         self.trouble: tuple[str, str] | None = None
+        self.away = False
 
     def request(self, method: str, url: str | bytes, *args: Any, **kwargs: Any) -> Any:
         """As `requests.Session.request`, with the answer already read.
@@ -70,7 +77,7 @@ class CollectorSession(requests.Session):
             NotDelivered: it failed and is not to be tried again.
             requests.RequestException: it failed; the SDK decides whether it tries again.
         """
-        self.rejected, self.trouble = 0, None
+        self.rejected, self.trouble, self.away = 0, None, False
         if self.deadline is not None:
             left = max(self.deadline - time.monotonic(), 0.01)
             kwargs["timeout"] = min(kwargs.get("timeout") or left, left)
@@ -80,11 +87,13 @@ class CollectorSession(requests.Session):
                 body = answer.raw.read(_ANSWER_BYTES, decode_content=True)
         except Exception as error:
             self.trouble = _described(error)
+            self.away = isinstance(error, requests.ConnectionError | requests.Timeout)
             if self.once or isinstance(error, ValueError):
                 raise NotDelivered(self.trouble[0]) from error
             raise
         if answer.status_code < 200 or answer.status_code >= 300:
             self.trouble = f"collector answered {answer.status_code}", str(answer.reason)
+            self.away = answer.status_code in _AWAY
             if self.once or answer.status_code < 400:
                 raise NotDelivered(self.trouble[0])
             return answer
@@ -135,10 +144,15 @@ def _described(error: Exception) -> tuple[str, str]:
 class Sender:
     """Exports the batches of one signal and enters into the ledger what became of them.
 
+    A batch that a collector could not take now, since it is away or overloaded, is kept and tried
+    again before the next one, so that a collector that is started again misses nothing. What is
+    kept is half of what may be pending at most; then the oldest is dropped.
+
     Args:
         signal: for the warning.
         endpoint: for the warning; without secrets.
         session: through which the exporter sends; None of one that does not use HTTP.
+        keeps: whether a batch is kept. Metrics are cumulative: the next ones tell all of it.
     """
 
     def __init__(
@@ -149,26 +163,69 @@ class Sender:
         ledger: Ledger,
         troubles: Troubles,
         session: CollectorSession | None,
+        keeps: bool = True,
     ) -> None:
         self._signal = signal
         self._endpoint = endpoint
         self._ledger = ledger
         self._troubles = troubles
         self._session = session
+        self._keeps = keeps
         self._failing = False
         self._finishing = False
+        self._lock = threading.Lock()
+        self._kept: deque[tuple[int, Callable[[], bool]]] = deque()
 
     def send(self, items: int, export: Callable[[], bool]) -> bool:
         """Export a batch unless it was given up. Returns whether it was exported; never raises."""
         if not self._ledger.take(items):
             return False
-        exported = 0
-        try:
-            if not (self._finishing and self._failing):
-                exported = self._attempt(items, export)
-        finally:
-            self._ledger.settle(items, exported)
-        return exported > 0
+        with self._lock:
+            self._kept.append((items, export))
+            return self._send_kept()
+
+    def send_kept(self) -> bool:
+        """Try again what a collector could not take. Returns whether nothing is left of it."""
+        if self._ledger.closed:
+            return False
+        with self._lock:
+            return self._send_kept()
+
+    @property
+    def keeps_some(self) -> bool:
+        """Whether something is kept, to be tried again."""
+        return bool(self._kept)
+
+    def _send_kept(self) -> bool:
+        """The oldest first; after a failure that may pass, the rest stays where it is."""
+        exported = True
+        while self._kept:
+            items, export = self._kept[0]
+            found = 0
+            try:
+                if not (self._finishing and self._failing):
+                    found = self._attempt(items, export)
+            except BaseException:
+                self._settle_oldest(0)
+                raise
+            if self._failing and self._may_pass():
+                exported = False
+                break
+            self._settle_oldest(found)
+            exported = found > 0
+        while sum(items for items, _ in self._kept) > self._ledger.capacity // 2:
+            self._settle_oldest(0)
+        return exported
+
+    def _settle_oldest(self, exported: int) -> None:
+        items, _ = self._kept.popleft()
+        self._ledger.settle(items, exported)
+
+    def _may_pass(self) -> bool:
+        """Whether the last failure may, so that what failed is kept."""
+        if self._session is None or self._finishing or not self._keeps:
+            return False
+        return self._session.away
 
     def finish(self, deadline: float) -> None:
         """From now on nothing takes longer than ``deadline`` (of `time.monotonic`), nothing is
@@ -183,7 +240,7 @@ class Sender:
         session = self._session
         if session is not None:
             session.once = self._failing or self._finishing
-            session.trouble, session.rejected = None, 0
+            session.trouble, session.rejected, session.away = None, 0, False
         trouble: tuple[str, str] | None = None
         done = False
         with self._troubles.listening():
@@ -222,7 +279,8 @@ class CountingSpanExporter(SpanExporter):
         return SpanExportResult.SUCCESS if sent else SpanExportResult.FAILURE
 
     def shutdown(self) -> None:
-        """Shut the exporter down."""
+        """Try what is kept for the last time, and shut the exporter down."""
+        self._sender.send_kept()
         self._exporter.shutdown()
 
 
@@ -243,7 +301,8 @@ class CountingLogExporter(LogRecordExporter):
         return LogRecordExportResult.SUCCESS if sent else LogRecordExportResult.FAILURE
 
     def shutdown(self) -> None:
-        """Shut the exporter down."""
+        """Try what is kept for the last time, and shut the exporter down."""
+        self._sender.send_kept()
         self._exporter.shutdown()  # type: ignore[no-untyped-call]  # as the SDK declares it
 
     def force_flush(self, timeout_millis: int = 30000) -> bool:

@@ -134,7 +134,8 @@ class Telemetry:
 
         Returns:
             True if everything that was queued has been accepted by a collector; False if the time
-            ran out, an export failed meanwhile, or shutdown gave something up, which is counted.
+            ran out, an export failed meanwhile or is to be tried again, or shutdown gave something
+            up, which is counted.
         """
         timeout_s = max(self._timeout_s if timeout_s is None else timeout_s, 0)
         deadline = time.monotonic() + timeout_s
@@ -154,7 +155,8 @@ class Telemetry:
         if self._ending:  # then it is shutdown that sends, or gives up, what is queued
             done = self._ended.wait(max(deadline - time.monotonic(), 0))
             done = done and not any(each["shutdown"] for each in self.counts().values())
-        return done and self._failures() == failures
+        kept = any(pipeline.sender.keeps_some for pipeline in self._pipelines)
+        return done and not kept and self._failures() == failures
 
     def shutdown(self, timeout_s: float | None = None) -> None:
         """Export what is queued and end; whatever is made later is dropped and counted.
@@ -315,6 +317,7 @@ class Telemetry:
         def drain_and_flush() -> None:
             self._drain()
             flush()
+            sender.send_kept()  # nothing was queued, perhaps
 
         def end_lane_and_shutdown() -> None:
             self._end_lane()
@@ -332,6 +335,7 @@ class Telemetry:
             ledger=ledger,
             troubles=self._troubles,
             session=session,
+            keeps=name != "metrics",
         )
         return ledger, sender
 
