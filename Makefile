@@ -20,7 +20,6 @@ endif
 unexport PYTHONDONTWRITEBYTECODE
 
 # They load NIXL into the test's own process, others Yuanrong; the two end a process that holds both.
-# Besides they wait more than they work, so that three lanes do not get into each other's way.
 NIXL_TESTS := packages/refit-mx services/refit-server
 
 .PHONY: help
@@ -47,20 +46,25 @@ trace: sync ## Trace three steps of the demo across all its processes; build/tra
 admin: sync ## Open the admin service beside a live demo run; prints its address
 	$(BIN)/python integration/admin_demo.py
 
+# Tests of processes wait more than they work, so that there are more lanes than two cores.
 .PHONY: test
 test: test-most test-refit test-admin ## Run every test of every package, service and integration
 
 .PHONY: test-most
 test-most: sync ## Run the tests that neither of the two below has
-	$(BIN)/pytest -n 2 --dist loadfile --durations=20 -m "not long" --ignore=services/admin $(patsubst %,--ignore=%,$(NIXL_TESTS))
+	$(BIN)/pytest -n 3 --dist loadfile --durations=20 -m "not long" --ignore=services/admin $(patsubst %,--ignore=%,$(NIXL_TESTS))
 
 .PHONY: test-refit
 test-refit: sync ## Run the tests of refit-mx and refit-server
-	$(BIN)/pytest -n 3 --dist loadfile --durations=10 $(NIXL_TESTS)
+	$(BIN)/pytest -n 4 --dist loadfile --durations=10 $(NIXL_TESTS)
 
 .PHONY: test-admin
 test-admin: sync ## Run the tests of the admin service, its pages in Chromium
 	$(BIN)/pytest -n 2 --dist loadfile --durations=10 services/admin
+
+.PHONY: test-long
+test-long: sync ## Run the tests that `make test` leaves out, but for those of two machines
+	$(BIN)/pytest -m long --ignore=integration/cluster
 
 .PHONY: cluster
 cluster: sync ## Run all tests of a run on two machines; needs root

@@ -37,7 +37,7 @@ TESTED_WITH = {  # what a package's own tests need besides the package
     "refit-mx": ["refit-mx[fleet,nixl]", "psutil>=5.9"],
 }
 TIMEOUT_S = 900
-LANES = 2
+LANES = 3
 LONGEST = "dataplane-tq"
 
 

@@ -180,6 +180,7 @@ def test_ranks_storage_and_generator_on_two_machines_train_together(
     assert all(record["reward"] is not None for record in undisturbed)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_a_link_that_is_cut_ends_the_run_in_an_error_and_it_goes_on_from_its_checkpoint(
     machines: Machines, nodes: RayNodes, undisturbed: list[dict[str, Any]], tmp_path: Path

@@ -5,6 +5,7 @@ import inspect
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 
 import pytest
 import structlog
@@ -130,6 +131,11 @@ def ones(count: int) -> TensorDict:
     return TensorDict({"x": torch.ones(count)}, [count])
 
 
+def begun(calls: set[Future]) -> bool:
+    """Whether one is under way in its thread, where a cancellation does not reach it any more."""
+    return any(call.running() for call in calls)
+
+
 async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(PATIENCE_S):
         while not condition():
@@ -239,7 +245,7 @@ def test_a_cancelled_claim_without_a_lease_is_logged_with_its_ids(monkeypatch):
         inner = store()
         async with AsyncDataPlaneClient(inner) as client:
             claim = asyncio.create_task(client.claim_meta("train", "train", ["x"], 2))
-            await until(lambda: bool(client._waiting))
+            await until(lambda: begun(client._waiting))
             claim.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await claim
@@ -258,7 +264,7 @@ def test_a_cancelled_put_returns_at_once_and_stores_all_or_nothing():
         async with AsyncDataPlaneClient(inner) as client:
             await client.put_samples(["a"], "train", ones(1))
             put = asyncio.create_task(client.put_samples(["b", "c"], "train", ones(2)))
-            await until(lambda: bool(client._running))
+            await until(lambda: begun(client._running))
             put.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await put
