@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from column_io.codec import to_nested_by_length
@@ -30,7 +30,6 @@ def bits(tensor):
     return torch.cat([tensor.reshape(-1), tensor.new_empty(0)]).view(torch.uint8).tolist()
 
 
-@settings(deadline=None)
 @given(
     dtype=st.sampled_from(DTYPES),
     lengths=st.lists(st.integers(0, 5), max_size=6),

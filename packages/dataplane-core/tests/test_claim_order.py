@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dataplane_core import ConfigError, InMemoryDataPlaneClient, InvalidRequestError
@@ -39,7 +39,6 @@ some_priorities = st.dictionaries(
 )
 
 
-@settings(deadline=None)
 @given(steps=st.lists(st.one_of(some_priorities, st.integers(1, 4)), max_size=12))
 def test_a_claim_takes_the_smallest_of_what_is_there_also_after_tags_changed(steps):
     ledger, now, taken = books(), {}, set()

@@ -269,7 +269,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
 
 TestLedgerMachine = LedgerMachine.TestCase
-TestLedgerMachine.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestLedgerMachine.settings = settings(max_examples=150, stateful_step_count=40)
 
 
 def test_a_group_is_claimed_whole_or_not_at_all():

@@ -202,7 +202,7 @@ sample = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.lists(st.tuples(sample, st.dictionaries(st.text(), st.integers() | st.text())), max_size=6),
     st.integers(1, 4),

@@ -19,6 +19,7 @@ import msgspec
 import numpy as np
 import pytest
 import ray
+from hypothesis import settings
 
 from dataplane_core import PartitionSummary, StorageSummary, TaskCounts
 from dataplane_core.declaration import PartitionDeclaration
@@ -428,3 +429,8 @@ def stepped():
     store = SteppedStore()
     yield store
     store.close()
+
+
+# How long an example takes depends on what else the machine does.
+settings.register_profile("no deadline", deadline=None)
+settings.load_profile("no deadline")

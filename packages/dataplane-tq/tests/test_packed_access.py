@@ -39,7 +39,7 @@ def parts_of(block, rows):
     return FieldParts([block], b"", b"" if whole else np.array(rows, np.int64).tobytes())
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_columns_come_back_padded_whatever_rows_are_asked_for(access, data):
     count = data.draw(st.integers(1, 6))

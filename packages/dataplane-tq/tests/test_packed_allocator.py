@@ -64,7 +64,7 @@ class AllocatorMachine(RuleBasedStateMachine):
 
 
 TestAllocator = AllocatorMachine.TestCase
-TestAllocator.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+TestAllocator.settings = settings(max_examples=40, stateful_step_count=30)
 
 
 @pytest.mark.parametrize("ranges", [[(0, 10), (5, 15)], [(8, 4)], [(0, 200)], [(0, 4), (0, 4)]])

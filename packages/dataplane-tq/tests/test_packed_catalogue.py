@@ -111,7 +111,7 @@ class CatalogueMachine(RuleBasedStateMachine):
 
 
 TestCatalogue = CatalogueMachine.TestCase
-TestCatalogue.settings = settings(max_examples=40, stateful_step_count=20, deadline=None)
+TestCatalogue.settings = settings(max_examples=40, stateful_step_count=20)
 
 
 def test_a_put_is_one_extent_on_the_preferred_node():

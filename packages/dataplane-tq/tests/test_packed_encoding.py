@@ -92,7 +92,7 @@ def batches(draw):
     return leaves
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(st.data())
 def test_tensors_come_back_as_collated_rows(data):
     leaves = data.draw(batches())
@@ -130,7 +130,6 @@ def test_tensors_come_back_as_collated_rows(data):
         assert not any(flat.size and shares(answer, flat) for _, flat in puts)
 
 
-@settings(deadline=None)
 @given(st.data())
 def test_padded_columns_are_stored_as_their_cut_rows(data):
     dtype = data.draw(st.sampled_from(DTYPES))

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from observability.receiver import Receiver
 
@@ -17,3 +18,8 @@ if FOLDER not in sys.path:
 def receiver() -> Iterator[Receiver]:
     with Receiver() as made:
         yield made
+
+
+# How long an example takes depends on what else the machine does.
+settings.register_profile("no deadline", deadline=None)
+settings.load_profile("no deadline")

@@ -278,7 +278,7 @@ class Model:
 
 
 @given(st.lists(st.one_of(puts(), puts(), clears, fails), max_size=15))
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @pytest.mark.filterwarnings("ignore:clear_samples:RuntimeWarning")
 def test_any_sequence_of_calls_agrees_with_counting_every_byte(calls):
     model = Model()

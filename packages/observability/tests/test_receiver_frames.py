@@ -47,7 +47,7 @@ BODIES = st.lists(st.binary(min_size=1, max_size=40), min_size=1, max_size=6)
 
 
 @given(bodies=BODIES)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_every_cut_leaves_the_whole_frames_before_it(bodies: list[bytes]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = written(Path(folder) / "traces.otlp", *bodies)
@@ -63,7 +63,7 @@ def test_every_cut_leaves_the_whole_frames_before_it(bodies: list[bytes]) -> Non
 
 
 @given(bodies=BODIES, more=st.binary(min_size=1, max_size=40), data=st.data())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_a_file_goes_on_after_its_last_whole_frame(
     bodies: list[bytes], more: bytes, data: st.DataObject
 ) -> None:

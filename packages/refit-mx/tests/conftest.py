@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 FOLDER = str(Path(__file__).parent)
 if FOLDER not in sys.path:
@@ -64,3 +65,8 @@ def client(server):
 
     with ControlClient(server.address) as connected:
         yield connected
+
+
+# How long an example takes depends on what else the machine does.
+settings.register_profile("no deadline", deadline=None)
+settings.load_profile("no deadline")

@@ -81,7 +81,7 @@ def test_deep_gemm_fp8_equals_the_reference(rows, columns, dtype, scale_format, 
     np.testing.assert_array_equal(codes_of(made[WEIGHT]), codes)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     rows=st.integers(1, 200),
     columns=st.integers(1, 200),

@@ -283,4 +283,4 @@ class Walk(RuleBasedStateMachine):
 TestWalk = Walk.TestCase
 
 
-TestWalk.settings = settings(max_examples=200, stateful_step_count=50, deadline=None)
+TestWalk.settings = settings(max_examples=200, stateful_step_count=50)

@@ -35,7 +35,6 @@ def test_a_shard_outside_the_memory_is_refused():
             block_digests(memory, offset, nbytes)
 
 
-@settings(deadline=None)
 @given(st.integers(0, 2**32), st.integers(1, 12))
 def test_digests_of_reads_are_those_of_the_bytes_in_order(seed, count):
     memory = pattern(1 << 16, seed)
@@ -80,7 +79,6 @@ def test_two_rows_swapped_within_a_page_are_noticed():
     assert block_digests(memory, 0, 4096) != blocks
 
 
-@settings(deadline=None)
 @given(st.integers(0, 4095), st.integers(1, 255))
 def test_any_changed_byte_is_noticed(at, flip):
     memory = pattern(4096, 6)
@@ -127,7 +125,7 @@ def test_reads_that_just_fit_are_accepted():
     check_reads(table(), 0, "source")
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(st.integers(0, 2**32), st.integers(1, 8), st.sampled_from([1 << 12, 3 << 20]))
 def test_both_sides_cut_the_same_chunks_and_store_brings_every_byte_to_its_place(
     seed, count, nbytes

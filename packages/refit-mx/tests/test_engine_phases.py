@@ -180,5 +180,5 @@ class Updates(RuleBasedStateMachine):
         assert self.torn == (self.phases.fenced is not None)
 
 
-Updates.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+Updates.TestCase.settings = settings(max_examples=60, stateful_step_count=30)
 TestUpdates = Updates.TestCase

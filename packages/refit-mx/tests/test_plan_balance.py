@@ -18,7 +18,7 @@ from refit_mx.plan.targets import TargetPart, TargetTensor, replicated_target, t
 from refit_mx.tensor_types import Box, TensorSpec
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.data())
 def test_each_item_goes_to_the_least_loaded_of_those_that_have_it(data: st.DataObject) -> None:
     load = data.draw(st.lists(st.integers(0, 50), min_size=1, max_size=6))

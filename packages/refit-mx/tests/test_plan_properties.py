@@ -26,7 +26,6 @@ from refit_mx.tensor_types import ITEM_SIZES, Box, TensorSpec
 
 CAREFUL = settings(
     max_examples=250,
-    deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 

@@ -280,7 +280,7 @@ def test_an_arena_that_is_too_small_or_of_no_size_is_refused() -> None:
 WILD = st.sampled_from([0, 1, -1, 2, 3, 5, 8, 100, 2**31, 2**62, 2**63 - 1, -(2**63)])
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.data())
 def test_whatever_the_columns_say_no_read_leaves_the_arena(data: st.DataObject) -> None:
     one, two = good()

@@ -116,7 +116,7 @@ def test_a_grid_of_parts_and_empty_ones_are_accepted() -> None:
     assert TargetTensor("t", "bfloat16", (0, 6), ()).nbytes == 0
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     st.lists(
         st.tuples(st.integers(0, 3), st.integers(0, 3), st.integers(1, 3), st.integers(1, 3)),

@@ -267,9 +267,7 @@ def test_rows_that_are_cut_off_are_refused():
         assert "71 bytes; expected a multiple of 72" in answer(sock).message
 
 
-@settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.binary(max_size=200), max_size=4))
 def test_garbage_never_ends_the_server(garbage_server, parts):
     source, known = garbage_server

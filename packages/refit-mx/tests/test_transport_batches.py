@@ -30,7 +30,7 @@ def sizes(reads: ReadTable) -> np.ndarray:
     return reads.rows[:, 2] * reads.rows[:, 3] * reads.rows[:, 6]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     st.integers(0, 2**32),
     st.integers(1, 10),
@@ -50,7 +50,7 @@ def test_split_reads_have_the_same_bytes_in_the_same_order(seed, count, most_byt
         assert part.nbytes == sizes(reads)[row]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     st.integers(0, 2**32),
     st.integers(1, 30),
@@ -87,7 +87,7 @@ def test_no_reads_are_no_batches():
     RowsDone(origins, made)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.integers(0, 2**32), st.integers(1, 10))
 def test_runs_have_the_same_bytes_in_the_same_order(seed, count):
     reads = random_reads(NBYTES, count, seed, most_run=300)

@@ -6,6 +6,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 # Tests are imported by path, so their shared module has to be found.
 FOLDER = str(Path(__file__).parent)
@@ -42,3 +43,8 @@ def ray_session():
     yield ray
     ray.shutdown()
     shutil.rmtree(folder, ignore_errors=True)
+
+
+# How long an example takes depends on what else the machine does.
+settings.register_profile("no deadline", deadline=None)
+settings.load_profile("no deadline")

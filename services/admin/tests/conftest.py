@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from dataplane_admin import Settings, create_app
 
@@ -118,3 +119,8 @@ def running(tmp_path_factory):
     yield service.wait_for_url()
     service.process.kill()
     service.process.communicate()
+
+
+# How long an example takes depends on what else the machine does.
+settings.register_profile("no deadline", deadline=None)
+settings.load_profile("no deadline")

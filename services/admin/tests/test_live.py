@@ -232,7 +232,7 @@ def test_what_somebody_looks_at_is_scanned_first(plane):
     assert set(scanner.scan(slow, plane.list_partitions(), ["c"], lambda: False)) == {"c"}
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(data=st.data(), rows=st.integers(0, 300), windows=st.integers(1, 50))
 def test_windows_cover_every_sample_once_and_their_shares_are_those_of_the_samples(
     data, rows, windows

@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 import yaml
+from hypothesis import settings
 
 from grpo_trainer.config import DEMO_CONFIG, check_config
 
@@ -170,3 +171,8 @@ def processes_of():
         return found
 
     return find
+
+
+# How long an example takes depends on what else the machine does.
+settings.register_profile("no deadline", deadline=None)
+settings.load_profile("no deadline")

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_trainer.checkpoint import RunState, latest_checkpoint, load_state, save_checkpoint
@@ -115,7 +115,6 @@ def test_state_round_trips(tmp_path):
     assert load_state(saved) == state(12)
 
 
-@settings(deadline=None)  # it writes files, which takes as long as the machine likes
 @given(st.lists(st.integers(0, 3 * 10**6), min_size=1, max_size=6, unique=True), st.integers(1, 4))
 def test_the_newest_stay(tmp_path_factory, steps, keep_last):
     folder = tmp_path_factory.mktemp("c") / "checkpoints"

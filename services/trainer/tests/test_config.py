@@ -6,7 +6,7 @@ import re
 
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
@@ -258,7 +258,6 @@ def test_a_file_that_is_not_there_is_named(tmp_path):
         load_config(tmp_path / "gone.yaml")
 
 
-@settings(deadline=None)  # a file is read
 @given(st.floats(min_value=1e-12, max_value=1e12))
 def test_numbers_mean_the_same_in_yaml_and_python(value):
     for text in (repr(value), f"{value:e}", f"{value:.0e}"):

@@ -138,7 +138,7 @@ def test_the_gradient_goes_through_the_trained_policy_only():
     assert not any(value.requires_grad for value in (found.kl, found.clipped, found.tokens))
 
 
-@settings(deadline=None, max_examples=15)
+@settings(max_examples=15)
 @given(data=st.data())
 def test_log_probabilities_do_not_depend_on_the_padding(network, data):
     rows = data.draw(

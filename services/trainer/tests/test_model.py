@@ -56,7 +56,7 @@ def test_what_was_saved_is_loaded_in_float32(model_folder, network):
 ALPHABET = string.ascii_letters + string.digits + "+-=(),;? \n\t\u00e9\u20ac"
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(st.text(ALPHABET, max_size=30))
 def test_text_survives_the_character_tokenizer_from_disk(character_folder, text):
     loaded = load_tokenizer(str(character_folder))

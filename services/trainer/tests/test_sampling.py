@@ -17,7 +17,7 @@ from refit_mx import ControlClient, EmbeddedControlServer, LayoutError
 
 tokens = st.lists(st.integers(2, 20), min_size=1, max_size=8)
 prompts = st.lists(tokens, min_size=1, max_size=4)
-few = settings(deadline=None, max_examples=10)
+few = settings(max_examples=10)
 
 
 def as_rows(prompts):

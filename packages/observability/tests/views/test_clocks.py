@@ -33,7 +33,7 @@ def step_of(records):
     return step
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(st.fixed_dictionaries(dict.fromkeys(HOSTS, st.integers(-(10**12), 10**12))))
 def test_every_call_lies_within_its_caller_whatever_the_clocks_said(ahead):
     step = step_of(skewed(grpo_step(), ahead))
@@ -47,7 +47,7 @@ def test_every_call_lies_within_its_caller_whatever_the_clocks_said(ahead):
         assert (by > 0) == (ahead[host] > 0)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(st.fixed_dictionaries(dict.fromkeys(HOSTS, st.integers(-(10**12), 10**12))))
 def test_the_waterfall_is_that_of_right_clocks_but_for_what_calls_leave_open(ahead):
     right = {span.span_id: span for span in step_of(grpo_step()).spans}

@@ -2,7 +2,7 @@
 
 from itertools import pairwise
 
-from hypothesis import given, settings
+from hypothesis import given
 from told_runs import DRIVER, POLICIES, ROLLOUT, Teller, grpo_step, ns, trees
 
 from observability.views import critical_path, steps_of
@@ -21,7 +21,6 @@ def told(records):
     ]
 
 
-@settings(deadline=None)
 @given(trees())
 def test_segments_tile_the_root_without_gap_or_overlap(records):
     (step,) = steps_of(records)
@@ -33,7 +32,6 @@ def test_segments_tile_the_root_without_gap_or_overlap(records):
     assert all(one.end_ns == two.start_ns for one, two in pairwise(path))
 
 
-@settings(deadline=None)
 @given(trees())
 def test_segments_lie_within_their_span_and_all_above_it(records):
     (step,) = steps_of(records)
@@ -43,7 +41,6 @@ def test_segments_lie_within_their_span_and_all_above_it(records):
         assert all(above.start_ns <= one.start_ns < one.end_ns <= above.end_ns for above in line)
 
 
-@settings(deadline=None)
 @given(trees())
 def test_the_path_does_not_depend_on_the_order_of_arrival(records):
     backwards = type(records)(spans=records.spans[::-1])

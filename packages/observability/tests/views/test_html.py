@@ -9,7 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from told_runs import DRIVER, HOSTILE, POLICIES, Teller, grpo_step, run_of, trees
 
 from observability.records import Records
@@ -187,7 +187,6 @@ def test_names_of_others_are_text_and_nothing_else(hostile):
     assert "49" not in found.texts["h1"][0]
 
 
-@settings(deadline=None)
 @given(trees())
 def test_any_tree_is_a_sound_page(records):
     assert page(records).all("svg", "bar")

@@ -4,7 +4,7 @@ import json
 from collections import defaultdict
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from told_runs import BEGIN, DRIVER, HOSTILE, POLICIES, ROLLOUT, Teller, grpo_step, run_of, trees
 
 from observability.views import chrome_trace, steps_of, write_perfetto
@@ -34,7 +34,6 @@ def assert_nested(slices):
             ends.append(end)
 
 
-@settings(deadline=None)
 @given(trees())
 def test_slices_of_a_thread_nest(records):
     slices = entries(records, "X")

@@ -1,7 +1,7 @@
 """Busy and bubble are the whole of a step for every process."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from told_runs import DRIVER, GENERATION, POLICIES, ROLLOUT, Teller, grpo_step, ns, trees
 
 from observability.views import bucket_seconds, process_times, steps_of
@@ -13,7 +13,6 @@ def times_of(records):
     return {one.process: one for one in process_times(step)}
 
 
-@settings(deadline=None)
 @given(trees())
 def test_busy_and_bubble_are_the_step(records):
     (step,) = steps_of(records)
@@ -26,7 +25,6 @@ def test_busy_and_bubble_are_the_step(records):
         assert all(step.start_ns <= start < end <= step.end_ns for start, end in one.busy)
 
 
-@settings(deadline=None)
 @given(trees())
 def test_a_process_is_in_one_bucket_at_a_time(records):
     (step,) = steps_of(records)

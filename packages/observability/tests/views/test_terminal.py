@@ -4,7 +4,7 @@ import dataclasses
 import io
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 from told_runs import (
@@ -144,14 +144,12 @@ def test_an_incomplete_step_says_why():
     assert "incomplete: the parent ffffffffffffffff of 'refit' of grpo.driver never arrived" in text
 
 
-@settings(deadline=None)
 @given(trees())
 def test_any_tree_can_be_shown(records):
     text = shown(step_view(step_of(records)))
     assert max(map(len, text.splitlines())) <= 100
 
 
-@settings(deadline=None)
 @given(
     st.tuples(st.integers(-50, 150), st.integers(-50, 150)),
     st.integers(1, 40),

@@ -1,7 +1,7 @@
 """The parts below the views: trees of whatever arrived, sets of moments, readable text."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from told_runs import DRIVER, HOSTILE, Teller, trees
 
@@ -17,7 +17,6 @@ def moments(intervals):
     return {at for start, end in intervals for at in range(start, end)}
 
 
-@settings(deadline=None)
 @given(stretches, stretches)
 def test_intervals_hold_the_moments_of_the_sets_that_they_stand_for(some, others):
     assert moments(union(some)) == moments(some)
@@ -28,7 +27,6 @@ def test_intervals_hold_the_moments_of_the_sets_that_they_stand_for(some, others
     assert joined == sorted(set(joined))
 
 
-@settings(deadline=None)
 @given(trees())
 def test_a_tree_has_every_span_below_one_top(records):
     tree = Tree(records.spans)
@@ -74,7 +72,6 @@ def test_printable_text_shows_what_was_hidden():
     assert listed(["a", "b\n"], more=True) == "a, b\\n, …"
 
 
-@settings(deadline=None)
 @given(st.text())
 def test_printable_text_never_controls_a_terminal(text):
     assert all(character.isprintable() for character in printable(text))

@@ -28,9 +28,7 @@ from dataplane_admin.store import QueueFull, Store, StoreUnavailable
 PROTOBUF = "application/x-protobuf"
 JSON = "application/json"
 TRACE = "5b8efff798038103d269b633813fc60c"
-examples = settings(
-    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+examples = settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @pytest.fixture

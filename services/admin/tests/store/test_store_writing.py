@@ -32,7 +32,6 @@ PATIENCE_S = 20.0
 numbers = itertools.count()
 examples = settings(
     max_examples=12,
-    deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 
