@@ -335,8 +335,8 @@ class DataPlaneClient(Opaque, ABC):
             origin: see `put_samples`.
 
         Raises:
-            As `put_samples`, and InvalidRequestError (a ValueError) if columns or lengths do not
-            fit.
+            InvalidRequestError: (a ValueError) columns or lengths do not fit.
+            DataPlaneError: as `put_samples`.
         """
         from dataplane_core.columns import check_columns, fields_of_columns
 
@@ -375,7 +375,7 @@ class DataPlaneClient(Opaque, ABC):
             memory of their own. Without ids: empty.
 
         Raises:
-            As `get_samples`.
+            DataPlaneError: as `get_samples`.
         """
         from dataplane_core.columns import columns_of_fields
 

@@ -41,7 +41,10 @@ class StreamingDataset(IterableDataset[tuple[TensorDict, KVBatchMeta]]):
         required_fields: fields that a sample must have.
         select_fields: fields to fetch; None is ``required_fields``.
         batch_size: most samples of a batch; the last ones are smaller.
-        dp_rank, dp_world, where, seed: as `DataPlaneClient.claim_meta`.
+        dp_rank: as `DataPlaneClient.claim_meta`, and so are the next three.
+        dp_world: number of ranks of the group.
+        where: of tags that a sample must have.
+        seed: of the order.
         timeout_s: how long one claim waits, in seconds.
     """
 

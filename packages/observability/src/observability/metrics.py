@@ -59,13 +59,13 @@ class MetricsDataPlaneClient(ObservedClient):
         """The totals at this moment. Calls that raised have changed none of them.
 
         Returns:
-            - ``total_ops``, ``total_bytes``, ``total_keys``: sums over the events;
-            - ``bytes_outstanding``, ``n_keys_outstanding``: put and not cleared. A field of a
-              sample counts once, with its last value; samples without tensors count as keys;
-            - ``peak_bytes_outstanding``: the most that ``bytes_outstanding`` ever was;
-            - ``max_bytes_per_key_seen``: the most that one sample ever held;
-            - ``last_put_bytes_per_key``: bytes of the last put that named samples, divided by
-              their number and rounded down.
+            ``total_ops``, ``total_bytes``, ``total_keys``: sums over the events;
+            ``bytes_outstanding``, ``n_keys_outstanding``: put and not cleared. A field of a sample
+            counts once, with its last value; samples without tensors count as keys;
+            ``peak_bytes_outstanding``: the most that ``bytes_outstanding`` ever was;
+            ``max_bytes_per_key_seen``: the most that one sample ever held;
+            ``last_put_bytes_per_key``: bytes of the last put that named samples, divided by their
+            number and rounded down.
         """
         return self._account.snapshot()
 
