@@ -25,7 +25,7 @@ SCRIPTS = Path(sysconfig.get_path("scripts"))
 PATIENCE_S = 60.0
 STEPS = 3
 AWAY_S = 4.0
-"""Longer than refit-mx waits unless it is told to."""
+"""Longer than refit-mx waits unless it is told to, and than telemetry tries one request."""
 
 
 class Service:
@@ -166,17 +166,18 @@ def test_a_run_goes_on_while_its_services_are_started_again_and_nothing_of_it_is
     undisturbed = run(services, tmp_path / "undisturbed", RunDisplay())
     backs: list[threading.Timer] = []
 
-    def restart_admin() -> None:
-        services.admin.stop()
-        services.admin.start()
-
-    def restart_refit() -> None:
-        services.refit.stop()
-        # The refit begins at once, and finds nobody.
-        backs.append(threading.Timer(AWAY_S, services.refit.start))
+    def restart(service: Service) -> None:
+        """The run goes on at once, and finds nobody."""
+        service.stop()
+        backs.append(threading.Timer(AWAY_S, service.start))
         backs[-1].start()
 
-    display = Disturbs({(2, "rollout"): restart_admin, (3, "refit"): restart_refit})
+    display = Disturbs(
+        {
+            (2, "rollout"): lambda: restart(services.admin),
+            (3, "refit"): lambda: restart(services.refit),
+        }
+    )
     disturbed = run(services, tmp_path / "disturbed", display)
     for back in backs:
         back.join()

@@ -151,8 +151,8 @@ tell(most=max(pending), counts=telemetry.counts())
         )
     assert ran.told[0]["most"] == 10
     spans, events = (ran.told[0]["counts"][each] for each in ("spans", "events"))
-    assert (spans["made"], spans["queue_full"], spans["shutdown"]) == (100, 90, 10)
-    assert (events["made"], events["queue_full"], events["shutdown"]) == (100, 93, 7)
+    assert (spans["made"], spans["queue_full"], spans["dropped"]) == (100, 90, 100)
+    assert (events["made"], events["queue_full"], events["dropped"]) == (100, 93, 100)
     assert ran.troubles == ["queue full", "shutdown ran out of time"]
     assert ran.warnings[-1]["event"] == "telemetry_dropped"
     assert ran.warnings[-1]["spans"]["dropped"] == 100
@@ -349,3 +349,44 @@ tell(took=time.monotonic() - began, counts=telemetry.counts()["spans"])
         )
     assert ran.told[0]["took"] < 7  # 5 s are the default
     assert (ran.told[0]["counts"]["pending"], ran.told[0]["counts"]["dropped"]) == (0, 1)
+
+
+def test_what_is_kept_is_tried_again_though_nothing_more_is_told() -> None:
+    with collector(restarting()) as made:
+        ran = run(
+            PATIENT.replace("3600", "0.2")
+            + """
+named("a")
+assert not telemetry.flush(20)
+opened()
+until = time.monotonic() + 30
+while telemetry.counts()["spans"]["pending"] and time.monotonic() < until:
+    time.sleep(0.01)
+tell(**telemetry.counts()["spans"])
+""",
+            made.endpoint,
+            OTEL_METRICS_EXPORTER="none",
+            OTEL_LOGS_EXPORTER="none",
+        )
+    assert (ran.told[0]["exported"], ran.told[0]["dropped"]) == (1, 0)
+
+
+def test_a_batch_as_large_as_the_queue_is_kept_too() -> None:
+    with collector(restarting()) as made:
+        ran = run(
+            PATIENT
+            + """
+named(*range(4))
+telemetry.flush(20)
+opened()
+telemetry.flush(20)
+tell(**telemetry.counts()["spans"])
+""",
+            made.endpoint,
+            OTEL_METRICS_EXPORTER="none",
+            OTEL_LOGS_EXPORTER="none",
+            OTEL_BSP_MAX_QUEUE_SIZE="4",
+            OTEL_BSP_MAX_EXPORT_BATCH_SIZE="4",
+        )
+    assert (ran.told[0]["exported"], ran.told[0]["dropped"]) == (4, 0)
+    assert received(made) == ["0", "1", "2", "3"]

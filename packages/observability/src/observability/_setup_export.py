@@ -14,7 +14,9 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Protocol  # Any: keyword arguments of requests and of the SDK pass through
 
 import requests
+import urllib3
 from google.protobuf.message import DecodeError
+from opentelemetry.context import _SUPPRESS_INSTRUMENTATION_KEY, attach, detach, set_value
 from opentelemetry.sdk._logs import LogRecordProcessor, ReadableLogRecord, ReadWriteLogRecord
 from opentelemetry.sdk._logs.export import LogRecordExporter, LogRecordExportResult
 from opentelemetry.sdk.metrics.export import MetricExporter, MetricExportResult, MetricsData
@@ -87,7 +89,11 @@ class CollectorSession(requests.Session):
                 body = answer.raw.read(_ANSWER_BYTES, decode_content=True)
         except Exception as error:
             self.trouble = _described(error)
-            self.away = isinstance(error, requests.ConnectionError | requests.Timeout)
+            # The body is read past requests, and what urllib3 raises then is its own.
+            away = requests.ConnectionError, requests.Timeout, urllib3.exceptions.HTTPError
+            self.away = isinstance(error, away) and not isinstance(
+                error, requests.exceptions.SSLError
+            )
             if self.once or isinstance(error, ValueError):
                 raise NotDelivered(self.trouble[0]) from error
             raise
@@ -145,14 +151,16 @@ class Sender:
     """Exports the batches of one signal and enters into the ledger what became of them.
 
     A batch that a collector could not take now, since it is away or overloaded, is kept and tried
-    again before the next one, so that a collector that is started again misses nothing. What is
-    kept is half of what may be pending at most; then the oldest is dropped.
+    again before the next one, and in a thread of its own until then, so that a collector that is
+    started again misses nothing. What is kept is half of what may be pending at most, or one batch;
+    then the oldest is dropped.
 
     Args:
         signal: for the warning.
         endpoint: for the warning; without secrets.
         session: through which the exporter sends; None of one that does not use HTTP.
-        keeps: whether a batch is kept. Metrics are cumulative: the next ones tell all of it.
+        again_s: seconds after which what is kept is tried again; None to keep nothing. Metrics are
+            cumulative: the next ones tell all of it.
     """
 
     def __init__(
@@ -163,18 +171,22 @@ class Sender:
         ledger: Ledger,
         troubles: Troubles,
         session: CollectorSession | None,
-        keeps: bool = True,
+        again_s: float | None = None,
     ) -> None:
         self._signal = signal
         self._endpoint = endpoint
         self._ledger = ledger
         self._troubles = troubles
         self._session = session
-        self._keeps = keeps
+        self._again_s = again_s
+        self._start()
+
+    def _start(self) -> None:
         self._failing = False
-        self._finishing = False
+        self._finishing = threading.Event()
         self._lock = threading.Lock()
         self._kept: deque[tuple[int, Callable[[], bool]]] = deque()
+        self._trying_again = False
 
     def send(self, items: int, export: Callable[[], bool]) -> bool:
         """Export a batch unless it was given up. Returns whether it was exported; never raises."""
@@ -189,12 +201,17 @@ class Sender:
         if self._ledger.closed:
             return False
         with self._lock:
-            return self._send_kept()
+            self._send_kept()
+            return not self._kept
 
     @property
     def keeps_some(self) -> bool:
         """Whether something is kept, to be tried again."""
-        return bool(self._kept)
+        return self._failing and bool(self._kept)
+
+    def disown(self) -> None:
+        """In a forked child: what is kept, and the lock, are the parent's."""
+        self._start()
 
     def _send_kept(self) -> bool:
         """The oldest first; after a failure that may pass, the rest stays where it is."""
@@ -203,7 +220,7 @@ class Sender:
             items, export = self._kept[0]
             found = 0
             try:
-                if not (self._finishing and self._failing):
+                if not (self._finishing.is_set() and self._failing):
                     found = self._attempt(items, export)
             except BaseException:
                 self._settle_oldest(0)
@@ -213,9 +230,24 @@ class Sender:
                 break
             self._settle_oldest(found)
             exported = found > 0
-        while sum(items for items, _ in self._kept) > self._ledger.capacity // 2:
+        most = self._ledger.capacity // 2
+        while len(self._kept) > 1 and sum(items for items, _ in self._kept) > most:
             self._settle_oldest(0)
+        if self._kept and not self._trying_again:
+            self._trying_again = True
+            thread = threading.Thread(target=self._try_again, name="observability", daemon=True)
+            thread.start()
         return exported
+
+    def _try_again(self) -> None:
+        """Until nothing is kept, in a thread of its own."""
+        while not self._finishing.wait(self._again_s):
+            with self._lock:
+                if not self._ledger.closed:
+                    self._send_kept()
+                if self._ledger.closed or not self._kept:
+                    self._trying_again = False
+                    return
 
     def _settle_oldest(self, exported: int) -> None:
         items, _ = self._kept.popleft()
@@ -223,7 +255,7 @@ class Sender:
 
     def _may_pass(self) -> bool:
         """Whether the last failure may, so that what failed is kept."""
-        if self._session is None or self._finishing or not self._keeps:
+        if self._session is None or self._finishing.is_set() or self._again_s is None:
             return False
         return self._session.away
 
@@ -231,7 +263,7 @@ class Sender:
         """From now on nothing takes longer than ``deadline`` (of `time.monotonic`), nothing is
         tried twice, and after the first failure nothing is tried at all."""
         self._failing = False
-        self._finishing = True
+        self._finishing.set()
         if self._session is not None:
             self._session.deadline = deadline
             self._session.once = True
@@ -239,15 +271,19 @@ class Sender:
     def _attempt(self, items: int, export: Callable[[], bool]) -> int:
         session = self._session
         if session is not None:
-            session.once = self._failing or self._finishing
+            session.once = self._failing or self._finishing.is_set()
             session.trouble, session.rejected, session.away = None, 0, False
         trouble: tuple[str, str] | None = None
         done = False
+        # What is tried again is no operation of the application's, either.
+        quiet = attach(set_value(_SUPPRESS_INSTRUMENTATION_KEY, True))
         with self._troubles.listening():
             try:
                 done = export()
             except Exception as error:  # noqa: BLE001  # an exporter may raise what it likes
                 trouble = f"export raised {type(error).__name__}", str(error)
+            finally:
+                detach(quiet)
             heard = self._troubles.heard()
         if session is not None:
             trouble = trouble or session.trouble

@@ -205,6 +205,8 @@ class Telemetry:
         """In a forked child: let go of what is the parent's, without a lock or a byte sent."""
         for ledger in self._ledgers.values():
             ledger.disown()
+        for pipeline in self._pipelines:
+            pipeline.sender.disown()
         self._flushing, self._lock = threading.Lock(), threading.Lock()
         self._flushes.clear()
         self._ending = True
@@ -335,7 +337,7 @@ class Telemetry:
             ledger=ledger,
             troubles=self._troubles,
             session=session,
-            keeps=name != "metrics",
+            again_s=None if name == "metrics" else otlp.interval_s,
         )
         return ledger, sender
 

@@ -116,6 +116,33 @@ def test_a_host_that_only_another_called_is_put_right_by_that_one():
     assert step_of(tell.records).clocks == {"node-c": 29 * 10**9, "node-b": -22 * 10**9}
 
 
+def test_two_hosts_with_one_wrong_clock_are_both_put_right_though_one_call_alone_would_not_tell():
+    tell = Teller()
+    root = tell.span("grpo.step", DRIVER, 0, 100)
+    near = tell.span("train", POLICIES[0], 40, 50, root)
+    tell.span("generate", GENERATION, 95, 105, root)
+    tell.span("generate", GENERATION, 42, 49, near)
+    assert step_of(tell.records).clocks == {"node-b": 5 * 10**9, "node-c": 3 * 10**9}
+
+
+def test_calls_that_contradict_each_other_along_a_ring_of_hosts_say_nothing():
+    tell = Teller()
+    root = tell.span("grpo.step", DRIVER, 0, 100)
+    near = tell.span("train", POLICIES[0], 40, 50, root)
+    tell.span("generate", GENERATION, 0, 100, root)
+    tell.span("generate", GENERATION, 200, 210, near)
+    assert step_of(tell.records).clocks == {}
+
+
+def test_a_trace_of_more_wrong_clocks_than_there_are_machines_is_left_as_it_was_told():
+    tell = Teller()
+    root = tell.span("grpo.step", DRIVER, 0, 100)
+    hosts = [replace(GENERATION, host=f"host-{number}") for number in range(20_000)]
+    spans = [root, *(tell.span("generate", host, 110, 120, root) for host in hosts)]
+    assert clocks_ahead(Tree(spans), root) == {}
+    assert len(clocks_ahead(Tree(spans[:1000]), root)) == 999
+
+
 def test_without_a_root_or_a_host_s_name_nothing_is_said():
     tell = Teller()
     tell.span("generate", GENERATION, 5, 6, "0" * 16)

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from refit_mx.control.client import ControlClient
 from refit_mx.deadline import Deadline
-from refit_mx.errors import ControlUnavailableError
+from refit_mx.errors import ControlUnavailableError, RefitTimeoutError
 
 _Found = TypeVar("_Found")
 
@@ -39,7 +39,7 @@ def patiently(
     patience_s: float,
     doing: str = "",
 ) -> _Found:
-    """Make a call that changes nothing twice, again while the control plane cannot be reached.
+    """Make a call that changes nothing twice, again while the control plane does not answer.
 
     Args:
         control: the connection.
@@ -50,14 +50,15 @@ def patiently(
 
     Raises:
         ControlUnavailableError: it could not be reached all the while.
-        RefitTimeoutError: the deadline has passed.
+        RefitTimeoutError: it did not answer all the while, or the deadline has passed.
         RefitError: whatever ``call`` raises.
     """
     until = time.monotonic() + min(patience_s, deadline.left_s)
     while True:
+        client = bounded(control, deadline, doing)
         try:
-            return call(bounded(control, deadline, doing))
-        except ControlUnavailableError:
+            return call(client)
+        except (ControlUnavailableError, RefitTimeoutError):
             if time.monotonic() + _PAUSE_S >= until:
                 raise
         time.sleep(_PAUSE_S)

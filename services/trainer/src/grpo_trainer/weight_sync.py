@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Protocol
 
 from dataplane_core.telemetry import inject
@@ -14,7 +14,14 @@ from grpo_trainer.node_address import is_loopback, node_address, own_hosts
 from grpo_trainer.refit_settings import RefitSettings, connect
 from grpo_trainer.refit_source import slot
 from grpo_trainer.sections import RefitSection
-from refit_mx import ControlClient, Deadline, EmbeddedControlServer, RefitError, patiently
+from refit_mx import (
+    ControlClient,
+    Deadline,
+    EmbeddedControlServer,
+    RefitError,
+    VersionNotFoundError,
+    patiently,
+)
 
 
 class WeightSync(Protocol):
@@ -140,8 +147,10 @@ class RefitWeightSync:
             ):
                 self._calls.each(method, dict.fromkeys(workers, ((version_id,), carrier)))
             if (former := self._published) is not None:
-                # Its arenas are free for the version after this one.
-                self._ask(lambda control: control.delete_version(former))
+                # Its arenas are free for the version after this one. A control plane that was
+                # started again without its state has forgotten it.
+                with suppress(VersionNotFoundError):
+                    self._ask(lambda control: control.delete_version(former))
         except RefitError as error:
             raise WorkerError(f"refit: {error}") from error
         self._installed, self._published = version, version_id

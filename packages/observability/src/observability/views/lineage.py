@@ -59,6 +59,9 @@ class Hop:
         batch: samples of the whole batch.
         detail: what else the event tells: the reason of a drop, the wait of a claim.
         whole_partition: the whole partition was cleared, not this sample by name.
+        run_id: ``rl.run_id``, empty if not told.
+        trace_id: of the span in which it happened; empty if there is none.
+        span_id: as ``trace_id``.
     """
 
     name: str
@@ -75,14 +78,17 @@ class Hop:
     batch: int = 0
     detail: str = ""
     whole_partition: bool = False
+    run_id: str = ""
+    trace_id: str = ""
+    span_id: str = ""
 
 
 def life_of(sample_id: str, records: Records) -> list[Hop]:
     """What happened to a sample, in the order of the times told.
 
     A clear of a whole partition is a hop of each sample that was there, once. A sample of the same
-    id in two partitions has one life. Where clocks of hosts disagree, times are put right as those
-    of `Step` are.
+    id in two partitions has one life. Where clocks of hosts disagree, the times of events within
+    the traces that name the sample are put right, as those of `Step` are.
 
     Raises:
         SampleNotFound: no event names the sample.
@@ -147,6 +153,9 @@ def _hop(event: Event, first_ns: int, trees: dict[str, Tree]) -> Hop:
         batch=batch,
         detail=_detail(event),
         whole_partition=_clears_partition(event),
+        run_id=attributes.text(told, "rl.run_id"),
+        trace_id=event.trace_id,
+        span_id=event.span_id,
     )
 
 

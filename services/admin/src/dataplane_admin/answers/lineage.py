@@ -11,7 +11,6 @@ from dataplane_admin.answers.errors import AnswerError, NotFound, Refused
 from dataplane_admin.live import Live
 from dataplane_admin.store import SampleRow, Store
 from dataplane_core import DataPlaneInspector, PartitionSummary, SampleState
-from observability.records import Event, Records
 from observability.views import Hop, SampleNotFound, life_of, printable
 
 # How many partitions a question about a sample or a tag looks into.
@@ -31,11 +30,10 @@ def life(
     now = _live_sample(live, sample_id, partition, notes)
     if not hops and now is None:
         raise NotFound(_unknown(store, sample_id, partition, notes))
-    spans = _SpanOf(records)
     return models.SampleLife(
         sample_id=sample_id,
         partition=partition,
-        hops=[_hop(one, spans.event(one)) for one in hops],
+        hops=[_hop(one) for one in hops],
         live=now,
         notes=notes,
     )
@@ -164,29 +162,7 @@ def _live_hit(sample_id: str, partition: str) -> models.SampleHit:
     )
 
 
-class _SpanOf:
-    """Finds the event again that a hop was made of, for its span."""
-
-    def __init__(self, records: Records) -> None:
-        self._events: dict[tuple[object, ...], list[Event]] = {}
-        for event in records.events:
-            self._events.setdefault((event.name, event.time_ns, event.process), []).append(event)
-
-    def event(self, hop: Hop) -> Event | None:
-        """None only for a hop of none of the events."""
-        alike = self._events.get((hop.name, hop.time_ns, hop.process), [])
-        for event in alike:
-            told = event.attributes
-            if (told.get("dataplane.partition") or "", told.get("dataplane.task") or "") == (
-                hop.partition,
-                hop.task,
-            ):
-                return event
-        return None
-
-
-def _hop(hop: Hop, event: Event | None) -> models.Hop:
-    run = event.attributes.get("rl.run_id") if event else None
+def _hop(hop: Hop) -> models.Hop:
     return models.Hop(
         time_ns=hop.time_ns,
         seconds=hop.seconds,
@@ -199,10 +175,10 @@ def _hop(hop: Hop, event: Event | None) -> models.Hop:
         nbytes=hop.n_bytes,
         batch=hop.batch,
         weight_version=hop.weight_version,
-        run_id=run if isinstance(run, str) else "",
+        run_id=hop.run_id,
         step=hop.step,
-        trace_id=event.trace_id if event else "",
-        span_id=event.span_id if event else "",
+        trace_id=hop.trace_id,
+        span_id=hop.span_id,
         detail=hop.detail,
         whole_partition=hop.whole_partition,
     )

@@ -53,6 +53,16 @@ def facts(row: TraceRow) -> dict[str, Any]:
     }
 
 
+def _facts(row: TraceRow, step: Step) -> dict[str, Any]:
+    """`facts`, with the times of one clock where clocks disagree."""
+    found = facts(row)
+    if step.clocks:
+        start_ns = min(span.start_ns for span in step.spans)
+        end_ns = max(span.end_ns for span in step.spans)
+        found |= {"start_ns": start_ns, "end_ns": end_ns, "seconds": (end_ns - start_ns) / 1e9}
+    return found
+
+
 def trace(store: Store, settings: Settings, trace_id: str) -> models.Trace:
     """The whole trace. Raises NotFound, Refused."""
     row, records = _read(store, trace_id)
@@ -63,7 +73,7 @@ def trace(store: Store, settings: Settings, trace_id: str) -> models.Trace:
     kept = _longest(rows)
     events = [_event(step, event) for event in step.events[:MOST_EVENTS]]
     return models.Trace(
-        **facts(row),
+        **_facts(row, step),
         incomplete=_incomplete(store, row, step),
         clocks=step.clock_notes,
         rows=kept,
@@ -109,8 +119,8 @@ def compare(store: Store, a: str, b: str) -> models.TraceComparison:
         for reason in [*_incomplete(store, row, step), *step.clock_notes]
     ]
     return models.TraceComparison(
-        a=models.TraceFacts(**facts(row_a)),
-        b=models.TraceFacts(**facts(row_b)),
+        a=models.TraceFacts(**_facts(row_a, step_a)),
+        b=models.TraceFacts(**_facts(row_b, step_b)),
         rows=rows[:MOST_COMPARED],
         rows_left_out=max(0, len(rows) - MOST_COMPARED),
         buckets=[
