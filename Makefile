@@ -52,15 +52,15 @@ test: test-most test-refit test-admin ## Run every test of every package, servic
 
 .PHONY: test-most
 test-most: sync ## Run the tests that neither of the two below has
-	$(BIN)/pytest -n 3 --dist loadfile --durations=20 -m "not long" --ignore=services/admin $(patsubst %,--ignore=%,$(NIXL_TESTS))
+	$(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder --durations=20 -m "not long" --ignore=services/admin $(patsubst %,--ignore=%,$(NIXL_TESTS))
 
 .PHONY: test-refit
 test-refit: sync ## Run the tests of refit-mx and refit-server
-	$(BIN)/pytest -n 4 --dist loadfile --durations=10 $(NIXL_TESTS)
+	$(BIN)/pytest -n 4 --dist loadfile --no-loadscope-reorder --durations=10 $(NIXL_TESTS)
 
 .PHONY: test-admin
 test-admin: sync ## Run the tests of the admin service, its pages in Chromium
-	$(BIN)/pytest -n 2 --dist loadfile --durations=10 services/admin
+	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=10 services/admin
 
 .PHONY: test-long
 test-long: sync ## Run the tests that `make test` leaves out, but for those of two machines
