@@ -75,6 +75,7 @@ WITH_EXTRA = {
     ("observability", "jinja2"),
     ("observability", "prometheus_client"),
     ("observability", "requests"),
+    ("observability", "urllib3"),
     ("observability", "rich"),
     ("refit_mx", "httpx"),
     ("refit_mx", "vllm"),  # the engine that loads refit-mx, in its own environment
