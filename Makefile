@@ -20,6 +20,7 @@ endif
 unexport PYTHONDONTWRITEBYTECODE
 
 # They load NIXL into the test's own process, others Yuanrong; the two end a process that holds both.
+# Besides they wait more than they work, so that more lanes than cores do not get into each other's way.
 NIXL_TESTS := packages/refit-mx services/refit-server
 
 .PHONY: help
@@ -46,13 +47,12 @@ trace: sync ## Trace three steps of the demo across all its processes; build/tra
 admin: sync ## Open the admin service beside a live demo run; prints its address
 	$(BIN)/python integration/admin_demo.py
 
-# Tests of processes wait more than they work, so that there are more lanes than two cores.
 .PHONY: test
 test: test-most test-refit test-admin ## Run every test of every package, service and integration
 
 .PHONY: test-most
 test-most: sync ## Run the tests that neither of the two below has
-	$(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder --durations=20 -m "not long" --ignore=services/admin $(patsubst %,--ignore=%,$(NIXL_TESTS))
+	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=20 -m "not long" --ignore=services/admin $(patsubst %,--ignore=%,$(NIXL_TESTS))
 
 .PHONY: test-refit
 test-refit: sync ## Run the tests of refit-mx and refit-server
