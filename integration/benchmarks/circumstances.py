@@ -39,10 +39,10 @@ def circumstances() -> list[list[str]]:
         ["processor", f"{_processor()}, {os.cpu_count()} cores"],
         ["memory", f"{psutil.virtual_memory().total / 2**30:.1f} GiB"],
         ["system", f"{platform.system()} {platform.release()}"],
-        ["load before the run (1, 5, 15 min)", load],
+        ["load before (1, 5, 15 min)", load],
         ["Python", platform.python_version()],
-        ["versions", ", ".join(f"{name} {version(name)}" for name in _PACKAGES)],
-        ["seeds", ", ".join(f"{area} {seed}" for area, seed in seeds.items())],
+        *([name, version(name)] for name in _PACKAGES),
+        *([f"seed, {area}", str(seed)] for area, seed in seeds.items()),
     ]
 
 
