@@ -5,9 +5,6 @@ from fastapi.testclient import TestClient
 from opentelemetry.proto.logs.v1.logs_pb2 import LogsData
 from opentelemetry.proto.trace.v1.trace_pb2 import TracesData
 
-from dataplane_admin import create_app
-from dataplane_admin.settings import Settings
-
 PROTOBUF = {"content-type": "application/x-protobuf"}
 TRACE, ROOT, TRAIN = bytes(range(16)), b"rootroot", b"traintra"
 SECOND = 1_000_000_000
@@ -17,9 +14,8 @@ NOTE = "the clock of host worker is 44.0 s or more ahead; what it told is shown 
 
 
 @pytest.fixture
-def client(tmp_path):
-    settings = Settings(store_url=f"sqlite:///{tmp_path}/admin.sqlite")
-    with TestClient(create_app(settings), base_url="http://localhost") as client:
+def client(make_app):
+    with TestClient(make_app(), base_url="http://localhost") as client:
         yield client
 
 

@@ -7,17 +7,13 @@ from fastapi.testclient import TestClient
 from opentelemetry.proto.metrics.v1.metrics_pb2 import MetricsData
 from opentelemetry.proto.trace.v1.trace_pb2 import TracesData
 
-from dataplane_admin import create_app
-from dataplane_admin.settings import Settings
-
 PROTOBUF = {"content-type": "application/x-protobuf"}
 TRACE = bytes(range(16))
 
 
 @pytest.fixture
-def client(tmp_path):
-    settings = Settings(store_url=f"sqlite:///{tmp_path}/admin.sqlite")
-    with TestClient(create_app(settings), base_url="http://localhost") as client:
+def client(make_app):
+    with TestClient(make_app(), base_url="http://localhost") as client:
         yield client
 
 

@@ -11,6 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
 from typing import Any, Protocol  # Any: keyword arguments of requests and of the SDK pass through
 
 import requests
@@ -234,9 +235,10 @@ class Sender:
         while len(self._kept) > 1 and sum(items for items, _ in self._kept) > most:
             self._settle_oldest(0)
         if self._kept and not self._trying_again:
-            self._trying_again = True
             thread = threading.Thread(target=self._try_again, name="observability", daemon=True)
-            thread.start()
+            with suppress(RuntimeError):  # a process without threads to spare tries at its next
+                thread.start()
+                self._trying_again = True
         return exported
 
     def _try_again(self) -> None:
