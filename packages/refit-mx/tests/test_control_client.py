@@ -2,6 +2,7 @@
 
 import socket
 import threading
+import time
 
 import grpc
 import pytest
@@ -149,16 +150,23 @@ def test_an_embedded_server_asks_for_its_token():
                 client.get_version("v")
 
 
-def test_calls_are_observed():
+def test_calls_are_observed_before_they_are_answered():
     seen = []
+
+    def observe(*call):
+        time.sleep(0.05)  # so that an answer that does not wait for it comes first
+        seen.append(call)
+
+    token = "one-that-other-tests-do-not-have-0123456789"  # others may still ask for this port
     with (
-        EmbeddedControlServer(observe=lambda *call: seen.append(call)) as server,
-        ControlClient(server.address) as client,
+        EmbeddedControlServer(observe=observe, token=token) as server,
+        ControlClient(server.address, token=token) as client,
     ):
         publish(client)
         with pytest.raises(VersionNotFoundError):
             client.get_version("x")
-    assert [call[:2] for call in seen] == [
+        seen_by_then = list(seen)
+    assert [call[:2] for call in seen_by_then] == [
         ("RegisterWorker", "OK"),
         ("CreateWeightVersion", "OK"),
         ("CreateWeightVersionShard", "OK"),

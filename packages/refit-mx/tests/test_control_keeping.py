@@ -138,8 +138,21 @@ def test_a_version_that_nobody_fills_is_released_in_the_end():
     state.expire(now_ms=100_000)
     assert (empty.state, half.state) == (RELEASING, STAGING)
     assert empty.reason == "it was abandoned while STAGING"
-    state.expire(now_ms=200_000)
+    state.expire(now_ms=149_999)
+    assert half.state is STAGING
+    state.expire(now_ms=150_000)
     assert half.state is RELEASING
+
+
+def test_a_server_that_was_restarted_abandons_what_the_other_did():
+    # Older than it may be, and held only by a worker that ends now: gone at once, restarted or not.
+    state = ControlState(Limits(abandon_after_s=100))
+    state.register_worker("w", TRAINER, "m", ttl_s=1_000, now_ms=0)
+    half = state.create_version(body("1", ("a", "b")), now_ms=0)
+    state.create_shard(shard(half), now_ms=0)
+    state.expire(now_ms=150_000)
+    state.mark_stale("w", now_ms=150_000)
+    assert (half.state, state.ledger.shards[half.uid]) == (RELEASING, {})
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,9 @@ class Lapses:
             elif kind == "forget":
                 self._forget_worker(key[0], now_ms)
             elif key[0] in ledger.versions:
-                self._version_is_old(ledger.versions[key[0]], now_ms)
+                version = ledger.versions[key[0]]
+                self._abandon(version, now_ms)
+                self._forget_old(version, now_ms)
 
     def started(self, version: Version) -> None:
         """A version is STAGING, and not for ever."""
@@ -89,6 +91,7 @@ class Lapses:
                 self.release(version, f"slots lost their last live shard: {some(missing)}", now_ms)
             elif version.state is VersionState.STAGING and slots and not missing:
                 self.make_ready(version, now_ms)
+        self._abandon(version, now_ms)
 
     def make_ready(self, version: Version, now_ms: int) -> None:
         """The version is complete."""
@@ -163,14 +166,18 @@ class Lapses:
             if not self._ledger.leases.get(version.uid):
                 self.release(version, f"{self._limits.retention} newer ones are READY", now_ms)
 
-    def _version_is_old(self, version: Version, now_ms: int) -> None:
-        if version.state is VersionState.STAGING:
-            shards = self._ledger.shards.get(version.uid, {}).values()
-            if any(self._ledger.is_live(shard.worker_id, now_ms) for shard in shards):
-                self._ledger.at(now_ms + self._abandon_after_ms, "version", version.uid)
-            elif version.created_at_ms + self._abandon_after_ms <= now_ms:
-                self.release(version, "it was abandoned while STAGING", now_ms)
-        self._forget_old(version, now_ms)
+    def _abandon(self, version: Version, now_ms: int) -> None:
+        # Looked at when the version's time is over and when a worker of it ends, and at no other
+        # time: a server that was restarted in between must come to the same.
+        if (
+            version.state is VersionState.STAGING
+            and version.created_at_ms + self._abandon_after_ms <= now_ms
+            and not any(
+                self._ledger.is_live(shard.worker_id, now_ms)
+                for shard in self._ledger.shards.get(version.uid, {}).values()
+            )
+        ):
+            self.release(version, "it was abandoned while STAGING", now_ms)
 
     def _forget_old(self, version: Version, now_ms: int) -> None:
         if (
