@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import socket
 import subprocess
 import sysconfig
@@ -23,9 +24,11 @@ from grpo_trainer import RunDisplay, train
 
 SCRIPTS = Path(sysconfig.get_path("scripts"))
 PATIENCE_S = 60.0
-STEPS = 3
+STEPS = 5
 AWAY_S = 4.0
 """Longer than refit-mx waits unless it is told to, and than telemetry tries one request."""
+SILENT_S = 12.0
+"""Longer than refit-mx waits for the answer to one call."""
 
 
 class Service:
@@ -57,6 +60,10 @@ class Service:
         """As a supervisor does."""
         self.process.terminate()
         assert self.process.wait(PATIENCE_S) == 0, self._log.read_text()
+
+    def signal(self, number: int) -> None:
+        """Send it a signal."""
+        self.process.send_signal(number)
 
     def close(self) -> None:
         """End it, whatever its state."""
@@ -91,6 +98,7 @@ class Services:
 
     refit: Service
     admin: Service
+    refit_state: Path
 
     def ask(self, path: str) -> Any:
         """An answer of the admin service."""
@@ -110,9 +118,10 @@ class Ran:
 def services(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Services]:
     folder = tmp_path_factory.mktemp("services")
     with ExitStack() as stack:
+        state = folder / "refit.sqlite"
         refit = Service(
             *(folder, "refit-server", "serve", "--address", "127.0.0.1:{port}"),
-            *("--state", str(folder / "refit.sqlite")),
+            *("--state", str(state)),
         )
         stack.callback(refit.close)
         admin = Service(
@@ -120,7 +129,7 @@ def services(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Services]:
             *("--db", str(folder / "admin.sqlite")),
         )
         stack.callback(admin.close)
-        yield Services(refit, admin)
+        yield Services(refit, admin, state)
 
 
 def run(services: Services, folder: Path, display: RunDisplay) -> Ran:
@@ -166,16 +175,30 @@ def test_a_run_goes_on_while_its_services_are_started_again_and_nothing_of_it_is
     undisturbed = run(services, tmp_path / "undisturbed", RunDisplay())
     backs: list[threading.Timer] = []
 
-    def restart(service: Service) -> None:
-        """The run goes on at once, and finds nobody."""
-        service.stop()
-        backs.append(threading.Timer(AWAY_S, service.start))
+    def later(seconds: float, back: Callable[[], None]) -> None:
+        """The run goes on at once, and finds nobody until then."""
+        backs.append(threading.Timer(seconds, back))
         backs[-1].start()
+
+    def restart(service: Service) -> None:
+        service.stop()
+        later(AWAY_S, service.start)
+
+    def freeze(service: Service) -> None:
+        service.signal(signal.SIGSTOP)
+        later(SILENT_S, lambda: service.signal(signal.SIGCONT))
+
+    def forget() -> None:
+        services.refit.stop()
+        services.refit_state.unlink()
+        services.refit.start()
 
     display = Disturbs(
         {
             (2, "rollout"): lambda: restart(services.admin),
             (3, "refit"): lambda: restart(services.refit),
+            (4, "refit"): lambda: freeze(services.refit),
+            (5, "rollout"): forget,
         }
     )
     disturbed = run(services, tmp_path / "disturbed", display)

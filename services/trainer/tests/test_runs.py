@@ -213,3 +213,24 @@ def test_sigterm_ends_a_run_after_its_step_with_a_checkpoint_and_status_0(
     assert f"stopped after step {done}; to go on: grpo-trainer resume {folder}" in told
     [checkpoint] = (folder / "checkpoints").iterdir()
     assert load_state(checkpoint).step == done
+
+
+def test_sigterm_while_ray_starts_ends_the_run_with_143_and_leaves_no_process(
+    command_line, config_file, processes_of
+):
+    folder = tempfile.mkdtemp(prefix="gt-")
+    process = command_line.start("train", "--config", config_file({"cluster.temp_dir": folder}))
+    try:
+        deadline = time.monotonic() + 60
+        while not (started := processes_of(f"{folder}/")):
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert (process.returncode, errors) == (143, "")
+    _, left = psutil.wait_procs({*started, *processes_of(f"{folder}/")}, timeout=20)
+    assert not left
+    shutil.rmtree(folder)

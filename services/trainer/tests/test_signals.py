@@ -11,8 +11,8 @@ from grpo_trainer.signals import GracefulStop
 def stop():
     before = signal.getsignal(signal.SIGTERM)
     made = GracefulStop()
-    made.on_sigterm()
-    yield made
+    with made.on_sigterm():
+        yield made
     signal.signal(signal.SIGTERM, before)
 
 
@@ -35,3 +35,23 @@ def test_the_first_one_asks_and_the_second_one_ends(stop):
         signal.raise_signal(signal.SIGTERM)
         assert stop.asked
         assert terminated_at_once()
+
+
+def ended_with(status, *, terminated):
+    """What becomes of an exit with a status, after a SIGTERM or without one."""
+    try:
+        with GracefulStop().on_sigterm():
+            if terminated:
+                assert terminated_at_once()
+            raise SystemExit(status)
+    except SystemExit as ended:
+        return ended.code
+
+
+def test_the_status_is_that_of_sigterm_whatever_ray_made_of_it(stop):
+    assert ended_with(1, terminated=True) == 128 + signal.SIGTERM  # Ray waited
+    assert ended_with(signal.SIGTERM, terminated=False) == 128 + signal.SIGTERM  # Ray started
+
+
+def test_another_exit_keeps_its_status(stop):
+    assert ended_with(3, terminated=False) == 3

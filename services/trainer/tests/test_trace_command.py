@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -127,13 +128,15 @@ def test_a_sample_that_nobody_names_is_an_error_with_the_nearest_ones(traced, re
 
 def test_why_names_what_a_run_that_hangs_waits_for(tmp_path, raw_config):
     write_config(raw_config, tmp_path, {"cluster.temp_dir": None})
-    started = subprocess.Popen(
-        [COMMAND, "--steps", "1000", "--config", "config.yaml", "--folder", "told"],
-        cwd=tmp_path,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        env={**os.environ, "HF_HUB_OFFLINE": "1"},
-    )
+    errors = tmp_path / "errors"
+    with errors.open("wb") as file:
+        started = subprocess.Popen(
+            [COMMAND, "--steps", "1000", "--config", "config.yaml", "--folder", "told"],
+            cwd=tmp_path,
+            stdout=subprocess.DEVNULL,
+            stderr=file,
+            env={**os.environ, "HF_HUB_OFFLINE": "1"},
+        )
     stopped = None
     try:
         stopped = until(180, lambda: generation_worker(tmp_path / "told"))
@@ -144,10 +147,13 @@ def test_why_names_what_a_run_that_hangs_waits_for(tmp_path, raw_config):
             r"grpo\.(rollout|driver) has waited \S+ m?s for generation worker: ", shown
         )
     finally:
-        if stopped is not None:
-            os.kill(stopped, signal.SIGCONT)
+        # It can be ended while what it waits for hangs.
         started.terminate()
-        assert started.wait(60) == 128 + signal.SIGTERM
+        status = started.wait(60)
+        if stopped is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(stopped, signal.SIGCONT)
+        assert status == 128 + signal.SIGTERM, errors.read_text()
 
 
 def until(seconds, found):

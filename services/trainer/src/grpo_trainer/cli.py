@@ -74,14 +74,14 @@ def _quoted(path: Path) -> str:
 
 def _report(run: Callable[[TerminalDisplay, GracefulStop], RunResult]) -> None:
     stop = GracefulStop()
-    stop.on_sigterm()
     # Started by `uv run`, Ray would start every worker by `uv run` too, in a copy of the working
     # folder that lacks what git ignores. Read when Ray is imported, which it is not yet.
     os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
     console = Console()
     display = TerminalDisplay(console)
     try:
-        result = run(display, stop)
+        with stop.on_sigterm():
+            result = run(display, stop)
     except (TrainerError, DataPlaneError) as error:
         display.close()
         message = Text.assemble(("error: ", "bold red"), str(error))

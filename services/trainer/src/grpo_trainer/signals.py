@@ -8,10 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-
-def exit_on_sigterm() -> None:
-    """Let SIGTERM end the process by SystemExit, so that everything that runs is taken down."""
-    signal.signal(signal.SIGTERM, _terminate)
+_TERMINATED = 128 + signal.SIGTERM
 
 
 class GracefulStop:
@@ -24,11 +21,22 @@ class GracefulStop:
     def __init__(self) -> None:
         self.asked = False
         self._between_steps = False
+        self._ended = False
 
-    def on_sigterm(self) -> None:
-        """Let SIGTERM ask for it. One that comes before the first step, or a second one, ends the
-        process at once, as `exit_on_sigterm`."""
+    @contextmanager
+    def on_sigterm(self) -> Iterator[None]:
+        """Around a command, to whose end SIGTERM asks for a stop. One that comes when nothing runs
+        that could be stopped between two steps, or a second one, ends the process with status 143;
+        what runs is taken down."""
         signal.signal(signal.SIGTERM, self._ask)
+        try:
+            yield
+        except SystemExit as ended:
+            # Ray has a status of its own where the signal came while it waited, which is 1, and a
+            # handler of its own while it starts, which exits with the signal's number.
+            if self._ended or ended.code == signal.SIGTERM:
+                raise SystemExit(_TERMINATED) from None
+            raise
 
     @contextmanager
     def between_steps(self) -> Iterator[None]:
@@ -41,9 +49,6 @@ class GracefulStop:
 
     def _ask(self, signum: int, frame: FrameType | None) -> None:
         if self.asked or not self._between_steps:
-            _terminate(signum, frame)
+            self._ended = True
+            sys.exit(_TERMINATED)
         self.asked = True
-
-
-def _terminate(signum: int, frame: FrameType | None) -> None:
-    sys.exit(128 + signum)

@@ -22,7 +22,7 @@ from dataplane_core import DataPlaneError
 from grpo_trainer.config import DEMO_CONFIG, TrainerConfig, load_config
 from grpo_trainer.display import TerminalDisplay
 from grpo_trainer.errors import ConfigurationError, TrainerError
-from grpo_trainer.signals import exit_on_sigterm
+from grpo_trainer.signals import GracefulStop
 
 if TYPE_CHECKING:
     from dataplane_core import PartitionSummary
@@ -121,9 +121,9 @@ def why_command(
 
 def _guarded(action: Callable[[], None]) -> None:
     """Every failure that a user can cause or fix is one message and exit status 1."""
-    exit_on_sigterm()
     try:
-        action()
+        with GracefulStop().on_sigterm():
+            action()
     except (TrainerError, DataPlaneError) as error:
         message = Text.assemble(("error: ", "bold red"), str(error))
         Console(stderr=True).print(message, soft_wrap=True)
