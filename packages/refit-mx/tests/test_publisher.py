@@ -11,6 +11,7 @@ from refit_processes import SHAPES, fsdp_shards, same, targets_of, weights
 
 from refit_mx.control.client import ControlClient
 from refit_mx.control.embedded import EmbeddedControlServer
+from refit_mx.control.records import WorkerRole
 from refit_mx.control.store import SqliteStore
 from refit_mx.errors import (
     ControlError,
@@ -293,6 +294,33 @@ def test_an_offer_is_made_again_after_the_control_plane_was_away(tmp_path):
                     publisher.publish("v1", weights(2), timeout_s=20)
                 publisher.publish("v1", weights(1), timeout_s=20)
                 assert control.get_version("v1").state.name == "READY"
+
+
+def test_a_control_plane_that_forgot_everything_is_told_of_the_publisher_with_the_next_offer():
+    server = EmbeddedControlServer()
+    port = int(server.address.rpartition(":")[2])
+    without_a_beat = {"heartbeat_ttl_s": 600}
+    with (
+        server,
+        ControlClient(server.address) as control,
+        MxV2TrainingPublisher(
+            MODEL, "fsdp-0", control=server.address, transports=["tcp"], **without_a_beat
+        ) as publisher,
+    ):
+        server.close()
+        with EmbeddedControlServer(port=port):
+            control.create_version(MODEL, ["fsdp-0"], idempotency_key="v1", version_id="v1")
+            publisher.publish("v1", weights(1), timeout_s=20)
+            assert control.get_version("v1").state.name == "READY"
+
+
+def test_an_offer_of_a_worker_that_said_stale_is_refused(world):
+    publisher = world.publisher()
+    world.version("v1")
+    world.control.mark_stale(publisher.worker_id, WorkerRole.TRAINER, MODEL)
+    with pytest.raises(ControlError, match="said STALE"):
+        publisher.publish("v1", weights(1))
+    assert publisher.versions == ()
 
 
 def test_a_refused_offer_leaves_the_arena_free(world):

@@ -22,6 +22,7 @@ import torch
 from refit_mx.arena import Arena, DoubleArena
 from refit_mx.bounded_control import bounded, patiently
 from refit_mx.control.client import ControlClient
+from refit_mx.control.connection import PreconditionError
 from refit_mx.control.heartbeat import Heartbeat
 from refit_mx.control.records import Shard, VersionState, WorkerRole
 from refit_mx.cuts import Cut, cut_shards
@@ -397,9 +398,13 @@ class MxV2TrainingPublisher:
         arena stays filled: the same call made again, or the release of the version, settles it."""
         with phase("offer", version_id, self._on_phase):
             pause_s = self._settings.poll_s
+            forgotten = False
             while True:
                 try:
-                    bounded(self._control, deadline).create_shard(held.shard)
+                    control = bounded(self._control, deadline)
+                    if forgotten:
+                        self._heartbeat.renew(control)
+                    control.create_shard(held.shard)
                     held.offered = True
                     return
                 except (ControlUnavailableError, RefitTimeoutError) as error:
@@ -407,7 +412,12 @@ class MxV2TrainingPublisher:
                     if deadline.left_s <= pause_s:
                         raise
                     reason = str(error)
-                except ControlError:
+                except ControlError as error:
+                    # A control plane that was started again without its state, or a process that
+                    # was stopped for a while: there is no need to wait for the next heartbeat.
+                    if isinstance(error, PreconditionError) and not forgotten:
+                        forgotten = True
+                        continue
                     if not held.in_doubt and not held.offered:
                         self._drop(version_id)
                     raise

@@ -253,8 +253,8 @@ class ControlClient:
         Raises:
             VersionNotFoundError: there is no such version.
             VersionNotReadyError: the version is being released.
-            ControlError: the worker is not live or of another model, the version does not expect
-                the slot, or the worker published something else there.
+            ControlError: the worker is not live or of another model (`PreconditionError`), the
+                version does not expect the slot, or the worker published something else there.
             ControlUnavailableError: the control plane cannot be reached.
             RefitTimeoutError: it did not answer in time.
         """
@@ -264,7 +264,7 @@ class ControlClient:
         except PreconditionError as error:
             if self.get_version(shard.version_id).state is VersionState.RELEASING:
                 raise VersionNotReadyError(str(error)) from None
-            raise ControlError(str(error)) from None
+            raise
 
     def list_shards(self, version_id: str) -> list[Shard]:
         """The shards of live workers; ours gives those of the workers heard last first.

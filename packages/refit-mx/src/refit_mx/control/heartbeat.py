@@ -95,6 +95,30 @@ class Heartbeat:
         """Why the last renewal failed; None if it did not."""
         return self._error
 
+    def renew(self, client: ControlClient | None = None) -> None:
+        """Register now, not only with the next beat: a control plane that forgot the worker knows
+        it again.
+
+        Args:
+            client: that asks; None for the heartbeat's own.
+
+        Raises:
+            RefitError: whatever the registration raises.
+        """
+        asked = time.monotonic()
+        try:
+            (client or self._client).register_worker(
+                self.worker_id, self._role, self._model_name, ttl_s=self._ttl_s
+            )
+        except RefitError as error:
+            self._error = error
+            self._refused = isinstance(error, ControlError) and not isinstance(
+                error, ControlUnavailableError
+            )
+            raise
+        self._error, self._refused = None, False
+        self._until = asked + self._ttl_s
+
     def close(self) -> None:
         """Say STALE, and stop. Takes at most a few seconds; may be called again."""
         if self._closed or os.getpid() != self._pid:
@@ -130,20 +154,10 @@ class Heartbeat:
         pause_s = self._ttl_s / 3
         while not select.select([self._woken], [], [], pause_s)[0]:
             pause_s = self._ttl_s / 3
-            asked = time.monotonic()
             try:
-                self._client.register_worker(
-                    self.worker_id, self._role, self._model_name, ttl_s=self._ttl_s
-                )
-            except RefitError as error:
-                self._error = error
-                self._refused = isinstance(error, ControlError) and not isinstance(
-                    error, ControlUnavailableError
-                )
+                self.renew()
+            except RefitError:
                 pause_s = min(pause_s, 1.0)
-            else:
-                self._error, self._refused = None, False
-                self._until = asked + self._ttl_s
         try:
             self._client.mark_stale(
                 self.worker_id, self._role, self._model_name, timeout_s=_STALE_TIMEOUT_S
