@@ -19,9 +19,10 @@ endif
 # without them each compiles torch and tensordict again before it does anything.
 unexport PYTHONDONTWRITEBYTECODE
 
-# They load NIXL into the test's own process, others Yuanrong; the two end a process that holds both.
-# Besides they wait more than they work, so that more lanes than cores do not get into each other's way.
-NIXL_TESTS := packages/refit-mx services/refit-server
+# Lanes of pytest. Tests of refit wait more than they work, so that more lanes than cores do not get
+# into each other's way. They load NIXL into the test's own process, others Yuanrong, and the two end
+# a process that holds both: they are apart.
+LANES = -n $(1) --dist loadfile --no-loadscope-reorder --durations=10
 
 .PHONY: help
 help: ## Show the targets
@@ -48,19 +49,24 @@ admin: sync ## Open the admin service beside a live demo run; prints its address
 	$(BIN)/python integration/admin_demo.py
 
 .PHONY: test
-test: test-most test-refit test-admin ## Run every test of every package, service and integration
+test: isolation test-slow test-refit test-together test-admin ## Run every test of every package, service and integration
 
-.PHONY: test-most
-test-most: sync ## Run the tests that neither of the two below has
-	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=20 -m "not long" --ignore=services/admin $(patsubst %,--ignore=%,$(NIXL_TESTS))
+.PHONY: test-slow
+test-slow: sync ## Run those tests of packages that isolation leaves out, but for refit-mx's
+	$(BIN)/pytest $(call LANES,2) -m "slow and not long" packages --ignore=packages/refit-mx
 
 .PHONY: test-refit
-test-refit: sync ## Run the tests of refit-mx and refit-server
-	$(BIN)/pytest -n 4 --dist loadfile --no-loadscope-reorder --durations=10 $(NIXL_TESTS)
+test-refit: sync ## Run those of refit-mx that isolation leaves out, and the tests of refit-server
+	$(BIN)/pytest $(call LANES,4) -m "slow and not long" packages/refit-mx
+	$(BIN)/pytest $(call LANES,4) services/refit-server
+
+.PHONY: test-together
+test-together: sync ## Run the tests of the trainer and of everything together
+	$(BIN)/pytest $(call LANES,2) -m "not long" integration services/trainer
 
 .PHONY: test-admin
 test-admin: sync ## Run the tests of the admin service, its pages in Chromium
-	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=10 services/admin
+	$(BIN)/pytest $(call LANES,2) services/admin
 
 .PHONY: test-long
 test-long: sync ## Run the tests that `make test` leaves out, but for those of two machines
@@ -89,7 +95,7 @@ types: sync ## Check types, strict on packages and services
 	$(BIN)/mypy packages/*/src services/*/src
 
 .PHONY: isolation
-isolation: sync ## Build each package's wheel and test it in an environment of its own
+isolation: sync ## Build each package's wheel and run its quick tests in an environment of its own
 	$(BIN)/python integration/isolation.py $(ARGUMENTS)
 
 .PHONY: api
@@ -139,4 +145,4 @@ images: sync ## Build the images without an engine and try them; needs root, bui
 	$(BIN)/python -m integration.try_images build/images
 
 .PHONY: ci
-ci: lint types test isolation ## What continuous integration runs
+ci: lint types test ## What continuous integration runs

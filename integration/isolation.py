@@ -1,5 +1,7 @@
 """Builds each package's wheel without workspace sources and tests it in an environment of its own.
 
+These are the tests that are not marked ``slow``; they run nowhere else.
+
 An environment holds the package's wheel, the wheels of ours that it depends on, what those declare,
 and what the tests need; nothing of the workspace is on the path. Run as ``make isolation``.
 
@@ -34,7 +36,7 @@ TESTED_WITH = {  # what a package's own tests need besides the package
     "dataplane-core": ["dataplane-core[checkpoint,testing]"],
     "dataplane-tq": ["dataplane-core[testing]"],
     "observability": ["dataplane-core[testing]", "observability[sdk,views]"],
-    "refit-mx": ["refit-mx[fleet,nixl]", "psutil>=5.9"],
+    "refit-mx": ["refit-mx[fleet,nixl]", "opentelemetry-sdk>=1.30", "psutil>=5.9"],
 }
 TIMEOUT_S = 900
 LANES = 3
@@ -195,6 +197,9 @@ def check(job: Job, package: str) -> str:
         "-m",
         "pytest",
         "-q",
+        "-rs",
+        "-o",
+        "markers=slow\nlong",
         "--import-mode=importlib",
         "--timeout=300",
         "-m",

@@ -222,7 +222,7 @@ def in_plain_pytorch(
     )
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_a_step_through_the_data_plane_equals_the_step_in_plain_pytorch(
     cluster: None, make_config: Callable[..., TrainerConfig], tmp_path: Any, ranks: int
 ) -> None:

@@ -284,7 +284,7 @@ def test_of_a_killed_actor_the_trace_says_that_it_is_incomplete(
     assert any("grpo.driver" in reason and "WorkerError" in reason for reason in second.incomplete)
 
 
-@pytest.mark.slow
+@pytest.mark.long  # observability's own tests do without one in every way
 def test_a_run_goes_on_without_a_collector(cluster: None, tmp_path: Path) -> None:
     with Receiver() as receiver:
         endpoint = receiver.endpoint  # nobody listens there when it is closed

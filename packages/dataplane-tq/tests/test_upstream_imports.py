@@ -6,9 +6,10 @@ from importlib.util import find_spec
 
 import pytest
 
-needs_yuanrong = pytest.mark.skipif(
-    find_spec("yr") is None, reason="needs the package openyuanrong-datasystem"
-)
+pytestmark = [
+    pytest.mark.skipif(find_spec("yr") is None, reason="needs the package openyuanrong-datasystem"),
+    pytest.mark.slow,  # so that they run where the package is
+]
 
 
 def printed(code):
@@ -18,19 +19,16 @@ def printed(code):
     return done.stdout.strip().splitlines()[-1]
 
 
-@needs_yuanrong
 def test_transfer_queue_itself_loads_yuanrongs_libraries_wherever_they_are_installed():
     code = "import sys, transfer_queue; print('yr.datasystem' in sys.modules)"
     assert printed(code) == "True"
 
 
-@needs_yuanrong
 def test_a_client_of_another_backend_loads_none_of_yuanrongs_libraries():
     code = "import sys, dataplane_tq.client; print([m for m in sys.modules if m[:2] == 'yr'])"
     assert printed(code) == "[]"
 
 
-@needs_yuanrong
 def test_yuanrong_is_loaded_when_it_is_first_used():
     code = (
         "import sys; from dataplane_tq.upstream import yuanrong_client; "
@@ -39,7 +37,6 @@ def test_yuanrong_is_loaded_when_it_is_first_used():
     assert printed(code) == "KVClient True"
 
 
-@needs_yuanrong
 def test_yuanrong_is_refused_where_nixl_is_loaded_instead_of_ending_the_process():
     code = (
         "import sys, types; sys.modules['nixl_cu12._bindings'] = types.ModuleType('x')\n"

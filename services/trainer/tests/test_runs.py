@@ -166,7 +166,13 @@ def test_a_run_cut_short_by_a_dead_generation_worker_goes_on_as_if_nothing_had_b
     [
         # integration/test_traced_step.py kills a rank too.
         pytest.param("PolicyWorker", 2, "error: policy worker ", marks=pytest.mark.long),
-        ("TransferQueueController", 1, "TransferQueueController is dead"),
+        # dataplane-tq's tests kill it beside every operation.
+        pytest.param(
+            "TransferQueueController",
+            1,
+            "TransferQueueController is dead",
+            marks=pytest.mark.long,
+        ),
     ],
 )
 def test_a_dead_process_ends_the_run_in_one_error_that_names_it(
