@@ -57,7 +57,7 @@ test-slow: sync ## Run those tests of packages that isolation leaves out, but fo
 
 .PHONY: test-refit
 test-refit: sync ## Run those of refit-mx that isolation leaves out, and the tests of refit-server
-	$(BIN)/pytest $(call LANES,4) -m "slow and not long" packages/refit-mx
+	$(BIN)/pytest -n 4 --dist worksteal --durations=10 -m "slow and not long" packages/refit-mx
 	$(BIN)/pytest $(call LANES,4) services/refit-server
 
 .PHONY: test-together

@@ -1,7 +1,6 @@
 """Programs that the tests of faults run in other processes, and how a test talks to them.
 
 Each reads commands from its standard input, one JSON a line, and answers on its standard output.
-Run as a script: ``python refit_processes.py KIND JSON``.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ import json
 import os
 import queue
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -19,7 +17,9 @@ import zlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # a control plane needs no torch, and starts faster without
+import forked_processes
+
+if TYPE_CHECKING:
     import torch
 
 WAIT_S = 60.0
@@ -128,20 +128,13 @@ class Process:
     """
 
     def __init__(self, kind: str, **settings: object) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, __file__, kind, json.dumps(settings)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=Path(__file__).parent,
-        )
+        self._process = forked_processes.start("refit_processes", kind, json.dumps(settings))
         self.pid = self._process.pid
         self._answers: queue.Queue[dict[str, Any] | None] = queue.Queue()
         threading.Thread(target=self._read, daemon=True).start()
         self.ready = self.answer()
 
     def _read(self) -> None:
-        assert self._process.stdout is not None
         for line in self._process.stdout:
             with contextlib.suppress(ValueError):
                 self._answers.put(json.loads(line))
@@ -149,7 +142,6 @@ class Process:
 
     def send(self, **command: object) -> None:
         """A command; `answer` waits for what it does."""
-        assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(command) + "\n")
         self._process.stdin.flush()
 
@@ -178,7 +170,6 @@ class Process:
 
     def end(self) -> int:
         """Let it end by itself; its exit code."""
-        assert self._process.stdin is not None
         self._process.stdin.close()
         return self.wait()
 
@@ -189,9 +180,8 @@ class Process:
             self._process.kill()
         self._process.wait(WAIT_S)
         for pipe in (self._process.stdin, self._process.stdout):
-            if pipe is not None:
-                with contextlib.suppress(OSError):
-                    pipe.close()
+            with contextlib.suppress(OSError):
+                pipe.close()
 
 
 def _say(**answer: object) -> None:
@@ -315,6 +305,7 @@ def _control(settings: dict[str, Any]) -> None:
             pass
 
 
-if __name__ == "__main__":
-    kind, given = sys.argv[1], json.loads(sys.argv[2])
-    {"publisher": _publisher, "receiver": _receiver, "control": _control}[kind](given)
+def main(kind: str, settings: str) -> None:
+    """A program, in a process of its own."""
+    programs = {"publisher": _publisher, "receiver": _receiver, "control": _control}
+    programs[kind](json.loads(settings))

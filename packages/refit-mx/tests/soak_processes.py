@@ -1,9 +1,4 @@
-"""Publisher processes that start in milliseconds, and a connection that can be cut.
-
-Importing torch takes seconds and a soak kills many publishers, so one process imports everything,
-starts no thread and no NIXL, and forks itself for each publisher. Run as a script it is that
-process: ``python soak_processes.py SOCKET``.
-"""
+"""Publisher processes that can be one publisher after another, and a connection that can be cut."""
 
 from __future__ import annotations
 
@@ -14,14 +9,14 @@ import os
 import secrets
 import signal
 import socket
-import subprocess
-import sys
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
+
+import forked_processes
+from forked_processes import ForkedProcess
 
 WAIT_S = 60.0
 """For a process to start, or to answer; far more than any takes."""
@@ -56,8 +51,9 @@ class Line:
 class Host:
     """A process that can be one publisher after another."""
 
-    def __init__(self, pid: int, line: Line) -> None:
-        self.pid = pid
+    def __init__(self, process: ForkedProcess, line: Line) -> None:
+        self.process = process
+        self.pid = process.pid
         self._line = line
         self.worker_id = ""
 
@@ -81,64 +77,45 @@ class Host:
 
     def close(self) -> None:
         self._line.close()
+        self.process.stdin.close()
+        self.process.stdout.close()
 
 
 class Hosts:
-    """Starts publisher processes, by the process that forks them."""
+    """Starts publisher processes.
+
+    Args:
+        folder: of the socket that they connect to.
+    """
 
     def __init__(self, folder: Path) -> None:
+        forked_processes.prepare()
         self._address = str(folder / "hosts")
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(self._address)
         self._listener.listen()
         self._listener.settimeout(WAIT_S)
-        # What is forked must have no threads; torch's and numpy's would not survive it.
-        threads = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-        self._forking = subprocess.Popen(
-            [sys.executable, __file__, self._address],
-            stdin=subprocess.DEVNULL,
-            cwd=Path(__file__).parent,
-            env={**os.environ, **threads},
-        )
-        self._line, self.pid = self._accept()
         self.started = 0
-
-    def _accept(self) -> tuple[Line, int]:
-        line = Line(self._listener.accept()[0])
-        hello = line.receive(WAIT_S)
-        assert hello is not None
-        return line, hello["pid"]
-
-    def _ask(self, **command: object) -> dict[str, Any]:
-        self._line.send(command)
-        found = self._line.receive(WAIT_S)
-        assert found is not None, "the process that forks publishers ended"
-        return found
 
     def start(self) -> Host:
         """A new process."""
-        self._line.send({"do": "fork"})
-        line, pid = self._accept()
+        process = forked_processes.start("soak_processes", self._address)
         self.started += 1
-        return Host(pid, line)
+        return Host(process, Line(self._listener.accept()[0]))
 
     def kill(self, host: Host) -> None:
         """SIGKILL; returns when the process is gone."""
         host.signal(signal.SIGKILL)
-        assert self._ask(do="wait", pid=host.pid)["code"] == -signal.SIGKILL
-        host.close()
+        assert self.end(host) == -signal.SIGKILL
 
     def end(self, host: Host) -> int:
         """Let a process end by itself; its exit code."""
         host.close()
-        code: int = self._ask(do="wait", pid=host.pid)["code"]
-        return code
+        return host.process.wait(WAIT_S)
 
     def close(self) -> None:
-        """End all of them, whatever state they are in."""
-        self._line.close()
+        """No further process can be started."""
         self._listener.close()
-        self._forking.wait(WAIT_S)
 
 
 class Relay:
@@ -321,51 +298,8 @@ def _host(line: Line) -> None:
     publishing.close()
 
 
-def _connected(address: str) -> Line:
+def main(address: str) -> None:
+    """What runs in each process."""
     sock = socket.socket(socket.AF_UNIX)
     sock.connect(address)
-    line = Line(sock)
-    line.send({"pid": os.getpid()})
-    return line
-
-
-def _forking(address: str) -> None:
-    import soak_model  # noqa: F401 - imported once, for all that are forked
-    import torch
-
-    import refit_mx.publisher  # noqa: F401
-
-    torch.set_num_threads(1)
-    line = _connected(address)
-    running: set[int] = set()
-    while (command := line.receive()) is not None:
-        if command["do"] == "wait":
-            line.send({"code": _code_of(command["pid"])})
-            running.discard(command["pid"])
-            continue
-        pid = os.fork()
-        if not pid:
-            line.close()
-            _host(_connected(address))
-            return
-        running.add(pid)
-    for pid in running:
-        os.kill(pid, signal.SIGKILL)
-        _code_of(pid)
-
-
-def _code_of(pid: int) -> int:
-    until = time.monotonic() + WAIT_S / 2
-    while True:
-        found, status = os.waitpid(pid, os.WNOHANG)
-        if found:
-            return os.waitstatus_to_exitcode(status)
-        if time.monotonic() > until:
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
-            return 1000  # no exit code: it did not end by itself
-        time.sleep(0.002)
-
-
-if __name__ == "__main__":
-    _forking(sys.argv[1])
+    _host(Line(sock))

@@ -1,21 +1,21 @@
 """A source in a process of its own, for tests that stop, kill and restart it.
 
-As a program it holds an arena, serves it, says its manifest on stdout and obeys lines on stdin.
+There it holds an arena, serves it, says its manifest on stdout and obeys lines on stdin.
 """
 
 from __future__ import annotations
 
 import argparse
 import base64
+import contextlib
 import os
 import queue
 import secrets
 import signal
-import subprocess
 import sys
 import threading
-from pathlib import Path
 
+import forked_processes
 import numpy as np
 import torch
 
@@ -98,7 +98,6 @@ class SourceProcess:
         nbytes: of its arena, whose bytes are `pattern` of ``seed``.
         nixl: whether it has a NIXL agent.
         port: of its server; 0 takes a free one.
-        environ: variables set for it.
     """
 
     def __init__(
@@ -108,17 +107,9 @@ class SourceProcess:
         seed: int = 1,
         nixl: bool = False,
         port: int = 0,
-        environ: dict[str, str] | None = None,
     ) -> None:
-        command = [sys.executable, str(Path(__file__)), "--bytes", str(nbytes)]
-        command += ["--seed", str(seed), "--port", str(port)]
-        self._process = subprocess.Popen(
-            command + ["--nixl"] * nixl,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=os.environ | (environ or {}),
-        )
+        options = ["--bytes", str(nbytes), "--seed", str(seed), "--port", str(port)]
+        self._process = forked_processes.start("transport_processes", *options, *["--nixl"] * nixl)
         self._lines: queue.Queue[str] = queue.Queue()
         threading.Thread(target=self._read, daemon=True).start()
         try:
@@ -133,7 +124,6 @@ class SourceProcess:
 
     def tell(self, command: str) -> str:
         """Send a command and wait until it is done; says its answer."""
-        assert self._process.stdin is not None
         self._process.stdin.write(command + "\n")
         self._process.stdin.flush()
         return self.line()
@@ -161,7 +151,6 @@ class SourceProcess:
 
     def exit(self) -> int:
         """Let it end by itself; says its exit code."""
-        assert self._process.stdin is not None
         self._process.stdin.write("exit\n")
         self._process.stdin.close()
         return self._process.wait(60)
@@ -170,11 +159,11 @@ class SourceProcess:
         if self._process.poll() is None:
             self.kill()
         for pipe in (self._process.stdin, self._process.stdout):
-            if pipe is not None and not pipe.closed:
-                pipe.close()
+            if not pipe.closed:
+                with contextlib.suppress(OSError):  # what it did not read
+                    pipe.close()
 
     def _read(self) -> None:
-        assert self._process.stdout is not None
         for line in self._process.stdout:
             self._lines.put(line)
         self._lines.put("")
@@ -191,13 +180,14 @@ def say(line: str) -> None:
     sys.stdout.flush()
 
 
-def main() -> None:
+def main(*arguments: str) -> None:
+    """The program, in a process of its own."""
     options = argparse.ArgumentParser()
     options.add_argument("--bytes", type=int, required=True)
     options.add_argument("--seed", type=int, required=True)
     options.add_argument("--port", type=int, required=True)
     options.add_argument("--nixl", action="store_true")
-    given = options.parse_args()
+    given = options.parse_args(arguments)
     server = SourceServer(port=given.port, incarnation=secrets.token_hex(8))
     arena = Arena(given.bytes)
     arena.memory[: given.bytes] = pattern(given.bytes, given.seed)
@@ -233,7 +223,3 @@ def main() -> None:
     if source is not None:
         source.close()
     server.close()
-
-
-if __name__ == "__main__":
-    main()
