@@ -25,9 +25,9 @@ class GracefulStop:
 
     @contextmanager
     def on_sigterm(self) -> Iterator[None]:
-        """Around a command, to whose end SIGTERM asks for a stop. One that comes when nothing runs
-        that could be stopped between two steps, or a second one, ends the process with status 143;
-        what runs is taken down."""
+        """While a command runs, let SIGTERM ask for the stop. One that comes when nothing runs that
+        could be stopped between two steps, or a second one, ends the command with status 143; what
+        runs is taken down. The handler stays afterwards."""
         signal.signal(signal.SIGTERM, self._ask)
         try:
             yield

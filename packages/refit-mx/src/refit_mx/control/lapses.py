@@ -167,8 +167,8 @@ class Lapses:
                 self.release(version, f"{self._limits.retention} newer ones are READY", now_ms)
 
     def _abandon(self, version: Version, now_ms: int) -> None:
-        # Looked at when the version's time is over and when a worker of it ends, and at no other
-        # time: a server that was restarted in between must come to the same.
+        # True as soon as the version's time is over and its last worker has ended, whichever comes
+        # later, so that a server which was restarted in between comes to the same.
         if (
             version.state is VersionState.STAGING
             and version.created_at_ms + self._abandon_after_ms <= now_ms
