@@ -3,8 +3,9 @@
 Importing torch takes seconds, and the tests of faults start hundreds of processes. The process that
 forks starts no thread and loads no NIXL, which would not survive it. What it forks is orphaned at
 once and becomes the child of the test's own process, so that a test waits for it, kills it and sees
-it stop as it would any child. That is what multiprocessing's forkserver lacks: its processes are its
-own children, so that nobody else can wait for one to have stopped. Run as a script it is the process that forks.
+it stop as it would any child. That is what multiprocessing's forkserver lacks: its processes are
+its own children, so that nobody else can wait for one to have stopped. Run as a script it is the
+process that forks.
 """
 
 from __future__ import annotations
