@@ -35,9 +35,10 @@ REFIT_HEADINGS = [
 ]
 STAGE_HEADINGS = ["ours over", "stage", "p50 ms, longest of the generators"]
 
-_MEMORY_WAYS = ("nixl", "tcp", "raw_nixl", "raw_nixl_long", "memcpy")
-_COPYING_WAYS = ("nixl", "gloo", "ray", "file")
-_WAYS = (*_MEMORY_WAYS, *_COPYING_WAYS[1:])
+_OURS = ("nixl", "shm", "tcp")
+_MEMORY_WAYS = (*_OURS, "raw_nixl", "raw_nixl_long", "memcpy")
+_COPYING_WAYS = ("nixl", "shm", "gloo", "ray", "file")
+_WAYS = (*_MEMORY_WAYS, *_COPYING_WAYS[2:])
 _QUICK_WAYS = ("nixl", "raw_nixl", "gloo")
 _LAYOUTS = ((1, 1), (2, 4), (4, 2))
 _QUICK_ROUNDS, _FULL_ROUNDS = 6, 9
@@ -250,7 +251,7 @@ class _Ways:
     def prepare(self, ways: Sequence[str]) -> None:
         """What each needs once, before anything is timed; checks what ours brings."""
         sources, targets = self._actors.sources, self._actors.targets
-        ours = [way for way in ("nixl", "tcp") if way in ways]
+        ours = [way for way in _OURS if way in ways]
         _all([*sources, *targets], "join", self._server.address, ours)
         version = self._version()
         _all(sources, "publish", version)
@@ -274,7 +275,7 @@ class _Ways:
     def once(self, way: str) -> tuple[list[Took], list[Took]]:
         """What the trainers did, and what the generators did."""
         sources, targets = self._actors.sources, self._actors.targets
-        if way in ("nixl", "tcp"):
+        if way in _OURS:
             version = self._version()
             return _all(sources, "publish", version), _all(targets, "receive", version, way)
         if way in ("raw_nixl", "raw_nixl_long"):

@@ -35,6 +35,9 @@ def spans(number):
 """
 
 
+FORKING = "ignore:This process:DeprecationWarning"
+
+
 @dataclass
 class Ran:
     """What a script did."""
@@ -52,7 +55,8 @@ class Ran:
 def started(script: str, endpoint: str = "", **variables: str) -> subprocess.Popen[str]:
     inherited = {k: v for k, v in os.environ.items() if not k.startswith("OTEL_")}
     return subprocess.Popen(
-        [sys.executable, "-c", PREAMBLE + script, endpoint],
+        # Python 3.12 and later warn of a fork in a process with threads, which some of these are.
+        [sys.executable, "-W", FORKING, "-c", PREAMBLE + script, endpoint],
         env=inherited | variables,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -15,21 +15,43 @@ from refit_mx.control.embedded import EmbeddedControlServer
 from refit_mx.deadline import Deadline
 from refit_mx.publisher import MxV2TrainingPublisher
 from refit_mx.receiver import MxV2RefitReceiver
+from refit_mx.shared_memory import shared_memory_missing
 from refit_mx.spans import VERBOSE
+from refit_mx.transports import nixl, shm, tcp
 from refit_mx.transports.base import Fetch, FetchStats, Transport
-from refit_mx.transports.nixl import nixl_available
+from refit_mx.transports.nixl import NixlTransport, nixl_available
+from refit_mx.transports.shm import ShmTransport
+from refit_mx.transports.tcp import TcpTransport
 
 MODEL = "tiny"
 NIXL_MISSING = nixl_available()
-BOTH_TRANSPORTS = [
+NO_SHARED_MEMORY = shared_memory_missing()
+needs_nixl = pytest.mark.skipif(
+    NIXL_MISSING is not None, reason=f"needs the package nixl-cu12: {NIXL_MISSING}"
+)
+needs_shm = pytest.mark.skipif(NO_SHARED_MEMORY is not None, reason=f"needs: {NO_SHARED_MEMORY}")
+TRANSPORTS = [
     "tcp",
-    pytest.param(
-        "nixl",
-        marks=pytest.mark.skipif(
-            NIXL_MISSING is not None, reason=f"needs the package nixl-cu12: {NIXL_MISSING}"
-        ),
-    ),
+    pytest.param("nixl", marks=needs_nixl),
+    pytest.param("shm", marks=needs_shm),
 ]
+
+
+def new_transport(name: str, **options: Any) -> Transport:
+    """A receiver's, which carries out large fetches in two threads."""
+    if name == "tcp":
+        return TcpTransport(**options)
+    if name == "nixl":
+        return NixlTransport(lanes=2, **options)
+    return ShmTransport(lanes=2, **options)
+
+
+def small_batches(patch: pytest.MonkeyPatch, nbytes: int) -> None:
+    """Let every transport of this process bring few bytes at a time, in all its threads."""
+    for module in (nixl, shm, tcp):
+        patch.setattr(module, "BATCH_BYTES", nbytes)
+    for module in (nixl, shm):
+        patch.setattr(module, "LANE_BYTES", 0)
 
 
 class World:

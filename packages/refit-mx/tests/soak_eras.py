@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from refit_fixtures import Halfway, Hook
+from refit_fixtures import Halfway, Hook, new_transport
 from soak_model import (
     HEAD_DIM,
     LAYOUTS,
@@ -50,7 +50,6 @@ from refit_mx.receiver import MxV2RefitReceiver
 from refit_mx.settings import ReceiverSettings
 from refit_mx.slice_range import SliceRange
 from refit_mx.tensor_types import ITEM_SIZES, TensorSpec
-from refit_mx.transports import nixl, tcp
 
 SEED = int(os.environ.get("REFIT_SOAK_SEED", "20261122"))
 PLENTY_S = 30.0
@@ -134,8 +133,7 @@ class Receiving:
         self.halfway = rng.random() < 0.6
         self.transport: Any = era.transport
         if self.halfway:
-            made = nixl.NixlTransport(lanes=2) if era.transport == "nixl" else tcp.TcpTransport()
-            self.transport = Halfway(made, self.hook)
+            self.transport = Halfway(new_transport(era.transport), self.hook)
         self.receiver = MxV2RefitReceiver(
             era.name,
             control=era.relay.address,
@@ -256,7 +254,7 @@ class Era:
         )
         held = draw_held(rng, self.layout, self.model, slots)
         self.slots = [f"{self.layout}-{slot}" for slot in range(slots)]
-        self.both = rng.random() < 0.3
+        self.all_ways = rng.random() < 0.3
         self.uniform = rng.random() < 0.5
         self.versions: list[str] = []
         self.gone: list[str] = []
@@ -295,7 +293,7 @@ class Era:
                 "model": self.name,
                 "slot": self.slots[source.slot],
                 "control": self.server.address,
-                "transports": ["nixl", "tcp"] if self.both else [self.transport],
+                "transports": ["nixl", "shm", "tcp"] if self.all_ways else [self.transport],
                 "wire": next(iter(wires.values())) if one else wires,
                 "token": token,
                 "seed": SEED,

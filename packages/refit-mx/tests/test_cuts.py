@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from refit_fixtures import BOTH_TRANSPORTS, a_world
+from refit_fixtures import TRANSPORTS, a_world
 from refit_processes import fsdp_shards, same, slice_of, targets_of, weights
 
 from refit_mx.cuts import Cut, cut_shards
@@ -49,7 +49,7 @@ def test_the_parts_of_a_shard_are_the_shard(data):
     assert len(parts) <= cut.parts
 
 
-@pytest.mark.parametrize("transport", BOTH_TRANSPORTS)
+@pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("axis", [0, 1, 2])
 @pytest.mark.parametrize("ranks", [1, 3, 4])
 def test_every_layout_comes_out_of_cut_shards_byte_for_byte(transport, axis, ranks):

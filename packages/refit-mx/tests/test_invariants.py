@@ -12,7 +12,7 @@ import time
 
 import pytest
 import torch
-from refit_fixtures import BOTH_TRANSPORTS, Meddling, World, a_world, zeros
+from refit_fixtures import TRANSPORTS, Meddling, World, a_world, new_transport, zeros
 from refit_processes import SHAPES, Process, fsdp_shards, same, slice_of, targets_of, weights
 
 from refit_mx.errors import (
@@ -63,7 +63,7 @@ def spec_of(name: str, tensor: torch.Tensor) -> TensorSpec:
 # 1. Byte-exact for every pair of layouts
 
 
-@pytest.mark.parametrize("transport", BOTH_TRANSPORTS)
+@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_invariant_1_byte_exact_for_layouts_with_replicated_heads_columns_and_uneven_edges(
     world, transport
 ):
@@ -124,7 +124,7 @@ def test_invariant_1_byte_exact_for_layouts_with_replicated_heads_columns_and_un
 # 2. refit(v) installs v or raises; no buffer of a leased version is reused
 
 
-@pytest.mark.parametrize("transport", BOTH_TRANSPORTS)
+@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_invariant_2_a_refit_installs_the_version_it_names(world, transport):
     """Hole 1: publish v1, publish v2, refit v1 gave v2's bytes."""
     publisher = world.publisher(transports=[transport])
@@ -137,7 +137,7 @@ def test_invariant_2_a_refit_installs_the_version_it_names(world, transport):
         assert same(live, weights(number))
 
 
-@pytest.mark.parametrize("transport", BOTH_TRANSPORTS)
+@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_invariant_2_the_buffer_of_a_leased_version_is_not_reused(world, transport):
     """Hole 1: publishing v2 while v1 is leased was accepted, into the same buffer."""
     publisher = world.publisher(transports=[transport])
@@ -181,7 +181,7 @@ def overwrite_during(world: World, transport: str, publisher, phase_of_it: str):
 
 
 @pytest.mark.parametrize("phase", ["discover", "plan", "transfer"])
-@pytest.mark.parametrize("transport", BOTH_TRANSPORTS)
+@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_invariant_3_torn_bytes_never_reach_live_weights(world, transport, phase):
     publisher = world.publisher(transports=[transport])
     world.publish([publisher], "v1", 1)
@@ -220,7 +220,7 @@ def test_invariant_3_an_install_that_fails_half_way_fences_the_worker(world):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("transport", BOTH_TRANSPORTS)
+@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_invariant_4_late_bytes_of_an_abandoned_read_meet_nobody(transport):
     """Hole 6: late bytes came into a buffer that was used again."""
     shapes = {"w": ("float32", (2000, 3000))}
@@ -243,9 +243,7 @@ def test_invariant_4_late_bytes_of_an_abandoned_read_meet_nobody(transport):
                     stopped.signal(signal.SIGSTOP)
 
             stops: list[int] = []
-            from refit_mx.transports.nixl import NixlTransport
-
-            inner = TcpTransport() if transport == "tcp" else NixlTransport()
+            inner = new_transport(transport)
             receiver = world.receiver(
                 targets_of(shapes),
                 transport=Meddling(inner, before=stop),
@@ -274,7 +272,7 @@ def test_invariant_4_late_bytes_of_an_abandoned_read_meet_nobody(transport):
 # 5. A publisher that stopped, died or restarted is never read from as if it were alive
 
 
-@pytest.mark.parametrize("transport", BOTH_TRANSPORTS)
+@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_invariant_5_a_restarted_publisher_is_another(world, transport):
     """The same slot, in a new life, while a receiver reads from the old one."""
     first = world.publisher(transports=[transport])
@@ -354,12 +352,10 @@ def test_invariant_6_a_deadline_is_one_for_all_attempts(world):
 # 7. A digest notices any changed, moved or swapped byte: test_receiver_verify.py has more
 
 
-@pytest.mark.parametrize("transport", BOTH_TRANSPORTS)
+@pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("kind", ["changed", "moved", "swapped"])
 def test_invariant_7_any_changed_moved_or_swapped_byte_is_noticed(world, transport, kind):
     """Hole 2: two rows swapped within 4 KiB were not noticed."""
-    from refit_mx.transports.nixl import NixlTransport
-
     shapes = {"w": ("float32", (16, 16))}
     publisher = world.publisher(transports=[transport])
     world.version("v1")
@@ -374,7 +370,7 @@ def test_invariant_7_any_changed_moved_or_swapped_byte_is_noticed(world, transpo
         else:
             rows[[4, 5]] = rows[[5, 4]]
 
-    inner = TcpTransport() if transport == "tcp" else NixlTransport()
+    inner = new_transport(transport)
     receiver = world.receiver(targets_of(shapes), transport=Meddling(inner, after=meddle))
     live = zeros(shapes)
     with pytest.raises(DigestMismatchError, match="w: bytes from worker"):
@@ -385,7 +381,7 @@ def test_invariant_7_any_changed_moved_or_swapped_byte_is_noticed(world, transpo
 
 
 @pytest.mark.parametrize("axis", [0, 1])
-@pytest.mark.parametrize("transport", BOTH_TRANSPORTS)
+@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_invariant_7_a_bit_that_changes_in_an_arena_is_noticed_in_what_is_read_in_part_too(
     world, transport, axis
 ):
@@ -444,7 +440,7 @@ def test_invariant_8_a_compile_target_that_does_not_match_moves_no_byte(world, r
 # Holes that are no invariant of their own
 
 
-@pytest.mark.parametrize("transport", BOTH_TRANSPORTS)
+@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_hole_3_tied_weights_do_not_crash_a_publisher_on_close(world, transport):
     tied = torch.nn.Parameter(torch.randn(6, 4))
     publisher = world.publisher(transports=[transport])

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 import torch
-from refit_fixtures import BOTH_TRANSPORTS, MODEL, World, a_world, exported, verbose
+from refit_fixtures import MODEL, TRANSPORTS, World, a_world, exported, verbose
 from refit_processes import SHAPES, fsdp_shards, same, targets_of, weights
 
 from refit_mx.control.client import ControlClient
@@ -72,7 +72,7 @@ def test_tensors_may_change_as_soon_as_publish_returned(world):
     assert same(received(world, "v1"), weights(1))
 
 
-@pytest.mark.parametrize("transport", BOTH_TRANSPORTS)
+@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_wire_dtype_reaches_the_receiver(world, transport):
     publisher = world.publisher(
         wire_dtype={"embed": "bfloat16", "layers.0.up": "float8_e4m3fn"}, transports=[transport]
@@ -260,7 +260,7 @@ def test_two_threads_cannot_publish_at_once(world):
 
 @pytest.mark.parametrize("transports", [["rdma"], ["tcp", "file"]])
 def test_an_unknown_transport_is_refused(world, transports):
-    with pytest.raises(RefitConfigError, match="expected nixl and tcp"):
+    with pytest.raises(RefitConfigError, match="expected nixl, shm and tcp"):
         world.publisher(transports=transports)
 
 

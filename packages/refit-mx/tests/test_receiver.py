@@ -6,7 +6,7 @@ import threading
 
 import pytest
 import torch
-from refit_fixtures import BOTH_TRANSPORTS, MODEL, Meddling, a_world, exported, verbose, zeros
+from refit_fixtures import MODEL, TRANSPORTS, Meddling, a_world, exported, verbose, zeros
 from refit_processes import SHAPES, fsdp_shards, same, slice_of, targets_of, weights
 
 from refit_mx.compile.base import compile_pass
@@ -50,7 +50,7 @@ def published(world):
 # Receiving
 
 
-@pytest.mark.parametrize("transport", BOTH_TRANSPORTS)
+@pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("axis", [0, 1])
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_every_rank_gets_its_slice(world, transport, axis, ranks):
@@ -229,7 +229,7 @@ def test_names_that_are_no_targets_are_refused(world, published, names):
 
 
 def test_an_unknown_transport_is_refused(world):
-    with pytest.raises(RefitConfigError, match="expected nixl, tcp or auto"):
+    with pytest.raises(RefitConfigError, match="expected nixl, shm, tcp or auto"):
         world.receiver(transport="carrier pigeon")
 
 

@@ -16,7 +16,15 @@ from typing import Any
 
 import pytest
 import torch
-from refit_fixtures import BOTH_TRANSPORTS, MODEL, Halfway, Hook, a_world
+from refit_fixtures import (
+    MODEL,
+    TRANSPORTS,
+    Halfway,
+    Hook,
+    a_world,
+    new_transport,
+    small_batches,
+)
 from refit_processes import Process, same, slice_of, targets_of, weights
 
 from refit_mx.control.client import ControlClient
@@ -31,7 +39,6 @@ from refit_mx.errors import (
 from refit_mx.publisher import MxV2TrainingPublisher
 from refit_mx.receiver import MxV2RefitReceiver
 from refit_mx.settings import ReceiverSettings
-from refit_mx.transports import nixl, tcp
 
 pytestmark = pytest.mark.slow
 
@@ -47,10 +54,8 @@ RECEIVER_PHASES = ["lease", "discover", "plan", "transfer", "part", "verify", "i
 
 
 @pytest.fixture
-def small_batches(monkeypatch):
-    monkeypatch.setattr(nixl, "BATCH_BYTES", 1 << 18)
-    monkeypatch.setattr(nixl, "LANE_BYTES", 0)
-    monkeypatch.setattr(tcp, "BATCH_BYTES", 1 << 18)
+def in_small_batches(monkeypatch):
+    small_batches(monkeypatch, 1 << 18)
 
 
 @pytest.fixture
@@ -63,7 +68,7 @@ def a_receiver(
     stack: ExitStack, address: str, transport: str, **settings: Any
 ) -> tuple[MxV2RefitReceiver, Hook]:
     hook = Hook()
-    inner = nixl.NixlTransport(lanes=2) if transport == "nixl" else tcp.TcpTransport()
+    inner = new_transport(transport)
     stack.callback(inner.close)
     receiver = MxV2RefitReceiver(
         MODEL,
@@ -123,8 +128,8 @@ def a_publisher(stack: ExitStack, control: str, transport: str, **options: Any) 
 
 @pytest.mark.parametrize("number", SIGNALS)
 @pytest.mark.parametrize("phase", RECEIVER_PHASES)
-@pytest.mark.parametrize("transport", BOTH_TRANSPORTS)
-def test_a_publisher_fails_while_it_is_read_from(stack, small_batches, transport, phase, number):
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_publisher_fails_while_it_is_read_from(stack, in_small_batches, transport, phase, number):
     world = stack.enter_context(a_world())
     world.version("v1")
     victim = a_publisher(stack, world.server.address, transport, ttl_s=60)
@@ -155,8 +160,10 @@ def test_a_publisher_fails_while_it_is_read_from(stack, small_batches, transport
 
 @pytest.mark.parametrize("number", SIGNALS)
 @pytest.mark.parametrize("phase", ["discover", "transfer", "part", "verify"])
-@pytest.mark.parametrize("transport", BOTH_TRANSPORTS)
-def test_a_replica_takes_over_within_the_same_call(stack, small_batches, transport, phase, number):
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_replica_takes_over_within_the_same_call(
+    stack, in_small_batches, transport, phase, number
+):
     world = stack.enter_context(a_world())
     world.version("v1")
     victim = a_publisher(stack, world.server.address, transport, ttl_s=60)
@@ -231,7 +238,7 @@ def server(stack, tmp_path):
 @pytest.mark.parametrize("number", SIGNALS)
 @pytest.mark.parametrize("phase", RECEIVER_PHASES)
 def test_the_control_plane_fails_while_a_receiver_reads(
-    stack, small_batches, server, phase, number
+    stack, in_small_batches, server, phase, number
 ):
     control = stack.enter_context(ControlClient(server.address))
     control.create_version(MODEL, ["fsdp-0"], idempotency_key="v1", version_id="v1")
@@ -305,7 +312,7 @@ def a_paused_receiver(stack: ExitStack, address: str, transport: str, phase: str
 
 
 @pytest.mark.parametrize("phase", ["discover", "transfer", "verify", "install"])
-@pytest.mark.parametrize("transport", BOTH_TRANSPORTS)
+@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_killed_receiver_holds_nobody_up_for_longer_than_its_lease(stack, transport, phase):
     world = stack.enter_context(a_world())
     publisher = world.publisher(transports=[transport])
@@ -324,7 +331,7 @@ def test_a_killed_receiver_holds_nobody_up_for_longer_than_its_lease(stack, tran
 
 
 @pytest.mark.parametrize("phase", ["discover", "plan", "transfer", "verify"])
-@pytest.mark.parametrize("transport", BOTH_TRANSPORTS)
+@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_receiver_that_was_stopped_while_its_version_was_replaced_installs_nothing(
     stack, transport, phase
 ):
@@ -349,7 +356,7 @@ def test_a_receiver_that_was_stopped_while_its_version_was_replaced_installs_not
 # Two processes, nothing failing
 
 
-@pytest.mark.parametrize("transport", BOTH_TRANSPORTS)
+@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_two_publishers_and_a_receiver_in_processes_of_their_own(stack, transport):
     world = stack.enter_context(a_world())
     publishers = [

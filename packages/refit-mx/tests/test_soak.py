@@ -22,7 +22,7 @@ from contextlib import ExitStack
 import numpy as np
 import psutil
 import pytest
-from refit_fixtures import BOTH_TRANSPORTS
+from refit_fixtures import TRANSPORTS, small_batches
 from soak_eras import PLENTY_S, SEED, WARM_ERAS, Era, Soak, Source
 from soak_processes import Hosts
 
@@ -35,7 +35,6 @@ from refit_mx.errors import (
     VersionNotReadyError,
 )
 from refit_mx.tensor_types import ITEM_SIZES
-from refit_mx.transports import nixl, tcp
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -332,15 +331,13 @@ def one_era(soak: Soak, number: int, transport: str) -> None:
     era.close()
 
 
-@pytest.mark.parametrize("transport", BOTH_TRANSPORTS)
+@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_refits_drawn_from_a_seed_install_exactly_their_version_or_nothing(
     hosts, monkeypatch, transport
 ):
     """Afterwards there is no lease, no process and no open file more than before."""
     # So that tensors of a soak's size come in several parts.
-    monkeypatch.setattr(nixl, "BATCH_BYTES", 1 << 14)
-    monkeypatch.setattr(nixl, "LANE_BYTES", 0)
-    monkeypatch.setattr(tcp, "BATCH_BYTES", 1 << 14)
+    small_batches(monkeypatch, 1 << 14)
     sys.stdout.write(f"\nsoak: REFIT_SOAK_SEED={SEED} by {transport}\n")
     started = time.monotonic()
     processes = hosts.started
@@ -349,7 +346,7 @@ def test_refits_drawn_from_a_seed_install_exactly_their_version_or_nothing(
         soak = Soak(stack, hosts)
         warm = open_files()
         number = int(ERA or 0)
-        while soak.tally.refits < REFITS // 2:
+        while soak.tally.refits < -(-REFITS // len(TRANSPORTS)):
             one_era(soak, number, transport)
             number += 1
             if number == WARM_ERAS:

@@ -1,4 +1,4 @@
-"""What both transports promise, with sources in processes of their own."""
+"""What all transports promise, with sources in processes of their own."""
 
 import contextlib
 import itertools
@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from refit_fixtures import needs_nixl, needs_shm, new_transport
 from transport_processes import SourceProcess, pattern, random_reads, reference_bytes
 
 from refit_mx.deadline import Deadline
@@ -18,19 +19,15 @@ from refit_mx.reads import ReadTable
 from refit_mx.scratch import ScratchPool
 from refit_mx.source_client import SourceClient
 from refit_mx.transports import nixl as nixl_module
+from refit_mx.transports import shm as shm_module
 from refit_mx.transports import tcp as tcp_module
 from refit_mx.transports.base import Fetch, Transport
-from refit_mx.transports.nixl import NixlTransport, nixl_available
-from refit_mx.transports.tcp import TcpTransport
 
 pytestmark = pytest.mark.slow
-needs_nixl = pytest.mark.skipif(
-    nixl_available() is not None, reason=f"needs the package nixl-cu12: {nixl_available()}"
-)
-
 # UCX over TCP alone is what two hosts have; with shm a receiver reads the source's memory itself.
 KINDS = [
     pytest.param("tcp"),
+    pytest.param("shm", marks=needs_shm),
     pytest.param("nixl-shm", marks=needs_nixl),
     pytest.param("nixl-tcp", marks=needs_nixl),
 ]
@@ -44,17 +41,18 @@ def soon(timeout_s: float = 60.0) -> Deadline:
 @pytest.fixture(params=KINDS)
 def kind(request, monkeypatch) -> str:
     # UCX reads it when an agent is made, in this process and in the sources.
-    if request.param != "tcp":
+    if request.param.startswith("nixl"):
         tls = "tcp,self" if request.param == "nixl-tcp" else "tcp,shm,self"
         monkeypatch.setenv("UCX_TLS", tls)
-        # Else only large fetches take both lanes; test_transport_nixl takes one.
-        monkeypatch.setattr(nixl_module, "LANE_BYTES", 0)
+    # Else only large fetches take several threads; test_transport_nixl takes one.
+    for module in (nixl_module, shm_module):
+        monkeypatch.setattr(module, "LANE_BYTES", 0)
     return request.param
 
 
 @pytest.fixture
 def transport(kind) -> Iterator[Transport]:
-    made: Transport = TcpTransport() if kind == "tcp" else NixlTransport(lanes=2)
+    made = new_transport(kind.partition("-")[0])
     yield made
     made.close()
 
@@ -62,12 +60,12 @@ def transport(kind) -> Iterator[Transport]:
 @pytest.fixture
 def small_batches(monkeypatch) -> None:
     """Many batches of few bytes, so that something can happen between two."""
-    for module in (tcp_module, nixl_module):
+    for module in (nixl_module, shm_module, tcp_module):
         monkeypatch.setattr(module, "BATCH_BYTES", MIB)
 
 
 def source(kind: str, nbytes: int = MIB, **options) -> SourceProcess:
-    return SourceProcess(nbytes, nixl=kind != "tcp", **options)
+    return SourceProcess(nbytes, nixl=kind.startswith("nixl"), shm=kind == "shm", **options)
 
 
 def rows(count: int, nbytes: int = MIB, first: int = 0) -> ReadTable:
@@ -241,11 +239,7 @@ def test_a_source_that_is_stopped_is_out_of_time_at_the_deadline_and_a_retry_suc
 
 
 def test_a_stopped_source_that_was_not_connected_to_is_lost_so_that_others_can_be_tried(kind):
-    transport: Transport = (
-        TcpTransport(connect_timeout_s=0.3)
-        if kind == "tcp"
-        else NixlTransport(connect_timeout_s=0.3)
-    )
+    transport = new_transport(kind.partition("-")[0], connect_timeout_s=0.3)
     with source(kind) as there, registered(transport, MIB) as scratch:
         there.stop()
         with pytest.raises(SourceLostError, match=r"did not answer for 0\.3 s") as lost:

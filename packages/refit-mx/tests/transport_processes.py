@@ -97,6 +97,7 @@ class SourceProcess:
     Args:
         nbytes: of its arena, whose bytes are `pattern` of ``seed``.
         nixl: whether it has a NIXL agent.
+        shm: whether it shares its memory.
         port: of its server; 0 takes a free one.
     """
 
@@ -106,10 +107,12 @@ class SourceProcess:
         *,
         seed: int = 1,
         nixl: bool = False,
+        shm: bool = False,
         port: int = 0,
     ) -> None:
         options = ["--bytes", str(nbytes), "--seed", str(seed), "--port", str(port)]
-        self._process = forked_processes.start("transport_processes", *options, *["--nixl"] * nixl)
+        options += [*["--nixl"] * nixl, *["--shm"] * shm]
+        self._process = forked_processes.start("transport_processes", *options)
         self._lines: queue.Queue[str] = queue.Queue()
         threading.Thread(target=self._read, daemon=True).start()
         try:
@@ -187,9 +190,10 @@ def main(*arguments: str) -> None:
     options.add_argument("--seed", type=int, required=True)
     options.add_argument("--port", type=int, required=True)
     options.add_argument("--nixl", action="store_true")
+    options.add_argument("--shm", action="store_true")
     given = options.parse_args(arguments)
     server = SourceServer(port=given.port, incarnation=secrets.token_hex(8))
-    arena = Arena(given.bytes)
+    arena = Arena(given.bytes, shared=given.shm)
     arena.memory[: given.bytes] = pattern(given.bytes, given.seed)
     server.serve_version("v1", arena.memory)
     nixl = None
@@ -199,7 +203,7 @@ def main(*arguments: str) -> None:
 
         source = NixlSource()
         nixl = source.register(arena.memory)
-    made = manifest(server, arena, nixl=nixl)
+    made = manifest(server, arena, nixl=nixl, shm=arena.shared)
     say("source " + base64.b64encode(made.encode()).decode())
     for line in sys.stdin:
         match line.split():

@@ -163,7 +163,10 @@ def test_a_value_that_does_not_fit_is_refused(demo, key, value):
         ({"data_plane.storage_capacity": 1023}, ["data_plane.storage_capacity: 1023", "1024"]),
         (
             {"data_plane.backend": "yuanrong", "refit.transport": "auto"},
-            ["refit.transport: found 'auto'; expected 'tcp' with data_plane.backend 'yuanrong'"],
+            [
+                "refit.transport: found 'auto'; expected 'shm' or 'tcp' with data_plane.backend "
+                "'yuanrong'"
+            ],
         ),
         (
             {

@@ -1,6 +1,6 @@
 """`Telemetry`: the providers of one process, from set-up to the last export.
 
-Whatever may wait runs in daemon threads that are joined with a deadline, because the SDK's own
+Whatever may wait runs in daemon threads that are waited for with a deadline, because the SDK's own
 flush and shutdown take as long as the network likes. That also keeps the SIGTERM handler safe: it
 runs between two instructions of the main thread and must not ask for a lock that this may hold.
 """
@@ -13,7 +13,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from types import FrameType, TracebackType
@@ -56,6 +56,7 @@ from observability._setup_export import (
 )
 from observability._setup_settings import Arguments, Otlp, Prometheus, settings, shown
 from observability._setup_spans import LeanSpanExporter, LeanTracerProvider
+from observability._setup_threads import ReadyThreads, all_over
 from observability._setup_troubles import Troubles, quieten
 from observability.lane import Lane
 
@@ -93,16 +94,18 @@ class Telemetry:
         self._ledgers: dict[Signal, Ledger] = {}
         self._pipelines: list[_Pipeline] = []
         self._flushing = threading.Lock()
-        self._flushes: list[threading.Thread] = []  # those of the last flush
+        self._flushes: list[threading.Event] = []  # those of the last flush
         self._lock = threading.Lock()
         self._ending = False
         self._ended = threading.Event()
-        self._last: list[threading.Thread] = []  # those of shutdown
+        self._last: list[threading.Event] = []  # those of shutdown
         self._lane: Lane | None = None
         self._server: Any = None
         self._address: tuple[str, int] | None = None
         self._previous: Callable[[int, FrameType | None], object] | int | None = None
         self._start(arguments)
+        # Besides the pipelines: the lane, the server, and the SIGTERM that asks for them.
+        self._threads = ReadyThreads(len(self._pipelines) + 3)
         atexit.register(self.shutdown)
         self._take_sigterm()
 
@@ -145,11 +148,11 @@ class Telemetry:
         if not self._flushing.acquire(timeout=timeout_s):
             return False
         try:
-            if not _joined(self._flushes, deadline):
+            if not all_over(self._flushes, deadline):
                 return False
             if not self._ending:
-                self._flushes = _started([pipeline.flush for pipeline in self._pipelines])
-            done = _joined(self._flushes, deadline)
+                self._flushes = self._threads.start(each.flush for each in self._pipelines)
+            done = all_over(self._flushes, deadline)
         finally:
             self._flushing.release()
         if self._ending:  # then it is shutdown that sends, or gives up, what is queued
@@ -179,6 +182,7 @@ class Telemetry:
             for ledger in self._ledgers.values():
                 ledger.close()
             self._ended.set()
+            self._threads.close()
             atexit.unregister(self.shutdown)
             self._give_back_sigterm()
         self.report()
@@ -386,10 +390,11 @@ class Telemetry:
     def _finish(self, deadline: float) -> None:
         for pipeline in self._pipelines:
             pipeline.sender.finish(deadline)
-        self._last = _started([self._end_lane, *(each.shutdown for each in self._pipelines)])
+        actions = [self._end_lane, *(each.shutdown for each in self._pipelines)]
         if self._server is not None:
-            self._last += _started([self._server.shutdown])
-        if not _joined(self._last, deadline):
+            actions.append(self._server.shutdown)
+        self._last = self._threads.start(actions)
+        if not all_over(self._last, deadline):
             self._troubles.tell("shutdown ran out of time")
         if self._server is not None:
             self._server.server_close()
@@ -417,9 +422,9 @@ class Telemetry:
         if os.getpid() == self._pid:
             deadline = time.monotonic() + self._timeout_s + 0.5
             if self._ending:  # by the very thread that is interrupted here, perhaps
-                _joined(self._last, deadline)
+                all_over(self._last, deadline)
             else:
-                _joined(_started([self.shutdown if dies else self.flush]), deadline)
+                all_over(self._threads.start([self.shutdown if dies else self.flush]), deadline)
         if callable(self._previous):
             self._previous(number, frame)
             return
@@ -428,32 +433,6 @@ class Telemetry:
 
 
 _NOTHING = Ledger(0)
-
-
-def _started(actions: Sequence[Callable[[], object]]) -> list[threading.Thread]:
-    threads = [
-        threading.Thread(target=_quiet(action), name="observability", daemon=True)
-        for action in actions
-    ]
-    for thread in threads:
-        thread.start()
-    return threads
-
-
-def _quiet(action: Callable[[], object]) -> Callable[[], None]:
-    """Without the stack trace of a thread: the reason has been told and the loss is counted."""
-
-    def run() -> None:
-        with suppress(Exception):
-            action()
-
-    return run
-
-
-def _joined(threads: Sequence[threading.Thread], deadline: float) -> bool:
-    for thread in threads:
-        thread.join(max(deadline - time.monotonic(), 0))
-    return not any(thread.is_alive() for thread in threads)
 
 
 def _resource(arguments: Arguments) -> Resource:

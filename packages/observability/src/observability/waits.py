@@ -10,6 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 
 import structlog
 from opentelemetry._logs import get_logger_provider
@@ -67,7 +68,8 @@ class Waits:
         with self._changed:
             if self._thread is None or not self._thread.is_alive():  # after a fork it is not
                 self._thread = threading.Thread(target=self._run, name="waits", daemon=True)
-                self._thread.start()
+                with suppress(RuntimeError):  # the interpreter is ending: nobody will look
+                    self._thread.start()
             wait = Wait(f"{self._thread.native_id or 0}-{next(self._numbers)}", due, tell)
             self._waiting.append(wait)
             if self._idle:  # else it wakes in time by itself: a switch of threads per wait is saved

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+import os
 import threading
+import weakref
 from collections.abc import Callable
 from types import TracebackType
 
@@ -17,6 +19,8 @@ import torch
 
 from refit_mx.deadline import Deadline
 from refit_mx.errors import RefitConfigError, RefitTimeoutError
+from refit_mx.manifest import SharedMemory
+from refit_mx.shared_memory import create
 
 PAGE_BYTES = 4096
 _LARGE_PAGE_BYTES = 2 << 20
@@ -30,20 +34,32 @@ class Arena:
     Args:
         nbytes: at least 0; rounded up to whole pages, at least one.
         device: ``cpu`` or a CUDA device.
+        shared: whether other processes of this machine may map it; only on ``cpu``.
 
     Attributes:
         memory: uint8, (bytes,), beginning at a page.
+        shared: how others map it; None if they may not.
 
     Raises:
         ValueError: a negative size.
     """
 
-    def __init__(self, nbytes: int, *, device: str = "cpu") -> None:
+    def __init__(self, nbytes: int, *, device: str = "cpu", shared: bool = False) -> None:
         if nbytes < 0:
             raise ValueError(f"Arena: {nbytes} bytes; expected 0 or more")
         size = max(1, -(-nbytes // PAGE_BYTES)) * PAGE_BYTES
-        large = torch.device(device).type == "cpu" and size >= _LARGE_PAGE_BYTES
-        self.memory = _in_large_pages(size) if large and _LARGE_PAGES else _plain(size, device)
+        self.shared: SharedMemory | None = None
+        if torch.device(device).type != "cpu":
+            self.memory = _plain(size, device)
+        elif shared:
+            fd, self.shared = create(size)
+            weakref.finalize(self, os.close, fd)
+            self.memory = _in_large_pages(mmap.mmap(fd, size))
+        elif size >= _LARGE_PAGE_BYTES and _LARGE_PAGES:
+            private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+            self.memory = _in_large_pages(mmap.mmap(-1, size, flags=private))
+        else:
+            self.memory = _plain(size, device)
 
     @property
     def nbytes(self) -> int:
@@ -62,16 +78,16 @@ def _plain(nbytes: int, device: str) -> torch.Tensor:
     return raw[skip : skip + nbytes]
 
 
-def _in_large_pages(nbytes: int) -> torch.Tensor:
+def _in_large_pages(memory: mmap.mmap) -> torch.Tensor:
     """Host memory in pages of 2 MiB, where the kernel has them.
 
     Who reads another process's memory, as UCX does between processes of one machine, pays for each
     page that it touches.
     """
-    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     # A kernel without them says no, and the memory is as good as any other.
     with contextlib.suppress(OSError):
-        memory.madvise(_LARGE_PAGES)
+        if _LARGE_PAGES:
+            memory.madvise(_LARGE_PAGES)
     # Unmapped with the last tensor that looks into it.
     return torch.from_numpy(np.frombuffer(memory, np.uint8))
 
@@ -133,6 +149,7 @@ class DoubleArena:
 
     Args:
         device: of the memory.
+        shared: whether other processes of this machine may map it; only on ``cpu``.
         on_new: told of an arena before it is first handed out, to register it for transfers.
         on_old: told of an arena that is given up for a larger one or by `close`, to undo that.
     """
@@ -141,10 +158,12 @@ class DoubleArena:
         self,
         *,
         device: str = "cpu",
+        shared: bool = False,
         on_new: Callable[[Arena], None] | None = None,
         on_old: Callable[[Arena], None] | None = None,
     ) -> None:
         self._device = device
+        self._shared = shared
         self._on_new = on_new
         self._on_old = on_old
         self._changed = threading.Condition()
@@ -246,7 +265,7 @@ class DoubleArena:
             self._on_old(arena)
         # Freed before the larger one is made, so that both never have to fit.
         del arena
-        larger = Arena(nbytes, device=self._device)
+        larger = Arena(nbytes, device=self._device, shared=self._shared)
         if self._on_new is not None:
             self._on_new(larger)
         with self._changed:

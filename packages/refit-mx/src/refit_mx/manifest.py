@@ -52,6 +52,20 @@ class NixlAgent(msgspec.Struct, frozen=True):
     device_id: int
 
 
+class SharedMemory(msgspec.Struct, frozen=True):
+    """How a process of the same machine maps the arena.
+
+    Attributes:
+        pid: of the source, in its own PID namespace.
+        fd: of the memory, in the source.
+        name: of the memory, as /proc shows it; random, so that no other memory is taken for it.
+    """
+
+    pid: int
+    fd: int
+    name: str
+
+
 class TensorTable(msgspec.Struct, frozen=True):
     """The global tensors, the same for all sources of a version as a rule.
 
@@ -101,6 +115,7 @@ class Manifest(msgspec.Struct, frozen=True):
         arena_address: address of the arena in the source's memory, for one-sided reads.
         arena_bytes: its size.
         nixl: None if the source has no NIXL.
+        shm: None if the arena is in memory that cannot be shared, or is not to be.
         table_digest: XXH3-128 of ``table``, so that equal tables are decoded once.
         table: a `TensorTable`, encoded.
         shards: of this source.
@@ -121,6 +136,7 @@ class Manifest(msgspec.Struct, frozen=True):
     table: bytes
     shards: ShardColumns
     digests: bytes
+    shm: SharedMemory | None = None
     format: Literal["refit-mx/1"] = FORMAT
 
     def encode(self) -> bytes:

@@ -42,6 +42,7 @@ from refit_mx.manifest_service import ManifestService
 from refit_mx.published_blocks import PublishedBlocks
 from refit_mx.settings import PublisherSettings
 from refit_mx.shard_sources import LocalShard, Publishable, local_shards
+from refit_mx.shared_memory import shared_memory_missing
 from refit_mx.source_server import SourceServer
 from refit_mx.spans import OnPhase, phase, tell_bytes
 from refit_mx.staging import (
@@ -53,6 +54,7 @@ from refit_mx.staging import (
     same_bytes,
     stage,
 )
+from refit_mx.transports.nixl_library import nixl_available
 
 if TYPE_CHECKING:
     from refit_mx.transports.nixl import NixlSource
@@ -89,8 +91,11 @@ class MxV2TrainingPublisher:
             of such parts are faster, and publishing is not slower. Replicas have to agree on them.
         registry: how the bytes were prepared; None says nothing, and then no receiver with a
             filter takes them.
-        transports: ``nixl`` and ``tcp``; None for TCP, and NIXL where it can be used. TCP is always
-            there: receivers ask it for digests.
+        transports: ``nixl``, ``shm`` and ``tcp``; None for TCP, and NIXL where it can be used, else
+            shared memory where that can be. TCP is always there: receivers ask it for digests.
+            Arenas that are shared lie in small pages where the kernel has no large ones for them
+            (``/sys/kernel/mm/transparent_hugepage/shmem_enabled``), and NIXL reads those a third
+            slower; so both are offered only where both are asked for.
         host: to listen on for receivers. Anything but loopback is open to everybody who can reach
             it.
         advertised_host: that receivers are told; None for ``host``.
@@ -103,8 +108,8 @@ class MxV2TrainingPublisher:
             raises ends the publish.
 
     Raises:
-        RefitConfigError: an unknown transport, NIXL is asked for and missing, or an address that
-            cannot be listened on.
+        RefitConfigError: an unknown transport, one is asked for and cannot be used, or an address
+            that cannot be listened on.
         ControlUnavailableError: the control plane cannot be reached.
     """
 
@@ -149,12 +154,16 @@ class MxV2TrainingPublisher:
                 self._settings.copy_threads, thread_name_prefix="refit-staging"
             )
             stack.callback(self._threads.shutdown)
-            self._nixl = _nixl_source() if _wants_nixl(transports) else None
+            wanted = _usable(transports, torch.device(device))
+            self._nixl = _nixl_source() if "nixl" in wanted else None
             if self._nixl is not None:
                 stack.callback(self._nixl.close)
             self._agents: dict[int, NixlAgent] = {}
             self._arenas = DoubleArena(
-                device=str(device), on_new=self._register, on_old=self._unregister
+                device=str(device),
+                shared="shm" in wanted,
+                on_new=self._register,
+                on_old=self._unregister,
             )
             stack.callback(self._arenas.close)
             self._server = SourceServer(
@@ -379,6 +388,7 @@ class MxV2TrainingPublisher:
             arena_address=arena.address,
             arena_bytes=arena.nbytes,
             nixl=self._agents.get(arena.address),
+            shm=arena.shared,
             table_digest=table_digest,
             table=table_bytes,
             shards=shards,
@@ -430,18 +440,32 @@ def _nixl_source() -> NixlSource:
     return NixlSource()
 
 
-def _wants_nixl(transports: Sequence[str] | None) -> bool:
-    unknown = set(transports or ()) - {"nixl", "tcp"}
-    if unknown:
-        raise RefitConfigError(f"transports {', '.join(sorted(unknown))}; expected nixl and tcp")
-    if transports is not None and "nixl" not in transports:
-        return False
-    # Here, since a machine without NIXL needs nothing of it.
-    from refit_mx.transports.nixl import nixl_available
+def _usable(transports: Sequence[str] | None, device: torch.device) -> set[str]:
+    """Of those that are asked for, or of all, what this process can offer.
 
-    if transports is None:
-        return nixl_available() is None
-    why = nixl_available()
-    if why is not None:
-        raise RefitConfigError(f"transport 'nixl': {why}")
-    return True
+    Raises:
+        RefitConfigError: an unknown one, or one that is asked for cannot be used.
+    """
+    wanted = {"nixl", "shm", "tcp"} if transports is None else set(transports)
+    unknown = wanted - {"nixl", "shm", "tcp"}
+    if unknown:
+        raise RefitConfigError(
+            f"transports {', '.join(sorted(unknown))}; expected nixl, shm and tcp"
+        )
+    missing = {
+        name: why
+        for name, find in (("nixl", nixl_available), ("shm", lambda: _sharing_missing(device)))
+        if name in wanted and (why := find()) is not None
+    }
+    if transports is not None:
+        for name, why in missing.items():
+            raise RefitConfigError(f"transport {name!r}: {why}")
+        return wanted
+    usable = wanted - missing.keys()
+    return usable - {"shm"} if "nixl" in usable else usable
+
+
+def _sharing_missing(device: torch.device) -> str | None:
+    if device.type != "cpu":
+        return f"the arenas are on {device}; only memory of the CPU is shared"
+    return shared_memory_missing()

@@ -59,8 +59,9 @@ class MxV2RefitReceiver:
         model_name: of the control plane.
         control: a client, or the address of the control plane; then `close` closes the client too.
         targets: what this rank needs, names unique.
-        transport: ``nixl``, ``tcp``, ``auto`` for NIXL where it can be used and TCP elsewhere, or
-            one that the caller made and closes.
+        transport: ``nixl``, ``shm``, ``tcp``, or ``auto``: shared memory where all sources share
+            theirs with this process, else NIXL where all have it, else TCP. Or one that the caller
+            made and closes.
         rank: among the receivers of the model. Different ones start with different replicas.
         device: of the scratch memory, such as ``cpu`` or ``cuda:0``.
         settings: time limits and bounds.
@@ -68,7 +69,7 @@ class MxV2RefitReceiver:
             verify, compile, install. What it raises ends the refit.
 
     Raises:
-        RefitConfigError: a name twice, an unknown transport, or NIXL is asked for and missing.
+        RefitConfigError: a name twice, an unknown transport, or one that cannot be used.
         ControlUnavailableError: the control plane cannot be reached.
     """
 

@@ -34,11 +34,13 @@ from refit_mx.reads import ReadTable
 from refit_mx.received import RefitStats
 from refit_mx.scratch import Scratch, ScratchPool
 from refit_mx.settings import ReceiverSettings
+from refit_mx.shared_memory import shared_memory_missing
 from refit_mx.side_by_side import Beside, each
 from refit_mx.source_client import SourceClient
 from refit_mx.spans import OnPhase, phase, tell_bytes
 from refit_mx.transports.base import Fetch, Transport
-from refit_mx.transports.nixl_library import has_rdma
+from refit_mx.transports.nixl_library import has_rdma, nixl_available
+from refit_mx.transports.shm import ShmTransport
 from refit_mx.transports.tcp import TcpTransport
 from refit_mx.verify import RowChecks, Verifier, row_checks
 
@@ -78,14 +80,14 @@ class Receiving:
         model_name: whose versions.
         control: the control plane.
         most_scratch_bytes: of all scratch memory of one transport.
-        transport: ``nixl``, ``tcp``, ``auto`` or one that the caller closes.
+        transport: ``nixl``, ``shm``, ``tcp``, ``auto`` or one that the caller closes.
         rank: the seed of plans.
         device: of the scratch memory.
         settings: time limits and bounds.
         on_phase: called as each phase begins.
 
     Raises:
-        RefitConfigError: an unknown transport, or NIXL is asked for and missing.
+        RefitConfigError: an unknown transport, or one that cannot be used here.
     """
 
     def __init__(
@@ -117,11 +119,11 @@ class Receiving:
         self._wanted = transport if isinstance(transport, str) else transport.name
         if self._given is not None:
             self._transports[self._wanted] = self._given
-        elif self._wanted not in ("nixl", "tcp", "auto"):
-            raise RefitConfigError(f"transport {self._wanted!r}; expected nixl, tcp or auto")
-        why = _nixl_missing() if self._wanted == "nixl" and self._given is None else None
+        elif self._wanted not in ("nixl", "shm", "tcp", "auto"):
+            raise RefitConfigError(f"transport {self._wanted!r}; expected nixl, shm, tcp or auto")
+        why = self._unusable(self._wanted) if self._given is None else None
         if why is not None:
-            raise RefitConfigError(f"transport 'nixl': {why}")
+            raise RefitConfigError(f"transport {self._wanted!r}: {why}")
 
     def attempt(
         self,
@@ -234,26 +236,49 @@ class Receiving:
         name = self._wanted
         without = [manifest.worker_id for manifest in used if manifest.nixl is None]
         if name == "auto":
-            name = "tcp" if without or _nixl_missing() is not None else "nixl"
+            if self._shares(used):
+                name = "shm"
+            else:
+                name = "tcp" if without or self._unusable("nixl") is not None else "nixl"
         if name == "nixl" and without:
             raise RefitConfigError(
                 f"transport 'nixl': {len(without)} of {len(used)} sources have no NIXL, "
                 f"such as {without[0]}; use 'auto' or 'tcp'"
             )
-        if name not in self._transports:
-            self._transports[name] = self._made(name)
-        transport = self._transports[name]
+        transport = self._transport(name)
         if name not in self._pools:
             self._pools[name] = ScratchPool(
                 transport, most_bytes=self._most_scratch_bytes, device=str(self._device)
             )
         return transport, self._pools[name]
 
+    def _shares(self, used: Sequence[Manifest]) -> bool:
+        """Whether all of the sources' memory can be mapped here."""
+        if self._unusable("shm") is not None or any(manifest.shm is None for manifest in used):
+            return False
+        transport = self._transport("shm")
+        return isinstance(transport, ShmTransport) and all(map(transport.reaches, used))
+
+    def _unusable(self, name: str) -> str | None:
+        """Why this receiver cannot use a transport, whatever the sources; None if it can."""
+        if name == "shm":
+            if self._device.type != "cpu":
+                return f"the scratch memory is on {self._device}; expected it on the CPU"
+            return shared_memory_missing()
+        return nixl_available() if name == "nixl" else None
+
+    def _transport(self, name: str) -> Transport:
+        if name not in self._transports:
+            self._transports[name] = self._made(name)
+        return self._transports[name]
+
     def _made(self, name: str) -> Transport:
         if name == "nixl":
             from refit_mx.transports.nixl import NixlTransport
 
             return NixlTransport()
+        if name == "shm":
+            return ShmTransport(connect_timeout_s=self._settings.connect_timeout_s)
         return TcpTransport(
             connect_timeout_s=self._settings.connect_timeout_s,
             connections_per_source=self._settings.connections_per_source,
@@ -284,7 +309,7 @@ class Receiving:
         beside = plan.nbytes >= self._settings.verify_beside_bytes
         checking = Beside(self._verifying)
         # Where a processor of ours has copied the bytes, they are still in its cache.
-        copied = scratch.memory.device.type == "cpu" and not has_rdma()
+        copied = scratch.memory.device.type == "cpu" and (transport.name == "shm" or not has_rdma())
 
         def on_done(fetch: int, first: int, stop: int) -> None:
             if not beside:
@@ -368,13 +393,6 @@ class Receiving:
             lease.check()
             span.set_attribute("refit.bytes", plan.nbytes)
         stats.seconds["verify"] += time.monotonic() - started
-
-
-def _nixl_missing() -> str | None:
-    """Why NIXL cannot be used here; None if it can."""
-    from refit_mx.transports.nixl import nixl_available
-
-    return nixl_available()
 
 
 def _is_answering(source: Manifest, deadline: Deadline) -> bool:

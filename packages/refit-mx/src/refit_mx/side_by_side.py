@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor
 from functools import partial
 from typing import TypeVar
@@ -95,6 +95,43 @@ class Beside:
             with self._changed:
                 self._under_way -= 1
                 self._changed.notify_all()
+
+
+def together(
+    threads: Executor | None, calls: Sequence[Callable[[Callable[[], bool]], object]]
+) -> None:
+    """Let several calls share some work: the first in this thread, the others in those of a pool.
+
+    No call goes on when this has returned or raised. A call that has not begun by the time that the
+    first one is over never does.
+
+    Args:
+        threads: of the pool; None if there is one call.
+        calls: at least one. Each is given what says whether it is to return at once, since another
+            has failed.
+
+    Raises:
+        BaseException: what the first call that failed has raised.
+    """
+    first, *others = calls
+    if threads is None or not others:
+        first(lambda: False)
+        return
+    beside = Beside(threads)
+
+    def stopped() -> bool:
+        return beside.stopped
+
+    try:
+        for call in others:
+            beside.start(partial(call, stopped))
+        first(stopped)
+    except BaseException:
+        beside.stop()
+        raise
+    finally:
+        beside.end()
+    beside.check()
 
 
 def each(

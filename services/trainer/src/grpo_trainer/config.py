@@ -107,10 +107,10 @@ def _data_plane_problems(config: TrainerConfig) -> list[str]:
         problems.append(
             "data_plane.impl: 'in_memory' is seen by one process; the trainer's are several"
         )
-    if plane.get("backend") == "yuanrong" and config.refit.transport != "tcp":
+    if plane.get("backend") == "yuanrong" and config.refit.transport not in ("shm", "tcp"):
         problems.append(
-            f"refit.transport: found {config.refit.transport!r}; expected 'tcp' with "
-            "data_plane.backend 'yuanrong', whose libraries and NIXL's cannot share a process"
+            f"refit.transport: found {config.refit.transport!r}; expected 'shm' or 'tcp' "
+            "with data_plane.backend 'yuanrong', whose libraries and NIXL's cannot share a process"
         )
     # With dynamic sampling a batch can come in while all but one sample of a step are kept.
     sampling = config.grpo.dynamic_sampling

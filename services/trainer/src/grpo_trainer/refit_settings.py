@@ -44,7 +44,7 @@ class RefitSettings(Section):
     control: str
     control_access: ControlAccessSection
     model_name: str
-    transport: Literal["auto", "nixl", "tcp"]
+    transport: Literal["auto", "nixl", "shm", "tcp"]
     host: str
     advertised_host: str | None
     tensor_parallel: PositiveInt
@@ -61,7 +61,7 @@ class RefitSettings(Section):
     @property
     def transports(self) -> tuple[str, ...] | None:
         """What a publisher offers; None for all that it can."""
-        return {"auto": None, "nixl": ("nixl", "tcp"), "tcp": ("tcp",)}[self.transport]
+        return None if self.transport == "auto" else (self.transport, "tcp")
 
 
 def connect(address: str, access: ControlAccessSection) -> ControlClient:

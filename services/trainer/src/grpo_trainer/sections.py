@@ -294,7 +294,8 @@ class RefitSection(Section):
             address of each one's machine.
         advertised_host: that they tell each other; null for ``host``, or for the address of each
             one's machine where that is all interfaces; "node" for that address always.
-        transport: how the bytes move; "auto" takes NIXL where it is installed, else TCP.
+        transport: how the bytes move; "shm" is memory that both processes map, on one machine.
+            "auto" takes NIXL where it is installed, else "shm" where that can be, else TCP.
         generation_tensor_parallel: shards that the generation worker assembles its weights from.
         timeout_s: deadline of a publish and of a refit, in seconds. A refit server that is away is
             waited for as long.
@@ -304,7 +305,7 @@ class RefitSection(Section):
     control_access: ControlAccessSection
     host: Annotated[str, Field(min_length=1)]
     advertised_host: Annotated[str, Field(min_length=1)] | None
-    transport: Literal["auto", "nixl", "tcp"]
+    transport: Literal["auto", "nixl", "shm", "tcp"]
     generation_tensor_parallel: PositiveInt
     timeout_s: PositiveFloat
 

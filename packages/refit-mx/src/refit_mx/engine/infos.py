@@ -19,7 +19,7 @@ class MxInitInfo:
             `refit_mx.control.access.ControlAccess.from_environment`.
         model_name: in the control plane; None for the one that the engine serves.
         rank_offset: of this server's first worker among all receivers of the model.
-        transport: ``auto``, ``nixl`` or ``tcp``.
+        transport: ``auto``, ``nixl``, ``shm`` or ``tcp``.
         compile_target: what the model's weights are: a compile pass of this name runs.
         compile_options: of that pass.
         source_target: the compile target to receive; None for those that the pass accepts. The same

@@ -50,7 +50,7 @@ class Transport(Protocol):
     """Reads from sources. One thread at a time may use an instance."""
 
     name: str
-    """``nixl`` or ``tcp``; as configurations name it."""
+    """``nixl``, ``shm`` or ``tcp``; as configurations name it."""
 
     def register(self, scratch: torch.Tensor) -> None:
         """Make a buffer ready to be read into; it is one contiguous uint8 tensor of one axis.

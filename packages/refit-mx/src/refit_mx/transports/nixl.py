@@ -17,13 +17,14 @@ import torch
 from refit_mx.deadline import Deadline
 from refit_mx.errors import RefitConfigError, SourceLostError
 from refit_mx.manifest import Manifest
-from refit_mx.side_by_side import Beside
+from refit_mx.side_by_side import together
 from refit_mx.source_client import SourceClient
 from refit_mx.transports.base import Fetch, FetchStats
-from refit_mx.transports.nixl_lane import DRAIN_S, Lane, OnDone, Work, agent_of
+from refit_mx.transports.nixl_lane import DRAIN_S, Lane, agent_of
 from refit_mx.transports.nixl_library import has_rdma, nixl_available, prepare_environment
 from refit_mx.transports.nixl_source import NixlSource
 from refit_mx.transports.tcp import check_fetches
+from refit_mx.transports.work import OnDone, Work
 
 __all__ = ["NixlSource", "NixlTransport", "nixl_available", "prepare_environment"]
 
@@ -133,6 +134,7 @@ class NixlTransport:
                 index,
                 fetch,
                 batch_bytes=BATCH_BYTES if copies else RDMA_BATCH_BYTES,
+                batch_reads=BATCH_RUNS,
                 batch_runs=BATCH_RUNS,
             )
             for index, fetch in enumerate(fetches)
@@ -188,24 +190,11 @@ class NixlTransport:
         def carry_out(lane: Lane, stopped: Callable[[], bool]) -> None:
             lane.carry_out(works, scratch, deadline=deadline, on_done=on_done, stopped=stopped)
 
-        if len(lanes) == 1:
-            carry_out(lanes[0], lambda: False)
-            return
-        if self._threads is None:
+        if len(lanes) > 1 and self._threads is None:
             self._threads = ThreadPoolExecutor(
                 self._most_lanes - 1, thread_name_prefix="refit-nixl"
             )
-        beside = Beside(self._threads)
-        try:
-            for lane in lanes[1:]:
-                beside.start(partial(carry_out, lane, lambda: beside.stopped))
-            carry_out(lanes[0], lambda: beside.stopped)
-        except BaseException:
-            beside.stop()
-            raise
-        finally:
-            beside.end()
-        beside.check()
+        together(self._threads, [partial(carry_out, lane) for lane in lanes])
 
     def _abandon(self, lanes: Sequence[Lane], deadline: Deadline) -> None:
         for lane in lanes:

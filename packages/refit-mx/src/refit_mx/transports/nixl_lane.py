@@ -8,7 +8,6 @@ says that the read is done or that the peer is disconnected.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -20,53 +19,17 @@ from refit_mx.deadline import Deadline
 from refit_mx.errors import ProtocolError, RefitConfigError, RefitError, SourceLostError
 from refit_mx.manifest import Manifest, NixlAgent
 from refit_mx.source_client import is_gone
-from refit_mx.transports.base import Fetch
-from refit_mx.transports.batches import Batch, RowsDone, batches, split_reads
+from refit_mx.transports.batches import Batch
 from refit_mx.transports.descriptors import descriptors, runs
 from refit_mx.transports.nixl_library import is_disconnect, is_unreachable, new_agent
 from refit_mx.transports.nixl_source import register_memory
+from refit_mx.transports.work import OnDone, Work
 
 IN_FLIGHT = 2
 """Transfers of a source at a time and lane, so that it never waits for this side."""
 DRAIN_S = 0.5
 """For the reads of the other sources to end after one has failed."""
 GONE_PROBE_S = 0.2
-
-OnDone = Callable[[int, int, int], None]
-
-
-class Work:
-    """What is left to read from one source. Lanes take from it side by side.
-
-    Args:
-        index: of the fetch.
-        fetch: what to read.
-        batch_bytes: of one transfer.
-        batch_runs: of one transfer.
-    """
-
-    def __init__(self, index: int, fetch: Fetch, *, batch_bytes: int, batch_runs: int) -> None:
-        self.index = index
-        self.source = fetch.source
-        self.reads, origins = split_reads(fetch.reads, batch_bytes, batch_runs)
-        parts = list(
-            batches(self.reads, most_bytes=batch_bytes, most_reads=batch_runs, most_runs=batch_runs)
-        )
-        self._rows = RowsDone(origins, parts)
-        self._lock = threading.Lock()
-        self._left = deque(parts)
-
-    def take(self) -> Batch | None:
-        """The next transfer, None if there is none."""
-        try:
-            return self._left.popleft()
-        except IndexError:
-            return None
-
-    def done(self, batch: Batch) -> tuple[int, int]:
-        """See `RowsDone.done`."""
-        with self._lock:
-            return self._rows.done(batch)
 
 
 class _Remote:
@@ -211,9 +174,7 @@ class Lane:
                 while flight.reads and self._is_done(flight.reads[0][0]):
                     _, batch = flight.reads.popleft()
                     progressed = True
-                    first, last = work.done(batch)
-                    if on_done is not None and last > first:
-                        on_done(work.index, first, last)
+                    work.done(batch, on_done)
             active = [flight for flight in active if flight.reads or flight.more]
             if progressed:
                 idle = 0

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from time import monotonic
 
 import torch
@@ -13,11 +12,11 @@ import torch
 from refit_mx.byte_spans import ByteSpans, check_reads
 from refit_mx.deadline import Deadline
 from refit_mx.errors import RefitConfigError, SourceLostError
-from refit_mx.reads import ReadTable
 from refit_mx.source_client import SourceClient
 from refit_mx.source_protocol import MOST_READS
 from refit_mx.transports.base import Fetch, FetchStats
-from refit_mx.transports.batches import Batch, RowsDone, batches, split_reads
+from refit_mx.transports.batches import Batch
+from refit_mx.transports.work import OnDone, Work
 
 BATCH_BYTES = 16 << 20
 """Of one request."""
@@ -25,20 +24,7 @@ BATCH_BYTES = 16 << 20
 _Key = tuple[str, str]
 
 
-class _Work:
-    """What is left to read from one source, shared by its connections."""
-
-    def __init__(self, index: int, fetch: Fetch) -> None:
-        self.index = index
-        self.version_id = fetch.source.version_id
-        self.reads, origins = split_reads(fetch.reads, BATCH_BYTES)
-        parts = list(batches(self.reads, most_bytes=BATCH_BYTES, most_reads=MOST_READS))
-        self.rows = RowsDone(origins, parts)
-        self.count = len(parts)
-        self.left = deque(parts)
-
-
-_Event = tuple[_Work, Batch] | BaseException
+_Event = tuple[Work, Batch] | BaseException
 
 
 class TcpTransport:
@@ -81,12 +67,15 @@ class TcpTransport:
         scratch: torch.Tensor,
         *,
         deadline: Deadline,
-        on_done: Callable[[int, int, int], None] | None = None,
+        on_done: OnDone | None = None,
     ) -> FetchStats:
         """See `Transport.fetch`."""
         check_fetches(fetches, scratch, self._registered)
         started = monotonic()
-        works = [_Work(index, fetch) for index, fetch in enumerate(fetches)]
+        works = [
+            Work(index, fetch, batch_bytes=BATCH_BYTES, batch_reads=MOST_READS)
+            for index, fetch in enumerate(fetches)
+        ]
         events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
         clients: list[SourceClient] = []
         threads: list[threading.Thread] = []
@@ -146,7 +135,7 @@ class TcpTransport:
         events: queue.SimpleQueue[_Event],
         count: int,
         deadline: Deadline,
-        on_done: Callable[[int, int, int], None] | None,
+        on_done: OnDone | None,
     ) -> None:
         for _ in range(count):
             try:
@@ -157,9 +146,7 @@ class TcpTransport:
             if isinstance(event, BaseException):
                 raise _with_others(event, events)
             work, batch = event
-            first, last = work.rows.done(batch)
-            if on_done is not None and last > first:
-                on_done(work.index, first, last)
+            work.done(batch, on_done)
 
 
 def check_fetches(fetches: Sequence[Fetch], scratch: torch.Tensor, registered: set[int]) -> None:
@@ -179,7 +166,7 @@ def check_fetches(fetches: Sequence[Fetch], scratch: torch.Tensor, registered: s
 
 
 def _run(
-    work: _Work,
+    work: Work,
     client: SourceClient,
     spans: ByteSpans,
     deadline: Deadline,
@@ -187,12 +174,12 @@ def _run(
 ) -> None:
     try:
         while True:
-            try:
-                batch = work.left.popleft()
-            except IndexError:
+            batch = work.take()
+            if batch is None:
                 return
-            reads: ReadTable = batch.of(work.reads)
-            client.read(reads, spans, version_id=work.version_id, deadline=deadline)
+            client.read(
+                batch.of(work.reads), spans, version_id=work.source.version_id, deadline=deadline
+            )
             events.put((work, batch))
     except BaseException as error:  # noqa: BLE001 - the caller's thread raises it
         events.put(error)

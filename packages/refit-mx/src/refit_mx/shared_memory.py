@@ -1,0 +1,87 @@
+"""Memory that another process of the same machine can map, without a name in any file system.
+
+It lives as long as a process has it open or mapped, so nothing is left behind by processes that are
+killed. The kernel lets those map it who may look into its owner's /proc: processes of the same user
+that see its PID. They can read it and not write to it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import secrets
+import stat
+import sys
+from pathlib import Path
+
+from refit_mx.errors import ProtocolError
+from refit_mx.manifest import SharedMemory
+
+_SHOWN = "/memfd:{} (deleted)"
+"""What /proc says that such a memory's descriptor is."""
+
+
+def shared_memory_missing() -> str | None:
+    """None if processes here can share memory, else why not."""
+    if not sys.platform.startswith("linux"):
+        return f"memory without a name is Linux's; this is {sys.platform}"
+    if not Path("/proc/self/fd").is_dir():
+        return "/proc is not mounted"
+    return None
+
+
+def create(nbytes: int) -> tuple[int, SharedMemory]:
+    """New memory of ``nbytes`` zeros.
+
+    Returns:
+        Its file descriptor, which has to stay open for as long as others are to map it, and what
+        they have to know.
+    """
+    name = f"refit-mx-{secrets.token_hex(16)}"
+    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(fd, nbytes)
+        # Touching a mapping beyond the end of its file kills the process.
+        fcntl.fcntl(
+            fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+        )
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd, SharedMemory(os.getpid(), fd, name)
+
+
+def attach(shared: SharedMemory, nbytes: int) -> mmap.mmap:
+    """Another process's memory, to be read.
+
+    Args:
+        shared: of the other process.
+        nbytes: that it has to have at least.
+
+    Raises:
+        OSError: there is no such memory here, or this process may not map it.
+        ProtocolError: it is smaller, or its owner could make it smaller.
+    """
+    path = f"/proc/{shared.pid}/fd/{shared.fd}"
+    # Before it is opened: opening may do something where it is a device or a pipe.
+    _check(path, shared)
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        _check(f"/proc/self/fd/{fd}", shared)
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode) or status.st_size < nbytes:
+            raise ProtocolError(
+                f"memory {shared.name!r}: {status.st_size} bytes; expected {nbytes} or more"
+            )
+        if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+            raise ProtocolError(f"memory {shared.name!r} may shrink; expected it to be sealed")
+        return mmap.mmap(fd, status.st_size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
+    finally:
+        os.close(fd)
+
+
+def _check(path: str, shared: SharedMemory) -> None:
+    found = os.readlink(path)
+    if found != _SHOWN.format(shared.name):
+        raise FileNotFoundError(f"{path} is {found!r}; expected the memory {shared.name!r}")

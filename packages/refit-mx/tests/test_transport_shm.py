@@ -1,0 +1,208 @@
+"""What is special about memory that two processes of a machine map."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from refit_fixtures import World, a_world, needs_nixl, needs_shm, zeros
+from refit_processes import SHAPES, same, targets_of, weights
+from transport_processes import SourceProcess, pattern
+
+from refit_mx import publisher as publisher_module
+from refit_mx.arena import Arena
+from refit_mx.deadline import Deadline
+from refit_mx.errors import ProtocolError, RefitConfigError, SourceLostError
+from refit_mx.manifest import Manifest, SharedMemory
+from refit_mx.reads import ReadTable
+from refit_mx.shared_memory import attach, create
+from refit_mx.transports import shm as shm_module
+from refit_mx.transports.base import Fetch
+from refit_mx.transports.shm import UNUSED_FETCHES, ShmTransport
+
+pytestmark = [pytest.mark.slow, needs_shm]
+NBYTES = 1 << 20
+WHOLE = ReadTable(np.array([[0, 0, NBYTES, 1, 0, 0, 1, 0, 0]], np.int64))
+
+
+def fetch(transport: ShmTransport, source: Manifest) -> torch.Tensor:
+    """All of a source's bytes."""
+    scratch = torch.zeros(NBYTES, dtype=torch.uint8)
+    transport.register(scratch)
+    transport.fetch([Fetch(source, WHOLE)], scratch, deadline=Deadline(30, "test"))
+    transport.unregister(scratch)
+    return scratch
+
+
+def mapped(source: Manifest) -> bool:
+    """Whether this process maps a source's memory."""
+    assert source.shm is not None
+    return source.shm.name in Path("/proc/self/maps").read_text()
+
+
+@pytest.fixture
+def world():
+    with a_world() as made:
+        yield made
+
+
+# The memory
+
+
+def test_memory_is_the_same_in_both_processes_and_cannot_be_written_by_the_other():
+    arena = Arena(NBYTES, shared=True)
+    there = np.frombuffer(attach(arena.shared, NBYTES), np.uint8)
+    arena.memory[7] = 9
+    assert there[7] == 9
+    assert not there.flags.writeable
+    assert arena.address % 4096 == 0
+
+
+def test_its_descriptor_is_closed_with_the_arena():
+    arena = Arena(NBYTES, shared=True)
+    shared = arena.shared
+    del arena
+    with pytest.raises(FileNotFoundError):
+        attach(shared, NBYTES)
+
+
+@pytest.mark.parametrize("kind", ["another memory", "no descriptor", "no process", "a file"])
+def test_what_is_not_the_memory_that_was_named_is_not_mapped(kind, tmp_path):
+    fd, shared = create(NBYTES)
+    other, _ = create(NBYTES)
+    file = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
+    os.ftruncate(file, NBYTES)
+    wrong = {
+        "another memory": msgspec.structs.replace(shared, fd=other),
+        "no descriptor": msgspec.structs.replace(shared, fd=1 << 20),
+        "no process": msgspec.structs.replace(shared, pid=1 << 30),
+        "a file": msgspec.structs.replace(shared, fd=file, name=str(tmp_path / "file")),
+    }[kind]
+    with pytest.raises(FileNotFoundError):
+        attach(wrong, NBYTES)
+    for each in (fd, other, file):
+        os.close(each)
+
+
+def test_a_pipe_that_a_manifest_names_is_not_opened(tmp_path):
+    """Opening it would wait for somebody to write, or wake who waits for a reader."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    fd = os.open(pipe, os.O_RDWR)
+    assert stat.S_ISFIFO(os.fstat(fd).st_mode)
+    with pytest.raises(FileNotFoundError, match="expected the memory"):
+        attach(SharedMemory(os.getpid(), fd, "refit-mx-x"), NBYTES)
+    os.close(fd)
+
+
+def test_memory_that_is_too_small_is_refused():
+    fd, shared = create(4096)
+    with pytest.raises(ProtocolError, match="4096 bytes; expected 8192 or more"):
+        attach(shared, 8192)
+    os.close(fd)
+
+
+def test_memory_that_could_shrink_is_refused_since_reading_it_could_end_the_process():
+    name = "refit-mx-unsealed"
+    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, 4096)
+    with pytest.raises(ProtocolError, match="may shrink"):
+        attach(SharedMemory(os.getpid(), fd, name), 4096)
+    os.close(fd)
+
+
+# What is offered and taken
+
+
+@pytest.mark.parametrize(
+    ("asked", "nixl", "shared"),
+    [
+        (("tcp",), None, False),
+        (("shm", "tcp"), None, True),
+        (None, "not installed", True),
+        pytest.param(None, None, False, marks=needs_nixl),
+    ],
+)
+def test_memory_is_shared_where_that_is_asked_for_or_nixl_is_missing(
+    world: World, monkeypatch, asked, nixl, shared
+):
+    if nixl is not None:
+        monkeypatch.setattr(publisher_module, "nixl_available", lambda: nixl)
+    publisher = world.publisher(transports=asked)
+    world.version("v1")
+    assert (publisher.publish("v1", weights(1, SHAPES)).shm is not None) == shared
+
+
+def test_memory_of_a_device_is_not_shared(world: World):
+    with pytest.raises(RefitConfigError, match="transport 'shm': the arenas are on meta"):
+        world.publisher(transports=["shm"], device="meta")
+    with pytest.raises(RefitConfigError, match="transport 'shm': the scratch memory is on meta"):
+        world.receiver(transport="shm", device="meta")
+
+
+@pytest.mark.parametrize("reaches", [True, False])
+def test_an_auto_receiver_maps_what_it_can_and_asks_over_tcp_else(
+    world: World, monkeypatch, reaches
+):
+    """As in a container, or on another machine, where the PID is nobody's or another's."""
+    publisher = world.publisher(transports=["shm", "tcp"])
+    world.version("v1")
+    publisher.publish("v1", weights(1, SHAPES))
+    if not reaches:
+        monkeypatch.setattr(shm_module, "attach", lambda *_: (_ for _ in ()).throw(OSError("no")))
+    receiver = world.receiver(targets_of(SHAPES), transport="auto")
+    live = zeros(SHAPES)
+    assert receiver.refit("v1", live).transport == ("shm" if reaches else "tcp")
+    assert same(live, weights(1, SHAPES))
+
+
+def test_a_source_that_shares_nothing_is_refused_and_so_is_one_that_cannot_be_mapped():
+    transport = ShmTransport()
+    with (
+        SourceProcess(NBYTES) as there,
+        pytest.raises(RefitConfigError, match="does not share its memory"),
+    ):
+        fetch(transport, there.manifest)
+    with SourceProcess(NBYTES, shm=True) as there:
+        named = msgspec.structs.replace(there.manifest.shm, name="refit-mx-another")
+        elsewhere = msgspec.structs.replace(there.manifest, shm=named)
+        assert not transport.reaches(elsewhere)
+        with pytest.raises(RefitConfigError, match="cannot be mapped here"):
+            fetch(transport, elsewhere)
+        assert torch.equal(fetch(transport, there.manifest), pattern(NBYTES, 1))
+    transport.close()
+
+
+# Letting go of memory
+
+
+def test_the_memory_of_a_lost_source_is_let_go_of():
+    transport = ShmTransport()
+    with SourceProcess(NBYTES, shm=True) as there:
+        fetch(transport, there.manifest)
+        assert mapped(there.manifest)
+        there.kill()
+        with pytest.raises(SourceLostError):
+            fetch(transport, there.manifest)
+    assert not mapped(there.manifest)
+    transport.close()
+
+
+def test_memory_that_is_not_read_from_any_more_is_let_go_of():
+    """An arena that was given up for a larger one would stay for as long as it is mapped."""
+    transport = ShmTransport()
+    with SourceProcess(NBYTES, shm=True) as old, SourceProcess(NBYTES, shm=True) as new:
+        fetch(transport, old.manifest)
+        for _ in range(UNUSED_FETCHES):
+            fetch(transport, new.manifest)
+        assert mapped(old.manifest)
+        fetch(transport, new.manifest)
+        assert not mapped(old.manifest)
+        assert mapped(new.manifest)
+    transport.close()
+    assert not mapped(new.manifest)
