@@ -8,6 +8,7 @@ from __future__ import annotations
 import shutil
 import sys
 import tempfile
+from pathlib import Path
 
 import pytest
 import ray
@@ -22,6 +23,7 @@ from grpo_trainer.refit_source import start_source
 from grpo_trainer.refit_target import start_target
 from grpo_trainer.sections import RefitSection
 from grpo_trainer.weight_sync import RefitWeightSync
+from refit_mx import EmbeddedControlServer
 
 DRIVER, OTHER = "127.0.0.2", "127.0.0.3"
 SHAPE = (6, 4)
@@ -85,6 +87,10 @@ def machines():
     if sys.platform != "linux":
         pytest.skip("needs Linux, whose loopback interface has all of 127.0.0.0/8")
     folder = tempfile.mkdtemp(prefix="gt-")
+    # Where Ray notes the address of a head node, in a folder that it does not make.
+    patch = pytest.MonkeyPatch()
+    patch.setenv("RAY_TMPDIR", folder)
+    Path(folder, "ray").mkdir()
     nodes = {"num_cpus": 2, "include_dashboard": False}
     cluster = Cluster(
         initialize_head=True,
@@ -100,6 +106,7 @@ def machines():
     yield
     ray.shutdown()
     cluster.shutdown()
+    patch.undo()
     shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -145,6 +152,82 @@ def test_workers_of_two_machines_each_tell_their_own_address(calls, options):
         told = [calls.one(name, "endpoint") for name in ("source 0", "source 1")]
         assert [each.rpartition(":")[0] for each in told] == [DRIVER, OTHER]
         assert torch.equal(calls.one("target", "state"), torch.arange(24.0).view(SHAPE))
+    finally:
+        sync.close()
+
+
+class Forgets:
+    """A control plane that is started again without its state, whenever a worker has answered so
+    often since it was armed.
+
+    Args:
+        times: that it forgets.
+    """
+
+    def __init__(self, times):
+        self.server = EmbeddedControlServer()
+        self.address = self.server.address
+        self.left = 0
+        self.after = 0
+        self._times = times
+        self._answers = 0
+
+    def arm(self, after):
+        self.left, self.after, self._answers = self._times, after, 0
+
+    def __call__(self, name, direction, what):
+        if direction == "received":
+            self._answers += 1
+            if self.left and self._answers == self.after:
+                self.left -= 1
+                self._answers = 0
+                self.server.close()
+                self.server = EmbeddedControlServer(port=int(self.address.rpartition(":")[2]))
+
+
+@pytest.fixture
+def forgets(machines, request):
+    made = Forgets(request.param)
+    yield made
+    made.server.close()
+
+
+@pytest.fixture
+def calls_here(forgets):
+    """Two sources and a target on the driver's machine."""
+    made = ActorCalls(timeout_s=60, observer=forgets)
+    for name, arguments in (("source 0", (0, 2)), ("source 1", (1, 2)), ("target", (None, 2))):
+        actor = ray.remote(Worker).options(num_cpus=0.1, resources={"driver": 0.1})
+        made.add(name, actor.remote(*arguments))
+    yield made
+    made.stop()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("forgets", [1], indirect=True)
+@pytest.mark.parametrize("answers", [1, 2], ids=["one published", "both published"])
+def test_a_control_plane_that_forgets_during_a_refit_is_told_again(calls_here, forgets, answers):
+    sync = sync_of(calls_here, control=forgets.address)
+    try:
+        sync.sync(1)
+        forgets.arm(answers)
+        sync.refit(2)
+        assert forgets.left == 0
+        assert torch.equal(calls_here.one("target", "state"), torch.arange(24.0).view(SHAPE))
+        sync.refit(3)
+    finally:
+        sync.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("forgets", [2], indirect=True)
+def test_one_that_forgets_each_time_ends_the_run(calls_here, forgets):
+    sync = sync_of(calls_here, control=forgets.address)
+    try:
+        forgets.arm(2)
+        with pytest.raises(WorkerError, match="target: install_weights failed"):
+            sync.sync(1)
+        assert forgets.left == 0
     finally:
         sync.close()
 

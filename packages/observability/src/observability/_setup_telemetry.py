@@ -104,8 +104,9 @@ class Telemetry:
         self._address: tuple[str, int] | None = None
         self._previous: Callable[[int, FrameType | None], object] | int | None = None
         self._start(arguments)
-        # Besides the pipelines: the lane, the server, and the SIGTERM that asks for them.
-        self._threads = ReadyThreads(len(self._pipelines) + 3)
+        # Besides the pipelines: the lane, the server, and the SIGTERM that asks for them. There are
+        # none where nothing is recorded.
+        self._threads = ReadyThreads(0 if self._lane is None else len(self._pipelines) + 3)
         atexit.register(self.shutdown)
         self._take_sigterm()
 
@@ -390,7 +391,9 @@ class Telemetry:
     def _finish(self, deadline: float) -> None:
         for pipeline in self._pipelines:
             pipeline.sender.finish(deadline)
-        actions = [self._end_lane, *(each.shutdown for each in self._pipelines)]
+        actions = [each.shutdown for each in self._pipelines]
+        if self._lane is not None:
+            actions.insert(0, self._lane.close)
         if self._server is not None:
             actions.append(self._server.shutdown)
         self._last = self._threads.start(actions)
@@ -419,7 +422,7 @@ class Telemetry:
     def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
         """Export what is queued, then do what would have been done without us."""
         dies = not callable(self._previous)
-        if os.getpid() == self._pid:
+        if os.getpid() == self._pid and self._lane is not None:
             deadline = time.monotonic() + self._timeout_s + 0.5
             if self._ending:  # by the very thread that is interrupted here, perhaps
                 all_over(self._last, deadline)

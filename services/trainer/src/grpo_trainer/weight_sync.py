@@ -70,6 +70,7 @@ class RefitWeightSync:
         self._count = 0
         self._installed: int | None = None
         self._published: str | None = None
+        self._begun: str | None = None
         # Relative to the driver's folder, not to that of a worker. It is the worker that follows
         # links: those of a mounted secret change, and lead elsewhere on other machines.
         access = config.control_access.model_copy(
@@ -126,9 +127,21 @@ class RefitWeightSync:
     def refit(self, version: int) -> None:
         """As `sync`, also where the generation workers serve ``version``.
 
+        Once more, where the control plane was started again without its state meanwhile: it has
+        forgotten the version, and the workers have what it takes to tell it again.
+
         Raises:
             WorkerError: as `sync`.
         """
+        try:
+            self._refit(version)
+        except WorkerError:
+            if not self._is_forgotten():
+                raise
+            self._refit(version)
+
+    def _refit(self, version: int) -> None:
+        self._begun = None
         self._count += 1
         version_id = f"{self._model_name}-{version}-{self._count}"
         carrier = {"carrier": inject()}
@@ -141,6 +154,7 @@ class RefitWeightSync:
                     version_id=version_id,
                 )
             )
+            self._begun = version_id
             for method, workers in (
                 ("publish_weights", self._sources),
                 ("install_weights", self._targets),
@@ -154,6 +168,19 @@ class RefitWeightSync:
         except RefitError as error:
             raise WorkerError(f"refit: {error}") from error
         self._installed, self._published = version, version_id
+
+    def _is_forgotten(self) -> bool:
+        """Whether the control plane answers and does not know the version that was begun."""
+        begun = self._begun
+        if begun is None:
+            return False
+        try:
+            self._ask(lambda control: control.get_version(begun))
+        except VersionNotFoundError:
+            return True
+        except RefitError:
+            return False
+        return False
 
     def _ask(self, call: Callable[[ControlClient], object]) -> None:
         """Of a control plane that may be away, since it is being started again."""
