@@ -31,6 +31,7 @@ _DATA_PLANE = {
 }
 _REFIT = {
     "nixl": _BLUE,
+    "shm": "#5e90e7",
     "tcp": _LIGHT_BLUE,
     "raw_nixl": _ORANGE,
     "raw_nixl_long": _LIGHT_ORANGE,

@@ -19,7 +19,7 @@ import numpy as np
 import ray
 from integration.benchmarks.harness import Summary
 from integration.benchmarks.refit_cases import RefitCase
-from integration.benchmarks.refit_worker import RefitWorker, Took, together
+from integration.benchmarks.refit_worker import RefitWorker, Took, model_of, together
 from integration.benchmarks.results_file import Entry
 
 from refit_mx import ControlClient, EmbeddedControlServer
@@ -35,10 +35,11 @@ REFIT_HEADINGS = [
 ]
 STAGE_HEADINGS = ["ours over", "stage", "p50 ms, longest of the generators"]
 
-_OURS = ("nixl", "shm", "tcp")
-_MEMORY_WAYS = (*_OURS, "raw_nixl", "raw_nixl_long", "memcpy")
-_COPYING_WAYS = ("nixl", "shm", "gloo", "ray", "file")
-_WAYS = (*_MEMORY_WAYS, *_COPYING_WAYS[2:])
+_OURS = ("nixl", "tcp", "shm")
+_MEMORY_WAYS = ("nixl", "tcp", "raw_nixl", "raw_nixl_long", "memcpy")
+_COPYING_WAYS = ("nixl", "gloo", "ray", "file")
+_SHARING_WAYS = ("nixl", "shm")
+_WAYS = (*_MEMORY_WAYS, *_COPYING_WAYS[1:], "shm")
 _QUICK_WAYS = ("nixl", "raw_nixl", "gloo")
 _LAYOUTS = ((1, 1), (2, 4), (4, 2))
 _QUICK_ROUNDS, _FULL_ROUNDS = 6, 9
@@ -161,7 +162,7 @@ def measure_refit(tell: Callable[[str], None], *, full: bool) -> list[RefitResul
             tell(f"refits of {nbytes >> 20} MiB, {case.name}")
             # The copies that all ways make of 2 GiB do not fit into 24 GiB of memory at once.
             large = nbytes > 1 << 30
-            groups = (_MEMORY_WAYS, _COPYING_WAYS) if large else (_WAYS,)
+            groups = (_MEMORY_WAYS, _COPYING_WAYS, _SHARING_WAYS) if large else (_WAYS,)
             found.append(_measure(case, groups, 5 if large else _FULL_ROUNDS))
     return found
 
@@ -253,9 +254,9 @@ class _Ways:
         sources, targets = self._actors.sources, self._actors.targets
         ours = [way for way in _OURS if way in ways]
         _all([*sources, *targets], "join", self._server.address, ours)
-        version = self._version()
-        _all(sources, "publish", version)
         for transport in ours:
+            version = self._version(transport)
+            _all(sources, "publish", version, transport)
             _all(targets, "check", version, transport)
         if "raw_nixl" in ways:
             offers = _all(sources, "offer_raw")
@@ -276,8 +277,9 @@ class _Ways:
         """What the trainers did, and what the generators did."""
         sources, targets = self._actors.sources, self._actors.targets
         if way in _OURS:
-            version = self._version()
-            return _all(sources, "publish", version), _all(targets, "receive", version, way)
+            version = self._version(way)
+            offer = _all(sources, "publish", version, way)
+            return offer, _all(targets, "receive", version, way)
         if way in ("raw_nixl", "raw_nixl_long"):
             return [], _all(targets, "read_raw", way == "raw_nixl_long")
         if way == "gloo":
@@ -290,11 +292,13 @@ class _Ways:
             return saved, _all(targets, "load_file", self._folder.name)
         return [], _all(targets, "copy")
 
-    def _version(self) -> str:
+    def _version(self, transport: str) -> str:
         self._versions += 1
         version = f"v{self._versions}"
         slots = [f"s{rank}" for rank in range(self._actors.case.sources)]
-        self._control.create_version("bench", slots, idempotency_key=version, version_id=version)
+        self._control.create_version(
+            model_of(transport), slots, idempotency_key=version, version_id=version
+        )
         return version
 
 

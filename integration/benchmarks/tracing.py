@@ -84,11 +84,11 @@ class Load:
     overrides: tuple[str, ...] = ()
 
 
-DEMO = Load("the demo's step", "trace.step", 24, 8, 8)
+DEMO = Load("the demo's step", "trace.step", 10, 8, 8)
 LARGER = Load(
     "the same with a larger model",
     "trace.larger_step",
-    16,
+    5,
     4,
     4,
     (
