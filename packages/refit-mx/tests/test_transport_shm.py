@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import mmap
 import os
 import stat
 from pathlib import Path
@@ -11,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from refit_fixtures import World, a_world, needs_nixl, needs_shm, zeros
-from refit_processes import SHAPES, same, targets_of, weights
+from refit_processes import SHAPES, fsdp_shards, same, targets_of, weights
 from transport_processes import SourceProcess, pattern
 
 from refit_mx import publisher as publisher_module
@@ -23,7 +25,7 @@ from refit_mx.reads import ReadTable
 from refit_mx.shared_memory import attach, create
 from refit_mx.transports import shm as shm_module
 from refit_mx.transports.base import Fetch
-from refit_mx.transports.shm import UNUSED_FETCHES, ShmTransport
+from refit_mx.transports.shm import UNUSED_FETCHES, ShmTransport, reaches
 
 pytestmark = [pytest.mark.slow, needs_shm]
 NBYTES = 1 << 20
@@ -39,10 +41,15 @@ def fetch(transport: ShmTransport, source: Manifest) -> torch.Tensor:
     return scratch
 
 
-def mapped(source: Manifest) -> bool:
-    """Whether this process maps a source's memory."""
+def maps_of(source: Manifest) -> int:
+    """How often this process maps a source's memory."""
     assert source.shm is not None
-    return source.shm.name in Path("/proc/self/maps").read_text()
+    return Path("/proc/self/maps").read_text().count(source.shm.name)
+
+
+def mapped(source: Manifest) -> bool:
+    """Whether this process maps the memory of a source in another one."""
+    return maps_of(source) > 0
 
 
 @pytest.fixture
@@ -63,6 +70,20 @@ def test_memory_is_the_same_in_both_processes_and_cannot_be_written_by_the_other
     assert arena.address % 4096 == 0
 
 
+def test_nobody_else_can_write_to_it_whatever_they_open_it_for():
+    fd, memory, _ = create(4096)
+    if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & 0x10:
+        pytest.skip("needs Linux 5.1, which seals memory against other writers")
+    memory[0] = 1
+    other = os.open(f"/proc/{os.getpid()}/fd/{fd}", os.O_RDWR)
+    with pytest.raises(PermissionError):
+        mmap.mmap(other, 4096)
+    with pytest.raises(PermissionError):
+        os.pwrite(other, b"x", 0)
+    for each in (fd, other):
+        os.close(each)
+
+
 def test_its_descriptor_is_closed_with_the_arena():
     arena = Arena(NBYTES, shared=True)
     shared = arena.shared
@@ -73,8 +94,8 @@ def test_its_descriptor_is_closed_with_the_arena():
 
 @pytest.mark.parametrize("kind", ["another memory", "no descriptor", "no process", "a file"])
 def test_what_is_not_the_memory_that_was_named_is_not_mapped(kind, tmp_path):
-    fd, shared = create(NBYTES)
-    other, _ = create(NBYTES)
+    fd, _, shared = create(NBYTES)
+    other, *_ = create(NBYTES)
     file = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
     os.ftruncate(file, NBYTES)
     wrong = {
@@ -101,7 +122,7 @@ def test_a_pipe_that_a_manifest_names_is_not_opened(tmp_path):
 
 
 def test_memory_that_is_too_small_is_refused():
-    fd, shared = create(4096)
+    fd, _, shared = create(4096)
     with pytest.raises(ProtocolError, match="4096 bytes; expected 8192 or more"):
         attach(shared, 8192)
     os.close(fd)
@@ -161,6 +182,32 @@ def test_an_auto_receiver_maps_what_it_can_and_asks_over_tcp_else(
     assert same(live, weights(1, SHAPES))
 
 
+def test_where_some_sources_are_elsewhere_nothing_of_the_others_stays_mapped(
+    world: World, monkeypatch
+):
+    here, elsewhere = (
+        world.publisher(f"fsdp-{rank}", transports=["shm", "tcp"]) for rank in range(2)
+    )
+    world.version("v1", ["fsdp-0", "fsdp-1"])
+    manifests = [
+        publisher.publish("v1", fsdp_shards(weights(1, SHAPES), 2, rank))
+        for rank, publisher in enumerate((here, elsewhere))
+    ]
+    attaching = shm_module.attach
+
+    def attach_some(shared: SharedMemory, nbytes: int) -> mmap.mmap:
+        if shared == manifests[1].shm:
+            raise FileNotFoundError("another machine's")
+        return attaching(shared, nbytes)
+
+    monkeypatch.setattr(shm_module, "attach", attach_some)
+    receiver = world.receiver(targets_of(SHAPES), transport="auto")
+    live = zeros(SHAPES)
+    assert receiver.refit("v1", live).transport == "tcp"
+    assert same(live, weights(1, SHAPES))
+    assert maps_of(manifests[0]) == 1  # the publisher's own
+
+
 def test_a_source_that_shares_nothing_is_refused_and_so_is_one_that_cannot_be_mapped():
     transport = ShmTransport()
     with (
@@ -171,7 +218,7 @@ def test_a_source_that_shares_nothing_is_refused_and_so_is_one_that_cannot_be_ma
     with SourceProcess(NBYTES, shm=True) as there:
         named = msgspec.structs.replace(there.manifest.shm, name="refit-mx-another")
         elsewhere = msgspec.structs.replace(there.manifest, shm=named)
-        assert not transport.reaches(elsewhere)
+        assert not reaches(elsewhere)
         with pytest.raises(RefitConfigError, match="cannot be mapped here"):
             fetch(transport, elsewhere)
         assert torch.equal(fetch(transport, there.manifest), pattern(NBYTES, 1))

@@ -51,6 +51,10 @@ def test_the_shipped_demo_listens_on_loopback_alone(configure):
     assert all(is_loopback(each) for each in own_hosts(refit.host, refit.advertised_host))
 
 
+def weights(version):
+    return torch.arange(24.0).view(SHAPE) + version
+
+
 class Worker:
     """A policy or generation worker with nothing but its end of a refit."""
 
@@ -68,8 +72,7 @@ class Worker:
             self.refit = start_source(settings, rank=self.rank, world=self.world)
 
     def publish_weights(self, version_id, carrier=None):
-        weights = {"w": torch.arange(24.0).view(SHAPE)}
-        self.refit.publish(version_id, weights)
+        self.refit.publish(version_id, {"w": weights(int(version_id.split("-")[-2]))})
 
     def install_weights(self, version_id, carrier=None):
         self.refit.refit(version_id)
@@ -151,7 +154,7 @@ def test_workers_of_two_machines_each_tell_their_own_address(calls, options):
         sync.sync(1)
         told = [calls.one(name, "endpoint") for name in ("source 0", "source 1")]
         assert [each.rpartition(":")[0] for each in told] == [DRIVER, OTHER]
-        assert torch.equal(calls.one("target", "state"), torch.arange(24.0).view(SHAPE))
+        assert torch.equal(calls.one("target", "state"), weights(1))
     finally:
         sync.close()
 
@@ -205,7 +208,7 @@ def calls_here(forgets):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("forgets", [1], indirect=True)
-@pytest.mark.parametrize("answers", [1, 2], ids=["one published", "both published"])
+@pytest.mark.parametrize("answers", [1, 2], ids=["after one answer", "after both"])
 def test_a_control_plane_that_forgets_during_a_refit_is_told_again(calls_here, forgets, answers):
     sync = sync_of(calls_here, control=forgets.address)
     try:
@@ -213,8 +216,9 @@ def test_a_control_plane_that_forgets_during_a_refit_is_told_again(calls_here, f
         forgets.arm(answers)
         sync.refit(2)
         assert forgets.left == 0
-        assert torch.equal(calls_here.one("target", "state"), torch.arange(24.0).view(SHAPE))
+        assert torch.equal(calls_here.one("target", "state"), weights(2))
         sync.refit(3)
+        assert torch.equal(calls_here.one("target", "state"), weights(3))
     finally:
         sync.close()
 

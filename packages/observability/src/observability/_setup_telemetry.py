@@ -56,7 +56,7 @@ from observability._setup_export import (
 )
 from observability._setup_settings import Arguments, Otlp, Prometheus, settings, shown
 from observability._setup_spans import LeanSpanExporter, LeanTracerProvider
-from observability._setup_threads import ReadyThreads, all_over
+from observability._setup_threads import Over, ReadyThreads, all_over
 from observability._setup_troubles import Troubles, quieten
 from observability.lane import Lane
 
@@ -94,19 +94,19 @@ class Telemetry:
         self._ledgers: dict[Signal, Ledger] = {}
         self._pipelines: list[_Pipeline] = []
         self._flushing = threading.Lock()
-        self._flushes: list[threading.Event] = []  # those of the last flush
+        self._flushes: list[Over] = []  # those of the last flush
         self._lock = threading.Lock()
         self._ending = False
         self._ended = threading.Event()
-        self._last: list[threading.Event] = []  # those of shutdown
+        self._last: list[Over] = []  # those of shutdown
         self._lane: Lane | None = None
         self._server: Any = None
         self._address: tuple[str, int] | None = None
         self._previous: Callable[[int, FrameType | None], object] | int | None = None
         self._start(arguments)
-        # Besides the pipelines: the lane, the server, and the SIGTERM that asks for them. There are
-        # none where nothing is recorded.
-        self._threads = ReadyThreads(0 if self._lane is None else len(self._pipelines) + 3)
+        # A flush may hang while the end begins: of the pipelines, the lane, the server, and of the
+        # SIGTERM that asks for them. There are none where nothing is recorded.
+        self._threads = ReadyThreads(0 if self._lane is None else 2 * len(self._pipelines) + 3)
         atexit.register(self.shutdown)
         self._take_sigterm()
 

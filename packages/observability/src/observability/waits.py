@@ -68,7 +68,7 @@ class Waits:
         with self._changed:
             if self._thread is None or not self._thread.is_alive():  # after a fork it is not
                 self._thread = threading.Thread(target=self._run, name="waits", daemon=True)
-                with suppress(RuntimeError):  # the interpreter is ending: nobody will look
+                with suppress(RuntimeError):  # the interpreter is ending, or has no thread to spare
                     self._thread.start()
             wait = Wait(f"{self._thread.native_id or 0}-{next(self._numbers)}", due, tell)
             self._waiting.append(wait)

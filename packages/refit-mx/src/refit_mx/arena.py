@@ -52,9 +52,10 @@ class Arena:
         if torch.device(device).type != "cpu":
             self.memory = _plain(size, device)
         elif shared:
-            fd, self.shared = create(size)
-            weakref.finalize(self, os.close, fd)
-            self.memory = _in_large_pages(mmap.mmap(fd, size))
+            fd, memory, self.shared = create(size)
+            # Not at exit: a receiver that finds the process would not find its memory.
+            weakref.finalize(self, os.close, fd).atexit = False
+            self.memory = _in_large_pages(memory)
         elif size >= _LARGE_PAGE_BYTES and _LARGE_PAGES:
             private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
             self.memory = _in_large_pages(mmap.mmap(-1, size, flags=private))
@@ -263,7 +264,8 @@ class DoubleArena:
         self._arenas[slot] = None
         if arena is not None and self._on_old is not None:
             self._on_old(arena)
-        # Freed before the larger one is made, so that both never have to fit.
+        # Freed before the larger one is made, so that both never have to fit. Receivers that map it
+        # keep it for a while.
         del arena
         larger = Arena(nbytes, device=self._device, shared=self._shared)
         if self._on_new is not None:

@@ -260,7 +260,8 @@ class MxV2TrainingPublisher:
     def close(self) -> None:
         """Say STALE, stop serving and free the memory. May be called again.
 
-        Receivers that are reading lose this source. Not while another thread publishes.
+        Receivers that are reading lose this source. Memory that they have mapped stays until they
+        let go of it. Not while another thread publishes.
         """
         if self._closed:
             return

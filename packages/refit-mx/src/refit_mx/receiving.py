@@ -40,7 +40,7 @@ from refit_mx.source_client import SourceClient
 from refit_mx.spans import OnPhase, phase, tell_bytes
 from refit_mx.transports.base import Fetch, Transport
 from refit_mx.transports.nixl_library import has_rdma, nixl_available
-from refit_mx.transports.shm import ShmTransport
+from refit_mx.transports.shm import ShmTransport, reaches
 from refit_mx.transports.tcp import TcpTransport
 from refit_mx.verify import RowChecks, Verifier, row_checks
 
@@ -200,10 +200,11 @@ class Receiving:
 
     def close(self) -> None:
         """Disconnect and free the memory. May be called again."""
-        for name, pool in self._pools.items():
+        for pool in self._pools.values():
             pool.close()
-            if self._transports[name] is not self._given:
-                self._transports[name].close()
+        for transport in self._transports.values():
+            if transport is not self._given:
+                transport.close()
         self._pools.clear()
         self._transports.clear()
         self._asking.shutdown()
@@ -254,10 +255,7 @@ class Receiving:
 
     def _shares(self, used: Sequence[Manifest]) -> bool:
         """Whether all of the sources' memory can be mapped here."""
-        if self._unusable("shm") is not None or any(manifest.shm is None for manifest in used):
-            return False
-        transport = self._transport("shm")
-        return isinstance(transport, ShmTransport) and all(map(transport.reaches, used))
+        return self._unusable("shm") is None and all(map(reaches, used))
 
     def _unusable(self, name: str) -> str | None:
         """Why this receiver cannot use a transport, whatever the sources; None if it can."""

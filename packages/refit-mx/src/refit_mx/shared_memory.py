@@ -2,7 +2,7 @@
 
 It lives as long as a process has it open or mapped, so nothing is left behind by processes that are
 killed. The kernel lets those map it who may look into its owner's /proc: processes of the same user
-that see its PID. They can read it and not write to it.
+that see its PID. They can read it; from Linux 5.1 on only its owner can write to it.
 """
 
 from __future__ import annotations
@@ -13,43 +13,57 @@ import os
 import secrets
 import stat
 import sys
-from pathlib import Path
+from contextlib import suppress
+from functools import cache
 
 from refit_mx.errors import ProtocolError
 from refit_mx.manifest import SharedMemory
 
 _SHOWN = "/memfd:{} (deleted)"
 """What /proc says that such a memory's descriptor is."""
+_SEAL_FUTURE_WRITE = 0x10
+"""Mappings that exist may be written to, and no others; `fcntl` has no name for it."""
 
 
+@cache
 def shared_memory_missing() -> str | None:
-    """None if processes here can share memory, else why not."""
+    """None if processes here can share memory, else why not; it is tried."""
     if not sys.platform.startswith("linux"):
         return f"memory without a name is Linux's; this is {sys.platform}"
-    if not Path("/proc/self/fd").is_dir():
-        return "/proc is not mounted"
+    try:
+        fd, memory, shared = create(mmap.PAGESIZE)
+        try:
+            attach(shared, mmap.PAGESIZE).close()
+        finally:
+            memory.close()
+            os.close(fd)
+    # Without the call in the C library, forbidden by the kernel, /proc not mounted.
+    except (AttributeError, OSError, ProtocolError) as error:
+        return f"memory without a name cannot be shared here: {error!r}"
     return None
 
 
-def create(nbytes: int) -> tuple[int, SharedMemory]:
+def create(nbytes: int) -> tuple[int, mmap.mmap, SharedMemory]:
     """New memory of ``nbytes`` zeros.
 
     Returns:
-        Its file descriptor, which has to stay open for as long as others are to map it, and what
-        they have to know.
+        Its file descriptor, which has to stay open for as long as others are to map it; the memory,
+        to be written to; and what others have to know.
     """
     name = f"refit-mx-{secrets.token_hex(16)}"
     fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(fd, nbytes)
+        memory = mmap.mmap(fd, nbytes)
         # Touching a mapping beyond the end of its file kills the process.
-        fcntl.fcntl(
-            fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-        )
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+        with suppress(OSError):  # an older kernel
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEAL_FUTURE_WRITE)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SEAL)
     except BaseException:
         os.close(fd)
         raise
-    return fd, SharedMemory(os.getpid(), fd, name)
+    return fd, memory, SharedMemory(os.getpid(), fd, name)
 
 
 def attach(shared: SharedMemory, nbytes: int) -> mmap.mmap:

@@ -111,7 +111,7 @@ def together(
             has failed.
 
     Raises:
-        BaseException: what the first call that failed has raised.
+        BaseException: of a call that failed.
     """
     first, *others = calls
     if threads is None or not others:

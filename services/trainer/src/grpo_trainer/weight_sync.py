@@ -23,6 +23,8 @@ from refit_mx import (
     patiently,
 )
 
+_PROBE_S = 2.0
+
 
 class WeightSync(Protocol):
     """Brings the policy's weights to the generation workers."""
@@ -174,8 +176,15 @@ class RefitWeightSync:
         begun = self._begun
         if begun is None:
             return False
+        # Of one that is away, too, since a worker that died is to be told of soon.
+        deadline = Deadline(min(_PROBE_S, self._timeout_s), "refit: the control plane")
         try:
-            self._ask(lambda control: control.get_version(begun))
+            patiently(
+                self._control,
+                lambda control: control.get_version(begun),
+                deadline=deadline,
+                patience_s=_PROBE_S,
+            )
         except VersionNotFoundError:
             return True
         except RefitError:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -39,6 +40,16 @@ UNUSED_FETCHES = 4
 """After so many fetches that did not read from it a source's memory is let go of."""
 
 _Bytes = npt.NDArray[np.uint8]
+
+
+class _Key(NamedTuple):
+    """All that a manifest says of a mapped memory: one that says something else is another."""
+
+    shared: SharedMemory
+    arena_bytes: int
+    worker_id: str
+    endpoint: str
+    incarnation: str
 
 
 class _Source:
@@ -78,7 +89,7 @@ class ShmTransport:
         self._most_lanes = lanes or min(MOST_LANES, len(os.sched_getaffinity(0)))
         self._threads: ThreadPoolExecutor | None = None
         self._registered: set[int] = set()
-        self._sources: dict[str, _Source] = {}
+        self._sources: dict[_Key, _Source] = {}
 
     def register(self, scratch: torch.Tensor) -> None:
         """See `Transport.register`."""
@@ -93,14 +104,6 @@ class ShmTransport:
         """Always False: `fetch` ends its threads before it raises."""
         return False
 
-    def reaches(self, source: Manifest) -> bool:
-        """Whether this process can map a source's memory; it is mapped then."""
-        try:
-            self._mapped(source)
-        except (OSError, ProtocolError, RefitConfigError):
-            return False
-        return True
-
     def fetch(
         self,
         fetches: Sequence[Fetch],
@@ -112,19 +115,18 @@ class ShmTransport:
         """See `Transport.fetch`."""
         check_fetches(fetches, scratch, self._registered)
         wanted = [fetch for fetch in fetches if len(fetch.reads)]
-        names = [_shared(fetch.source).name for fetch in wanted]
+        keys = [_key(fetch.source) for fetch in wanted]
         nbytes = sum(fetch.reads.nbytes for fetch in fetches)
         try:
             connected = sum(self._connect(fetch.source, deadline) for fetch in wanted)
-            self._forget_unused(names)
+            self._forget_unused(keys)
             works = [
                 Work(index, fetch, batch_bytes=BATCH_BYTES, batch_reads=BATCH_READS)
                 for index, fetch in enumerate(fetches)
                 if len(fetch.reads)
             ]
             memories = {
-                work.index: self._sources[name].memory
-                for work, name in zip(works, names, strict=True)
+                work.index: self._sources[key].memory for work, key in zip(works, keys, strict=True)
             }
             started = time.monotonic()
             copying = partial(_copy, works, memories, host_bytes(scratch), deadline, on_done)
@@ -133,13 +135,15 @@ class ShmTransport:
                 self._threads = ThreadPoolExecutor(lanes - 1, thread_name_prefix="refit-shm")
             together(self._threads, [copying] * lanes)
             seconds = time.monotonic() - started
-            for fetch, name in zip(wanted, names, strict=True):
-                self._sources[name].client.check_held(
+            memories.clear()  # the frame lives as long as an error that is kept
+            for fetch, key in zip(wanted, keys, strict=True):
+                self._sources[key].client.check_held(
                     version_id=fetch.source.version_id, deadline=deadline
                 )
-        except SourceLostError:
+        except SourceLostError as error:
             # Its memory would stay for as long as it is mapped.
-            self._forget(names)
+            lost = set(error.worker_ids)
+            self._forget(key for key in list(self._sources) if key.worker_id in lost)
             raise
         return FetchStats(nbytes, seconds, connected)
 
@@ -166,24 +170,35 @@ class ShmTransport:
         return mapped.client.connect(deadline)
 
     def _mapped(self, source: Manifest) -> _Source:
-        shared = _shared(source)
-        if shared.name not in self._sources:
-            memory = np.frombuffer(attach(shared, source.arena_bytes), np.uint8)
+        key = _key(source)
+        if key not in self._sources:
+            memory = np.frombuffer(attach(key.shared, source.arena_bytes), np.uint8)
             client = SourceClient(source, connect_timeout_s=self._connect_timeout_s)
-            self._sources[shared.name] = _Source(memory, client)
-        return self._sources[shared.name]
+            self._sources[key] = _Source(memory, client)
+        return self._sources[key]
 
-    def _forget_unused(self, used: Sequence[str]) -> None:
-        for name, source in list(self._sources.items()):
-            source.unused = 0 if name in used else source.unused + 1
+    def _forget_unused(self, used: Sequence[_Key]) -> None:
+        for key, source in list(self._sources.items()):
+            source.unused = 0 if key in used else source.unused + 1
             if source.unused > UNUSED_FETCHES:
-                self._forget([name])
+                self._forget([key])
 
-    def _forget(self, names: Iterable[str]) -> None:
-        for name in names:
-            source = self._sources.pop(name, None)
+    def _forget(self, keys: Iterable[_Key]) -> None:
+        for key in keys:
+            source = self._sources.pop(key, None)
             if source is not None:
                 source.client.close()
+
+
+def reaches(source: Manifest) -> bool:
+    """Whether this process can map a source's memory."""
+    if source.shm is None:
+        return False
+    try:
+        attach(source.shm, source.arena_bytes).close()
+    except (OSError, ProtocolError):
+        return False
+    return True
 
 
 def _copy(
@@ -220,8 +235,8 @@ def _copy_reads(reads: ReadTable, source: _Bytes, scratch: _Bytes) -> None:
             )
 
 
-def _shared(source: Manifest) -> SharedMemory:
-    """How a source's memory is mapped.
+def _key(source: Manifest) -> _Key:
+    """Which memory of which source.
 
     Raises:
         RefitConfigError: it does not share it.
@@ -230,4 +245,6 @@ def _shared(source: Manifest) -> SharedMemory:
         raise RefitConfigError(
             f"source {source.worker_id!r} does not share its memory; read it over NIXL or TCP"
         )
-    return source.shm
+    return _Key(
+        source.shm, source.arena_bytes, source.worker_id, source.endpoint, source.incarnation
+    )
