@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -111,7 +112,7 @@ def _legend(axes: Axes) -> None:
     axes.legend(
         frameon=False,
         fontsize=8,
-        ncols=8,
+        ncols=9,
         columnspacing=1,
         loc="upper center",
         bbox_to_anchor=(0.5, -0.14),
@@ -206,7 +207,7 @@ def _tracing(costs: Sequence[TracingCost]) -> Figure:
             rounds.plot(place + spread, percent, "o", markersize=3, color=color, alpha=0.6)
             median = float(np.median(percent))
             rounds.plot([place - 0.32, place + 0.32], [median] * 2, color="#111827")
-            labels.append(f"{named}\n{cost.load.title.removeprefix('the ')}")
+            labels.append(_labelled(named, cost))
     rounds.set_xticks(range(len(labels)), labels, fontsize=7)
     rounds.axhline(0, color=_GREY, linewidth=1)
     _titled(rounds, "each round's step, % longer than untraced; line: median")
@@ -225,12 +226,16 @@ def _tracing(costs: Sequence[TracingCost]) -> Figure:
                 error_kw={"elinewidth": 0.8, "ecolor": "#374151"},
                 color=_MODES[mode][1],
             )
-            places.append(f"{_MODES[mode][0]}\n{cost.load.title.removeprefix('the ')}")
+            places.append(_labelled(_MODES[mode][0], cost))
     inside.set_xticks(range(len(places)), places, fontsize=7)
     for budget, color in ((1, _BLUE), (2, _ORANGE)):
         inside.axhline(budget, color=color, linewidth=1, linestyle=":")
     _titled(inside, "timed inside the step, % of it; dotted: budgets")
     return figure
+
+
+def _labelled(mode: str, cost: TracingCost) -> str:
+    return "\n".join([mode, *textwrap.wrap(cost.load.title.removeprefix("the "), 12)])
 
 
 def _admin(ingest: IngestResult, pages: PagesResult) -> Figure:
