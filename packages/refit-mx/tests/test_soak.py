@@ -261,17 +261,19 @@ class Refit:
     def _newer(self) -> None:
         """Publish one; where that needs the arena of the version that is read it has to wait."""
         era = self.era
+        waits = self.phase not in ("before", "lease") and self.version != era.versions[-1]
         version = era.new_version()
-        patience_s = PLENTY_S if self.phase in ("before", "lease") else 0.3
-        answers = era.asked_to_publish(version, patience_s)
-        if patience_s == PLENTY_S or self.version == era.versions[-1]:
+        answers = era.asked_to_publish(version, 0.3 if waits else PLENTY_S)
+        if not waits:
             assert all("done" in answer for answer in answers), answers
             self.then = version
             return
         for answer in answers:
             if "done" not in answer:
                 assert answer["error"] == "RefitTimeoutError", answer
-                assert self.version in answer["message"], answer
+                # A slow machine may be out of time with an arena that was free, too.
+                message = answer["message"]
+                assert self.version in message or "copying" in message, answer
         self._left.append(version)
 
     def _mend_newer(self) -> None:
