@@ -29,7 +29,10 @@ NO_SHARED_MEMORY = shared_memory_missing()
 needs_nixl = pytest.mark.skipif(
     NIXL_MISSING is not None, reason=f"needs the package nixl-cu12: {NIXL_MISSING}"
 )
-needs_shm = pytest.mark.skipif(NO_SHARED_MEMORY is not None, reason=f"needs: {NO_SHARED_MEMORY}")
+needs_shm = pytest.mark.skipif(
+    NO_SHARED_MEMORY is not None,
+    reason=f"needs a Linux kernel with memfd_create, and /proc: {NO_SHARED_MEMORY}",
+)
 TRANSPORTS = [
     "tcp",
     pytest.param("nixl", marks=needs_nixl),
