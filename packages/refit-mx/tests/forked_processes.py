@@ -20,6 +20,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import IO
@@ -46,14 +47,17 @@ class ForkedProcess:
         self.stdin = stdin
         self.stdout = stdout
         self.returncode: int | None = None
+        # A process is reaped once; transports call back, and tests kill, from several threads.
+        self._reaping = threading.Lock()
 
     def poll(self) -> int | None:
         """Its exit code; None while it runs."""
-        if self.returncode is None:
-            found, status = os.waitpid(self.pid, os.WNOHANG)
-            if found:
-                self.returncode = os.waitstatus_to_exitcode(status)
-        return self.returncode
+        with self._reaping:
+            if self.returncode is None:
+                found, status = os.waitpid(self.pid, os.WNOHANG)
+                if found:
+                    self.returncode = os.waitstatus_to_exitcode(status)
+            return self.returncode
 
     def wait(self, timeout: float = WAIT_S) -> int:
         """Its exit code, once it has ended.
@@ -70,8 +74,9 @@ class ForkedProcess:
 
     def kill(self) -> None:
         """SIGKILL, unless it has ended."""
-        if self.poll() is None:
-            os.kill(self.pid, signal.SIGKILL)
+        with self._reaping:
+            if self.returncode is None:
+                os.kill(self.pid, signal.SIGKILL)
 
 
 def prepare() -> None:
