@@ -27,6 +27,7 @@ from transfer_queue.controller import TransferQueueController
 from dataplane_core import ConfigError, UnavailableError
 from dataplane_tq.storage import BACKENDS
 from dataplane_tq.storage.daemon import DaemonActor
+from dataplane_tq.topology import attach, bootstrap
 
 pytestmark = pytest.mark.slow
 
@@ -432,6 +433,13 @@ def test_a_failing_start_reports_the_last_output(command, timeout_s, found):
         owner.run(command, ready=lambda: False, timeout_s=timeout_s)
     assert "no port" in str(error.value)
     wait_until(lambda: gone(owner.pids(), owner.folder), timeout_s=2)
+
+
+def test_a_transfer_queue_that_another_started_is_neither_replaced_nor_attached_to(controller):
+    with pytest.raises(ConfigError, match=r"dataplane-tq did not start.*a Ray cluster of its own"):
+        bootstrap({**CONFIG, "backend": "packed"})
+    with pytest.raises(UnavailableError, match=r"dataplane-tq did not start.*cannot attach"):
+        attach(0.1)
 
 
 @pytest.mark.parametrize("name", ["mooncake_cpu", "yuanrong"])

@@ -1,16 +1,20 @@
 """The live part: a snapshot that requests read, scans with a budget, and a store that goes away."""
 
+import platform
 import threading
 import time
 
 import numpy as np
 import pytest
+import ray
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ray._private.utils import check_version_info
 from tensordict import TensorDict
 
 from dataplane_admin.live import AskedTooLong, Given, Live, NotAttached, OnRay, Scan, TooManyAsk
+from dataplane_admin.live.connect import one_line
 from dataplane_admin.live.scan import SHARE, Scanner
 from dataplane_admin.live.trend import POLLS, Trends
 from dataplane_core import InMemoryDataPlaneClient, PartitionSummary, TaskSummary, UnavailableError
@@ -197,6 +201,17 @@ def test_no_ray_cluster_is_one_sentence(look, address):
     error = until(lambda one: one.error and "no Ray" in one.error and one, live).error
     assert error.startswith(f"Ray at {address}: no Ray cluster at '{address}': ")
     assert "\n" not in error
+
+
+def test_a_cluster_of_another_python_says_which_versions_differ():
+    theirs = {"ray_version": ray.__version__, "python_version": "3.9.1"}
+    with pytest.raises(RuntimeError) as error:
+        check_version_info(theirs, "this process")
+    told = one_line(error.value)
+    assert "Python: 3.9.1" in told
+    assert f"Python: {platform.python_version()}" in told
+    assert "\n" not in told
+    assert len(one_line(RuntimeError("x" * 10_000))) < 1_000
 
 
 class _Slow:

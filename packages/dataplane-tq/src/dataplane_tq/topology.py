@@ -34,6 +34,10 @@ DIRECTORY = "DataPlaneDirectory"
 _START_TIMEOUT_S = 120.0
 # The actors mostly wait; a whole CPU for each would leave none to a small machine's workers.
 _ACTOR_CPUS = 0.1
+_FOREIGN = (
+    f"this Ray cluster runs a TransferQueue that dataplane-tq did not start: there is a "
+    f"{CONTROLLER} and no {DIRECTORY}"
+)
 
 
 @dataclass(frozen=True)
@@ -93,6 +97,8 @@ def bootstrap(cfg: DataPlaneConfig) -> Topology:
     sampler = ConsumptionSampler(load_sampler(cfg.get("sampler")))
     load_order(cfg.get("claim_order"))  # refused here rather than in the directory's process
     if _find(CONTROLLER) is not None:
+        if _find(DIRECTORY) is None:
+            raise ConfigError(f"{_FOREIGN}; start this one in a Ray cluster of its own")
         raise ConfigError(
             "this Ray cluster already runs a TransferQueue controller; attach to it with "
             "bootstrap=False, or close the client that started it"
@@ -182,6 +188,8 @@ def attach(timeout_s: float) -> Topology:
             except RayError as error:
                 raise UnavailableError(f"the partition directory is gone: {error}") from error
         if time.monotonic() >= deadline:
+            if directory is None and _find(CONTROLLER) is not None:
+                raise UnavailableError(f"{_FOREIGN}; clients of this package cannot attach to it")
             raise UnavailableError(
                 f"no TransferQueue in this Ray cluster after {timeout_s:g} s; build a client with "
                 "bootstrap=True on the driver first"

@@ -25,6 +25,7 @@ _PLANE = {
     "local_buffer_size": 1,
 }
 _KNOCK_S = 3.0
+_MOST_REASON = 500
 _SIGACTION_BYTES = 512
 """More than the structure has on any platform."""
 
@@ -115,8 +116,9 @@ class OnRay:
                 )
         except (RuntimeError, OSError, ValueError, OverflowError) as error:
             self._part()
-            reason = str(error).partition("\n")[0]
-            raise UnavailableError(f"no Ray cluster at {self._address!r}: {reason}") from None
+            raise UnavailableError(
+                f"no Ray cluster at {self._address!r}: {one_line(error)}"
+            ) from None
 
     def _part(self) -> None:
         """Leave the cluster, unless this process had joined it for purposes of its own."""
@@ -126,6 +128,13 @@ class OnRay:
             self._joined = False
             with _own_signals():
                 ray.shutdown()
+
+
+def one_line(error: Exception) -> str:
+    """What an error says, as one line of bounded length: Ray names the two versions that differ
+    below its first line."""
+    text = " ".join(str(error).split())
+    return text if len(text) <= _MOST_REASON else f"{text[:_MOST_REASON]}…"
 
 
 @contextlib.contextmanager
