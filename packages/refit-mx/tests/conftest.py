@@ -1,5 +1,7 @@
 """Lets the tests import the programs that they run in other processes, and what several share."""
 
+import os
+import resource
 import sys
 from pathlib import Path
 
@@ -38,6 +40,23 @@ def workers():
     made = Workers()
     yield made
     made.close()
+
+
+@pytest.fixture
+def many_descriptors():
+    """Next ones are this high, as in a process with many connections; more than `select` takes."""
+    lowest = 1100
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < 2 * lowest:
+        pytest.skip(f"a process may have {hard} descriptors here")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2 * lowest), hard))
+    opened = [os.open(os.devnull, os.O_RDONLY)]
+    while opened[-1] < lowest:
+        opened.append(os.dup(opened[0]))
+    yield lowest
+    for descriptor in opened:
+        os.close(descriptor)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 @pytest.fixture

@@ -52,6 +52,16 @@ def test_a_heartbeat_keeps_a_worker_alive_and_says_stale_on_close(server, client
         Heartbeat(client, "w", TRAINER, "m", on_sigterm=False)
 
 
+def test_a_heartbeat_goes_on_where_a_process_has_more_than_a_thousand_descriptors(
+    client, many_descriptors
+):
+    with Heartbeat(client, "w", TRAINER, "m", ttl_s=1, on_sigterm=False) as heartbeat:
+        assert heartbeat._woken.fileno() >= many_descriptors
+        first = heartbeat._until
+        until(lambda: heartbeat._until > first)
+    assert not heartbeat._thread.is_alive()
+
+
 def test_a_worker_that_stops_its_heartbeat_takes_its_version_along(client):
     client.register_worker("w", TRAINER, "m", ttl_s=1)
     uid = client.create_version("m", ["a"], idempotency_key="k").version_id

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 import torch
-from refit_fixtures import MODEL, TRANSPORTS, World, a_world, exported, verbose
+from refit_fixtures import MODEL, TRANSPORTS, World, a_world, exported, needs_nixl, verbose
 from refit_processes import SHAPES, fsdp_shards, same, targets_of, weights
 
 from refit_mx.control.client import ControlClient
@@ -25,7 +25,9 @@ from refit_mx.errors import (
 from refit_mx.manifest import decode_table
 from refit_mx.publisher import MxV2TrainingPublisher
 from refit_mx.shard_sources import LocalShard
+from refit_mx.source_client import is_gone
 from refit_mx.tensor_types import Box
+from refit_mx.transports.nixl_source import NixlSource
 
 
 @pytest.fixture
@@ -229,6 +231,24 @@ def test_the_versions_of_a_publisher_that_ends_leave_ready(world, end):
     world.publish([publisher], "v1", 1)
     getattr(publisher, end)()
     assert world.state("v1") == "RELEASING"
+
+
+@needs_nixl
+def test_the_source_server_of_a_publisher_outlives_its_nixl_agents(world, monkeypatch):
+    publisher = world.publisher(transports=["nixl"])
+    world.version("v1")
+    manifest = publisher.publish("v1", weights(1))
+    gone = []
+    unregister = NixlSource.unregister
+
+    def unregistering(source: NixlSource, memory: torch.Tensor) -> None:
+        unregister(source, memory)
+        gone.append(is_gone(manifest, 5))
+
+    monkeypatch.setattr(NixlSource, "unregister", unregistering)
+    publisher.close()
+    assert gone == [False]
+    assert is_gone(manifest, 5)
 
 
 def test_a_closed_publisher_says_so(world):

@@ -3,13 +3,18 @@
 import contextlib
 import socket
 import struct
+import subprocess
+import sys
+import textwrap
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 import numpy as np
 import pytest
 import torch
+from control_clients import until
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transport_processes import manifest, pattern, random_reads
@@ -317,23 +322,85 @@ def test_a_client_that_takes_nothing_is_cut_off():
     with serving(nbytes, timeout_s=0.2) as (server, _, source), raw(source) as sock:
         greeted(sock, source)
         sock.sendall(protocol.frame(protocol.Read("v1", protocol.encode_reads(whole(nbytes)))))
-        (thread,) = server._connections.values()
-        thread.join(20)
-        assert not thread.is_alive()
+        (connection,) = server._connections.values()
+        connection.thread.join(20)
+        assert not connection.thread.is_alive()
 
 
-def test_too_many_connections_are_told_so_and_the_next_one_finds_room():
-    with serving(most_connections=1) as (server, _, source):
-        first = SourceClient(source)
-        first.connect(soon())
-        with pytest.raises(SourceLostError, match="full: 1 connections are open"):
-            SourceClient(source).connect(soon())
-        (thread,) = server._connections.values()
-        first.close()
-        thread.join(20)
+def test_one_connection_too_many_waits_for_room_until_its_deadline():
+    with serving(most_connections=1) as (_, _, source), raw(source) as first:
+        # It has begun a request, so it is not idle.
+        greeted(first, source)
+        first.sendall(b"\0")
         second = SourceClient(source)
-        assert second.connect(soon())
+        with pytest.raises(RefitTimeoutError, match="is full: 1 connections are open"):
+            second.connect(soon(0.3))
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(second.connect, soon())
+            first.close()
+            assert waiting.result(30)
+        second.check_held(version_id="v1", deadline=soon())
         second.close()
+
+
+def test_the_connection_that_was_idle_for_longest_makes_room_and_is_opened_again(monkeypatch):
+    monkeypatch.setattr("refit_mx.source_server._IDLE_S", 0.0)
+    with serving(most_connections=2) as (server, _, source):
+        clients = [SourceClient(source) for _ in range(3)]
+        for client in clients:
+            client.check_held(version_id="v1", deadline=soon())
+        assert len(server._connections) == 2
+        until(lambda: not clients[0].connected)
+        assert clients[1].connected
+        for client in clients:
+            client.check_held(version_id="v1", deadline=soon())
+            client.close()
+
+
+def test_a_server_without_descriptors_serves_again_once_it_has_some():
+    program = """
+        import os, resource, sys
+        import torch
+        from refit_mx.arena import Arena
+        from refit_mx.source_server import SourceServer
+        arena = Arena(4096)
+        with SourceServer(incarnation="life-1") as server:
+            server.serve_version("v1", arena.memory)
+            print(server.endpoint, flush=True)
+            limit = max(map(int, os.listdir("/proc/self/fd"))) + 4
+            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
+            print("few", flush=True)
+            sys.stdin.read()
+    """
+    with (
+        serving() as (server, arena, source),
+        subprocess.Popen(
+            [sys.executable, "-c", textwrap.dedent(program)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        ) as process,
+    ):
+        theirs = msgspec.structs.replace(source, endpoint=process.stdout.readline().strip())
+        assert process.stdout.readline() == "few\n"
+        with contextlib.ExitStack() as stack:
+            for _ in range(12):
+                stack.enter_context(raw(theirs))
+            with pytest.raises((SourceLostError, RefitTimeoutError)):
+                SourceClient(theirs, connect_timeout_s=0.5).connect(soon(1))
+        client = SourceClient(theirs)
+        client.check_held(version_id="v1", deadline=soon())
+        client.close()
+        process.stdin.close()
+        assert process.wait(30) == 0
+
+
+def test_descriptors_beyond_a_thousand_are_as_good_as_others(many_descriptors):
+    with serving() as (_, _, source), contextlib.closing(SourceClient(source)) as client:
+        assert client.connect(soon())
+        assert client._sock.fileno() >= many_descriptors
+        assert not client.connect(soon())
+        client.check_held(version_id="v1", deadline=soon())
 
 
 def test_closing_ends_connections_and_threads_and_may_be_repeated():

@@ -155,6 +155,16 @@ class MxV2TrainingPublisher:
             )
             stack.callback(self._threads.shutdown)
             wanted = _usable(transports, torch.device(device))
+            # Closed after NIXL's agents: a receiver takes a source whose server refuses it for
+            # gone, and the memory into which it read from it for free.
+            self._server = SourceServer(
+                host=host,
+                advertised_host=advertised_host,
+                incarnation=self.incarnation,
+                timeout_s=self._settings.source_timeout_s,
+                most_connections=self._settings.most_connections,
+            )
+            stack.callback(self._server.close)
             self._nixl = _nixl_source() if "nixl" in wanted else None
             if self._nixl is not None:
                 stack.callback(self._nixl.close)
@@ -166,13 +176,6 @@ class MxV2TrainingPublisher:
                 on_old=self._unregister,
             )
             stack.callback(self._arenas.close)
-            self._server = SourceServer(
-                host=host,
-                advertised_host=advertised_host,
-                incarnation=self.incarnation,
-                timeout_s=self._settings.source_timeout_s,
-            )
-            stack.callback(self._server.close)
             self._manifests = ManifestService(
                 host=host,
                 advertised_host=advertised_host,

@@ -6,6 +6,7 @@ import contextlib
 import select
 import socket
 import threading
+import time
 from collections.abc import Iterator
 
 from refit_mx.byte_spans import ByteSpans, chunks
@@ -40,6 +41,9 @@ from refit_mx.source_sockets import (
 )
 from refit_mx.transports.batches import batches
 
+_FULL_PAUSE_S = 0.1
+"""Before a source that has as many connections as it takes is asked again."""
+
 
 class SourceClient:
     """Connects when it is first used, and again after the server closed an idle connection.
@@ -68,8 +72,11 @@ class SourceClient:
         """Whether it has a connection that the server has not closed."""
         if self._sock is None:
             return False
-        # Between requests there is nothing to read, so what can be read is the end.
-        return not select.select([self._sock], [], [], 0)[0]
+        # Between requests there is nothing to read, so what can be read is the end. Not `select`,
+        # which takes no descriptor from 1,024 on.
+        readable = select.poll()
+        readable.register(self._sock, select.POLLIN)
+        return not readable.poll(0)
 
     def connect(self, deadline: Deadline) -> bool:
         """Connect, unless it is connected.
@@ -80,14 +87,22 @@ class SourceClient:
         if self.connected:
             return False
         self._drop()
-        with self._errors(deadline, "connecting"):
-            limit = Deadline(min(deadline.check(), self._connect_timeout_s), "connecting")
-            try:
-                self._ok(self.greeting(limit))
-            except (RefitTimeoutError, TimeoutError):
-                deadline.check("connecting")
-                raise self._lost(f"did not answer for {self._connect_timeout_s:g} s") from None
-        return True
+        while True:
+            with self._errors(deadline, "connecting"):
+                limit = Deadline(min(deadline.check(), self._connect_timeout_s), "connecting")
+                try:
+                    answer = self.greeting(limit)
+                except (RefitTimeoutError, TimeoutError):
+                    deadline.check("connecting")
+                    raise self._lost(f"did not answer for {self._connect_timeout_s:g} s") from None
+                if answer.status != "full":
+                    self._ok(answer)
+                    return True
+            # It is well, and has a place once another receiver is done.
+            self._drop()
+            if deadline.left_s <= _FULL_PAUSE_S:
+                raise deadline.error(f"source {self._named()} is full: {answer.message}")
+            time.sleep(_FULL_PAUSE_S)
 
     def read(
         self, reads: ReadTable, spans: ByteSpans, *, version_id: str, deadline: Deadline

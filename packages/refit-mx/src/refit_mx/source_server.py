@@ -10,7 +10,8 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -37,6 +38,21 @@ from refit_mx.source_protocol import (
 )
 from refit_mx.source_sockets import receive_frame, send_buffers
 
+_IDLE_S = 1.0
+"""After which a connection may be closed for another one: within a fetch a receiver asks sooner."""
+_ACCEPT_PAUSE_S = 0.1
+"""After a connection could not be accepted: without descriptors or threads the next cannot be."""
+
+
+class _Connection:
+    """One that was accepted, and since when it waits for its next request; None while it does
+    not."""
+
+    def __init__(self, sock: socket.socket, serve: Callable[[_Connection], None]) -> None:
+        self.sock = sock
+        self.idle_since: float | None = None
+        self.thread = threading.Thread(target=serve, args=(self,), name="refit-source", daemon=True)
+
 
 class _Held:
     """A version's memory, and whether it was dropped: checked after every use of the memory."""
@@ -57,7 +73,8 @@ class SourceServer:
         incarnation: of this process: random, never used before.
         timeout_s: for a peer to send a request it has begun, or to take a chunk.
         idle_timeout_s: for a peer to send its next request.
-        most_connections: at a time; further ones are told so and closed.
+        most_connections: at a time. For a further one the one that was idle for longest is closed,
+            if any was for a second; else it is told so, and closed.
 
     Raises:
         RefitConfigError: an empty incarnation, or nobody could connect to what is told.
@@ -73,7 +90,7 @@ class SourceServer:
         incarnation: str,
         timeout_s: float = 30.0,
         idle_timeout_s: float = 600.0,
-        most_connections: int = 256,
+        most_connections: int = 1024,
     ) -> None:
         if not incarnation:
             raise RefitConfigError("SourceServer: the incarnation is empty; expected a random one")
@@ -84,8 +101,9 @@ class SourceServer:
         self._most = most_connections
         self._lock = threading.Lock()
         self._held: dict[str, _Held] = {}
-        self._connections: dict[socket.socket, threading.Thread] = {}
+        self._connections: dict[socket.socket, _Connection] = {}
         self._closed = False
+        self._stopped = threading.Event()
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         # All interfaces are those of IPv4 too, as they are for gRPC.
         both = ":" in host and is_every_interface(host) and socket.has_dualstack_ipv6()
@@ -152,6 +170,7 @@ class SourceServer:
 
     def close(self) -> None:
         """Stop listening and break all connections. May be called again."""
+        self._stopped.set()
         with self._lock:
             self._closed = True
             held = list(self._held.values())
@@ -166,7 +185,7 @@ class SourceServer:
         for connection in connections:
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
-        for thread in (self._acceptor, *connections.values()):
+        for thread in (self._acceptor, *(each.thread for each in connections.values())):
             if thread is not threading.current_thread():
                 thread.join(self._timeout_s)
 
@@ -181,32 +200,56 @@ class SourceServer:
             try:
                 connection, _ = self._listener.accept()
             except OSError:
-                if self._closed:
+                # A client that was gone before it was accepted, or no descriptor is left.
+                if self._stopped.wait(_ACCEPT_PAUSE_S):
                     return
-                continue  # a client that was gone before it was accepted
-            thread = threading.Thread(
-                target=self._serve, args=(connection,), name="refit-source", daemon=True
-            )
-            with self._lock:
-                full = len(self._connections) >= self._most
-                if not full and not self._closed:
-                    self._connections[connection] = thread
-                    thread.start()
-                    continue
-            with connection, contextlib.suppress(OSError):
-                connection.settimeout(self._timeout_s)
-                connection.send(
-                    frame(Answer("full", f"{self._most} connections are open; try again later"))
-                )
+                continue
+            if not self._start(_Connection(connection, self._serve)):
+                with connection, contextlib.suppress(OSError):
+                    connection.settimeout(self._timeout_s)
+                    connection.send(
+                        frame(Answer("full", f"{self._most} connections are open; try again later"))
+                    )
 
-    def _serve(self, connection: socket.socket) -> None:
+    def _start(self, connection: _Connection) -> bool:
+        """Serve a connection in a thread of its own; returns whether there is room for it."""
+        with self._lock:
+            if self._closed or not self._has_room():
+                return False
+            try:
+                connection.thread.start()
+            except RuntimeError:  # no thread is left
+                return False
+            self._connections[connection.sock] = connection
+            return True
+
+    def _has_room(self) -> bool:
+        """Whether another connection fits, if need be in the place of an idle one."""
+        if len(self._connections) < self._most:
+            return True
+        before = time.monotonic() - _IDLE_S
+        idle = [
+            (each.idle_since, sock)
+            for sock, each in self._connections.items()
+            if each.idle_since is not None and each.idle_since < before
+        ]
+        if not idle:
+            return False
+        _, longest = min(idle, key=lambda pair: pair[0])
+        del self._connections[longest]
+        with contextlib.suppress(OSError):
+            longest.shutdown(socket.SHUT_RDWR)  # its thread ends
+        return True
+
+    def _serve(self, served: _Connection) -> None:
+        connection = served.sock
         try:
             with connection, contextlib.suppress(OSError, RefitTimeoutError):
                 connection.settimeout(None)
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 try:
                     if self._greet(connection):
-                        for data in self._frames(connection):
+                        for data in self._frames(served):
                             self._answer(connection, data)
                 except ProtocolError as error:
                     self._send(connection, Answer("refused", str(error)))
@@ -214,11 +257,14 @@ class SourceServer:
             with self._lock:
                 self._connections.pop(connection, None)
 
-    def _frames(self, connection: socket.socket) -> Iterator[bytearray]:
+    def _frames(self, served: _Connection) -> Iterator[bytearray]:
+        connection = served.sock
         while not self._closed:
             connection.settimeout(self._idle_timeout_s)
+            served.idle_since = time.monotonic()
             if not connection.recv(1, socket.MSG_PEEK):
                 return
+            served.idle_since = None
             connection.settimeout(None)
             yield receive_frame(connection, MOST_FRAME, self._deadline())
 

@@ -152,7 +152,10 @@ class Heartbeat:
 
     def _beat(self) -> None:
         pause_s = self._ttl_s / 3
-        while not select.select([self._woken], [], [], pause_s)[0]:
+        # Not `select`, which takes no descriptor from 1,024 on.
+        woken = select.poll()
+        woken.register(self._woken, select.POLLIN)
+        while not woken.poll(pause_s * 1000):
             pause_s = self._ttl_s / 3
             try:
                 self.renew()
