@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shutil
+import ssl
 import stat
 import subprocess
 import sysconfig
@@ -265,15 +266,67 @@ def test_secrets_are_for_their_owner_and_stay(secrets: Path) -> None:
     before = {path.name: path.read_bytes() for path in secrets.iterdir()}
     subprocess.run([DOCKER / "secrets", secrets], check=True, capture_output=True, timeout=60)
     assert {path.name: path.read_bytes() for path in secrets.iterdir()} == before
-    named = [*(f"refit-server{tail}" for tail in ("", ".rl-dataplane.svc")), "localhost"]
-    for name in named:
-        checked = subprocess.run(
-            ["openssl", "verify", "-CAfile", "refit-ca", "-verify_hostname", name, "refit-cert"],
-            cwd=secrets,
-            capture_output=True,
-            text=True,
-        )
-        assert checked.returncode == 0, checked.stderr
+    for name in (*(f"refit-server{tail}" for tail in ("", ".rl-dataplane.svc")), "localhost"):
+        verify(secrets, authority=secrets / "refit-ca", host=name)
+
+
+def verify(folder: Path, *, authority: Path, host: str = "refit-server") -> None:
+    """That clients with this copy of the authority accept the certificate, and its key is there."""
+    checked = subprocess.run(
+        ["openssl", "verify", "-CAfile", authority, "-verify_hostname", host, "refit-cert"],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert checked.returncode == 0, checked.stderr
+    ssl.create_default_context().load_cert_chain(folder / "refit-cert", folder / "refit-key")
+
+
+@pytest.fixture
+def made_before(secrets: Path, tmp_path: Path) -> Path:
+    """Secrets that one may change."""
+    folder = tmp_path / "secrets"
+    shutil.copytree(secrets, folder)
+    return folder
+
+
+@pytest.mark.parametrize("removed", [["refit-cert"], ["refit-key"], ["refit-cert", "refit-key"]])
+def test_clients_of_before_accept_a_certificate_that_is_renewed(
+    removed: list[str], made_before: Path, secrets: Path
+) -> None:
+    for name in removed:
+        (made_before / name).unlink()
+    subprocess.run([DOCKER / "secrets", made_before], check=True, capture_output=True, timeout=60)
+    verify(made_before, authority=secrets / "refit-ca")
+    changed = {
+        path.name
+        for path in made_before.iterdir()
+        if path.read_bytes() != (secrets / path.name).read_bytes()
+    }
+    assert changed == {"refit-cert", "refit-key"}
+
+
+def test_a_new_authority_signs_a_certificate_of_its_own(made_before: Path, secrets: Path) -> None:
+    (made_before / "refit-ca").unlink()
+    subprocess.run([DOCKER / "secrets", made_before], check=True, capture_output=True, timeout=60)
+    assert (made_before / "refit-ca").read_bytes() != (secrets / "refit-ca").read_bytes()
+    verify(made_before, authority=made_before / "refit-ca")
+
+
+def test_a_certificate_is_not_renewed_without_the_authority_s_key(
+    made_before: Path, secrets: Path
+) -> None:
+    (made_before / "refit-ca-key").unlink()
+    # With a certificate there is nothing to sign: the key may be kept elsewhere.
+    subprocess.run([DOCKER / "secrets", made_before], check=True, capture_output=True, timeout=60)
+    (made_before / "refit-cert").unlink()
+    done = subprocess.run(
+        [DOCKER / "secrets", made_before], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 1
+    assert "no refit-ca-key beside refit-ca" in done.stderr
+    assert (made_before / "refit-ca").read_bytes() == (secrets / "refit-ca").read_bytes()
 
 
 @pytest.mark.parametrize(
