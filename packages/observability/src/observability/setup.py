@@ -90,8 +90,8 @@ def setup(
         from observability._setup_telemetry import Telemetry
     except ModuleNotFoundError as error:
         raise ImportError(
-            f"observability.setup needs the OpenTelemetry SDK ({error.name} is missing): "
-            "pip install 'observability[sdk]'"
+            f"observability.setup needs the OpenTelemetry SDK ({error.name} is missing), "
+            "which the extra observability[sdk] brings"
         ) from error
     with _lock:
         if _current is not None and not _current[1].ended:

@@ -88,7 +88,7 @@ def require_module(module: str, *, backend: str, extra: str) -> None:
     if found is None:
         raise ConfigError(
             f"data-plane config: backend {backend!r} needs the module {module!r}, which is not "
-            f"installed; pip install 'dataplane-tq[{extra}]'"
+            f"installed; it comes with the extra dataplane-tq[{extra}]"
         )
 
 
