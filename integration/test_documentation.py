@@ -22,6 +22,7 @@ from typing import Any
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
 
 from dataplane_core import validate_config
 from grpo_trainer import TrainerConfig, load_config
@@ -30,6 +31,8 @@ from grpo_trainer.config import DEMO_CONFIG, check_config
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
+READMES = [ROOT / "README.md", *sorted(ROOT.glob("*s/*/README.md"))]
+"""The repository's, and each package's and service's."""
 sys.path.insert(0, str(DOCS / "hooks"))
 
 HERE = ("quickstart", "concepts", "use-one-package", "migration", "operations")
@@ -53,6 +56,14 @@ APPS = {
     "refit-server": "refit_server.cli:app",
 }
 ENTRY_POINTS = {"dataplane_core.clients", "dataplane_core.middleware", "refit_mx.compile_passes"}
+
+NAMES = {}
+"""Folder of ours to the name of its distribution."""
+PROJECTS = {}
+for found in sorted(ROOT.glob("*s/*/pyproject.toml")):
+    declared = tomllib.loads(found.read_text())["project"]
+    NAMES[found.parent.relative_to(ROOT).as_posix()] = declared["name"]
+    PROJECTS[declared["name"]] = declared
 
 FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 
@@ -210,13 +221,42 @@ def check_make(words: list[str]) -> None:
 
 
 def check_pip(words: list[str]) -> None:
+    """Folders and extras are there, and so is all of ours that pip would look for on an index."""
     assert words[1] == "install"
-    for word in words[2:]:
-        path, _, extras = word.removesuffix("]").partition("[")
-        project = tomllib.loads((ROOT / path / "pyproject.toml").read_text())["project"]
-        assert (
-            set(filter(None, extras.split(","))) <= project.get("optional-dependencies", {}).keys()
-        )
+    matches = [re.fullmatch(r"\./([^\[]+)(.*)", word) for word in words[2:]]
+    asked = [Requirement(f"{NAMES[match[1]]}{match[2]}") for match in matches if match]
+    assert len(asked) == len(matches), words
+    given = {each.name for each in asked}
+    while asked:
+        each = asked.pop()
+        extras = PROJECTS[each.name].get("optional-dependencies", {})
+        assert each.extras <= extras.keys(), each
+        needed = sum((extras[extra] for extra in each.extras), PROJECTS[each.name]["dependencies"])
+        ours = [one for one in map(Requirement, needed) if one.name in PROJECTS]
+        assert {one.name for one in ours} <= given, f"{each} needs {', '.join(map(str, ours))}"
+        asked += ours
+
+
+@pytest.mark.parametrize("page", READMES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_what_a_readme_installs_with_pip_is_whole(page: Path) -> None:
+    fenced = "\n".join(text for _, _, text in FENCE.findall(page.read_text()))
+    for line in re.findall(r"^pip .*", fenced.replace("\\\n", " "), re.MULTILINE):
+        check_pip(shlex.split(line, comments=True))
+
+
+@pytest.mark.parametrize("page", READMES[1:], ids=lambda page: page.parent.name)
+def test_a_readmes_table_of_dependencies_is_what_is_declared(page: Path) -> None:
+    text = page.read_text().split("## Depends on\n")[1].split("\n## ")[0]
+    listed: dict[str, set[str]] = {}
+    for cell in re.findall(r"^\| ([\w, `-]+) \|", text, re.MULTILINE)[1:]:
+        names, _, extra = cell.partition(", extra ")
+        listed.setdefault(extra.strip("`"), set()).update(names.lower().split(", "))
+    project = PROJECTS[NAMES[page.parent.relative_to(ROOT).as_posix()]]
+    declared = {"": project["dependencies"], **project.get("optional-dependencies", {})}
+    assert listed == {
+        extra: {Requirement(each).name.lower() for each in needed}
+        for extra, needed in declared.items()
+    }
 
 
 def check_files(words: list[str]) -> None:

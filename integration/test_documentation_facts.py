@@ -6,15 +6,21 @@ import ast
 import inspect
 import re
 import sys
+import time
 from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
+from prometheus_client.parser import text_string_to_metric_families
+from starlette.testclient import TestClient
+from tensordict import TensorDict
 
-from dataplane_core import DataPlaneConfig
+from dataplane_admin import Settings, create_app
+from dataplane_core import DataPlaneConfig, InMemoryDataPlaneClient
 from grpo_trainer.config import DEMO_CONFIG
 
 ROOT = Path(__file__).parents[1]
@@ -163,6 +169,28 @@ def test_services_listen_where_the_page_says() -> None:
     assert default_of("refit.host") in host
     assert default_of("refit_mx.EmbeddedControlServer(port)") == 0
     assert default_of("refit_mx.MxV2TrainingPublisher(host)") == "127.0.0.1"
+
+
+def test_the_admin_pages_metrics_are_those_of_a_scrape(tmp_path: Path) -> None:
+    settings = Settings(store_url=f"sqlite:///{tmp_path}/admin.sqlite", poll_s=0.05)
+    shown: dict[str, set[str]] = {}
+    with InMemoryDataPlaneClient() as client:
+        client.register_partition("train", ["x"], 1, ["train"])
+        client.put_samples(["a"], "train", TensorDict({"x": torch.ones(1)}, [1]))
+        app = create_app(settings, inspector=client)
+        with TestClient(app, base_url="http://127.0.0.1") as asking:
+            deadline = time.monotonic() + 30
+            while "dataplane_task_oldest_unclaimed_seconds" not in shown:
+                assert time.monotonic() < deadline
+                families = text_string_to_metric_families(asking.get("/metrics").text)
+                samples = [sample for family in families for sample in family.samples]
+                shown = {sample.name: set(sample.labels) for sample in samples}
+    listed = {
+        name: set(codes(labels))
+        for names, labels, _ in table_after(page("admin"), "## Metrics")
+        for name in codes(names)
+    }
+    assert listed == shown
 
 
 def test_the_configuration_page_has_every_key_and_option() -> None:
