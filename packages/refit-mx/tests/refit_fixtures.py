@@ -106,10 +106,14 @@ class Meddling:
         *,
         before: Callable[[Sequence[Fetch]], None] | None = None,
         after: Callable[[torch.Tensor, Sequence[Fetch]], None] | None = None,
+        stalling: Callable[[Sequence[Fetch], Deadline, Any], None] | None = None,
+        between: Callable[[], None] | None = None,
     ) -> None:
         self._inner = inner
         self._before = before
         self._after = after
+        self._stalling = stalling
+        self._between = between
         self.name = inner.name
         self.fetched: list[tuple[str, ...]] = []
         self.nbytes = 0
@@ -137,13 +141,18 @@ class Meddling:
         self.fetched.append(tuple(fetch.source.worker_id for fetch in fetches))
         if self._before is not None:
             self._before(fetches)
+        if self._stalling is not None:
+            self._stalling(fetches, deadline, on_done)
         stats = self._inner.fetch(fetches, scratch, deadline=deadline)
         self.nbytes += stats.nbytes
         if self._after is not None:
             self._after(scratch, fetches)
         for index, fetch in enumerate(fetches):
-            if on_done is not None:
-                on_done(index, 0, len(fetch.reads))
+            for row in range(len(fetch.reads)) if on_done is not None else ():
+                if self._between is not None:
+                    self._between()
+                    deadline.check("receiving")
+                on_done(index, row, row + 1)
         return stats
 
 

@@ -285,6 +285,18 @@ def test_absorbed_weights_of_mla_follow_the_projection_in_place():
     assert layer.W_UV.data_ptr() == address
 
 
+@pytest.mark.parametrize("missing", ["W_UV", "W_UK_T"])
+def test_a_layer_of_mla_with_one_absorbed_weight_has_it_made(missing):
+    layer, whole = mla_layer(), mla_layer()
+    whole.kv_b_proj = layer.kv_b_proj
+    refresh_mla_weights(whole)
+    delattr(layer, missing)
+    assert refresh_mla_weights(layer) == 1
+    there = "W_UV" if missing == "W_UK_T" else "W_UK_T"
+    assert torch.equal(getattr(layer, there), getattr(whole, there))
+    assert getattr(layer, there).any()
+
+
 def test_a_projection_of_mla_that_does_not_fit_is_refused():
     layer = mla_layer()
     layer.W_UV = torch.zeros(3, 6, 5, dtype=torch.bfloat16)

@@ -29,6 +29,7 @@ from refit_mx.errors import (
     SourceLostError,
     VersionNotFoundError,
 )
+from refit_mx.settings import ReceiverSettings
 
 pytestmark = pytest.mark.usefixtures("no_vllm_is_left_behind")
 
@@ -71,6 +72,9 @@ def test_without_vllm_registering_says_so(monkeypatch):
         ("parse_init_info", {}),
         ("parse_init_info", {"control_address": "a:1", "timeout_s": 0}),
         ("parse_init_info", {"control_address": "a:1", "rank_offset": -1}),
+        ("parse_init_info", {"control_address": "a:1", "receiver_settings": {"colour": 1}}),
+        ("parse_init_info", {"control_address": "a:1", "receiver_settings": {"lease_ttl_s": "1"}}),
+        ("parse_init_info", {"control_address": "a:1", "receiver_settings": {"lease_ttl_s": 0}}),
         ("parse_update_info", {"colour": "red"}),
         ("parse_update_info", {}),
         ("parse_update_info", {"version_id": "v1", "abort": True}),
@@ -258,15 +262,28 @@ def test_publishers_that_are_gone_are_a_typed_error_in_time(trainer, workers):
     assert workers.digests == loaded(checkpoint(CONFIG, 1))
 
 
+def test_settings_of_the_receiver_come_with_init(trainer, workers):
+    workers.init(trainer, receiver_settings={"stall_timeout_s": 2, "scratch_copies": 1})
+    trainer.publish("v1", checkpoint(CONFIG, 1))
+    workers.update("v1")
+    for engine in workers.engines:
+        settings = engine.transfer._receiver._settings
+        assert (settings.stall_timeout_s, settings.scratch_copies) == (2, 1)
+        assert settings.lease_ttl_s == ReceiverSettings().lease_ttl_s
+
+
 # ---- fences ----
 
 
 def test_an_install_that_fails_half_way_fences_until_a_whole_update_succeeds(trainer):
-    """A layer of MLA whose derived weights do not fit fails after all copies were made."""
+    """A layer of MLA whose derived weights cannot be written fails after all copies were made."""
     model = TinyForCausalLM(CONFIG)
     layer = model.model.layers[0].self_attn
     layer.kv_b_proj = layer.o_proj
-    layer.W_UV, layer.W_UK_T = torch.zeros(1, 2, 3), torch.zeros(1, 2, 3)
+    both, rank = layer.o_proj.weight.shape
+    dtype = layer.o_proj.weight.dtype
+    layer.W_UK_T = torch.zeros(1, 1, rank, dtype=dtype)
+    layer.W_UV = torch.zeros(1, 1, 1, dtype=dtype).expand(1, rank, both - 1)
     workers = Workers(models=[model])
     transfer = workers.engines[0].transfer
     try:
@@ -283,6 +300,24 @@ def test_an_install_that_fails_half_way_fences_until_a_whole_update_succeeds(tra
         workers.update("v1")
         assert transfer.fenced is None
         assert workers.digests == loaded(checkpoint(CONFIG, 1), CONFIG, 1)
+    finally:
+        workers.close()
+
+
+def test_absorbed_weights_that_could_not_be_made_are_refused_before_any_byte_moves(trainer):
+    model = TinyForCausalLM(CONFIG)
+    layer = model.model.layers[0].self_attn
+    layer.kv_b_proj = layer.o_proj
+    layer.W_UV = torch.zeros(1, 2, 3, dtype=torch.float8_e4m3fn)
+    before = digest_of(model)
+    workers = Workers(models=[model])
+    try:
+        workers.init(trainer)
+        trainer.publish("v1", checkpoint(CONFIG, 1))
+        with pytest.raises(LayoutError, match=r"kv_b_proj\.weight is"):
+            workers.update("v1")
+        assert workers.engines[0].transfer.fenced is None
+        assert digest_of(model) == before
     finally:
         workers.close()
 

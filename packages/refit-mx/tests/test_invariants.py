@@ -329,8 +329,8 @@ def test_invariant_6_every_time_limit_can_be_chosen():
         }
         assert limits
         assert all(value is None or value <= 60 for value in limits.values())
-    chosen = ReceiverSettings(lease_ttl_s=1, manifest_timeout_s=0.1, fetch_timeout_s=0.2)
-    assert (chosen.lease_ttl_s, chosen.manifest_timeout_s, chosen.fetch_timeout_s) == (1, 0.1, 0.2)
+    chosen = ReceiverSettings(lease_ttl_s=1, manifest_timeout_s=0.1, stall_timeout_s=0.2)
+    assert (chosen.lease_ttl_s, chosen.manifest_timeout_s, chosen.stall_timeout_s) == (1, 0.1, 0.2)
 
 
 def test_invariant_6_a_deadline_is_one_for_all_attempts(world):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+import time
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -10,6 +12,8 @@ from refit_fixtures import MODEL, TRANSPORTS, Meddling, a_world, exported, verbo
 from refit_processes import SHAPES, fsdp_shards, same, slice_of, targets_of, weights
 
 from refit_mx.compile.base import compile_pass
+from refit_mx.control.records import WorkerRole
+from refit_mx.deadline import Deadline
 from refit_mx.errors import (
     CompileError,
     CompileTargetError,
@@ -31,7 +35,9 @@ from refit_mx.plan.targets import mesh_target, tp_target
 from refit_mx.receiver import MxV2RefitReceiver
 from refit_mx.settings import ReceiverSettings
 from refit_mx.tensor_types import TensorSpec
+from refit_mx.transports.base import Fetch
 from refit_mx.transports.tcp import TcpTransport
+from refit_mx.transports.work import OnDone
 
 
 @pytest.fixture
@@ -159,6 +165,30 @@ def test_a_plan_is_kept_for_the_next_version_of_the_same_structure(world, publis
     assert len(planned) == 2
 
 
+def test_a_plan_is_kept_whichever_replica_was_heard_last(world, monkeypatch):
+    from refit_mx import receiving
+
+    planned = []
+    plan_reads = receiving.plan_reads
+    monkeypatch.setattr(
+        receiving,
+        "plan_reads",
+        lambda *args, **kept: (planned.append(1), plan_reads(*args, **kept))[1],
+    )
+    publishers = [world.publisher() for _ in range(2)]
+    receiver = world.receiver()
+    for number in range(1, 5):
+        world.version(f"v{number}")
+        for publisher in publishers:
+            publisher.publish(f"v{number}", weights(number))
+        last = publishers[number % 2].worker_id
+        world.control.register_worker(last, WorkerRole.TRAINER, MODEL, ttl_s=600 * number)
+        live = zeros()
+        receiver.refit(f"v{number}", live)
+        assert same(live, weights(number))
+    assert len(planned) == 1
+
+
 def test_replicas_share_the_work(world):
     publishers = [world.publisher() for _ in range(2)]
     world.version("v1")
@@ -261,6 +291,49 @@ def test_a_lost_source_is_left_out_of_the_next_attempt(world):
     assert same(live, weights(1))
     assert stats.attempts == 2
     assert lost[0] not in stats.sources
+
+
+def test_a_source_that_answers_and_sends_nothing_is_left_out_for_a_replica(world):
+    """As behind a link that lost one connection."""
+    publishers = [world.publisher() for _ in range(2)]
+    world.version("v1")
+    for publisher in publishers:
+        publisher.publish("v1", weights(1))
+    asked = []
+
+    def nothing_comes(fetches: Sequence[Fetch], deadline: Deadline, on_done: OnDone) -> None:
+        asked.append([fetch.source.worker_id for fetch in fetches])
+        if len(asked) == 1:
+            on_done(1, 0, len(fetches[1].reads))
+            while deadline.left_s:
+                time.sleep(0.01)
+            raise deadline.error("reading")
+
+    inner = Meddling(TcpTransport(), stalling=nothing_comes)
+    receiver = world.receiver(transport=inner, settings=ReceiverSettings(stall_timeout_s=0.2))
+    live = zeros()
+    stats = receiver.refit("v1", live)
+    assert same(live, weights(1))
+    assert stats.attempts == 2
+    assert len(asked[0]) == 2
+    assert asked[1] == asked[0][1:]
+    inner.close()
+
+
+def test_a_fetch_may_take_long_as_long_as_something_comes(world):
+    publisher = world.publisher()
+    world.version("v1")
+    state = {f"w{number}": torch.full((3,), float(number)) for number in range(6)}
+    publisher.publish("v1", state)
+    inner = Meddling(TcpTransport(), between=lambda: time.sleep(0.15))
+    targets = targets_of(dict.fromkeys(state, ("float32", (3,))))
+    settings = ReceiverSettings(stall_timeout_s=0.5)
+    receiver = world.receiver(targets, transport=inner, settings=settings)
+    with receiver.receive_weights_scratch("v1") as got:
+        assert same(dict(got), state)
+        assert got.stats.attempts == 1
+        assert got.stats.seconds["fetch"] > 0.5
+    inner.close()
 
 
 def test_one_attempt_is_one(world, published):

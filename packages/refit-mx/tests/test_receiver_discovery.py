@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from refit_fixtures import MODEL, World, a_world
-from refit_processes import fsdp_shards, weights
+from refit_fixtures import MODEL, World, a_world, zeros
+from refit_processes import fsdp_shards, same, weights
 
 from refit_mx.control.records import Shard, WorkerRole
 from refit_mx.deadline import Deadline
@@ -167,6 +168,26 @@ def test_a_manifest_of_something_else_is_left_out(world, ranks, change, says):
 @pytest.mark.parametrize("data", [b"", b"\xc1", b"\x80", bytes(1000)])
 def test_garbage_is_left_out(world, ranks, data):
     leave_out(world, data, "manifest: ")
+
+
+def test_a_manifest_that_contradicts_itself_loses_its_worker_and_the_others_serve(world, ranks):
+    true = discover(world).manifests[0]
+    fields = {name: getattr(true, name) for name in Manifest.__struct_fields__}
+    with contextlib.closing(ManifestService()) as service:
+        world.control.register_worker("liar", WorkerRole.TRAINER, MODEL, ttl_s=600)
+        # Half a digest, so that a shard has too few.
+        lie = Manifest(**fields | {"worker_id": "liar", "digests": true.digests[:-8]})
+        digest = service.put("v1", "fsdp-0", lie.encode())
+        world.control.create_shard(Shard("v1", "fsdp-0", "liar", 1, 1, digest, service.endpoint))
+        assert "liar" in workers(discover(world))
+        receiver = world.receiver()
+        with pytest.raises(SourceLostError, match="1 of 5 manifests cannot be used") as lost:
+            receiver.refit("v1", zeros(), attempts=1)
+        assert lost.value.worker_ids == ("liar",)
+        live = zeros()
+        stats = receiver.refit("v1", live)
+        assert same(live, weights(1))
+        assert stats.attempts == 2
 
 
 def leave_out(world: World, data: bytes, says: str) -> None:

@@ -170,7 +170,7 @@ def test_a_replica_takes_over_within_the_same_call(
     world.publisher(transports=[transport]).publish("v1", weights(1, SHAPES))
     assert "done" in victim.ask(do="publish", version="v1", seed=1)
     receiver, hook = a_receiver(
-        stack, world.server.address, transport, fetch_timeout_s=1.0, digest_timeout_s=1.0
+        stack, world.server.address, transport, stall_timeout_s=1.0, digest_timeout_s=1.0
     )
     hook.at(phase, lambda: victim.signal(number))
     live = zeros()

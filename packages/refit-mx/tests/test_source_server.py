@@ -373,7 +373,7 @@ def test_a_server_without_descriptors_serves_again_once_it_has_some():
             sys.stdin.read()
     """
     with (
-        serving() as (server, arena, source),
+        serving() as (_, _, source),
         subprocess.Popen(
             [sys.executable, "-c", textwrap.dedent(program)],
             stdin=subprocess.PIPE,

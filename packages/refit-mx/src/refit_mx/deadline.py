@@ -48,3 +48,33 @@ class Deadline:
         """What to raise when the deadline has passed."""
         where = f" while {doing}" if doing else ""
         return RefitTimeoutError(f"{self._what}: not done after {self._timeout_s:g} s{where}")
+
+
+class StallDeadline(Deadline):
+    """A deadline that also passes once nothing has moved for a while; any thread may say so.
+
+    Args:
+        whole: which this one never outlasts.
+        stall_s: seconds without a move.
+        what: is awaited, for the error's message.
+    """
+
+    def __init__(self, whole: Deadline, stall_s: float, what: str) -> None:
+        super().__init__(stall_s, what)
+        self._whole = whole
+
+    @property
+    def left_s(self) -> float:
+        """Seconds left, unless something moves."""
+        return min(super().left_s, self._whole.left_s)
+
+    def moved(self) -> None:
+        """Something moved: the seconds count anew."""
+        self._at = time.monotonic() + self._timeout_s
+
+    def error(self, doing: str = "") -> RefitTimeoutError:
+        """What to raise when it has passed."""
+        if not self._whole.left_s:
+            return self._whole.error(doing)
+        where = f" while {doing}" if doing else ""
+        return RefitTimeoutError(f"{self._what}: nothing came for {self._timeout_s:g} s{where}")

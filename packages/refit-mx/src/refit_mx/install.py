@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
+from refit_mx.cuda_order import wait_for
 from refit_mx.errors import LayoutError
 from refit_mx.tensor_types import TensorSpec
 
@@ -55,6 +56,8 @@ def install_tensors(received: Mapping[str, torch.Tensor], live: Mapping[str, tor
     with torch.no_grad():
         for name, tensor in received.items():
             live[name].copy_(tensor, non_blocking=True)
-        for device in {live[name].device for name in received}:
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
+        wait_for(
+            device
+            for name, tensor in received.items()
+            for device in (tensor.device, live[name].device)
+        )

@@ -53,7 +53,9 @@ class MxV2RefitReceiver:
     """Receives the slices that one generator rank needs.
 
     One thread at a time receives. It is a worker of the control plane, with a heartbeat, so that
-    its leases end with it.
+    the control plane knows who receives. A lease that it holds when its process ends, also by
+    SIGTERM, lasts until its own time is over (``ReceiverSettings.lease_ttl_s``): what it was
+    reading stays as it is for so long.
 
     Args:
         model_name: of the control plane.

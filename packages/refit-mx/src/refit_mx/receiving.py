@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -14,7 +15,8 @@ import torch
 
 from refit_mx.control.client import ControlClient
 from refit_mx.control.leases import VersionLease
-from refit_mx.deadline import Deadline
+from refit_mx.cuda_order import wait_for
+from refit_mx.deadline import Deadline, StallDeadline
 from refit_mx.discovery import MOST_AT_ONCE, SourceSet, discover_v2_sources_for_slice
 from refit_mx.errors import (
     DigestMismatchError,
@@ -180,7 +182,7 @@ class Receiving:
         stats.seconds["plan"] += time.monotonic() - started
         deadline.check("planning")
         plan = planned.plan
-        used = [sources.manifests[source] for source, _ in plan.fetches]
+        used = [shards.manifests[source] for source, _ in plan.fetches]
         transport, pool = self._transport_for(used)
         stats.transport = transport.name
         stats.sources = tuple(manifest.worker_id for manifest in used)
@@ -194,19 +196,15 @@ class Receiving:
             raise
 
         def give_back() -> None:
+            # An install that the caller made may be queued, and the next read does not wait for it.
+            wait_for([scratch.memory.device])
             pool.give_back(scratch)
 
         return Attempt(_views(targets, plan, scratch.memory), sources.registry, give_back)
 
     def close(self) -> None:
         """Disconnect and free the memory. May be called again."""
-        for pool in self._pools.values():
-            pool.close()
-        for transport in self._transports.values():
-            if transport is not self._given:
-                transport.close()
-        self._pools.clear()
-        self._transports.clear()
+        self._leave(list(self._transports))
         self._asking.shutdown()
         self._verifying.shutdown()
         self._manifests.close()
@@ -214,7 +212,7 @@ class Receiving:
     def _plan(
         self, sources: SourceSet, targets: Sequence[TargetTensor]
     ) -> tuple[ShardTable, _Planned]:
-        shards = ShardTable.of(sources.manifests)
+        shards = _table_of(sources)
         _refuse_different_replicas(shards)
         names = tuple(target.name for target in targets)
         known = self._planned
@@ -246,12 +244,30 @@ class Receiving:
                 f"transport 'nixl': {len(without)} of {len(used)} sources have no NIXL, "
                 f"such as {without[0]}; use 'auto' or 'tcp'"
             )
+        # Scratch memory is bounded as a whole, and what the others hold of sources would stay.
+        self._leave(
+            [
+                other
+                for other in self._transports
+                if other != name
+                and (other not in self._pools or not self._pools[other].counts().quarantined)
+            ]
+        )
         transport = self._transport(name)
         if name not in self._pools:
             self._pools[name] = ScratchPool(
                 transport, most_bytes=self._most_scratch_bytes, device=str(self._device)
             )
         return transport, self._pools[name]
+
+    def _leave(self, names: Sequence[str]) -> None:
+        """Give up transports and their scratch memory; what is in use is freed when it is back."""
+        for name in names:
+            pool, transport = self._pools.pop(name, None), self._transports.pop(name)
+            if pool is not None:
+                pool.close()
+            if transport is not self._given:
+                transport.close()
 
     def _shares(self, used: Sequence[Manifest]) -> bool:
         """Whether all of the sources' memory can be mapped here."""
@@ -293,13 +309,12 @@ class Receiving:
         deadline: Deadline,
     ) -> None:
         """Fetch, and verify what has arrived while more arrives."""
-        limit = self._settings.fetch_timeout_s
-        allowed = deadline.check("waiting for scratch memory")
-        fetch_deadline = (
-            Deadline(min(limit, allowed), f"fetch of version {stats.version_id}")
-            if limit is not None
-            else deadline
+        deadline.check("waiting for scratch memory")
+        stall = StallDeadline(
+            deadline, self._settings.stall_timeout_s, f"fetch of version {stats.version_id}"
         )
+        owed = [len(reads) for _, reads in plan.fetches]
+        telling = threading.Lock()
         fetches = [
             Fetch(manifest, reads) for manifest, (_, reads) in zip(used, plan.fetches, strict=True)
         ]
@@ -310,6 +325,9 @@ class Receiving:
         copied = scratch.memory.device.type == "cpu" and (transport.name == "shm" or not has_rdma())
 
         def on_done(fetch: int, first: int, stop: int) -> None:
+            stall.moved()
+            with telling:
+                owed[fetch] -= stop - first
             if not beside:
                 return
             if copied:
@@ -319,9 +337,7 @@ class Receiving:
 
         try:
             with phase("transfer", stats.version_id, self._on_phase) as span:
-                done = transport.fetch(
-                    fetches, scratch.memory, deadline=fetch_deadline, on_done=on_done
-                )
+                done = transport.fetch(fetches, scratch.memory, deadline=stall, on_done=on_done)
                 tell_bytes(span, done.nbytes, done.seconds)
                 span.set_attribute("refit.transport", transport.name)
                 span.set_attribute("refit.sources", len(used))
@@ -333,18 +349,9 @@ class Receiving:
             checking.check()
             stats.seconds["verify"] += time.monotonic() - started
         except RefitTimeoutError as error:
-            stopped = tuple(
-                manifest.worker_id
-                for manifest in used
-                if deadline.left_s and not _is_answering(manifest, deadline)
-            )
-            if not stopped:
+            if not deadline.left_s:
                 raise
-            raise SourceLostError(
-                f"version {stats.version_id}: {len(stopped)} of {len(used)} sources do not "
-                f"answer: {', '.join(stopped[:5])}; {error}",
-                stopped,
-            ) from error
+            raise self._stalled(stats.version_id, used, owed, deadline, error) from error
         finally:
             checking.end()
         if not beside:
@@ -352,6 +359,28 @@ class Receiving:
             for fetch, (_, reads) in enumerate(plan.fetches):
                 verifier.check_rows(fetch, 0, len(reads))
             stats.seconds["verify"] += time.monotonic() - started
+
+    def _stalled(
+        self,
+        version_id: str,
+        used: Sequence[Manifest],
+        owed: Sequence[int],
+        deadline: Deadline,
+        error: RefitTimeoutError,
+    ) -> SourceLostError:
+        """Whom a fetch waited for: sources that do not answer, else those that owe something."""
+        answering = each(self._asking, lambda source: _is_answering(source, deadline), used)
+        late = [source for source, answers in zip(used, answering, strict=True) if not answers]
+        why = "do not answer"
+        if not late:
+            late = [source for source, reads in zip(used, owed, strict=True) if reads > 0]
+            why = "answer and send nothing"
+        workers = tuple(source.worker_id for source in late)
+        return SourceLostError(
+            f"version {version_id}: {len(workers)} of {len(used)} sources {why}: "
+            f"{', '.join(workers[:5])}; {error}",
+            workers,
+        )
 
     def _verify(
         self,
@@ -401,6 +430,36 @@ def _is_answering(source: Manifest, deadline: Deadline) -> bool:
         with closing(client):
             client.check_held(version_id=source.version_id, deadline=allowed)
     except (SourceLostError, RefitTimeoutError, ProtocolError):
+        return False
+    return True
+
+
+def _table_of(sources: SourceSet) -> ShardTable:
+    """What the sources hold, in an order of theirs that is the same from version to version, so
+    that the plan is: discovery has the one that was heard last first.
+
+    Raises:
+        SourceLostError: some manifests are not well formed; names their workers.
+        RefitError: as `ShardTable.of`.
+    """
+    manifests = sorted(sources.manifests, key=lambda each: (each.source_slot_id, each.worker_id))
+    try:
+        return ShardTable.of(manifests)
+    except ProtocolError as error:
+        wrong = [manifest.worker_id for manifest in manifests if not _is_well_formed(manifest)]
+        if not wrong:
+            raise
+        raise SourceLostError(
+            f"version {sources.version_id}: {len(wrong)} of {len(manifests)} manifests cannot be "
+            f"used: {error}",
+            tuple(wrong),
+        ) from error
+
+
+def _is_well_formed(manifest: Manifest) -> bool:
+    try:
+        ShardTable.of([manifest])
+    except ProtocolError:
         return False
     return True
 

@@ -13,6 +13,7 @@ from types import TracebackType
 import torch
 
 from refit_mx.arena import Arena
+from refit_mx.cuda_order import wait_for
 from refit_mx.deadline import Deadline
 from refit_mx.errors import RefitConfigError, ScratchExhaustedError
 from refit_mx.transports.base import Transport
@@ -188,6 +189,8 @@ class ScratchPool:
         if self._room() < nbytes:
             return None
         made = Arena(nbytes, device=self._device)
+        # Kernels that use what it was before may be queued.
+        wait_for([made.memory.device])
         self._transport.register(made.memory)
         return made
 

@@ -51,9 +51,9 @@ class ReceiverSettings:
             out.
         digest_timeout_s: one publisher that does not answer for the digests of what was read in
             this time is lost.
-        fetch_timeout_s: of the fetch of one attempt. Then the sources that do not answer are left
-            out and the next attempt reads from others. None: a fetch may take what is left of the
-            whole operation's time.
+        stall_timeout_s: of a fetch for which no source has sent anything. Then those that do not
+            answer are left out, or else those that still owe something, and the next attempt reads
+            from others.
         connect_timeout_s: of one connection to a source.
         connections_per_source: of the TCP transport.
         scratch_copies: scratch memory, in multiples of what all targets take; what is in quarantine
@@ -69,7 +69,7 @@ class ReceiverSettings:
     control_patience_s: float = PATIENCE_S
     manifest_timeout_s: float = 5.0
     digest_timeout_s: float = 30.0
-    fetch_timeout_s: float | None = None
+    stall_timeout_s: float = 10.0
     connect_timeout_s: float = 5.0
     connections_per_source: int = 2
     scratch_copies: int = 3

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from refit_mx.byte_spans import ByteSpans, check_reads, chunks
+from refit_mx.cuda_order import beside_others
 from refit_mx.deadline import Deadline
 from refit_mx.digests import digest_of_reads
 from refit_mx.errors import ProtocolError, RefitConfigError, RefitTimeoutError
@@ -316,7 +317,8 @@ class SourceServer:
         for chunk in chunks(reads, "source"):
             if held.dropped:
                 return
-            buffers = spans.buffers(chunk, load=True)
+            with beside_others(held.memory.device):
+                buffers = spans.buffers(chunk, load=True)
             length = LENGTH.pack(chunk.nbytes)
             send_buffers(connection, [memoryview(length), *buffers], self._deadline())
 
@@ -328,8 +330,9 @@ class SourceServer:
             reads = _checked(request.rows, held.memory)
         except ProtocolError as error:
             return Answer("refused", str(error))
-        changed = held.blocks.changed(held.memory, reads) if held.blocks is not None else None
-        digests = digest_of_reads(held.memory, reads, side="source")
+        with beside_others(held.memory.device):
+            changed = held.blocks.changed(held.memory, reads) if held.blocks is not None else None
+            digests = digest_of_reads(held.memory, reads, side="source")
         # Before what was found is believed: a dropped version's memory may be filled with another.
         if held.dropped:
             return self._gone(request.version_id)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from refit_mx.errors import RefitConfigError
+from refit_mx.settings import ReceiverSettings
 
 
 # Any: options are those of the compile pass that is named.
@@ -27,6 +28,8 @@ class MxInitInfo:
         source_metadata: what the publisher must say of its bytes.
         timeout_s: for receiving a version.
         attempts: of receiving, after sources were lost.
+        receiver_settings: fields of `refit_mx.settings.ReceiverSettings`, such as
+            ``stall_timeout_s``; the others keep their defaults.
 
     Raises:
         ValueError: a wrong value.
@@ -42,8 +45,10 @@ class MxInitInfo:
     source_metadata: dict[str, Any] = field(default_factory=dict)
     timeout_s: float = 120.0
     attempts: int = 3
+    receiver_settings: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.settings()  # refuses wrong ones
         if not self.control_address:
             raise RefitConfigError("init_info: control_address is missing; expected HOST:PORT")
         if not self.timeout_s > 0 or self.attempts < 1 or self.rank_offset < 0:
@@ -51,6 +56,25 @@ class MxInitInfo:
                 f"init_info: timeout_s {self.timeout_s!r}, attempts {self.attempts!r}, rank_offset "
                 f"{self.rank_offset!r}; expected more than 0, at least 1, at least 0"
             )
+
+    def settings(self) -> ReceiverSettings:
+        """Of the receiver.
+
+        Raises:
+            ValueError: an unknown name, or a wrong value.
+        """
+        known = ReceiverSettings.__dataclass_fields__
+        for name, value in self.receiver_settings.items():
+            if name not in known:
+                raise RefitConfigError(
+                    f"init_info: receiver_settings has {name!r}; expected some of "
+                    f"{', '.join(known)}"
+                )
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise RefitConfigError(
+                    f"init_info: receiver_settings: {name} {value!r}; expected a number"
+                )
+        return ReceiverSettings(**self.receiver_settings)
 
 
 @dataclass

@@ -16,11 +16,12 @@ from torch import nn
 from refit_mx.compile.base import CompilePass, allocate_outputs, compile_pass
 from refit_mx.control.access import ControlAccess
 from refit_mx.control.client import ControlClient
+from refit_mx.cuda_order import wait_for
 from refit_mx.deadline import Deadline
 from refit_mx.discovery import discover_v2_sources_for_slice
 from refit_mx.engine.fence import ModelFence
 from refit_mx.engine.infos import MxInitInfo, MxUpdateInfo
-from refit_mx.engine.mla import refresh_mla_weights
+from refit_mx.engine.mla import check_mla_weights, refresh_mla_weights
 from refit_mx.engine.model_install import ModelInstall, model_install
 from refit_mx.engine.phases import Phase, Step, UpdatePhases
 from refit_mx.errors import FencedError, LayoutError, PhaseError, RefitConfigError
@@ -288,6 +289,7 @@ class MxWeightTransfer:
             compiler.check(published)
             targets = tuple(replicated_target(spec) for spec in published)
         else:
+            check_mla_weights(self._model)  # what could not be derived anew is refused here
             self._install = model_install(self._model, published, compiler)
             targets = self._install.targets
         self._made = {}
@@ -298,6 +300,7 @@ class MxWeightTransfer:
             transport=init.transport,
             rank=init.rank_offset + self._rank,
             device=self._device,
+            settings=init.settings(),
         )
 
     def _compile(self, received: ReceivedWeights) -> dict[str, torch.Tensor]:
@@ -316,8 +319,7 @@ class MxWeightTransfer:
         made = {name: self._made[name] for name in wanted}
         if made:
             self._compiler.run(received, made)
-            if self._device.type == "cuda":
-                torch.cuda.synchronize(self._device)
+            wait_for([self._device])
         return {
             spec.name: received[spec.name] if spec.name in unchanged else made[spec.name]
             for spec in outputs

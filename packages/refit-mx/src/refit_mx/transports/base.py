@@ -17,6 +17,9 @@ from refit_mx.deadline import Deadline
 from refit_mx.manifest import Manifest
 from refit_mx.reads import ReadTable
 
+UNUSED_FETCHES = 4
+"""A source that so many fetches did not read from is disconnected, and its memory let go of."""
+
 
 @dataclass(frozen=True)
 class Fetch:

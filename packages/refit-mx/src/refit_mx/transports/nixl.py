@@ -19,7 +19,7 @@ from refit_mx.errors import RefitConfigError, SourceLostError
 from refit_mx.manifest import Manifest
 from refit_mx.side_by_side import together
 from refit_mx.source_client import SourceClient
-from refit_mx.transports.base import Fetch, FetchStats
+from refit_mx.transports.base import UNUSED_FETCHES, Fetch, FetchStats
 from refit_mx.transports.nixl_lane import DRAIN_S, Lane, agent_of
 from refit_mx.transports.nixl_library import has_rdma, nixl_available, prepare_environment
 from refit_mx.transports.nixl_source import NixlSource
@@ -36,8 +36,6 @@ BATCH_RUNS = 1 << 14
 LANE_BYTES = 64 << 20
 """Of a fetch from which on it takes all lanes."""
 MOST_LANES = 2
-UNUSED_FETCHES = 4
-"""A source that so many fetches did not read from is disconnected."""
 
 
 class _Source:

@@ -7,6 +7,7 @@ from typing import Any  # NIXL's agents have no types
 
 import torch
 
+from refit_mx.cuda_order import why_not_registered
 from refit_mx.errors import RefitConfigError
 from refit_mx.manifest import NixlAgent
 from refit_mx.transports.nixl_library import new_agent
@@ -70,12 +71,18 @@ def register_memory(agent: Any, memory: torch.Tensor) -> Any:  # Any: NIXL has n
     """NIXL's registration of a buffer.
 
     Raises:
-        RefitConfigError: it is not one contiguous uint8 tensor of one axis, or NIXL refuses it.
+        RefitConfigError: it is not one contiguous uint8 tensor of one axis, nobody could read it,
+            or NIXL refuses it.
     """
     if memory.dtype != torch.uint8 or memory.dim() != 1 or not memory.is_contiguous():
         raise RefitConfigError(
             f"memory: {memory.dtype} {tuple(memory.shape)}; "
             "expected one contiguous uint8 tensor of one axis"
+        )
+    why = why_not_registered(memory.device)
+    if why is not None:
+        raise RefitConfigError(
+            f"NIXL cannot serve {memory.numel()} bytes on {memory.device}: {why}"
         )
     try:
         return agent.register_memory(memory, backends=["UCX"])

@@ -26,7 +26,7 @@ from refit_mx.reads import ReadTable
 from refit_mx.shared_memory import attach, shared_memory_missing
 from refit_mx.side_by_side import together
 from refit_mx.source_client import SourceClient
-from refit_mx.transports.base import Fetch, FetchStats
+from refit_mx.transports.base import UNUSED_FETCHES, Fetch, FetchStats
 from refit_mx.transports.tcp import check_fetches
 from refit_mx.transports.work import OnDone, Work
 
@@ -36,8 +36,6 @@ BATCH_READS = 1 << 12
 LANE_BYTES = 32 << 20
 """Of a fetch from which on several threads copy."""
 MOST_LANES = 2
-UNUSED_FETCHES = 4
-"""After so many fetches that did not read from it a source's memory is let go of."""
 
 _Bytes = npt.NDArray[np.uint8]
 

@@ -14,7 +14,7 @@ from refit_mx.deadline import Deadline
 from refit_mx.errors import RefitConfigError, SourceLostError
 from refit_mx.source_client import SourceClient
 from refit_mx.source_protocol import MOST_READS
-from refit_mx.transports.base import Fetch, FetchStats
+from refit_mx.transports.base import UNUSED_FETCHES, Fetch, FetchStats
 from refit_mx.transports.batches import Batch
 from refit_mx.transports.work import OnDone, Work
 
@@ -46,6 +46,7 @@ class TcpTransport:
         self._connect_timeout_s = connect_timeout_s
         self._connections = connections_per_source
         self._clients: dict[_Key, list[SourceClient]] = {}
+        self._unused: dict[_Key, int] = {}
         self._registered: set[int] = set()
 
     def register(self, scratch: torch.Tensor) -> None:
@@ -109,6 +110,7 @@ class TcpTransport:
             if not self._clients:
                 for client in clients:
                     client.close()
+        self._forget_unused(fetches)
         nbytes = sum(fetch.reads.nbytes for fetch in fetches)
         return FetchStats(nbytes, monotonic() - started, connected)
 
@@ -119,15 +121,24 @@ class TcpTransport:
                 client.close()
         self._clients.clear()
 
+    def _forget_unused(self, fetches: Sequence[Fetch]) -> None:
+        used = {_key(fetch) for fetch in fetches if len(fetch.reads)}
+        for key in list(self._clients):
+            self._unused[key] = 0 if key in used else self._unused.get(key, 0) + 1
+            if self._unused[key] > UNUSED_FETCHES:
+                for client in self._clients.pop(key):
+                    client.close()
+        self._unused = {key: count for key, count in self._unused.items() if key in self._clients}
+
     def _of(self, fetch: Fetch, count: int) -> list[SourceClient]:
-        key = (fetch.source.endpoint, fetch.source.incarnation)
+        key = _key(fetch)
         clients = self._clients.setdefault(key, [])
         while len(clients) < count:
             clients.append(SourceClient(fetch.source, connect_timeout_s=self._connect_timeout_s))
         return clients[:count]
 
     def _is_connected(self, fetch: Fetch) -> bool:
-        clients = self._clients.get((fetch.source.endpoint, fetch.source.incarnation), [])
+        clients = self._clients.get(_key(fetch), [])
         return any(client.connected for client in clients)
 
     @staticmethod
@@ -147,6 +158,10 @@ class TcpTransport:
                 raise _with_others(event, events)
             work, batch = event
             work.done(batch, on_done)
+
+
+def _key(fetch: Fetch) -> _Key:
+    return fetch.source.endpoint, fetch.source.incarnation
 
 
 def check_fetches(fetches: Sequence[Fetch], scratch: torch.Tensor, registered: set[int]) -> None:
