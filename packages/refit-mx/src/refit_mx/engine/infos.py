@@ -74,7 +74,10 @@ class MxInitInfo:
                 raise RefitConfigError(
                     f"init_info: receiver_settings: {name} {value!r}; expected a number"
                 )
-        return ReceiverSettings(**self.receiver_settings)
+        try:
+            return ReceiverSettings(**self.receiver_settings)
+        except RefitConfigError as error:
+            raise RefitConfigError(f"init_info: receiver_settings: {error}") from None
 
 
 @dataclass
