@@ -10,6 +10,7 @@ import shutil
 import ssl
 import stat
 import subprocess
+import sys
 import sysconfig
 from pathlib import Path
 from typing import Any
@@ -340,15 +341,34 @@ def test_a_certificate_is_not_renewed_without_the_authority_s_key(
             {"RAY_HEAD": "127.0.0.1:6379", "RAY_AUTH_TOKEN_PATH": "/nowhere"},
             "RAY_AUTH_TOKEN_PATH: no token in /nowhere",
         ),
-        (["worker"], {"RAY_HEAD": "nobody.invalid:6379"}, "RAY_HEAD nobody.invalid:6379: "),
+        (
+            ["worker"],
+            {"RAY_HEAD": "head"},
+            "RAY_HEAD: found 'head'; expected HOST:PORT of the head",
+        ),
+        (
+            ["worker"],
+            {"RAY_HEAD": "head:6379", "RAY_HEAD_PATIENCE_S": "soon"},
+            "RAY_HEAD_PATIENCE_S: found 'soon'; expected whole seconds",
+        ),
+        (
+            ["worker"],
+            {"RAY_HEAD": "nobody.invalid:6379", "RAY_HEAD_PATIENCE_S": "0"},
+            "RAY_HEAD nobody.invalid:6379: ",
+        ),
+        (
+            ["driver", "true"],
+            {"RAY_HEAD": "127.0.0.1:6379", "RAY_HEAD_PATIENCE_S": "0", "RAY_SAYS": "no"},
+            "no head with this token and this version of Ray answers at 127.0.0.1:6379, for 0 s",
+        ),
     ],
 )
 def test_a_node_that_cannot_start_says_why_in_a_line(
-    arguments: list[str], environment: dict[str, str], told: str
+    arguments: list[str], environment: dict[str, str], told: str, programs: Path
 ) -> None:
     done = subprocess.run(
         [DOCKER / "trainer" / "ray-node", *arguments],
-        env={"PATH": os.environ["PATH"], **environment},
+        env={"PATH": f"{programs}:{os.environ['PATH']}", **environment},
         capture_output=True,
         text=True,
         timeout=60,
@@ -356,6 +376,47 @@ def test_a_node_that_cannot_start_says_why_in_a_line(
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.startswith(f"ray-node: {told}")
     assert done.stderr.count("\n") == 1
+
+
+@pytest.fixture
+def programs(tmp_path: Path) -> Path:
+    """In front of the path: a python3 in whose view names resolve later, and a ray whose head
+    answers later, each after as many questions as a file says; RAY_SAYS=no is a head that never
+    does. What ray was told is in a file."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    later = """#!/bin/sh
+        left=$(cat {0}/{1} 2>/dev/null || echo 0)
+        [ "$left" -eq 0 ] || {{ echo $((left - 1)) >{0}/{1}; echo "not yet" >&2; exit 1; }}
+        """
+    (folder / "python3").write_text(
+        f'{later.format(folder, "unresolved")}\nexec {sys.executable} "$@"\n'
+    )
+    (folder / "ray").write_text(
+        f"{later.format(folder, 'unanswered')}\n"
+        f'echo "$@" >>{folder}/told\n'
+        '[ "$1" != health-check ] || [ "${RAY_SAYS:-}" != no ]\n'
+    )
+    for program in folder.iterdir():
+        program.chmod(0o755)
+    return folder
+
+
+def test_a_node_waits_for_the_head_s_name_and_for_its_answer(programs: Path) -> None:
+    (programs / "unresolved").write_text("1")
+    (programs / "unanswered").write_text("1")
+    done = subprocess.run(
+        [DOCKER / "trainer" / "ray-node", "driver", "echo", "begun"],
+        env={"PATH": f"{programs}:{os.environ['PATH']}", "RAY_HEAD": "127.0.0.1:6379"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "begun\n", "")
+    assert (programs / "unresolved").read_text() == (programs / "unanswered").read_text() == "0\n"
+    asked, started = (programs / "told").read_text().splitlines()
+    assert asked == "health-check --address 127.0.0.1:6379"
+    assert started.startswith("start --address 127.0.0.1:6379 --node-ip-address 127.0.0.1 ")
 
 
 def test_the_workflow_is_valid_pins_what_it_uses_and_pushes_only_tags() -> None:

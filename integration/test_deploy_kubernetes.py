@@ -285,6 +285,10 @@ def test_services_select_pods_that_there_are() -> None:
         assert matching == [one["metadata"]["name"]]
 
 
+def test_nodes_can_be_drained_while_there_is_no_run() -> None:
+    assert not [one for one in documents("base") if one["kind"] == "PodDisruptionBudget"]
+
+
 def test_budgets_count_the_pods_that_there_are() -> None:
     [cluster] = of_kind("RayCluster").values()
     groups = cluster["spec"]["workerGroupSpecs"]
@@ -313,6 +317,33 @@ def test_stops_have_the_time_they_may_take() -> None:
         assert PODS[name]["spec"]["terminationGracePeriodSeconds"] > least
 
 
+def variables(name: str) -> dict[str, str]:
+    """What the environment of a pod's container is told, but for secrets."""
+    [container] = PODS[name]["spec"]["containers"]
+    return {one["name"]: one["value"] for one in container["env"] if "value" in one}
+
+
+def test_a_head_gives_up_on_silent_nodes_as_soon_as_ray_node_does_and_the_page_says() -> None:
+    told = {name: one for name, one in variables("head").items() if "health_check" in name}
+    script = (ROOT / "docker" / "trainer" / "ray-node").read_text()
+    exported = dict(re.findall(r'export (RAY_health_check_\w+)="\$\{\1:-(\d+)\}"', script))
+    assert told == exported
+    period_ms, timeout_ms, failures = (
+        int(told[f"RAY_health_check_{name}"])
+        for name in ("period_ms", "timeout_ms", "failure_threshold")
+    )
+    page = (ROOT / "docs" / "operations.md").read_text()
+    [row] = [line for line in page.splitlines() if "`RAY_health_check_*`" in line]
+    assert f" {failures * (period_ms + timeout_ms) // 1000} s " in row
+
+
+def test_a_run_waits_for_nodes_as_long_as_the_guide_says() -> None:
+    guide = " ".join((DEPLOY / "README.md").read_text().split())
+    assert "it waits ten minutes for the head and as long for the nodes" in guide
+    assert variables("trainer")["RAY_HEAD_PATIENCE_S"] == "600"
+    assert load_config(DEPLOY / "run" / "config.yaml").cluster.nodes_timeout_s == 600
+
+
 def test_the_run_is_the_demo_on_the_nodes_of_the_cluster() -> None:
     config, demo = load_config(DEPLOY / "run" / "config.yaml"), load_config()
     assert config.policy == demo.policy
@@ -328,8 +359,7 @@ def test_the_run_is_the_demo_on_the_nodes_of_the_cluster() -> None:
         offered |= json.loads(json.loads(group["rayStartParams"]["resources"])).keys()
     placement = config.cluster.placement.model_dump().values()
     assert {name for one in placement for name in one} == offered
-    [driver] = PODS["trainer"]["spec"]["containers"]
-    address = {one["name"]: one.get("value") for one in driver["env"]}["RAY_HEAD"]
+    address = variables("trainer")["RAY_HEAD"]
     assert address == f"{cluster['metadata']['name']}-head-svc:{RAY_PORT}"
     access = config.refit.control_access
     for path in (access.tls_ca, access.token_file):
@@ -339,8 +369,7 @@ def test_the_run_is_the_demo_on_the_nodes_of_the_cluster() -> None:
             assert str(path.parent) in {one["mountPath"] for one in container["volumeMounts"]}
 
 
-@pytest.mark.parametrize("folder", ["base", "run", "overlays/example"])
-def test_kustomize_renders_it_and_what_it_renders_is_valid(folder: str) -> None:
+def kustomized(folder: str) -> str:
     kubectl = shutil.which("kubectl")
     if kubectl is None:
         pytest.skip("needs the package kubectl, whose kustomize renders the manifests")
@@ -348,17 +377,27 @@ def test_kustomize_renders_it_and_what_it_renders_is_valid(folder: str) -> None:
         [kubectl, "kustomize", str(DEPLOY / folder)], capture_output=True, text=True, timeout=60
     )
     assert done.returncode == 0, done.stderr
-    rendered = list(yaml.safe_load_all(done.stdout))
+    return done.stdout
+
+
+@pytest.mark.parametrize("folder", ["base", "run", "overlays/example", "overlays/example-run"])
+def test_kustomize_renders_it_and_what_it_renders_is_valid(folder: str) -> None:
+    rendered = list(yaml.safe_load_all(kustomized(folder)))
     assert len(rendered) >= 3
     for one in rendered:
         check(one)
         if one["kind"] != "Namespace":
             assert one["metadata"]["namespace"] == NAMESPACE
-    if folder == "overlays/example":
-        [cluster] = [one for one in rendered if one["kind"] == "RayCluster"]
-        groups = cluster["spec"]["workerGroupSpecs"]
-        [budget] = [one for one in rendered if one["kind"] == "PodDisruptionBudget"]
-        assert budget["spec"]["minAvailable"] == 1 + sum(group["replicas"] for group in groups)
-        images = set(re.findall(r"image: (\S+)", done.stdout))
-        assert len(images) == 3
-        assert all(image.startswith("registry.example/") for image in images)
+
+
+def test_overlays_change_what_belongs_together_and_take_every_image_from_the_registry() -> None:
+    told = kustomized("overlays/example"), kustomized("overlays/example-run")
+    cluster, run = (list(yaml.safe_load_all(one)) for one in told)
+    [nodes] = [one["spec"] for one in cluster if one["kind"] == "RayCluster"]
+    [budget] = [one["spec"] for one in run if one["metadata"]["name"] == "ray"]
+    groups = nodes["workerGroupSpecs"]
+    assert budget["minAvailable"] == 1 + sum(group["replicas"] for group in groups)
+    images = [set(re.findall(r"image: (\S+)", one)) for one in told]
+    assert [len(one) for one in images] == [3, 1]
+    assert all(image.startswith("registry.example/") for one in images for image in one)
+    assert images[1] < images[0]  # the driver is a node of the same cluster

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, cast  # Any: Ray handles and transformers' tokenizers
+from typing import Any, NamedTuple, cast  # Any: Ray handles and transformers' tokenizers
 
 import ray
 
@@ -41,6 +42,7 @@ ROLLOUT = "rollout actor"
 ENVIRONMENT = "environment"
 
 _SMALL = 0.1
+_LOOK_AGAIN_S = 0.5
 _PLACEMENT = "cluster.placement and data_plane.unit_resources"
 
 
@@ -70,7 +72,8 @@ class RunActors:
         reporting: how the processes report, None not to.
 
     Raises:
-        WorkerError: Ray or a process cannot be started. What was started is stopped.
+        WorkerError: Ray or a process cannot be started, or Ray has no room for them. What was
+            started is stopped.
         DataPlaneError: the data plane cannot be started.
 
     Attributes:
@@ -101,8 +104,9 @@ class RunActors:
         self.calls = ActorCalls(timeout_s=config.cluster.call_timeout_s, observer=observer)
         self.policy_workers = [f"policy worker {i}" for i in range(config.policy.data_parallel)]
         try:
+            joins = ray.is_initialized() or config.cluster.address is not None
             self._started_ray = _start_ray(config.cluster)
-            _check_room(config)
+            wait_for_room(config, timeout_s=config.cluster.nodes_timeout_s if joins else 0.0)
             self.data_plane = build_data_plane_client(_quiet(self._plane), bootstrap=True)
             self._has_data_plane = True
             self._start_rollouts(model, tokenizer)
@@ -253,12 +257,47 @@ def _own_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _check_room(config: TrainerConfig) -> None:
-    """Refuse what Ray would let wait without end for resources that the cluster does not have."""
+def wait_for_room(config: TrainerConfig, *, timeout_s: float) -> None:
+    """Return once Ray has the resources of the run's processes: nodes may join after the driver.
+
+    Args:
+        config: the run's configuration.
+        timeout_s: how long they may take, in seconds; 0 to look once.
+
+    Raises:
+        WorkerError: they are not there in time. Ray would let the processes wait without end.
+    """
+    needed = _needed(config)
+    deadline = time.monotonic() + timeout_s
+    while True:
+        found = ray.cluster_resources()
+        lacking = [one for one in needed if found.get(one.resource, 0.0) < one.amount]
+        if not lacking:
+            return
+        left = deadline - time.monotonic()
+        if left <= 0:
+            break
+        time.sleep(min(_LOOK_AGAIN_S, left))
+    first = lacking[0]
+    waited = f" after {timeout_s:g} s" if timeout_s > 0 else ""
+    raise WorkerError(
+        f"{first.key}: the run's processes need {first.amount:g} of the resource "
+        f"{first.resource}, Ray has {found.get(first.resource, 0.0):g}{waited}"
+    )
+
+
+class _Needed(NamedTuple):
+    """How much of a resource of Ray the run's processes ask for, and the key that says so."""
+
+    resource: str
+    key: str
+    amount: float
+
+
+def _needed(config: TrainerConfig) -> list[_Needed]:
     policy = config.policy
     actors = 3 + policy.data_parallel + 2 + config.data_plane["num_storage_units"]
     gpus = policy.generation.num_gpus + policy.data_parallel * policy.num_gpus_per_worker
-    found = ray.cluster_resources()
     custom: dict[str, float] = defaultdict(float)
     placement = config.cluster.placement
     for asked, times in (
@@ -271,13 +310,8 @@ def _check_room(config: TrainerConfig) -> None:
             custom[name] += amount * times
     for name, amount in config.data_plane.get("unit_resources", {}).items():
         custom[name] += amount * config.data_plane["num_storage_units"]
-    for resource, key, needed in (
-        ("CPU", "cluster.num_cpus", actors * _SMALL),
-        ("GPU", "GPUs", gpus),
-        *((name, _PLACEMENT, needed) for name, needed in custom.items()),
-    ):
-        if found.get(resource, 0.0) < needed:
-            raise WorkerError(
-                f"{key}: the run's processes need {needed:g} of the resource {resource}, Ray has "
-                f"{found.get(resource, 0.0):g}"
-            )
+    return [
+        _Needed("CPU", "cluster.num_cpus", actors * _SMALL),
+        _Needed("GPU", "GPUs", gpus),
+        *(_Needed(name, _PLACEMENT, amount) for name, amount in custom.items()),
+    ]

@@ -78,6 +78,8 @@ class ClusterSection(Section):
             mostly wait for each other, so there may be more than cores.
         placement: which nodes of a running cluster the processes go to.
         temp_dir: folder of a started cluster's files, or null for Ray's own choice.
+        nodes_timeout_s: how long nodes of a running cluster may take to join until it has what the
+            processes ask for, in seconds; 0 not to wait.
         call_timeout_s: deadline of every call to a worker, in seconds.
     """
 
@@ -85,6 +87,7 @@ class ClusterSection(Section):
     num_cpus: PositiveInt
     placement: PlacementSection
     temp_dir: FilePath | None
+    nodes_timeout_s: NonNegativeFloat
     call_timeout_s: PositiveFloat
 
 
