@@ -74,6 +74,42 @@ def test_two_host_headers_are_refused(app_of):
     assert client.get("/healthz", headers=headers).status_code == 400
 
 
+@pytest.mark.parametrize("host", ["10.244.1.7:8080", "[fd00::7]:8080", "admin-0.admin"])
+@pytest.mark.parametrize("path", ["/metrics", "/api/v1/version"])
+def test_who_brings_the_token_may_name_any_host(host, path, app_of):
+    headers = {"host": host, "authorization": f"Bearer {TOKEN}"}
+    assert get(app_of(token=TOKEN), path, **headers).status_code == 200
+
+
+@pytest.mark.parametrize("host", ["", "evil.example@localhost", "[::1", "a b"])
+def test_with_the_token_the_host_header_still_has_to_name_one(host, app_of):
+    headers = {"host": host, "authorization": f"Bearer {TOKEN}"}
+    assert get(app_of(token=TOKEN), **headers).status_code == 400
+
+
+@pytest.mark.parametrize("authorization", [None, "Bearer ", f"Bearer {TOKEN}x", f"Basic {TOKEN}"])
+@pytest.mark.parametrize("token", [TOKEN, None])
+def test_other_hosts_are_refused_without_the_token(token, authorization, app_of):
+    headers = {} if authorization is None else {"authorization": authorization}
+    response = get(app_of(token=token), "/metrics", host="10.244.1.7:8080", **headers)
+    assert response.status_code == 400
+
+
+def test_where_there_is_no_token_none_opens_other_hosts(app_of):
+    headers = {"host": "10.244.1.7:8080", "authorization": f"Bearer {TOKEN}"}
+    assert get(app_of(), "/metrics", **headers).status_code == 400
+
+
+def test_a_session_does_not_open_other_hosts(app_of):
+    client = TestClient(app_of(token=TOKEN), base_url="http://localhost", follow_redirects=False)
+    assert client.post("/login", data={"token": TOKEN}).status_code == 303
+    [cookie] = client.cookies.jar
+    session = {"cookie": f"{cookie.name}={cookie.value}"}
+    assert client.get("/api/v1/version", headers=session).status_code == 200
+    refused = client.get("/api/v1/version", headers={**session, "host": "evil.example"})
+    assert refused.status_code == 400
+
+
 @pytest.mark.parametrize("host", ["*", "*.example", "a:80", "http://a", "", "a b", "[::1]", "-a"])
 def test_an_allowed_host_that_is_none_is_refused_at_once(host, app_of):
     with pytest.raises(ValueError, match="expected a host name or an IP address"):

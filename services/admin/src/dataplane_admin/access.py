@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hmac
 import secrets
 from dataclasses import dataclass
 from typing import Literal
@@ -17,6 +16,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from dataplane_admin.body_limit import OTLP_PREFIX
 from dataplane_admin.login import COOKIE, LOGIN_PATH, Sessions
 from dataplane_admin.problem import ProblemResponse
+from dataplane_admin.token import brings_token
 
 LIVENESS_PATH = "/healthz"
 READINESS_PATH = "/readyz"
@@ -60,7 +60,7 @@ class AccessMiddleware:
 
     def __init__(self, app: ASGIApp, token: str | None, sessions: Sessions) -> None:
         self.app = app
-        self.token = None if token is None else token.encode("ascii")
+        self.token = token
         self.sessions = sessions
         # Of this process, for pages that nobody logs in to: other origins cannot read them.
         self.csrf = secrets.token_urlsafe(32)
@@ -81,7 +81,7 @@ class AccessMiddleware:
         if self.token is None:
             return self._anybody(scope)
         connection = HTTPConnection(scope)
-        if self._is_bearer(connection.headers.getlist("authorization")):
+        if brings_token(connection.headers, self.token):
             return Caller("bearer", self.csrf, f"token from {_address(scope)}")
         if scope["path"].startswith(OTLP_PREFIX):
             return None
@@ -92,15 +92,6 @@ class AccessMiddleware:
 
     def _anybody(self, scope: Scope) -> Caller:
         return Caller("anybody", self.csrf, f"anybody from {_address(scope)}")
-
-    def _is_bearer(self, headers: list[str]) -> bool:
-        if len(headers) != 1 or self.token is None:
-            return False
-        scheme, _, given = headers[0].partition(" ")
-        # Compared as bytes, because compare_digest refuses strings that are not ASCII.
-        return scheme.lower() == "bearer" and hmac.compare_digest(
-            given.strip().encode("latin-1"), self.token
-        )
 
 
 def _refusal(scope: Scope) -> Response:

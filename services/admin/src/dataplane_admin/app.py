@@ -89,7 +89,7 @@ def create_app(settings: Settings, *, inspector: DataPlaneInspector | None = Non
     app.add_middleware(AccessMiddleware, token=settings.token, sessions=sessions)
     app.add_middleware(BodyLimitMiddleware)
     app.add_middleware(OriginMiddleware, allowed_origins=origins)
-    app.add_middleware(HostAllowListMiddleware, allowed_hosts=hosts)
+    app.add_middleware(HostAllowListMiddleware, allowed_hosts=hosts, token=settings.token)
     app.add_middleware(SecurityHeadersMiddleware)
     api.add_error_handlers(app)
     api.add_openapi(app)

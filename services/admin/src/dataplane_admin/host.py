@@ -1,7 +1,9 @@
 """Which names this service answers to.
 
 A page of another site can make a browser resolve the site's own name to a loopback address and so
-read what is served there (DNS rebinding). It cannot make the browser send another Host header.
+read what is served there (DNS rebinding). It cannot make the browser send another Host header, and
+it does not know the token: who brings that may call the service by any name, as a Prometheus does
+that finds pods by their addresses. A session's cookie does not count: browsers send it by themselves.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from dataplane_admin.problem import ProblemResponse
+from dataplane_admin.token import brings_token
 
 LOOPBACK_HOSTS = ("127.0.0.1", "::1", "localhost")
 
@@ -41,16 +44,23 @@ def canonical_host(host: str) -> str:
 class HostAllowListMiddleware:
     """Refuse requests whose Host header is not one of ``allowed_hosts``; any port is fine.
 
+    Args:
+        allowed_hosts: names and addresses.
+        token: bearer token of requests that may name any host; None for no such requests.
+
     Raises:
         ValueError: if an allowed host is not a host name or an IP address.
     """
 
-    def __init__(self, app: ASGIApp, allowed_hosts: Iterable[str]) -> None:
+    def __init__(
+        self, app: ASGIApp, allowed_hosts: Iterable[str], token: str | None = None
+    ) -> None:
         self.app = app
+        self.token = token
         self.allowed = frozenset(canonical_host(host) for host in allowed_hosts)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "lifespan" or self._is_allowed(Headers(scope=scope).getlist("host")):
+        if scope["type"] == "lifespan" or self._is_allowed(Headers(scope=scope)):
             await self.app(scope, receive, send)
             return
         refusal = ProblemResponse(
@@ -58,11 +68,13 @@ class HostAllowListMiddleware:
         )
         await refusal(scope, receive, send)
 
-    def _is_allowed(self, hosts: list[str]) -> bool:
+    def _is_allowed(self, headers: Headers) -> bool:
+        hosts = headers.getlist("host")
         match = _HEADER.fullmatch(hosts[0]) if len(hosts) == 1 else None
         if match is None:
             return False
         try:
-            return canonical_host(match["ipv6"] or match["name"]) in self.allowed
+            host = canonical_host(match["ipv6"] or match["name"])
         except ValueError:
             return False
+        return host in self.allowed or brings_token(headers, self.token)

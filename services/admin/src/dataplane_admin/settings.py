@@ -16,7 +16,8 @@ class Settings:
     Attributes:
         store_url: where what arrives is kept: ``sqlite:///path`` or ``postgresql+psycopg://...``.
         token: bearer token for every route but ``/healthz``; None lets everybody in.
-        allowed_hosts: host names and addresses that the Host header may name, without ports.
+        allowed_hosts: host names and addresses that the Host header may name, without ports; with
+            the token a request may name any.
         allowed_origins: further origins, such as ``https://admin.example``, whose pages may send
             requests; the address that is asked is always one.
         allow_actions: whether the data plane may be changed by hand.

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import hmac
 import re
 from pathlib import Path
+
+from starlette.datastructures import Headers
 
 MIN_TOKEN_LENGTH = 16
 
@@ -25,3 +28,15 @@ def read_token(path: Path) -> str:
             "characters out of letters, digits and -._~+/, such as `openssl rand -hex 32` writes"
         )
     return text
+
+
+def brings_token(headers: Headers, token: str | None) -> bool:
+    """Whether a request's only Authorization header has the token; never where there is none."""
+    given = headers.getlist("authorization")
+    if len(given) != 1 or token is None:
+        return False
+    scheme, _, told = given[0].partition(" ")
+    # Compared as bytes, because compare_digest refuses strings that are not ASCII.
+    return scheme.lower() == "bearer" and hmac.compare_digest(
+        told.strip().encode("latin-1"), token.encode("ascii")
+    )
