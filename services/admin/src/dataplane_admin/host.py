@@ -3,7 +3,8 @@
 A page of another site can make a browser resolve the site's own name to a loopback address and so
 read what is served there (DNS rebinding). It cannot make the browser send another Host header, and
 it does not know the token: who brings that may call the service by any name, as a Prometheus does
-that finds pods by their addresses. A session's cookie does not count: browsers send it by themselves.
+that finds pods by their addresses. A session's cookie does not count, since browsers send it
+unasked.
 """
 
 from __future__ import annotations
