@@ -35,9 +35,11 @@ READMES = [ROOT / "README.md", *sorted(ROOT.glob("*s/*/README.md"))]
 """The repository's, and each package's and service's."""
 sys.path.insert(0, str(DOCS / "hooks"))
 
-HERE = ("quickstart", "concepts", "use-one-package", "migration", "operations")
-APART = ("trace-a-step", "deploy-admin")
+HERE = ("concepts", "use-one-package", "migration", "operations")
+APART = ("trace-a-step", "deploy-admin", "compare")
 """They set up telemetry, of which a process has one."""
+ON_RAY = ("quickstart",)
+"""They start a Ray of their own, and end it."""
 ADAPTER = "adapter"
 ELSEWHERE = {
     "column-io": "packages/column-io/tests/test_readme.py",
@@ -93,7 +95,7 @@ def test_every_block_is_in_a_language_that_is_checked() -> None:
     assert {language for _, language in found} <= {"", "bash", "python", "py", "toml", "yaml"}
     assert [name for name, language in found if language == "py"] == ["tracing"]
     with_python = {name for name, language in found if language == "python"}
-    assert with_python == {*HERE, *APART, ADAPTER, *ELSEWHERE}
+    assert with_python == {*HERE, *APART, *ON_RAY, ADAPTER, *ELSEWHERE}
     # What has no language is output or a drawing.
     for page in PAGES:
         for text in blocks(page, ""):
@@ -109,6 +111,12 @@ def test_the_other_pages_are_run_by_the_tests_of_their_packages(name: str) -> No
 def test_a_pages_program_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     exec(compile(program(name), f"{name}.md", "exec"), {"__name__": "__main__"})
+
+
+@pytest.mark.parametrize("name", ON_RAY)
+def test_a_pages_program_runs_on_ray(name: str, tmp_path: Path) -> None:
+    (tmp_path / f"{name}.py").write_text(program(name))
+    run_python([f"{name}.py"], tmp_path)
 
 
 def test_the_programs_with_telemetry_run(tmp_path: Path) -> None:
@@ -360,6 +368,12 @@ def test_the_site_builds_and_loads_nothing_from_elsewhere(tmp_path: Path) -> Non
         ):
             described = set(re.findall(rf'id="{re.escape(module)}\.(\w+)"', html))
             assert described >= set(import_module(module).__all__), module
+    from site_pages import READMES as WITH_TEXT_OF
+
+    for readme, name in WITH_TEXT_OF.items():
+        html = (site / name).with_suffix(".html").read_text()
+        for heading in re.findall(r"^## (.+)$", (ROOT / readme).read_text(), re.MULTILINE):
+            assert f">{heading}<" in html, readme
     for image in (DOCS / "images").glob("*.svg"):
         text = image.read_text()
         assert f'<title id="{image.stem}-title">' in text

@@ -7,14 +7,17 @@ import inspect
 import re
 import sys
 import time
+import tomllib
 from functools import cache
 from importlib import import_module
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import yaml
+from packaging.requirements import Requirement
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.testclient import TestClient
 from tensordict import TensorDict
@@ -169,6 +172,28 @@ def test_services_listen_where_the_page_says() -> None:
     assert default_of("refit.host") in host
     assert default_of("refit_mx.EmbeddedControlServer(port)") == 0
     assert default_of("refit_mx.MxV2TrainingPublisher(host)") == "127.0.0.1"
+
+
+def test_floors_and_upper_bounds_are_those_of_the_distributions() -> None:
+    bounded: set[str] = set()
+    declared: dict[str, dict[str, str]] = {}
+    for path in ROOT.glob("*s/*/pyproject.toml"):
+        project = tomllib.loads(path.read_text())["project"]
+        floors = declared.setdefault(project["name"], {})
+        extras = project.get("optional-dependencies", {}).values()
+        for one in map(Requirement, [*project["dependencies"], *chain(*extras)]):
+            for specifier in one.specifier:
+                if specifier.operator == ">=":
+                    floors.setdefault(one.name.lower(), specifier.version)
+                else:
+                    bounded.add(f"{one.name}{specifier}")
+    text = page("use-one-package")
+    assert {code for code in codes(text.split("\n## Versions\n")[1]) if "<" in code} == bounded
+    rows = table_after(text, "## Requirements and cost")
+    assert {row[0] for row in rows} == declared.keys() - {"grpo-trainer"}
+    for distribution, told, *_ in rows:
+        for name, floor in re.findall(r"([\w-]+) ([\d.]+)(?:,|$)", told):
+            assert declared[distribution][name] == floor
 
 
 def test_the_admin_pages_metrics_are_those_of_a_scrape(tmp_path: Path) -> None:

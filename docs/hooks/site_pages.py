@@ -2,7 +2,8 @@
 
 - ``<!-- generated: NAME ARGUMENTS -->`` in a page becomes what `configuration_tables` or
   `api_pages` make of the code.
-- A link to a file of the repository outside of ``docs/`` becomes a link to a copy of it.
+- A link to a file of the repository outside of ``docs/`` becomes a link to a copy of it, or to the
+  page that has its text.
 - A diagram is put into the page itself, so that it follows the page's light or dark scheme.
 """
 
@@ -19,15 +20,45 @@ from mkdocs.structure.files import File
 DOCS = Path(__file__).parents[1]
 ROOT = DOCS.parent
 
+READMES = {
+    "deploy/kubernetes/README.md": "kubernetes.md",
+    "docker/README.md": "containers.md",
+    "integration/cluster/README.md": "two-machines.md",
+}
+"""File outside of ``docs/`` to the page that has its text."""
+
+
+def readme(name: str) -> str:
+    """The text of a README, below its title, with links as from a page."""
+    folder = (ROOT / name).parent
+
+    def link(match: re.Match[str]) -> str:
+        target, hash_, anchor = match[2].partition("#")
+        if not target or ":" in target:
+            return match[0]
+        found = (folder / target).resolve()
+        if found.is_relative_to(DOCS):
+            return f"[{match[1]}]({found.relative_to(DOCS).as_posix()}{hash_}{anchor})"
+        if not found.is_file():  # of a folder there is no copy
+            return match[1]
+        return f"[{match[1]}](../{found.relative_to(ROOT).as_posix()}{hash_}{anchor})"
+
+    text = (ROOT / name).read_text().partition("\n")[2]
+    # The theme would fetch a script to draw it.
+    text = text.replace("```mermaid\n", "```\n")
+    return re.sub(r"\[([^\]]+)\]\(([^)\s]+)\)", link, text)
+
+
 MARKER = re.compile(r"^<!-- generated: (\w+)((?: \S+)*) -->$", re.MULTILINE)
 MAKERS = {
     "api": api_page,
     "command": command_table,
+    "readme": readme,
     "settings": settings_table,
     "trainer": trainer_table,
     "typed_dict": typed_dict_table,
 }
-OUTSIDE = re.compile(r"\]\(((?:\.\./)+[^)#\s]+)\)")
+OUTSIDE = re.compile(r"\]\(((?:\.\./)+[^)#\s]+)(#[^)\s]*)?\)")
 WORD = re.compile(r"<code>([^<\s]{1,44})</code>")
 DIAGRAM = re.compile(r'<p><img alt="[^"]*" src="(?:[^"]*/)?images/([\w-]+\.svg)" ?/?></p>')
 
@@ -47,6 +78,8 @@ def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
 
     def link(match: re.Match[str]) -> str:
         path = (base / match[1]).resolve()
+        if page_of(path):
+            return f"]({up}{page_of(path)}{match[2] or ''})"
         return f"]({up}{copy_of(path)})" if is_outside(path) else match[0]
 
     return OUTSIDE.sub(link, markdown)
@@ -71,13 +104,19 @@ def diagram(name: str) -> str:
 
 def outside(page: Path) -> list[Path]:
     """Files of the repository outside of ``docs/`` to which a page links."""
-    found = [(page.parent / link).resolve() for link in OUTSIDE.findall(page.read_text())]
-    return [path for path in found if is_outside(path)]
+    links = OUTSIDE.findall(expanded(page.read_text()))
+    found = [(page.parent / link).resolve() for link, _ in links]
+    return [path for path in found if is_outside(path) and not page_of(path)]
 
 
 def is_outside(path: Path) -> bool:
     """Whether it is a file that is not among the pages."""
     return path.is_file() and not path.is_relative_to(DOCS)
+
+
+def page_of(path: Path) -> str | None:
+    """The page that has the text of a file outside of ``docs/``."""
+    return READMES.get(path.relative_to(ROOT).as_posix()) if is_outside(path) else None
 
 
 def copy_of(path: Path) -> str:
