@@ -52,6 +52,7 @@ def benchmarks(
             from integration.benchmarks import cluster, report
             from integration.benchmarks.circumstances import CIRCUMSTANCES_HEADINGS, circumstances
             from integration.benchmarks.refit import measure_refit
+            from integration.benchmarks.refit_planning import measure_planning
             from integration.benchmarks.run import run_sessions
             from integration.benchmarks.tables import tables
             from integration.benchmarks.tracing import DEMO, LARGER, measure_tracing
@@ -72,13 +73,18 @@ def benchmarks(
         loads = (DEMO, LARGER) if full else (DEMO,)
         costs = [measure_tracing(load, parts.begin, full=full) for load in loads]
     refits = measure_refit(parts.begin, full=full)
+    planning = measure_planning(parts.begin) if full else None
     parts.begin("writing the results")
-    measured = [*sessions, *refits, *costs, ingest, pages, *([] if soak is None else [soak])]
+    large = [part for part in (planning, soak) if part is not None]
+    measured = [*sessions, *refits, *costs, ingest, pages, *large]
     entries = [entry for part in measured for entry in part.entries()]
     merge_entries(json, entries)
     markdown = Console(soft_wrap=True, highlight=False, markup=False)
     on = ("Measured on", CIRCUMSTANCES_HEADINGS, measured_on)
-    for title, headings, rows in (on, *tables(sessions, costs, refits, (ingest, pages, soak))):
+    for title, headings, rows in (
+        on,
+        *tables(sessions, costs, refits, planning, (ingest, pages, soak)),
+    ):
         console.print(report.terminal_table(title, headings, rows))
         if full:
             markdown.print(report.markdown_table(title, headings, rows))

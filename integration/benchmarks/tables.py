@@ -8,6 +8,7 @@ from integration.benchmarks.admin_ingest import INGEST_HEADINGS, IngestResult
 from integration.benchmarks.admin_pages import PAGES_HEADINGS, PagesResult
 from integration.benchmarks.admin_soak import SOAK_HEADINGS, SoakResult
 from integration.benchmarks.refit import REFIT_HEADINGS, STAGE_HEADINGS, RefitResult
+from integration.benchmarks.refit_planning import PLANNING_HEADINGS, PlanningResult
 from integration.benchmarks.report import (
     CASE_HEADINGS,
     CLAIM_HEADINGS,
@@ -24,10 +25,11 @@ def tables(
     sessions: Sequence[Session],
     costs: Sequence[TracingCost],
     refits: Sequence[RefitResult],
+    planning: PlanningResult | None,
     admin: tuple[IngestResult, PagesResult, SoakResult | None],
 ) -> Iterator[Table]:
     """In the order of the docs; those without rows are left out."""
-    for table in _all(sessions, costs, refits, admin):
+    for table in _all(sessions, costs, refits, planning, admin):
         if table[2]:
             yield table
 
@@ -36,6 +38,7 @@ def _all(
     sessions: Sequence[Session],
     costs: Sequence[TracingCost],
     refits: Sequence[RefitResult],
+    planning: PlanningResult | None,
     admin: tuple[IngestResult, PagesResult, SoakResult | None],
 ) -> Iterator[Table]:
     for session in sessions:
@@ -46,6 +49,7 @@ def _all(
     for refit in refits:
         yield refit.title, REFIT_HEADINGS, refit.rows()
         yield refit.title, STAGE_HEADINGS, refit.stage_rows()
+    yield "Refit: planning", PLANNING_HEADINGS, [] if planning is None else planning.rows()
     for cost in costs:
         title = f"Tracing of a GRPO step: {cost.load.title}"
         yield title, TRACING_HEADINGS, cost.rows()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+
 import msgspec
 import numpy as np
 import pytest
@@ -17,6 +19,7 @@ from refit_mx.manifest import (
     Manifest,
     Registry,
     ShardColumns,
+    Structure,
     TensorTable,
     encode_table,
 )
@@ -95,6 +98,74 @@ def test_the_next_version_of_the_same_layout_has_the_same_structure_and_its_plan
     assert one.structure == two.structure
     target = replicated_target(W)
     check_plan(plan_reads(one, [target]), two, [target], later, Model.of([W], 1))
+
+
+def named(manifests: list[Manifest], version: str = "v1") -> list[Manifest]:
+    """With the names of their structures."""
+    return [
+        msgspec.structs.replace(
+            m,
+            version_id=version,
+            structure_digest=hashlib.sha256(
+                Structure(m.table_digest, m.table, m.shards).encode()
+            ).digest(),
+        )
+        for m in manifests
+    ]
+
+
+def test_the_table_of_the_next_version_is_the_one_that_would_be_made_anew() -> None:
+    one = ShardTable.of(named(good()))
+    later = [
+        msgspec.structs.replace(m, digests=bytes(len(m.digests)), arena_address=1 << 20)
+        for m in named(good(), "v2")
+    ]
+    two, anew = one.of_next(later), ShardTable.of(later)
+    assert two is not None
+    assert (two.structure, two.manifests) == (anew.structure, anew.manifests)
+    assert two.block_digests(0, 0) == anew.block_digests(0, 0) == bytes(DIGEST_BYTES)
+    assert one.manifests[0].version_id == "v1"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "worker_id",
+        "source_slot_id",
+        "endpoint",
+        "arena_bytes",
+        "offset",
+        "order",
+        "fewer",
+        "unnamed",
+    ],
+)
+def test_what_may_be_planned_otherwise_is_made_anew(change: str) -> None:
+    manifests = named(good())
+    one = ShardTable.of(manifests)
+    first, second = named(good(), "v2")
+    if change == "order":
+        later = [second, first]
+    elif change == "fewer":
+        later = [first]
+    elif change == "unnamed":
+        later = [msgspec.structs.replace(first, structure_digest=b""), second]
+    elif change == "offset":
+        later = named([with_columns(first, offset=numbers(0, 0)), second], "v2")
+    elif change == "arena_bytes":
+        later = [msgspec.structs.replace(first, arena_bytes=first.arena_bytes + 4096), second]
+    else:
+        later = [msgspec.structs.replace(first, **{change: "other:1"}), second]
+    assert one.of_next(later) is None
+
+
+def test_the_next_version_is_checked_as_the_first_one_was() -> None:
+    one = ShardTable.of(named(good()))
+    first, second = named(good(), "v2")
+    with pytest.raises(ProtocolError, match="bytes of digests"):
+        one.of_next([msgspec.structs.replace(first, digests=first.digests[:-1]), second])
+    with pytest.raises(LayoutError, match="expected one version"):
+        one.of_next([first, msgspec.structs.replace(second, version_id="v3")])
 
 
 @pytest.mark.parametrize("field", ["worker_id", "source_slot_id", "endpoint", "offset", "order"])

@@ -24,6 +24,7 @@ from refit_mx.errors import (
     LayoutError,
     ProtocolError,
     RefitConfigError,
+    RefitTimeoutError,
     SourceLostError,
 )
 from refit_mx.layout import TargetTPLayout
@@ -132,6 +133,7 @@ def discover_v2_sources_for_slice(
 
         answers = each(threads, ask, asked)
     answered = [answer for answer in answers if isinstance(answer, Manifest)]
+    manifests.structures.keep_only({answer.structure_digest for answer in answered})
     left_out = {
         shard.worker_id: "left out by the caller" for shard in shards if shard.worker_id in exclude
     }
@@ -188,6 +190,7 @@ def _manifest_of(
     shard: Shard, model_name: str, *, deadline: Deadline, most_s: float, manifests: ManifestClient
 ) -> Manifest:
     """Ask for a manifest, and see that it is of the shard that the control plane lists."""
+    allowed = Deadline(min(most_s, deadline.check("asking for manifests")), "a manifest")
     data = manifests.fetch(
         shard.manifest_endpoint,
         shard.version_id,
@@ -208,7 +211,10 @@ def _manifest_of(
         raise ProtocolError(
             f"{shard.manifest_endpoint}: a manifest of {found}; the control plane lists {expected}"
         )
-    return manifest
+    try:
+        return manifests.structures.complete(manifest, allowed)
+    except RefitTimeoutError as error:
+        raise SourceLostError(str(error), (shard.worker_id,)) from None
 
 
 def _some(left_out: Mapping[str, str]) -> str:

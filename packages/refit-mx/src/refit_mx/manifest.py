@@ -101,8 +101,44 @@ class ShardColumns(msgspec.Struct, frozen=True):
     offset: bytes
 
 
+class Structure(msgspec.Struct, frozen=True):
+    """What stays the same from version to version as long as the model and its layout do.
+
+    Attributes:
+        table_digest: XXH3-128 of ``table``.
+        table: a `TensorTable`, encoded.
+        shards: of the source.
+    """
+
+    table_digest: bytes
+    table: bytes
+    shards: ShardColumns
+
+    def encode(self) -> bytes:
+        """As it travels."""
+        return msgspec.msgpack.encode(self)
+
+    @classmethod
+    def decode(cls, data: bytes) -> Structure:
+        """What `encode` made.
+
+        Raises:
+            ProtocolError: anything else.
+        """
+        try:
+            return _structures.decode(data)
+        except (msgspec.DecodeError, msgspec.ValidationError) as error:
+            raise ProtocolError(f"structure of a manifest: {error}; expected {FORMAT}") from None
+
+
+_NO_SHARDS = ShardColumns(1, b"", b"", b"", b"")
+
+
 class Manifest(msgspec.Struct, frozen=True):
     """One source's part of one version.
+
+    It may travel in brief: without its `Structure`, which its source is asked for where it is not
+    known yet.
 
     Attributes:
         model_name: of the control plane.
@@ -120,6 +156,7 @@ class Manifest(msgspec.Struct, frozen=True):
         table: a `TensorTable`, encoded.
         shards: of this source.
         digests: XXH3-128 of each block of each shard, `DIGEST_BYTES` each, in the order of shards.
+        structure_digest: SHA-256 of its `Structure`, encoded; empty if nobody is to ask for that.
     """
 
     model_name: str
@@ -137,7 +174,26 @@ class Manifest(msgspec.Struct, frozen=True):
     shards: ShardColumns
     digests: bytes
     shm: SharedMemory | None = None
+    structure_digest: bytes = b""
     format: Literal["refit-mx/1"] = FORMAT
+
+    @property
+    def in_brief(self) -> bool:
+        """Whether its table and shards are missing."""
+        return bool(self.structure_digest) and not self.table
+
+    def brief(self) -> Manifest:
+        """Without table and shards; ``structure_digest`` says which they are."""
+        return msgspec.structs.replace(self, table_digest=b"", table=b"", shards=_NO_SHARDS)
+
+    def completed(self, structure: Structure) -> Manifest:
+        """With table and shards, which the caller has seen to be those of ``structure_digest``."""
+        return msgspec.structs.replace(
+            self,
+            table_digest=structure.table_digest,
+            table=structure.table,
+            shards=structure.shards,
+        )
 
     def encode(self) -> bytes:
         """As it travels."""
@@ -159,6 +215,7 @@ class Manifest(msgspec.Struct, frozen=True):
 # Made here, where nothing else runs: sources are asked for manifests in several threads, and when
 # msgspec meets a type for the first time in two of them at once, the process ends.
 _manifests = msgspec.msgpack.Decoder(Manifest)
+_structures = msgspec.msgpack.Decoder(Structure)
 _tables = msgspec.msgpack.Decoder(TensorTable)
 
 

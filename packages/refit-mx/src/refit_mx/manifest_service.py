@@ -18,6 +18,7 @@ from refit_mx.control.protocol import Message
 from refit_mx.deadline import Deadline
 from refit_mx.errors import ProtocolError, RefitConfigError, SourceLostError
 from refit_mx.hosts import host_and_port, told_host
+from refit_mx.structures import Structures
 
 MOST_MANIFEST_BYTES = 256 << 20
 """Of one manifest: some four million shards."""
@@ -142,6 +143,8 @@ class ManifestClient:
 
     def __init__(self, most_bytes: int = MOST_MANIFEST_BYTES) -> None:
         self._most_bytes = most_bytes
+        self.structures = Structures(most_bytes)
+        """Of manifests that came in brief."""
         self._lock = threading.Lock()
         # With the time at which each was used last, of the monotonic clock.
         self._channels: dict[str, tuple[grpc.Channel, float]] = {}

@@ -7,6 +7,7 @@ version can be published while the one before it is still being read.
 
 from __future__ import annotations
 
+import hashlib
 import secrets
 import threading
 import time
@@ -37,7 +38,7 @@ from refit_mx.errors import (
     VersionNotFoundError,
     VersionNotReadyError,
 )
-from refit_mx.manifest import Manifest, NixlAgent, Registry, encode_table
+from refit_mx.manifest import Manifest, NixlAgent, Registry, Structure, encode_table
 from refit_mx.manifest_service import ManifestService
 from refit_mx.published_blocks import PublishedBlocks
 from refit_mx.settings import PublisherSettings
@@ -61,6 +62,8 @@ if TYPE_CHECKING:
 
 HF_RAW = Registry("hf_raw")
 _ARENAS = 2
+_BRIEF_BYTES = 64 << 10
+"""Of a structure from which on it does not travel with each version's manifest."""
 
 
 @dataclass(eq=False)
@@ -381,6 +384,7 @@ class MxV2TrainingPublisher:
         """Make the bytes and the manifest available. Nobody knows of them before the offer."""
         table, shards = columns(layout)
         table_digest, table_bytes = encode_table(table)
+        structure = Structure(table_digest, table_bytes, shards).encode()
         manifest = Manifest(
             model_name=self._model_name,
             version_id=version_id,
@@ -397,11 +401,14 @@ class MxV2TrainingPublisher:
             table=table_bytes,
             shards=shards,
             digests=digests,
+            structure_digest=hashlib.sha256(structure).digest(),
         )
-        digest = self._manifests.put(version_id, self._slot, manifest.encode())
+        # A small one is not worth another question.
+        sent = manifest.brief() if len(structure) >= _BRIEF_BYTES else manifest
+        digest = self._manifests.put(version_id, self._slot, sent.encode())
         try:
             blocks = PublishedBlocks(layout.offsets, layout.sizes, digests)
-            self._server.serve_version(version_id, arena.memory, blocks)
+            self._server.serve_version(version_id, arena.memory, blocks, structure=structure)
         except BaseException:
             self._manifests.drop(version_id, self._slot)
             raise

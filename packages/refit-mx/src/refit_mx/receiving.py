@@ -69,7 +69,7 @@ class Attempt:
 class _Planned:
     """A plan and how it is verified, kept for the next version of the same structure."""
 
-    structure: bytes
+    shards: ShardTable
     names: tuple[str, ...]
     plan: Plan
     checks: tuple[RowChecks, ...]
@@ -212,11 +212,11 @@ class Receiving:
     def _plan(
         self, sources: SourceSet, targets: Sequence[TargetTensor]
     ) -> tuple[ShardTable, _Planned]:
-        shards = _table_of(sources)
+        shards = self._table_of(sources)
         _refuse_different_replicas(shards)
         names = tuple(target.name for target in targets)
         known = self._planned
-        if known is not None and (known.structure, known.names) == (shards.structure, names):
+        if known is not None and (known.shards.structure, known.names) == (shards.structure, names):
             return shards, known
         try:
             plan = in_pieces(shards, plan_reads(shards, targets, seed=self._rank))
@@ -228,8 +228,33 @@ class Receiving:
                 f"{', '.join(sources.missing_slots[:5])} ({len(sources.missing_slots)} in all)",
                 tuple(sources.left_out),
             ) from error
-        self._planned = _Planned(shards.structure, names, plan, row_checks(shards, plan))
+        self._planned = _Planned(shards, names, plan, row_checks(shards, plan))
         return shards, self._planned
+
+    def _table_of(self, sources: SourceSet) -> ShardTable:
+        """What the sources hold, in an order of theirs that is the same from version to version, so
+        that the plan is: discovery has the one that was heard last first.
+
+        Raises:
+            SourceLostError: some manifests are not well formed; names their workers.
+            RefitError: as `ShardTable.of`.
+        """
+        known = self._planned
+        manifests = sorted(
+            sources.manifests, key=lambda each: (each.source_slot_id, each.worker_id)
+        )
+        try:
+            found = known.shards.of_next(manifests) if known is not None else None
+            return found or ShardTable.of(manifests)
+        except ProtocolError as error:
+            wrong = [manifest.worker_id for manifest in manifests if not _is_well_formed(manifest)]
+            if not wrong:
+                raise
+            raise SourceLostError(
+                f"version {sources.version_id}: {len(wrong)} of {len(manifests)} manifests cannot "
+                f"be used: {error}",
+                tuple(wrong),
+            ) from error
 
     def _transport_for(self, used: Sequence[Manifest]) -> tuple[Transport, ScratchPool]:
         name = self._wanted
@@ -432,28 +457,6 @@ def _is_answering(source: Manifest, deadline: Deadline) -> bool:
     except (SourceLostError, RefitTimeoutError, ProtocolError):
         return False
     return True
-
-
-def _table_of(sources: SourceSet) -> ShardTable:
-    """What the sources hold, in an order of theirs that is the same from version to version, so
-    that the plan is: discovery has the one that was heard last first.
-
-    Raises:
-        SourceLostError: some manifests are not well formed; names their workers.
-        RefitError: as `ShardTable.of`.
-    """
-    manifests = sorted(sources.manifests, key=lambda each: (each.source_slot_id, each.worker_id))
-    try:
-        return ShardTable.of(manifests)
-    except ProtocolError as error:
-        wrong = [manifest.worker_id for manifest in manifests if not _is_well_formed(manifest)]
-        if not wrong:
-            raise
-        raise SourceLostError(
-            f"version {sources.version_id}: {len(wrong)} of {len(manifests)} manifests cannot be "
-            f"used: {error}",
-            tuple(wrong),
-        ) from error
 
 
 def _is_well_formed(manifest: Manifest) -> bool:

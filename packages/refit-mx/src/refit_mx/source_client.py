@@ -24,6 +24,7 @@ from refit_mx.source_protocol import (
     MOST_READ_BYTES,
     MOST_READS,
     Answer,
+    Describe,
     Digest,
     Hello,
     Ping,
@@ -159,6 +160,19 @@ class SourceClient:
                 found += data
         return bytes(found)
 
+    def structure(self, *, version_id: str, most_bytes: int, deadline: Deadline) -> bytes:
+        """The source's `refit_mx.manifest.Structure` of a version, encoded.
+
+        Args:
+            version_id: that it must hold.
+            most_bytes: that are taken; more is a `ProtocolError`.
+            deadline: for all of it.
+        """
+        self.connect(deadline)
+        with self._errors(deadline, "asking for the structure"):
+            request = Describe(version_id)
+            return self._ok(self._answer(request, deadline, most_bytes + MOST_FRAME)).data
+
     def check_held(self, *, version_id: str, deadline: Deadline) -> None:
         """Raise `SourceLostError` unless the source holds the version."""
         self.connect(deadline)
@@ -211,13 +225,13 @@ class SourceClient:
         send_buffers(self._sock, [memoryview(frame(request))], deadline)
         return self._sock
 
-    def _receive(self, deadline: Deadline) -> Answer:
+    def _receive(self, deadline: Deadline, most_bytes: int = MOST_FRAME) -> Answer:
         assert self._sock is not None
-        return decode_answer(receive_frame(self._sock, MOST_FRAME, deadline))
+        return decode_answer(receive_frame(self._sock, most_bytes, deadline))
 
-    def _answer(self, request: Request, deadline: Deadline) -> Answer:
+    def _answer(self, request: Request, deadline: Deadline, most_bytes: int = MOST_FRAME) -> Answer:
         self._send(request, deadline)
-        return self._receive(deadline)
+        return self._receive(deadline, most_bytes)
 
     def _ok(self, answer: Answer) -> Answer:
         if answer.status == "ok":

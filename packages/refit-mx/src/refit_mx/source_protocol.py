@@ -66,7 +66,13 @@ class Ping(msgspec.Struct, frozen=True, tag=True):
     version_id: str
 
 
-Request = Hello | Read | Digest | Ping
+class Describe(msgspec.Struct, frozen=True, tag=True):
+    """Send the `refit_mx.manifest.Structure` of a version, encoded, in `Answer.data`."""
+
+    version_id: str
+
+
+Request = Hello | Read | Digest | Ping | Describe
 
 
 class Answer(msgspec.Struct, frozen=True, tag=True):
@@ -78,7 +84,7 @@ class Answer(msgspec.Struct, frozen=True, tag=True):
             ``full``, too many connections; ``changed``, to DIGEST, the memory is not as it was
             published.
         message: says what was wrong.
-        data: digests.
+        data: digests, or a structure.
     """
 
     status: Status

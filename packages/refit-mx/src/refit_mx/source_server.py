@@ -29,6 +29,7 @@ from refit_mx.source_protocol import (
     MOST_HELLO_FRAME,
     MOST_READ_BYTES,
     Answer,
+    Describe,
     Digest,
     Hello,
     Ping,
@@ -58,9 +59,12 @@ class _Connection:
 class _Held:
     """A version's memory, and whether it was dropped: checked after every use of the memory."""
 
-    def __init__(self, memory: torch.Tensor, blocks: PublishedBlocks | None) -> None:
+    def __init__(
+        self, memory: torch.Tensor, blocks: PublishedBlocks | None, structure: bytes
+    ) -> None:
         self.memory = memory
         self.blocks = blocks
+        self.structure = structure
         self.dropped = False
 
 
@@ -134,7 +138,12 @@ class SourceServer:
             return tuple(self._held)
 
     def serve_version(
-        self, version_id: str, memory: torch.Tensor, blocks: PublishedBlocks | None = None
+        self,
+        version_id: str,
+        memory: torch.Tensor,
+        blocks: PublishedBlocks | None = None,
+        *,
+        structure: bytes = b"",
     ) -> None:
         """Serve a version from now on.
 
@@ -144,6 +153,7 @@ class SourceServer:
                 must not change until `drop_version` has returned.
             blocks: as they were published: no digest is given of one that has changed since. None
                 gives digests of the memory as it is.
+            structure: of its manifest, encoded, for those who got that in brief.
 
         Raises:
             RefitConfigError: the version is served already, or the memory is of another kind.
@@ -152,7 +162,7 @@ class SourceServer:
         with self._lock:
             if version_id in self._held:
                 raise RefitConfigError(f"version {version_id!r} is served already")
-            self._held[version_id] = _Held(memory, blocks)
+            self._held[version_id] = _Held(memory, blocks, structure)
 
     def drop_version(self, version_id: str) -> bool:
         """Stop serving a version; its memory may change once this has returned.
@@ -286,9 +296,13 @@ class SourceServer:
             answer = self._read(connection, request)
         elif isinstance(request, Digest):
             answer = self._digest(request)
-        elif isinstance(request, Ping):
+        elif isinstance(request, Ping | Describe):
             held = self._version(request.version_id)
-            answer = self._gone(request.version_id) if held is None else Answer("ok")
+            if held is None:
+                answer = self._gone(request.version_id)
+            else:
+                told = held.structure if isinstance(request, Describe) else b""
+                answer = Answer("ok", data=told)
         else:
             raise ProtocolError("HELLO came twice")
         self._send(connection, answer)

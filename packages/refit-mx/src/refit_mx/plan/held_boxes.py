@@ -83,11 +83,15 @@ class HeldBoxes:
         start = _padded(shards.start, shards.axes, count, 0)
         shape = _padded(shards.shape, shards.axes, count, 1)
         full = tensors.shape[tensor]
-        # Compared so that no sum can overflow.
-        inside = ((start >= 0) & (shape >= 0) & (shape <= full) & (start <= full - shape)).all(1)
-        # Behind its axes a tensor has one element, and a shard of it holds that one.
-        behind = np.arange(MOST_AXES) >= tensors.axes[tensor][:, None]
-        inside &= ((shape == 1) | ~behind).all(1) & (tensors.axes[tensor] <= shards.axes)
+        axes = tensors.axes[tensor]
+        inside = axes <= shards.axes
+        # Axis by axis, which is several times as fast as all at once.
+        for axis in range(shards.axes):
+            begin, size, most = start[:, axis], shape[:, axis], full[:, axis]
+            # Compared so that no sum can overflow.
+            inside &= (begin >= 0) & (size >= 0) & (size <= most) & (begin <= most - size)
+            # Behind its axes a tensor has one element, and a shard of it holds that one.
+            inside &= (size == 1) | (axes > axis)
         if not inside.all():
             row = int(np.flatnonzero(~inside)[0])
             raise ProtocolError(
@@ -96,7 +100,9 @@ class HeldBoxes:
                 f"tensor's shape {full[row].tolist()}, with starts of 0 and sizes of 1 behind its "
                 f"{tensors.axes[tensor[row]]} axes; the columns have {shards.axes} axes"
             )
-        nbytes = shape.prod(axis=1) * tensors.item_size[tensor]
+        nbytes = tensors.item_size[tensor]
+        for axis in range(shards.axes):
+            nbytes *= shape[:, axis]
         blocks = np.zeros(count + 1, dtype=np.int64)
         np.cumsum(-(-nbytes // BLOCK_BYTES), out=blocks[1:])
         return cls(tensor, start, start + shape, nbytes, blocks)

@@ -7,7 +7,7 @@ its tensor and inside its source's arena, so a plan made from it reads nothing e
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -62,6 +62,7 @@ class ShardTable:
             CompileTargetError: two manifests differ in how their bytes were prepared.
         """
         _check_belonging(manifests)
+        _check_tables(manifests)
         tables: dict[bytes, TensorColumns] = {}
         workers: list[str] = []
         for manifest in manifests:
@@ -102,6 +103,29 @@ class ShardTable:
             tuple(arena_offsets),
             structure.digest(),
         )
+
+    def of_next(self, manifests: Sequence[Manifest]) -> ShardTable | None:
+        """The union of another version's manifests, if nothing but the version has changed.
+
+        Args:
+            manifests: in the same order.
+
+        Returns:
+            The same columns with the new manifests; None where structures, sources or the sizes of
+            their arenas are others, or a manifest does not name its structure.
+
+        Raises:
+            ProtocolError, LayoutError, CompileTargetError: as `of`.
+        """
+        if len(manifests) != len(self.manifests) or any(
+            _stays(one) != _stays(other) or not one.structure_digest
+            for one, other in zip(manifests, self.manifests, strict=True)
+        ):
+            return None
+        _check_belonging(manifests)
+        for manifest, held in zip(manifests, self.held_of_source, strict=True):
+            _check_digests(manifest, self.held[held])
+        return replace(self, manifests=tuple(manifests))
 
     def spec(self, tensor: str) -> TensorSpec:
         """A tensor as it is published.
@@ -157,8 +181,31 @@ def _check_belonging(manifests: Sequence[Manifest]) -> None:
         if manifest.worker_id in seen:
             raise ProtocolError(f"{who} comes twice among the manifests; expected one of each")
         seen.add(manifest.worker_id)
-        if xxhash.xxh3_128_digest(manifest.table) != manifest.table_digest:
-            raise ProtocolError(f"manifest of {who}: its table is not the one its digest says")
+
+
+def _check_tables(manifests: Sequence[Manifest]) -> None:
+    """That tables are those of their digests; each object once, since many share one."""
+    checked: dict[int, bytes] = {}
+    for manifest in manifests:
+        found = checked.get(id(manifest.table))
+        if found is None:
+            found = checked[id(manifest.table)] = xxhash.xxh3_128_digest(manifest.table)
+        if found != manifest.table_digest:
+            raise ProtocolError(
+                f"manifest of worker {manifest.worker_id!r}: its table is not the one its digest "
+                "says"
+            )
+
+
+def _stays(manifest: Manifest) -> tuple[str, str, str, int, bytes]:
+    """What a plan depends on, of a manifest that names its structure."""
+    return (
+        manifest.source_slot_id,
+        manifest.worker_id,
+        manifest.endpoint,
+        manifest.arena_bytes,
+        manifest.structure_digest,
+    )
 
 
 def _boxes_digest(manifest: Manifest) -> bytes:
@@ -181,6 +228,15 @@ def _same_boxes(manifest: Manifest, other: Manifest) -> bool:
     )
 
 
+def _check_digests(manifest: Manifest, boxes: HeldBoxes) -> None:
+    blocks = int(boxes.blocks_before[-1])
+    if len(manifest.digests) != blocks * DIGEST_BYTES:
+        raise ProtocolError(
+            f"manifest of worker {manifest.worker_id!r}: {len(manifest.digests)} bytes of digests; "
+            f"expected {blocks * DIGEST_BYTES}, for {blocks} blocks"
+        )
+
+
 def _arena_offsets(manifest: Manifest, boxes: HeldBoxes) -> npt.NDArray[np.int64]:
     """Checked, together with what else depends on the boxes alone."""
     where = f"manifest of worker {manifest.worker_id!r}"
@@ -190,12 +246,7 @@ def _arena_offsets(manifest: Manifest, boxes: HeldBoxes) -> npt.NDArray[np.int64
             f"{where}: column 'offset' has {len(column)} bytes; "
             f"expected {len(boxes) * _OFFSET.itemsize}, for {len(boxes)} shards"
         )
-    blocks = int(boxes.blocks_before[-1])
-    if len(manifest.digests) != blocks * DIGEST_BYTES:
-        raise ProtocolError(
-            f"{where}: {len(manifest.digests)} bytes of digests; "
-            f"expected {blocks * DIGEST_BYTES}, for {blocks} blocks"
-        )
+    _check_digests(manifest, boxes)
     if not 0 <= manifest.arena_bytes < 1 << 62:
         raise ProtocolError(f"{where}: arena_bytes {manifest.arena_bytes}; expected below 2**62")
     offsets = np.frombuffer(column, _OFFSET).astype(np.int64, copy=False)
