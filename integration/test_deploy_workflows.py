@@ -1,0 +1,176 @@
+"""The workflows release commits of main whose tests passed, and images that were tried."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[1]
+WORKFLOWS = ROOT / ".github" / "workflows"
+TESTED = ROOT / ".github" / "actions" / "tested" / "tested"
+
+
+def jobs(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = yaml.safe_load((WORKFLOWS / name).read_text())["jobs"]
+    return found
+
+
+def needed(jobs: dict[str, Any], name: str) -> set[str]:
+    """Jobs that have to succeed before one begins."""
+    direct = jobs[name].get("needs", [])
+    direct = [direct] if isinstance(direct, str) else direct
+    return {*direct, *(further for one in direct for further in needed(jobs, one))}
+
+
+@pytest.mark.parametrize(
+    ("workflow", "job"),
+    [("release.yml", "publish"), ("release.yml", "notes"), ("images.yml", "push")],
+)
+def test_what_was_not_tested_is_not_released(workflow: str, job: str) -> None:
+    found = jobs(workflow)
+    assert "tested" in needed(found, job)
+    assert found["tested"]["permissions"] == {"actions": "read", "contents": "read"}
+    *_, checkout, tested = found["tested"]["steps"]
+    assert checkout["with"]["fetch-depth"] == 0
+    assert tested == {"uses": "./.github/actions/tested"}
+    action = yaml.safe_load((TESTED.parent / "action.yml").read_text())
+    assert action["runs"]["steps"][0]["run"] == f"{TESTED.relative_to(ROOT)} HEAD"
+
+
+def test_every_job_that_may_write_elsewhere_waits_for_the_tests() -> None:
+    writing = {"packages", "id-token", "contents"}
+    for workflow in ("release.yml", "images.yml"):
+        found = jobs(workflow)
+        for name, job in found.items():
+            if any(job["permissions"].get(one) == "write" for one in writing):
+                assert "tested" in needed(found, name), (workflow, name)
+
+
+def test_an_image_is_pushed_only_after_it_was_tried() -> None:
+    steps = [step.get("run", "") for step in jobs("images.yml")["push"]["steps"]]
+
+    def at(what: str) -> int:
+        [place] = [place for place, step in enumerate(steps) if what in step]
+        return place
+
+    assert at("integration.try_images") < at("docker login") < at("type=registry")
+    built = [step for step in steps if "buildx build" in step]
+    [pushed] = [step for step in steps if "type=registry" in step]
+    # Of the same arguments, so that the builder has what was tried.
+    assert len(built) == 2
+    for step in built:
+        assert '--file "docker/$FOLDER/Dockerfile" --build-arg "FIND_LINKS=$FIND_LINKS"' in step
+    assert "rewrite-timestamp=true" in pushed
+
+
+def test_the_trainer_alone_is_pushed_with_the_registry_s_torch() -> None:
+    told = jobs("images.yml")["push"]["env"]["FIND_LINKS"]
+    assert told == (
+        "${{ !startsWith(github.ref_name, 'grpo-trainer==') && vars.PIP_FIND_LINKS || '' }}"
+    )
+
+
+class Repository:
+    """A clone of one whose main has a commit, and a gh that answers what it is told."""
+
+    def __init__(self, folder: Path) -> None:
+        self.origin, self.clone, self.bin = (folder / one for one in ("origin", "clone", "bin"))
+        self.bin.mkdir()
+        self.git(folder, "init", "--quiet", "--initial-branch=main", str(self.origin))
+        self.commit(self.origin)
+        self.git(folder, "clone", "--quiet", str(self.origin), str(self.clone))
+
+    def git(self, at: Path, *arguments: str) -> str:
+        who = ["-c", "user.name=a", "-c", "user.email=a@example.org"]
+        return subprocess.run(
+            ["git", *who, *arguments],
+            cwd=at,
+            env={**os.environ, "GIT_CONFIG_GLOBAL": os.devnull},
+            check=True,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        ).stdout.strip()
+
+    def commit(self, at: Path) -> str:
+        self.git(at, "commit", "--quiet", "--allow-empty", "--message", "one")
+        return self.git(at, "rev-parse", "HEAD")
+
+    def answer(self, runs: list[dict[str, str]]) -> None:
+        """What `gh run list --json` has; its --jq is jq's."""
+        if shutil.which("jq") is None:
+            pytest.skip("needs the package jq, which stands for the one inside of gh")
+        gh = self.bin / "gh"
+        gh.write_text(
+            f'#!/bin/sh\necho "$@" >{self.bin}/asked\n'
+            'while [ "$1" != --jq ]; do shift; done\n'
+            f"echo '{json.dumps(runs)}' | jq --raw-output \"$2\"\n"
+        )
+        gh.chmod(0o755)
+
+    def tested(self, commit: str) -> subprocess.CompletedProcess[str]:
+        path = f"{self.bin}:{os.environ['PATH']}"
+        return subprocess.run(
+            [TESTED, commit],
+            cwd=self.clone,
+            env={"PATH": path, "GITHUB_REPOSITORY": "some/where"},
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Repository:
+    return Repository(tmp_path)
+
+
+PASSED = {"status": "completed", "conclusion": "success"}
+
+
+def test_a_commit_of_main_whose_tests_passed_is_released(repository: Repository) -> None:
+    repository.answer([PASSED])
+    commit = repository.git(repository.clone, "rev-parse", "HEAD")
+    assert repository.tested("HEAD").returncode == 0
+    asked = (repository.bin / "asked").read_text()
+    assert f"--workflow ci.yml --branch main --event push --commit {commit} " in asked
+    # Of an older one, too: main goes on while a release is looked at.
+    repository.commit(repository.origin)
+    repository.git(repository.clone, "fetch", "--quiet")
+    assert repository.tested(commit).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("runs", "found"),
+    [
+        ([], "no run"),
+        ([{"status": "completed", "conclusion": "failure"}], "failure"),
+        ([{"status": "completed", "conclusion": "cancelled"}], "cancelled"),
+        ([{"status": "in_progress", "conclusion": ""}], "in_progress"),
+    ],
+)
+def test_one_whose_tests_did_not_pass_is_refused(
+    runs: list[dict[str, str]], found: str, repository: Repository
+) -> None:
+    repository.answer(runs)
+    done = repository.tested("HEAD")
+    assert done.returncode == 1
+    assert f"on main: found '{found}'; expected success" in done.stderr
+
+
+def test_one_that_is_not_on_main_is_refused(repository: Repository) -> None:
+    repository.answer([PASSED])
+    commit = repository.commit(repository.clone)
+    done = repository.tested("HEAD")
+    assert (done.returncode, done.stderr) == (
+        1,
+        f"tested: {commit} is not on main; tag a commit that is\n",
+    )
+    assert repository.tested("nothing").returncode == 1
