@@ -122,6 +122,7 @@ class Container:
             "mount --make-rprivate /",
             f"mount --bind {root} {root}",
             f"cd {root}",
+            "[ -e etc/hosts ] || touch etc/hosts",  # engines make it, images may lack it
             "mount -o remount,bind,ro .",
             f"cd {root}",
             "mount -t proc proc proc",

@@ -19,6 +19,8 @@ import jsonschema
 import pytest
 import yaml
 from check_jsonschema import builtin_schemas
+from integration.cluster.machines import Machine
+from integration.containers import Container, Image
 
 from dataplane_admin.cli import serve as serve_admin
 from grpo_trainer import load_config
@@ -417,6 +419,27 @@ def test_a_node_waits_for_the_head_s_name_and_for_its_answer(programs: Path) -> 
     asked, started = (programs / "told").read_text().splitlines()
     assert asked == "health-check --address 127.0.0.1:6379"
     assert started.startswith("start --address 127.0.0.1:6379 --node-ip-address 127.0.0.1 ")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to mount")
+def test_a_container_of_namespaces_has_its_names_where_the_image_has_no_file_for_them(
+    tmp_path: Path,
+) -> None:
+    for name in ("data", "dev", "etc", "proc", "run", "sys", "tmp"):
+        (tmp_path / name).mkdir()
+    machine = Machine.__new__(Machine)  # only its name and address are asked for
+    machine.name, machine.address = "one", "10.77.0.1"
+    image = Image(root=tmp_path, entrypoint=[], command=[], health=[], environment={})
+    container = Container(image, machine, hosts={"admin": "10.77.0.2"})
+    mounts, _, _ = container._setup(["true"]).rpartition("exec ")
+    done = subprocess.run(
+        ["unshare", "--mount", "--pid", "--net", "--fork", "sh", "-euc", f"{mounts}cat etc/hosts"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == "127.0.0.1 localhost\n10.77.0.1 one\n10.77.0.2 admin\n"
 
 
 def test_the_workflow_is_valid_pins_what_it_uses_and_pushes_only_tags() -> None:
