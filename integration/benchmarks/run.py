@@ -34,7 +34,7 @@ _BASELINES: dict[str, Callable[[PlainQueue], Callable[[], System]]] = {
     "memcpy": lambda _: Memcpy,
 }
 _QUICK_WARM_UPS, _FULL_WARM_UPS = 2, 3
-_QUICK_REPETITIONS, _FULL_REPETITIONS = 10, 15
+_QUICK_REPETITIONS, _FULL_REPETITIONS = 8, 15
 _DEFAULT_BACKEND = "packed"
 
 

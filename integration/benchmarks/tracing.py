@@ -51,7 +51,7 @@ from observability import InstrumentedDataPlaneClient, emit
 T = TypeVar("T")
 Mode = Literal["off", "off_again", "on", "verbose"]
 
-QUICK_ROUNDS = 6
+QUICK_ROUNDS = 4
 _QUICK_MODES: tuple[Mode, ...] = ("off", "on")
 _FULL_MODES: tuple[Mode, ...] = ("off", "off_again", "on", "verbose")
 _WARM_UPS = 1

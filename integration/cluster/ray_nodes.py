@@ -14,7 +14,8 @@ from integration.cluster.machines import Machine, Machines, MachinesError
 
 _PORT = 6379
 _PATIENCE_S = 90.0
-# A node that does not answer is dead after about four seconds; by default it takes half a minute.
+# A node that does not answer is dead after about four seconds; by default it takes a minute, as
+# docker/trainer/ray-node sets it twelve seconds.
 _NOTICES_SOON = {
     "RAY_health_check_initial_delay_ms": "1000",
     "RAY_health_check_period_ms": "1000",
