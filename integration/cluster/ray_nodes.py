@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import secrets
 import subprocess
 import sys
@@ -14,14 +15,11 @@ from integration.cluster.machines import Machine, Machines, MachinesError
 
 _PORT = 6379
 _PATIENCE_S = 90.0
-# A node that does not answer is dead after about four seconds; by default it takes a minute, as
-# docker/trainer/ray-node sets it twelve seconds.
-_NOTICES_SOON = {
-    "RAY_health_check_initial_delay_ms": "1000",
-    "RAY_health_check_period_ms": "1000",
-    "RAY_health_check_timeout_ms": "1000",
-    "RAY_health_check_failure_threshold": "3",
-}
+_RAY_NODE = Path(__file__).parents[2] / "docker" / "trainer" / "ray-node"
+# As the images have it: a node that does not answer is dead after some twelve seconds.
+_NOTICES_SOON = dict(
+    re.findall(r'export (RAY_health_check_\w+)="\$\{\1:-(\d+)\}"', _RAY_NODE.read_text())
+)
 _RAY = str(Path(sys.executable).with_name("ray"))
 
 

@@ -25,9 +25,9 @@ from integration.cluster.machines import Machines
 from integration.cluster.ray_nodes import RayNodes
 
 PROGRAM = str(Path(sys.executable).with_name("grpo-trainer"))
-SOON_S = 20.0
-"""A machine that is gone is told within this: Ray takes some four seconds to notice (`ray_nodes`),
-the rest is what stopping a run takes on a machine that does other things."""
+SOON_S = 30.0
+"""A machine that is gone is told within this: Ray takes some twelve seconds to notice it, the rest
+is what stopping a run takes on a machine that does other things."""
 STEPS = 6
 ADMIN = str(Path(sys.executable).with_name("dataplane-admin"))
 ADMIN_TOKEN = secrets.token_hex(32)

@@ -24,7 +24,7 @@ from refit_mx.errors import (
 )
 from refit_mx.layout import TargetTPLayout
 from refit_mx.manifest import Manifest, Registry
-from refit_mx.manifest_service import ManifestService
+from refit_mx.manifest_service import ManifestClient, ManifestService
 
 SLOTS = [f"fsdp-{rank}" for rank in range(4)]
 
@@ -73,6 +73,24 @@ def test_all_live_sources_are_found_in_the_order_of_slots(world, ranks):
     assert [manifest.source_slot_id for manifest in found.manifests] == SLOTS
     assert (found.left_out, found.missing_slots) == ({}, ())
     assert found.registry == Registry("hf_raw")
+
+
+def test_receivers_of_different_ranks_ask_other_sources_first_and_find_the_same(
+    world, ranks, monkeypatch
+):
+    monkeypatch.setattr("refit_mx.discovery.MOST_AT_ONCE", 1)
+    asked = []
+    fetch = ManifestClient.fetch
+
+    def asking(client, endpoint, version_id, slot, **kept):
+        asked.append(slot)
+        return fetch(client, endpoint, version_id, slot, **kept)
+
+    monkeypatch.setattr(ManifestClient, "fetch", asking)
+    first = workers(discover(world))
+    order, asked[:] = list(asked), []
+    assert workers(discover(world, rank=5)) == first
+    assert asked == [*order[1:], *order[:1]]
 
 
 def test_replicas_come_behind_one_source_of_each_slot(world, ranks):

@@ -74,6 +74,7 @@ def discover_v2_sources_for_slice(
     manifests: ManifestClient | None = None,
     threads: Executor | None = None,
     control_patience_s: float = PATIENCE_S,
+    rank: int = 0,
 ) -> SourceSet:
     """The live sources of a version, or of one slice of one of its tensors.
 
@@ -95,6 +96,7 @@ def discover_v2_sources_for_slice(
         manifests: connections to publishers that are used again; None for new ones.
         threads: that ask; None for new ones.
         control_patience_s: for a control plane that cannot be reached.
+        rank: of the receiver; different ones begin with different sources.
 
     Raises:
         SourceLostError: no source answers.
@@ -131,7 +133,10 @@ def discover_v2_sources_for_slice(
             except (SourceLostError, ProtocolError) as error:
                 return str(error)
 
-        answers = each(threads, ask, asked)
+        # Many receivers at once would all wait for the same sources.
+        first = rank * MOST_AT_ONCE % len(asked) if asked else 0
+        rotated = each(threads, ask, [*asked[first:], *asked[:first]])
+        answers = [*rotated[len(asked) - first :], *rotated[: len(asked) - first]]
     answered = [answer for answer in answers if isinstance(answer, Manifest)]
     manifests.structures.keep_only({answer.structure_digest for answer in answered})
     left_out = {

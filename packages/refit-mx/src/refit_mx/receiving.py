@@ -166,6 +166,7 @@ class Receiving:
                 manifests=self._manifests,
                 threads=self._asking,
                 control_patience_s=self._settings.control_patience_s,
+                rank=self._rank,
             )
             span.set_attribute("refit.sources", len(sources.manifests))
         stats.seconds["discover"] += time.monotonic() - started

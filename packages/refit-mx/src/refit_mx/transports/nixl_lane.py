@@ -89,7 +89,7 @@ class Lane:
 
     def busy(self, scratch: torch.Tensor) -> bool:
         """Whether an abandoned read may still write into the buffer."""
-        self._abandoned = [read for read in self._abandoned if not self._is_over(read)]
+        self.is_drained()
         return any(read.buffer == scratch.data_ptr() for read in self._abandoned)
 
     def is_lost(self, name: str) -> bool:
@@ -193,7 +193,8 @@ class Lane:
 
     def is_drained(self) -> bool:
         """Whether no abandoned read is left."""
-        self._abandoned = [read for read in self._abandoned if not self._is_over(read)]
+        probed: dict[str, bool] = {}
+        self._abandoned = [read for read in self._abandoned if not self._is_over(read, probed)]
         return not self._abandoned
 
     def _post(self, work: Work, batch: Batch, scratch: torch.Tensor) -> _Read:
@@ -237,8 +238,14 @@ class Lane:
         self._end(read)
         return True
 
-    def _is_over(self, read: _Read) -> bool:
-        """Whether an abandoned read cannot write any more."""
+    def _is_over(self, read: _Read, probed: dict[str, bool]) -> bool:
+        """Whether an abandoned read cannot write any more.
+
+        Args:
+            read: that was abandoned.
+            probed: by worker id, whether it is gone; each is asked once, since one that cannot be
+                reached takes `GONE_PROBE_S`.
+        """
         if read.ended:
             return True
         if not read.failed:
@@ -251,8 +258,12 @@ class Lane:
                 return False
             read.failed = state == "ERR"
         # An error of one part of a transfer says nothing of its other parts.
-        if read.failed and not is_gone(read.remote.source, GONE_PROBE_S):
-            return False
+        if read.failed:
+            source = read.remote.source
+            if source.worker_id not in probed:
+                probed[source.worker_id] = is_gone(source, GONE_PROBE_S)
+            if not probed[source.worker_id]:
+                return False
         self._end(read)
         return True
 
