@@ -8,7 +8,16 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from refit_fixtures import MODEL, TRANSPORTS, Meddling, a_world, exported, verbose, zeros
+from refit_fixtures import (
+    MODEL,
+    TRANSPORTS,
+    Meddling,
+    a_world,
+    exported,
+    needs_shm,
+    verbose,
+    zeros,
+)
 from refit_processes import SHAPES, fsdp_shards, same, slice_of, targets_of, weights
 
 from refit_mx.compile.base import compile_pass
@@ -81,6 +90,34 @@ def test_an_auto_receiver_takes_what_the_sources_have(world, published):
     with world.receiver(transport="auto").receive_weights_scratch("v1") as got:
         assert same(dict(got), published[1])
         assert got.stats.transport == "tcp"
+
+
+@needs_shm
+def test_a_receiver_that_changes_its_transport_gives_up_the_other_one(world):
+    receiver = world.receiver(transport="auto")
+    for number, transport in enumerate(("shm", "tcp", "shm"), 1):
+        with world.publisher(transports=[transport]) as publisher:
+            world.version(f"v{number}")
+            publisher.publish(f"v{number}", weights(number))
+            live = zeros()
+            assert receiver.refit(f"v{number}", live).transport == transport
+            assert same(live, weights(number))
+        parts = receiver._receiving
+        assert list(parts._transports) == list(parts._pools) == [transport]
+
+
+@needs_shm
+def test_weights_that_came_by_another_transport_stay_until_they_are_given_back(world):
+    receiver = world.receiver(transport="auto")
+    publishers = [world.publisher(transports=[transport]) for transport in ("shm", "tcp")]
+    for number, publisher in enumerate(publishers, 1):
+        world.version(f"v{number}")
+        publisher.publish(f"v{number}", weights(number))
+    with receiver.receive_weights_scratch("v1") as first:
+        with receiver.receive_weights_scratch("v2") as second:
+            assert (first.stats.transport, second.stats.transport) == ("shm", "tcp")
+            assert same(dict(second), weights(2))
+        assert same(dict(first), weights(1))
 
 
 def test_some_names_are_a_partial_refit(world, published):
