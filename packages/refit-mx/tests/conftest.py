@@ -48,7 +48,7 @@ def many_descriptors():
     lowest = 1100
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard < 2 * lowest:
-        pytest.skip(f"a process may have {hard} descriptors here")
+        pytest.skip(f"needs a limit of {2 * lowest} descriptors for a process, found {hard}")
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2 * lowest), hard))
     opened = [os.open(os.devnull, os.O_RDONLY)]
     while opened[-1] < lowest:
