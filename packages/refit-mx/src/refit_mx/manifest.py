@@ -7,7 +7,7 @@ columns are arrays in little-endian bytes, since a large model has a hundred tho
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, TypeVar
 
 import msgspec
 import xxhash
@@ -21,6 +21,7 @@ DIGEST_BYTES = 16
 """Of XXH3-128, as `xxhash.xxh3_128_digest` gives it."""
 
 Scalar = str | int | float | bool
+_Message = TypeVar("_Message")
 
 
 class Registry(msgspec.Struct, frozen=True):
@@ -125,10 +126,7 @@ class Structure(msgspec.Struct, frozen=True):
         Raises:
             ProtocolError: anything else.
         """
-        try:
-            return _structures.decode(data)
-        except (msgspec.DecodeError, msgspec.ValidationError) as error:
-            raise ProtocolError(f"structure of a manifest: {error}; expected {FORMAT}") from None
+        return _decoded(_structures, data, "structure of a manifest")
 
 
 _NO_SHARDS = ShardColumns(1, b"", b"", b"", b"")
@@ -206,10 +204,7 @@ class Manifest(msgspec.Struct, frozen=True):
         Raises:
             ProtocolError: anything else.
         """
-        try:
-            return _manifests.decode(data)
-        except (msgspec.DecodeError, msgspec.ValidationError) as error:
-            raise ProtocolError(f"manifest: {error}; expected {FORMAT}") from None
+        return _decoded(_manifests, data, "manifest")
 
 
 # Made here, where nothing else runs: sources are asked for manifests in several threads, and when
@@ -217,6 +212,13 @@ class Manifest(msgspec.Struct, frozen=True):
 _manifests = msgspec.msgpack.Decoder(Manifest)
 _structures = msgspec.msgpack.Decoder(Structure)
 _tables = msgspec.msgpack.Decoder(TensorTable)
+
+
+def _decoded(decoder: msgspec.msgpack.Decoder[_Message], data: bytes, what: str) -> _Message:
+    try:
+        return decoder.decode(data)
+    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+        raise ProtocolError(f"{what}: {error}; expected {FORMAT}") from None
 
 
 def encode_table(table: TensorTable) -> tuple[bytes, bytes]:
