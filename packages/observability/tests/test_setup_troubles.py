@@ -305,6 +305,30 @@ tell(kept=kept, sent=sent)
     assert ran.troubles == ["collector answered 503"]
 
 
+def test_a_batch_whose_time_is_up_before_its_last_attempt_is_kept_as_any_other() -> None:
+    with collector(restarting()) as made:
+        ran = run(
+            PATIENT
+            + """
+named("a")
+assert not telemetry.flush(20)
+kept = telemetry.counts()["spans"]
+opened()
+until = time.monotonic() + 30
+while not telemetry.flush(20) and time.monotonic() < until:  # an attempt is short here
+    pass
+tell(kept=kept, sent=telemetry.counts()["spans"])
+""",
+            made.endpoint,
+            OTEL_METRICS_EXPORTER="none",
+            OTEL_LOGS_EXPORTER="none",
+            # Too short for the SDK, which then asks for an attempt of 0 seconds.
+            OTEL_EXPORTER_OTLP_TIMEOUT="0.000000001",
+        )
+    assert (ran.told[0]["kept"]["pending"], ran.told[0]["kept"]["dropped"]) == (1, 0)
+    assert (ran.told[0]["sent"]["exported"], ran.told[0]["sent"]["dropped"]) == (1, 0)
+
+
 def test_of_a_collector_that_stays_away_the_newest_half_of_the_queue_is_kept() -> None:
     with collector(restarting()) as made:
         ran = run(

@@ -28,6 +28,8 @@ from observability._setup_counts import Ledger, Signal
 from observability._setup_troubles import Troubles
 
 _ANSWER_BYTES = 1 << 16
+_SHORTEST_S = 0.01
+"""Of an attempt: requests takes no timeout of 0, which the SDK asks for when its time is up."""
 _AWAY = frozenset({429, 502, 503, 504})
 """What OTLP lets a client try again."""
 
@@ -81,9 +83,11 @@ class CollectorSession(requests.Session):
             requests.RequestException: it failed; the SDK decides whether it tries again.
         """
         self.rejected, self.trouble, self.away = 0, None, False
+        timeouts = [] if kwargs.get("timeout") is None else [kwargs["timeout"]]
         if self.deadline is not None:
-            left = max(self.deadline - time.monotonic(), 0.01)
-            kwargs["timeout"] = min(kwargs.get("timeout") or left, left)
+            timeouts.append(self.deadline - time.monotonic())
+        if timeouts:
+            kwargs["timeout"] = max(min(timeouts), _SHORTEST_S)
         try:
             answer = self._answer(method, url, *args, **kwargs)
             with answer:
