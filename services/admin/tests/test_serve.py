@@ -166,3 +166,18 @@ def test_a_request_that_never_ends_delays_the_stop_by_no_more_than_the_bound(sta
         status, seconds, _ = service.stop(signal.SIGTERM)
     assert status == 0
     assert 1 <= seconds < 8
+
+
+def test_an_exporter_that_it_could_not_wait_for_is_told_to_send_it_again(start):
+    service = start(command=(sys.executable, "-c", HANGING))
+    with socket.create_connection(("127.0.0.1", service.port)) as exporter:
+        exporter.settimeout(30)
+        exporter.sendall(
+            b"POST /v1/traces HTTP/1.1\r\nHost: localhost\r\nContent-Length: 10\r\n"
+            b"Content-Type: application/x-protobuf\r\nExpect: 100-continue\r\n\r\n"
+        )
+        # It reads the body by now.
+        assert exporter.recv(100) == b"HTTP/1.1 100 Continue\r\n\r\n"
+        status, _, _ = service.stop(signal.SIGTERM)
+        assert exporter.recv(100).startswith(b"HTTP/1.1 503 ")
+    assert status == 0

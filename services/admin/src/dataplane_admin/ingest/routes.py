@@ -116,6 +116,11 @@ class _Taker:
             return refused(Refusal(HTTPStatus.REQUEST_TIMEOUT, message), media_type)
         except ClientDisconnect:
             return Response(status_code=HTTPStatus.BAD_REQUEST)  # nobody reads it
+        except asyncio.CancelledError:
+            # The server's time to end is up. It would answer 500, after which an exporter drops
+            # what it has; 503 is what it keeps it for.
+            message = "the service ends; send it to the next one"
+            return refused(Refusal(HTTPStatus.SERVICE_UNAVAILABLE, message), media_type)
         return accepted(kind, batch.refused, batch.reasons, media_type)
 
     def _decode(self, kind: Kind, body: bytes, encoding: str, media_type: str) -> Batch:
