@@ -83,6 +83,16 @@ def test_a_missing_key_is_refused_by_name(config):
         TQDataPlaneClient(config)
 
 
+@pytest.mark.parametrize("part", [topology.DIRECTORY, "DataPlanePackedUnit#0"])
+def test_the_processes_that_need_neither_torch_nor_transfer_queue_import_neither(
+    owner, partition, part
+):
+    owner.get_samples(["a", "b"], partition, ["x"])
+    actor = ray.get_actor(part, namespace=topology.NAMESPACE)
+    imported = ray.get(actor.__ray_call__.remote(lambda self: list(sys.modules)))
+    assert not {"torch", "tensordict", "transfer_queue"} & set(imported)
+
+
 def test_a_stopped_controller_ends_puts_at_their_deadline_and_reads_go_on(
     owner, partition, config, stop_process
 ):

@@ -298,6 +298,21 @@ def test_a_killed_directory_is_an_error_at_once_also_for_those_who_wait(served):
         served.counts()
 
 
+def test_the_end_of_a_process_that_is_tied_fails_every_request_and_a_stopped_one_fails_none(served):
+    tied = served.child("session.ask(p.Tie('controller'), type(None))")
+    assert tied.stdout.readline() == "done\n"
+    stop(tied)
+    served.put(["a"])
+    assert served.counts().put == 1
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(served.claim, 2, timeout_s=600.0, link=served.link)
+        tied.kill()
+        with pytest.raises(UnavailableError, match="controller is dead: its process ended"):
+            waiting.result(PATIENCE_S)
+    with pytest.raises(UnavailableError, match="controller is dead"):
+        served.counts()
+
+
 def test_a_stopped_directory_is_an_error_at_the_deadline_and_recovers(served):
     stop(served.process)
     try:

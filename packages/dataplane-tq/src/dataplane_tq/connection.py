@@ -22,6 +22,7 @@ from dataplane_core import (
     DataPlaneError,
     DeadlineExceededError,
     InvalidRequestError,
+    UnavailableError,
 )
 from dataplane_core.ledger import PartitionBook, PutTicket, Row
 from dataplane_core.ledger.origins import count_origins
@@ -29,6 +30,7 @@ from dataplane_tq import protocol as p
 from dataplane_tq.leftovers import Drop, Leftovers, grouped
 from dataplane_tq.looking import LOOKS
 from dataplane_tq.packed.catalogue import Block, Catalogue
+from dataplane_tq.packed.lifeline import notice_soon
 from dataplane_tq.wire import HEADER, MAX_FRAME, Failure, Reply
 
 if TYPE_CHECKING:
@@ -64,6 +66,7 @@ class Connection:
         self._dropping: tuple[str, Drop] | None = None
         self._closing: Leftovers | None = None
         self._entering: tuple[str, list[str]] | None = None
+        self._tied = ""
 
     async def serve(self) -> None:
         """Answer until the client goes away, then undo what it left under way."""
@@ -121,6 +124,10 @@ class Connection:
             left.orphans.update(drop)
             self._directory.changed(partition_id)
         self._end_closing()
+        if self._tied:
+            self._directory.fail(
+                UnavailableError(f"{self._tied} is dead: its process ended, or its machine is away")
+            )
 
     def _give_up_put(self) -> None:
         """Undo a put that was begun: what it placed, reserved, and may have left behind."""
@@ -151,6 +158,10 @@ class Connection:
     def _check_failure(self) -> None:
         if self._directory.failure is not None:
             raise self._directory.failure
+
+    def _tie(self, request: p.Tie) -> None:
+        self._tied = request.name
+        notice_soon(self._writer.get_extra_info("socket"))
 
     def _register(self, request: p.Register) -> None:
         self._ledger.register(request.declaration)
@@ -427,6 +438,7 @@ _encoder = msgspec.msgpack.Encoder()
 _requests = msgspec.msgpack.Decoder(p.Request)
 
 _HANDLERS: dict[type[Any], Callable[[Connection, Any], Any]] = {
+    p.Tie: Connection._tie,
     p.Register: Connection._register,
     p.BeginPut: Connection._begin_put,
     p.CommitPut: Connection._commit_put,

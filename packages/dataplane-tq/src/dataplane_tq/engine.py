@@ -20,7 +20,7 @@ from typing import Any, TypeVar  # Any: TransferQueue and Ray handles have no st
 import zmq
 
 from dataplane_core import DataPlaneError, DeadlineExceededError, UnavailableError
-from dataplane_tq.directory_actor import first_dead
+from dataplane_tq.liveness import first_dead
 from dataplane_tq.packed import manager  # noqa: F401  # enters TransferQueue's registry
 from dataplane_tq.topology import Connection
 from dataplane_tq.upstream import AsyncTransferQueueClient

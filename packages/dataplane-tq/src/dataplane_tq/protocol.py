@@ -14,6 +14,15 @@ from dataplane_tq.packed.layout import FieldLayout
 HowToSettle = Literal["acknowledge", "release", "renew"]
 
 
+class Tie(msgspec.Struct, frozen=True, tag=True):
+    """The connection is an actor's, and ends with it: every request fails from then on.
+
+    Answer: None.
+    """
+
+    name: str
+
+
 class Register(msgspec.Struct, frozen=True, tag=True):
     """Declare a partition. Answer: None."""
 
@@ -288,7 +297,8 @@ class ReadTotals(msgspec.Struct, frozen=True, tag=True):
 
 
 Request = (
-    Register
+    Tie
+    | Register
     | BeginPut
     | CommitPut
     | Entered

@@ -24,6 +24,7 @@ from dataplane_tq.storage import BACKENDS
 from dataplane_tq.storage.base import StorageBackend, end_actor
 from dataplane_tq.storage.packed import Packed
 from dataplane_tq.storage.simple import defaults
+from dataplane_tq.tether import tie
 from dataplane_tq.upstream import TransferQueueController
 from dataplane_tq.wire import Address
 
@@ -133,14 +134,17 @@ def bootstrap(cfg: DataPlaneConfig) -> Topology:
             directory=address,
         )
         actors.update(storage.actors)
+        # Packed units are watched by connections to them.
         lifelines = storage.lifelines if isinstance(storage, Packed) else ()
-        watched = {name: actor for name, actor in actors.items() if name != DIRECTORY}
+        tied = {CONTROLLER: controller, **({} if lifelines else storage.actors)}
         ray.get(
             [
                 controller.store_config.remote(_for_transfer_queue(connection)),
-                directory.publish.remote(
-                    [ray.put((connection, list(actors)))], watched, *lifelines
+                *(
+                    actor.__ray_call__.remote(tie, address, name, _START_TIMEOUT_S)
+                    for name, actor in tied.items()
                 ),
+                directory.publish.remote([ray.put((connection, list(actors)))], *lifelines),
             ],
             timeout=_START_TIMEOUT_S,
         )

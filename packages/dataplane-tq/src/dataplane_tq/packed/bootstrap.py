@@ -77,7 +77,7 @@ def start(conf: Any) -> dict[str, Any]:
             f"backend {BACKEND!r}",
             {
                 _DIRECTORY: directory.address.remote(),
-                "watch": directory.publish.remote([], units, *storage.lifelines),
+                "watch": directory.publish.remote([], *storage.lifelines),
             },
             timeout_s=_START_TIMEOUT_S,
         )

@@ -30,7 +30,7 @@ async def until_gone(address: UnitAddress, token: bytes) -> str:
     try:
         async with asyncio.timeout(_CONNECT_S):
             reader, writer = await asyncio.open_connection(address.host, address.port)
-            _notice_soon(writer.get_extra_info("socket"))
+            notice_soon(writer.get_extra_info("socket"))
             writer.write(wire.hello(token))
             answer = await reader.readexactly(1)
         if answer != wire.ACCEPTED:
@@ -47,7 +47,8 @@ async def until_gone(address: UnitAddress, token: bytes) -> str:
     return f"{what}: its process ended"
 
 
-def _notice_soon(sock: socket.socket) -> None:
+def notice_soon(sock: socket.socket) -> None:
+    """Let the kernel end a TCP connection within seconds if the other machine does not answer."""
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _IDLE_S)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _EVERY_S)
