@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 
+from setup_processes import run
 from structlog.testing import capture_logs
 
 from observability import lane as lane_module
@@ -91,3 +92,32 @@ def test_much_is_not_left_until_the_interval_is_over(monkeypatch):
     lane.put(done.set)
     assert done.wait(DEADLINE_S)
     lane.close()
+
+
+def test_a_forked_child_may_fork_again_from_another_thread() -> None:
+    ran = run(
+        """
+from observability.lane import Lane
+lane = Lane(3600.0)
+done = []
+if (child := os.fork()) == 0:
+    signal.alarm(20)  # what hangs must not outlive the test
+
+    def again():
+        if (grandchild := os.fork()) == 0:
+            signal.alarm(20)
+            lane.put(lambda: done.append("grandchild"))
+            lane.drain()
+            os._exit(len(done))
+        done.append(os.waitstatus_to_exitcode(os.waitpid(grandchild, 0)[1]))
+
+    thread = threading.Thread(target=again, daemon=True)
+    thread.start()
+    thread.join(10)
+    lane.put(lambda: done.append(1))
+    lane.drain()
+    os._exit(0 if done == [1, 1] else 1)
+tell(child=os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+    )
+    assert ran.told == [{"child": 0}]

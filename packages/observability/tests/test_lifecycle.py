@@ -11,6 +11,7 @@ import torch
 from opentelemetry.sdk._logs import LoggerProvider
 from opentelemetry.sdk._logs.export import InMemoryLogRecordExporter, SimpleLogRecordProcessor
 from opentelemetry.sdk.trace import TracerProvider
+from setup_processes import run
 from tensordict import TensorDict
 
 from dataplane_core import InMemoryDataPlaneClient, telemetry
@@ -201,6 +202,49 @@ def test_waits_that_end_are_forgotten_and_those_that_last_are_told_in_their_orde
     assert all_told.wait(30)
     assert told == [wait.name for wait in begun[1::2]]
     assert [wait.told for wait in begun] == [False, True] * 3
+
+
+def test_a_forked_child_tells_of_its_own_waits_whatever_its_parent_was_doing():
+    ran = run("""
+from observability.waits import Waits
+waits = Waits(patience_s=0.05)
+parents = waits.begin(lambda wait: None)
+inside, over = threading.Event(), threading.Event()
+
+def be_inside():
+    with waits._changed:  # as somebody who begins or ends a wait
+        inside.set()
+        over.wait(30)
+
+threading.Thread(target=be_inside, daemon=True).start()
+inside.wait(30)
+if (child := os.fork()) == 0:
+    signal.alarm(20)  # what hangs must not outlive the test
+    told, heard = [], threading.Event()
+    own = waits.begin(lambda wait: (told.append(wait.name), heard.set()))
+    heard.wait(10)
+    waits.end(own)
+    waits.end(parents)
+    os._exit(0 if told == [own.name] and not parents.told else 1)
+tell(child=os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+over.set()
+""")
+    assert ran.told == [{"child": 0}]
+
+
+def test_no_two_processes_give_a_wait_the_same_name():
+    script = """
+from observability.waits import waits
+tell(name=waits.begin(lambda wait: None).name)
+if (child := os.fork()) == 0:
+    tell(name=waits.begin(lambda wait: None).name)
+    os._exit(0)
+os.waitpid(child, 0)
+"""
+    names = [facts["name"] for _ in range(2) for facts in run(script).told]
+    # Without what makes them unique those of pid 1 in a container that was started again repeat.
+    assert len({name.rpartition("-")[0] for name in names}) == len(names) == 4
+    assert {name.rpartition("-")[2] for name in names} == {"1"}
 
 
 def test_an_event_without_an_sdk_is_nothing():

@@ -52,10 +52,11 @@ class Lane:
         self._draining = threading.RLock()
         self._closed = threading.Event()
         threading.Thread(target=self._run, name="observability-lane", daemon=True).start()
-        # Work takes locks of its own, which a child must not inherit locked.
+        # Work takes locks of its own, which a child must not inherit locked. A child has another
+        # lock, which is the one to hold when it forks in turn.
         os.register_at_fork(
-            before=self._draining.acquire,
-            after_in_parent=self._draining.release,
+            before=lambda: self._draining.acquire(),
+            after_in_parent=lambda: self._draining.release(),
             after_in_child=self._renew,
         )
 

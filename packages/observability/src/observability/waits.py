@@ -6,6 +6,8 @@ One thread for a process, started with the first wait, and asleep while there is
 from __future__ import annotations
 
 import itertools
+import os
+import secrets
 import threading
 import time
 from collections import deque
@@ -27,7 +29,8 @@ class Wait:
     """One wait under way.
 
     Attributes:
-        name: unique in this process.
+        name: of no other wait, in whatever process: pids and ids of threads come again when a
+            container is started again.
         since_ns: when it began, nanoseconds since 1970.
         told: whether it was told of.
     """
@@ -53,10 +56,16 @@ class Waits:
 
     def __init__(self, patience_s: float = PATIENCE_S) -> None:
         self._patience_s = patience_s
+        self._start()
+        # What is under way there is the parent's, which tells of it, and so may the lock be.
+        os.register_at_fork(after_in_child=self._start)
+
+    def _start(self) -> None:
         self._changed = threading.Condition()
         self._waiting: deque[Wait] = deque()
         self._thread: threading.Thread | None = None
         self._idle = False
+        self._process = secrets.token_hex(8)
         self._numbers = itertools.count(1)
 
     def begin(self, tell: Callable[[Wait], None]) -> Wait:
@@ -66,11 +75,11 @@ class Waits:
         """
         due = time.monotonic() + self._patience_s
         with self._changed:
-            if self._thread is None or not self._thread.is_alive():  # after a fork it is not
+            if self._thread is None or not self._thread.is_alive():
                 self._thread = threading.Thread(target=self._run, name="waits", daemon=True)
                 with suppress(RuntimeError):  # the interpreter is ending, or has no thread to spare
                     self._thread.start()
-            wait = Wait(f"{self._thread.native_id or 0}-{next(self._numbers)}", due, tell)
+            wait = Wait(f"{self._process}-{next(self._numbers)}", due, tell)
             self._waiting.append(wait)
             if self._idle:  # else it wakes in time by itself: a switch of threads per wait is saved
                 self._changed.notify()
