@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 from hypothesis import given
@@ -9,6 +12,7 @@ from hypothesis import strategies as st
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 from opentelemetry.sdk.trace import TracerProvider
+from setup_processes import run
 from tensordict import TensorDict
 
 from dataplane_core import InMemoryDataPlaneClient, telemetry
@@ -164,3 +168,100 @@ def test_a_store_that_fails_while_metrics_are_read_ends_nothing(client, told):
     client.claim_meta("train_7", "train", ["x"], 1)
     client.close()
     assert told()["messaging.client.operation.duration"][1]
+
+
+def test_of_several_clients_in_a_process_each_tells_what_went_through_it(client, told):
+    client.put_samples(["a", "b"], "train_7", batch(2))
+    with InstrumentedDataPlaneClient(InMemoryDataPlaneClient()) as second:
+        second.register_partition("val", ["x"], 4, ["judge"])
+        second.register_partition("train_8", ["x"], 4, ["judge"])
+        second.put_samples(["a", "b", "c"], "val", batch(3))
+        second.put_samples(["a"], "train_8", batch(1))
+        second.claim_meta("val", "judge", ["x"], 2, blocking=False)
+        outstanding = {
+            own["messaging.destination.name"]: point.value
+            for own, point in told()["dataplane.outstanding"][1]
+        }
+        assert outstanding == {"train_#": 16 + 8, "val": 24}
+        assert value_of(told, "dataplane.ready", dataplane__task="judge") == 1
+        assert value_of(told, "dataplane.consumed", dataplane__task="judge") == 2
+
+
+def test_clients_of_one_store_tell_its_samples_once(told):
+    store = InMemoryDataPlaneClient()
+    clients = [InstrumentedDataPlaneClient(store) for _ in range(3)]
+    clients[0].register_partition("train", ["x"], 4, ["train"])
+    clients[0].put_samples(["a", "b", "c", "d"], "train", batch(4))
+    for client in clients:
+        client.claim_meta("train", "train", ["x"], 1, blocking=False)
+    assert value_of(told, "dataplane.ready", dataplane__task="train") == 1
+    assert value_of(told, "dataplane.consumed", dataplane__task="train") == 3
+    store.close()
+
+
+def test_a_client_that_was_closed_tells_nothing_any_more_and_is_let_go_of(client, told):
+    client.put_samples(["a", "b"], "train_7", batch(2))
+    client.close()
+    assert told().get("dataplane.outstanding", ("", []))[1] == []
+    with InstrumentedDataPlaneClient(InMemoryDataPlaneClient()) as second:
+        second.register_partition("train_7", ["x"], 4, [])
+        second.put_samples(["a"], "train_7", batch(1))
+        assert value_of(told, "dataplane.outstanding") == 8
+
+
+def test_neither_is_one_that_was_forgotten(told):
+    store = InMemoryDataPlaneClient()
+    client = InstrumentedDataPlaneClient(store)
+    client.register_partition("train_7", ["x"], 4, [])
+    client.put_samples(["a"], "train_7", batch(1))
+    told()
+    kept = weakref.ref(client._observers[2])
+    del client
+    gc.collect()
+    assert kept() is None
+    assert told().get("dataplane.outstanding", ("", []))[1] == []
+    store.close()
+
+
+def test_clients_from_before_and_after_the_set_up_are_told_together_and_not_by_a_fork():
+    ran = run(
+        """
+import torch
+from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.metrics.export import InMemoryMetricReader
+from tensordict import TensorDict
+from dataplane_core import InMemoryDataPlaneClient
+from observability import InstrumentedDataPlaneClient
+
+def client(partition):
+    made = InstrumentedDataPlaneClient(InMemoryDataPlaneClient())
+    made.register_partition(partition, ["x"], 1, [])
+    made.put_samples(["a"], partition, TensorDict({"x": torch.zeros(1)}, [1]))
+    return made
+
+def outstanding(reader):
+    [found] = reader.get_metrics_data().resource_metrics
+    return sorted(
+        point.attributes["messaging.destination.name"]
+        for metric in found.scope_metrics[0].metrics
+        if metric.name == "dataplane.outstanding"
+        for point in metric.data.data_points
+    )
+
+before = client("before")
+reader = InMemoryMetricReader()
+metrics.set_meter_provider(MeterProvider([reader]))
+after = client("after")
+tell(found=outstanding(reader))
+if (child := os.fork()) == 0:
+    from observability import meters
+    own = InMemoryMetricReader()
+    provider = MeterProvider([own])
+    meters.get_meter = provider.get_meter
+    childs = client("child")
+    tell(found=outstanding(own))
+    os._exit(0)
+os.waitpid(child, 0)
+"""
+    )
+    assert ran.told == [{"found": ["after", "before"]}, {"found": ["child"]}]

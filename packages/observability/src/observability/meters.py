@@ -9,15 +9,22 @@ from __future__ import annotations
 import re
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
+from weakref import WeakValueDictionary
 
 from opentelemetry import context as otel_context
 from opentelemetry.context import Context
-from opentelemetry.metrics import CallbackOptions, Observation, get_meter, get_meter_provider
+from opentelemetry.metrics import (
+    CallbackOptions,
+    Meter,
+    Observation,
+    get_meter,
+    get_meter_provider,
+)
 
-from dataplane_core import DataPlaneClient, DataPlaneError, KVBatchMeta, telemetry
+from dataplane_core import DataPlaneClient, DataPlaneError, KVBatchMeta, TaskCounts, telemetry
 from observability.lane import later
 from observability.lifecycle import emit
 from observability.metrics import Account
@@ -73,10 +80,14 @@ class Meters(Observer):
 
     What is outstanding, ready and consumed is asked of the store when metrics are exported, ready
     and consumed for the tasks that claim through this client. Where a store does not tell its
-    bytes, what went through this client is counted.
+    bytes, what went through this client is counted. The clients of a process are told together;
+    one that was closed is not asked any more.
 
     Args:
         client: is asked.
+
+    Attributes:
+        meter: that its metrics are told by.
     """
 
     def __init__(self, client: DataPlaneClient) -> None:
@@ -100,24 +111,9 @@ class Meters(Observer):
             description="From a sample's put to its claim.",
             explicit_bucket_boundaries_advisory=_SECONDS,
         )
-        meter.create_observable_up_down_counter(
-            "dataplane.outstanding",
-            [self._observe_outstanding],
-            unit="By",
-            description="Bytes put and not cleared.",
-        )
-        meter.create_observable_gauge(
-            "dataplane.ready",
-            [lambda options: self._observe_counts("ready")],
-            unit="{sample}",
-            description="Samples that a task could claim now.",
-        )
-        meter.create_observable_gauge(
-            "dataplane.consumed",
-            [lambda options: self._observe_counts("acknowledged")],
-            unit="{sample}",
-            description="Samples present that a task has consumed.",
-        )
+        self.meter = meter
+        _live[id(self)] = self
+        _observe(meter)
 
     def begin(self, call: Operation) -> object:
         """See `Observer.begin`."""
@@ -128,7 +124,7 @@ class Meters(Observer):
         if self._account is not None:
             self._account.end(call, state)  # type: ignore[arg-type]  # what its begin returned
         if call.op == "close":
-            self._watched.clear()
+            _live.pop(id(self), None)
             return
         # The context that is current now is that of the span an exemplar names.
         record = partial(self._record, call, otel_context.get_current())
@@ -164,32 +160,95 @@ class Meters(Observer):
         for origin, _ in origins_of(call):
             self._age.record(max(0, now - origin.time_ns) / 1e9, {"dataplane.task": task})
 
-    def _observe_outstanding(self, options: CallbackOptions) -> Iterable[Observation]:
-        if self._account is None:
-            with suppress(DataPlaneError):  # it went away, or was closed
-                for unit in self._client.list_storage():
-                    yield Observation(unit.used, {"dataplane.unit": unit.name})
-            return
-        totals: dict[str, int] = {}
-        for partition_id, n_bytes in self._account.by_partition().items():
-            label = self._classes.of(partition_id)
-            totals[label] = totals.get(label, 0) + n_bytes
-        for label, n_bytes in totals.items():
-            yield Observation(n_bytes, {"messaging.destination.name": label})
+    def outstanding(self) -> Iterator[tuple[str, str, int]]:
+        """Bytes put and not cleared: label, its value, and how many.
 
-    def _observe_counts(self, state: str) -> Iterable[Observation]:
-        totals: dict[tuple[str, str], int] = {}
+        By ``dataplane.unit`` as the store tells them, else by class of partitions.
+        """
+        if self._account is None:
+            with suppress(DataPlaneError):  # it went away
+                for unit in self._client.list_storage():
+                    yield "dataplane.unit", unit.name, unit.used
+            return
+        for partition_id, n_bytes in self._account.by_partition().items():
+            yield "messaging.destination.name", self._classes.of(partition_id), n_bytes
+
+    def counts(self) -> Iterator[tuple[tuple[str, str], str, TaskCounts]]:
+        """Of each (partition, task) that claims through this client: class and counts."""
         for (partition_id, task), fields in list(self._watched.items()):
             try:
                 counts = self._client.count_samples(partition_id, task, fields)
             except DataPlaneError:
                 self._watched.pop((partition_id, task), None)  # cleared, or it cannot count
                 continue
-            key = task, self._classes.of(partition_id)
-            totals[key] = totals.get(key, 0) + getattr(counts, state)
-        for (task, label), samples in totals.items():
-            labels = {"dataplane.task": task, "messaging.destination.name": label}
-            yield Observation(samples, labels)
+            yield (partition_id, task), self._classes.of(partition_id), counts
+
+
+_live: WeakValueDictionary[int, Meters] = WeakValueDictionary()
+"""Those whose clients are in use, in the order in which they were made."""
+
+
+def _observe(meter: Meter) -> None:
+    """Make what is asked at an export. Of one name an SDK makes one instrument, and keeps the
+    callbacks that came with it first, so they are about all that are live."""
+    meter.create_observable_up_down_counter(
+        "dataplane.outstanding",
+        [partial(_observe_outstanding, meter)],
+        unit="By",
+        description="Bytes put and not cleared.",
+    )
+    meter.create_observable_gauge(
+        "dataplane.ready",
+        [partial(_observe_counts, meter, "ready")],
+        unit="{sample}",
+        description="Samples that a task could claim now.",
+    )
+    meter.create_observable_gauge(
+        "dataplane.consumed",
+        [partial(_observe_counts, meter, "acknowledged")],
+        unit="{sample}",
+        description="Samples present that a task has consumed.",
+    )
+
+
+def _live_of(meter: Meter) -> list[Meters]:
+    """Those of the same SDK: a forked child has those of its parent as well."""
+    own = _sdks(meter)
+    found = (reference() for reference in _live.valuerefs())
+    return [one for one in found if one is not None and _sdks(one.meter) is own]
+
+
+def _sdks(meter: Meter) -> object:
+    """What stands behind a meter that was made before an SDK was set up."""
+    return getattr(meter, "_real_meter", None) or meter
+
+
+def _observe_outstanding(meter: Meter, options: CallbackOptions) -> Iterable[Observation]:
+    units: dict[str, int] = {}
+    totals: dict[str, int] = {}
+    for one in _live_of(meter):
+        for key, label, n_bytes in one.outstanding():
+            if key == "dataplane.unit":
+                units[label] = n_bytes  # every client of a store is told the same
+            else:
+                totals[label] = totals.get(label, 0) + n_bytes
+    for unit, n_bytes in units.items():
+        yield Observation(n_bytes, {"dataplane.unit": unit})
+    for label, n_bytes in totals.items():
+        yield Observation(n_bytes, {"messaging.destination.name": label})
+
+
+def _observe_counts(meter: Meter, state: str, options: CallbackOptions) -> Iterable[Observation]:
+    # A partition of one store is there once, however many clients claim from it.
+    found = {
+        place: (label, counts) for one in _live_of(meter) for place, label, counts in one.counts()
+    }
+    totals: dict[tuple[str, str], int] = {}
+    for (_, task), (label, counts) in found.items():
+        totals[task, label] = totals.get((task, label), 0) + getattr(counts, state)
+    for (task, label), samples in totals.items():
+        labels = {"dataplane.task": task, "messaging.destination.name": label}
+        yield Observation(samples, labels)
 
 
 def _listened() -> bool:
