@@ -35,11 +35,12 @@ from opentelemetry.trace import (
 )
 from span_parents import PARENT, below
 
-from observability import _setup_encoding, _setup_events, _setup_spans
+from observability import _setup_encoding, _setup_events, _setup_span_export
 from observability._setup_baggage import BaggageProcessor
-from observability._setup_encoding import sender_of
+from observability._setup_encoding import encodable, sender_of
 from observability._setup_events import LeanLogExporter, LeanLoggerProvider
-from observability._setup_spans import LeanSpan, LeanSpanExporter, LeanTracerProvider
+from observability._setup_span_export import LeanSpanExporter
+from observability._setup_spans import LeanSpan, LeanTracerProvider
 
 LOCAL = SpanContext(2**127, 2**63, is_remote=False, trace_flags=TraceFlags(1))
 RESOURCE = Resource({"service.name": "svc", "process.pid": 7, "ratio": 0.5}, "schema-of-resource")
@@ -305,7 +306,7 @@ def test_plain_spans_and_events_are_not_encoded_by_the_sdk(monkeypatch: pytest.M
     queued = BatchLogRecordProcessor(LeanLogExporter(exporter))
     logs.add_log_record_processor(queued)
     logger = LeanLoggerProvider(logs, queued, RESOURCE).get_logger(*SCOPE)
-    monkeypatch.setattr(_setup_spans, "encode_spans", refuse)
+    monkeypatch.setattr(_setup_span_export, "encode_spans", refuse)
     monkeypatch.setattr(_setup_events, "encode_logs", refuse)
     span = tracer.start_span("work", below(PARENT), attributes={"a": 1, "b": ["x"], "c": 0.5})
     span.add_link(LOCAL)
@@ -360,6 +361,111 @@ def test_a_tracer_asked_for_again_is_the_same_one_and_its_resource_travels_once(
         RESOURCE,
     )
     assert logs.get_logger("library") is logs.get_logger("library")
+
+
+odd_texts = st.text(st.characters(exclude_categories=()), max_size=4)
+
+
+def names_sent(exporter: Capture) -> list[tuple[str, str]]:
+    """Name and status text of the spans of the only request."""
+    [data] = exporter.requests
+    return [
+        (span.name, span.status.message)
+        for resource_spans in ExportTraceServiceRequest.FromString(data).resource_spans
+        for scope_spans in resource_spans.scope_spans
+        for span in scope_spans.spans
+    ]
+
+
+@given(odd_texts)
+def test_only_halves_of_surrogate_pairs_are_replaced(text: str) -> None:
+    found = encodable(text)
+    found.encode()
+    assert encodable(found) == found
+    if not any("\ud800" <= character <= "\udfff" for character in text):
+        assert found == text
+
+
+@given(st.lists(st.tuples(st.booleans(), odd_texts, odd_texts), max_size=5))
+def test_whatever_their_names_and_states_all_spans_of_a_batch_arrive(
+    told: list[tuple[bool, str, str]],
+) -> None:
+    exporter, left_out = Capture(), []
+    sdk = TracerProvider(resource=RESOURCE)
+    processor = Collect(exporter)
+    sdk.add_span_processor(processor)
+    lean = LeanTracerProvider(sdk, processor)
+    for is_lean, name, text in told:
+        span = (lean if is_lean else sdk).get_tracer("t").start_span(name, below(PARENT))
+        span.set_status(StatusCode.ERROR, text)
+        span.end()
+    LeanSpanExporter(exporter, left_out.append).export(processor.ended)
+    expected = [(encodable(name), encodable(text)) for _, name, text in told]
+    assert sorted(names_sent(exporter)) == sorted(expected)
+    assert left_out == []
+
+
+def test_a_span_that_nobody_can_encode_costs_itself_and_is_told() -> None:
+    exporter, left_out = Capture(), []
+    sdk = TracerProvider(resource=RESOURCE)
+    processor = Collect(exporter)
+    sdk.add_span_processor(processor)
+    lean = LeanTracerProvider(sdk, processor)
+    for tracer in (sdk.get_tracer("a"), lean.get_tracer("a"), lean.get_tracer("half \ud800")):
+        tracer.start_span("kept", below(PARENT)).end()
+        odd: Any = 7
+        tracer.start_span(odd, below(PARENT)).end()
+        span = tracer.start_span("with an odd event", below(PARENT))
+        span.add_event("\ud800")
+        span.end()
+    exporting = LeanSpanExporter(exporter, left_out.append)
+    assert exporting.export(processor.ended) is SpanExportResult.SUCCESS
+    # Of the last tracer the name itself, so all.
+    assert [name for name, _ in names_sent(exporter)] == ["kept"] * 2
+    assert left_out == [2 + 2 + 3]
+
+
+def test_a_batch_of_nothing_but_such_spans_is_not_sent() -> None:
+    exporter, left_out = Capture(), []
+    sdk = TracerProvider()
+    processor = Collect(exporter)
+    sdk.add_span_processor(processor)
+    odd: Any = 7
+    sdk.get_tracer("a").start_span(odd).end()
+    exporting = LeanSpanExporter(exporter, left_out.append)
+    assert exporting.export(processor.ended) is SpanExportResult.SUCCESS
+    assert (exporter.requests, left_out) == ([], [1])
+
+
+@pytest.mark.parametrize("lean", [False, True])
+def test_an_event_that_nobody_can_encode_costs_itself_and_is_told(lean: bool) -> None:
+    exporter, left_out = Capture(), []
+    sdk = LoggerProvider(resource=RESOURCE, shutdown_on_exit=False)
+    processor = BatchLogRecordProcessor(LeanLogExporter(exporter, left_out.append))
+    sdk.add_log_record_processor(processor)
+    provider = LeanLoggerProvider(sdk, processor, RESOURCE) if lean else sdk
+    logger = provider.get_logger("t")
+    half: Any = "half \ud800"
+    for name, body in (("a", "x"), ("b", half), (half, "x"), ("c", object()), ("d", ["x"])):
+        logger.emit(
+            event_name=name,
+            timestamp=5,
+            observed_timestamp=6,
+            severity_number=SeverityNumber.INFO,
+            body=body,
+            attributes={"odd": half, "kept": 1},
+        )
+    assert processor.force_flush()
+    processor.shutdown()
+    found = [
+        (record.event_name, [pair.key for pair in record.attributes])
+        for resource_logs in ExportLogsServiceRequest.FromString(exporter.requests[0]).resource_logs
+        for scope_logs in resource_logs.scope_logs
+        for record in scope_logs.log_records
+    ]
+    replaced = ["b", "half \N{REPLACEMENT CHARACTER}"] if lean else []
+    assert sorted(found) == [(name, ["kept"]) for name in sorted(["a", "d", *replaced])]
+    assert left_out == [1 if lean else 3]
 
 
 def test_long_arrays_are_not_kept() -> None:

@@ -24,7 +24,8 @@ from opentelemetry.trace import (
 from span_parents import PARENT, below
 
 from observability._setup_baggage import BaggageProcessor
-from observability._setup_spans import LeanSpan, LeanSpanExporter, LeanTracerProvider
+from observability._setup_span_export import LeanSpanExporter
+from observability._setup_spans import LeanSpan, LeanTracerProvider
 
 OTHER = SpanContext(9, 10, is_remote=True, trace_flags=TraceFlags(1))
 

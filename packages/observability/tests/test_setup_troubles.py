@@ -414,3 +414,35 @@ tell(**telemetry.counts()["spans"])
         )
     assert (ran.told[0]["exported"], ran.told[0]["dropped"]) == (4, 0)
     assert received(made) == ["0", "1", "2", "3"]
+
+
+def test_a_bad_name_costs_at_most_its_own_span_or_event(receiver: Receiver) -> None:
+    ran = run(
+        """
+telemetry = setup("svc", endpoint=ENDPOINT, export_interval_s=3600)
+tracer, log = trace.get_tracer("test"), get_logger("test")
+spans(3)
+with tracer.start_as_current_span("half a surrogate pair \\ud800"):
+    tracer.start_span("child \\udfff").end()
+tracer.start_span(7).end()
+for body in ("[]", "half \\ud800", object()):
+    log.emit(event_name="dataplane.put", body=body)
+tell(flushed=telemetry.flush())
+telemetry.shutdown()
+tell(**telemetry.counts())
+""",
+        receiver.endpoint,
+    )
+    sent, counts = ran.told
+    names = sorted(span.name for span in receiver.snapshot().spans)
+    assert names == [
+        "child \N{REPLACEMENT CHARACTER}",
+        "half a surrogate pair \N{REPLACEMENT CHARACTER}",
+        *["work"] * 3,
+    ]
+    assert len(receiver.snapshot().events) == 2
+    assert balanced({name: counts[name] for name in ("spans", "events")})
+    assert (counts["spans"]["exported"], counts["spans"]["export_failed"]) == (5, 1)
+    assert (counts["events"]["exported"], counts["events"]["export_failed"]) == (2, 1)
+    assert sent == {"flushed": False}
+    assert ran.troubles == ["items cannot be encoded"]

@@ -8,10 +8,16 @@ within the SDK's limits, is left to them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from typing import Any, TypeAlias  # Any: attribute values, of which the plain ones are found here
+from typing import (
+    Any,
+    TypeAlias,
+    TypeVar,
+)  # Any: attribute values, of which the plain ones are found here
 
+from opentelemetry.proto.collector.logs.v1.logs_service_pb2 import ExportLogsServiceRequest
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.common.v1.common_pb2 import AnyValue, ArrayValue, KeyValue
 from opentelemetry.proto.common.v1.common_pb2 import InstrumentationScope as ScopeMessage
 from opentelemetry.proto.logs.v1.logs_pb2 import LogRecord as EventMessage
@@ -62,9 +68,48 @@ def attribute_bytes(holder: _Holder, attributes: Mapping[str, Any]) -> bytes:
     return b"".join(parts)
 
 
+def encodable(text: str) -> str:
+    """A text that UTF-8 has bytes for: half a surrogate pair is replaced, two halves are joined."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text
+
+
+Item = TypeVar("Item")
+Request = TypeVar("Request", ExportTraceServiceRequest, ExportLogsServiceRequest)
+
+
+def encoded_by_sdk(
+    items: Sequence[Item], encode: Callable[[Sequence[Item]], Request], empty: Request
+) -> tuple[Request, int]:
+    """A request of what only the SDK encodes, without what it cannot encode either.
+
+    Args:
+        items: spans or log records.
+        encode: the SDK's.
+        empty: is filled where the items have to be encoded one by one.
+
+    Returns:
+        The request, and how many items it lacks.
+    """
+    try:
+        return encode(items), 0
+    except Exception:  # noqa: BLE001  # one of them, and the others are not to be lost with it
+        lacking = 0
+    for item in items:
+        try:
+            empty.MergeFrom(encode([item]))
+        except Exception:  # noqa: BLE001
+            lacking += 1
+    return empty, lacking
+
+
 def resource_message(resource: Resource) -> ResourceMessage | None:
     """OTLP's form of a resource; None if only the SDK knows what to do with it."""
     try:
+        resource.schema_url.encode()  # goes beside it
         return ResourceMessage.FromString(attribute_bytes(ResourceMessage, resource.attributes))
     except Exception:  # noqa: BLE001  # a user's own attributes may be anything
         return None
@@ -73,6 +118,7 @@ def resource_message(resource: Resource) -> ResourceMessage | None:
 def scope_message(scope: InstrumentationScope) -> ScopeMessage | None:
     """OTLP's form of a scope; None as `resource_message`."""
     try:
+        (scope.schema_url or "").encode()  # goes beside it
         message = ScopeMessage(name=scope.name, version=scope.version or "")
         message.MergeFromString(attribute_bytes(ScopeMessage, scope.attributes or {}))
     except Exception:  # noqa: BLE001

@@ -5,7 +5,7 @@ Only those told by keywords of plain values, as our lifecycle events are. All ot
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, cast  # Any: arguments of the OpenTelemetry API pass through unread
 
@@ -37,6 +37,8 @@ from opentelemetry.util.types import Attributes
 from observability._setup_encoding import (
     Unusual,
     attribute_bytes,
+    encodable,
+    encoded_by_sdk,
     resource_message,
     scope_message,
     sender_of,
@@ -103,7 +105,9 @@ class LeanLogger(_logs.Logger):
                 raise Unusual("a record is the SDK's")
             message = self._message(**kwargs)
         except Exception:  # noqa: BLE001  # attributes may be anything; the SDK drops what it must
-            self._sdk.emit(*(() if record is None else (record,)), **kwargs)
+            # But for these, which it fails to encode.
+            texts = {key: encodable(told) for key, told in kwargs.items() if type(told) is str}
+            self._sdk.emit(*(() if record is None else (record,)), **{**kwargs, **texts})
             return
         # A batch processor reads of it what `EncodedEvent` has.
         self._processor.on_emit(cast("ReadWriteLogRecord", EncodedEvent(self, message)))
@@ -195,10 +199,14 @@ class LeanLogExporter(LogRecordExporter):
 
     Args:
         exporter: sends.
+        leave_out: called with the number of records that nobody can encode, and that are not sent.
     """
 
-    def __init__(self, exporter: LogRecordExporter) -> None:
+    def __init__(
+        self, exporter: LogRecordExporter, leave_out: Callable[[int], object] | None = None
+    ) -> None:
         self._exporter = exporter
+        self._leave_out = leave_out
         self._send = sender_of(exporter)
 
     @property
@@ -210,7 +218,12 @@ class LeanLogExporter(LogRecordExporter):
         """Export them."""
         if self._send is None:
             return self._exporter.export(batch)
-        sent = self._send(_request(batch).SerializeToString())
+        request, lacking = _request(batch)
+        if lacking and self._leave_out is not None:
+            self._leave_out(lacking)
+        if lacking and lacking == len(batch):
+            return LogRecordExportResult.SUCCESS  # there is nothing to send
+        sent = self._send(request.SerializeToString())
         return LogRecordExportResult.SUCCESS if sent else LogRecordExportResult.FAILURE
 
     def shutdown(self) -> None:
@@ -222,7 +235,8 @@ class LeanLogExporter(LogRecordExporter):
         return True
 
 
-def _request(batch: Sequence[ReadableLogRecord]) -> ExportLogsServiceRequest:
+def _request(batch: Sequence[ReadableLogRecord]) -> tuple[ExportLogsServiceRequest, int]:
+    """The request, and how many of the records it lacks."""
     by_logger: dict[LeanLogger, list[EventMessage]] = {}
     others: list[ReadableLogRecord] = []
     for record in batch:
@@ -231,11 +245,11 @@ def _request(batch: Sequence[ReadableLogRecord]) -> ExportLogsServiceRequest:
             by_logger.setdefault(encoded.logger, []).append(encoded.message)
         else:
             others.append(record)
-    request = encode_logs(others) if others else ExportLogsServiceRequest()
+    request, lacking = encoded_by_sdk(others, encode_logs, ExportLogsServiceRequest())
     for logger, messages in by_logger.items():
         resource_logs = request.resource_logs.add()
         resource_logs.CopyFrom(logger.resource_logs)
         scope_logs = resource_logs.scope_logs.add()
         scope_logs.CopyFrom(logger.scope_logs)
         scope_logs.log_records.extend(messages)
-    return request
+    return request, lacking

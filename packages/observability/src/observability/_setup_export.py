@@ -60,6 +60,7 @@ class CollectorSession(requests.Session):
         once: do not try again.
         deadline: of `time.monotonic`; no request goes on beyond it.
         rejected: items the collector rejected of the last request.
+        left_out: items of the last batch that could not be encoded, and were not sent.
         trouble: what went wrong with the last request, kind and details; None if nothing.
         away: whether the last request failed in a way that may pass: nobody answered in time, or
             who did asked for patience.
@@ -72,8 +73,13 @@ class CollectorSession(requests.Session):
         self.once = False
         self.deadline: float | None = None
         self.rejected = 0
+        self.left_out = 0
         self.trouble: tuple[str, str] | None = None
         self.away = False
+
+    def leave_out(self, items: int) -> None:
+        """Of the batch that is sent next, so many items could not be encoded."""
+        self.left_out += items
 
     def request(self, method: str, url: str | bytes, *args: Any, **kwargs: Any) -> Any:
         """As `requests.Session.request`, with the answer already read.
@@ -279,6 +285,7 @@ class Sender:
         if session is not None:
             session.once = self._failing or self._finishing.is_set()
             session.trouble, session.rejected, session.away = None, 0, False
+            session.left_out = 0
         trouble: tuple[str, str] | None = None
         done = False
         # What is tried again is no operation of the application's, either.
@@ -300,8 +307,16 @@ class Sender:
             self._troubles.tell(
                 trouble[0], signal=self._signal, endpoint=self._endpoint, reason=trouble[1]
             )
-        rejected = session.rejected if session is not None else 0
-        return max(items - rejected, 0) if done else 0
+        lost = 0
+        if session is not None:
+            lost = session.rejected + session.left_out
+            if session.left_out:
+                self._troubles.tell(
+                    "items cannot be encoded",
+                    signal=self._signal,
+                    reason=f"{session.left_out} of a batch of {items}",
+                )
+        return max(items - lost, 0) if done else 0
 
 
 class CountingSpanExporter(SpanExporter):

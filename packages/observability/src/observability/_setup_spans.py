@@ -1,4 +1,4 @@
-"""Spans that are kept as plain values and are encoded where they are exported.
+"""Spans that are kept as plain values; `_setup_span_export` encodes them.
 
 Between the work of a step nothing is in the processor's caches, and what a span costs is the code
 that it passes through. The SDK's passes through much: locks, limits, cleaned attributes, baggage.
@@ -21,12 +21,10 @@ from opentelemetry import context as otel_context
 from opentelemetry import trace
 from opentelemetry.attributes import BoundedAttributes
 from opentelemetry.context import Context
-from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.common.v1.common_pb2 import InstrumentationScope as ScopeMessage
 from opentelemetry.proto.resource.v1.resource_pb2 import Resource as ResourceMessage
-from opentelemetry.proto.trace.v1.trace_pb2 import ScopeSpans, SpanFlags
 from opentelemetry.proto.trace.v1.trace_pb2 import Span as SpanMessage
+from opentelemetry.proto.trace.v1.trace_pb2 import SpanFlags
 from opentelemetry.proto.trace.v1.trace_pb2 import Status as StatusMessage
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import (
@@ -37,7 +35,6 @@ from opentelemetry.sdk.trace import (
     Tracer,
     TracerProvider,
 )
-from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.sampling import ParentBased
 from opentelemetry.sdk.util import BoundedList
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
@@ -58,7 +55,6 @@ from observability._setup_encoding import (
     attribute_bytes,
     resource_message,
     scope_message,
-    sender_of,
 )
 
 logger = logging.getLogger("opentelemetry.sdk.trace")  # as the SDK, which `Troubles` listens to
@@ -440,61 +436,6 @@ class LeanTracerProvider(trace.TracerProvider):
             limits=self._limits,
             scope=(scope, message),
         )
-
-
-class LeanSpanExporter(SpanExporter):
-    """Encodes lean spans, lets the SDK encode the others, and sends them in one request.
-
-    Args:
-        exporter: sends. One that takes no encoded request gets all spans in the SDK's form.
-    """
-
-    def __init__(self, exporter: SpanExporter) -> None:
-        self._exporter = exporter
-        self._send = sender_of(exporter)
-
-    def export(self, spans: Sequence[ReadableSpan | LeanSpan]) -> SpanExportResult:
-        """Export them."""
-        if self._send is None:
-            return self._exporter.export([_readable(span) for span in spans])
-        sent = self._send(_request(spans).SerializeToString())
-        return SpanExportResult.SUCCESS if sent else SpanExportResult.FAILURE
-
-    def shutdown(self) -> None:
-        """Shut the exporter down."""
-        self._exporter.shutdown()
-
-
-def _readable(span: ReadableSpan | LeanSpan) -> ReadableSpan:
-    return span.readable() if isinstance(span, LeanSpan) else span
-
-
-def _request(spans: Sequence[ReadableSpan | LeanSpan]) -> ExportTraceServiceRequest:
-    by_tracer: dict[LeanTracer, list[SpanMessage]] = {}
-    others: list[ReadableSpan] = []
-    for span in spans:
-        try:
-            if not isinstance(span, LeanSpan):
-                raise Unusual("it is the SDK's own")
-            by_tracer.setdefault(span.tracer, []).append(span.message())
-        except Exception:  # noqa: BLE001  # attributes may be anything; the SDK drops what it must
-            others.append(_readable(span))
-    request = encode_spans(others) if others else ExportTraceServiceRequest()
-    for tracer, messages in by_tracer.items():
-        if not messages:
-            continue
-        request.resource_spans.add(
-            resource=tracer.resource_message,
-            schema_url=tracer.resource.schema_url,
-            scope_spans=[
-                ScopeSpans(
-                    scope=tracer.scope_message,
-                    schema_url=tracer.scope.schema_url or "",
-                    spans=messages,
-                )
-            ],
-        )
-    return request
 
 
 def _beyond(found: int, limit: int | None) -> bool:

@@ -55,7 +55,8 @@ from observability._setup_export import (
     Sender,
 )
 from observability._setup_settings import Arguments, Otlp, Prometheus, settings, shown
-from observability._setup_spans import LeanSpanExporter, LeanTracerProvider
+from observability._setup_span_export import LeanSpanExporter
+from observability._setup_spans import LeanTracerProvider
 from observability._setup_threads import Over, ReadyThreads, all_over
 from observability._setup_troubles import Troubles, quieten
 from observability.lane import Lane
@@ -265,7 +266,7 @@ class Telemetry:
         exporter = OTLPSpanExporter(otlp.endpoint, timeout=otlp.timeout_s, session=session)
         ledger, sender = self._account("spans", otlp, session)
         batches = BatchSpanProcessor(
-            CountingSpanExporter(LeanSpanExporter(exporter), sender),
+            CountingSpanExporter(LeanSpanExporter(exporter, session.leave_out), sender),
             max_queue_size=otlp.queue,
             schedule_delay_millis=otlp.interval_s * 1000,
             max_export_batch_size=otlp.batch,
@@ -286,7 +287,7 @@ class Telemetry:
         session = CollectorSession(_rejected_logs)
         exporter = OTLPLogExporter(otlp.endpoint, timeout=otlp.timeout_s, session=session)
         ledger, sender = self._account("events", otlp, session)
-        lean = LeanLogExporter(exporter)
+        lean = LeanLogExporter(exporter, session.leave_out)
         batches = BatchLogRecordProcessor(
             CountingLogExporter(lean, sender),
             schedule_delay_millis=otlp.interval_s * 1000,

@@ -7,6 +7,7 @@ they would take the SDK a thousand times as long to encode.
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -148,7 +149,10 @@ _made: tuple[LoggerProvider | None, Logger] = None, NoOpLogger(_SCOPE)
 
 
 def _as_json(sample_ids: Sequence[str]) -> str:
-    return msgspec.json.encode(sample_ids).decode()
+    try:
+        return msgspec.json.encode(sample_ids).decode()
+    except UnicodeEncodeError:  # half a surrogate pair: JSON has an escape for it
+        return json.dumps(sample_ids)
 
 
 class LifecycleDataPlaneClient(ObservedClient):
