@@ -207,6 +207,47 @@ def test_staleness_reaches_back_to_puts_of_earlier_steps():
     assert steps_of(records)[1].staleness == Staleness(5, 5.0, 5, 1, 0)
 
 
+def steps_with_the_same_ids(*, skew=0.0, clear=("a", "b")):
+    """Five steps that put, train and clear samples of the same ids; who puts has its own clock."""
+    records = Records()
+    for step in range(5):
+        tell, at = Teller(step), 20 * step
+        root = tell.span("grpo.step", DRIVER, at, at + 10)
+        call = tell.span("rollout", DRIVER, at, at + 4, root)
+        # Its only call, so it shows how far the clock is ahead.
+        tell.span("rollout", GENERATION, at + skew, at + 4 + skew, call)
+        ids = ["a", "b"]
+        tell.event("put", GENERATION, at + 3 + skew, ids, call, version=step, fields=["x"])
+        tell.event("trained", POLICIES[0], at + 7, ids, root, version=step)
+        tell.event("put", DRIVER, at + 8, ids, root, version=step + 1, fields=["y"])
+        tell.event("cleared", DRIVER, at + 9, clear, root)
+        records.add(tell.records)
+    return records
+
+
+@pytest.mark.parametrize("clear", [("a", "b"), ()])
+@pytest.mark.parametrize("skew", [0.0, 5.0, -11.5])
+def test_ids_that_are_used_again_after_a_clear_are_as_fresh_as_new_ones(clear, skew):
+    steps = steps_of(steps_with_the_same_ids(skew=skew, clear=clear))
+    assert [step.staleness for step in steps] == [Staleness(0, 0.0, 0, 2, 0)] * 5
+
+
+def test_what_was_not_cleared_keeps_the_version_that_it_was_generated_with():
+    steps = steps_of(steps_with_the_same_ids(clear=["a"]))
+    assert [(step.staleness.least, step.staleness.most) for step in steps] == [
+        (0, stale) for stale in range(5)
+    ]
+
+
+def test_what_is_told_as_trained_after_its_clear_is_as_old_as_it_was():
+    tell = Teller(step=3)
+    root = tell.span("grpo.step", DRIVER, 0, 10)
+    tell.event("put", ROLLOUT, 1, ["a"], root, version=1, fields=["x"])
+    tell.event("cleared", DRIVER, 2, [], root)
+    tell.event("trained", POLICIES[0], 3, ["a"], root, version=3)
+    assert only(tell.records).staleness == Staleness(2, 2.0, 2, 1, 0)
+
+
 def test_staleness_is_not_known_without_versions():
     tell = Teller()
     tell.span("grpo.step", DRIVER, 0, 10)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from observability.records import Event, Process, Records, Span
@@ -193,18 +193,23 @@ def steps_of(records: Records) -> list[Step]:
     events: dict[str, list[Event]] = defaultdict(list)
     for event in everything:
         events[event.trace_id or by_place.get(_place(event), "")].append(event)
-    generated = _generated_with(everything)
-    steps = [
-        step_of_trace(
+    found = {
+        trace_id: step_of_trace(
             Tree(spans[trace_id]),
             events[trace_id],
             run_id=runs[trace_id],
             number=number,
             trace_id=trace_id,
-            staleness=_staleness(events[trace_id], generated),
         )
         for trace_id, number in numbered.items()
-    ]
+    }
+    # Of steps, as they are on one clock: what was put before it was trained is told so.
+    staleness = _staleness(
+        (trace_id, event)
+        for trace_id, told in events.items()
+        for event in (found[trace_id].events if trace_id in found else told)
+    )
+    steps = [replace(step, staleness=staleness.get(trace_id)) for trace_id, step in found.items()]
     began: dict[str, int] = {}
     for step in steps:
         began[step.run_id] = min(step.start_ns, began.get(step.run_id, step.start_ns))
@@ -260,39 +265,56 @@ def _place(event: Event) -> tuple[str, int | None]:
     return attributes.text(told, "rl.run_id"), attributes.integer(told, "rl.step")
 
 
-def _generated_with(events: Iterable[Event]) -> dict[tuple[str, str], int | None]:
-    """Of each (partition, sample) the weight version that its first put tells, None if none."""
-    found: dict[tuple[str, str], int | None] = {}
-    for event in events:
-        if event.name == "put":
-            partition = attributes.text(event.attributes, "dataplane.partition")
-            version = attributes.integer(event.attributes, "rl.weight_version")
-            for sample_id in event.sample_ids:
-                found.setdefault((partition, sample_id), version)
-    return found
+# What comes first of events that tell the same moment.
+_ORDER = {"put": 0, "trained": 1, "cleared": 2}
 
 
-def _staleness(
-    events: Iterable[Event], generated: Mapping[tuple[str, str], int | None]
-) -> Staleness | None:
-    ages: list[int] = []
-    unknown = 0
+def _staleness(told: Iterable[tuple[str, Event]]) -> dict[str, Staleness]:
+    """Of each trace that trained samples of known versions, their staleness.
+
+    A sample was generated with the version that its first put after a clear tells. One that was
+    cleared before it is told as trained is the one that was cleared.
+    """
+    events = sorted(
+        ((trace_id, event) for trace_id, event in told if event.name in _ORDER),
+        key=lambda item: (item[1].time_ns, _ORDER[item[1].name]),
+    )
+    born: dict[str, dict[str, int | None]] = defaultdict(dict)
+    there: dict[str, set[str]] = defaultdict(set)
+    ages: dict[str, list[int | None]] = defaultdict(list)
     # Every policy worker of a sharded model may tell of the same sample; it counts once a version.
-    seen: set[tuple[str, str, int | None]] = set()
-    for event in events:
-        if event.name != "trained":
-            continue
+    seen: set[tuple[str, str, str, int | None]] = set()
+    for trace_id, event in events:
         partition = attributes.text(event.attributes, "dataplane.partition")
         version = attributes.integer(event.attributes, "rl.weight_version")
-        for sample_id in event.sample_ids:
-            if (partition, sample_id, version) in seen:
-                continue
-            seen.add((partition, sample_id, version))
-            born = generated.get((partition, sample_id))
-            if version is None or born is None:
-                unknown += 1
+        samples, generated = there[partition], born[partition]
+        if event.name == "put":
+            for sample_id in event.sample_ids:
+                if sample_id not in samples:
+                    samples.add(sample_id)
+                    generated[sample_id] = version
+        elif event.name == "cleared":
+            if event.sample_ids:
+                samples.difference_update(event.sample_ids)
             else:
-                ages.append(version - born)
+                samples.clear()
+        else:
+            for sample_id in event.sample_ids:
+                if (trace_id, partition, sample_id, version) in seen:
+                    continue
+                seen.add((trace_id, partition, sample_id, version))
+                first = generated.get(sample_id)
+                age = None if version is None or first is None else version - first
+                ages[trace_id].append(age)
+    return {
+        trace_id: found
+        for trace_id, those in ages.items()
+        if (found := _summary([age for age in those if age is not None], len(those))) is not None
+    }
+
+
+def _summary(ages: list[int], samples: int) -> Staleness | None:
     if not ages:
         return None
+    unknown = samples - len(ages)
     return Staleness(min(ages), sum(ages) / len(ages), max(ages), len(ages), unknown)
