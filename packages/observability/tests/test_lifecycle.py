@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import threading
 import time
 
@@ -177,6 +178,7 @@ def test_a_claim_that_waits_is_told_while_it_waits_and_its_end_names_the_wait(
     [(_, _, waiting)] = log.named("waiting")
     [(_, ids, claimed)] = log.named("claimed")
     assert (waiting["task"], waiting["fields"], waiting["samples"]) == ("logprob", ("x",), 2)
+    assert waiting["again_s"] == 30.0
     assert claimed["wait"] == waiting["wait"]
     assert ids == ["a", "b"]
 
@@ -202,6 +204,46 @@ def test_waits_that_end_are_forgotten_and_those_that_last_are_told_in_their_orde
     assert all_told.wait(30)
     assert told == [wait.name for wait in begun[1::2]]
     assert [wait.told for wait in begun] == [False, True] * 3
+
+
+def test_a_wait_that_lasts_is_told_again_and_again_until_its_end():
+    waits = Waits(patience_s=0.01, again_s=0.02)
+    heard: list[tuple[str, int]] = []
+    enough = threading.Event()
+
+    def tell(wait):
+        heard.append((wait.name, wait.since_ns))
+        if len(heard) == 8:
+            enough.set()
+
+    begun = [waits.begin(tell) for _ in range(2)]
+    assert enough.wait(30)
+    for wait in begun:
+        waits.end(wait)
+    with waits._changed:
+        assert not waits._told
+    assert heard[:8] == [(wait.name, wait.since_ns) for wait in begun] * 4
+
+
+def test_a_wait_that_is_told_again_much_later_delays_no_other():
+    waits = Waits(patience_s=0.01, again_s=3600.0)
+    for _ in range(3):
+        told = threading.Event()
+        waits.begin(lambda wait, told=told: told.set())
+        assert told.wait(30)
+        time.sleep(0.02)  # until the thread sleeps
+
+
+def test_only_the_first_that_is_told_of_a_wait_is_exported_at_once(monkeypatch):
+    waits = Waits(patience_s=0.01, again_s=0.01)
+    told, hurried = threading.Semaphore(0), []
+    # The module's name is also that of what it holds.
+    module = sys.modules[Waits.__module__]
+    monkeypatch.setattr(module, "hurry", lambda: hurried.append(None))
+    wait = waits.begin(lambda wait: told.release())
+    assert all(told.acquire(timeout=30) for _ in range(5))
+    waits.end(wait)
+    assert len(hurried) == 1
 
 
 def test_a_forked_child_tells_of_its_own_waits_whatever_its_parent_was_doing():

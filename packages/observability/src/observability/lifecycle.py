@@ -183,6 +183,7 @@ class Lifecycle(Observer):
                 context=context,
                 wait=wait.name,
                 since_ns=wait.since_ns,
+                again_s=wait.again_s,
                 task=call.tasks[0],
                 fields=list(call.fields),
             )

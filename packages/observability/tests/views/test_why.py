@@ -111,6 +111,51 @@ def test_waits_come_longest_first():
     assert [wait.task for wait in why(tell.records, ns(9))] == ["ref_lp", "train"]
 
 
+def waiting(tell, process, at, *, since=5, wait="77-1", **told):
+    tell.event("waiting", process, at, [], wait=wait, since_ns=ns(since), task="train", **told)
+
+
+def test_a_wait_that_is_told_again_is_one_and_as_long_as_from_its_begin():
+    tell = Teller()
+    for at in range(6, 600, 30):
+        waiting(tell, POLICIES[1], at, again_s=30.0)
+    random.Random(4).shuffle(tell.records.events)
+    (wait,) = why(tell.records, ns(605))
+    assert (wait.seconds, wait.silent_s) == (600.0, 0.0)
+    tell.event("claimed", POLICIES[1], 606, [], wait="77-1", task="train")
+    waiting(tell, POLICIES[1], 607, again_s=30.0)  # it was on its way
+    assert why(tell.records, ns(900)) == []
+
+
+@pytest.mark.parametrize("promise", [{"again_s": 30.0}, {}])
+def test_a_wait_that_was_told_again_and_is_no_more_is_marked_and_comes_last(promise):
+    tell = Teller()
+    waiting(tell, POLICIES[0], 2, since=1, **promise)
+    waiting(tell, POLICIES[0], 32, since=1, **promise)
+    waiting(tell, POLICIES[1], 6, **promise)
+    waiting(tell, POLICIES[1], 3_600, **promise)
+    waits = why(tell.records, ns(32 + 120))
+    assert [(wait.process, wait.silent_s) for wait in waits] == [
+        (POLICIES[0], 0.0),
+        (POLICIES[1], 0.0),
+    ]
+    alive, gone = why(tell.records, ns(3_632))
+    assert (alive.process, alive.silent_s) == (POLICIES[1], 0.0)
+    assert (gone.process, gone.silent_s) == (POLICIES[0], 3_600.0)
+    assert str(gone).endswith(
+        ": the partition is not there (not heard of for 60 min 0 s: its process is probably gone)"
+    )
+
+
+def test_a_wait_that_its_process_tells_once_is_not_marked_unless_it_promised_more():
+    tell = Teller()
+    waiting(tell, POLICIES[0], 6)
+    waiting(tell, POLICIES[1], 6, again_s=30.0)
+    one, promised = why(tell.records, ns(1_000))
+    assert (one.process, one.silent_s) == (POLICIES[0], 0.0)
+    assert (promised.process, promised.silent_s) == (POLICIES[1], 994.0)
+
+
 def test_a_call_that_waits_says_what_it_is_to_write():
     tell = stuck(put=4)
     tell.event(

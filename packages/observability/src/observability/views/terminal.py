@@ -83,7 +83,7 @@ def lineage_view(sample_id: str, hops: Sequence[Hop]) -> RenderableType:
 
 
 def waits_view(waits: Sequence[Wait]) -> RenderableType:
-    """Every wait as a sentence, the longest first."""
+    """Every wait as a sentence, in the order given."""
     if not waits:
         return Text("nothing waits")
     table = Grid.grid(padding=(0, 1))

@@ -18,6 +18,8 @@ from observability.views.quantities import duration
 
 _ENDS = frozenset({"claimed", "claim_failed", "answered"})
 _EXAMPLES = 10
+# Several times as long as a wait that lasts goes without being told again.
+_SILENT_S = 120.0
 # How many example ids a sentence names.
 _IN_SENTENCE = 2
 
@@ -48,6 +50,8 @@ class Wait:
         on: the call that is waited for; empty for a claim.
         since_ns: when it began, in nanoseconds since 1970.
         seconds: how long it has waited.
+        silent_s: how long nothing has been heard of it, where it would be told again by a process
+            that is alive; 0 if that is two minutes or less.
         run_id: ``rl.run_id``, empty if not told.
         step: ``rl.step``, None if not told.
         partition: where the samples are; empty if the wait is about none.
@@ -78,9 +82,16 @@ class Wait:
     lacks: Mapping[str, Lack] = field(default_factory=dict)
     unput: int = 0
     claimed: int = 0
+    silent_s: float = 0.0
 
     def __str__(self) -> str:
-        return f"{self._who()} has waited {duration(self.seconds)}{self._what()}{self._state()}"
+        waited = f"{self._who()} has waited {duration(self.seconds)}"
+        return f"{waited}{self._what()}{self._state()}{self._silence()}"
+
+    def _silence(self) -> str:
+        if not self.silent_s:
+            return ""
+        return f" (not heard of for {duration(self.silent_s)}: its process is probably gone)"
 
     def _who(self) -> str:
         return f"task '{printable(self.task)}' in {self.label}" if self.task else self.label
@@ -122,7 +133,7 @@ class Wait:
 def why(
     records: Records, now_ns: int, live: Iterable[PartitionSummary] | None = None
 ) -> list[Wait]:
-    """The waits that have not ended, the longest first.
+    """The waits that have not ended, the longest first, those whose process is probably gone last.
 
     Args:
         records: what the run told so far.
@@ -136,13 +147,15 @@ def why(
     events = sorted(distinct_events(records.events), key=lambda event: event.time_ns)
     folds: dict[tuple[str, str], _Partition] = {}
     waiting: dict[tuple[object, ...], Event] = {}
+    heard: dict[tuple[object, ...], Event] = {}
     ended: set[tuple[object, ...]] = set()
     for event in events:
         name = attributes.text(event.attributes, "dataplane.wait")
         if event.name == "waiting":
-            # Names are unique in their process only.
+            # Other tellers' names may be unique in their process only.
             named = (event.process, name) if name else (event.process, event.time_ns, event.span_id)
             waiting.setdefault(named, event)
+            heard[named] = event
         elif name and event.name in _ENDS:
             ended.add((event.process, name))
         place = _run(event), attributes.text(event.attributes, "dataplane.partition")
@@ -157,14 +170,21 @@ def why(
     for key, event in waiting.items():
         if key in ended:
             continue
-        wait = _told(event, now_ns)
+        wait = replace(_told(event, now_ns), silent_s=_silent_s(event, heard[key], now_ns))
         fold = folds.get((wait.run_id, wait.partition))
         if fold is not None:
             wait = fold.about(wait, event.sample_ids)
         if wait.run_id == last_run and wait.partition in summaries:
             wait = _with_live(wait, summaries[wait.partition])
         found.append(wait)
-    return sorted(found, key=lambda wait: wait.since_ns)
+    return sorted(found, key=lambda wait: (wait.silent_s > 0, wait.since_ns))
+
+
+def _silent_s(first: Event, last: Event, now_ns: int) -> float:
+    """`Wait.silent_s` of a wait that was told by these first and last."""
+    again = "dataplane.again_s" in first.attributes or last.time_ns > first.time_ns
+    seconds = (now_ns - last.time_ns) / 1e9
+    return seconds if again and seconds > _SILENT_S else 0.0
 
 
 class _Partition:
