@@ -12,6 +12,7 @@ import pytest
 from setup_processes import DEADLINE_S, balanced, collector, ended, hanging, run, started, status
 
 from observability.receiver import Receiver
+from observability.views import why
 
 
 def test_flush_returns_when_what_was_made_has_arrived(receiver: Receiver) -> None:
@@ -278,3 +279,30 @@ tell(**telemetry.counts()["spans"])
     services = [(span.process.service, span.process.pid) for span in receiver.snapshot().spans]
     assert len(set(services)) == 2
     assert sorted(service for service, _ in services) == ["child"] * 2 + ["parent"] * 5
+
+
+def test_the_claim_of_a_process_that_was_killed_is_marked_later_on(receiver: Receiver) -> None:
+    process = started(
+        """
+from dataplane_core import InMemoryDataPlaneClient
+from observability import InstrumentedDataPlaneClient
+setup("svc", endpoint=ENDPOINT, export_interval_s=3600)
+client = InstrumentedDataPlaneClient(InMemoryDataPlaneClient())
+client.register_partition("p", ["x"], 4, ["train"])
+client.claim_meta("p", "train", ["x"], 4, timeout_s=3600)
+""",
+        receiver.endpoint,
+    )
+    try:
+        deadline = time.monotonic() + DEADLINE_S
+        while not (waits := why(receiver.snapshot(), time.time_ns())):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+    finally:
+        process.kill()
+        process.communicate()
+    [wait] = waits
+    assert (wait.task, wait.silent_s) == ("train", 0.0)
+    [wait] = why(receiver.snapshot(), time.time_ns() + round(3600e9))
+    assert wait.silent_s >= 3600
+    assert str(wait).endswith("its process is probably gone)")
