@@ -42,6 +42,7 @@ def told(on: str, awaited: Awaited | None = None) -> Iterator[Callable[[], None]
             context=context,
             wait=wait.name,
             since_ns=wait.since_ns,
+            again_s=wait.again_s,
             fields=None if awaited is None else list(awaited.fields),
             on=on,
         )
