@@ -22,6 +22,10 @@ plain = st.recursive(
 )
 
 
+class Image(np.ndarray):
+    """An array that means more than its numbers."""
+
+
 @given(plain)
 def test_plain_values_come_back_equal(value):
     assert decode_object(encode_object("f", value)) == value
@@ -54,9 +58,55 @@ def test_numpy_scalars_become_python_numbers():
 
 @pytest.mark.parametrize(
     "value",
-    [object(), 2**80, np.array([object()]), "\ud800"],
-    ids=["an object", "a large number", "an array of objects", "half a surrogate pair"],
+    [
+        object(),
+        2**80,
+        np.array([object()]),
+        "\ud800",
+        np.longdouble(1),
+        np.zeros(1, [("x", "f4")])[0],
+    ],
+    ids=[
+        "an object",
+        "a large number",
+        "an array of objects",
+        "half a surrogate pair",
+        "a number that Python has not",
+        "a record",
+    ],
 )
 def test_what_cannot_be_stored_is_refused_with_the_fields_name(value):
     with pytest.raises(InvalidRequestError, match="field 'opaque'"):
         encode_object("field 'opaque'", value)
+
+
+@pytest.mark.parametrize(
+    ("array", "named"),
+    [
+        (np.zeros(2, [("x", "f4"), ("y", "i8")]), r"ndarray of dtype \[\('x', '<f4'\)"),
+        (np.zeros(2, "V2"), r"ndarray of dtype \|V2"),
+        (np.ma.masked_array([1, 2], [True, False]), "MaskedArray of dtype int64"),
+        (np.rec.array([(1, 2.0)]), "recarray of dtype"),
+        (np.zeros(2, np.int64).view(Image), "Image of dtype int64"),
+    ],
+    ids=["records", "bytes without a meaning", "masked", "a record array", "a subclass"],
+)
+def test_an_array_that_would_come_back_as_something_else_is_refused_by_name(array, named):
+    with pytest.raises(InvalidRequestError, match=f"field 'f': {named}.* cannot be stored"):
+        encode_object("field 'f'", {"a": [array]})
+
+
+@pytest.mark.parametrize("dtype", [">i4", "<U3", "S2", "M8[ns]", "m8[s]", "c8", "f2", "?"])
+def test_arrays_of_plain_dtypes_come_back_as_they_were(dtype):
+    array = np.array([0, 1, 0]).astype(dtype)
+    copied = decode_object(encode_object("f", array))
+    assert copied.dtype == array.dtype
+    assert copied.tolist() == array.tolist()
+
+
+def test_an_array_in_a_file_comes_back_as_an_array(tmp_path):
+    np.arange(6).tofile(tmp_path / "numbers")
+    mapped = np.memmap(tmp_path / "numbers", dtype=np.int64, mode="r")
+    copied = decode_object(encode_object("f", mapped))
+    assert type(copied) is np.ndarray
+    assert copied.tolist() == list(range(6))

@@ -22,19 +22,29 @@ _TENSOR = 2
 
 
 def _encode_unknown(value: Any) -> Any:
-    if isinstance(value, np.generic):
-        return value.item()
-    if isinstance(value, np.ndarray) and not value.dtype.hasobject:
+    if isinstance(value, np.generic) and value.dtype.kind != "V":
+        plain = value.item()
+        if not isinstance(plain, np.generic):
+            return plain
+    if type(value) in (np.ndarray, np.memmap) and _told_by_name(value.dtype):
         return msgspec.msgpack.Ext(_ARRAY, _packed(value.dtype.str, value.shape, value.tobytes()))
     if isinstance(value, torch.Tensor) and not value.is_nested:
         flat = value.detach().cpu().contiguous().flatten()
         raw = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
         name = str(value.dtype).removeprefix("torch.")
         return msgspec.msgpack.Ext(_TENSOR, _packed(name, tuple(value.shape), raw))
+    name = type(value).__name__
+    if isinstance(value, np.ndarray | np.generic):
+        name += f" of dtype {value.dtype}"
     raise TypeError(
-        f"{type(value).__name__} cannot be stored; use dict, list, str, bytes, numbers, bool, "
-        "None, numpy arrays or tensors"
+        f"{name} cannot be stored; use dict, list, str, bytes, numbers, bool, None, numpy arrays "
+        "or tensors"
     )
+
+
+def _told_by_name(dtype: np.dtype[Any]) -> bool:
+    """Whether its short name gives the dtype back; not so of objects, records and extensions."""
+    return not dtype.hasobject and dtype.kind != "V" and np.dtype(dtype.str) == dtype
 
 
 def _packed(dtype: str, shape: tuple[int, ...], raw: bytes) -> bytes:
@@ -66,7 +76,9 @@ def encode_object(what: str, value: Any) -> bytes:
     """Encode one value; ``what`` names it in the error, as ``field 'content'``.
 
     Tuples and sets come back as lists; dataclasses as dicts, enums as their values, and dates,
-    decimals and UUIDs as strings, as msgspec writes them. Integers fit in 64 bits.
+    decimals and UUIDs as strings, as msgspec writes them. Integers fit in 64 bits. Of numpy, arrays
+    of numpy's own plain dtypes are stored; masked arrays, other subclasses, and arrays of objects,
+    records or another library's dtypes are refused, as they would come back as something else.
 
     Raises:
         InvalidRequestError: (a ValueError) naming ``what`` and the type that cannot be stored.
