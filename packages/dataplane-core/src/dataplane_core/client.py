@@ -244,7 +244,8 @@ class DataPlaneClient(Opaque, ABC):
             partition_id: a registered partition.
             fields: batch of ``len(sample_ids)`` rows. Leaves are tensors (dense or jagged, any
                 dtype) or per-row Python values (NonTensorStack, object arrays).
-            tags: one dict of primitives per id.
+            tags: one dict of primitives per id: str, int of 64 bits, float, bool or None; scalars
+                of numpy and torch become that. ``input_lengths`` is an int of at least 0.
             claim: the leased claim under which the caller computed what it writes. The put is
                 refused if that lease has ended: the samples may be someone else's by now.
             origin: names this put, a W3C traceparent for example; kept beside what it writes, for
@@ -256,7 +257,8 @@ class DataPlaneClient(Opaque, ABC):
         Raises:
             PartitionNotFoundError: the partition is not registered.
             DuplicateSampleError: (ValueError) an id is given twice.
-            InvalidRequestError: (ValueError) a count differs from the number of ids.
+            InvalidRequestError: (ValueError) a count differs from the number of ids, or a tag holds
+                something else; it names sample and tag.
             SchemaMismatchError: (ValueError, TypeError) a field changes its dtype or kind.
             CapacityExceeded: (TimeoutError) the store stayed full until the deadline.
             LeaseLostError: (RuntimeError) the lease of ``claim`` has ended.

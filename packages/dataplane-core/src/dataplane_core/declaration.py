@@ -20,6 +20,7 @@ from dataplane_core.errors import (
     SchemaMismatchError,
     listed,
 )
+from dataplane_core.tags import LENGTH_TAG, checked_tags
 
 if TYPE_CHECKING:
     from dataplane_core.meta import KVBatchMeta
@@ -121,8 +122,14 @@ def capacity_exceeded(partition_id: str, *, new: int, held: int, capacity: int) 
 
 def check_put(
     sample_ids: Sequence[str], partition_id: str, tags: Sequence[dict[str, Any]] | None
-) -> None:
-    """Refuse a put whose ids repeat or are not strings, or whose tags are not one per id."""
+) -> list[dict[str, Any]] | None:
+    """Refuse a put whose ids repeat or are not strings, or whose tags are not one per id.
+
+    Returns:
+        The tags as they are to be stored: dicts of their own, of str, int of 64 bits, float, bool
+        or None. Scalars of numpy and torch are taken as the numbers that they are; any other value
+        is refused, and so is a tag ``input_lengths`` that is no int of at least 0.
+    """
     where = f"put_samples(partition={partition_id!r})"
     for sample_id in sample_ids:
         if not isinstance(sample_id, str) or not sample_id:
@@ -140,6 +147,11 @@ def check_put(
 
 def fields_to_read(meta: KVBatchMeta, select_fields: list[str] | None) -> list[str]:
     """The fields that ``get_data`` reads: the selected ones, else those of ``meta``."""
+    if tags is None:
+        return None
+    return [
+        checked_tags(where, sample_id, own) for sample_id, own in zip(sample_ids, tags, strict=True)
+    ]
     names = meta.fields if select_fields is None else select_fields
     if names is None:
         raise InvalidRequestError(
@@ -216,6 +228,6 @@ def missing_data(
 
 def tagged_lengths(tags: Sequence[Mapping[str, Any]]) -> list[int] | None:
     """``input_lengths`` of each tag, 0 where it is absent; None if no tag has it."""
-    if not any("input_lengths" in tag for tag in tags):
+    if not any(LENGTH_TAG in tag for tag in tags):
         return None
-    return [int(tag.get("input_lengths", 0)) for tag in tags]
+    return [int(tag.get(LENGTH_TAG, 0)) for tag in tags]

@@ -141,7 +141,7 @@ class InMemoryDataPlaneClient(InMemoryInspector):
         claim: KVBatchMeta | None = None,
         origin: str | None = None,
     ) -> KVBatchMeta:
-        check_put(sample_ids, partition_id, tags)
+        own_tags = check_put(sample_ids, partition_id, tags)
         columns = {} if fields is None else row_codec.split_rows(fields, len(sample_ids))
         kinds = {name: column.kind for name, column in columns.items()}
         # Copies are made before the lock is taken: they are the long part.
@@ -149,7 +149,6 @@ class InMemoryDataPlaneClient(InMemoryInspector):
         nbytes = {
             name: _bytes_of(own) for name, own in cells.items() if kinds[name] != row_codec.OBJECT
         }
-        own_tags = None if tags is None else [copy.deepcopy(tag) for tag in tags]
         deadline = time.monotonic() + self._put_timeout_s
         with self._store.changed:
             ticket = self._admit(partition_id, sample_ids, kinds, claim, deadline)
@@ -164,7 +163,7 @@ class InMemoryDataPlaneClient(InMemoryInspector):
             task_name=None,
             sample_ids=list(sample_ids),
             fields=list(columns) or None,
-            tags=None if tags is None else [dict(tag) for tag in tags],
+            tags=None if own_tags is None else [dict(tag) for tag in own_tags],
         )
 
     def _admit(
@@ -266,7 +265,7 @@ class InMemoryDataPlaneClient(InMemoryInspector):
                 expiry = partition.next_expiry()
                 wake_at = deadline if expiry is None else min(deadline, expiry)
                 self._store.changed.wait(max(0.0, wake_at - now))
-            tags = [copy.deepcopy(row.tags) for row in claimed.rows]
+            tags = [dict(row.tags) for row in claimed.rows]
         return KVBatchMeta(
             partition_id=partition_id,
             task_name=task_name,

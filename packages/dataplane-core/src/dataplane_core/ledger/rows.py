@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any  # Any: cells belong to the storage, tags to the caller
 
+from dataplane_core.tags import LENGTH_TAG
+
 GROUP_TAG = "group"
 """Tag that names a sample's group; without it the group is the id up to its last ``_g<number>``."""
 
@@ -64,5 +66,5 @@ class Row:
     @property
     def length(self) -> int:
         """Tokens, from the tag ``input_lengths``; 1 without it."""
-        value = self.tags.get("input_lengths", 1)
+        value = self.tags.get(LENGTH_TAG, 1)
         return value if isinstance(value, int) else 1

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any  # Any: tags hold the caller's own primitives
 
 from dataplane_core.errors import InvalidRequestError
+from dataplane_core.tags import primitive
 
 _OPERATORS: dict[str, Callable[[Any, Any], bool]] = {
     "==": operator.eq,
@@ -43,7 +44,8 @@ class TagFilter:
     Attributes:
         tag: name of the tag.
         op: one of ``== != < <= > >= in``.
-        value: what the tag is compared with; for ``in`` a list.
+        value: what the tag is compared with, a primitive as tags are; for ``in`` a list of them,
+            which is kept as a tuple.
 
     Raises:
         InvalidRequestError: (a ValueError) on another operator.
@@ -63,6 +65,17 @@ class TagFilter:
             raise InvalidRequestError(
                 f"filter on tag {self.tag!r}: 'in' needs a list, found {self.value!r}"
             )
+        try:
+            value: Any = (
+                tuple(primitive(each) for each in self.value)
+                if self.op == "in"
+                else primitive(self.value)
+            )
+        except InvalidRequestError as error:
+            raise InvalidRequestError(f"filter on tag {self.tag!r}: {error}") from None
+        if isinstance(self.value, set | frozenset):
+            value = tuple(sorted(value, key=repr))  # in the same order in every process
+        object.__setattr__(self, "value", value)
 
     def matches(self, tags: Mapping[str, Any]) -> bool:
         """Whether a sample with these tags passes."""

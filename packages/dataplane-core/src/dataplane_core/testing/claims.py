@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any  # Any: tags that are none
 
 import pytest
 import torch
@@ -61,6 +62,32 @@ class ClaimContract(StoreFixtures):
         assert meta.tags is not None
         assert dict(zip(meta.sample_ids, meta.tags, strict=True)) == {"a": tags[0], "b": tags[1]}
         assert meta.sequence_lengths == [tag["input_lengths"] for tag in meta.tags]
+
+    @pytest.mark.parametrize(
+        ("tag", "value"),
+        [
+            ("input_lengths", None),
+            ("input_lengths", "3"),
+            ("input_lengths", -1),
+            ("input_lengths", 3.0),
+            ("input_lengths", True),
+            ("input_lengths", float("nan")),
+            ("seed", 2**70),
+            ("rewards", [1.0]),
+            ("answer", "\ud800"),
+            ("reward", torch.ones(2)),
+            (7, "a number as its name"),
+        ],
+        ids=str,
+    )
+    def test_a_tag_that_is_no_primitive_or_no_length_is_refused_and_nothing_is_stored(
+        self, client: DataPlaneClient, partition: str, tag: str, value: object
+    ) -> None:
+        tags: list[Any] = [{"input_lengths": 3}, {"input_lengths": 5, tag: value}]
+        named = f"put_samples.*'{partition}'.*sample 'b', tag {tag!r}"
+        with pytest.raises(InvalidRequestError, match=named):
+            client.put_samples(["a", "b"], partition, batch(2, x=torch.ones(2)), tags)
+        assert client.claim_meta(partition, "train", ["x"], 2, blocking=False).size == 0
 
     def test_tags_are_replaced_by_a_put_with_tags_and_kept_by_one_without(
         self, client: DataPlaneClient, peer: DataPlaneClient, partition: str
