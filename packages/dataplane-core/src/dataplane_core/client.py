@@ -247,7 +247,8 @@ class DataPlaneClient(Opaque, ABC):
             tags: one dict of primitives per id: str, int of 64 bits, float, bool or None; scalars
                 of numpy and torch become that. ``input_lengths`` is an int of at least 0.
             claim: the leased claim under which the caller computed what it writes. The put is
-                refused if that lease has ended: the samples may be someone else's by now.
+                refused if that lease has ended, or another claim of the task holds one of the
+                samples: they are someone else's by now.
             origin: names this put, a W3C traceparent for example; kept beside what it writes, for
                 clients with ``capabilities.origins``.
 
@@ -261,7 +262,8 @@ class DataPlaneClient(Opaque, ABC):
                 something else; it names sample and tag.
             SchemaMismatchError: (ValueError, TypeError) a field changes its dtype or kind.
             CapacityExceeded: (TimeoutError) the store stayed full until the deadline.
-            LeaseLostError: (RuntimeError) the lease of ``claim`` has ended.
+            LeaseLostError: (RuntimeError) the lease of ``claim`` has ended, or does not hold what
+                another claim of its task does.
         """
 
     @abstractmethod

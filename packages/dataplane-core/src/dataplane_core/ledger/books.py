@@ -43,19 +43,24 @@ class PutTicket:
     """A put that was admitted and is not committed yet.
 
     Attributes:
-        partition_id: where it goes.
+        partition: where it goes; not another that is registered under the same name later.
         sample_ids: the samples it writes.
         reserved: those of them that it holds room for, because they are new.
         kinds: field to kind.
         token: the lease under which it writes, if it named one.
     """
 
-    partition_id: str
+    partition: PartitionBook
     sample_ids: list[str]
     reserved: list[str]
     kinds: dict[str, str]
     token: str | None = None
     open: bool = True
+
+    @property
+    def partition_id(self) -> str:
+        """The partition's name."""
+        return self.partition.declaration.partition_id
 
 
 class Ledger:
@@ -85,8 +90,9 @@ class Ledger:
         self.partitions: dict[str, PartitionBook] = {}
         self._discard = discard
         self._sequence = itertools.count()
-        # One for all partitions, so that one that is registered again does not begin anew.
+        # One each for all partitions, so that one that is registered again does not begin anew.
         self._revisions = itertools.count(1)
+        self._fence = itertools.count(1)
 
     @property
     def held(self) -> int:
@@ -98,7 +104,12 @@ class Ledger:
         partition = self.partitions.get(declaration.partition_id)
         if partition is None:
             book = PartitionBook(
-                declaration, self._order, self.totals, self._measure, self._revisions
+                declaration,
+                self._order,
+                self.totals,
+                self._measure,
+                self._revisions,
+                self._fence,
             )
             self.partitions[declaration.partition_id] = book
         else:
@@ -131,7 +142,7 @@ class Ledger:
             CapacityExceeded: more samples than the store can ever hold.
         """
         partition = self.partition(partition_id)
-        partition.check_token(token)
+        partition.check_token(token, sample_ids)
         check_kinds(kinds, partition.kinds, partition_id=partition_id)
         pending = {name: users[0] for name, users in partition.pending_kinds.items()}
         check_kinds(kinds, pending, partition_id=partition_id)
@@ -146,7 +157,7 @@ class Ledger:
         for name, kind in kinds.items():
             partition.pending_kinds.setdefault(name, []).append(kind)
         partition.touch()
-        return PutTicket(partition_id, list(sample_ids), new, dict(kinds), token)
+        return PutTicket(partition, list(sample_ids), new, dict(kinds), token)
 
     def full(self, partition_id: str, sample_ids: Iterable[str]) -> CapacityExceeded:
         """The error of a put that found no room."""
@@ -163,7 +174,8 @@ class Ledger:
         """Raise what `commit_put` would; if it does not, `commit_put` at once does not either.
 
         Raises:
-            PartitionNotFoundError: the partition was cleared meanwhile.
+            PartitionNotFoundError: the partition was cleared meanwhile, also if it was registered
+                again.
             LeaseLostError: the lease that the put named has ended.
             InvalidRequestError: the ticket is no longer open.
         """
@@ -173,7 +185,13 @@ class Ledger:
                 "given up; put again"
             )
         partition = self.partition(ticket.partition_id)
-        partition.check_token(ticket.token)
+        if partition is not ticket.partition:
+            raise PartitionNotFoundError(
+                f"put_samples(partition={ticket.partition_id!r}): the partition was cleared and "
+                "registered again since the put began; put again if its samples belong to the new "
+                "one"
+            )
+        partition.check_token(ticket.token, ticket.sample_ids)
         check_kinds(ticket.kinds, partition.kinds, partition_id=ticket.partition_id)
 
     def commit_put(
@@ -203,7 +221,7 @@ class Ledger:
             self.abort_put(ticket)
             raise
         self._end_put(ticket)
-        partition = self.partition(ticket.partition_id)
+        partition = ticket.partition
         partition.kinds.update(ticket.kinds)
         replaced = partition.write(
             ticket.sample_ids,
@@ -228,9 +246,7 @@ class Ledger:
 
     def _end_put(self, ticket: PutTicket) -> None:
         ticket.open = False
-        partition = self.partitions.get(ticket.partition_id)
-        if partition is None:
-            return
+        partition = ticket.partition
         for sample_id in ticket.reserved:
             users = partition.reserved.get(sample_id, 0)
             if users > 1:

@@ -52,12 +52,26 @@ class LeaseBook:
         """When the next lease ends, on the caller's clock."""
         return min((lease.deadline for lease in self.leases.values()), default=None)
 
-    def check_token(self, token: str | None) -> None:
-        """Raise `LeaseLostError` if the lease of a claim has ended."""
-        if token is not None and token not in self.leases:
+    def check_token(self, token: str | None, sample_ids: Iterable[str]) -> None:
+        """Raise `LeaseLostError` if a claim's lease has ended, for all or some of the samples.
+
+        Samples that the claim never held may be put under it, unless another claim of its task
+        holds them.
+        """
+        if token is None:
+            return
+        lease = self.leases.get(token)
+        if lease is None:
             raise LeaseLostError(
                 f"partition {self.declaration.partition_id!r}: the claim's lease ran out or was "
                 "ended; another claim may hold its samples"
+            )
+        leased = self.tasks[lease.task_name].leased
+        lost = [sample_id for sample_id in sample_ids if leased.get(sample_id, token) != token]
+        if lost:
+            raise LeaseLostError(
+                f"partition {self.declaration.partition_id!r}: {len(lost)} of the samples are "
+                f"leased by another claim of task {lease.task_name!r}: {listed(lost)}"
             )
 
     def settle(self, token: str, sample_ids: Sequence[str], *, acknowledge: bool) -> str:

@@ -41,6 +41,7 @@ class PartitionBook(LeaseBook):
         revisions: Iterator[int] | None = None,
     ) -> None:
         self.declaration = declaration
+        fence: Iterator[int] | None = None,
         self.totals: Counter[str] = Counter() if totals is None else totals
         self._order = order
         self.kinds: dict[str, str] = {}
@@ -53,7 +54,8 @@ class PartitionBook(LeaseBook):
         self.put_total = 0
         self.sizes = FieldBytes(measure)
         self._revisions = itertools.count(1) if revisions is None else revisions
-        self._fence = 0
+        self._fence = itertools.count(1) if fence is None else fence
+        self._timed: dict[Share, None] = {}
         self._has_origins = False
         self.touch()
 
@@ -322,11 +324,11 @@ class PartitionBook(LeaseBook):
             task.settled.update(row.sample_id for row in rows)
             return Claimed(rows, None)
         # The number makes tokens comparable: a later lease of the same samples has a larger one.
-        self._fence += 1
-        token = f"{self._fence}.{secrets.token_hex(8)}"
+        number = next(self._fence)
+        token = f"{number}.{secrets.token_hex(8)}"
         self.leases[token] = Lease(
             token=token,
-            name=f"{self._fence}-{secrets.token_hex(4)}",
+            name=f"{number}-{secrets.token_hex(4)}",
             task_name=request.task_name,
             owner=request.owner,
             rows={row.sample_id: row for row in rows},
