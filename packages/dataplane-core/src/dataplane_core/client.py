@@ -87,7 +87,8 @@ class TaskCounts:
         put: samples put since the partition was registered.
         ready: could be claimed now.
         not_ready: present but lacking a required field.
-        leased: claimed, not yet acknowledged.
+        leased: claimed and not yet acknowledged, or drawn for a data-parallel rank that has not
+            asked for it yet.
         acknowledged: settled and still present.
         cleared: dropped from the store, whatever they were before.
     """
@@ -127,7 +128,8 @@ class DataPlaneClient(Opaque, ABC):
     ) -> None:
         """Declare a partition; a second call under the same name replaces the declaration.
 
-        Rows that are present stay, and so does what a task that is declared again has claimed.
+        Rows that are present stay, and so does what a task that is declared again has claimed;
+        what was drawn for data-parallel ranks that have not asked for it can be drawn anew.
 
         Args:
             partition_id: name of the partition.
@@ -180,7 +182,10 @@ class DataPlaneClient(Opaque, ABC):
             dp_world: with ``dp_rank``, number of ranks. ``dp_world * batch_size`` samples are drawn
                 at once and split into shares of even count and about even length (the tag
                 ``input_lengths``); the caller gets its share, each other rank finds its own at its
-                next claim with the same fields, filter and seed.
+                next claim with the same fields, filter and seed, named in any order. A share that
+                its rank does not ask for is not lost: with leases it can be drawn anew when the
+                rank has neither claimed nor renewed a claim for the length of a lease; without,
+                when a claim of another ``dp_world``, fields, filter or seed finds nothing else.
             where: conditions that a sample's tags must meet, all of them.
             seed: claim in an order that depends on the seed and the ids alone; None is the order
                 of first puts.

@@ -83,6 +83,7 @@ class PartitionDeclaration:
         lacking: Mapping[str, int],
         batch_size: int,
         timeout_s: float,
+        assigned: int = 0,
     ) -> ClaimTimeoutError:
         """The error of a blocking claim whose deadline passed.
 
@@ -95,6 +96,7 @@ class PartitionDeclaration:
             lacking: required field to the number of present samples without it.
             batch_size: samples the claim asked for.
             timeout_s: its deadline, in seconds.
+            assigned: samples of the task that wait for another data-parallel rank.
         """
         wanted = min(batch_size, present + unput)
         reasons = [f"{count} lack {name!r}" for name, count in lacking.items()]
@@ -102,6 +104,8 @@ class PartitionDeclaration:
             reasons.append(f"{unput} of {self.num_samples} declared samples were not put")
         if leased:
             reasons.append(f"{leased} are leased by other claims")
+        if assigned:
+            reasons.append(f"{assigned} wait for the data-parallel ranks that they were drawn for")
         return ClaimTimeoutError(
             f"claim_meta(partition={self.partition_id!r}, task={task_name!r}): {ready} of {wanted} "
             f"samples ready after {timeout_s:g} s; {'; '.join(reasons) or 'none was put'}",
@@ -143,15 +147,15 @@ def check_put(
         raise InvalidRequestError(
             f"{where}: {len(tags)} tags for {len(sample_ids)} ids; give one dict per id, or None"
         )
-
-
-def fields_to_read(meta: KVBatchMeta, select_fields: list[str] | None) -> list[str]:
-    """The fields that ``get_data`` reads: the selected ones, else those of ``meta``."""
     if tags is None:
         return None
     return [
         checked_tags(where, sample_id, own) for sample_id, own in zip(sample_ids, tags, strict=True)
     ]
+
+
+def fields_to_read(meta: KVBatchMeta, select_fields: list[str] | None) -> list[str]:
+    """The fields that ``get_data`` reads: the selected ones, else those of ``meta``."""
     names = meta.fields if select_fields is None else select_fields
     if names is None:
         raise InvalidRequestError(

@@ -117,8 +117,9 @@ class DataPlaneActions(Protocol):
     def reset_consumption(self, partition_id: str, task_name: str, sample_ids: list[str]) -> int:
         """Make samples that a task has consumed (claimed for good) claimable by it again.
 
-        Samples that the task has not consumed, and ids that are not known, are passed over. In a
-        partition with groups, reset a group whole: a part of it waits as an incomplete group does.
+        So are those that were drawn for a data-parallel rank that has not asked for them. Samples
+        that the task has not consumed, and ids that are not known, are passed over. In a partition
+        with groups, reset a group whole: a part of it waits as an incomplete group does.
 
         Returns:
             How many are claimable again.

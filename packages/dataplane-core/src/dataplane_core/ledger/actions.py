@@ -24,10 +24,15 @@ def reset_consumption(
             f"task={task_name!r}): {len(leased)} samples are leased: {listed(leased)}; end their "
             "claims first, or leave them out"
         )
-    consumed = [sample_id for sample_id in dict.fromkeys(sample_ids) if sample_id in task.settled]
-    task.settled.difference_update(consumed)
-    partition.reopen(task, [partition.rows[sample_id] for sample_id in consumed])
-    return consumed
+    asked = dict.fromkeys(sample_ids)
+    reset = [each for each in asked if each in task.settled or each in task.assigned]
+    task.settled.difference_update(reset)
+    for sample_id in reset:
+        share = task.assigned.get(sample_id)
+        if share is not None:
+            partition.unassign(task, share, [sample_id])
+    partition.reopen(task, [partition.rows[sample_id] for sample_id in reset])
+    return reset
 
 
 def end_claim(partition: PartitionBook, claim: str, now: float, *, expired_only: bool) -> int:

@@ -148,5 +148,4 @@ class LeaseBook:
     @staticmethod
     def _enqueue(task: Task, row: Row) -> None:
         for queue in task.queues.values():
-            if queue.required <= row.cells.keys():
-                queue.add(row)
+            queue.add(row)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import itertools
 import secrets
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import compress, repeat
+from operator import attrgetter, contains
 from typing import Any  # Any: cells belong to the storage, tags to the caller
 
 from dataplane_core.client import TaskCounts
@@ -16,20 +18,20 @@ from dataplane_core.errors import (
     UnknownTaskError,
     listed,
 )
-from dataplane_core.ledger.leases import LeaseBook
 from dataplane_core.ledger.order import ClaimOrder, Places
 from dataplane_core.ledger.origins import count_origins, note_origin
-from dataplane_core.ledger.queues import GroupQueue, Queue, SampleQueue
+from dataplane_core.ledger.queues import GroupQueue, Queue, SampleQueue, Terms
 from dataplane_core.ledger.rows import Row
-from dataplane_core.ledger.selection import ClaimRequest, balance
+from dataplane_core.ledger.selection import ClaimRequest, RankGroup, balance
+from dataplane_core.ledger.shares import ShareBook
 from dataplane_core.ledger.sizes import FieldBytes, Measure
-from dataplane_core.ledger.tasks import Claimed, Lease, Task
+from dataplane_core.ledger.tasks import Claimed, Lease, Share, Task
 
-_MAX_QUEUES = 64
-"""Queues a task keeps; the one that was made first goes when another set of fields is claimed."""
+_MAX_QUEUES = 32
+"""Queues a task keeps; the one least recently claimed from goes when a claim needs another."""
 
 
-class PartitionBook(LeaseBook):
+class PartitionBook(ShareBook):
     """The state of one partition. `Ledger` owns it; nothing here locks or waits."""
 
     def __init__(
@@ -39,9 +41,9 @@ class PartitionBook(LeaseBook):
         totals: Counter[str] | None = None,
         measure: Measure | None = None,
         revisions: Iterator[int] | None = None,
+        fence: Iterator[int] | None = None,
     ) -> None:
         self.declaration = declaration
-        fence: Iterator[int] | None = None,
         self.totals: Counter[str] = Counter() if totals is None else totals
         self._order = order
         self.kinds: dict[str, str] = {}
@@ -70,7 +72,13 @@ class PartitionBook(LeaseBook):
         return max(0, self.declaration.num_samples - self.put_total)
 
     def redeclare(self, declaration: PartitionDeclaration) -> None:
-        """Replace the declaration; rows stay, and so do the cursors of tasks named again."""
+        """Replace the declaration; rows stay, and so do the cursors of tasks named again.
+
+        Shares that ranks have not asked for are open to all again.
+        """
+        for name, task in self.tasks.items():
+            shares = {id(share): share for share in task.assigned.values()}
+            self.reopen_shares(name, shares.values())
         regrouped = declaration.grpo_group_size != self.declaration.grpo_group_size
         self.declaration = declaration
         kept = self.tasks
@@ -215,22 +223,19 @@ class PartitionBook(LeaseBook):
         found = (self.rows[sample_id] for sample_id in sample_ids if sample_id in self.rows)
         return count_origins(found, fields)
 
-    def _queue(self, task: Task, required: frozenset[str], seed: int | None) -> Queue:
-        queue = task.queues.get((required, seed))
+    def _queue(self, task: Task, request: ClaimRequest) -> Queue:
+        terms = Terms(frozenset(request.required_fields), request.where)
+        key = terms.required, frozenset(request.where), request.seed
+        queue = task.queues.pop(key, None)
         if queue is None:
             size = self.declaration.grpo_group_size
-            places = Places(seed, self._order)
-            queue = (
-                SampleQueue(required, places)
-                if size is None
-                else GroupQueue(required, places, size)
-            )
+            places = Places(request.seed, self._order)
+            queue = SampleQueue(terms, places) if size is None else GroupQueue(terms, places, size)
             for row in task.open.values():
-                if required <= row.cells.keys():
-                    queue.add(row)
+                queue.add(row)
             if len(task.queues) >= _MAX_QUEUES:
                 del task.queues[next(iter(task.queues))]
-            task.queues[required, seed] = queue
+        task.queues[key] = queue
         return queue
 
     def claim(self, request: ClaimRequest, now: float) -> Claimed | None:
@@ -248,22 +253,26 @@ class PartitionBook(LeaseBook):
                 f"{request.batch_size} is not a multiple of grpo_group_size {size}; groups are "
                 "claimed whole"
             )
-        if request.dp_world is None:
+        group = request.group
+        if group is None:
             rows = self._draw(task, request, request.batch_size)
         else:
-            rows = self._draw_share(task, request, request.dp_world)
+            rows = self._draw_share(task, request, group, now)
         if rows is None:
             return None
         return self._hand_out(task, request, rows, now)
 
     def _draw(self, task: Task, request: ClaimRequest, limit: int) -> list[Row] | None:
         """Take rows out of ``open``; None if the claim has to wait."""
-        queue = self._queue(task, frozenset(request.required_fields), request.seed)
+        queue = self._queue(task, request)
         queue.places.check()
-        last = self._nothing_more(task, queue, request)
-        if request.whole and not last and queue.count(request) < limit:
+        last = self._nothing_more(task, queue)
+        if task.assigned and (last or not request.whole) and not queue.count():
+            self.reopen_shares(request.task_name, self._untimed_shares(task, request.group))
+            last = self._nothing_more(task, queue)
+        if request.whole and not last and queue.count() < limit:
             return None
-        rows = queue.take(request, limit, partial=last)
+        rows = queue.take(limit, partial=last)
         for row in rows:
             del task.open[row.sample_id]
             self._dequeue(task, row)
@@ -271,40 +280,31 @@ class PartitionBook(LeaseBook):
             self.touch()
         return rows
 
-    def _nothing_more(self, task: Task, queue: Queue, request: ClaimRequest) -> bool:
+    def _nothing_more(self, task: Task, queue: Queue) -> bool:
         """Whether every sample that may ever match is ready now."""
         if self.unput:
             return False
-        if len(queue) == len(task.open):
-            return True
-        return bool(request.where) and not any(
-            request.matches(row.tags) and not queue.required <= row.cells.keys()
-            for row in task.open.values()
-        )
+        if queue.terms.where:
+            return not queue.terms.awaited
+        return len(queue) == len(task.open)
 
-    def _draw_share(self, task: Task, request: ClaimRequest, world: int) -> list[Row] | None:
-        key = (request.required_fields, request.where, request.seed, world)
-        shares = task.shares.setdefault(key, [deque() for _ in range(world)])
+    def _draw_share(
+        self, task: Task, request: ClaimRequest, group: RankGroup, now: float
+    ) -> list[Row] | None:
         rank = request.dp_rank or 0
-        while shares[rank]:
-            waiting = [row for row in shares[rank].popleft() if row.sample_id in task.assigned]
-            if waiting:
-                for row in waiting:
-                    del task.assigned[row.sample_id]
-                return waiting
-        drawn = self._draw(task, request, world * request.batch_size)
+        waiting = self._take_share(task, group, rank, now)
+        if waiting is not None:
+            return waiting
+        drawn = self._draw(task, request, group.world * request.batch_size)
         if not drawn:
             return drawn
         units = self._units(drawn)
-        parts = balance([sum(row.length for row in unit) for unit in units], world)
-        for other, part in enumerate(parts):
-            batch = [row for index in part for row in units[index]]
-            if other == rank:
-                mine = batch
-            else:
-                task.assign(batch)
-                shares[other].append(batch)
-        return mine
+        parts = balance([sum(row.length for row in unit) for unit in units], group.world)
+        batches = [[row for index in part for row in units[index]] for part in parts]
+        for other, batch in enumerate(batches):
+            if other != rank and batch:
+                self._assign(request.task_name, group, other, batch, request.lease_s, now)
+        return batches[rank]
 
     def _units(self, rows: Iterable[Row]) -> list[list[Row]]:
         """What must stay together: the groups, or each sample by itself."""
@@ -323,6 +323,7 @@ class PartitionBook(LeaseBook):
         if request.lease_s is None or not rows:
             task.settled.update(row.sample_id for row in rows)
             return Claimed(rows, None)
+        group = request.group
         # The number makes tokens comparable: a later lease of the same samples has a larger one.
         number = next(self._fence)
         token = f"{number}.{secrets.token_hex(8)}"
@@ -335,6 +336,7 @@ class PartitionBook(LeaseBook):
             since=now,
             deadline=now + request.lease_s,
             seconds=request.lease_s,
+            rank=None if group is None else (group, request.dp_rank or 0),
         )
         task.leased.update((row.sample_id, token) for row in rows)
         return Claimed(rows, token)
@@ -355,6 +357,7 @@ class PartitionBook(LeaseBook):
             ready=ready,
             present=len(candidates),
             leased=len(task.leased),
+            assigned=len(task.assigned),
             unput=self.unput,
             lacking=lacking,
             batch_size=request.batch_size,
@@ -379,7 +382,9 @@ class PartitionBook(LeaseBook):
                     del lease.rows[sample_id]
                     if not lease.rows:
                         del self.leases[token]
-                task.assigned.pop(sample_id, None)
+                share = task.assigned.get(sample_id)
+                if share is not None:
+                    self.unassign(task, share, [sample_id])
                 task.settled.discard(sample_id)
         if self.rows:
             for name in self.field_counts:
@@ -406,13 +411,29 @@ class PartitionBook(LeaseBook):
     def counts(self, task_name: str, required_fields: Sequence[str]) -> TaskCounts:
         """Where every sample put since the registration stands for a task."""
         task = self.task(task_name)
-        queue = self._queue(task, frozenset(required_fields), None)
-        ready = len(queue) + len(task.assigned)
+        ready = self._count_ready(task, frozenset(required_fields))
         return TaskCounts(
             put=self.put_total,
             ready=ready,
-            not_ready=len(task.open) + len(task.assigned) - ready,
-            leased=len(task.leased),
+            not_ready=len(task.open) - ready,
+            leased=len(task.leased) + len(task.assigned),
             acknowledged=len(task.settled),
             cleared=self.put_total - len(self.rows),
         )
+
+    def _count_ready(self, task: Task, required: frozenset[str]) -> int:
+        for (fields, where, _), queue in task.queues.items():
+            if fields == required and not where:
+                return len(queue)
+        if task.counted[:2] == (self.revision, required):
+            return task.counted[2]
+        # Column by column in C; those that every sample has need no look.
+        counts = {name: self.field_counts.get(name, 0) for name in required}
+        if task.open and 0 in counts.values():
+            return 0
+        cells: list[Mapping[str, Any]] = list(map(attrgetter("cells"), task.open.values()))
+        for name in sorted(required, key=lambda name: counts[name]):
+            if counts[name] < len(self.rows):
+                cells = list(compress(cells, map(contains, cells, repeat(name))))
+        task.counted = self.revision, required, len(cells)
+        return len(cells)

@@ -1,7 +1,8 @@
 """Queues of the samples that one task could claim, so that a claim costs what it takes.
 
-A queue learns of each sample when it becomes ready and forgets it when it is claimed or cleared; it
-never scans the partition, so its cost does not grow with what was consumed before.
+A queue is told of each open sample when it is put or gains a field, and forgets it when it is
+claimed or cleared; it never scans the partition, so its cost does not grow with what was consumed
+before. A queue with conditions on tags looks at a sample's tags then, not at every claim.
 """
 
 from __future__ import annotations
@@ -12,39 +13,68 @@ from typing import Protocol
 
 from dataplane_core.ledger.order import Places
 from dataplane_core.ledger.rows import Row
-from dataplane_core.ledger.selection import ClaimRequest
+from dataplane_core.ledger.selection import TagFilter
+
+
+class Terms:
+    """What a sample needs to be in a queue, and which samples may still come to meet it.
+
+    Args:
+        required: fields that it must have.
+        where: conditions that its tags must all meet.
+
+    Attributes:
+        awaited: open samples, by their places in the order of puts, that meet ``where`` and lack a
+            field; kept only if there are conditions.
+    """
+
+    def __init__(self, required: frozenset[str], where: Iterable[TagFilter] = ()) -> None:
+        self.required = required
+        self.where = tuple(where)
+        self.awaited: set[int] = set()
+
+    def meets(self, row: Row) -> bool:
+        """Whether the sample's tags meet the conditions."""
+        return all(condition.matches(row.tags) for condition in self.where)
+
+    def ready(self, row: Row) -> bool:
+        """Whether the sample has the fields; if not, it is awaited if its tags will do."""
+        ready = self.required <= row.cells.keys()
+        if self.where:
+            if not ready and self.meets(row):
+                self.awaited.add(row.sequence)
+            else:
+                self.awaited.discard(row.sequence)
+        return ready
 
 
 class Queue(Protocol):
-    """The ready samples of one task and one set of required fields."""
+    """The ready samples of one task, for claims on the same terms."""
 
-    required: frozenset[str]
+    terms: Terms
     places: Places
 
     def __len__(self) -> int:
-        """Ready samples, those of incomplete groups included."""
+        """Ready samples, those of incomplete groups and of groups that do not match included."""
 
     def add(self, row: Row) -> None:
-        """A sample became ready; adding it again changes nothing."""
+        """An open sample was put or changed; telling it again changes nothing."""
 
     def discard(self, row: Row) -> None:
-        """A sample is no longer ready, or never was."""
+        """A sample is no longer open, or never was."""
 
-    def count(self, request: ClaimRequest) -> int:
+    def count(self) -> int:
         """How many samples `take` could give without ``partial``."""
 
-    def take(self, request: ClaimRequest, limit: int, *, partial: bool) -> list[Row]:
+    def take(self, limit: int, *, partial: bool) -> list[Row]:
         """Remove and return up to ``limit`` samples; ``partial`` breaks incomplete groups up."""
-
-    def rows(self) -> Iterable[Row]:
-        """The ready samples, in no order."""
 
 
 class SampleQueue:
     """Samples one by one: a heap whose entries may be out of date, and the truth beside it."""
 
-    def __init__(self, required: frozenset[str], places: Places) -> None:
-        self.required = required
+    def __init__(self, terms: Terms, places: Places) -> None:
+        self.terms = terms
         self.places = places
         self._ready: dict[int, Row] = {}
         self._heap: list[tuple[float, int]] = []
@@ -52,10 +82,12 @@ class SampleQueue:
     def __len__(self) -> int:
         return len(self._ready)
 
-    def rows(self) -> Iterable[Row]:
-        return self._ready.values()
-
     def add(self, row: Row) -> None:
+        if not self.terms.ready(row):
+            return
+        if self.terms.where and not self.terms.meets(row):
+            self._ready.pop(row.sequence, None)
+            return
         if row.sequence in self._ready:
             return
         self._ready[row.sequence] = row
@@ -65,101 +97,109 @@ class SampleQueue:
             heapq.heapify(self._heap)
 
     def discard(self, row: Row) -> None:
+        self.terms.awaited.discard(row.sequence)
         self._ready.pop(row.sequence, None)
 
-    def count(self, request: ClaimRequest) -> int:
-        if not request.where:
-            return len(self._ready)
-        return sum(request.matches(row.tags) for row in self._ready.values())
+    def count(self) -> int:
+        return len(self._ready)
 
-    def take(self, request: ClaimRequest, limit: int, *, partial: bool) -> list[Row]:
+    def take(self, limit: int, *, partial: bool) -> list[Row]:
         taken: list[Row] = []
-        passed: list[tuple[float, int]] = []
         while self._heap and len(taken) < limit:
-            entry = heapq.heappop(self._heap)
-            row = self._ready.get(entry[1])
-            if row is None:
-                continue
-            if request.matches(row.tags):
+            _, sequence = heapq.heappop(self._heap)
+            row = self._ready.pop(sequence, None)
+            if row is not None:
                 taken.append(row)
-                del self._ready[row.sequence]
-            else:
-                passed.append(entry)
-        for entry in passed:
-            heapq.heappush(self._heap, entry)
         return taken
 
 
 class GroupQueue:
-    """Samples by group: a group is taken when all of its ``group_size`` samples are ready."""
+    """Samples by group: a group is taken when all of its ``group_size`` samples are ready.
 
-    def __init__(self, required: frozenset[str], places: Places, group_size: int) -> None:
-        self.required = required
+    A group with a ready sample whose tags do not meet the conditions is not taken.
+    """
+
+    def __init__(self, terms: Terms, places: Places, group_size: int) -> None:
+        self.terms = terms
         self.places = places
         self._size = group_size
         self._groups: dict[str, dict[int, Row]] = {}
         self._group_of: dict[int, str] = {}
+        self._misfits: dict[str, set[int]] = {}
         self._complete: set[str] = set()
         self._heap: list[tuple[float, str]] = []
 
     def __len__(self) -> int:
         return len(self._group_of)
 
-    def rows(self) -> Iterable[Row]:
-        return (row for group in self._groups.values() for row in group.values())
-
     def add(self, row: Row) -> None:
+        if not self.terms.ready(row):
+            return
         # Tags may have changed since the row was queued, and with them its group.
         group = row.group
         known = self._group_of.get(row.sequence)
-        if known == group:
-            return
-        if known is not None:
+        if known is None or known != group:
             self.discard(row)
-        self._group_of[row.sequence] = group
-        members = self._groups.setdefault(group, {})
-        members[row.sequence] = row
-        if len(members) >= self._size and group not in self._complete:
-            self._complete.add(group)
-            heapq.heappush(self._heap, (self._place(members), group))
+            self._group_of[row.sequence] = group
+            self._groups.setdefault(group, {})[row.sequence] = row
+        elif not self.terms.where:
+            return
+        if self.terms.meets(row):
+            self._fits(group, row)
+        else:
+            self._misfits.setdefault(group, set()).add(row.sequence)
+        self._judge(group)
 
     def discard(self, row: Row) -> None:
+        self.terms.awaited.discard(row.sequence)
         group = self._group_of.pop(row.sequence, None)
         if group is None:
             return
         members = self._groups[group]
         del members[row.sequence]
-        if len(members) < self._size:
-            self._complete.discard(group)
         if not members:
             del self._groups[group]
+        self._fits(group, row)
+        self._judge(group)
 
-    def count(self, request: ClaimRequest) -> int:
-        return sum(
-            len(self._groups[group])
-            for group in self._complete
-            if self._matches(request, self._groups[group])
-        )
+    def _fits(self, group: str, row: Row) -> None:
+        misfits = self._misfits.get(group)
+        if misfits is not None:
+            misfits.discard(row.sequence)
+            if not misfits:
+                del self._misfits[group]
 
-    def take(self, request: ClaimRequest, limit: int, *, partial: bool) -> list[Row]:
+    def _judge(self, group: str) -> None:
+        """A group gained or lost something: can it be taken now?"""
+        if len(self._groups.get(group, ())) < self._size or group in self._misfits:
+            self._complete.discard(group)
+        elif group not in self._complete:
+            self._complete.add(group)
+            heapq.heappush(self._heap, (self._place(group), group))
+            if len(self._heap) > 2 * len(self._complete) + 64:
+                self._heap = [(self._place(group), group) for group in self._complete]
+                heapq.heapify(self._heap)
+
+    def count(self) -> int:
+        return sum(len(self._groups[group]) for group in self._complete)
+
+    def take(self, limit: int, *, partial: bool) -> list[Row]:
         taken: list[Row] = []
         passed: list[tuple[float, str]] = []
         while self._heap and len(taken) < limit:
             place, group = heapq.heappop(self._heap)
             if group not in self._complete:
                 continue
-            members = self._groups[group]
-            if len(members) > limit - len(taken) or not self._matches(request, members):
+            if len(self._groups[group]) > limit - len(taken):
                 passed.append((place, group))
             else:
                 taken.extend(self._remove(group))
         for entry in passed:
             heapq.heappush(self._heap, entry)
         if partial:
-            rest = [group for group in self._groups if group not in self._complete]
-            for group in sorted(rest, key=lambda group: self._place(self._groups[group])):
-                members = self._groups[group]
-                if len(taken) + len(members) <= limit and self._matches(request, members):
+            rest = self._groups.keys() - self._complete - self._misfits.keys()
+            for _, group in sorted((self._place(group), group) for group in rest):
+                if len(taken) + len(self._groups[group]) <= limit:
                     taken.extend(self._remove(group))
         return taken
 
@@ -169,9 +209,5 @@ class GroupQueue:
             self.discard(row)
         return rows
 
-    def _place(self, members: dict[int, Row]) -> float:
-        return min(self.places.of(row) for row in members.values())
-
-    @staticmethod
-    def _matches(request: ClaimRequest, members: dict[int, Row]) -> bool:
-        return not request.where or all(request.matches(row.tags) for row in members.values())
+    def _place(self, group: str) -> float:
+        return min(self.places.of(row) for row in self._groups[group].values())

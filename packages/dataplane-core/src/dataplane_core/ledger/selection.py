@@ -48,7 +48,7 @@ class TagFilter:
             which is kept as a tuple.
 
     Raises:
-        InvalidRequestError: (a ValueError) on another operator.
+        InvalidRequestError: (a ValueError) on another operator, or a value that no tag can have.
     """
 
     tag: str
@@ -85,6 +85,19 @@ class TagFilter:
             return bool(_OPERATORS[self.op](tags[self.tag], self.value))
         except TypeError:
             return False
+
+
+@dataclass(frozen=True)
+class RankGroup:
+    """Data-parallel ranks that ask for the same, and so share what one of them draws.
+
+    In whatever order each of them names fields and conditions.
+    """
+
+    required: frozenset[str]
+    where: frozenset[TagFilter]
+    seed: int | None
+    world: int
 
 
 @dataclass(frozen=True)
@@ -131,6 +144,14 @@ class ClaimRequest:
     def matches(self, tags: Mapping[str, Any]) -> bool:
         """Whether a sample with these tags passes every condition."""
         return all(condition.matches(tags) for condition in self.where)
+
+    @property
+    def group(self) -> RankGroup | None:
+        """The ranks that share what this claim draws; None without ``dp_world``."""
+        if self.dp_world is None:
+            return None
+        required, where = frozenset(self.required_fields), frozenset(self.where)
+        return RankGroup(required, where, self.seed, self.dp_world)
 
 
 def balance(lengths: Sequence[int], world: int) -> list[list[int]]:

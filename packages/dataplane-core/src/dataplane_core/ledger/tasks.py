@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import heapq
-from collections import deque
+import math
 from dataclasses import dataclass, field
-from typing import Any  # Any: a request's parts, by which shares are kept
+from typing import TypeAlias
 
 from dataplane_core.declaration import tagged_lengths
 from dataplane_core.ledger.queues import Queue
 from dataplane_core.ledger.rows import Row
+from dataplane_core.ledger.selection import RankGroup, TagFilter
+
+QueueKey: TypeAlias = tuple[frozenset[str], frozenset[TagFilter], int | None]
+"""Required fields, conditions and seed of claims."""
 
 
 @dataclass
@@ -25,6 +29,7 @@ class Lease:
         since: when it was claimed.
         deadline: when it runs out unless it is renewed.
         seconds: its length.
+        rank: the data-parallel rank that claimed, in its group; None for a claim of no rank.
     """
 
     token: str
@@ -35,6 +40,28 @@ class Lease:
     since: float
     deadline: float
     seconds: float
+    rank: tuple[RankGroup, int] | None = None
+
+
+@dataclass(eq=False)
+class Share:
+    """A batch that was drawn for a data-parallel rank that has not asked for it yet.
+
+    Attributes:
+        task_name: the claiming task.
+        group: the ranks that share what is drawn.
+        rank: whose it is.
+        rows: the samples, by id; those that are cleared or reopened leave it.
+        deadline: when they are open to all again, on the caller's clock.
+        seconds: from the rank's last sign of life to ``deadline``; infinite if a final claim drew.
+    """
+
+    task_name: str
+    group: RankGroup
+    rank: int
+    rows: dict[str, Row]
+    deadline: float = math.inf
+    seconds: float = math.inf
 
 
 @dataclass
@@ -61,25 +88,47 @@ class Task:
 
     Attributes:
         open: not claimed.
-        assigned: drawn for a data-parallel rank that has not asked for its share yet.
+        assigned: drawn for a data-parallel rank that has not asked for it yet, with its share.
         leased: claimed under a lease, by the lease's token.
         settled: claimed for good.
-        queues: the ready ones of ``open``, by required fields and seed.
-        shares: the batches that wait for their ranks.
+        queues: the ready ones of ``open``, by required fields, conditions and seed; the one that
+            was claimed from last comes last.
+        counted: the last count of ready samples: at which revision, which fields, and how many.
+        shares: those of ``assigned`` by group and rank, in the order of their draws.
     """
 
     open: dict[str, Row] = field(default_factory=dict)
-    assigned: dict[str, Row] = field(default_factory=dict)
+    assigned: dict[str, Share] = field(default_factory=dict)
     leased: dict[str, str] = field(default_factory=dict)
     settled: set[str] = field(default_factory=set)
-    queues: dict[tuple[frozenset[str], int | None], Queue] = field(default_factory=dict)
-    shares: dict[Any, list[deque[list[Row]]]] = field(default_factory=dict)
+    queues: dict[QueueKey, Queue] = field(default_factory=dict)
+    counted: tuple[int, frozenset[str], int] = (0, frozenset(), 0)
+    shares: dict[RankGroup, list[dict[Share, None]]] = field(default_factory=dict)
     _returned: list[tuple[int, str]] = field(default_factory=list)
 
-    def assign(self, rows: list[Row]) -> None:
+    def assign(self, share: Share) -> None:
         """Rows that were drawn wait for their rank."""
-        self.assigned.update((row.sample_id, row) for row in rows)
-        self._note(rows)
+        self.assigned.update(dict.fromkeys(share.rows, share))
+        waiting = self.shares.setdefault(share.group, [{} for _ in range(share.group.world)])
+        waiting[share.rank][share] = None
+        self._note(list(share.rows.values()))
+
+    def unassign(self, share: Share, sample_ids: list[str]) -> list[Row]:
+        """Rows of a share wait no longer; one that is empty then is forgotten."""
+        rows = [share.rows.pop(sample_id) for sample_id in sample_ids]
+        for sample_id in sample_ids:
+            del self.assigned[sample_id]
+        if not share.rows:
+            waiting = self.shares[share.group]
+            del waiting[share.rank][share]
+            if not any(waiting):
+                del self.shares[share.group]
+        return rows
+
+    def first_share(self, group: RankGroup, rank: int) -> Share | None:
+        """What was drawn for a rank first, of what waits for it."""
+        waiting = self.shares.get(group)
+        return next(iter(waiting[rank]), None) if waiting else None
 
     def reopen(self, rows: list[Row]) -> None:
         """Rows that were claimed can be claimed again; the queues are the caller's business."""
@@ -100,7 +149,8 @@ class Task:
         return first
 
     def _unclaimed(self, sample_id: str) -> Row | None:
-        return self.open.get(sample_id) or self.assigned.get(sample_id)
+        share = self.assigned.get(sample_id)
+        return self.open.get(sample_id) if share is None else share.rows[sample_id]
 
     def _note(self, rows: list[Row]) -> None:
         for row in rows:

@@ -52,6 +52,30 @@ class LeaseContract:
         with pytest.raises(LeaseLostError, match="ran out"):
             client.acknowledge(first)
 
+    def test_a_share_that_its_rank_never_asks_for_is_handed_out_when_the_lease_ends(
+        self, make_client: MakeClient
+    ) -> None:
+        client = make_client(claim_lease_s=self.short_lease_s)
+        client.register_partition("train", ["x"], 5, ["train"])
+        put(client, "train", ["a", "b", "c", "d"])
+        mine = client.claim_meta("train", "train", ["x"], 2, dp_rank=0, dp_world=2)
+        assert mine.size == 2
+        both = client.claim_meta("train", "train", ["x"], 4, timeout_s=self.patience_s)
+        assert sorted(both.sample_ids) == ["a", "b", "c", "d"]
+
+    def test_a_put_under_a_claim_cannot_write_what_another_claim_holds(
+        self, held: DataPlaneClient
+    ) -> None:
+        first = held.claim_meta("train", "train", ["x"], 2)
+        held.release(first.subset([first.sample_ids.index("b")]))
+        second = held.claim_meta("train", "train", ["x"], 1)
+        assert second.sample_ids == ["b"]
+        late = batch(2, x=torch.zeros(2))
+        with pytest.raises(LeaseLostError, match="'b'"):
+            held.put_samples(["a", "b"], "train", late, claim=first)
+        assert held.get_samples(["a", "b"], "train", ["x"])["x"].tolist() == [1.0, 1.0]
+        held.put_samples(["a"], "train", batch(1, x=torch.zeros(1)), claim=first)
+
     def test_an_acknowledged_claim_never_returns(self, held: DataPlaneClient) -> None:
         meta = held.claim_meta("train", "train", ["x"], 2)
         held.acknowledge(meta)

@@ -1,0 +1,253 @@
+"""The ledger against a naive model."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
+
+from dataplane_core import LeaseLostError, SamplesLeasedError
+from dataplane_core.declaration import PartitionDeclaration
+from dataplane_core.ledger import ClaimRequest, Ledger
+from dataplane_core.ledger.actions import end_claim, reset_consumption
+from dataplane_core.ledger.inspect import claims
+from dataplane_core.ledger.scan import scan
+
+IDS = [f"p{prompt}_g{place}" for prompt in range(3) for place in range(2)]
+FIELDS = ("x", "y")
+
+
+def nbytes(cells):
+    """Of cells (field, sample, bytes), as the machine writes them."""
+    return sum(cell[2] for cell in cells)
+
+
+def books(discard, measure):
+    ledger = Ledger(None, discard, measure=measure)
+    ledger.register(PartitionDeclaration.checked("p", FIELDS, 0, ["a", "b"]))
+    return ledger
+
+
+class LedgerMachine(RuleBasedStateMachine):
+    """Every sample is in one place, and what is handed out was ready and free."""
+
+    leases = Bundle("leases")
+
+    def __init__(self):
+        super().__init__()
+        self.discarded = []
+        self.ledger = books(discard=self.discarded.extend, measure=nbytes)
+        self.now = 0.0
+        self.written = {}
+        self.put_total = 0
+        self.cleared = 0
+        self.where = {"a": {}, "b": {}}
+        self.pinned = []
+
+    @rule(
+        ids=st.sets(st.sampled_from(IDS)),
+        fields=st.sets(st.sampled_from(FIELDS)),
+        size=st.integers(0, 9),
+    )
+    def put(self, ids, fields, size):
+        names = sorted(ids)
+        cells = {
+            field: [(field, name, size + place) for place, name in enumerate(names)]
+            for field in fields
+        }
+        ticket = self.ledger.begin_put("p", names, dict.fromkeys(fields, "torch.int64"))
+        sizes = {field: nbytes(column) for field, column in cells.items()}
+        self.ledger.commit_put(ticket, cells, None, nbytes=sizes)
+        for sample_id in ids:
+            if sample_id not in self.written:
+                self.written[sample_id] = set()
+                self.put_total += 1
+                for task in self.where.values():
+                    task[sample_id] = "open"
+            self.written[sample_id] |= fields
+
+    @rule(ids=st.sets(st.sampled_from(IDS)))
+    def give_up_a_put(self, ids):
+        self.ledger.abort_put(self.ledger.begin_put("p", sorted(ids), {"z": "torch.bool"}))
+
+    @rule(
+        target=leases,
+        task=st.sampled_from(["a", "b"]),
+        required=st.sets(st.sampled_from(FIELDS)),
+        size=st.integers(1, 4),
+        lease=st.sampled_from([None, 2.0]),
+        seed=st.sampled_from([None, 7]),
+    )
+    def claim(self, task, required, size, lease, seed):
+        request = ClaimRequest(task, tuple(sorted(required)), size, lease_s=lease, seed=seed)
+        claimed = self.ledger.partition("p").claim(request, self.now)
+        ready = {
+            sample_id
+            for sample_id, place in self.where[task].items()
+            if place == "open" and required <= self.written[sample_id]
+        }
+        got = [row.sample_id for row in claimed.rows]
+        assert set(got) <= ready
+        assert len(got) == min(size, len(ready)) == len(set(got))
+        for sample_id in got:
+            self.where[task][sample_id] = "settled" if lease is None else claimed.token
+        return task, claimed.token, self.now + 2.0, got
+
+    @rule(lease=leases, how=st.sampled_from(["acknowledge", "release", "renew"]))
+    def settle(self, lease, how):
+        task, token, _, got = lease
+        alive = token is not None and all(self.where[task].get(i) == token for i in got)
+        book = self.ledger.partition("p")
+
+        def act():
+            if how == "renew":
+                # Renewed for no longer than it had, so that the model need not follow it.
+                book.renew(token, got, book.leases[token].deadline - 2.0 if alive else 0.0)
+            else:
+                book.settle(token, got, acknowledge=how == "acknowledge")
+
+        if alive:
+            act()
+            if how != "renew":
+                place = "settled" if how == "acknowledge" else "open"
+                self.where[task].update(dict.fromkeys(got, place))
+        else:
+            with pytest.raises(LeaseLostError):
+                act()
+
+    @rule(task=st.sampled_from(["a", "b"]), ids=st.sets(st.sampled_from(IDS)))
+    def reset(self, task, ids):
+        book, places = self.ledger.partition("p"), self.where[task]
+        if any(places.get(each, "open") not in ("open", "settled") for each in ids):
+            with pytest.raises(SamplesLeasedError):
+                reset_consumption(book, task, sorted(ids))
+            return
+        consumed = [each for each in sorted(ids) if places.get(each) == "settled"]
+        assert reset_consumption(book, task, sorted(ids)) == consumed
+        places.update(dict.fromkeys(consumed, "open"))
+
+    @rule(lease=leases, expired_only=st.booleans())
+    def end_a_claim(self, lease, expired_only):
+        task, token, _, _ = lease
+        book = self.ledger.partition("p")
+        if token not in book.leases:
+            return
+        name, held = book.leases[token].name, set(book.leases[token].rows)
+        if expired_only and book.leases[token].deadline > self.now:
+            with pytest.raises(SamplesLeasedError):
+                end_claim(book, name, self.now, expired_only=True)
+            return
+        assert end_claim(book, name, self.now, expired_only=expired_only) == len(held)
+        assert end_claim(book, name, self.now, expired_only=False) == 0
+        self.where[task].update(dict.fromkeys(held, "open"))
+
+    @rule(step=st.floats(0.0, 3.0))
+    def time_passes(self, step):
+        self.now += step
+        before = dict(self.ledger.partition("p").leases)
+        self.ledger.expire(self.now)
+        for token, lease in before.items():
+            if lease.deadline <= self.now:
+                for places in self.where.values():
+                    for sample_id, place in places.items():
+                        if place == token:
+                            places[sample_id] = "open"
+
+    @rule(ids=st.sets(st.sampled_from(IDS)), force=st.booleans())
+    def clear(self, ids, force):
+        leased = any(
+            places.get(sample_id, "open") not in ("open", "settled")
+            for places in self.where.values()
+            for sample_id in ids
+        )
+        if leased and not force:
+            with pytest.raises(SamplesLeasedError):
+                self.ledger.clear("p", sorted(ids), force=False)
+            return
+        self.ledger.clear("p", sorted(ids), force=force)
+        for sample_id in ids & self.written.keys():
+            del self.written[sample_id]
+            self.cleared += 1
+            for places in self.where.values():
+                del places[sample_id]
+
+    @rule(ids=st.sets(st.sampled_from(IDS)))
+    def start_reading(self, ids):
+        rows = [self.ledger.partition("p").rows[i] for i in ids & self.written.keys()]
+        self.ledger.pin(rows)
+        self.pinned.append(rows)
+
+    @rule()
+    def end_reading(self):
+        if self.pinned:
+            self.ledger.unpin(self.pinned.pop(0))
+
+    @invariant()
+    def every_sample_is_counted_in_one_place(self):
+        for task, places in self.where.items():
+            counts = self.ledger.partition("p").counts(task, ["x"])
+            assert counts.put == self.put_total
+            assert counts.cleared == self.cleared
+            assert counts.acknowledged == sum(place == "settled" for place in places.values())
+            assert counts.ready == sum(
+                place == "open" and "x" in self.written[sample_id]
+                for sample_id, place in places.items()
+            )
+            assert counts.put == (
+                counts.ready
+                + counts.not_ready
+                + counts.leased
+                + counts.acknowledged
+                + counts.cleared
+            )
+
+    @invariant()
+    def bytes_by_field_are_those_of_the_cells(self):
+        book = self.ledger.partition("p")
+        for field in FIELDS:
+            cells = [row.cells[field] for row in book.rows.values() if field in row.cells]
+            assert book.sizes.of(field, len(cells)) == nbytes(cells)
+            assert book.field_counts.get(field, 0) == len(cells)
+
+    @invariant()
+    def the_oldest_unclaimed_sample_is_the_one_put_first(self):
+        book = self.ledger.partition("p")
+        for name, places in self.where.items():
+            oldest = next((each for each in book.rows if places[each] == "open"), None)
+            found = book.tasks[name].oldest_unclaimed()
+            assert (found and found.sample_id) == oldest
+
+    @invariant()
+    def a_scan_tells_the_same_as_the_places(self):
+        book = self.ledger.partition("p")
+        found = scan(book, 0, 10)
+        code = {"open": 0, "settled": 3}
+        expected = [code.get(self.where[task][each], 2) for each in book.rows for task in "ab"]
+        assert (found.tasks, list(found.states)) == (("a", "b"), expected)
+        written = [field in self.written[each] for each in book.rows for field in found.fields]
+        assert list(found.written) == written
+
+    @invariant()
+    def claims_hold_what_is_leased(self):
+        book = self.ledger.partition("p")
+        held = {"a": 0, "b": 0}
+        for claim in claims(book, self.now):
+            held[claim.task] += claim.samples
+        for task, places in self.where.items():
+            assert held[task] == sum(place not in ("open", "settled") for place in places.values())
+
+    @invariant()
+    def what_is_being_read_is_not_discarded(self):
+        held = {id(cell) for rows in self.pinned for row in rows for cell in row.cells.values()}
+        assert not held & {id(cell) for cell in self.discarded}
+
+    def teardown(self):
+        for rows in self.pinned:
+            self.ledger.unpin(rows)
+        self.ledger.clear("p", None, force=True)
+        assert len({id(cell) for cell in self.discarded}) == len(self.discarded)
+
+
+TestLedgerMachine = LedgerMachine.TestCase
+TestLedgerMachine.settings = settings(max_examples=150, stateful_step_count=40)
