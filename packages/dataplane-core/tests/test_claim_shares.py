@@ -34,9 +34,9 @@ def books(num_samples=0, group_size=None):
     return ledger
 
 
-def put(ledger, ids, tags=None):
-    ticket = ledger.begin_put("p", ids, {"x": "torch.int64", "y": "torch.int64"})
-    ledger.commit_put(ticket, {"x": list(ids), "y": list(ids)}, tags)
+def put(ledger, ids, tags=None, fields=("x", "y")):
+    ticket = ledger.begin_put("p", ids, dict.fromkeys(fields, "torch.int64"))
+    ledger.commit_put(ticket, {name: list(ids) for name in fields}, tags)
 
 
 def claimed(ledger, size, *, required=("x",), now=0.0, **more):
@@ -292,9 +292,13 @@ class ShareMachine(RuleBasedStateMachine):
     def book(self):
         return self.ledger.partition("p")
 
-    @rule(ids=st.sets(st.sampled_from(IDS), min_size=1), value=st.integers(0, 1))
-    def put(self, ids, value):
-        put(self.ledger, sorted(ids), [{"v": value, "input_lengths": 3}] * len(ids))
+    @rule(
+        ids=st.sets(st.sampled_from(IDS), min_size=1),
+        value=st.integers(0, 1),
+        fields=st.sampled_from([("x", "y"), ("x",), ("y",), ()]),
+    )
+    def put(self, ids, value, fields):
+        put(self.ledger, sorted(ids), [{"v": value, "input_lengths": 3}] * len(ids), fields)
 
     @rule(
         terms=st.sampled_from(TERMS),
@@ -391,6 +395,8 @@ class ShareMachine(RuleBasedStateMachine):
         for (required, where, _), queue in task.queues.items():
             fit = [row for row in task.open.values() if all(c.matches(row.tags) for c in where)]
             ready = [row for row in fit if required <= row.cells.keys()]
+            if where:
+                assert queue.terms.awaited == {row.sequence for row in fit if row not in ready}
             if self.group_size is None:
                 assert len(queue) == queue.count() == len(ready)
             else:
@@ -400,11 +406,8 @@ class ShareMachine(RuleBasedStateMachine):
     def teardown(self):
         # Every claimer dies. One that knows nothing of them gets all that was not settled.
         self.ledger.expire(self.now + 100.0)
+        put(self.ledger, IDS)
         rest = self.book.rows.keys() - self.settled.keys()
-        missing = [sample_id for sample_id in IDS if sample_id not in self.book.rows]
-        if missing:
-            put(self.ledger, missing)
-            rest |= set(missing)
         got = []
         while more := claim(self.ledger, 4, whole=bool(self.group_size)):
             got += more
