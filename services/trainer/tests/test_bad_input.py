@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_trainer.checkpoint import RunState, save_checkpoint
+from grpo_trainer.checkpoint import RunState, save_checkpoint, written_files
 
 GOOD = '{"prompt": "1=", "answer": "1"}\n'
 PRETRAINED = {"kind": "pretrained", "use_chat_template": False}
@@ -146,12 +146,14 @@ def test_a_run_that_cannot_be_resumed(refused, tmp_path):
 
 def test_a_damaged_checkpoint(refused, raw_config, tmp_path):
     state = RunState(step=1, prompts_position=4, history=[], config=raw_config())
-    saved = save_checkpoint(
-        tmp_path / "checkpoints",
-        state,
-        lambda folder: (folder / "optimizer.safetensors").write_bytes(b"12345"),
-        keep_last=1,
-    )
+
+    def write(folder):
+        (folder / "model").mkdir()
+        for name in ("model/config.json", "model/model.safetensors", "optimizer.safetensors"):
+            (folder / name).write_bytes(b"12345")
+        return written_files(folder)
+
+    saved = save_checkpoint(tmp_path / "checkpoints", state, write, keep_last=1)
     (saved / "optimizer.safetensors").write_bytes(b"1234")
     assert refused("resume", tmp_path) == (
         f"checkpoint file {saved / 'optimizer.safetensors'}: its content changed since it was saved"

@@ -3,23 +3,33 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
+import re
 import resource
 import shutil
 import subprocess
 from contextlib import contextmanager
+from fnmatch import fnmatch
+from functools import partial
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_trainer.checkpoint import RunState, latest_checkpoint, load_state, save_checkpoint
+from grpo_trainer.checkpoint import (
+    RunState,
+    latest_checkpoint,
+    load_state,
+    save_checkpoint,
+    written_files,
+)
 from grpo_trainer.errors import CheckpointError, OutputError
 from grpo_trainer.model import load_model
 from grpo_trainer.policy_state import load_optimizer, load_weights, save_policy
-from grpo_trainer.run_folder import append_record, write_history
+from grpo_trainer.run_folder import append_record, create_run_folder, write_history
 
 
 def state(step=1):
@@ -27,7 +37,11 @@ def state(step=1):
 
 
 def write_something(folder):
-    (folder / "tensors.safetensors").write_bytes(b"0" * 1000)
+    (folder / "model").mkdir()
+    (folder / "model" / "config.json").write_text('{"width": 1}')
+    (folder / "model" / "model.safetensors").write_bytes(b"0" * 1000)
+    (folder / "optimizer.safetensors").write_bytes(b"0" * 1000)
+    return written_files(folder)
 
 
 def names(folder):
@@ -169,6 +183,102 @@ def test_a_failing_writer_leaves_nothing_and_the_older_one_intact(tmp_path, fail
     assert load_state(older) == state(1)
 
 
+def elsewhere(folder, tmp_path, kept=lambda name: False):
+    """What rank 0 says of a folder of another machine, of which some files are here as well."""
+    other = tmp_path / "other machine"
+    other.mkdir()
+    written = write_something(other)
+    for name in filter(kept, written):
+        (folder / name).parent.mkdir(exist_ok=True)
+        shutil.copy(other / name, folder / name)
+    return written
+
+
+@pytest.mark.parametrize("here", ["", "model/*", "*.safetensors"])
+def test_a_checkpoint_that_rank_0_wrote_elsewhere_is_refused_and_the_older_one_stays(
+    tmp_path, here
+):
+    folder = tmp_path / "checkpoints"
+    older = save_checkpoint(folder, state(1), write_something, keep_last=1)
+    kept = partial(fnmatch, pat=here)
+    with pytest.raises(
+        CheckpointError,
+        match=r"step-000002.*rank 0 wrote \d+ bytes, the driver finds no file; run.output has to",
+    ):
+        save_checkpoint(folder, state(2), lambda f: elsewhere(f, tmp_path, kept), keep_last=1)
+    assert names(folder) == ["step-000001"]
+    assert load_state(older) == state(1)
+
+
+def test_a_file_that_is_shorter_than_rank_0_wrote_it_is_refused(tmp_path):
+    def write(folder):
+        return write_something(folder) | {"optimizer.safetensors": 1001}
+
+    with pytest.raises(CheckpointError, match=r"wrote 1001 bytes, the driver finds 1000 bytes; "):
+        save_checkpoint(tmp_path, state(), write, keep_last=1)
+    assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    "name", ["model/config.json", "model/model.safetensors", "optimizer.safetensors"]
+)
+def test_a_checkpoint_without_model_or_optimiser_is_neither_saved_nor_loaded(tmp_path, name):
+    def write(folder):
+        write_something(folder)
+        (folder / name).unlink()
+        return written_files(folder)
+
+    older = save_checkpoint(tmp_path, state(1), write_something, keep_last=1)
+    expected = name.replace("model.safe", "*.safe")
+    with pytest.raises(CheckpointError, match=rf"{re.escape(expected)}: not among its 2 files"):
+        save_checkpoint(tmp_path, state(2), write, keep_last=1)
+    assert names(tmp_path) == ["step-000001"]
+    file = older / "state.json"
+    body = {key: value for key, value in json.loads(file.read_text()).items() if key != "digest"}
+    del body["files"][name]
+    content = json.dumps(body, sort_keys=True).encode()
+    digest = hashlib.blake2b(content, digest_size=16).hexdigest()
+    file.write_text(json.dumps({**body, "digest": digest}))
+    with pytest.raises(CheckpointError, match=rf"{re.escape(expected)}: not among its 2 files"):
+        load_state(older)
+
+
+def test_rank_0_writes_nothing_where_the_driver_made_no_folder(model_folder, tmp_path):
+    trained = Trained(model_folder)
+    with pytest.raises(CheckpointError, match=r"no such folder on .*; run.output has to"):
+        save_policy(tmp_path / "there", trained.model, trained.optimizer)
+    assert names(tmp_path) == []
+    with pytest.raises(CheckpointError, match=r"no such folder on .*; run.output has to"):
+        load_weights(tmp_path / "there", trained.model)
+
+
+def test_the_folder_itself_is_on_disk_before_it_is_renamed(tmp_path, monkeypatch):
+    synced = []
+    fsync = os.fsync
+
+    def remember(descriptor):
+        synced.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        fsync(descriptor)
+
+    def write(folder):
+        written = write_something(folder)
+        synced.clear()
+        return written
+
+    monkeypatch.setattr(os, "fsync", remember)
+    save_checkpoint(tmp_path, state(), write, keep_last=1)
+    begin = str(tmp_path / ".step-000001.partial")
+    of_it = [path.removeprefix(begin) for path in synced if path.startswith(begin)]
+    assert {"", "/state.json", "/model", "/model/config.json"} <= set(of_it)
+
+
+def test_a_run_s_folder_is_absolute_wherever_its_output_is(configure, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder = create_run_folder(configure({"run.output": "runs"}))
+    assert folder.is_absolute()
+    assert folder.parent == tmp_path / "runs" / "demo"
+
+
 @contextmanager
 def file_size_limit(limit):
     """Files of this process may be ``limit`` bytes long, as if the disk were full after that."""
@@ -187,8 +297,9 @@ def test_a_disk_that_fills_up_leaves_the_older_checkpoint(model_folder, tmp_path
     sizes = {}
 
     def write(folder):
-        save_policy(folder, trained.model, trained.optimizer)
-        sizes.update({p.name: p.stat().st_size for p in folder.rglob("*") if p.is_file()})
+        written = save_policy(folder, trained.model, trained.optimizer)
+        sizes.update({name.split("/")[-1]: size for name, size in written.items()})
+        return written
 
     older = save_checkpoint(tmp_path, state(1), write, keep_last=1)
     assert sizes["model.safetensors"] < 80_000 < sizes["optimizer.safetensors"]
@@ -218,7 +329,7 @@ def test_a_really_full_disk_leaves_the_older_checkpoint(model_folder, small_disk
     trained.train(0, 1)
 
     def write(folder):
-        save_policy(folder, trained.model, trained.optimizer)
+        return save_policy(folder, trained.model, trained.optimizer)
 
     older = save_checkpoint(small_disk, state(1), write, keep_last=2)
     with pytest.raises(CheckpointError, match="step-000002"):
@@ -227,15 +338,10 @@ def test_a_really_full_disk_leaves_the_older_checkpoint(model_folder, small_disk
     assert load_state(older) == state(1)
 
 
-@pytest.mark.parametrize("name", ["state.json", "model/config.json", "tensors.safetensors"])
+@pytest.mark.parametrize("name", ["state.json", "model/config.json", "optimizer.safetensors"])
 @pytest.mark.parametrize("damage", ["missing", "cut", "changed"])
 def test_a_damaged_file_is_named(tmp_path, name, damage):
-    def write(folder):
-        write_something(folder)
-        (folder / "model").mkdir()
-        (folder / "model" / "config.json").write_text('{"width": 1}')
-
-    saved = save_checkpoint(tmp_path, state(), write, keep_last=1)
+    saved = save_checkpoint(tmp_path, state(), write_something, keep_last=1)
     path = saved / name
     content = path.read_bytes()
     if damage == "missing":

@@ -2,7 +2,8 @@
 
 A checkpoint is a folder. It is written under another name, its state file last and with a digest of
 every other file, and renamed when complete; an old one is renamed before it is removed. So a folder
-named ``step-...`` is always whole.
+named ``step-...`` is always whole. Model and optimiser are written by another process, perhaps on
+another machine: it says what it wrote, and nothing is renamed or removed before that is found here.
 """
 
 from __future__ import annotations
@@ -12,13 +13,17 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Literal  # Any: metrics
 
 from pydantic import BaseModel, ConfigDict, NonNegativeInt, ValidationError
 
 from grpo_trainer.errors import CheckpointError
+
+MODEL = "model"
+OPTIMIZER = "optimizer.safetensors"
 
 _STATE = "state.json"
 _NAME = re.compile(r"step-(\d{6,})")
@@ -52,22 +57,27 @@ class _StateFile(BaseModel):
 
 
 def save_checkpoint(
-    folder: Path, state: RunState, write_policy: Callable[[Path], None], *, keep_last: int
+    folder: Path,
+    state: RunState,
+    write_policy: Callable[[Path], Mapping[str, int]],
+    *,
+    keep_last: int,
 ) -> Path:
     """Write a checkpoint and remove old ones.
 
     Args:
         folder: folder of the run's checkpoints; created if it is not there.
         state: the run's state.
-        write_policy: writes model and optimiser into the folder it is given.
+        write_policy: writes model and optimiser into the folder it is given, which is there;
+            returns the `written_files`.
         keep_last: how many checkpoints stay.
 
     Returns:
         The checkpoint's folder.
 
     Raises:
-        CheckpointError: it cannot be written, for example because the disk is full. Nothing of it
-            is left, and older checkpoints are untouched.
+        CheckpointError: it cannot be written, for example because the disk is full, or what was
+            written is not here. Nothing of it is left, and older checkpoints are untouched.
     """
     final = folder / f"step-{state.step:06d}"
     partial = _partial(final)
@@ -75,17 +85,15 @@ def save_checkpoint(
         for left in folder.glob(".step-*.partial"):  # of a process that was killed
             shutil.rmtree(left)
         partial.mkdir(parents=True)
-        write_policy(partial)
-        digests = {
-            path.relative_to(partial).as_posix(): _digest(path)
-            for path in sorted(partial.rglob("*"))
-            if path.is_file()
-        }
+        written = write_policy(partial)
+        _check_written(partial, written)
+        names = sorted({*written, *_files(partial)})
+        _check_parts(partial, names)
+        digests = {name: _digest(partial / name) for name in names}
         body = {"format": 1, "files": digests, "state": state.model_dump()}
         content = {**body, "digest": _json_digest(body)}
         (partial / _STATE).write_text(json.dumps(content, indent=1))
-        for path in partial.rglob("*"):
-            _sync(path)
+        _sync_tree(partial)
         if final.exists():
             raise CheckpointError(f"checkpoint {final}: exists already")
         os.replace(partial, final)
@@ -98,6 +106,12 @@ def save_checkpoint(
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return final
+
+
+def written_files(folder: Path) -> dict[str, int]:
+    """The files below ``folder`` that are on disk: name relative to it, with slashes, to bytes."""
+    _sync_tree(folder)
+    return {name: path.stat().st_size for name, path in _files(folder).items()}
 
 
 def latest_checkpoint(folder: Path) -> Path | None:
@@ -125,6 +139,7 @@ def load_state(checkpoint: Path) -> RunState:
     body = {name: value for name, value in raw.items() if name != "digest"}
     if _json_digest(body) != found.digest:
         raise CheckpointError(f"checkpoint file {path}: its content changed since it was saved")
+    _check_parts(checkpoint, found.files)
     for name, digest in found.files.items():
         file = checkpoint / name
         if not file.is_file():
@@ -132,6 +147,39 @@ def load_state(checkpoint: Path) -> RunState:
         if _digest(file) != digest:
             raise CheckpointError(f"checkpoint file {file}: its content changed since it was saved")
     return found.state
+
+
+def _files(folder: Path) -> dict[str, Path]:
+    """By their names relative to ``folder``, with slashes."""
+    found = (path for path in folder.rglob("*") if path.is_file())
+    return {path.relative_to(folder).as_posix(): path for path in found}
+
+
+def _check_written(partial: Path, written: Mapping[str, int]) -> None:
+    """Refuse a folder that lacks a file which the policy says that it wrote there."""
+    for name, size in written.items():
+        path = partial / name
+        found = path.stat().st_size if path.is_file() else None
+        if found != size:
+            raise CheckpointError(
+                f"checkpoint file {path}: rank 0 wrote {size} bytes, the driver finds "
+                f"{'no file' if found is None else f'{found} bytes'}; run.output has to be a "
+                "folder that both see"
+            )
+
+
+def _check_parts(checkpoint: Path, names: Collection[str]) -> None:
+    """Refuse a list of files without model or optimiser."""
+    weights = any(fnmatchcase(name, f"{MODEL}/*.safetensors") for name in names)
+    for what, there in (
+        (f"{MODEL}/config.json", f"{MODEL}/config.json" in names),
+        (f"{MODEL}/*.safetensors", weights),
+        (OPTIMIZER, OPTIMIZER in names),
+    ):
+        if not there:
+            raise CheckpointError(
+                f"checkpoint {checkpoint}: {what}: not among its {len(names)} files"
+            )
 
 
 def _checkpoints(folder: Path) -> list[Path]:
@@ -156,6 +204,12 @@ def _json_digest(body: dict[str, Any]) -> str:
 def _digest(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+
+
+def _sync_tree(folder: Path) -> None:
+    """Return once everything below ``folder``, and its own list of names, is on disk."""
+    for path in (*folder.rglob("*"), folder):
+        _sync(path)
 
 
 def _sync(path: Path) -> None:

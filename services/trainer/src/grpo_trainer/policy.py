@@ -82,9 +82,14 @@ class Policy:
         )
         return results[self._workers[0]]
 
-    def save(self, folder: Path) -> None:
-        """Write model and optimiser into ``folder``."""
-        self._calls.one(self._workers[0], "save", str(folder))
+    def save(self, folder: Path) -> dict[str, int]:
+        """Write model and optimiser into ``folder``, which is absolute and there.
+
+        Returns:
+            What rank 0 says that it wrote; see `save_policy`.
+        """
+        written: dict[str, int] = self._calls.one(self._workers[0], "save", str(folder))
+        return written
 
     def load(self, folder: Path) -> None:
         """Have every rank take model and optimiser from ``folder``."""

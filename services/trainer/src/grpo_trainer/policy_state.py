@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from socket import gethostname
 from typing import Any  # Any: transformers' models
 
 import torch
@@ -10,36 +11,52 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from grpo_trainer.checkpoint import MODEL, OPTIMIZER, written_files
 from grpo_trainer.errors import CheckpointError
 
-_MODEL = "model"
-_OPTIMIZER = "optimizer.safetensors"
+_SHARED = "run.output has to be a folder that the driver and all ranks see"
 
 
-def save_policy(folder: Path, model: Any, optimizer: torch.optim.Optimizer) -> None:
+def save_policy(folder: Path, model: Any, optimizer: torch.optim.Optimizer) -> dict[str, int]:
     """Write the model, as transformers loads it, and the optimiser's state.
 
+    Args:
+        folder: made by the driver, which looks there for what is written.
+        model: of the policy.
+        optimizer: of the model.
+
+    Returns:
+        The `written_files`.
+
     Raises:
-        CheckpointError: naming the part that cannot be written.
+        CheckpointError: there is no such folder on this machine, or naming the part that cannot be
+            written.
     """
+    _check_seen(folder)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     tensors = {
         f"{names[id(parameter)]}/{key}": value.detach().cpu().contiguous()
         for parameter, state in optimizer.state.items()
         for key, value in state.items()
     }
-    part = folder / _MODEL
+    part = folder / MODEL
     try:
         model.save_pretrained(part)
-        part = folder / _OPTIMIZER
+        part = folder / OPTIMIZER
         save_file(tensors, part)
+        return written_files(folder)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"checkpoint file {part}: cannot be written: {error}") from error
 
 
 def load_weights(folder: Path, model: Any) -> None:
-    """Take the weights that `save_policy` wrote into ``model``."""
-    saved = AutoModelForCausalLM.from_pretrained(folder / _MODEL, dtype=model.dtype)
+    """Take the weights that `save_policy` wrote into ``model``.
+
+    Raises:
+        CheckpointError: there is no such folder on this machine.
+    """
+    _check_seen(folder)
+    saved = AutoModelForCausalLM.from_pretrained(folder / MODEL, dtype=model.dtype)
     model.load_state_dict(saved.state_dict())
 
 
@@ -49,7 +66,7 @@ def load_optimizer(folder: Path, model: Any, optimizer: torch.optim.Optimizer) -
     Raises:
         CheckpointError: it names a parameter that the model does not have.
     """
-    path = folder / _OPTIMIZER
+    path = folder / OPTIMIZER
     parameters = dict(model.named_parameters())
     try:
         tensors = load_file(path)
@@ -62,3 +79,8 @@ def load_optimizer(folder: Path, model: Any, optimizer: torch.optim.Optimizer) -
         parameter = parameters[parameter_name]
         device = "cpu" if key == "step" else parameter.device
         optimizer.state[parameter][key] = tensor.to(device)
+
+
+def _check_seen(folder: Path) -> None:
+    if not folder.is_dir():
+        raise CheckpointError(f"checkpoint {folder}: no such folder on {gethostname()}; {_SHARED}")

@@ -282,10 +282,9 @@ class PolicyWorker(ReportingActor):
             raise RefitConfigError(f"policy worker {self._rank} has not joined a refit")
         return self._refit.publish(version_id, self._model.state_dict())
 
-    def save(self, folder: str) -> None:
-        """Write model and optimiser into ``folder``; only rank 0 does."""
-        if self._rank == 0:
-            save_policy(Path(folder), self._model, self._optimizer)
+    def save(self, folder: str) -> dict[str, int]:
+        """Write model and optimiser into ``folder``; see `save_policy`."""
+        return save_policy(Path(folder), self._model, self._optimizer)
 
     def load(self, folder: str) -> None:
         """Take model and optimiser from ``folder``."""

@@ -95,6 +95,7 @@ def resume(
         CheckpointError: there is none, or it is damaged.
         TrainerError, DataPlaneError: as `train`.
     """
+    folder = folder.absolute()  # processes that work elsewhere are told it
     checkpoint = latest_checkpoint(folder / CHECKPOINTS)
     if checkpoint is None:
         raise CheckpointError(f"{folder}: no complete checkpoint below {folder / CHECKPOINTS}")

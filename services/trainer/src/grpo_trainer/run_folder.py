@@ -27,11 +27,13 @@ INITIAL_MODEL = "initial_model"
 def create_run_folder(config: TrainerConfig) -> Path:
     """A new folder below ``run.output``, named after the run and the time, with its configuration.
 
+    Its path is absolute: processes that work elsewhere are told it.
+
     Raises:
         ConfigurationError: ``run.output`` cannot hold a folder.
         OutputError: the configuration cannot be written.
     """
-    base = config.run.output / config.run.name
+    base = (config.run.output / config.run.name).absolute()
     stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
     for suffix in ("", *(f"-{i}" for i in range(2, 100))):
         folder = base / (stamp + suffix)
