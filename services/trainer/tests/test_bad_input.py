@@ -144,7 +144,9 @@ def test_a_run_that_cannot_be_resumed(refused, tmp_path):
     )
 
 
-def test_a_damaged_checkpoint(refused, raw_config, tmp_path):
+@pytest.fixture
+def saved(raw_config, tmp_path):
+    """A checkpoint of a run whose folder is ``tmp_path``."""
     state = RunState(step=1, prompts_position=4, history=[], config=raw_config())
 
     def write(folder):
@@ -153,10 +155,20 @@ def test_a_damaged_checkpoint(refused, raw_config, tmp_path):
             (folder / name).write_bytes(b"12345")
         return written_files(folder)
 
-    saved = save_checkpoint(tmp_path / "checkpoints", state, write, keep_last=1)
+    return save_checkpoint(tmp_path / "checkpoints", state, write, keep_last=1)
+
+
+def test_a_damaged_checkpoint(refused, saved, tmp_path):
     (saved / "optimizer.safetensors").write_bytes(b"1234")
     assert refused("resume", tmp_path) == (
         f"checkpoint file {saved / 'optimizer.safetensors'}: its content changed since it was saved"
+    )
+
+
+def test_a_key_that_a_resumed_run_keeps(refused, saved, tmp_path):
+    arguments = ["--set", "cluster.call_timeout_s=600", "--set", "grpo.clip_low=0.3"]
+    assert refused("resume", tmp_path, *arguments) == (
+        "grpo.clip_low: found 0.3; a resumed run keeps 0.2: it changes what is computed"
     )
 
 

@@ -55,6 +55,14 @@ def test_without_a_terminal_each_step_is_one_line(configure):
     assert len(lines) == 3
 
 
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_notice_is_one_line_as_it_stands(terminal):
+    console = shown(terminal, width=40)
+    text = "keys of [an older release] that it lacks: cluster.nodes_timeout_s=60.0"
+    TerminalDisplay(console).notice(text)
+    assert console.file.getvalue() == f"{text}\n"
+
+
 def test_a_step_without_training_has_no_loss(configure):
     console = shown(False)
     display = TerminalDisplay(console)

@@ -63,9 +63,18 @@ def train_command(
 @app.command("resume")
 def resume_command(
     folder: Annotated[Path, typer.Argument(help="The run's folder.")],
+    set_: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE",
+            help="Change one key that does not change what is computed, as "
+            "cluster.call_timeout_s=600, or grpo.num_steps.",
+        ),
+    ] = None,
 ) -> None:
     """Go on from the newest checkpoint of a run."""
-    _report(lambda display, stop: resume(folder, display=display, stop=stop))
+    _report(lambda display, stop: resume(folder, set_ or [], display=display, stop=stop))
 
 
 def _quoted(path: Path) -> str:

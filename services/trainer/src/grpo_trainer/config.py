@@ -170,7 +170,7 @@ def load_config(path: Path = DEMO_CONFIG, overrides: Sequence[str] = ()) -> Trai
     if not isinstance(raw, dict):
         raise ConfigurationError(f"{path}: found {type(raw).__name__}; expected a mapping")
     for override in overrides:
-        _apply(raw, override)
+        apply_override(raw, override)
     return check_config(raw, source=str(path))
 
 
@@ -210,7 +210,8 @@ def _known_keys() -> list[str]:
     return names
 
 
-def _apply(raw: dict[str, Any], override: str) -> None:
+def apply_override(raw: dict[str, Any], override: str) -> None:
+    """Change a key of ``raw`` as ``dotted.key=value`` says; errors as `load_config`."""
     key, separator, value = override.partition("=")
     if not separator:
         raise ConfigurationError(f"--set {override}: expected dotted.key=value")

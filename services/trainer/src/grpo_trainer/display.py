@@ -50,6 +50,10 @@ class TerminalDisplay(RunDisplay):
             self._live = Live(self._render(), console=self._console, refresh_per_second=8)
             self._live.start()
 
+    def notice(self, text: str) -> None:
+        """Print the line."""
+        self._console.print(Text(text), soft_wrap=True)
+
     def phase(self, name: str) -> None:
         """Show what the step is doing."""
         self._phase = name

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any  # Any: metrics of a step
 
 from grpo_trainer.checkpoint import RunState, latest_checkpoint, load_state
-from grpo_trainer.config import TrainerConfig, check_config
+from grpo_trainer.config import TrainerConfig
 from grpo_trainer.errors import CheckpointError
+from grpo_trainer.resumed_config import resumed_config
 from grpo_trainer.run_display import RunDisplay
-from grpo_trainer.run_folder import CHECKPOINTS, create_run_folder
+from grpo_trainer.run_folder import CHECKPOINTS, create_run_folder, write_config
 from grpo_trainer.signals import GracefulStop
 
 # torch, transformers and Ray take long to import and are imported where they are needed: a wrong
@@ -80,19 +82,27 @@ def train(
 
 
 def resume(
-    folder: Path, *, display: RunDisplay | None = None, stop: GracefulStop | None = None
+    folder: Path,
+    overrides: Sequence[str] = (),
+    *,
+    display: RunDisplay | None = None,
+    stop: GracefulStop | None = None,
 ) -> RunResult:
     """Go on from the newest checkpoint of the run in ``folder``, with its configuration.
 
-    A run that had completed all its steps is returned as it is.
+    A run that had completed all its steps is returned as it is. Keys that a checkpoint of an older
+    release does not have take the shipped values.
 
     Args:
         folder: of the run.
+        overrides: ``dotted.key=value`` each, value in YAML, of keys that do not change what is
+            computed; see `grpo_trainer.resumed_config`. Checkpoints to come record them.
         display: told about the progress.
         stop: lets the run end after a step.
 
     Raises:
         CheckpointError: there is none, or it is damaged.
+        ConfigurationError: an override names another key, or a value does not fit.
         TrainerError, DataPlaneError: as `train`.
     """
     folder = folder.absolute()  # processes that work elsewhere are told it
@@ -100,7 +110,8 @@ def resume(
     if checkpoint is None:
         raise CheckpointError(f"{folder}: no complete checkpoint below {folder / CHECKPOINTS}")
     state = load_state(checkpoint)
-    config = check_config(state.config, source=str(checkpoint))
+    resumed = resumed_config(state.config, overrides, source=str(checkpoint))
+    config, display = resumed.config, display or RunDisplay()
     if state.step >= config.grpo.num_steps:
         return RunResult(folder, state.history)
 
@@ -109,6 +120,13 @@ def resume(
 
     inputs = read_inputs(config)
     check_control(config.refit)
+    if resumed.added:
+        told = ", ".join(f"{key}={json.dumps(value)}" for key, value in resumed.added.items())
+        display.notice(f"{checkpoint} is of an older release; keys that it lacks: {told}")
+    plain = config.model_dump(mode="json")
+    if plain != state.config:
+        state = state.model_copy(update={"config": plain})
+        write_config(folder, config)
 
     from grpo_trainer.training import run_steps
 
@@ -118,7 +136,7 @@ def resume(
         folder,
         state,
         checkpoint=checkpoint,
-        display=display or RunDisplay(),
+        display=display,
         stop=stop,
     )
     return RunResult(folder, history, len(history) < config.grpo.num_steps)

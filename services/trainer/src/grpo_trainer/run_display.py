@@ -14,6 +14,9 @@ class RunDisplay:
     def started(self, folder: Path, config: TrainerConfig, done_steps: int) -> None:
         """The processes are up; ``done_steps`` were completed before."""
 
+    def notice(self, text: str) -> None:
+        """Something that the user should know, one line; before `started`."""
+
     def phase(self, name: str) -> None:
         """A phase of the current step begins."""
 

@@ -45,10 +45,15 @@ def create_run_folder(config: TrainerConfig) -> Path:
             raise ConfigurationError(f"run.output: {base}: exists and is no folder") from None
         except OSError as error:
             raise ConfigurationError(f"run.output: {folder}: {error.strerror}") from None
-        with written(folder / CONFIG):
-            write_whole(folder / CONFIG, config.model_dump_json(indent=1).encode())
+        write_config(folder, config)
         return folder
     raise ConfigurationError(f"run.output: {base}: a hundred runs began in this second")
+
+
+def write_config(folder: Path, config: TrainerConfig) -> None:
+    """Make ``config`` the run's configuration."""
+    with written(folder / CONFIG):
+        write_whole(folder / CONFIG, config.model_dump_json(indent=1).encode())
 
 
 def write_history(folder: Path, history: Sequence[Mapping[str, Any]]) -> None:
