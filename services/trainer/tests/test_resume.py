@@ -14,11 +14,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import grpo_trainer
-from grpo_trainer.checkpoint import RunState, save_checkpoint, written_files
+from grpo_trainer.checkpoint import (
+    RunState,
+    latest_checkpoint,
+    load_state,
+    save_checkpoint,
+    written_files,
+)
 from grpo_trainer.config import DEMO_CONFIG
 from grpo_trainer.errors import ConfigurationError
 from grpo_trainer.resumed_config import CHANGEABLE, resumed_config
 from grpo_trainer.run_folder import create_run_folder
+from grpo_trainer.signals import GracefulStop
 
 DEMO = grpo_trainer.load_config().model_dump(mode="json")
 
@@ -209,3 +216,88 @@ def test_the_folder_of_a_resumed_run_is_absolute(interrupted, begun, monkeypatch
     result = grpo_trainer.resume(folder.relative_to(folder.parent))
     assert result.folder == begun[0]["folder"] == folder
     assert begun[0]["checkpoint"].is_absolute()
+
+
+class Fakes:
+    """Stands for everything of a run that is a process; ``save`` writes a checkpoint's files."""
+
+    def __init__(self):
+        self.steps, self.saved = [], []
+        self.on_step = self.on_save = lambda step: None
+
+    def install(self, monkeypatch):
+        def save_model(model, folder, **more):
+            folder.mkdir()
+
+        for name in ("RunActors", "GRPOStep", "Policy"):
+            monkeypatch.setattr(f"grpo_trainer.training.{name}", lambda *_, **more: self.made(more))
+        monkeypatch.setattr("grpo_trainer.training.save_random_model", save_model)
+        monkeypatch.setattr("grpo_trainer.training.save_reward_picture", lambda *_, **more: None)
+        return self
+
+    def made(self, more):
+        self.prompts = more.get("prompts")
+        return self
+
+    calls = policy_workers = data_plane = weight_sync = None
+
+    def close(self):
+        pass
+
+    def load(self, checkpoint):
+        pass
+
+    def run(self, step, report):
+        self.prompts.take(4)
+        report.metrics["reward"] = 0.0
+        self.steps.append(step + 1)
+        self.on_step(step + 1)
+
+    def save(self, folder):
+        self.saved.append(self.steps[-1])
+        self.on_save(self.steps[-1])
+        return write_something(folder)
+
+
+@pytest.fixture
+def fakes(monkeypatch):
+    return Fakes().install(monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("every", "asked_in", "saved"),
+    [
+        (2, "save", [2]),  # while the checkpoint is written
+        (2, "step", [2]),  # of a step that is due
+        (3, "step", [2]),  # of a step that is not due: saved before the end
+        (1, "step", [1, 2]),
+        (0, "step", []),  # a run that writes none
+    ],
+)
+def test_a_stop_that_is_asked_in_the_second_step_or_its_checkpoint_ends_the_run_with_it(
+    configure, tmp_path, fakes, every, asked_in, saved
+):
+    stop = GracefulStop()
+
+    def ask(step):
+        stop.asked = stop.asked or step == 2
+
+    setattr(fakes, f"on_{asked_in}", ask)
+    changes = {"checkpointing.every_steps": every, "grpo.num_steps": 6, "validation.every_steps": 0}
+    config = configure({"run.output": str(tmp_path), **changes})
+    result = grpo_trainer.train(config, stop=stop)
+    assert (fakes.steps, fakes.saved) == ([1, 2], saved)
+    assert result.stopped_early
+    last = latest_checkpoint(result.folder / "checkpoints")
+    assert (last and load_state(last).step) == (2 if every else None)
+
+
+def test_a_stop_that_is_asked_in_the_last_checkpoint_ends_a_run_that_is_complete(
+    configure, tmp_path, fakes
+):
+    stop = GracefulStop()
+    fakes.on_save = lambda step: setattr(stop, "asked", True)
+    changes = {"checkpointing.every_steps": 9, "grpo.num_steps": 3, "validation.every_steps": 0}
+    result = grpo_trainer.train(configure({"run.output": str(tmp_path), **changes}), stop=stop)
+    assert fakes.saved == [3]
+    assert not result.stopped_early

@@ -56,8 +56,8 @@ def run_steps(
         checkpoint: where model and optimiser begin; None is the configured model.
         display: told about the progress.
         observer: see `grpo_trainer.actor_calls.ActorCalls`.
-        stop: asked after each step whether the run is to end with it; it writes a checkpoint then,
-            unless it writes none at all.
+        stop: asked after each step and its checkpoint whether the run is to end; if the step wrote
+            no checkpoint it does then, unless the run writes none at all.
 
     Returns:
         The metrics of every step, those of ``state`` included.
@@ -96,6 +96,15 @@ def run_steps(
             prompts=prompts,
             run_id=run_id,
         )
+
+        def save(reached: RunState) -> None:
+            save_checkpoint(
+                folder / CHECKPOINTS,
+                reached,
+                policy.save,
+                keep_last=config.checkpointing.keep_last,
+            )
+
         write_history(folder, history)
         display.started(folder, config, state.step)
         stack.enter_context(stop.between_steps())
@@ -111,20 +120,17 @@ def run_steps(
             history.append(record)
             append_record(folder, record)
             display.finished_step(record)
-            last = done if stop.asked else config.grpo.num_steps
-            if _due(done, config.checkpointing.every_steps, last):
-                save_checkpoint(
-                    folder / CHECKPOINTS,
-                    RunState(
-                        step=done,
-                        prompts_position=prompts.position,
-                        history=history,
-                        config=state.config,
-                    ),
-                    policy.save,
-                    keep_last=config.checkpointing.keep_last,
-                )
-            if done == last:
+            reached = state.model_copy(
+                update={"step": done, "prompts_position": prompts.position, "history": history}
+            )
+            every = config.checkpointing.every_steps
+            saved = _due(done, every, config.grpo.num_steps)
+            if saved:
+                save(reached)
+            # Only now: it may have been asked while the checkpoint was written.
+            if stop.asked:
+                if every > 0 and not saved:
+                    save(reached)
                 break
     with written(folder / PICTURE):
         save_reward_picture(history, folder / PICTURE, title=f"GRPO, run {config.run.name!r}")
