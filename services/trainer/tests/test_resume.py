@@ -22,7 +22,7 @@ from grpo_trainer.checkpoint import (
     written_files,
 )
 from grpo_trainer.config import DEMO_CONFIG
-from grpo_trainer.errors import ConfigurationError
+from grpo_trainer.errors import ConfigurationError, OutputError, WorkerError
 from grpo_trainer.resumed_config import CHANGEABLE, resumed_config
 from grpo_trainer.run_folder import create_run_folder
 from grpo_trainer.signals import GracefulStop
@@ -253,6 +253,9 @@ class Fakes:
         self.steps.append(step + 1)
         self.on_step(step + 1)
 
+    def validate(self, step, prompts, report):
+        return 0.0
+
     def save(self, folder):
         self.saved.append(self.steps[-1])
         self.on_save(self.steps[-1])
@@ -301,3 +304,94 @@ def test_a_stop_that_is_asked_in_the_last_checkpoint_ends_a_run_that_is_complete
     result = grpo_trainer.train(configure({"run.output": str(tmp_path), **changes}), stop=stop)
     assert fakes.saved == [3]
     assert not result.stopped_early
+
+
+@pytest.fixture
+def begin(configure, tmp_path, fakes):
+    """Trains two steps, with a checkpoint after each; returns the run's folder."""
+    changes = {"run.output": str(tmp_path), "grpo.num_steps": 2, "checkpointing.every_steps": 1}
+    return lambda more: grpo_trainer.train(configure({**changes, **more})).folder
+
+
+@pytest.fixture
+def dataset(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "1=", "answer": "1"}\n{"prompt": "2=", "answer": "2"}\n')
+    return path
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        lambda text: text + '{"prompt": "3=", "answer": "3"}\n',
+        lambda text: "".join(reversed(text.splitlines(keepends=True))),
+        lambda text: text.replace('"answer": "2"', '"answer": "3"'),
+    ],
+    ids=["a line more", "another order", "another answer"],
+)
+@pytest.mark.parametrize("key", ["data.train", "data.validation"])
+def test_a_data_set_that_changed_is_refused_by_name(dataset, fakes, begin, key, edit):
+    folder = begin({key: str(dataset)})
+    dataset.write_text(edit(dataset.read_text()))
+    with pytest.raises(ConfigurationError) as refused:
+        grpo_trainer.resume(folder, ["grpo.num_steps=3"])
+    assert str(refused.value).startswith(f"{key}: {dataset}: found prompts or tokens of digest ")
+    assert fakes.steps == [1, 2]
+
+
+def test_a_data_set_that_has_the_same_prompts_is_taken(dataset, fakes, begin):
+    folder = begin({"data.train": str(dataset), "validation.every_steps": 0})
+    dataset.write_text("\n" + dataset.read_text().replace('"prompt": ', '"prompt":'))
+    grpo_trainer.resume(folder, ["grpo.num_steps=3", "validation.every_steps=9"])
+    assert fakes.steps == [1, 2, 3]
+    checkpoint = latest_checkpoint(folder / "checkpoints")
+    assert load_state(checkpoint).data.keys() == {"data.train", "data.validation"}
+
+
+def test_a_checkpoint_of_a_release_that_kept_no_digests_is_resumed(interrupted, begun):
+    grpo_trainer.resume(interrupted(data={}))
+    assert begun[0]["state"].data.keys() == {"data.train", "data.validation"}
+
+
+def test_one_process_at_a_time_runs_a_run(fakes, begin):
+    folder, tried = begin({}), []
+
+    def resume_too(step):
+        before = sorted(folder.rglob("*"))
+        with pytest.raises(OutputError, match=f"^{folder}: another process runs this run; wait"):
+            grpo_trainer.resume(folder, ["grpo.num_steps=9"])
+        assert sorted(folder.rglob("*")) == before
+        tried.append(step)
+
+    fakes.on_save = fakes.on_step = resume_too
+    grpo_trainer.resume(folder, ["grpo.num_steps=4"])
+    assert tried == [3, 3, 4, 4]
+
+
+def test_a_run_that_begins_is_held_as_well(fakes, begin, tmp_path):
+    told = []
+
+    def resume_too(step):
+        [folder] = (tmp_path / "demo").iterdir()
+        if latest_checkpoint(folder / "checkpoints"):
+            with pytest.raises(OutputError, match="another process runs this run"):
+                grpo_trainer.resume(folder)
+            told.append(step)
+
+    fakes.on_step = resume_too
+    begin({})
+    assert told == [2]
+
+
+def test_a_run_that_failed_can_be_resumed_at_once(fakes, begin, tmp_path):
+    def fail(step):
+        if step == 2:
+            raise WorkerError("generation worker died")
+
+    fakes.on_step = fail
+    with pytest.raises(WorkerError):
+        begin({})
+    fakes.on_step = lambda step: None
+    [folder] = (tmp_path / "demo").iterdir()
+    grpo_trainer.resume(folder)
+    assert fakes.steps == [1, 2, 2]

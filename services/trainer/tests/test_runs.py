@@ -81,6 +81,7 @@ def test_a_run_with_a_model_from_disk_writes_what_it_promises(finished):
     assert finished.rewards == [record["reward"] for record in finished.history]
     folder = finished.folder
     assert sorted(path.name for path in folder.iterdir()) == [
+        ".lock",
         "checkpoints",
         "config.json",
         "metrics.jsonl",

@@ -37,6 +37,7 @@ class RunState(BaseModel):
         prompts_position: prompts taken from the stream.
         history: the metrics of every completed step.
         config: the run's configuration as plain data.
+        data: digests of the data sets, by the key that names each; an older release kept none.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
@@ -45,6 +46,7 @@ class RunState(BaseModel):
     prompts_position: NonNegativeInt
     history: list[dict[str, Any]]
     config: dict[str, Any]
+    data: dict[str, str] = {}
 
 
 class _StateFile(BaseModel):

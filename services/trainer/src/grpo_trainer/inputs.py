@@ -8,7 +8,7 @@ from typing import Any  # Any: transformers' tokenizers
 
 from grpo_trainer.config import TrainerConfig
 from grpo_trainer.errors import ConfigurationError
-from grpo_trainer.prompts import SHIPPED, Prompt, load_prompts
+from grpo_trainer.prompts import SHIPPED, Prompt, load_prompts, prompts_digest
 from grpo_trainer.sections import PretrainedModel
 from grpo_trainer.tokenizer import (
     build_character_tokenizer,
@@ -35,6 +35,12 @@ class RunInputs:
     tokenizer: Any
     training: list[Prompt]
     held_out: list[Prompt]
+
+    @property
+    def data_digests(self) -> dict[str, str]:
+        """The data sets that the run reads: key of the configuration to `prompts_digest`."""
+        sets = {"data.train": self.training, "data.validation": self.held_out}
+        return {key: prompts_digest(prompts) for key, prompts in sets.items() if prompts}
 
 
 def read_inputs(config: TrainerConfig) -> RunInputs:

@@ -1,11 +1,13 @@
 """Prompts: JSONL records, and the endless seeded stream of batches made from them.
 
-The stream is a function of the seed and a position, so a resumed run goes on with exactly the
-prompts that the interrupted one would have taken.
+The stream is a function of the seed, a position and the data set, so a resumed run goes on with
+exactly the prompts that the interrupted one would have taken: it refuses another data set.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -110,6 +112,15 @@ def load_prompts(path: Path, encode: Encode, *, max_length: int) -> list[Prompt]
     if not prompts:
         raise ConfigurationError(f"data set {path}: holds no prompt")
     return prompts
+
+
+def prompts_digest(prompts: Sequence[Prompt]) -> str:
+    """Of all that a run takes from a data set: questions, answers, token ids, and their order."""
+    digest = hashlib.blake2b(digest_size=16)
+    for prompt in prompts:
+        content = [prompt.record.questions, prompt.record.answers, prompt.token_ids]
+        digest.update(json.dumps(content).encode() + b"\n")
+    return digest.hexdigest()
 
 
 class PromptStream:

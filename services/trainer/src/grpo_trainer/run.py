@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any  # Any: metrics of a step
 
 from grpo_trainer.checkpoint import RunState, latest_checkpoint, load_state
 from grpo_trainer.config import TrainerConfig
-from grpo_trainer.errors import CheckpointError
+from grpo_trainer.errors import CheckpointError, ConfigurationError
 from grpo_trainer.resumed_config import resumed_config
 from grpo_trainer.run_display import RunDisplay
-from grpo_trainer.run_folder import CHECKPOINTS, create_run_folder, write_config
+from grpo_trainer.run_folder import CHECKPOINTS, create_run_folder, held, write_config
 from grpo_trainer.signals import GracefulStop
 
 # torch, transformers and Ray take long to import and are imported where they are needed: a wrong
@@ -68,16 +68,23 @@ def train(
 
     from grpo_trainer.training import run_steps
 
-    state = RunState(step=0, prompts_position=0, history=[], config=config.model_dump(mode="json"))
-    history = run_steps(
-        config,
-        inputs,
-        folder,
-        state,
-        display=display or RunDisplay(),
-        observer=observer,
-        stop=stop,
+    state = RunState(
+        step=0,
+        prompts_position=0,
+        history=[],
+        config=config.model_dump(mode="json"),
+        data=inputs.data_digests,
     )
+    with held(folder):
+        history = run_steps(
+            config,
+            inputs,
+            folder,
+            state,
+            display=display or RunDisplay(),
+            observer=observer,
+            stop=stop,
+        )
     return RunResult(folder, history, len(history) < config.grpo.num_steps)
 
 
@@ -102,16 +109,31 @@ def resume(
 
     Raises:
         CheckpointError: there is none, or it is damaged.
-        ConfigurationError: an override names another key, or a value does not fit.
+        ConfigurationError: an override names another key, or a value does not fit; or a data set is
+            not the one that the run began with.
+        OutputError: another process runs it.
         TrainerError, DataPlaneError: as `train`.
     """
     folder = folder.absolute()  # processes that work elsewhere are told it
+    _newest(folder)
+    with held(folder):
+        return _go_on(folder, overrides, display or RunDisplay(), stop)
+
+
+def _newest(folder: Path) -> Path:
     checkpoint = latest_checkpoint(folder / CHECKPOINTS)
     if checkpoint is None:
         raise CheckpointError(f"{folder}: no complete checkpoint below {folder / CHECKPOINTS}")
+    return checkpoint
+
+
+def _go_on(
+    folder: Path, overrides: Sequence[str], display: RunDisplay, stop: GracefulStop | None
+) -> RunResult:
+    checkpoint = _newest(folder)
     state = load_state(checkpoint)
     resumed = resumed_config(state.config, overrides, source=str(checkpoint))
-    config, display = resumed.config, display or RunDisplay()
+    config = resumed.config
     if state.step >= config.grpo.num_steps:
         return RunResult(folder, state.history)
 
@@ -119,14 +141,16 @@ def resume(
     from grpo_trainer.refit_settings import check_control
 
     inputs = read_inputs(config)
+    _check_data(config, inputs.data_digests, state.data, checkpoint)
     check_control(config.refit)
     if resumed.added:
         told = ", ".join(f"{key}={json.dumps(value)}" for key, value in resumed.added.items())
         display.notice(f"{checkpoint} is of an older release; keys that it lacks: {told}")
     plain = config.model_dump(mode="json")
     if plain != state.config:
-        state = state.model_copy(update={"config": plain})
         write_config(folder, config)
+    data = {**state.data, **inputs.data_digests}
+    state = state.model_copy(update={"config": plain, "data": data})
 
     from grpo_trainer.training import run_steps
 
@@ -140,3 +164,17 @@ def resume(
         stop=stop,
     )
     return RunResult(folder, history, len(history) < config.grpo.num_steps)
+
+
+def _check_data(
+    config: TrainerConfig, found: Mapping[str, str], expected: Mapping[str, str], checkpoint: Path
+) -> None:
+    """Refuse a data set that changed: the position in it would mean other prompts."""
+    paths = {"data.train": config.data.train, "data.validation": config.data.validation}
+    for key in sorted(found.keys() & expected.keys()):
+        if found[key] != expected[key]:
+            raise ConfigurationError(
+                f"{key}: {paths[key] or 'the shipped prompts'}: found prompts or tokens of digest "
+                f"{found[key]}; expected those of digest {expected[key]}, with which the run of "
+                f"{checkpoint} began"
+            )

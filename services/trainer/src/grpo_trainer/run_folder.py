@@ -5,10 +5,12 @@ Every file appears whole or not at all, also on a disk that fills up.
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import datetime
 from pathlib import Path
 from typing import Any  # Any: metrics of a step
@@ -18,10 +20,13 @@ from grpo_trainer.config import TrainerConfig
 from grpo_trainer.errors import ConfigurationError, OutputError
 
 CONFIG = "config.json"
+LOCK = ".lock"
 METRICS = "metrics.jsonl"
 PICTURE = "reward.png"
 CHECKPOINTS = "checkpoints"
 INITIAL_MODEL = "initial_model"
+
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 def create_run_folder(config: TrainerConfig) -> Path:
@@ -48,6 +53,31 @@ def create_run_folder(config: TrainerConfig) -> Path:
         write_config(folder, config)
         return folder
     raise ConfigurationError(f"run.output: {base}: a hundred runs began in this second")
+
+
+@contextmanager
+def held(folder: Path) -> Iterator[None]:
+    """Keep every other process from running the run in ``folder`` meanwhile.
+
+    The lock goes with the process, however that ends. A file system without locks has none.
+
+    Raises:
+        OutputError: another process has it, or the file of the lock cannot be made.
+    """
+    path = folder / LOCK
+    with ExitStack() as stack:
+        with written(path):
+            file = stack.enter_context(path.open("ab"))
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise OutputError(
+                    f"{folder}: another process runs this run; wait for its end, or end it"
+                ) from None
+            except OSError as error:
+                if error.errno not in _NO_LOCKS:
+                    raise
+        yield
 
 
 def write_config(folder: Path, config: TrainerConfig) -> None:
