@@ -18,6 +18,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_trainer.checkpoint import (
     RunState,
@@ -28,7 +29,7 @@ from grpo_trainer.checkpoint import (
 )
 from grpo_trainer.errors import CheckpointError, OutputError
 from grpo_trainer.model import load_model
-from grpo_trainer.policy_state import load_optimizer, load_weights, save_policy
+from grpo_trainer.policy_state import load_optimizer, load_weights, save_policy, save_tokenizer
 from grpo_trainer.run_folder import append_record, create_run_folder, write_history
 
 
@@ -100,11 +101,51 @@ def test_an_optimiser_that_never_stepped_round_trips(model_folder, tmp_path):
     assert not fresh.optimizer.state
 
 
-def test_every_file_is_safetensors_or_json(model_folder, tmp_path):
+def save_all(folder, trained, tokenizer):
+    written = save_policy(folder, trained.model, trained.optimizer)
+    save_tokenizer(folder, tokenizer)
+    return written
+
+
+def test_model_and_tokenizer_of_a_checkpoint_are_loaded_from_one_folder(
+    model_folder, tokenizer, tmp_path
+):
     trained = Trained(model_folder)
     trained.train(0, 1)
     saved = save_checkpoint(
-        tmp_path, state(), lambda f: save_policy(f, trained.model, trained.optimizer), keep_last=1
+        tmp_path, state(), lambda f: save_all(f, trained, tokenizer), keep_last=1
+    )
+    load_state(saved)
+    there = AutoTokenizer.from_pretrained(saved / "model")
+    text = "max(1,2)="
+    assert there(text)["input_ids"] == tokenizer(text)["input_ids"]
+    assert (there.pad_token_id, there.eos_token_id) == (
+        tokenizer.pad_token_id,
+        tokenizer.eos_token_id,
+    )
+    model = AutoModelForCausalLM.from_pretrained(saved / "model")
+    assert_same(dict(model.state_dict()), dict(trained.model.state_dict()))
+
+
+def test_a_tokenizer_that_cannot_be_written_is_told(model_folder, tokenizer, tmp_path):
+    older = save_checkpoint(tmp_path, state(1), write_something, keep_last=1)
+
+    def write(folder):
+        written = write_something(folder)
+        with file_size_limit(100):
+            save_tokenizer(folder, tokenizer)
+        return written
+
+    with pytest.raises(CheckpointError, match=r"step-000002.*the tokenizer cannot be written: "):
+        save_checkpoint(tmp_path, state(2), write, keep_last=1)
+    assert names(tmp_path) == [older.name]
+
+
+def test_every_file_is_safetensors_or_json(model_folder, tokenizer, tmp_path):
+    trained = Trained(model_folder)
+    trained.train(0, 1)
+    saved = save_checkpoint(
+        tmp_path, state(), lambda f: save_all(f, trained, tokenizer), keep_last=1
     )
     files = [path for path in saved.rglob("*") if path.is_file()]
     assert {path.suffix for path in files} == {".safetensors", ".json"}

@@ -353,6 +353,11 @@ def test_a_checkpoint_of_a_release_that_kept_no_digests_is_resumed(interrupted, 
     assert begun[0]["state"].data.keys() == {"data.train", "data.validation"}
 
 
+def test_a_checkpoint_of_a_run_has_the_tokenizer(begin):
+    model = latest_checkpoint(begin({}) / "checkpoints") / "model"
+    assert {"tokenizer.json", "tokenizer_config.json"} <= {path.name for path in model.iterdir()}
+
+
 def test_one_process_at_a_time_runs_a_run(fakes, begin):
     folder, tried = begin({}), []
 

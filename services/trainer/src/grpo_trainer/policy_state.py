@@ -1,4 +1,4 @@
-"""Model and optimiser of a policy worker, in the files of a checkpoint."""
+"""Model and optimiser of a policy worker, and the tokenizer, in the files of a checkpoint."""
 
 from __future__ import annotations
 
@@ -47,6 +47,21 @@ def save_policy(folder: Path, model: Any, optimizer: torch.optim.Optimizer) -> d
         return written_files(folder)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"checkpoint file {part}: cannot be written: {error}") from error
+
+
+def save_tokenizer(folder: Path, tokenizer: Any) -> None:
+    """Write the tokenizer beside the model, so that the two are loaded from one folder.
+
+    Raises:
+        CheckpointError: it cannot be written.
+    """
+    part = folder / MODEL
+    try:
+        tokenizer.save_pretrained(part)
+    except Exception as error:  # the tokenizers library raises plain Exception
+        raise CheckpointError(
+            f"checkpoint file {part}: the tokenizer cannot be written: {error}"
+        ) from error
 
 
 def load_weights(folder: Path, model: Any) -> None:

@@ -18,6 +18,7 @@ from grpo_trainer.inputs import RunInputs
 from grpo_trainer.model import save_random_model
 from grpo_trainer.picture import save_reward_picture
 from grpo_trainer.policy import Policy
+from grpo_trainer.policy_state import save_tokenizer
 from grpo_trainer.prompts import PromptStream
 from grpo_trainer.reporting import Reporting
 from grpo_trainer.run_actors import RunActors
@@ -97,11 +98,16 @@ def run_steps(
             run_id=run_id,
         )
 
+        def write_policy(partial: Path) -> dict[str, int]:
+            written = policy.save(partial)
+            save_tokenizer(partial, inputs.tokenizer)
+            return written
+
         def save(reached: RunState) -> None:
             save_checkpoint(
                 folder / CHECKPOINTS,
                 reached,
-                policy.save,
+                write_policy,
                 keep_last=config.checkpointing.keep_last,
             )
 
