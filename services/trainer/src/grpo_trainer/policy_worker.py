@@ -290,10 +290,3 @@ class PolicyWorker(ReportingActor):
         """Take model and optimiser from ``folder``."""
         load_weights(Path(folder), self._model)
         load_optimizer(Path(folder), self._model, self._optimizer)
-
-    def close(self) -> None:
-        """Leave the process group and the data plane."""
-        if self._refit is not None:
-            self._refit.close()
-        self._client.close()
-        dist.destroy_process_group()
