@@ -169,6 +169,13 @@ def test_a_value_that_does_not_fit_is_refused(demo, key, value):
             ],
         ),
         (
+            {"grpo.max_logprob_error": 0.5, "grpo.recompute_prev_logprobs": False},
+            [
+                "grpo.max_logprob_error: found 0.5; expected null with "
+                "grpo.recompute_prev_logprobs false"
+            ],
+        ),
+        (
             {
                 "policy.dynamic_batching.enabled": True,
                 "policy.dynamic_batching.max_tokens_per_microbatch": 40,

@@ -54,7 +54,7 @@ class TrainerConfig(Section):
 
     @model_validator(mode="after")
     def _parts_fit(self) -> TrainerConfig:
-        problems = [*_size_problems(self), *_data_plane_problems(self)]
+        problems = [*_size_problems(self), *_algorithm_problems(self), *_data_plane_problems(self)]
         if problems:
             raise ValueError("; ".join(problems))
         return self
@@ -88,6 +88,17 @@ def _size_problems(config: TrainerConfig) -> list[str]:
             "(policy.max_total_sequence_length, rounded up)"
         )
     return problems
+
+
+def _algorithm_problems(config: TrainerConfig) -> list[str]:
+    grpo = config.grpo
+    if grpo.max_logprob_error is None or grpo.recompute_prev_logprobs:
+        return []
+    return [
+        f"grpo.max_logprob_error: found {grpo.max_logprob_error}; expected null with "
+        "grpo.recompute_prev_logprobs false, which leaves the generator's log-probabilities with "
+        "nothing to be compared to"
+    ]
 
 
 def _data_plane_problems(config: TrainerConfig) -> list[str]:

@@ -202,7 +202,7 @@ class GRPOSection(Section):
         recompute_prev_logprobs: score the batch by the policy before training; else the
             generator's log-probabilities stand in for them.
         max_logprob_error: leave samples out whose mean absolute difference between the two is
-            larger, or null.
+            larger or no number, or null. Needs ``recompute_prev_logprobs``.
         overlong_filtering: leave truncated samples out of the loss.
         deduplicate_multimodal_data: for multimodal models.
     """
