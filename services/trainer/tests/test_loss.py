@@ -79,7 +79,7 @@ def test_the_sums_do_not_depend_on_the_split(batch, data):
         loss_of({name: column[start:stop] for name, column in batch.items()})
         for start, stop in itertools.pairwise(cuts)
     ]
-    for name in ("loss", "kl", "clipped", "tokens"):
+    for name in ("loss", "kl", "clipped", "approx_entropy", "tokens"):
         total = sum(float(getattr(part, name)) for part in parts)
         assert total == pytest.approx(float(getattr(whole, name)), abs=1e-9)
 
@@ -96,6 +96,43 @@ def test_what_is_masked_out_does_not_count(batch, noise):
     changed = {name: column.clone() for name, column in batch.items()}
     changed["logprobs"][batch["mask"] == 0] += noise
     assert float(loss_of(changed).loss) == pytest.approx(float(loss_of(batch).loss), abs=1e-9)
+
+
+@pytest.mark.parametrize("masked", [-math.inf, -200.0, 0.0, math.nan])
+@pytest.mark.parametrize("name", ["logprobs", "prev_logprobs", "reference_logprobs"])
+def test_a_token_that_does_not_count_may_have_any_log_probability(name, masked):
+    columns = {
+        each: torch.tensor([[-100.0, -2.0]])
+        for each in ("logprobs", "prev_logprobs", "reference_logprobs")
+    }
+    columns[name][0, 0] = masked
+    columns["logprobs"].requires_grad_()
+    found = loss_of({**columns, "advantages": torch.ones(1), "mask": torch.tensor([[0, 1]])})
+    found.loss.backward()
+    assert found.loss.item() == -1.0
+    assert found.kl.item() == 0.0
+    assert found.approx_entropy.item() == 2.0
+    assert columns["logprobs"].grad.tolist() == [[0.0, -1.0]]
+
+
+@pytest.mark.parametrize("difference", [21.0, 88.0, 89.0, 1000.0, -1000.0])
+@pytest.mark.parametrize("advantage", [-1.0, 0.0, 1.0])
+def test_no_difference_between_the_policies_makes_a_sum_or_the_gradient_infinite(
+    difference, advantage
+):
+    logprobs = torch.tensor([[-1.0, -1.0]], requires_grad=True)
+    found = loss_of(
+        {
+            "logprobs": logprobs,
+            "prev_logprobs": torch.tensor([[-1.0 - difference, -1.0]]),
+            "reference_logprobs": torch.tensor([[-1.0 + difference, -1.0]]),
+            "advantages": torch.tensor([advantage]),
+            "mask": torch.ones(1, 2),
+        }
+    )
+    found.loss.backward()
+    told = (found.loss.detach(), found.kl, *logprobs.grad[0])
+    assert all(math.isfinite(each) for each in told)
 
 
 @pytest.mark.parametrize(
@@ -135,7 +172,24 @@ def test_the_gradient_goes_through_the_trained_policy_only():
     found = loss_of({**batch, "mask": torch.ones(2, 3)})
     found.loss.backward()
     assert columns["logprobs"].grad.abs().sum() > 0
-    assert not any(value.requires_grad for value in (found.kl, found.clipped, found.tokens))
+    told = (found.kl, found.clipped, found.approx_entropy, found.tokens)
+    assert not any(value.requires_grad for value in told)
+
+
+def test_the_entropy_is_estimated_without_bias_from_what_was_drawn_before_an_update():
+    generator = torch.Generator().manual_seed(1)
+    before, now = (torch.randn(2, 8, generator=generator) / 2).log_softmax(1)
+    drawn = torch.multinomial(before.exp(), 100_000, replacement=True, generator=generator)
+    found = loss_of(
+        {
+            "logprobs": now[drawn][None],
+            "prev_logprobs": before[drawn][None],
+            "advantages": torch.ones(1),
+            "mask": torch.ones(1, len(drawn)),
+        }
+    )
+    entropy = -(now.exp() * now).sum()
+    assert float(found.approx_entropy / found.tokens) == pytest.approx(float(entropy), rel=0.01)
 
 
 @settings(max_examples=15)

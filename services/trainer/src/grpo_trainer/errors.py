@@ -23,5 +23,9 @@ class CheckpointError(TrainerError, RuntimeError):
     """A checkpoint cannot be written or read; names the file."""
 
 
+class GradientError(TrainerError, RuntimeError):
+    """The gradient of a step is not finite; names the step."""
+
+
 class DynamicSamplingError(TrainerError, RuntimeError):
     """Too few groups with different rewards after the allowed number of batches."""

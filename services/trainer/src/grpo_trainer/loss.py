@@ -2,6 +2,9 @@
 
 Sums and not means come out, because a batch is split over micro-batches and ranks: the caller
 divides by the number of tokens of the whole batch, which makes the result independent of the split.
+
+A prompt's tokens may have any log-probability, and infinity times a mask of 0 is no number, neither
+here nor in the gradient: what does not count is left out before anything is raised to a power.
 """
 
 from __future__ import annotations
@@ -10,6 +13,10 @@ from dataclasses import dataclass
 from typing import Any  # Any: transformers' models
 
 import torch
+
+# e^20 is 5e8: far beyond what any update leads to, and far from float32's largest number, so that
+# one token cannot make the sums infinite. Below, an exponential needs no limit.
+_LARGEST_EXPONENT = 20.0
 
 
 @dataclass(frozen=True)
@@ -20,12 +27,15 @@ class LossSums:
         loss: the objective to minimise, with its KL term.
         kl: estimate of the KL divergence to the reference policy.
         clipped: tokens whose ratio was clipped.
+        approx_entropy: estimate of the policy's entropy, in nats, from the tokens that were drawn:
+            ``-ratio * logprob`` each, which needs no pass over the vocabulary.
         tokens: tokens that count.
     """
 
     loss: torch.Tensor
     kl: torch.Tensor
     clipped: torch.Tensor
+    approx_entropy: torch.Tensor
     tokens: torch.Tensor
 
 
@@ -54,21 +64,35 @@ def grpo_loss(
             ``d = reference - logprobs`` (Schulman 2020, the estimator that is never negative).
 
     Returns:
-        Sums over the tokens that count.
+        Sums over the tokens that count. Differences of log-probabilities above 20 count as 20, and
+        give no gradient, as in verl, which limits them on both sides.
     """
     weight = mask.to(logprobs.dtype)
     per_token = advantages if advantages.dim() == 2 else advantages[:, None]
-    ratio = (logprobs - prev_logprobs).exp()
+    ratio = _limited_difference(logprobs, prev_logprobs, mask).exp()
     clipped_ratio = ratio.clamp(1 - clip_low, 1 + clip_high)
     objective = torch.minimum(ratio * per_token, clipped_ratio * per_token)
     loss = -(objective * weight).sum()
     kl = torch.zeros((), device=logprobs.device)
     if reference_logprobs is not None:
-        difference = reference_logprobs - logprobs
+        difference = _limited_difference(reference_logprobs, logprobs, mask)
         kl = ((difference.exp() - difference - 1) * weight).sum()
         loss = loss + kl_coefficient * kl
     was_clipped = (clipped_ratio * per_token < ratio * per_token).to(logprobs.dtype)
-    return LossSums(loss, kl.detach(), (was_clipped * weight).sum().detach(), weight.sum())
+    entropy = -(ratio * torch.where(mask > 0, logprobs, 0.0) * weight).sum()
+    return LossSums(
+        loss,
+        kl.detach(),
+        (was_clipped * weight).sum().detach(),
+        entropy.detach(),
+        weight.sum(),
+    )
+
+
+def _limited_difference(
+    above: torch.Tensor, below: torch.Tensor, mask: torch.Tensor
+) -> torch.Tensor:
+    return torch.where(mask > 0, above - below, 0.0).clamp(max=_LARGEST_EXPONENT)
 
 
 def token_logprobs(

@@ -7,6 +7,7 @@ gradient.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -38,6 +39,7 @@ _PREV, _REFERENCE, _GENERATED = (
     "reference_policy_logprobs",
     "generation_logprobs",
 )
+_TOLD = ("loss", "kl", "clip_fraction", "approx_entropy")
 
 
 class PolicyWorker(ReportingActor):
@@ -143,8 +145,9 @@ class PolicyWorker(ReportingActor):
                     )
                 parts.append(torch.nn.functional.pad(scored, (0, width - scored.shape[1])))
                 if column == _PREV:
-                    mask = micro["token_mask"].float()
-                    difference = (scored - micro[_GENERATED]).abs() * mask
+                    mask = micro["token_mask"] > 0
+                    # A prompt's token can be impossible, and infinity times 0 is no number.
+                    difference = torch.where(mask, (scored - micro[_GENERATED]).abs(), 0.0)
                     errors += (difference.sum(1) / mask.sum(1).clamp(min=1)).tolist()
         write_columns(self._client, meta, {column: torch.cat(parts).cpu()})
         return {"seconds": time.perf_counter() - started, "error": errors}
@@ -161,8 +164,11 @@ class PolicyWorker(ReportingActor):
             learning_rate: of this call's steps.
 
         Returns:
-            ``loss``, ``kl``, ``clip_fraction``, ``grad_norm``, ``tokens``: over all ranks, means
-            over the optimiser steps (``tokens``: sum); ``seconds``.
+            ``loss``, ``kl``, ``clip_fraction``, ``approx_entropy``, ``grad_norm``, ``tokens``: over
+            all ranks, means over the optimiser steps (``tokens``: sum); ``seconds``. A
+            ``grad_norm`` that is not finite says that an optimiser step was not taken, nor those
+            after it; the ranks agree, since all look at the norm of the one gradient that they
+            summed.
         """
         started = time.perf_counter()
         for group in self._optimizer.param_groups:
@@ -174,13 +180,13 @@ class PolicyWorker(ReportingActor):
             skipped.add(_REFERENCE)
         fields = [name for name in DP_TRAIN_FIELDS if name not in skipped]
         batch = read_columns(self._client, meta, fields, pad_value_dict=self._pad)
-        steps = [
-            self._optimizer_step(batch.get_batch(step, rows_per_step))
-            for step in range(meta.size // rows_per_step)
-        ]
+        steps = []
+        for step in range(meta.size // rows_per_step):
+            steps.append(self._optimizer_step(batch.get_batch(step, rows_per_step)))
+            if not math.isfinite(steps[-1]["grad_norm"]):
+                break
         means = {
-            name: sum(step[name] for step in steps) / len(steps)
-            for name in ("loss", "kl", "clip_fraction", "grad_norm")
+            name: sum(step[name] for step in steps) / len(steps) for name in (*_TOLD, "grad_norm")
         }
         tokens = sum(step["tokens"] for step in steps)
         trained(self._client, meta, field=_GENERATED)
@@ -195,21 +201,20 @@ class PolicyWorker(ReportingActor):
         tokens = mask.sum().to(self._device)
         dist.all_reduce(tokens)
         self._optimizer.zero_grad()
-        totals = torch.zeros(4, device=self._device)
+        totals = torch.zeros(len(_TOLD), device=self._device)
         for micro in self._micro_batches(chunk):
             with detail_span("micro_batch", "productive"):
                 sums = self._loss(micro)
                 (sums.loss / tokens.clamp(min=1)).backward()
-            totals += torch.stack([sums.loss.detach(), sums.kl, sums.clipped, sums.tokens])
+            told = [sums.loss.detach(), sums.kl, sums.clipped, sums.approx_entropy]
+            totals += torch.stack(told)
         dist.all_reduce(totals)
         norm = self._reduce_gradients()
-        if tokens > 0:
+        if tokens > 0 and math.isfinite(norm):
             self._optimizer.step()
-        loss, kl, clipped, _ = (totals / tokens.clamp(min=1)).tolist()
+        means = (totals / tokens.clamp(min=1)).tolist()
         return {
-            "loss": loss,
-            "kl": kl,
-            "clip_fraction": clipped,
+            **dict(zip(_TOLD, means, strict=True)),
             "grad_norm": norm,
             "tokens": float(tokens),
         }

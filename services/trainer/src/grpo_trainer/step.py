@@ -6,6 +6,7 @@ data plane, and between the data plane and the policy workers.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -19,7 +20,7 @@ from dataplane_core.telemetry import Bucket, inject, span, step_context
 from grpo_trainer.actor_calls import ActorCalls
 from grpo_trainer.advantages import advantages, group_statistics
 from grpo_trainer.config import TrainerConfig
-from grpo_trainer.errors import DynamicSamplingError
+from grpo_trainer.errors import DynamicSamplingError, GradientError
 from grpo_trainer.learning_rate import learning_rate
 from grpo_trainer.policy import Policy
 from grpo_trainer.prompts import Prompt, PromptStream
@@ -141,6 +142,7 @@ class GRPOStep:
     def _stream(self, step: int) -> str:
         """Names the random numbers that the step draws."""
         return f"train {step}"
+            GradientError: the gradient is not finite; no weight has taken it over.
 
     def _run(self, step: int, report: StepReport) -> None:
         grpo = self._config.grpo
@@ -172,7 +174,10 @@ class GRPOStep:
                 errors = self._policy.compute_logprobs(meta, "prev_logprobs")
             report.metrics["logprob_error"] = max(errors)
             if grpo.max_logprob_error is not None:
-                sample_mask[torch.tensor(errors) > grpo.max_logprob_error] = 0.0
+                # Not >: an error that is no number is not small.
+                too_far = ~(error <= grpo.max_logprob_error)
+                sample_mask[too_far] = 0.0
+                report.metrics["logprob_masked"] = int(too_far.sum())
         if grpo.kl_coefficient > 0:
             with report.phase("reference"):
                 self._policy.compute_logprobs(meta, "reference_policy_logprobs")
@@ -197,6 +202,13 @@ class GRPOStep:
         limit = sampling.max_batches if sampling.enabled else 1
         while batches < limit and (kept is None or kept.meta.size < rows):
             fresh, reward = self._rollout(report, first=batches == 0)
+        if not math.isfinite(trained["grad_norm"]):
+            # Adam would write it into every weight, and every later checkpoint would hold those.
+            raise GradientError(
+                f"step {step + 1}: the gradient's norm is {trained['grad_norm']}; expected a "
+                "finite number. Neither the weights nor a checkpoint have it; try a lower "
+                "policy.optimizer.learning_rate, or leave samples out by grpo.max_logprob_error"
+            )
             batches += 1
             rewards.append(reward)
             if sampling.enabled:
