@@ -30,6 +30,20 @@ def test_more_steps_draw_another_picture(tmp_path):
     assert (tmp_path / "two").read_bytes() != (tmp_path / "three").read_bytes()
 
 
+@pytest.mark.parametrize("low", [0.0, -2.0])
+@pytest.mark.parametrize("high", [1.0, 10.0])
+def test_a_reward_outside_of_0_to_1_is_in_the_picture(tmp_path, low, high):
+    """Orange pixels, the held-out prompts', are in it for the lowest and the highest."""
+    history = [{"step": 1, "reward": 0.5, "validation_reward": low}]
+    history += [{"step": 2, "reward": 0.5, "validation_reward": high}]
+    save_reward_picture(history, tmp_path / "reward.png", title="GRPO")
+    pixels = matplotlib.image.imread(tmp_path / "reward.png")[..., :3]
+    orange = abs(pixels - [0xD9 / 255, 0x73 / 255, 0x0D / 255]).max(2) < 0.02
+    plot = orange[:, : pixels.shape[1] * 3 // 4]  # not the legend
+    assert orange[: len(orange) // 4].any()
+    assert plot[len(plot) // 2 :].any()
+
+
 def test_a_title_is_not_read_as_a_formula(tmp_path):
     save_reward_picture(HISTORY, tmp_path / "reward.png", title=r"a $\frac{ b$ c")
 

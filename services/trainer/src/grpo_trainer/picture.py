@@ -22,7 +22,7 @@ def save_reward_picture(history: Sequence[Mapping[str, Any]], path: Path, *, tit
     Args:
         history: metrics of the steps, with ``step``, ``reward`` and sometimes
             ``validation_reward``.
-        path: PNG to write.
+        path: PNG to write. Its axis spans 0 to 1, and more where a reward lies outside.
         title: heading.
     """
     figure = Figure(figsize=(8, 4.2), dpi=150, layout="constrained")
@@ -32,16 +32,19 @@ def save_reward_picture(history: Sequence[Mapping[str, Any]], path: Path, *, tit
     rewards = [record["reward"] for record in history]
     axes.plot(steps, rewards, color=_BLUE, linewidth=2, label="training prompts")
     checked = [record for record in history if "validation_reward" in record]
+    held_out = [record["validation_reward"] for record in checked]
     if checked:
         axes.plot(
             [record["step"] for record in checked],
-            [record["validation_reward"] for record in checked],
+            held_out,
             "o",
             color=_ORANGE,
             markersize=7,
             label="held-out prompts",
         )
-    axes.set_ylim(-0.02, 1.02)
+    low, high = min([0.0, *rewards, *held_out]), max([1.0, *rewards, *held_out])
+    margin = 0.02 * (high - low)
+    axes.set_ylim(low - margin, high + margin)
     axes.set_xlim(left=0, right=max([1, *steps]) + 0.5)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlabel("step")
