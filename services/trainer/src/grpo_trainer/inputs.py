@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import socket
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any  # Any: transformers' tokenizers
 
 from grpo_trainer.config import TrainerConfig
 from grpo_trainer.errors import ConfigurationError
-from grpo_trainer.prompts import SHIPPED, Prompt, load_prompts, prompts_digest
+from grpo_trainer.prompts import SHIPPED, Encode, Prompt, load_prompts, prompts_digest
 from grpo_trainer.sections import PretrainedModel
 from grpo_trainer.tokenizer import (
     build_character_tokenizer,
@@ -47,7 +48,8 @@ def read_inputs(config: TrainerConfig) -> RunInputs:
     """Read everything that the configuration names.
 
     Raises:
-        ConfigurationError: the cluster, the model or a data set cannot be used; names it.
+        ConfigurationError: the cluster, the model, a data set or what the environment says before
+            its follow-ups cannot be used; names it.
     """
     _check_address(config.cluster.address)
     model, source = config.policy.model, None
@@ -57,13 +59,34 @@ def read_inputs(config: TrainerConfig) -> RunInputs:
     else:
         tokenizer = build_character_tokenizer(model.characters)
     encode = prompt_encoder(tokenizer, model)
-    limit = config.policy.max_total_sequence_length
-    training = load_prompts(config.data.train or SHIPPED / "train.jsonl", encode, max_length=limit)
+    training = _load(config.data.train or SHIPPED / "train.jsonl", encode, config)
     held_out: list[Prompt] = []
     if config.validation.every_steps:
-        path = config.data.validation or SHIPPED / "validation.jsonl"
-        held_out = load_prompts(path, encode, max_length=limit)
+        held_out = _load(config.data.validation or SHIPPED / "validation.jsonl", encode, config)
     return RunInputs(source, tokenizer, training, held_out)
+
+
+def _load(path: Path, encode: Encode, config: TrainerConfig) -> list[Prompt]:
+    """The prompts of a data set; those with follow-ups need words of the environment as well."""
+    prompts = load_prompts(path, encode, max_length=config.policy.max_total_sequence_length)
+    first = next((prompt.record for prompt in prompts if prompt.record.follow_ups), None)
+    if first is None:
+        return prompts
+    model = config.policy.model
+    if isinstance(model, PretrainedModel) and model.use_chat_template:
+        # A template says what stands between a response and the next question, which depends on
+        # whether the response came to its end; the environment sees no more of it than its text.
+        raise ConfigurationError(
+            f"policy.model.use_chat_template: found True; expected false with data set {path}, "
+            f"which has follow-ups, to {first.prompt!r} first: what the environment says between "
+            "turns is not rendered through a template"
+        )
+    for key, text in (("env.correct", config.env.correct), ("env.wrong", config.env.wrong)):
+        try:
+            encode(text)
+        except ValueError as error:
+            raise ConfigurationError(f"{key}: {error}") from None
+    return prompts
 
 
 def _check_address(address: str | None) -> None:

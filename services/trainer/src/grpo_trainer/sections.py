@@ -109,7 +109,8 @@ class PretrainedModel(Section):
 
     Attributes:
         name: folder or hub name.
-        use_chat_template: render prompts through the tokenizer's chat template.
+        use_chat_template: render prompts through the tokenizer's chat template. The data may have
+            no follow-ups then.
     """
 
     kind: Literal["pretrained"]
