@@ -5,6 +5,7 @@ The tests share one set of processes; the last ones kill some of it.
 
 from __future__ import annotations
 
+import math
 import shutil
 import signal
 import tempfile
@@ -13,15 +14,17 @@ import psutil
 import pytest
 import ray
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from dataplane_core import MissingDataError
 from grpo_trainer.actor_calls import ActorCalls
-from grpo_trainer.errors import DynamicSamplingError, WorkerError
+from grpo_trainer.errors import DynamicSamplingError, GradientError, WorkerError
 from grpo_trainer.loss import token_logprobs
 from grpo_trainer.policy import Policy
 from grpo_trainer.prompts import Prompt, PromptRecord, PromptStream
 from grpo_trainer.run_actors import ENVIRONMENT, GENERATION, ROLLOUT, RunActors
-from grpo_trainer.step import GRPOStep, StepReport
+from grpo_trainer.step import GRPOStep, StepReport, trainable
 
 COLUMNS = [
     "input_ids",
@@ -162,6 +165,35 @@ TEMPERATURE = 1.2
 NEVER = "z"  # not among the tokenizer's characters
 
 
+def whole_groups(kept, **sizes):
+    """The most samples that are whole groups and whole optimiser steps, or one of less than one."""
+    size, group, ranks = sizes["global_batch_size"], sizes["group_size"], sizes["data_parallel"]
+    counts = range(0, kept + 1, group)
+    whole = [count for count in counts if count % size == 0]
+    return max(whole) or max(
+        count for count in counts if count <= size and count % math.lcm(group, ranks) == 0
+    )
+
+
+@given(st.integers(0, 300), st.integers(1, 12), st.integers(2, 16), st.integers(1, 4))
+def test_a_short_step_trains_on_whole_groups_only(kept, per_rank, group, ranks):
+    sizes = {
+        "global_batch_size": per_rank * ranks,
+        "group_size": group,
+        "data_parallel": ranks,
+    }
+    found = trainable(kept, **sizes)
+    assert found == whole_groups(kept, **sizes)
+    assert found % group == found % ranks == 0
+    assert found <= kept
+
+
+def test_a_short_step_is_made_of_whole_optimiser_steps_or_is_a_smaller_one():
+    sizes = {"global_batch_size": 128, "group_size": 16, "data_parallel": 2}
+    found = {kept: trainable(kept, **sizes) for kept in (0, 16, 112, 128, 144, 272)}
+    assert found == {0: 0, 16: 16, 112: 112, 128: 128, 144: 128, 272: 256}
+
+
 def test_dynamic_sampling_drops_and_clears_groups_of_equal_rewards(run, likely):
     metrics = run.step([likely[0], NEVER, likely[2], NEVER], SAMPLING)
     rewards = run.watch.of_ids("total_reward")
@@ -197,6 +229,96 @@ def test_too_few_groups_end_the_run_if_so_configured(run):
     with pytest.raises(DynamicSamplingError, match=r"0 of 32 samples .* after 2 batches"):
         stepper.run(0, StepReport())
     assert len(run.watch.missing(run.watch.generated, "train")) == 64
+
+
+def test_the_groups_of_a_short_step_are_those_that_are_trained(run, likely):
+    """Two of three groups make the one whole optimiser step."""
+    changes = {**SAMPLING, "policy.global_batch_size": 16}
+    for _ in range(9):
+        metrics = run.step([*likely[:3], NEVER], changes)
+        assert metrics["groups"] == metrics["samples"] / 8 == len(run.watch.trained) / 8
+        rewards = run.watch.of_ids("total_reward")
+        groups = [run.watch.generated[i : i + 8] for i in range(0, 32, 8)]
+        kept = [name for g in groups if len({rewards[n] for n in g}) > 1 for name in g]
+        if len(kept) == 24:
+            assert run.watch.trained == kept[:16]
+            return
+    pytest.fail("never three groups with different rewards")
+
+
+def test_a_step_tells_what_all_its_rollouts_were_like(run, likely):
+    sampling = {"grpo.dynamic_sampling": {**SAMPLING["grpo.dynamic_sampling"], "max_batches": 2}}
+    metrics = run.step([likely[0], NEVER, NEVER, NEVER], sampling)
+    assert metrics["batches"] == 2
+    each = [meta.extra_info["rollout_metrics"] for meta, _ in run.watch.rollouts]
+    for name in ("mean_gen_tokens_per_sample", "truncation_rate", "avg_turns_per_sample"):
+        assert metrics[name] == pytest.approx(sum(told[name] for told in each) / 2)
+    longest = max(told["max_gen_tokens_per_sample"] for told in each)
+    assert metrics["max_gen_tokens_per_sample"] == longest
+    assert metrics["tokens_per_s"] > 0
+
+
+def test_the_reward_is_told_as_it_was_given_and_scaled_in_advantages_only(run, likely):
+    changes = {"grpo.reward_scale": 10.0, "grpo.normalize_advantages": False}
+    metrics = run.step(likely, changes)
+    rewards = run.watch.of_ids("total_reward")
+    given_rewards = torch.tensor([rewards[name] for name in run.watch.trained])
+    assert metrics["reward"] == pytest.approx(float(given_rewards.mean()))
+    assert metrics["reward_std"] == pytest.approx(float(given_rewards.std()))
+    groups = given_rewards.reshape(-1, 8)
+    above = groups - (groups.sum(1, keepdim=True) - groups) / 7
+    torch.testing.assert_close(run.watch.columns["advantages"], 10 * above.reshape(-1))
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, 0.75])
+def test_a_sample_that_the_policy_scores_too_differently_is_left_out(run, likely, bad):
+    stepper = run.stepper(likely, {"grpo.max_logprob_error": 0.5})
+    score = stepper._policy.compute_logprobs
+
+    def one_is_off(meta, column):
+        errors = score(meta, column)
+        return [bad if place == 3 else error for place, error in enumerate(errors)]
+
+    stepper._policy.compute_logprobs = one_is_off
+    report = StepReport()
+    stepper.run(0, report)
+    expected = [0.0 if place == 3 else 1.0 for place in range(32)]
+    assert run.watch.columns["sample_mask"].tolist() == expected
+    assert report.metrics["logprob_masked"] == 1
+    assert math.isfinite(report.metrics["logprob_error"])
+
+
+def weights_of(worker):
+    return {name: tensor.clone() for name, tensor in worker._model.state_dict().items()}
+
+
+def add_to_gradients(worker, what):
+    """Adds ``what`` to every gradient from now on; None puts an end to it."""
+    if what is None:
+        worker.added.remove()
+    else:
+        first = next(worker._model.parameters())
+        worker.added = first.register_hook(lambda gradient: gradient + what)
+
+
+@pytest.mark.parametrize("what", [math.nan, math.inf])
+def test_a_gradient_that_is_not_finite_ends_the_run_before_any_weight_takes_it_over(
+    run, likely, what
+):
+    worker = run.actors.calls.handle(run.actors.policy_workers[0])
+    before = ray.get(worker.__ray_call__.remote(weights_of))
+    ray.get(worker.__ray_call__.remote(add_to_gradients, what))
+    try:
+        with pytest.raises(GradientError, match=r"^step 5: the gradient's norm is (nan|inf); "):
+            run.stepper(likely).run(4, StepReport())
+    finally:
+        ray.get(worker.__ray_call__.remote(add_to_gradients, None))
+    after = ray.get(worker.__ray_call__.remote(weights_of))
+    assert all(torch.equal(after[name], before[name]) for name in before)
+    run.actors.data_plane.clear_samples(run.watch.generated, "train")
+    run.step(likely)
+    trained = ray.get(worker.__ray_call__.remote(weights_of))
+    assert all(tensor.isfinite().all() for tensor in trained.values())
 
 
 @pytest.mark.parametrize("filtering", [False, True])

@@ -177,7 +177,8 @@ class DynamicSamplingSection(Section):
     Attributes:
         enabled: drop and clear such groups.
         max_batches: generate at most so many batches of prompts for a step.
-        when_short: with too few groups left after that, end the run or train on what there is.
+        when_short: with too few groups left after that, end the run or train on what there is: as
+            many whole optimiser steps as it makes, or a smaller one if it makes none.
     """
 
     enabled: bool
@@ -195,7 +196,8 @@ class GRPOSection(Section):
         num_generations_per_prompt: group size.
         max_rollout_turns: responses per conversation at most.
         normalize_advantages: divide by the group's standard deviation.
-        reward_scale: factor on every reward.
+        reward_scale: factor on every reward that advantages are computed from; what is reported is
+            the reward itself.
         clip_low: the ratio is clipped below ``1 - clip_low``.
         clip_high: the ratio is clipped above ``1 + clip_high``.
         kl_coefficient: weight of the KL term to the initial policy; at 0 the reference stage is

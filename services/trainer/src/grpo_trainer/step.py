@@ -25,6 +25,7 @@ from grpo_trainer.learning_rate import learning_rate
 from grpo_trainer.policy import Policy
 from grpo_trainer.prompts import Prompt, PromptStream
 from grpo_trainer.rollout_batch import rollout_batch
+from grpo_trainer.rollout_totals import RolloutTotals
 from grpo_trainer.run_actors import GENERATION, ROLLOUT
 from grpo_trainer.weight_sync import WeightSync
 from observability import emit
@@ -91,6 +92,17 @@ class StepReport:
             self.seconds[name] = self.seconds.get(name, 0.0) + elapsed
 
 
+def trainable(kept: int, *, global_batch_size: int, group_size: int, data_parallel: int) -> int:
+    """How many of ``kept`` samples, fewer than a step's, are trained on.
+
+    Always whole groups: those of as many whole optimiser steps as there are, or if there is not
+    one, of a single smaller optimiser step, which the ranks share equally.
+    """
+    step = math.lcm(global_batch_size, group_size)
+    part = math.lcm(data_parallel, group_size)
+    return kept // step * step or min(kept, global_batch_size) // part * part
+
+
 class GRPOStep:
     """Runs steps.
 
@@ -130,6 +142,7 @@ class GRPOStep:
             WorkerError: a worker died, failed or was late.
             DataPlaneError: the data plane did.
             DynamicSamplingError: too few groups have different rewards.
+            GradientError: the gradient is not finite; no weight has taken it over.
         """
         with self._context(step), span("grpo.step"):
             self._run(step, report)
@@ -142,7 +155,6 @@ class GRPOStep:
     def _stream(self, step: int) -> str:
         """Names the random numbers that the step draws."""
         return f"train {step}"
-            GradientError: the gradient is not finite; no weight has taken it over.
 
     def _run(self, step: int, report: StepReport) -> None:
         grpo = self._config.grpo
@@ -172,7 +184,8 @@ class GRPOStep:
         if grpo.recompute_prev_logprobs:
             with report.phase("logprobs"):
                 errors = self._policy.compute_logprobs(meta, "prev_logprobs")
-            report.metrics["logprob_error"] = max(errors)
+            error = torch.tensor(errors)
+            report.metrics["logprob_error"] = float(error.where(error.isfinite(), 0.0).max())
             if grpo.max_logprob_error is not None:
                 # Not >: an error that is no number is not small.
                 too_far = ~(error <= grpo.max_logprob_error)
@@ -189,6 +202,13 @@ class GRPOStep:
             size = min(self._config.policy.global_batch_size, meta.size)
             rate = learning_rate(self._config.policy.optimizer, step, grpo.num_steps)
             trained = self._policy.train(meta, global_batch_size=size, learning_rate=rate)
+        if not math.isfinite(trained["grad_norm"]):
+            # Adam would write it into every weight, and every later checkpoint would hold those.
+            raise GradientError(
+                f"step {step + 1}: the gradient's norm is {trained['grad_norm']}; expected a "
+                "finite number. Neither the weights nor a checkpoint have it; try a lower "
+                "policy.optimizer.learning_rate, or leave samples out by grpo.max_logprob_error"
+            )
         report.metrics.update({name: trained[name] for name in trained if name != "seconds"})
         report.metrics["learning_rate"] = rate
 
@@ -197,18 +217,12 @@ class GRPOStep:
         grpo, sampling = self._config.grpo, self._config.grpo.dynamic_sampling
         rows = self._config.samples_per_step
         rewards: list[torch.Tensor] = []
+        totals = RolloutTotals()
         kept: Batch | None = None
         batches = 0
         limit = sampling.max_batches if sampling.enabled else 1
         while batches < limit and (kept is None or kept.meta.size < rows):
-            fresh, reward = self._rollout(report, first=batches == 0)
-        if not math.isfinite(trained["grad_norm"]):
-            # Adam would write it into every weight, and every later checkpoint would hold those.
-            raise GradientError(
-                f"step {step + 1}: the gradient's norm is {trained['grad_norm']}; expected a "
-                "finite number. Neither the weights nor a checkpoint have it; try a lower "
-                "policy.optimizer.learning_rate, or leave samples out by grpo.max_logprob_error"
-            )
+            fresh, reward = self._rollout(report, totals, first=batches == 0)
             batches += 1
             rewards.append(reward)
             if sampling.enabled:
@@ -222,34 +236,38 @@ class GRPOStep:
             reward=float(reward.mean()),
             reward_std=float(reward.std()),
             batches=batches,
-            groups=min(kept.meta.size, rows) // grpo.num_generations_per_prompt,
             generated=len(reward),
+            **totals.metrics,
         )
-        if sampling.enabled and kept.meta.size < rows:
-            return self._short(kept, batches)
+        if kept.meta.size < rows:
+            rows = self._short(kept.meta.size, batches)
+        report.metrics["groups"] = rows // grpo.num_generations_per_prompt
         return self._drop(kept, range(rows, kept.meta.size), "surplus")
 
-    def _short(self, kept: Batch, batches: int) -> Batch:
-        """Fewer samples than a step's: fail, or train on the whole optimiser steps among them."""
-        policy, sampling = self._config.policy, self._config.grpo.dynamic_sampling
-        if sampling.when_short == "raise":
+    def _short(self, kept: int, batches: int) -> int:
+        """Only ``kept`` samples are there: fail, or say how many of them to train on."""
+        policy, grpo = self._config.policy, self._config.grpo
+        if grpo.dynamic_sampling.when_short == "raise":
             raise DynamicSamplingError(
-                f"dynamic sampling: {kept.meta.size} of {self._config.samples_per_step} samples "
+                f"dynamic sampling: {kept} of {self._config.samples_per_step} samples "
                 f"are in groups with different rewards after {batches} batches; raise "
                 "grpo.dynamic_sampling.max_batches, or set when_short to proceed"
             )
-        size = policy.global_batch_size
-        whole = kept.meta.size // size * size or (
-            kept.meta.size // policy.data_parallel * policy.data_parallel
+        return trainable(
+            kept,
+            global_batch_size=policy.global_batch_size,
+            group_size=grpo.num_generations_per_prompt,
+            data_parallel=policy.data_parallel,
         )
-        return self._drop(kept, range(whole, kept.meta.size), "surplus")
 
-    def _rollout(self, report: StepReport, *, first: bool) -> tuple[Batch, torch.Tensor]:
-        """Generate one batch; returns it and its rewards."""
+    def _rollout(
+        self, report: StepReport, totals: RolloutTotals, *, first: bool
+    ) -> tuple[Batch, torch.Tensor]:
+        """Generate one batch; returns it and its rewards as the environment gave them."""
         grpo = self._config.grpo
         prompts = self._prompts.take(grpo.num_prompts_per_step)
         with report.phase("rollout"):
-            meta, carry, _, generation = self._calls.one(
+            meta, carry, rollout, generation = self._calls.one(
                 ROLLOUT,
                 "rollout_to_tq",
                 rollout_batch(prompts, group_size=grpo.num_generations_per_prompt),
@@ -259,17 +277,17 @@ class GRPOStep:
                 carry_keys=CARRY,
                 carrier=inject(),
             )
+        totals.add(meta.size, rollout, generation)
         reward = carry["total_reward"] * grpo.reward_scale
         statistics = group_statistics(reward, grpo.num_generations_per_prompt)
         meta.stamp_tags({"baseline": statistics.baseline, "std": statistics.std})
-        report.metrics["tokens_per_s"] = (generation or {}).get("tokens_per_s", 0.0)
         columns = {
             "advantages": advantages(reward, statistics, normalize=grpo.normalize_advantages),
             "sample_mask": carry["loss_multiplier"].clone(),
             "std": statistics.std,
             "truncated": carry["truncated"],
         }
-        return Batch(meta, columns), reward
+        return Batch(meta, columns), carry["total_reward"]
 
     def _drop(self, batch: Batch, rows: Sequence[int], reason: str) -> Batch:
         """Clear ``rows`` from the data plane; the batch without them."""
