@@ -32,31 +32,42 @@ def inputs(configure, tmp_path):
 
 @pytest.fixture
 def chat_model(model_folder, tmp_path):
-    """A model whose tokenizer has a chat template."""
-    folder = shutil.copytree(model_folder, tmp_path / "chat")
-    tokenizer = load_tokenizer(str(folder))
-    tokenizer.chat_template = "{% for m in messages %}({{ m.content }}){% endfor %}="
-    tokenizer.save_pretrained(folder)
-    return {"kind": "pretrained", "name": str(folder), "use_chat_template": True}
+    """A model whose tokenizer has a chat template; called with the template."""
+
+    def save(template):
+        folder = shutil.copytree(model_folder, tmp_path / "chat")
+        tokenizer = load_tokenizer(str(folder))
+        tokenizer.chat_template = template
+        tokenizer.save_pretrained(folder)
+        return {"kind": "pretrained", "name": str(folder), "use_chat_template": True}
+
+    return save
+
+
+UNFIT = "{% for m in messages %}({{ m.content }}){% endfor %}="
+FIT = "{% for m in messages %}({{ m.content }}<eos>){% endfor %}="
 
 
 @pytest.mark.parametrize("key", ["data.train", "data.validation"])
-def test_a_chat_template_with_follow_ups_is_refused(inputs, chat_model, tmp_path, key):
-    with pytest.raises(ConfigurationError) as caught:
-        inputs([PLAIN, ASKED_MORE], {"policy.model": chat_model}, key)
-    assert str(caught.value).startswith(
-        "policy.model.use_chat_template: found True; expected false with data set "
-        f"{tmp_path / 'prompts.jsonl'}, which has follow-ups, to '2=' first: "
-    )
-    assert "\n" not in str(caught.value)
-
-
-def test_a_chat_template_without_follow_ups_and_follow_ups_without_one_are_taken(
-    inputs, chat_model
+def test_follow_ups_are_refused_if_the_chat_template_ends_no_response(
+    inputs, chat_model, tmp_path, key
 ):
-    assert len(inputs([PLAIN], {"policy.model": chat_model}).training) == 1
-    raw = {**chat_model, "use_chat_template": False}
+    model = chat_model(UNFIT)
+    with pytest.raises(ConfigurationError) as caught:
+        inputs([PLAIN, ASKED_MORE], {"policy.model": model}, key)
+    assert str(caught.value) == (
+        f"policy.model.use_chat_template: found True; the chat template of {model['name']!r} does "
+        "not end a response with '<eos>', the tokenizer's end token, so the follow-ups of data set "
+        f"{tmp_path / 'prompts.jsonl'} cannot be asked; expected data without them"
+    )
+    assert len(inputs([PLAIN], {"policy.model": model}).training) == 1
+    raw = {**model, "use_chat_template": False}
     assert len(inputs([PLAIN, ASKED_MORE], {"policy.model": raw}).training) == 2
+
+
+def test_follow_ups_are_taken_with_a_chat_template_that_ends_its_responses(inputs, chat_model):
+    model = chat_model(FIT)
+    assert len(inputs([PLAIN, ASKED_MORE], {"policy.model": model}).training) == 2
 
 
 @pytest.mark.parametrize("key", ["env.correct", "env.wrong"])

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any  # Any: extra_env_info is a plain dict tha
 
 import torch
 
+from grpo_trainer.chat_turn import ChatTurn
 from grpo_trainer.reporting import Reporting, ReportingActor
 from observability import traced
 
@@ -36,11 +37,21 @@ class VerifierEnvironment(ReportingActor):
     Args:
         correct: what is said before a follow-up if the last response was right.
         wrong: the same if it was not.
+        chat_turn: what stands around a follow-up, None for nothing. Responses that came to their
+            end have its end token as text.
         reporting: how to report, None not to.
     """
 
-    def __init__(self, *, correct: str, wrong: str, reporting: Reporting | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        correct: str,
+        wrong: str,
+        chat_turn: ChatTurn | None = None,
+        reporting: Reporting | None = None,
+    ) -> None:
         self._report(reporting, "grpo.environment")
+        self._chat_turn = chat_turn
         self._correct = correct
         self._wrong = wrong
 
@@ -50,21 +61,34 @@ class VerifierEnvironment(ReportingActor):
     ) -> EnvironmentReturnDict:
         """Judge the last response of each conversation; arguments as the protocol has them."""
         observations: list[Observation] = []
-        metadata, rewards, ended = [], [], []
+        metadata, rewards, terminated = [], [], []
         for log, info in zip(message_logs, infos, strict=True):
             turn = info["turn"]
-            points = score(log[-1]["content"].strip(), info["answers"][turn])
+            response, ended = self._read(log[-1]["content"])
+            points = score(response.strip(), info["answers"][turn])
             last = turn + 1 == len(info["answers"])
             said = self._correct if points == 1.0 else self._wrong
-            follow_up = "" if last else said + info["questions"][turn + 1]
+            follow_up = "" if last else self._ask(said + info["questions"][turn + 1], ended)
             observations.append({"role": "environment", "content": follow_up})
             metadata.append({**info, "turn": turn + 1})
             rewards.append(points / len(info["answers"]))
-            ended.append(last)
+            terminated.append(last)
         return {
             "observations": observations,
             "metadata": metadata,
             "next_stop_strings": [None] * len(rewards),
             "rewards": torch.tensor(rewards),
-            "terminateds": torch.tensor(ended),
+            "terminateds": torch.tensor(terminated),
         }
+
+    def _read(self, content: str) -> tuple[str, bool]:
+        """A response without its end token, and whether it had one."""
+        if self._chat_turn is None:
+            return content, True
+        end = self._chat_turn.end
+        return content.removesuffix(end), content.endswith(end)
+
+    def _ask(self, question: str, ended: bool) -> str:
+        if self._chat_turn is None:
+            return question
+        return self._chat_turn.render(question, ended=ended)

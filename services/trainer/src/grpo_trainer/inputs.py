@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any  # Any: transformers' tokenizers
 
+from grpo_trainer.chat_turn import chat_turn
 from grpo_trainer.config import TrainerConfig
 from grpo_trainer.errors import ConfigurationError
 from grpo_trainer.prompts import SHIPPED, Encode, Prompt, load_prompts, prompts_digest
@@ -59,34 +60,36 @@ def read_inputs(config: TrainerConfig) -> RunInputs:
     else:
         tokenizer = build_character_tokenizer(model.characters)
     encode = prompt_encoder(tokenizer, model)
-    training = _load(config.data.train or SHIPPED / "train.jsonl", encode, config)
+
+    def load(path: Path) -> list[Prompt]:
+        prompts = load_prompts(path, encode, max_length=config.policy.max_total_sequence_length)
+        if any(prompt.record.follow_ups for prompt in prompts):
+            _check_follow_ups(path, tokenizer, encode, config)
+        return prompts
+
+    training = load(config.data.train or SHIPPED / "train.jsonl")
     held_out: list[Prompt] = []
     if config.validation.every_steps:
-        held_out = _load(config.data.validation or SHIPPED / "validation.jsonl", encode, config)
+        held_out = load(config.data.validation or SHIPPED / "validation.jsonl")
     return RunInputs(source, tokenizer, training, held_out)
 
 
-def _load(path: Path, encode: Encode, config: TrainerConfig) -> list[Prompt]:
-    """The prompts of a data set; those with follow-ups need words of the environment as well."""
-    prompts = load_prompts(path, encode, max_length=config.policy.max_total_sequence_length)
-    first = next((prompt.record for prompt in prompts if prompt.record.follow_ups), None)
-    if first is None:
-        return prompts
+def _check_follow_ups(path: Path, tokenizer: Any, encode: Encode, config: TrainerConfig) -> None:
+    """Refuse follow-ups, which ``path`` has, if the model cannot be asked them."""
     model = config.policy.model
     if isinstance(model, PretrainedModel) and model.use_chat_template:
-        # A template says what stands between a response and the next question, which depends on
-        # whether the response came to its end; the environment sees no more of it than its text.
-        raise ConfigurationError(
-            f"policy.model.use_chat_template: found True; expected false with data set {path}, "
-            f"which has follow-ups, to {first.prompt!r} first: what the environment says between "
-            "turns is not rendered through a template"
-        )
+        if chat_turn(tokenizer, model) is None:
+            raise ConfigurationError(
+                f"policy.model.use_chat_template: found True; the chat template of {model.name!r} "
+                f"does not end a response with {tokenizer.eos_token!r}, the tokenizer's end token, "
+                f"so the follow-ups of data set {path} cannot be asked; expected data without them"
+            )
+        return
     for key, text in (("env.correct", config.env.correct), ("env.wrong", config.env.wrong)):
         try:
             encode(text)
         except ValueError as error:
             raise ConfigurationError(f"{key}: {error}") from None
-    return prompts
 
 
 def _check_address(address: str | None) -> None:

@@ -23,6 +23,7 @@ from dataplane_core import (
     build_data_plane_client,
 )
 from grpo_trainer.actor_calls import ActorCalls, Observer
+from grpo_trainer.chat_turn import EndKeepingTokenizer, chat_turn
 from grpo_trainer.config import TrainerConfig
 from grpo_trainer.environment import VerifierEnvironment
 from grpo_trainer.errors import WorkerError
@@ -137,10 +138,16 @@ class RunActors:
     def _start_rollouts(self, model: str, tokenizer: Any) -> None:
         config = self._config
         placement = config.cluster.placement
+        turn = chat_turn(tokenizer, config.policy.model)
         environment = (
             ray.remote(VerifierEnvironment)
             .options(num_cpus=_SMALL, resources=placement.environment)
-            .remote(correct=config.env.correct, wrong=config.env.wrong, reporting=self._reporting)
+            .remote(
+                correct=config.env.correct,
+                wrong=config.env.wrong,
+                chat_turn=turn,
+                reporting=self._reporting,
+            )
         )
         self.calls.add(ENVIRONMENT, environment)
         generation = config.policy.generation
@@ -162,7 +169,7 @@ class RunActors:
         rollout = RolloutActor.options(num_cpus=_SMALL, resources=placement.rollout).remote(
             self._reporting,
             RayGeneration(worker, timeout_s=config.cluster.call_timeout_s),
-            tokenizer,
+            tokenizer if turn is None else EndKeepingTokenizer(tokenizer),
             {TASK: TracedHandle(environment)},
             config.model_dump(mode="json"),
             self._plane,

@@ -109,8 +109,7 @@ class PretrainedModel(Section):
 
     Attributes:
         name: folder or hub name.
-        use_chat_template: render prompts through the tokenizer's chat template. The data may have
-            no follow-ups then.
+        use_chat_template: render prompts and follow-ups through the tokenizer's chat template.
     """
 
     kind: Literal["pretrained"]
