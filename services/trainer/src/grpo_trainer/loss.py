@@ -64,8 +64,8 @@ def grpo_loss(
             ``d = reference - logprobs`` (Schulman 2020, the estimator that is never negative).
 
     Returns:
-        Sums over the tokens that count. Differences of log-probabilities above 20 count as 20, and
-        give no gradient, as in verl, which limits them on both sides.
+        Sums over the tokens that count. Where ``logprobs - prev_logprobs`` or ``d`` is above 20 it
+        counts as 20 and gives no gradient, as in verl, which limits both below -20 as well.
     """
     weight = mask.to(logprobs.dtype)
     per_token = advantages if advantages.dim() == 2 else advantages[:, None]
