@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import os
 import signal
 import socket
@@ -11,8 +12,12 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 
+import numpy as np
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from dataplane_core import (
     CapacityExceeded,
@@ -101,9 +106,9 @@ class Served:
         request = p.Claim("p", wanted, timeout_s)
         return (link or self.link).ask("claim", request, p.ClaimAnswer, timeout_s + PATIENCE_S)
 
-    def clear(self, ids, timeout_s=PATIENCE_S):
+    def clear(self, ids, timeout_s=PATIENCE_S, name="p"):
         with self.link.session("clear") as session:
-            answer = session.ask(p.Clear("p", ids, False, timeout_s), p.ClearAnswer)
+            answer = session.ask(p.Clear(name, ids, False, timeout_s), p.ClearAnswer)
             session.ask(p.Dropped(), type(None))
         return sorted(name for group in answer.leftovers for name in group.sample_ids)
 
@@ -273,6 +278,71 @@ def test_bytes_of_a_put_that_dies_are_free_again(serve):
     assert served.usage() > 0
     child.kill()
     until(lambda: served.usage() == 0)
+
+
+@pytest.fixture(scope="module")
+def overlapping():
+    served = Served(unit_bytes=[1 << 20])
+    served.names = map(str, itertools.count())
+    yield served
+    served.close()
+
+
+some_ids = st.lists(st.sampled_from("abcd"), min_size=1, unique=True)
+
+
+@given(
+    steps=st.lists(st.tuples(st.integers(0, 2), some_ids, st.booleans(), some_ids), max_size=12),
+)
+@example(
+    [
+        (0, ["a", "b"], True, ["b"]),
+        (1, ["b", "c"], True, ["c"]),
+        (0, [], True, []),
+        (1, [], True, []),
+    ]
+)
+def test_overlapping_puts_are_read_as_they_were_last_committed(overlapping, steps):
+    """Each step takes one of three connections on: begin a put, commit it, enter it."""
+    name = next(overlapping.names)
+    overlapping.register(name=name)
+    begun, entering, committed, reads = {}, set(), {}, []
+    with ExitStack() as ends:
+        sessions = [ends.enter_context(overlapping.link.session("put")) for _ in range(3)]
+        for at, ids, enters, asked in steps:
+            session = sessions[at]
+            if at in entering:
+                session.ask(p.Entered(), list[p.Consumption])
+                entering.remove(at)
+            elif at in begun:
+                session.ask(p.CommitPut(None, enters), type(None))
+                committed |= begun.pop(at)
+                entering |= {at} if enters else set()
+            else:
+                layout = FieldLayout("x", "torch.int64", False, (), b"", 8, len(ids))
+                begin = p.BeginPut(name, ids, {"x": layout.kind}, [layout], "node", None, 5.0)
+                (block,) = session.ask(begin, p.PutAnswer).blocks
+                begun[at] = {sample_id: (block.id, i) for i, sample_id in enumerate(ids)}
+                reads += [ids, asked]
+            for wanted in reads:
+                if committed.keys() >= set(wanted):
+                    read = cells_of(overlapping, name, wanted)
+                    assert read == [committed[sample_id] for sample_id in wanted]
+        for at in begun:
+            sessions[at].ask(p.CommitPut(None), type(None))
+        for at in entering:
+            sessions[at].ask(p.Entered(), list[p.Consumption])
+    overlapping.clear(None, name=name)
+
+
+def cells_of(served, name, ids):
+    """In which block, and at which row of it, the directory says that each sample lies."""
+    with served.link.session("read") as session:
+        (part,) = session.ask(p.Read(name, ids, ["x"]), p.ReadAnswer).parts
+        session.tell(p.Unpin())
+    source = np.frombuffer(part.source, np.int32) if part.source else [0] * len(ids)
+    rows = np.frombuffer(part.rows, np.int64) if part.rows else range(len(ids))
+    return [(part.blocks[at].id, int(row)) for at, row in zip(source, rows, strict=True)]
 
 
 def test_a_put_waits_for_bytes_and_says_how_many_were_free(serve):

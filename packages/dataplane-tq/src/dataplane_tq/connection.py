@@ -274,10 +274,10 @@ class Connection:
     def _disown(self, partition: PartitionBook, ticket: PutTicket) -> None:
         """Blocks of which the put overwrites a row no longer belong to their rows as a whole."""
         overwritten = [name for name in ticket.kinds if partition.field_counts.get(name)]
-        if not overwritten or len(ticket.reserved) == len(ticket.sample_ids):
+        if not overwritten:
             return
         for sample_id in ticket.sample_ids:
-            row = partition.rows.get(sample_id)
+            row = partition.rows.get(sample_id)  # another put may have made it since this began
             if row is not None:
                 for name in overwritten:
                     if name in row.cells:
