@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any  # Any: Ray handles have no static types
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError
+from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError
 
 _PROBE_S = 1.0
 
@@ -29,10 +29,10 @@ def first_dead(actors: Mapping[str, Any]) -> str | None:
         if probe in ready:
             try:
                 ray.get(probe, timeout=_PROBE_S)
-            except RayActorError as error:
+            except ActorDiedError as error:
                 return f"{name} is dead: {_first_line(error)}"
-            except GetTimeoutError:
-                continue
+            except (ActorUnavailableError, GetTimeoutError):
+                continue  # for the moment, Ray says
     return None
 
 
