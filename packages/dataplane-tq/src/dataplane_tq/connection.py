@@ -122,6 +122,8 @@ class Connection:
             left = self._directory.leftovers[partition_id]
             left.dropping.difference_update(drop)
             left.orphans.update(drop)
+            self._end_closing()
+            self._directory.tidy(partition_id)
             self._directory.changed(partition_id)
         self._end_closing()
         if self._tied:
@@ -143,6 +145,7 @@ class Connection:
             for sample_id in ticket.reserved:
                 if sample_id not in partition.rows and sample_id not in partition.reserved:
                     left.orphans.setdefault(sample_id, tuple(ticket.kinds))
+            self._directory.tidy(ticket.partition_id)
         self._directory.everything_changed()
 
     def _end_closing(self) -> None:
@@ -173,8 +176,8 @@ class Connection:
         deadline = time.monotonic() + request.timeout_s
         while True:
             self._check_failure()
-            left = self._directory.leftovers[request.partition_id]
-            busy = left.blocks(request.sample_ids)
+            left = self._directory.leftovers.get(request.partition_id)
+            busy = left is not None and left.blocks(request.sample_ids)
             ticket = placed = None
             if not busy:
                 ticket = self._ledger.begin_put(
@@ -185,7 +188,7 @@ class Connection:
                 if placed is not None:
                     self._put = ticket, placed
                     # Rows left over by a clear that died must go before their ids come back.
-                    stale = left.take(request.sample_ids)
+                    stale = {} if left is None else left.take(request.sample_ids)
                     self._dropping = (request.partition_id, stale) if stale else None
                     return p.PutAnswer(
                         self._ledger.partition(request.partition_id).declaration.enums,
