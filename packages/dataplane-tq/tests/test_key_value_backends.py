@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
+
 import pytest
 import torch
 from tensordict import NonTensorStack, TensorDict
 
-from dataplane_core import MissingDataError, SchemaMismatchError
+from dataplane_core import LeaseLostError, MissingDataError, SchemaMismatchError
+from dataplane_tq import transfer_queue_rows
 from dataplane_tq.seal import seal, unseal
 from dataplane_tq.storage import BACKENDS
 
@@ -70,6 +74,38 @@ def test_a_step_of_put_claim_write_back_and_clear(client, other_process):
         other_process.get_samples(["a"], "train", ["x"])
     client.put_samples(["a"], "train", TensorDict({"x": torch.full((1, 2), 7.0)}, [1]))
     assert other_process.get_samples(["a"], "train", ["x"])["x"].tolist() == [[7, 7]]
+
+
+def test_a_put_whose_lease_ended_before_its_values_are_written_overwrites_nothing(
+    client, attach, monkeypatch
+):
+    def results(value):
+        return TensorDict({"y": torch.full((3, 2), value)}, [3])
+
+    client.put_samples(IDS, "train", TensorDict({"x": torch.ones(3, 2), **results(0.0)}, [3]))
+    with attach(claim_lease_s=0.5) as paused, attach(claim_lease_s=60.0) as successor:
+        claim = paused.claim_meta("train", "train", ["x"], 3, timeout_s=30)
+        register = transfer_queue_rows.register
+        again = []
+
+        def succeed():
+            deadline = time.monotonic() + 20
+            while not (meta := successor.claim_meta("train", "train", ["x"], 3)).size:
+                assert time.monotonic() < deadline, "the lease does not end"
+            again.append(meta)
+            successor.put_samples(IDS, "train", results(2.0), claim=meta)
+
+        async def register_late(*args):
+            monkeypatch.setattr(transfer_queue_rows, "register", register)
+            rows = await register(*args)
+            await asyncio.to_thread(succeed)
+            return rows
+
+        monkeypatch.setattr(transfer_queue_rows, "register", register_late)
+        with pytest.raises(LeaseLostError):
+            paused.put_samples(IDS, "train", results(1.0), claim=claim)
+        assert client.get_samples(IDS, "train", ["y"])["y"].tolist() == [[2, 2]] * 3
+        successor.acknowledge(again[0])
 
 
 def test_bytes_that_a_backend_mixed_up_are_noticed():

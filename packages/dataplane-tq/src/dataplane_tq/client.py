@@ -207,7 +207,15 @@ class TQDataPlaneClient(Onlooker):
                 check_enums(rows(), declared)
             if sample_ids:
                 with detail_span("storage_write", "overhead"):
-                    self._store.write(what, encoded, where, sample_ids, partition_id, tags)
+                    self._store.write(
+                        what,
+                        encoded,
+                        where,
+                        sample_ids,
+                        partition_id,
+                        tags,
+                        lambda: session.ask(p.CheckPut(), type(None)),
+                    )
             entering = bool(sample_ids) and not self._store.registers
             session.ask(p.CommitPut(tags, entering, origin), type(None))
             if entering:

@@ -228,6 +228,12 @@ class Connection:
             "nothing was cleared in time: clear samples or raise global_segment_size"
         )
 
+    def _check_put(self, request: p.CheckPut) -> None:
+        if self._put is None:
+            raise InvalidRequestError("this connection has no put under way")
+        self._directory.expire()
+        self._ledger.check_commit(self._put[0])
+
     def _commit_put(self, request: p.CommitPut) -> Early:
         if self._put is None:
             raise InvalidRequestError("this connection has no put under way")
@@ -444,6 +450,7 @@ _HANDLERS: dict[type[Any], Callable[[Connection, Any], Any]] = {
     p.Tie: Connection._tie,
     p.Register: Connection._register,
     p.BeginPut: Connection._begin_put,
+    p.CheckPut: Connection._check_put,
     p.CommitPut: Connection._commit_put,
     p.Entered: Connection._entered,
     p.Read: Connection._read,

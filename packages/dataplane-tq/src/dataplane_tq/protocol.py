@@ -72,6 +72,10 @@ class PutAnswer(msgspec.Struct, frozen=True):
     leftovers: list[Leftover]
 
 
+class CheckPut(msgspec.Struct, frozen=True, tag=True):
+    """Fail if the connection's put could not be committed any more. Answer: None."""
+
+
 class CommitPut(msgspec.Struct, frozen=True, tag=True):
     """Make the connection's put visible. Answer: None.
 
@@ -300,6 +304,7 @@ Request = (
     Tie
     | Register
     | BeginPut
+    | CheckPut
     | CommitPut
     | Entered
     | Read

@@ -7,7 +7,7 @@ in whether the controller has to know before the values can be read.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar  # Any: tags, and what a store keeps between encode and write
 
@@ -73,8 +73,13 @@ class Store(ABC):
         sample_ids: list[str],
         partition_id: str,
         tags: Sequence[dict[str, Any]] | None,
+        check: Callable[[], None],
     ) -> None:
-        """Make the values readable by every process, and register the rows if it `registers`."""
+        """Make the values readable by every process, and register the rows if it `registers`.
+
+        ``check`` raises if the put cannot be committed any more. A store that overwrites values
+        where they are calls it right before.
+        """
 
     @abstractmethod
     def read(
@@ -142,12 +147,14 @@ class TransferQueueStore(Store):
         sample_ids: list[str],
         partition_id: str,
         tags: Sequence[dict[str, Any]] | None,
+        check: Callable[[], None],
     ) -> None:
         client = self._engine.client
         rows = self._engine.run(
             what, rows_in.register, client, sample_ids, partition_id, tags, where.leftovers
         )
         if encoded.kinds:
+            check()
             self._engine.run(
                 what, rows_in.store, client, encoded.values, rows, sample_ids, partition_id, what
             )
@@ -217,6 +224,7 @@ class PackedStore(Store):
         sample_ids: list[str],
         partition_id: str,
         tags: Sequence[dict[str, Any]] | None,
+        check: Callable[[], None],
     ) -> None:
         self._units.write(where.blocks, encoded.values or ())
 
