@@ -18,6 +18,7 @@ import torch
 from tensordict import TensorDict
 
 from dataplane_core import (
+    ClosedError,
     ConfigError,
     DataPlaneError,
     DeadlineExceededError,
@@ -172,6 +173,19 @@ def test_a_second_bootstrap_is_refused_and_harms_nothing(owner, partition, confi
 def test_an_attached_client_that_closes_takes_nothing_down(owner, partition, config):
     TQDataPlaneClient(config, bootstrap=False).close()
     assert owner.get_samples(["a"], partition, ["x"]).batch_size == (1,)
+
+
+def test_a_client_that_closes_ends_its_claims_that_wait(owner, partition, config):
+    client = TQDataPlaneClient(config, bootstrap=False)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(client.claim_meta, partition, "train", ["x"], 8, timeout_s=600)
+        while not client._link._open:
+            assert not waiting.done()
+            threading.Event().wait(0.01)
+        client.close()
+        with pytest.raises(ClosedError, match="was closed"):
+            waiting.result(20)
+    assert owner.claim_meta(partition, "train", ["x"], 8, blocking=False).size == 2
 
 
 def test_a_fork_is_told_so_at_once_and_takes_nothing_down(owner, partition):

@@ -396,8 +396,8 @@ class TQDataPlaneClient(Onlooker):
         if self._closed or os.getpid() != self._pid:
             return
         self._closed = True
-        self._entries.flush(min(self._timeout_s, _FLUSH_S))
         self._link.close()
+        self._entries.flush(min(self._timeout_s, _FLUSH_S))
         self._store.close()
         self._engine.close()
         if self._owned is not None:

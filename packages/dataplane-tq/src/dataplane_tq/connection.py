@@ -7,6 +7,7 @@ undone.
 from __future__ import annotations
 
 import asyncio
+import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,10 +28,15 @@ from dataplane_core import (
 from dataplane_core.ledger import PartitionBook, PutTicket, Row
 from dataplane_core.ledger.origins import count_origins
 from dataplane_tq import protocol as p
+from dataplane_tq.keepalive import (
+    CLIENT_TURN_S,
+    PART_TURN_S,
+    end_when_silent,
+    expect_acknowledgement,
+)
 from dataplane_tq.leftovers import Drop, Leftovers, grouped
 from dataplane_tq.looking import LOOKS
 from dataplane_tq.packed.catalogue import Block, Catalogue
-from dataplane_tq.packed.lifeline import notice_soon
 from dataplane_tq.wire import HEADER, MAX_FRAME, Failure, Reply
 
 if TYPE_CHECKING:
@@ -61,6 +67,9 @@ class Connection:
         self._ledger = directory.ledger
         self._reader = reader
         self._writer = writer
+        self._socket: socket.socket = writer.get_extra_info("socket")
+        self._turn_s = CLIENT_TURN_S
+        end_when_silent(self._socket, self._turn_s)
         self._put: tuple[PutTicket, list[Block]] | None = None
         self._pinned: list[Row] = []
         self._dropping: tuple[str, Drop] | None = None
@@ -79,6 +88,7 @@ class Connection:
                 reply, rest = await self._reply(body)
                 if reply is not None:
                     frame = _encoder.encode(reply)
+                    expect_acknowledgement(self._socket, len(frame), self._turn_s)
                     self._writer.write(HEADER.pack(len(frame)) + frame)
                     if rest is not None:
                         rest()
@@ -164,7 +174,8 @@ class Connection:
 
     def _tie(self, request: p.Tie) -> None:
         self._tied = request.name
-        notice_soon(self._writer.get_extra_info("socket"))
+        self._turn_s = PART_TURN_S
+        end_when_silent(self._socket, self._turn_s)
 
     def _register(self, request: p.Register) -> None:
         self._ledger.register(request.declaration)
@@ -342,7 +353,7 @@ class Connection:
             self._check_failure()
             self._directory.expire()
             partition = self._ledger.partition(request.partition_id)
-            if self._reader.at_eof():
+            if self._reader.at_eof() or self._reader.exception() is not None:
                 raise ConnectionError("the claimer went away")
             claimed = partition.claim(wanted, time.monotonic())
             if claimed is not None:

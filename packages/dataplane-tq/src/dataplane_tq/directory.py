@@ -104,8 +104,8 @@ class Directory:
             token = await asyncio.wait_for(reader.readexactly(TOKEN_BYTES), _HANDSHAKE_S)
             if hmac.compare_digest(token, self._token):
                 await Connection(self, reader, writer).serve()
-        except (TimeoutError, asyncio.IncompleteReadError, ConnectionError):
-            pass  # the peer went away, which is how connections end
+        except (OSError, asyncio.IncompleteReadError):
+            pass  # the peer or its machine went away, which is how connections end
         finally:
             writer.close()
 

@@ -7,17 +7,27 @@ exception, a killed process) the connection ends with it, and the server undoes 
 from __future__ import annotations
 
 import os
+import select
 import socket
 import struct
 import threading
 import time
+import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar  # Any: the answer's type is the request's
 
 import msgspec
 
-from dataplane_core import DataPlaneError, DeadlineExceededError, UnavailableError, errors
+from dataplane_core import (
+    ClosedError,
+    DataPlaneError,
+    DeadlineExceededError,
+    InvalidRequestError,
+    UnavailableError,
+    errors,
+)
+from dataplane_tq.keepalive import CLIENT_TURN_S, end_when_silent, expect_acknowledgement
 
 T = TypeVar("T")
 
@@ -90,6 +100,7 @@ class Link:
         self.timeout_s = timeout_s
         self._address = address
         self._idle: list[socket.socket] = []
+        self._open: weakref.WeakSet[Session] = weakref.WeakSet()
         self._lock = threading.Lock()
         self._pid = os.getpid()
         self._closed = False
@@ -100,7 +111,7 @@ class Link:
 
         It outlives the block if `Session.keep` was called, until `end`.
         """
-        session = Session(self._take(what), what, self.timeout_s)
+        session = self._begin(what)
         try:
             yield session
         except BaseException:
@@ -111,43 +122,63 @@ class Link:
 
     def end(self, session: Session) -> None:
         """End an operation that went well."""
-        self._give_back(session.connection)
+        with self._lock:
+            self._open.discard(session)
+            if not self._closed and os.getpid() == self._pid:
+                self._idle.append(session.connection)
+                return
+        session.close()
 
     def ask(self, what: str, request: Any, answer: type[T], timeout_s: float | None = None) -> T:
         """One request in a session of its own."""
         with self.session(what) as session:
             return session.ask(request, answer, timeout_s)
 
-    def _take(self, what: str) -> socket.socket:
+    def _begin(self, what: str) -> Session:
         with self._lock:
             if os.getpid() != self._pid:
                 # After a fork both processes hold the sockets; this one leaves them alone.
                 self._idle, self._pid = [], os.getpid()
-            if self._idle:
-                return self._idle.pop()
+                self._open = weakref.WeakSet()
+            connection = None
+            while self._idle and connection is None:
+                connection = self._idle.pop()
+                if _has_ended(connection):
+                    connection.close()
+                    connection = None
+        session = Session(connection or self._connect(what), what, self.timeout_s)
+        with self._lock:
+            if not self._closed:
+                self._open.add(session)
+                return session
+        session.close()
+        raise _closed(what)
+
+    def _connect(self, what: str) -> socket.socket:
         address = (self._address.host, self._address.port)
         try:
             connection = socket.create_connection(address, timeout=_CONNECT_S)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            end_when_silent(connection, CLIENT_TURN_S)
             connection.sendall(self._address.token)
         except OSError as error:
             raise UnavailableError(f"{what}: the partition directory is gone: {error}") from error
         return connection
 
-    def _give_back(self, connection: socket.socket) -> None:
-        with self._lock:
-            if not self._closed and os.getpid() == self._pid:
-                self._idle.append(connection)
-                return
-        connection.close()
-
     def close(self) -> None:
-        """Close every connection that no operation owns."""
+        """Close the connections; operations under way in other threads raise `ClosedError`.
+
+        Not those that go on after their block: whoever kept them ends them.
+        """
         with self._lock:
             self._closed = True
             idle, self._idle = self._idle, []
+            ended = list(self._open) if os.getpid() == self._pid else []
         for connection in idle:
             connection.close()
+        for session in ended:
+            if not session.kept:
+                session.interrupt()
 
 
 class Session:
@@ -163,6 +194,7 @@ class Session:
         self.kept = False
         self._what = what
         self._timeout_s = timeout_s
+        self._interrupted = False
 
     def ask(self, request: Any, answer: type[T], timeout_s: float | None = None) -> T:
         """Send a request and wait for its answer.
@@ -176,6 +208,8 @@ class Session:
             DataPlaneError: what the server raised.
             UnavailableError: the directory is gone.
             DeadlineExceededError: it did not answer.
+            InvalidRequestError: the request is too large to be sent.
+            ClosedError: the link was closed meanwhile.
         """
         limit = self._timeout_s if timeout_s is None else timeout_s
         deadline = time.monotonic() + limit + _GRACE_S
@@ -183,28 +217,36 @@ class Session:
         try:
             (length,) = HEADER.unpack(self._receive(HEADER.size, deadline))
             reply = _replies.decode(self._receive(length, deadline))
-        except TimeoutError:
-            raise DeadlineExceededError(
-                f"{self._what}: no answer from the partition directory after {limit:g} s"
-            ) from None
         except (OSError, EOFError) as error:
-            raise UnavailableError(
-                f"{self._what}: the partition directory is gone: {error}"
-            ) from error
+            raise self._failed(error, limit) from error
         if reply.failure is not None:
             raise reply.failure.raised()
         return _decoder_of(answer).decode(reply.answer)
 
     def tell(self, request: Any) -> None:
-        """Send a request that has no answer."""
+        """Send a request that has no answer; raises as `ask`."""
         body = _encoder.encode(request)
-        self.connection.settimeout(self._timeout_s)
+        if len(body) > MAX_FRAME:
+            raise InvalidRequestError(
+                f"{self._what}: the request to the partition directory takes {len(body)} bytes, "
+                f"{MAX_FRAME} at most; ask for fewer samples at once, or give them smaller tags"
+            )
         try:
+            self.connection.settimeout(self._timeout_s)
+            expect_acknowledgement(self.connection, len(body), CLIENT_TURN_S)
             self.connection.sendall(HEADER.pack(len(body)) + body)
         except OSError as error:
-            raise UnavailableError(
-                f"{self._what}: the partition directory is gone: {error}"
-            ) from error
+            raise self._failed(error, self._timeout_s) from error
+
+    def _failed(self, error: Exception, limit: float) -> DataPlaneError:
+        if self._interrupted:
+            return _closed(self._what)
+        # The kernel's own, because the directory's machine is silent, has a number.
+        if isinstance(error, TimeoutError) and error.errno is None:
+            return DeadlineExceededError(
+                f"{self._what}: no answer from the partition directory after {limit:g} s"
+            )
+        return UnavailableError(f"{self._what}: the partition directory is gone: {error}")
 
     def keep(self) -> None:
         """Go on after the block; then `Link.end` or `close` it."""
@@ -213,6 +255,12 @@ class Session:
     def close(self) -> None:
         """End the operation where it stands; the directory undoes what is under way."""
         self.connection.close()
+
+    def interrupt(self) -> None:
+        """The same from another thread: the operation raises `ClosedError`."""
+        self._interrupted = True
+        with suppress(OSError):  # it has ended by itself
+            self.connection.shutdown(socket.SHUT_RDWR)
 
     def _receive(self, count: int, deadline: float) -> bytearray:
         data = bytearray(count)
@@ -224,6 +272,17 @@ class Session:
                 raise EOFError("connection closed")
             view = view[got:]
         return data
+
+
+def _has_ended(idle: socket.socket) -> bool:
+    """Whether the other side closed the connection, or the kernel did: nothing else arrives."""
+    poll = select.poll()
+    poll.register(idle, select.POLLIN)
+    return bool(poll.poll(0))
+
+
+def _closed(what: str) -> ClosedError:
+    return ClosedError(f"{what}: the TransferQueue client was closed; build a new one")
 
 
 def _decoder_of(answer: type[T]) -> msgspec.msgpack.Decoder[T]:

@@ -8,15 +8,12 @@ A unit that is merely stopped keeps it.
 from __future__ import annotations
 
 import asyncio
-import socket
 
+from dataplane_tq.keepalive import PART_TURN_S, end_when_silent
 from dataplane_tq.packed import unit_wire as wire
 from dataplane_tq.packed.unit_wire import UnitAddress
 
 _CONNECT_S = 5.0
-_IDLE_S = 1
-_EVERY_S = 1
-_PROBES = 3
 
 
 async def until_gone(address: UnitAddress, token: bytes) -> str:
@@ -30,7 +27,7 @@ async def until_gone(address: UnitAddress, token: bytes) -> str:
     try:
         async with asyncio.timeout(_CONNECT_S):
             reader, writer = await asyncio.open_connection(address.host, address.port)
-            notice_soon(writer.get_extra_info("socket"))
+            end_when_silent(writer.get_extra_info("socket"), PART_TURN_S)
             writer.write(wire.hello(token))
             answer = await reader.readexactly(1)
         if answer != wire.ACCEPTED:
@@ -45,11 +42,3 @@ async def until_gone(address: UnitAddress, token: bytes) -> str:
         if writer is not None:
             writer.close()
     return f"{what}: its process ended"
-
-
-def notice_soon(sock: socket.socket) -> None:
-    """Let the kernel end a TCP connection within seconds if the other machine does not answer."""
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _IDLE_S)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _EVERY_S)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _PROBES)
