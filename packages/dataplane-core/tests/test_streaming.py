@@ -1,7 +1,9 @@
 """Every sample reaches the training loop, and after a crash the committed steps saw each once."""
 
 import contextlib
+import dataclasses
 import functools
+import itertools
 import json
 import pickle
 import signal
@@ -9,11 +11,14 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.managers import BaseManager
 from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from tensordict import TensorDict
 
 from dataplane_core import (
@@ -22,7 +27,10 @@ from dataplane_core import (
     InvalidRequestError,
     LeaseLostError,
     TagFilter,
+    UnavailableError,
+    UnsupportedError,
 )
+from dataplane_core.errors import listed
 from dataplane_core.streaming import StreamingDataLoader, StreamingDataset
 
 PATIENCE_S = 20.0
@@ -60,6 +68,7 @@ def _forward(name):
 
 for _name in (
     "claim_meta", "get_data", "acknowledge", "renew", "release", "count_samples",
+    "list_claims",
 ):
     setattr(Remote, _name, _forward(_name))
 '''
@@ -256,6 +265,191 @@ def test_what_was_done_but_not_committed_is_settled_without_being_delivered_agai
     assert counts(client) == (0, 0, 8)
 
 
+def test_ranks_that_commit_after_their_loops_all_end():
+    client = store(12)
+    claimed, ended = threading.Barrier(3), threading.Barrier(3)
+
+    def train(loader: StreamingDataLoader, first: bool) -> list[str]:
+        trained = []
+        for _, meta in loader:
+            trained += meta.sample_ids
+            if first:  # each has trained before any runs out
+                claimed.wait(PATIENCE_S)
+                first = False
+        ended.wait(PATIENCE_S)  # they save together: none commits before all have ended
+        loader.state_dict()
+        loader.commit()
+        return trained
+
+    with contextlib.ExitStack() as stack:
+        loaders = [
+            stack.enter_context(
+                StreamingDataLoader(dataset(leased()), settle="commit", renew_every_s=0.05)
+            )
+            for _ in range(3)
+        ]
+        threads = stack.enter_context(ThreadPoolExecutor(3))
+        ranks = [threads.submit(train, loader, True) for loader in loaders]
+        trained = [rank.result() for rank in ranks]
+        assert all(trained)
+        assert sorted(itertools.chain(*trained)) == sorted(f"s{i}" for i in range(12))
+        assert counts(client) == (0, 0, 12)
+        assert [list(loader) for loader in loaders] == [[], [], []]
+
+
+def test_a_rank_that_got_nothing_ends_while_another_has_not_committed():
+    client = store(4)
+    with (
+        StreamingDataLoader(dataset(leased()), settle="commit", renew_every_s=0.05) as one,
+        StreamingDataLoader(dataset(leased()), settle="commit", renew_every_s=0.05) as other,
+    ):
+        assert [meta.size for _, meta in one] == [4]
+        assert list(other) == []
+        assert counts(client) == (0, 4, 0)
+
+
+def test_what_a_dead_rank_did_not_commit_is_delivered_beside_live_ones():
+    client = store(12)
+    with (
+        StreamingDataLoader(dataset(leased()), settle="commit", renew_every_s=0.05) as alive,
+        StreamingDataLoader(dataset(leased()), settle="commit", renew_every_s=0.05) as loader,
+    ):
+        batches = iter(alive)
+        _, held = next(batches)
+        dead = leased(1.0)().claim_meta("train", "train", ["x"], 4)
+        ids = [sample_id for _, meta in loader for sample_id in meta.sample_ids]
+        assert sorted(ids) == sorted(["s8", "s9", "s10", "s11", *dead.sample_ids])
+        loader.state_dict()
+        loader.commit()
+        alive.ack(held)
+        alive.state_dict()
+        alive.commit()
+        assert list(batches) == []
+    assert counts(client) == (0, 0, 12)
+
+
+class Mortal(InMemoryDataPlaneClient):
+    """A client that renews no more once it is ``dead``."""
+
+    dead = False
+
+    def renew(self, meta):
+        if self.dead:
+            raise UnavailableError("dead")
+        super().renew(meta)
+
+
+def test_what_a_rank_left_uncommitted_when_it_died_comes_to_one_that_iterates_again():
+    client = store(8)
+    config = {"enabled": True, "impl": "in_memory", "claim_lease_s": 1.0}
+    mortal = Mortal(config, bootstrap=False)
+    with (
+        StreamingDataLoader(dataset(lambda: mortal), settle="commit", renew_every_s=0.05) as dying,
+        StreamingDataLoader(dataset(leased()), settle="commit", renew_every_s=0.05) as loader,
+    ):
+        batches = iter(dying)
+        _, held = next(batches)
+        dying.ack(held)
+        assert [meta.size for _, meta in loader] == [4]
+        loader.state_dict()
+        loader.commit()
+        mortal.dead = True
+        assert [meta.sample_ids for _, meta in loader] == [held.sample_ids]
+        loader.state_dict()
+        loader.commit()
+    assert counts(client) == (0, 0, 8)
+
+
+class Secretive(InMemoryDataPlaneClient):
+    """A client that cannot be looked into."""
+
+    capabilities = dataclasses.replace(InMemoryDataPlaneClient.capabilities, inspection=False)
+
+    def list_claims(self, partition_id):
+        raise UnsupportedError("no inspector")
+
+
+def test_a_store_that_does_not_show_its_claims_is_waited_for_until_all_is_committed():
+    client = store(8)
+    secretive = functools.partial(
+        Secretive,
+        {"enabled": True, "impl": "in_memory", "claim_lease_s": 1000.0},
+        bootstrap=False,
+    )
+    with (
+        StreamingDataLoader(dataset(secretive), settle="commit") as one,
+        StreamingDataLoader(dataset(secretive, timeout_s=0.2), settle="commit") as other,
+    ):
+        held_batches, batches = iter(one), iter(other)
+        _, held = next(held_batches)
+        next(batches)
+        with pytest.raises(ClaimTimeoutError, match="4 samples are still leased by other"):
+            next(batches)
+        one.ack(held)
+        one.state_dict()
+        one.commit()
+        assert list(other) == []
+        other.state_dict()
+        other.commit()
+    assert counts(client) == (0, 0, 8)
+
+
+@given(lost=st.sets(st.integers(0, 4)))
+def test_a_commit_settles_what_it_can_names_what_was_lost_and_recovers(lost):
+    client = store(20)
+    with StreamingDataLoader(dataset(leased()), settle="commit") as loader:
+        metas = [meta for _, meta in loader]
+        loader.state_dict()
+        for place in lost:
+            client.release(metas[place])
+        gone = [sample_id for place in sorted(lost) for sample_id in metas[place].sample_ids]
+        if lost:
+            with pytest.raises(LeaseLostError, match=f"{len(gone)} of 20 samples") as caught:
+                loader.commit()
+            assert listed(gone) in str(caught.value)
+        loader.commit()
+        assert counts(client) == (len(gone), 0, 20 - len(gone))
+        loader.state_dict()
+        loader.commit()  # nothing of the lost ones is left to fail
+        loader.next_partition("train")
+    client.close()
+
+
+def test_a_commit_that_does_not_reach_the_store_can_be_made_again(monkeypatch):
+    client = store(12)
+    with StreamingDataLoader(dataset(leased(0.5)), settle="commit", renew_every_s=0.05) as loader:
+        metas = [meta for _, meta in loader]
+        loader.state_dict()
+        client.release(metas[0])
+        acknowledge = InMemoryDataPlaneClient.acknowledge
+
+        def away(self, meta):
+            if meta is metas[1]:
+                raise UnavailableError("away")
+            acknowledge(self, meta)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(InMemoryDataPlaneClient, "acknowledge", away)
+            with pytest.raises(UnavailableError, match="away") as caught:
+                loader.commit()
+        assert "'s0', 's1', 's2', 's3'" in caught.value.__notes__[0]
+        with pytest.raises(InvalidRequestError, match="commit what is done"):
+            loader.next_partition("train")
+        time.sleep(1.0)  # not a wait for a state: what was not settled is still renewed
+        loader.commit()
+        assert counts(client) == (4, 0, 8)
+
+
+def test_tokens_of_settled_leases_are_not_kept():
+    store(40)
+    with StreamingDataLoader(dataset(leased()), settle="commit") as loader:
+        tokens = {meta.extra_info["lease"] for _, meta in loader}
+        loader.state_dict()
+        loader.commit()
+        kept = [value for value in vars(loader).values() if isinstance(value, set | dict)]
+        assert not tokens & {token for value in kept for token in value}
+
+
 class Bytes:
     """A client whose arguments and answers are bytes, so that no tensor travels by descriptor."""
 
@@ -314,4 +508,25 @@ def test_after_a_kill_the_committed_steps_saw_every_sample_exactly_once(served, 
             trained += meta.sample_ids
         loader.commit()
     assert sorted(trained) == sorted(f"s{i}" for i in range(30))
+    assert counts(client) == (0, 0, 30)
+
+
+@pytest.mark.slow
+def test_what_a_killed_rank_had_not_committed_reaches_one_that_still_iterates(served):
+    client, run = served
+    with (
+        ThreadPoolExecutor(1) as threads,
+        StreamingDataLoader(
+            dataset(leased(1.0), batch_size=3), settle="commit", renew_every_s=0.1
+        ) as loader,
+    ):
+        killed = threads.submit(run, workers=0, die="between")
+        while counts(client)[2] < 6:  # it commits two steps and dies in the third
+            time.sleep(0.01)
+        trained = [sample_id for _, meta in loader for sample_id in meta.sample_ids]
+        loader.state_dict()
+        loader.commit()
+        code, saved = killed.result()
+    assert code == -signal.SIGKILL
+    assert sorted(trained + saved["trained"]) == sorted(f"s{i}" for i in range(30))
     assert counts(client) == (0, 0, 30)

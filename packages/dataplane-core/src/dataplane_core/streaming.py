@@ -10,7 +10,6 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal  # Any: what a collate callable makes is the caller's own
 
 import torch.multiprocessing
@@ -23,12 +22,17 @@ from dataplane_core.errors import (
     DataPlaneError,
     InvalidRequestError,
     LeaseLostError,
+    PartitionNotFoundError,
+    listed,
 )
+from dataplane_core.lease_watch import LeaseWatch
 from dataplane_core.ledger.selection import TagFilter, narrowing
 from dataplane_core.meta import KVBatchMeta
+from dataplane_core.streaming_feed import Failed, Feed
 
 _POLL_S = 0.05
 _STATE_FORMAT = 1
+_LOST = (LeaseLostError, PartitionNotFoundError)
 
 
 class StreamingDataset(IterableDataset[tuple[TensorDict, KVBatchMeta]]):
@@ -120,59 +124,14 @@ class StreamingDataset(IterableDataset[tuple[TensorDict, KVBatchMeta]]):
             yield batch, meta
 
 
-@dataclass
-class _Delivered:
-    content: Any
-    meta: KVBatchMeta
-
-    def pin_memory(self) -> _Delivered:
-        from torch.utils.data._utils.pin_memory import pin_memory
-
-        content = self.content
-        if isinstance(content, tuple) and content and isinstance(content[0], TensorDict):
-            return _Delivered((content[0].pin_memory(), *content[1:]), self.meta)
-        return _Delivered(pin_memory(content), self.meta)  # type: ignore[no-untyped-call]
-
-
-@dataclass
-class _Failed:
-    """An error of a worker as a value, which keeps its class and attributes on the way."""
-
-    error: DataPlaneError
-
-
-class _Feed(IterableDataset[Any]):
-    """What a worker, or with a client of its own the training process, runs."""
-
-    def __init__(
-        self,
-        dataset: StreamingDataset,
-        collate: Callable[[TensorDict, KVBatchMeta], Any] | None,
-        claimed: Callable[[KVBatchMeta], None],
-        client: DataPlaneClient | None,
-    ) -> None:
-        self._dataset = dataset
-        self._collate = collate
-        self._claimed = claimed
-        self._client = client
-
-    def __iter__(self) -> Iterator[_Delivered | _Failed]:
-        try:
-            with contextlib.ExitStack() as stack:
-                client = self._client or stack.enter_context(self._dataset.make_client())
-                for batch, meta in self._dataset.batches(client, self._claimed):
-                    content = (batch, meta) if self._collate is None else self._collate(batch, meta)
-                    yield _Delivered(content, meta)
-        except DataPlaneError as error:
-            yield _Failed(error)
-
-
 class StreamingDataLoader:
     """Iterates over a partition's batches, settles them, and resumes exactly.
 
     Each batch is ``(TensorDict, KVBatchMeta)``, or what ``collate`` makes of the two. Iteration
     ends when nothing is left to claim and no other consumer of the task holds a lease: what a dead
-    consumer held is waited for and delivered here. Each wait ends after ``timeout_s``.
+    consumer held is waited for and delivered here. With ``"commit"``, leases that others renew do
+    not keep it: what live ranks hold is theirs to commit, after their loops too. Each wait ends
+    after ``timeout_s``, which has to be longer than the lease and than others hold a batch.
 
     With leases (``claim_lease_s`` in the client's config) a batch, and what is prefetched, is
     renewed in the background while it is held, and released when the loop ends early, by an error
@@ -190,6 +149,12 @@ class StreamingDataLoader:
 
     The batch in hand is not done until it is acknowledged; call `ack` before `state_dict` to count
     it. Without leases a claim is final: what was claimed and not trained on is lost in a crash.
+
+    Of several ranks with ``"commit"``, one may die after others have left their loops. Its samples
+    come back to the store: once every live rank has committed, iterate again, until an iteration
+    delivers nothing. Ranks that resume load the union of all their ``done``, since any of them may
+    claim what another had done. A client without ``capabilities.inspection`` does not tell whether
+    a lease is renewed: there every lease is waited for, so commit each batch inside the loop.
 
     Args:
         dataset: what to claim.
@@ -221,9 +186,11 @@ class StreamingDataLoader:
         self._collate = collate
         self._settle = settle
         self._context = multiprocessing_context
+        self._look_every_s = max(_POLL_S, renew_every_s / 10)
         self._client = dataset.make_client()
         self._held: dict[str, KVBatchMeta] = {}
-        self._over: set[str] = set()
+        self._over: set[str] = set()  # settled while a worker's report of it may be on its way
+        self._reporting = False
         self._lock = threading.Lock()
         self._done: dict[str, None] = {}
         self._uncommitted: list[KVBatchMeta] = []
@@ -241,16 +208,18 @@ class StreamingDataLoader:
         self._iterating = True
         workers = self._num_workers
         try:
+            theirs = False  # what others hold is renewed: they live, and commit it in their time
             while True:
-                quiet = self._leased_by_others() == 0
+                quiet = theirs or self._leased_by_others() == 0
                 delivered = yield from self._round(workers)
                 workers = 0  # what others give back now is little; no processes are started for it
                 if delivered:
+                    theirs = False
                     continue
-                others = self._leased_by_others()
+                others = 0 if theirs else self._leased_by_others()
                 if quiet and others == 0:
                     return
-                self._wait_for_fewer(others)
+                theirs = self._wait_for_others(others)
         finally:
             self._iterating = False
             self._release_unfinished()
@@ -261,14 +230,16 @@ class StreamingDataLoader:
         delivered = 0
         with contextlib.ExitStack() as stack:
             if workers:
+                self._reporting = True
+                stack.callback(self._end_reports)
                 reports = torch.multiprocessing.get_context(self._context).SimpleQueue()
                 listener = threading.Thread(target=self._listen, args=(reports,), daemon=True)
                 listener.start()
                 stack.callback(listener.join, 5.0)
                 stack.callback(reports.put, None)
-                feed = _Feed(self.dataset, self._collate, reports.put, None)
+                feed = Feed(self.dataset, self._collate, reports.put, None)
             else:
-                feed = _Feed(self.dataset, self._collate, self._hold, self._client)
+                feed = Feed(self.dataset, self._collate, self._hold, self._client)
             loader: DataLoader[Any] = DataLoader(
                 feed,
                 batch_size=None,
@@ -279,7 +250,7 @@ class StreamingDataLoader:
                 multiprocessing_context=self._context if workers else None,
             )
             for item in loader:
-                if isinstance(item, _Failed):
+                if isinstance(item, Failed):
                     raise item.error
                 self._hold(item.meta)
                 delivered += 1
@@ -307,23 +278,55 @@ class StreamingDataLoader:
         self._done.update(dict.fromkeys(meta.sample_ids))
 
     def _settled(self, meta: KVBatchMeta) -> None:
+        try:
+            self._client.acknowledge(meta)
+        except _LOST:
+            self._forget(meta)
+            raise
+        self._forget(meta)
+
+    def _forget(self, meta: KVBatchMeta) -> None:
         token = meta.extra_info[LEASE]
         with self._lock:
             self._held.pop(token, None)
-            self._over.add(token)
-        self._client.acknowledge(meta)
+            if self._reporting:
+                self._over.add(token)
 
     def commit(self) -> None:
         """Settle what the last `state_dict` named as done; call it once that state is durable.
 
         Raises:
-            LeaseLostError: a lease ran out before; its samples may be delivered to others.
+            LeaseLostError: leases ran out before; their samples may be delivered to others. All
+                else is settled, and the loader does not come back to the lost ones.
+            DataPlaneError: as `DataPlaneClient.acknowledge`, of a store that is away; what was not
+                settled is kept and renewed, and `commit` can be called again.
         """
-        for meta in self._to_commit:
-            self._settled(meta)
-        over = {meta.extra_info[LEASE] for meta in self._to_commit}
-        self._uncommitted = [m for m in self._uncommitted if m.extra_info[LEASE] not in over]
-        self._to_commit = []
+        lost: list[str] = []
+        over: set[int] = set()
+        metas = self._to_commit
+        try:
+            for meta in metas:
+                try:
+                    self._settled(meta)
+                except _LOST:
+                    lost += meta.sample_ids
+                over.add(id(meta))
+        except DataPlaneError as error:
+            if lost:
+                error.add_note(self._loss(lost, metas))
+            raise
+        finally:
+            self._to_commit = [meta for meta in metas if id(meta) not in over]
+            self._uncommitted = [meta for meta in self._uncommitted if id(meta) not in over]
+        if lost:
+            raise LeaseLostError(self._loss(lost, metas))
+
+    def _loss(self, lost: Sequence[str], metas: Sequence[KVBatchMeta]) -> str:
+        return (
+            f"commit(partition={self.dataset.partition_id!r}, task={self.dataset.task_name!r}): "
+            f"the leases of {len(lost)} of {sum(meta.size for meta in metas)} samples ran out or "
+            f"were ended before, and others may hold them: {listed(lost)}"
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """What `load_state_dict` needs: plain data, the ids done in this partition among it."""
@@ -386,6 +389,11 @@ class StreamingDataLoader:
         while (meta := reports.get()) is not None:
             self._hold(meta)
 
+    def _end_reports(self) -> None:
+        with self._lock:
+            self._reporting = False
+            self._over.clear()
+
     def _renew_held(self, every_s: float) -> None:
         while not self._closing.wait(every_s):
             with self._lock:
@@ -405,7 +413,6 @@ class StreamingDataLoader:
             unfinished = [meta for token, meta in self._held.items() if token not in kept]
             for meta in unfinished:
                 del self._held[meta.extra_info[LEASE]]
-                self._over.add(meta.extra_info[LEASE])
         for meta in unfinished:
             _release(self._client, meta)
 
@@ -420,17 +427,33 @@ class StreamingDataLoader:
         with self._lock:
             return max(0, counts.leased - sum(meta.size for meta in self._held.values()))
 
-    def _wait_for_fewer(self, others: int) -> None:
-        deadline = time.monotonic() + self.dataset.timeout_s
+    def _wait_for_others(self, others: int) -> bool:
+        """Wait until others hold fewer samples, or, with "commit", renewed all that they hold.
+
+        Returns:
+            Whether they renewed it.
+        """
+        dataset = self.dataset
+        watch = None
+        if self._settle == "commit" and self._client.capabilities.inspection:
+            watch = LeaseWatch(self._client, dataset.partition_id, dataset.task_name)
+        deadline = time.monotonic() + dataset.timeout_s
+        next_look = 0.0
         while others and self._leased_by_others() >= others:
-            if time.monotonic() >= deadline:
+            now = time.monotonic()
+            if watch is not None and now >= next_look:
+                if watch.all_renewed():
+                    return True
+                next_look = now + self._look_every_s
+            if now >= deadline:
                 raise ClaimTimeoutError(
-                    f"StreamingDataLoader(partition={self.dataset.partition_id!r}, "
-                    f"task={self.dataset.task_name!r}): {others} samples are still leased by other "
-                    f"consumers after {self.dataset.timeout_s:g} s",
+                    f"StreamingDataLoader(partition={dataset.partition_id!r}, "
+                    f"task={dataset.task_name!r}): {others} samples are still leased by other "
+                    f"consumers after {dataset.timeout_s:g} s",
                     missing=others,
                 )
             self._closing.wait(_POLL_S)
+        return False
 
 
 def _release(client: DataPlaneClient, meta: KVBatchMeta) -> None:
