@@ -12,9 +12,17 @@ from hypothesis import settings
 FOLDER = str(Path(__file__).parent)
 sys.path.insert(0, FOLDER)
 
-from rollout_doubles import DP_CFG  # noqa: E402  # after its folder is on the path
+from rollout_doubles import (  # noqa: E402  # after its folder is on the path
+    DP_CFG,
+    Adder,
+    Arithmetic,
+    CharTokenizer,
+    Local,
+    config,
+)
 
 from dataplane_core import DP_TRAIN_FIELDS, InMemoryDataPlaneClient  # noqa: E402  # likewise
+from rollout_actor import SyncRolloutActor  # noqa: E402  # likewise
 
 
 @pytest.fixture
@@ -23,6 +31,25 @@ def store():
     with InMemoryDataPlaneClient(DP_CFG) as client:
         client.register_partition("train", list(DP_TRAIN_FIELDS), 64, ["train"])
         yield client
+
+
+@pytest.fixture
+def actor_of(store):
+    """Makes actors that are shut down with the test."""
+    made = []
+
+    def make(generator=None, env=None, **options):
+        generator = generator or Adder()
+        env = env or Local(Arithmetic())
+        actor = SyncRolloutActor(
+            generator, CharTokenizer(), {"sum": env}, config(**options), DP_CFG
+        )
+        made.append(actor)
+        return actor
+
+    yield make
+    for actor in made:
+        actor.shutdown()
 
 
 @pytest.fixture(scope="module")

@@ -47,25 +47,6 @@ CARRY = [
 ]
 
 
-@pytest.fixture
-def actor_of(store):
-    """Makes actors that are shut down with the test."""
-    made = []
-
-    def make(generator=None, env=None, **options):
-        generator = generator or Adder()
-        env = env or Local(Arithmetic())
-        actor = SyncRolloutActor(
-            generator, CharTokenizer(), {"sum": env}, config(**options), DP_CFG
-        )
-        made.append(actor)
-        return actor
-
-    yield make
-    for actor in made:
-        actor.shutdown()
-
-
 def nothing_is_put(store):
     return store.count_samples("train", "train", []).put == 0
 
@@ -227,15 +208,6 @@ def test_a_refused_put_finishes_generation():
         with pytest.raises(CapacityExceeded):
             actor.rollout_to_tq(batch_of(["1+2="] * 2), partition_id="train")
     assert generator.events[-1] == "finish"
-
-
-def test_failing_metrics_are_not_swallowed(actor_of):
-    class Broken(Adder):
-        def get_logger_metrics(self):
-            raise OSError("no metrics")
-
-    with pytest.raises(OSError, match="no metrics"):
-        actor_of(Broken()).rollout_to_tq(batch_of(["1+2="]), partition_id="train")
 
 
 # The put

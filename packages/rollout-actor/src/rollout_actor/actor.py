@@ -2,13 +2,14 @@
 
 The order in `SyncRolloutActor.rollout_to_tq` is the contract. Whatever can be refused is refused
 before generation, the rest before the put; after the put nothing is left that can fail but the
-generation back end's own tail calls.
+generation back end's own tail calls, and if one does, what was put is cleared again.
 """
 
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any  # Any: configuration, columns and metrics are the caller's own values
 
 import torch
@@ -19,6 +20,7 @@ from dataplane_core import (
     ClosedError,
     ConfigError,
     KVBatchMeta,
+    SamplesLeasedError,
     build_data_plane_client,
 )
 from dataplane_core.telemetry import attached, span
@@ -97,8 +99,10 @@ class SyncRolloutActor(RayClass):
         """Generate, flatten and put one batch; return its meta and what the driver computes with.
 
         In order: snapshot of the back end's metrics (if ``first_iter``), clear of the metrics,
-        rollout, flatten, one put, ``finish_generation``, metrics. Should any of it raise, nothing
-        is put, or the put was refused whole, and ``finish_generation`` is still called.
+        rollout, flatten, one put, ``finish_generation``, metrics. Should any of it up to the put
+        raise, nothing is put, or the put was refused whole, and ``finish_generation`` is still
+        called. Should one of the last two raise, the samples are cleared again, also from under a
+        lease. What fails on top of an error is a note on it.
 
         Args:
             input_batch: n rows, each prompt repeated ``group_size`` times in a row.
@@ -197,10 +201,27 @@ class SyncRolloutActor(RayClass):
                 task_name=partition_id,
                 pad_to_multiple=self._settings.pad_to_multiple,
             )
-        finally:
+        except BaseException as error:
+            if finish_generation:
+                with _noted(error, "finish_generation failed as well"):
+                    generation.finish_generation()
+            raise
+        try:
             if finish_generation:
                 generation.finish_generation()
-        return meta, carry, metrics, generation.get_logger_metrics()
+            return meta, carry, metrics, generation.get_logger_metrics()
+        except BaseException as error:
+            left = f"the {meta.size} samples put into partition {partition_id!r} may still be there"
+            with _noted(error, left):
+                self._take_back(meta)
+            raise
+
+    def _take_back(self, meta: KVBatchMeta) -> None:
+        """Clear what nobody will get the ids of: a retry puts the same rows under new ones."""
+        try:
+            self._dp_client.clear_samples(meta.sample_ids, meta.partition_id)
+        except SamplesLeasedError:
+            self._dp_client.clear_samples(meta.sample_ids, meta.partition_id, force=True)
 
     def _roll_out(
         self,
@@ -228,6 +249,15 @@ class SyncRolloutActor(RayClass):
         """Detach from the data plane. Calling it twice is fine."""
         self._closed = True
         self._dp_client.close()
+
+
+@contextmanager
+def _noted(error: BaseException, what: str) -> Iterator[None]:
+    """Let what fails while ``error`` is handled be a note on it."""
+    try:
+        yield
+    except Exception as another:  # noqa: BLE001  # whatever it is, the first error is raised
+        error.add_note(f"{what}: {type(another).__name__}: {another}")
 
 
 def _new_sample_ids(rows: int, group_size: int) -> list[str]:
