@@ -136,11 +136,29 @@ def test_lists_serve_where_tensors_do(step):
         (answer(2, next_stop_strings=[None] * 3), "next_stop_strings is a list of 3"),
         (answer(2, terminateds=torch.ones(1)), "terminateds is a list of 1"),
         (answer(2, terminateds=torch.tensor(1)), "terminateds is a int"),
+        (
+            answer(2, rewards=torch.tensor([0.0, torch.nan])),
+            "reward 'rewards' of row 1 of 2 is nan",
+        ),
+        (answer(2, rewards={"x": [torch.inf, 1.0]}), "reward 'x' of row 0 of 2 is inf"),
+        (answer(2, rewards=[0.0, -torch.inf]), "reward 'rewards' of row 1 of 2 is -inf"),
+        (
+            answer(2, next_stop_strings=[["END"], "END"]),
+            "next_stop_strings of row 1 of 2 are 'END'; expected a list of strings",
+        ),
+        (answer(2, next_stop_strings=[None, [7]]), r"next_stop_strings of row 1 of 2 are \[7\]"),
     ],
 )
 def test_a_return_that_does_not_fit_is_refused_naming_task_and_part(step, result, message):
     with pytest.raises(InvalidRequestError, match=f"task 'maths'.*{message}"):
         step(["maths", "maths"], {"maths": environment(result)})
+
+
+@pytest.mark.parametrize("part", ["rewards", "terminateds"])
+def test_a_return_that_cannot_be_read_names_the_task(step, part):
+    with pytest.raises((TypeError, RuntimeError)) as caught:
+        step(["maths", "maths"], {"maths": environment(answer(2, **{part: [None, 1.0]}))})
+    assert caught.value.__notes__ == ["raised by the environment of task 'maths'"]
 
 
 def test_environments_see_role_and_content_only(step):

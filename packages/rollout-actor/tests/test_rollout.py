@@ -149,6 +149,13 @@ def test_stop_strings_are_per_row(play):
     assert responses == ["3.", "7. So it is.", "11. So"]
 
 
+@pytest.mark.parametrize("stop_strings", ["END", b"END", ["END", 7], 7])
+def test_stop_strings_that_are_not_a_list_of_strings_are_refused_by_row(play, stop_strings):
+    with pytest.raises(InvalidRequestError, match=r"stop_strings of row 1 are .*expected a list"):
+        play(batch_of(["1+2=", "3+4="], stop_strings=[["."], stop_strings]), Local(Arithmetic()))
+    assert play.generator.events == []
+
+
 def test_next_stop_strings_replace_those_of_the_row(play):
     env = Scripted(
         lambda log, info: {

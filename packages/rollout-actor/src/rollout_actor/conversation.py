@@ -15,7 +15,7 @@ import torch
 
 from dataplane_core import InvalidRequestError, MissingDataError
 from dataplane_core.errors import listed
-from rollout_actor.environment_return import StepOutcome
+from rollout_actor.environment_return import StepOutcome, read_stop_strings
 from rollout_actor.generation import Response
 from rollout_actor.interfaces import MessageLog, TokenizerInterface
 from rollout_actor.media import media_of, share_equal_media
@@ -142,7 +142,8 @@ def start_conversations(
 
     Raises:
         MissingDataError: (a KeyError and a ValueError) if a column or a turn's tokens are missing.
-        InvalidRequestError: (a ValueError) if the columns differ in their number of rows.
+        InvalidRequestError: (a ValueError) if the columns differ in their number of rows, or a
+            row's ``stop_strings`` are not a list of strings.
     """
     missing = [name for name in _NEEDED_COLUMNS if name not in input_batch]
     if missing:
@@ -168,7 +169,7 @@ def start_conversations(
             turns=[_own_turn(turn, row, place) for place, turn in enumerate(log)],
             # Repeated prompts often share one dict, which an environment may write to.
             env_info=copy.deepcopy(env_info),
-            stop_strings=None if stop_strings is None else list(stop_strings),
+            stop_strings=read_stop_strings(stop_strings, f"rollout: stop_strings of row {row}"),
             media=media_of(log),
         )
         for row, (log, task, env_info, stop_strings) in enumerate(zip(logs, *columns, strict=True))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from math import isfinite
 from typing import Any  # Any: metadata and answers are the environment's own values
 
 import torch
@@ -33,7 +34,8 @@ def read_return(answer: Any, task: str, count: int) -> list[StepOutcome]:
 
     Raises:
         InvalidRequestError: (a ValueError) naming the task, if ``answer`` has none of the forms of
-            an `EnvironmentReturn`, or a part of it is not one value per row.
+            an `EnvironmentReturn`, a part of it is not one value per row, a reward is not finite,
+            or a row's stop strings are not a list of strings.
     """
     parts = _as_return(answer, task)
     rewards, components = _read_rewards(parts.rewards, task, count)
@@ -63,7 +65,10 @@ def read_return(answer: Any, task: str, count: int) -> list[StepOutcome]:
             observation=observation,
             metadata=metadata,
             sets_stop_strings=parts.next_stop_strings is not None,
-            stop_strings=stop_strings,
+            stop_strings=read_stop_strings(
+                stop_strings,
+                f"environment of task {task!r}: next_stop_strings of row {row} of {count}",
+            ),
             reward=rewards[row],
             components={name: values[row] for name, values in components.items()},
             terminated=bool(terminated),
@@ -72,6 +77,22 @@ def read_return(answer: Any, task: str, count: int) -> list[StepOutcome]:
             zip(*columns.values(), strict=True)
         )
     ]
+
+
+def read_stop_strings(found: Any, what: str) -> list[str] | None:
+    """The stop strings of one row, as a list of their own.
+
+    Raises:
+        InvalidRequestError: (a ValueError) starting with ``what``; a string by itself would stop
+            at each of its letters.
+    """
+    if found is None:
+        return None
+    listing = isinstance(found, Iterable) and not isinstance(found, str | bytes | Mapping)
+    strings = list(found) if listing else []
+    if not listing or not all(isinstance(string, str) for string in strings):
+        raise InvalidRequestError(f"{what} are {found!r}; expected a list of strings, or None")
+    return strings
 
 
 def _as_return(answer: Any, task: str) -> EnvironmentReturn:
@@ -105,6 +126,12 @@ def _read_rewards(
                 f"expected ({count},), a value per row"
             )
         columns[name] = tensor.tolist()
+        wrong = next((row for row, value in enumerate(columns[name]) if not isfinite(value)), None)
+        if wrong is not None:
+            raise InvalidRequestError(
+                f"environment of task {task!r}: reward {name!r} of row {wrong} of {count} is "
+                f"{columns[name][wrong]}; expected a finite number"
+            )
     totals = [sum(column[row] for column in columns.values()) for row in range(count)]
     return totals, columns if isinstance(rewards, Mapping) else {}
 

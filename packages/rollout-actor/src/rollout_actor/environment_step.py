@@ -137,7 +137,7 @@ def _outcomes(steps: Sequence[_Step], timeout_s: float) -> list[StepOutcome]:
             )
         with _named(step.task):
             answer = step.future.result()
-        outcomes = read_return(answer, step.task, len(step.places))
+            outcomes = read_return(answer, step.task, len(step.places))
         by_place.update(zip(step.places, outcomes, strict=True))
     return [by_place[place] for place in sorted(by_place)]
 

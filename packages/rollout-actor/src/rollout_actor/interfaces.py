@@ -57,8 +57,8 @@ class EnvironmentReturn(NamedTuple):
             leaves what the row has.
         next_stop_strings: per row the stop strings of the next response, None for no stop strings.
             None as a whole leaves what each row has.
-        rewards: float (n,), or name to float (n,). Named components are summed to the row's reward
-            and also kept under their names. Both add up over the turns.
+        rewards: float (n,), finite, or name to such a tensor. Named components are summed to the
+            row's reward and also kept under their names. Both add up over the turns.
         terminateds: bool (n,); True ends the row.
         answers: n extracted answers or None. Read by evaluation loops, not by a rollout.
     """
