@@ -50,7 +50,8 @@ class DataPlaneConfig(TypedDict):
         global_segment_size: bytes of each storage unit (``packed``) or of the store's segment
             (``mooncake_cpu``); other backends ignore it.
         local_buffer_size: bytes per local buffer, read by ``mooncake_cpu`` only.
-        controller_address: where a client that attaches from outside the cluster finds it.
+        controller_address: where a client that attaches from outside the cluster finds it; ours
+            attach through Ray and do not read it.
         ack_timeout_ms: deadline of one store operation, in milliseconds.
         claim_lease_s: how long a claim stays exclusive without being acknowledged or renewed, in
             seconds. Without it a claim is final.

@@ -141,7 +141,7 @@ class TQDataPlaneClient(Onlooker):
         origin: str | None = None,
     ) -> KVBatchMeta:
         self._check_open()
-        check_put(sample_ids, partition_id, tags)
+        tags = check_put(sample_ids, partition_id, tags)
         what = f"put_samples(partition={partition_id!r})"
         if fields is None:
             return self._put(what, sample_ids, partition_id, Encoded({}), dict, tags, claim, origin)
@@ -166,7 +166,7 @@ class TQDataPlaneClient(Onlooker):
         origin: str | None = None,
     ) -> KVBatchMeta:
         self._check_open()
-        check_put(sample_ids, partition_id, tags)
+        tags = check_put(sample_ids, partition_id, tags)
         what = f"put_columns(partition={partition_id!r})"
         check_columns(what, columns, len(sample_ids), lengths, ragged)
         encoded = self._store.encode_columns(columns, len(sample_ids), lengths, ragged)

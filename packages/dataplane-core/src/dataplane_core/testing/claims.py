@@ -7,6 +7,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any  # Any: tags that are none
 
+import numpy as np
 import pytest
 import torch
 
@@ -88,6 +89,17 @@ class ClaimContract(StoreFixtures):
         with pytest.raises(InvalidRequestError, match=named):
             client.put_samples(["a", "b"], partition, batch(2, x=torch.ones(2)), tags)
         assert client.claim_meta(partition, "train", ["x"], 2, blocking=False).size == 0
+
+    def test_scalars_of_numpy_and_torch_are_stored_as_the_primitives_that_they_are(
+        self, client: DataPlaneClient, partition: str
+    ) -> None:
+        given = {"input_lengths": np.int32(3), "v": np.float32(0.5), "task": np.str_("math")}
+        found = client.put_samples(["a"], partition, batch(1, x=torch.ones(1)), [given])
+        assert found.tags == [{"input_lengths": 3, "v": 0.5, "task": "math"}]
+        meta = client.claim_meta(partition, "train", ["x"], 1, blocking=False)
+        assert meta.tags == found.tags
+        assert meta.tags is not None
+        assert [type(value) for value in meta.tags[0].values()] == [int, float, str]
 
     def test_tags_are_replaced_by_a_put_with_tags_and_kept_by_one_without(
         self, client: DataPlaneClient, peer: DataPlaneClient, partition: str
