@@ -27,6 +27,8 @@ class Settings:
         poll_s: seconds between two looks into the data plane.
         ask_s: seconds that one drill-down into the data plane may take.
         stuck_after_s: age in seconds from which unclaimed samples and claims count as stuck.
+        silent_after_s: for how long in seconds nothing was heard of a process, while it sends
+            metrics, until what it waited for is shown apart. Processes send them every minute.
         most_subscribers: connections that may wait for live updates at a time.
         jaeger_url: base of Jaeger's pages, to link traces to.
         tempo_url: where a trace can be looked at in Tempo or Grafana, with ``{trace_id}`` in it;
@@ -48,6 +50,7 @@ class Settings:
     poll_s: float = 1.0
     ask_s: float = 5.0
     stuck_after_s: float = 60.0
+    silent_after_s: float = 300.0
     most_subscribers: int = 100
     jaeger_url: str | None = None
     tempo_url: str | None = None

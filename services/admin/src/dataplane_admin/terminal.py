@@ -179,11 +179,13 @@ def _traces(body: str) -> RenderableType:
 
 def _why(body: str) -> RenderableType:
     told = TypeAdapter(list[models.Wait]).validate_json(body)
-    if not told:
-        return Text("nothing waits")
-    return Group(
-        *(Text(f"{place}. {_one_line(one.sentence)}") for place, one in enumerate(told, 1))
-    )
+    lines = [Text(f"{place}. {_one_line(one.sentence)}") for place, one in enumerate(told, 1)]
+    # Those come last.
+    fresh = sum(one.silent_s is None for one in told)
+    parts = lines[:fresh] or [Text("nothing waits")]
+    if lines[fresh:]:
+        parts += [Text("of processes that are not heard of any more:", "yellow"), *lines[fresh:]]
+    return Group(*parts)
 
 
 _VIEWS: dict[str, Callable[[str], RenderableType]] = {

@@ -132,6 +132,24 @@ def test_the_overview_says_why_it_is_stuck_with_the_ids_that_block(client):
     assert "s39_p0_g0" in text
 
 
+def test_the_overview_shows_waits_of_processes_that_are_gone_apart_and_below(client):
+    text = Document(client.get("/").text).text
+    above, title, below = text.partition("Not heard of since")
+    assert title
+    assert "nothing has been heard of it for 1 h" in below
+    assert "nothing has been heard of it" not in above
+    assert "3 of 480 lack advantages" in above
+
+
+def test_the_headline_is_not_stuck_by_processes_that_are_gone(site, client, monkeypatch):
+    gone = [one for one in site.answers.why() if one.silent_s is not None]
+    monkeypatch.setattr(site.answers, "why", lambda: gone)
+    text = Document(client.get("/").text).text
+    assert "Not heard of since" in text
+    assert "Why it is stuck" not in text
+    assert "things wait" not in text
+
+
 def test_the_overview_of_a_fresh_service_says_how_to_send_telemetry_here(bare_client):
     text = Document(bare_client.get("/").text).text
     assert "OTEL_EXPORTER_OTLP_ENDPOINT=http://localhost" in text

@@ -10,7 +10,7 @@ from sqlalchemy import event
 from dataplane_admin.ingest.events import batch_of_logs
 from dataplane_admin.store import Cursor, Store, TraceFilter
 from observability.records import Records, decode_logs, decode_traces
-from observability.views import life_of, why
+from observability.views import life_of
 
 NEVER_NS = 1 << 62
 
@@ -175,73 +175,11 @@ def test_the_first_put_counts_whatever_order_events_arrive_in(store, otlp):
     assert dict(store.staleness("run").counts) == {3: 1}
 
 
-def waits(records):
-    return [
-        (
-            wait.process.service,
-            wait.partition,
-            (wait.there, wait.ready, wait.unput, wait.claimed),
-            [(name, lack.count, lack.examples) for name, lack in wait.lacks.items()],
-        )
-        for wait in why(records, NEVER_NS)
-    ]
-
-
-def steps_of_a_run(otlp, steps, *, stuck):
-    """Every step registers, puts, claims and clears by id; the last one waits for a field."""
-    for step in range(steps):
-        at, ids = 10.0 * step, [f"s{step}-{number}" for number in range(6)]
-        yield otlp.log("registered", at_s=at, samples=6, tasks=["train"], fields=["x", "y"])
-        yield otlp.log("put", ids[:4], at_s=at + 1, fields=["x"], service="rollout")
-        if stuck and step == steps - 1:
-            yield otlp.log("put", ids[:1], at_s=at + 2, fields=["y"], service="policy")
-            yield otlp.log(
-                "waiting", at_s=at + 3, wait=f"w{step}", task="train", fields=["x", "y"], samples=6
-            )
-            return
-        yield otlp.log("waiting", at_s=at + 2, wait=f"w{step}", task="train", fields=["x"])
-        yield otlp.log("put", ids[4:], at_s=at + 3, fields=["x"], service="rollout")
-        yield otlp.log("claimed", ids, at_s=at + 4, wait=f"w{step}", task="train", fields=["x"])
-        yield otlp.log("cleared", ids, at_s=at + 5)
-
-
-@pytest.mark.parametrize("order", ["told", "by_process"])
-def test_why_it_is_stuck_is_what_the_views_make_of_everything(store, otlp, order):
-    logs = list(steps_of_a_run(otlp, 4, stuck=True))
-    everything = Records()
-    for data in logs:
-        everything.add(decode_logs(data.SerializeToString()))
-    if order == "by_process":  # each exports in its own batches
-        logs.sort(key=lambda one: one.resource_logs[0].resource.attributes[0].value.string_value)
-    write(store, *(batch_of_logs(data, otlp.limits) for data in logs))
-    found = store.wait_records(NEVER_NS)
-    assert waits(found) == waits(everything) != []
-    # Steps that are over are not read.
-    assert len(found.events) < len(everything.events) / 2
-    assert waits(store.wait_records(0)) == []
-
-
-def test_a_wait_is_over_even_if_its_end_arrives_first(store, otlp):
-    write(
-        store,
-        otlp.event("answered", at_s=5, wait="w", partition=None),
-        otlp.event("waiting", at_s=1, wait="w", partition=None),
-        otlp.event("waiting", at_s=1, wait="w", partition=None, service="another"),
-    )
-    assert [one[0] for one in waits(store.wait_records(NEVER_NS))] == ["another"]
-
-
-def test_a_whole_partition_that_was_cleared_holds_nothing(store, otlp):
-    write(
-        store,
-        otlp.event("put", ["a", "b"], at_s=1, fields=["x"]),
-        otlp.event("cleared", at_s=2),
-        otlp.event("put", ["c"], at_s=3, fields=["x"]),
-        otlp.event("waiting", at_s=4, wait="w", task="train", fields=["x", "y"]),
-    )
-    assert waits(store.wait_records(NEVER_NS)) == [
-        ("grpo.driver", "train", (1, 0, 0, 0), [("y", 1, ("c",))])
-    ]
+def test_a_task_is_known_to_claim_from_its_events(store, otlp):
+    write(store, otlp.event("claimed", ["a"], task="t", fields=["x"]))
+    assert store.has_claimed("train", "t")
+    assert not store.has_claimed("train", "other")
+    assert not store.has_claimed("other", "t")
 
 
 def test_newest_events_come_in_the_order_of_their_arrival(store, otlp):
@@ -295,6 +233,7 @@ def test_no_answer_reads_events_samples_or_chunks_from_end_to_end(tmp_path, otlp
         store.find_samples("a", 5)
         store.find_samples("", 5, ("a", 1))
         store.wait_records(NEVER_NS)
+        store.has_claimed("train", "t")
         store.staleness("run")
         store.events_since(1, 5)
         store.totals()

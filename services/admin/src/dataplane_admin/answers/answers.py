@@ -194,9 +194,14 @@ class Answers:
             _check_id("partition", partition)
         return lineage.life(self._store, self._live, sample_id, partition)
 
-    def why(self) -> list[models.Wait]:
-        """Why it is stuck: the longest wait first; empty if nothing waits."""
-        return waits.waits(self._store, self._live)
+    def why(self, *, run: str | None = None) -> list[models.Wait]:
+        """Why it is stuck: the longest wait first, those of processes that are gone last; empty if
+        nothing waits. Of one ``run`` only what its processes told."""
+        if run is not None:
+            _check_id("run", run)
+        return waits.waits(
+            self._store, self._live, silent_after_s=self._settings.silent_after_s, run=run
+        )
 
     def staleness(self, *, run: str | None = None, steps: int = 20) -> models.Staleness:
         """Of the last ``steps`` (1 to 10,000) of ``run``, or of the newest run."""

@@ -3,35 +3,49 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from dataplane_admin.answers import models
+from dataplane_admin.ingest import unique_label
 from dataplane_admin.live import Live, Stuck
 from dataplane_admin.store import Store
+from dataplane_admin.store.texts import storable
 from observability.views import Wait, printable, why
 
 _MOST = 100
 
 
-def waits(store: Store, live: Live | None) -> list[models.Wait]:
-    """The longest first."""
+def waits(
+    store: Store, live: Live | None, *, silent_after_s: float, run: str | None = None
+) -> list[models.Wait]:
+    """The longest first, and behind all others those of processes that are not heard of any more.
+
+    Args:
+        store: what was told.
+        live: the data plane, None if none is looked into.
+        silent_after_s: for how long nothing was heard of a process that counts as silent.
+        run: only what this run told; what stands still in the data plane tells no run.
+    """
     now_ns = time.time_ns()
     snapshot = None if live is None or not live.snapshot.attached else live.snapshot
-    told = why(store.wait_records(now_ns), now_ns, snapshot.partitions if snapshot else None)
-    found = [_wait(one) for one in told]
-    known = {(one.partition, one.task) for one in found}
-    for stuck in snapshot.stuck if snapshot else ():
+    records = store.wait_records(now_ns, silent_after_s=silent_after_s)
+    told = why(records, now_ns, snapshot.partitions if snapshot else None)
+    found = [_wait(one, records.silent, now_ns) for one in told if run in (None, one.run_id)]
+    known = {(one.partition, one.task) for one in found if one.silent_s is None}
+    for stuck in snapshot.stuck if snapshot and run is None else ():
         # A task that says itself that it waits has said it better.
         if stuck.claim is not None or (stuck.partition_id, stuck.task) not in known:
             found.append(_standing(stuck, now_ns))
-    return sorted(found, key=lambda one: one.since_ns)[:_MOST]
+    return sorted(found, key=lambda one: (one.silent_s is not None, one.since_ns))[:_MOST]
 
 
-def _wait(wait: Wait) -> models.Wait:
+def _wait(wait: Wait, silent: Mapping[tuple[str, str], int], now_ns: int) -> models.Wait:
     examples = dict.fromkeys(one for lack in wait.lacks.values() for one in lack.examples)
+    heard_ns = silent.get((storable(unique_label(wait.process)), storable(wait.run_id)))
+    silent_s = None if heard_ns is None else max(0, now_ns - heard_ns) / 1e9
     return models.Wait(
         kind="wait",
-        sentence=str(wait),
+        sentence=str(wait) if silent_s is None else f"{wait}; {_not_heard_of(silent_s)}",
         task=wait.task,
         process=wait.label,
         partition=wait.partition,
@@ -39,6 +53,7 @@ def _wait(wait: Wait) -> models.Wait:
         step=wait.step,
         since_ns=wait.since_ns,
         seconds=wait.seconds,
+        silent_s=silent_s,
         asked=wait.asked,
         ready=wait.ready,
         there=wait.there,
@@ -49,6 +64,10 @@ def _wait(wait: Wait) -> models.Wait:
         blocking=list(examples),
         claim="",
     )
+
+
+def _not_heard_of(silent_s: float) -> str:
+    return f"nothing has been heard of it for {_about(silent_s)}"
 
 
 def _standing(stuck: Stuck, now_ns: int) -> models.Wait:
@@ -62,6 +81,7 @@ def _standing(stuck: Stuck, now_ns: int) -> models.Wait:
         step=None,
         since_ns=now_ns - int(stuck.seconds * 1e9),
         seconds=stuck.seconds,
+        silent_s=None,
         asked=0,
         ready=0,
         there=stuck.there,

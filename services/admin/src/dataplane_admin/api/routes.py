@@ -159,7 +159,7 @@ def _history(answers: Answers) -> APIRouter:
 
     @routes.get("/why", response_model=list[models.Wait], responses=_KEPT)
     def why(request: Request) -> Response:
-        """Why it is stuck, the longest wait first."""
+        """Why it is stuck: the longest wait first, those of processes that are gone last."""
         return kept_reply(request, answers.revisions, answers.why, ages=True)
 
     @routes.get("/staleness", response_model=models.Staleness, responses=_KEPT)

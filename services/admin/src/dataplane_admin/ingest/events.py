@@ -24,6 +24,7 @@ from dataplane_admin.ingest.values import (
     int_of,
     process_of,
     text_of,
+    unique_label,
 )
 from dataplane_admin.store import Batch, LifecycleEvent
 from dataplane_admin.store.texts import bytes_of_id
@@ -121,6 +122,7 @@ def _event(
         trace_id=record.trace_id or None,
         span_id=record.span_id or None,
         wait=_digest_of_wait(process, wait) if wait else None,
+        process=unique_label(process),
     )
 
 

@@ -54,6 +54,8 @@ class Overview:
 
     Attributes:
         mood: ``moving``, ``stuck``, ``quiet`` or ``empty``.
+        waits: of what goes on.
+        silent: waits of processes that are not heard of any more.
         last: the newest step that has ended.
     """
 
@@ -61,6 +63,7 @@ class Overview:
     headline: str
     status: models.Status
     waits: Sequence[models.Wait]
+    silent: Sequence[models.Wait]
     partitions: Sequence[PartitionOnOverview]
     steps: Sequence[StepOnOverview]
     last: StepOnOverview | None
@@ -99,17 +102,20 @@ def overview(answers: Answers, buckets: Buckets) -> Overview:
     """The first page."""
     status = answers.status()
     held = answers.partitions()
-    waits = answers.why()
+    told = answers.why()
+    waits = [one for one in told if one.silent_s is None]
     facts = answers.traces(limit=_STEPS).traces
     longest = max((one.seconds for one in facts), default=0.0)
     rates = [one.put_per_s for one in held.partitions if one.put_per_s is not None]
     steps = [_step(one, buckets.of(one), longest) for one in facts]
-    mood, headline = _headline(status, waits, held.partitions, facts)
+    silent = [one for one in told if one.silent_s is not None]
+    mood, headline = _headline(status, waits, silent, held.partitions, facts)
     return Overview(
         mood=mood,
         headline=headline,
         status=status,
         waits=waits,
+        silent=silent,
         partitions=[_partition(one) for one in held.partitions],
         steps=steps,
         last=next((one for one in steps if one.facts.has_root), steps[0] if steps else None),
@@ -122,6 +128,7 @@ def overview(answers: Answers, buckets: Buckets) -> Overview:
 def _headline(
     status: models.Status,
     waits: Sequence[models.Wait],
+    silent: Sequence[models.Wait],
     partitions: Sequence[models.Partition],
     facts: Sequence[models.TraceFacts],
 ) -> tuple[str, str]:
@@ -135,8 +142,11 @@ def _headline(
         since = (status.now_ns - newest.end_ns) / 1e9
         what = f"Step {newest.step}" if newest.step is not None else "The newest trace"
         if since > max(60.0, _LATE * newest.seconds):
-            return "quiet", f"Nothing waits; {what.lower()} ended {words.ago(since)} ago"
+            waits_not = "What waited is not heard of any more" if silent else "Nothing waits"
+            return "quiet", f"{waits_not}; {what.lower()} ended {words.ago(since)} ago"
         return "moving", f"Moving: {what.lower()} took {words.duration(newest.seconds)}"
+    if silent:
+        return "quiet", "What waited is not heard of any more"
     if partitions:
         return "moving", "Nothing waits"
     if status.live.attached:

@@ -69,7 +69,11 @@ def partition_page(
     return PartitionPage(
         facts=facts,
         live=answers.status().live,
-        waits=[wait for wait in answers.why() if wait.partition == partition_id][:3],
+        waits=[
+            wait
+            for wait in answers.why()
+            if wait.partition == partition_id and wait.silent_s is None
+        ][:3],
         heat=heat_map(matrix, chosen=start) if matrix.windows else None,
         field_names=[field.name for field in facts.fields],
         page=page,

@@ -21,6 +21,7 @@ from dataplane_admin.store.rows import (
     StoreTotals,
     TraceFilter,
     TraceRow,
+    WaitRecords,
 )
 from dataplane_admin.store.store import Store
 
@@ -45,6 +46,7 @@ __all__ = [
     "StoreUnavailable",
     "TraceFilter",
     "TraceRow",
+    "WaitRecords",
     "WriteRefused",
     "WriteResult",
 ]

@@ -124,7 +124,7 @@ def _store(work: Work, events: list[LifecycleEvent]) -> None:
         ],
     )
     _save_samples(work, samples)
-    _track_waits(work, rows)
+    _track_waits(work, rows, [storable(event.process) for event in events])
     apply_runs(work, ((storable(event.run_id), event.time_ns, event.time_ns) for event in events))
 
 
@@ -228,16 +228,21 @@ def _event_row(
     }
 
 
-def _track_waits(work: Work, rows: list[dict[str, Any]]) -> None:
+def _track_waits(work: Work, rows: list[dict[str, Any]], processes: Sequence[str]) -> None:
+    """End the waits that are over and keep those that begin; ``processes`` told the rows."""
     ended = {row["wait"] for row in rows if row["wait"] and row["name"] in ENDS}
     for some in in_groups(ended):
         work.connection.execute(delete(OpenWaitModel).where(OpenWaitModel.wait.in_(some)))
-    begun = [row for row in rows if row["name"] == "waiting"]
+    begun = [
+        (row, process)
+        for row, process in zip(rows, processes, strict=True)
+        if row["name"] == "waiting"
+    ]
     if not begun:
         return
     over = {
         row[0]
-        for some in in_groups({row["wait"] for row in begun if row["wait"]})
+        for some in in_groups({row["wait"] for row, _ in begun if row["wait"]})
         for row in work.connection.execute(
             select(EventModel.wait).where(EventModel.wait.in_(some), EventModel.name.in_(ENDS))
         )
@@ -250,8 +255,9 @@ def _track_waits(work: Work, rows: list[dict[str, Any]]) -> None:
                 # Without a name nothing can end it.
                 "wait": row["wait"] or row["digest"],
                 "place_id": row["place_id"],
+                "process": process,
             }
-            for row in begun
+            for row, process in begun
             if row["wait"] not in over
         ],
     )

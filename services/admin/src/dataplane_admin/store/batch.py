@@ -66,6 +66,7 @@ class LifecycleEvent:
         trace_id: 16 bytes or None.
         span_id: 8 bytes or None.
         wait: digest of process and name of the wait that it begins or ends; else None.
+        process: label of who told, as `SeriesPoint.process`.
     """
 
     digest: bytes
@@ -82,6 +83,7 @@ class LifecycleEvent:
     trace_id: bytes | None
     span_id: bytes | None
     wait: bytes | None
+    process: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -208,7 +208,8 @@ class EventSampleModel(Base):
 
 
 class OpenWaitModel(Base):
-    """A wait that was told of and has not ended."""
+    """A wait that was told of and has not ended; ``process`` is the label of who waits, empty of
+    waits told before it was kept."""
 
     __tablename__ = "open_waits"
     __table_args__ = (Index(None, "wait"),)
@@ -216,6 +217,7 @@ class OpenWaitModel(Base):
     event_id: Mapped[int] = mapped_column(Key, primary_key=True, autoincrement=False)
     wait: Mapped[bytes]
     place_id: Mapped[int]
+    process: Mapped[str] = mapped_column(server_default="")
 
 
 class SeriesModel(Base):

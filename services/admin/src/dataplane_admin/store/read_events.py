@@ -1,16 +1,15 @@
-"""Questions about samples, waits and lifecycle events."""
+"""Questions about samples and lifecycle events."""
 
 from __future__ import annotations
 
 from collections import Counter
 
-from sqlalchemy import Connection, func, or_, select, tuple_
+from sqlalchemy import func, select, tuple_
 
 from dataplane_admin.store.apply_events import unpack_keys
 from dataplane_admin.store.models import (
     EventModel,
     EventSampleModel,
-    OpenWaitModel,
     PlaceModel,
     SampleModel,
 )
@@ -23,12 +22,8 @@ from dataplane_admin.store.texts import (
     id_of_bytes,
     storable,
 )
-from observability.records import Event, Records
+from observability.records import Records
 
-_SHAPING = ("registered", "put", "claimed", "released", "cleared")
-"""Events that change what `observability.views.why` says of a partition."""
-
-_MOST_WAITS = 200
 _MOST_EVENTS_OF_SAMPLE = 2000
 
 
@@ -119,84 +114,6 @@ def read_samples(
         ]
 
 
-def read_wait_records(reader: Reader, now_ns: int) -> Records:
-    """Of `Store.wait_records`."""
-    waits = (
-        select(*EVENT_COLUMNS, EventModel.place_id)
-        .join(OpenWaitModel, OpenWaitModel.event_id == EventModel.id)
-        .where(EventModel.time_ns <= now_ns)
-        .order_by(OpenWaitModel.event_id.desc())
-        .limit(_MOST_WAITS)
-    )
-    newest = select(*EVENT_COLUMNS).order_by(EventModel.id.desc()).limit(1)
-    with reader.connect() as connection:
-        places = set(
-            connection.scalars(select(OpenWaitModel.place_id).distinct().limit(_MOST_WAITS))
-        )
-        if not places:
-            return Records()
-        events = reader.events(connection, waits)
-        bases = _bases(connection, places)
-        if bases:
-            shaping = (
-                select(*EVENT_COLUMNS)
-                .where(
-                    EventModel.name.in_(_SHAPING),
-                    or_(
-                        *(
-                            (EventModel.place_id == place_id) & (EventModel.time_ns >= base_ns)
-                            for place_id, base_ns in sorted(bases.items())
-                        )
-                    ),
-                )
-                .order_by(EventModel.id)
-            )
-            events += reader.events(connection, shaping)
-        # Whose run it is says which run goes on.
-        events += [event for event in reader.events(connection, newest) if _is_other(event, events)]
-    return Records(events=events)
-
-
-def _is_other(event: Event, events: list[Event]) -> bool:
-    return event.name not in ("waiting", *_SHAPING) and event not in events
-
-
-def _bases(connection: Connection, place_ids: set[int]) -> dict[int, int]:
-    """Of each partition the time before which nothing matters to its state.
-
-    That is the last declaration before the oldest put of what is there now, or a later clear of
-    the whole.
-    """
-    oldest = (
-        select(func.min(SampleModel.live_ns))
-        .where(
-            SampleModel.place_id == PlaceModel.id,
-            SampleModel.live_ns > PlaceModel.cleared_ns,
-            SampleModel.live_ns > 0,
-        )
-        .scalar_subquery()
-    )
-    places = select(PlaceModel.id, PlaceModel.cleared_ns, oldest.label("oldest_ns")).where(
-        PlaceModel.id.in_(sorted(place_ids)), PlaceModel.partition != ""
-    )
-    found = connection.execute(places).all()
-    declared: dict[int, list[int]] = {}
-    for row in connection.execute(
-        select(EventModel.place_id, EventModel.time_ns).where(
-            EventModel.place_id.in_([row.id for row in found]), EventModel.name == "registered"
-        )
-    ):
-        declared.setdefault(row.place_id, []).append(row.time_ns)
-    bases = {}
-    for row in found:
-        times = declared.get(row.id, [])
-        before = [one for one in times if row.oldest_ns is None or one <= row.oldest_ns]
-        bases[row.id] = max(before, default=0)
-        if row.cleared_ns > bases[row.id]:
-            bases[row.id] = row.cleared_ns
-    return bases
-
-
 def read_staleness(reader: Reader, run_id: str, steps: int) -> StalenessRow:
     """Of `Store.staleness`."""
     places = select(PlaceModel.id).where(PlaceModel.run_id == storable(run_id))
@@ -227,6 +144,22 @@ def read_staleness(reader: Reader, run_id: str, steps: int) -> StalenessRow:
         else:
             counts[version - first] += 1
     return StalenessRow(counts, unknown)
+
+
+def read_has_claimed(reader: Reader, partition: str, task: str) -> bool:
+    """Of `Store.has_claimed`."""
+    places = select(PlaceModel.id).where(PlaceModel.partition == storable(partition))
+    claimed = (
+        select(EventModel.id)
+        .where(
+            EventModel.place_id.in_(places),
+            EventModel.name == "claimed",
+            EventModel.task == storable(task),
+        )
+        .limit(1)
+    )
+    with reader.connect() as connection:
+        return connection.scalar(claimed) is not None
 
 
 def read_events(reader: Reader, event_id: int, limit: int) -> list[EventRow]:

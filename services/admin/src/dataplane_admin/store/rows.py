@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias  # Any: JSON values
+
+from observability.records import Records
 
 
 @dataclass(frozen=True)
@@ -105,6 +107,18 @@ class StalenessRow:
 
     counts: Mapping[int, int]
     unknown: int
+
+
+@dataclass
+class WaitRecords(Records):
+    """Waits that have not ended, and what shapes their partitions.
+
+    Attributes:
+        silent: of each process that waits and is not heard of any more, as (its unique label, the
+            run), when it last was.
+    """
+
+    silent: Mapping[tuple[str, str], int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

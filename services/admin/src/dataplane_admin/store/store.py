@@ -18,10 +18,10 @@ from dataplane_admin.store.migrate import migrate
 from dataplane_admin.store.models import AuditModel, EventModel, SeriesModel, StateRow, TraceModel
 from dataplane_admin.store.read_events import (
     read_events,
+    read_has_claimed,
     read_sample_records,
     read_samples,
     read_staleness,
-    read_wait_records,
 )
 from dataplane_admin.store.read_traces import (
     read_linked,
@@ -30,6 +30,7 @@ from dataplane_admin.store.read_traces import (
     read_trace_records,
     read_traces,
 )
+from dataplane_admin.store.read_waits import read_wait_records
 from dataplane_admin.store.reader import Reader
 from dataplane_admin.store.retention import Retention, Sweeper
 from dataplane_admin.store.rows import (
@@ -43,6 +44,7 @@ from dataplane_admin.store.rows import (
     StoreTotals,
     TraceFilter,
     TraceRow,
+    WaitRecords,
 )
 from dataplane_admin.store.texts import storable
 from dataplane_admin.store.writer import Writer
@@ -180,13 +182,20 @@ class Store:
         """The samples whose ids begin so, by id; ``after`` the cursor of the last one seen."""
         return read_samples(self._reader, prefix, limit, after)
 
-    def wait_records(self, now_ns: int) -> Records:
+    def wait_records(self, now_ns: int, *, silent_after_s: float = 300.0) -> WaitRecords:
         """What `observability.views.why` needs: waits that have not ended, and their partitions.
+
+        At most 200 waits: those of processes that go on before others, then the newest.
 
         Args:
             now_ns: waits told of later, in nanoseconds since 1970, are left out.
+            silent_after_s: for how long nothing was heard of a process that counts as silent.
         """
-        return read_wait_records(self._reader, now_ns)
+        return read_wait_records(self._reader, now_ns, silent_after_s)
+
+    def has_claimed(self, partition: str, task: str) -> bool:
+        """Whether an event tells that a task of a partition has claimed, whatever the run."""
+        return read_has_claimed(self._reader, partition, task)
 
     def staleness(self, run_id: str, steps: int = 20) -> StalenessRow:
         """How stale the samples were that the newest so many steps of a run trained on."""

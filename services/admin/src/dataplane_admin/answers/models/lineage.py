@@ -108,6 +108,9 @@ class Wait(Model):
     step: int | None
     since_ns: int
     seconds: float
+    silent_s: float | None
+    """Seconds since its process was last heard of, if that is so long that it is taken to be gone;
+    else None. Such waits come behind all others."""
     asked: int
     """Samples asked for; 0 if not told."""
     ready: int

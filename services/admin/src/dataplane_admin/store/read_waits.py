@@ -1,0 +1,230 @@
+"""Waits that have not ended, and what `observability.views.why` needs to know of their partitions.
+
+Of a partition that is the newest declaration and what was done to the samples that are there now:
+how much is read does not depend on how long the partition has been in use.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any  # Any: rows
+
+from sqlalchemy import Connection, func, select
+
+from dataplane_admin.store.apply_events import unpack_keys
+from dataplane_admin.store.models import (
+    EventModel,
+    EventSampleModel,
+    OpenWaitModel,
+    PlaceModel,
+    RunModel,
+    SampleModel,
+    SeriesModel,
+)
+from dataplane_admin.store.reader import EVENT_COLUMNS, Reader
+from dataplane_admin.store.rows import WaitRecords
+from dataplane_admin.store.texts import id_of_bytes
+from dataplane_admin.store.work import in_groups
+from observability.records import Event
+
+_SHAPING = ("put", "claimed", "released")
+"""Events that say what there is of a sample, and who has claimed it."""
+
+_MOST_OPEN = 10_000
+_MOST_WAITS = 200
+# Up to so many events since the oldest sample are read as they come; of more only those that name a
+# sample that is there.
+_FEW_EVENTS = 2_000
+_SAMPLES = "dataplane.samples"
+
+
+def read_wait_records(reader: Reader, now_ns: int, silent_after_s: float) -> WaitRecords:
+    """Of `Store.wait_records`."""
+    open_waits = (
+        select(
+            OpenWaitModel.event_id,
+            OpenWaitModel.place_id,
+            OpenWaitModel.process,
+            PlaceModel.run_id,
+            EventModel.received_ns,
+        )
+        .join(PlaceModel, PlaceModel.id == OpenWaitModel.place_id)
+        .join(EventModel, EventModel.id == OpenWaitModel.event_id)
+        .where(EventModel.time_ns <= now_ns)
+        .order_by(OpenWaitModel.event_id.desc())
+        .limit(_MOST_OPEN)
+    )
+    newest = select(*EVENT_COLUMNS).order_by(EventModel.id.desc()).limit(1)
+    with reader.connect() as connection:
+        waits = connection.execute(open_waits).all()
+        if not waits:
+            return WaitRecords()
+        silent = _silent(connection, waits, int(silent_after_s * 1e9))
+        chosen = sorted(waits, key=lambda row: ((row.process, row.run_id) in silent, -row.event_id))
+        chosen = chosen[:_MOST_WAITS]
+        events = _of_ids(reader, connection, [row.event_id for row in chosen])
+        places = select(PlaceModel.id, PlaceModel.cleared_ns).where(
+            PlaceModel.id.in_({row.place_id for row in chosen}), PlaceModel.partition != ""
+        )
+        for place in connection.execute(places).all():
+            events += _shape(reader, connection, place.id, place.cleared_ns)
+        # Whose run it is says which run goes on.
+        events += [event for event in reader.events(connection, newest) if _is_other(event, events)]
+    return WaitRecords(events=events, silent=silent)
+
+
+def _is_other(event: Event, events: list[Event]) -> bool:
+    told = ("waiting", "registered", "cleared", *_SHAPING)
+    return event.name not in told and event not in events
+
+
+def _silent(
+    connection: Connection, waits: Sequence[Any], after_ns: int
+) -> dict[tuple[str, str], int]:
+    """Of each process and run that wait and were not heard of for so long, when they last were.
+
+    A process that sends metrics sends them as well while it waits. Of one that sends none silence
+    says nothing by itself: its run has ended if others were heard of that much later.
+    """
+    metrics = {
+        row.process: row.heard_ns
+        for some in in_groups({row.process for row in waits if row.process})
+        for row in connection.execute(
+            select(SeriesModel.process, func.max(SeriesModel.updated_ns).label("heard_ns"))
+            .where(SeriesModel.process.in_(some))
+            .group_by(SeriesModel.process)
+        )
+    }
+    told = {
+        row.run_id: row.updated_ns
+        for row in connection.execute(select(RunModel.run_id, RunModel.updated_ns))
+    }
+    newest_ns = max(told.values(), default=0)
+    heard: dict[tuple[str, str], int] = {}
+    for row in waits:
+        who = (row.process, row.run_id)
+        heard[who] = max(row.received_ns, heard.get(who, 0))
+    silent = {}
+    for (process, run_id), waited_ns in heard.items():
+        by_metrics = process in metrics
+        now_ns = time.time_ns() if by_metrics else newest_ns
+        last_ns = max(waited_ns, metrics[process] if by_metrics else told.get(run_id, 0))
+        if now_ns - last_ns > after_ns:
+            silent[process, run_id] = last_ns
+    return silent
+
+
+def _shape(reader: Reader, connection: Connection, place_id: int, cleared_ns: int) -> list[Event]:
+    """The events that make a partition what it is now, but for waits."""
+    there = select(
+        SampleModel.key,
+        SampleModel.head,
+        SampleModel.tail,
+        SampleModel.put_ns,
+        SampleModel.gone_ns,
+    ).where(SampleModel.place_id == place_id, SampleModel.live_ns > max(0, cleared_ns))
+    began: dict[str, int] = {}
+    keys: list[int] = []
+    first_ns = 0
+    for row in connection.execute(there):
+        after_ns = max(row.gone_ns, cleared_ns)
+        began[id_of_bytes(row.head + row.tail)] = after_ns
+        keys.append(row.key)
+        # What was put before the sample was cleared is none of its.
+        put_ns = row.put_ns if row.put_ns > after_ns else after_ns
+        first_ns = min(first_ns or put_ns, put_ns)
+    events = _declaration(reader, connection, place_id, cleared_ns)
+    if keys:
+        events += _about(_told_of(reader, connection, place_id, keys, first_ns), began)
+    return events
+
+
+def _declaration(
+    reader: Reader, connection: Connection, place_id: int, cleared_ns: int
+) -> list[Event]:
+    """The newest one. Its samples that were put and are gone are taken off what it declares, so
+    that what is left to be put comes out right without their events."""
+    newest = (
+        select(*EVENT_COLUMNS, EventModel.time_ns)
+        .where(
+            EventModel.place_id == place_id,
+            EventModel.name == "registered",
+            EventModel.time_ns > cleared_ns,
+        )
+        .order_by(EventModel.time_ns.desc(), EventModel.id.desc())
+        .limit(1)
+    )
+    found = reader.events(connection, newest)
+    for event in found:
+        declared = event.attributes.get(_SAMPLES)
+        if isinstance(declared, int) and declared > 0:
+            gone = _gone(connection, place_id, max(event.time_ns, cleared_ns), declared)
+            left = {_SAMPLES: max(0, declared - gone)}
+            return [replace(event, attributes={**event.attributes, **left})]
+    return found
+
+
+def _gone(connection: Connection, place_id: int, since_ns: int, most: int) -> int:
+    """Samples that were cleared by name since a moment; counted until they are ``most``."""
+    cleared = select(EventModel.keys).where(
+        EventModel.place_id == place_id,
+        EventModel.name == "cleared",
+        EventModel.time_ns > since_ns,
+    )
+    keys: set[int] = set()
+    with connection.execute(cleared.execution_options(yield_per=100)) as rows:
+        for row in rows:
+            keys.update(unpack_keys(row.keys))
+            if len(keys) >= most:
+                break
+    return len(keys)
+
+
+def _told_of(
+    reader: Reader, connection: Connection, place_id: int, keys: Sequence[int], since_ns: int
+) -> list[Event]:
+    """The events that shape samples, and perhaps others of that time."""
+    since = (
+        EventModel.place_id == place_id,
+        EventModel.time_ns >= since_ns,
+        EventModel.name.in_(_SHAPING),
+    )
+    few = select(EventModel.id).where(*since).limit(_FEW_EVENTS + 1)
+    ids = list(connection.scalars(few))
+    if len(ids) > _FEW_EVENTS:
+        # A sample that has been there since long ago must not bring along all that came after it.
+        named = select(EventSampleModel.event_id).distinct()
+        ids = sorted(
+            {
+                event_id
+                for some in in_groups(keys)
+                for event_id in connection.scalars(
+                    named.where(EventSampleModel.sample_key.in_(some))
+                )
+            }
+        )
+    return [one for one in _of_ids(reader, connection, ids) if one.name in _SHAPING]
+
+
+def _about(events: Iterable[Event], began: Mapping[str, int]) -> list[Event]:
+    """The events with only the samples that are there, each since its latest clear."""
+    cut = []
+    for event in events:
+        never = event.time_ns
+        ids = tuple([one for one in event.sample_ids if began.get(one, never) < event.time_ns])
+        if ids:
+            cut.append(replace(event, sample_ids=ids))
+    return cut
+
+
+def _of_ids(reader: Reader, connection: Connection, ids: Iterable[int]) -> list[Event]:
+    return [
+        event
+        for some in in_groups(sorted(ids))
+        for event in reader.events(
+            connection,
+            select(*EVENT_COLUMNS).where(EventModel.id.in_(some)).order_by(EventModel.id),
+        )
+    ]

@@ -1,0 +1,242 @@
+"""Waits: what is read of their partitions, and who of those that wait goes on."""
+
+import os
+import time
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from dataplane_admin.ingest.events import batch_of_logs
+from dataplane_admin.store import Batch, SeriesPoint, Store, read_waits
+from observability.records import Records, decode_logs
+from observability.views import why
+
+NEVER_NS = 1 << 62
+
+
+def write(store, *batches):
+    for waiting in [store.submit(batch) for batch in batches]:
+        waiting.result(20)
+
+
+def waits(records):
+    return [
+        (
+            wait.process.service,
+            wait.partition,
+            (wait.there, wait.ready, wait.unput, wait.claimed),
+            [(name, lack.count, lack.examples) for name, lack in wait.lacks.items()],
+        )
+        for wait in why(records, NEVER_NS)
+    ]
+
+
+def steps_of_a_run(otlp, steps, *, stuck):
+    """Every step registers, puts, claims and clears by id; the last one waits for a field."""
+    for step in range(steps):
+        at, ids = 10.0 * step, [f"s{step}-{number}" for number in range(6)]
+        yield otlp.log("registered", at_s=at, samples=6, tasks=["train"], fields=["x", "y"])
+        yield otlp.log("put", ids[:4], at_s=at + 1, fields=["x"], service="rollout")
+        if stuck and step == steps - 1:
+            yield otlp.log("put", ids[:1], at_s=at + 2, fields=["y"], service="policy")
+            yield otlp.log(
+                "waiting", at_s=at + 3, wait=f"w{step}", task="train", fields=["x", "y"], samples=6
+            )
+            return
+        yield otlp.log("waiting", at_s=at + 2, wait=f"w{step}", task="train", fields=["x"])
+        yield otlp.log("put", ids[4:], at_s=at + 3, fields=["x"], service="rollout")
+        yield otlp.log("claimed", ids, at_s=at + 4, wait=f"w{step}", task="train", fields=["x"])
+        yield otlp.log("cleared", ids, at_s=at + 5)
+
+
+@pytest.mark.parametrize("order", ["told", "by_process"])
+def test_why_it_is_stuck_is_what_the_views_make_of_everything(store, otlp, order):
+    logs = list(steps_of_a_run(otlp, 4, stuck=True))
+    everything = Records()
+    for data in logs:
+        everything.add(decode_logs(data.SerializeToString()))
+    if order == "by_process":  # each exports in its own batches
+        logs.sort(key=lambda one: one.resource_logs[0].resource.attributes[0].value.string_value)
+    write(store, *(batch_of_logs(data, otlp.limits) for data in logs))
+    found = store.wait_records(NEVER_NS)
+    assert waits(found) == waits(everything) != []
+    # Steps that are over are not read.
+    assert len(found.events) < len(everything.events) / 2
+    assert waits(store.wait_records(0)) == []
+
+
+def test_why_reads_of_a_partition_in_use_for_long_only_what_is_there(store, otlp, monkeypatch):
+    monkeypatch.setattr(read_waits, "_FEW_EVENTS", 8)
+    logs = [otlp.log("registered", tasks=["train"], samples=1_000)]
+    logs.append(otlp.log("put", ["straggler"], at_s=1, fields=["x"]))
+    for step in range(40):
+        ids = [f"s{step}-{place}" for place in range(4)]
+        at = 10.0 + 10 * step
+        logs.append(otlp.log("put", ids, at_s=at, fields=["x"]))
+        logs.append(otlp.log("claimed", ids, at_s=at + 1, task="train", fields=["x"]))
+        logs.append(otlp.log("cleared", ids, at_s=at + 2))
+    logs.append(otlp.log("waiting", at_s=500, wait="w", task="train", fields=["x"], samples=9))
+    everything = Records()
+    for data in logs:
+        everything.add(decode_logs(data.SerializeToString()))
+    write(store, *(batch_of_logs(data, otlp.limits) for data in logs))
+    found = store.wait_records(NEVER_NS)
+    assert (
+        waits(found) == waits(everything) == [("grpo.driver", "train", (1, 1, 1_000 - 161, 0), [])]
+    )
+    assert len(found.events) == 3
+
+
+OPERATIONS = st.lists(
+    st.tuples(
+        st.sampled_from(["registered", "put", "put", "claimed", "released", "cleared", "whole"]),
+        st.lists(st.integers(0, 5), min_size=1, max_size=3, unique=True),
+        st.sampled_from(["x", "y"]),
+        st.sampled_from(["train", "other"]),
+    ),
+    max_size=25,
+)
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory):
+    with Store.open(f"sqlite:///{tmp_path_factory.mktemp('shared')}/admin.sqlite") as store:
+        yield store
+
+
+@given(operations=OPERATIONS, few=st.sampled_from([0, 2_000]), order=st.randoms())
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_whatever_happened_why_is_what_the_views_make_of_everything(
+    shared, otlp, operations, few, order
+):
+    run = os.urandom(8).hex()
+    lives = [0] * 6
+    logs = []
+    put = set()
+    for at, (name, places, field, task) in enumerate(operations):
+        # What was cleared never comes back: ids are used once.
+        ids = [f"{place}-{lives[place]}" for place in places]
+        told = {"at_s": at, "run": run, "task": task}
+        if name == "registered":
+            logs.append(otlp.log(name, samples=20, tasks=["train", "other"], **told))
+        elif name == "put":
+            logs.append(otlp.log(name, ids, fields=[field], **told))
+            put.update(ids)
+        elif name == "whole":
+            logs.append(otlp.log("cleared", **told))
+            lives = [life + 1 for life in lives]
+        else:
+            ids = [one for one in ids if one in put]
+            if ids:
+                logs.append(otlp.log(name, ids, **told))
+            if name == "cleared":
+                for place in places:
+                    lives[place] += 1
+    waiting = {"fields": ["x", "y"], "samples": 4, "at_s": 99, "run": run}
+    logs += [otlp.log("waiting", wait=one + run, task=one, **waiting) for one in ("train", "other")]
+    everything = Records()
+    for data in logs:
+        everything.add(decode_logs(data.SerializeToString()))
+    order.shuffle(logs)
+    write(shared, *(batch_of_logs(data, otlp.limits) for data in logs))
+    before, read_waits._FEW_EVENTS = read_waits._FEW_EVENTS, few
+    try:
+        found = [one for one in why(shared.wait_records(NEVER_NS), NEVER_NS) if one.run_id == run]
+    finally:
+        read_waits._FEW_EVENTS = before
+        ends = [otlp.event("answered", wait=one + run, run=run) for one in ("train", "other")]
+        write(shared, *ends)
+    assert sorted(map(str, found)) == sorted(map(str, why(everything, NEVER_NS)))
+
+
+def test_a_wait_is_over_even_if_its_end_arrives_first(store, otlp):
+    write(
+        store,
+        otlp.event("answered", at_s=5, wait="w", partition=None),
+        otlp.event("waiting", at_s=1, wait="w", partition=None),
+        otlp.event("waiting", at_s=1, wait="w", partition=None, service="another"),
+    )
+    assert [one[0] for one in waits(store.wait_records(NEVER_NS))] == ["another"]
+
+
+def test_a_whole_partition_that_was_cleared_holds_nothing(store, otlp):
+    write(
+        store,
+        otlp.event("put", ["a", "b"], at_s=1, fields=["x"]),
+        otlp.event("cleared", at_s=2),
+        otlp.event("put", ["c"], at_s=3, fields=["x"]),
+        otlp.event("waiting", at_s=4, wait="w", task="train", fields=["x", "y"]),
+    )
+    assert waits(store.wait_records(NEVER_NS)) == [
+        ("grpo.driver", "train", (1, 0, 0, 0), [("y", 1, ("c",))])
+    ]
+
+
+def point(process, *, name="up"):
+    return Batch(
+        series=(
+            SeriesPoint(
+                digest=f"{process}{name}".encode(),
+                process=process,
+                name=name,
+                unit="",
+                attributes="{}",
+                value=1.0,
+                histogram=None,
+                time_ns=time.time_ns(),
+            ),
+        )
+    )
+
+
+def later(monkeypatch, seconds):
+    """From now on the service's clock is so much further."""
+    now = time.time_ns
+    monkeypatch.setattr(time, "time_ns", lambda: now() + int(seconds * 1e9))
+
+
+def wait_of(otlp, service, run="run", **facts):
+    return otlp.event(
+        "waiting", wait="w", task="train", fields=["x"], service=service, run=run, **facts
+    )
+
+
+def silent(store):
+    return {process for process, _ in store.wait_records(NEVER_NS, silent_after_s=300).silent}
+
+
+def test_who_waits_and_sends_metrics_goes_on_and_who_stopped_sending_them_is_silent(
+    store, otlp, monkeypatch
+):
+    for one in ("alive", "killed"):
+        write(store, wait_of(otlp, one), point(one))
+    assert silent(store) == set()
+    later(monkeypatch, 7_200)
+    # Nothing but the metrics that come every minute.
+    write(store, point("alive"))
+    assert silent(store) == {"killed"}
+
+
+def test_without_metrics_a_run_that_waits_is_silent_once_another_was_told_of_much_later(
+    store, otlp, monkeypatch
+):
+    write(store, wait_of(otlp, "driver", run="first"))
+    later(monkeypatch, 7_200)
+    # It may be stuck as well as gone.
+    assert silent(store) == set()
+    write(store, otlp.spans(run="second"))
+    assert silent(store) == {"driver"}
+
+
+def test_waits_of_killed_processes_never_push_out_those_of_processes_that_go_on(
+    store, otlp, monkeypatch
+):
+    write(store, wait_of(otlp, "alive"), point("alive"))
+    write(store, *(wait_of(otlp, f"killed {rank}") for rank in range(250)))
+    write(store, *(point(f"killed {rank}") for rank in range(250)))
+    later(monkeypatch, 7_200)
+    write(store, point("alive"))
+    told = {one.process.service for one in store.wait_records(NEVER_NS).events}
+    assert "alive" in told
+    assert len(told) == 200
