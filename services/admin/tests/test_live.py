@@ -49,8 +49,10 @@ def put(plane, ids, *fields, partition="train"):
 def look():
     lives = []
 
-    def start(connector, *, ask_s=5.0, stuck_after_s=60.0, poll_s=0.02):
-        lives.append(Live(connector, poll_s=poll_s, ask_s=ask_s, stuck_after_s=stuck_after_s))
+    def start(connector, *, ask_s=5.0, stuck_after_s=60.0, poll_s=0.02, **told):
+        lives.append(
+            Live(connector, poll_s=poll_s, ask_s=ask_s, stuck_after_s=stuck_after_s, **told)
+        )
         lives[-1].start()
         return lives[-1]
 
@@ -165,7 +167,7 @@ def test_unclaimed_samples_and_old_claims_are_told_with_ids_and_owner(plane, loo
     put(plane, [f"s{i}" for i in range(4)], "a")
     put(plane, ["s0"], "b")
     plane.claim_meta("train", "slow", ["a"], 3, blocking=False)
-    live = look(Given(plane), stuck_after_s=0.05)
+    live = look(Given(plane), stuck_after_s=0.05, has_claimed=lambda _, task: task == "idle")
     stuck = until(lambda one: len(one.stuck) == 3 and one.stuck, live)
     idle = next(one for one in stuck if one.task == "idle")
     assert (idle.samples, idle.examples, idle.lacks) == (4, ("s0", "s1", "s2"), {"b": 3})
@@ -186,6 +188,24 @@ def test_a_task_that_goes_on_is_not_told_of_though_its_queue_is_old(plane, look)
         threading.Event().wait(0.01)
         assert not [one for one in live.snapshot.stuck if one.claim is None]
     assert live.snapshot.partitions[0].tasks[0].oldest_unclaimed_s > 0.3
+
+
+def test_a_task_that_reads_by_key_has_no_backlog_and_one_that_claimed_before_has(plane, look):
+    plane.register_partition("train", ["a"], 8, ["by_key", "claims"])
+    live = look(Given(plane), stuck_after_s=0.1)
+    put(plane, ["s0"], "a")
+    plane.claim_meta("train", "claims", ["a"], 1, blocking=False)
+    until(lambda one: one.trends and one.trends["train"].claiming, live)
+    plane.clear_samples(None, "train", force=True)
+    until(lambda one: one.attached and not one.partitions, live)
+    plane.register_partition("train", ["a"], 8, ["by_key", "claims"])
+    put(plane, ["s1"], "a")
+    [stuck] = until(lambda one: one.stuck, live)
+    assert (stuck.task, stuck.claim) == ("claims", None)
+    looked = live.snapshot.partitions[0].tasks
+    until(lambda one: one.partitions[0].tasks[0].oldest_unclaimed_s > 0.5, live)
+    assert {one.name for one in looked} == {"by_key", "claims"}
+    assert {one.task for one in live.snapshot.stuck} == {"claims"}
 
 
 def test_closing_ends_the_thread(plane):

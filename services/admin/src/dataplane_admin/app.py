@@ -7,6 +7,7 @@ does not show to those without a token.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from importlib.metadata import version
@@ -25,7 +26,7 @@ from dataplane_admin.login import Sessions, login_router
 from dataplane_admin.origin import OriginMiddleware, canonical_origin
 from dataplane_admin.security_headers import SecurityHeadersMiddleware
 from dataplane_admin.settings import Settings
-from dataplane_admin.store import Store
+from dataplane_admin.store import Store, StoreUnavailable
 from dataplane_core import DataPlaneInspector
 
 DISTRIBUTION = NAME
@@ -50,7 +51,7 @@ def create_app(settings: Settings, *, inspector: DataPlaneInspector | None = Non
     hosts = [canonical_host(host) for host in settings.allowed_hosts]
     origins = [canonical_origin(origin) for origin in settings.allowed_origins]
     store = Store.open(settings.store_url, retention=settings.retention)
-    live = _live(settings, inspector)
+    live = _live(settings, inspector, store)
     answers = Answers(store, live, settings)
     updates = api.LiveUpdates(answers, settings.most_subscribers)
 
@@ -103,7 +104,7 @@ def create_app(settings: Settings, *, inspector: DataPlaneInspector | None = Non
     return app
 
 
-def _live(settings: Settings, inspector: DataPlaneInspector | None) -> Live | None:
+def _live(settings: Settings, inspector: DataPlaneInspector | None, store: Store) -> Live | None:
     connector: Connector
     if inspector is not None:
         connector = Given(inspector)
@@ -111,9 +112,16 @@ def _live(settings: Settings, inspector: DataPlaneInspector | None) -> Live | No
         connector = OnRay(settings.ray_address, timeout_s=settings.ask_s)
     else:
         return None
+
+    def has_claimed(partition: str, task: str) -> bool:
+        with contextlib.suppress(StoreUnavailable):
+            return store.has_claimed(partition, task)
+        return False
+
     return Live(
         connector,
         poll_s=settings.poll_s,
         ask_s=settings.ask_s,
         stuck_after_s=settings.stuck_after_s,
+        has_claimed=has_claimed,
     )

@@ -78,6 +78,21 @@ def serve(
     poll: Annotated[
         float, typer.Option(min=0.05, max=3600, help="Seconds between two looks into it.")
     ] = 1.0,
+    stuck_after: Annotated[
+        float,
+        typer.Option(
+            min=1,
+            help="Seconds from which unclaimed samples and claims that are held count as stuck.",
+        ),
+    ] = 60.0,
+    silent_after: Annotated[
+        float,
+        typer.Option(
+            min=1,
+            help="Seconds after which a process that is not heard of any more counts as gone; "
+            "longer than the interval at which processes send metrics.",
+        ),
+    ] = 300.0,
     allow_actions: Annotated[
         bool, typer.Option("--allow-actions", help="Allow to change the data plane by hand.")
     ] = False,
@@ -150,6 +165,8 @@ def serve(
             ),
             ray_address=ray_address,
             poll_s=poll,
+            stuck_after_s=stuck_after,
+            silent_after_s=silent_after,
             keep_sample_text=keep_sample_text,
             jaeger_url=jaeger_url,
             tempo_url=tempo_url,
@@ -214,7 +231,7 @@ def traces(
 
 @app.command()
 def why(url: Url = DEFAULT_URL, token_file: TokenFile = None, as_json: AsJson = False) -> None:
-    """Show why it is stuck, the longest wait first."""
+    """Show why it is stuck, the longest wait first; last what is not heard of any more."""
     _show("/api/v1/why", {}, url, token_file, as_json=as_json)
 
 

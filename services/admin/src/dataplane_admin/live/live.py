@@ -56,15 +56,23 @@ class Live:
         poll_s: seconds between two looks.
         ask_s: deadline of `ask`, in seconds.
         stuck_after_s: age from which unclaimed samples and claims count as stuck.
+        has_claimed: whether a task of a partition is known to claim, beside what polls show.
     """
 
     def __init__(
-        self, connector: Connector, *, poll_s: float, ask_s: float, stuck_after_s: float
+        self,
+        connector: Connector,
+        *,
+        poll_s: float,
+        ask_s: float,
+        stuck_after_s: float,
+        has_claimed: Callable[[str, str], bool] = lambda _partition, _task: False,
     ) -> None:
         self._connector = connector
         self._poll_s = poll_s
         self._ask_s = ask_s
         self._stuck_after_s = stuck_after_s
+        self._has_claimed = has_claimed
         self._inspector: DataPlaneInspector | None = None
         self._snapshot = Snapshot(error=f"{connector.source}: not reached yet")
         self._changed_s = time.monotonic()
@@ -158,7 +166,9 @@ class Live:
                 totals=_told(inspector.read_totals, dict),
                 trends=trends,
                 scans=scans,
-                stuck=find_stuck(inspector, followed, trends, scans, self._stuck_after_s),
+                stuck=find_stuck(
+                    inspector, followed, trends, scans, self._stuck_after_s, self._has_claimed
+                ),
             )
         )
 

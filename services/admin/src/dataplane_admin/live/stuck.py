@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -56,15 +56,22 @@ def find_stuck(
     trends: Mapping[str, Trend],
     scans: Mapping[str, Scan],
     after_s: float,
+    has_claimed: Callable[[str, str], bool],
 ) -> tuple[Stuck, ...]:
-    """The signs older than ``after_s``, the oldest first."""
+    """The signs older than ``after_s``, the oldest first.
+
+    A task that reads by key never claims, so that its samples are unclaimed says nothing. What
+    claims is known from the polls, or by ``has_claimed`` of a partition and a task.
+    """
     found = []
     for partition in partitions:
         trend = trends.get(partition.partition_id, Trend())
         scan = scans.get(partition.partition_id)
         for task in partition.tasks:
             backlog = _backlog(partition, task, trend, scan, after_s)
-            if backlog is not None:
+            if backlog is not None and (
+                task.name in trend.claiming or has_claimed(partition.partition_id, task.name)
+            ):
                 found.append(backlog)
             claim = task.oldest_claim
             if claim is not None and claim.age_s >= after_s:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -11,6 +11,8 @@ from dataplane_core import PartitionSummary
 
 POLLS = 120
 """How many polls are remembered."""
+
+_MOST_CLAIMING = 10_000
 
 
 @dataclass(frozen=True)
@@ -31,11 +33,13 @@ class Trend:
         times_ns: when it was read, in nanoseconds since 1970.
         put: samples put since it was registered, at each of those moments.
         tasks: task to its numbers.
+        claiming: tasks that took samples at any poll, also in a partition of this name before.
     """
 
     times_ns: tuple[int, ...] = ()
     put: tuple[int, ...] = ()
     tasks: Mapping[str, TaskTrend] = field(default_factory=dict)
+    claiming: frozenset[str] = frozenset()
 
     @property
     def seconds(self) -> float:
@@ -76,6 +80,7 @@ class Trends:
 
     def __init__(self) -> None:
         self._points: dict[str, deque[_Point]] = {}
+        self._claiming: OrderedDict[tuple[str, str], None] = OrderedDict()
 
     def add(self, time_ns: int, partitions: Iterable[PartitionSummary]) -> Mapping[str, Trend]:
         """The trends with one more poll; those of partitions that are gone are forgotten."""
@@ -90,11 +95,23 @@ class Trends:
             }
             known.append(_Point(time_ns, one.put, tasks))
             points[one.partition_id] = known
+            for name, (_, taken, _) in tasks.items():
+                if taken:
+                    self._claiming[one.partition_id, name] = None
+                    self._claiming.move_to_end((one.partition_id, name))
+        while len(self._claiming) > _MOST_CLAIMING:
+            self._claiming.popitem(last=False)
         self._points = points
-        return {partition_id: _trend(held) for partition_id, held in points.items()}
+        return {
+            partition_id: _trend(held, self._claimers(partition_id, held[-1].tasks))
+            for partition_id, held in points.items()
+        }
+
+    def _claimers(self, partition_id: str, tasks: Iterable[str]) -> frozenset[str]:
+        return frozenset(name for name in tasks if (partition_id, name) in self._claiming)
 
 
-def _trend(points: Sequence[_Point]) -> Trend:
+def _trend(points: Sequence[_Point], claiming: frozenset[str]) -> Trend:
     return Trend(
         times_ns=tuple(point.time_ns for point in points),
         put=tuple(point.put for point in points),
@@ -104,4 +121,5 @@ def _trend(points: Sequence[_Point]) -> Trend:
             )
             for name in points[-1].tasks
         },
+        claiming=claiming,
     )
