@@ -9,6 +9,7 @@ import torch
 from fastapi.testclient import TestClient
 from tensordict import TensorDict
 
+from dataplane_admin.store import Store, StoreUnavailable
 from dataplane_core import InMemoryDataPlaneClient
 
 TOKEN = "3f2b8c0d9e7a6b5c"
@@ -30,7 +31,7 @@ def client(make_app, plane):
     app = make_app(inspector=plane, token=TOKEN, allow_actions=True, poll_s=0.02)
     headers = {"authorization": f"Bearer {TOKEN}"}
     with TestClient(app, base_url="http://localhost", headers=headers) as client:
-        until(lambda: client.get("/readyz").is_success)
+        until(lambda: client.get("/readyz").json()["live"] == "attached")
         yield client
 
 
@@ -50,8 +51,13 @@ def act(client, action, **asked):
     return client.post(f"/api/v1/actions/{action}", content=json.dumps(asked), headers=headers)
 
 
-def audit(client):
+def entries(client):
     return client.get("/api/v1/audit").json()["entries"]
+
+
+def audit(client):
+    """The entries of what came of actions."""
+    return [one for one in entries(client) if one["outcome"] != "asked for"]
 
 
 def test_clearing_samples_drops_them_and_is_written_down(client, plane):
@@ -64,6 +70,60 @@ def test_clearing_samples_drops_them_and_is_written_down(client, plane):
     assert entry["outcome"] == "done: 2 samples of partition 'train' cleared"
     assert entry["parameters"]["samples"] == {"count": 2, "first": ["s0", "s1"]}
     assert TOKEN not in str(entry)
+
+
+def test_that_an_action_was_asked_for_is_written_down_before_it_is_done(client, plane, monkeypatch):
+    clear, seen = plane.clear_samples, []
+
+    def look(*args, **kwargs):
+        seen.extend(entries(client))
+        clear(*args, **kwargs)
+
+    monkeypatch.setattr(plane, "clear_samples", look)
+    assert act(client, "clear", sample_ids=["s0"]).status_code == 200
+    assert [one["outcome"] for one in seen] == ["asked for"]
+    done, asked = entries(client)
+    assert done["outcome"] == "done: 1 samples of partition 'train' cleared"
+    alike = ("actor", "action", "target", "parameters")
+    assert [done[name] for name in alike] == [asked[name] for name in alike]
+
+
+def test_nothing_is_done_that_cannot_be_written_down(client, plane, monkeypatch):
+    def full(self, entry):
+        raise StoreUnavailable("the disk is full")
+
+    monkeypatch.setattr(Store, "record_action", full)
+    answer = act(client, "clear", sample_ids=["s0"])
+    assert answer.status_code == 503
+    assert "nothing was changed" in answer.json()["detail"]
+    assert "the disk is full" in answer.json()["detail"]
+    assert len(plane.list_samples("train")) == 4
+
+
+@pytest.mark.parametrize(("asked", "status"), [(["s0"], 200), (["s1"], 409)])
+def test_what_was_done_is_answered_though_its_outcome_cannot_be_written_down(
+    client, plane, monkeypatch, asked, status
+):
+    plane.register_partition("train", ["a"], 4, ["t"])
+    record = Store.record_action
+
+    def full(self, entry):
+        if entry.outcome != "asked for":
+            raise StoreUnavailable("the disk is full")
+        record(self, entry)
+
+    monkeypatch.setattr(Store, "record_action", full)
+    if status == 409:
+        plane.claim_meta("train", "t", ["a"], 4, blocking=False)
+    answer = act(client, "clear", sample_ids=asked)
+    assert answer.status_code == status
+    assert [one["outcome"] for one in entries(client)] == ["asked for"]
+    if status == 200:
+        told = answer.json()["sentence"]
+        assert told.startswith("1 samples of partition 'train' cleared; the audit record has only")
+        assert len(plane.list_samples("train")) == 3
+    else:
+        assert "are leased" in answer.json()["detail"]
 
 
 def test_clearing_a_partition_forgets_it(client, plane):
@@ -147,11 +207,11 @@ def test_without_the_permission_there_is_nothing_at_these_paths(make_app, plane)
 
 
 def test_the_audit_record_is_read_page_by_page(client):
-    for _ in range(5):
+    for _ in range(3):
         act(client, "clear", sample_ids=["s0"])
     first = client.get("/api/v1/audit", params={"limit": 3}).json()
     second = client.get("/api/v1/audit", params={"limit": 3, "cursor": first["next"]}).json()
     ids = [one["id"] for one in [*first["entries"], *second["entries"]]]
-    assert len(ids) == 5
+    assert len(ids) == 6
     assert ids == sorted(ids, reverse=True)
     assert second["next"] is None

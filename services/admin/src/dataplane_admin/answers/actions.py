@@ -1,4 +1,7 @@
-"""Changing the data plane by hand, with a record of who asked for what and what became of it."""
+"""Changing the data plane by hand, with a record of who asked for what and what became of it.
+
+That it was asked for is written down before anything is done, and nothing is done without.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,24 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Literal, cast
 
+import structlog
+
 from dataplane_admin.answers import models
-from dataplane_admin.answers.errors import AnswerError, Late, NotAllowed, NotFound, Refused
+from dataplane_admin.answers.errors import (
+    AnswerError,
+    Late,
+    NotAllowed,
+    NotFound,
+    Refused,
+    Unavailable,
+)
 from dataplane_admin.answers.partitions import ask, found
 from dataplane_admin.live import Live
-from dataplane_admin.store import AuditEntry, Store
+from dataplane_admin.store import AuditEntry, Store, StoreError
 from dataplane_core import DataPlaneActions
 from observability.views import printable
+
+logger = structlog.get_logger("dataplane_admin")
 
 Action = Literal["clear", "reset-consumption", "end-claim"]
 
@@ -106,6 +120,25 @@ class Actions:
     ) -> models.ActionResult:
         if not self._allowed:
             raise NotAllowed("actions are off; start the service with --allow-actions")
+
+        def record(outcome: str) -> None:
+            self._store.record_action(
+                AuditEntry(
+                    actor=actor,
+                    action=action,
+                    target=partition,
+                    parameters=parameters,
+                    outcome=outcome,
+                    time_ns=time.time_ns(),
+                )
+            )
+
+        try:
+            record("asked for")
+        except StoreError as error:
+            raise Unavailable(
+                f"nothing was changed: the audit record takes no entry: {error}"
+            ) from None
         outcome = "failed: the service failed; its log says why"
         try:
             if confirm != partition:
@@ -118,9 +151,6 @@ class Actions:
             count = ask(self._live, lambda plane: act(cast("DataPlaneActions", plane)))
             told = sentence(count)
             outcome = f"done: {told}"
-            return models.ActionResult(
-                action=action, partition=partition, samples=count, sentence=told
-            )
         except Late as error:
             outcome = f"unknown: {error}; it may still be carried out"
             raise Late(f"{error}; it may still be carried out") from None
@@ -128,16 +158,24 @@ class Actions:
             outcome = f"failed: {error}"
             raise
         finally:
-            self._store.record_action(
-                AuditEntry(
-                    actor=actor,
-                    action=action,
-                    target=partition,
-                    parameters=parameters,
-                    outcome=outcome,
-                    time_ns=time.time_ns(),
-                )
-            )
+            unwritten = _unwritten(record, outcome)
+        return models.ActionResult(
+            action=action,
+            partition=partition,
+            samples=count,
+            sentence=f"{told}; {unwritten}" if unwritten else told,
+        )
+
+
+def _unwritten(record: Callable[[str], None], outcome: str) -> str:
+    """Write down what came of an action, which has been carried out whether that succeeds or not;
+    a sentence if it does not, else empty."""
+    try:
+        record(outcome)
+    except StoreError as error:
+        logger.error("outcome_not_recorded", outcome=outcome, reason=str(error))
+        return f"the audit record has only that it was asked for: {error}"
+    return ""
 
 
 def _told(ids: list[str]) -> dict[str, object]:

@@ -6,7 +6,8 @@ from dataplane_admin.answers.models.base import Model, Text, Values
 
 
 class AuditEntry(Model):
-    """One action that somebody asked for."""
+    """An action that somebody asked for, or what came of it: two entries that are alike but for
+    their ``outcome``."""
 
     id: int
     time_ns: int
@@ -17,7 +18,8 @@ class AuditEntry(Model):
     """The partition."""
     parameters: Values
     outcome: Text
-    """``done: ...`` or ``failed: ...``."""
+    """``asked for``, written before it is done; then ``done: ...``, ``failed: ...`` or
+    ``unknown: ...``."""
 
 
 class Audit(Model):
