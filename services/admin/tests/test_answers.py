@@ -247,6 +247,14 @@ def test_it_is_ready(client):
     assert (answer.status_code, answer.json()["live"]) == (200, "attached")
 
 
+def test_it_is_ready_while_the_data_plane_is_away(make_app):
+    app = make_app(ray_address="127.0.0.1:1")
+    with TestClient(app, base_url="http://127.0.0.1") as asking:
+        answer = asking.get("/readyz")
+    assert (answer.status_code, answer.json()["ready"]) == (200, True)
+    assert answer.json()["live"].startswith("Ray at 127.0.0.1:1: ")
+
+
 def test_it_is_not_ready_while_the_disk_of_its_store_is_full(tmp_path, monkeypatch):
     settings = Settings(store_url=f"sqlite:///{tmp_path / 'store.sqlite'}")
     monkeypatch.setattr(Store, "room_bytes", lambda self: 4096)

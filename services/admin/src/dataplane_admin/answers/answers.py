@@ -64,11 +64,12 @@ class Answers:
         self._subscribers += change
 
     def readiness(self) -> models.Readiness:
-        """Whether the service can do what it was started for."""
+        """Whether what arrives can be kept; a data plane that is away is told, and no reason to
+        send no telemetry."""
         error = self._health.trouble(at_most_s=_READY_PROBE_S)
         live = partitions.live_status(self._live)
         return models.Readiness(
-            ready=error is None and (live.attached or not live.asked),
+            ready=error is None,
             store="ok" if error is None else error,
             live="not asked for" if not live.asked else live.error or "attached",
         )

@@ -56,7 +56,7 @@ def _probes(answers: Answers) -> APIRouter:
         },
     )
     def readyz() -> Response:
-        """What arrives can be kept, and the data plane, if one was asked for, can be read."""
+        """What arrives can be kept; `live` tells whether the data plane can be read."""
         readiness = answers.readiness()
         return json_reply(readiness, status=200 if readiness.ready else 503)
 

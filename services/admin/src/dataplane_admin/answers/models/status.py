@@ -89,9 +89,10 @@ class Liveness(Model):
 
 
 class Readiness(Model):
-    """Whether the service can do what it was started for."""
+    """Whether the service can take what is sent to it."""
 
     ready: bool
+    """Whether what arrives can be kept, whether a data plane is there or not."""
     store: Text
     """``ok``, or why what arrives cannot be kept."""
     live: Text
