@@ -447,6 +447,7 @@ class MadeUpAnswers:
         return models.Staleness(
             run_id="" if self.empty else RUN,
             steps=steps,
+            left_out=0 if self.empty else 3,
             counts=counts,
             mean=mean,
             unknown=0 if self.empty else 12,

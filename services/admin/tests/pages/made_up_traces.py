@@ -5,7 +5,7 @@ import random
 import time
 from dataclasses import replace
 
-from dataplane_admin.store import TraceRow
+from dataplane_admin.store import StalenessRow, TraceRow
 from observability.records import Event, Link, Process, Records, Span
 
 NOW_NS = time.time_ns()
@@ -275,6 +275,11 @@ class MadeUpStore:
 
     def series(self, name=None):
         return []
+
+    def trace_staleness(self, trace_id):
+        if trace_id == trace_id_of(STEPS - 1):
+            return StalenessRow({}, 8)
+        return StalenessRow({0: 96, 2: 32}, 4)
 
     def linked(self, trace_id):
         return (

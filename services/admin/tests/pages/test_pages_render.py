@@ -150,6 +150,18 @@ def test_the_headline_is_not_stuck_by_processes_that_are_gone(site, client, monk
     assert "things wait" not in text
 
 
+def test_staleness_of_a_step_says_of_how_many_samples_it_is_not_known(client):
+    text = Document(client.get(f"/trace?id={trace_id_of(0)}").text).text
+    assert "0.50 versions, at most 2; not known of 4 samples" in " ".join(text.split())
+    text = Document(client.get(f"/trace?id={trace_id_of(STEPS - 1)}").text).text
+    assert "not known of 8 samples" in " ".join(text.split())
+
+
+def test_staleness_says_which_steps_were_not_counted(client):
+    text = Document(client.get("/staleness").text).text
+    assert "The 3 oldest steps of these are not counted" in " ".join(text.split())
+
+
 def test_the_overview_of_a_fresh_service_says_how_to_send_telemetry_here(bare_client):
     text = Document(bare_client.get("/").text).text
     assert "OTEL_EXPORTER_OTLP_ENDPOINT=http://localhost" in text

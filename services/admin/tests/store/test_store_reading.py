@@ -3,12 +3,13 @@
 import os
 import time
 from dataclasses import replace
+from itertools import permutations
 
 import pytest
 from sqlalchemy import event
 
 from dataplane_admin.ingest.events import batch_of_logs
-from dataplane_admin.store import Cursor, Store, TraceFilter
+from dataplane_admin.store import Cursor, Store, TraceFilter, read_staleness
 from observability.records import Records, decode_logs, decode_traces
 from observability.views import life_of
 
@@ -157,12 +158,43 @@ def test_staleness_counts_each_trained_sample_once_a_version(store, otlp):
         otlp.event("trained", ["a", "b", "c"], at_s=3, version=4, step=5, service="policy 0"),
         otlp.event("trained", ["a", "b", "c"], at_s=3, version=4, step=5, service="policy 1"),
         otlp.event("trained", ["a"], at_s=4, version=6, step=6),
+        otlp.event("trained", ["a"], at_s=4, version=6, step=6, service="policy 1"),
         otlp.event("trained", ["a"], at_s=4, version=7, step=6, run="other"),
     )
     found = store.staleness("run")
     assert (dict(found.counts), found.unknown) == ({1: 2, 3: 1}, 1)
     assert dict(store.staleness("run", 1).counts) == {3: 1}
     assert dict(store.staleness("nobody").counts) == {}
+
+
+def test_staleness_of_very_many_samples_is_that_of_the_newest_steps(store, otlp, monkeypatch):
+    monkeypatch.setattr(read_staleness, "_STEPS", 2)
+    monkeypatch.setattr(read_staleness, "_MOST_SAMPLES", 5)
+    for step in range(10, 17):
+        ids = [f"{step}-{place}" for place in range(2)]
+        write(
+            store,
+            otlp.event("put", ids, at_s=step, version=0),
+            otlp.event("trained", ids, at_s=step, version=step, step=step),
+        )
+    found = store.staleness("run", 100)
+    assert dict(found.counts) == {13: 2, 14: 2, 15: 2, 16: 2}
+    assert found.left_out == 3
+    assert store.staleness("run", 4).left_out == 0
+
+
+def test_staleness_of_a_step_counts_samples_that_an_earlier_one_put(store, otlp):
+    first, second = os.urandom(16), os.urandom(16)
+    write(
+        store,
+        otlp.event("put", ["a", "b"], at_s=1, version=3, trace_id=first),
+        otlp.event("put", ["c"], at_s=2, version=5, trace_id=second),
+        otlp.event("put", ["d"], at_s=2, trace_id=second),
+        otlp.event("trained", ["a", "b", "c", "d"], version=5, at_s=3, trace_id=second),
+    )
+    found = store.trace_staleness(second.hex())
+    assert (dict(found.counts), found.unknown) == ({2: 2, 0: 1}, 1)
+    assert store.trace_staleness(first.hex()).counts == {}
 
 
 def test_the_first_put_counts_whatever_order_events_arrive_in(store, otlp):
@@ -175,11 +207,50 @@ def test_the_first_put_counts_whatever_order_events_arrive_in(store, otlp):
     assert dict(store.staleness("run").counts) == {3: 1}
 
 
+@pytest.mark.parametrize("order", range(24))
+@pytest.mark.parametrize("whole", [False, True])
+def test_an_id_that_is_used_again_is_as_old_as_its_newest_life(store, otlp, whole, order):
+    told = [
+        otlp.event("put", ["a"], at_s=1, version=1),
+        otlp.event("cleared", [] if whole else ["a"], at_s=3),
+        otlp.event("put", ["a"], at_s=4, version=7),
+        otlp.event("put", ["a"], at_s=5, version=8),
+    ]
+    for one in list(permutations(told))[order]:
+        write(store, one)
+    write(
+        store,
+        otlp.event("cleared", ["a"], at_s=8),
+        otlp.event("trained", ["a"], at_s=7, version=9, step=2),
+    )
+    assert dict(store.staleness("run").counts) == {2: 1}
+
+
 def test_a_task_is_known_to_claim_from_its_events(store, otlp):
     write(store, otlp.event("claimed", ["a"], task="t", fields=["x"]))
     assert store.has_claimed("train", "t")
     assert not store.has_claimed("train", "other")
     assert not store.has_claimed("other", "t")
+
+
+def fields_of(claims):
+    return {one.attributes["dataplane.task"]: one.attributes["dataplane.fields"] for one in claims}
+
+
+def test_of_each_task_the_newest_claim_is_read_however_many_it_made_before(store, otlp):
+    write(
+        store,
+        *(otlp.event("claimed", [f"{at}"], at_s=at, task="t", fields=["x"]) for at in range(9)),
+        otlp.event("claimed", ["a"], at_s=10, task="t", fields=["x", "y"]),
+        otlp.event("waiting", at_s=11, wait="w", task="u", fields=["z"]),
+        otlp.event("put", ["b"], at_s=12, fields=["x"]),
+    )
+    claims, read_to = store.newest_claims(0, 100)
+    assert fields_of(claims) == {"t": ["x", "y"], "u": ["z"]}
+    assert store.newest_claims(read_to, 100) == ([], read_to)
+    assert fields_of(store.newest_claims(0, 2)[0]) == {"u": ["z"]}
+    write(store, otlp.event("claimed", ["c"], at_s=13, task="t", fields=["y"]))
+    assert fields_of(store.newest_claims(read_to, 100)[0]) == {"t": ["y"]}
 
 
 def test_newest_events_come_in_the_order_of_their_arrival(store, otlp):
@@ -234,7 +305,9 @@ def test_no_answer_reads_events_samples_or_chunks_from_end_to_end(tmp_path, otlp
         store.find_samples("", 5, ("a", 1))
         store.wait_records(NEVER_NS)
         store.has_claimed("train", "t")
+        store.newest_claims(1, 5)
         store.staleness("run")
+        store.trace_staleness(trace_id.hex())
         store.events_since(1, 5)
         store.totals()
         event.remove(engine, "before_cursor_execute", remember)

@@ -216,7 +216,12 @@ class Answers:
         known = sum(row.counts.values())
         mean = sum(age * count for age, count in row.counts.items()) / known if known else None
         return models.Staleness(
-            run_id=run, steps=steps, counts=dict(row.counts), mean=mean, unknown=row.unknown
+            run_id=run,
+            steps=steps,
+            left_out=row.left_out,
+            counts=dict(row.counts),
+            mean=mean,
+            unknown=row.unknown,
         )
 
     def runs(self) -> models.Runs:

@@ -12,7 +12,7 @@ from dataplane_admin.answers import models
 from dataplane_admin.answers.errors import NotFound, Refused
 from dataplane_admin.ingest import unique_label
 from dataplane_admin.settings import Settings
-from dataplane_admin.store import Store, TraceRow
+from dataplane_admin.store import StalenessRow, Store, TraceRow
 from observability.records import Event, Process, Records, Span
 from observability.views import (
     Segment,
@@ -98,8 +98,21 @@ def trace(store: Store, settings: Settings, trace_id: str) -> models.Trace:
             models.StageBytes(stage=one.stage, put=one.put, get=one.get)
             for one in bytes_by_stage(step)
         ],
-        staleness=None if step.staleness is None else models.TraceStaleness(**vars(step.staleness)),
+        staleness=_staleness(store.trace_staleness(trace_id)),
         external=_external(settings, trace_id),
+    )
+
+
+def _staleness(row: StalenessRow) -> models.TraceStaleness | None:
+    samples = sum(row.counts.values())
+    if not samples and not row.unknown:
+        return None
+    return models.TraceStaleness(
+        least=min(row.counts, default=None),
+        mean=sum(age * count for age, count in row.counts.items()) / samples if samples else None,
+        most=max(row.counts, default=None),
+        samples=samples,
+        unknown=row.unknown,
     )
 
 

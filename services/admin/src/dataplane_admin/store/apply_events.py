@@ -22,6 +22,7 @@ from dataplane_admin.store.models import (
     PlaceModel,
     SampleModel,
 )
+from dataplane_admin.store.sample_life import SampleLife, mend
 from dataplane_admin.store.texts import HEAD_BYTES, storable
 from dataplane_admin.store.work import Work, in_groups
 
@@ -39,33 +40,6 @@ class _Place:
     id: int
     cleared_ns: int
     changed: bool = False
-
-
-@dataclass(slots=True)
-class _Sample:
-    key: int
-    weight_version: int | None
-    put_ns: int
-    live_ns: int
-    gone_ns: int
-    first_ns: int
-    last_ns: int
-    is_new: bool = False
-
-    def apply(self, event: LifecycleEvent) -> None:
-        time_ns = event.time_ns
-        self.first_ns = min(self.first_ns, time_ns)
-        self.last_ns = max(self.last_ns, time_ns)
-        if event.name == "put":
-            if not self.put_ns or time_ns < self.put_ns:
-                self.put_ns = time_ns
-                self.weight_version = event.weight_version
-            if time_ns > self.gone_ns:
-                self.live_ns = max(self.live_ns, time_ns)
-        elif event.name == "cleared":
-            self.gone_ns = max(self.gone_ns, time_ns)
-            if self.live_ns <= self.gone_ns:
-                self.live_ns = 0
 
 
 _PlaceKey = tuple[str, str]
@@ -103,7 +77,7 @@ def _store(work: Work, events: list[LifecycleEvent]) -> None:
         keys = []
         for sample_id in event.sample_ids:
             sample = samples[place.id, sample_id]
-            sample.apply(event)
+            sample.apply(event, place.cleared_ns)
             keys.append(sample.key)
         if event.name == "cleared" and not keys and event.time_ns > place.cleared_ns:
             place.cleared_ns = event.time_ns
@@ -123,6 +97,10 @@ def _store(work: Work, events: list[LifecycleEvent]) -> None:
             if place.changed
         ],
     )
+    for place in places.values():
+        if place.changed:
+            _tear(work, place, samples)
+    mend(work, samples.values())
     _save_samples(work, samples)
     _track_waits(work, rows, [storable(event.process) for event in events])
     apply_runs(work, ((storable(event.run_id), event.time_ns, event.time_ns) for event in events))
@@ -155,35 +133,59 @@ def _places(work: Work, events: Iterable[LifecycleEvent]) -> dict[_PlaceKey, _Pl
 
 def _samples(
     work: Work, placed: Iterable[tuple[LifecycleEvent, _Place]]
-) -> dict[_SampleKey, _Sample]:
+) -> dict[_SampleKey, SampleLife]:
     """Every sample named, new ones with a key of their own."""
     wanted: dict[_SampleKey, int] = {}
     for event, place in placed:
         for sample_id in event.sample_ids:
             wanted.setdefault((place.id, sample_id), event.time_ns)
-    found: dict[_SampleKey, _Sample] = {}
+    found: dict[_SampleKey, SampleLife] = {}
     table = SampleModel.__table__
     for heads in in_groups({sample_id[:HEAD_BYTES] for _, sample_id in wanted}):
         for row in work.connection.execute(select(table).where(SampleModel.head.in_(heads))):
             place_and_id = row.place_id, row.head + row.tail
             if place_and_id in wanted:
-                found[place_and_id] = _Sample(
-                    row.key,
-                    row.weight_version,
-                    row.put_ns,
-                    row.live_ns,
-                    row.gone_ns,
-                    row.first_ns,
-                    row.last_ns,
-                )
+                found[place_and_id] = _life(row)
     for place_and_id, time_ns in wanted.items():
         if place_and_id not in found:
             key = work.state.next_id()
-            found[place_and_id] = _Sample(key, None, 0, 0, 0, time_ns, time_ns, is_new=True)
+            place_id = place_and_id[0]
+            found[place_and_id] = SampleLife(
+                key, place_id, None, 0, 0, 0, time_ns, time_ns, is_new=True
+            )
     return found
 
 
-def _save_samples(work: Work, samples: dict[_SampleKey, _Sample]) -> None:
+def _life(row: Any) -> SampleLife:
+    return SampleLife(
+        row.key,
+        row.place_id,
+        row.weight_version,
+        row.put_ns,
+        row.live_ns,
+        row.gone_ns,
+        row.first_ns,
+        row.last_ns,
+    )
+
+
+def _tear(work: Work, place: _Place, samples: dict[_SampleKey, SampleLife]) -> None:
+    """Have those looked at again whose put after the clear of the whole was told before it."""
+    table = SampleModel.__table__
+    for row in work.connection.execute(
+        select(table).where(
+            SampleModel.place_id == place.id,
+            SampleModel.live_ns > place.cleared_ns,
+            SampleModel.put_ns <= place.cleared_ns,
+        )
+    ):
+        samples.setdefault((place.id, row.head + row.tail), _life(row))
+    for sample in samples.values():
+        if sample.place_id == place.id:
+            sample.clear_whole(place.cleared_ns)
+
+
+def _save_samples(work: Work, samples: dict[_SampleKey, SampleLife]) -> None:
     new, changed = [], []
     for (place_id, sample_id), sample in samples.items():
         row: dict[str, Any] = {

@@ -178,8 +178,9 @@ class EventModel(Base):
 class SampleModel(Base):
     """A sample of a place. Its id is ``head`` and ``tail``, so that an index holds any id.
 
-    ``put_ns`` and ``weight_version`` are those of its first put, ``gone_ns`` is its latest clear by
-    name, and ``live_ns`` its latest put unless that clear came later; 0 where there was none.
+    ``put_ns`` and ``weight_version`` are those of its first put since it was cleared, or before the
+    clear if none came later; ``gone_ns`` is its latest clear by name, and ``live_ns`` its latest
+    put unless that clear came later; 0 where there was none.
     """
 
     __tablename__ = "samples"

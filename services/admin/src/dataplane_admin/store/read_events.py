@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 from sqlalchemy import func, select, tuple_
 
-from dataplane_admin.store.apply_events import unpack_keys
 from dataplane_admin.store.models import (
     EventModel,
     EventSampleModel,
     PlaceModel,
     SampleModel,
 )
-from dataplane_admin.store.reader import EVENT_COLUMNS, Reader, of_keys
-from dataplane_admin.store.rows import EventRow, SampleCursor, SampleRow, StalenessRow
+from dataplane_admin.store.reader import EVENT_COLUMNS, Reader
+from dataplane_admin.store.rows import EventRow, SampleCursor, SampleRow
 from dataplane_admin.store.texts import (
     HEAD_BYTES,
     after_prefix,
@@ -22,7 +19,8 @@ from dataplane_admin.store.texts import (
     id_of_bytes,
     storable,
 )
-from observability.records import Records
+from dataplane_admin.store.work import in_groups
+from observability.records import Event, Records, decode_logs
 
 _MOST_EVENTS_OF_SAMPLE = 2000
 
@@ -114,38 +112,6 @@ def read_samples(
         ]
 
 
-def read_staleness(reader: Reader, run_id: str, steps: int) -> StalenessRow:
-    """Of `Store.staleness`."""
-    places = select(PlaceModel.id).where(PlaceModel.run_id == storable(run_id))
-    with reader.connect() as connection:
-        ids = connection.scalars(places).all()
-        of_run = (EventModel.place_id.in_(ids), EventModel.name == "trained")
-        newest = connection.scalar(select(func.max(EventModel.step)).where(*of_run))
-        recent = EventModel.step.is_(None) if newest is None else EventModel.step > newest - steps
-        # Every policy worker of a sharded model may tell of the same sample.
-        trained = {
-            (key, version)
-            for version, packed in connection.execute(
-                select(EventModel.weight_version, EventModel.keys).where(*of_run, recent)
-            )
-            for key in unpack_keys(packed)
-        }
-        born: dict[int, int | None] = {}
-        versions = select(SampleModel.key, SampleModel.weight_version)
-        for chosen in of_keys({key for key, _ in trained}):
-            for key, version in connection.execute(versions.where(chosen)):
-                born[key] = version
-    counts: Counter[int] = Counter()
-    unknown = 0
-    for key, version in trained:
-        first = born.get(key)
-        if version is None or first is None:
-            unknown += 1
-        else:
-            counts[version - first] += 1
-    return StalenessRow(counts, unknown)
-
-
 def read_has_claimed(reader: Reader, partition: str, task: str) -> bool:
     """Of `Store.has_claimed`."""
     places = select(PlaceModel.id).where(PlaceModel.partition == storable(partition))
@@ -160,6 +126,34 @@ def read_has_claimed(reader: Reader, partition: str, task: str) -> bool:
     )
     with reader.connect() as connection:
         return connection.scalar(claimed) is not None
+
+
+def read_newest_claims(reader: Reader, event_id: int, most: int) -> tuple[list[Event], int]:
+    """Of `Store.newest_claims`."""
+    with reader.connect() as connection:
+        newest = connection.scalar(select(func.max(EventModel.id))) or event_id
+        newer = select(EventModel.id).where(EventModel.id > event_id).order_by(EventModel.id.desc())
+        too_old = connection.scalar(newer.offset(most).limit(1)) or event_id
+        claims = (
+            select(EventModel.place_id, EventModel.task, EventModel.id)
+            .where(
+                EventModel.id > too_old,
+                EventModel.name.in_(("claimed", "waiting")),
+                EventModel.task != "",
+            )
+            .order_by(EventModel.id)
+            .limit(most)
+        )
+        # Grouped here: a database might read an index from end to end for it.
+        ids = {(row.place_id, row.task): row.id for row in connection.execute(claims)}
+        records = [
+            record
+            for some in in_groups(sorted(ids.values()))
+            for record in connection.scalars(
+                select(EventModel.record).where(EventModel.id.in_(some)).order_by(EventModel.id)
+            )
+        ]
+    return decode_logs(b"".join(records)).events, newest
 
 
 def read_events(reader: Reader, event_id: int, limit: int) -> list[EventRow]:

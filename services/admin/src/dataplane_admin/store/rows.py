@@ -80,7 +80,8 @@ SampleCursor: TypeAlias = tuple[str, int]
 
 @dataclass(frozen=True)
 class SampleRow:
-    """One sample of one partition of one run; ``weight_version`` is that of its first put."""
+    """One sample of one partition of one run; ``weight_version`` is that of its first put since it
+    was cleared."""
 
     key: int
     sample_id: str
@@ -103,10 +104,12 @@ class StalenessRow:
     Attributes:
         counts: versions to samples.
         unknown: samples of which a version is not known.
+        left_out: steps that were not looked at, because the newer ones were that many samples.
     """
 
     counts: Mapping[int, int]
     unknown: int
+    left_out: int = 0
 
 
 @dataclass

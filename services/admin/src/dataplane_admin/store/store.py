@@ -19,10 +19,11 @@ from dataplane_admin.store.models import AuditModel, EventModel, SeriesModel, St
 from dataplane_admin.store.read_events import (
     read_events,
     read_has_claimed,
+    read_newest_claims,
     read_sample_records,
     read_samples,
-    read_staleness,
 )
+from dataplane_admin.store.read_staleness import read_staleness, read_trace_staleness
 from dataplane_admin.store.read_traces import (
     read_linked,
     read_runs,
@@ -48,7 +49,7 @@ from dataplane_admin.store.rows import (
 )
 from dataplane_admin.store.texts import storable
 from dataplane_admin.store.writer import Writer
-from observability.records import Records
+from observability.records import Event, Records
 
 _CLOSE_S = 10.0
 _MOST_SERIES = 10_000
@@ -193,13 +194,32 @@ class Store:
         """
         return read_wait_records(self._reader, now_ns, silent_after_s)
 
+    def newest_claims(self, event_id: int, most: int) -> tuple[list[Event], int]:
+        """The newest claim, or wait for one, of each partition and task, and the newest event.
+
+        Args:
+            event_id: only what came after this event.
+            most: so many events are looked through, the newest ones.
+
+        Returns:
+            The claims in the order of their arrival and without ids; and the id to go on from.
+        """
+        return read_newest_claims(self._reader, event_id, most)
+
     def has_claimed(self, partition: str, task: str) -> bool:
         """Whether an event tells that a task of a partition has claimed, whatever the run."""
         return read_has_claimed(self._reader, partition, task)
 
     def staleness(self, run_id: str, steps: int = 20) -> StalenessRow:
-        """How stale the samples were that the newest so many steps of a run trained on."""
+        """How stale the samples were that the newest so many steps of a run trained on.
+
+        The newest steps come first, and none after a quarter of a million samples.
+        """
         return read_staleness(self._reader, run_id, steps)
+
+    def trace_staleness(self, trace_id: str) -> StalenessRow:
+        """How stale the samples were that a trace trained on, wherever they were put."""
+        return read_trace_staleness(self._reader, trace_id)
 
     def events_since(self, event_id: int, limit: int = 100) -> list[EventRow]:
         """The newest events that came after one, in the order of their arrival."""

@@ -129,7 +129,9 @@ class Staleness(Model):
     run_id: Text
     """The run that was counted; empty if nothing has been trained."""
     steps: int
-    """Over how many of its last steps."""
+    """Over how many of its last steps, those that are left out included."""
+    left_out: int
+    """Of those, the oldest that were not counted: the newer ones hold samples enough."""
     counts: dict[int, int]
     """Versions between generation and training to samples."""
     mean: float | None

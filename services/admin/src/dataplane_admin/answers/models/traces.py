@@ -133,11 +133,14 @@ class StageBytes(Model):
 class TraceStaleness(Model):
     """Versions between generation and training of the samples that a step trained on."""
 
-    least: int
-    mean: float
-    most: int
+    least: int | None
+    """None if no version is known; as ``mean`` and ``most``."""
+    mean: float | None
+    most: int | None
     samples: int
+    """Trained samples of which both versions are known."""
     unknown: int
+    """Trained samples of which one is not."""
 
 
 class ExternalLink(Model):
@@ -174,6 +177,7 @@ class Trace(TraceFacts):
     events_left_out: int
     stages: list[StageBytes]
     staleness: TraceStaleness | None
+    """None if nothing was trained on."""
     external: list[ExternalLink]
 
 
