@@ -1,7 +1,6 @@
 """Which fields each task claims with, as its newest claims told.
 
-Nothing declares it: a claim names its fields, and its event tells them. Events are read once, as
-they arrive; the claims of a trace are looked up where nothing is known of a task yet.
+Nothing declares it: a claim names its fields, and its event tells them.
 """
 
 from __future__ import annotations
@@ -13,9 +12,8 @@ from dataplane_admin.store import Store
 from observability.records import Event
 
 _MOST = 1_000
-# Events looked through when the service starts, and at a time later on.
-_PAGE = 1_000
-_TRACES = 5
+# Events looked through at a time, when the service starts for example.
+_PAGE = 20_000
 
 
 class Needs:
@@ -43,20 +41,11 @@ class Needs:
             self._lock.release()
 
     def _read(self) -> None:
-        events = self._store.events_since(self._read_to, _PAGE)
-        traces: OrderedDict[str, None] = OrderedDict()
-        for event in sorted(events, key=lambda event: -event.id):
-            self._read_to = max(self._read_to, event.id)
-            place = (event.partition, event.task)
-            if event.name == "claimed" and event.trace_id and place not in self._known:
-                traces.setdefault(event.trace_id)
-        for trace_id in list(traces)[:_TRACES]:
-            for told in self._store.trace_records(trace_id).events:
-                self._learn(told)
+        events, self._read_to = self._store.newest_claims(self._read_to, _PAGE)
+        for event in events:
+            self._learn(event)
 
     def _learn(self, event: Event) -> None:
-        if event.name not in ("claimed", "waiting"):
-            return
         fields = event.attributes.get("dataplane.fields")
         partition = event.attributes.get("dataplane.partition")
         task = event.attributes.get("dataplane.task")
