@@ -7,7 +7,7 @@ from functools import partial
 
 from dataplane_admin.answers import models, partitions
 from dataplane_admin.answers.cursors import read_sample_cursor, sample_cursor
-from dataplane_admin.answers.errors import AnswerError, NotFound, Refused
+from dataplane_admin.answers.errors import AnswerError, Late, NotFound, Refused
 from dataplane_admin.live import Live
 from dataplane_admin.store import SampleRow, Store
 from dataplane_core import DataPlaneInspector, PartitionSummary, SampleState
@@ -73,24 +73,41 @@ def by_tag(
         values.append(read)
     hits: list[models.SampleHit] = []
     notes: list[str] = []
-    for summary in _looked_into(live, partition, notes):
+    looked_into = _looked_into(live, partition, notes)
+    until_s = live.deadline_s()
+    for place, summary in enumerate(looked_into):
         for wanted in values:
             room = limit - len(hits)
             if room <= 0:
                 notes.append(f"only the first {limit} are shown")
                 return models.SampleHits(samples=hits, next=None, notes=notes)
-            states = _find(live, summary.partition_id, tag, wanted, room)
+            try:
+                states = _find(live, summary.partition_id, tag, wanted, room, until_s)
+            except Late as error:
+                if place == 0:
+                    raise
+                notes.append(_not_looked_up(len(looked_into) - place, error))
+                return models.SampleHits(samples=hits, next=None, notes=notes)
             hits += [_live_hit(state.sample_id, summary.partition_id) for state in states]
     return models.SampleHits(samples=hits, next=None, notes=notes)
 
 
-def _find(live: Live, partition: str, tag: str, value: object, limit: int) -> list[SampleState]:
+def _find(
+    live: Live, partition: str, tag: str, value: object, limit: int, until_s: float
+) -> list[SampleState]:
     try:
         return partitions.ask(
-            live, lambda plane: plane.find_samples(partition, tag=tag, value=value, limit=limit)
+            live,
+            lambda plane: plane.find_samples(partition, tag=tag, value=value, limit=limit),
+            until_s,
         )
     except NotFound:  # it was cleared meanwhile
         return []
+
+
+def _not_looked_up(count: int, error: AnswerError) -> str:
+    """Partitions that were not reached within the one deadline of an answer."""
+    return f"not looked up in {count} live partition{'' if count == 1 else 's'}: {error}"
 
 
 def _live_sample(
@@ -98,14 +115,16 @@ def _live_sample(
 ) -> models.Sample | None:
     if live is None:
         return None
-    for summary in _looked_into(live, partition, notes):
+    looked_into = _looked_into(live, partition, notes)
+    until_s = live.deadline_s()
+    for place, summary in enumerate(looked_into):
         read = partial(_read, partition=summary.partition_id, sample_id=sample_id)
         try:
-            state = partitions.ask(live, read)
+            state = partitions.ask(live, read, until_s)
         except NotFound:
             continue
         except AnswerError as error:
-            notes.append(f"not looked up live: {error}")
+            notes.append(_not_looked_up(len(looked_into) - place, error))
             return None
         if state is not None:
             return partitions.sample(state, summary.partition_id)

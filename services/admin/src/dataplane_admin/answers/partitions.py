@@ -50,12 +50,16 @@ def live_status(live: Live | None) -> models.LiveStatus:
     )
 
 
-def ask(live: Live | None, question: Callable[[DataPlaneInspector], T]) -> T:
-    """What the data plane answers within the deadline. Raises AnswerError."""
+def ask(
+    live: Live | None,
+    question: Callable[[DataPlaneInspector], T],
+    until_s: float | None = None,
+) -> T:
+    """What the data plane answers within the deadline, see `Live.ask`. Raises AnswerError."""
     if live is None:
         raise Unavailable("no data plane is looked into; start the service with --ray-address")
     try:
-        return live.ask(question)
+        return live.ask(question, until_s)
     except (NotAttached, TooManyAsk, UnavailableError) as error:
         raise Unavailable(str(error)) from None
     except (AskedTooLong, DeadlineExceededError) as error:

@@ -108,8 +108,17 @@ class Live:
         wanted = {**self._wanted, partition_id: time.monotonic()}
         self._wanted = dict(sorted(wanted.items(), key=lambda one: -one[1])[:MOST_PARTITIONS])
 
-    def ask(self, question: Callable[[DataPlaneInspector], T]) -> T:
+    def deadline_s(self) -> float:
+        """Until when, by `time.monotonic`, questions that are one answer may take from now on."""
+        return time.monotonic() + self._ask_s
+
+    def ask(self, question: Callable[[DataPlaneInspector], T], until_s: float | None = None) -> T:
         """``question`` of the data plane, answered within the deadline.
+
+        Args:
+            question: asked in a thread of its own.
+            until_s: of `deadline_s`, where there are several questions; None for a deadline of
+                its own.
 
         Raises:
             NotAttached: there is none.
@@ -120,13 +129,16 @@ class Live:
         inspector = self._inspector
         if inspector is None:
             raise NotAttached(self._snapshot.error or f"{self.source}: not reached yet")
-        if not self._asking.acquire(timeout=self._ask_s):
+        left_s = self._ask_s if until_s is None else max(0.0, until_s - time.monotonic())
+        if not self._asking.acquire(timeout=left_s):
             raise TooManyAsk(
                 f"{self.source}: {_MOST_ASKING} questions have been under way for {self._ask_s:g} s"
             )
+        if until_s is not None:
+            left_s = max(0.0, until_s - time.monotonic())
         errand = _Errand(question, inspector, self._asking.release)
         threading.Thread(target=errand.run, name="dataplane-admin-ask", daemon=True).start()
-        if not errand.done.wait(self._ask_s):
+        if not errand.done.wait(left_s):
             raise AskedTooLong(f"{self.source}: no answer within {self._ask_s:g} s")
         return errand.result()
 

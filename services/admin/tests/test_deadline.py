@@ -1,0 +1,63 @@
+"""An answer that asks the data plane several times has one deadline for all of them."""
+
+import threading
+import time
+
+import pytest
+import torch
+from fastapi.testclient import TestClient
+from tensordict import TensorDict
+
+from dataplane_core import InMemoryDataPlaneClient
+
+PATIENCE_S = 20.0
+ASK_S = 0.5
+SLOW_S = 0.2
+PARTITIONS = 20
+
+
+@pytest.fixture
+def client(make_app, monkeypatch):
+    with InMemoryDataPlaneClient({"enabled": True, "impl": "in_memory"}) as plane:
+        for place in range(PARTITIONS):
+            plane.register_partition(f"p{place:02}", ["a"], 1, ["t"])
+        batch = TensorDict({"a": torch.zeros(1)}, [1])
+        plane.put_samples(["first"], "p00", batch, [{"group": "g"}])
+        for name in ("read_sample", "find_samples"):
+            monkeypatch.setattr(plane, name, slowly(getattr(plane, name)))
+        app = make_app(inspector=plane, poll_s=0.05, ask_s=ASK_S)
+        with TestClient(app, base_url="http://localhost") as client:
+            deadline = time.monotonic() + PATIENCE_S
+            while len(client.get("/api/v1/partitions").json()["partitions"]) < PARTITIONS:
+                assert time.monotonic() < deadline
+            yield client
+
+
+def slowly(question):
+    def asked(*args, **kwargs):
+        threading.Event().wait(SLOW_S)
+        return question(*args, **kwargs)
+
+    return asked
+
+
+@pytest.mark.parametrize(
+    ("path", "query"),
+    [("samples", {"tag": "group", "value": "g"}), ("samples", {"q": "nobody"})],
+)
+def test_all_questions_of_one_answer_share_one_deadline(client, path, query):
+    began = time.monotonic()
+    answer = client.get(f"/api/v1/{path}", params=query)
+    assert time.monotonic() - began < PARTITIONS * SLOW_S
+    assert answer.status_code == 200, answer.text
+    told = answer.json()
+    [note] = told["notes"]
+    assert note.startswith("not looked up in ")
+    assert note.partition(" live partitions: ")[0].rpartition(" ")[2] in map(str, range(1, PARTITIONS))
+    assert [one["sample_id"] for one in told["samples"]] == (["first"] if "tag" in query else [])
+
+
+def test_a_life_that_was_looked_up_in_some_partitions_says_so(client):
+    answer = client.get("/api/v1/sample", params={"id": "nobody"})
+    assert answer.status_code == 404
+    assert "not looked up in " in answer.json()["detail"]
