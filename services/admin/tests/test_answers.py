@@ -110,6 +110,11 @@ def test_samples_are_found_by_tag(client, value, count):
     assert len(ask(client, "samples", tag="reward", value="3")["samples"]) == 1
 
 
+def test_why_of_one_run_leaves_out_the_others(client):
+    assert [one["run_id"] for one in ask(client, "why", run="tests")] == ["tests"]
+    assert ask(client, "why", run="another") == []
+
+
 def test_why_names_the_task_the_field_and_the_samples(client):
     [wait] = [models.Wait.model_validate(one) for one in ask(client, "why")]
     assert (wait.kind, wait.task, wait.partition, wait.asked) == ("wait", "train", "train", 8)

@@ -53,7 +53,9 @@ def test_all_questions_of_one_answer_share_one_deadline(client, path, query):
     told = answer.json()
     [note] = told["notes"]
     assert note.startswith("not looked up in ")
-    assert note.partition(" live partitions: ")[0].rpartition(" ")[2] in map(str, range(1, PARTITIONS))
+    assert note.partition(" live partitions: ")[0].rpartition(" ")[2] in map(
+        str, range(1, PARTITIONS)
+    )
     assert [one["sample_id"] for one in told["samples"]] == (["first"] if "tag" in query else [])
 
 

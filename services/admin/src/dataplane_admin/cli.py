@@ -230,9 +230,14 @@ def traces(
 
 
 @app.command()
-def why(url: Url = DEFAULT_URL, token_file: TokenFile = None, as_json: AsJson = False) -> None:
+def why(
+    run_id: Annotated[str | None, typer.Option("--run", help="Only of this run.")] = None,
+    url: Url = DEFAULT_URL,
+    token_file: TokenFile = None,
+    as_json: AsJson = False,
+) -> None:
     """Show why it is stuck, the longest wait first; last what is not heard of any more."""
-    _show("/api/v1/why", {}, url, token_file, as_json=as_json)
+    _show("/api/v1/why", {"run": run_id}, url, token_file, as_json=as_json)
 
 
 def _show(

@@ -374,7 +374,10 @@ class MadeUpAnswers:
             sample_id=sample_id, partition=partition, hops=hops, live=live, notes=[]
         )
 
-    def why(self):
+    def why(self, *, run=None):
+        return [one for one in self._waits() if run in (None, one.run_id)]
+
+    def _waits(self):
         if self.empty:
             return []
         return [

@@ -9,6 +9,7 @@ from made_up_traces import (
     HOSTILE,
     HOSTILE_PARTITION,
     REVERSED,
+    RUN,
     STEPS,
     trace_id_of,
 )
@@ -143,11 +144,20 @@ def test_the_overview_shows_waits_of_processes_that_are_gone_apart_and_below(cli
 
 def test_the_headline_is_not_stuck_by_processes_that_are_gone(site, client, monkeypatch):
     gone = [one for one in site.answers.why() if one.silent_s is not None]
-    monkeypatch.setattr(site.answers, "why", lambda: gone)
+    monkeypatch.setattr(site.answers, "why", lambda *, run=None: gone)
     text = Document(client.get("/").text).text
     assert "Not heard of since" in text
     assert "Why it is stuck" not in text
     assert "things wait" not in text
+
+
+def test_the_overview_of_one_run_shows_what_that_run_waits_for(client):
+    text = Document(client.get("/?run=yesterday").text).text
+    assert "Not heard of since" in text
+    assert "3 of 480 lack advantages" not in text
+    text = Document(client.get(f"/?run={quote(RUN, safe='')}").text).text
+    assert "3 of 480 lack advantages" in text
+    assert "Not heard of since" not in text
 
 
 def test_staleness_of_a_step_says_of_how_many_samples_it_is_not_known(client):

@@ -158,9 +158,15 @@ def _history(answers: Answers) -> APIRouter:
         return json_reply(answers.sample(id, partition=partition))
 
     @routes.get("/why", response_model=list[models.Wait], responses=_KEPT)
-    def why(request: Request) -> Response:
-        """Why it is stuck: the longest wait first, those of processes that are gone last."""
-        return kept_reply(request, answers.revisions, answers.why, ages=True)
+    def why(
+        request: Request,
+        run: Annotated[str | None, Query(min_length=1, max_length=MOST_ID)] = None,
+    ) -> Response:
+        """Why it is stuck: the longest wait first, those of processes that are gone last.
+
+        Of one `run` what its processes told; what stands still in the data plane tells no run.
+        """
+        return kept_reply(request, answers.revisions, lambda: answers.why(run=run), ages=True)
 
     @routes.get("/staleness", response_model=models.Staleness, responses=_KEPT)
     def staleness(

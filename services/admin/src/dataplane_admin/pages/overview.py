@@ -12,6 +12,7 @@ from dataplane_admin.pages import marks, words
 from dataplane_admin.pages.links import to
 
 _STEPS = 10
+_RUNS = 50
 _KEPT = 256
 # A step that is this many times longer ago than steps usually take is worth a word.
 _LATE = 3
@@ -56,6 +57,8 @@ class Overview:
         mood: ``moving``, ``stuck``, ``quiet`` or ``empty``.
         waits: of what goes on.
         silent: waits of processes that are not heard of any more.
+        run: which alone is shown; None for all.
+        runs: which can be chosen.
         last: the newest step that has ended.
     """
 
@@ -69,6 +72,8 @@ class Overview:
     last: StepOnOverview | None
     units: Sequence[tuple[models.Unit, marks.Stack]]
     put_per_s: float | None
+    run: str | None
+    runs: Sequence[models.Run]
     took: marks.Trend | None
 
 
@@ -98,13 +103,13 @@ class Buckets:
         return found
 
 
-def overview(answers: Answers, buckets: Buckets) -> Overview:
-    """The first page."""
+def overview(answers: Answers, buckets: Buckets, run: str | None = None) -> Overview:
+    """The first page; of one ``run`` only its waits and steps."""
     status = answers.status()
     held = answers.partitions()
-    told = answers.why()
+    told = answers.why(run=run)
     waits = [one for one in told if one.silent_s is None]
-    facts = answers.traces(limit=_STEPS).traces
+    facts = answers.traces(run=run, limit=_STEPS).traces
     longest = max((one.seconds for one in facts), default=0.0)
     rates = [one.put_per_s for one in held.partitions if one.put_per_s is not None]
     steps = [_step(one, buckets.of(one), longest) for one in facts]
@@ -121,6 +126,8 @@ def overview(answers: Answers, buckets: Buckets) -> Overview:
         last=next((one for one in steps if one.facts.has_root), steps[0] if steps else None),
         units=[(unit, _used(unit)) for unit in held.storage],
         put_per_s=sum(rates) if rates else None,
+        run=run,
+        runs=answers.runs().runs[:_RUNS],
         took=marks.trend([one.seconds for one in reversed(facts) if one.has_root]),
     )
 

@@ -59,9 +59,10 @@ def _add_state(made: APIRouter, shell: Shell, answers: Answers) -> None:
 
     @made.get("/")
     def first(request: Request) -> Response:
+        run = Asked(request.query_params).maybe("run")
         return shell.tell(
             request,
-            lambda: shell.page(request, "overview.html.j2", view=overview(answers, buckets)),
+            lambda: shell.page(request, "overview.html.j2", view=overview(answers, buckets, run)),
         )
 
     @made.get("/partition")
