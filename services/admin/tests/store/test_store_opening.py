@@ -6,11 +6,14 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from alembic import command
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 from sqlalchemy import create_engine, text
 
 from dataplane_admin.store import Store, StoreError, StoreUnavailable
+from dataplane_admin.store.engine import Database
+from dataplane_admin.store.migrate import configuration
 from dataplane_admin.store.models import Base
 
 
@@ -64,6 +67,32 @@ def test_services_that_open_a_new_database_at_once_do_not_race(url):
         for one in services:
             one.kill()
     assert [out for out, _ in told] == ["0\n"] * 2, [err for _, err in told]
+
+
+def test_waits_of_a_database_of_the_first_tables_are_still_told(new_url, otlp):
+    url = new_url(empty=True)
+    database = Database(url)
+    with database.writer.begin() as connection:
+        command.upgrade(configuration(connection), "0001")
+        told = otlp.event("waiting", wait="w", task="t", fields=["x"]).events[0]
+        connection.execute(
+            text(
+                "INSERT INTO events (id, place_id, name, time_ns, received_ns, task, samples, wait,"
+                " digest, record, keys) VALUES (1, 2, 'waiting', 1, 1, 't', 0, :wait, :digest,"
+                " :record, :keys)"
+            ),
+            {"wait": told.wait, "digest": told.digest, "record": told.record, "keys": b""},
+        )
+        connection.execute(text("INSERT INTO places VALUES (2, 'run', 'train', 0)"))
+        connection.execute(
+            text("INSERT INTO open_waits (event_id, wait, place_id) VALUES (1, :wait, 2)"),
+            {"wait": told.wait},
+        )
+    database.close()
+    with Store.open(url) as store:
+        records = store.wait_records(1 << 62)
+        assert [event.name for event in records.events] == ["waiting"]
+        assert records.silent == {}
 
 
 def test_a_database_of_a_newer_service_is_refused(url):
