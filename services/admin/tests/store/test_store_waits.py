@@ -81,7 +81,12 @@ def test_why_reads_of_a_partition_in_use_for_long_only_what_is_there(store, otlp
     for data in logs:
         everything.add(decode_logs(data.SerializeToString()))
     write(store, *(batch_of_logs(data, otlp.limits) for data in logs))
+    read, of_ids = [], read_waits._of_ids
+    monkeypatch.setattr(
+        read_waits, "_of_ids", lambda *asked: read.extend(asked[2]) or of_ids(*asked)
+    )
     found = store.wait_records(NEVER_NS)
+    assert len(read) == 2, "the wait and the put of the straggler"
     assert (
         waits(found) == waits(everything) == [("grpo.driver", "train", (1, 1, 1_000 - 161, 0), [])]
     )
