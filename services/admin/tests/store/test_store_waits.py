@@ -165,6 +165,28 @@ def test_a_wait_is_over_even_if_its_end_arrives_first(store, otlp):
     assert [one[0] for one in waits(store.wait_records(NEVER_NS))] == ["another"]
 
 
+def test_of_a_wait_that_is_told_again_the_newest_telling_is_read_and_its_end_ends_it(
+    store, otlp, start_ns
+):
+    def at_ns(seconds):
+        return start_ns + seconds * 1_000_000_000
+
+    def told(at_s):
+        return wait_of(otlp, "driver", at_s=at_s, since_ns=at_ns(1), again_s=30)
+
+    write(store, told(1), told(31))
+    write(store, told(61), wait_of(otlp, "another", at_s=2))
+    records = store.wait_records(NEVER_NS)
+    told_by = [(one.process.service, one.time_ns) for one in records.events]
+    assert sorted(told_by) == [("another", at_ns(2)), ("driver", at_ns(61))]
+    first = why(records, at_ns(62))[0]
+    assert (first.process.service, first.since_ns, first.silent_s) == ("driver", at_ns(1), 0)
+    [wait] = [one for one in why(records, at_ns(361)) if one.process.service == "driver"]
+    assert wait.silent_s == 300
+    write(store, otlp.event("claimed", ["a"], at_s=70, wait="w", task="train", service="driver"))
+    assert [one[0] for one in waits(store.wait_records(NEVER_NS))] == ["another"]
+
+
 def test_a_whole_partition_that_was_cleared_holds_nothing(store, otlp):
     write(
         store,

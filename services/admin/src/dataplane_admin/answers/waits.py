@@ -41,11 +41,14 @@ def waits(
 
 def _wait(wait: Wait, silent: Mapping[tuple[str, str], int], now_ns: int) -> models.Wait:
     examples = dict.fromkeys(one for lack in wait.lacks.values() for one in lack.examples)
+    sentence, silent_s = str(wait), wait.silent_s or None
     heard_ns = silent.get((storable(unique_label(wait.process)), storable(wait.run_id)))
-    silent_s = None if heard_ns is None else max(0, now_ns - heard_ns) / 1e9
+    if silent_s is None and heard_ns is not None:
+        silent_s = max(0, now_ns - heard_ns) / 1e9
+        sentence = f"{wait}; nothing has been heard of it for {_about(silent_s)}"
     return models.Wait(
         kind="wait",
-        sentence=str(wait) if silent_s is None else f"{wait}; {_not_heard_of(silent_s)}",
+        sentence=sentence,
         task=wait.task,
         process=wait.label,
         partition=wait.partition,
@@ -64,10 +67,6 @@ def _wait(wait: Wait, silent: Mapping[tuple[str, str], int], now_ns: int) -> mod
         blocking=list(examples),
         claim="",
     )
-
-
-def _not_heard_of(silent_s: float) -> str:
-    return f"nothing has been heard of it for {_about(silent_s)}"
 
 
 def _standing(stuck: Stuck, now_ns: int) -> models.Wait:

@@ -231,20 +231,20 @@ def _event_row(
 
 
 def _track_waits(work: Work, rows: list[dict[str, Any]], processes: Sequence[str]) -> None:
-    """End the waits that are over and keep those that begin; ``processes`` told the rows."""
+    """End the waits that are over and keep of the others the newest telling; ``processes`` told the
+    rows."""
     ended = {row["wait"] for row in rows if row["wait"] and row["name"] in ENDS}
-    for some in in_groups(ended):
-        work.connection.execute(delete(OpenWaitModel).where(OpenWaitModel.wait.in_(some)))
-    begun = [
-        (row, process)
+    newest = {
+        # Without a name nothing can end it, and it is told once.
+        row["wait"] or row["digest"]: (row, process)
         for row, process in zip(rows, processes, strict=True)
         if row["name"] == "waiting"
-    ]
-    if not begun:
-        return
+    }
+    for some in in_groups(ended | newest.keys()):
+        work.connection.execute(delete(OpenWaitModel).where(OpenWaitModel.wait.in_(some)))
     over = {
         row[0]
-        for some in in_groups({row["wait"] for row, _ in begun if row["wait"]})
+        for some in in_groups(newest.keys())
         for row in work.connection.execute(
             select(EventModel.wait).where(EventModel.wait.in_(some), EventModel.name.in_(ENDS))
         )
@@ -254,13 +254,12 @@ def _track_waits(work: Work, rows: list[dict[str, Any]], processes: Sequence[str
         [
             {
                 "event_id": row["id"],
-                # Without a name nothing can end it.
-                "wait": row["wait"] or row["digest"],
+                "wait": wait,
                 "place_id": row["place_id"],
                 "process": process,
             }
-            for row, process in begun
-            if row["wait"] not in over
+            for wait, (row, process) in newest.items()
+            if wait not in over
         ],
     )
 
