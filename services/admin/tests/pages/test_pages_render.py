@@ -151,6 +151,21 @@ def test_the_headline_is_not_stuck_by_processes_that_are_gone(site, client, monk
     assert "things wait" not in text
 
 
+@pytest.mark.parametrize(
+    ("kind", "seconds", "stuck"),
+    [("wait", 59, False), ("wait", 61, True), ("claim", 1, True), ("backlog", 1, True)],
+)
+def test_what_waits_no_longer_than_steps_may_take_is_not_stuck(
+    site, client, monkeypatch, kind, seconds, stuck
+):
+    one = site.answers.why()[0].model_copy(update={"kind": kind, "seconds": float(seconds)})
+    monkeypatch.setattr(site.answers, "why", lambda *, run=None: [one])
+    text = Document(client.get("/").text).text
+    assert ("Why it is stuck" in text, "What waits" in text) == (stuck, not stuck)
+    assert (f"Moving: step {STEPS - 1} took" in text) == (not stuck)
+    assert "3 of 480 lack advantages" in text
+
+
 def test_the_overview_of_one_run_shows_what_that_run_waits_for(client):
     text = Document(client.get("/?run=yesterday").text).text
     assert "Not heard of since" in text

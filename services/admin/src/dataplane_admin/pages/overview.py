@@ -14,8 +14,10 @@ from dataplane_admin.pages.links import to
 _STEPS = 10
 _RUNS = 50
 _KEPT = 256
-# A step that is this many times longer ago than steps usually take is worth a word.
 _LATE = 3
+"""Times the newest step's seconds: a run that ended none for longer, or waits for longer, does not
+move; but in no less than `_PATIENCE_S`."""
+_PATIENCE_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -139,18 +141,24 @@ def _headline(
     partitions: Sequence[models.Partition],
     facts: Sequence[models.TraceFacts],
 ) -> tuple[str, str]:
+    newest = _whole(facts) if facts else None
+    usual_s = _PATIENCE_S if newest is None else max(_PATIENCE_S, _LATE * newest.seconds)
+    # One that goes on has no root yet; how long it takes is not known.
+    since_s = 0.0 if newest is None else (status.now_ns - newest.end_ns) / 1e9
     if waits:
         longest = words.ago(max(wait.seconds for wait in waits))
         things = "One thing waits" if len(waits) == 1 else f"{len(waits)} things wait, the longest"
-        return "stuck", f"{things} for {longest}"
-    if facts:
-        # One that goes on has no root yet; how long it takes is not known.
-        newest = _whole(facts)
-        since = (status.now_ns - newest.end_ns) / 1e9
+        # In every step somebody waits for somebody.
+        too_long = any(one.kind != "wait" or one.seconds > usual_s for one in waits)
+        if too_long or since_s > usual_s:
+            return "stuck", f"{things} for {longest}"
+        if newest is None:
+            return "moving", f"{things} for {longest}"
+    if newest is not None:
         what = f"Step {newest.step}" if newest.step is not None else "The newest trace"
-        if since > max(60.0, _LATE * newest.seconds):
+        if since_s > usual_s:
             waits_not = "What waited is not heard of any more" if silent else "Nothing waits"
-            return "quiet", f"{waits_not}; {what.lower()} ended {words.ago(since)} ago"
+            return "quiet", f"{waits_not}; {what.lower()} ended {words.ago(since_s)} ago"
         return "moving", f"Moving: {what.lower()} took {words.duration(newest.seconds)}"
     if silent:
         return "quiet", "What waited is not heard of any more"
