@@ -248,6 +248,16 @@ def test_what_is_told_as_trained_after_its_clear_is_as_old_as_it_was():
     assert only(tell.records).staleness == Staleness(2, 2.0, 2, 1, 0)
 
 
+def test_what_is_told_as_trained_before_its_put_is_told_is_as_old_as_it_is():
+    tell = Teller(step=3)
+    root = tell.span("grpo.step", DRIVER, 0, 10)
+    # A claim that waited got it before the put returned.
+    tell.event("trained", POLICIES[0], 2, ["a", "b"], root, version=3)
+    tell.event("put", ROLLOUT, 2.1, ["a"], root, version=1, fields=["x"])
+    tell.event("put", POLICIES[0], 2.2, ["a"], root, version=3, fields=["y"])
+    assert only(tell.records).staleness == Staleness(2, 2.0, 2, 1, 1)
+
+
 def test_staleness_is_not_known_without_versions():
     tell = Teller()
     tell.span("grpo.step", DRIVER, 0, 10)

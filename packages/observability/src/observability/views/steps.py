@@ -273,7 +273,8 @@ def _staleness(told: Iterable[tuple[str, Event]]) -> dict[str, Staleness]:
     """Of each trace that trained samples of known versions, their staleness.
 
     A sample was generated with the version that its first put after a clear tells. One that was
-    cleared before it is told as trained is the one that was cleared.
+    cleared before it is told as trained is the one that was cleared. One that was never put before
+    is the next one: a put is told when it returns, and who is quick has claimed it by then.
     """
     events = sorted(
         ((trace_id, event) for trace_id, event in told if event.name in _ORDER),
@@ -282,6 +283,7 @@ def _staleness(told: Iterable[tuple[str, Event]]) -> dict[str, Staleness]:
     born: dict[str, dict[str, int | None]] = defaultdict(dict)
     there: dict[str, set[str]] = defaultdict(set)
     ages: dict[str, list[int | None]] = defaultdict(list)
+    early: dict[tuple[str, str], list[tuple[list[int | None], int, int | None]]] = defaultdict(list)
     # Every policy worker of a sharded model may tell of the same sample; it counts once a version.
     seen: set[tuple[str, str, str, int | None]] = set()
     for trace_id, event in events:
@@ -293,6 +295,8 @@ def _staleness(told: Iterable[tuple[str, Event]]) -> dict[str, Staleness]:
                 if sample_id not in samples:
                     samples.add(sample_id)
                     generated[sample_id] = version
+                    for those, at, trained in early.pop((partition, sample_id), ()):
+                        those[at] = _age(trained, version)
         elif event.name == "cleared":
             if event.sample_ids:
                 samples.difference_update(event.sample_ids)
@@ -303,14 +307,19 @@ def _staleness(told: Iterable[tuple[str, Event]]) -> dict[str, Staleness]:
                 if (trace_id, partition, sample_id, version) in seen:
                     continue
                 seen.add((trace_id, partition, sample_id, version))
-                first = generated.get(sample_id)
-                age = None if version is None or first is None else version - first
-                ages[trace_id].append(age)
+                if sample_id not in generated:
+                    those = ages[trace_id]
+                    early[partition, sample_id].append((those, len(those), version))
+                ages[trace_id].append(_age(version, generated.get(sample_id)))
     return {
         trace_id: found
         for trace_id, those in ages.items()
         if (found := _summary([age for age in those if age is not None], len(those))) is not None
     }
+
+
+def _age(trained: int | None, generated: int | None) -> int | None:
+    return None if trained is None or generated is None else trained - generated
 
 
 def _summary(ages: list[int], samples: int) -> Staleness | None:
