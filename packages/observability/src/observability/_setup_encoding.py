@@ -141,6 +141,23 @@ def sender_of(exporter: object) -> Callable[[bytes], bool] | None:
     return send
 
 
+def send_what_can_be(
+    send: Callable[[bytes], bool],
+    request: ExportTraceServiceRequest | ExportLogsServiceRequest,
+    *,
+    items: int,
+    lacking: int,
+    leave_out: Callable[[int], object] | None,
+) -> bool:
+    """Send a request that lacks some of its items, which nobody can encode; whether it was sent.
+
+    If it lacks all of them there is nothing to send, which is no failure.
+    """
+    if lacking and leave_out is not None:
+        leave_out(lacking)
+    return 0 < lacking == items or send(request.SerializeToString())
+
+
 def _plain(holder: _Holder, key: str, value: Plain) -> bytes:
     return _attribute(holder, key, _value(value))
 

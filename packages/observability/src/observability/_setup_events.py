@@ -41,6 +41,7 @@ from observability._setup_encoding import (
     encoded_by_sdk,
     resource_message,
     scope_message,
+    send_what_can_be,
     sender_of,
 )
 
@@ -219,11 +220,9 @@ class LeanLogExporter(LogRecordExporter):
         if self._send is None:
             return self._exporter.export(batch)
         request, lacking = _request(batch)
-        if lacking and self._leave_out is not None:
-            self._leave_out(lacking)
-        if lacking and lacking == len(batch):
-            return LogRecordExportResult.SUCCESS  # there is nothing to send
-        sent = self._send(request.SerializeToString())
+        sent = send_what_can_be(
+            self._send, request, items=len(batch), lacking=lacking, leave_out=self._leave_out
+        )
         return LogRecordExportResult.SUCCESS if sent else LogRecordExportResult.FAILURE
 
     def shutdown(self) -> None:

@@ -13,7 +13,13 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from opentelemetry.trace import Status
 
-from observability._setup_encoding import Unusual, encodable, encoded_by_sdk, sender_of
+from observability._setup_encoding import (
+    Unusual,
+    encodable,
+    encoded_by_sdk,
+    send_what_can_be,
+    sender_of,
+)
 from observability._setup_spans import LeanSpan, LeanTracer
 
 
@@ -37,11 +43,9 @@ class LeanSpanExporter(SpanExporter):
         if self._send is None:
             return self._exporter.export([_readable(span) for span in spans])
         request, lacking = _request(spans)
-        if lacking and self._leave_out is not None:
-            self._leave_out(lacking)
-        if lacking and lacking == len(spans):
-            return SpanExportResult.SUCCESS  # there is nothing to send
-        sent = self._send(request.SerializeToString())
+        sent = send_what_can_be(
+            self._send, request, items=len(spans), lacking=lacking, leave_out=self._leave_out
+        )
         return SpanExportResult.SUCCESS if sent else SpanExportResult.FAILURE
 
     def shutdown(self) -> None:
