@@ -180,8 +180,9 @@ def _refit(refits: Sequence[RefitResult]) -> Figure:
                 continue
             rounds = [one.case.nbytes / seconds / 1e9 for seconds in one.take[way]]
             taken.setdefault(way, {})[number] = Summary.of(rounds)
-            if way in ("raw_nixl", "gloo", "ray", "file"):
-                both.setdefault(way, {})[number] = one.faster(way, whole=way != "raw_nixl")
+            ratio = one.faster(way, whole=way != "raw_nixl")
+            if way in ("raw_nixl", "gloo", "ray", "file") and ratio is not None:
+                both.setdefault(way, {})[number] = ratio
     _grouped(rates, cases, taken, _REFIT)
     _logarithmic(rates.yaxis)
     _titled(rates, "taken by the generators, GB/s (more is better)")

@@ -31,6 +31,8 @@ REFIT_HEADINGS = [
     "IQR",
     "GB/s",
     "ours over NIXL / this (IQR)",
+    "both steps: ours over NIXL / this (IQR)",
+    "both steps: ours over shared memory / this (IQR)",
     "both steps, p50 ms",
 ]
 STAGE_HEADINGS = ["ours over", "stage", "p50 ms, longest of the generators"]
@@ -38,7 +40,7 @@ STAGE_HEADINGS = ["ours over", "stage", "p50 ms, longest of the generators"]
 _OURS = ("nixl", "tcp", "shm")
 _MEMORY_WAYS = ("nixl", "tcp", "raw_nixl", "raw_nixl_long", "memcpy")
 _COPYING_WAYS = ("nixl", "gloo", "ray", "file")
-_SHARING_WAYS = ("nixl", "shm")
+_SHARING_WAYS = ("nixl", "shm", "ray")
 _WAYS = (*_MEMORY_WAYS, *_COPYING_WAYS[1:], "shm")
 _QUICK_WAYS = ("nixl", "raw_nixl", "gloo")
 _LAYOUTS = ((1, 1), (2, 4), (4, 2))
@@ -57,14 +59,14 @@ class RefitResult:
         case: what moved.
         offer: by way, seconds of the trainers' step in each round.
         take: by way, seconds of the generators' step in each round.
-        ours: by way, index of the rounds of ours over NIXL that it was interleaved with.
+        rounds: by way, the numbers of the rounds that it was in.
         stages: by transport of ours and stage, seconds in each round.
     """
 
     case: RefitCase
     offer: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     take: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
-    ours: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
+    rounds: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
     stages: dict[tuple[str, str], list[float]] = field(default_factory=lambda: defaultdict(list))
 
     @property
@@ -76,26 +78,40 @@ class RefitResult:
             f"{case.targets_count} generators"
         )
 
-    def faster(self, way: str, *, whole: bool = False) -> Summary:
-        """How many times as fast ours over NIXL is, the taking alone or both steps; 0.9 for ours
-        taking 1.11 times as long."""
-        ours = self._seconds("nixl", whole=whole)[self.ours[way]]
-        other = self._seconds(way, whole=whole)
-        rounds = Summary.of(list(other / ours))
+    def faster(self, way: str, *, ours: str = "nixl", whole: bool = False) -> Summary | None:
+        """How many times as fast ours is, the taking alone or both steps; 0.9 for ours taking 1.11
+        times as long. Of the rounds that had both, None if there were none.
+
+        Args:
+            way: that ours is compared with.
+            ours: over which transport.
+            whole: both steps.
+        """
+        common = sorted(set(self.rounds[ours]) & set(self.rounds[way]))
+        if not common:
+            return None
+        mine = self._seconds(ours, common, whole=whole)
+        other = self._seconds(way, common, whole=whole)
+        rounds = Summary.of(list(other / mine))
         return Summary(
-            float(np.median(other) / np.median(ours)), rounds.p99, rounds.spread, rounds.count
+            float(np.median(other) / np.median(mine)), rounds.p99, rounds.spread, rounds.count
         )
 
-    def _seconds(self, way: str, *, whole: bool) -> Any:
-        taken = np.array(self.take[way])
-        return taken + np.array(self.offer[way]) if whole and self.offer[way] else taken
+    def _seconds(self, way: str, rounds: Sequence[int], *, whole: bool) -> Any:
+        index = [self.rounds[way].index(each) for each in rounds]
+        taken = np.array(self.take[way])[index]
+        return taken + np.array(self.offer[way])[index] if whole and self.offer[way] else taken
 
     def rows(self) -> list[list[str]]:
         """For a table with `REFIT_HEADINGS`."""
         found = []
         for way in self.take:
             take = Summary.of(self.take[way])
-            ratio = self.faster(way)
+            ratios = (
+                None if way == "nixl" else self.faster(way),
+                None if way == "nixl" else self.faster(way, whole=True),
+                None if way == "shm" else self.faster(way, ours="shm", whole=True),
+            )
             found.append(
                 [
                     way,
@@ -103,8 +119,8 @@ class RefitResult:
                     f"{take.value * 1e3:.0f}",
                     f"{take.spread * 1e3:.0f}",
                     f"{self.case.nbytes / take.value / 1e9:.2f}",
-                    "" if way == "nixl" else f"{ratio.value:.2f} ({ratio.spread:.2f})",
-                    f"{np.median(self._seconds(way, whole=True)) * 1e3:.0f}",
+                    *(f"{each.value:.2f} ({each.spread:.2f})" if each else "" for each in ratios),
+                    f"{np.median(self._seconds(way, self.rounds[way], whole=True)) * 1e3:.0f}",
                 ]
             )
         return found
@@ -126,14 +142,12 @@ class RefitResult:
             rate = self.case.nbytes / take.value / 1e9
             name = f"refit.{way}_{self.case.name}{size}"
             found.append(Entry(f"{name}.gb_per_s", rate, "GB/s", None, 0.0, take.count))
-            if way != "nixl":
-                ours = f"refit.nixl_{self.case.name}{size}.ratio_vs_{way}"
-                ratio = self.faster(way)
-                found.append(Entry(ours, ratio.value, "x", way, ratio.spread, ratio.count))
-                both = self.faster(way, whole=True)
-                found.append(
-                    Entry(f"{ours}_both_steps", both.value, "x", way, both.spread, both.count)
-                )
+            for ours in ("nixl", "shm"):
+                for suffix, whole in (("", False), ("_both_steps", True)):
+                    ratio = self.faster(way, ours=ours, whole=whole)
+                    if way != ours and ratio is not None:
+                        named = f"refit.{ours}_{self.case.name}{size}.ratio_vs_{way}{suffix}"
+                        found.append(Entry(named, ratio.value, "x", way, ratio.spread, ratio.count))
         return found
 
 
@@ -169,25 +183,29 @@ def measure_refit(tell: Callable[[str], None], *, full: bool) -> list[RefitResul
 
 def _measure(case: RefitCase, groups: Sequence[Sequence[str]], rounds: int) -> RefitResult:
     result = RefitResult(case)
-    for ways in groups:
-        _measure_beside(result, ways, rounds)
+    for group, ways in enumerate(groups):
+        _measure_beside(result, ways, range(group * rounds, (group + 1) * rounds))
     return result
 
 
-def _measure_beside(result: RefitResult, ways: Sequence[str], rounds: int) -> None:
-    """Measure some ways, in turns."""
+def _measure_beside(result: RefitResult, ways: Sequence[str], rounds: Sequence[int]) -> None:
+    """Measure some ways, in turns.
+
+    Args:
+        result: added to.
+        ways: in each round, in another order.
+        rounds: their numbers, of which the result has none yet.
+    """
     case = result.case
     order = random.Random(SEED)
     with _processes(case, "ray" in ways) as actors, _Ways(actors) as run:
         run.prepare(ways)
-        for number in range(_WARM_UPS + rounds):
-            if number >= _WARM_UPS:
-                for way in ways:
-                    result.ours[way].append(len(result.take["nixl"]))
+        for number in (*range(-_WARM_UPS, 0), *rounds):
             for way in order.sample(ways, len(ways)):
                 offer, take = run.once(way)
-                if number < _WARM_UPS:
+                if number < 0:
                     continue
+                result.rounds[way].append(number)
                 if offer:
                     result.offer[way].append(together(offer))
                 result.take[way].append(together(take))

@@ -10,7 +10,16 @@ from __future__ import annotations
 import torch
 import xxhash
 
-from refit_mx.byte_spans import CHUNK_BYTES, ByteSpans, Chunk, Side, boxes, check_reads, contiguous
+from refit_mx.byte_spans import (
+    CHUNK_BYTES,
+    ByteSpans,
+    Chunk,
+    Side,
+    boxes,
+    check_reads,
+    contiguous,
+    host_bytes,
+)
 from refit_mx.manifest import BLOCK_BYTES, DIGEST_BYTES
 from refit_mx.reads import ReadTable
 
@@ -33,12 +42,33 @@ def block_digests(memory: torch.Tensor, offset: int, nbytes: int) -> bytes:
         raise ValueError(
             f"shard at {offset} of {nbytes} bytes is not inside the memory of {memory.numel()}"
         )
+    if memory.device.type == "cpu":
+        return host_block_digests(host_bytes(memory).data, offset, offset + nbytes)
     spans = ByteSpans(memory)
     digests = bytearray()
     for at in range(offset, offset + nbytes, BLOCK_BYTES):
         size = min(BLOCK_BYTES, offset + nbytes - at)
         digests += _digest(spans, [Chunk(size, [], [(at, at + size)])])
     return bytes(digests)
+
+
+def host_block_digests(memory: memoryview, begin: int, end: int) -> bytes:
+    """Digests of the blocks of a contiguous part of the CPU's memory that begins with a block.
+
+    Args:
+        memory: of bytes.
+        begin: the first byte.
+        end: the byte behind the last one, inside the memory.
+
+    Returns:
+        As `block_digests`.
+    """
+    made = xxhash.xxh3_128_digest
+    if end - begin <= BLOCK_BYTES:
+        return made(memory[begin:end]) if end > begin else b""
+    return b"".join(
+        [made(memory[at : min(at + BLOCK_BYTES, end)]) for at in range(begin, end, BLOCK_BYTES)]
+    )
 
 
 def digest_of_reads(memory: torch.Tensor, reads: ReadTable, *, side: Side) -> bytes:

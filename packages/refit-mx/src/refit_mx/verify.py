@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 import xxhash
 
-from refit_mx.digests import digest_of_reads
+from refit_mx.digests import digest_of_reads, host_block_digests
 from refit_mx.errors import DigestMismatchError, ProtocolError
 from refit_mx.manifest import BLOCK_BYTES, DIGEST_BYTES
 from refit_mx.plan.planner import Plan
@@ -33,18 +33,17 @@ class RowChecks:
     Attributes:
         source: index of the manifest.
         shard: int64 (reads,), row of the source's shards.
-        first_block: int64 (reads,), first block of the shard that the read has whole.
-        stop_block: int64 (reads,), the one behind the last; none if equal.
-        skip: int64 (reads,), bytes of the read before its first whole block.
+        blocks: int64 (reads, 5): of the blocks that the read has whole, the first byte of their
+            digests in the manifest and the byte behind the last; the bytes of the read before its
+            first such block; all bytes of the read; and where in scratch it begins, -1 if it is
+            strided there. No such block if the first two are equal.
         rest: what has to be asked for, as reads.
         rest_row: int64 (len(rest),), the read that each is from.
     """
 
     source: int
     shard: npt.NDArray[np.int64]
-    first_block: npt.NDArray[np.int64]
-    stop_block: npt.NDArray[np.int64]
-    skip: npt.NDArray[np.int64]
+    blocks: npt.NDArray[np.int64]
     rest: ReadTable
     rest_row: npt.NDArray[np.int64]
 
@@ -61,7 +60,7 @@ def _checks(
     shards: ShardTable, source: int, reads: ReadTable, shard_of_read: npt.NDArray[np.int32]
 ) -> RowChecks:
     shard = shard_of_read.astype(np.int64)
-    src, _, run, n1, src1, _, n2, src2, _ = reads.rows.T
+    src, dst, run, n1, src1, _, n2, src2, _ = reads.rows.T
     size = shards.boxes(source).nbytes[shard]
     begin = src - shards.arena_offsets[source][shard]
     length = run * n1 * n2
@@ -74,7 +73,17 @@ def _checks(
     after = begin + length - np.minimum(stop * BLOCK_BYTES, size)
     # What is strided in scratch is not cut at the edges of blocks: all of it is asked for.
     here = in_one_piece & (stop > first) & (one_run | ((skip == 0) & (after == 0)))
-    first, stop = np.where(here, first, 0), np.where(here, stop, 0)
+    before = shards.boxes(source).blocks_before[shard]
+    blocks_read = np.stack(
+        [
+            np.where(here, before + first, 0) * DIGEST_BYTES,
+            np.where(here, before + stop, 0) * DIGEST_BYTES,
+            np.where(here, skip, 0),
+            length,
+            np.where(run == length, dst, -1),
+        ],
+        axis=1,
+    )
 
     parts, rows = [reads.rows[~here]], [np.flatnonzero(~here)]
     for wanted, start, count in (
@@ -91,9 +100,7 @@ def _checks(
     return RowChecks(
         source,
         shard,
-        first,
-        stop,
-        np.where(here, skip, 0),
+        blocks_read,
         ReadTable(np.concatenate(parts)),
         np.concatenate(rows),
     )
@@ -134,40 +141,23 @@ class Verifier:
             DigestMismatchError: they are not what was published; names the tensor and the worker.
         """
         checks = self._checks[fetch]
-        reads = self._plan.fetches[fetch][1].rows
         digests = self._shards.manifests[checks.source].digests
-        before = self._shards.boxes(checks.source).blocks_before
-        index = first + np.flatnonzero(
-            checks.stop_block[first:stop] > checks.first_block[first:stop]
-        )
-        shard = checks.shard[index]
-        first_digest = before[shard] + checks.first_block[index]
-        columns = (
-            index,
-            first_digest * DIGEST_BYTES,
-            (before[shard] + checks.stop_block[index]) * DIGEST_BYTES,
-            checks.skip[index],
-            reads[index, 2] * reads[index, 3] * reads[index, 6],
-        )
-        for row, begin, end, skip, length in zip(
-            *(column.tolist() for column in columns), strict=True
+        # Called for every few megabytes, holding the interpreter's lock: no arithmetic on arrays.
+        for row, (begin, end, skip, length, at) in enumerate(
+            checks.blocks[first:stop].tolist(), first
         ):
-            expected = digests[begin:end]
-            if self._digests_of(reads[row], skip, length, len(expected)) != expected:
+            if begin == end:
+                continue
+            behind = min(length, skip + (end - begin) // DIGEST_BYTES * BLOCK_BYTES)
+            if at >= 0 and self._bytes is not None:
+                found = host_block_digests(self._bytes, at + skip, at + behind)
+            else:
+                found = self._digests_of(self._plan.fetches[fetch][1].rows[row], skip, behind)
+            if found != digests[begin:end]:
                 raise self._mismatch(fetch, row)
 
-    def _digests_of(self, row: npt.NDArray[np.int64], skip: int, length: int, nbytes: int) -> bytes:
-        """Digests of the blocks of a read, from byte ``skip`` of it on, ``nbytes`` of digests."""
-        stop = min(length, skip + nbytes // DIGEST_BYTES * BLOCK_BYTES)
-        dst, run = int(row[1]), int(row[2])
-        if run == length and self._bytes is not None:
-            memory, made = self._bytes, xxhash.xxh3_128_digest
-            if stop - skip <= BLOCK_BYTES:
-                return made(memory[dst + skip : dst + stop])
-            return b"".join(
-                made(memory[dst + at : dst + min(at + BLOCK_BYTES, stop)])
-                for at in range(skip, stop, BLOCK_BYTES)
-            )
+    def _digests_of(self, row: npt.NDArray[np.int64], skip: int, stop: int) -> bytes:
+        """Digests of the blocks of a read, of its bytes ``skip`` to ``stop``."""
         found, current, held = [], xxhash.xxh3_128(), 0
         for piece in self._pieces(row, skip, stop):
             at = 0

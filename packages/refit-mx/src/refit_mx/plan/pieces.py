@@ -12,7 +12,7 @@ from refit_mx.plan.planner import Plan
 from refit_mx.plan.shards import ShardTable
 from refit_mx.reads import ReadTable
 
-PIECE_BYTES = 8 << 20
+PIECE_BYTES = 4 << 20
 """Of a piece at most: so few that it is still in the processor's cache when it has arrived."""
 
 assert PIECE_BYTES % BLOCK_BYTES == 0

@@ -17,6 +17,7 @@ import torch
 from refit_mx.deadline import Deadline
 from refit_mx.errors import RefitConfigError, SourceLostError
 from refit_mx.manifest import Manifest
+from refit_mx.plan.pieces import PIECE_BYTES
 from refit_mx.side_by_side import together
 from refit_mx.source_client import SourceClient
 from refit_mx.transports.base import UNUSED_FETCHES, Fetch, FetchStats
@@ -28,8 +29,9 @@ from refit_mx.transports.work import OnDone, Work
 
 __all__ = ["NixlSource", "NixlTransport", "nixl_available", "prepare_environment"]
 
-BATCH_BYTES = 8 << 20
-"""Of one transfer where this side's processor copies: what has arrived is still in its cache."""
+BATCH_BYTES = PIECE_BYTES
+"""Of one transfer where this side's processor copies: a whole piece, so that the thread that copied
+it verifies it while it is still in the processor's cache."""
 RDMA_BATCH_BYTES = 64 << 20
 BATCH_RUNS = 1 << 14
 """Of one transfer; UCX holds a request of its own for each run."""

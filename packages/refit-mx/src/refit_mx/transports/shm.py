@@ -22,6 +22,7 @@ from refit_mx.byte_spans import host_bytes
 from refit_mx.deadline import Deadline
 from refit_mx.errors import ProtocolError, RefitConfigError, SourceLostError
 from refit_mx.manifest import Manifest, SharedMemory
+from refit_mx.plan.pieces import PIECE_BYTES
 from refit_mx.reads import ReadTable
 from refit_mx.shared_memory import attach, shared_memory_missing
 from refit_mx.side_by_side import together
@@ -30,8 +31,9 @@ from refit_mx.transports.base import UNUSED_FETCHES, Fetch, FetchStats
 from refit_mx.transports.tcp import check_fetches
 from refit_mx.transports.work import OnDone, Work
 
-BATCH_BYTES = 4 << 20
-"""Copied at a time: what has arrived is still in the processor's cache when it is verified."""
+BATCH_BYTES = PIECE_BYTES
+"""Copied at a time: a whole piece, so that the thread that copied it verifies it while it is still
+in the processor's cache."""
 BATCH_READS = 1 << 12
 LANE_BYTES = 32 << 20
 """Of a fetch from which on several threads copy."""
