@@ -171,6 +171,7 @@ def _paths(connection: http.client.HTTPConnection, steps: int) -> list[str]:
         f"/partition?id={partition}",
         "/samples?q=prompt-0001",
         f"/sample?id={sample}",
+        "/run",
         "/traces",
         f"/trace?id={trace}",
         f"/compare?a={trace}&b={other}",

@@ -102,6 +102,7 @@ def test_the_document_describes_every_route_for_machines(app_of):
         "/api/v1/why",
         "/api/v1/staleness",
         "/api/v1/runs",
+        "/api/v1/run/steps",
         "/api/v1/traces",
         "/api/v1/trace",
         "/api/v1/trace/compare",

@@ -17,6 +17,7 @@ from made_up_traces import (
 )
 
 from dataplane_admin.answers import NotFound, Refused, Unavailable, models
+from dataplane_admin.answers import run_steps as steps_of_run
 from dataplane_admin.answers import traces as put_together
 
 
@@ -455,6 +456,11 @@ class MadeUpAnswers:
             mean=mean,
             unknown=0 if self.empty else 12,
         )
+
+    def run_steps(self, *, run=None, ranges=10):
+        if self.empty:
+            return models.RunSteps(run_id="", steps=0, older=False, ranges=[])
+        return steps_of_run.run_steps(self.store, RUN if run is None else run, ranges)
 
     def runs(self):
         if self.empty:

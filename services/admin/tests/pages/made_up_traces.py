@@ -5,7 +5,7 @@ import random
 import time
 from dataclasses import replace
 
-from dataplane_admin.store import StalenessRow, TraceRow
+from dataplane_admin.store import StalenessRow, StepRow, TraceRow
 from observability.records import Event, Link, Process, Records, Span
 
 NOW_NS = time.time_ns()
@@ -268,6 +268,13 @@ class MadeUpStore:
 
     def trace(self, trace_id):
         return self.rows.get(trace_id)
+
+    def run_steps(self, run_id, limit):
+        ended = [row for row in self.rows.values() if row.run_id == run_id and row.has_root]
+        rows = [
+            StepRow(row.step, row.trace_id, row.start_ns, row.seconds, row.errors) for row in ended
+        ]
+        return rows[-limit:], len(rows) > limit
 
     def trace_records(self, trace_id, *, events=True):
         held = self.held[trace_id]

@@ -26,6 +26,8 @@ PAGES = [
     f"/samples?q={quote(HOSTILE, safe='')}",
     "/samples?tag=prompt_id&value=3&partition=train",
     f"/sample?id={quote(REVERSED)}&partition=train",
+    "/run",
+    f"/run?run={quote(HOSTILE, safe='')}",
     "/traces",
     f"/traces?run={quote(HOSTILE, safe='')}",
     f"/trace?id={LAST}",
@@ -175,6 +177,19 @@ def test_the_overview_of_one_run_shows_what_that_run_waits_for(client):
     assert "Not heard of since" not in text
 
 
+def test_a_run_says_what_became_of_its_steps_and_compares_then_with_now(client):
+    page = Document(client.get("/run").text)
+    text = " ".join(page.text.split())
+    assert re.search(
+        r"Steps take as long as they did: .* in steps \d+ to 39, .* in steps 0 to", text
+    )
+    compared = [parse_qs(urlsplit(link).query) for link in page.links() if "/compare" in link]
+    assert len(compared) == 9
+    assert len({query["a"][0] for query in compared}) == 1
+    told = {link for link in page.links() if link.startswith("/trace?")}
+    assert f"/trace?id={LAST}" in told, "the slowest step of all"
+
+
 def test_staleness_of_a_step_says_of_how_many_samples_it_is_not_known(client):
     text = Document(client.get(f"/trace?id={trace_id_of(0)}").text).text
     assert "0.50 versions, at most 2; not known of 4 samples" in " ".join(text.split())
@@ -194,7 +209,7 @@ def test_the_overview_of_a_fresh_service_says_how_to_send_telemetry_here(bare_cl
     assert "--ray-address" in text
 
 
-@pytest.mark.parametrize("path", ["/traces", "/staleness", "/audit", "/samples"])
+@pytest.mark.parametrize("path", ["/run", "/traces", "/staleness", "/audit", "/samples"])
 def test_lists_without_anything_say_so(bare_client, path):
     answer = bare_client.get(path)
     assert answer.status_code == 200

@@ -71,6 +71,28 @@ def test_traces_are_chosen_by_each_filter(store, otlp, chosen, expected):
     assert sorted(row.step for row in rows) == expected
 
 
+def test_steps_of_a_run_are_those_that_ended_in_the_order_in_which_they_began(store, otlp):
+    write(
+        store,
+        otlp.spans(run="a", step=4, start_s=9, seconds=2, failed=True),
+        otlp.spans(run="a", step=3, start_s=2, seconds=1),
+        otlp.spans(run="a", step=4, start_s=4, seconds=3),  # before it was resumed from step 3
+        otlp.spans(run="a", start_s=5, step=None),
+        otlp.spans(run="b", step=5, start_s=6),
+    )
+    rows, older = store.run_steps("a", 10)
+    assert [(row.step, row.seconds, row.errors) for row in rows] == [
+        (3, 1, 0),
+        (4, 3, 0),
+        (4, 2, 1),
+    ]
+    assert not older
+    rows, older = store.run_steps("a", 2)
+    assert [row.step for row in rows] == [4, 4], "the newest"
+    assert older
+    assert store.run_steps("nobody\0", 10) == ([], False)
+
+
 def test_runs_are_known_by_their_traces_and_events(store, otlp, start_ns):
     write(
         store,

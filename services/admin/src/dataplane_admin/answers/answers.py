@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from importlib.metadata import version
 
-from dataplane_admin.answers import lineage, models, partitions, traces, waits
+from dataplane_admin.answers import lineage, models, partitions, run_steps, traces, waits
 from dataplane_admin.answers.actions import Actions
 from dataplane_admin.answers.cursors import (
     audit_cursor,
@@ -31,6 +31,7 @@ MOST_ID = 4_096
 MOST_WINDOWS = 500
 MOST_PAGE = 1_000
 MOST_STEPS = 10_000
+MOST_RANGES = 500
 
 
 class Answers:
@@ -207,11 +208,7 @@ class Answers:
     def staleness(self, *, run: str | None = None, steps: int = 20) -> models.Staleness:
         """Of the last ``steps`` (1 to 10,000) of ``run``, or of the newest run."""
         _check("steps", steps, 1, MOST_STEPS)
-        if run is None:
-            runs = self._store.runs()
-            run = runs[0].run_id if runs else ""
-        elif len(run) > MOST_ID:
-            _check_id("run", run)
+        run = self._run_or_newest(run)
         row = self._store.staleness(run, steps)
         known = sum(row.counts.values())
         mean = sum(age * count for age, count in row.counts.items()) / known if known else None
@@ -223,6 +220,11 @@ class Answers:
             mean=mean,
             unknown=row.unknown,
         )
+
+    def run_steps(self, *, run: str | None = None, ranges: int = 10) -> models.RunSteps:
+        """How long the steps took, in 1 to 500 ranges, of ``run`` or of the newest run."""
+        _check("ranges", ranges, 1, MOST_RANGES)
+        return run_steps.run_steps(self._store, self._run_or_newest(run), ranges)
 
     def runs(self) -> models.Runs:
         """Every run, the newest first."""
@@ -335,6 +337,14 @@ class Answers:
             raise Unavailable("no data plane is looked into; start the service with --ray-address")
         self._live.want(partition_id)
         return self._live.snapshot
+
+    def _run_or_newest(self, run: str | None) -> str:
+        if run is None:
+            runs = self._store.runs()
+            return runs[0].run_id if runs else ""
+        if len(run) > MOST_ID:
+            _check_id("run", run)
+        return run
 
 
 _LONGEST_S = 1e9

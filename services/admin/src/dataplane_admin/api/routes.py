@@ -8,7 +8,14 @@ from fastapi import APIRouter, Query, Request
 from fastapi.responses import Response
 
 from dataplane_admin.answers import Answers, models
-from dataplane_admin.answers.answers import MOST_ID, MOST_PAGE, MOST_STEPS, MOST_WINDOWS, NAME
+from dataplane_admin.answers.answers import (
+    MOST_ID,
+    MOST_PAGE,
+    MOST_RANGES,
+    MOST_STEPS,
+    MOST_WINDOWS,
+    NAME,
+)
 from dataplane_admin.answers.cursors import MOST as MOST_CURSOR
 from dataplane_admin.api.actions import actions_router
 from dataplane_admin.api.metrics import metrics_router
@@ -183,6 +190,17 @@ def _history(answers: Answers) -> APIRouter:
     def runs(request: Request) -> Response:
         """Every run, the newest first."""
         return kept_reply(request, answers.revisions, answers.runs)
+
+    @routes.get("/run/steps", response_model=models.RunSteps, responses=_KEPT)
+    def steps_of_run(
+        request: Request,
+        run: Annotated[str | None, Query(max_length=MOST_ID)] = None,
+        ranges: Annotated[int, Query(ge=1, le=MOST_RANGES)] = 10,
+    ) -> Response:
+        """How long the steps of a run took, from its beginning to now."""
+        return kept_reply(
+            request, answers.revisions, lambda: answers.run_steps(run=run, ranges=ranges)
+        )
 
     @routes.get("/traces", response_model=models.Traces, responses=_KEPT)
     def traces(

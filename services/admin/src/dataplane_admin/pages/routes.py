@@ -19,6 +19,7 @@ from dataplane_admin.pages.life import life_page
 from dataplane_admin.pages.links import to
 from dataplane_admin.pages.overview import Buckets, overview
 from dataplane_admin.pages.partition import partition_page
+from dataplane_admin.pages.run_page import run_page
 from dataplane_admin.pages.shell import Shell, next_page
 from dataplane_admin.pages.trace_page import trace_page
 from dataplane_admin.settings import Settings
@@ -196,6 +197,21 @@ def _add_traces(made: APIRouter, shell: Shell, answers: Answers) -> None:
             now_ns=time.time_ns(),
             next_url=next_page("/traces", query, found.next if found else None),
             first_url=to("/traces", **query) if asked.text("cursor") else None,
+        )
+
+    @made.get("/run")
+    def run(request: Request) -> Response:
+        asked = Asked(request.query_params).maybe("run")
+        return shell.tell(
+            request,
+            lambda: shell.page(
+                request,
+                "run.html.j2",
+                view=run_page(answers, asked),
+                runs=answers.runs().runs,
+                run=asked or "",
+                now_ns=time.time_ns(),
+            ),
         )
 
     @made.get("/trace")

@@ -8,7 +8,7 @@ from sqlalchemy import Select, func, select, tuple_
 
 from dataplane_admin.store.models import EventModel, LinkModel, RunModel, TraceModel
 from dataplane_admin.store.reader import EVENT_COLUMNS, Reader, trace_bytes
-from dataplane_admin.store.rows import Cursor, RunRow, TraceFilter, TraceRow
+from dataplane_admin.store.rows import Cursor, RunRow, StepRow, TraceFilter, TraceRow
 from dataplane_admin.store.texts import storable
 from observability.records import Records
 
@@ -43,6 +43,29 @@ def read_runs(reader: Reader) -> list[RunRow]:
     )
     with reader.connect() as connection:
         return [RunRow(*row) for row in connection.execute(query)]
+
+
+def read_run_steps(reader: Reader, run_id: str, limit: int) -> tuple[list[StepRow], bool]:
+    """Of `Store.run_steps`."""
+    query = (
+        select(
+            TraceModel.step,
+            TraceModel.trace_id,
+            TraceModel.start_ns,
+            TraceModel.end_ns,
+            TraceModel.errors,
+        )
+        .where(TraceModel.run_id == storable(run_id))
+        .where(TraceModel.step.is_not(None), TraceModel.has_root)
+        .order_by(TraceModel.start_ns.desc(), TraceModel.trace_id.desc())
+        .limit(limit + 1)
+    )
+    with reader.connect() as connection:
+        rows = [
+            StepRow(step or 0, trace_id.hex(), start_ns, max(0, end_ns - start_ns) / 1e9, errors)
+            for step, trace_id, start_ns, end_ns, errors in connection.execute(query)
+        ]
+    return rows[:limit][::-1], len(rows) > limit
 
 
 def read_traces(

@@ -20,6 +20,17 @@ class RunRow:
 
 
 @dataclass(frozen=True)
+class StepRow:
+    """A step that has ended: a trace of a run that tells a number and has its root."""
+
+    step: int
+    trace_id: str
+    start_ns: int
+    seconds: float
+    errors: int
+
+
+@dataclass(frozen=True)
 class TraceFilter:
     """Which traces; None lets all through.
 

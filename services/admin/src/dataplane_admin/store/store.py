@@ -26,6 +26,7 @@ from dataplane_admin.store.read_events import (
 from dataplane_admin.store.read_staleness import read_staleness, read_trace_staleness
 from dataplane_admin.store.read_traces import (
     read_linked,
+    read_run_steps,
     read_runs,
     read_trace,
     read_trace_records,
@@ -42,6 +43,7 @@ from dataplane_admin.store.rows import (
     SampleRow,
     SeriesRow,
     StalenessRow,
+    StepRow,
     StoreTotals,
     TraceFilter,
     TraceRow,
@@ -146,6 +148,11 @@ class Store:
     def runs(self) -> list[RunRow]:
         """The runs, the one that told something last first; at most 1,000."""
         return read_runs(self._reader)
+
+    def run_steps(self, run_id: str, limit: int) -> tuple[list[StepRow], bool]:
+        """The newest ``limit`` steps of a run that have ended, in the order in which they began;
+        and whether there are older ones."""
+        return read_run_steps(self._reader, run_id, limit)
 
     def traces(
         self,

@@ -22,6 +22,39 @@ class Runs(Model):
     runs: list[Run]
 
 
+class StepRange(Model):
+    """Steps of a run that began one after the other."""
+
+    first_step: int
+    """The smallest number among them; numbers come again where a run was resumed."""
+    last_step: int
+    steps: int
+    start_ns: int
+    """Of the first that began."""
+    median_s: float
+    """Of the step in the middle by length, which there is: not a mean of two."""
+    most_s: float
+    failed: int
+    """Steps with a span that failed."""
+    typical: Text
+    """The trace that took ``median_s``."""
+    slowest: Text
+    """The trace that took ``most_s``."""
+
+
+class RunSteps(Model):
+    """How long the steps of a run took, from its beginning to now."""
+
+    run_id: Text
+    """Empty if no run has told anything."""
+    steps: int
+    """That have ended and are counted."""
+    older: bool
+    """Whether there were more before them."""
+    ranges: list[StepRange]
+    """In the order in which they began, of as many steps each, give or take one."""
+
+
 class TraceFacts(Model):
     """One trace in numbers."""
 
