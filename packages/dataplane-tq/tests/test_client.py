@@ -26,7 +26,8 @@ from dataplane_core import (
     MissingDataError,
     UnavailableError,
 )
-from dataplane_tq import TQDataPlaneClient, topology
+from dataplane_tq import TQDataPlaneClient, topology, wire
+from dataplane_tq import protocol as p
 
 
 def batch(count):
@@ -162,6 +163,31 @@ def test_a_put_that_transfer_queue_could_not_be_told_of_stands_and_the_next_put_
         client.put_samples(["c"], partition, batch(1))
     assert owner.get_samples(["a", "c"], partition, ["x"]).batch_size == (2,)
     owner.clear_samples(["a", "c"], partition)
+
+
+@pytest.mark.parametrize("committed", [True, False])
+def test_a_put_whose_answer_is_lost_can_be_withdrawn_whether_it_was_committed_or_not(
+    owner, partition, monkeypatch, committed
+):
+    ask = wire.Session.ask
+
+    def unanswered(session, request, answer, timeout_s=None):
+        if not isinstance(request, p.CommitPut):
+            return ask(session, request, answer, timeout_s)
+        if committed:
+            ask(session, request, answer, timeout_s)
+        raise DeadlineExceededError("no answer")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(wire.Session, "ask", unanswered)
+        with pytest.raises(DeadlineExceededError, match="no answer"):
+            owner.put_samples(["c"], partition, batch(1))
+    owner.withdraw_samples(["c"], partition)
+    with pytest.raises(MissingDataError, match="'c'"):
+        owner.get_samples(["c"], partition, ["x"])
+    assert owner.count_samples(partition, "train", ["x"]).put == 2
+    owner.put_samples(["c"], partition, batch(1))
+    assert owner.count_samples(partition, "train", ["x"]).put == 3
 
 
 def test_a_second_bootstrap_is_refused_and_harms_nothing(owner, partition, config):

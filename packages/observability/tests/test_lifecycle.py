@@ -84,6 +84,8 @@ def test_each_batch_operation_is_one_event_with_its_samples(client, log):
     client.release(claim.subset([1]))
     client.clear_samples(["a"], "train")
     client.clear_samples([], "train")
+    client.withdraw_samples(["c"], "train")
+    client.withdraw_samples([], "train")
     client.clear_samples(None, "train")
     events = log.facts()
     waited = events[2][2].pop("wait_s")
@@ -97,6 +99,7 @@ def test_each_batch_operation_is_one_event_with_its_samples(client, log):
         ("acknowledged", ["a"], {**own, "samples": 1, "task": "logprob"}),
         ("released", ["b"], {**own, "samples": 1, "task": "logprob"}),
         ("cleared", ["a"], {**own, "samples": 1}),
+        ("cleared", ["c"], {**own, "samples": 1, "withdrawn": True}),
         ("cleared", [], {**own, "samples": 0}),
     ]
 

@@ -35,6 +35,10 @@ class AsyncInspector(ABC):
         """As `DataPlaneClient.clear_samples`."""
         await self._call(lambda: self._inner.clear_samples(sample_ids, partition_id, force=force))
 
+    async def withdraw_samples(self, sample_ids: list[str], partition_id: str) -> None:
+        """As `DataPlaneClient.withdraw_samples`."""
+        await self._call(lambda: self._inner.withdraw_samples(sample_ids, partition_id))
+
     async def count_samples(
         self, partition_id: str, task_name: str, required_fields: list[str]
     ) -> TaskCounts:

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar  # Any: tags hold the caller's own primitives
 
-from dataplane_core.errors import InvalidRequestError, UnsupportedError
+from dataplane_core.errors import InvalidRequestError, SamplesLeasedError, UnsupportedError
 from dataplane_core.inspector import Opaque
 
 if TYPE_CHECKING:
@@ -61,6 +61,7 @@ class Capabilities:
         group_claims: with ``grpo_group_size`` set, a claim takes groups whole.
         origins: `DataPlaneClient.read_origins` tells which puts wrote what.
         inspection: it is a `DataPlaneInspector` and has `DataPlaneActions`.
+        withdrawal: a blocking claim waits for what is put in place of withdrawn samples.
     """
 
     read_your_writes: bool = False
@@ -75,6 +76,7 @@ class Capabilities:
     group_claims: bool = False
     origins: bool = False
     inspection: bool = False
+    withdrawal: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +86,7 @@ class TaskCounts:
     At every moment ``put == ready + not_ready + leased + acknowledged + cleared``.
 
     Attributes:
-        put: samples put since the partition was registered.
+        put: samples put since the partition was registered, less those withdrawn.
         ready: could be claimed now.
         not_ready: present but lacking a required field.
         leased: claimed and not yet acknowledged, or drawn for a data-parallel rank that has not
@@ -317,6 +319,18 @@ class DataPlaneClient(Opaque, ABC):
     @abstractmethod
     def close(self) -> None:
         """Release what the client holds. Closing twice is fine."""
+
+    def withdraw_samples(self, sample_ids: list[str], partition_id: str) -> None:
+        """Take a put back that will be made again under other ids.
+
+        The samples are dropped as by a forced `clear_samples`, unknown ids being fine, and count as
+        never put: a blocking claim waits for what comes in their place. To a client without
+        ``capabilities.withdrawal`` they are cleared samples like others, which were put.
+        """
+        try:
+            self.clear_samples(sample_ids, partition_id)
+        except SamplesLeasedError:
+            self.clear_samples(sample_ids, partition_id, force=True)
 
     def put_columns(
         self,

@@ -89,6 +89,7 @@ class InMemoryDataPlaneClient(InMemoryInspector):
         group_claims=True,
         origins=True,
         inspection=True,
+        withdrawal=True,
     )
 
     def __init__(
@@ -297,6 +298,10 @@ class InMemoryDataPlaneClient(InMemoryInspector):
                 RuntimeWarning,
                 stacklevel=2,
             )
+
+    def withdraw_samples(self, sample_ids: list[str], partition_id: str) -> None:
+        with self._books(change=True) as ledger:
+            ledger.clear(partition_id, sample_ids, force=True, withdrawn=True)
 
     def acknowledge(self, meta: KVBatchMeta) -> None:
         self._settle(

@@ -44,7 +44,7 @@ class DataPlaneInspector(Protocol):
             (new ones), ``claims`` (that got samples), ``samples_claimed``, ``leases_expired``,
             ``samples_redelivered`` (of those leases), ``samples_acknowledged``,
             ``samples_released``, ``clears``, ``samples_cleared``. A claim that `end_claim` ended
-            counts as expired; what `reset_consumption` did is not counted.
+            counts as expired; what `reset_consumption` did is not counted. Withdrawing is a clear.
         """
 
     def count_samples(

@@ -86,6 +86,7 @@ class TQDataPlaneClient(Onlooker):
         group_claims=True,
         origins=True,
         inspection=True,
+        withdrawal=True,
     )
 
     def __init__(self, cfg: DataPlaneConfig | Mapping[str, Any], *, bootstrap: bool = True) -> None:
@@ -353,19 +354,30 @@ class TQDataPlaneClient(Onlooker):
         if sample_ids is not None and not sample_ids:
             return
         what = f"clear_samples(partition={partition_id!r})"
+        dropped = self._clear(what, p.Clear(partition_id, sample_ids, force, self._timeout_s))
+        if sample_ids is None and not dropped:
+            warnings.warn(f"{what}: nothing to clear", RuntimeWarning, stacklevel=2)
+
+    def withdraw_samples(self, sample_ids: list[str], partition_id: str) -> None:
+        self._check_open()
+        if sample_ids:
+            what = f"withdraw_samples(partition={partition_id!r})"
+            self._clear(
+                what, p.Clear(partition_id, sample_ids, True, self._timeout_s, withdrawn=True)
+            )
+
+    def _clear(self, what: str, request: p.Clear) -> int:
+        """How many samples were there."""
         client = self._engine.client
         with self._link.session(what) as session:
-            cleared = session.ask(
-                p.Clear(partition_id, sample_ids, force, self._timeout_s), p.ClearAnswer
-            )
+            cleared = session.ask(request, p.ClearAnswer)
             self._engine.run(
-                what, transfer_queue_rows.drop, client, partition_id, cleared.leftovers
+                what, transfer_queue_rows.drop, client, request.partition_id, cleared.leftovers
             )
-            if sample_ids is None:
-                self._engine.run(what, transfer_queue_rows.forget, client, partition_id)
+            if request.sample_ids is None:
+                self._engine.run(what, transfer_queue_rows.forget, client, request.partition_id)
             session.ask(p.Dropped(), type(None))
-        if sample_ids is None and not cleared.dropped:
-            warnings.warn(f"{what}: nothing to clear", RuntimeWarning, stacklevel=2)
+        return cleared.dropped
 
     def acknowledge(self, meta: KVBatchMeta) -> None:
         self._settle(meta, "acknowledge")

@@ -394,7 +394,12 @@ class Connection:
         if self._dropping is not None:
             raise InvalidRequestError("this connection already has a clear under way")
         self._directory.expire()
-        rows = self._ledger.clear(request.partition_id, request.sample_ids, force=request.force)
+        rows = self._ledger.clear(
+            request.partition_id,
+            request.sample_ids,
+            force=request.force,
+            withdrawn=request.withdrawn,
+        )
         left = self._directory.leftovers[request.partition_id]
         for row in rows:
             left.pinned[row.sample_id] = row

@@ -198,12 +198,21 @@ class ReadOrigins(msgspec.Struct, frozen=True, tag=True):
 
 
 class Clear(msgspec.Struct, frozen=True, tag=True):
-    """Drop samples, or with None the partition. Answer: `ClearAnswer`."""
+    """Drop samples, or with None the partition. Answer: `ClearAnswer`.
+
+    Attributes:
+        partition_id: theirs.
+        sample_ids: the samples.
+        force: also those that are leased.
+        timeout_s: how long to wait for their readers.
+        withdrawn: they count as never put.
+    """
 
     partition_id: str
     sample_ids: list[str] | None
     force: bool
     timeout_s: float
+    withdrawn: bool = False
 
 
 class ClearAnswer(msgspec.Struct, frozen=True):

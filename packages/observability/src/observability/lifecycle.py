@@ -209,6 +209,7 @@ class Lifecycle(Observer):
                 bytes=call.n_bytes if moves else None,
                 tasks=list(call.tasks) if call.op == "register" else None,
                 task=call.tasks[0] if call.tasks and call.op != "register" else None,
+                withdrawn=call.options.get("withdrawn"),
             )
 
     @staticmethod

@@ -65,7 +65,8 @@ class Operation:
         tasks: the claiming task, or the declared ones.
         put_bytes: field to bytes of what is put.
         tags: of a put, which an observer may replace; of a claim what it got.
-        options: what else the caller asked for: ``batch_size`` and ``blocking`` of a claim.
+        options: what else the caller asked for: ``batch_size`` and ``blocking`` of a claim;
+            ``withdrawn`` of a clear that takes samples back.
         extra: further keywords of a put or a read, to which observers may add.
         wall_s: how long it took, in seconds; 0 while it runs.
         error: what it raised.
@@ -341,6 +342,17 @@ class ObservedClient(DataPlaneClient):
         n_keys = 0 if sample_ids is None else len(sample_ids)
         with self._observed(Operation("clear", partition_id, n_keys, sample_ids=sample_ids)):
             self._inner.clear_samples(sample_ids, partition_id, **extra)
+
+    def withdraw_samples(self, sample_ids: list[str], partition_id: str) -> None:
+        call = Operation(
+            "clear",
+            partition_id,
+            n_keys=len(sample_ids),
+            sample_ids=sample_ids,
+            options={"withdrawn": True},
+        )
+        with self._observed(call):
+            self._inner.withdraw_samples(sample_ids, partition_id)
 
     def close(self) -> None:
         with self._observed(Operation("close", "")):

@@ -200,6 +200,13 @@ def test_cleared_samples_lack_nothing_and_are_not_put_again():
     assert (wait.there, wait.lacks["advantages"].count, wait.unput) == (6, 6, 502)
 
 
+def test_withdrawn_samples_are_still_to_be_put():
+    tell = stuck(put=10)
+    tell.event("cleared", DRIVER, 7, [*IDS[:4], "never put"], withdrawn=True)
+    (wait,) = why(tell.records, ns(9))
+    assert (wait.there, wait.unput) == (6, 506)
+
+
 def test_released_samples_can_be_claimed_again():
     tell = stuck(advantages=32, claimed=32)
     tell.event("acknowledged", POLICIES[1], 4, IDS[:8], task="train")

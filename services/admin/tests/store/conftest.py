@@ -156,7 +156,9 @@ def store(url):
 def _set(pairs, values):
     for key, value in values.items():
         pair = pairs.add(key=key)
-        if isinstance(value, int):
+        if isinstance(value, bool):
+            pair.value.bool_value = value
+        elif isinstance(value, int):
             pair.value.int_value = value
         elif isinstance(value, list):
             for one in value:

@@ -95,7 +95,9 @@ def test_why_reads_of_a_partition_in_use_for_long_only_what_is_there(store, otlp
 
 OPERATIONS = st.lists(
     st.tuples(
-        st.sampled_from(["registered", "put", "put", "claimed", "released", "cleared", "whole"]),
+        st.sampled_from(
+            ["registered", "put", "put", "claimed", "released", "cleared", "withdrawn", "whole"]
+        ),
         st.lists(st.integers(0, 5), min_size=1, max_size=3, unique=True),
         st.sampled_from(["x", "y"]),
         st.sampled_from(["train", "other"]),
@@ -133,9 +135,11 @@ def test_whatever_happened_why_is_what_the_views_make_of_everything(
             lives = [life + 1 for life in lives]
         else:
             ids = [one for one in ids if one in put]
-            if ids:
+            if ids and name == "withdrawn":
+                logs.append(otlp.log("cleared", ids, withdrawn=True, **told))
+            elif ids:
                 logs.append(otlp.log(name, ids, **told))
-            if name == "cleared":
+            if name in ("cleared", "withdrawn"):
                 for place in places:
                     lives[place] += 1
     waiting = {"fields": ["x", "y"], "samples": 4, "at_s": 99, "run": run}
@@ -198,6 +202,18 @@ def test_a_whole_partition_that_was_cleared_holds_nothing(store, otlp):
     assert waits(store.wait_records(NEVER_NS)) == [
         ("grpo.driver", "train", (1, 0, 0, 0), [("y", 1, ("c",))])
     ]
+
+
+def test_what_was_withdrawn_is_still_to_be_put(store, otlp):
+    write(
+        store,
+        otlp.event("registered", samples=8, tasks=["train"]),
+        otlp.event("put", ["a", "b", "c", "d"], at_s=1, fields=["x"]),
+        otlp.event("cleared", ["a"], at_s=2),
+        otlp.event("cleared", ["b", "c"], at_s=3, withdrawn=True),
+        otlp.event("waiting", at_s=4, wait="w", task="train", fields=["x"]),
+    )
+    assert waits(store.wait_records(NEVER_NS)) == [("grpo.driver", "train", (1, 1, 6, 0), [])]
 
 
 def point(process, *, name="up"):

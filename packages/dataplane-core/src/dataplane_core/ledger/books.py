@@ -262,9 +262,20 @@ class Ledger:
         partition.touch()
 
     def clear(
-        self, partition_id: str, sample_ids: Sequence[str] | None, *, force: bool
+        self,
+        partition_id: str,
+        sample_ids: Sequence[str] | None,
+        *,
+        force: bool,
+        withdrawn: bool = False,
     ) -> list[Row]:
         """Drop samples, or with None the partition; returns the rows that were there.
+
+        Args:
+            partition_id: one that is not registered has no samples.
+            sample_ids: unknown ones are passed over.
+            force: also what is leased.
+            withdrawn: they count as never put, and are still to come.
 
         Raises:
             SamplesLeasedError: one is leased and ``force`` is not set; nothing is dropped.
@@ -275,6 +286,8 @@ class Ledger:
         if not force:
             partition.refuse_leased(partition.rows if sample_ids is None else sample_ids)
         rows = partition.drop(list(partition.rows) if sample_ids is None else sample_ids)
+        if withdrawn:
+            partition.put_total -= len(rows)
         if sample_ids is None:
             del self.partitions[partition_id]
         self.totals["clears"] += 1

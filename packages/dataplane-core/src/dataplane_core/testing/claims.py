@@ -15,6 +15,7 @@ from dataplane_core import (
     ClaimTimeoutError,
     DataPlaneClient,
     InvalidRequestError,
+    MissingDataError,
     UnknownTaskError,
     UnsupportedError,
 )
@@ -172,6 +173,21 @@ class ClaimContract(StoreFixtures):
         assert client.claim_meta(partition, "train", ["x"], 5).size == 5
         assert peer.claim_meta(partition, "train", ["x"], 5, timeout_s=self.patience_s).size == 3
         assert client.claim_meta(partition, "train", ["x"], 5, timeout_s=self.patience_s).size == 0
+
+    def test_withdrawn_samples_are_gone_and_a_claim_waits_for_others_if_the_client_promises_it(
+        self, client: DataPlaneClient, peer: DataPlaneClient, partition: str
+    ) -> None:
+        client.register_partition(partition, ["x"], 3, ["train"])
+        put(client, partition, ["a", "b", "c"])
+        peer.withdraw_samples(["a", "b", "never-put"], partition)
+        with pytest.raises(MissingDataError, match="'a', 'b'"):
+            client.get_samples(["a", "b", "c"], partition, ["x"])
+        if client.capabilities.withdrawal:
+            with pytest.raises(ClaimTimeoutError, match="2 of 3 declared"):
+                client.claim_meta(partition, "train", ["x"], 3, timeout_s=0.05)
+            put(peer, partition, ["again-a", "again-b"])
+        claim = client.claim_meta(partition, "train", ["x"], 3, timeout_s=self.patience_s)
+        assert claim.size == (3 if client.capabilities.withdrawal else 1)
 
     def test_a_claim_beside_a_put_is_never_short(
         self, client: DataPlaneClient, peer: DataPlaneClient, partition: str

@@ -109,6 +109,15 @@ class LeaseContract:
         with pytest.raises(MissingDataError):
             held.get_samples(["a"], "train", ["x"])
 
+    def test_withdrawing_takes_samples_from_under_a_lease(self, held: DataPlaneClient) -> None:
+        meta = held.claim_meta("train", "train", ["x"], 2)
+        held.withdraw_samples(["a"], "train")
+        with pytest.raises(MissingDataError, match="'a'"):
+            held.get_data(meta)
+        with pytest.raises(LeaseLostError):
+            held.acknowledge(meta)
+        held.acknowledge(meta.subset([meta.sample_ids.index("b")]))
+
     def test_every_sample_put_is_counted_in_exactly_one_place(self, held: DataPlaneClient) -> None:
         held.register_partition("train", ["x"], 6, ["train"])
         put(held, "train", ["c", "d", "e"])

@@ -169,6 +169,18 @@ class _Walk(RuleBasedStateMachine):
             return
         self.clients[who].clear_samples(ids, self.partition)
         self.cleared += len(self.rows.keys() & set(ids))
+        self.drop(ids)
+
+    @precondition(lambda self: self.clients[0].capabilities.withdrawal)
+    @rule(who=st.integers(0, 1), ids=some_ids)
+    def withdraw(self, who: int, ids: list[str]) -> None:
+        self.clients[who].withdraw_samples(ids, self.partition)
+        self.put_total -= len(self.rows.keys() & set(ids))
+        for held in list(self.held):
+            self.end(held, held.ids & set(ids))
+        self.drop(ids)
+
+    def drop(self, ids: list[str]) -> None:
         for sample_id in ids:
             self.rows.pop(sample_id, None)
             for claimed in self.claimed.values():

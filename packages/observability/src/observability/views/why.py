@@ -220,8 +220,10 @@ class _Partition:
             case "released":
                 self.claimed.setdefault(task, set()).difference_update(event.sample_ids)
             case "cleared":
+                withdrawn = event.attributes.get("dataplane.withdrawn") is True
                 for sample_id in event.sample_ids:
-                    self.rows.pop(sample_id, None)
+                    if self.rows.pop(sample_id, None) is not None and withdrawn:
+                        self.put_total -= 1
                 for ids in self.claimed.values():
                     ids.difference_update(event.sample_ids)
             case _:

@@ -27,7 +27,7 @@ from dataplane_admin.store.reader import EVENT_COLUMNS, Reader
 from dataplane_admin.store.rows import WaitRecords
 from dataplane_admin.store.texts import id_of_bytes
 from dataplane_admin.store.work import in_groups
-from observability.records import Event
+from observability.records import Event, decode_logs
 
 _SHAPING = ("put", "claimed", "released")
 """Events that say what there is of a sample, and who has claimed it."""
@@ -38,6 +38,7 @@ _MOST_WAITS = 200
 # sample that is there.
 _FEW_EVENTS = 2_000
 _SAMPLES = "dataplane.samples"
+_WITHDRAWN = "dataplane.withdrawn"
 
 
 def read_wait_records(reader: Reader, now_ns: int, silent_after_s: float) -> WaitRecords:
@@ -167,8 +168,11 @@ def _declaration(
 
 
 def _gone(connection: Connection, place_id: int, since_ns: int, most: int) -> int:
-    """Samples that were cleared by name since a moment; counted until they are ``most``."""
-    cleared = select(EventModel.keys).where(
+    """Samples that were cleared by name since a moment; counted until they are ``most``.
+
+    Withdrawn ones are to be put again, under whatever ids.
+    """
+    cleared = select(EventModel.keys, EventModel.record).where(
         EventModel.place_id == place_id,
         EventModel.name == "cleared",
         EventModel.time_ns > since_ns,
@@ -176,10 +180,18 @@ def _gone(connection: Connection, place_id: int, since_ns: int, most: int) -> in
     keys: set[int] = set()
     with connection.execute(cleared.execution_options(yield_per=100)) as rows:
         for row in rows:
-            keys.update(unpack_keys(row.keys))
+            if not _is_withdrawal(row.record):
+                keys.update(unpack_keys(row.keys))
             if len(keys) >= most:
                 break
     return len(keys)
+
+
+def _is_withdrawal(record: bytes) -> bool:
+    if _WITHDRAWN.encode() not in record:
+        return False  # most are not decoded
+    [event] = decode_logs(record).events
+    return event.attributes.get(_WITHDRAWN) is True
 
 
 def _told_of(
