@@ -99,6 +99,21 @@ def test_a_directory_stopped_at_any_step_ends_each_request_at_its_deadline(stepp
     stepped.until(lambda: stepped.used() == 0)
 
 
+def test_a_put_given_up_while_the_directory_was_stopped_stores_nothing_when_it_is_continued(
+    stepped,
+):
+    """Its samples may have been withdrawn by then, on a connection that is read before."""
+    producer = stepped.client("put()")
+    producer.go_to("written")
+    stepped.directory.stop()
+    producer.go_on()
+    assert producer.finish() == "DeadlineExceededError"
+    stepped.directory.wake()
+    stepped.until(lambda: stepped.used() == 0)
+    with pytest.raises(MissingDataError):
+        stepped.get("a")
+
+
 def test_a_waiting_claim_given_up_while_the_directory_was_stopped_takes_no_sample_with_it(stepped):
     stepped.put(["a"])
     claimer = stepped.client("claim(1.0)")

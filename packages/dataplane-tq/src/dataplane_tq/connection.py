@@ -245,9 +245,13 @@ class Connection:
         self._directory.expire()
         self._ledger.check_commit(self._put[0])
 
-    def _commit_put(self, request: p.CommitPut) -> Early:
+    async def _commit_put(self, request: p.CommitPut) -> Early:
         if self._put is None:
             raise InvalidRequestError("this connection has no put under way")
+        # Whoever gave up while this process was stopped may have withdrawn the samples since.
+        await asyncio.sleep(0)
+        if self._reader.at_eof() or self._reader.exception() is not None:
+            raise ConnectionError("the producer went away")
         ticket, blocks = self._put
         try:
             self._ledger.check_commit(ticket)
