@@ -1,9 +1,16 @@
-"""What a failure of the back end's last calls leaves behind, and what is said of it."""
+"""What a put without an answer or a failure after it leaves behind, and what is said of it."""
 
 import pytest
 from rollout_doubles import DP_CFG, Adder, batch_of
 
-from dataplane_core import InMemoryDataPlaneClient, UnavailableError
+from dataplane_core import (
+    DP_TRAIN_FIELDS,
+    ClaimTimeoutError,
+    DeadlineExceededError,
+    InMemoryDataPlaneClient,
+    PartitionNotFoundError,
+    UnavailableError,
+)
 
 
 class FailingTail(Adder):
@@ -50,13 +57,74 @@ def test_a_failure_after_the_put_leaves_nothing_for_a_retry_to_double(
     assert [sample.sample_id for sample in store.list_samples("train")] == meta.sample_ids
 
 
-def test_samples_that_cannot_be_cleared_after_a_failure_are_told(actor_of, store, monkeypatch):
-    def away(self, sample_ids, partition_id, **options):
+def test_a_claim_between_a_failure_and_its_retry_waits_for_the_samples_of_the_retry(
+    actor_of, store
+):
+    store.register_partition("two", list(DP_TRAIN_FIELDS), 2, ["train"])
+    wanted = ("two", "train", ["input_ids"], 2)
+    actor = actor_of(FailingTail("metrics"))
+    with pytest.raises(OSError, match="no metrics"):
+        actor.rollout_to_tq(batch_of(["1+2="] * 2), partition_id="two")
+    with pytest.raises(ClaimTimeoutError, match="2 of 2 declared samples were not put"):
+        store.claim_meta(*wanted, timeout_s=0.05)
+    actor.policy_generation.fails = None
+    meta, *_ = actor.rollout_to_tq(batch_of(["1+2="] * 2), partition_id="two")
+    assert store.claim_meta(*wanted, timeout_s=20.0).sample_ids == meta.sample_ids
+
+
+def lose_answer(monkeypatch, error):
+    """Let puts be made, and raise all the same."""
+    real = InMemoryDataPlaneClient.put_columns
+
+    def put_columns(self, *args, **options):
+        real(self, *args, **options)
+        raise error
+
+    monkeypatch.setattr(InMemoryDataPlaneClient, "put_columns", put_columns)
+
+
+@pytest.mark.parametrize(
+    "error", [DeadlineExceededError("late"), UnavailableError("away"), KeyboardInterrupt("now")]
+)
+def test_a_put_whose_answer_is_lost_leaves_nothing_for_a_retry_to_double(
+    actor_of, store, monkeypatch, error
+):
+    actor = actor_of()
+    with monkeypatch.context() as patched:
+        lose_answer(patched, error)
+        with pytest.raises(type(error), match=str(error)) as caught:
+            actor.rollout_to_tq(batch_of(["1+2="] * 2), partition_id="train")
+    assert not hasattr(caught.value, "__notes__")
+    assert store.list_samples("train") == []
+    assert actor.policy_generation.events[-1] == "finish"
+    meta, *_ = actor.rollout_to_tq(batch_of(["1+2="] * 2), partition_id="train")
+    assert [sample.sample_id for sample in store.list_samples("train")] == meta.sample_ids
+
+
+def test_nothing_is_withdrawn_of_a_put_that_the_store_refused(actor_of, store, monkeypatch):
+    withdrawn = []
+
+    def withdraw_samples(self, sample_ids, partition_id):
+        withdrawn.append(sample_ids)
+
+    monkeypatch.setattr(InMemoryDataPlaneClient, "withdraw_samples", withdraw_samples)
+    with pytest.raises(PartitionNotFoundError):
+        actor_of().rollout_to_tq(batch_of(["1+2="]), partition_id="nowhere")
+    assert withdrawn == []
+
+
+@pytest.mark.parametrize("fails", ["metrics", None], ids=["after the put", "the put"])
+def test_samples_that_cannot_be_withdrawn_after_a_failure_are_told(
+    actor_of, store, monkeypatch, fails
+):
+    def away(self, sample_ids, partition_id):
         raise UnavailableError("away")
 
-    monkeypatch.setattr(InMemoryDataPlaneClient, "clear_samples", away)
+    monkeypatch.setattr(InMemoryDataPlaneClient, "withdraw_samples", away)
+    if fails is None:
+        lose_answer(monkeypatch, OSError("no metrics"))
     with pytest.raises(OSError, match="no metrics") as caught:
-        actor_of(FailingTail("metrics")).rollout_to_tq(batch_of(["1+2="]), partition_id="train")
+        actor_of(FailingTail(fails)).rollout_to_tq(batch_of(["1+2="]), partition_id="train")
     assert caught.value.__notes__ == [
         "the 1 samples put into partition 'train' may still be there: UnavailableError: away"
     ]

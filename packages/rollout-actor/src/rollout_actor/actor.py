@@ -2,7 +2,8 @@
 
 The order in `SyncRolloutActor.rollout_to_tq` is the contract. Whatever can be refused is refused
 before generation, the rest before the put; after the put nothing is left that can fail but the
-generation back end's own tail calls, and if one does, what was put is cleared again.
+generation back end's own tail calls. If one does, or the store does not say whether it put, the
+samples are withdrawn.
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ from column_io import BatchedDataDict, kv_first_write
 from dataplane_core import (
     ClosedError,
     ConfigError,
+    DataPlaneError,
+    DeadlineExceededError,
     KVBatchMeta,
-    SamplesLeasedError,
+    UnavailableError,
     build_data_plane_client,
 )
 from dataplane_core.telemetry import attached, span
@@ -100,9 +103,10 @@ class SyncRolloutActor(RayClass):
 
         In order: snapshot of the back end's metrics (if ``first_iter``), clear of the metrics,
         rollout, flatten, one put, ``finish_generation``, metrics. Should any of it up to the put
-        raise, nothing is put, or the put was refused whole, and ``finish_generation`` is still
-        called. Should one of the last two raise, the samples are cleared again, also from under a
-        lease. What fails on top of an error is a note on it.
+        raise, ``finish_generation`` is still called. Should one of the last two raise, or the put
+        without the store having refused it, the samples are withdrawn, also from under a lease:
+        blocking claims wait for those of a retry. What fails on top of an error is a note on it,
+        a withdrawal too, and only then may samples be left.
 
         Args:
             input_batch: n rows, each prompt repeated ``group_size`` times in a row.
@@ -175,6 +179,7 @@ class SyncRolloutActor(RayClass):
         check_tasks(input_batch["task_name"], task_to_env)
 
         generation = self.policy_generation
+        sample_ids = _new_sample_ids(rows, group_size)
         try:
             if first_iter and hasattr(generation, "snapshot_step_metrics"):
                 generation.snapshot_step_metrics()
@@ -192,15 +197,20 @@ class SyncRolloutActor(RayClass):
                 bulk = bulk_columns(
                     final_batch, payload, input_lengths, input_columns=list(input_batch)
                 )
-            meta = kv_first_write(
-                bulk,
-                sample_ids=_new_sample_ids(rows, group_size),
-                dp_client=self._dp_client,
-                partition_id=partition_id,
-                extra_info={"rollout_metrics": metrics},
-                task_name=partition_id,
-                pad_to_multiple=self._settings.pad_to_multiple,
-            )
+            try:
+                meta = kv_first_write(
+                    bulk,
+                    sample_ids=sample_ids,
+                    dp_client=self._dp_client,
+                    partition_id=partition_id,
+                    extra_info={"rollout_metrics": metrics},
+                    task_name=partition_id,
+                    pad_to_multiple=self._settings.pad_to_multiple,
+                )
+            except BaseException as error:
+                if not _is_refusal(error):
+                    self._take_back(sample_ids, partition_id, error)
+                raise
         except BaseException as error:
             if finish_generation:
                 with _noted(error, "finish_generation failed as well"):
@@ -211,17 +221,15 @@ class SyncRolloutActor(RayClass):
                 generation.finish_generation()
             return meta, carry, metrics, generation.get_logger_metrics()
         except BaseException as error:
-            left = f"the {meta.size} samples put into partition {partition_id!r} may still be there"
-            with _noted(error, left):
-                self._take_back(meta)
+            self._take_back(sample_ids, partition_id, error)
             raise
 
-    def _take_back(self, meta: KVBatchMeta) -> None:
-        """Clear what nobody will get the ids of: a retry puts the same rows under new ones."""
-        try:
-            self._dp_client.clear_samples(meta.sample_ids, meta.partition_id)
-        except SamplesLeasedError:
-            self._dp_client.clear_samples(meta.sample_ids, meta.partition_id, force=True)
+    def _take_back(self, sample_ids: list[str], partition_id: str, error: BaseException) -> None:
+        """Withdraw what nobody will get the ids of: a retry puts the same rows under new ones."""
+        count = len(sample_ids)
+        left = f"the {count} samples put into partition {partition_id!r} may still be there"
+        with _noted(error, left):
+            self._dp_client.withdraw_samples(sample_ids, partition_id)
 
     def _roll_out(
         self,
@@ -258,6 +266,12 @@ def _noted(error: BaseException, what: str) -> Iterator[None]:
         yield
     except Exception as another:  # noqa: BLE001  # whatever it is, the first error is raised
         error.add_note(f"{what}: {type(another).__name__}: {another}")
+
+
+def _is_refusal(error: BaseException) -> bool:
+    """Whether a put that raised this stored nothing; else only its answer may have been lost."""
+    unanswered = (ClosedError, DeadlineExceededError, UnavailableError)
+    return isinstance(error, DataPlaneError) and not isinstance(error, unanswered)
 
 
 def _new_sample_ids(rows: int, group_size: int) -> list[str]:
