@@ -115,12 +115,13 @@ def test_a_token_that_does_not_count_may_have_any_log_probability(name, masked):
     assert columns["logprobs"].grad.tolist() == [[0.0, -1.0]]
 
 
+@pytest.mark.parametrize("logprob", [-1.0, -math.inf])
 @pytest.mark.parametrize("difference", [21.0, 88.0, 89.0, 1000.0, -1000.0])
 @pytest.mark.parametrize("advantage", [-1.0, 0.0, 1.0])
 def test_no_difference_between_the_policies_makes_a_sum_or_the_gradient_infinite(
-    difference, advantage
+    logprob, difference, advantage
 ):
-    logprobs = torch.tensor([[-1.0, -1.0]], requires_grad=True)
+    logprobs = torch.tensor([[logprob, -1.0]], requires_grad=True)
     found = loss_of(
         {
             "logprobs": logprobs,
@@ -131,7 +132,7 @@ def test_no_difference_between_the_policies_makes_a_sum_or_the_gradient_infinite
         }
     )
     found.loss.backward()
-    told = (found.loss.detach(), found.kl, *logprobs.grad[0])
+    told = (found.loss.detach(), found.kl, found.clipped, found.approx_entropy, *logprobs.grad[0])
     assert all(math.isfinite(each) for each in told)
 
 

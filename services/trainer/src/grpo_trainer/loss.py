@@ -28,7 +28,8 @@ class LossSums:
         kl: estimate of the KL divergence to the reference policy.
         clipped: tokens whose ratio was clipped.
         approx_entropy: estimate of the policy's entropy, in nats, from the tokens that were drawn:
-            ``-ratio * logprob`` each, which needs no pass over the vocabulary.
+            ``-ratio * logprob`` each, 0 where the ratio is 0, which needs no pass over the
+            vocabulary.
         tokens: tokens that count.
     """
 
@@ -79,7 +80,9 @@ def grpo_loss(
         kl = ((difference.exp() - difference - 1) * weight).sum()
         loss = loss + kl_coefficient * kl
     was_clipped = (clipped_ratio * per_token < ratio * per_token).to(logprobs.dtype)
-    entropy = -(ratio * torch.where(mask > 0, logprobs, 0.0) * weight).sum()
+    # A token that became impossible has ratio 0, and 0 times infinity is no number.
+    counted = torch.where((mask > 0) & (ratio > 0), logprobs, 0.0)
+    entropy = -(ratio * counted * weight).sum()
     return LossSums(
         loss,
         kl.detach(),
