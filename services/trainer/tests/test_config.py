@@ -219,6 +219,13 @@ def test_an_override_can_replace_a_section():
     )
 
 
+def test_an_override_can_set_a_key_of_the_data_plane_that_may_be_absent():
+    found = load_config(DEMO_CONFIG, ["data_plane.claim_lease_s=30"]).data_plane
+    assert found["claim_lease_s"] == 30
+    with pytest.raises(ConfigurationError, match=r"data_plane.claim_lease_s: found 'long'"):
+        load_config(DEMO_CONFIG, ["data_plane.claim_lease_s=long"])
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
@@ -237,7 +244,16 @@ def test_access_to_a_refit_server_that_contradicts_itself_is_refused(overrides, 
 
 @pytest.mark.parametrize(
     "override",
-    ["grpo.num_stepz=3", "grpo", "nothing.there=1", "run.name.deep=1", "run.name=[", "="],
+    [
+        "grpo.num_stepz=3",
+        "grpo.claim_lease_s=3",
+        "data_plane.lease=3",
+        "grpo",
+        "nothing.there=1",
+        "run.name.deep=1",
+        "run.name=[",
+        "=",
+    ],
 )
 def test_an_override_that_cannot_apply_is_named(override):
     with pytest.raises(ConfigurationError, match=re.escape(f"--set {override}: ")):

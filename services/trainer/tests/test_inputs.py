@@ -44,21 +44,31 @@ def chat_model(model_folder, tmp_path):
     return save
 
 
-UNFIT = "{% for m in messages %}({{ m.content }}){% endfor %}="
+ASKED = "({{ messages[0].content }})="
+UNFIT = {
+    "{% for m in messages %}({{ m.content }}){% endfor %}=": (
+        "does not end a response with '<eos>', the tokenizer's end token"
+    ),
+    ASKED: "renders no second question after a response",
+    "{% if messages[2] %}{{ raise_exception('one\nonly') }}{% endif %}" + ASKED: (
+        "cannot render a second question: TemplateError: one only"
+    ),
+}
 FIT = "{% for m in messages %}({{ m.content }}<eos>){% endfor %}="
 
 
 @pytest.mark.parametrize("key", ["data.train", "data.validation"])
-def test_follow_ups_are_refused_if_the_chat_template_ends_no_response(
-    inputs, chat_model, tmp_path, key
+@pytest.mark.parametrize(("template", "told"), UNFIT.items(), ids=["end", "question", "error"])
+def test_follow_ups_that_the_chat_template_cannot_ask_are_refused_with_the_reason(
+    inputs, chat_model, tmp_path, template, told, key
 ):
-    model = chat_model(UNFIT)
+    model = chat_model(template)
     with pytest.raises(ConfigurationError) as caught:
         inputs([PLAIN, ASKED_MORE], {"policy.model": model}, key)
     assert str(caught.value) == (
-        f"policy.model.use_chat_template: found True; the chat template of {model['name']!r} does "
-        "not end a response with '<eos>', the tokenizer's end token, so the follow-ups of data set "
-        f"{tmp_path / 'prompts.jsonl'} cannot be asked; expected data without them"
+        f"policy.model.use_chat_template: found True; the chat template of {model['name']!r} {told}"
+        f", so the follow-ups of data set {tmp_path / 'prompts.jsonl'} cannot be asked; expected "
+        "data without them"
     )
     assert len(inputs([PLAIN], {"policy.model": model}).training) == 1
     raw = {**model, "use_chat_template": False}

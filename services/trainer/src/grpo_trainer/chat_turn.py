@@ -43,13 +43,14 @@ class ChatTurn:
         return ("" if ended else self.end) + self.before + question + self.after
 
 
-def chat_turn(tokenizer: Any, model: RandomModel | PretrainedModel) -> ChatTurn | None:
+def chat_turn(tokenizer: Any, model: RandomModel | PretrainedModel) -> ChatTurn | str | None:
     """What the tokenizer's chat template puts around a follow-up.
 
     Returns:
-        None if ``model`` asks for no template, or the template renders no second question, or does
-        not end a response with the tokenizer's end token: generation ends at no other, so what is
-        generated would not be a response of the template.
+        None if ``model`` asks for no template. What the template does, as a text that follows its
+        name, if it raises, renders no second question, or does not end a response with the
+        tokenizer's end token: generation ends at no other, so what is generated would not be a
+        response of the template.
     """
     if not isinstance(model, PretrainedModel) or not model.use_chat_template:
         return None
@@ -62,12 +63,15 @@ def chat_turn(tokenizer: Any, model: RandomModel | PretrainedModel) -> ChatTurn 
         rendered = tokenizer.apply_chat_template(
             messages, add_generation_prompt=True, tokenize=False
         )
-    except Exception:  # noqa: BLE001  # a template is a program, and raises what it likes
-        return None
+    except Exception as error:  # noqa: BLE001  # a template is a program, and raises what it likes
+        told = " ".join(str(error).split())
+        return f"cannot render a second question: {type(error).__name__}: {told}"
     between, asked, after = rendered.rpartition(_ANSWER)[2].partition(_QUESTION)
     space, ended, before = between.partition(tokenizer.eos_token)
-    if not asked or not ended or space.strip():
-        return None
+    if not asked:
+        return "renders no second question after a response"
+    if not ended or space.strip():
+        return f"does not end a response with {tokenizer.eos_token!r}, the tokenizer's end token"
     return ChatTurn(tokenizer.eos_token, before, after)
 
 

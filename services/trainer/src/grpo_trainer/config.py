@@ -167,7 +167,8 @@ def load_config(path: Path = DEMO_CONFIG, overrides: Sequence[str] = ()) -> Trai
 
     Args:
         path: YAML file; the shipped demo if not given.
-        overrides: ``dotted.key=value`` each, value in YAML; the key must exist in the file.
+        overrides: ``dotted.key=value`` each, value in YAML; the key must exist in the file, or be
+            an optional one of the data plane.
 
     Raises:
         ConfigurationError: naming the file and every unknown key, missing key and wrong value.
@@ -230,7 +231,8 @@ def apply_override(raw: dict[str, Any], override: str) -> None:
     *parents, leaf = key.split(".")
     for parent in parents:
         node = node.get(parent) if isinstance(node, dict) else None
-    if not isinstance(node, dict) or leaf not in node:
+    optional = parents == ["data_plane"] and leaf in DataPlaneConfig.__annotations__
+    if not isinstance(node, dict) or not (leaf in node or optional):
         raise ConfigurationError(f"--set {override}: the configuration has no key {key!r}")
     try:
         node[leaf] = _parse(value)

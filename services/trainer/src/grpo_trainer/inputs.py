@@ -78,11 +78,12 @@ def _check_follow_ups(path: Path, tokenizer: Any, encode: Encode, config: Traine
     """Refuse follow-ups, which ``path`` has, if the model cannot be asked them."""
     model = config.policy.model
     if isinstance(model, PretrainedModel) and model.use_chat_template:
-        if chat_turn(tokenizer, model) is None:
+        turn = chat_turn(tokenizer, model)
+        if isinstance(turn, str):
             raise ConfigurationError(
                 f"policy.model.use_chat_template: found True; the chat template of {model.name!r} "
-                f"does not end a response with {tokenizer.eos_token!r}, the tokenizer's end token, "
-                f"so the follow-ups of data set {path} cannot be asked; expected data without them"
+                f"{turn}, so the follow-ups of data set {path} cannot be asked; expected data "
+                "without them"
             )
         return
     for key, text in (("env.correct", config.env.correct), ("env.wrong", config.env.wrong)):

@@ -138,7 +138,8 @@ class RunActors:
     def _start_rollouts(self, model: str, tokenizer: Any) -> None:
         config = self._config
         placement = config.cluster.placement
-        turn = chat_turn(tokenizer, config.policy.model)
+        found = chat_turn(tokenizer, config.policy.model)
+        turn = None if isinstance(found, str) else found  # where it cannot be asked, nothing is
         environment = (
             ray.remote(VerifierEnvironment)
             .options(num_cpus=_SMALL, resources=placement.environment)

@@ -177,7 +177,8 @@ class DynamicSamplingSection(Section):
         enabled: drop and clear such groups.
         max_batches: generate at most so many batches of prompts for a step.
         when_short: with too few groups left after that, end the run or train on what there is: as
-            many whole optimiser steps as it makes, or a smaller one if it makes none.
+            many whole optimiser steps as it makes, or a smaller one if it makes none; on nothing
+            where not even that is made of whole groups in equal parts for the ranks.
     """
 
     enabled: bool

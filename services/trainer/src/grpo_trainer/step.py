@@ -96,7 +96,8 @@ def trainable(kept: int, *, global_batch_size: int, group_size: int, data_parall
     """How many of ``kept`` samples, fewer than a step's, are trained on.
 
     Always whole groups: those of as many whole optimiser steps as there are, or if there is not
-    one, of a single smaller optimiser step, which the ranks share equally.
+    one, of a single smaller optimiser step, which the ranks share equally. 0 if that holds no
+    group: one that is larger than an optimiser step, or fewer than the ranks can share.
     """
     step = math.lcm(global_batch_size, group_size)
     part = math.lcm(data_parallel, group_size)
