@@ -13,6 +13,7 @@ import subprocess
 from contextlib import contextmanager
 from fnmatch import fnmatch
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -27,7 +28,9 @@ from grpo_trainer.checkpoint import (
     save_checkpoint,
     written_files,
 )
+from grpo_trainer.config import load_config
 from grpo_trainer.errors import CheckpointError, OutputError
+from grpo_trainer.inputs import read_inputs
 from grpo_trainer.model import load_model
 from grpo_trainer.policy_state import load_optimizer, load_weights, save_policy, save_tokenizer
 from grpo_trainer.run_folder import append_record, create_run_folder, write_history
@@ -194,6 +197,62 @@ def test_what_a_killed_process_left_is_removed(tmp_path):
     assert names(tmp_path) == ["step-000002"]
 
 
+def test_what_cannot_be_removed_is_told_and_ends_no_run(tmp_path, monkeypatch):
+    """As on NFS, where a file that some process has open stays under another name."""
+    rmtree = shutil.rmtree
+
+    def busy(path, ignore_errors=False):
+        kept = [name for name in ("step-000001", "step-000002") if name in str(path)]
+        if kept and not ignore_errors:
+            raise OSError(errno.ENOTEMPTY, "Directory not empty", str(path))
+        if not kept:
+            rmtree(path, ignore_errors=ignore_errors)
+
+    save_checkpoint(tmp_path, state(1), write_something, keep_last=1)
+    (tmp_path / ".step-000002.partial").mkdir()  # of a process that was killed
+    monkeypatch.setattr(shutil, "rmtree", busy)
+    told = []
+    saved = save_checkpoint(tmp_path, state(2), write_something, keep_last=1, notice=told.append)
+    assert load_state(saved) == state(2)
+    assert list(tmp_path.glob("step-*")) == [saved]
+    assert len(told) == 2
+    assert all("cannot be removed: [Errno 39] Directory not empty" in line for line in told)
+    monkeypatch.undo()
+    save_checkpoint(tmp_path, state(3), write_something, keep_last=1, notice=told.append)
+    assert names(tmp_path) == ["step-000003"]
+    assert len(told) == 2
+
+
+def test_a_resumed_run_holds_no_file_of_its_checkpoint(model_folder, tmp_path):
+    trained = Trained(model_folder)
+    trained.train(0, 1)
+    save_policy(tmp_path, trained.model, trained.optimizer)
+    resumed = Trained(model_folder)
+    load_weights(tmp_path, resumed.model)
+    load_optimizer(tmp_path, resumed.model, resumed.optimizer)
+    assert str(tmp_path) not in Path("/proc/self/maps").read_text()
+
+
+def test_a_checkpoint_begins_another_run_with_other_settings(
+    configure, model_folder, tokenizer, tmp_path
+):
+    trained = Trained(model_folder)
+    trained.train(0, 1)
+    folder = create_run_folder(configure({"run.output": str(tmp_path)}))
+    saved = save_checkpoint(
+        folder / "checkpoints", state(), lambda f: save_all(f, trained, tokenizer), keep_last=1
+    )
+    model = f"{{kind: pretrained, name: {saved / 'model'}, use_chat_template: false}}"
+    changes = ["policy.optimizer.learning_rate=1e-4", "grpo.max_logprob_error=2"]
+    config = load_config(folder / "config.json", [f"policy.model={model}", *changes])
+    assert config.policy.optimizer.learning_rate == 1e-4
+    assert config.grpo.max_logprob_error == 2
+    inputs = read_inputs(config)
+    assert inputs.training[0].token_ids == tokenizer(inputs.training[0].record.prompt)["input_ids"]
+    begun = load_model(inputs.model, torch.device("cpu"))
+    assert_same(dict(begun.state_dict()), dict(trained.model.state_dict()))
+
+
 def test_a_checkpoint_is_never_replaced(tmp_path):
     save_checkpoint(tmp_path, state(), write_something, keep_last=1)
     with pytest.raises(CheckpointError, match="step-000001: exists already"):
@@ -308,8 +367,7 @@ def test_the_folder_itself_is_on_disk_before_it_is_renamed(tmp_path, monkeypatch
 
     monkeypatch.setattr(os, "fsync", remember)
     save_checkpoint(tmp_path, state(), write, keep_last=1)
-    begin = str(tmp_path / ".step-000001.partial")
-    of_it = [path.removeprefix(begin) for path in synced if path.startswith(begin)]
+    of_it = [path.partition(".partial")[2] for path in synced if ".partial" in path]
     assert {"", "/state.json", "/model", "/model/config.json"} <= set(of_it)
 
 

@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import re
+import secrets
 import shutil
 from collections.abc import Callable, Collection, Mapping
 from fnmatch import fnmatchcase
@@ -27,6 +28,7 @@ OPTIMIZER = "optimizer.safetensors"
 
 _STATE = "state.json"
 _NAME = re.compile(r"step-(\d{6,})")
+_PARTIAL = ".step-*.partial"
 
 
 class RunState(BaseModel):
@@ -37,7 +39,7 @@ class RunState(BaseModel):
         prompts_position: prompts taken from the stream.
         history: the metrics of every completed step.
         config: the run's configuration as plain data.
-        data: digests of the data sets, by the key that names each; an older release kept none.
+        data: `RunInputs.digests`; an older release kept none, or of other things.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
@@ -64,6 +66,7 @@ def save_checkpoint(
     write_policy: Callable[[Path], Mapping[str, int]],
     *,
     keep_last: int,
+    notice: Callable[[str], None] = lambda text: None,
 ) -> Path:
     """Write a checkpoint and remove old ones.
 
@@ -73,6 +76,7 @@ def save_checkpoint(
         write_policy: writes model and optimiser into the folder it is given, which is there;
             returns the `written_files`.
         keep_last: how many checkpoints stay.
+        notice: told of each old one that cannot be removed; the next checkpoint tries again.
 
     Returns:
         The checkpoint's folder.
@@ -84,8 +88,8 @@ def save_checkpoint(
     final = folder / f"step-{state.step:06d}"
     partial = _partial(final)
     try:
-        for left in folder.glob(".step-*.partial"):  # of a process that was killed
-            shutil.rmtree(left)
+        for left in folder.glob(_PARTIAL):  # of a process that was killed; their room is needed
+            shutil.rmtree(left, ignore_errors=True)
         partial.mkdir(parents=True)
         written = write_policy(partial)
         _check_written(partial, written)
@@ -100,14 +104,26 @@ def save_checkpoint(
             raise CheckpointError(f"checkpoint {final}: exists already")
         os.replace(partial, final)
         _sync(folder)
-        for old in _checkpoints(folder)[:-keep_last]:
-            os.replace(old, _partial(old))
-            shutil.rmtree(_partial(old))
     except OSError as error:
         raise CheckpointError(f"checkpoint {final}: cannot be written: {error}") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+    _remove_old(folder, keep_last, notice)
     return final
+
+
+def _remove_old(folder: Path, keep_last: int, notice: Callable[[str], None]) -> None:
+    """As far as that can be done: the new checkpoint is whole, whatever becomes of the others.
+
+    A file that a process somewhere has open cannot be removed on NFS, for example.
+    """
+    for old in [*_checkpoints(folder)[:-keep_last], *folder.glob(_PARTIAL)]:
+        try:
+            hidden = _partial(old) if _match(old) else old
+            os.replace(old, hidden)
+            shutil.rmtree(hidden)
+        except OSError as error:
+            notice(f"{old}: cannot be removed: {error}; the next checkpoint tries again")
 
 
 def written_files(folder: Path) -> dict[str, int]:
@@ -195,7 +211,8 @@ def _match(path: Path) -> re.Match[str] | None:
 
 
 def _partial(final: Path) -> Path:
-    return final.with_name(f".{final.name}.partial")
+    """A new name: what was left under another one may not be removable."""
+    return final.with_name(f".{final.name}.{secrets.token_hex(4)}.partial")
 
 
 def _json_digest(body: dict[str, Any]) -> str:

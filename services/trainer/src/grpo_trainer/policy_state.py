@@ -17,6 +17,16 @@ from grpo_trainer.errors import CheckpointError
 _SHARED = "run.output has to be a folder that the driver and all ranks see"
 
 
+def check_seen(folder: Path) -> None:
+    """Refuse a folder that this machine does not see.
+
+    Raises:
+        CheckpointError: there is no such folder.
+    """
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder}: no such folder on {gethostname()}; {_SHARED}")
+
+
 def save_policy(folder: Path, model: Any, optimizer: torch.optim.Optimizer) -> dict[str, int]:
     """Write the model, as transformers loads it, and the optimiser's state.
 
@@ -32,7 +42,7 @@ def save_policy(folder: Path, model: Any, optimizer: torch.optim.Optimizer) -> d
         CheckpointError: there is no such folder on this machine, or naming the part that cannot be
             written.
     """
-    _check_seen(folder)
+    check_seen(folder)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     tensors = {
         f"{names[id(parameter)]}/{key}": value.detach().cpu().contiguous()
@@ -70,7 +80,7 @@ def load_weights(folder: Path, model: Any) -> None:
     Raises:
         CheckpointError: there is no such folder on this machine.
     """
-    _check_seen(folder)
+    check_seen(folder)
     saved = AutoModelForCausalLM.from_pretrained(folder / MODEL, dtype=model.dtype)
     model.load_state_dict(saved.state_dict())
 
@@ -93,9 +103,5 @@ def load_optimizer(folder: Path, model: Any, optimizer: torch.optim.Optimizer) -
             raise CheckpointError(f"checkpoint file {path}: no parameter {parameter_name!r}")
         parameter = parameters[parameter_name]
         device = "cpu" if key == "step" else parameter.device
-        optimizer.state[parameter][key] = tensor.to(device)
-
-
-def _check_seen(folder: Path) -> None:
-    if not folder.is_dir():
-        raise CheckpointError(f"checkpoint {folder}: no such folder on {gethostname()}; {_SHARED}")
+        # A copy: the tensor is a mapping of the file, which would keep that from being removed.
+        optimizer.state[parameter][key] = tensor.to(device, copy=True)

@@ -15,7 +15,7 @@ class RunDisplay:
         """The processes are up; ``done_steps`` were completed before."""
 
     def notice(self, text: str) -> None:
-        """Something that the user should know, one line; before `started`."""
+        """Something that the user should know, one line; at any time."""
 
     def phase(self, name: str) -> None:
         """A phase of the current step begins."""

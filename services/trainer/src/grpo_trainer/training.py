@@ -109,6 +109,7 @@ def run_steps(
                 reached,
                 write_policy,
                 keep_last=config.checkpointing.keep_last,
+                notice=display.notice,
             )
 
         write_history(folder, history)
