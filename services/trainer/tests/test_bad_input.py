@@ -155,7 +155,6 @@ def saved(raw_config, tmp_path):
             (folder / name).write_bytes(b"12345")
         return written_files(folder)
 
-    (tmp_path / ".lock").touch()
     return save_checkpoint(tmp_path / "checkpoints", state, write, keep_last=1)
 
 

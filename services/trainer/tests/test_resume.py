@@ -1,17 +1,15 @@
-"""What a resumed run takes from its checkpoint, from the command, and from its folder.
+"""What a resumed run takes from its checkpoint and from its folder, and what it does to them.
 
 The steps themselves are left out: `test_runs.py` does them.
 """
 
 from __future__ import annotations
 
-import copy
 import json
+import shutil
 
 import pytest
 import yaml
-from hypothesis import given
-from hypothesis import strategies as st
 
 import grpo_trainer
 from grpo_trainer.checkpoint import (
@@ -23,117 +21,9 @@ from grpo_trainer.checkpoint import (
 )
 from grpo_trainer.config import DEMO_CONFIG
 from grpo_trainer.errors import ConfigurationError, OutputError, WorkerError
-from grpo_trainer.resumed_config import CHANGEABLE, resumed_config
 from grpo_trainer.run_folder import create_run_folder
 from grpo_trainer.signals import GracefulStop
-
-DEMO = grpo_trainer.load_config().model_dump(mode="json")
-
-
-def leaves(node, path=""):
-    for name, value in node.items():
-        if isinstance(value, dict) and value:
-            yield from leaves(value, f"{path}{name}.")
-        else:
-            yield f"{path}{name}", value
-
-
-def every_key(node, path=""):
-    for name, value in node.items():
-        yield f"{path}{name}"
-        if isinstance(value, dict) and name != "model":
-            yield from every_key(value, f"{path}{name}.")
-
-
-def another(value):
-    if isinstance(value, bool):
-        return not value
-    if isinstance(value, (int, float)):
-        return value + 1
-    return {"other": 1.0} if isinstance(value, dict) else "other"
-
-
-FIXED = ("run", "policy", "grpo", "data", "env", "data_plane")
-LEAVES = dict(leaves(DEMO))
-
-
-@pytest.mark.parametrize("key", sorted(LEAVES))
-def test_a_key_that_changes_what_is_computed_is_refused_by_name_and_no_other(key):
-    override = f"{key}={json.dumps(another(LEAVES[key]))}"
-    free = any(key == one or key.startswith(f"{one}.") for one in CHANGEABLE)
-    assert free or key.split(".")[0] in FIXED
-    told = ""
-    try:
-        resumed_config(DEMO, [override], source="checkpoint")
-    except ConfigurationError as error:
-        told = str(error)  # of a key that may change: that the other value does not fit
-    refused = told.startswith(f"{key}: found {another(LEAVES[key])!r}; a resumed run keeps ")
-    assert refused != free, told
-
-
-@pytest.mark.parametrize(
-    ("override", "told"),
-    [
-        ("policy.global_batch_size=64", "keeps 128: it changes what is computed"),
-        ("run.seed=18", "keeps 17: a run keeps its name, folder and seed"),
-        ("data.train=mine.jsonl", "keeps None: a run keeps its prompts"),
-        ("data_plane.backend=simple", "keeps 'packed': only its sizes, "),
-        ("policy.dynamic_batching={enabled: true}", "enabled: found True; a resumed run keeps"),
-        ("grpo.num_stepz=3", "--set grpo.num_stepz=3: the configuration has no key"),
-    ],
-)
-def test_a_refusal_says_why(override, told):
-    with pytest.raises(ConfigurationError) as refused:
-        resumed_config(DEMO, [override], source="checkpoint")
-    assert told in str(refused.value)
-
-
-def test_what_ends_runs_that_are_too_small_can_be_raised():
-    overrides = [
-        "cluster.call_timeout_s=900",
-        "data_plane.storage_capacity=16384",
-        "data_plane.global_segment_size=1073741824",
-        "data_plane.ack_timeout_ms=120000",
-        "policy.micro_batch_size=32",
-        "policy.dynamic_batching.max_tokens_per_microbatch=4096",
-        "refit={control: '10.0.0.2:50051', control_access: {tls_ca: null, tls_name: null, "
-        "token_file: null, token_env: null}, host: node, advertised_host: null, transport: tcp, "
-        "generation_tensor_parallel: 1, timeout_s: 10}",
-        "grpo.num_steps=90",
-        "policy.global_batch_size=128",  # as it is
-    ]
-    config = resumed_config(DEMO, overrides, source="checkpoint").config
-    assert config.cluster.call_timeout_s == 900
-    assert config.data_plane["storage_capacity"] == 16384
-    assert config.refit.control == "10.0.0.2:50051"
-    assert config.grpo.num_steps == 90
-
-
-@given(st.data())
-def test_keys_that_an_older_checkpoint_lacks_take_the_shipped_values(data):
-    saved = copy.deepcopy(DEMO)
-    removed = data.draw(st.lists(st.sampled_from(sorted(every_key(DEMO))), max_size=4, unique=True))
-    gone = {}
-    for key in sorted(removed, key=len, reverse=True):
-        *parents, leaf = key.split(".")
-        node = saved
-        for parent in parents:
-            node = node[parent]
-        for below in [name for name in gone if name.startswith(f"{key}.")]:
-            del gone[below]
-        del node[leaf]
-        gone[key] = None
-    resumed = resumed_config(saved, [], source="checkpoint")
-    assert resumed.added.keys() == gone.keys()
-    assert resumed.config.model_dump(mode="json") == DEMO
-
-
-def test_a_model_of_another_kind_gets_no_key_of_the_shipped_one():
-    saved = copy.deepcopy(DEMO)
-    saved["policy"]["model"] = {"kind": "pretrained", "name": "a/b", "use_chat_template": True}
-    resumed = resumed_config(saved, [], source="checkpoint")
-    assert not resumed.added
-    assert resumed.config.policy.model.name == "a/b"
+from grpo_trainer.tokenizer import build_character_tokenizer, load_tokenizer
 
 
 class Notices(grpo_trainer.RunDisplay):
@@ -186,7 +76,6 @@ def test_an_overridden_configuration_is_the_run_s_from_then_on(interrupted, begu
     [call] = begun
     assert call["config"].cluster.call_timeout_s == 900
     assert call["state"].config == call["config"].model_dump(mode="json")
-    assert json.loads((folder / "config.json").read_text()) == call["state"].config
 
 
 def test_a_refused_override_leaves_everything_as_it_is(interrupted, begun):
@@ -210,6 +99,25 @@ def test_an_older_checkpoint_without_a_key_is_resumed_and_told_in_one_line(inter
     assert begun[0]["state"].config["cluster"]["nodes_timeout_s"] == shipped
 
 
+def test_what_an_older_release_ignored_is_null_and_told_in_one_line(interrupted, begun):
+    config = interrupted.config.model_dump(mode="json")
+    config["grpo"] |= {"max_logprob_error": 2.0, "recompute_prev_logprobs": False}
+    display = Notices()
+    grpo_trainer.resume(interrupted(config=config), display=display)
+    assert begun[0]["config"].grpo.max_logprob_error is None
+    [line] = display.told
+    assert line.endswith("ignored, which are null now: grpo.max_logprob_error=2.0")
+
+
+def test_what_is_not_ignored_is_kept(interrupted, begun):
+    config = interrupted.config.model_dump(mode="json")
+    config["grpo"]["max_logprob_error"] = 2.0
+    display = Notices()
+    grpo_trainer.resume(interrupted(config=config), display=display)
+    assert begun[0]["config"].grpo.max_logprob_error == 2.0
+    assert not display.told
+
+
 def test_the_folder_of_a_resumed_run_is_absolute(interrupted, begun, monkeypatch):
     folder = interrupted()
     monkeypatch.chdir(folder.parent)
@@ -222,7 +130,7 @@ class Fakes:
     """Stands for everything of a run that is a process; ``save`` writes a checkpoint's files."""
 
     def __init__(self):
-        self.steps, self.saved = [], []
+        self.steps, self.saved, self.seen = [], [], []
         self.on_step = self.on_save = lambda step: None
 
     def install(self, monkeypatch):
@@ -246,6 +154,9 @@ class Fakes:
 
     def load(self, checkpoint):
         pass
+
+    def see(self, folder):
+        self.seen.append((folder, list(self.steps)))
 
     def run(self, step, report):
         self.prompts.take(4)
@@ -335,7 +246,7 @@ def test_a_data_set_that_changed_is_refused_by_name(dataset, fakes, begin, key, 
     dataset.write_text(edit(dataset.read_text()))
     with pytest.raises(ConfigurationError) as refused:
         grpo_trainer.resume(folder, ["grpo.num_steps=3"])
-    assert str(refused.value).startswith(f"{key}: {dataset}: found prompts or tokens of digest ")
+    assert str(refused.value).startswith(f"{key}: {dataset}: found prompts of digest ")
     assert fakes.steps == [1, 2]
 
 
@@ -345,12 +256,72 @@ def test_a_data_set_that_has_the_same_prompts_is_taken(dataset, fakes, begin):
     grpo_trainer.resume(folder, ["grpo.num_steps=3", "validation.every_steps=9"])
     assert fakes.steps == [1, 2, 3]
     checkpoint = latest_checkpoint(folder / "checkpoints")
-    assert load_state(checkpoint).data.keys() == {"data.train", "data.validation"}
+    digests = load_state(checkpoint).data
+    assert digests.keys() == {"data.train", "data.validation", "policy.model"}
 
 
-def test_a_checkpoint_of_a_release_that_kept_no_digests_is_resumed(interrupted, begun):
-    grpo_trainer.resume(interrupted(data={}))
-    assert begun[0]["state"].data.keys() == {"data.train", "data.validation"}
+OTHER_DIGESTS = {"data.train": "f" * 32, "data.validation": "0" * 32}
+
+
+@pytest.mark.parametrize("data", [{}, OTHER_DIGESTS], ids=["none", "of other things"])
+def test_a_checkpoint_of_a_release_with_other_digests_is_resumed(interrupted, begun, data):
+    grpo_trainer.resume(interrupted(data=data))
+    found = begun[0]["state"].data
+    assert found.keys() == {"data.train", "data.validation", "policy.model"}
+    assert not set(found.values()) & set(data.values())
+
+
+CHAT = "{% for m in messages %}({{ m.content }}){% endfor %}="
+TELLS_TIME = "{{ strftime_now('%f') }}" + CHAT
+
+
+@pytest.fixture
+def chat_model(model_folder, tmp_path):
+    """A model on disk whose chat template tells the time; the function gives it another."""
+    folder = shutil.copytree(model_folder, tmp_path / "chat")
+
+    def set_template(template):
+        tokenizer = load_tokenizer(str(folder))
+        tokenizer.chat_template = template
+        tokenizer.save_pretrained(folder)
+
+    set_template(TELLS_TIME)
+    set_template.model = {"kind": "pretrained", "name": str(folder), "use_chat_template": True}
+    return set_template
+
+
+@pytest.fixture
+def begin_chat(dataset, chat_model, begin):
+    """Begins a run with the model."""
+    data = {"data.train": str(dataset), "data.validation": str(dataset)}
+    return lambda more=(): begin({**data, "policy.model": {**chat_model.model, **dict(more)}})
+
+
+def test_a_run_whose_prompts_tell_the_date_is_resumed_on_another_day(fakes, begin_chat):
+    folder = begin_chat()
+    grpo_trainer.resume(folder, ["grpo.num_steps=3"])
+    assert fakes.steps == [1, 2, 3]
+
+
+def test_another_chat_template_is_refused_by_name(chat_model, fakes, begin_chat):
+    folder = begin_chat()
+    chat_model(CHAT)
+    with pytest.raises(ConfigurationError) as refused:
+        grpo_trainer.resume(folder, ["grpo.num_steps=3"])
+    name = chat_model.model["name"]
+    told = f"policy.model: {name}: found a tokenizer and chat template of digest "
+    assert str(refused.value).startswith(told)
+    assert fakes.steps == [1, 2]
+
+
+def test_another_vocabulary_is_refused_by_name(chat_model, fakes, begin_chat):
+    folder = begin_chat({"use_chat_template": False})
+    chat_model(CHAT)  # which is not asked for
+    grpo_trainer.resume(folder, ["grpo.num_steps=3"])
+    build_character_tokenizer("=21").save_pretrained(chat_model.model["name"])
+    with pytest.raises(ConfigurationError, match=r"^policy.model: .*: found a tokenizer and chat"):
+        grpo_trainer.resume(folder, ["grpo.num_steps=4"])
+    assert fakes.steps == [1, 2, 3]
 
 
 def test_a_checkpoint_of_a_run_has_the_tokenizer(begin):
@@ -400,3 +371,68 @@ def test_a_run_that_failed_can_be_resumed_at_once(fakes, begin, tmp_path):
     [folder] = (tmp_path / "demo").iterdir()
     grpo_trainer.resume(folder)
     assert fakes.steps == [1, 2, 2]
+
+
+def test_the_configuration_on_disk_is_that_of_the_process_that_ran_last(fakes, begin, tmp_path):
+    def fail(step):
+        if step == 2:
+            raise WorkerError("generation worker died")
+
+    def on_disk():
+        return json.loads((folder / "config.json").read_text())["cluster"]["call_timeout_s"]
+
+    fakes.on_step = fail
+    with pytest.raises(WorkerError):
+        begin({"cluster.call_timeout_s": 120})
+    [folder] = (tmp_path / "demo").iterdir()
+    with pytest.raises(WorkerError):
+        grpo_trainer.resume(folder, ["cluster.call_timeout_s=900"])
+    assert on_disk() == 900
+    fakes.on_step = lambda step: None
+    grpo_trainer.resume(folder)
+    assert on_disk() == 120
+
+
+def test_a_folder_that_a_policy_worker_does_not_see_ends_the_run_before_a_step(
+    fakes, begin, tmp_path
+):
+    def refuse(folder):
+        raise WorkerError(f"policy worker 1: {folder}: no such folder on there")
+
+    fakes.see = refuse
+    with pytest.raises(WorkerError, match=r"^policy worker 1: .*: no such folder"):
+        begin({})
+    assert not fakes.steps
+
+
+def test_policy_workers_look_for_a_folder_that_they_write_to_only(fakes, begin):
+    folder = begin({})
+    assert fakes.seen == [(folder, [])]
+    begin({"checkpointing.every_steps": 0})
+    assert len(fakes.seen) == 1
+
+
+def test_a_finished_run_on_storage_that_cannot_be_written_is_returned(fakes, begin):
+    folder = begin({})
+    (folder / ".lock").unlink()
+    before = sorted(folder.rglob("*"))
+    result = grpo_trainer.resume(folder)
+    assert [record["step"] for record in result.history] == [1, 2]
+    assert sorted(folder.rglob("*")) == before
+
+
+def test_a_run_that_another_process_finished_meanwhile_is_returned(fakes, begin, monkeypatch):
+    folder = begin({})
+    found = []
+
+    def load_slowly(checkpoint):
+        found.append(checkpoint.name)
+        if len(found) == 1:
+            grpo_trainer.resume(folder, ["grpo.num_steps=3"])
+        return load_state(checkpoint)
+
+    monkeypatch.setattr("grpo_trainer.run.load_state", load_slowly)
+    result = grpo_trainer.resume(folder, ["grpo.num_steps=3"])
+    assert fakes.steps == [1, 2, 3]
+    assert len(result.history) == 3
+    assert found == ["step-000002", "step-000002", "step-000003"]

@@ -379,6 +379,16 @@ def test_what_fails_in_a_worker_is_named_and_the_worker_lives_on(run):
     assert run.actors.calls.one(GENERATION, "metrics")
 
 
+def test_a_policy_worker_that_does_not_see_the_run_s_folder_is_named(run, likely, tmp_path):
+    policy = run.stepper(likely)._policy
+    policy.see(tmp_path)
+    with pytest.raises(
+        WorkerError,
+        match=rf"^policy worker 0: {tmp_path}/gone: no such folder on .*; run.output has to be a",
+    ):
+        policy.see(tmp_path / "gone")
+
+
 def test_a_late_worker_is_named(run):
     calls = ActorCalls(timeout_s=0.0)
     calls.add(GENERATION, run.actors.calls.handle(GENERATION))

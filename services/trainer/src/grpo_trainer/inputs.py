@@ -17,7 +17,11 @@ from grpo_trainer.tokenizer import (
     load_tokenizer,
     model_source,
     prompt_encoder,
+    tokenizer_digest,
 )
+
+DIGEST_FORM = "2:"
+"""Another one for digests of other things: only those of one form can be compared."""
 
 _CONNECT_S = 5.0
 
@@ -31,18 +35,15 @@ class RunInputs:
         tokenizer: the model's.
         training: prompts to train on.
         held_out: prompts of the validation passes; empty if there are none.
+        digests: key of the configuration to a digest of what the run reads there, which begins with
+            `DIGEST_FORM`.
     """
 
     model: str | None
     tokenizer: Any
     training: list[Prompt]
     held_out: list[Prompt]
-
-    @property
-    def data_digests(self) -> dict[str, str]:
-        """The data sets that the run reads: key of the configuration to `prompts_digest`."""
-        sets = {"data.train": self.training, "data.validation": self.held_out}
-        return {key: prompts_digest(prompts) for key, prompts in sets.items() if prompts}
+    digests: dict[str, str]
 
 
 def read_inputs(config: TrainerConfig) -> RunInputs:
@@ -71,7 +72,14 @@ def read_inputs(config: TrainerConfig) -> RunInputs:
     held_out: list[Prompt] = []
     if config.validation.every_steps:
         held_out = load(config.data.validation or SHIPPED / "validation.jsonl")
-    return RunInputs(source, tokenizer, training, held_out)
+    digests = {
+        "data.train": prompts_digest(training),
+        "policy.model": tokenizer_digest(tokenizer, model),
+    }
+    if held_out:
+        digests["data.validation"] = prompts_digest(held_out)
+    told = {key: DIGEST_FORM + digest for key, digest in digests.items()}
+    return RunInputs(source, tokenizer, training, held_out, told)
 
 
 def _check_follow_ups(path: Path, tokenizer: Any, encode: Encode, config: TrainerConfig) -> None:

@@ -82,6 +82,14 @@ class Policy:
         )
         return results[self._workers[0]]
 
+    def see(self, folder: Path) -> None:
+        """Have every rank look for ``folder``, which is absolute.
+
+        Raises:
+            WorkerError: one does not see it.
+        """
+        self._calls.each("see", {name: ((str(folder),), {}) for name in self._workers})
+
     def save(self, folder: Path) -> dict[str, int]:
         """Write model and optimiser into ``folder``, which is absolute and there.
 

@@ -28,7 +28,7 @@ from grpo_trainer.loss import LossSums, grpo_loss, token_logprobs
 from grpo_trainer.meeting import find_meeting, join_meeting, open_meeting
 from grpo_trainer.model import load_model
 from grpo_trainer.node_address import node_address
-from grpo_trainer.policy_state import load_optimizer, load_weights, save_policy
+from grpo_trainer.policy_state import check_seen, load_optimizer, load_weights, save_policy
 from grpo_trainer.refit_source import RefitSource, start_source
 from grpo_trainer.reporting import Reporting, ReportingActor
 from observability import traced, trained
@@ -286,6 +286,10 @@ class PolicyWorker(ReportingActor):
         if self._refit is None:
             raise RefitConfigError(f"policy worker {self._rank} has not joined a refit")
         return self._refit.publish(version_id, self._model.state_dict())
+
+    def see(self, folder: str) -> None:
+        """Refuse a ``folder`` that this machine does not see; see `check_seen`."""
+        check_seen(Path(folder))
 
     def save(self, folder: str) -> dict[str, int]:
         """Write model and optimiser into ``folder``; see `save_policy`."""

@@ -115,10 +115,13 @@ def load_prompts(path: Path, encode: Encode, *, max_length: int) -> list[Prompt]
 
 
 def prompts_digest(prompts: Sequence[Prompt]) -> str:
-    """Of all that a run takes from a data set: questions, answers, token ids, and their order."""
+    """Of what a data set says: questions, answers, and their order.
+
+    Not of tokens: a chat template may tell the date.
+    """
     digest = hashlib.blake2b(digest_size=16)
     for prompt in prompts:
-        content = [prompt.record.questions, prompt.record.answers, prompt.token_ids]
+        content = [prompt.record.questions, prompt.record.answers]
         digest.update(json.dumps(content).encode() + b"\n")
     return digest.hexdigest()
 

@@ -51,10 +51,12 @@ class ResumedConfig:
     Attributes:
         config: of the resumed run.
         added: keys that the checkpoint did not have, with the shipped values that they take.
+        ignored: keys that are null now, with the values that an older release ignored.
     """
 
     config: TrainerConfig
     added: dict[str, Any]
+    ignored: dict[str, Any]
 
 
 def resumed_config(
@@ -73,6 +75,7 @@ def resumed_config(
     """
     raw = copy.deepcopy(dict(saved))
     added = dict(_add_missing(raw, load_config().model_dump(mode="json")))
+    ignored = dict(_without_ignored(raw))
     before = dict(_leaves(raw))
     for override in overrides:
         apply_override(raw, override)
@@ -85,7 +88,7 @@ def resumed_config(
     ]
     if problems:
         raise ConfigurationError("; ".join(problems))
-    return ResumedConfig(check_config(raw, source=source), added)
+    return ResumedConfig(check_config(raw, source=source), added, ignored)
 
 
 def _add_missing(
@@ -101,6 +104,14 @@ def _add_missing(
             if raw[name].get("kind") != value.get("kind"):
                 continue  # another kind of model, with keys of its own
             yield from _add_missing(raw[name], value, f"{key}.")
+
+
+def _without_ignored(raw: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Make null what an older release ignored and this one refuses; yields it."""
+    grpo = raw["grpo"]
+    if grpo["max_logprob_error"] is not None and not grpo["recompute_prev_logprobs"]:
+        yield "grpo.max_logprob_error", grpo["max_logprob_error"]
+        grpo["max_logprob_error"] = None
 
 
 def _leaves(node: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:

@@ -11,9 +11,9 @@ from typing import Any  # Any: metrics of a step
 from grpo_trainer.checkpoint import RunState, latest_checkpoint, load_state
 from grpo_trainer.config import TrainerConfig
 from grpo_trainer.errors import CheckpointError, ConfigurationError
-from grpo_trainer.resumed_config import resumed_config
+from grpo_trainer.resumed_config import ResumedConfig, resumed_config
 from grpo_trainer.run_display import RunDisplay
-from grpo_trainer.run_folder import CHECKPOINTS, create_run_folder, held, write_config
+from grpo_trainer.run_folder import CHECKPOINTS, create_run_folder, held
 from grpo_trainer.signals import GracefulStop
 
 # torch, transformers and Ray take long to import and are imported where they are needed: a wrong
@@ -73,7 +73,7 @@ def train(
         prompts_position=0,
         history=[],
         config=config.model_dump(mode="json"),
-        data=inputs.data_digests,
+        data=inputs.digests,
     )
     with held(folder):
         history = run_steps(
@@ -103,21 +103,47 @@ def resume(
     Args:
         folder: of the run.
         overrides: ``dotted.key=value`` each, value in YAML, of keys that do not change what is
-            computed; see `grpo_trainer.resumed_config`. Checkpoints to come record them.
+            computed; see `grpo_trainer.resumed_config`. They last from the next checkpoint on.
         display: told about the progress.
         stop: lets the run end after a step.
 
     Raises:
         CheckpointError: there is none, or it is damaged.
-        ConfigurationError: an override names another key, or a value does not fit; or a data set is
-            not the one that the run began with.
+        ConfigurationError: an override names another key, or a value does not fit; or a data set or
+            the tokenizer is not the one that the run began with.
         OutputError: another process runs it.
         TrainerError, DataPlaneError: as `train`.
     """
     folder = folder.absolute()  # processes that work elsewhere are told it
-    _newest(folder)
+    found = _find(folder, overrides)
+    if found.complete:
+        return RunResult(folder, found.state.history)  # no lock: the storage may be read-only
     with held(folder):
-        return _go_on(folder, overrides, display or RunDisplay(), stop)
+        if _newest(folder) != found.checkpoint:  # another process has gone on meanwhile
+            found = _find(folder, overrides)
+            if found.complete:
+                return RunResult(folder, found.state.history)
+        return _go_on(folder, found, display or RunDisplay(), stop)
+
+
+@dataclass(frozen=True)
+class _Found:
+    """Where a run has come to, and how it goes on."""
+
+    checkpoint: Path
+    state: RunState
+    resumed: ResumedConfig
+
+    @property
+    def complete(self) -> bool:
+        return self.state.step >= self.resumed.config.grpo.num_steps
+
+
+def _find(folder: Path, overrides: Sequence[str]) -> _Found:
+    checkpoint = _newest(folder)
+    state = load_state(checkpoint)
+    resumed = resumed_config(state.config, overrides, source=str(checkpoint))
+    return _Found(checkpoint, state, resumed)
 
 
 def _newest(folder: Path) -> Path:
@@ -128,29 +154,19 @@ def _newest(folder: Path) -> Path:
 
 
 def _go_on(
-    folder: Path, overrides: Sequence[str], display: RunDisplay, stop: GracefulStop | None
+    folder: Path, found: _Found, display: RunDisplay, stop: GracefulStop | None
 ) -> RunResult:
-    checkpoint = _newest(folder)
-    state = load_state(checkpoint)
-    resumed = resumed_config(state.config, overrides, source=str(checkpoint))
-    config = resumed.config
-    if state.step >= config.grpo.num_steps:
-        return RunResult(folder, state.history)
+    checkpoint, state, config = found.checkpoint, found.state, found.resumed.config
 
     from grpo_trainer.inputs import read_inputs
     from grpo_trainer.refit_settings import check_control
 
     inputs = read_inputs(config)
-    _check_data(config, inputs.data_digests, state.data, checkpoint)
+    _check_inputs(config, inputs.digests, state.data, checkpoint)
     check_control(config.refit)
-    if resumed.added:
-        told = ", ".join(f"{key}={json.dumps(value)}" for key, value in resumed.added.items())
-        display.notice(f"{checkpoint} is of an older release; keys that it lacks: {told}")
-    plain = config.model_dump(mode="json")
-    if plain != state.config:
-        write_config(folder, config)
-    data = {**state.data, **inputs.data_digests}
-    state = state.model_copy(update={"config": plain, "data": data})
+    _tell_older(found, display)
+    data = {**state.data, **inputs.digests}
+    state = state.model_copy(update={"config": config.model_dump(mode="json"), "data": data})
 
     from grpo_trainer.training import run_steps
 
@@ -166,15 +182,34 @@ def _go_on(
     return RunResult(folder, history, len(history) < config.grpo.num_steps)
 
 
-def _check_data(
+def _tell_older(found: _Found, display: RunDisplay) -> None:
+    """Tell what a checkpoint of an older release does not say as this one does."""
+    for keys, told in (
+        (found.resumed.added, "keys that it lacks"),
+        (found.resumed.ignored, "keys that it ignored, which are null now"),
+    ):
+        if keys:
+            values = ", ".join(f"{key}={json.dumps(value)}" for key, value in keys.items())
+            display.notice(f"{found.checkpoint} is of an older release; {told}: {values}")
+
+
+def _check_inputs(
     config: TrainerConfig, found: Mapping[str, str], expected: Mapping[str, str], checkpoint: Path
 ) -> None:
-    """Refuse a data set that changed: the position in it would mean other prompts."""
-    paths = {"data.train": config.data.train, "data.validation": config.data.validation}
+    """Refuse a data set that changed, in which the position would mean other prompts, and a
+    tokenizer that did, whose tokens would."""
+    from grpo_trainer.inputs import DIGEST_FORM
+
+    model = config.policy.model
+    things = {
+        "data.train": (config.data.train or "the shipped ones", "prompts"),
+        "data.validation": (config.data.validation or "the shipped ones", "prompts"),
+        "policy.model": (getattr(model, "name", model.kind), "a tokenizer and chat template"),
+    }
     for key in sorted(found.keys() & expected.keys()):
-        if found[key] != expected[key]:
+        if found[key] != expected[key] and expected[key].startswith(DIGEST_FORM):
+            where, what = things[key]
             raise ConfigurationError(
-                f"{key}: {paths[key] or 'the shipped prompts'}: found prompts or tokens of digest "
-                f"{found[key]}; expected those of digest {expected[key]}, with which the run of "
-                f"{checkpoint} began"
+                f"{key}: {where}: found {what} of digest {found[key]}; expected {expected[key]}, "
+                f"with which the run of {checkpoint} began"
             )

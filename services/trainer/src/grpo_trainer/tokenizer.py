@@ -7,6 +7,8 @@ tokenizer does not need.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -107,6 +109,14 @@ def load_tokenizer(name: str) -> Any:
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
+
+
+def tokenizer_digest(tokenizer: Any, model: RandomModel | PretrainedModel) -> str:
+    """Of the vocabulary, and of the chat template if ``model`` asks for it."""
+    chat = isinstance(model, PretrainedModel) and model.use_chat_template
+    content = [tokenizer.get_vocab(), tokenizer.chat_template if chat else None]
+    text = json.dumps(content, sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def prompt_encoder(

@@ -28,6 +28,7 @@ from grpo_trainer.run_folder import (
     INITIAL_MODEL,
     PICTURE,
     append_record,
+    write_config,
     write_history,
     written,
 )
@@ -86,6 +87,8 @@ def run_steps(
         )
         stack.callback(actors.close)
         policy = Policy(actors.calls, actors.policy_workers, config.policy)
+        if config.checkpointing.every_steps > 0:
+            policy.see(folder)  # now, and not when the first checkpoint is lost
         if checkpoint is not None:
             policy.load(checkpoint)
         stepper = GRPOStep(
@@ -112,6 +115,7 @@ def run_steps(
                 notice=display.notice,
             )
 
+        write_config(folder, config)
         write_history(folder, history)
         display.started(folder, config, state.step)
         stack.enter_context(stop.between_steps())
