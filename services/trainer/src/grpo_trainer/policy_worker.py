@@ -181,15 +181,19 @@ class PolicyWorker(ReportingActor):
         fields = [name for name in DP_TRAIN_FIELDS if name not in skipped]
         batch = read_columns(self._client, meta, fields, pad_value_dict=self._pad)
         steps = []
+        used: list[int] = []
         for step in range(meta.size // rows_per_step):
             steps.append(self._optimizer_step(batch.get_batch(step, rows_per_step)))
             if not math.isfinite(steps[-1]["grad_norm"]):
                 break
+            if steps[-1]["tokens"] > 0:
+                used += range(step * rows_per_step, (step + 1) * rows_per_step)
         means = {
             name: sum(step[name] for step in steps) / len(steps) for name in (*_TOLD, "grad_norm")
         }
         tokens = sum(step["tokens"] for step in steps)
-        trained(self._client, meta, field=_GENERATED)
+        if used:
+            trained(self._client, meta.subset(used), field=_GENERATED)
         return {**means, "tokens": tokens, "seconds": time.perf_counter() - started}
 
     def _optimizer_step(self, chunk: BatchedDataDict[Any]) -> dict[str, float]:

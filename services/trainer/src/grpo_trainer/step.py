@@ -207,8 +207,10 @@ class GRPOStep:
             # Adam would write it into every weight, and every later checkpoint would hold those.
             raise GradientError(
                 f"step {step + 1}: the gradient's norm is {trained['grad_norm']}; expected a "
-                "finite number. Neither the weights nor a checkpoint have it; try a lower "
-                "policy.optimizer.learning_rate, or leave samples out by grpo.max_logprob_error"
+                "finite number. Neither the weights nor a checkpoint have it, and a resumed run "
+                "comes to it again: begin another one, with a checkpoint's model/ as "
+                "policy.model.name, and a lower policy.optimizer.learning_rate or a "
+                "grpo.max_logprob_error"
             )
         report.metrics.update({name: trained[name] for name in trained if name != "seconds"})
         report.metrics["learning_rate"] = rate
