@@ -14,9 +14,12 @@ import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 
 from dataplane_core import ClosedError, InvalidRequestError, PartitionSummary
+from dataplane_core.declaration import PartitionDeclaration
 from dataplane_core.ledger import ClaimRequest
-from dataplane_tq import liveness, wire
+from dataplane_tq import directory, liveness, wire
 from dataplane_tq import protocol as p
+from dataplane_tq.packed.catalogue import UnitSpec
+from dataplane_tq.packed.layout import FieldLayout
 
 PATIENCE_S = 20.0
 SOON_S = 5.0
@@ -123,20 +126,49 @@ def test_a_machine_gone_without_a_word_ends_its_puts_and_claims_after_some_twelv
     assert ran.stdout.endswith("done\n"), ran.stdout + ran.stderr
 
 
+@pytest.fixture
+def both_ends(monkeypatch):
+    """A session with a directory in this process, and the sockets of its ends: client, server."""
+    served = []
+
+    class Kept(directory.Connection):
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
+            served.append(self._socket)
+
+    monkeypatch.setattr(directory, "Connection", Kept)
+    made = directory.Directory(20_000, [UnitSpec("u0", "node", 1 << 20)], "127.0.0.1")
+    link = wire.Link(made.start(), timeout_s=PATIENCE_S)
+    declaration = PartitionDeclaration.checked("p", ["x"], 0, ["train"])
+    link.ask("register", p.Register(declaration), type(None))
+    with link.session("test") as session:
+        (its,) = served
+        yield session, (session.connection, its)
+    link.close()
+
+
 def test_a_message_that_a_stopped_process_may_not_take_is_not_given_up_after_twelve_seconds(
-    stepped,
+    both_ends,
 ):
     """Its kernel refuses what does not fit, and to the sender's it might as well be gone."""
+    session, ends = both_ends
+    ids = [f"sample {i}" for i in range(10_000)]
+    layout = FieldLayout("x", "torch.int64", False, (), b"", 8, len(ids))
+    begin = p.BeginPut("p", ids, {"x": layout.kind}, [layout], "node", None, PATIENCE_S)
     limits = []
-    with stepped.link.session("clear") as session:
-        for count in (10, 10_000, 10):
-            ids = [f"sample {i}" for i in range(count)]
-            session.ask(p.Clear("p", ids, False, 1.0), p.ClearAnswer)
-            limits.append(
-                session.connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
-            )
-            session.ask(p.Dropped(), type(None))
-    assert limits == [10_500, 0, 10_500]
+
+    def ask(request, answer):
+        session.ask(request, answer)
+        limits.append(
+            tuple(end.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) for end in ends)
+        )
+
+    ask(begin, p.PutAnswer)  # large only on its way there
+    ask(p.CommitPut(None), type(None))
+    ask(p.Read("p", ids[::-1], ["x"]), p.ReadAnswer)  # on both ways
+    ask(p.ListPartitions(), list[PartitionSummary])
+    ask(p.ListSamples("p", 0, 1000), list)  # only on its way back
+    assert limits == [(0, 10_500), (10_500, 10_500), (0, 0), (10_500, 10_500), (10_500, 0)]
 
 
 def test_a_claimer_whose_connection_is_reset_while_it_waits_takes_no_sample_with_it(stepped):
