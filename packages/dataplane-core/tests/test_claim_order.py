@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from dataplane_core import ConfigError, InMemoryDataPlaneClient, InvalidRequestError
@@ -29,9 +29,14 @@ def put(ledger, priorities):
     ledger.commit_put(ticket, {"x": list(range(len(ids)))}, tags)
 
 
+def lease(ledger, size, required=("x",), **more):
+    """The token of a claim, and what it got."""
+    claimed = ledger.partition("p").claim(ClaimRequest("a", required, size, **more), 0.0)
+    return claimed.token, [row.sample_id for row in claimed.rows]
+
+
 def claim(ledger, size, **more):
-    claimed = ledger.partition("p").claim(ClaimRequest("a", ("x",), size, **more), 0.0)
-    return [row.sample_id for row in claimed.rows]
+    return lease(ledger, size, **more)[1]
 
 
 some_priorities = st.dictionaries(
@@ -39,24 +44,52 @@ some_priorities = st.dictionaries(
 )
 
 
-@given(steps=st.lists(st.one_of(some_priorities, st.integers(1, 4)), max_size=12))
+some_claim = st.tuples(st.integers(1, 4), st.sampled_from([("x",), ()]))
+
+
+@given(steps=st.lists(st.one_of(some_priorities, some_claim, st.just("release")), max_size=12))
+@example(
+    [{"s0": 0, "s1": 1, "s2": 2}, (1, ("x",)), (1, ()), {"s1": 9}, "release", "release"],
+)
 def test_a_claim_takes_the_smallest_of_what_is_there_also_after_tags_changed(steps):
-    ledger, now, taken = books(), {}, set()
-    for step in steps:
+    """Claims of two queues, and some are released, with other tags than before."""
+    ledger, now, held = books(), {f"later {i}": 2000 + i for i in range(100)}, []
+    put(ledger, now)
+    for step in [*steps, (12, ("x",))]:
         if isinstance(step, dict):
             put(ledger, step)
             now |= step
-            continue
-        found = claim(ledger, step)
-        free = sorted(now[i] for i in now if i not in taken)
-        assert [now[i] for i in found] == free[:step]
-        taken |= set(found)
+        elif step == "release":
+            if held:
+                token, found = held.pop(0)
+                ledger.partition("p").settle(token, found, acknowledge=False)
+        else:
+            size, required = step
+            taken = {sample_id for _, found in held for sample_id in found}
+            token, found = lease(ledger, size, required, lease_s=9.0)
+            free = sorted(now[i] for i in now if i not in taken)
+            assert [now[i] for i in found] == free[:size]
+            held += [(token, found)] if found else []
 
 
 def test_a_group_stands_where_its_first_sample_stands():
     ledger = books(group_size=2)
     put(ledger, {"p0_g0": 5, "p0_g1": 9, "p1_g0": 7, "p1_g1": 1})
     assert claim(ledger, 2) == ["p1_g0", "p1_g1"]
+
+
+@pytest.mark.parametrize("group_size", [None, 2], ids=["samples", "groups"])
+def test_what_comes_back_with_other_tags_stands_where_these_put_it(group_size):
+    ledger = books(group_size)
+    size = group_size or 1
+    first, second, third, fourth = ([f"p{i}_g{j}" for j in range(size)] for i in range(4))
+    put(ledger, {sample_id: int(sample_id[1]) for sample_id in first + second + third + fourth})
+    assert claim(ledger, size) == first  # the others wait in this queue, and in another:
+    token, found = lease(ledger, size, required=(), lease_s=9.0)
+    assert found == second
+    put(ledger, dict.fromkeys(second, 9))
+    ledger.partition("p").settle(token, second, acknowledge=False)
+    assert claim(ledger, 3 * size) == third + fourth + second
 
 
 def test_a_seed_goes_before_the_order():

@@ -221,6 +221,43 @@ def test_a_put_under_a_claim_cannot_write_what_another_claim_of_the_task_holds()
     put(ledger, ["a", "b"], ["y"], token=other_task.token)
 
 
+def test_a_put_under_a_claim_cannot_write_what_the_claim_gave_up():
+    ledger = books(num_samples=4)
+    put(ledger, list("abcd"))
+    book = ledger.partition("p")
+    held = book.claim(ClaimRequest("a", ("x",), 3, lease_s=9.0), 0.0)
+    book.settle(held.token, ["a"], acknowledge=False)
+    ledger.clear("p", ["b"], force=True)
+    put(ledger, ["b"])
+    assert claim(ledger, 1) == ["a"]  # for good
+    for lost in "ab":
+        with pytest.raises(LeaseLostError, match=f"1 of the samples .* task 'a': {lost!r}"):
+            put(ledger, ["c", lost], ["y"], token=held.token)
+    put(ledger, ["c", "d", "new"], ["y"], token=held.token)
+
+
+def test_a_put_under_a_claim_cannot_write_what_a_final_claim_of_the_task_took():
+    ledger = books(num_samples=2)
+    put(ledger, ["a", "b"])
+    held = ledger.partition("p").claim(ClaimRequest("a", ("x",), 1, lease_s=9.0), 0.0)
+    assert claim(ledger, 1) == ["b"]
+    with pytest.raises(LeaseLostError, match="'b'"):
+        put(ledger, ["a", "b"], ["y"], token=held.token)
+
+
+def test_a_put_may_be_made_again_under_its_claim_when_a_part_of_that_is_acknowledged():
+    ledger = books(num_samples=2)
+    put(ledger, ["a", "b"])
+    book = ledger.partition("p")
+    held = book.claim(ClaimRequest("a", ("x",), 2, lease_s=9.0), 0.0)
+    book.settle(held.token, ["a"], acknowledge=True)
+    put(ledger, ["a", "b"], ["y"], token=held.token)
+    # Taken back by hand it is the next claim's.
+    reset_consumption(book, "a", ["a"])
+    with pytest.raises(LeaseLostError, match="'a'"):
+        put(ledger, ["a", "b"], ["y"], token=held.token)
+
+
 def test_a_put_goes_into_the_partition_it_began_in_or_nowhere():
     ledger = books(num_samples=2, capacity=2)
     stale = ledger.begin_put("p", ["a", "b"], {"x": "torch.int64"})
@@ -313,6 +350,45 @@ def test_the_queue_that_is_claimed_from_is_kept_when_others_are_made():
         claim(ledger, 2, whole=True)
     assert any(queue is hot for queue in queues.values())
     assert len(queues) < 100
+
+
+@pytest.mark.parametrize("stale", [0, 120], ids=["nothing waits", "some never match"])
+def test_a_filter_that_moves_with_every_step_costs_a_put_no_more_as_steps_go_by(stale, monkeypatch):
+    ledger = books()
+    put(ledger, [f"stale {i}" for i in range(stale)], tags=[{"v": -9}] * stale)
+    looked = []
+    matches = TagFilter.matches
+    monkeypatch.setattr(
+        TagFilter, "matches", lambda self, tags: looked.append(tags) or matches(self, tags)
+    )
+    costs = []
+    for step in range(40):
+        ids = [f"s{step}_{i}" for i in range(10)]
+        looked.clear()
+        put(ledger, ids, tags=[{"v": step}] * 10)
+        costs.append(len(looked))
+        assert claim(ledger, 10, where=(TagFilter("v", ">=", step - 2),)) == ids
+    # The queue of the last step, and what others are told of before they count as idle.
+    assert max(costs) <= 20 + stale // 4
+    assert len(ledger.partition("p").tasks["a"].queues) <= 3 + stale // 40
+
+
+def test_a_filter_that_stays_is_looked_at_once_for_each_sample(monkeypatch):
+    ledger = books()
+    put(ledger, [f"stale {i}" for i in range(500)], tags=[{"v": -9}] * 500)
+    filters = [(TagFilter("v", "==", value),) for value in range(3)]
+    for where in filters:
+        claim(ledger, 10, where=where)
+    looked = []
+    matches = TagFilter.matches
+    monkeypatch.setattr(
+        TagFilter, "matches", lambda self, tags: looked.append(tags) or matches(self, tags)
+    )
+    for step in range(200):
+        put(ledger, [f"s{step}_{i}" for i in range(10)], tags=[{"v": 0}] * 10)
+        for where in filters:
+            claim(ledger, 10, where=where)
+    assert len(looked) == 200 * 3 * 10
 
 
 def test_a_lease_that_has_run_out_is_ended_without_force():

@@ -43,6 +43,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.put_total = 0
         self.cleared = 0
         self.where = {"a": {}, "b": {}}
+        self.settled_by = {}
         self.pinned = []
 
     @rule(
@@ -51,12 +52,32 @@ class LedgerMachine(RuleBasedStateMachine):
         size=st.integers(0, 9),
     )
     def put(self, ids, fields, size):
+        self.put_under(None, ids, fields, size)
+
+    @rule(lease=leases, ids=st.sets(st.sampled_from(IDS), min_size=1), size=st.integers(0, 9))
+    def put_under_a_claim(self, lease, ids, size):
+        task, token, _, got = lease
+        places = self.where[task]
+
+        def its(sample_id):
+            place = places.get(sample_id, "open")
+            if place == "settled":
+                return self.settled_by[task, sample_id] == token
+            return place == token or (place == "open" and sample_id not in got)
+
+        if token is None or (token in places.values() and all(map(its, ids))):
+            self.put_under(token, ids, {"y"}, size)
+        else:
+            with pytest.raises(LeaseLostError):
+                self.put_under(token, ids, {"y"}, size)
+
+    def put_under(self, token, ids, fields, size):
         names = sorted(ids)
         cells = {
             field: [(field, name, size + place) for place, name in enumerate(names)]
             for field in fields
         }
-        ticket = self.ledger.begin_put("p", names, dict.fromkeys(fields, "torch.int64"))
+        ticket = self.ledger.begin_put("p", names, dict.fromkeys(fields, "torch.int64"), token)
         sizes = {field: nbytes(column) for field, column in cells.items()}
         self.ledger.commit_put(ticket, cells, None, nbytes=sizes)
         for sample_id in ids:
@@ -92,11 +113,17 @@ class LedgerMachine(RuleBasedStateMachine):
         assert len(got) == min(size, len(ready)) == len(set(got))
         for sample_id in got:
             self.where[task][sample_id] = "settled" if lease is None else claimed.token
+            self.settled_by[task, sample_id] = None
         return task, claimed.token, self.now + 2.0, got
 
-    @rule(lease=leases, how=st.sampled_from(["acknowledge", "release", "renew"]))
-    def settle(self, lease, how):
+    @rule(
+        lease=leases,
+        how=st.sampled_from(["acknowledge", "release", "renew"]),
+        some=st.sets(st.sampled_from(IDS)),
+    )
+    def settle(self, lease, how, some):
         task, token, _, got = lease
+        got = [sample_id for sample_id in got if sample_id in some] or got
         alive = token is not None and all(self.where[task].get(i) == token for i in got)
         book = self.ledger.partition("p")
 
@@ -112,6 +139,7 @@ class LedgerMachine(RuleBasedStateMachine):
             if how != "renew":
                 place = "settled" if how == "acknowledge" else "open"
                 self.where[task].update(dict.fromkeys(got, place))
+                self.settled_by.update(((task, sample_id), token) for sample_id in got)
         else:
             with pytest.raises(LeaseLostError):
                 act()

@@ -184,10 +184,11 @@ class DataPlaneClient(Opaque, ABC):
             dp_world: with ``dp_rank``, number of ranks. ``dp_world * batch_size`` samples are drawn
                 at once and split into shares of even count and about even length (the tag
                 ``input_lengths``); the caller gets its share, each other rank finds its own at its
-                next claim with the same fields, filter and seed, named in any order. A share that
-                its rank does not ask for is not lost: with leases it can be drawn anew when the
-                rank has neither claimed nor renewed a claim for the length of a lease; without,
-                when a claim of another ``dp_world``, fields, filter or seed finds nothing else.
+                next claim with the same fields, filter and seed, named in any order; what exceeds
+                the ``batch_size`` of that one waits on. A share that its rank does not ask for is
+                not lost: with leases it can be drawn anew when the rank has neither claimed nor
+                renewed a claim for the length of a lease; without, when a claim of another
+                ``dp_world``, fields, filter or seed finds nothing else.
             where: conditions that a sample's tags must meet, all of them.
             seed: claim in an order that depends on the seed and the ids alone; None is the order
                 of first puts.
@@ -254,8 +255,8 @@ class DataPlaneClient(Opaque, ABC):
             tags: one dict of primitives per id: str, int of 64 bits, float, bool or None; scalars
                 of numpy and torch become that. ``input_lengths`` is an int of at least 0.
             claim: the leased claim under which the caller computed what it writes. The put is
-                refused if that lease has ended, or another claim of the task holds one of the
-                samples: they are someone else's by now.
+                refused if that lease has ended, or the claim gave one of the samples back, or
+                another claim of the task holds or has settled one: they are someone else's by now.
             origin: names this put, a W3C traceparent for example; kept beside what it writes, for
                 clients with ``capabilities.origins``.
 
@@ -269,8 +270,8 @@ class DataPlaneClient(Opaque, ABC):
                 something else; it names sample and tag.
             SchemaMismatchError: (ValueError, TypeError) a field changes its dtype or kind.
             CapacityExceeded: (TimeoutError) the store stayed full until the deadline.
-            LeaseLostError: (RuntimeError) the lease of ``claim`` has ended, or does not hold what
-                another claim of its task does.
+            LeaseLostError: (RuntimeError) the lease of ``claim`` has ended, or one of the samples
+                is not its own any more.
         """
 
     @abstractmethod

@@ -26,8 +26,8 @@ def reset_consumption(
         )
     asked = dict.fromkeys(sample_ids)
     reset = [each for each in asked if each in task.settled or each in task.assigned]
-    task.settled.difference_update(reset)
     for sample_id in reset:
+        task.settled.pop(sample_id, None)
         share = task.assigned.get(sample_id)
         if share is not None:
             partition.unassign(task, share, [sample_id])

@@ -55,8 +55,8 @@ class LeaseBook:
     def check_token(self, token: str | None, sample_ids: Iterable[str]) -> None:
         """Raise `LeaseLostError` if a claim's lease has ended, for all or some of the samples.
 
-        Samples that the claim never held may be put under it, unless another claim of its task
-        holds them.
+        What the claim holds or has acknowledged may be put under it, and what it never held unless
+        another claim of its task holds or has settled that.
         """
         if token is None:
             return
@@ -66,12 +66,13 @@ class LeaseBook:
                 f"partition {self.declaration.partition_id!r}: the claim's lease ran out or was "
                 "ended; another claim may hold its samples"
             )
-        leased = self.tasks[lease.task_name].leased
-        lost = [sample_id for sample_id in sample_ids if leased.get(sample_id, token) != token]
+        task = self.tasks[lease.task_name]
+        lost = [sample_id for sample_id in sample_ids if not _may_write(lease, task, sample_id)]
         if lost:
             raise LeaseLostError(
-                f"partition {self.declaration.partition_id!r}: {len(lost)} of the samples are "
-                f"leased by another claim of task {lease.task_name!r}: {listed(lost)}"
+                f"partition {self.declaration.partition_id!r}: {len(lost)} of the samples were "
+                f"given up by the claim, or belong to another of task {lease.task_name!r}: "
+                f"{listed(lost)}"
             )
 
     def settle(self, token: str, sample_ids: Sequence[str], *, acknowledge: bool) -> str:
@@ -112,7 +113,7 @@ class LeaseBook:
         for sample_id in ids:
             del task.leased[sample_id]
         if settle:
-            task.settled.update(ids)
+            task.settled.update(dict.fromkeys(ids, lease.token))
             self.touch()
         else:
             self.reopen(task, rows)
@@ -122,8 +123,7 @@ class LeaseBook:
     def reopen(self, task: Task, rows: list[Row]) -> None:
         """Make rows that a task had claimed claimable again."""
         task.reopen(rows)
-        for row in rows:
-            self._enqueue(task, row)
+        task.tell(rows)
         self.touch()
 
     def refuse_leased(self, sample_ids: Iterable[str]) -> None:
@@ -145,7 +145,11 @@ class LeaseBook:
                 "or release them first, or clear with force=True"
             )
 
-    @staticmethod
-    def _enqueue(task: Task, row: Row) -> None:
-        for queue in task.queues.values():
-            queue.add(row)
+
+def _may_write(lease: Lease, task: Task, sample_id: str) -> bool:
+    """Whether a put under the lease may write the sample."""
+    holder = task.leased.get(sample_id) or task.settled.get(sample_id)
+    if holder is not None:
+        return holder == lease.token
+    # Given up, or settled by a final claim, or nobody's.
+    return sample_id not in lease.claimed and sample_id not in task.settled

@@ -28,7 +28,10 @@ from dataplane_core.ledger.sizes import FieldBytes, Measure
 from dataplane_core.ledger.tasks import Claimed, Lease, Share, Task
 
 _MAX_QUEUES = 32
-"""Queues a task keeps; the one least recently claimed from goes when a claim needs another."""
+"""Queues a task keeps; the one least recently claimed from goes when a claim needs another.
+
+Most go before, see `Task.tell`.
+"""
 
 
 class PartitionBook(ShareBook):
@@ -157,9 +160,7 @@ class PartitionBook(ShareBook):
         for task in self.tasks.values():
             task.open.update(new)
             if task.queues:
-                for row in written:
-                    if row.sample_id in task.open:
-                        self._enqueue(task, row)
+                task.tell([row for row in written if row.sample_id in task.open])
         return replaced
 
     def _measure_overwritten(self, sample_ids: Sequence[str], fields: Sequence[str]) -> None:
@@ -235,6 +236,7 @@ class PartitionBook(ShareBook):
                 queue.add(row)
             if len(task.queues) >= _MAX_QUEUES:
                 del task.queues[next(iter(task.queues))]
+        queue.terms.told = 0
         task.queues[key] = queue
         return queue
 
@@ -267,12 +269,13 @@ class PartitionBook(ShareBook):
         queue = self._queue(task, request)
         queue.places.check()
         last = self._nothing_more(task, queue)
-        if task.assigned and (last or not request.whole) and not queue.count():
+        unit = request.batch_size
+        if task.assigned and (last or not request.whole) and not queue.count(unit):
             self.reopen_shares(request.task_name, self._untimed_shares(task, request.group))
             last = self._nothing_more(task, queue)
-        if request.whole and not last and queue.count() < limit:
+        if request.whole and not last and queue.count(unit) < limit:
             return None
-        rows = queue.take(limit, partial=last)
+        rows = queue.take(limit, unit=unit, partial=last)
         for row in rows:
             del task.open[row.sample_id]
             self._dequeue(task, row)
@@ -292,8 +295,8 @@ class PartitionBook(ShareBook):
         self, task: Task, request: ClaimRequest, group: RankGroup, now: float
     ) -> list[Row] | None:
         rank = request.dp_rank or 0
-        waiting = self._take_share(task, group, rank, now)
-        if waiting is not None:
+        waiting = self._take_share(task, request, group, rank, now)
+        if waiting:
             return waiting
         drawn = self._draw(task, request, group.world * request.batch_size)
         if not drawn:
@@ -301,19 +304,11 @@ class PartitionBook(ShareBook):
         units = self._units(drawn)
         parts = balance([sum(row.length for row in unit) for unit in units], group.world)
         batches = [[row for index in part for row in units[index]] for part in parts]
+        mine, batches[rank] = self._split(batches[rank], request.batch_size)
         for other, batch in enumerate(batches):
-            if other != rank and batch:
+            if batch:
                 self._assign(request.task_name, group, other, batch, request.lease_s, now)
-        return batches[rank]
-
-    def _units(self, rows: Iterable[Row]) -> list[list[Row]]:
-        """What must stay together: the groups, or each sample by itself."""
-        if self.declaration.grpo_group_size is None:
-            return [[row] for row in rows]
-        groups: dict[str, list[Row]] = {}
-        for row in rows:
-            groups.setdefault(row.group, []).append(row)
-        return list(groups.values())
+        return mine
 
     def _hand_out(self, task: Task, request: ClaimRequest, rows: list[Row], now: float) -> Claimed:
         if rows:
@@ -321,7 +316,7 @@ class PartitionBook(ShareBook):
             self.totals["samples_claimed"] += len(rows)
             self.touch()
         if request.lease_s is None or not rows:
-            task.settled.update(row.sample_id for row in rows)
+            task.settled.update(dict.fromkeys([row.sample_id for row in rows]))
             return Claimed(rows, None)
         group = request.group
         # The number makes tokens comparable: a later lease of the same samples has a larger one.
@@ -332,6 +327,7 @@ class PartitionBook(ShareBook):
             name=f"{number}-{secrets.token_hex(4)}",
             task_name=request.task_name,
             owner=request.owner,
+            claimed=frozenset(row.sample_id for row in rows),
             rows={row.sample_id: row for row in rows},
             since=now,
             deadline=now + request.lease_s,
@@ -385,7 +381,7 @@ class PartitionBook(ShareBook):
                 share = task.assigned.get(sample_id)
                 if share is not None:
                     self.unassign(task, share, [sample_id])
-                task.settled.discard(sample_id)
+                task.settled.pop(sample_id, None)
         if self.rows:
             for name in self.field_counts:
                 cells = [row.cells[name] for row in dropped if name in row.cells]

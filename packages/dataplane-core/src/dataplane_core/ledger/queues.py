@@ -26,12 +26,14 @@ class Terms:
     Attributes:
         awaited: open samples, by their places in the order of puts, that meet ``where`` and lack a
             field; kept only if there are conditions.
+        told: how many samples the queue was told of since it was claimed from last.
     """
 
     def __init__(self, required: frozenset[str], where: Iterable[TagFilter] = ()) -> None:
         self.required = required
         self.where = tuple(where)
         self.awaited: set[int] = set()
+        self.told = 0
 
     def meets(self, row: Row) -> bool:
         """Whether the sample's tags meet the conditions."""
@@ -39,6 +41,7 @@ class Terms:
 
     def ready(self, row: Row) -> bool:
         """Whether the sample has the fields; if not, it is awaited if its tags will do."""
+        self.told += 1
         ready = self.required <= row.cells.keys()
         if self.where:
             if not ready and self.meets(row):
@@ -63,20 +66,27 @@ class Queue(Protocol):
     def discard(self, row: Row) -> None:
         """A sample is no longer open, or never was."""
 
-    def count(self) -> int:
+    def count(self, unit: int) -> int:
         """How many samples `take` could give without ``partial``."""
 
-    def take(self, limit: int, *, partial: bool) -> list[Row]:
-        """Remove and return up to ``limit`` samples; ``partial`` breaks incomplete groups up."""
+    def take(self, limit: int, *, unit: int, partial: bool) -> list[Row]:
+        """Remove and return up to ``limit`` samples, of no group of more than ``unit``.
+
+        ``partial`` takes incomplete groups too.
+        """
 
 
 class SampleQueue:
-    """Samples one by one: a heap whose entries may be out of date, and the truth beside it."""
+    """Samples one by one: a heap whose entries may be out of date, and the truth beside it.
+
+    A sample that leaves and comes back with other tags may stand elsewhere than before, so an entry
+    counts only where its sample stands now.
+    """
 
     def __init__(self, terms: Terms, places: Places) -> None:
         self.terms = terms
         self.places = places
-        self._ready: dict[int, Row] = {}
+        self._ready: dict[int, tuple[float, Row]] = {}
         self._heap: list[tuple[float, int]] = []
 
     def __len__(self) -> int:
@@ -90,26 +100,28 @@ class SampleQueue:
             return
         if row.sequence in self._ready:
             return
-        self._ready[row.sequence] = row
-        heapq.heappush(self._heap, (self.places.of(row), row.sequence))
+        place = self.places.of(row)
+        self._ready[row.sequence] = place, row
+        heapq.heappush(self._heap, (place, row.sequence))
         if len(self._heap) > 2 * len(self._ready) + 64:
-            self._heap = [(self.places.of(r), r.sequence) for r in self._ready.values()]
+            self._heap = [(place, sequence) for sequence, (place, _) in self._ready.items()]
             heapq.heapify(self._heap)
 
     def discard(self, row: Row) -> None:
         self.terms.awaited.discard(row.sequence)
         self._ready.pop(row.sequence, None)
 
-    def count(self) -> int:
+    def count(self, unit: int) -> int:
         return len(self._ready)
 
-    def take(self, limit: int, *, partial: bool) -> list[Row]:
+    def take(self, limit: int, *, unit: int, partial: bool) -> list[Row]:
         taken: list[Row] = []
         while self._heap and len(taken) < limit:
-            _, sequence = heapq.heappop(self._heap)
-            row = self._ready.pop(sequence, None)
-            if row is not None:
-                taken.append(row)
+            place, sequence = heapq.heappop(self._heap)
+            found = self._ready.get(sequence)
+            if found is not None and found[0] == place:
+                del self._ready[sequence]
+                taken.append(found[1])
         return taken
 
 
@@ -123,10 +135,10 @@ class GroupQueue:
         self.terms = terms
         self.places = places
         self._size = group_size
-        self._groups: dict[str, dict[int, Row]] = {}
+        self._groups: dict[str, dict[int, tuple[float, Row]]] = {}
         self._group_of: dict[int, str] = {}
         self._misfits: dict[str, set[int]] = {}
-        self._complete: set[str] = set()
+        self._complete: dict[str, float] = {}
         self._heap: list[tuple[float, str]] = []
 
     def __len__(self) -> int:
@@ -141,7 +153,7 @@ class GroupQueue:
         if known is None or known != group:
             self.discard(row)
             self._group_of[row.sequence] = group
-            self._groups.setdefault(group, {})[row.sequence] = row
+            self._groups.setdefault(group, {})[row.sequence] = self.places.of(row), row
         elif not self.terms.where:
             return
         if self.terms.meets(row):
@@ -172,42 +184,45 @@ class GroupQueue:
     def _judge(self, group: str) -> None:
         """A group gained or lost something: can it be taken now?"""
         if len(self._groups.get(group, ())) < self._size or group in self._misfits:
-            self._complete.discard(group)
-        elif group not in self._complete:
-            self._complete.add(group)
-            heapq.heappush(self._heap, (self._place(group), group))
+            self._complete.pop(group, None)
+            return
+        place = self._place(group)
+        if self._complete.get(group) != place:
+            self._complete[group] = place
+            heapq.heappush(self._heap, (place, group))
             if len(self._heap) > 2 * len(self._complete) + 64:
-                self._heap = [(self._place(group), group) for group in self._complete]
+                self._heap = [(place, group) for group, place in self._complete.items()]
                 heapq.heapify(self._heap)
 
-    def count(self) -> int:
-        return sum(len(self._groups[group]) for group in self._complete)
+    def count(self, unit: int) -> int:
+        sizes = (len(self._groups[group]) for group in self._complete)
+        return sum(size for size in sizes if size <= unit)
 
-    def take(self, limit: int, *, partial: bool) -> list[Row]:
+    def take(self, limit: int, *, unit: int, partial: bool) -> list[Row]:
         taken: list[Row] = []
         passed: list[tuple[float, str]] = []
         while self._heap and len(taken) < limit:
             place, group = heapq.heappop(self._heap)
-            if group not in self._complete:
+            if self._complete.get(group) != place:
                 continue
-            if len(self._groups[group]) > limit - len(taken):
+            if len(self._groups[group]) > min(unit, limit - len(taken)):
                 passed.append((place, group))
             else:
                 taken.extend(self._remove(group))
         for entry in passed:
             heapq.heappush(self._heap, entry)
         if partial:
-            rest = self._groups.keys() - self._complete - self._misfits.keys()
+            rest = self._groups.keys() - self._complete.keys() - self._misfits.keys()
             for _, group in sorted((self._place(group), group) for group in rest):
                 if len(taken) + len(self._groups[group]) <= limit:
                     taken.extend(self._remove(group))
         return taken
 
     def _remove(self, group: str) -> list[Row]:
-        rows = sorted(self._groups[group].values(), key=lambda row: row.sequence)
+        rows = [row for _, (_, row) in sorted(self._groups[group].items())]
         for row in rows:
             self.discard(row)
         return rows
 
     def _place(self, group: str) -> float:
-        return min(self.places.of(row) for row in self._groups[group].values())
+        return min(place for place, _ in self._groups[group].values())

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 
 from dataplane_core.ledger.leases import LeaseBook
 from dataplane_core.ledger.rows import Row
-from dataplane_core.ledger.selection import RankGroup
+from dataplane_core.ledger.selection import ClaimRequest, RankGroup
 from dataplane_core.ledger.tasks import Share, Task
 
 
@@ -48,11 +48,37 @@ class ShareBook(LeaseBook):
         for share in waiting[rank] if waiting else ():
             share.deadline = now + share.seconds
 
-    def _take_share(self, task: Task, group: RankGroup, rank: int, now: float) -> list[Row] | None:
-        """The batch that has waited for a rank longest; None if there is none."""
+    def _take_share(
+        self, task: Task, request: ClaimRequest, group: RankGroup, rank: int, now: float
+    ) -> list[Row]:
+        """What has waited for a rank longest, as much of it as the rank asks for now."""
         self._lives(task, group, rank, now)
-        share = task.first_share(group, rank)
-        return None if share is None else self.unassign(task, share, list(share.rows))
+        while (share := task.first_share(group, rank)) is not None:
+            rows, _ = self._split(list(share.rows.values()), request.batch_size)
+            if rows:
+                return self.unassign(task, share, [row.sample_id for row in rows])
+            # Nothing but groups that are too large for this rank: others may have room for them.
+            self.reopen_shares(request.task_name, [share])
+        return []
+
+    def _split(self, rows: list[Row], limit: int) -> tuple[list[Row], list[Row]]:
+        """Up to ``limit`` of the rows, without breaking groups up, and the others."""
+        if len(rows) <= limit:
+            return rows, []
+        taken: list[Row] = []
+        rest: list[Row] = []
+        for unit in self._units(rows):
+            (taken if len(taken) + len(unit) <= limit else rest).extend(unit)
+        return taken, rest
+
+    def _units(self, rows: Iterable[Row]) -> list[list[Row]]:
+        """What must stay together: the groups, or each sample by itself."""
+        if self.declaration.grpo_group_size is None:
+            return [[row] for row in rows]
+        groups: dict[str, list[Row]] = {}
+        for row in rows:
+            groups.setdefault(row.group, []).append(row)
+        return list(groups.values())
 
     def _assign(
         self,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -11,6 +12,9 @@ from dataplane_core.declaration import tagged_lengths
 from dataplane_core.ledger.queues import Queue
 from dataplane_core.ledger.rows import Row
 from dataplane_core.ledger.selection import RankGroup, TagFilter
+
+_IDLE = 0.25
+"""The part of what is open of which a queue may be told in vain."""
 
 QueueKey: TypeAlias = tuple[frozenset[str], frozenset[TagFilter], int | None]
 """Required fields, conditions and seed of claims."""
@@ -25,6 +29,7 @@ class Lease:
         name: what everybody may know it by; it does not tell the token.
         task_name: the claiming task.
         owner: the claiming process, as the claim gave it.
+        claimed: the ids of all samples that it began with.
         rows: the samples, by id.
         since: when it was claimed.
         deadline: when it runs out unless it is renewed.
@@ -36,6 +41,7 @@ class Lease:
     name: str
     task_name: str
     owner: str
+    claimed: frozenset[str]
     rows: dict[str, Row]
     since: float
     deadline: float
@@ -51,7 +57,7 @@ class Share:
         task_name: the claiming task.
         group: the ranks that share what is drawn.
         rank: whose it is.
-        rows: the samples, by id; those that are cleared or reopened leave it.
+        rows: the samples, by id; those that are claimed, cleared or reopened leave it.
         deadline: when they are open to all again, on the caller's clock.
         seconds: from the rank's last sign of life to ``deadline``; infinite if a final claim drew.
     """
@@ -90,7 +96,7 @@ class Task:
         open: not claimed.
         assigned: drawn for a data-parallel rank that has not asked for it yet, with its share.
         leased: claimed under a lease, by the lease's token.
-        settled: claimed for good.
+        settled: claimed for good, with the token of the lease, None for a final claim.
         queues: the ready ones of ``open``, by required fields, conditions and seed; the one that
             was claimed from last comes last.
         counted: the last count of ready samples: at which revision, which fields, and how many.
@@ -100,7 +106,7 @@ class Task:
     open: dict[str, Row] = field(default_factory=dict)
     assigned: dict[str, Share] = field(default_factory=dict)
     leased: dict[str, str] = field(default_factory=dict)
-    settled: set[str] = field(default_factory=set)
+    settled: dict[str, str | None] = field(default_factory=dict)
     queues: dict[QueueKey, Queue] = field(default_factory=dict)
     counted: tuple[int, frozenset[str], int] = (0, frozenset(), 0)
     shares: dict[RankGroup, list[dict[Share, None]]] = field(default_factory=dict)
@@ -134,6 +140,21 @@ class Task:
         """Rows that were claimed can be claimed again; the queues are the caller's business."""
         self.open.update((row.sample_id, row) for row in rows)
         self._note(rows)
+
+    def tell(self, rows: Sequence[Row]) -> None:
+        """Tell the queues of open rows, new or changed, after those that idle have been dropped.
+
+        A filter that moves, as one on the weights' version does, leaves a queue behind with every
+        step. To make one anew costs a look at all that is open: one idles when it was told of a
+        part of that since it was claimed from last. The one that was claimed from last of all
+        stays.
+        """
+        for key, queue in list(self.queues.items())[:-1]:
+            if queue.terms.told > len(self.open) * _IDLE:
+                del self.queues[key]
+        for queue in self.queues.values():
+            for row in rows:
+                queue.add(row)
 
     def oldest_unclaimed(self) -> Row | None:
         """The row of ``open`` and ``assigned`` that was put first."""
