@@ -1,13 +1,22 @@
 """The in-memory client keeps the whole contract."""
 
 import enum
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 import torch
+from tensordict import TensorDict
 
-from dataplane_core import ConfigError, DataPlaneClient, InMemoryDataPlaneClient
+from dataplane_core import (
+    ConfigError,
+    DataPlaneClient,
+    InMemoryDataPlaneClient,
+    PartitionNotFoundError,
+    TagFilter,
+)
 from dataplane_core.testing import (
     BackpressureContract,
     DataPlaneClientContract,
@@ -55,6 +64,44 @@ class TestInMemoryLeases(MakeInMemory, LeaseContract):
 
 class TestInMemoryBackpressure(MakeInMemory, BackpressureContract):
     pass
+
+
+def until_somebody_waits(client):
+    deadline = time.monotonic() + 20
+    while not client._store.changed._waiters:
+        assert time.monotonic() < deadline, "nobody waits"
+        time.sleep(0.001)
+
+
+def test_a_claim_that_waits_is_told_of_shares_that_a_claim_that_waits_too_has_opened():
+    with InMemoryDataPlaneClient() as client, ThreadPoolExecutor(1) as pool:
+        client.register_partition("p", ["x", "y"], 3, ["train"])
+        client.put_samples(["a", "b"], "p", TensorDict({"y": torch.ones(2)}, [2]), [{"v": 2}] * 2)
+        client.put_samples(["c"], "p", tags=[{"v": 1}])
+        client.claim_meta("p", "train", ["y"], 1, dp_rank=0, dp_world=2)
+        where = [TagFilter("v", "<=", 2)]
+        waiting = pool.submit(client.claim_meta, "p", "train", ["y"], 1, where=where, timeout_s=20)
+        until_somebody_waits(client)
+        # This one opens what waits for rank 1, and then waits for its z.
+        other = [TagFilter("v", "==", 2)]
+        assert client.claim_meta("p", "train", ["z"], 1, where=other, timeout_s=5).sample_ids == []
+        assert waiting.result(5).sample_ids == ["b"]
+
+
+def test_a_put_that_waits_for_room_does_not_land_in_a_partition_registered_meanwhile():
+    config = {"enabled": True, "impl": "in_memory", "storage_capacity": 1}
+    fields = TensorDict({"x": torch.ones(1)}, [1])
+    with InMemoryDataPlaneClient(config) as client, ThreadPoolExecutor(1) as pool:
+        client.register_partition("p", ["x"], 1, ["train"])
+        client.put_samples(["a"], "p", fields)
+        stale = pool.submit(client.put_samples, ["b"], "p", fields)
+        until_somebody_waits(client)
+        with client._store.changed:  # so that the put sees both at once
+            client.clear_samples(None, "p")
+            client.register_partition("p", ["x"], 1, ["train"])
+        with pytest.raises(PartitionNotFoundError, match="registered again since the put began"):
+            stale.result(20)
+        assert client.claim_meta("p", "train", ["x"], 1, blocking=False).sample_ids == []
 
 
 def test_attaching_without_an_open_store_is_refused():

@@ -268,6 +268,25 @@ def test_a_clearer_killed_half_way_leaves_its_rows_to_the_next(served):
     assert [group.sample_ids for group in answer.leftovers] == [["a"]]
 
 
+@pytest.mark.parametrize("again", ["before the put ends", "after the put has ended"])
+def test_what_a_put_wrote_after_a_clear_of_its_partition_goes_with_the_next_put(served, again):
+    served.put(["b"])
+    with served.link.session("put") as session:
+        begin = p.BeginPut("p", ["a", "b"], {"x": "torch.int64"}, [], "n", None, PATIENCE_S)
+        session.ask(begin, p.PutAnswer)
+        served.clear(None)
+        # Here its client may still write to TransferQueue.
+        if again == "before the put ends":
+            served.register()
+        with pytest.raises(PartitionNotFoundError):
+            session.ask(p.CommitPut(None), type(None))
+    if again == "after the put has ended":
+        served.register()
+    (left,) = served.put(["a", "b", "c"]).leftovers
+    assert (left.sample_ids, left.fields) == (["a", "b"], ["x"])
+    assert served.clear(None) == ["a", "b", "c"]
+
+
 def test_bytes_of_a_put_that_dies_are_free_again(serve):
     served = serve(unit_bytes=[1 << 16])
     code = BEGIN_PUT.replace(

@@ -177,9 +177,12 @@ class InMemoryDataPlaneClient(InMemoryInspector):
     ) -> PutTicket:
         """Wait until the new samples fit."""
         token = None if claim is None else lease_token(claim)
+        self._check_open()
+        partition = self._store.ledger.partition(partition_id)
         while True:
             self._check_open()
             self._expire()
+            self._store.ledger.check_registered(partition)
             ticket = self._store.ledger.begin_put(partition_id, sample_ids, kinds, token)
             if ticket is not None:
                 return ticket
@@ -255,9 +258,11 @@ class InMemoryDataPlaneClient(InMemoryInspector):
                 self._check_open()
                 self._expire()
                 partition = self._store.ledger.partition(partition_id)
+                revision = partition.revision
                 claimed = partition.claim(request, time.monotonic())
-                if claimed is not None:
+                if partition.revision != revision:
                     self._store.changed.notify_all()
+                if claimed is not None:
                     break
                 now = time.monotonic()
                 if now >= deadline:

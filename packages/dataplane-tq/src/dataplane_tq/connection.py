@@ -149,14 +149,23 @@ class Connection:
         self._ledger.abort_put(ticket)
         for block in blocks:
             self._catalogue.free_block(block)
-        partition = self._ledger.partitions.get(ticket.partition_id)
-        if partition is not None:
-            left = self._directory.leftovers[ticket.partition_id]
-            for sample_id in ticket.reserved:
-                if sample_id not in partition.rows and sample_id not in partition.reserved:
-                    left.orphans.setdefault(sample_id, tuple(ticket.kinds))
-            self._directory.tidy(ticket.partition_id)
+        if self._directory.catalogue is None:  # with packed TransferQueue is told after the commit
+            self._leave_behind(ticket)
         self._directory.everything_changed()
+
+    def _leave_behind(self, ticket: PutTicket) -> None:
+        """Remember what a put that was given up may have written to TransferQueue."""
+        partition = self._ledger.partitions.get(ticket.partition_id)
+        left = self._directory.leftovers[ticket.partition_id]
+        # Also samples that were there when it began: they may have been cleared meanwhile, all or
+        # with their partition, whose name may be registered again by now.
+        for sample_id in ticket.sample_ids:
+            there = partition is not None and (
+                sample_id in partition.rows or sample_id in partition.reserved
+            )
+            if not there and sample_id not in left.pinned:
+                left.orphans.setdefault(sample_id, tuple(ticket.kinds))
+        self._directory.tidy(ticket.partition_id)
 
     def _end_closing(self) -> None:
         if self._closing is not None:
@@ -185,8 +194,10 @@ class Connection:
         if self._put is not None:
             raise InvalidRequestError("this connection already has a put under way")
         deadline = time.monotonic() + request.timeout_s
+        partition = self._ledger.partition(request.partition_id)
         while True:
             self._check_failure()
+            self._ledger.check_registered(partition)
             left = self._directory.leftovers.get(request.partition_id)
             busy = left is not None and left.blocks(request.sample_ids)
             ticket = placed = None
@@ -201,11 +212,7 @@ class Connection:
                     # Rows left over by a clear that died must go before their ids come back.
                     stale = {} if left is None else left.take(request.sample_ids)
                     self._dropping = (request.partition_id, stale) if stale else None
-                    return p.PutAnswer(
-                        self._ledger.partition(request.partition_id).declaration.enums,
-                        placed,
-                        grouped(stale),
-                    )
+                    return p.PutAnswer(partition.declaration.enums, placed, grouped(stale))
             remaining = deadline - time.monotonic()
             if remaining <= 0:
                 if busy:
@@ -359,15 +366,18 @@ class Connection:
             partition = self._ledger.partition(request.partition_id)
             if self._reader.at_eof() or self._reader.exception() is not None:
                 raise ConnectionError("the claimer went away")
+            revision = partition.revision
             claimed = partition.claim(wanted, time.monotonic())
+            if partition.revision != revision:
+                # Others may be able to go on, and a share may have a deadline, also if this claim
+                # got nothing.
+                self._directory.changed(request.partition_id)
             if claimed is not None:
                 break
             remaining = deadline - time.monotonic()
             if remaining <= 0:
                 raise partition.claim_timeout(wanted, request.timeout_s)
             await self._directory.wait(request.partition_id, remaining)
-        if claimed.token is not None:
-            self._directory.changed(request.partition_id)
         tags = [row.tags for row in claimed.rows]
         ids = [row.sample_id for row in claimed.rows]
         entered = (

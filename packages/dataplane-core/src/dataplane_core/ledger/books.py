@@ -125,6 +125,19 @@ class Ledger:
             )
         return partition
 
+    def check_registered(self, partition: PartitionBook) -> None:
+        """Raise `PartitionNotFoundError` if it was cleared, also if its name was registered again.
+
+        For a put that began with ``partition`` and had to wait.
+        """
+        partition_id = partition.declaration.partition_id
+        if self.partition(partition_id) is not partition:
+            raise PartitionNotFoundError(
+                f"put_samples(partition={partition_id!r}): the partition was cleared and "
+                "registered again since the put began; put again if its samples belong to the new "
+                "one"
+            )
+
     def begin_put(
         self,
         partition_id: str,
@@ -184,13 +197,8 @@ class Ledger:
                 f"put_samples(partition={ticket.partition_id!r}): the put took too long and was "
                 "given up; put again"
             )
-        partition = self.partition(ticket.partition_id)
-        if partition is not ticket.partition:
-            raise PartitionNotFoundError(
-                f"put_samples(partition={ticket.partition_id!r}): the partition was cleared and "
-                "registered again since the put began; put again if its samples belong to the new "
-                "one"
-            )
+        partition = ticket.partition
+        self.check_registered(partition)
         partition.check_token(ticket.token, ticket.sample_ids)
         check_kinds(ticket.kinds, partition.kinds, partition_id=ticket.partition_id)
 

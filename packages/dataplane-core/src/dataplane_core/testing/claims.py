@@ -239,6 +239,25 @@ class ClaimContract(StoreFixtures):
             put(peer, partition, ["b"], "y")
             assert sorted(claim.result(self.patience_s).sample_ids) == ["a", "b"]
 
+    def test_a_blocked_claim_ends_when_another_takes_what_it_waited_for(
+        self, client: DataPlaneClient, peer: DataPlaneClient, partition: str
+    ) -> None:
+        """Final claims too must be told: nobody settles them, so nothing else tells of them."""
+        with ThreadPoolExecutor(1) as pool:
+            for _ in range(3):  # in case the other claim was first
+                client.register_partition(partition, ["x", "y"], 2, ["train"])
+                put(client, partition, ["a", "b"])
+                put(client, partition, ["a"], "y")
+                started = time.monotonic()
+                claim = pool.submit(
+                    client.claim_meta, partition, "train", ["x", "y"], 2, timeout_s=self.patience_s
+                )
+                client.get_samples(["a"], partition, ["x"])  # meanwhile it begins to wait
+                assert peer.claim_meta(partition, "train", ["x"], 2, blocking=False).size == 2
+                assert claim.result(2 * self.patience_s).sample_ids == []
+                assert time.monotonic() - started < self.patience_s / 2
+                client.clear_samples(None, partition)
+
     def test_concurrent_claimers_share_no_sample_and_miss_none(
         self, client: DataPlaneClient, peer: DataPlaneClient, partition: str
     ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -63,6 +64,57 @@ class LeaseContract:
         both = client.claim_meta("train", "train", ["x"], 4, timeout_s=self.patience_s)
         assert sorted(both.sample_ids) == ["a", "b", "c", "d"]
 
+    def test_a_rank_that_waits_gets_its_share_as_soon_as_another_rank_draws_it(
+        self, make_client: MakeClient
+    ) -> None:
+        client = make_client()  # final claims: nobody settles them, so nothing else tells of them
+        with ThreadPoolExecutor(1) as pool:
+            for _ in range(3):  # in case the other rank was first
+                client.clear_samples(["a", "b"], "train")
+                client.register_partition("train", ["x"], 4, ["train"])
+                put(client, "train", ["a", "b"])
+                started = time.monotonic()
+                waiting = pool.submit(
+                    client.claim_meta,
+                    *("train", "train", ["x"], 2),
+                    dp_rank=1,
+                    dp_world=2,
+                    timeout_s=self.patience_s,
+                )
+                client.get_samples(["a"], "train", ["x"])  # meanwhile it begins to wait
+                mine = client.claim_meta(
+                    "train", "train", ["x"], 2, dp_rank=0, dp_world=2, blocking=False
+                )
+                theirs = waiting.result(2 * self.patience_s)
+                assert sorted(mine.sample_ids + theirs.sample_ids) == ["a", "b"]
+                assert (mine.size, theirs.size) == (1, 1)
+                assert time.monotonic() - started < self.patience_s / 2
+
+    def test_a_share_is_open_when_its_time_is_over_also_if_whoever_drew_it_got_nothing(
+        self, make_client: MakeClient
+    ) -> None:
+        client = make_client(claim_lease_s=0.5)
+        client.register_partition("train", ["x"], 4, ["train"])
+        put(client, "train", ["a"])
+        drew = client.claim_meta("train", "train", ["x"], 2, dp_rank=1, dp_world=2, blocking=False)
+        started = time.monotonic()
+        got = client.claim_meta("train", "train", ["x"], 1, timeout_s=self.patience_s)
+        assert (drew.sample_ids, got.sample_ids) == ([], ["a"])
+        assert time.monotonic() - started < self.patience_s / 2
+
+    def test_a_claim_of_a_waiting_share_hands_out_at_most_its_batch_size(
+        self, make_client: MakeClient
+    ) -> None:
+        client = make_client()
+        client.register_partition("train", ["x"], 4, ["train"])
+        put(client, "train", ["a", "b", "c", "d"])
+        got = client.claim_meta("train", "train", ["x"], 2, dp_rank=0, dp_world=2).sample_ids
+        for _ in range(2):
+            more = client.claim_meta("train", "train", ["x"], 1, dp_rank=1, dp_world=2)
+            assert more.size == 1
+            got += more.sample_ids
+        assert sorted(got) == ["a", "b", "c", "d"]
+
     def test_a_put_under_a_claim_cannot_write_what_another_claim_holds(
         self, held: DataPlaneClient
     ) -> None:
@@ -75,6 +127,18 @@ class LeaseContract:
             held.put_samples(["a", "b"], "train", late, claim=first)
         assert held.get_samples(["a", "b"], "train", ["x"])["x"].tolist() == [1.0, 1.0]
         held.put_samples(["a"], "train", batch(1, x=torch.zeros(1)), claim=first)
+
+    def test_a_put_under_a_claim_cannot_write_what_another_claim_has_acknowledged(
+        self, held: DataPlaneClient
+    ) -> None:
+        first = held.claim_meta("train", "train", ["x"], 2)
+        held.release(first.subset([first.sample_ids.index("b")]))
+        second = held.claim_meta("train", "train", ["x"], 1)
+        held.put_samples(["b"], "train", batch(1, x=torch.full((1,), 2.0)), claim=second)
+        held.acknowledge(second)
+        with pytest.raises(LeaseLostError, match="'b'"):
+            held.put_samples(["a", "b"], "train", batch(2, x=torch.zeros(2)), claim=first)
+        assert held.get_samples(["a", "b"], "train", ["x"])["x"].tolist() == [1.0, 2.0]
 
     def test_an_acknowledged_claim_never_returns(self, held: DataPlaneClient) -> None:
         meta = held.claim_meta("train", "train", ["x"], 2)
