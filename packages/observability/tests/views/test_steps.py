@@ -258,6 +258,20 @@ def test_what_is_told_as_trained_before_its_put_is_told_is_as_old_as_it_is():
     assert only(tell.records).staleness == Staleness(2, 2.0, 2, 1, 1)
 
 
+def test_staleness_of_runs_that_use_the_same_ids_does_not_mix():
+    records = Records()
+    for number, (run, version) in enumerate((("killed", 40), ("second", 3))):
+        tell = Teller(0, run, f"{number + 1:032x}")
+        root = tell.span("grpo.step", DRIVER, 100 * number, 100 * number + 10)
+        tell.event("put", ROLLOUT, 100 * number + 1, ["a", "b"], root, version=version)
+        if run == "second":
+            tell.event("trained", POLICIES[0], 105, ["a", "b"], root, version=version)
+            tell.event("cleared", DRIVER, 106, ["a", "b"], root)
+        records.add(tell.records)
+    killed, second = steps_of(records)
+    assert (killed.staleness, second.staleness) == (None, Staleness(0, 0.0, 0, 2, 0))
+
+
 def test_staleness_is_not_known_without_versions():
     tell = Teller()
     tell.span("grpo.step", DRIVER, 0, 10)

@@ -187,12 +187,13 @@ def steps_of(records: Records) -> list[Step]:
     }
     runs = {trace_id: _run(spans[trace_id]) for trace_id in numbered}
     everything = sorted(distinct_events(records.events), key=lambda event: event.time_ns)
-    by_place: dict[tuple[str, int | None], str] = {
+    by_step: dict[tuple[str, int | None], str] = {
         (runs[trace_id], number): trace_id for trace_id, number in numbered.items()
     }
     events: dict[str, list[Event]] = defaultdict(list)
     for event in everything:
-        events[event.trace_id or by_place.get(_place(event), "")].append(event)
+        number = attributes.integer(event.attributes, "rl.step")
+        events[event.trace_id or by_step.get((_run_of(event), number), "")].append(event)
     found = {
         trace_id: step_of_trace(
             Tree(spans[trace_id]),
@@ -260,10 +261,12 @@ def _run(spans: Iterable[Span]) -> str:
     return max(told, key=lambda run: told[run], default="")
 
 
-def _place(event: Event) -> tuple[str, int | None]:
-    told = event.attributes
-    return attributes.text(told, "rl.run_id"), attributes.integer(told, "rl.step")
+def _run_of(event: Event) -> str:
+    return attributes.text(event.attributes, "rl.run_id")
 
+
+_Place = tuple[str, str]
+"""A run and a partition."""
 
 # What comes first of events that tell the same moment.
 _ORDER = {"put": 0, "trained": 1, "cleared": 2}
@@ -280,22 +283,24 @@ def _staleness(told: Iterable[tuple[str, Event]]) -> dict[str, Staleness]:
         ((trace_id, event) for trace_id, event in told if event.name in _ORDER),
         key=lambda item: (item[1].time_ns, _ORDER[item[1].name]),
     )
-    born: dict[str, dict[str, int | None]] = defaultdict(dict)
-    there: dict[str, set[str]] = defaultdict(set)
+    born: dict[_Place, dict[str, int | None]] = defaultdict(dict)
+    there: dict[_Place, set[str]] = defaultdict(set)
     ages: dict[str, list[int | None]] = defaultdict(list)
-    early: dict[tuple[str, str], list[tuple[list[int | None], int, int | None]]] = defaultdict(list)
+    early: dict[tuple[_Place, str], list[tuple[list[int | None], int, int | None]]]
+    early = defaultdict(list)
     # Every policy worker of a sharded model may tell of the same sample; it counts once a version.
-    seen: set[tuple[str, str, str, int | None]] = set()
+    seen: set[tuple[str, _Place, str, int | None]] = set()
     for trace_id, event in events:
-        partition = attributes.text(event.attributes, "dataplane.partition")
+        # Another run may use the same names, and not every run clears what it put.
+        place = _run_of(event), attributes.text(event.attributes, "dataplane.partition")
         version = attributes.integer(event.attributes, "rl.weight_version")
-        samples, generated = there[partition], born[partition]
+        samples, generated = there[place], born[place]
         if event.name == "put":
             for sample_id in event.sample_ids:
                 if sample_id not in samples:
                     samples.add(sample_id)
                     generated[sample_id] = version
-                    for those, at, trained in early.pop((partition, sample_id), ()):
+                    for those, at, trained in early.pop((place, sample_id), ()):
                         those[at] = _age(trained, version)
         elif event.name == "cleared":
             if event.sample_ids:
@@ -304,12 +309,12 @@ def _staleness(told: Iterable[tuple[str, Event]]) -> dict[str, Staleness]:
                 samples.clear()
         else:
             for sample_id in event.sample_ids:
-                if (trace_id, partition, sample_id, version) in seen:
+                if (trace_id, place, sample_id, version) in seen:
                     continue
-                seen.add((trace_id, partition, sample_id, version))
+                seen.add((trace_id, place, sample_id, version))
                 if sample_id not in generated:
                     those = ages[trace_id]
-                    early[partition, sample_id].append((those, len(those), version))
+                    early[place, sample_id].append((those, len(those), version))
                 ages[trace_id].append(_age(version, generated.get(sample_id)))
     return {
         trace_id: found
