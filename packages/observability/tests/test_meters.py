@@ -13,9 +13,10 @@ from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 from opentelemetry.sdk.trace import TracerProvider
 from setup_processes import run
+from structlog.testing import capture_logs
 from tensordict import TensorDict
 
-from dataplane_core import InMemoryDataPlaneClient, telemetry
+from dataplane_core import InMemoryDataPlaneClient, StorageSummary, telemetry
 from observability import InstrumentedDataPlaneClient, meters, step_context, trained
 from observability.meters import MOST_CLASSES, OTHER, PartitionClasses
 
@@ -197,6 +198,75 @@ def test_clients_of_one_store_tell_its_samples_once(told):
     assert value_of(told, "dataplane.ready", dataplane__task="train") == 1
     assert value_of(told, "dataplane.consumed", dataplane__task="train") == 3
     store.close()
+
+
+def claiming(store, *, partition="train_7", samples=4):
+    """A client of a store that has claimed one of its samples for the task "train"."""
+    client = InstrumentedDataPlaneClient(store)
+    client.register_partition(partition, ["x"], samples, ["train"])
+    client.put_samples([f"s{i}" for i in range(samples)], partition, batch(samples))
+    client.claim_meta(partition, "train", ["x"], 1, blocking=False)
+    return client
+
+
+def test_equal_partitions_of_two_stores_are_told_together(told):
+    with claiming(InMemoryDataPlaneClient()), claiming(InMemoryDataPlaneClient(), samples=3):
+        assert value_of(told, "dataplane.ready", dataplane__task="train") == 3 + 2
+        assert value_of(told, "dataplane.consumed", dataplane__task="train") == 2
+
+
+def test_a_store_is_asked_once_a_collection_for_each_place(told):
+    class Asked(InMemoryDataPlaneClient):
+        questions = 0
+
+        def count_samples(self, *asked):
+            self.questions += 1
+            return super().count_samples(*asked)
+
+    store = Asked()
+    clients = [claiming(store)]
+    for _ in range(2):  # one of them wrapped again
+        clients.append(InstrumentedDataPlaneClient(clients[-1]))
+        clients[-1].claim_meta("train_7", "train", ["x"], 1, blocking=False)
+    before = store.questions
+    found = told()
+    assert store.questions == before + 1
+    values = {
+        name: found[name][1][0][1].value for name in ("dataplane.ready", "dataplane.consumed")
+    }
+    assert values == {"dataplane.ready": 1, "dataplane.consumed": 3}
+    clients[0].put_samples(["more"], "train_7", batch(1))
+    assert value_of(told, "dataplane.ready", dataplane__task="train") == 2
+    store.close()
+
+
+def test_a_store_that_raises_anything_costs_its_own_series_only_and_is_told_of_once(told):
+    class Foreign(InMemoryDataPlaneClient):
+        def count_samples(self, *asked):
+            raise RuntimeError("an adapter's own mistake")
+
+        def list_storage(self):
+            if self.made:
+                raise RuntimeError("an adapter's own mistake")
+            return [StorageSummary(name="u0", node="n", capacity=1, used=1, free=0)]
+
+        made = False
+
+    foreign = Foreign()
+    with (
+        claiming(InMemoryDataPlaneClient()),
+        claiming(foreign, partition="val_1") as other,
+        capture_logs() as logs,
+    ):
+        foreign.made = True
+        for _ in range(2):
+            found = told()
+            for name in ("dataplane.ready", "dataplane.consumed", "dataplane.outstanding"):
+                assert [own["messaging.destination.name"] for own, _ in found[name][1]] == [
+                    "train_#"
+                ]
+            other.claim_meta("val_1", "train", ["x"], 1, blocking=False)
+    assert [line["event"] for line in logs] == ["store_not_counted"]
 
 
 def test_a_client_that_was_closed_tells_nothing_any_more_and_is_let_go_of(client, told):

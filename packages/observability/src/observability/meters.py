@@ -6,14 +6,16 @@ partition each step does not make a new time series each step.
 
 from __future__ import annotations
 
+import math
 import re
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
+from typing import TypeVar
 from weakref import WeakValueDictionary
 
+import structlog
 from opentelemetry import context as otel_context
 from opentelemetry.context import Context
 from opentelemetry.metrics import (
@@ -32,16 +34,26 @@ from observability.operations import ObservedClient, Observer, Op, Operation
 from observability.origin import Origin
 from observability.tracing import origins_of
 
+logger = structlog.get_logger("observability")
+
 MOST_CLASSES = 32
 """Classes of partitions in one process; the rest is `OTHER`."""
 OTHER = "other"
 
 _SCOPE = "rl-dataplane"
 _MOST_WATCHED = 64
+# Between two instruments of one collection, several times what asking takes.
+_ONE_COLLECTION_S = 1.0
 # A histogram takes one value at a time: a hundred thousand would keep the lane busy for seconds.
 _MOST_STALENESS = 32
 _SECONDS = [0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0]
 _NAMES: Mapping[Op, str] = {"claim_meta": "claim", "get_data": "get"}
+_T = TypeVar("_T")
+_Place = tuple[int, str, str]
+"""The identity of a store, a partition and a task."""
+_Totals = dict[tuple[str, str], list[TaskCounts]]
+"""By task and class of partitions."""
+
 _VARYING = re.compile(r"[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}|[0-9a-f]{8,}|\d+")
 
 
@@ -92,6 +104,8 @@ class Meters(Observer):
 
     def __init__(self, client: DataPlaneClient) -> None:
         self._client = client
+        self._store = _innermost(client)
+        self._failed = False
         self._classes = PartitionClasses()
         self._account = None if _tells_bytes(client) else Account()
         self._watched: dict[tuple[str, str], list[str]] = {}
@@ -166,22 +180,37 @@ class Meters(Observer):
         By ``dataplane.unit`` as the store tells them, else by class of partitions.
         """
         if self._account is None:
-            with suppress(DataPlaneError):  # it went away
-                for unit in self._client.list_storage():
-                    yield "dataplane.unit", unit.name, unit.used
+            for unit in self._ask(self._client.list_storage) or ():
+                yield "dataplane.unit", unit.name, unit.used
             return
         for partition_id, n_bytes in self._account.by_partition().items():
             yield "messaging.destination.name", self._classes.of(partition_id), n_bytes
 
-    def counts(self) -> Iterator[tuple[tuple[str, str], str, TaskCounts]]:
-        """Of each (partition, task) that claims through this client: class and counts."""
+    def counts(self, asked: set[_Place]) -> Iterator[tuple[str, str, TaskCounts]]:
+        """Of each partition and task that claims through this client its class, the task, and its
+        counts; but for those that were ``asked``, which it adds to."""
         for (partition_id, task), fields in list(self._watched.items()):
-            try:
-                counts = self._client.count_samples(partition_id, task, fields)
-            except DataPlaneError:
+            place = id(self._store), partition_id, task
+            if place in asked:
+                continue
+            counts = self._ask(partial(self._client.count_samples, partition_id, task, fields))
+            if counts is None:
                 self._watched.pop((partition_id, task), None)  # cleared, or it cannot count
                 continue
-            yield (partition_id, task), self._classes.of(partition_id), counts
+            asked.add(place)
+            yield self._classes.of(partition_id), task, counts
+
+    def _ask(self, question: Callable[[], _T]) -> _T | None:
+        """The answer; None if there is none. Whatever a store raises, the others are asked."""
+        try:
+            return question()
+        except DataPlaneError:
+            return None  # it went away, for example
+        except Exception:
+            if not self._failed:
+                self._failed = True
+                logger.exception("store_not_counted", store=type(self._store).__name__)
+            return None
 
 
 _live: WeakValueDictionary[int, Meters] = WeakValueDictionary()
@@ -197,15 +226,16 @@ def _observe(meter: Meter) -> None:
         unit="By",
         description="Bytes put and not cleared.",
     )
+    counts = _Counts(meter)
     meter.create_observable_gauge(
         "dataplane.ready",
-        [partial(_observe_counts, meter, "ready")],
+        [partial(counts.observe, "ready")],
         unit="{sample}",
         description="Samples that a task could claim now.",
     )
     meter.create_observable_gauge(
         "dataplane.consumed",
-        [partial(_observe_counts, meter, "acknowledged")],
+        [partial(counts.observe, "acknowledged")],
         unit="{sample}",
         description="Samples present that a task has consumed.",
     )
@@ -238,22 +268,47 @@ def _observe_outstanding(meter: Meter, options: CallbackOptions) -> Iterable[Obs
         yield Observation(n_bytes, {"messaging.destination.name": label})
 
 
-def _observe_counts(meter: Meter, state: str, options: CallbackOptions) -> Iterable[Observation]:
-    # A partition of one store is there once, however many clients claim from it.
-    found = {
-        place: (label, counts) for one in _live_of(meter) for place, label, counts in one.counts()
-    }
-    totals: dict[tuple[str, str], int] = {}
-    for (_, task), (label, counts) in found.items():
-        totals[task, label] = totals.get((task, label), 0) + getattr(counts, state)
-    for (task, label), samples in totals.items():
-        labels = {"dataplane.task": task, "messaging.destination.name": label}
-        yield Observation(samples, labels)
+class _Counts:
+    """What two instruments tell at one collection, asked once."""
+
+    def __init__(self, meter: Meter) -> None:
+        self._meter = meter
+        # By the instrument that has not told them yet: when they were asked, and what came of it.
+        self._left: dict[str, tuple[float, _Totals]] = {}
+
+    def observe(self, state: str, options: CallbackOptions) -> Iterable[Observation]:
+        """One instrument's: of each task and class of partitions the samples of a state."""
+        asked_s, totals = self._left.pop(state, (-math.inf, {}))
+        if time.monotonic() - asked_s > _ONE_COLLECTION_S:
+            totals = self._ask()
+            other = "acknowledged" if state == "ready" else "ready"
+            self._left[other] = time.monotonic(), totals
+        for (task, label), counts in totals.items():
+            samples = sum(getattr(one, state) for one in counts)
+            labels = {"dataplane.task": task, "messaging.destination.name": label}
+            yield Observation(samples, labels)
+
+    def _ask(self) -> _Totals:
+        # A partition of one store is there once, however many clients claim from it; the newest
+        # of them knows best with which fields.
+        asked: set[_Place] = set()
+        totals: _Totals = {}
+        for one in reversed(_live_of(self._meter)):
+            for label, task, counts in one.counts(asked):
+                totals.setdefault((task, label), []).append(counts)
+        return totals
 
 
 def _listened() -> bool:
     """Whether an SDK is set up: until then the provider is one of the API's own classes."""
     return not type(get_meter_provider()).__module__.startswith("opentelemetry.metrics")
+
+
+def _innermost(client: DataPlaneClient) -> DataPlaneClient:
+    """The client below what wraps it, which stands for its store."""
+    while isinstance(inner := getattr(client, "inner", None), DataPlaneClient):
+        client = inner
+    return client
 
 
 def _tells_bytes(client: DataPlaneClient) -> bool:
