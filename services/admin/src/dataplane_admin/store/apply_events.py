@@ -6,15 +6,15 @@ of a sample is worked out from the times told, not from the order in which they 
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any  # Any: values of rows
 
 from sqlalchemy import delete, select, tuple_
 
 from dataplane_admin.store.apply_runs import apply_runs
 from dataplane_admin.store.batch import Batch, LifecycleEvent
+from dataplane_admin.store.lives import EVENT_NAME
 from dataplane_admin.store.models import (
     EventModel,
     EventSampleModel,
@@ -22,6 +22,7 @@ from dataplane_admin.store.models import (
     PlaceModel,
     SampleModel,
 )
+from dataplane_admin.store.packed import pack_keys, unpack_keys
 from dataplane_admin.store.sample_life import SampleLife, mend
 from dataplane_admin.store.texts import HEAD_BYTES, storable
 from dataplane_admin.store.work import Work, in_groups
@@ -39,7 +40,8 @@ SAMPLE_BYTES = 30
 class _Place:
     id: int
     cleared_ns: int
-    changed: bool = False
+    wholes: list[int] = field(default_factory=list)
+    """When the whole partition was cleared, of the events that are being stored."""
 
 
 _PlaceKey = tuple[str, str]
@@ -79,27 +81,15 @@ def _store(work: Work, events: list[LifecycleEvent]) -> None:
             sample = samples[place.id, sample_id]
             sample.apply(event, place.cleared_ns)
             keys.append(sample.key)
-        if event.name == "cleared" and not keys and event.time_ns > place.cleared_ns:
-            place.cleared_ns = event.time_ns
-            place.changed = True
+        if event.name == "cleared" and not keys:
+            place.wholes.append(event.time_ns)
         rows.append(_event_row(event, event_id, place.id, keys, work.now_ns))
         named += [{"sample_key": key, "event_id": event_id} for key in dict.fromkeys(keys)]
         work.state.nbytes += len(event.record) + EVENT_BYTES + SAMPLE_BYTES * len(keys)
     work.add(EventModel, rows)
     work.add(EventSampleModel, named)
     work.state.events += len(rows)
-    work.change(
-        PlaceModel,
-        "id",
-        [
-            {"id": place.id, "cleared_ns": place.cleared_ns}
-            for place in places.values()
-            if place.changed
-        ],
-    )
-    for place in places.values():
-        if place.changed:
-            _tear(work, place, samples)
+    _clear_wholes(work, [place for place in places.values() if place.wholes], samples)
     mend(work, samples.values())
     _save_samples(work, samples)
     _track_waits(work, rows, [storable(event.process) for event in events])
@@ -169,20 +159,33 @@ def _life(row: Any) -> SampleLife:
     )
 
 
-def _tear(work: Work, place: _Place, samples: dict[_SampleKey, SampleLife]) -> None:
-    """Have those looked at again whose put after the clear of the whole was told before it."""
-    table = SampleModel.__table__
-    for row in work.connection.execute(
-        select(table).where(
-            SampleModel.place_id == place.id,
-            SampleModel.live_ns > place.cleared_ns,
-            SampleModel.put_ns <= place.cleared_ns,
+def _clear_wholes(
+    work: Work, places: Sequence[_Place], samples: dict[_SampleKey, SampleLife]
+) -> None:
+    """Whole partitions were cleared: have those looked at again that were put after it as well."""
+    for place in places:
+        puts = select(EventModel.keys).where(
+            EventModel.place_id == place.id,
+            EventModel.time_ns > min(place.wholes),
+            EVENT_NAME == "put",
         )
-    ):
-        samples.setdefault((place.id, row.head + row.tail), _life(row))
-    for sample in samples.values():
-        if sample.place_id == place.id:
-            sample.clear_whole(place.cleared_ns)
+        again = {key for packed in work.connection.scalars(puts) for key in unpack_keys(packed)}
+        known = {sample.key for sample in samples.values()}
+        before = select(SampleModel.__table__).where(
+            SampleModel.put_ns.between(1, max(place.wholes))
+        )
+        for some in in_groups(again - known):
+            for row in work.connection.execute(before.where(SampleModel.key.in_(some))):
+                samples[place.id, row.head + row.tail] = _life(row)
+        for sample in samples.values():
+            if sample.key in again:
+                sample.clear_whole(max(place.wholes))
+    changed = [
+        {"id": place.id, "cleared_ns": max(place.wholes)}
+        for place in places
+        if max(place.wholes) > place.cleared_ns
+    ]
+    work.change(PlaceModel, "id", changed)
 
 
 def _save_samples(work: Work, samples: dict[_SampleKey, SampleLife]) -> None:
@@ -262,13 +265,3 @@ def _track_waits(work: Work, rows: list[dict[str, Any]], processes: Sequence[str
             if wait not in over
         ],
     )
-
-
-def pack_keys(keys: Sequence[int]) -> bytes:
-    """Sample keys as `EventModel.keys` has them."""
-    return struct.pack(f"<{len(keys)}q", *keys)
-
-
-def unpack_keys(packed: bytes) -> tuple[int, ...]:
-    """The keys of `pack_keys`."""
-    return struct.unpack(f"<{len(packed) // 8}q", packed)

@@ -13,7 +13,6 @@ from typing import Any  # Any: rows
 
 from sqlalchemy import Connection, func, select
 
-from dataplane_admin.store.apply_events import unpack_keys
 from dataplane_admin.store.models import (
     EventModel,
     EventSampleModel,
@@ -23,6 +22,7 @@ from dataplane_admin.store.models import (
     SampleModel,
     SeriesModel,
 )
+from dataplane_admin.store.packed import unpack_keys
 from dataplane_admin.store.reader import EVENT_COLUMNS, Reader
 from dataplane_admin.store.rows import WaitRecords
 from dataplane_admin.store.texts import id_of_bytes

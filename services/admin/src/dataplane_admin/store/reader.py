@@ -11,10 +11,10 @@ from sqlalchemy import ColumnElement, Connection, Select, or_, select
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
-from dataplane_admin.store.apply_events import unpack_keys
 from dataplane_admin.store.engine import Database
 from dataplane_admin.store.errors import StoreUnavailable
 from dataplane_admin.store.models import ChunkModel, EventModel, SampleModel
+from dataplane_admin.store.packed import unpack_keys
 from dataplane_admin.store.texts import id_of_bytes
 from dataplane_admin.store.work import in_groups
 from observability.records import Event, Span, decode_logs, decode_traces

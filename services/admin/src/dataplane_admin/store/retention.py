@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from sqlalchemy import delete, exists, select
 
-from dataplane_admin.store.apply_events import EVENT_BYTES, SAMPLE_BYTES, unpack_keys
+from dataplane_admin.store.apply_events import EVENT_BYTES, SAMPLE_BYTES
 from dataplane_admin.store.engine import Database
 from dataplane_admin.store.models import (
     ChunkModel,
@@ -25,6 +25,7 @@ from dataplane_admin.store.models import (
     SeriesModel,
     TraceModel,
 )
+from dataplane_admin.store.packed import unpack_keys
 from dataplane_admin.store.work import State, Work, in_groups
 
 _TRACES_A_STEP = 16

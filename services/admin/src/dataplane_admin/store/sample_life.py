@@ -6,14 +6,13 @@ counts is the newest life that a put has begun.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from sqlalchemy import select
-
 from dataplane_admin.store.batch import LifecycleEvent
-from dataplane_admin.store.models import EventModel, EventSampleModel
-from dataplane_admin.store.work import Work, in_groups
+from dataplane_admin.store.lives import read_lives
+from dataplane_admin.store.work import Work
 
 
 @dataclass(slots=True)
@@ -45,16 +44,18 @@ class SampleLife:
     torn: bool = False
 
     def apply(self, event: LifecycleEvent, cleared_ns: int) -> None:
-        """One more event; ``cleared_ns`` is when the whole partition was cleared last."""
+        """One more event that names it.
+
+        Args:
+            event: a put, a clear, or any other.
+            cleared_ns: when the whole partition was cleared last, of what was committed before:
+                `clear_whole` says what else came.
+        """
         time_ns = event.time_ns
         if event.name == "put":
             self._put(event, max(self.gone_ns, cleared_ns))
         elif event.name == "cleared":
-            # Without a put between, both are of one life.
-            self.torn |= 0 < self.put_ns <= time_ns < self.last_ns
-            self.gone_ns = max(self.gone_ns, time_ns)
-            if self.live_ns <= self.gone_ns:
-                self.live_ns = 0
+            self._clear(time_ns)
         self.first_ns = min(self.first_ns, time_ns)
         self.last_ns = max(self.last_ns, time_ns)
 
@@ -62,58 +63,39 @@ class SampleLife:
         time_ns = event.time_ns
         if time_ns > self.gone_ns:
             self.live_ns = max(self.live_ns, time_ns)
-        of_last_life = self.put_ns <= ended_ns
-        if not self.put_ns or (time_ns > ended_ns and (of_last_life or time_ns < self.put_ns)):
+        goes_on = self.put_ns > ended_ns
+        if not self.put_ns or (time_ns > ended_ns and (not goes_on or time_ns < self.put_ns)):
             self.put_ns = time_ns
             self.weight_version = event.weight_version
-        elif time_ns <= ended_ns and of_last_life:
+        elif time_ns <= ended_ns and not goes_on:
+            # Which of the ends before the last one came between is not in the row.
             self.torn = True
 
+    def _clear(self, time_ns: int) -> None:
+        # Without a put after it, it ends the newest life and does not part it.
+        latest_put_ns = self.live_ns or self.gone_ns
+        self.torn |= 0 < self.put_ns <= time_ns < latest_put_ns
+        self.gone_ns = max(self.gone_ns, time_ns)
+        if self.live_ns <= self.gone_ns:
+            self.live_ns = 0
+
     def clear_whole(self, cleared_ns: int) -> None:
-        """The whole partition was cleared, and perhaps it was put again by then."""
-        self.torn |= 0 < self.put_ns <= cleared_ns < self.live_ns
+        """The whole partition was cleared up to then, and this was put again after a clear."""
+        self.torn |= 0 < self.put_ns <= cleared_ns
 
 
 def mend(work: Work, samples: Iterable[SampleLife]) -> None:
     """Look up, among the events that are stored, which put began the newest life."""
-    torn = {sample.key: sample for sample in samples if sample.torn}
-    if not torn:
-        return
-    puts: dict[int, list[tuple[int, int | None]]] = {}
-    clears: dict[int, list[int]] = {}
-    named = (
-        select(
-            EventSampleModel.sample_key,
-            EventModel.name,
-            EventModel.time_ns,
-            EventModel.weight_version,
-        )
-        .join(EventModel, EventModel.id == EventSampleModel.event_id)
-        .where(EventModel.name.in_(("put", "cleared")))
-        .order_by(EventModel.id)
-    )
-    for some in in_groups(torn):
-        for row in work.connection.execute(named.where(EventSampleModel.sample_key.in_(some))):
-            if row.name == "put":
-                puts.setdefault(row.sample_key, []).append((row.time_ns, row.weight_version))
-            else:
-                clears.setdefault(row.sample_key, []).append(row.time_ns)
-    wholes: dict[int, list[int]] = {}
-    for place_ids in in_groups({sample.place_id for sample in torn.values()}):
-        whole = select(EventModel.place_id, EventModel.time_ns).where(
-            EventModel.place_id.in_(place_ids),
-            EventModel.name == "cleared",
-            EventModel.keys == b"",
-        )
-        for place_id, time_ns in work.connection.execute(whole):
-            wholes.setdefault(place_id, []).append(time_ns)
-    for key, sample in torn.items():
-        sample.torn = False
-        told = puts.get(key)
-        if told:
-            newest_ns = max(time_ns for time_ns, _ in told)
-            ends = [*clears.get(key, ()), *wholes.get(sample.place_id, ())]
-            ended_ns = max((one for one in ends if one < newest_ns), default=-1)
-            sample.put_ns, sample.weight_version = min(
-                (one for one in told if one[0] > ended_ns), key=lambda one: one[0]
-            )
+    torn: dict[int, dict[int, SampleLife]] = defaultdict(dict)
+    for sample in samples:
+        if sample.torn:
+            torn[sample.place_id][sample.key] = sample
+    for place_id, those in torn.items():
+        wanted = {key: (sample.first_ns, sample.last_ns) for key, sample in those.items()}
+        until_ns = max(last_ns for _, last_ns in wanted.values())
+        lives = read_lives(work.connection, place_id, wanted, until_ns=until_ns)
+        for key, sample in those.items():
+            sample.torn = False
+            if lives[key]:
+                newest = lives[key][0]
+                sample.put_ns, sample.weight_version = newest.began_ns, newest.weight_version

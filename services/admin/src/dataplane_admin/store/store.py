@@ -220,12 +220,16 @@ class Store:
     def staleness(self, run_id: str, steps: int = 20) -> StalenessRow:
         """How stale the samples were that the newest so many steps of a run trained on.
 
-        The newest steps come first, and none after a quarter of a million samples.
+        The newest steps come first, and none after a quarter of a million samples; of a run that
+        tells no steps the newest events.
         """
         return read_staleness(self._reader, run_id, steps)
 
     def trace_staleness(self, trace_id: str) -> StalenessRow:
-        """How stale the samples were that a trace trained on, wherever they were put."""
+        """How stale the samples were that a trace trained on, wherever they were put.
+
+        Of more than a quarter of a million samples it is that of the ones told of last.
+        """
         return read_trace_staleness(self._reader, trace_id)
 
     def events_since(self, event_id: int, limit: int = 100) -> list[EventRow]:
