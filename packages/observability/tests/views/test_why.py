@@ -156,6 +156,14 @@ def test_a_wait_that_its_process_tells_once_is_not_marked_unless_it_promised_mor
     assert (promised.process, promised.silent_s) == (POLICIES[1], 994.0)
 
 
+@pytest.mark.parametrize(("after_s", "silent_s"), [(300.0, 0.0), (199.0, 200.0)])
+def test_for_how_long_a_wait_may_be_silent_is_the_callers_choice(after_s, silent_s):
+    tell = Teller()
+    waiting(tell, POLICIES[1], 6, again_s=30.0)
+    (wait,) = why(tell.records, ns(206), silent_after_s=after_s)
+    assert wait.silent_s == silent_s
+
+
 def test_a_call_that_waits_says_what_it_is_to_write():
     tell = stuck(put=4)
     tell.event(

@@ -26,9 +26,11 @@ class Settings:
         ray_address: of the Ray cluster on which the data plane runs; None shows history only.
         poll_s: seconds between two looks into the data plane.
         ask_s: seconds that one drill-down into the data plane may take.
-        stuck_after_s: age in seconds from which unclaimed samples and claims count as stuck.
-        silent_after_s: for how long in seconds nothing was heard of a process, while it sends
-            metrics, until what it waited for is shown apart. Processes send them every minute.
+        stuck_after_s: age in seconds from which unclaimed samples and claims are shown, and before
+            which nothing counts as stuck.
+        silent_after_s: for how long in seconds nothing was heard of a process that sends metrics or
+            tells its waits again, until what it waited for is shown apart. Processes send metrics
+            every minute.
         most_subscribers: connections that may wait for live updates at a time.
         jaeger_url: base of Jaeger's pages, to link traces to.
         tempo_url: where a trace can be looked at in Tempo or Grafana, with ``{trace_id}`` in it;

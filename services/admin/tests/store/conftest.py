@@ -171,6 +171,7 @@ class Otlp:
     """Makes requests, and the batches that ingest makes of them. Times are seconds of a run."""
 
     limits = Limits()
+    start_ns = START_NS
 
     def trace(
         self,

@@ -141,9 +141,7 @@ def test_the_views_show_from_the_store_what_they_show_from_memory(store):
     for sample_id in ("s0-0", "s2-3"):
         assert life_of(sample_id, store.sample_records(sample_id)) == life_of(sample_id, told)
     waits = why(told, NEVER_NS)
-    assert [str(one) for one in why(store.wait_records(NEVER_NS), NEVER_NS)] == [
-        str(one) for one in waits
-    ]
+    assert [str(one) for one in why(store.wait_records(), NEVER_NS)] == [str(one) for one in waits]
     assert len(waits) == 1
     # By its metrics a process is known to go on while it waits.
     assert {row.process for row in store.series()} == {unique_label(waits[0].process)}

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from dataplane_admin.answers import waits as answers
 from dataplane_admin.ingest.events import batch_of_logs
 from dataplane_admin.store import Batch, SeriesPoint, Store, read_waits
 from observability.records import Records, decode_logs
@@ -59,11 +60,10 @@ def test_why_it_is_stuck_is_what_the_views_make_of_everything(store, otlp, order
     if order == "by_process":  # each exports in its own batches
         logs.sort(key=lambda one: one.resource_logs[0].resource.attributes[0].value.string_value)
     write(store, *(batch_of_logs(data, otlp.limits) for data in logs))
-    found = store.wait_records(NEVER_NS)
+    found = store.wait_records()
     assert waits(found) == waits(everything) != []
     # Steps that are over are not read.
     assert len(found.events) < len(everything.events) / 2
-    assert waits(store.wait_records(0)) == []
 
 
 def test_why_reads_of_a_partition_in_use_for_long_only_what_is_there(store, otlp, monkeypatch):
@@ -85,7 +85,7 @@ def test_why_reads_of_a_partition_in_use_for_long_only_what_is_there(store, otlp
     monkeypatch.setattr(
         read_waits, "_of_ids", lambda *asked: read.extend(asked[2]) or of_ids(*asked)
     )
-    found = store.wait_records(NEVER_NS)
+    found = store.wait_records()
     assert len(read) == 2, "the wait and the put of the straggler"
     assert (
         waits(found) == waits(everything) == [("grpo.driver", "train", (1, 1, 1_000 - 161, 0), [])]
@@ -130,6 +130,9 @@ def test_whatever_happened_why_is_what_the_views_make_of_everything(
         elif name == "put":
             logs.append(otlp.log(name, ids, fields=[field], **told))
             put.update(ids)
+        elif name == "claimed":
+            # Perhaps told before the put that it got, which tells when it returns.
+            logs.append(otlp.log(name, ids, **told))
         elif name == "whole":
             logs.append(otlp.log("cleared", **told))
             lives = [life + 1 for life in lives]
@@ -151,7 +154,7 @@ def test_whatever_happened_why_is_what_the_views_make_of_everything(
     write(shared, *(batch_of_logs(data, otlp.limits) for data in logs))
     before, read_waits._FEW_EVENTS = read_waits._FEW_EVENTS, few
     try:
-        found = [one for one in why(shared.wait_records(NEVER_NS), NEVER_NS) if one.run_id == run]
+        found = [one for one in why(shared.wait_records(), NEVER_NS) if one.run_id == run]
     finally:
         read_waits._FEW_EVENTS = before
         ends = [otlp.event("answered", wait=one + run, run=run) for one in ("train", "other")]
@@ -166,7 +169,7 @@ def test_a_wait_is_over_even_if_its_end_arrives_first(store, otlp):
         otlp.event("waiting", at_s=1, wait="w", partition=None),
         otlp.event("waiting", at_s=1, wait="w", partition=None, service="another"),
     )
-    assert [one[0] for one in waits(store.wait_records(NEVER_NS))] == ["another"]
+    assert [one[0] for one in waits(store.wait_records())] == ["another"]
 
 
 def test_of_a_wait_that_is_told_again_the_newest_telling_is_read_and_its_end_ends_it(
@@ -180,7 +183,7 @@ def test_of_a_wait_that_is_told_again_the_newest_telling_is_read_and_its_end_end
 
     write(store, told(1), told(31))
     write(store, told(61), wait_of(otlp, "another", at_s=2))
-    records = store.wait_records(NEVER_NS)
+    records = store.wait_records()
     told_by = [(one.process.service, one.time_ns) for one in records.events]
     assert sorted(told_by) == [("another", at_ns(2)), ("driver", at_ns(61))]
     first = why(records, at_ns(62))[0]
@@ -188,7 +191,24 @@ def test_of_a_wait_that_is_told_again_the_newest_telling_is_read_and_its_end_end
     [wait] = [one for one in why(records, at_ns(361)) if one.process.service == "driver"]
     assert wait.silent_s == 300
     write(store, otlp.event("claimed", ["a"], at_s=70, wait="w", task="train", service="driver"))
-    assert [one[0] for one in waits(store.wait_records(NEVER_NS))] == ["another"]
+    assert [one[0] for one in waits(store.wait_records())] == ["another"]
+
+
+@pytest.mark.parametrize("few", [0, 2_000])
+def test_a_claim_told_before_the_put_that_it_got_counts(store, otlp, monkeypatch, few):
+    monkeypatch.setattr(read_waits, "_FEW_EVENTS", few)
+    logs = [
+        otlp.log("registered", samples=8, tasks=["train"]),
+        otlp.log("claimed", ["a", "b"], at_s=2.999, task="train", fields=["x"]),
+        otlp.log("put", ["a", "b"], at_s=3, fields=["x"], service="rollout"),
+        otlp.log("cleared", ["a"], at_s=4),
+        otlp.log("claimed", ["a"], at_s=4.9, task="train", fields=["x"]),
+        otlp.log("put", ["a"], at_s=5, fields=["x"], service="rollout"),
+        otlp.log("waiting", at_s=6, wait="w", task="train", fields=["x"]),
+    ]
+    write(store, *(batch_of_logs(data, otlp.limits) for data in logs))
+    [(_, _, (there, ready, _, claimed), _)] = waits(store.wait_records())
+    assert (there, ready, claimed) == (2, 0, 2)
 
 
 def test_a_whole_partition_that_was_cleared_holds_nothing(store, otlp):
@@ -199,7 +219,7 @@ def test_a_whole_partition_that_was_cleared_holds_nothing(store, otlp):
         otlp.event("put", ["c"], at_s=3, fields=["x"]),
         otlp.event("waiting", at_s=4, wait="w", task="train", fields=["x", "y"]),
     )
-    assert waits(store.wait_records(NEVER_NS)) == [
+    assert waits(store.wait_records()) == [
         ("grpo.driver", "train", (1, 0, 0, 0), [("y", 1, ("c",))])
     ]
 
@@ -246,7 +266,7 @@ def wait_of(otlp, service, run="run", **facts):
 
 
 def silent(store):
-    return {process for process, _ in store.wait_records(NEVER_NS, silent_after_s=300).silent}
+    return {process for process, _ in store.wait_records(silent_after_s=300).silent}
 
 
 def test_who_waits_and_sends_metrics_goes_on_and_who_stopped_sending_them_is_silent(
@@ -272,6 +292,70 @@ def test_without_metrics_a_run_that_waits_is_silent_once_another_was_told_of_muc
     assert silent(store) == {"driver"}
 
 
+def wait_now(otlp, *, clock_s=0.0, ago_s=60.0, **facts):
+    """Told now by a host whose clock is ahead by so much."""
+    now_ns = time.time_ns() + int(clock_s * 1e9)
+    told = {"at_s": (now_ns - otlp.start_ns) / 1e9, "since_ns": now_ns - int(ago_s * 1e9)}
+    return wait_of(otlp, facts.pop("service", "driver"), **(told | facts))
+
+
+def shown(store, **asked):
+    """Of each wait how long it is and how long nothing was heard of it, in whole seconds."""
+    asked.setdefault("silent_after_s", 300.0)
+    return [
+        (round(one.seconds), None if one.silent_s is None else round(one.silent_s))
+        for one in answers.waits(store, None, **asked)
+    ]
+
+
+@pytest.mark.parametrize(("clock_s", "seconds"), [(50, 10), (3_600, 0), (-130, 190)])
+def test_a_wait_of_a_host_whose_clock_is_wrong_is_shown_as_going_on(store, otlp, clock_s, seconds):
+    write(store, wait_now(otlp, clock_s=clock_s, again_s=30))
+    [(found, silent_s)] = shown(store)
+    assert abs(found - seconds) <= 5
+    assert silent_s is None
+
+
+@pytest.mark.parametrize("clock_s", [0, 3_600, -3_600])
+def test_a_wait_that_is_not_told_again_is_gone_by_the_services_clock(
+    store, otlp, monkeypatch, clock_s
+):
+    write(store, wait_now(otlp, clock_s=clock_s, again_s=30))
+    later(monkeypatch, 200)
+    assert shown(store)[0][1] is None
+    [(_, silent_s)] = shown(store, silent_after_s=150)
+    assert 200 <= silent_s <= 210
+    later(monkeypatch, 200)
+    assert shown(store)[0][1] >= 400
+    write(store, wait_now(otlp, clock_s=clock_s, again_s=30))
+    assert shown(store)[0][1] is None
+
+
+def test_metrics_of_a_process_tell_that_its_wait_goes_on(store, otlp, monkeypatch):
+    write(store, wait_now(otlp, again_s=30), point("driver"))
+    later(monkeypatch, 400)
+    assert shown(store)[0][1] is not None
+    write(store, point("driver"))
+    assert shown(store)[0][1] is None
+    assert "not heard of" not in answers.waits(store, None, silent_after_s=300)[0].sentence
+
+
+def test_of_one_run_its_waits_are_read_however_much_another_one_waits(store, otlp):
+    write(store, wait_now(otlp, run="small"))
+    write(store, *(wait_now(otlp, run="big", service=f"rollout {rank}") for rank in range(220)))
+    assert len(shown(store, run="small")) == 1
+    assert len(shown(store, run="big")) == 100
+    assert shown(store, run="another") == []
+
+
+def test_a_run_is_found_by_its_own_id_and_by_the_one_that_is_listed(store, otlp):
+    run = "team/" + "x" * 600
+    write(store, wait_now(otlp, run=run))
+    [listed] = [one.run_id for one in store.runs()]
+    assert listed != run
+    assert len(shown(store, run=run)) == len(shown(store, run=listed)) == 1
+
+
 def test_waits_of_killed_processes_never_push_out_those_of_processes_that_go_on(
     store, otlp, monkeypatch
 ):
@@ -280,6 +364,6 @@ def test_waits_of_killed_processes_never_push_out_those_of_processes_that_go_on(
     write(store, *(point(f"killed {rank}") for rank in range(250)))
     later(monkeypatch, 7_200)
     write(store, point("alive"))
-    told = {one.process.service for one in store.wait_records(NEVER_NS).events}
+    told = {one.process.service for one in store.wait_records().events}
     assert "alive" in told
     assert len(told) == 200

@@ -51,7 +51,7 @@ class Wait:
         since_ns: when it began, in nanoseconds since 1970.
         seconds: how long it has waited.
         silent_s: how long nothing has been heard of it, where it would be told again by a process
-            that is alive; 0 if that is two minutes or less.
+            that is alive; 0 if that is no longer than `why` was to bear.
         run_id: ``rl.run_id``, empty if not told.
         step: ``rl.step``, None if not told.
         partition: where the samples are; empty if the wait is about none.
@@ -131,7 +131,11 @@ class Wait:
 
 
 def why(
-    records: Records, now_ns: int, live: Iterable[PartitionSummary] | None = None
+    records: Records,
+    now_ns: int,
+    live: Iterable[PartitionSummary] | None = None,
+    *,
+    silent_after_s: float = _SILENT_S,
 ) -> list[Wait]:
     """The waits that have not ended, the longest first, those whose process is probably gone last.
 
@@ -143,6 +147,9 @@ def why(
             run that told something last; examples stay the folded ones. How many samples are
             ready is exact unless several fields are lacking; then it is the folded number, kept
             within what the live numbers allow.
+        silent_after_s: for how long a wait that would be told again was not told when its process
+            counts as gone, by the tellers' clocks. Infinity for who knows better when something
+            was heard.
     """
     events = sorted(distinct_events(records.events), key=lambda event: event.time_ns)
     folds: dict[tuple[str, str], _Partition] = {}
@@ -170,7 +177,8 @@ def why(
     for key, event in waiting.items():
         if key in ended:
             continue
-        wait = replace(_told(event, now_ns), silent_s=_silent_s(event, heard[key], now_ns))
+        silent_s = _silent_s(event, heard[key], now_ns, silent_after_s)
+        wait = replace(_told(event, now_ns), silent_s=silent_s)
         fold = folds.get((wait.run_id, wait.partition))
         if fold is not None:
             wait = fold.about(wait, event.sample_ids)
@@ -180,11 +188,11 @@ def why(
     return sorted(found, key=lambda wait: (wait.silent_s > 0, wait.since_ns))
 
 
-def _silent_s(first: Event, last: Event, now_ns: int) -> float:
+def _silent_s(first: Event, last: Event, now_ns: int, after_s: float) -> float:
     """`Wait.silent_s` of a wait that was told by these first and last."""
     again = "dataplane.again_s" in first.attributes or last.time_ns > first.time_ns
     seconds = (now_ns - last.time_ns) / 1e9
-    return seconds if again and seconds > _SILENT_S else 0.0
+    return seconds if again and seconds > after_s else 0.0
 
 
 class _Partition:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable, Mapping
 
@@ -28,9 +29,11 @@ def waits(
     """
     now_ns = time.time_ns()
     snapshot = None if live is None or not live.snapshot.attached else live.snapshot
-    records = store.wait_records(now_ns, silent_after_s=silent_after_s)
-    told = why(records, now_ns, snapshot.partitions if snapshot else None)
-    found = [_wait(one, records.silent, now_ns) for one in told if run in (None, one.run_id)]
+    records = store.wait_records(run_id=run, silent_after_s=silent_after_s)
+    partitions = snapshot.partitions if snapshot else None
+    # The store knows when it received what was told, and metrics as well.
+    told = why(records, now_ns, partitions, silent_after_s=math.inf)
+    found = [_wait(one, records.silent, now_ns) for one in told]
     known = {(one.partition, one.task) for one in found if one.silent_s is None}
     for stuck in snapshot.stuck if snapshot and run is None else ():
         # A task that says itself that it waits has said it better.
@@ -41,9 +44,9 @@ def waits(
 
 def _wait(wait: Wait, silent: Mapping[tuple[str, str], int], now_ns: int) -> models.Wait:
     examples = dict.fromkeys(one for lack in wait.lacks.values() for one in lack.examples)
-    sentence, silent_s = str(wait), wait.silent_s or None
+    sentence, silent_s = str(wait), None
     heard_ns = silent.get((storable(unique_label(wait.process)), storable(wait.run_id)))
-    if silent_s is None and heard_ns is not None:
+    if heard_ns is not None:
         silent_s = max(0, now_ns - heard_ns) / 1e9
         sentence = f"{wait}; nothing has been heard of it for {_about(silent_s)}"
     return models.Wait(

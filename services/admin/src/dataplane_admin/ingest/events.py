@@ -34,7 +34,8 @@ _PARTITION = "dataplane.partition"
 _TASK = "dataplane.task"
 _SAMPLES = "dataplane.samples"
 _WAIT = "dataplane.wait"
-_TOLD = frozenset({RUN_ID, STEP, WEIGHT_VERSION, _PARTITION, _TASK, _SAMPLES, _WAIT})
+_AGAIN = "dataplane.again_s"
+_TOLD = frozenset({RUN_ID, STEP, WEIGHT_VERSION, _PARTITION, _TASK, _SAMPLES, _WAIT, _AGAIN})
 _NOTHING = AnyValue()
 
 
@@ -123,6 +124,7 @@ def _event(
         span_id=record.span_id or None,
         wait=_digest_of_wait(process, wait) if wait else None,
         process=unique_label(process),
+        again=_AGAIN in told,
     )
 
 

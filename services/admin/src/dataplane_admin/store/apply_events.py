@@ -92,7 +92,7 @@ def _store(work: Work, events: list[LifecycleEvent]) -> None:
     _clear_wholes(work, [place for place in places.values() if place.wholes], samples)
     mend(work, samples.values())
     _save_samples(work, samples)
-    _track_waits(work, rows, [storable(event.process) for event in events])
+    _track_waits(work, rows, events)
     apply_runs(work, ((storable(event.run_id), event.time_ns, event.time_ns) for event in events))
 
 
@@ -233,14 +233,13 @@ def _event_row(
     }
 
 
-def _track_waits(work: Work, rows: list[dict[str, Any]], processes: Sequence[str]) -> None:
-    """End the waits that are over and keep of the others the newest telling; ``processes`` told the
-    rows."""
+def _track_waits(work: Work, rows: list[dict[str, Any]], events: Sequence[LifecycleEvent]) -> None:
+    """End the waits that are over and keep of the others the newest telling."""
     ended = {row["wait"] for row in rows if row["wait"] and row["name"] in ENDS}
     newest = {
         # Without a name nothing can end it, and it is told once.
-        row["wait"] or row["digest"]: (row, process)
-        for row, process in zip(rows, processes, strict=True)
+        row["wait"] or row["digest"]: (row, event)
+        for row, event in zip(rows, events, strict=True)
         if row["name"] == "waiting"
     }
     for some in in_groups(ended | newest.keys()):
@@ -259,9 +258,10 @@ def _track_waits(work: Work, rows: list[dict[str, Any]], processes: Sequence[str
                 "event_id": row["id"],
                 "wait": wait,
                 "place_id": row["place_id"],
-                "process": process,
+                "process": storable(event.process),
+                "again": event.again,
             }
-            for wait, (row, process) in newest.items()
+            for wait, (row, event) in newest.items()
             if wait not in over
         ],
     )

@@ -67,6 +67,7 @@ class LifecycleEvent:
         span_id: 8 bytes or None.
         wait: digest of process and name of the wait that it begins or ends; else None.
         process: label of who told, as `SeriesPoint.process`.
+        again: of a wait, whether it is told again while it lasts.
     """
 
     digest: bytes
@@ -84,6 +85,7 @@ class LifecycleEvent:
     span_id: bytes | None
     wait: bytes | None
     process: str
+    again: bool
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ from sqlalchemy import (
     LargeBinary,
     MetaData,
     Text,
+    false,
 )
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
@@ -210,7 +211,7 @@ class EventSampleModel(Base):
 
 class OpenWaitModel(Base):
     """A wait that was told of and has not ended; ``process`` is the label of who waits, empty of
-    waits told before it was kept."""
+    waits told before it was kept. ``again``: who waits tells of it again while it lasts."""
 
     __tablename__ = "open_waits"
     __table_args__ = (Index(None, "wait"),)
@@ -219,6 +220,7 @@ class OpenWaitModel(Base):
     wait: Mapped[bytes]
     place_id: Mapped[int]
     process: Mapped[str] = mapped_column(server_default="")
+    again: Mapped[bool] = mapped_column(server_default=false())
 
 
 class SeriesModel(Base):

@@ -1,7 +1,11 @@
 """Waits that have not ended, and what `observability.views.why` needs to know of their partitions.
 
-Of a partition that is the newest declaration and what was done to the samples that are there now:
-how much is read does not depend on how long the partition has been in use.
+Of a partition that is the newest declaration and what was done to the samples that are there now.
+How much is read does not depend on how long the partition has been in use, but on how many samples
+there are and how many were cleared by name since the declaration.
+
+Whether a process goes on is judged by when this service received what it told, since clocks of
+hosts disagree.
 """
 
 from __future__ import annotations
@@ -25,7 +29,7 @@ from dataplane_admin.store.models import (
 from dataplane_admin.store.packed import unpack_keys
 from dataplane_admin.store.reader import EVENT_COLUMNS, Reader
 from dataplane_admin.store.rows import WaitRecords
-from dataplane_admin.store.texts import id_of_bytes
+from dataplane_admin.store.texts import id_of_bytes, storable
 from dataplane_admin.store.work import in_groups
 from observability.records import Event, decode_logs
 
@@ -41,22 +45,24 @@ _SAMPLES = "dataplane.samples"
 _WITHDRAWN = "dataplane.withdrawn"
 
 
-def read_wait_records(reader: Reader, now_ns: int, silent_after_s: float) -> WaitRecords:
+def read_wait_records(reader: Reader, run_id: str | None, silent_after_s: float) -> WaitRecords:
     """Of `Store.wait_records`."""
     open_waits = (
         select(
             OpenWaitModel.event_id,
             OpenWaitModel.place_id,
             OpenWaitModel.process,
+            OpenWaitModel.again,
             PlaceModel.run_id,
             EventModel.received_ns,
         )
         .join(PlaceModel, PlaceModel.id == OpenWaitModel.place_id)
         .join(EventModel, EventModel.id == OpenWaitModel.event_id)
-        .where(EventModel.time_ns <= now_ns)
         .order_by(OpenWaitModel.event_id.desc())
         .limit(_MOST_OPEN)
     )
+    if run_id is not None:
+        open_waits = open_waits.where(PlaceModel.run_id == storable(run_id))
     newest = select(*EVENT_COLUMNS).order_by(EventModel.id.desc()).limit(1)
     with reader.connect() as connection:
         waits = connection.execute(open_waits).all()
@@ -86,8 +92,9 @@ def _silent(
 ) -> dict[tuple[str, str], int]:
     """Of each process and run that wait and were not heard of for so long, when they last were.
 
-    A process that sends metrics sends them as well while it waits. Of one that sends none silence
-    says nothing by itself: its run has ended if others were heard of that much later.
+    A process that sends metrics sends them as well while it waits, and one may have said that it
+    tells of its wait again. Of one that does neither silence says nothing by itself: its run has
+    ended if others were heard of that much later.
     """
     metrics = {
         row.process: row.heard_ns
@@ -104,14 +111,18 @@ def _silent(
     }
     newest_ns = max(told.values(), default=0)
     heard: dict[tuple[str, str], int] = {}
+    again: set[tuple[str, str]] = set()
     for row in waits:
         who = (row.process, row.run_id)
         heard[who] = max(row.received_ns, heard.get(who, 0))
+        if row.again:
+            again.add(who)
     silent = {}
     for (process, run_id), waited_ns in heard.items():
-        by_metrics = process in metrics
-        now_ns = time.time_ns() if by_metrics else newest_ns
-        last_ns = max(waited_ns, metrics[process] if by_metrics else told.get(run_id, 0))
+        if process in metrics or (process, run_id) in again:
+            now_ns, last_ns = time.time_ns(), max(waited_ns, metrics.get(process, 0))
+        else:
+            now_ns, last_ns = newest_ns, max(waited_ns, told.get(run_id, 0))
         if now_ns - last_ns > after_ns:
             silent[process, run_id] = last_ns
     return silent
@@ -123,22 +134,21 @@ def _shape(reader: Reader, connection: Connection, place_id: int, cleared_ns: in
         SampleModel.key,
         SampleModel.head,
         SampleModel.tail,
-        SampleModel.put_ns,
+        SampleModel.first_ns,
         SampleModel.gone_ns,
     ).where(SampleModel.place_id == place_id, SampleModel.live_ns > max(0, cleared_ns))
-    began: dict[str, int] = {}
+    ended: dict[str, int] = {}
     keys: list[int] = []
-    first_ns = 0
+    since_ns = 1 << 62
     for row in connection.execute(there):
-        after_ns = max(row.gone_ns, cleared_ns)
-        began[id_of_bytes(row.head + row.tail)] = after_ns
+        ended_ns = max(row.gone_ns, cleared_ns)
+        ended[id_of_bytes(row.head + row.tail)] = ended_ns
         keys.append(row.key)
-        # What was put before the sample was cleared is none of its.
-        put_ns = row.put_ns if row.put_ns > after_ns else after_ns
-        first_ns = min(first_ns or put_ns, put_ns)
+        # Not since its put: a put is told when it returns, and who is quick has claimed it by then.
+        since_ns = min(since_ns, max(ended_ns, row.first_ns))
     events = _declaration(reader, connection, place_id, cleared_ns)
     if keys:
-        events += _about(_told_of(reader, connection, place_id, keys, first_ns), began)
+        events += _about(_told_of(reader, connection, place_id, keys, since_ns), ended)
     return events
 
 
@@ -198,16 +208,19 @@ def _told_of(
     reader: Reader, connection: Connection, place_id: int, keys: Sequence[int], since_ns: int
 ) -> list[Event]:
     """The events that shape samples, and perhaps others of that time."""
-    since = (
-        EventModel.place_id == place_id,
-        EventModel.time_ns >= since_ns,
-        EventModel.name.in_(_SHAPING),
+    since = (EventModel.time_ns >= since_ns, EventModel.name.in_(_SHAPING))
+    few = (
+        select(EventModel.id).where(EventModel.place_id == place_id, *since).limit(_FEW_EVENTS + 1)
     )
-    few = select(EventModel.id).where(*since).limit(_FEW_EVENTS + 1)
     ids = list(connection.scalars(few))
     if len(ids) > _FEW_EVENTS:
         # A sample that has been there since long ago must not bring along all that came after it.
-        named = select(EventSampleModel.event_id).distinct()
+        named = (
+            select(EventSampleModel.event_id)
+            .join(EventModel, EventModel.id == EventSampleModel.event_id)
+            .where(*since)
+            .distinct()
+        )
         ids = sorted(
             {
                 event_id
@@ -217,15 +230,15 @@ def _told_of(
                 )
             }
         )
-    return [one for one in _of_ids(reader, connection, ids) if one.name in _SHAPING]
+    return _of_ids(reader, connection, ids)
 
 
-def _about(events: Iterable[Event], began: Mapping[str, int]) -> list[Event]:
+def _about(events: Iterable[Event], ended: Mapping[str, int]) -> list[Event]:
     """The events with only the samples that are there, each since its latest clear."""
     cut = []
     for event in events:
         never = event.time_ns
-        ids = tuple([one for one in event.sample_ids if began.get(one, never) < event.time_ns])
+        ids = tuple([one for one in event.sample_ids if ended.get(one, never) < event.time_ns])
         if ids:
             cut.append(replace(event, sample_ids=ids))
     return cut

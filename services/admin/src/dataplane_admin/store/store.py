@@ -190,16 +190,18 @@ class Store:
         """The samples whose ids begin so, by id; ``after`` the cursor of the last one seen."""
         return read_samples(self._reader, prefix, limit, after)
 
-    def wait_records(self, now_ns: int, *, silent_after_s: float = 300.0) -> WaitRecords:
+    def wait_records(
+        self, *, run_id: str | None = None, silent_after_s: float = 300.0
+    ) -> WaitRecords:
         """What `observability.views.why` needs: waits that have not ended, and their partitions.
 
         At most 200 waits: those of processes that go on before others, then the newest.
 
         Args:
-            now_ns: waits told of later, in nanoseconds since 1970, are left out.
+            run_id: only what this run waits for; None for all.
             silent_after_s: for how long nothing was heard of a process that counts as silent.
         """
-        return read_wait_records(self._reader, now_ns, silent_after_s)
+        return read_wait_records(self._reader, run_id, silent_after_s)
 
     def newest_claims(self, event_id: int, most: int) -> tuple[list[Event], int]:
         """The newest claim, or wait for one, of each partition and task, and the newest event.
