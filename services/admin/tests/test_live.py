@@ -16,6 +16,7 @@ from tensordict import TensorDict
 from dataplane_admin.live import AskedTooLong, Given, Live, NotAttached, OnRay, Scan, TooManyAsk
 from dataplane_admin.live.connect import one_line
 from dataplane_admin.live.scan import SHARE, Scanner
+from dataplane_admin.live.stuck import MOST, find_stuck
 from dataplane_admin.live.trend import POLLS, Trends
 from dataplane_core import InMemoryDataPlaneClient, PartitionSummary, TaskSummary, UnavailableError
 
@@ -206,6 +207,25 @@ def test_a_task_that_reads_by_key_has_no_backlog_and_one_that_claimed_before_has
     until(lambda one: one.partitions[0].tasks[0].oldest_unclaimed_s > 0.5, live)
     assert {one.name for one in looked} == {"by_key", "claims"}
     assert {one.task for one in live.snapshot.stuck} == {"claims"}
+
+
+def test_who_claims_is_asked_of_the_oldest_and_of_no_more_than_are_told(plane):
+    for number in range(MOST + 10):
+        plane.register_partition(f"p{number}", ["a"], 8, ["by_key", "t"])
+        put(plane, ["s0"], "a", partition=f"p{number}")
+    summaries = plane.list_partitions()
+    trends = Trends()
+    for second in range(2):
+        told = trends.add(second * 1_000_000_000, summaries)
+    asked = []
+
+    def has_claimed(partition, task):
+        asked.append((partition, task))
+        return task == "t"
+
+    found = find_stuck(plane, summaries, told, {}, 0.0, has_claimed)
+    assert [one.task for one in found] == ["t"] * MOST
+    assert len(asked) <= 2 * MOST
 
 
 def test_closing_ends_the_thread(plane):

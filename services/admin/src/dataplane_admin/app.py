@@ -18,6 +18,7 @@ from dataplane_admin import api, ingest, pages
 from dataplane_admin.access import AccessMiddleware
 from dataplane_admin.answers import Answers
 from dataplane_admin.answers.answers import NAME
+from dataplane_admin.answers.claimants import Claimants
 from dataplane_admin.body_limit import BodyLimitMiddleware
 from dataplane_admin.csrf import CsrfMiddleware
 from dataplane_admin.host import HostAllowListMiddleware, canonical_host
@@ -113,9 +114,11 @@ def _live(settings: Settings, inspector: DataPlaneInspector | None, store: Store
     else:
         return None
 
+    claimants = Claimants(store)
+
     def has_claimed(partition: str, task: str) -> bool:
         with contextlib.suppress(StoreUnavailable):
-            return store.has_claimed(partition, task)
+            return claimants.has_claimed(partition, task)
         return False
 
     return Live(

@@ -243,10 +243,18 @@ def test_the_first_put_counts_whatever_order_events_arrive_in(store, otlp):
 
 
 def test_a_task_is_known_to_claim_from_its_events(store, otlp):
-    write(store, otlp.event("claimed", ["a"], task="t", fields=["x"]))
-    assert store.has_claimed("train", "t")
-    assert not store.has_claimed("train", "other")
-    assert not store.has_claimed("other", "t")
+    write(
+        store,
+        otlp.event("claimed", ["a"], task="t", fields=["x"]),
+        otlp.event("claimed", ["a"], task="t", fields=["x"], run="another"),
+        otlp.event("waiting", wait="w", task="waits", fields=["x"]),
+    )
+    assert store.claimants("train") == {"t"}
+    assert store.claimants("other") == set()
+    claims, read_to, complete = store.newest_claimants(0, 100)
+    assert (claims, complete) == ({("train", "t")}, True)
+    assert store.newest_claimants(read_to, 100) == (set(), read_to, True)
+    assert store.newest_claimants(0, 1) == (set(), read_to, False)
 
 
 def fields_of(claims):
@@ -320,7 +328,8 @@ def test_no_answer_reads_events_samples_or_chunks_from_end_to_end(tmp_path, otlp
         store.find_samples("a", 5)
         store.find_samples("", 5, ("a", 1))
         store.wait_records()
-        store.has_claimed("train", "t")
+        store.claimants("train")
+        store.newest_claimants(1, 5)
         store.newest_claims(1, 5)
         store.staleness("run")
         store.trace_staleness(trace_id.hex())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 import numpy.typing as npt
@@ -63,21 +64,29 @@ def find_stuck(
     A task that reads by key never claims, so that its samples are unclaimed says nothing. What
     claims is known from the polls, or by ``has_claimed`` of a partition and a task.
     """
-    found = []
+    signs: list[Stuck] = []
+    sure: set[tuple[str, str]] = set()
     for partition in partitions:
         trend = trends.get(partition.partition_id, Trend())
         scan = scans.get(partition.partition_id)
+        sure.update((partition.partition_id, task) for task in trend.claiming)
         for task in partition.tasks:
             backlog = _backlog(partition, task, trend, scan, after_s)
-            if backlog is not None and (
-                task.name in trend.claiming or has_claimed(partition.partition_id, task.name)
-            ):
-                found.append(backlog)
+            if backlog is not None:
+                signs.append(backlog)
             claim = task.oldest_claim
             if claim is not None and claim.age_s >= after_s:
-                found.append(_held(partition, task, claim))
-    found.sort(key=lambda one: -one.seconds)
-    return tuple(_with_examples(inspector, one, scans) for one in found[:MOST])
+                signs.append(_held(partition, task, claim))
+    signs.sort(key=lambda one: -one.seconds)
+    # Asked in this order, and of no more than are told.
+    told = (
+        one
+        for one in signs
+        if one.claim is not None
+        or (one.partition_id, one.task) in sure
+        or has_claimed(one.partition_id, one.task)
+    )
+    return tuple(_with_examples(inspector, one, scans) for one in islice(told, MOST))
 
 
 def _backlog(

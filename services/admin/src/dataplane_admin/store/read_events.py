@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sqlalchemy import func, select, tuple_
+from sqlalchemy import Connection, func, select, tuple_
 
 from dataplane_admin.store.models import (
     EventModel,
@@ -112,28 +112,37 @@ def read_samples(
         ]
 
 
-def read_has_claimed(reader: Reader, partition: str, task: str) -> bool:
-    """Of `Store.has_claimed`."""
+def read_claimants(reader: Reader, partition: str) -> set[str]:
+    """Of `Store.claimants`."""
     places = select(PlaceModel.id).where(PlaceModel.partition == storable(partition))
-    claimed = (
-        select(EventModel.id)
-        .where(
-            EventModel.place_id.in_(places),
-            EventModel.name == "claimed",
-            EventModel.task == storable(task),
-        )
-        .limit(1)
+    tasks = select(EventModel.task).where(
+        EventModel.place_id.in_(places), EventModel.name == "claimed"
     )
     with reader.connect() as connection:
-        return connection.scalar(claimed) is not None
+        return set(connection.scalars(tasks.distinct()))
+
+
+def read_newest_claimants(
+    reader: Reader, event_id: int, most: int
+) -> tuple[set[tuple[str, str]], int, bool]:
+    """Of `Store.newest_claimants`."""
+    with reader.connect() as connection:
+        newest, too_old = _page(connection, event_id, most)
+        claims = (
+            select(PlaceModel.partition, EventModel.task)
+            .join(PlaceModel, PlaceModel.id == EventModel.place_id)
+            .where(EventModel.id > too_old, EventModel.name == "claimed")
+            .order_by(EventModel.id)
+            .limit(most)
+        )
+        found = {(row.partition, row.task) for row in connection.execute(claims)}
+    return found, newest, too_old == event_id
 
 
 def read_newest_claims(reader: Reader, event_id: int, most: int) -> tuple[list[Event], int]:
     """Of `Store.newest_claims`."""
     with reader.connect() as connection:
-        newest = connection.scalar(select(func.max(EventModel.id))) or event_id
-        newer = select(EventModel.id).where(EventModel.id > event_id).order_by(EventModel.id.desc())
-        too_old = connection.scalar(newer.offset(most).limit(1)) or event_id
+        newest, too_old = _page(connection, event_id, most)
         claims = (
             select(EventModel.place_id, EventModel.task, EventModel.id)
             .where(
@@ -154,6 +163,14 @@ def read_newest_claims(reader: Reader, event_id: int, most: int) -> tuple[list[E
             )
         ]
     return decode_logs(b"".join(records)).events, newest
+
+
+def _page(connection: Connection, event_id: int, most: int) -> tuple[int, int]:
+    """The newest event, and the one after which come the ``most`` newest of those after a given
+    one."""
+    newest = connection.scalar(select(func.max(EventModel.id))) or event_id
+    newer = select(EventModel.id).where(EventModel.id > event_id).order_by(EventModel.id.desc())
+    return newest, connection.scalar(newer.offset(most).limit(1)) or event_id
 
 
 def read_events(reader: Reader, event_id: int, limit: int) -> list[EventRow]:

@@ -17,8 +17,9 @@ from dataplane_admin.store.errors import StoreUnavailable
 from dataplane_admin.store.migrate import migrate
 from dataplane_admin.store.models import AuditModel, EventModel, SeriesModel, StateRow, TraceModel
 from dataplane_admin.store.read_events import (
+    read_claimants,
     read_events,
-    read_has_claimed,
+    read_newest_claimants,
     read_newest_claims,
     read_sample_records,
     read_samples,
@@ -215,9 +216,21 @@ class Store:
         """
         return read_newest_claims(self._reader, event_id, most)
 
-    def has_claimed(self, partition: str, task: str) -> bool:
-        """Whether an event tells that a task of a partition has claimed, whatever the run."""
-        return read_has_claimed(self._reader, partition, task)
+    def claimants(self, partition: str) -> set[str]:
+        """The tasks of which an event tells that they claimed in a partition, whatever the run."""
+        return read_claimants(self._reader, partition)
+
+    def newest_claimants(self, event_id: int, most: int) -> tuple[set[tuple[str, str]], int, bool]:
+        """Who claimed lately.
+
+        Args:
+            event_id: only what came after this event.
+            most: so many events are looked through, the newest ones.
+
+        Returns:
+            Pairs of partition and task; the id to go on from; whether there were no more events.
+        """
+        return read_newest_claimants(self._reader, event_id, most)
 
     def staleness(self, run_id: str, steps: int = 20) -> StalenessRow:
         """How stale the samples were that the newest so many steps of a run trained on.
