@@ -82,7 +82,8 @@ def serve(
         float,
         typer.Option(
             min=1,
-            help="Seconds from which unclaimed samples and claims that are held count as stuck.",
+            help="Seconds from which unclaimed samples and claims that are held are shown, and "
+            "before which nothing counts as stuck.",
         ),
     ] = 60.0,
     silent_after: Annotated[

@@ -504,6 +504,9 @@ class MadeUpAnswers:
             traces=[models.TraceFacts(**put_together.facts(row)) for row in page], next=following
         )
 
+    def steps(self, run, *, limit=10):
+        return self.traces(run=run, limit=limit).traces if run == RUN else []
+
     def trace(self, trace_id):
         return put_together.trace(self.store, self.settings, trace_id)
 

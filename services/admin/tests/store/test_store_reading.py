@@ -330,6 +330,7 @@ def test_no_answer_reads_events_samples_or_chunks_from_end_to_end(tmp_path, otlp
         store.wait_records()
         store.claimants("train")
         store.newest_claimants(1, 5)
+        store.steps("run")
         store.newest_claims(1, 5)
         store.staleness("run")
         store.trace_staleness(trace_id.hex())

@@ -271,6 +271,10 @@ class Answers:
             next=trace_cursor(more),
         )
 
+    def steps(self, run: str, *, limit: int = 10) -> list[models.TraceFacts]:
+        """The newest traces of a run that tell a step, the one that began last first."""
+        return [models.TraceFacts(**traces.facts(row)) for row in self._store.steps(run, limit)]
+
     def trace(self, trace_id: str) -> models.Trace:
         """One trace, put together. Raises NotFound; Refused unless 32 hexadecimal digits."""
         return traces.trace(self._store, self._settings, trace_id)

@@ -10,14 +10,11 @@ from threading import Lock
 from dataplane_admin.answers import AnswerError, Answers, models
 from dataplane_admin.pages import marks, words
 from dataplane_admin.pages.links import to
+from dataplane_admin.pages.mood import headline, paces, runs_to_judge
 
 _STEPS = 10
 _RUNS = 50
 _KEPT = 256
-_LATE = 3
-"""Times the newest step's seconds: a run that ended none for longer, or waits for longer, does not
-move; but in no less than `_PATIENCE_S`."""
-_PATIENCE_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -105,8 +102,11 @@ class Buckets:
         return found
 
 
-def overview(answers: Answers, buckets: Buckets, run: str | None = None) -> Overview:
-    """The first page; of one ``run`` only its waits and steps."""
+def overview(
+    answers: Answers, buckets: Buckets, run: str | None = None, *, stuck_after_s: float
+) -> Overview:
+    """The first page; of one ``run`` only its waits and steps. Nothing counts as stuck before
+    ``stuck_after_s`` seconds."""
     status = answers.status()
     held = answers.partitions()
     told = answers.why(run=run)
@@ -116,10 +116,12 @@ def overview(answers: Answers, buckets: Buckets, run: str | None = None) -> Over
     rates = [one.put_per_s for one in held.partitions if one.put_per_s is not None]
     steps = [_step(one, buckets.of(one), longest) for one in facts]
     silent = [one for one in told if one.silent_s is not None]
-    mood, headline = _headline(status, waits, silent, held.partitions, facts)
+    judged = runs_to_judge(answers, run, waits, facts)
+    pace = paces(answers, judged, status.now_ns, stuck_after_s)
+    mood, told_first = headline(status, waits, silent, held.partitions, pace)
     return Overview(
         mood=mood,
-        headline=headline,
+        headline=told_first,
         status=status,
         waits=waits,
         silent=silent,
@@ -132,46 +134,6 @@ def overview(answers: Answers, buckets: Buckets, run: str | None = None) -> Over
         runs=answers.runs().runs[:_RUNS],
         took=marks.trend([one.seconds for one in reversed(facts) if one.has_root]),
     )
-
-
-def _headline(
-    status: models.Status,
-    waits: Sequence[models.Wait],
-    silent: Sequence[models.Wait],
-    partitions: Sequence[models.Partition],
-    facts: Sequence[models.TraceFacts],
-) -> tuple[str, str]:
-    newest = _whole(facts) if facts else None
-    usual_s = _PATIENCE_S if newest is None else max(_PATIENCE_S, _LATE * newest.seconds)
-    # One that goes on has no root yet; how long it takes is not known.
-    since_s = 0.0 if newest is None else (status.now_ns - newest.end_ns) / 1e9
-    if waits:
-        longest = words.ago(max(wait.seconds for wait in waits))
-        things = "One thing waits" if len(waits) == 1 else f"{len(waits)} things wait, the longest"
-        # In every step somebody waits for somebody.
-        too_long = any(one.kind != "wait" or one.seconds > usual_s for one in waits)
-        if too_long or since_s > usual_s:
-            return "stuck", f"{things} for {longest}"
-        if newest is None:
-            return "moving", f"{things} for {longest}"
-    if newest is not None:
-        what = f"Step {newest.step}" if newest.step is not None else "The newest trace"
-        if since_s > usual_s:
-            waits_not = "What waited is not heard of any more" if silent else "Nothing waits"
-            return "quiet", f"{waits_not}; {what.lower()} ended {words.ago(since_s)} ago"
-        return "moving", f"Moving: {what.lower()} took {words.duration(newest.seconds)}"
-    if silent:
-        return "quiet", "What waited is not heard of any more"
-    if partitions:
-        return "moving", "Nothing waits"
-    if status.live.attached:
-        return "quiet", "The data plane is empty and nothing waits"
-    return "empty", "Nothing has arrived yet"
-
-
-def _whole(facts: Sequence[models.TraceFacts]) -> models.TraceFacts:
-    """The newest trace that has ended; the newest of all if none has."""
-    return next((one for one in facts if one.has_root), facts[0])
 
 
 def _partition(facts: models.Partition) -> PartitionOnOverview:

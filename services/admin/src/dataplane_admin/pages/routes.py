@@ -34,7 +34,7 @@ def router(answers: Answers, settings: Settings) -> APIRouter:
     made = APIRouter(include_in_schema=False)
     shell = Shell(settings)
     _add_files(made, shell)
-    _add_state(made, shell, answers)
+    _add_state(made, shell, answers, settings.stuck_after_s)
     _add_lineage(made, shell, answers)
     _add_traces(made, shell, answers)
     if settings.allow_actions:
@@ -55,7 +55,7 @@ def _add_files(made: APIRouter, shell: Shell) -> None:
         return shell.page(request, "login.html.j2", problem=problem, next=asked.text("next"))
 
 
-def _add_state(made: APIRouter, shell: Shell, answers: Answers) -> None:
+def _add_state(made: APIRouter, shell: Shell, answers: Answers, stuck_after_s: float) -> None:
     buckets = Buckets(answers)
 
     @made.get("/")
@@ -63,7 +63,11 @@ def _add_state(made: APIRouter, shell: Shell, answers: Answers) -> None:
         run = Asked(request.query_params).maybe("run")
         return shell.tell(
             request,
-            lambda: shell.page(request, "overview.html.j2", view=overview(answers, buckets, run)),
+            lambda: shell.page(
+                request,
+                "overview.html.j2",
+                view=overview(answers, buckets, run, stuck_after_s=stuck_after_s),
+            ),
         )
 
     @made.get("/partition")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import Any  # Any: rows
 
 from sqlalchemy import Select, func, select, tuple_
@@ -27,6 +28,9 @@ _COLUMNS = (
     TraceModel.updated_ns,
 )
 _MOST_RUNS = 1000
+# Traces of a run among which its newest steps are looked for.
+_MOST_BESIDE = 1000
+_AT_ONCE = 50
 
 
 def read_runs(reader: Reader) -> list[RunRow]:
@@ -83,6 +87,19 @@ def read_traces(
         return rows, None
     rows = rows[:limit]
     return rows, Cursor(rows[-1].start_ns, rows[-1].trace_id) if rows else None
+
+
+def read_steps(reader: Reader, run_id: str, limit: int) -> list[TraceRow]:
+    """Of `Store.steps`."""
+    newest = (
+        select(*_COLUMNS)
+        .where(TraceModel.run_id == storable(run_id))
+        .order_by(TraceModel.start_ns.desc(), TraceModel.trace_id.desc())
+        .limit(_MOST_BESIDE)
+        .execution_options(yield_per=_AT_ONCE)
+    )
+    with reader.connect() as connection, connection.execute(newest) as rows:
+        return [_row(row) for row in islice((row for row in rows if row.step is not None), limit)]
 
 
 def read_trace(reader: Reader, trace_id: str) -> TraceRow | None:

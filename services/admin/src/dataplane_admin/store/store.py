@@ -29,6 +29,7 @@ from dataplane_admin.store.read_traces import (
     read_linked,
     read_run_steps,
     read_runs,
+    read_steps,
     read_trace,
     read_trace_records,
     read_traces,
@@ -163,6 +164,10 @@ class Store:
     ) -> tuple[list[TraceRow], Cursor | None]:
         """A page of traces, the one that began last first, and where the next page goes on."""
         return read_traces(self._reader, chosen, before, limit)
+
+    def steps(self, run_id: str, limit: int = 10) -> list[TraceRow]:
+        """The newest traces of a run that tell a step, among its newest 1,000 traces."""
+        return read_steps(self._reader, run_id, limit)
 
     def trace(self, trace_id: str) -> TraceRow | None:
         """One trace; None if it is not there, or the id is none."""

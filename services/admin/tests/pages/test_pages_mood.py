@@ -1,0 +1,123 @@
+"""The headline: how long is too long depends on how long the steps of a run take."""
+
+import os
+import time
+
+import pytest
+from opentelemetry.proto.trace.v1.trace_pb2 import TracesData
+
+from dataplane_admin.answers import models
+from dataplane_admin.ingest.limits import Limits
+from dataplane_admin.ingest.spans import batch_of_spans
+from dataplane_admin.pages.overview import Buckets, overview
+
+
+@pytest.fixture
+def service(make_app):
+    return make_app().state
+
+
+def tell(service, *, ago_s, seconds, step=None, run="slow"):
+    """A trace that ended so long ago; of a step, or of a single call."""
+    end_ns = time.time_ns() - int(ago_s * 1e9)
+    data = TracesData()
+    told = data.resource_spans.add()
+    told.resource.attributes.add(key="service.name").value.string_value = "grpo.driver"
+    told.resource.attributes.add(key="rl.run_id").value.string_value = run
+    span = told.scope_spans.add().spans.add(
+        trace_id=os.urandom(16),
+        span_id=os.urandom(8),
+        name="call" if step is None else "grpo.step",
+        start_time_unix_nano=end_ns - int(seconds * 1e9),
+        end_time_unix_nano=end_ns,
+    )
+    if step is not None:
+        span.attributes.add(key="rl.step").value.int_value = step
+    service.store.write(batch_of_spans(data, data.SerializeToString(), Limits(), time.time_ns()))
+
+
+def wait(kind, seconds, run="slow"):
+    return models.Wait(
+        kind=kind,
+        sentence="it waits",
+        task="train",
+        process="",
+        partition="train",
+        run_id=run if kind == "wait" else "",
+        step=None,
+        since_ns=0,
+        seconds=seconds,
+        silent_s=None,
+        asked=0,
+        ready=0,
+        there=0,
+        lacks={},
+        blocking=[],
+        claim="",
+    )
+
+
+def mood(service, monkeypatch, *waits, stuck_after_s=60.0, run=None):
+    answers = service.answers
+    monkeypatch.setattr(answers, "why", lambda *, run=None: list(waits))
+    return overview(answers, Buckets(answers), run, stuck_after_s=stuck_after_s).mood
+
+
+@pytest.mark.parametrize("kind", ["wait", "claim", "backlog"])
+@pytest.mark.parametrize(("seconds", "expected"), [(90, "moving"), (1_900, "stuck")])
+def test_whatever_waits_no_longer_than_three_steps_is_not_stuck(
+    service, monkeypatch, kind, seconds, expected
+):
+    tell(service, step=1, ago_s=630, seconds=600)
+    tell(service, step=2, ago_s=30, seconds=590)
+    assert mood(service, monkeypatch, wait(kind, seconds)) == expected
+
+
+@pytest.mark.parametrize("run", [None, "slow"])
+def test_the_longest_of_the_last_steps_counts_and_not_what_else_the_run_traces(
+    service, monkeypatch, run
+):
+    tell(service, step=1, ago_s=640, seconds=600)
+    tell(service, step=2, ago_s=35, seconds=5)
+    for _ in range(15):
+        tell(service, ago_s=1, seconds=0.01)
+    assert mood(service, monkeypatch, wait("wait", 300), run=run) == "moving"
+
+
+def test_traces_of_single_calls_do_not_hide_that_no_step_ends(service, monkeypatch):
+    tell(service, step=1, ago_s=600, seconds=5)
+    tell(service, ago_s=1, seconds=0.01)
+    assert mood(service, monkeypatch, wait("wait", 10)) == "stuck"
+
+
+@pytest.mark.parametrize("kind", ["wait", "claim"])
+def test_a_run_is_judged_by_its_own_steps(service, monkeypatch, kind):
+    tell(service, step=1, ago_s=30, seconds=600)
+    for step in range(15):
+        tell(service, step=step, run="quick", ago_s=15 - step, seconds=1)
+    assert mood(service, monkeypatch, wait(kind, 300)) == "moving"
+    assert mood(service, monkeypatch, wait("wait", 300, run="quick")) == "stuck"
+
+
+def test_a_run_that_moves_does_not_hide_one_in_which_no_step_ends(service, monkeypatch):
+    tell(service, step=1, run="quick", ago_s=1, seconds=1)
+    tell(service, step=1, ago_s=600, seconds=20)
+    assert mood(service, monkeypatch, wait("wait", 30)) == "stuck"
+    assert mood(service, monkeypatch, wait("wait", 30, run="quick")) == "moving"
+
+
+def test_steps_of_a_run_that_is_over_say_nothing_about_what_is_held_now(service, monkeypatch):
+    tell(service, step=1, run="yesterday", ago_s=86_400, seconds=6_000)
+    tell(service, step=1, ago_s=5, seconds=10)
+    assert mood(service, monkeypatch, wait("claim", 90)) == "stuck"
+
+
+def test_nothing_is_stuck_before_it_is_said_to_be(service, monkeypatch):
+    tell(service, step=1, ago_s=5, seconds=10)
+    assert mood(service, monkeypatch, wait("wait", 90), stuck_after_s=120) == "moving"
+    assert mood(service, monkeypatch, wait("wait", 130), stuck_after_s=120) == "stuck"
+
+
+@pytest.mark.parametrize("kind", ["wait", "claim"])
+def test_without_a_trace_what_waits_for_long_is_stuck(service, monkeypatch, kind):
+    assert mood(service, monkeypatch, wait(kind, 90)) == "stuck"
