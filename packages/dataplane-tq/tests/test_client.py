@@ -22,6 +22,7 @@ from dataplane_core import (
     ConfigError,
     DataPlaneError,
     DeadlineExceededError,
+    InMemoryDataPlaneClient,
     InvalidRequestError,
     MissingDataError,
     UnavailableError,
@@ -194,6 +195,13 @@ def test_a_second_bootstrap_is_refused_and_harms_nothing(owner, partition, confi
     with pytest.raises(ConfigError, match="already runs"):
         TQDataPlaneClient(config)
     assert owner.get_samples(["a"], partition, ["x"]).batch_size == (1,)
+
+
+def test_clients_of_one_store_are_known_by_an_equal_key(owner, config):
+    with TQDataPlaneClient(config, bootstrap=False) as attached:
+        assert attached.store_key == owner.store_key
+        assert hash(attached.store_key) == hash(owner.store_key)
+        assert attached.store_key != InMemoryDataPlaneClient().store_key
 
 
 def test_an_attached_client_that_closes_takes_nothing_down(owner, partition, config):

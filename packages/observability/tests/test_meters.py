@@ -188,9 +188,13 @@ def test_of_several_clients_in_a_process_each_tells_what_went_through_it(client,
         assert value_of(told, "dataplane.consumed", dataplane__task="judge") == 2
 
 
-def test_clients_of_one_store_tell_its_samples_once(told):
+@pytest.mark.parametrize("attached", [False, True])
+def test_clients_of_one_store_tell_its_samples_once(told, attached):
     store = InMemoryDataPlaneClient()
-    clients = [InstrumentedDataPlaneClient(store) for _ in range(3)]
+    clients = [
+        InstrumentedDataPlaneClient(InMemoryDataPlaneClient(bootstrap=False) if attached else store)
+        for _ in range(3)
+    ]
     clients[0].register_partition("train", ["x"], 4, ["train"])
     clients[0].put_samples(["a", "b", "c", "d"], "train", batch(4))
     for client in clients:

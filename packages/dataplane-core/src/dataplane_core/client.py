@@ -15,7 +15,7 @@ from dataplane_core.errors import InvalidRequestError, SamplesLeasedError, Unsup
 from dataplane_core.inspector import Opaque
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Collection, Hashable, Mapping, Sequence
     from types import TracebackType
     from typing import Self
 
@@ -320,6 +320,12 @@ class DataPlaneClient(Opaque, ABC):
     @abstractmethod
     def close(self) -> None:
         """Release what the client holds. Closing twice is fine."""
+
+    @property
+    def store_key(self) -> Hashable:
+        """Equal for the clients of one store in this process, and for no others, so that what is
+        told of a store is told once. The client itself, unless an adapter knows better."""
+        return self
 
     def withdraw_samples(self, sample_ids: list[str], partition_id: str) -> None:
         """Take a put back that will be made again under other ids.

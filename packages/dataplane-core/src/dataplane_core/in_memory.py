@@ -11,7 +11,7 @@ import copy
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar  # Any: rows and tags are the caller's own values
 
@@ -114,6 +114,10 @@ class InMemoryDataPlaneClient(InMemoryInspector):
                 )
             else:
                 self._store = _attachable
+
+    @property
+    def store_key(self) -> Hashable:
+        return self._store
 
     def register_partition(
         self,

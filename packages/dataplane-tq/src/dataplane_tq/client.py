@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -115,6 +115,12 @@ class TQDataPlaneClient(Onlooker):
             if found.connection.backend == "packed"
             else TransferQueueStore(self._engine, rows_as_bytes=found.connection.rows_as_bytes)
         )
+        directory = found.connection.directory
+        self._store_key = (directory.host, directory.port)
+
+    @property
+    def store_key(self) -> Hashable:
+        return self._store_key
 
     def register_partition(
         self,

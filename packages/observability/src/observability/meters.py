@@ -10,7 +10,7 @@ import math
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import TypeVar
 from weakref import WeakValueDictionary
@@ -49,7 +49,7 @@ _MOST_STALENESS = 32
 _SECONDS = [0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0]
 _NAMES: Mapping[Op, str] = {"claim_meta": "claim", "get_data": "get"}
 _T = TypeVar("_T")
-_Place = tuple[int, str, str]
+_Place = tuple[Hashable, str, str]
 """The identity of a store, a partition and a task."""
 _Totals = dict[tuple[str, str], list[TaskCounts]]
 """By task and class of partitions."""
@@ -105,6 +105,7 @@ class Meters(Observer):
     def __init__(self, client: DataPlaneClient) -> None:
         self._client = client
         self._store = _innermost(client)
+        self._store_key = self._store.store_key
         self._failed = False
         self._classes = PartitionClasses()
         self._account = None if _tells_bytes(client) else Account()
@@ -190,7 +191,7 @@ class Meters(Observer):
         """Of each partition and task that claims through this client its class, the task, and its
         counts; but for those that were ``asked``, which it adds to."""
         for (partition_id, task), fields in list(self._watched.items()):
-            place = id(self._store), partition_id, task
+            place = self._store_key, partition_id, task
             if place in asked:
                 continue
             counts = self._ask(partial(self._client.count_samples, partition_id, task, fields))
@@ -305,7 +306,7 @@ def _listened() -> bool:
 
 
 def _innermost(client: DataPlaneClient) -> DataPlaneClient:
-    """The client below what wraps it, which stands for its store."""
+    """The client below what wraps it."""
     while isinstance(inner := getattr(client, "inner", None), DataPlaneClient):
         client = inner
     return client

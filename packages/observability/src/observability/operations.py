@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal  # Any: tags and extra keywords are the caller's own
@@ -155,6 +155,10 @@ class ObservedClient(DataPlaneClient):
     def capabilities(self) -> Capabilities:  # type: ignore[override]  # as the inner instance says
         """The promises of the wrapped client."""
         return self._inner.capabilities
+
+    @property
+    def store_key(self) -> Hashable:
+        return self._inner.store_key
 
     @property
     def failures(self) -> int:
