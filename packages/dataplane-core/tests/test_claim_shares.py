@@ -307,7 +307,7 @@ def test_a_loader_delivers_what_a_dead_ranks_share_held_when_its_lease_ends():
 
 
 def test_a_loader_does_not_end_while_another_ranks_share_of_final_claims_waits():
-    with rank_0(0.2) as loader, pytest.raises(ClaimTimeoutError, match="2 samples are still"):
+    with rank_0(0.2) as loader, pytest.raises(ClaimTimeoutError, match="2 samples still wait for"):
         list(loader)
 
 

@@ -68,7 +68,7 @@ def _forward(name):
 
 for _name in (
     "claim_meta", "get_data", "acknowledge", "renew", "release", "count_samples",
-    "list_claims",
+    "list_claims", "list_shares",
 ):
     setattr(Remote, _name, _forward(_name))
 '''
@@ -523,10 +523,12 @@ def test_what_a_killed_rank_had_not_committed_reaches_one_that_still_iterates(se
         killed = threads.submit(run, workers=0, die="between")
         while counts(client)[2] < 6:  # it commits two steps and dies in the third
             time.sleep(0.01)
-        trained = [sample_id for _, meta in loader for sample_id in meta.sample_ids]
+        trained = []
+        for _, meta in loader:
+            trained += meta.sample_ids
+            code, saved = killed.result()
         loader.state_dict()
         loader.commit()
-        code, saved = killed.result()
     assert code == -signal.SIGKILL
     assert sorted(trained + saved["trained"]) == sorted(f"s{i}" for i in range(30))
     assert counts(client) == (0, 0, 30)

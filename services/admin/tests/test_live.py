@@ -177,6 +177,19 @@ def test_unclaimed_samples_and_old_claims_are_told_with_ids_and_owner(plane, loo
     assert held.claim.owner.partition(":")[2].isdecimal()
 
 
+def test_what_waits_for_a_rank_that_never_asks_stands_still_and_is_not_ready(plane, look):
+    plane.register_partition("train", ["a"], 4, ["t"])
+    put(plane, ["s0", "s1", "s2", "s3"], "a")
+    mine = plane.claim_meta("train", "t", ["a"], 2, dp_rank=0, dp_world=2)
+    plane.acknowledge(mine)
+    live = look(Given(plane), stuck_after_s=0.05)
+    [stuck] = until(lambda one: one.stuck and "train" in one.scans and one.stuck, live)
+    assert (stuck.task, stuck.samples, stuck.claim) == ("t", 2, None)
+    assert live.snapshot.scans["train"].ready("t", ["a"]) == 0
+    [task] = live.snapshot.partitions[0].tasks
+    assert (task.unclaimed, task.assigned, task.settled) == (0, 2, 2)
+
+
 def test_a_task_that_goes_on_is_not_told_of_though_its_queue_is_old(plane, look):
     plane.register_partition("train", ["a"], 1_000, ["t"])
     put(plane, [f"s{i}" for i in range(1_000)], "a")

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
         ClaimSummary,
         PartitionSummary,
         SampleState,
+        ShareSummary,
         StatePage,
         StorageSummary,
     )
@@ -88,6 +89,10 @@ class AsyncInspector(ABC):
     async def list_claims(self, partition_id: str) -> list[ClaimSummary]:
         """As `DataPlaneInspector.list_claims`."""
         return await self._call(lambda: self._inner.list_claims(partition_id))
+
+    async def list_shares(self, partition_id: str) -> list[ShareSummary]:
+        """As `DataPlaneInspector.list_shares`."""
+        return await self._call(lambda: self._inner.list_shares(partition_id))
 
     async def scan_states(
         self, partition_id: str, *, start: int = 0, limit: int = 10_000

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         ClaimSummary,
         PartitionSummary,
         SampleState,
+        ShareSummary,
         StatePage,
         StorageSummary,
     )
@@ -89,6 +90,10 @@ class InMemoryInspector(DataPlaneClient):
     def list_claims(self, partition_id: str) -> list[ClaimSummary]:
         with self._books() as ledger:
             return inspect.claims(ledger.partition(partition_id), time.monotonic())
+
+    def list_shares(self, partition_id: str) -> list[ShareSummary]:
+        with self._books() as ledger:
+            return inspect.shares(ledger.partition(partition_id), time.monotonic())
 
     def scan_states(self, partition_id: str, *, start: int = 0, limit: int = 10_000) -> StatePage:
         with self._books() as ledger:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
         ClaimSummary,
         PartitionSummary,
         SampleState,
+        ShareSummary,
         StatePage,
         StorageSummary,
     )
@@ -92,6 +93,15 @@ class DataPlaneInspector(Protocol):
 
     def list_claims(self, partition_id: str) -> list[ClaimSummary]:
         """The claims under leases that were not settled yet, the oldest first, at most 1,000.
+
+        Raises:
+            PartitionNotFoundError: the partition is not registered.
+        """
+
+    def list_shares(self, partition_id: str) -> list[ShareSummary]:
+        """What waits for data-parallel ranks that have not asked for it, at most 1,000 entries.
+
+        One entry for each rank, of each task and the terms of the claims that drew.
 
         Raises:
             PartitionNotFoundError: the partition is not registered.
@@ -181,6 +191,10 @@ class Opaque:
 
     def list_claims(self, partition_id: str) -> list[ClaimSummary]:
         """As `DataPlaneInspector.list_claims`. Raises `UnsupportedError` if it cannot."""
+        raise _opaque(self)
+
+    def list_shares(self, partition_id: str) -> list[ShareSummary]:
+        """As `DataPlaneInspector.list_shares`. Raises `UnsupportedError` if it cannot."""
         raise _opaque(self)
 
     def scan_states(self, partition_id: str, *, start: int = 0, limit: int = 10_000) -> StatePage:

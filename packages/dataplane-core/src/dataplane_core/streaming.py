@@ -18,17 +18,17 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from dataplane_core.client import LEASE, DataPlaneClient
 from dataplane_core.errors import (
-    ClaimTimeoutError,
     DataPlaneError,
     InvalidRequestError,
     LeaseLostError,
     PartitionNotFoundError,
     listed,
 )
-from dataplane_core.lease_watch import LeaseWatch
+from dataplane_core.held_claims import HeldClaims, places, release
+from dataplane_core.lease_watch import LeaseWatch, waited_in_vain
 from dataplane_core.ledger.selection import TagFilter, narrowing
 from dataplane_core.meta import KVBatchMeta
-from dataplane_core.streaming_feed import Failed, Feed
+from dataplane_core.streaming_feed import Delivered, Failed, Feed, collated
 
 _POLL_S = 0.05
 _STATE_FORMAT = 1
@@ -78,7 +78,6 @@ class StreamingDataset(IterableDataset[tuple[TensorDict, KVBatchMeta]]):
         self.where = tuple(where)
         self.seed = seed
         self.timeout_s = timeout_s
-        self.skip: frozenset[str] = frozenset()
 
     def __iter__(self) -> Iterator[tuple[TensorDict, KVBatchMeta]]:
         with self.make_client() as client:
@@ -88,8 +87,6 @@ class StreamingDataset(IterableDataset[tuple[TensorDict, KVBatchMeta]]):
         self, client: DataPlaneClient, claimed: Callable[[KVBatchMeta], None]
     ) -> Iterator[tuple[TensorDict, KVBatchMeta]]:
         """The batches by way of ``client``; ``claimed`` hears of each claim before it is fetched.
-
-        Samples of ``skip`` are settled at once and not delivered.
 
         Raises:
             ClaimTimeoutError: (TimeoutError) no batch was complete in time.
@@ -107,19 +104,11 @@ class StreamingDataset(IterableDataset[tuple[TensorDict, KVBatchMeta]]):
             )
             if not meta.size:
                 return
-            known = [i for i, sample_id in enumerate(meta.sample_ids) if sample_id in self.skip]
-            if known:
-                if LEASE in meta.extra_info:
-                    client.acknowledge(meta.subset(known))
-                fresh = meta.drop(known)
-                if fresh is None:
-                    continue
-                meta = fresh
             claimed(meta)
             try:
                 batch = client.get_data(meta, self.select_fields)
             except BaseException:
-                _release(client, meta)
+                release(client, meta)
                 raise
             yield batch, meta
 
@@ -128,10 +117,11 @@ class StreamingDataLoader:
     """Iterates over a partition's batches, settles them, and resumes exactly.
 
     Each batch is ``(TensorDict, KVBatchMeta)``, or what ``collate`` makes of the two. Iteration
-    ends when nothing is left to claim and no other consumer of the task holds a lease: what a dead
-    consumer held is waited for and delivered here. With ``"commit"``, leases that others renew do
-    not keep it: what live ranks hold is theirs to commit, after their loops too. Each wait ends
-    after ``timeout_s``, which has to be longer than the lease and than others hold a batch.
+    ends when nothing is left to claim, no other consumer of the task holds a lease and nothing
+    waits for another data-parallel rank: what a dead consumer held, or would have got, is waited
+    for and delivered here. With ``"commit"``, live ranks do not keep it: what they hold or what
+    waits for them is theirs to commit, after their loops too. Each wait ends after ``timeout_s``,
+    which has to be longer than the lease and than others hold a batch.
 
     With leases (``claim_lease_s`` in the client's config) a batch, and what is prefetched, is
     renewed in the background while it is held, and released when the loop ends early, by an error
@@ -145,7 +135,8 @@ class StreamingDataLoader:
       `commit`. After a crash the loop restarts from that state: what is not done in it comes again
       (its leases run out), what is done in it never does, whether or not `commit` was reached. So
       counted over the steps that the newest saved state contains, every sample was delivered to
-      them exactly once.
+      them exactly once. What is done, and comes back because its lease was lost, is held again
+      until its `commit` and not delivered twice.
 
     The batch in hand is not done until it is acknowledged; call `ack` before `state_dict` to count
     it. Without leases a claim is final: what was claimed and not trained on is lost in a crash.
@@ -188,17 +179,14 @@ class StreamingDataLoader:
         self._context = multiprocessing_context
         self._look_every_s = max(_POLL_S, renew_every_s / 10)
         self._client = dataset.make_client()
-        self._held: dict[str, KVBatchMeta] = {}
-        self._over: set[str] = set()  # settled while a worker's report of it may be on its way
-        self._reporting = False
-        self._lock = threading.Lock()
-        self._done: dict[str, None] = {}
-        self._uncommitted: list[KVBatchMeta] = []
-        self._to_commit: list[KVBatchMeta] = []
+        self._held = HeldClaims(self._client)
+        self._done: dict[str, bool] = {}  # whether settled, or done in a saved state
+        self._uncommitted: dict[str, KVBatchMeta] = {}  # sample to the claim that holds it
+        self._named: list[str] = []  # by the last state_dict
         self._iterating = False
         self._closing = threading.Event()
         self._renewer = threading.Thread(
-            target=self._renew_held, args=(renew_every_s,), name="dataplane-renew", daemon=True
+            target=self._renew_often, args=(renew_every_s,), name="dataplane-renew", daemon=True
         )
         self._renewer.start()
 
@@ -208,30 +196,26 @@ class StreamingDataLoader:
         self._iterating = True
         workers = self._num_workers
         try:
-            theirs = False  # what others hold is renewed: they live, and commit it in their time
+            watch: LeaseWatch | None = None  # who lived when others were last waited for
             while True:
-                quiet = theirs or self._leased_by_others() == 0
+                before = self._to_wait_for(watch)
                 delivered = yield from self._round(workers)
                 workers = 0  # what others give back now is little; no processes are started for it
                 if delivered:
-                    theirs = False
-                    continue
-                others = 0 if theirs else self._leased_by_others()
-                if quiet and others == 0:
+                    watch = None  # who lived then may be dead now
+                elif after := self._to_wait_for(watch):
+                    watch = self._wait_for_others(after)
+                elif not before:
                     return
-                theirs = self._wait_for_others(others)
         finally:
             self._iterating = False
-            self._release_unfinished()
+            self._held.release(self._uncommitted)
 
     def _round(self, workers: int) -> Generator[Any, None, int]:
         """Claim until nothing is left; returns how many batches were delivered."""
-        self.dataset.skip = frozenset(self._done)
         delivered = 0
         with contextlib.ExitStack() as stack:
             if workers:
-                self._reporting = True
-                stack.callback(self._end_reports)
                 reports = torch.multiprocessing.get_context(self._context).SimpleQueue()
                 listener = threading.Thread(target=self._listen, args=(reports,), daemon=True)
                 listener.start()
@@ -239,7 +223,7 @@ class StreamingDataLoader:
                 stack.callback(reports.put, None)
                 feed = Feed(self.dataset, self._collate, reports.put, None)
             else:
-                feed = Feed(self.dataset, self._collate, self._hold, self._client)
+                feed = Feed(self.dataset, self._collate, self._held.add, self._client)
             loader: DataLoader[Any] = DataLoader(
                 feed,
                 batch_size=None,
@@ -252,11 +236,38 @@ class StreamingDataLoader:
             for item in loader:
                 if isinstance(item, Failed):
                     raise item.error
-                self._hold(item.meta)
-                delivered += 1
-                yield item.content
-                self._finish(item.meta)
+                self._held.add(item.meta)
+                fresh = self._fresh(item)
+                if fresh is not None:
+                    delivered += 1
+                    yield fresh.content
+                    self._finish(fresh.meta)
         return delivered
+
+    def _fresh(self, item: Delivered) -> Delivered | None:
+        """What of a batch is not done yet; None if nothing is."""
+        known = places(item.meta, self._done)
+        if not known:
+            return item
+        self._claimed_again(item.meta.subset(known))
+        rest = item.meta.drop(known)
+        if rest is None:
+            return None
+        batch = self._client.get_data(rest, self.dataset.select_fields)
+        fresh = collated(batch, rest, self._collate)
+        return fresh.pin_memory() if self._pin_memory and torch.cuda.is_available() else fresh
+
+    def _claimed_again(self, meta: KVBatchMeta) -> None:
+        """Settle what a saved state has as done, and hold what no saved state has yet."""
+        if LEASE not in meta.extra_info:
+            return
+        saved = [place for place, each in enumerate(meta.sample_ids) if self._done[each]]
+        if saved:
+            with contextlib.suppress(*_LOST):  # then it comes once more
+                self._settled(meta.subset(saved))
+        unsaved = meta.drop(saved)
+        if unsaved is not None:
+            self._uncommitted.update(dict.fromkeys(unsaved.sample_ids, unsaved))
 
     def ack(self, meta: KVBatchMeta) -> None:
         """Mark a delivered batch as trained on, and settle it unless ``settle`` is ``"commit"``.
@@ -267,30 +278,27 @@ class StreamingDataLoader:
         self._finish(meta)
 
     def _finish(self, meta: KVBatchMeta) -> None:
-        if self._done.keys() >= set(meta.sample_ids):
+        known = places(meta, self._done)
+        rest = meta.drop(known) if known else meta
+        if rest is None:
             return
+        settled = True
         if LEASE in meta.extra_info:
             if self._settle == "next":
-                self._settled(meta)
+                self._settled(rest)
             else:
-                self._client.renew(meta)  # raises if the lease was lost
-                self._uncommitted.append(meta)
-        self._done.update(dict.fromkeys(meta.sample_ids))
+                self._client.renew(rest)  # raises if the lease was lost
+                self._uncommitted.update(dict.fromkeys(rest.sample_ids, rest))
+                settled = False
+        self._done.update(dict.fromkeys(rest.sample_ids, settled))
 
     def _settled(self, meta: KVBatchMeta) -> None:
         try:
             self._client.acknowledge(meta)
         except _LOST:
-            self._forget(meta)
+            self._held.forget(meta)
             raise
-        self._forget(meta)
-
-    def _forget(self, meta: KVBatchMeta) -> None:
-        token = meta.extra_info[LEASE]
-        with self._lock:
-            self._held.pop(token, None)
-            if self._reporting:
-                self._over.add(token)
+        self._held.forget(meta)
 
     def commit(self) -> None:
         """Settle what the last `state_dict` named as done; call it once that state is durable.
@@ -301,36 +309,45 @@ class StreamingDataLoader:
             DataPlaneError: as `DataPlaneClient.acknowledge`, of a store that is away; what was not
                 settled is kept and renewed, and `commit` can be called again.
         """
+        named = [sample_id for sample_id in self._named if sample_id in self._uncommitted]
+        self._done.update(dict.fromkeys(named, True))
         lost: list[str] = []
-        over: set[int] = set()
-        metas = self._to_commit
         try:
-            for meta in metas:
+            for meta in self._claims_of(named):
                 try:
                     self._settled(meta)
                 except _LOST:
                     lost += meta.sample_ids
-                over.add(id(meta))
+                for sample_id in meta.sample_ids:
+                    del self._uncommitted[sample_id]
         except DataPlaneError as error:
             if lost:
-                error.add_note(self._loss(lost, metas))
+                error.add_note(self._loss(lost, len(named)))
             raise
-        finally:
-            self._to_commit = [meta for meta in metas if id(meta) not in over]
-            self._uncommitted = [meta for meta in self._uncommitted if id(meta) not in over]
         if lost:
-            raise LeaseLostError(self._loss(lost, metas))
+            raise LeaseLostError(self._loss(lost, len(named)))
 
-    def _loss(self, lost: Sequence[str], metas: Sequence[KVBatchMeta]) -> str:
+    def _claims_of(self, sample_ids: Sequence[str]) -> list[KVBatchMeta]:
+        """The claims, or parts of them, that hold samples that are not committed."""
+        held: dict[int, tuple[KVBatchMeta, set[str]]] = {}
+        for sample_id in sample_ids:
+            meta = self._uncommitted[sample_id]
+            held.setdefault(id(meta), (meta, set()))[1].add(sample_id)
+        return [
+            meta if len(ids) == meta.size else meta.subset(places(meta, ids))
+            for meta, ids in held.values()
+        ]
+
+    def _loss(self, lost: Sequence[str], named: int) -> str:
         return (
             f"commit(partition={self.dataset.partition_id!r}, task={self.dataset.task_name!r}): "
-            f"the leases of {len(lost)} of {sum(meta.size for meta in metas)} samples ran out or "
-            f"were ended before, and others may hold them: {listed(lost)}"
+            f"the leases of {len(lost)} of {named} samples ran out or were ended before, and "
+            f"others may hold them: {listed(lost)}"
         )
 
     def state_dict(self) -> dict[str, Any]:
         """What `load_state_dict` needs: plain data, the ids done in this partition among it."""
-        self._to_commit = list(self._uncommitted)
+        self._named = list(self._uncommitted)
         return {
             "format": _STATE_FORMAT,
             "partition_id": self.dataset.partition_id,
@@ -350,8 +367,12 @@ class StreamingDataLoader:
                 f"{state.get('task_name')!r}; expected format {_STATE_FORMAT} of "
                 f"{self.dataset.task_name!r}"
             )
+        for meta in self._claims_of(list(self._uncommitted)):  # the state may not have them
+            self._held.forget(meta)
+            release(self._client, meta)
+        self._uncommitted, self._named = {}, []
         self.dataset.partition_id = state["partition_id"]
-        self._done = dict.fromkeys(state["done"])
+        self._done = dict.fromkeys(state["done"], True)
 
     def next_partition(self, partition_id: str) -> None:
         """Iterate over another partition from now on; call it between two iterations."""
@@ -360,7 +381,7 @@ class StreamingDataLoader:
                 "next_partition: end the iteration and commit what is done before"
             )
         self.dataset.partition_id = partition_id
-        self._done = {}
+        self._done, self._named = {}, []
 
     def close(self) -> None:
         """Release what is held, done but uncommitted batches too, and close the client."""
@@ -368,8 +389,8 @@ class StreamingDataLoader:
             return
         self._closing.set()
         self._renewer.join(5.0)
-        self._uncommitted = []
-        self._release_unfinished()
+        self._uncommitted = {}
+        self._held.release(kept=())
         self._client.close()
 
     def __enter__(self) -> StreamingDataLoader:
@@ -378,45 +399,21 @@ class StreamingDataLoader:
     def __exit__(self, *raised: object) -> None:
         self.close()
 
-    def _hold(self, meta: KVBatchMeta) -> None:
-        token = meta.extra_info.get(LEASE)
-        if token is not None:
-            with self._lock:
-                if token not in self._over:
-                    self._held[token] = meta
-
     def _listen(self, reports: Any) -> None:
         while (meta := reports.get()) is not None:
-            self._hold(meta)
+            self._held.add(meta)
 
-    def _end_reports(self) -> None:
-        with self._lock:
-            self._reporting = False
-            self._over.clear()
-
-    def _renew_held(self, every_s: float) -> None:
+    def _renew_often(self, every_s: float) -> None:
         while not self._closing.wait(every_s):
-            with self._lock:
-                held = list(self._held.items())
-            for token, meta in held:
-                try:
-                    self._client.renew(meta)
-                except LeaseLostError:
-                    with self._lock:  # said to the loop when it acknowledges
-                        self._held.pop(token, None)
-                except DataPlaneError:
-                    continue  # a store that is away for a moment: tried again in time
+            self._held.renew()
 
-    def _release_unfinished(self) -> None:
-        kept = {meta.extra_info[LEASE] for meta in self._uncommitted}
-        with self._lock:
-            unfinished = [meta for token, meta in self._held.items() if token not in kept]
-            for meta in unfinished:
-                del self._held[meta.extra_info[LEASE]]
-        for meta in unfinished:
-            _release(self._client, meta)
+    def _to_wait_for(self, watch: LeaseWatch | None) -> int:
+        """Samples that others hold, 0 if they live and commit them in their own time."""
+        self._held.renew()  # a lease that was lost here may be another's by now
+        others = self._held_by_others()
+        return 0 if watch is not None and watch.all_live() else others
 
-    def _leased_by_others(self) -> int:
+    def _held_by_others(self) -> int:
         promises = self._client.capabilities
         if not (promises.leases and promises.conservation):
             return 0
@@ -424,14 +421,16 @@ class StreamingDataLoader:
         counts = self._client.count_samples(
             dataset.partition_id, dataset.task_name, dataset.required_fields
         )
-        with self._lock:
-            return max(0, counts.leased - sum(meta.size for meta in self._held.values()))
+        return max(0, counts.leased - self._held.samples)
 
-    def _wait_for_others(self, others: int) -> bool:
-        """Wait until others hold fewer samples, or, with "commit", renewed all that they hold.
+    def _wait_for_others(self, others: int) -> LeaseWatch | None:
+        """Wait until others hold fewer samples, or, with "commit", all of them gave signs of life.
 
         Returns:
-            Whether they renewed it.
+            What saw the signs of life; None if others hold fewer.
+
+        Raises:
+            ClaimTimeoutError: (TimeoutError) neither came in time.
         """
         dataset = self.dataset
         watch = None
@@ -439,28 +438,23 @@ class StreamingDataLoader:
             watch = LeaseWatch(self._client, dataset.partition_id, dataset.task_name)
         deadline = time.monotonic() + dataset.timeout_s
         next_look = 0.0
-        while others and self._leased_by_others() >= others:
+        while (held := self._held_by_others()) >= others:
+            others = held
             now = time.monotonic()
             if watch is not None and now >= next_look:
-                if watch.all_renewed():
-                    return True
+                if watch.all_live():
+                    return watch
                 next_look = now + self._look_every_s
             if now >= deadline:
-                raise ClaimTimeoutError(
-                    f"StreamingDataLoader(partition={dataset.partition_id!r}, "
-                    f"task={dataset.task_name!r}): {others} samples are still leased by other "
-                    f"consumers after {dataset.timeout_s:g} s",
-                    missing=others,
+                raise waited_in_vain(
+                    self._client,
+                    dataset.partition_id,
+                    dataset.task_name,
+                    others,
+                    dataset.timeout_s,
                 )
             self._closing.wait(_POLL_S)
-        return False
-
-
-def _release(client: DataPlaneClient, meta: KVBatchMeta) -> None:
-    """Give a claim back as far as that is possible; if not, its lease runs out."""
-    if LEASE in meta.extra_info:
-        with contextlib.suppress(DataPlaneError):
-            client.release(meta)
+        return None
 
 
 def _as_it_is(item: Any) -> Any:

@@ -34,6 +34,15 @@ class Delivered:
         return Delivered(pin_memory(content), self.meta)  # type: ignore[no-untyped-call]
 
 
+def collated(
+    batch: TensorDict,
+    meta: KVBatchMeta,
+    collate: Callable[[TensorDict, KVBatchMeta], Any] | None,
+) -> Delivered:
+    """A fetched batch as the loop gets it."""
+    return Delivered((batch, meta) if collate is None else collate(batch, meta), meta)
+
+
 @dataclass
 class Failed:
     """An error of a worker as a value, which keeps its class and attributes on the way."""
@@ -61,7 +70,6 @@ class Feed(IterableDataset[Any]):
             with contextlib.ExitStack() as stack:
                 client = self._client or stack.enter_context(self._dataset.make_client())
                 for batch, meta in self._dataset.batches(client, self._claimed):
-                    content = (batch, meta) if self._collate is None else self._collate(batch, meta)
-                    yield Delivered(content, meta)
+                    yield collated(batch, meta, self._collate)
         except DataPlaneError as error:
             yield Failed(error)

@@ -14,6 +14,7 @@ from dataplane_core import (
     ClaimSummary,
     PartitionSummary,
     SampleState,
+    ShareSummary,
     StatePage,
     StorageSummary,
     TaskCounts,
@@ -80,6 +81,10 @@ def _list_claims(directory: Directory, request: p.ListClaims) -> list[ClaimSumma
     return inspect.claims(_partition(directory, request.partition_id), time.monotonic())
 
 
+def _list_shares(directory: Directory, request: p.ListShares) -> list[ShareSummary]:
+    return inspect.shares(_partition(directory, request.partition_id), time.monotonic())
+
+
 def _scan_states(directory: Directory, request: p.ScanStates) -> StatePage:
     return scan(_partition(directory, request.partition_id), request.start, request.limit)
 
@@ -122,6 +127,7 @@ LOOKS: dict[type[Any], Callable[[Directory, Any], Any]] = {
     p.ReadSample: _read_sample,
     p.FindSamples: _find_samples,
     p.ListClaims: _list_claims,
+    p.ListShares: _list_shares,
     p.ScanStates: _scan_states,
     p.ListStorage: _list_storage,
     p.ReadTotals: _read_totals,

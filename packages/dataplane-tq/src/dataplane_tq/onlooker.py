@@ -11,6 +11,7 @@ from dataplane_core import (
     DataPlaneClient,
     PartitionSummary,
     SampleState,
+    ShareSummary,
     StatePage,
     StorageSummary,
     TaskCounts,
@@ -81,6 +82,10 @@ class Onlooker(DataPlaneClient):
     def list_claims(self, partition_id: str) -> list[ClaimSummary]:
         what = f"list_claims(partition={partition_id!r})"
         return self._look(what, p.ListClaims(partition_id), list[ClaimSummary])
+
+    def list_shares(self, partition_id: str) -> list[ShareSummary]:
+        what = f"list_shares(partition={partition_id!r})"
+        return self._look(what, p.ListShares(partition_id), list[ShareSummary])
 
     def scan_states(self, partition_id: str, *, start: int = 0, limit: int = 10_000) -> StatePage:
         what = f"scan_states(partition={partition_id!r})"

@@ -277,6 +277,12 @@ class ListClaims(msgspec.Struct, frozen=True, tag=True):
     partition_id: str
 
 
+class ListShares(msgspec.Struct, frozen=True, tag=True):
+    """What waits for data-parallel ranks. Answer: list of `ShareSummary`."""
+
+    partition_id: str
+
+
 class ScanStates(msgspec.Struct, frozen=True, tag=True):
     """A page of samples in bytes. Answer: `StatePage`."""
 
@@ -330,6 +336,7 @@ Request = (
     | ReadSample
     | FindSamples
     | ListClaims
+    | ListShares
     | ScanStates
     | ResetConsumption
     | EndClaim

@@ -24,6 +24,7 @@ from dataplane_core import (
     KVBatchMeta,
     PartitionSummary,
     SampleState,
+    ShareSummary,
     StatePage,
     StorageSummary,
     TaskCounts,
@@ -409,6 +410,10 @@ class ObservedClient(DataPlaneClient):
     def list_claims(self, partition_id: str) -> list[ClaimSummary]:
         """Pass on, as `count_samples`."""
         return self._inner.list_claims(partition_id)
+
+    def list_shares(self, partition_id: str) -> list[ShareSummary]:
+        """Pass on, as `count_samples`."""
+        return self._inner.list_shares(partition_id)
 
     def scan_states(self, partition_id: str, *, start: int = 0, limit: int = 10_000) -> StatePage:
         """Pass on, as `count_samples`."""

@@ -274,6 +274,15 @@ def test_live_numbers_win_over_folded_ones():
     assert wait.lacks == {"advantages": Lack(200, tuple(IDS[:10]))}
 
 
+def test_what_was_drawn_for_ranks_is_neither_ready_nor_claimed():
+    summary = live()
+    (task,) = summary.tasks
+    task = dataclasses.replace(task, unclaimed=210, assigned=40)
+    (wait,) = why(stuck(put=100).records, ns(9), [live(tasks=(task,))])
+    assert (wait.ready, wait.claimed, wait.assigned) == (10, 250, 40)
+    assert "40 wait for the ranks that they were drawn for" in str(wait)
+
+
 def test_live_numbers_of_other_partitions_change_nothing():
     records = stuck(put=100).records
     assert why(records, ns(9), [live(partition_id="val")]) == why(records, ns(9))

@@ -86,6 +86,7 @@ class MadeUpAnswers:
         return models.PartitionTask(
             name=name,
             unclaimed=unclaimed,
+            assigned=0,
             leased=leased,
             settled=settled,
             leases=1 if leased else 0,

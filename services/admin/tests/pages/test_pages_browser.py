@@ -212,11 +212,11 @@ def test_a_live_change_is_shown_without_a_reload_and_disturbs_nobody(watched, se
     box.focus()
     chosen = box.get_attribute("value")
     scrolled = page.evaluate("scrollY")
-    told = page.locator('#tables tr[data-key="logprob"] td').nth(3)
+    told = page.locator('#tables tr[data-key="logprob"] td').nth(4)  # settled
     before = told.inner_text()
     served.change()
     page.wait_for_function(
-        "(before) => document.querySelectorAll('#tables tr[data-key=\"logprob\"] td')[3]"
+        "(before) => document.querySelectorAll('#tables tr[data-key=\"logprob\"] td')[4]"
         ".innerText !== before",
         arg=before,
     )

@@ -7,6 +7,7 @@ mean the same wherever they are sent.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any  # Any: tags hold the caller's own primitives
@@ -14,7 +15,7 @@ from typing import Any  # Any: tags hold the caller's own primitives
 from dataplane_core.errors import InvalidRequestError
 from dataplane_core.ledger.partition import PartitionBook
 from dataplane_core.ledger.rows import Row
-from dataplane_core.ledger.tasks import Lease
+from dataplane_core.ledger.tasks import Lease, Share
 
 LARGEST_PAGE = 10_000
 """Rows of one page of samples or states."""
@@ -22,7 +23,7 @@ LARGEST_PAGE = 10_000
 _STEP = 1_000
 
 MOST_CLAIMS = 1_000
-"""Claims of one answer."""
+"""Claims, or shares, of one answer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +52,7 @@ class ClaimSummary:
         samples: how many it still holds.
         age_s: since it was claimed, in seconds.
         expires_in_s: until its lease runs out, in seconds, at least 0.
+        rank: data-parallel rank that claimed; None for a claim of no rank.
     """
 
     claim: str
@@ -59,18 +61,52 @@ class ClaimSummary:
     samples: int
     age_s: float
     expires_in_s: float
+    rank: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShareSummary:
+    """What waits for one data-parallel rank, which has not asked for it since it was drawn.
+
+    Attributes:
+        task: the claiming task.
+        rank: whose it is.
+        world: ranks that share what is drawn.
+        samples: how many wait for it.
+        expires_in_s: until the first of them are open to all unless the rank gives a sign of life,
+            in seconds, at least 0; None of final claims, which no time opens.
+        seen_s: since the rank last claimed, or renewed a claim, in seconds; None if it did neither
+            since the first of them were drawn.
+    """
+
+    task: str
+    rank: int
+    world: int
+    samples: int
+    expires_in_s: float | None
+    seen_s: float | None
 
 
 @dataclass(frozen=True, kw_only=True)
 class TaskSummary:
     """One task of a partition: how many present samples are where.
 
-    ``oldest_unclaimed_s`` is the age of the unclaimed sample that was put first, in seconds, and
-    ``oldest_claim`` the claim under a lease that is held longest; None if there is none.
+    Attributes:
+        name: the task's.
+        unclaimed: could be claimed, now or once they have their fields.
+        assigned: drawn for data-parallel ranks that have not asked for them yet;
+            `TaskCounts.leased` counts them as leased.
+        leased: held under a lease.
+        settled: claimed for good.
+        leases: claims that hold the leased ones.
+        oldest_unclaimed_s: age of the sample that was put first of those unclaimed or assigned, in
+            seconds; None if there is none.
+        oldest_claim: the claim under a lease that is held longest; None if there is none.
     """
 
     name: str
     unclaimed: int
+    assigned: int = 0
     leased: int
     settled: int
     leases: int
@@ -198,7 +234,8 @@ def summarise(partition: PartitionBook, now: float) -> PartitionSummary:
         tasks=tuple(
             TaskSummary(
                 name=name,
-                unclaimed=len(task.open) + len(task.assigned),
+                unclaimed=len(task.open),
+                assigned=len(task.assigned),
                 leased=len(task.leased),
                 settled=len(task.settled),
                 leases=leases.get(name, 0),
@@ -226,6 +263,7 @@ def describe(lease: Lease, now: float) -> ClaimSummary:
         samples=len(lease.rows),
         age_s=max(0.0, now - lease.since),
         expires_in_s=max(0.0, lease.deadline - now),
+        rank=None if lease.rank is None else lease.rank[1],
     )
 
 
@@ -233,6 +271,31 @@ def claims(partition: PartitionBook, now: float) -> list[ClaimSummary]:
     """The claims under leases, the oldest first, at most `MOST_CLAIMS`."""
     oldest = itertools.islice(partition.leases.values(), MOST_CLAIMS)
     return [describe(lease, now) for lease in oldest]
+
+
+def shares(partition: PartitionBook, now: float) -> list[ShareSummary]:
+    """What waits for ranks, by task, terms of the claims, and rank; at most `MOST_CLAIMS`."""
+    waiting = (
+        _describe_shares(name, list(ranked), now)
+        for name, task in partition.tasks.items()
+        for ranks in task.shares.values()
+        for ranked in ranks
+        if ranked
+    )
+    return list(itertools.islice(waiting, MOST_CLAIMS))
+
+
+def _describe_shares(task: str, waiting: list[Share], now: float) -> ShareSummary:
+    first = waiting[0]  # drawn first, so that it has every later sign of life of the rank
+    deadline = min(share.deadline for share in waiting)
+    return ShareSummary(
+        task=task,
+        rank=first.rank,
+        world=first.group.world,
+        samples=sum(len(share.rows) for share in waiting),
+        expires_in_s=None if deadline == math.inf else max(0.0, deadline - now),
+        seen_s=None if first.seen is None else max(0.0, now - first.seen),
+    )
 
 
 def check_page(what: str, start: int, limit: int) -> None:

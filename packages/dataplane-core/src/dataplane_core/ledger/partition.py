@@ -303,6 +303,11 @@ class PartitionBook(ShareBook):
             return drawn
         units = self._units(drawn)
         parts = balance([sum(row.length for row in unit) for unit in units], group.world)
+        if not parts[rank] and not task.missed.isdisjoint(row.sample_id for row in drawn):
+            # Of fewer units than ranks the same ranks get one whenever they are drawn, and one of
+            # them may be gone: who asks takes the first part.
+            first = next(place for place, part in enumerate(parts) if part)
+            parts[rank], parts[first] = parts[first], []
         batches = [[row for index in part for row in units[index]] for part in parts]
         mine, batches[rank] = self._split(batches[rank], request.batch_size)
         for other, batch in enumerate(batches):
@@ -382,6 +387,7 @@ class PartitionBook(ShareBook):
                 if share is not None:
                     self.unassign(task, share, [sample_id])
                 task.settled.pop(sample_id, None)
+                task.missed.discard(sample_id)
         if self.rows:
             for name in self.field_counts:
                 cells = [row.cells[name] for row in dropped if name in row.cells]

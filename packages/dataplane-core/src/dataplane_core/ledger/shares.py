@@ -26,6 +26,7 @@ class ShareBook(LeaseBook):
         """End the leases and shares whose time is over; True if there were any."""
         over = [share for share in self._timed if share.deadline <= now]
         for share in over:
+            self.tasks[share.task_name].missed.update(share.rows)
             self.reopen_shares(share.task_name, [share])
         return super().expire(now) or bool(over)
 
@@ -46,6 +47,7 @@ class ShareBook(LeaseBook):
         """A rank gave a sign of life: what waits for it waits on."""
         waiting = task.shares.get(group)
         for share in waiting[rank] if waiting else ():
+            share.seen = now
             share.deadline = now + share.seconds
 
     def _take_share(

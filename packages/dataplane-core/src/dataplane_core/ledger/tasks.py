@@ -60,6 +60,7 @@ class Share:
         rows: the samples, by id; those that are claimed, cleared or reopened leave it.
         deadline: when they are open to all again, on the caller's clock.
         seconds: from the rank's last sign of life to ``deadline``; infinite if a final claim drew.
+        seen: when the rank last gave a sign of life; None if it gave none since the draw.
     """
 
     task_name: str
@@ -68,6 +69,7 @@ class Share:
     rows: dict[str, Row]
     deadline: float = math.inf
     seconds: float = math.inf
+    seen: float | None = None
 
 
 @dataclass
@@ -101,6 +103,7 @@ class Task:
             was claimed from last comes last.
         counted: the last count of ready samples: at which revision, which fields, and how many.
         shares: those of ``assigned`` by group and rank, in the order of their draws.
+        missed: present samples that were drawn once for a rank that did not ask for them in time.
     """
 
     open: dict[str, Row] = field(default_factory=dict)
@@ -110,6 +113,7 @@ class Task:
     queues: dict[QueueKey, Queue] = field(default_factory=dict)
     counted: tuple[int, frozenset[str], int] = (0, frozenset(), 0)
     shares: dict[RankGroup, list[dict[Share, None]]] = field(default_factory=dict)
+    missed: set[str] = field(default_factory=set)
     _returned: list[tuple[int, str]] = field(default_factory=list)
 
     def assign(self, share: Share) -> None:

@@ -158,18 +158,35 @@ class InspectionContract(StateMachineContract):
         assert task(peer, partition).oldest_unclaimed_s is None
         assert task(peer, partition, "logprob").oldest_unclaimed_s is not None
 
-    def test_a_sample_that_waits_for_its_rank_is_unclaimed(
-        self, client: DataPlaneClient, peer: DataPlaneClient, partition: str
+    def test_a_sample_that_waits_for_its_rank_is_assigned(
+        self,
+        client: DataPlaneClient,
+        leasing: DataPlaneClient,
+        peer: DataPlaneClient,
+        partition: str,
     ) -> None:
         put(client, partition, list("abcd"))
         mine = client.claim_meta(partition, "train", ["x"], 2, dp_rank=0, dp_world=2)
-        assert task(peer, partition).unclaimed == 2
+        assert (task(peer, partition).unclaimed, task(peer, partition).assigned) == (0, 2)
+        [share] = peer.list_shares(partition)
+        assert (share.task, share.rank, share.world, share.samples) == ("train", 1, 2, 2)
+        assert (share.expires_in_s, share.seen_s) == (None, None)
         assert task(peer, partition).oldest_unclaimed_s is not None
         states = peer.scan_states(partition)
         column = dict(zip("abcd", states.states[states.tasks.index("train") :: 2], strict=True))
         assert column == {each: 3 if each in mine.sample_ids else 1 for each in "abcd"}
         client.claim_meta(partition, "train", ["x"], 2, dp_rank=1, dp_world=2)
         assert task(peer, partition).oldest_unclaimed_s is None
+        assert (task(peer, partition).assigned, peer.list_shares(partition)) == (0, [])
+        for rank in (1, 1, 0):
+            leasing.claim_meta(partition, "logprob", ["x"], 1, dp_rank=rank, dp_world=2)
+        [share] = peer.list_shares(partition)
+        assert (share.task, share.rank, share.samples) == ("logprob", 0, 1)
+        assert share.expires_in_s is not None
+        assert 900 < share.expires_in_s <= 1000
+        assert share.seen_s is not None
+        assert 0 <= share.seen_s < 100
+        assert [each.rank for each in peer.list_claims(partition)] == [1, 1, 0]
 
     def test_a_claim_under_a_lease_tells_who_holds_how_much_and_how_long(
         self, leasing: DataPlaneClient, peer: DataPlaneClient, partition: str
@@ -391,6 +408,7 @@ class InspectionContract(StateMachineContract):
             lambda: client.read_sample("nowhere", "a"),
             lambda: client.find_samples("nowhere", tag="v", value=1),
             lambda: client.list_claims("nowhere"),
+            lambda: client.list_shares("nowhere"),
             lambda: client.scan_states("nowhere"),
             lambda: client.reset_consumption("nowhere", "train", ["a"]),
             lambda: client.end_claim("nowhere", "claim"),

@@ -63,6 +63,8 @@ class Wait:
         lacks: field to the samples that lack it; fields that none lacks are left out.
         unput: declared samples that are still to be put.
         claimed: samples in the partition that the task has claimed.
+        assigned: those drawn for its data-parallel ranks that have not asked for them, of live
+            numbers; events do not tell.
     """
 
     process: Process
@@ -82,6 +84,7 @@ class Wait:
     lacks: Mapping[str, Lack] = field(default_factory=dict)
     unput: int = 0
     claimed: int = 0
+    assigned: int = 0
     silent_s: float = 0.0
 
     def __str__(self) -> str:
@@ -126,6 +129,8 @@ class Wait:
             parts.append(f"{self.ready} are ready")
         if self.claimed:
             parts.append(f"{self.claimed} are claimed by it already")
+        if self.assigned:
+            parts.append(f"{self.assigned} wait for the ranks that they were drawn for")
         parts.append(f"{self.unput} are still to be put")
         return ": " + "; ".join(parts)
 
@@ -288,10 +293,11 @@ def _with_live(wait: Wait, summary: PartitionSummary) -> Wait:
         if count > 0:
             examples = wait.lacks[name].examples if name in wait.lacks else ()
             lacks[name] = Lack(count, examples[:count])
-    unclaimed, claimed = summary.present, 0
+    unclaimed, assigned, claimed = summary.present, 0, 0
     for task in summary.tasks:
         if task.name == wait.task:
-            unclaimed, claimed = task.unclaimed, task.leased + task.settled
+            unclaimed, assigned = task.unclaimed, task.assigned
+            claimed = task.leased + task.settled
     # Counts per field do not tell which samples lack several; they bound how many are ready.
     counts = [lack.count for lack in lacks.values()]
     fewest = max(0, unclaimed - sum(counts))
@@ -304,6 +310,7 @@ def _with_live(wait: Wait, summary: PartitionSummary) -> Wait:
         lacks=lacks,
         unput=max(0, summary.declared - summary.put),
         claimed=claimed,
+        assigned=assigned,
     )
 
 

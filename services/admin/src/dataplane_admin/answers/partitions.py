@@ -132,6 +132,7 @@ def _task(
     return models.PartitionTask(
         name=task.name,
         unclaimed=task.unclaimed,
+        assigned=task.assigned,
         leased=task.leased,
         settled=task.settled,
         leases=task.leases,

@@ -111,7 +111,7 @@ def _of_partitions(partitions: list[models.Partition]) -> Iterator[Metric]:
         if one.nbytes is not None:
             nbytes.add_metric([one.id], one.nbytes)
         for task in one.tasks:
-            for state in ("unclaimed", "leased", "settled"):
+            for state in ("unclaimed", "assigned", "leased", "settled"):
                 tasks.add_metric([one.id, task.name, state], getattr(task, state))
             if task.oldest_unclaimed_s is not None:
                 oldest.add_metric([one.id, task.name], task.oldest_unclaimed_s)

@@ -93,7 +93,8 @@ class Scan:
         ]
 
     def unclaimed(self, task: str) -> npt.NDArray[np.bool_]:
-        """Which samples the task can still claim, (rows,); none for an unknown task."""
+        """Which samples the task has not claimed, (rows,), also those drawn for a rank that has
+        not asked; none for an unknown task."""
         if task not in self.tasks:
             return np.zeros(self.rows, dtype=np.bool_)
         return np.asarray(self.states[:, self.tasks.index(task)] < 2)
@@ -112,7 +113,9 @@ class Scan:
 
     def ready(self, task: str, needs: Iterable[str]) -> int:
         """Samples that the task could claim now, having every field of ``needs``."""
-        found = self.unclaimed(task)
+        if task not in self.tasks:
+            return 0
+        found = np.asarray(self.states[:, self.tasks.index(task)] == 0)
         for name in needs:
             found = found & ~self.lacking(name)
         return int(found.sum())

@@ -64,7 +64,14 @@ class Snapshot:
                     one.nbytes,
                     tuple((held.name, held.written, held.nbytes) for held in one.fields),
                     tuple(
-                        (task.name, task.unclaimed, task.leased, task.settled, task.leases)
+                        (
+                            task.name,
+                            task.unclaimed,
+                            task.assigned,
+                            task.leased,
+                            task.settled,
+                            task.leases,
+                        )
                         for task in one.tasks
                     ),
                 )

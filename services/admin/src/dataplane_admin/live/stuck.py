@@ -31,7 +31,7 @@ class Stuck:
     Attributes:
         partition_id: where.
         task: whose.
-        samples: that are unclaimed, or held by the claim.
+        samples: that nobody claimed, also those drawn for a rank; or held by the claim.
         there: samples in the partition.
         seconds: how old the oldest of them is, or the claim.
         idle_s: for how long the task is known to have claimed nothing; of a claim 0.
@@ -98,7 +98,8 @@ def _backlog(
 ) -> Stuck | None:
     age_s = task.oldest_unclaimed_s
     numbers = trend.tasks.get(task.name)
-    if age_s is None or age_s < after_s or not task.unclaimed or numbers is None:
+    waiting = task.unclaimed + task.assigned
+    if age_s is None or age_s < after_s or not waiting or numbers is None:
         return None
     # A deep queue that is worked off has old samples as well.
     idle_s = trend.unchanged_s(numbers.taken)
@@ -114,7 +115,7 @@ def _backlog(
     return Stuck(
         partition_id=partition.partition_id,
         task=task.name,
-        samples=task.unclaimed,
+        samples=waiting,
         there=partition.present,
         seconds=age_s,
         idle_s=idle_s,

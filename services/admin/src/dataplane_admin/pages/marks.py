@@ -11,7 +11,7 @@ from dataplane_admin.pages.words import count, duration
 BUCKETS = ("productive", "overhead", "wasted", "idle")
 """Buckets in the order in which they are stacked."""
 
-STATES = ("settled", "leased", "unclaimed")
+STATES = ("settled", "leased", "assigned", "unclaimed")
 """States of samples in the order in which they are stacked."""
 
 
@@ -63,12 +63,9 @@ def of_buckets(seconds: Mapping[str, float], whole: float | None = None) -> Stac
 
 def of_task(task: PartitionTask, whole: int) -> Stack:
     """Progress of a task over ``whole`` samples."""
-    words = (
-        f"{task.name}: {count(task.settled)} settled, {count(task.leased)} leased, "
-        f"{count(task.unclaimed)} unclaimed"
-    )
-    parts = [("settled", task.settled), ("leased", task.leased), ("unclaimed", task.unclaimed)]
-    return stack(parts, max(whole, 1), words)
+    parts = [(state, getattr(task, state)) for state in STATES]
+    told = (f"{count(held)} {state}" for state, held in parts if held or state != "assigned")
+    return stack(parts, max(whole, 1), f"{task.name}: {', '.join(told)}")
 
 
 @dataclass(frozen=True)

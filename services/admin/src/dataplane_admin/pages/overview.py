@@ -156,6 +156,8 @@ def _told(task: models.PartitionTask) -> str:
     parts = [f"{words.count(task.settled)} settled"]
     if task.leased:
         parts.append(f"{words.count(task.leased)} leased")
+    if task.assigned:
+        parts.append(f"{words.count(task.assigned)} assigned to ranks")
     if task.unclaimed:
         ready = "" if task.ready is None else f", {words.count(task.ready)} ready"
         parts.append(f"{words.count(task.unclaimed)} unclaimed{ready}")

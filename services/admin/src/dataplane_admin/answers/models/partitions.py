@@ -38,11 +38,13 @@ class PartitionField(Model):
 
 
 class PartitionTask(Model):
-    """One task of a partition. ``unclaimed + leased + settled`` is what is there."""
+    """One task of a partition. ``unclaimed + assigned + leased + settled`` is what is there."""
 
     name: Text
     unclaimed: int
     """Samples that it can still claim, complete or not."""
+    assigned: int
+    """Samples that were drawn for data-parallel ranks that have not asked for them yet."""
     leased: int
     """Samples that it has claimed and not acknowledged."""
     settled: int

@@ -1,0 +1,308 @@
+"""Whatever leases are lost, a loader delivers once and settles what a saved state has, no more."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tensordict import TensorDict
+
+from dataplane_core import InMemoryDataPlaneClient, LeaseLostError
+from dataplane_core.held_claims import HeldClaims
+from dataplane_core.streaming import StreamingDataLoader, StreamingDataset
+
+SETUP = {"enabled": True, "impl": "in_memory"}
+
+
+def store(count):
+    client = InMemoryDataPlaneClient(SETUP)
+    client.register_partition("p", ["x"], count, ["a"])
+    fields = TensorDict({"x": torch.arange(float(count))}, [count])
+    client.put_samples([f"s{i:02d}" for i in range(count)], "p", fields)
+    return client
+
+
+def leased(lease_s=1000.0):
+    return functools.partial(
+        InMemoryDataPlaneClient, {**SETUP, "claim_lease_s": lease_s}, bootstrap=False
+    )
+
+
+def loader(make_client=None, *, size=2, settle="commit", kind=StreamingDataset, **more):
+    dataset = kind(
+        make_client or leased(), "p", "a", required_fields=["x"], batch_size=size, timeout_s=20.0
+    )
+    return StreamingDataLoader(dataset, settle=settle, renew_every_s=1000.0, **more)
+
+
+def lose(client, place=0):
+    """End a claim, by default the oldest, as if its lease had run out."""
+    claims = client.list_claims("p")
+    if claims:
+        client.end_claim("p", claims[place % len(claims)].claim, expired_only=False)
+
+
+def ids(batches):
+    return [sample_id for _, meta in batches for sample_id in meta.sample_ids]
+
+
+def counts(client):
+    found = client.count_samples("p", "a", ["x"])
+    return found.ready, found.leased, found.acknowledged
+
+
+def test_what_is_done_in_no_saved_state_is_not_settled_when_it_comes_back():
+    client = store(4)
+    with loader() as trained:
+        assert len(ids(trained)) == 4
+        lose(client)
+        assert ids(trained) == []
+        assert counts(client) == (0, 4, 0)
+    with loader() as restarted:  # from no state
+        assert len(ids(restarted)) == 4
+    assert counts(client) == (4, 0, 0)
+
+
+@pytest.mark.parametrize("saved", ["before", "after"])
+def test_what_came_back_is_settled_by_the_commit_whose_state_names_it(saved):
+    client = store(4)
+    with loader() as trained:
+        assert len(ids(trained)) == 4
+        if saved == "before":
+            trained.state_dict()
+        lose(client)
+        assert ids(trained) == []
+        if saved == "after":
+            trained.commit()
+            assert counts(client) == (0, 4, 0)
+            trained.state_dict()
+        trained.commit()
+        assert counts(client) == (0, 0, 4)
+
+
+def test_of_a_claim_that_came_back_a_commit_settles_no_more_than_its_state_names():
+    client = store(4)
+    with loader(leased(1.0)) as trained:
+        batches = iter(trained)
+        _, first = next(batches)
+        trained.ack(first)
+        trained.state_dict()
+        assert len(ids(batches)) == 2
+        lose(client)
+        lose(client)
+        trained.dataset.batch_size = 4
+        assert ids(trained) == []
+        trained.commit()
+        assert counts(client) == (0, 2, 2)
+        [claim] = client.list_claims("p")
+        assert claim.samples == 2
+        trained.state_dict()
+        trained.commit()
+        assert counts(client) == (0, 0, 4)
+
+
+def test_a_commit_in_one_partition_settles_nothing_in_the_next_of_the_same_names():
+    client = store(2)
+    client.register_partition("q", ["x"], 2, ["a"])
+    fields = TensorDict({"x": torch.zeros(2)}, [2])
+    client.put_samples(["s00", "s01"], "q", fields)
+    with loader() as trained:
+        ids(trained)
+        trained.state_dict()
+        trained.commit()
+        trained.next_partition("q")
+        assert len(ids(trained)) == 2
+        trained.commit()  # of no state that has them
+        assert client.count_samples("q", "a", ["x"]).acknowledged == 0
+
+
+def test_a_sample_that_is_done_is_not_delivered_again_in_the_same_iteration():
+    client = store(6)
+    with loader() as trained:
+        batches = iter(trained)
+        seen = []
+        for number, (_, meta) in enumerate(batches):
+            seen += meta.sample_ids
+            if number == 1:
+                trained.state_dict()
+                lose(client)
+                with pytest.raises(LeaseLostError, match="2 of 2 samples"):
+                    trained.commit()
+        assert sorted(seen) == [f"s{i:02d}" for i in range(6)]
+        assert counts(client) == (0, 4, 2)
+
+
+@pytest.mark.parametrize("collated", [False, True])
+def test_of_a_batch_that_is_done_in_part_the_rest_is_delivered(collated):
+    client = store(5)
+    collate = (lambda batch, meta: (batch, meta)) if collated else None
+    with loader(collate=collate) as trained:
+        batches = iter(trained)
+        _, first = next(batches)
+        trained.ack(first)
+        lose(client)
+        trained.dataset.batch_size = 3
+        batch, rest = next(batches)
+        assert (rest.sample_ids, batch["x"].tolist()) == (["s02"], [2.0])
+        batches.close()
+        assert counts(client) == (3, 2, 0)  # what was in hand was given back, not what is done
+        assert ids(trained) == ["s02", "s03", "s04"]
+
+
+def test_a_part_of_a_batch_can_be_acknowledged_before_the_rest():
+    client = store(4)
+    with loader(settle="next") as trained:
+        batches = iter(trained)
+        _, first = next(batches)
+        trained.ack(first.slice(0, 1))
+        assert counts(client) == (2, 1, 1)
+        next(batches)
+        assert counts(client) == (0, 2, 2)
+
+
+def test_a_loader_that_goes_back_to_an_older_state_delivers_what_was_done_after_it():
+    client = store(4)
+    with loader() as trained:
+        batches = iter(trained)
+        _, first = next(batches)
+        trained.ack(first)
+        state = trained.state_dict()
+        _, second = next(batches)
+        trained.ack(second)
+        batches.close()
+        trained.load_state_dict(state)
+        assert ids(trained) == second.sample_ids
+        trained.state_dict()
+        trained.commit()
+    assert counts(client) == (0, 0, 4)
+
+
+class Losing(StreamingDataset):
+    """Loses the lease of the first claim of a round after it was fetched."""
+
+    def batches(self, client, claimed):
+        for number, (batch, meta) in enumerate(super().batches(client, claimed)):
+            if number == 0:
+                client.release(meta)
+            yield batch, meta
+
+
+def test_what_is_lost_before_it_could_be_settled_is_settled_when_it_comes_again():
+    client = store(4)
+    with loader() as trained:
+        batches = iter(trained)
+        trained.ack(next(batches)[1])
+        state = trained.state_dict()
+    with loader(kind=Losing) as resumed:
+        resumed.load_state_dict(state)
+        assert ids(resumed) == ["s02", "s03"]
+        assert counts(client) == (0, 2, 2)
+
+
+class Late(StreamingDataset):
+    """Reports claims once more when they are over, as a worker's report may come."""
+
+    def batches(self, client, claimed):
+        metas = []
+        for batch, meta in super().batches(client, claimed):
+            metas.append(meta)
+            yield batch, meta
+        for meta in metas:
+            claimed(meta)
+
+
+def test_a_report_that_comes_too_late_hides_no_consumer_that_died():
+    client = store(8)
+    dead = leased(1.0)().claim_meta("p", "a", ["x"], 4)
+    with loader(settle="next", kind=Late) as alive:
+        got = ids(alive)
+    assert sorted(got) == [f"s{i:02d}" for i in range(8)]
+    assert set(got[-4:]) == {*dead.sample_ids}
+    assert counts(client) == (0, 0, 8)
+
+
+def test_a_lease_that_another_has_now_is_not_counted_as_ones_own():
+    client = store(4)
+    with loader() as trained:
+        batches = iter(trained)
+        _, first = next(batches)
+        trained.ack(first)
+        lose(client)
+        dead = leased(1.0)().claim_meta("p", "a", ["x"], 2)
+        assert dead.sample_ids == first.sample_ids
+        assert len(ids(batches)) == 2
+        assert counts(client) == (0, 4, 0)
+        trained.state_dict()
+        trained.commit()  # of what came back from who died, too
+    assert counts(client) == (0, 0, 4)
+
+
+def test_what_is_left_of_a_claim_is_renewed_whatever_is_reported_late():
+    client = store(4)
+    holder = leased()()
+    meta = holder.claim_meta("p", "a", ["x"], 3)
+    held = HeldClaims(holder)
+    held.add(meta)
+    holder.acknowledge(meta.slice(0, 1))
+    held.forget(meta.slice(0, 1))
+    held.add(meta)
+    held.renew()
+    assert held.samples == 2
+    [claim] = client.list_claims("p")
+    assert claim.age_s + claim.expires_in_s > 1000.0 + 1e-6
+    held.release(kept=meta.sample_ids[1:2])
+    assert counts(client) == (2, 1, 1)
+    lose(client)
+    held.renew()
+    assert held.samples == 0
+
+
+STEPS = st.lists(
+    st.tuples(
+        st.sampled_from(["train", "train", "train", "save", "commit", "lose", "iterate", "size"]),
+        st.integers(1, 4),
+    ),
+    max_size=30,
+)
+
+
+@given(steps=STEPS)
+def test_the_steps_of_the_newest_saved_state_saw_every_sample_once_whatever_was_lost(steps):
+    client = store(12)
+    first = loader(size=3)
+    batches, trained, saved = iter(first), [], ([], first.state_dict())
+    for step, number in steps:
+        if step == "train":
+            for _, meta in batches:
+                first.ack(meta)
+                trained += meta.sample_ids
+                break
+        elif step == "save":
+            saved = list(trained), first.state_dict()
+        elif step == "commit":
+            # What was lost is in a saved state: it comes back here and is settled then.
+            with contextlib.suppress(LeaseLostError):
+                first.commit()
+        elif step == "lose":
+            lose(client, number)
+        elif step == "iterate":
+            batches.close()
+            batches = iter(first)
+        else:
+            first.dataset.batch_size = number
+        assert len(trained) == len(set(trained))
+    while client.list_claims("p"):  # it is killed
+        lose(client)
+    with loader(size=3) as second:
+        second.load_state_dict(saved[1])
+        resumed = saved[0] + ids(second)
+        assert sorted(resumed) == [f"s{i:02d}" for i in range(12)]
+        second.state_dict()
+        second.commit()
+    assert counts(client) == (0, 0, 12)
+    batches.close()
+    first.close()
