@@ -233,7 +233,7 @@ def test_what_was_withdrawn_is_still_to_be_put(store, otlp):
         otlp.event("cleared", ["b", "c"], at_s=3, withdrawn=True),
         otlp.event("waiting", at_s=4, wait="w", task="train", fields=["x"]),
     )
-    assert waits(store.wait_records(NEVER_NS)) == [("grpo.driver", "train", (1, 1, 6, 0), [])]
+    assert waits(store.wait_records()) == [("grpo.driver", "train", (1, 1, 6, 0), [])]
 
 
 def point(process, *, name="up"):
