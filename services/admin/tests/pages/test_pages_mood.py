@@ -121,3 +121,21 @@ def test_nothing_is_stuck_before_it_is_said_to_be(service, monkeypatch):
 @pytest.mark.parametrize("kind", ["wait", "claim"])
 def test_without_a_trace_what_waits_for_long_is_stuck(service, monkeypatch, kind):
     assert mood(service, monkeypatch, wait(kind, 90)) == "stuck"
+
+
+def test_the_headline_speaks_of_the_step_below_it_though_another_ends_meanwhile(
+    service, monkeypatch
+):
+    tell(service, ago_s=2, seconds=1, step=7)
+    put_together = service.answers.trace
+
+    def meanwhile(trace_id):
+        monkeypatch.setattr(service.answers, "trace", put_together)
+        tell(service, ago_s=0, seconds=1, step=8)
+        return put_together(trace_id)
+
+    monkeypatch.setattr(service.answers, "trace", meanwhile)
+    page = overview(service.answers, Buckets(service.answers), stuck_after_s=60.0)
+    assert page.headline == "Moving: step 7 took 1.00 s"
+    assert page.last.facts.step == 7
+    assert [one.facts.step for one in page.steps] == [7]

@@ -80,6 +80,13 @@ def runs_to_judge(
     return [*told, *(one.run_id for one in facts), *newest]
 
 
+def newest_pace(paces: Mapping[str, Pace]) -> Pace | None:
+    """Of the run in which a step ended last; None without steps."""
+    return max(
+        (one for one in paces.values() if one.newest), key=lambda one: -one.since_s, default=None
+    )
+
+
 def headline(
     status: models.Status,
     waits: Sequence[models.Wait],
@@ -96,9 +103,7 @@ def headline(
         partitions: of the data plane.
         paces: of the runs of `runs_to_judge`.
     """
-    newest = max(
-        (one for one in paces.values() if one.newest), key=lambda one: -one.since_s, default=None
-    )
+    newest = newest_pace(paces)
     if waits:
         longest = words.ago(max(wait.seconds for wait in waits))
         things = "One thing waits" if len(waits) == 1 else f"{len(waits)} things wait, the longest"

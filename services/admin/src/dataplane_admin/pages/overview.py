@@ -10,7 +10,7 @@ from threading import Lock
 from dataplane_admin.answers import AnswerError, Answers, models
 from dataplane_admin.pages import marks, words
 from dataplane_admin.pages.links import to
-from dataplane_admin.pages.mood import headline, paces, runs_to_judge
+from dataplane_admin.pages.mood import Pace, headline, newest_pace, paces, runs_to_judge
 
 _STEPS = 10
 _RUNS = 50
@@ -111,14 +111,15 @@ def overview(
     held = answers.partitions()
     told = answers.why(run=run)
     waits = [one for one in told if one.silent_s is None]
+    silent = [one for one in told if one.silent_s is not None]
+    judged = runs_to_judge(answers, run, waits, answers.traces(run=run, limit=_STEPS).traces)
+    pace = paces(answers, judged, status.now_ns, stuck_after_s)
+    mood, told_first = headline(status, waits, silent, held.partitions, pace)
+    # After the headline's: a step that ended meanwhile stands below it, and not above only.
     facts = answers.traces(run=run, limit=_STEPS).traces
     longest = max((one.seconds for one in facts), default=0.0)
     rates = [one.put_per_s for one in held.partitions if one.put_per_s is not None]
     steps = [_step(one, buckets.of(one), longest) for one in facts]
-    silent = [one for one in told if one.silent_s is not None]
-    judged = runs_to_judge(answers, run, waits, facts)
-    pace = paces(answers, judged, status.now_ns, stuck_after_s)
-    mood, told_first = headline(status, waits, silent, held.partitions, pace)
     return Overview(
         mood=mood,
         headline=told_first,
@@ -127,13 +128,22 @@ def overview(
         silent=silent,
         partitions=[_partition(one) for one in held.partitions],
         steps=steps,
-        last=next((one for one in steps if one.facts.has_root), steps[0] if steps else None),
+        last=_last(steps, newest_pace(pace)),
         units=[(unit, _used(unit)) for unit in held.storage],
         put_per_s=sum(rates) if rates else None,
         run=run,
         runs=answers.runs().runs[:_RUNS],
         took=marks.trend([one.seconds for one in reversed(facts) if one.has_root]),
     )
+
+
+def _last(steps: Sequence[StepOnOverview], pace: Pace | None) -> StepOnOverview | None:
+    """The step of the headline, or the newest one that has ended, or the newest."""
+    if pace is not None and pace.newest is not None:
+        for one in steps:
+            if one.facts.trace_id == pace.newest.trace_id:
+                return one
+    return next((one for one in steps if one.facts.has_root), steps[0] if steps else None)
 
 
 def _partition(facts: models.Partition) -> PartitionOnOverview:
