@@ -421,7 +421,7 @@ def test_a_node_waits_for_the_head_s_name_and_for_its_answer(programs: Path) -> 
     assert started.startswith("start --address 127.0.0.1:6379 --node-ip-address 127.0.0.1 ")
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to mount")
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs the capability CAP_SYS_ADMIN, to mount")
 def test_a_container_of_namespaces_has_its_names_where_the_image_has_no_file_for_them(
     tmp_path: Path,
 ) -> None:

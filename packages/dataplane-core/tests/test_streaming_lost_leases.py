@@ -3,33 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from streaming_parts import counts, ids, leased, store
 from tensordict import TensorDict
 
-from dataplane_core import InMemoryDataPlaneClient, LeaseLostError
+from dataplane_core import LeaseLostError
 from dataplane_core.held_claims import HeldClaims
 from dataplane_core.streaming import StreamingDataLoader, StreamingDataset
-
-SETUP = {"enabled": True, "impl": "in_memory"}
-
-
-def store(count):
-    client = InMemoryDataPlaneClient(SETUP)
-    client.register_partition("p", ["x"], count, ["a"])
-    fields = TensorDict({"x": torch.arange(float(count))}, [count])
-    client.put_samples([f"s{i:02d}" for i in range(count)], "p", fields)
-    return client
-
-
-def leased(lease_s=1000.0):
-    return functools.partial(
-        InMemoryDataPlaneClient, {**SETUP, "claim_lease_s": lease_s}, bootstrap=False
-    )
 
 
 def loader(make_client=None, *, size=2, settle="commit", kind=StreamingDataset, **more):
@@ -44,15 +28,6 @@ def lose(client, place=0):
     claims = client.list_claims("p")
     if claims:
         client.end_claim("p", claims[place % len(claims)].claim, expired_only=False)
-
-
-def ids(batches):
-    return [sample_id for _, meta in batches for sample_id in meta.sample_ids]
-
-
-def counts(client):
-    found = client.count_samples("p", "a", ["x"])
-    return found.ready, found.leased, found.acknowledged
 
 
 def test_what_is_done_in_no_saved_state_is_not_settled_when_it_comes_back():

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 
 import pytest
+from streaming_parts import SETUP, counts, ids, leased, store
 
 from dataplane_core import ClaimTimeoutError, InMemoryDataPlaneClient
 from dataplane_core.declaration import PartitionDeclaration
@@ -19,20 +20,6 @@ from dataplane_core.streaming import StreamingDataLoader, StreamingDataset
 from dataplane_core.testing.claims import put
 
 PATIENCE_S = 20.0
-SETUP = {"enabled": True, "impl": "in_memory"}
-
-
-def store(count):
-    client = InMemoryDataPlaneClient(SETUP)
-    client.register_partition("p", ["x"], count, ["a"])
-    put(client, "p", [f"s{i}" for i in range(count)])
-    return client
-
-
-def leased(lease_s):
-    return functools.partial(
-        InMemoryDataPlaneClient, {**SETUP, "claim_lease_s": lease_s}, bootstrap=False
-    )
 
 
 def loader(make_client, *, size=2, timeout_s=PATIENCE_S, renew_every_s=0.05, settle="commit", **of):
@@ -45,15 +32,6 @@ def loader(make_client, *, size=2, timeout_s=PATIENCE_S, renew_every_s=0.05, set
     )
 
 
-def ids(batches):
-    return [sample_id for _, meta in batches for sample_id in meta.sample_ids]
-
-
-def counts(client):
-    found = client.count_samples("p", "a", ["x"])
-    return found.ready, found.leased, found.acknowledged
-
-
 def test_what_is_drawn_for_a_dead_rank_comes_to_ranks_that_commit_after_their_loops():
     client = store(6)
     with (
@@ -63,7 +41,7 @@ def test_what_is_drawn_for_a_dead_rank_comes_to_ranks_that_commit_after_their_lo
     ):
         found = [threads.submit(ids, rank) for rank in (one, other)]
         trained = sorted(chain(*(rank.result() for rank in found)))
-        assert trained == [f"s{i}" for i in range(6)]
+        assert trained == [f"s{i:02d}" for i in range(6)]
         for rank in (one, other):
             rank.state_dict()
             rank.commit()
@@ -79,7 +57,7 @@ def test_the_last_samples_are_not_drawn_for_a_dead_rank_for_ever():
     ):
         found = [threads.submit(ids, rank) for rank in (one, other)]
         trained = sorted(chain(*(rank.result(PATIENCE_S) for rank in found)))
-        assert trained == [f"s{i}" for i in range(5)]
+        assert trained == [f"s{i:02d}" for i in range(5)]
     assert counts(client) == (5, 0, 0)
 
 
@@ -172,7 +150,7 @@ def test_a_rank_that_dies_while_another_waits_is_waited_for(looks):
 
     looks.update(before=before, after=after)
     with loader(leased(1000.0)) as alive:
-        assert ids(alive) == ["s4", "s5", *held.sample_ids]
+        assert ids(alive) == ["s04", "s05", *held.sample_ids]
     assert told[:6] == [False] * 6
     assert counts(client) == (4, 0, 2)
 
@@ -198,7 +176,7 @@ def test_a_rank_that_waits_notices_what_comes_back_though_others_claim_more(look
             got += meta.sample_ids
             if len(got) == 4:
                 busy.acknowledge(later[0])
-    assert got == ["s2", "s3", *held.sample_ids]
+    assert got == ["s02", "s03", *held.sample_ids]
 
 
 def test_a_claim_is_a_live_ones_if_renewed_or_made_by_a_rank_under_watch_and_so_is_a_share():
@@ -298,7 +276,7 @@ def test_of_little_that_came_back_from_a_rank_who_asks_gets_some_rather_than_not
 def test_a_share_tells_whose_it_is_and_when_its_rank_gave_a_sign_of_life():
     ledger = Ledger(None)
     ledger.register(PartitionDeclaration.checked("p", ["x"], 9, ["a"]))
-    ticket = ledger.begin_put("p", [f"s{i}" for i in range(9)], {"x": "torch.int64"})
+    ticket = ledger.begin_put("p", [f"s{i:02d}" for i in range(9)], {"x": "torch.int64"})
     ledger.commit_put(ticket, {"x": list(range(9))}, None)
     book = ledger.partition("p")
 

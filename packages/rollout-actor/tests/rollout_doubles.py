@@ -254,3 +254,7 @@ class HostingActor(SyncRolloutActor):
         from column_io import read_columns
 
         return dict(read_columns(self.store, meta, fields))
+
+
+def texts(log):
+    return [(turn["role"], turn["content"]) for turn in log]

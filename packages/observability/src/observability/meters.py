@@ -207,7 +207,7 @@ class Meters(Observer):
             return question()
         except DataPlaneError:
             return None  # it went away, for example
-        except Exception:
+        except Exception:  # a third party's adapter raises what it likes; an export goes on
             if not self._failed:
                 self._failed = True
                 logger.exception("store_not_counted", store=type(self._store).__name__)

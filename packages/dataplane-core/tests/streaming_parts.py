@@ -1,0 +1,37 @@
+"""A partition in memory, consumers of it under leases, and what they got."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from tensordict import TensorDict
+
+from dataplane_core import InMemoryDataPlaneClient
+
+SETUP = {"enabled": True, "impl": "in_memory"}
+
+
+def store(count, **config):
+    """Samples ``s00``, ``s01`` and so on, whose field is their number."""
+    client = InMemoryDataPlaneClient({**SETUP, **config})
+    client.register_partition("p", ["x"], count, ["a"])
+    fields = TensorDict({"x": torch.arange(float(count))}, [count])
+    client.put_samples([f"s{i:02d}" for i in range(count)], "p", fields)
+    return client
+
+
+def leased(lease_s=1000.0):
+    """Makes clients of the store that was made last."""
+    return functools.partial(
+        InMemoryDataPlaneClient, {**SETUP, "claim_lease_s": lease_s}, bootstrap=False
+    )
+
+
+def ids(batches):
+    return [sample_id for _, meta in batches for sample_id in meta.sample_ids]
+
+
+def counts(client):
+    found = client.count_samples("p", "a", ["x"])
+    return found.ready, found.leased, found.acknowledged

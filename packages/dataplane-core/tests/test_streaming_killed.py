@@ -1,0 +1,184 @@
+"""After a consumer was killed, the committed steps have seen every sample once."""
+
+import contextlib
+import functools
+import json
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.managers import BaseManager
+from pathlib import Path
+
+import pytest
+from streaming_parts import counts, leased, store
+
+from dataplane_core import InMemoryDataPlaneClient
+from dataplane_core.streaming import StreamingDataLoader, StreamingDataset
+
+ATTACH = functools.partial(InMemoryDataPlaneClient, bootstrap=False)
+
+# Serves the store of the test's process to consumers in other processes.
+REMOTE = '''
+import multiprocessing
+import pickle
+from multiprocessing.managers import BaseManager
+import dataplane_core.in_memory
+from dataplane_core import Capabilities, DataPlaneClient, InMemoryDataPlaneClient
+
+class Served(BaseManager):
+    pass
+
+Served.register("store")
+
+class Remote(InMemoryDataPlaneClient):
+    """Every call runs in the process that serves the store."""
+
+    def __init__(self, address):
+        multiprocessing.current_process().authkey = b"test"
+        manager = Served(tuple(address), authkey=b"test")
+        manager.connect()
+        self._remote = manager.store()
+
+    def close(self):
+        pass
+
+def _forward(name):
+    def call(self, *args, **kwargs):
+        return pickle.loads(self._remote.call(name, pickle.dumps((args, kwargs))))
+    return call
+
+for _name in (
+    "claim_meta", "get_data", "acknowledge", "renew", "release", "count_samples",
+    "list_claims", "list_shares",
+):
+    setattr(Remote, _name, _forward(_name))
+'''
+
+CONSUMER = """
+import functools, json, os, signal, sys
+import remote
+from dataplane_core.streaming import StreamingDataLoader, StreamingDataset
+
+def main():
+    setup = json.loads(sys.argv[1])
+    dataset = StreamingDataset(
+        functools.partial(remote.Remote, setup["address"]), "p", "a",
+        required_fields=["x"], batch_size=3, timeout_s=20.0,
+    )
+    loader = StreamingDataLoader(
+        dataset, num_workers=setup["workers"], settle="commit", renew_every_s=0.1
+    )
+    path, trained, step = setup["path"], [], 0
+    with loader:
+        for batch, meta in loader:
+            assert batch["x"].tolist() == [float(i[1:]) for i in meta.sample_ids]
+            trained += meta.sample_ids
+            step += 1
+            loader.ack(meta)
+            if step % 2 == 0:
+                if setup["die"] == "before save" and step == 4:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                with open(path + ".new", "w") as file:
+                    json.dump({"trained": trained, "loader": loader.state_dict()}, file)
+                os.replace(path + ".new", path)
+                if setup["die"] == "before commit" and step == 4:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                loader.commit()
+            if setup["die"] == "between" and step == 3:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+def dataset(make_client) -> StreamingDataset:
+    return StreamingDataset(
+        make_client, "p", "a", required_fields=["x"], batch_size=3, timeout_s=20.0
+    )
+
+
+class Bytes:
+    """A client whose arguments and answers are bytes, so that no tensor travels by descriptor."""
+
+    def __init__(self, client: InMemoryDataPlaneClient) -> None:
+        self._client = client
+
+    def call(self, name: str, arguments: bytes) -> bytes:
+        args, kwargs = pickle.loads(arguments)
+        return pickle.dumps(getattr(self._client, name)(*args, **kwargs))
+
+
+class Served(BaseManager):
+    pass
+
+
+@pytest.fixture
+def served(tmp_path: Path):
+    client = store(30, claim_lease_s=1.0)
+    Served.register("store", callable=lambda: Bytes(client))
+    server = Served(("127.0.0.1", 0), authkey=b"test").get_server()
+
+    def serve() -> None:
+        with contextlib.suppress(SystemExit):
+            server.serve_forever()
+
+    threading.Thread(target=serve, daemon=True).start()
+    (tmp_path / "remote.py").write_text(REMOTE)
+    (tmp_path / "consumer.py").write_text(CONSUMER)
+
+    def run(**setup) -> tuple[int, dict]:
+        setup = {"address": server.address, "path": str(tmp_path / "state.json"), **setup}
+        command = [sys.executable, str(tmp_path / "consumer.py"), json.dumps(setup)]
+        code = subprocess.run(command, timeout=100).returncode
+        return code, json.loads((tmp_path / "state.json").read_text())
+
+    yield client, run
+    server.stop_event.set()
+
+
+@pytest.mark.parametrize(
+    ("die", "workers"),
+    [("before save", 0), ("between", 0), ("before commit", 2)],
+)
+@pytest.mark.slow
+def test_after_a_kill_the_committed_steps_saw_every_sample_exactly_once(served, die, workers):
+    client, run = served
+    code, saved = run(workers=workers, die=die)
+    assert code == -signal.SIGKILL
+    trained = saved["trained"]
+    assert len(trained) in (6, 12)
+    # This process resumes: it knows nothing of the dead one but the file, as a new one would.
+    with StreamingDataLoader(dataset(ATTACH), settle="commit") as loader:
+        loader.load_state_dict(saved["loader"])
+        for batch, meta in loader:
+            assert batch["x"].tolist() == [float(i[1:]) for i in meta.sample_ids]
+            trained += meta.sample_ids
+        loader.commit()
+    assert sorted(trained) == [f"s{i:02d}" for i in range(30)]
+    assert counts(client) == (0, 0, 30)
+
+
+@pytest.mark.slow
+def test_what_a_killed_rank_had_not_committed_reaches_one_that_still_iterates(served):
+    client, run = served
+    with (
+        ThreadPoolExecutor(1) as threads,
+        StreamingDataLoader(dataset(leased(1.0)), settle="commit", renew_every_s=0.1) as loader,
+    ):
+        killed = threads.submit(run, workers=0, die="between")
+        while counts(client)[2] < 6:  # it commits two steps and dies in the third
+            time.sleep(0.01)
+        trained = []
+        for _, meta in loader:
+            trained += meta.sample_ids
+            code, saved = killed.result()
+        loader.state_dict()
+        loader.commit()
+    assert code == -signal.SIGKILL
+    assert sorted(trained + saved["trained"]) == [f"s{i:02d}" for i in range(30)]
+    assert counts(client) == (0, 0, 30)

@@ -1,0 +1,141 @@
+"""The asynchronous form beside the synchronous one, and back ends that answer wrongly."""
+
+import asyncio
+
+import pytest
+import torch
+from rollout_doubles import (
+    Adder,
+    Arithmetic,
+    AsyncAdder,
+    CharTokenizer,
+    Local,
+    Threaded,
+    batch_of,
+    texts,
+)
+
+from dataplane_core import InvalidRequestError
+from rollout_actor import run_async_multi_turn_rollout, run_multi_turn_rollout
+
+
+@pytest.mark.parametrize("kind", [Local, Threaded])
+def test_the_asynchronous_form_ends_with_what_the_synchronous_one_does(kind):
+    def run(form, generator):
+        questions = batch_of(
+            [f"{n}+{n * 3}=" for n in range(9)], stop_strings=[None, ["."], []] * 3
+        )
+        questions["extra_env_info"] = [{"more": [f"{n}+1="] * (n % 4)} for n in range(9)]
+        return form(
+            generator,
+            questions,
+            CharTokenizer(),
+            {"sum": kind(Arithmetic())},
+            max_seq_len=60,
+            max_rollout_turns=3,
+        )
+
+    batch, metrics = run(run_multi_turn_rollout, Adder(max_new_tokens=11))
+    other, other_metrics = run(run_async_multi_turn_rollout, AsyncAdder(max_new_tokens=11))
+    assert metrics == other_metrics
+    assert batch.keys() == other.keys()
+    for name, column in batch.items():
+        if isinstance(column, torch.Tensor):
+            assert torch.equal(column, other[name])
+        elif name != "message_log":
+            assert column == other[name]
+    for log, other_log in zip(batch["message_log"], other["message_log"], strict=True):
+        assert texts(log) == texts(other_log)
+        for one, other_one in zip(log, other_log, strict=True):
+            assert one.keys() == other_one.keys()
+            for name in one.keys() - {"role", "content"}:
+                assert torch.equal(one[name], other_one[name])
+
+
+def test_rows_go_ahead_on_their_own_when_asynchronous():
+    class Gated(AsyncAdder):
+        gate = None
+
+        async def generate_async(self, data, *, greedy):
+            self.gate = self.gate or asyncio.Event()
+            output = self.generate(data, greedy=greedy)
+            if self.seen[-1]["prompts"] == ["1+2="]:
+                await asyncio.wait_for(self.gate.wait(), timeout=30)
+            if len(self.seen) == 3:
+                self.gate.set()
+            yield 0, output
+
+    generator = Gated()
+    questions = batch_of(["1+2=", "3+4="])
+    questions["extra_env_info"][1] = {"more": ["1+1="]}
+    run_async_multi_turn_rollout(
+        generator,
+        questions,
+        CharTokenizer(),
+        {"sum": Local(Arithmetic())},
+        max_seq_len=99,
+        max_rollout_turns=2,
+    )
+    assert len(generator.seen) == 3
+
+
+def test_the_asynchronous_form_works_inside_a_running_loop():
+    async def notebook():
+        return run_async_multi_turn_rollout(
+            AsyncAdder(),
+            batch_of(["1+2="]),
+            CharTokenizer(),
+            {"sum": Threaded(Arithmetic())},
+            max_seq_len=99,
+            max_rollout_turns=2,
+        )
+
+    batch, _ = asyncio.run(notebook())
+    assert batch["total_reward"].tolist() == [1.0]
+
+
+def test_a_back_end_that_yields_no_row_is_an_error():
+    class Silent(AsyncAdder):
+        async def generate_async(self, data, *, greedy):
+            for nothing in ():
+                yield nothing
+
+    with pytest.raises(InvalidRequestError, match="yielded 0 answers"):
+        run_async_multi_turn_rollout(
+            Silent(),
+            batch_of(["1+2="]),
+            CharTokenizer(),
+            {"sum": Local(Arithmetic())},
+            max_seq_len=99,
+            max_rollout_turns=2,
+        )
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda output: output.pop("logprobs"), "no 'logprobs'"),
+        (lambda output: output.update(logprobs=output["logprobs"][:, :2]), "logprobs of shape"),
+        (lambda output: output.update(output_ids=output["output_ids"][:1]), "output_ids of shape"),
+        (
+            lambda output: output.update(unpadded_sequence_lengths=torch.tensor([1, 1])),
+            "row 0 from prompt length 4 to length 1",
+        ),
+    ],
+)
+def test_an_answer_that_does_not_fit_its_rows_is_an_error(change, message):
+    class Wrong(Adder):
+        def generate(self, data, *, greedy):
+            output = super().generate(data, greedy=greedy)
+            change(output)
+            return output
+
+    with pytest.raises(ValueError, match=message):
+        run_multi_turn_rollout(
+            Wrong(),
+            batch_of(["1+2=", "3+4="]),
+            CharTokenizer(),
+            {"sum": Local(Arithmetic())},
+            max_seq_len=99,
+            max_rollout_turns=2,
+        )
