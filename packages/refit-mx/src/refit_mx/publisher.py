@@ -8,6 +8,7 @@ version can be published while the one before it is still being read.
 from __future__ import annotations
 
 import hashlib
+import os
 import secrets
 import threading
 import time
@@ -41,7 +42,7 @@ from refit_mx.errors import (
 from refit_mx.manifest import Manifest, NixlAgent, Registry, Structure, encode_table
 from refit_mx.manifest_service import ManifestService
 from refit_mx.published_blocks import PublishedBlocks
-from refit_mx.settings import PublisherSettings
+from refit_mx.settings import MOST_COPY_THREADS, PublisherSettings
 from refit_mx.shard_sources import LocalShard, Publishable, local_shards
 from refit_mx.shared_memory import shared_memory_missing
 from refit_mx.source_server import SourceServer
@@ -153,9 +154,10 @@ class MxV2TrainingPublisher:
                 control = ControlClient(control, rpc_timeout_s=self._settings.rpc_timeout_s)
                 stack.callback(control.close)
             self._control = control
-            self._threads = ThreadPoolExecutor(
-                self._settings.copy_threads, thread_name_prefix="refit-staging"
+            copy_threads = self._settings.copy_threads or min(
+                MOST_COPY_THREADS, len(os.sched_getaffinity(0))
             )
+            self._threads = ThreadPoolExecutor(copy_threads, thread_name_prefix="refit-staging")
             stack.callback(self._threads.shutdown)
             wanted = _usable(transports, torch.device(device))
             # Closed after NIXL's agents: a receiver takes a source whose server refuses it for

@@ -8,6 +8,8 @@ from refit_mx.bounded_control import PATIENCE_S
 from refit_mx.errors import RefitConfigError
 from refit_mx.manifest_service import MOST_MANIFEST_BYTES
 
+MOST_COPY_THREADS = 4
+
 
 @dataclass(frozen=True)
 class PublisherSettings:
@@ -23,7 +25,8 @@ class PublisherSettings:
             needs it; if none is idle, receivers wait. A receiver has one, over TCP
             ``connections_per_source``, and one more while it asks for digests.
         most_manifest_bytes: of a manifest; a larger one is refused.
-        copy_threads: that copy into the arena and take digests.
+        copy_threads: that copy into the arena and take digests; None is one a core that this
+            process may use, at most `MOST_COPY_THREADS`.
     """
 
     rpc_timeout_s: float = 10.0
@@ -32,7 +35,7 @@ class PublisherSettings:
     source_timeout_s: float = 30.0
     most_connections: int = 1024
     most_manifest_bytes: int = MOST_MANIFEST_BYTES
-    copy_threads: int = 4
+    copy_threads: int | None = None
 
     def __post_init__(self) -> None:
         _positive(self)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
+from refit_mx.byte_spans import host_bytes
 from refit_mx.deadline import Deadline
-from refit_mx.digests import block_digests
+from refit_mx.digests import block_digests, host_block_digests
 from refit_mx.errors import RefitConfigError
 from refit_mx.manifest import BLOCK_BYTES, ShardColumns, TensorTable
 from refit_mx.shard_sources import LocalShard, dtype_name
@@ -21,8 +23,7 @@ from refit_mx.tensor_types import ITEM_SIZES, Box
 ALIGNMENT = 256
 """Of every shard in the arena: what CUDA gives too, so that views of any dtype are allowed."""
 _JOB_BYTES = 32 << 20
-_HOT_BYTES = 2 << 20
-"""That are copied before their digests are taken."""
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 WireDtype = str | Mapping[str, str] | None
 Placement = tuple[tuple[str, tuple[int, ...], Box, str, int], ...]
@@ -180,21 +181,50 @@ def copy_shard(layout: StagingLayout, row: int, arena: torch.Tensor) -> bytes:
     refuse_overflow(shard, dtype)
     place = arena[offset : offset + size].view(dtype).view(shard.box.shape)
     with torch.no_grad():
-        on_cpu = arena.device.type == "cpu" and shard.tensor.device.type == "cpu"
-        if place.dim() == 0 or size <= _HOT_BYTES or not on_cpu:
-            place.copy_(shard.tensor)
-            return block_digests(arena, offset, size)
-        # The digest of a block is taken while the block is still in the processor's cache.
-        digests, copied, digested = [], 0, 0
-        row_bytes = size // place.shape[0]
-        step = max(1, _HOT_BYTES // row_bytes)
-        for first in range(0, place.shape[0], step):
-            place[first : first + step].copy_(shard.tensor[first : first + step])
-            copied = min(size, copied + step * row_bytes)
-            whole = copied if copied == size else copied // BLOCK_BYTES * BLOCK_BYTES
-            digests.append(block_digests(arena, offset + digested, whole - digested))
-            digested = whole
-    return b"".join(digests)
+        if arena.device.type == "cpu" and shard.tensor.device.type == "cpu":
+            memory = host_bytes(arena)[offset : offset + size].data
+            return b"".join(_copied_blocks(shard.tensor.detach(), place, memory))
+        place.copy_(shard.tensor)
+    return block_digests(arena, offset, size)
+
+
+def _copied_blocks(
+    source: torch.Tensor, place: torch.Tensor, memory: memoryview
+) -> Iterator[bytes]:
+    """Copy on the CPU, a block at a time, and take its digest while it is in the processor's cache.
+
+    Args:
+        source: of any strides.
+        place: of the same shape, contiguous, perhaps of another dtype.
+        memory: the bytes of ``place``.
+
+    Yields:
+        Digests of the blocks that are complete.
+    """
+    if source.is_contiguous():
+        source, place = source.reshape(-1), place.reshape(-1)
+    size, rows = len(memory), len(place)
+    row_bytes = size // rows
+    step = max(1, BLOCK_BYTES // row_bytes)
+    # Where nothing is cast NumPy takes a fifth less time for a block than PyTorch.
+    same = (_integers(source), _integers(place)) if source.dtype == place.dtype else None
+    digested = 0
+    for first in range(0, rows, step):
+        part = slice(first, first + step)
+        if same is None:
+            place[part].copy_(source[part])
+        else:
+            np.copyto(same[1][part], same[0][part])
+        copied = min(size, (first + step) * row_bytes)
+        whole = copied if copied == size else copied // BLOCK_BYTES * BLOCK_BYTES
+        yield host_block_digests(memory, digested, whole)
+        digested = whole
+
+
+def _integers(tensor: torch.Tensor) -> npt.NDArray[np.generic]:
+    """The same memory; NumPy lacks some of PyTorch's dtypes."""
+    array: npt.NDArray[np.generic] = tensor.view(_INTEGERS[tensor.element_size()]).numpy()
+    return array
 
 
 def refuse_overflow(shard: LocalShard, wire: torch.dtype) -> None:
