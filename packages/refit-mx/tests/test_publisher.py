@@ -196,6 +196,23 @@ def test_the_oldest_version_makes_room_for_the_third(world):
     assert same(received(world, "v3"), weights(3))
 
 
+@pytest.mark.parametrize("leased", [False, True])
+def test_a_version_that_was_given_up_makes_room_before_one_that_can_be_read(world, leased):
+    publishers = [world.publisher(f"fsdp-{rank}") for rank in range(2)]
+    world.publish(publishers, "v1", 1)
+    slots = ["fsdp-0", "fsdp-1"]
+    world.version("v2", slots)
+    publishers[0].publish("v2", fsdp_shards(weights(2), 2, 0))
+    world.control.delete_version("v2")
+    world.version("v3", slots)
+    lease = world.control.lease("v1", "reader", ttl_s=30) if leased else None
+    publishers[0].publish("v3", fsdp_shards(weights(3), 2, 0), timeout_s=10)
+    assert publishers[0].versions == ("v1", "v3")
+    assert world.state("v1") == "READY"
+    if lease is not None:
+        lease.close()
+
+
 def test_a_third_version_waits_for_the_lease_on_the_first(world):
     publisher = world.publisher()
     for number in (1, 2):

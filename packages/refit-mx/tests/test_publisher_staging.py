@@ -84,6 +84,24 @@ def test_a_number_that_the_wire_dtype_cannot_hold_is_refused(dtype):
         staged({"w": torch.tensor([1.0, -1e5])}, dtype)
 
 
+@pytest.mark.parametrize(
+    ("number", "dtype", "wire"),
+    [
+        (float("inf"), torch.float32, "float8_e4m3fn"),
+        (float("-inf"), torch.bfloat16, "float8_e4m3fn"),
+        (1e39, torch.float64, "bfloat16"),
+    ],
+)
+def test_a_number_that_would_look_sound_or_become_infinite_is_refused(number, dtype, wire):
+    with pytest.raises(RefitConfigError, match=f"does not fit into the wire dtype {wire}"):
+        staged({"w": torch.tensor([1.0, number], dtype=dtype)}, wire)
+
+
+def test_a_nan_stays_one_also_where_there_are_no_infinities():
+    layout, arena, _ = staged({"w": torch.tensor([float("nan"), 2.0])}, "float8_e4m3fn")
+    assert held(layout, arena, 0).float().isnan().tolist() == [True, False]
+
+
 def test_infinities_and_nans_stay_what_they_are():
     tensor = torch.tensor([float("inf"), float("nan"), 1.0])
     layout, arena, _ = staged({"w": tensor}, "float16")

@@ -13,9 +13,7 @@ from refit_fixtures import (
     TRANSPORTS,
     Meddling,
     a_world,
-    exported,
     needs_shm,
-    verbose,
     zeros,
 )
 from refit_processes import SHAPES, fsdp_shards, same, slice_of, targets_of, weights
@@ -439,47 +437,6 @@ def test_no_control_plane_is_told_within_the_deadline(world, published):
     world.server.close()
     with pytest.raises((ControlUnavailableError, RefitTimeoutError)):
         receiver.receive_weights_scratch("v1", timeout_s=2)
-
-
-# Tracing
-
-
-def test_spans_tell_the_phases_the_bytes_and_errors_by_class_only(world, published):
-    with exported() as spans:
-        world.receiver().refit("v1", zeros())
-        with pytest.raises(VersionNotFoundError):
-            world.receiver().refit("secret-name", zeros())
-        found = [span for span in spans() if span.name != "refit.publish"]
-    (whole,) = [
-        span
-        for span in found
-        if span.name == "refit.receive" and span.attributes["refit.version"] == "v1"
-    ]
-    assert whole.attributes["refit.bytes"] == sum(each.nbytes for each in published[1].values())
-    assert whole.attributes["refit.sources"] == 2
-    assert whole.attributes["refit.transport"] == "tcp"
-    assert whole.attributes["refit.gb_per_s"] > 0
-    children = [
-        span.name
-        for span in sorted(found, key=lambda span: span.start_time)
-        if span.parent and span.parent.span_id == whole.context.span_id
-    ]
-    assert children == [f"refit.{name}" for name in ("plan", "transfer", "verify", "install")]
-    failed = [span for span in found if span.attributes.get("error.type")]
-    assert {span.attributes["error.type"] for span in failed} == {"VersionNotFoundError"}
-    # A phase that is not told when it goes well is told when it fails.
-    assert {span.name for span in failed} == {"refit.receive", "refit.lease"}
-    assert all(not span.events and not span.status.description for span in failed)
-
-
-def test_a_verbose_refit_tells_every_phase(world, published):
-    with exported() as spans, verbose():
-        world.receiver().refit("v1", zeros())
-        found = sorted(spans(), key=lambda span: span.start_time)
-    assert [span.name for span in found] == [
-        f"refit.{name}"
-        for name in ("receive", "lease", "discover", "plan", "transfer", "verify", "install")
-    ]
 
 
 def test_a_slice_with_an_uneven_edge(world):

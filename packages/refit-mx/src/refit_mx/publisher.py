@@ -207,8 +207,9 @@ class MxV2TrainingPublisher:
     ) -> Manifest:
         """Copy the shards, and offer them to receivers as this slot's part of a version.
 
-        The tensors may change as soon as this returns. Where both arenas are filled the older
-        version is released, and waited for as long as a receiver holds a lease on it.
+        The tensors may change as soon as this returns. Where both arenas are filled, one is freed:
+        that of a version that was given up, else that of the older one, which is released. It is
+        waited for as long as a receiver holds a lease on it.
 
         A call that failed may be made again with the same weights, also after it had offered them.
 
@@ -329,9 +330,25 @@ class MxV2TrainingPublisher:
             raise VersionNotReadyError(f"version {version_id} is RELEASING; it takes no shards")
 
     def _make_room(self, deadline: Deadline) -> None:
-        """Release the older versions until an arena is free."""
+        """Release versions until an arena is free."""
         while len(self._held) >= _ARENAS:
-            self._retire(next(iter(self._held)), deadline)
+            oldest, *newer = self._held
+            # One that nobody can read any more costs nothing; the older one may be all there is.
+            over = (version for version in newer if self._is_over(version, deadline))
+            self._retire(next(over, oldest), deadline)
+
+    def _is_over(self, version_id: str, deadline: Deadline) -> bool:
+        """Whether a version was given up, so that it will never be READY again."""
+        try:
+            version = patiently(
+                self._control,
+                lambda client: client.get_version(version_id),
+                deadline=deadline,
+                patience_s=self._settings.control_patience_s,
+            )
+        except VersionNotFoundError:
+            return True
+        return version.state is VersionState.RELEASING
 
     def _retire(self, version_id: str, deadline: Deadline) -> None:
         leased = ""

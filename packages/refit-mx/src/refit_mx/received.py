@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -49,7 +51,8 @@ class ReceivedWeights(Mapping[str, torch.Tensor]):
     """Target name to tensor, C-ordered, in scratch memory. Verified.
 
     A context manager: after it was left, the memory belongs to the next receive, so no tensor of it
-    may be used any more.
+    may be used any more. One that is dropped unclosed is told as a ``ResourceWarning``; its lease
+    is not renewed any more, and its memory goes with the last tensor of it.
 
     Attributes:
         version_id: whose bytes these are.
@@ -64,12 +67,15 @@ class ReceivedWeights(Mapping[str, torch.Tensor]):
         registry: Registry | None,
         stats: RefitStats,
         on_close: Callable[[], None],
+        on_drop: Callable[[], None],
     ) -> None:
         self.version_id = stats.version_id
         self.registry = registry
         self.stats = stats
         self._tensors = dict(tensors)
         self._on_close: Callable[[], None] | None = on_close
+        self._drop = weakref.finalize(self, _dropped, self.version_id, on_drop)
+        self._drop.atexit = False
 
     def __getitem__(self, name: str) -> torch.Tensor:
         self._check_open()
@@ -85,6 +91,7 @@ class ReceivedWeights(Mapping[str, torch.Tensor]):
     def close(self) -> None:
         """Give the memory and the lease back. May be called again."""
         on_close, self._on_close = self._on_close, None
+        self._drop.detach()
         self._tensors = {}
         if on_close is not None:
             on_close()
@@ -106,3 +113,12 @@ class ReceivedWeights(Mapping[str, torch.Tensor]):
                 f"the weights of version {self.version_id} were given back; "
                 "use them inside the `with` block"
             )
+
+
+def _dropped(version_id: str, on_drop: Callable[[], None]) -> None:
+    on_drop()
+    warnings.warn(
+        f"the received weights of version {version_id} were not closed",
+        ResourceWarning,
+        stacklevel=2,
+    )

@@ -33,6 +33,7 @@ from refit_mx.errors import (
 )
 from refit_mx.install import check_install, install_tensors
 from refit_mx.manifest import Scalar
+from refit_mx.open_receives import OpenReceives
 from refit_mx.plan.targets import TargetTensor
 from refit_mx.received import ReceivedWeights, RefitStats
 from refit_mx.receiving import Receiving
@@ -43,7 +44,6 @@ from refit_mx.transports.base import Transport
 
 _RENEW_S = 2.0
 """Of one call that renews a lease: what fails is waited for, and the next one comes soon."""
-_UNLEASE_S = 1.0
 _ALIGNMENT = 256
 _PAGE = 4096
 Install = Callable[[Mapping[str, torch.Tensor]], None] | Mapping[str, torch.Tensor]
@@ -95,7 +95,7 @@ class MxV2RefitReceiver:
         self._on_phase = on_phase
         self._device = torch.device(device)
         self._lock = threading.Lock()
-        self._open: set[str] = set()
+        self._open = OpenReceives()
         self._fenced = ""
         self._closed = False
         self.worker_id = f"receiver-{rank}-{secrets.token_hex(8)}"
@@ -270,11 +270,13 @@ class MxV2RefitReceiver:
     def close(self) -> None:
         """Say STALE, disconnect, and give the memory back. May be called again.
 
-        Not while another thread receives.
+        Not while another thread receives. Leases on what was received and not given back end with
+        it; the tensors stay until they are given back.
         """
         if self._closed:
             return
         self._closed = True
+        self._open.close()
         self._heartbeat.close()
         self._receiving.close()
         if self._own_control:
@@ -298,6 +300,7 @@ class MxV2RefitReceiver:
         if not self._lock.acquire(blocking=False):
             raise PhaseError(f"{self.worker_id} is receiving in another thread; one at a time")
         try:
+            self._open.end_dropped()
             if version_id in self._open:
                 raise PhaseError(
                     f"version {version_id} was received and not given back; close it first"
@@ -352,14 +355,7 @@ class MxV2RefitReceiver:
                 self._control.rpc_timeout_s, self._settings.lease_ttl_s / 3, _RENEW_S
             )
         stats.seconds["lease"] += time.monotonic() - started
-        self._open.add(version_id)
-
-        def unlease() -> None:
-            self._open.discard(version_id)
-            # Without an answer it lapses by itself; nobody has to wait for that.
-            control.rpc_timeout_s = min(control.rpc_timeout_s, _UNLEASE_S)
-            lease.close()
-
+        self._open.begin(lease, control)
         lost: set[str] = set()
         wrong: list[DigestMismatchError] = []
         try:
@@ -392,17 +388,21 @@ class MxV2RefitReceiver:
                         raise
                     wrong.append(error)
         except BaseException:
-            unlease()
+            self._open.end(version_id)
             raise
 
         def give_back() -> None:
             try:
                 attempt.give_back()
             finally:
-                unlease()
+                self._open.end(version_id)
 
         return ReceivedWeights(
-            attempt.tensors, registry=attempt.registry, stats=stats, on_close=give_back
+            attempt.tensors,
+            registry=attempt.registry,
+            stats=stats,
+            on_close=give_back,
+            on_drop=self._open.dropping(version_id, attempt.discard),
         )
 
     def _compile(
@@ -413,7 +413,7 @@ class MxV2RefitReceiver:
         stats: RefitStats,
     ) -> dict[str, torch.Tensor]:
         started = time.monotonic()
-        with phase("compile", stats.version_id, self._on_phase):
+        with phase("compile", stats.version_id, self._on_phase) as span:
             made = allocate_outputs(compile_pass, specs, self._device)
             compile_pass.run(received, made)
             unchanged = compile_pass.unchanged(specs)
@@ -421,6 +421,7 @@ class MxV2RefitReceiver:
                 spec.name: received[spec.name] if spec.name in unchanged else made[spec.name]
                 for spec in compile_pass.output_specs(specs)
             }
+            tell_bytes(span, _nbytes(outputs), time.monotonic() - started)
         stats.seconds["compile"] += time.monotonic() - started
         return outputs
 
@@ -434,7 +435,7 @@ class MxV2RefitReceiver:
         whole: bool,
     ) -> None:
         started = time.monotonic()
-        with phase("install", version_id, self._on_phase):
+        with phase("install", version_id, self._on_phase) as span:
             try:
                 if isinstance(install, Mapping):
                     install_tensors(tensors, install)
@@ -447,6 +448,7 @@ class MxV2RefitReceiver:
                 if not isinstance(error, Exception):
                     raise
                 raise FencedError(f"{self._fenced}: {error}") from error
+            tell_bytes(span, _nbytes(tensors), time.monotonic() - started)
             if whole:
                 self._fenced = ""
         stats.seconds["install"] += time.monotonic() - started
@@ -455,6 +457,10 @@ class MxV2RefitReceiver:
 def _scratch_bytes(targets: Sequence[TargetTensor]) -> int:
     """What one buffer for all targets takes, the gaps between them included."""
     return sum(-(-target.nbytes // _ALIGNMENT) * _ALIGNMENT for target in targets) + _PAGE
+
+
+def _nbytes(tensors: Mapping[str, torch.Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors.values())
 
 
 def _repeated(errors: Sequence[DigestMismatchError]) -> set[str]:

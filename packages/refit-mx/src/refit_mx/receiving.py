@@ -58,11 +58,13 @@ class Attempt:
         tensors: target name to verified tensor in scratch memory.
         registry: how the publishers prepared the bytes.
         give_back: of the scratch memory.
+        discard: the scratch memory, where tensors in it may still be used.
     """
 
     tensors: Mapping[str, torch.Tensor]
     registry: Registry | None
     give_back: Callable[[], None]
+    discard: Callable[[], None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -188,10 +190,11 @@ class Receiving:
         stats.transport = transport.name
         stats.sources = tuple(manifest.worker_id for manifest in used)
         scratch = pool.take(max(1, plan.scratch_bytes), deadline)
+        moving = time.monotonic()
         try:
             verifier = Verifier(shards, plan, planned.checks, scratch.memory)
             self._move(stats, plan, used, transport, scratch, verifier, deadline)
-            self._verify(stats, plan, used, verifier, deadline, lease)
+            self._verify(stats, plan, used, verifier, deadline, lease, moving)
         except BaseException:
             pool.quarantine(scratch)
             raise
@@ -201,7 +204,12 @@ class Receiving:
             wait_for([scratch.memory.device])
             pool.give_back(scratch)
 
-        return Attempt(_views(targets, plan, scratch.memory), sources.registry, give_back)
+        return Attempt(
+            _views(targets, plan, scratch.memory),
+            sources.registry,
+            give_back,
+            partial(pool.discard, scratch),
+        )
 
     def close(self) -> None:
         """Disconnect and free the memory. May be called again."""
@@ -416,8 +424,13 @@ class Receiving:
         verifier: Verifier,
         deadline: Deadline,
         lease: VersionLease,
+        moving: float,
     ) -> None:
-        """Ask the sources for the digests that no manifest has; and whether the lease held."""
+        """Ask the sources for the digests that no manifest has; and whether the lease held.
+
+        Most bytes were verified while others arrived, so the speed that is told is that of moving
+        and verifying, since the time ``moving`` of the monotonic clock.
+        """
         started = time.monotonic()
         limit = self._settings.digest_timeout_s
         with phase("verify", stats.version_id, self._on_phase) as span:
@@ -444,7 +457,7 @@ class Receiving:
             unsure = [fetch for fetch in range(len(used)) if verifier.has_rest(fetch)]
             stats.asked_bytes = sum(each(self._asking, check, unsure))
             lease.check()
-            span.set_attribute("refit.bytes", plan.nbytes)
+            tell_bytes(span, plan.nbytes, time.monotonic() - moving)
         stats.seconds["verify"] += time.monotonic() - started
 
 

@@ -145,6 +145,16 @@ class ScratchPool:
         """Give back a buffer whose fetch failed: it waits until the transport is done with it."""
         self.give_back(scratch)
 
+    def discard(self, scratch: Scratch) -> None:
+        """Give up a buffer that somebody may still look into: it is handed to nobody any more.
+
+        Nothing happens if it was given back before.
+        """
+        with self._lock:
+            if _removed(self._in_use, scratch._arena):
+                self._dispose(scratch._arena)
+                self._lock.notify_all()
+
     def counts(self) -> ScratchCounts:
         """What the buffers are doing."""
         with self._lock:

@@ -82,8 +82,8 @@ class SourceServer:
             if any was for a second; else it is told so, and closed.
 
     Raises:
-        RefitConfigError: an empty incarnation, or nobody could connect to what is told.
-        OSError: the address cannot be bound.
+        RefitConfigError: an empty incarnation, the address cannot be listened on, or nobody could
+            connect to what is told.
     """
 
     def __init__(
@@ -112,9 +112,13 @@ class SourceServer:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         # All interfaces are those of IPv4 too, as they are for gRPC.
         both = ":" in host and is_every_interface(host) and socket.has_dualstack_ipv6()
-        self._listener = socket.create_server(
-            (host, port), family=family, backlog=128, dualstack_ipv6=both
-        )
+        try:
+            self._listener = socket.create_server(
+                (host, port), family=family, backlog=128, dualstack_ipv6=both
+            )
+        except OSError as error:
+            where = host_and_port(host, port)
+            raise RefitConfigError(f"weights cannot be served on {where}: {error}") from None
         self._port: int = self._listener.getsockname()[1]
         self._acceptor = threading.Thread(
             target=self._accept, name="refit-source-accept", daemon=True

@@ -23,6 +23,8 @@ from refit_mx.tensor_types import ITEM_SIZES, Box
 ALIGNMENT = 256
 """Of every shard in the arena: what CUDA gives too, so that views of any dtype are allowed."""
 _JOB_BYTES = 32 << 20
+_WITHOUT_INFINITY = (torch.float8_e4m3fn,)
+"""Wire dtypes in which an infinity would become the largest number."""
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 WireDtype = str | Mapping[str, str] | None
@@ -228,7 +230,8 @@ def _integers(tensor: torch.Tensor) -> npt.NDArray[np.generic]:
 
 
 def refuse_overflow(shard: LocalShard, wire: torch.dtype) -> None:
-    """Refuse finite numbers that a wire dtype of a smaller range would make infinite or clamp.
+    """Refuse numbers that a wire dtype of a smaller range would make infinite, or clamp: what
+    diverged must not look sound.
 
     Raises:
         RefitConfigError: there is one.
@@ -237,14 +240,15 @@ def refuse_overflow(shard: LocalShard, wire: torch.dtype) -> None:
     if found == wire or not found.is_floating_point:
         return
     most = torch.finfo(wire).max
-    if most >= torch.finfo(found).max or wire == torch.bfloat16:
+    if most >= torch.finfo(found).max or (found, wire) == (torch.float32, torch.bfloat16):
         # bfloat16 has float32's range but for its last rounding step; nothing real lies there.
         return
     values = shard.tensor.detach()
     if values.element_size() == 1:
         values = values.to(torch.float32)
     sized = values.abs()
-    largest = float(sized.masked_fill(~torch.isfinite(sized), 0).amax())
+    kept = torch.isnan(sized) if wire in _WITHOUT_INFINITY else ~torch.isfinite(sized)
+    largest = float(sized.masked_fill(kept, 0).amax())
     if largest > most:
         raise RefitConfigError(
             f"{shard.name}: {largest:g} does not fit into the wire dtype "

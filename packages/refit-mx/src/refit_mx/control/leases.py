@@ -50,6 +50,7 @@ class VersionLease:
         self._renew = renew
         self._give_back = give_back
         self._lost: str | None = None
+        self._abandoned = False
         self._closing = threading.Event()
         asked = time.monotonic()
         self.lease_id = renew()
@@ -82,6 +83,14 @@ class VersionLease:
                 f"lease on version {self.version_id!r} was not renewed for {self._ttl_s:g} s"
             )
 
+    def abandon(self) -> None:
+        """Renew the lease no more, so that it lapses within its time to live.
+
+        Takes no lock and waits for nothing, as a finalizer must not, which runs in any thread and
+        at any place. `close` gives the lease back at once, also after this.
+        """
+        self._abandoned = True
+
     def close(self) -> None:
         """Give the lease back. Where the control plane does not answer it lapses by itself.
 
@@ -108,7 +117,7 @@ class VersionLease:
 
     def _keep(self) -> None:
         pause_s = self._ttl_s / 3
-        while not self._closing.wait(pause_s):
+        while not self._closing.wait(pause_s) and not self._abandoned:
             asked = time.monotonic()
             if asked >= self._until:
                 self._lost = (
