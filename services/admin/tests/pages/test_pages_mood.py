@@ -57,10 +57,14 @@ def wait(kind, seconds, run="slow"):
     )
 
 
-def mood(service, monkeypatch, *waits, stuck_after_s=60.0, run=None):
+def page(service, monkeypatch, *waits, stuck_after_s=60.0, run=None):
     answers = service.answers
     monkeypatch.setattr(answers, "why", lambda *, run=None: list(waits))
-    return overview(answers, Buckets(answers), run, stuck_after_s=stuck_after_s).mood
+    return overview(answers, Buckets(answers), run, stuck_after_s=stuck_after_s)
+
+
+def mood(service, monkeypatch, *waits, **asked):
+    return page(service, monkeypatch, *waits, **asked).mood
 
 
 @pytest.mark.parametrize("kind", ["wait", "claim", "backlog"])
@@ -104,6 +108,35 @@ def test_a_run_that_moves_does_not_hide_one_in_which_no_step_ends(service, monke
     tell(service, step=1, ago_s=600, seconds=20)
     assert mood(service, monkeypatch, wait("wait", 30)) == "stuck"
     assert mood(service, monkeypatch, wait("wait", 30, run="quick")) == "moving"
+
+
+@pytest.mark.parametrize("kind", ["wait", "claim"])
+def test_a_quick_run_that_is_over_does_not_hide_a_slow_one_that_moves(service, monkeypatch, kind):
+    tell(service, step=1, ago_s=800, seconds=600)
+    tell(service, step=2, ago_s=200, seconds=600)
+    tell(service, step=9, run="quick", ago_s=100, seconds=1)
+    for waits in ((), (wait(kind, 150),)):
+        shown = page(service, monkeypatch, *waits)
+        assert (shown.mood, shown.headline) == ("moving", "Moving: step 2 took 10 min 0 s")
+        assert shown.last.facts.step == 2
+
+
+def test_if_no_run_moves_the_headline_is_quiet_and_speaks_of_the_step_that_ended_last(
+    service, monkeypatch
+):
+    tell(service, step=2, ago_s=7_200, seconds=600)
+    tell(service, step=9, run="quick", ago_s=120, seconds=1)
+    shown = page(service, monkeypatch)
+    assert shown.mood == "quiet"
+    assert shown.headline.startswith("Nothing waits; step 9 ended 2 min")
+    assert shown.last.facts.step == 9
+
+
+def test_nothing_is_said_not_to_wait_while_something_does(service, monkeypatch):
+    tell(service, step=9, run="quick", ago_s=100, seconds=1)
+    # It has told nothing else yet, so how long its steps take is not known.
+    shown = page(service, monkeypatch, wait("wait", 20, run="new"))
+    assert (shown.mood, shown.headline) == ("moving", "One thing waits for 20 s")
 
 
 def test_steps_of_a_run_that_is_over_say_nothing_about_what_is_held_now(service, monkeypatch):

@@ -81,10 +81,12 @@ def runs_to_judge(
 
 
 def newest_pace(paces: Mapping[str, Pace]) -> Pace | None:
-    """Of the run in which a step ended last; None without steps."""
-    return max(
-        (one for one in paces.values() if one.newest), key=lambda one: -one.since_s, default=None
-    )
+    """Of the run that moves in which a step ended last, or of any if none moves; None without
+    steps."""
+    told = [one for one in paces.values() if one.newest]
+    # A run of quick steps that is over may have ended one after a run of slow steps that moves.
+    moving = [one for one in told if one.moves]
+    return min(moving or told, key=lambda one: one.since_s, default=None)
 
 
 def headline(
@@ -109,7 +111,7 @@ def headline(
         things = "One thing waits" if len(waits) == 1 else f"{len(waits)} things wait, the longest"
         if any(_is_late(one, paces) for one in waits):
             return "stuck", f"{things} for {longest}"
-        if newest is None:
+        if newest is None or not newest.moves:
             return "moving", f"{things} for {longest}"
     if newest is not None and newest.newest is not None:
         step = newest.newest
