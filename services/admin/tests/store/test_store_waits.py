@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from dataplane_admin.answers import waits as answers
 from dataplane_admin.ingest.events import batch_of_logs
 from dataplane_admin.store import Batch, SeriesPoint, Store, read_waits
+from dataplane_core import PartitionSummary
 from observability.records import Records, decode_logs
 from observability.views import why
 
@@ -90,7 +91,8 @@ def test_why_reads_of_a_partition_in_use_for_long_only_what_is_there(store, otlp
     assert (
         waits(found) == waits(everything) == [("grpo.driver", "train", (1, 1, 1_000 - 161, 0), [])]
     )
-    assert len(found.events) == 3
+    # And whatever was told last, for whose run it is.
+    assert len(found.events) == 3 + 1
 
 
 OPERATIONS = st.lists(
@@ -118,33 +120,21 @@ def test_whatever_happened_why_is_what_the_views_make_of_everything(
     shared, otlp, operations, few, order
 ):
     run = os.urandom(8).hex()
-    lives = [0] * 6
     logs = []
-    put = set()
     for at, (name, places, field, task) in enumerate(operations):
-        # What was cleared never comes back: ids are used once.
-        ids = [f"{place}-{lives[place]}" for place in places]
+        ids = [str(place) for place in places]
         told = {"at_s": at, "run": run, "task": task}
         if name == "registered":
             logs.append(otlp.log(name, samples=20, tasks=["train", "other"], **told))
         elif name == "put":
             logs.append(otlp.log(name, ids, fields=[field], **told))
-            put.update(ids)
-        elif name == "claimed":
-            # Perhaps told before the put that it got, which tells when it returns.
-            logs.append(otlp.log(name, ids, **told))
         elif name == "whole":
             logs.append(otlp.log("cleared", **told))
-            lives = [life + 1 for life in lives]
+        elif name == "withdrawn":
+            logs.append(otlp.log("cleared", ids, withdrawn=True, **told))
         else:
-            ids = [one for one in ids if one in put]
-            if ids and name == "withdrawn":
-                logs.append(otlp.log("cleared", ids, withdrawn=True, **told))
-            elif ids:
-                logs.append(otlp.log(name, ids, **told))
-            if name in ("cleared", "withdrawn"):
-                for place in places:
-                    lives[place] += 1
+            # A claim is perhaps told before the put that it got, which tells when it returns.
+            logs.append(otlp.log(name, ids, **told))
     waiting = {"fields": ["x", "y"], "samples": 4, "at_s": 99, "run": run}
     logs += [otlp.log("waiting", wait=one + run, task=one, **waiting) for one in ("train", "other")]
     everything = Records()
@@ -184,7 +174,9 @@ def test_of_a_wait_that_is_told_again_the_newest_telling_is_read_and_its_end_end
     write(store, told(1), told(31))
     write(store, told(61), wait_of(otlp, "another", at_s=2))
     records = store.wait_records()
-    told_by = [(one.process.service, one.time_ns) for one in records.events]
+    told_by = [
+        (one.process.service, one.time_ns) for one in records.events if one.name == "waiting"
+    ]
     assert sorted(told_by) == [("another", at_ns(2)), ("driver", at_ns(61))]
     first = why(records, at_ns(62))[0]
     assert (first.process.service, first.since_ns, first.silent_s) == ("driver", at_ns(1), 0)
@@ -234,6 +226,69 @@ def test_what_was_withdrawn_is_still_to_be_put(store, otlp):
         otlp.event("waiting", at_s=4, wait="w", task="train", fields=["x"]),
     )
     assert waits(store.wait_records()) == [("grpo.driver", "train", (1, 1, 6, 0), [])]
+
+
+@pytest.mark.parametrize(
+    ("done", "unput"),
+    [
+        ([("put", "a"), ("cleared", "a")] * 3, 4),
+        ([("put", "ab"), ("put", "a"), ("cleared", "b"), ("cleared", "b")], 5),
+        ([("cleared", "xy")], 7),
+        ([("cleared", "x"), ("put", "x"), ("cleared", "x")], 6),
+        ([("cleared", "k")], 7),
+        ([("cleared", "e")], 7),
+        ([("put", "k"), ("cleared", "k"), ("put", "k"), ("cleared", "k")], 6),
+    ],
+)
+def test_what_is_left_to_be_put_counts_what_was_there_each_time_that_it_was_cleared(
+    store, otlp, done, unput
+):
+    logs = [
+        otlp.log("put", ["k", "e"], at_s=-9, fields=["x"]),
+        otlp.log("cleared", ["e"], at_s=-8),
+        # What is there counts as put.
+        otlp.log("registered", samples=8, tasks=["train"]),
+        *(otlp.log(name, ids, at_s=1 + at, fields=["x"]) for at, (name, ids) in enumerate(done)),
+        otlp.log("waiting", at_s=90, wait="w", task="train", fields=["x"], samples=4),
+    ]
+    everything = Records()
+    for data in logs:
+        everything.add(decode_logs(data.SerializeToString()))
+    write(store, *(batch_of_logs(data, otlp.limits) for data in logs))
+    [(_, _, (_, _, found, _), _)] = waits(store.wait_records())
+    assert found == unput
+    assert waits(store.wait_records()) == waits(everything)
+
+
+@pytest.mark.parametrize("last", ["registered", "put", "claimed", "cleared", "trained", "waiting"])
+@pytest.mark.parametrize("ahead_s", [0, 3_600])
+def test_a_wait_of_a_run_that_is_over_is_never_described_by_what_is_there_now(
+    store, otlp, last, ahead_s
+):
+    summary = PartitionSummary(
+        partition_id="train",
+        declared=100,
+        put=100,
+        present=100,
+        reserved=0,
+        group_size=None,
+        fields=(),
+        tasks=(),
+    )
+    samples = {"registered": 100, "waiting": 4}
+    told = {"samples": samples[last]} if last in samples else {"ids": ["b"]}
+    write(
+        store,
+        otlp.event("registered", at_s=ahead_s, samples=8, tasks=["train"], run="over"),
+        wait_of(otlp, "dead", run="over", at_s=ahead_s + 1, samples=4),
+        otlp.event("registered", at_s=50, samples=100, tasks=["train"], run="live"),
+        otlp.event(last, at_s=60, run="live", task="train", fields=["x"], wait="of it", **told),
+    )
+    found = {one.run_id: one for one in why(store.wait_records(), NEVER_NS, [summary])}
+    assert (found["over"].there, found["over"].unput) == (0, 8)
+    write(store, wait_of(otlp, "alive", run="live", at_s=70))
+    found = {one.run_id: one for one in why(store.wait_records(), NEVER_NS, [summary])}
+    assert (found["over"].there, found["live"].there) == (0, 100)
 
 
 def point(process, *, name="up"):

@@ -2,7 +2,8 @@
 
 Of a partition that is the newest declaration and what was done to the samples that are there now.
 How much is read does not depend on how long the partition has been in use, but on how many samples
-there are and how many were cleared by name since the declaration.
+there are and how many were put and cleared by name since the declaration, until they are as many as
+it declares.
 
 Whether a process goes on is judged by when this service received what it told, since clocks of
 hosts disagree.
@@ -15,8 +16,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any  # Any: rows
 
-from sqlalchemy import Connection, func, select
+from sqlalchemy import Connection, case, func, select
 
+from dataplane_admin.store.lives import EVENT_NAME
 from dataplane_admin.store.models import (
     EventModel,
     EventSampleModel,
@@ -63,7 +65,7 @@ def read_wait_records(reader: Reader, run_id: str | None, silent_after_s: float)
     )
     if run_id is not None:
         open_waits = open_waits.where(PlaceModel.run_id == storable(run_id))
-    newest = select(*EVENT_COLUMNS).order_by(EventModel.id.desc()).limit(1)
+    newest = select(EventModel.record).order_by(EventModel.id.desc()).limit(1)
     with reader.connect() as connection:
         waits = connection.execute(open_waits).all()
         if not waits:
@@ -77,14 +79,11 @@ def read_wait_records(reader: Reader, run_id: str | None, silent_after_s: float)
         )
         for place in connection.execute(places).all():
             events += _shape(reader, connection, place.id, place.cleared_ns)
-        # Whose run it is says which run goes on.
-        events += [event for event in reader.events(connection, newest) if _is_other(event, events)]
+        [told_last] = decode_logs(connection.scalar(newest) or b"").events
+    # Whose run it is says which run goes on; what it did is among the others if it matters here.
+    last_ns = max(told_last.time_ns, *(event.time_ns for event in events))
+    events.append(replace(told_last, name="", time_ns=last_ns))
     return WaitRecords(events=events, silent=silent)
-
-
-def _is_other(event: Event, events: list[Event]) -> bool:
-    told = ("waiting", "registered", "cleared", *_SHAPING)
-    return event.name not in told and event not in events
 
 
 def _silent(
@@ -171,30 +170,75 @@ def _declaration(
     for event in found:
         declared = event.attributes.get(_SAMPLES)
         if isinstance(declared, int) and declared > 0:
-            gone = _gone(connection, place_id, max(event.time_ns, cleared_ns), declared)
+            gone = _gone(connection, place_id, cleared_ns, event.time_ns, declared)
             left = {_SAMPLES: max(0, declared - gone)}
             return [replace(event, attributes={**event.attributes, **left})]
     return found
 
 
-def _gone(connection: Connection, place_id: int, since_ns: int, most: int) -> int:
-    """Samples that were cleared by name since a moment; counted until they are ``most``.
+def _gone(connection: Connection, place_id: int, cleared_ns: int, since_ns: int, most: int) -> int:
+    """How often a sample was cleared by name since a moment; counted until it is ``most``.
 
-    Withdrawn ones are to be put again, under whatever ids.
+    Withdrawn ones are to be put again, under whatever ids; a clear of a sample that is not there
+    changes nothing.
+
+    Args:
+        connection: to read by.
+        place_id: the partition.
+        cleared_ns: when the whole partition was cleared last, before that moment.
+        since_ns: the moment, in nanoseconds since 1970.
+        most: more need not be known.
     """
-    cleared = select(EventModel.keys, EventModel.record).where(
-        EventModel.place_id == place_id,
-        EventModel.name == "cleared",
-        EventModel.time_ns > since_ns,
+    record = case((EventModel.name == "cleared", EventModel.record), else_=None)
+    told = (
+        select(EventModel.name, EventModel.keys, record.label("record"))
+        .where(
+            EventModel.place_id == place_id,
+            EventModel.time_ns > since_ns,
+            EVENT_NAME.in_(("put", "cleared")),
+        )
+        # A clear ends what was put at the same time.
+        .order_by(EventModel.time_ns, EventModel.name.desc(), EventModel.id)
+        .execution_options(yield_per=100)
     )
-    keys: set[int] = set()
-    with connection.execute(cleared.execution_options(yield_per=100)) as rows:
+    there: set[int] = set()
+    cleared: set[int] = set()
+    perhaps: set[int] = set()
+    gone = 0
+    with connection.execute(told) as rows:
         for row in rows:
+            named = set(unpack_keys(row.keys))
+            if row.name == "put":
+                there |= named
+                continue
             if not _is_withdrawal(row.record):
-                keys.update(unpack_keys(row.keys))
-            if len(keys) >= most:
-                break
-    return len(keys)
+                gone += len(named & there)
+                # Put before that moment, if ever.
+                perhaps |= named - there - cleared
+            there -= named
+            cleared |= named
+            if gone >= most:
+                return gone
+    return gone + _count_there(connection, perhaps, cleared_ns, since_ns)
+
+
+def _count_there(connection: Connection, keys: set[int], cleared_ns: int, at_ns: int) -> int:
+    """How many of these samples were there at a moment."""
+    put_ns, ended_ns = (
+        func.max(case((EventModel.name == name, EventModel.time_ns), else_=0))
+        for name in ("put", "cleared")
+    )
+    there = (
+        select(EventSampleModel.sample_key)
+        .join(EventModel, EventModel.id == EventSampleModel.event_id)
+        .where(EventModel.time_ns > cleared_ns, EventModel.time_ns <= at_ns)
+        .group_by(EventSampleModel.sample_key)
+        .having(put_ns > ended_ns)
+    )
+    return sum(
+        len(connection.scalars(there.where(EventSampleModel.sample_key.in_(some))).all())
+        for some in in_groups(keys)
+    )
 
 
 def _is_withdrawal(record: bytes) -> bool:
