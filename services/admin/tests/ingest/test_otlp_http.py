@@ -24,6 +24,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import TracesData
 
 from dataplane_admin.ingest import Limits, router
 from dataplane_admin.store import QueueFull, Store, StoreUnavailable
+from observability.views import why
 
 PROTOBUF = "application/x-protobuf"
 JSON = "application/json"
@@ -284,14 +285,45 @@ def test_sample_text_is_never_kept(service, store, tmp_path):
         log("dataplane.read"),
     ):
         answer = service.post("logs", data.SerializeToString())
-        told = ExportLogsServiceResponse.FromString(answer.content)
-        assert not told.HasField("partial_success")
+        assert secret.encode() not in answer.content
     totals = store.totals()
-    assert (totals.events, totals.ignored, totals.refused) == (3, 2, 0)
+    assert (totals.events, totals.ignored, totals.refused) == (1, 2, 2)
     store.close()
     kept = b"".join(path.read_bytes() for path in tmp_path.iterdir())
     assert b"dataplane.read" in kept
     assert secret.encode() not in kept
+
+
+@pytest.mark.parametrize("body", ["not json", '"a"', "null", '{"a": 1}', '["a", 1]', "[" * 9_999])
+def test_an_event_whose_ids_cannot_be_read_is_refused_and_clears_nothing(service, store, body):
+    facts = {"dataplane.partition": "train", "dataplane.fields": "x"}
+    service.post("logs", log(body='["a", "b"]', **facts).SerializeToString())
+    waiting = {"dataplane.wait": "w", "dataplane.task": "train"} | facts
+    service.post("logs", log("dataplane.waiting", "[]", **waiting).SerializeToString())
+    data = log("dataplane.cleared", body, **facts)
+    data.MergeFrom(log("dataplane.cleared", "", **facts))
+    data.resource_logs[1].scope_logs[0].log_records[0].body.int_value = 7
+    answer = service.post("logs", data.SerializeToString())
+    told = ExportLogsServiceResponse.FromString(answer.content).partial_success
+    assert told.rejected_log_records == 2
+    assert "its body is no" in told.error_message
+    [wait] = why(store.wait_records(), 1 << 62)
+    assert wait.there == 2
+
+
+@pytest.mark.parametrize("body", [None, "", "[]", " [ ] "])
+def test_a_clear_that_names_nothing_clears_the_whole_partition(service, store, body):
+    facts = {"dataplane.partition": "train"}
+    service.post("logs", log(body='["a", "b"]', **facts).SerializeToString())
+    waiting = {"dataplane.wait": "w"} | facts
+    service.post("logs", log("dataplane.waiting", "[]", **waiting).SerializeToString())
+    data = log("dataplane.cleared", body or "", **facts)
+    if body is None:
+        data.resource_logs[0].scope_logs[0].log_records[0].ClearField("body")
+    data.resource_logs[0].scope_logs[0].log_records[0].time_unix_nano += 1
+    service.post("logs", data.SerializeToString())
+    [wait] = why(store.wait_records(), 1 << 62)
+    assert wait.there == 0
 
 
 def test_events_that_name_too_much_are_refused_one_by_one(store):

@@ -1,7 +1,8 @@
 """From an export request of logs to what is stored: its lifecycle events and nothing else.
 
 Log records of others are taken and dropped: they may hold the text of samples, which is not kept.
-Of lifecycle events the body is the ids; it is taken out of the record, whatever it was.
+Of lifecycle events the body is the ids; it is taken out of the record. One of which the body cannot
+be read is refused: without ids it would say something else, as that a whole partition was cleared.
 """
 
 from __future__ import annotations
@@ -97,7 +98,7 @@ def _event(
         raise _Refused("its time is after the year 2262")
     if len(record.trace_id) not in (0, 16) or len(record.span_id) not in (0, 8):
         raise _Refused("a trace id is not 16 bytes, or a span id not 8")
-    sample_ids = _ids(record.body.string_value, limits)
+    sample_ids = _ids(record.body, limits)
     record.ClearField("body")
     cut(record, limits)
     told = find(record.attributes, _TOLD)
@@ -128,19 +129,21 @@ def _event(
     )
 
 
-def _ids(body: str, limits: Limits) -> tuple[bytes, ...]:
-    """The ids of a record; none of a body that is no JSON list of them."""
-    if not body:
+def _ids(body: AnyValue, limits: Limits) -> tuple[bytes, ...]:
+    """The ids of a record; none of an empty body."""
+    if body.WhichOneof("value") not in (None, "string_value"):
+        raise _Refused("its body is no text")
+    if not body.string_value:
         return ()
     try:
-        found = json.loads(body)
+        found = json.loads(body.string_value)
     except (ValueError, RecursionError):
-        return ()
-    if not isinstance(found, list):
-        return ()
+        found = None
+    if not isinstance(found, list) or not all(isinstance(one, str) for one in found):
+        raise _Refused("its body is no JSON list of sample ids")
     if len(found) > limits.ids:
         raise _Refused(f"it names more than {limits.ids} samples")
-    ids = tuple([bytes_of_id(one) for one in found if isinstance(one, str)])
+    ids = tuple([bytes_of_id(one) for one in found])
     if ids and max(map(len, ids)) > limits.id_bytes:
         raise _Refused(f"a sample id is longer than {limits.id_bytes} bytes")
     return ids
