@@ -24,7 +24,8 @@ class Held:
 
 @given(LENGTHS, st.integers(1, 80))
 def test_every_step_is_in_one_range_and_ranges_are_alike_in_size(lengths, wanted):
-    found = run_steps(Held(lengths), "run", wanted)
+    [found, whole] = run_steps(Held(lengths), "run", wanted, 1)
+    assert (whole.steps, len(whole.ranges)) == (found.steps, min(1, len(lengths)))
     assert len(found.ranges) == min(wanted, len(lengths))
     sizes = [one.steps for one in found.ranges]
     assert sum(sizes) == found.steps == len(lengths)
@@ -41,7 +42,7 @@ def test_every_step_is_in_one_range_and_ranges_are_alike_in_size(lengths, wanted
 def test_the_typical_and_the_slowest_step_took_what_is_said(lengths, wanted):
     held = Held(lengths)
     took = {row.trace_id: row.seconds for row in held.rows}
-    for one in run_steps(held, "run", wanted).ranges:
+    for one in run_steps(held, "run", wanted)[0].ranges:
         inside = lengths[one.first_step : one.last_step + 1]
         assert took[one.slowest] == one.most_s == max(inside)
         assert took[one.typical] == one.median_s

@@ -459,9 +459,12 @@ class MadeUpAnswers:
         )
 
     def run_steps(self, *, run=None, ranges=10):
+        return self.run_steps_cut(ranges, run=run)[0]
+
+    def run_steps_cut(self, *ranges, run=None):
         if self.empty:
-            return models.RunSteps(run_id="", steps=0, older=False, ranges=[])
-        return steps_of_run.run_steps(self.store, RUN if run is None else run, ranges)
+            return [models.RunSteps(run_id="", steps=0, older=False, ranges=[]) for _ in ranges]
+        return steps_of_run.run_steps(self.store, RUN if run is None else run, *ranges)
 
     def runs(self):
         if self.empty:

@@ -78,16 +78,44 @@ def test_steps_of_a_run_are_those_that_ended_in_the_order_in_which_they_began(st
         otlp.spans(run="b", step=5, start_s=6),
     )
     rows, older = store.run_steps("a", 10)
-    assert [(row.step, row.seconds, row.errors) for row in rows] == [
-        (3, 1, 0),
-        (4, 3, 0),
-        (4, 2, 1),
-    ]
+    assert [(row.step, row.seconds, row.errors) for row in rows] == [(3, 1, 0), (4, 2, 1)]
     assert not older
-    rows, older = store.run_steps("a", 2)
-    assert [row.step for row in rows] == [4, 4], "the newest"
+    rows, older = store.run_steps("a", 1)
+    assert [row.step for row in rows] == [4], "the newest"
     assert older
     assert store.run_steps("nobody\0", 10) == ([], False)
+
+
+def test_a_step_that_was_done_again_or_that_is_told_of_beside_it_is_one_step(store, otlp):
+    write(
+        store,
+        otlp.spans(run="a", step=1, start_s=0, seconds=3),
+        otlp.spans(run="a", step=1, start_s=4, seconds=9, names=["grpo.validation"]),
+        otlp.spans(run="a", step=2, start_s=20, seconds=3),
+        otlp.spans(run="a", step=1, start_s=30, seconds=4),
+        otlp.spans(run="a", step=2, start_s=40, seconds=5, root=False),  # has not ended
+        otlp.spans(run="b", step=7, start_s=50, names=["other"]),
+        otlp.spans(run="b", step=7, start_s=51, seconds=2, names=["other"]),
+    )
+    rows, older = store.run_steps("a", 2)
+    assert [(row.step, row.seconds) for row in rows] == [(2, 3), (1, 4)]
+    assert not older
+    assert len(rows) == {run.run_id: run.steps for run in store.runs()}["a"]
+    assert [(row.step, row.seconds) for row in store.run_steps("b", 5)[0]] == [(7, 2)]
+
+
+def test_the_newest_run_of_which_a_step_has_ended_is_known(store, otlp):
+    assert store.run_with_steps() is None
+    write(store, otlp.spans(run="begun", step=1, start_s=60, root=False))
+    assert store.run_with_steps() is None
+    write(
+        store,
+        otlp.spans(run="old", step=1, start_s=1),
+        otlp.spans(run="ended", step=1, start_s=5),
+        otlp.spans(run="calls", step=None, start_s=70),
+    )
+    assert store.runs()[0].run_id == "calls"
+    assert store.run_with_steps() == "ended"
 
 
 def test_runs_are_known_by_their_traces_and_events(store, otlp, start_ns):

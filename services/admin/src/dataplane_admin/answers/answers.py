@@ -222,9 +222,17 @@ class Answers:
         )
 
     def run_steps(self, *, run: str | None = None, ranges: int = 10) -> models.RunSteps:
-        """How long the steps took, in 1 to 500 ranges, of ``run`` or of the newest run."""
-        _check("ranges", ranges, 1, MOST_RANGES)
-        return run_steps.run_steps(self._store, self._run_or_newest(run), ranges)
+        """How long the steps took, in 1 to 500 ranges, of ``run`` or of the newest run of which one
+        has ended."""
+        return self.run_steps_cut(ranges, run=run)[0]
+
+    def run_steps_cut(self, *ranges: int, run: str | None = None) -> list[models.RunSteps]:
+        """As `run_steps`, the same steps cut in several ways."""
+        for most in ranges:
+            _check("ranges", most, 1, MOST_RANGES)
+        if run is None:
+            run = self._store.run_with_steps()
+        return run_steps.run_steps(self._store, self._run_or_newest(run), *ranges)
 
     def runs(self) -> models.Runs:
         """Every run, the newest first."""

@@ -12,17 +12,19 @@ MOST_COUNTED = 10_000
 """Steps; of a longer run the newest."""
 
 
-def run_steps(store: Store, run_id: str, ranges: int) -> models.RunSteps:
-    """The steps of a run, in at most so many ranges."""
+def run_steps(store: Store, run_id: str, *ranges: int) -> list[models.RunSteps]:
+    """The steps of a run, as they are now, for each of ``ranges`` in at most so many ranges."""
     rows, older = store.run_steps(run_id, MOST_COUNTED)
-    count = min(ranges, len(rows))
+    return [
+        models.RunSteps(run_id=run_id, steps=len(rows), older=older, ranges=_cut(rows, most))
+        for most in ranges
+    ]
+
+
+def _cut(rows: Sequence[StepRow], most: int) -> list[models.StepRange]:
+    count = min(most, len(rows))
     cuts = [place * len(rows) // count for place in range(count + 1)] if count else [0]
-    return models.RunSteps(
-        run_id=run_id,
-        steps=len(rows),
-        older=older,
-        ranges=[_range(rows[begin:end]) for begin, end in pairwise(cuts)],
-    )
+    return [_range(rows[begin:end]) for begin, end in pairwise(cuts)]
 
 
 def _range(rows: Sequence[StepRow]) -> models.StepRange:

@@ -197,7 +197,8 @@ def _history(answers: Answers) -> APIRouter:
         run: Annotated[str | None, Query(max_length=MOST_ID)] = None,
         ranges: Annotated[int, Query(ge=1, le=MOST_RANGES)] = 10,
     ) -> Response:
-        """How long the steps of a run took, from its beginning to now."""
+        """How long the steps of a run took, from its beginning to now: of the newest run of which
+        one has ended, if none is given."""
         return kept_reply(
             request, answers.revisions, lambda: answers.run_steps(run=run, ranges=ranges)
         )

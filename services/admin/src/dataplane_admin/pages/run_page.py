@@ -75,11 +75,10 @@ class RunPage:
 
 
 def run_page(answers: Answers, run: str | None) -> RunPage | None:
-    """The page of a run, or of the newest; None before a step has ended."""
-    fine = answers.run_steps(run=run, ranges=_COLUMNS)
+    """The page of a run, or of the newest of which a step has ended; None if none has."""
+    fine, coarse = answers.run_steps_cut(_COLUMNS, _ROWS, run=run)
     if not fine.ranges:
         return None
-    coarse = answers.run_steps(run=fine.run_id, ranges=_ROWS)
     medians = sorted(one.median_s for one in fine.ranges)
     slowest = sorted(fine.ranges, key=lambda one: one.most_s)
     nearly_all_s = slowest[(19 * (len(slowest) - 1)) // 20].most_s

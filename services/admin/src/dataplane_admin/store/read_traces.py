@@ -5,13 +5,14 @@ from __future__ import annotations
 from itertools import islice
 from typing import Any  # Any: rows
 
-from sqlalchemy import Select, func, select, tuple_
+from sqlalchemy import Select, exists, func, select, tuple_
 
 from dataplane_admin.store.models import EventModel, LinkModel, RunModel, TraceModel
 from dataplane_admin.store.reader import EVENT_COLUMNS, Reader, trace_bytes
 from dataplane_admin.store.rows import Cursor, RunRow, StepRow, TraceFilter, TraceRow
 from dataplane_admin.store.texts import storable
 from observability.records import Records
+from observability.views.steps import ROOT
 
 _COLUMNS = (
     TraceModel.trace_id,
@@ -27,6 +28,8 @@ _COLUMNS = (
     TraceModel.rejected,
     TraceModel.updated_ns,
 )
+_ENDED = (TraceModel.step.is_not(None), TraceModel.has_root)
+_NEWEST_RUN = (RunModel.last_ns.desc(), RunModel.run_id)
 _MOST_RUNS = 1000
 # Traces of a run among which its newest steps are looked for.
 _MOST_BESIDE = 1000
@@ -42,32 +45,52 @@ def read_runs(reader: Reader) -> list[RunRow]:
     )
     query = (
         select(RunModel.run_id, RunModel.first_ns, RunModel.last_ns, steps)
-        .order_by(RunModel.last_ns.desc(), RunModel.run_id)
+        .order_by(*_NEWEST_RUN)
         .limit(_MOST_RUNS)
     )
     with reader.connect() as connection:
         return [RunRow(*row) for row in connection.execute(query)]
 
 
+def read_run_with_steps(reader: Reader) -> str | None:
+    """Of `Store.run_with_steps`."""
+    ended = exists().where(TraceModel.run_id == RunModel.run_id, *_ENDED)
+    query = select(RunModel.run_id).where(ended).order_by(*_NEWEST_RUN).limit(1)
+    with reader.connect() as connection:
+        return connection.scalar(query)
+
+
 def read_run_steps(reader: Reader, run_id: str, limit: int) -> tuple[list[StepRow], bool]:
     """Of `Store.run_steps`."""
-    query = (
+    # Beside its step a trace of its own may tell the number: that of a validation.
+    of_one_step = (
+        (TraceModel.name == ROOT).desc(),
+        TraceModel.start_ns.desc(),
+        TraceModel.trace_id.desc(),
+    )
+    place = func.row_number().over(partition_by=TraceModel.step, order_by=of_one_step)
+    ended = (
         select(
             TraceModel.step,
             TraceModel.trace_id,
             TraceModel.start_ns,
             TraceModel.end_ns,
             TraceModel.errors,
+            place.label("place"),
         )
-        .where(TraceModel.run_id == storable(run_id))
-        .where(TraceModel.step.is_not(None), TraceModel.has_root)
-        .order_by(TraceModel.start_ns.desc(), TraceModel.trace_id.desc())
+        .where(TraceModel.run_id == storable(run_id), *_ENDED)
+        .subquery()
+    )
+    query = (
+        select(*ended.c)
+        .where(ended.c.place == 1)
+        .order_by(ended.c.start_ns.desc(), ended.c.trace_id.desc())
         .limit(limit + 1)
     )
     with reader.connect() as connection:
         rows = [
-            StepRow(step or 0, trace_id.hex(), start_ns, max(0, end_ns - start_ns) / 1e9, errors)
-            for step, trace_id, start_ns, end_ns, errors in connection.execute(query)
+            StepRow(step, trace_id.hex(), start_ns, max(0, end_ns - start_ns) / 1e9, errors)
+            for step, trace_id, start_ns, end_ns, errors, _ in connection.execute(query)
         ]
     return rows[:limit][::-1], len(rows) > limit
 

@@ -28,6 +28,7 @@ from dataplane_admin.store.read_staleness import read_staleness, read_trace_stal
 from dataplane_admin.store.read_traces import (
     read_linked,
     read_run_steps,
+    read_run_with_steps,
     read_runs,
     read_steps,
     read_trace,
@@ -151,9 +152,14 @@ class Store:
         """The runs, the one that told something last first; at most 1,000."""
         return read_runs(self._reader)
 
+    def run_with_steps(self) -> str | None:
+        """The newest run of which a step has ended."""
+        return read_run_with_steps(self._reader)
+
     def run_steps(self, run_id: str, limit: int) -> tuple[list[StepRow], bool]:
-        """The newest ``limit`` steps of a run that have ended, in the order in which they began;
-        and whether there are older ones."""
+        """The newest ``limit`` steps of a run that have ended, in the order in which they began,
+        and whether there are older ones. Of one that was done again, when the run was resumed for
+        example, the newest time."""
         return read_run_steps(self._reader, run_id, limit)
 
     def traces(

@@ -26,7 +26,7 @@ class StepRange(Model):
     """Steps of a run that began one after the other."""
 
     first_step: int
-    """The smallest number among them; numbers come again where a run was resumed."""
+    """The smallest number among them."""
     last_step: int
     steps: int
     start_ns: int
@@ -48,7 +48,7 @@ class RunSteps(Model):
     run_id: Text
     """Empty if no run has told anything."""
     steps: int
-    """That have ended and are counted."""
+    """That have ended and are counted, each once: one that was done again as it was done last."""
     older: bool
     """Whether there were more before them."""
     ranges: list[StepRange]
