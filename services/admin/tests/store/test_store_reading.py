@@ -279,30 +279,46 @@ def test_a_task_is_known_to_claim_from_its_events(store, otlp):
     )
     assert store.claimants("train") == {"t"}
     assert store.claimants("other") == set()
-    claims, read_to, complete = store.newest_claimants(0, 100)
-    assert (claims, complete) == ({("train", "t")}, True)
-    assert store.newest_claimants(read_to, 100) == (set(), read_to, True)
-    assert store.newest_claimants(0, 1) == (set(), read_to, False)
-
-
-def fields_of(claims):
-    return {one.attributes["dataplane.task"]: one.attributes["dataplane.fields"] for one in claims}
+    claims, read_to, complete = store.newest_claims(0, 100)
+    assert [(one.task, one.claimed) for one in claims] == [
+        ("t", True),  # each run
+        ("t", True),
+        ("waits", False),
+    ]
+    assert {one.partition for one in claims} == {"train"}
+    assert complete
+    assert store.newest_claims(read_to, 100) == ([], read_to, True)
+    assert store.newest_claims(0, 1)[1:] == (read_to, False)
 
 
 def test_of_each_task_the_newest_claim_is_read_however_many_it_made_before(store, otlp):
+    def fields(event_id, most):
+        return {one.task: one.fields for one in store.newest_claims(event_id, most)[0]}
+
     write(
         store,
         *(otlp.event("claimed", [f"{at}"], at_s=at, task="t", fields=["x"]) for at in range(9)),
         otlp.event("claimed", ["a"], at_s=10, task="t", fields=["x", "y"]),
         otlp.event("waiting", at_s=11, wait="w", task="u", fields=["z"]),
+        otlp.event("claimed", ["a"], at_s=11, task="tells none"),
         otlp.event("put", ["b"], at_s=12, fields=["x"]),
     )
-    claims, read_to = store.newest_claims(0, 100)
-    assert fields_of(claims) == {"t": ["x", "y"], "u": ["z"]}
-    assert store.newest_claims(read_to, 100) == ([], read_to)
-    assert fields_of(store.newest_claims(0, 2)[0]) == {"u": ["z"]}
+    assert fields(0, 100) == {"t": ("x", "y"), "u": ("z",), "tells none": None}
+    assert fields(0, 3) == {"u": ("z",), "tells none": None}
+    read_to = store.newest_claims(0, 100)[1]
+    assert fields(read_to, 100) == {}
     write(store, otlp.event("claimed", ["c"], at_s=13, task="t", fields=["y"]))
-    assert fields_of(store.newest_claims(read_to, 100)[0]) == {"t": ["y"]}
+    assert fields(read_to, 100) == {"t": ("y",)}
+
+
+def test_a_task_that_waits_after_it_claimed_has_claimed(store, otlp):
+    write(
+        store,
+        otlp.event("claimed", ["a"], at_s=1, task="t", fields=["x"]),
+        otlp.event("waiting", at_s=2, wait="w", task="t", fields=["y"]),
+    )
+    [found] = store.newest_claims(0, 100)[0]
+    assert (found.claimed, found.fields) == (True, ("y",))
 
 
 def test_newest_events_come_in_the_order_of_their_arrival(store, otlp):
@@ -357,7 +373,6 @@ def test_no_answer_reads_events_samples_or_chunks_from_end_to_end(tmp_path, otlp
         store.find_samples("", 5, ("a", 1))
         store.wait_records()
         store.claimants("train")
-        store.newest_claimants(1, 5)
         store.steps("run")
         store.newest_claims(1, 5)
         store.staleness("run")

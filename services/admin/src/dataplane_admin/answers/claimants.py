@@ -7,14 +7,13 @@ told.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections.abc import Sequence
 
-from dataplane_admin.store import Store
+from dataplane_admin.answers.newest_claims import Bounded, NewestClaims
+from dataplane_admin.store import ClaimRow, Store
 from dataplane_admin.store.texts import storable
 
 _MOST = 10_000
-# Events looked through since the last time; of more the partitions are asked anew.
-_PAGE = 20_000
 
 
 class Claimants:
@@ -22,9 +21,8 @@ class Claimants:
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._known: OrderedDict[str, set[str]] = OrderedDict()
-        self._read_to = 0
-        self._revision = -1
+        self._known: Bounded[str, set[str]] = Bounded(_MOST)
+        self._newest = NewestClaims(store, self._learn)
 
     def has_claimed(self, partition: str, task: str) -> bool:
         """Whether an event tells that a task of a partition has claimed, whatever the run.
@@ -32,23 +30,17 @@ class Claimants:
         Raises:
             StoreUnavailable: the store cannot be asked.
         """
-        self._refresh()
+        self._newest.refresh()
         partition = storable(partition)
         tasks = self._known.get(partition)
         if tasks is None:
             tasks = self._known[partition] = self._store.claimants(partition)
-            while len(self._known) > _MOST:
-                self._known.popitem(last=False)
         return storable(task) in tasks
 
-    def _refresh(self) -> None:
-        revision = self._store.revision
-        if revision == self._revision:
-            return
-        claims, read_to, complete = self._store.newest_claimants(self._read_to, _PAGE)
+    def _learn(self, claims: Sequence[ClaimRow], complete: bool) -> None:
         if not complete:
+            # What was passed over is asked for anew.
             self._known.clear()
-        for partition, task in claims:
-            if partition in self._known:
-                self._known[partition].add(task)
-        self._read_to, self._revision = read_to, revision
+        for one in claims:
+            if one.claimed and one.partition in self._known:
+                self._known[one.partition].add(one.task)

@@ -11,6 +11,7 @@ from dataplane_admin.store.batch import (
 from dataplane_admin.store.errors import QueueFull, StoreError, StoreUnavailable, WriteRefused
 from dataplane_admin.store.retention import Retention
 from dataplane_admin.store.rows import (
+    ClaimRow,
     Cursor,
     EventRow,
     RunRow,
@@ -30,6 +31,7 @@ __all__ = [
     "AuditEntry",
     "Batch",
     "Chunk",
+    "ClaimRow",
     "Cursor",
     "EventRow",
     "LifecycleEvent",

@@ -11,7 +11,7 @@ from dataplane_admin.store.models import (
     SampleModel,
 )
 from dataplane_admin.store.reader import EVENT_COLUMNS, Reader
-from dataplane_admin.store.rows import EventRow, SampleCursor, SampleRow
+from dataplane_admin.store.rows import ClaimRow, EventRow, SampleCursor, SampleRow
 from dataplane_admin.store.texts import (
     HEAD_BYTES,
     after_prefix,
@@ -122,29 +122,14 @@ def read_claimants(reader: Reader, partition: str) -> set[str]:
         return set(connection.scalars(tasks.distinct()))
 
 
-def read_newest_claimants(
+def read_newest_claims(
     reader: Reader, event_id: int, most: int
-) -> tuple[set[tuple[str, str]], int, bool]:
-    """Of `Store.newest_claimants`."""
-    with reader.connect() as connection:
-        newest, too_old = _page(connection, event_id, most)
-        claims = (
-            select(PlaceModel.partition, EventModel.task)
-            .join(PlaceModel, PlaceModel.id == EventModel.place_id)
-            .where(EventModel.id > too_old, EventModel.name == "claimed")
-            .order_by(EventModel.id)
-            .limit(most)
-        )
-        found = {(row.partition, row.task) for row in connection.execute(claims)}
-    return found, newest, too_old == event_id
-
-
-def read_newest_claims(reader: Reader, event_id: int, most: int) -> tuple[list[Event], int]:
+) -> tuple[list[ClaimRow], int, bool]:
     """Of `Store.newest_claims`."""
     with reader.connect() as connection:
         newest, too_old = _page(connection, event_id, most)
         claims = (
-            select(EventModel.place_id, EventModel.task, EventModel.id)
+            select(EventModel.place_id, EventModel.task, EventModel.name, EventModel.id)
             .where(
                 EventModel.id > too_old,
                 EventModel.name.in_(("claimed", "waiting")),
@@ -154,15 +139,35 @@ def read_newest_claims(reader: Reader, event_id: int, most: int) -> tuple[list[E
             .limit(most)
         )
         # Grouped here: a database might read an index from end to end for it.
-        ids = {(row.place_id, row.task): row.id for row in connection.execute(claims)}
-        records = [
-            record
+        ids: dict[tuple[int, str], int] = {}
+        claimed = set()
+        for row in connection.execute(claims):
+            ids[row.place_id, row.task] = row.id
+            if row.name == "claimed":
+                claimed.add((row.place_id, row.task))
+        of_ids = (
+            select(EventModel.place_id, PlaceModel.partition, EventModel.task, EventModel.record)
+            .join(PlaceModel, PlaceModel.id == EventModel.place_id)
+            .order_by(EventModel.id)
+        )
+        rows = [
+            row
             for some in in_groups(sorted(ids.values()))
-            for record in connection.scalars(
-                select(EventModel.record).where(EventModel.id.in_(some)).order_by(EventModel.id)
-            )
+            for row in connection.execute(of_ids.where(EventModel.id.in_(some)))
         ]
-    return decode_logs(b"".join(records)).events, newest
+    told = decode_logs(b"".join(row.record for row in rows)).events
+    found = [
+        ClaimRow(row.partition, row.task, (row.place_id, row.task) in claimed, _fields(event))
+        for row, event in zip(rows, told, strict=True)
+    ]
+    return found, newest, too_old == event_id
+
+
+def _fields(event: Event) -> tuple[str, ...] | None:
+    fields = event.attributes.get("dataplane.fields")
+    if not isinstance(fields, list):
+        return None
+    return tuple([one for one in fields if isinstance(one, str)])
 
 
 def _page(connection: Connection, event_id: int, most: int) -> tuple[int, int]:

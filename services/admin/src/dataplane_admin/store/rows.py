@@ -136,6 +136,23 @@ class WaitRecords(Records):
 
 
 @dataclass(frozen=True)
+class ClaimRow:
+    """The newest claim, or wait for one, of a task of a partition, of those that were looked at.
+
+    Attributes:
+        partition: as it is stored.
+        task: as it is stored.
+        claimed: whether one of them was a claim.
+        fields: that the newest needs; None if it did not tell.
+    """
+
+    partition: str
+    task: str
+    claimed: bool
+    fields: tuple[str, ...] | None
+
+
+@dataclass(frozen=True)
 class EventRow:
     """A lifecycle event without its ids; ``samples`` is the size of the whole batch."""
 

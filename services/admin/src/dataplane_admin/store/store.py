@@ -19,7 +19,6 @@ from dataplane_admin.store.models import AuditModel, EventModel, SeriesModel, St
 from dataplane_admin.store.read_events import (
     read_claimants,
     read_events,
-    read_newest_claimants,
     read_newest_claims,
     read_sample_records,
     read_samples,
@@ -39,6 +38,7 @@ from dataplane_admin.store.read_waits import read_wait_records
 from dataplane_admin.store.reader import Reader
 from dataplane_admin.store.retention import Retention, Sweeper
 from dataplane_admin.store.rows import (
+    ClaimRow,
     Cursor,
     EventRow,
     RunRow,
@@ -54,7 +54,7 @@ from dataplane_admin.store.rows import (
 )
 from dataplane_admin.store.texts import storable
 from dataplane_admin.store.writer import Writer
-from observability.records import Event, Records
+from observability.records import Records
 
 _CLOSE_S = 10.0
 _MOST_SERIES = 10_000
@@ -215,33 +215,22 @@ class Store:
         """
         return read_wait_records(self._reader, run_id, silent_after_s)
 
-    def newest_claims(self, event_id: int, most: int) -> tuple[list[Event], int]:
-        """The newest claim, or wait for one, of each partition and task, and the newest event.
+    def newest_claims(self, event_id: int, most: int) -> tuple[list[ClaimRow], int, bool]:
+        """The newest claim, or wait for one, of each task of a partition.
 
         Args:
             event_id: only what came after this event.
             most: so many events are looked through, the newest ones.
 
         Returns:
-            The claims in the order of their arrival and without ids; and the id to go on from.
+            The claims in the order of their arrival, of each run its own; the id to go on from;
+            whether there were no more events.
         """
         return read_newest_claims(self._reader, event_id, most)
 
     def claimants(self, partition: str) -> set[str]:
         """The tasks of which an event tells that they claimed in a partition, whatever the run."""
         return read_claimants(self._reader, partition)
-
-    def newest_claimants(self, event_id: int, most: int) -> tuple[set[tuple[str, str]], int, bool]:
-        """Who claimed lately.
-
-        Args:
-            event_id: only what came after this event.
-            most: so many events are looked through, the newest ones.
-
-        Returns:
-            Pairs of partition and task; the id to go on from; whether there were no more events.
-        """
-        return read_newest_claimants(self._reader, event_id, most)
 
     def staleness(self, run_id: str, steps: int = 20) -> StalenessRow:
         """How stale the samples were that the newest so many steps of a run trained on.
