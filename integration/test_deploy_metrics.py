@@ -11,10 +11,12 @@ import urllib.request
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any  # Any: JSON
 
 import promql_parser
 import pytest
 import torch
+import yaml
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.testclient import TestClient
 from tensordict import TensorDict
@@ -30,6 +32,7 @@ BOARDS = sorted((MONITORING / "dashboards").glob("*.json"))
 OF_RESOURCE = {"job", "instance", "rl_run_id", "service_name", "service_instance_id", "le"}
 # Shown only once it happened.
 SELDOM = {"dataplane_telemetry_dropped_total": {"dataplane_signal", "dataplane_reason"}}
+_INTERVAL = "OTEL_METRIC_EXPORT_INTERVAL"
 
 RUN = """
 import pathlib, sys, tempfile, urllib.request
@@ -201,6 +204,48 @@ def test_the_data_planes_dashboard_shows_every_metric_of_a_run(run: Shown) -> No
         if name.startswith(("dataplane_", "messaging_", "rl_"))
     }
     assert families <= {re.sub("_(bucket|count|sum|total)$", "", name) for name in asked}
+
+
+def panels(board: str) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads((MONITORING / "dashboards" / board).read_text())[
+        "panels"
+    ]
+    return found
+
+
+def test_one_failure_is_drawn() -> None:
+    """What begins with the first failure has no value before it, of which a rate could be made."""
+    seldom = [
+        query
+        for board in BOARDS
+        for query in expressions(board)
+        if re.search(r"dropped_total|error_type!=|code!=", query)
+    ]
+    assert len(seldom) == 3
+    for query in seldom:
+        assert not re.search(r"rate\(|increase\(", query), query
+
+
+def test_panels_that_stay_empty_here_say_why() -> None:
+    kinds = [(one["type"], one["title"]) for one in panels("admin.json")]
+    of_live = panels("admin.json")[kinds.index(("row", "Live data plane")) + 1 :]
+    assert len(of_live) == 5
+    for panel in of_live:
+        assert "Only with --ray-address" in panel["description"], panel["title"]
+    for panel in panels("data-plane.json"):
+        if "claim_age" in json.dumps(panel) or "dataplane_ready" in json.dumps(panel):
+            assert "Only tasks that claim" in panel["description"], panel["title"]
+
+
+def test_processes_send_metrics_before_a_short_run_is_over() -> None:
+    compose = yaml.safe_load((ROOT / "docker" / "compose.yaml").read_text())["services"]
+    for name in ("ray-head", "ray-worker", "trainer"):
+        assert compose[name]["environment"][_INTERVAL] == "10000"
+    for manifest, pods in (("base/ray.yaml", 3), ("run/trainer.yaml", 1)):
+        text = (ROOT / "deploy" / "kubernetes" / manifest).read_text()
+        sending = text.count("name: OTEL_EXPORTER_OTLP_HEADERS")
+        assert sending == pods
+        assert len(re.findall(rf'name: {_INTERVAL}\n +value: "10000"', text)) == pods
 
 
 def test_dashboards_have_a_source_and_places_of_their_own() -> None:
