@@ -125,7 +125,8 @@ class StalenessRow:
 
 @dataclass
 class WaitRecords(Records):
-    """Waits that have not ended, and what shapes their partitions.
+    """Waits that have not ended, and what shapes their partitions. The last event is whatever was
+    told last, without a name and ids: of the run that goes on.
 
     Attributes:
         silent: of each process that waits and is not heard of any more, as (its unique label, the
