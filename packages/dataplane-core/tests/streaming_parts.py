@@ -12,13 +12,18 @@ from dataplane_core import InMemoryDataPlaneClient
 SETUP = {"enabled": True, "impl": "in_memory"}
 
 
-def store(count, **config):
-    """Samples ``s00``, ``s01`` and so on, whose field is their number."""
+def store(count=10, **config):
+    """Samples ``s00``, ``s01`` and so on, whose field is their number; ``odd`` is a tag."""
     client = InMemoryDataPlaneClient({**SETUP, **config})
     client.register_partition("p", ["x"], count, ["a"])
-    fields = TensorDict({"x": torch.arange(float(count))}, [count])
-    client.put_samples([f"s{i:02d}" for i in range(count)], "p", fields)
+    put(client, "p", count)
     return client
+
+
+def put(client, partition, count):
+    fields = TensorDict({"x": torch.arange(float(count))}, [count])
+    tags = [{"odd": i % 2} for i in range(count)]
+    client.put_samples([f"s{i:02d}" for i in range(count)], partition, fields, tags)
 
 
 def leased(lease_s=1000.0):

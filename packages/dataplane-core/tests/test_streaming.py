@@ -3,17 +3,18 @@
 import contextlib
 import dataclasses
 import functools
+import gc
 import itertools
 import json
 import threading
 import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tensordict import TensorDict
+from streaming_parts import SETUP, counts, ids, leased, put, store
 
 from dataplane_core import (
     ClaimTimeoutError,
@@ -31,32 +32,9 @@ PATIENCE_S = 20.0
 ATTACH = functools.partial(InMemoryDataPlaneClient, bootstrap=False)
 
 
-def store(count: int = 10, **config) -> InMemoryDataPlaneClient:
-    client = InMemoryDataPlaneClient({"enabled": True, "impl": "in_memory", **config})
-    client.register_partition("train", ["x"], count, ["train"])
-    put(client, "train", count)
-    return client
-
-
-def put(client: InMemoryDataPlaneClient, partition: str, count: int) -> None:
-    ids = [f"s{i}" for i in range(count)]
-    fields = TensorDict({"x": torch.arange(float(count))}, [count])
-    client.put_samples(ids, partition, fields, [{"odd": i % 2} for i in range(count)])
-
-
-def leased(lease_s: float = 1000.0):
-    config = {"enabled": True, "impl": "in_memory", "claim_lease_s": lease_s}
-    return functools.partial(InMemoryDataPlaneClient, config, bootstrap=False)
-
-
 def dataset(make_client=ATTACH, **changes) -> StreamingDataset:
     arguments = {"required_fields": ["x"], "batch_size": 4, "timeout_s": PATIENCE_S, **changes}
-    return StreamingDataset(make_client, "train", "train", **arguments)
-
-
-def counts(client: InMemoryDataPlaneClient) -> tuple[int, int, int]:
-    found = client.count_samples("train", "train", ["x"])
-    return found.ready, found.leased, found.acknowledged
+    return StreamingDataset(make_client, "p", "a", **arguments)
 
 
 @pytest.mark.parametrize("make_client", [ATTACH, leased()])
@@ -64,7 +42,7 @@ def test_every_sample_of_the_partition_is_delivered_once(make_client):
     client = store()
     with StreamingDataLoader(dataset(make_client)) as loader:
         batches = [(batch["x"].tolist(), meta.sample_ids) for batch, meta in loader]
-    assert [len(ids) for _, ids in batches] == [4, 4, 2]
+    assert [len(found) for _, found in batches] == [4, 4, 2]
     assert [x for values, _ in batches for x in values] == list(range(10))
     assert counts(client) == (0, 0, 10)
 
@@ -119,16 +97,16 @@ def test_a_lease_that_was_lost_is_said_when_the_batch_is_acknowledged():
 
 def test_what_another_consumer_held_when_it_died_is_waited_for():
     client = store(6)
-    leased(0.3)().claim_meta("train", "train", ["x"], 4)
+    leased(0.3)().claim_meta("p", "a", ["x"], 4)
     with StreamingDataLoader(dataset(leased())) as loader:
-        ids = [sample_id for _, meta in loader for sample_id in meta.sample_ids]
-    assert sorted(ids) == [f"s{i}" for i in range(6)]
+        got = ids(loader)
+    assert sorted(got) == [f"s{i:02d}" for i in range(6)]
     assert counts(client) == (0, 0, 6)
 
 
 def test_a_consumer_that_holds_for_ever_is_waited_for_until_the_deadline():
     store(4)
-    leased()().claim_meta("train", "train", ["x"], 1)
+    leased()().claim_meta("p", "a", ["x"], 1)
     with StreamingDataLoader(dataset(leased(), timeout_s=0.1)) as loader:
         batches = iter(loader)
         next(batches)
@@ -138,7 +116,7 @@ def test_a_consumer_that_holds_for_ever_is_waited_for_until_the_deadline():
 
 def test_a_claim_that_times_out_keeps_its_facts():
     client = store(2)
-    client.register_partition("train", ["x"], 9, ["train"])
+    client.register_partition("p", ["x"], 9, ["a"])
     with StreamingDataLoader(dataset(timeout_s=0.02)) as loader:
         with pytest.raises(ClaimTimeoutError) as caught:
             next(iter(loader))
@@ -147,7 +125,7 @@ def test_a_claim_that_times_out_keeps_its_facts():
 
 def test_filters_collation_and_other_partitions():
     client = store()
-    client.register_partition("second", ["x"], 3, ["train"])
+    client.register_partition("second", ["x"], 3, ["a"])
     put(client, "second", 3)
     odd = dataset(where=[TagFilter("odd", "==", 1)], seed=3)
     with StreamingDataLoader(odd, collate=lambda batch, meta: batch["x"].tolist()) as loader:
@@ -156,7 +134,7 @@ def test_filters_collation_and_other_partitions():
         assert sorted(x for values in loader for x in values) == [1]
 
 
-def test_a_state_of_another_task_or_partition_switch_in_the_loop_is_refused():
+def test_a_state_of_another_task_or_a_change_in_the_loop_is_refused():
     store()
     with StreamingDataLoader(dataset()) as loader:
         with pytest.raises(InvalidRequestError, match="task 'logprob'"):
@@ -165,6 +143,10 @@ def test_a_state_of_another_task_or_partition_switch_in_the_loop_is_refused():
         next(batches)
         with pytest.raises(InvalidRequestError, match="end the iteration"):
             loader.next_partition("other")
+        with pytest.raises(InvalidRequestError, match="end the iteration"):
+            loader.load_state_dict(loader.state_dict())
+        batches.close()
+        loader.load_state_dict(loader.state_dict())
 
 
 def test_what_was_done_but_not_committed_is_settled_without_being_delivered_again():
@@ -178,8 +160,8 @@ def test_what_was_done_but_not_committed_is_settled_without_being_delivered_agai
     assert counts(client) == (8, 0, 0)  # closed without a commit: all came back
     with StreamingDataLoader(dataset(leased()), settle="commit") as loader:
         loader.load_state_dict(state)
-        ids = [sample_id for _, meta in loader for sample_id in meta.sample_ids]
-        assert ids == ["s4", "s5", "s6", "s7"]
+        got = ids(loader)
+        assert got == ["s04", "s05", "s06", "s07"]
         assert len(loader.state_dict()["done"]) == 8
         loader.commit()
     assert counts(client) == (0, 0, 8)
@@ -212,7 +194,7 @@ def test_ranks_that_commit_after_their_loops_all_end():
         ranks = [threads.submit(train, loader, True) for loader in loaders]
         trained = [rank.result() for rank in ranks]
         assert all(trained)
-        assert sorted(itertools.chain(*trained)) == sorted(f"s{i}" for i in range(12))
+        assert sorted(itertools.chain(*trained)) == sorted(f"s{i:02d}" for i in range(12))
         assert counts(client) == (0, 0, 12)
         assert [list(loader) for loader in loaders] == [[], [], []]
 
@@ -236,9 +218,9 @@ def test_what_a_dead_rank_did_not_commit_is_delivered_beside_live_ones():
     ):
         batches = iter(alive)
         _, held = next(batches)
-        dead = leased(1.0)().claim_meta("train", "train", ["x"], 4)
-        ids = [sample_id for _, meta in loader for sample_id in meta.sample_ids]
-        assert sorted(ids) == sorted(["s8", "s9", "s10", "s11", *dead.sample_ids])
+        dead = leased(1.0)().claim_meta("p", "a", ["x"], 4)
+        got = ids(loader)
+        assert sorted(got) == sorted(["s08", "s09", "s10", "s11", *dead.sample_ids])
         loader.state_dict()
         loader.commit()
         alive.ack(held)
@@ -261,7 +243,7 @@ class Mortal(InMemoryDataPlaneClient):
 
 def test_what_a_rank_left_uncommitted_when_it_died_comes_to_one_that_iterates_again():
     client = store(8)
-    config = {"enabled": True, "impl": "in_memory", "claim_lease_s": 1.0}
+    config = {**SETUP, "claim_lease_s": 1.0}
     mortal = Mortal(config, bootstrap=False)
     with (
         StreamingDataLoader(dataset(lambda: mortal), settle="commit", renew_every_s=0.05) as dying,
@@ -293,7 +275,7 @@ def test_a_store_that_does_not_show_its_claims_is_waited_for_until_all_is_commit
     client = store(8)
     secretive = functools.partial(
         Secretive,
-        {"enabled": True, "impl": "in_memory", "claim_lease_s": 1000.0},
+        {**SETUP, "claim_lease_s": 1000.0},
         bootstrap=False,
     )
     with (
@@ -331,7 +313,7 @@ def test_a_commit_settles_what_it_can_names_what_was_lost_and_recovers(lost):
         assert counts(client) == (len(gone), 0, 20 - len(gone))
         loader.state_dict()
         loader.commit()  # nothing of the lost ones is left to fail
-        loader.next_partition("train")
+        loader.next_partition("p")
     client.close()
 
 
@@ -352,19 +334,26 @@ def test_a_commit_that_does_not_reach_the_store_can_be_made_again(monkeypatch):
             patched.setattr(InMemoryDataPlaneClient, "acknowledge", away)
             with pytest.raises(UnavailableError, match="away") as caught:
                 loader.commit()
-        assert "'s0', 's1', 's2', 's3'" in caught.value.__notes__[0]
+        assert "'s00', 's01', 's02', 's03'" in caught.value.__notes__[0]
         with pytest.raises(InvalidRequestError, match="commit what is done"):
-            loader.next_partition("train")
+            loader.next_partition("p")
         time.sleep(1.0)  # not a wait for a state: what was not settled is still renewed
         loader.commit()
         assert counts(client) == (4, 0, 8)
 
 
-def test_tokens_of_settled_leases_are_not_kept():
+def test_claims_that_are_settled_are_neither_kept_nor_renewed(monkeypatch):
     store(40)
-    with StreamingDataLoader(dataset(leased()), settle="commit") as loader:
-        tokens = {meta.extra_info["lease"] for _, meta in loader}
+    with StreamingDataLoader(dataset(leased()), settle="commit", renew_every_s=1000.0) as loader:
+        claims = [weakref.ref(meta) for _, meta in loader]
+        assert all(claim() is not None for claim in claims)
         loader.state_dict()
         loader.commit()
-        kept = [value for value in vars(loader).values() if isinstance(value, set | dict)]
-        assert not tokens & {token for value in kept for token in value}
+        renewed = []
+        monkeypatch.setattr(
+            InMemoryDataPlaneClient, "renew", lambda client, meta: renewed.append(meta)
+        )
+        assert list(loader) == []
+        assert renewed == []
+        gc.collect()
+        assert all(claim() is None for claim in claims)

@@ -1,19 +1,17 @@
 """After a consumer was killed, the committed steps have seen every sample once."""
 
-import contextlib
 import functools
 import json
-import pickle
+import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from multiprocessing.managers import BaseManager
 from pathlib import Path
 
 import pytest
+from remote_store import serving
 from streaming_parts import counts, leased, store
 
 from dataplane_core import InMemoryDataPlaneClient
@@ -21,52 +19,15 @@ from dataplane_core.streaming import StreamingDataLoader, StreamingDataset
 
 ATTACH = functools.partial(InMemoryDataPlaneClient, bootstrap=False)
 
-# Serves the store of the test's process to consumers in other processes.
-REMOTE = '''
-import multiprocessing
-import pickle
-from multiprocessing.managers import BaseManager
-import dataplane_core.in_memory
-from dataplane_core import Capabilities, DataPlaneClient, InMemoryDataPlaneClient
-
-class Served(BaseManager):
-    pass
-
-Served.register("store")
-
-class Remote(InMemoryDataPlaneClient):
-    """Every call runs in the process that serves the store."""
-
-    def __init__(self, address):
-        multiprocessing.current_process().authkey = b"test"
-        manager = Served(tuple(address), authkey=b"test")
-        manager.connect()
-        self._remote = manager.store()
-
-    def close(self):
-        pass
-
-def _forward(name):
-    def call(self, *args, **kwargs):
-        return pickle.loads(self._remote.call(name, pickle.dumps((args, kwargs))))
-    return call
-
-for _name in (
-    "claim_meta", "get_data", "acknowledge", "renew", "release", "count_samples",
-    "list_claims", "list_shares",
-):
-    setattr(Remote, _name, _forward(_name))
-'''
-
 CONSUMER = """
 import functools, json, os, signal, sys
-import remote
+import remote_store
 from dataplane_core.streaming import StreamingDataLoader, StreamingDataset
 
 def main():
     setup = json.loads(sys.argv[1])
     dataset = StreamingDataset(
-        functools.partial(remote.Remote, setup["address"]), "p", "a",
+        functools.partial(remote_store.Remote, setup["address"]), "p", "a",
         required_fields=["x"], batch_size=3, timeout_s=20.0,
     )
     loader = StreamingDataLoader(
@@ -102,43 +63,21 @@ def dataset(make_client) -> StreamingDataset:
     )
 
 
-class Bytes:
-    """A client whose arguments and answers are bytes, so that no tensor travels by descriptor."""
-
-    def __init__(self, client: InMemoryDataPlaneClient) -> None:
-        self._client = client
-
-    def call(self, name: str, arguments: bytes) -> bytes:
-        args, kwargs = pickle.loads(arguments)
-        return pickle.dumps(getattr(self._client, name)(*args, **kwargs))
-
-
-class Served(BaseManager):
-    pass
-
-
 @pytest.fixture
 def served(tmp_path: Path):
     client = store(30, claim_lease_s=1.0)
-    Served.register("store", callable=lambda: Bytes(client))
-    server = Served(("127.0.0.1", 0), authkey=b"test").get_server()
-
-    def serve() -> None:
-        with contextlib.suppress(SystemExit):
-            server.serve_forever()
-
-    threading.Thread(target=serve, daemon=True).start()
-    (tmp_path / "remote.py").write_text(REMOTE)
     (tmp_path / "consumer.py").write_text(CONSUMER)
 
-    def run(**setup) -> tuple[int, dict]:
-        setup = {"address": server.address, "path": str(tmp_path / "state.json"), **setup}
+    def run(address, **setup) -> tuple[int, dict]:
+        setup = {"address": address, "path": str(tmp_path / "state.json"), **setup}
         command = [sys.executable, str(tmp_path / "consumer.py"), json.dumps(setup)]
-        code = subprocess.run(command, timeout=100).returncode
+        paths = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+        code = subprocess.run(command, timeout=100, env=environment).returncode
         return code, json.loads((tmp_path / "state.json").read_text())
 
-    yield client, run
-    server.stop_event.set()
+    with serving(client) as address:
+        yield client, functools.partial(run, address)
 
 
 @pytest.mark.parametrize(

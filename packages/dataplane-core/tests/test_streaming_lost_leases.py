@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from streaming_parts import counts, ids, leased, store
+from streaming_parts import SETUP, counts, ids, leased, store
 from tensordict import TensorDict
 
-from dataplane_core import LeaseLostError
-from dataplane_core.held_claims import HeldClaims
+from dataplane_core import InMemoryDataPlaneClient, LeaseLostError, UnavailableError
 from dataplane_core.streaming import StreamingDataLoader, StreamingDataset
 
 
-def loader(make_client=None, *, size=2, settle="commit", kind=StreamingDataset, **more):
+def loader(
+    make_client=None, *, size=2, settle="commit", kind=StreamingDataset, timeout_s=20.0, **more
+):
     dataset = kind(
-        make_client or leased(), "p", "a", required_fields=["x"], batch_size=size, timeout_s=20.0
+        make_client or leased(),
+        "p",
+        "a",
+        required_fields=["x"],
+        batch_size=size,
+        timeout_s=timeout_s,
     )
     return StreamingDataLoader(dataset, settle=settle, renew_every_s=1000.0, **more)
 
@@ -178,6 +185,131 @@ def test_what_is_lost_before_it_could_be_settled_is_settled_when_it_comes_again(
         assert counts(client) == (0, 2, 2)
 
 
+class Overtaken(StreamingDataset):
+    """Another consumer trains on each batch before its turn has come."""
+
+    def batches(self, client, claimed):
+        for batch, meta in super().batches(client, claimed):
+            client.release(meta)
+            other = leased()()
+            other.acknowledge(other.claim_meta("p", "a", ["x"], meta.size))
+            yield batch, meta
+
+
+@pytest.mark.parametrize("settle", ["next", "commit"])
+def test_a_batch_whose_lease_was_lost_before_its_turn_is_not_delivered(settle):
+    client = store(4)
+    with loader(kind=Overtaken, settle=settle) as trained:
+        assert ids(trained) == []
+        assert trained.state_dict()["done"] == []
+    assert counts(client) == (0, 0, 4)
+
+
+class Interrupted(StreamingDataset):
+    """Stops at the first claim, which is lost, and goes on when it is asked again."""
+
+    stopped = False
+
+    def batches(self, client, claimed):
+        for batch, meta in super().batches(client, claimed):
+            if not self.stopped:
+                self.stopped = True
+                client.release(meta)
+                yield batch, meta
+                return
+            yield batch, meta
+
+
+@pytest.mark.parametrize("settle", ["next", "commit"])
+def test_what_was_lost_before_its_turn_is_claimed_again(settle):
+    client = store(4)
+    with loader(kind=Interrupted, settle=settle, size=4) as trained:
+        assert ids(trained) == ["s00", "s01", "s02", "s03"]
+        trained.state_dict()
+        trained.commit()
+    assert counts(client) == (0, 0, 4)
+
+
+class Hopeless(StreamingDataset):
+    """Loses every lease."""
+
+    def batches(self, client, claimed):
+        for batch, meta in super().batches(client, claimed):
+            client.release(meta)
+            yield batch, meta
+
+
+def test_a_loader_that_loses_every_batch_says_so():
+    client = store(4)
+    with (
+        loader(kind=Hopeless, timeout_s=0.1) as trained,
+        pytest.raises(LeaseLostError, match="each batch lost its lease before it could be"),
+    ):
+        ids(trained)
+    assert counts(client) == (4, 0, 0)
+
+
+class Clearing(StreamingDataset):
+    """A sample of each batch is cleared before its turn has come."""
+
+    def batches(self, client, claimed):
+        for batch, meta in super().batches(client, claimed):
+            client.clear_samples(meta.sample_ids[:1], "p", force=True)
+            yield batch, meta
+
+
+def test_of_a_batch_in_which_a_sample_was_cleared_the_rest_is_delivered():
+    client = store(4)
+    with loader(kind=Clearing) as trained:
+        found = [(batch["x"].tolist(), meta.sample_ids) for batch, meta in trained]
+        assert found == [([1.0], ["s01"]), ([3.0], ["s03"])]
+        trained.state_dict()
+        trained.commit()
+    assert counts(client) == (0, 0, 2)
+
+
+class Away(InMemoryDataPlaneClient):
+    """Cannot be reached for a renewal."""
+
+    def renew(self, meta):
+        raise UnavailableError("away")
+
+
+def test_a_batch_is_delivered_while_the_store_cannot_say_whether_it_is_held():
+    client = store(4)
+    away = functools.partial(Away, {**SETUP, "claim_lease_s": 1000.0}, bootstrap=False)
+    with loader(away, settle="next") as trained:
+        assert ids(trained) == ["s00", "s01", "s02", "s03"]
+    assert counts(client) == (0, 0, 4)
+
+
+def test_a_sample_withdrawn_after_its_training_costs_no_other_its_commit():
+    client = store(8)
+    with loader(leased(1.0), size=4) as trained:
+        assert len(ids(trained)) == 8
+        client.withdraw_samples(["s00"], "p")
+        trained.state_dict()
+        with pytest.raises(LeaseLostError, match=r"1 of 8 samples .*: 's00'$"):
+            trained.commit()
+        assert counts(client) == (0, 0, 7)
+        trained.commit()
+
+
+@pytest.mark.parametrize("settle", ["next", "commit"])
+def test_of_a_batch_in_hand_what_was_not_withdrawn_is_marked_as_done(settle):
+    client = store(4)
+    with loader(settle=settle, size=4) as trained:
+        batches = iter(trained)
+        _, meta = next(batches)
+        client.withdraw_samples(["s01"], "p")
+        with pytest.raises(LeaseLostError, match="'s01'") as caught:
+            trained.ack(meta)
+        assert caught.value.sample_ids == ["s01"]
+        assert trained.state_dict()["done"] == ["s00", "s02", "s03"]
+        trained.commit()
+        assert counts(client) == (0, 0, 3)
+
+
 class Late(StreamingDataset):
     """Reports claims once more when they are over, as a worker's report may come."""
 
@@ -214,26 +346,6 @@ def test_a_lease_that_another_has_now_is_not_counted_as_ones_own():
         trained.state_dict()
         trained.commit()  # of what came back from who died, too
     assert counts(client) == (0, 0, 4)
-
-
-def test_what_is_left_of_a_claim_is_renewed_whatever_is_reported_late():
-    client = store(4)
-    holder = leased()()
-    meta = holder.claim_meta("p", "a", ["x"], 3)
-    held = HeldClaims(holder)
-    held.add(meta)
-    holder.acknowledge(meta.slice(0, 1))
-    held.forget(meta.slice(0, 1))
-    held.add(meta)
-    held.renew()
-    assert held.samples == 2
-    [claim] = client.list_claims("p")
-    assert claim.age_s + claim.expires_in_s > 1000.0 + 1e-6
-    held.release(kept=meta.sample_ids[1:2])
-    assert counts(client) == (2, 1, 1)
-    lose(client)
-    held.renew()
-    assert held.samples == 0
 
 
 STEPS = st.lists(

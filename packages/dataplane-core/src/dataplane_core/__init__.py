@@ -63,7 +63,8 @@ if TYPE_CHECKING:
     from dataplane_core.async_client import AsyncDataPlaneClient
     from dataplane_core.in_memory import InMemoryDataPlaneClient
     from dataplane_core.partition_checkpoint import restore_partition, save_partition
-    from dataplane_core.streaming import StreamingDataLoader, StreamingDataset
+    from dataplane_core.streaming import StreamingDataLoader
+    from dataplane_core.streaming_dataset import StreamingDataset
 
 __all__ = [
     "DP_TRAIN_FIELDS",
@@ -127,7 +128,7 @@ _LAZY = {
     "AsyncDataPlaneClient": "async_client",
     "InMemoryDataPlaneClient": "in_memory",
     "StreamingDataLoader": "streaming",
-    "StreamingDataset": "streaming",
+    "StreamingDataset": "streaming_dataset",
     "restore_partition": "partition_checkpoint",
     "save_partition": "partition_checkpoint",
 }

@@ -116,7 +116,16 @@ class CapacityExceeded(DataPlaneError, TimeoutError, RuntimeError):
 
 
 class LeaseLostError(DataPlaneError, RuntimeError):
-    """The claim's lease ran out or was released, so its holder may no longer settle it."""
+    """The claim's lease ran out or was released, so its holder may no longer settle it.
+
+    Attributes:
+        sample_ids: those of the call that the claim no longer holds, all of them if its lease has
+            ended; the others can still be renewed and settled. Empty if the store does not say.
+    """
+
+    def __init__(self, message: str, *, sample_ids: Iterable[str] = ()) -> None:
+        super().__init__(message)
+        self.sample_ids = list(sample_ids)
 
 
 class SamplesLeasedError(DataPlaneError, RuntimeError):

@@ -14,103 +14,23 @@ from typing import Any, Literal  # Any: what a collate callable makes is the cal
 
 import torch.multiprocessing
 from tensordict import TensorDict
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
-from dataplane_core.client import LEASE, DataPlaneClient
+from dataplane_core.client import LEASE
 from dataplane_core.errors import (
     DataPlaneError,
     InvalidRequestError,
     LeaseLostError,
-    PartitionNotFoundError,
     listed,
 )
 from dataplane_core.held_claims import HeldClaims, places, release
 from dataplane_core.lease_watch import LeaseWatch, waited_in_vain
-from dataplane_core.ledger.selection import TagFilter, narrowing
 from dataplane_core.meta import KVBatchMeta
-from dataplane_core.streaming_feed import Delivered, Failed, Feed, collated
+from dataplane_core.streaming_dataset import StreamingDataset
+from dataplane_core.streaming_feed import Delivered, Failed, Feed, collated, in_time, longest_wait_s
 
 _POLL_S = 0.05
 _STATE_FORMAT = 1
-_LOST = (LeaseLostError, PartitionNotFoundError)
-
-
-class StreamingDataset(IterableDataset[tuple[TensorDict, KVBatchMeta]]):
-    """Claims batches of a partition until none is left, and fetches them; settles nothing.
-
-    Args:
-        make_client: builds the client of the process that iterates; picklable for workers.
-        partition_id: partition to claim from.
-        task_name: the consumer task.
-        required_fields: fields that a sample must have.
-        select_fields: fields to fetch; None is ``required_fields``.
-        batch_size: most samples of a batch; the last ones are smaller.
-        dp_rank: as `DataPlaneClient.claim_meta`, and so are the next three.
-        dp_world: number of ranks of the group.
-        where: of tags that a sample must have.
-        seed: of the order.
-        timeout_s: how long one claim waits, in seconds.
-    """
-
-    def __init__(
-        self,
-        make_client: Callable[[], DataPlaneClient],
-        partition_id: str,
-        task_name: str,
-        *,
-        required_fields: list[str],
-        select_fields: list[str] | None = None,
-        batch_size: int,
-        dp_rank: int | None = None,
-        dp_world: int | None = None,
-        where: Sequence[TagFilter] = (),
-        seed: int | None = None,
-        timeout_s: float = 60.0,
-    ) -> None:
-        self.make_client = make_client
-        self.partition_id = partition_id
-        self.task_name = task_name
-        self.required_fields = required_fields
-        self.select_fields = select_fields
-        self.batch_size = batch_size
-        self.dp_rank = dp_rank
-        self.dp_world = dp_world
-        self.where = tuple(where)
-        self.seed = seed
-        self.timeout_s = timeout_s
-
-    def __iter__(self) -> Iterator[tuple[TensorDict, KVBatchMeta]]:
-        with self.make_client() as client:
-            yield from self.batches(client, lambda meta: None)
-
-    def batches(
-        self, client: DataPlaneClient, claimed: Callable[[KVBatchMeta], None]
-    ) -> Iterator[tuple[TensorDict, KVBatchMeta]]:
-        """The batches by way of ``client``; ``claimed`` hears of each claim before it is fetched.
-
-        Raises:
-            ClaimTimeoutError: (TimeoutError) no batch was complete in time.
-            DataPlaneError: as `claim_meta` and `get_data`; what was claimed is given back.
-        """
-        while True:
-            meta = client.claim_meta(
-                self.partition_id,
-                self.task_name,
-                self.required_fields,
-                self.batch_size,
-                self.dp_rank,
-                timeout_s=self.timeout_s,
-                **narrowing(self.dp_world, self.where, self.seed),
-            )
-            if not meta.size:
-                return
-            claimed(meta)
-            try:
-                batch = client.get_data(meta, self.select_fields)
-            except BaseException:
-                release(client, meta)
-                raise
-            yield batch, meta
 
 
 class StreamingDataLoader:
@@ -141,6 +61,10 @@ class StreamingDataLoader:
     The batch in hand is not done until it is acknowledged; call `ack` before `state_dict` to count
     it. Without leases a claim is final: what was claimed and not trained on is lost in a crash.
 
+    A batch whose lease was lost before its turn, in a process that was stopped for example, is not
+    delivered but claimed anew. Samples that were cleared by force or withdrawn are left out, and
+    cost no other sample of their claim its lease.
+
     Of several ranks with ``"commit"``, one may die after others have left their loops. Its samples
     come back to the store: once every live rank has committed, iterate again, until an iteration
     delivers nothing. Ranks that resume load the union of all their ``done``, since any of them may
@@ -155,7 +79,17 @@ class StreamingDataLoader:
         collate: makes a batch of the fields and their meta, in the worker.
         settle: when a batch is settled, see above.
         renew_every_s: seconds between renewals; a third of the lease at most.
+        batch_timeout_s: seconds that a worker may take for a batch besides waiting for its claim:
+            to start, to make its client, to fetch, and to collate, which nothing else bounds.
         multiprocessing_context: how workers start. Forking a process that has threads can hang it.
+
+    Raises:
+        DeadlineExceededError: (TimeoutError) while iterating: no worker handed a batch over within
+            the dataset's ``timeout_s`` and ``batch_timeout_s`` together.
+        InvalidRequestError: (a ValueError) while iterating: what ``collate`` made in a worker
+            cannot be pickled.
+        LeaseLostError: while iterating: for ``timeout_s`` each batch lost its lease before it could
+            be delivered.
     """
 
     def __init__(
@@ -168,6 +102,7 @@ class StreamingDataLoader:
         collate: Callable[[TensorDict, KVBatchMeta], Any] | None = None,
         settle: Literal["next", "commit"] = "next",
         renew_every_s: float = 5.0,
+        batch_timeout_s: float = 600.0,
         multiprocessing_context: str = "spawn",
     ) -> None:
         self.dataset = dataset
@@ -176,6 +111,7 @@ class StreamingDataLoader:
         self._pin_memory = pin_memory
         self._collate = collate
         self._settle = settle
+        self._batch_timeout_s = batch_timeout_s
         self._context = multiprocessing_context
         self._look_every_s = max(_POLL_S, renew_every_s / 10)
         self._client = dataset.make_client()
@@ -184,6 +120,9 @@ class StreamingDataLoader:
         self._uncommitted: dict[str, KVBatchMeta] = {}  # sample to the claim that holds it
         self._named: list[str] = []  # by the last state_dict
         self._iterating = False
+        self._losing_since: float | None = (
+            None  # no batch was delivered since, those there were lost
+        )
         self._closing = threading.Event()
         self._renewer = threading.Thread(
             target=self._renew_often, args=(renew_every_s,), name="dataplane-renew", daemon=True
@@ -199,9 +138,9 @@ class StreamingDataLoader:
             watch: LeaseWatch | None = None  # who lived when others were last waited for
             while True:
                 before = self._to_wait_for(watch)
-                delivered = yield from self._round(workers)
+                more = yield from self._round(workers)
                 workers = 0  # what others give back now is little; no processes are started for it
-                if delivered:
+                if more:
                     watch = None  # who lived then may be dead now
                 elif after := self._to_wait_for(watch):
                     watch = self._wait_for_others(after)
@@ -211,9 +150,9 @@ class StreamingDataLoader:
             self._iterating = False
             self._held.release(self._uncommitted)
 
-    def _round(self, workers: int) -> Generator[Any, None, int]:
-        """Claim until nothing is left; returns how many batches were delivered."""
-        delivered = 0
+    def _round(self, workers: int) -> Generator[Any, None, bool]:
+        """Claim until nothing is left; False if no batch was delivered and none went back."""
+        more = False
         with contextlib.ExitStack() as stack:
             if workers:
                 reports = torch.multiprocessing.get_context(self._context).SimpleQueue()
@@ -231,26 +170,55 @@ class StreamingDataLoader:
                 num_workers=workers,
                 prefetch_factor=self._prefetch_factor if workers else None,
                 pin_memory=self._pin_memory,
+                timeout=longest_wait_s(self.dataset, self._batch_timeout_s) if workers else 0,
                 multiprocessing_context=self._context if workers else None,
             )
-            for item in loader:
+            for item in in_time(loader, self.dataset, self._batch_timeout_s):
                 if isinstance(item, Failed):
                     raise item.error
-                self._held.add(item.meta)
-                fresh = self._fresh(item)
+                held = self._still_held(item.meta)
+                if held is None:
+                    more = True
+                    continue
+                fresh = self._fresh(item, held)
                 if fresh is not None:
-                    delivered += 1
+                    more = True
+                    self._losing_since = None
                     yield fresh.content
                     self._finish(fresh.meta)
-        return delivered
+        return more
 
-    def _fresh(self, item: Delivered) -> Delivered | None:
-        """What of a batch is not done yet; None if nothing is."""
-        known = places(item.meta, self._done)
-        if not known:
+    def _still_held(self, meta: KVBatchMeta) -> KVBatchMeta | None:
+        """What a claim holds when its turn has come; the rest is or will be others'."""
+        if LEASE not in meta.extra_info:
+            return meta
+        try:
+            held, lost = self._held.renewed(meta)
+        except DataPlaneError:  # a store that is away for a moment; a loss is said when it settles
+            self._held.add(meta)
+            return meta
+        if held is not None:
+            return held
+        now = time.monotonic()
+        if self._losing_since is None:
+            self._losing_since = now
+        elif now > self._losing_since + self.dataset.timeout_s:
+            raise LeaseLostError(
+                f"StreamingDataLoader(partition={meta.partition_id!r}, "
+                f"task={self.dataset.task_name!r}): for {self.dataset.timeout_s:g} s each batch "
+                "lost its lease before it could be delivered; claim_lease_s has to be longer than "
+                "fetching and collating a batch takes, and three times renew_every_s"
+            ) from lost
+        return None
+
+    def _fresh(self, item: Delivered, held: KVBatchMeta) -> Delivered | None:
+        """What of a batch is still held and not done yet; None if nothing is."""
+        known = places(held, self._done)
+        if not known and held.size == item.meta.size:
             return item
-        self._claimed_again(item.meta.subset(known))
-        rest = item.meta.drop(known)
+        if known:
+            self._claimed_again(held.subset(known))
+        rest = held.drop(known)
         if rest is None:
             return None
         batch = self._client.get_data(rest, self.dataset.select_fields)
@@ -263,8 +231,7 @@ class StreamingDataLoader:
             return
         saved = [place for place, each in enumerate(meta.sample_ids) if self._done[each]]
         if saved:
-            with contextlib.suppress(*_LOST):  # then it comes once more
-                self._settled(meta.subset(saved))
+            self._held.acknowledge(meta.subset(saved))  # what is lost by now comes once more
         unsaved = meta.drop(saved)
         if unsaved is not None:
             self._uncommitted.update(dict.fromkeys(unsaved.sample_ids, unsaved))
@@ -273,7 +240,8 @@ class StreamingDataLoader:
         """Mark a delivered batch as trained on, and settle it unless ``settle`` is ``"commit"``.
 
         Raises:
-            LeaseLostError: the lease ran out; its samples are or will be delivered again.
+            LeaseLostError: the lease ran out, or ended for some of the samples; these are or will
+                be delivered again unless they were cleared. The others are marked all the same.
         """
         self._finish(meta)
 
@@ -282,23 +250,17 @@ class StreamingDataLoader:
         rest = meta.drop(known) if known else meta
         if rest is None:
             return
-        settled = True
+        settled = LEASE not in meta.extra_info or self._settle == "next"
+        held: KVBatchMeta | None = rest
+        lost = None
         if LEASE in meta.extra_info:
-            if self._settle == "next":
-                self._settled(rest)
-            else:
-                self._client.renew(rest)  # raises if the lease was lost
-                self._uncommitted.update(dict.fromkeys(rest.sample_ids, rest))
-                settled = False
-        self._done.update(dict.fromkeys(rest.sample_ids, settled))
-
-    def _settled(self, meta: KVBatchMeta) -> None:
-        try:
-            self._client.acknowledge(meta)
-        except _LOST:
-            self._held.forget(meta)
-            raise
-        self._held.forget(meta)
+            held, lost = self._held.acknowledge(rest) if settled else self._held.renewed(rest)
+        if held is not None:
+            self._done.update(dict.fromkeys(held.sample_ids, settled))
+            if not settled:
+                self._uncommitted.update(dict.fromkeys(held.sample_ids, held))
+        if lost is not None:
+            raise lost
 
     def commit(self) -> None:
         """Settle what the last `state_dict` named as done; call it once that state is durable.
@@ -314,10 +276,9 @@ class StreamingDataLoader:
         lost: list[str] = []
         try:
             for meta in self._claims_of(named):
-                try:
-                    self._settled(meta)
-                except _LOST:
-                    lost += meta.sample_ids
+                settled, _ = self._held.acknowledge(meta)
+                known = set() if settled is None else set(settled.sample_ids)
+                lost += [each for each in meta.sample_ids if each not in known]
                 for sample_id in meta.sample_ids:
                     del self._uncommitted[sample_id]
         except DataPlaneError as error:
@@ -359,8 +320,11 @@ class StreamingDataLoader:
         """Go on from a state: its samples that are done are not delivered again.
 
         Raises:
-            InvalidRequestError: (a ValueError) it is the state of another task or format.
+            InvalidRequestError: (a ValueError) it is the state of another task or format, or the
+                loader is being iterated.
         """
+        if self._iterating:
+            raise InvalidRequestError("load_state_dict: end the iteration before")
         if state.get("format") != _STATE_FORMAT or state.get("task_name") != self.dataset.task_name:
             raise InvalidRequestError(
                 f"load_state_dict: format {state.get('format')!r} of task "

@@ -64,7 +64,8 @@ class LeaseBook:
         if lease is None:
             raise LeaseLostError(
                 f"partition {self.declaration.partition_id!r}: the claim's lease ran out or was "
-                "ended; another claim may hold its samples"
+                "ended; another claim may hold its samples",
+                sample_ids=sample_ids,
             )
         task = self.tasks[lease.task_name]
         lost = [sample_id for sample_id in sample_ids if not _may_write(lease, task, sample_id)]
@@ -72,7 +73,8 @@ class LeaseBook:
             raise LeaseLostError(
                 f"partition {self.declaration.partition_id!r}: {len(lost)} of the samples were "
                 f"given up by the claim, or belong to another of task {lease.task_name!r}: "
-                f"{listed(lost)}"
+                f"{listed(lost)}",
+                sample_ids=lost,
             )
 
     def settle(self, token: str, sample_ids: Sequence[str], *, acknowledge: bool) -> str:
@@ -98,11 +100,20 @@ class LeaseBook:
 
     def _lease(self, token: str, sample_ids: Sequence[str]) -> Lease:
         lease = self.leases.get(token)
-        if lease is None or not lease.rows.keys() >= set(sample_ids):
+        if lease is None:
             raise LeaseLostError(
                 f"lease on {len(sample_ids)} samples of partition "
                 f"{self.declaration.partition_id!r} ran out or was ended; another claim may hold "
-                "them"
+                "them",
+                sample_ids=sample_ids,
+            )
+        lost = [sample_id for sample_id in sample_ids if sample_id not in lease.rows]
+        if lost:
+            raise LeaseLostError(
+                f"partition {self.declaration.partition_id!r}: {len(lost)} of {len(sample_ids)} "
+                "samples were settled, given back or cleared before, so the claim no longer "
+                f"holds them: {listed(lost)}",
+                sample_ids=lost,
             )
         return lease
 

@@ -178,8 +178,12 @@ class LeaseContract:
         held.withdraw_samples(["a"], "train")
         with pytest.raises(MissingDataError, match="'a'"):
             held.get_data(meta)
-        with pytest.raises(LeaseLostError):
+        with pytest.raises(LeaseLostError) as caught:
             held.acknowledge(meta)
+        assert caught.value.sample_ids == ["a"]
+        with pytest.raises(LeaseLostError) as caught:
+            held.renew(meta)
+        assert caught.value.sample_ids == ["a"]
         held.acknowledge(meta.subset([meta.sample_ids.index("b")]))
 
     def test_every_sample_put_is_counted_in_exactly_one_place(self, held: DataPlaneClient) -> None:

@@ -1,0 +1,91 @@
+"""`StreamingDataset`: claims batches of a partition and fetches them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from tensordict import TensorDict
+from torch.utils.data import IterableDataset
+
+from dataplane_core.client import DataPlaneClient
+from dataplane_core.held_claims import release
+from dataplane_core.ledger.selection import TagFilter, narrowing
+from dataplane_core.meta import KVBatchMeta
+
+
+class StreamingDataset(IterableDataset[tuple[TensorDict, KVBatchMeta]]):
+    """Claims batches of a partition until none is left, and fetches them; settles nothing.
+
+    Args:
+        make_client: builds the client of the process that iterates; picklable for workers.
+        partition_id: partition to claim from.
+        task_name: the consumer task.
+        required_fields: fields that a sample must have.
+        select_fields: fields to fetch; None is ``required_fields``.
+        batch_size: most samples of a batch; the last ones are smaller.
+        dp_rank: as `DataPlaneClient.claim_meta`, and so are the next three.
+        dp_world: number of ranks of the group.
+        where: of tags that a sample must have.
+        seed: of the order.
+        timeout_s: how long one claim waits, in seconds.
+    """
+
+    def __init__(
+        self,
+        make_client: Callable[[], DataPlaneClient],
+        partition_id: str,
+        task_name: str,
+        *,
+        required_fields: list[str],
+        select_fields: list[str] | None = None,
+        batch_size: int,
+        dp_rank: int | None = None,
+        dp_world: int | None = None,
+        where: Sequence[TagFilter] = (),
+        seed: int | None = None,
+        timeout_s: float = 60.0,
+    ) -> None:
+        self.make_client = make_client
+        self.partition_id = partition_id
+        self.task_name = task_name
+        self.required_fields = required_fields
+        self.select_fields = select_fields
+        self.batch_size = batch_size
+        self.dp_rank = dp_rank
+        self.dp_world = dp_world
+        self.where = tuple(where)
+        self.seed = seed
+        self.timeout_s = timeout_s
+
+    def __iter__(self) -> Iterator[tuple[TensorDict, KVBatchMeta]]:
+        with self.make_client() as client:
+            yield from self.batches(client, lambda meta: None)
+
+    def batches(
+        self, client: DataPlaneClient, claimed: Callable[[KVBatchMeta], None]
+    ) -> Iterator[tuple[TensorDict, KVBatchMeta]]:
+        """The batches by way of ``client``; ``claimed`` hears of each claim before it is fetched.
+
+        Raises:
+            ClaimTimeoutError: (TimeoutError) no batch was complete in time.
+            DataPlaneError: as `claim_meta` and `get_data`; what was claimed is given back.
+        """
+        while True:
+            meta = client.claim_meta(
+                self.partition_id,
+                self.task_name,
+                self.required_fields,
+                self.batch_size,
+                self.dp_rank,
+                timeout_s=self.timeout_s,
+                **narrowing(self.dp_world, self.where, self.seed),
+            )
+            if not meta.size:
+                return
+            claimed(meta)
+            try:
+                batch = client.get_data(meta, self.select_fields)
+            except BaseException:
+                release(client, meta)
+                raise
+            yield batch, meta

@@ -1,0 +1,84 @@
+"""A store in memory that consumers in other processes use: every call runs where it is served."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import pickle
+import threading
+from collections.abc import Iterator
+from multiprocessing.managers import BaseManager
+
+from dataplane_core import InMemoryDataPlaneClient
+
+KEY = b"test"
+
+
+class Served(BaseManager):
+    """What a client connects with."""
+
+
+Served.register("store")
+
+
+class Serving(BaseManager):
+    """What the store's own process serves with."""
+
+
+class Remote(InMemoryDataPlaneClient):
+    """A client of a store that another process serves at an address."""
+
+    def __init__(self, address):
+        multiprocessing.current_process().authkey = KEY
+        manager = Served(tuple(address), authkey=KEY)
+        manager.connect()
+        self._remote = manager.store()
+
+    def close(self):
+        pass
+
+
+def _forward(name):
+    def call(self, *args, **kwargs):
+        return pickle.loads(self._remote.call(name, pickle.dumps((args, kwargs))))
+
+    return call
+
+
+for _name in (
+    "claim_meta",
+    "get_data",
+    "acknowledge",
+    "renew",
+    "release",
+    "count_samples",
+    "list_claims",
+    "list_shares",
+):
+    setattr(Remote, _name, _forward(_name))
+
+
+class Bytes:
+    """A client whose arguments and answers are bytes, so that no tensor travels by descriptor."""
+
+    def __init__(self, client: InMemoryDataPlaneClient) -> None:
+        self._client = client
+
+    def call(self, name: str, arguments: bytes) -> bytes:
+        args, kwargs = pickle.loads(arguments)
+        return pickle.dumps(getattr(self._client, name)(*args, **kwargs))
+
+
+@contextlib.contextmanager
+def serving(client: InMemoryDataPlaneClient) -> Iterator[tuple[str, int]]:
+    """Serve a store in a thread of this process; the address is for `Remote`."""
+    Serving.register("store", callable=lambda: Bytes(client))
+    server = Serving(("127.0.0.1", 0), authkey=KEY).get_server()
+
+    def serve() -> None:
+        with contextlib.suppress(SystemExit):
+            server.serve_forever()
+
+    threading.Thread(target=serve, daemon=True).start()
+    yield server.address
+    server.stop_event.set()

@@ -1,0 +1,159 @@
+"""What is held is renewed until it is settled or lost, sample by sample, whatever comes between."""
+
+from __future__ import annotations
+
+import pytest
+from streaming_parts import SETUP, counts, leased, store
+
+from dataplane_core import InMemoryDataPlaneClient, LeaseLostError, UnavailableError
+from dataplane_core.held_claims import HeldClaims
+
+
+class Disturbed(InMemoryDataPlaneClient):
+    """Runs a function once, before or after what is done to a claim."""
+
+    def __init__(self):
+        super().__init__({**SETUP, "claim_lease_s": 1000.0}, bootstrap=False)
+        self.before = self.after = lambda: None
+
+    def _disturbed(self, operation, meta):
+        before, self.before = self.before, lambda: None
+        before()
+        operation(meta)
+        after, self.after = self.after, lambda: None
+        after()
+
+    def renew(self, meta):
+        self._disturbed(super().renew, meta)
+
+    def acknowledge(self, meta):
+        self._disturbed(super().acknowledge, meta)
+
+
+class Silent(Disturbed):
+    """Does not say which samples of a claim were lost."""
+
+    def renew(self, meta):
+        try:
+            super().renew(meta)
+        except LeaseLostError as error:
+            raise LeaseLostError(str(error)) from None
+
+
+@pytest.fixture(params=[Disturbed, Silent])
+def holder(request):
+    """A client of a store of four samples, and what holds them all in one claim."""
+    with store(4) as client:
+        holder = request.param()
+        held = HeldClaims(holder)
+        meta = holder.claim_meta("p", "a", ["x"], 4)
+        held.add(meta)
+        yield client, holder, held, meta
+
+
+def renewed(client, held):
+    """Samples of the claim in the store, once it was seen that what is held renews it."""
+    [claim] = client.list_claims("p")
+    reach = claim.age_s + claim.expires_in_s
+    held.renew()
+    [claim] = client.list_claims("p")
+    assert claim.age_s + claim.expires_in_s > reach
+    return claim.samples
+
+
+def test_the_rest_of_a_claim_is_held_when_a_renewal_follows_the_acknowledgement(holder):
+    client, store_client, held, meta = holder
+    store_client.after = held.renew
+    held.acknowledge(meta.slice(0, 1))
+    assert held.samples == renewed(client, held) == 3
+
+
+def test_the_rest_of_a_claim_is_held_when_the_acknowledgement_overtakes_a_renewal(holder):
+    client, store_client, held, meta = holder
+    store_client.before = lambda: held.acknowledge(meta.slice(0, 1))
+    held.renew()
+    assert held.samples == renewed(client, held) == 3
+
+
+def away():
+    raise UnavailableError("away")
+
+
+@pytest.mark.parametrize("stop", [1, 4])
+def test_what_could_not_be_acknowledged_is_held_on(holder, stop):
+    client, store_client, held, meta = holder
+
+    def late():
+        held.add(meta)
+        away()
+
+    store_client.before = late
+    with pytest.raises(UnavailableError):
+        held.acknowledge(meta.slice(0, stop))
+    assert held.samples == renewed(client, held) == 4
+
+
+@pytest.mark.parametrize("holder", [Disturbed], indirect=True)
+def test_a_sample_that_was_withdrawn_costs_no_other_its_lease(holder):
+    client, _, held, meta = holder
+    client.withdraw_samples([meta.sample_ids[0]], "p")
+    held.renew()
+    assert held.samples == renewed(client, held) == 3
+    client.withdraw_samples([meta.sample_ids[1]], "p")
+    left, lost = held.renewed(meta)
+    assert (left.sample_ids, lost.sample_ids) == (meta.sample_ids[2:], meta.sample_ids[:2])
+    left, lost = held.acknowledge(meta.slice(0, 3))
+    assert (left.sample_ids, lost.sample_ids) == (meta.sample_ids[2:3], meta.sample_ids[:2])
+    client.clear_samples(meta.sample_ids[2:3], "p")
+    held.add(meta)
+    held.release(kept=())
+    assert counts(client) == (1, 0, 0)
+
+
+@pytest.mark.parametrize("holder", [Silent], indirect=True)
+def test_where_a_store_does_not_say_what_was_lost_the_claim_is_forgotten(holder):
+    client, _, held, meta = holder
+    client.withdraw_samples([meta.sample_ids[0]], "p")
+    assert held.renewed(meta)[0] is None
+    assert held.samples == 0
+
+
+def test_a_partition_that_is_gone_is_not_taken_for_a_store_that_is_away(holder):
+    client, store_client, held, _ = holder
+    store_client.before = away
+    held.renew()
+    assert held.samples == 4
+    client.clear_samples(None, "p", force=True)
+    held.renew()
+    assert held.samples == 0
+
+
+def test_what_is_known_to_be_lost_is_not_held_when_its_turn_comes():
+    client = store(2)
+    maker = leased()()
+    held = HeldClaims(maker)
+    meta = maker.claim_meta("p", "a", ["x"], 2)
+    held.add(meta)
+    client.end_claim("p", client.list_claims("p")[0].claim, expired_only=False)
+    assert held.renewed(meta)[0] is None
+    assert held.samples == 0
+
+
+def test_what_is_left_of_a_claim_is_renewed_whatever_is_reported_late():
+    client = store(4)
+    holder = leased()()
+    meta = holder.claim_meta("p", "a", ["x"], 3)
+    held = HeldClaims(holder)
+    held.add(meta)
+    holder.acknowledge(meta.slice(0, 1))
+    held.forget(meta.slice(0, 1))
+    held.add(meta)
+    held.renew()
+    assert held.samples == 2
+    [claim] = client.list_claims("p")
+    assert claim.age_s + claim.expires_in_s > 1000.0 + 1e-6
+    held.release(kept=meta.sample_ids[1:2])
+    assert counts(client) == (2, 1, 1)
+    client.end_claim("p", client.list_claims("p")[0].claim, expired_only=False)
+    held.renew()
+    assert held.samples == 0

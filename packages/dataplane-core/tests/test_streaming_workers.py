@@ -1,0 +1,66 @@
+"""What a worker cannot hand over is an error of the loop, never a loop that waits for ever."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+from remote_store import Remote, serving
+from streaming_parts import counts, store
+from worker_parts import Failing, stuck, summed, unpicklable
+
+from dataplane_core import DataPlaneError, DeadlineExceededError, InvalidRequestError
+from dataplane_core.streaming import StreamingDataLoader, StreamingDataset
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def served():
+    client = store(8, claim_lease_s=60.0)
+    with serving(client) as address:
+        yield client, functools.partial(Remote, address)
+
+
+def loader(make_client, *, timeout_s=30.0, kind=StreamingDataset, **more):
+    dataset = kind(make_client, "p", "a", required_fields=["x"], batch_size=4, timeout_s=timeout_s)
+    return StreamingDataLoader(dataset, num_workers=1, **more)
+
+
+def test_a_batch_that_cannot_be_pickled_is_said_and_given_back(served):
+    client, make_client = served
+    with (
+        loader(make_client, collate=unpicklable) as found,
+        pytest.raises(InvalidRequestError, match="4 samples, a function, cannot be pickled"),
+    ):
+        list(found)
+    assert counts(client) == (8, 0, 0)
+
+
+def test_an_error_that_cannot_be_pickled_is_said_in_words(served):
+    _, make_client = served
+    with (
+        loader(make_client, kind=Failing) as found,
+        pytest.raises(DataPlaneError, match="Local: the store's own reason"),
+    ):
+        list(found)
+
+
+def test_a_worker_that_is_stuck_ends_the_loop_at_its_deadline(served):
+    _, make_client = served
+    with (
+        loader(make_client, collate=stuck, timeout_s=2.0, batch_timeout_s=3.0) as found,
+        pytest.raises(DeadlineExceededError, match="batch_timeout_s=3"),
+    ):
+        list(found)
+
+
+def test_tensors_of_all_workers_arrive_whatever_the_order_in_which_they_end(served):
+    client, make_client = served
+    dataset = StreamingDataset(
+        make_client, "p", "a", required_fields=["x"], batch_size=1, timeout_s=30.0
+    )
+    with StreamingDataLoader(dataset, num_workers=2, collate=summed) as found:
+        got = [(float(value), *ids) for value, ids in found]
+    assert sorted(got) == [(float(i), f"s{i:02d}") for i in range(8)]
+    assert counts(client) == (0, 0, 8)
