@@ -5,12 +5,20 @@ from __future__ import annotations
 import functools
 
 import pytest
+import torch
 from remote_store import Remote, serving
 from streaming_parts import counts, store
+from tensordict import TensorDict
 from worker_parts import Failing, stuck, summed, unpicklable
 
-from dataplane_core import DataPlaneError, DeadlineExceededError, InvalidRequestError
+from dataplane_core import (
+    DataPlaneError,
+    DeadlineExceededError,
+    InvalidRequestError,
+    KVBatchMeta,
+)
 from dataplane_core.streaming import StreamingDataLoader, StreamingDataset
+from dataplane_core.streaming_feed import Delivered
 
 pytestmark = pytest.mark.slow
 
@@ -64,3 +72,29 @@ def test_tensors_of_all_workers_arrive_whatever_the_order_in_which_they_end(serv
         got = [(float(value), *ids) for value, ids in found]
     assert sorted(got) == [(float(i), f"s{i:02d}") for i in range(8)]
     assert counts(client) == (0, 0, 8)
+
+
+@pytest.fixture
+def is_pinned(monkeypatch):
+    """Whether a tensor's memory is pinned; without a GPU, whether torch was told to pin it."""
+    if torch.cuda.is_available():
+        return torch.Tensor.is_pinned
+    pinned = []
+
+    def pin(tensor, *device):
+        pinned.append(tensor.clone())
+        return pinned[-1]
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
+    return lambda tensor: any(tensor.data_ptr() == one.data_ptr() for one in pinned)
+
+
+def test_a_batch_is_pinned_as_it_is_and_as_it_was_collated(is_pinned):
+    meta = KVBatchMeta(partition_id="p", task_name="a", sample_ids=["s00"])
+    batch = TensorDict({"x": torch.ones(1)}, [1])
+    plain = Delivered((batch, meta), meta).pin_memory()
+    own = Delivered({"x": torch.ones(1)}, meta).pin_memory()
+    assert is_pinned(plain.content[0]["x"])
+    assert plain.content[1] is meta
+    assert is_pinned(own.content["x"])
+    assert not is_pinned(batch["x"])
