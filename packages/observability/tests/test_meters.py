@@ -16,7 +16,13 @@ from setup_processes import run
 from structlog.testing import capture_logs
 from tensordict import TensorDict
 
-from dataplane_core import InMemoryDataPlaneClient, StorageSummary, telemetry
+from dataplane_core import (
+    DeadlineExceededError,
+    InMemoryDataPlaneClient,
+    StorageSummary,
+    UnavailableError,
+    telemetry,
+)
 from observability import InstrumentedDataPlaneClient, meters, step_context, trained
 from observability.meters import MOST_CLASSES, OTHER, PartitionClasses
 
@@ -271,6 +277,84 @@ def test_a_store_that_raises_anything_costs_its_own_series_only_and_is_told_of_o
                 ]
             other.claim_meta("val_1", "train", ["x"], 1, blocking=False)
     assert [line["event"] for line in logs] == ["store_not_counted"]
+
+
+class Counting(InMemoryDataPlaneClient):
+    """Counts what it is asked, and can be away."""
+
+    def __init__(self):
+        super().__init__()
+        self.asked = []
+        self.error = None
+
+    def count_samples(self, partition_id, *asked):
+        self.asked.append(partition_id)
+        if self.error is not None:
+            raise self.error
+        return super().count_samples(partition_id, *asked)
+
+
+@pytest.mark.parametrize("error", [UnavailableError("away"), DeadlineExceededError("late")])
+def test_a_store_that_was_away_is_told_of_again_and_is_asked_once_while_it_is(told, error):
+    store = Counting()
+    with claiming(store, partition="train_1"), claiming(store, partition="val") as client:
+        client.register_partition("last", ["x"], 1, ["train"])
+        client.put_samples(["a"], "last", batch(1))
+        client.claim_meta("last", "train", ["x"], 1)
+        store.asked.clear()
+        store.error = error
+        with claiming(InMemoryDataPlaneClient(), partition="other"):
+            [(own, _)] = told()["dataplane.ready"][1]
+        assert own["messaging.destination.name"] == "other"
+        assert len(store.asked) == 1
+        store.error = None
+        assert len(told()["dataplane.ready"][1]) == 3
+
+
+def test_a_place_that_is_gone_is_not_asked_for_again(told):
+    store = Counting()
+    with claiming(store) as client:
+        client.clear_samples(None, "train_7")
+        for _ in range(2):
+            assert told().get("dataplane.ready", ("", []))[1] == []
+        assert store.asked == ["train_7"]
+
+
+def test_of_many_places_those_claimed_from_last_are_told(told, monkeypatch):
+    monkeypatch.setattr(meters, "_MOST_WATCHED", 3)
+
+    def places():
+        return {own["messaging.destination.name"] for own, _ in told()["dataplane.ready"][1]}
+
+    with claiming(InMemoryDataPlaneClient(), partition="a") as client:
+
+        def claim(partition):
+            client.register_partition(partition, ["x"], 1, ["train"])
+            client.claim_meta(partition, "train", ["x"], 1, blocking=False)
+
+        for partition in "bcc":
+            claim(partition)
+        assert places() == {"a", "b", "c"}
+        for partition in "ad":
+            claim(partition)
+        assert places() == {"a", "c", "d"}
+
+
+def test_bytes_of_equal_units_of_two_stores_are_told_together_and_those_of_one_once(told):
+    class Stored(InMemoryDataPlaneClient):
+        def __init__(self, used):
+            super().__init__()
+            self.used = used
+
+        def list_storage(self):
+            return [StorageSummary(name="u0", node="n", capacity=999, used=self.used, free=1)]
+
+    one, other = Stored(300), Stored(4)
+    clients = [InstrumentedDataPlaneClient(store) for store in (one, one, other)]
+    [(own, point)] = told()["dataplane.outstanding"][1]
+    assert (own, point.value) == ({"dataplane.unit": "u0"}, 304)
+    for client in clients:
+        client.close()
 
 
 def test_a_client_that_was_closed_tells_nothing_any_more_and_is_let_go_of(client, told):

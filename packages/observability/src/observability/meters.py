@@ -10,9 +10,10 @@ import math
 import re
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections import Counter, OrderedDict
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeVar
 from weakref import WeakValueDictionary
 
 import structlog
@@ -26,7 +27,19 @@ from opentelemetry.metrics import (
     get_meter_provider,
 )
 
-from dataplane_core import DataPlaneClient, DataPlaneError, KVBatchMeta, TaskCounts, telemetry
+from dataplane_core import (
+    DataPlaneClient,
+    DataPlaneError,
+    DeadlineExceededError,
+    KVBatchMeta,
+    PartitionNotFoundError,
+    StorageSummary,
+    TaskCounts,
+    UnavailableError,
+    UnknownTaskError,
+    UnsupportedError,
+    telemetry,
+)
 from observability.lane import later
 from observability.lifecycle import emit
 from observability.metrics import Account
@@ -48,13 +61,24 @@ _ONE_COLLECTION_S = 1.0
 _MOST_STALENESS = 32
 _SECONDS = [0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0]
 _NAMES: Mapping[Op, str] = {"claim_meta": "claim", "get_data": "get"}
-_T = TypeVar("_T")
 _Place = tuple[Hashable, str, str]
 """The identity of a store, a partition and a task."""
 _Totals = dict[tuple[str, str], list[TaskCounts]]
 """By task and class of partitions."""
-
 _VARYING = re.compile(r"[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}|[0-9a-f]{8,}|\d+")
+
+
+@dataclass
+class Asked:
+    """What stores were asked at one collection.
+
+    Attributes:
+        places: those that were answered.
+        away: identities of stores that could not be reached.
+    """
+
+    places: set[_Place] = field(default_factory=set)
+    away: set[Hashable] = field(default_factory=set)
 
 
 class PartitionClasses:
@@ -109,7 +133,8 @@ class Meters(Observer):
         self._failed = False
         self._classes = PartitionClasses()
         self._account = None if _tells_bytes(client) else Account()
-        self._watched: dict[tuple[str, str], list[str]] = {}
+        self._watched: OrderedDict[tuple[str, str], list[str]] = OrderedDict()
+        self._lock = threading.Lock()
         meter = get_meter(_SCOPE)
         self._duration = meter.create_histogram(
             "messaging.client.operation.duration",
@@ -166,14 +191,22 @@ class Meters(Observer):
 
     def _claimed(self, call: Operation) -> None:
         task = call.tasks[0]
-        if len(self._watched) >= _MOST_WATCHED:
-            self._watched.pop(next(iter(self._watched)), None)
-        self._watched[call.partition_id, task] = list(call.fields)
+        place = call.partition_id, task
+        with self._lock:
+            self._watched[place] = list(call.fields)
+            self._watched.move_to_end(place)
+            if len(self._watched) > _MOST_WATCHED:
+                self._watched.popitem(last=False)
         if not _listened():
             return  # spare the store the question
         now = time.time_ns()
         for origin, _ in origins_of(call):
             self._age.record(max(0, now - origin.time_ns) / 1e9, {"dataplane.task": task})
+
+    @property
+    def store_key(self) -> Hashable:
+        """Equal for the clients of one store."""
+        return self._store_key
 
     def outstanding(self) -> Iterator[tuple[str, str, int]]:
         """Bytes put and not cleared: label, its value, and how many.
@@ -181,37 +214,52 @@ class Meters(Observer):
         By ``dataplane.unit`` as the store tells them, else by class of partitions.
         """
         if self._account is None:
-            for unit in self._ask(self._client.list_storage) or ():
+            for unit in self._storage():
                 yield "dataplane.unit", unit.name, unit.used
             return
         for partition_id, n_bytes in self._account.by_partition().items():
             yield "messaging.destination.name", self._classes.of(partition_id), n_bytes
 
-    def counts(self, asked: set[_Place]) -> Iterator[tuple[str, str, TaskCounts]]:
+    def counts(self, asked: Asked) -> Iterator[tuple[str, str, TaskCounts]]:
         """Of each partition and task that claims through this client its class, the task, and its
         counts; but for those that were ``asked``, which it adds to."""
-        for (partition_id, task), fields in list(self._watched.items()):
+        with self._lock:
+            watched = list(self._watched.items())
+        for (partition_id, task), fields in watched:
+            if self._store_key in asked.away:
+                return
             place = self._store_key, partition_id, task
-            if place in asked:
+            if place in asked.places:
                 continue
-            counts = self._ask(partial(self._client.count_samples, partition_id, task, fields))
-            if counts is None:
-                self._watched.pop((partition_id, task), None)  # cleared, or it cannot count
-                continue
-            asked.add(place)
-            yield self._classes.of(partition_id), task, counts
+            try:
+                counts = self._client.count_samples(partition_id, task, fields)
+            except (PartitionNotFoundError, UnknownTaskError, UnsupportedError):
+                with self._lock:
+                    self._watched.pop((partition_id, task), None)
+            except (UnavailableError, DeadlineExceededError):
+                asked.away.add(self._store_key)  # each question would wait as long
+            except DataPlaneError:
+                pass  # this client was closed, for example; another of the store may answer
+            except Exception:  # noqa: BLE001  # whatever it raises, the others are asked
+                self._tell_failed()
+            else:
+                asked.places.add(place)
+                yield self._classes.of(partition_id), task, counts
 
-    def _ask(self, question: Callable[[], _T]) -> _T | None:
-        """The answer; None if there is none. Whatever a store raises, the others are asked."""
+    def _storage(self) -> list[StorageSummary]:
         try:
-            return question()
+            return self._client.list_storage()
         except DataPlaneError:
-            return None  # it went away, for example
-        except Exception:  # a third party's adapter raises what it likes; an export goes on
-            if not self._failed:
-                self._failed = True
-                logger.exception("store_not_counted", store=type(self._store).__name__)
-            return None
+            return []  # it went away, for example
+        except Exception:  # noqa: BLE001  # whatever it raises, the others are asked
+            self._tell_failed()
+            return []
+
+    def _tell_failed(self) -> None:
+        """A third party's adapter raises what it likes; an export goes on."""
+        if not self._failed:
+            self._failed = True
+            logger.exception("store_not_counted", store=type(self._store).__name__)
 
 
 _live: WeakValueDictionary[int, Meters] = WeakValueDictionary()
@@ -255,18 +303,18 @@ def _sdks(meter: Meter) -> object:
 
 
 def _observe_outstanding(meter: Meter, options: CallbackOptions) -> Iterable[Observation]:
-    units: dict[str, int] = {}
-    totals: dict[str, int] = {}
+    units: dict[tuple[Hashable, str], int] = {}
+    totals: Counter[tuple[str, str]] = Counter()
     for one in _live_of(meter):
         for key, label, n_bytes in one.outstanding():
             if key == "dataplane.unit":
-                units[label] = n_bytes  # every client of a store is told the same
+                units[one.store_key, label] = n_bytes  # every client of a store is told the same
             else:
-                totals[label] = totals.get(label, 0) + n_bytes
-    for unit, n_bytes in units.items():
-        yield Observation(n_bytes, {"dataplane.unit": unit})
-    for label, n_bytes in totals.items():
-        yield Observation(n_bytes, {"messaging.destination.name": label})
+                totals[key, label] += n_bytes
+    for (_, unit), n_bytes in units.items():
+        totals["dataplane.unit", unit] += n_bytes
+    for (key, label), n_bytes in totals.items():
+        yield Observation(n_bytes, {key: label})
 
 
 class _Counts:
@@ -292,7 +340,7 @@ class _Counts:
     def _ask(self) -> _Totals:
         # A partition of one store is there once, however many clients claim from it; the newest
         # of them knows best with which fields.
-        asked: set[_Place] = set()
+        asked = Asked()
         totals: _Totals = {}
         for one in reversed(_live_of(self._meter)):
             for label, task, counts in one.counts(asked):
