@@ -57,6 +57,7 @@ def incomplete(client):
 
 def test_spans_that_a_process_of_the_step_lost_are_told(client):
     post_step(client)
+    post_dropped(client, "grpo.driver", 7, {("spans", "queue_full"): 0})
     assert incomplete(client) == []
     lost = {("spans", "queue_full"): 3, ("spans", "export_failed"): 4, ("events", "shutdown"): 9}
     post_dropped(client, "grpo.driver", 7, lost)

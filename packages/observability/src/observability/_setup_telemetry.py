@@ -373,13 +373,14 @@ class Telemetry:
         return [PrometheusMetricReader(registry=registry)]
 
     def _observe_dropped(self, options: CallbackOptions) -> Iterable[Observation]:
-        """Only what there is: a run that loses nothing has no such series."""
+        """Zeros too: of a series that begins with a loss, Prometheus sees no increase."""
         for signal_name in ("spans", "events"):
-            counts = self._ledgers.get(signal_name, _NOTHING).counts()
+            if signal_name not in self._ledgers:
+                continue
+            counts = self._ledgers[signal_name].counts()
             for reason in ("queue_full", "export_failed", "shutdown"):
-                if counts[reason]:
-                    labels = {"dataplane.signal": signal_name, "dataplane.reason": reason}
-                    yield Observation(counts[reason], labels)
+                labels = {"dataplane.signal": signal_name, "dataplane.reason": reason}
+                yield Observation(counts[reason], labels)
 
     def _drain(self) -> None:
         if self._lane is not None:

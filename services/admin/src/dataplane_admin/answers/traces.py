@@ -197,6 +197,7 @@ def _incomplete(store: Store, row: TraceRow, step: Step) -> list[str]:
     reasons += [
         f"{printable(process)} lost {count} spans since it began, perhaps some of these"
         for process, count in sorted(dropped.items())
+        if count
     ]
     if row.rejected:
         reasons.append(f"{row.rejected} spans were refused by the service's limits")
