@@ -1,8 +1,8 @@
-"""Releases: one package at a time, by a tag ``<package>==<version>``.
+"""Releases: one package or service at a time, by a tag ``<name>==<version>``.
 
 ``prepare`` writes the version and the changelog, a person looks at it, commits and tags;
-``check`` says whether a tag may be released, and puts what is to be uploaded and its notes into a
-folder; ``api`` compares what each package exports with its last release.
+``check`` says whether a package's tag may be released, and puts what is to be uploaded and its
+notes into a folder; ``api`` compares what each package exports with its last release.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any  # Any: what TOML holds
 
 import griffe
 import typer
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[1]
 VERSION = re.compile(r"(\d+)\.(\d+)\.(\d+)")
@@ -31,20 +32,17 @@ class ReleaseError(Exception):
 
 @dataclass(frozen=True)
 class Package:
-    """One of the packages that are uploaded.
+    """A package, which is uploaded, or a service, which is an image.
 
     Attributes:
         root: of the repository.
-        name: of the distribution, and of its folder.
+        name: of the distribution.
+        folder: what is in the repository of it.
     """
 
     root: Path
     name: str
-
-    @property
-    def folder(self) -> Path:
-        """What is in the repository of it."""
-        return self.root / "packages" / self.name
+    folder: Path
 
     @property
     def module(self) -> str:
@@ -54,10 +52,23 @@ class Package:
     @property
     def version(self) -> str:
         """As its pyproject.toml has it."""
-        found: str = tomllib.loads((self.folder / "pyproject.toml").read_text())["project"][
-            "version"
-        ]
+        found: str = self.project()["version"]
         return found
+
+    def project(self, tag: str | None = None) -> dict[str, Any]:
+        """What its pyproject.toml declares, here or at a tag."""
+        path = self.folder / "pyproject.toml"
+        if tag is None:
+            text = path.read_text()
+        else:
+            text = _git(self.root, "show", f"{tag}:{path.relative_to(self.root)}")
+        found: dict[str, Any] = tomllib.loads(text)["project"]
+        return found
+
+    def needs(self, tag: str | None = None) -> dict[str, Requirement]:
+        """What it depends on, by name, here or at a tag."""
+        found = map(Requirement, self.project(tag)["dependencies"])
+        return {each.name: each for each in found}
 
     @property
     def fragments(self) -> list[str]:
@@ -72,11 +83,11 @@ class Package:
         )
         return found.group(1).strip() if found else ""
 
-    def last_release(self) -> str | None:
-        """The tag of the highest version that was released before this one."""
+    def last_release(self, *, this_too: bool = False) -> str | None:
+        """The tag of the highest version before this one, or up to it."""
         this = _numbers(self.version)
         return max(
-            (tag for tag in self.releases() if _of(tag) < this),
+            (tag for tag in self.releases() if _of(tag) < this or (this_too and _of(tag) == this)),
             key=_of,
             default=None,
         )
@@ -122,33 +133,37 @@ class Package:
 
 def packages(root: Path = ROOT) -> list[Package]:
     """All that are uploaded."""
-    return [
-        Package(root, path.parent.name) for path in sorted(root.glob("packages/*/pyproject.toml"))
-    ]
+    return _in(root, "packages")
 
 
-def find(name: str, root: Path = ROOT) -> Package:
-    """The package of a name.
+def members(root: Path = ROOT) -> list[Package]:
+    """All that have a version and a changelog: packages and services."""
+    return packages(root) + _in(root, "services")
+
+
+def find(name: str, among: list[Package]) -> Package:
+    """The one of a name.
 
     Raises:
         ReleaseError: there is none.
     """
-    names = [each.name for each in packages(root)]
-    if name not in names:
-        raise ReleaseError(f"{name!r} is no package; expected one of {', '.join(names)}")
-    return Package(root, name)
+    for each in among:
+        if each.name == name:
+            return each
+    names = ", ".join(each.name for each in among)
+    raise ReleaseError(f"{name!r} is not known; expected one of {names}")
 
 
 def check_tag(tag: str, root: Path = ROOT) -> Package:
-    """The package that a tag releases.
+    """The package or service that a tag releases.
 
     Raises:
         ReleaseError: the tag is not of the package as it is here, or its changes are not told.
     """
     name, _, version = tag.partition("==")
-    package = find(name, root)
+    package = find(name, members(root))
     if version != package.version:
-        raise ReleaseError(f"tag {tag}: {package.folder.name} here is version {package.version}")
+        raise ReleaseError(f"tag {tag}: {name} here is version {package.version}")
     if package.fragments:
         raise ReleaseError(
             f"tag {tag}: {len(package.fragments)} changes are not in CHANGELOG.md yet, "
@@ -159,30 +174,128 @@ def check_tag(tag: str, root: Path = ROOT) -> Package:
     return package
 
 
-def check_api(package: Package) -> tuple[str, bool]:
-    """What broke since the last release, and whether that may be."""
-    tag = package.last_release()
+def check_api(package: Package, *, tagged: bool = False) -> tuple[str, bool]:
+    """What broke since the last release, and whether that may be.
+
+    Args:
+        package: one that is uploaded.
+        tagged: this version is the one that is being released, and compared with the one before
+            it. Else it may have been released, and what changed since is not in it.
+    """
+    tag = package.last_release(this_too=not tagged)
     if tag is None:
         return f"{package.name} {package.version}: no release before it", True
     broken = list(package.breaks(tag))
     allowed = not broken or package.may_break(tag)
-    told = f"{package.name} {package.version}: {len(broken)} breaking changes since {tag}"
-    return "\n  ".join([told, *broken]), allowed
+    told = [f"{package.name} {package.version}: {len(broken)} breaking changes since {tag}"]
+    told += broken if allowed else [*broken, f"such changes need {_next(tag)} or later"]
+    return "\n  ".join(told), allowed
+
+
+def prepare_release(package: Package, version: str) -> None:
+    """Set a version, also where a service's image is named by it, and collect the changes into the
+    changelog.
+
+    Raises:
+        ReleaseError: the version is less than the present one, or there are no changes.
+    """
+    if _numbers(version) < _numbers(package.version):
+        raise ReleaseError(f"{version} is less than {package.version}, which {package.name} has")
+    if not package.fragments:
+        raise ReleaseError(f"{package.name}: nothing in changelog.d says what changed")
+    path = package.folder / "pyproject.toml"
+    text = path.read_text()
+    before = package.version
+    changed = text.replace(f'\nversion = "{before}"\n', f'\nversion = "{version}"\n', 1)
+    arguments = ("--yes", "--config", str(path), "--version", version)
+    _run("towncrier", "build", *arguments, root=package.root)
+    path.write_text(changed)
+    for named in _naming_images(package.root):
+        image = rf"(\brl-dataplane/{package.name}(?::|, newTag: )){re.escape(before)}\b"
+        text = named.read_text()
+        if re.search(image, text):
+            named.write_text(re.sub(image, rf"\g<1>{version}", text))
+
+
+def _naming_images(root: Path) -> list[Path]:
+    """Compose files and manifests, and what is said of them, which name images of services."""
+    return [
+        path
+        for folder in ("deploy", "docker")
+        for path in sorted((root / folder).rglob("*"))
+        if path.suffix in (".md", ".yaml")
+    ]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A released package, and packages of this checkout that are tested with it.
+
+    Attributes:
+        tag: of the release.
+        tested: names of those whose tests run.
+        why_not: says that they are not made for each other; empty where they are.
+    """
+
+    tag: str
+    tested: tuple[str, ...]
+    why_not: str = ""
+
+
+def pairs(package: Package) -> Iterator[Pair]:
+    """A package's last release with those of this checkout that depend on it, and their last
+    releases with this checkout. Where a requirement or a version tells of a break there is nothing
+    to test: else what breaks could neither be merged nor be released."""
+    if not package.releases():
+        return
+    ours = {each.name: each for each in packages(package.root)}
+    others = [each for each in ours.values() if package.name in each.needs()]
+    last = max(package.releases(), key=_of)
+    refusing = {each.name: _refusal(each, last, ours) for each in others}
+    for name, why_not in refusing.items():
+        if why_not:
+            yield Pair(last, (name,), why_not)
+    together = tuple(name for name, why_not in refusing.items() if not why_not)
+    if together:
+        yield Pair(last, together)
+    for each in others:
+        if each.releases():
+            newest = max(each.releases(), key=_of)
+            yield Pair(newest, (each.name,), _outgrown(each, newest, ours))
+
+
+def _refusal(package: Package, tag: str, ours: dict[str, Package]) -> str:
+    """Which requirement excludes a release: of a package of this checkout, or of one of ours that
+    it needs. Empty if none does."""
+    released, _, version = tag.partition("==")
+    for name, requirement in package.needs().items():
+        if name == released and not requirement.specifier.contains(version):
+            return f"{package.name} {package.version} asks for {requirement}"
+        further = _refusal(ours[name], tag, ours) if name in ours else ""
+        if further:
+            return further
+    return ""
+
+
+def _outgrown(package: Package, tag: str, ours: dict[str, Package]) -> str:
+    """Why a release of a package is not for what it needs of this checkout; empty if it is."""
+    for name, requirement in package.needs(tag).items():
+        if name not in ours:
+            continue
+        new = ours[name]
+        if not requirement.specifier.contains(new.version):
+            return f"it asks for {requirement}, and {name} here is {new.version}"
+        beside = f"{name}=={new.project(tag)['version']}"  # what it was tested with
+        for old in (beside, new.last_release(this_too=True)):
+            if old and new.may_break(old):
+                return f"{name} {new.version} may break with {old}"
+    return ""
 
 
 @app.command()
 def prepare(name: str, version: str) -> None:
-    """Set a package's version, and collect its changes into its changelog."""
-    package = find(name)
-    if _numbers(version) < _numbers(package.version):
-        raise ReleaseError(f"{version} is less than {package.version}, which {name} has")
-    if not package.fragments:
-        raise ReleaseError(f"{name}: nothing in changelog.d says what changed")
-    path = package.folder / "pyproject.toml"
-    text = path.read_text()
-    changed = text.replace(f'\nversion = "{package.version}"\n', f'\nversion = "{version}"\n', 1)
-    _run("towncrier", "build", "--yes", "--config", str(path), "--version", version)
-    path.write_text(changed)
+    """Set the version of a package or service, and collect its changes into its changelog."""
+    prepare_release(find(name, members()), version)
     print(f"look at it, commit it, and tag the commit {name}=={version}")
 
 
@@ -190,12 +303,14 @@ def prepare(name: str, version: str) -> None:
 def check(
     tag: str, folder: Annotated[Path, typer.Option(help="Emptied first.")] = ROOT / "build/release"
 ) -> None:
-    """Say whether a tag may be released; build what would be uploaded, and its notes."""
+    """Say whether a package's tag may be released; build what would be uploaded, and its notes."""
     package = check_tag(tag)
-    told, allowed = check_api(package)
+    if package not in packages():
+        raise ReleaseError(f"tag {tag}: {package.name} is an image, which nothing uploads")
+    told, allowed = check_api(package, tagged=True)
     print(told)
     if not allowed:
-        raise ReleaseError(f"tag {tag}: such changes need {_next(package)}")
+        raise ReleaseError(f"tag {tag}: its version does not say that it breaks")
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     uv = shutil.which("uv") or str(ROOT / ".tools" / "bin" / "uv")
@@ -209,8 +324,8 @@ def check(
 def api() -> None:
     """Compare what each package exports with its last release."""
     answers = [check_api(package) for package in packages()]
-    for told, allowed in answers:
-        print(told if allowed else f"{told}\n  the next version has to say so")
+    for told, _ in answers:
+        print(told)
     if not all(allowed for _, allowed in answers):
         raise ReleaseError("what was exported is gone or changed; give it back, or raise versions")
 
@@ -218,23 +333,23 @@ def api() -> None:
 @app.command()
 def released(name: Annotated[str, typer.Argument()] = "dataplane-core") -> None:
     """Test a package's last release with the others of this checkout, and the other way round."""
-    package = find(name)
+    package = find(name, packages())
     if not package.releases():
         print(f"{name}: not released yet")
-        return
-    last = max(package.releases(), key=_of)
-    others = [each for each in packages() if each != package and _depends(each, package)]
     isolation = str(ROOT / "integration" / "isolation.py")
-    _run(sys.executable, isolation, "--released", last, *(each.name for each in others), tool=False)
-    for each in others:
-        if each.releases():
-            newest = max(each.releases(), key=_of)
-            _run(sys.executable, isolation, "--released", newest, each.name, tool=False)
+    for pair in pairs(package):
+        if pair.why_not:
+            print(f"not tested: {pair.tag} with {', '.join(pair.tested)} here; {pair.why_not}")
+        else:
+            _run(sys.executable, isolation, "--released", pair.tag, *pair.tested)
 
 
-def _depends(package: Package, on: Package) -> bool:
-    project = tomllib.loads((package.folder / "pyproject.toml").read_text())["project"]
-    return any(re.match(rf"{on.name}\b(?!-)", each) for each in project["dependencies"])
+def _in(root: Path, kind: str) -> list[Package]:
+    found = []
+    for path in sorted(root.glob(f"{kind}/*/pyproject.toml")):
+        name = tomllib.loads(path.read_text())["project"]["name"]
+        found.append(Package(root, name, path.parent))
+    return found
 
 
 def _numbers(version: str) -> tuple[int, int, int]:
@@ -249,8 +364,9 @@ def _of(tag: str) -> tuple[int, int, int]:
     return _numbers(tag.partition("==")[2])
 
 
-def _next(package: Package) -> str:
-    major, minor, _ = _numbers(package.version)
+def _next(tag: str) -> str:
+    """The first version that may break with the one of a tag."""
+    major, minor, _ = _of(tag)
     return f"version {major + 1}.0.0" if major else f"version 0.{minor + 1}.0"
 
 
@@ -260,12 +376,11 @@ def _git(root: Path, *arguments: str) -> str:
     ).stdout
 
 
-def _run(*command: str, tool: bool = True) -> None:
-    program, *arguments = command
-    if tool and not Path(program).is_absolute():
-        program = str(Path(sys.executable).with_name(program))
-    if subprocess.run([program, *arguments], cwd=ROOT, check=False).returncode:
-        raise ReleaseError(f"failed: {' '.join(command)}")
+def _run(program: str, *arguments: str, root: Path = ROOT) -> None:
+    """Run a command, one of this environment if it is named alone."""
+    path = program if Path(program).is_absolute() else str(Path(sys.executable).with_name(program))
+    if subprocess.run([path, *arguments], cwd=root, check=False).returncode:
+        raise ReleaseError(f"failed: {' '.join([program, *arguments])}")
 
 
 def main() -> None:

@@ -9,6 +9,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[1]
 
@@ -143,12 +144,24 @@ def test_every_member_of_the_workspace_is_covered() -> None:
     assert members == set(OURS.values())
 
 
-def test_every_member_has_the_same_skeleton() -> None:
+def lacking(root: Path) -> list[str]:
+    """What members of the workspace in a folder lack of the skeleton that all have."""
+    found = []
     for package, folder in OURS.items():
-        root = ROOT / folder
-        for name in ("README.md", "CHANGELOG.md", "LICENSE", f"src/{package}/py.typed", "tests"):
-            assert (root / name).exists(), f"{folder} lacks {name}"
-        assert list((root / "changelog.d").glob("*.md")), f"{folder} has no changelog fragment"
+        member = root / folder
+        files = ("README.md", "CHANGELOG.md", "LICENSE", f"src/{package}/py.typed", "tests")
+        wanted = [*files, "changelog.d"]
+        found += [f"{folder}/{name}" for name in wanted if not (member / name).exists()]
+        # What is released now is in the changelog, what is not yet in fragments.
+        version = tomllib.loads((member / "pyproject.toml").read_text())["project"]["version"]
+        told = f"\n## {version} (" in (member / "CHANGELOG.md").read_text()
+        if not told and not list((member / "changelog.d").glob("*.md")):
+            found.append(f"{folder}: a word about version {version}")
+    return found
+
+
+def test_every_member_has_the_same_skeleton() -> None:
+    assert lacking(ROOT) == []
 
 
 def test_every_changelog_fragment_is_found_by_towncrier() -> None:
@@ -169,6 +182,16 @@ def test_every_dependency_floor_says_why() -> None:
         for number, line in enumerate(path.read_text().splitlines(), start=1):
             if line.startswith('    "') and (">=" in line or line.startswith('    "types-')):
                 assert " # " in line, f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
+
+
+@pytest.mark.parametrize("package", OURS)
+def test_every_dependency_has_a_floor(package: str) -> None:
+    project = tomllib.loads((ROOT / OURS[package] / "pyproject.toml").read_text())["project"]
+    groups = [project["dependencies"], *project.get("optional-dependencies", {}).values()]
+    for requirement in (Requirement(each) for group in groups for each in group):
+        operators = {each.operator for each in requirement.specifier}
+        own = requirement.name == project["name"]  # an extra that has another one in it
+        assert own or operators & {">=", "==", "~="}, requirement
 
 
 @pytest.mark.parametrize("package", OURS)

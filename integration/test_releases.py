@@ -1,13 +1,26 @@
-"""What stands in a release's way, on a small repository with one package and two tags."""
+"""What stands in a release's way: on a small repository, and on a copy of this one."""
 
 from __future__ import annotations
 
+import re
+import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from integration.releases import ROOT, Package, ReleaseError, check_api, check_tag, find, packages
+from integration.releases import (
+    ROOT,
+    Package,
+    ReleaseError,
+    check_api,
+    check_tag,
+    find,
+    members,
+    packages,
+    prepare_release,
+)
+from integration.test_imports import lacking
 
 FACE = '''"""A package."""
 
@@ -51,6 +64,11 @@ CHANGES = """# Changelog
 """
 
 
+def git(folder: Path, *arguments: str) -> None:
+    identity = ("-c", "user.name=a", "-c", "user.email=a@example.com")
+    subprocess.run(["git", *identity, *arguments], cwd=folder, check=True, timeout=60)
+
+
 class Repository:
     """With the package ``first-thing``, as released in 0.1.0."""
 
@@ -69,11 +87,10 @@ class Repository:
         self.git("tag", "first-thing==0.1.0")
 
     def git(self, *arguments: str) -> None:
-        identity = ("-c", "user.name=a", "-c", "user.email=a@example.com")
-        subprocess.run(["git", *identity, *arguments], cwd=self.root, check=True, timeout=60)
+        git(self.root, *arguments)
 
     def become(self, version: str) -> None:
-        project = f'[project]\nname = "first-thing"\nversion = "{version}"\n'
+        project = f'[project]\nname = "first-thing"\nversion = "{version}"\ndependencies = []\n'
         (self.folder / "pyproject.toml").write_text(project)
         (self.folder / "CHANGELOG.md").write_text(CHANGES.format(version=version))
 
@@ -84,7 +101,7 @@ class Repository:
 
     @property
     def package(self) -> Package:
-        return find("first-thing", self.root)
+        return find("first-thing", packages(self.root))
 
 
 @pytest.fixture
@@ -110,8 +127,8 @@ def no_notes(repository: Repository) -> None:
     [
         ("first-thing==0.2.0", None, "first-thing here is version 0.1.0"),
         ("first-thing", None, "first-thing here is version 0.1.0"),
-        ("second-thing==0.1.0", None, "'second-thing' is no package; expected one of first-thing"),
-        ("../first-thing==0.1.0", None, "is no package"),
+        ("second-thing==0.1.0", None, "'second-thing' is not known; expected one of first-thing"),
+        ("../first-thing==0.1.0", None, "is not known"),
         ("first-thing==0.1.0", fragment, r"1 changes are not in CHANGELOG.md yet, \+more.added.md"),
         ("first-thing==0.1.0", no_notes, "CHANGELOG.md has nothing about 0.1.0"),
     ],
@@ -191,11 +208,38 @@ def test_what_breaks_nobody_needs_none(repository: Repository, before: str, afte
     assert told == "first-thing 0.1.1: 0 breaking changes since first-thing==0.1.0"
 
 
-def test_the_last_release_is_the_highest_below_this_version(repository: Repository) -> None:
+def test_what_breaks_after_a_release_is_found_before_the_next_is_prepared(
+    repository: Repository,
+) -> None:
+    assert check_api(repository.package)[1]
+    repository.change("def get(", "def fetch(")
+    told, allowed = check_api(repository.package)
+    assert not allowed
+    assert "1 breaking changes since first-thing==0.1.0" in told
+    assert told.endswith("such changes need version 0.2.0 or later")
+    repository.become("0.2.0")
+    assert check_api(repository.package)[1]
+
+
+def test_a_tag_is_compared_with_the_release_before_it(repository: Repository) -> None:
+    repository.become("0.1.1")
+    repository.change("def get(", "def fetch(")
+    repository.git("commit", "--quiet", "-a", "-m", "second")
+    repository.git("tag", "first-thing==0.1.1")
+    assert check_api(repository.package)[1]
+    told, allowed = check_api(repository.package, tagged=True)
+    assert not allowed
+    assert "since first-thing==0.1.0" in told
+
+
+def test_the_last_release_is_the_highest_up_to_this_version(repository: Repository) -> None:
     for version in ("0.9.0", "0.10.0", "0.11.0", "0.10.1rc1"):
         repository.git("tag", f"first-thing=={version}")
     repository.become("0.11.0")
     assert repository.package.last_release() == "first-thing==0.10.0"
+    assert repository.package.last_release(this_too=True) == "first-thing==0.11.0"
+    repository.become("0.10.1")
+    assert repository.package.last_release(this_too=True) == "first-thing==0.10.0"
     repository.become("0.1.0")
     assert repository.package.last_release() is None
 
@@ -213,3 +257,34 @@ def test_every_package_here_can_be_looked_at() -> None:
         assert package.root == ROOT
         assert package.version
         assert (package.folder / "src" / package.module / "__init__.py").exists()
+    assert {each.name for each in members()} - {each.name for each in found} == {
+        "dataplane-admin",
+        "grpo-trainer",
+        "refit-server",
+    }
+
+
+def test_what_was_prepared_passes_the_tests_that_a_release_waits_for(tmp_path: Path) -> None:
+    before, after = tmp_path / "before", tmp_path / "after"
+    unwanted = shutil.ignore_patterns("__pycache__", "*.egg-info", ".*_cache")
+    for folder in ("packages", "services", "deploy", "docker"):
+        shutil.copytree(ROOT / folder, before / folder, ignore=unwanted)
+    for each in members(before):
+        (each.folder / "changelog.d" / "+this.fixed.md").write_text("This release has this.\n")
+    git(before, "init", "--quiet")
+    git(before, "add", ".")
+    git(before, "commit", "--quiet", "-m", "before")
+    for each in members(before):
+        prepare_release(each, "7.8.9")
+    git(before, "add", ".")
+    git(before, "commit", "--quiet", "-m", "prepared")
+    git(tmp_path, "clone", "--quiet", str(before), str(after))  # has no folder without a file
+    assert lacking(after) == []
+    for each in members(after):
+        assert "This release has this." in check_tag(f"{each.name}==7.8.9", after).notes()
+    images = re.compile(r"\brl-dataplane/[\w-]+(?::|, newTag: )(\d[\d.]*\d)")
+    for folder, at_least in (("deploy", 10), ("docker", 4)):
+        texts = [path.read_text() for path in (after / folder).rglob("*.*") if path.is_file()]
+        named = [version for text in texts for version in images.findall(text)]
+        assert len(named) >= at_least
+        assert set(named) == {"7.8.9"}
