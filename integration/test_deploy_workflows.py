@@ -70,11 +70,71 @@ def test_an_image_is_pushed_only_after_it_was_tried() -> None:
     assert "rewrite-timestamp=true" in pushed
 
 
+def test_an_image_of_a_pull_request_is_built_and_tried_as_one_that_is_pushed() -> None:
+    shared = ("rm -rf", "buildx create", "integration.try_images")
+    tried, pushed = (
+        [step["run"] for step in jobs("images.yml")[name]["steps"] if "run" in step]
+        for name in ("build", "push")
+    )
+    assert len(tried) == len(shared)
+    for what, run in zip(shared, tried, strict=True):
+        assert what in run
+        assert run in pushed
+
+
+@pytest.mark.parametrize(
+    ("tag", "version", "changes", "fragment", "ok"),
+    [
+        ("grpo-trainer==0.2.0", "0.2.0", "## 0.2.0 (2026-01-01)", None, True),
+        ("grpo-trainer==0.2.0", "0.1.0", "## 0.2.0 (2026-01-01)", None, False),
+        ("grpo-trainer==0.2.0", "0.2.0", "## 0.1.0 (2026-01-01)", None, False),
+        ("grpo-trainer==0.2.0", "0.2.0", "## 0.2.0 (2026-01-01)", "+more.fixed.md", False),
+        ("column-io==0.2.0", "0.2.0", "## 0.2.0 (2026-01-01)", None, False),
+    ],
+)
+def test_an_image_is_pushed_only_with_its_version_and_notes(
+    tag: str, version: str, changes: str, fragment: str | None, ok: bool, tmp_path: Path
+) -> None:
+    folder = tmp_path / "services" / "trainer"
+    (folder / "changelog.d").mkdir(parents=True)
+    (folder / "changelog.d" / ".gitignore").touch()
+    (folder / "pyproject.toml").write_text(f'[project]\nversion = "{version}"\n')
+    (folder / "CHANGELOG.md").write_text(f"# Changelog\n\n{changes}\n")
+    if fragment:
+        (folder / "changelog.d" / fragment).write_text("More.\n")
+    [run] = [
+        step["run"]
+        for step in jobs("images.yml")["push"]["steps"]
+        if "pyproject.toml" in step.get("run", "")
+    ]
+    told = tmp_path / "environment"
+    done = subprocess.run(
+        ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", run],
+        cwd=tmp_path,
+        env={"PATH": os.environ["PATH"], "GITHUB_REF_NAME": tag, "GITHUB_ENV": str(told)},
+        check=False,
+        capture_output=True,
+        timeout=60,
+    )
+    assert (done.returncode == 0) is ok, done.stderr
+    assert told.exists() is ok
+
+
 def test_the_trainer_alone_is_pushed_with_the_registry_s_torch() -> None:
     told = jobs("images.yml")["push"]["env"]["FIND_LINKS"]
     assert told == (
         "${{ !startsWith(github.ref_name, 'grpo-trainer==') && vars.PIP_FIND_LINKS || '' }}"
     )
+
+
+def test_no_commit_of_main_cancels_the_tests_of_another() -> None:
+    told = yaml.safe_load((WORKFLOWS / "ci.yml").read_text())["concurrency"]
+    assert told == {
+        "group": (
+            "${{ github.workflow }}-${{ github.event_name == 'push' && github.sha || github.ref }}"
+        ),
+        "cancel-in-progress": "${{ github.event_name == 'pull_request' }}",
+    }
 
 
 class Repository:
