@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import email
+import re
 import shutil
 import subprocess
 import sys
@@ -71,6 +72,9 @@ def test_a_wheel_is_typed_licensed_and_says_what_it_is(built: Path, package: str
     assert told["Description-Content-Type"] == "text/markdown"
     assert told["Summary"]
     assert told.get_all("Project-URL") is None  # there is none yet
+    # A link to a file of the repository leads nowhere from the page of a package.
+    links = re.findall(r"\]\(([^)\s]*)\)", str(told.get_payload()))
+    assert not [link for link in links if not re.match(r"https?://|#", link)]
 
 
 @pytest.mark.parametrize("package", sorted(PACKAGES))
