@@ -49,7 +49,7 @@ admin: sync ## Open the admin service beside a live demo run; prints its address
 	$(BIN)/python integration/admin_demo.py
 
 .PHONY: test
-test: isolation test-slow test-refit test-together test-admin ## Run every test of every package, service and integration
+test: isolation test-slow test-refit test-together test-admin ## Run every test but the long ones (test-long, cluster)
 
 .PHONY: test-slow
 test-slow: sync ## Run those tests of packages that isolation leaves out, but for refit-mx's

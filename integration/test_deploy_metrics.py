@@ -38,7 +38,6 @@ import torch
 from dataplane_core import MissingDataError, build_data_plane_client
 from observability import setup, step_context, trained
 from observability.receiver import Receiver
-from observability.receiver import Receiver
 from tensordict import TensorDict
 
 observed = {"enabled": True, "callback": lambda event: None}
