@@ -222,6 +222,30 @@ def test_sigterm_ends_a_run_after_its_step_with_a_checkpoint_and_status_0(
     assert load_state(checkpoint).step == done
 
 
+def test_sigterm_after_the_last_checkpoint_lets_the_run_end_with_status_0(
+    command_line, config_file, temp_dir
+):
+    config = config_file({"cluster.temp_dir": temp_dir, "grpo.num_steps": 1})
+    process = command_line.start("train", "--config", config)
+    try:
+        for line in process.stdout:
+            if line.startswith("run folder"):
+                folder = Path(line.split()[-1])
+                break
+        deadline = time.monotonic() + 60
+        while not (folder / "checkpoints" / "step-000001").exists():
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        process.send_signal(signal.SIGTERM)
+        told, errors = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert (process.returncode, errors) == (0, "")
+    assert "stopped after" not in told
+    assert (folder / "reward.png").exists()
+
+
 def test_sigterm_while_ray_starts_ends_the_run_with_143_and_leaves_no_process(
     command_line, config_file, processes_of
 ):

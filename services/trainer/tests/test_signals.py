@@ -1,4 +1,4 @@
-"""SIGTERM and a run: at once before the first step, after the step under way, and at once again."""
+"""SIGTERM and a run: at once before the first step, else after a step; the second one at once."""
 
 import signal
 
@@ -22,19 +22,16 @@ def terminated_at_once():
     return raised.value.code == 128 + signal.SIGTERM
 
 
-def test_before_the_first_step_and_after_the_last_there_is_nothing_to_wait_for(stop):
-    assert terminated_at_once()
-    with stop.between_steps():
-        pass
+def test_before_the_first_step_it_ends_the_run_at_once(stop):
     assert terminated_at_once()
     assert not stop.asked
 
 
 def test_the_first_one_asks_and_the_second_one_ends(stop):
-    with stop.between_steps():
-        signal.raise_signal(signal.SIGTERM)
-        assert stop.asked
-        assert terminated_at_once()
+    stop.steps_begin()
+    signal.raise_signal(signal.SIGTERM)
+    assert stop.asked
+    assert terminated_at_once()
 
 
 def ended_with(status, *, terminated):

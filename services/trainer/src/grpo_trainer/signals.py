@@ -20,14 +20,14 @@ class GracefulStop:
 
     def __init__(self) -> None:
         self.asked = False
-        self._between_steps = False
+        self._steps_began = False
         self._ended = False
 
     @contextmanager
     def on_sigterm(self) -> Iterator[None]:
-        """While a command runs, let SIGTERM ask for the stop. One that comes when nothing runs that
-        could be stopped between two steps, or a second one, ends the command with status 143; what
-        runs is taken down. The handler stays afterwards."""
+        """While a command runs, let SIGTERM ask for the stop. One that comes before the first step,
+        or a second one, ends the command with status 143; what runs is taken down. One that comes
+        after the last step changes nothing. The handler stays afterwards."""
         signal.signal(signal.SIGTERM, self._ask)
         try:
             yield
@@ -38,17 +38,14 @@ class GracefulStop:
                 raise SystemExit(_TERMINATED) from None
             raise
 
-    @contextmanager
-    def between_steps(self) -> Iterator[None]:
-        """Around the steps of a run, which looks at ``asked`` after each."""
-        self._between_steps = True
-        try:
-            yield
-        finally:
-            self._between_steps = False
+    def steps_begin(self) -> None:
+        """The steps of a run begin; it looks at ``asked`` after each, and soon ends after the last.
+        Before them a status of 0 would say that something was trained: what started the command
+        would count it as done."""
+        self._steps_began = True
 
     def _ask(self, signum: int, frame: FrameType | None) -> None:
-        if self.asked or not self._between_steps:
+        if self.asked or not self._steps_began:
             self._ended = True
             sys.exit(_TERMINATED)
         self.asked = True

@@ -118,7 +118,7 @@ def run_steps(
         write_config(folder, config)
         write_history(folder, history)
         display.started(folder, config, state.step)
-        stack.enter_context(stop.between_steps())
+        stop.steps_begin()
         for step in range(state.step, config.grpo.num_steps):
             report = StepReport(on_phase=display.phase)
             stepper.run(step, report)
