@@ -401,3 +401,35 @@ def test_overlays_change_what_belongs_together_and_take_every_image_from_the_reg
     assert [len(one) for one in images] == [3, 1]
     assert all(image.startswith("registry.example/") for one in images for image in one)
     assert images[1] < images[0]  # the driver is a node of the same cluster
+
+
+def test_the_run_of_an_overlay_computes_on_the_gpus_of_its_cluster() -> None:
+    cluster, run = (
+        list(yaml.safe_load_all(kustomized(f"overlays/{name}")))
+        for name in ("example", "example-run")
+    )
+    [nodes] = [one["spec"]["workerGroupSpecs"] for one in cluster if one["kind"] == "RayCluster"]
+    offered = {
+        group["groupName"]: group["replicas"]
+        * int(group["template"]["spec"]["containers"][0]["resources"]["limits"]["nvidia.com/gpu"])
+        for group in nodes
+    }
+    [told] = [one for one in run if one["kind"] == "ConfigMap"]
+    [job] = [one for one in run if one["kind"] == "Job"]
+    mounted = {
+        one["configMap"]["name"]
+        for one in job["spec"]["template"]["spec"]["volumes"]
+        if "configMap" in one
+    }
+    assert mounted == {told["metadata"]["name"]}
+    [text] = told["data"].values()
+    config = yaml.safe_load(text)
+    policy = config["policy"]
+    assert policy["num_gpus_per_worker"] * policy["data_parallel"] == offered["trainers"]
+    assert policy["generation"]["num_gpus"] == offered["generators"]
+    # Else it is the run that is kept beside it.
+    policy["num_gpus_per_worker"] = policy["generation"]["num_gpus"] = 0
+    assert config == yaml.safe_load((DEPLOY / "run" / "config.yaml").read_text())
+    assert (
+        load_config(DEPLOY / "overlays" / "example-run" / "config.yaml").policy.data_parallel == 2
+    )
