@@ -24,6 +24,7 @@ from integration.cluster import crossing
 from integration.cluster.machines import Machines
 from integration.cluster.ray_nodes import RayNodes
 
+ROOT = Path(__file__).parents[2]
 PROGRAM = str(Path(sys.executable).with_name("grpo-trainer"))
 SOON_S = 30.0
 """A machine that is gone is told within this: Ray takes some twelve seconds to notice it, the rest
@@ -144,12 +145,26 @@ def undisturbed(nodes: RayNodes, tmp_path_factory: pytest.TempPathFactory) -> li
     return history(folder)
 
 
+GUIDE = (ROOT / "docs" / "operations.md").read_text()
+MESSAGES = [
+    *re.findall(r"^\| `([^`]*: no answer from [^`]*)` \|", GUIDE, re.MULTILINE),
+    *re.findall(
+        r"^\| `([^`]+)` \|",
+        re.split("### A part died\n|\n### It is refused", GUIDE)[1],
+        re.MULTILINE,
+    ),
+]
+"""Of the tables of failures: a part is away. ``…`` stands for what differs."""
+
+
 def check_error(status: int, told: str, seconds: float) -> None:
-    """A run has ended soon, with one line that says why."""
+    """A run has ended soon, with one line that says which part died, as the table has it."""
     assert status == 1
     assert told.startswith("error: ")
     assert told.count("\n") == 1, told
     assert seconds < SOON_S
+    said = ["(.+)".join(map(re.escape, message.split("…"))) for message in MESSAGES]
+    assert any(re.match(rf"error: {one}", told) for one in said), told
 
 
 def check_resumed(nodes: RayNodes, folder: Path, expected: Sequence[dict[str, Any]]) -> None:
