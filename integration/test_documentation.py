@@ -1,4 +1,4 @@
-"""Every code block of docs/ runs or is checked, and the site builds.
+"""Every code block of the site runs or is checked, and the site builds.
 
 Python blocks of a page are one program, run as it stands, here or by the test of the package whose
 page it is. Commands are looked up in the Makefile and in the commands' own options, YAML is checked
@@ -17,11 +17,13 @@ import tomllib
 from collections.abc import Callable
 from html.parser import HTMLParser
 from importlib import import_module
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from integration.kubectl_commands import check_kubectl
 from packaging.requirements import Requirement
 
 from dataplane_core import validate_config
@@ -34,6 +36,10 @@ PAGES = sorted(DOCS.rglob("*.md"))
 READMES = [ROOT / "README.md", *sorted(ROOT.glob("*s/*/README.md"))]
 """The repository's, and each package's and service's."""
 sys.path.insert(0, str(DOCS / "hooks"))
+from site_pages import READMES as WITH_TEXT_OF  # noqa: E402
+
+TEXTS = [*PAGES, *(ROOT / name for name in WITH_TEXT_OF)]
+"""What the pages say: three have the text of a README."""
 
 HERE = ("concepts", "use-one-package", "migration", "operations")
 APART = ("trace-a-step", "deploy-admin", "compare")
@@ -75,6 +81,7 @@ def blocks(page: Path, language: str) -> list[str]:
 
 
 def name_of(page: Path) -> str:
+    page = DOCS / WITH_TEXT_OF.get(page.relative_to(ROOT).as_posix(), page)
     return page.relative_to(DOCS).as_posix().removesuffix(".md")
 
 
@@ -83,21 +90,31 @@ def program(name: str) -> str:
 
 
 def pages_with(language: str) -> list[Any]:
-    return [pytest.param(page, id=name_of(page)) for page in PAGES if blocks(page, language)]
+    return [pytest.param(page, id=name_of(page)) for page in TEXTS if blocks(page, language)]
 
 
 def test_every_block_is_in_a_language_that_is_checked() -> None:
     found = {
         (name_of(page), language)
-        for page in PAGES
+        for page in TEXTS
         for _, language, _ in FENCE.findall(page.read_text())
     }
-    assert {language for _, language in found} <= {"", "bash", "python", "py", "toml", "yaml"}
+    assert {language for _, language in found} <= {
+        "",
+        "bash",
+        "python",
+        "py",
+        "mermaid",
+        "toml",
+        "yaml",
+    }
     assert [name for name, language in found if language == "py"] == ["tracing"]
+    # GitHub draws it; the site shows it as it is.
+    assert [name for name, language in found if language == "mermaid"] == ["containers"]
     with_python = {name for name, language in found if language == "python"}
     assert with_python == {*HERE, *APART, *ON_RAY, ADAPTER, *ELSEWHERE}
     # What has no language is output or a drawing.
-    for page in PAGES:
+    for page in TEXTS:
         for text in blocks(page, ""):
             assert not re.search(r"^(\$|make|pip|import|from \w+ import|def) ", text, re.MULTILINE)
 
@@ -202,15 +219,24 @@ def test_toml_names_entry_points_that_there_are(page: Path) -> None:
 
 @pytest.mark.parametrize("page", pages_with("bash"))
 def test_commands_are_there_and_take_their_options(page: Path) -> None:
-    for text in blocks(page, "bash"):
-        for line in text.replace("\\\n", " ").splitlines():
-            words = shlex.split(line, comments=True)
+    COPIES.clear()
+    lines = "".join(blocks(page, "bash")).replace("\\\n", " ").splitlines()
+    for line in lines:
+        for words in piped(line):
             while words and re.fullmatch(r"\w+=.*", words[0]):
                 check_variable(words.pop(0).split("=")[0])
             if words:
                 command = Path(words[0]).name
                 assert command in COMMANDS, f"{name_of(page)}: {line}"
                 COMMANDS[command](words)
+
+
+def piped(line: str) -> list[list[str]]:
+    """The words of each command of a line."""
+    joined = [
+        (last, list(words)) for last, words in groupby(shlex.split(line, comments=True), "|".__eq__)
+    ]
+    return [words for last, words in joined if not last]
 
 
 def check_variable(name: str) -> None:
@@ -274,6 +300,34 @@ def check_files(words: list[str]) -> None:
             assert (ROOT / word).exists(), word
 
 
+COPIES: dict[str, str] = {}
+"""What a page has copied so far: from where, by where to."""
+
+
+def check_cp(words: list[str]) -> None:
+    *options, old, new = words[1:]
+    assert options in ([], ["-r"]), words
+    assert (ROOT / old).exists(), old
+    COPIES[new] = old
+
+
+def check_rm(words: list[str]) -> None:
+    """What docker/secrets makes."""
+    for word in words[1:]:
+        folder, _, name = word.rpartition("/")
+        assert folder == "docker/secrets.d", words
+        assert re.search(rf"\b{name}\b", (ROOT / "docker" / "secrets").read_text()), words
+
+
+def check_cd(words: list[str]) -> None:
+    assert words[1:] in (["docker/secrets.d"], ["../.."]), words
+
+
+def check_secrets(words: list[str]) -> None:
+    assert words == ["docker/secrets"]
+    assert os.access(ROOT / words[0], os.X_OK)
+
+
 def check_python(words: list[str]) -> None:
     check_files(words)
     if "integration.benchmarks" in words:
@@ -321,12 +375,17 @@ def check_nothing(words: list[str]) -> None:
 COMMANDS: dict[str, Callable[[list[str]], None]] = {
     **dict.fromkeys(APPS, check_app),
     **dict.fromkeys(("openssl", "ssh", "vllm"), check_nothing),
+    "cd": check_cd,
+    "cp": check_cp,
     "curl": check_curl,
     "docker": check_files,
     "export": check_export,
+    "kubectl": lambda words: check_kubectl(words, COPIES),
     "make": check_make,
     "pip": check_pip,
     "python": check_python,
+    "rm": check_rm,
+    "secrets": check_secrets,
     "towncrier": check_files,
 }
 
@@ -368,8 +427,6 @@ def test_the_site_builds_and_loads_nothing_from_elsewhere(tmp_path: Path) -> Non
         ):
             described = set(re.findall(rf'id="{re.escape(module)}\.(\w+)"', html))
             assert described >= set(import_module(module).__all__), module
-    from site_pages import READMES as WITH_TEXT_OF
-
     for readme, name in WITH_TEXT_OF.items():
         html = (site / name).with_suffix(".html").read_text()
         for heading in re.findall(r"^## (.+)$", (ROOT / readme).read_text(), re.MULTILINE):
