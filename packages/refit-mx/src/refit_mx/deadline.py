@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import time
 
 from refit_mx.errors import RefitTimeoutError
+
+_WAIT_PART = 1 / 8
+"""Of a stall: so much later than it should a source is found that has fallen silent."""
 
 
 class Deadline:
@@ -29,6 +33,14 @@ class Deadline:
     def left_s(self) -> float:
         """Seconds left; 0 once it has passed."""
         return max(0.0, self._at - time.monotonic())
+
+    @property
+    def most_wait_s(self) -> float:
+        """For one wait, after which `moved` should be told of what came meanwhile."""
+        return math.inf
+
+    def moved(self) -> None:
+        """Something moved, which changes nothing here."""
 
     def check(self, doing: str = "") -> float:
         """Seconds left, more than 0.
@@ -67,6 +79,11 @@ class StallDeadline(Deadline):
     def left_s(self) -> float:
         """Seconds left, unless something moves."""
         return min(super().left_s, self._whole.left_s)
+
+    @property
+    def most_wait_s(self) -> float:
+        """A part of the stall: other threads must hear of bytes that come slowly."""
+        return self._timeout_s * _WAIT_PART
 
     def moved(self) -> None:
         """Something moved: the seconds count anew."""

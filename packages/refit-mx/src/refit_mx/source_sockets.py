@@ -38,7 +38,7 @@ def send_buffers(sock: socket.socket, buffers: Sequence[memoryview], deadline: D
 
 
 def receive_buffers(sock: socket.socket, buffers: Sequence[memoryview], deadline: Deadline) -> None:
-    """Fill all of the buffers.
+    """Fill all of the buffers, and tell the deadline of what comes.
 
     Raises:
         RefitTimeoutError: the peer did not send enough in time.
@@ -55,6 +55,7 @@ def receive_buffers(sock: socket.socket, buffers: Sequence[memoryview], deadline
                 continue
             if not received:
                 raise ConnectionError("the peer closed the connection")
+            deadline.moved()
             rest = _behind(rest, received)
 
 
@@ -92,7 +93,7 @@ def receive_frame(sock: socket.socket, most: int, deadline: Deadline) -> bytearr
 
 def _limit(sock: socket.socket, option: int, deadline: Deadline, doing: str) -> None:
     # 0 would mean no limit.
-    micros = max(1000, int(deadline.check(doing) * 1e6))
+    micros = max(1000, int(min(deadline.check(doing), deadline.most_wait_s) * 1e6))
     sock.setsockopt(socket.SOL_SOCKET, option, _TIMEVAL.pack(*divmod(micros, 1_000_000)))
 
 

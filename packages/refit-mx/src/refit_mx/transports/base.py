@@ -78,7 +78,8 @@ class Transport(Protocol):
         Args:
             fetches: one a source.
             scratch: registered before.
-            deadline: for all of it, connecting included.
+            deadline: for all of it, connecting included. It is told as bytes come, also within a
+                read: `Deadline.moved`.
             on_done: called as parts arrive, in a thread that brings them, maybe in several at the
                 same time; with the index of a fetch and the first row and the row behind the last
                 one of its reads that are complete; every row is told once. So what has arrived can

@@ -21,7 +21,7 @@ from refit_mx.plan.pieces import PIECE_BYTES
 from refit_mx.side_by_side import together
 from refit_mx.source_client import SourceClient
 from refit_mx.transports.base import UNUSED_FETCHES, Fetch, FetchStats
-from refit_mx.transports.nixl_lane import DRAIN_S, Lane, agent_of
+from refit_mx.transports.nixl_lane import DRAIN_S, IN_FLIGHT, Lane, agent_of
 from refit_mx.transports.nixl_library import has_rdma, nixl_available, prepare_environment
 from refit_mx.transports.nixl_source import NixlSource
 from refit_mx.transports.tcp import check_fetches
@@ -33,11 +33,33 @@ BATCH_BYTES = PIECE_BYTES
 """Of one transfer where this side's processor copies: a whole piece, so that the thread that copied
 it verifies it while it is still in the processor's cache."""
 RDMA_BATCH_BYTES = 64 << 20
+IN_FLIGHT_BYTES = 64 << 20
+"""Of all sources together where this side's processor copies. NIXL tells of whole transfers alone,
+and all that are under way share one network: the more sources, the smaller the batches, so that one
+ends long before a fetch is taken for stalled. A longer stall limit for more bytes would find a
+source that fell silent later, and the more sources there are the later."""
+LEAST_BATCH_BYTES = 1 << 20
+"""Smaller ones would cost speed."""
+RDMA_IN_FLIGHT_BYTES = 1 << 30
+RDMA_LEAST_BATCH_BYTES = 8 << 20
 BATCH_RUNS = 1 << 14
 """Of one transfer; UCX holds a request of its own for each run."""
 LANE_BYTES = 64 << 20
 """Of a fetch from which on it takes all lanes."""
 MOST_LANES = 2
+
+
+def batch_bytes(readers: int, *, copies: bool) -> int:
+    """Of one transfer.
+
+    Args:
+        readers: sources times lanes, each of which has `IN_FLIGHT` transfers under way.
+        copies: whether this side's processor copies.
+    """
+    most = BATCH_BYTES if copies else RDMA_BATCH_BYTES
+    least = LEAST_BATCH_BYTES if copies else RDMA_LEAST_BATCH_BYTES
+    all_of_them = IN_FLIGHT_BYTES if copies else RDMA_IN_FLIGHT_BYTES
+    return min(most, max(least, all_of_them // (readers * IN_FLIGHT)))
 
 
 class _Source:
@@ -133,7 +155,7 @@ class NixlTransport:
             Work(
                 index,
                 fetch,
-                batch_bytes=BATCH_BYTES if copies else RDMA_BATCH_BYTES,
+                batch_bytes=batch_bytes(len(wanted) * len(lanes), copies=copies),
                 batch_reads=BATCH_RUNS,
                 batch_runs=BATCH_RUNS,
             )

@@ -174,6 +174,7 @@ class Lane:
                 while flight.reads and self._is_done(flight.reads[0][0]):
                     _, batch = flight.reads.popleft()
                     progressed = True
+                    deadline.moved()
                     work.done(batch, on_done)
             active = [flight for flight in active if flight.reads or flight.more]
             if progressed:

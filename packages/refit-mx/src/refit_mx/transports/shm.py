@@ -219,6 +219,7 @@ def _copy(
                 continue
             deadline.check(f"reading from {work.source.worker_id!r}")
             _copy_reads(batch.of(work.reads), memories[work.index], scratch)
+            deadline.moved()
             work.done(batch, on_done)
 
 

@@ -149,11 +149,7 @@ class TcpTransport:
         on_done: OnDone | None,
     ) -> None:
         for _ in range(count):
-            try:
-                # The threads have the same deadline and know whom they wait for.
-                event = events.get(timeout=deadline.left_s + 1.0)
-            except queue.Empty:
-                raise deadline.error("reading") from None
+            event = _next(events, deadline)
             if isinstance(event, BaseException):
                 raise _with_others(event, events)
             work, batch = event
@@ -198,6 +194,16 @@ def _run(
             events.put((work, batch))
     except BaseException as error:  # noqa: BLE001 - the caller's thread raises it
         events.put(error)
+
+
+def _next(events: queue.SimpleQueue[_Event], deadline: Deadline) -> _Event:
+    while True:
+        try:
+            # The threads have the same deadline and know whom they wait for.
+            return events.get(timeout=deadline.left_s + 1.0)
+        except queue.Empty:
+            if not deadline.left_s:  # meanwhile a part of a batch may have come
+                raise deadline.error("reading") from None
 
 
 def _with_others(first: BaseException, events: queue.SimpleQueue[_Event]) -> BaseException:
