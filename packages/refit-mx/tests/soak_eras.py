@@ -201,12 +201,12 @@ class Receiving:
         return np.unique(np.concatenate([part.reshape(-1) for part in parts]))
 
     def counts(self) -> list[scratch.ScratchCounts]:
-        return [pool.counts() for pool in self.receiver._receiving._pools.values()]
+        return [pool.counts() for pool in self.receiver._receiving._transports._pools.values()]
 
     def close(self) -> None:
         """End it; its scratch memory is all given back, and none of it is in quarantine."""
         kept = len(scratch._NEVER_FREED)
-        pools = list(self.receiver._receiving._pools.values())
+        pools = list(self.receiver._receiving._transports._pools.values())
         until = time.monotonic() + PLENTY_S
         while any(counts.quarantined for counts in self.counts()):
             assert time.monotonic() < until, self.counts()

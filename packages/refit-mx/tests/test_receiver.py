@@ -95,8 +95,8 @@ def test_a_receiver_that_changes_its_transport_gives_up_the_other_one(world):
             live = zeros()
             assert receiver.refit(f"v{number}", live).transport == transport
             assert same(live, weights(number))
-        parts = receiver._receiving
-        assert list(parts._transports) == list(parts._pools) == [transport]
+        parts = receiver._receiving._transports
+        assert list(parts._made) == list(parts._pools) == [transport]
 
 
 @needs_shm

@@ -34,16 +34,14 @@ from refit_mx.plan.shards import ShardTable
 from refit_mx.plan.targets import TargetTensor
 from refit_mx.reads import ReadTable
 from refit_mx.received import RefitStats
-from refit_mx.scratch import Scratch, ScratchPool
+from refit_mx.scratch import Scratch
 from refit_mx.settings import ReceiverSettings
-from refit_mx.shared_memory import shared_memory_missing
 from refit_mx.side_by_side import Beside, each
 from refit_mx.source_client import SourceClient
 from refit_mx.spans import OnPhase, phase, tell_bytes
+from refit_mx.transport_choice import Transports
 from refit_mx.transports.base import Fetch, Transport
-from refit_mx.transports.nixl_library import has_rdma, nixl_available
-from refit_mx.transports.shm import ShmTransport, reaches
-from refit_mx.transports.tcp import TcpTransport
+from refit_mx.transports.nixl_library import has_rdma
 from refit_mx.verify import RowChecks, Verifier, row_checks
 
 _VERIFY_THREADS = 2
@@ -106,28 +104,18 @@ class Receiving:
         settings: ReceiverSettings,
         on_phase: OnPhase | None,
     ) -> None:
+        self._transports = Transports(
+            transport, most_scratch_bytes=most_scratch_bytes, device=device, settings=settings
+        )
         self._model_name = model_name
         self._control = control
         self._rank = rank
-        self._device = device
         self._settings = settings
         self._on_phase = on_phase
-        self._most_scratch_bytes = most_scratch_bytes
         self._planned: _Planned | None = None
         self._manifests = ManifestClient(settings.most_manifest_bytes)
         self._asking = ThreadPoolExecutor(MOST_AT_ONCE, thread_name_prefix="refit-asking")
         self._verifying = ThreadPoolExecutor(_VERIFY_THREADS, thread_name_prefix="refit-verify")
-        self._transports: dict[str, Transport] = {}
-        self._pools: dict[str, ScratchPool] = {}
-        self._given = None if isinstance(transport, str) else transport
-        self._wanted = transport if isinstance(transport, str) else transport.name
-        if self._given is not None:
-            self._transports[self._wanted] = self._given
-        elif self._wanted not in ("nixl", "shm", "tcp", "auto"):
-            raise RefitConfigError(f"transport {self._wanted!r}; expected nixl, shm, tcp or auto")
-        why = self._unusable(self._wanted) if self._given is None else None
-        if why is not None:
-            raise RefitConfigError(f"transport {self._wanted!r}: {why}")
 
     def attempt(
         self,
@@ -186,7 +174,7 @@ class Receiving:
         deadline.check("planning")
         plan = planned.plan
         used = [shards.manifests[source] for source, _ in plan.fetches]
-        transport, pool = self._transport_for(used)
+        transport, pool = self._transports.that_reads(used)
         stats.transport = transport.name
         stats.sources = tuple(manifest.worker_id for manifest in used)
         scratch = pool.take(max(1, plan.scratch_bytes), deadline)
@@ -195,6 +183,12 @@ class Receiving:
             verifier = Verifier(shards, plan, planned.checks, scratch.memory)
             self._move(stats, plan, used, transport, scratch, verifier, deadline)
             self._verify(stats, plan, used, verifier, deadline, lease, moving)
+        except SourceLostError as error:
+            pool.quarantine(scratch)
+            told = self._lost(error, transport, used, deadline)
+            if told is error:
+                raise
+            raise told from error
         except BaseException:
             pool.quarantine(scratch)
             raise
@@ -213,7 +207,7 @@ class Receiving:
 
     def close(self) -> None:
         """Disconnect and free the memory. May be called again."""
-        self._leave(list(self._transports))
+        self._transports.close()
         self._asking.shutdown()
         self._verifying.shutdown()
         self._manifests.close()
@@ -265,71 +259,27 @@ class Receiving:
                 tuple(wrong),
             ) from error
 
-    def _transport_for(self, used: Sequence[Manifest]) -> tuple[Transport, ScratchPool]:
-        name = self._wanted
-        without = [manifest.worker_id for manifest in used if manifest.nixl is None]
-        if name == "auto":
-            if self._shares(used):
-                name = "shm"
-            else:
-                name = "tcp" if without or self._unusable("nixl") is not None else "nixl"
-        if name == "nixl" and without:
-            raise RefitConfigError(
-                f"transport 'nixl': {len(without)} of {len(used)} sources have no NIXL, "
-                f"such as {without[0]}; use 'auto' or 'tcp'"
-            )
-        # Scratch memory is bounded as a whole, and what the others hold of sources would stay.
-        self._leave(
-            [
-                other
-                for other in self._transports
-                if other != name
-                and (other not in self._pools or not self._pools[other].counts().quarantined)
-            ]
-        )
-        transport = self._transport(name)
-        if name not in self._pools:
-            self._pools[name] = ScratchPool(
-                transport, most_bytes=self._most_scratch_bytes, device=str(self._device)
-            )
-        return transport, self._pools[name]
-
-    def _leave(self, names: Sequence[str]) -> None:
-        """Give up transports and their scratch memory; what is in use is freed when it is back."""
-        for name in names:
-            pool, transport = self._pools.pop(name, None), self._transports.pop(name)
-            if pool is not None:
-                pool.close()
-            if transport is not self._given:
-                transport.close()
-
-    def _shares(self, used: Sequence[Manifest]) -> bool:
-        """Whether all of the sources' memory can be mapped here."""
-        return self._unusable("shm") is None and all(map(reaches, used))
-
-    def _unusable(self, name: str) -> str | None:
-        """Why this receiver cannot use a transport, whatever the sources; None if it can."""
-        if name == "shm":
-            if self._device.type != "cpu":
-                return f"the scratch memory is on {self._device}; expected it on the CPU"
-            return shared_memory_missing()
-        return nixl_available() if name == "nixl" else None
-
-    def _transport(self, name: str) -> Transport:
-        if name not in self._transports:
-            self._transports[name] = self._made(name)
-        return self._transports[name]
-
-    def _made(self, name: str) -> Transport:
-        if name == "nixl":
-            from refit_mx.transports.nixl import NixlTransport
-
-            return NixlTransport()
-        if name == "shm":
-            return ShmTransport(connect_timeout_s=self._settings.connect_timeout_s)
-        return TcpTransport(
-            connect_timeout_s=self._settings.connect_timeout_s,
-            connections_per_source=self._settings.connections_per_source,
+    def _lost(
+        self,
+        error: SourceLostError,
+        transport: Transport,
+        used: Sequence[Manifest],
+        deadline: Deadline,
+    ) -> SourceLostError:
+        """What to raise when sources were lost: those that answer are well, it is NIXL that fails,
+        and the next attempt reads from them over TCP."""
+        if not self._transports.may_use_tcp_instead_of(transport):
+            return error
+        named = [source for source in used if source.worker_id in error.worker_ids]
+        answering = each(self._asking, lambda source: _is_answering(source, deadline), named)
+        well = [source for source, answers in zip(named, answering, strict=True) if answers]
+        if not well:
+            return error
+        self._transports.read_over_tcp(well)
+        workers = {source.worker_id for source in well}
+        return SourceLostError(
+            f"{error}; {len(well)} of {len(named)} answer, and are read over TCP from now on",
+            tuple(worker for worker in error.worker_ids if worker not in workers),
         )
 
     def _move(

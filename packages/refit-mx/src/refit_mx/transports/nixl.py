@@ -131,6 +131,15 @@ class NixlTransport:
         found = [lane.busy(scratch) for lane in self._lanes]  # reads go on only while asked about
         return any(found)
 
+    def is_stuck(self, source: Manifest) -> bool:
+        """Whether a source was lost, and cannot be read from since reads from it are not over."""
+        name = agent_of(source).name
+        if not any(lane.is_lost(name) for lane in self._lanes):
+            return False
+        for lane in self._lanes:
+            lane.is_drained()  # reads go on only while asked about
+        return not self._is_idle(name)
+
     def fetch(
         self,
         fetches: Sequence[Fetch],
