@@ -1,8 +1,9 @@
-"""The nine invariants of a refit, and the holes found in others, each by its name.
+"""The nine invariants of a refit, each by its name; holes found in others that are one of them.
 
 The layouts themselves are tested against a reference in test_plan*; here whole refits run. The
 ninth, of fleets, needs servers: `test_invariant_9_...` in test_fleet_client.py. Hole 8, of the
-order of an engine's phases, is in test_engine_phases.py.
+order of an engine's phases, is in test_engine_phases.py, and what is no invariant of its own in
+test_refit_holes.py.
 """
 
 from __future__ import annotations
@@ -12,14 +13,23 @@ import time
 
 import pytest
 import torch
-from refit_fixtures import TRANSPORTS, Meddling, World, a_world, new_transport, zeros
+from refit_fixtures import (
+    TRANSPORTS,
+    Halfway,
+    Hook,
+    Meddling,
+    World,
+    a_world,
+    new_transport,
+    small_batches,
+    zeros,
+)
 from refit_processes import SHAPES, Process, fsdp_shards, same, slice_of, targets_of, weights
 
 from refit_mx.errors import (
     CompileTargetError,
     DigestMismatchError,
     FencedError,
-    LeaseLostError,
     RefitError,
     RefitTimeoutError,
     SourceLostError,
@@ -35,10 +45,9 @@ from refit_mx.plan.targets import (
     replicated_target,
     tp_target,
 )
-from refit_mx.receiver import MxV2RefitReceiver
 from refit_mx.settings import PublisherSettings, ReceiverSettings
-from refit_mx.shard_sources import LocalShard
-from refit_mx.tensor_types import Box, TensorSpec
+from refit_mx.tensor_types import TensorSpec
+from refit_mx.transports.base import Transport
 from refit_mx.transports.tcp import TcpTransport
 
 
@@ -221,8 +230,11 @@ def test_invariant_3_an_install_that_fails_half_way_fences_the_worker(world):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_invariant_4_late_bytes_of_an_abandoned_read_meet_nobody(transport):
+def test_invariant_4_late_bytes_of_an_abandoned_read_meet_nobody(monkeypatch, transport):
     """Hole 6: late bytes came into a buffer that was used again."""
+    # As between two hosts; with shm UCX reads a stopped process's memory itself.
+    monkeypatch.setenv("UCX_TLS", "tcp,self")
+    small_batches(monkeypatch, 1 << 20)
     shapes = {"w": ("float32", (2000, 3000))}
     with a_world() as world:
         world.version("v1")
@@ -236,37 +248,40 @@ def test_invariant_4_late_bytes_of_an_abandoned_read_meet_nobody(transport):
         )
         try:
             assert "done" in stopped.ask(do="publish", version="v1", seed=1)
-
-            def stop(fetches):
-                if not stops:
-                    stops.append(1)
-                    stopped.signal(signal.SIGSTOP)
-
-            stops: list[int] = []
-            inner = new_transport(transport)
+            inner, hook = new_transport(transport), Hook()
+            hook.at("part", lambda: stopped.signal(signal.SIGSTOP))
             receiver = world.receiver(
                 targets_of(shapes),
-                transport=Meddling(inner, before=stop),
+                transport=Halfway(inner, hook),
                 settings=ReceiverSettings(scratch_copies=4, manifest_timeout_s=0.5),
             )
             live = zeros(shapes)
-            try:
-                receiver.refit("v1", live, timeout_s=3, attempts=1)
-            except RefitError:
-                assert same(live, zeros(shapes))
-            else:  # shared memory needs no hand of the source
-                assert same(live, weights(1, shapes))
+            with pytest.raises(RefitError):
+                receiver.refit("v1", live, timeout_s=2, attempts=1)
+            assert same(live, zeros(shapes))
             # Another source serves v2 into another buffer, while v1's bytes may still come.
             other = world.publisher(transports=[transport])
             world.version("v2")
             other.publish("v2", weights(2, shapes))
             with receiver.receive_weights_scratch("v2", timeout_s=20) as got:
                 assert same(dict(got), weights(2, shapes))
+                (pool,) = receiver._receiving._transports._pools.values()
+                # TCP and shared memory leave no read behind.
+                assert bool(pool.counts().quarantined) == (transport == "nixl")
                 stopped.signal(signal.SIGCONT)
                 assert "error" in stopped.ask(do="publish", version="none", seed=1)
+                let_late_bytes_in(inner)
                 assert same(dict(got), weights(2, shapes))
         finally:
             stopped.close()
+
+
+def let_late_bytes_in(transport: Transport) -> None:
+    """Until all abandoned reads are over; NIXL lets none go on unless it is asked about them."""
+    until = time.monotonic() + 20
+    for lane in getattr(transport, "_lanes", []):
+        while not lane.is_drained():
+            assert time.monotonic() < until
 
 
 # 5. A publisher that stopped, died or restarted is never read from as if it were alive
@@ -434,98 +449,4 @@ def test_invariant_8_a_compile_target_that_does_not_match_moves_no_byte(world, r
         world.receiver(transport=transport).refit("v1", live, **settings)
     assert transport.fetched == []
     assert transport.nbytes == 0
-    assert same(live, zeros())
-
-
-# Holes that are no invariant of their own
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_hole_3_tied_weights_do_not_crash_a_publisher_on_close(world, transport):
-    tied = torch.nn.Parameter(torch.randn(6, 4))
-    publisher = world.publisher(transports=[transport])
-    for number in range(3):
-        world.version(f"v{number}")
-        publisher.publish(f"v{number}", {"embed": tied, "head": tied})
-    shapes = {"embed": ("float32", (6, 4)), "head": ("float32", (6, 4))}
-    live = zeros(shapes)
-    world.receiver(targets_of(shapes), transport=transport).refit("v2", live)
-    assert same(live, {"embed": tied.detach(), "head": tied.detach()})
-    publisher.close()
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float8_e4m3fn"])
-def test_hole_7_the_wire_dtype_of_fsdp_shards_is_not_fixed(world, dtype):
-    world.version("v1", ["fsdp-0", "fsdp-1"])
-    whole = {"w": torch.randn(5, 3)}
-    for rank in range(2):
-        publisher = world.publisher(f"fsdp-{rank}", wire_dtype=dtype)
-        publisher.publish("v1", fsdp_shards(whole, 2, rank))
-    shapes = {"w": (dtype, (5, 3))}
-    with world.receiver(targets_of(shapes)).receive_weights_scratch("v1") as got:
-        assert same(dict(got), {"w": whole["w"].to(getattr(torch, dtype))})
-
-
-def test_a_replica_adds_no_rows(world):
-    """The slice planner of the RFC's branches returned 12 rows of 8 with a replica."""
-    whole = {"w": torch.randn(8, 2)}
-    world.version("v1", ["fsdp-0", "fsdp-1"])
-    for rank in (0, 1, 0):
-        world.publisher(f"fsdp-{rank}").publish("v1", fsdp_shards(whole, 2, rank))
-    with world.receiver(targets_of({"w": ("float32", (8, 2))})).receive_weights_scratch(
-        "v1"
-    ) as got:
-        assert same(dict(got), whole)
-        assert got.stats.nbytes == whole["w"].nbytes
-
-
-def test_two_versions_are_never_mixed_in_one_refit(world):
-    """The slice planner of the RFC's branches mixed two versions in one covered plan."""
-    world.version("v1", ["fsdp-0", "fsdp-1"])
-    publishers = [world.publisher(f"fsdp-{rank}") for rank in range(2)]
-    whole = weights(1)
-    for rank, publisher in enumerate(publishers):
-        publisher.publish("v1", fsdp_shards(whole, 2, rank))
-    world.version("v2", ["fsdp-0", "fsdp-1"])
-    publishers[0].publish("v2", fsdp_shards(weights(2), 2, 0))
-    live = zeros()
-    with pytest.raises(VersionNotReadyError, match="fsdp-1"):
-        world.receiver().refit("v2", live)
-    assert same(live, zeros())
-
-
-def test_uneven_shards_on_a_mesh_of_two_axes_are_assembled(world):
-    """The slice planner of the RFC's branches refused 2-D meshes and uneven shards."""
-    whole = torch.randn(7, 5)
-    boxes = [Box((r, c), (4 - r // 4, 3 - c // 3)) for r in (0, 4) for c in (0, 3)]
-    world.version("v1", [f"mesh-{number}" for number in range(4)])
-    for number, box in enumerate(boxes):
-        shard = LocalShard("w", (7, 5), box, whole[box.slices()])
-        world.publisher(f"mesh-{number}").publish("v1", [shard])
-    with world.receiver(targets_of({"w": ("float32", (7, 5))})).receive_weights_scratch(
-        "v1"
-    ) as got:
-        assert same(dict(got), {"w": whole})
-
-
-def test_a_lease_that_ended_before_the_bytes_were_verified_installs_nothing(world):
-    publisher = world.publisher()
-    world.publish([publisher], "v1", 1)
-
-    def end_lease(phase):
-        if phase == "verify":
-            leases[0].close()
-
-    leases = []
-    receiver: MxV2RefitReceiver = world.receiver(on_phase=end_lease)
-    lease = receiver._control.lease
-
-    def taken(*args, **settings):
-        leases.append(lease(*args, **settings))
-        return leases[-1]
-
-    receiver._control.lease = taken
-    live = zeros()
-    with pytest.raises(LeaseLostError):
-        receiver.refit("v1", live)
     assert same(live, zeros())
