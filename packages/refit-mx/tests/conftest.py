@@ -3,6 +3,7 @@
 import os
 import resource
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -84,6 +85,21 @@ def client(server):
 
     with ControlClient(server.address) as connected:
         yield connected
+
+
+@pytest.fixture
+def stack():
+    """What a test leaves to be closed."""
+    with ExitStack() as made:
+        yield made
+
+
+@pytest.fixture
+def in_small_batches(monkeypatch):
+    """What happens in the middle of a fetch of some megabytes does."""
+    from refit_fixtures import small_batches
+
+    small_batches(monkeypatch, 1 << 18)
 
 
 # How long an example takes depends on what else the machine does.

@@ -104,6 +104,28 @@ def slice_of(
     return found
 
 
+def fp8_pass() -> Any:
+    """What compiles the tensor ``large`` alone."""
+    from refit_mx.compile.deep_gemm_fp8 import DeepGemmFp8
+    from refit_mx.compile.selection import names_matching
+
+    return DeepGemmFp8(selection=names_matching("large"))
+
+
+def fp8(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What `fp8_pass` makes of tensors."""
+    from refit_mx.compile.base import allocate_outputs
+    from refit_mx.tensor_types import TensorSpec
+
+    specs = [
+        TensorSpec(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+        for name, tensor in tensors.items()
+    ]
+    made = allocate_outputs(fp8_pass(), specs)
+    fp8_pass().run(tensors, made)
+    return tensors | made
+
+
 def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
     """Whether all tensors are equal byte for byte."""
     import torch
@@ -265,28 +287,41 @@ def _receiver(settings: dict[str, Any]) -> None:
     shapes = {name: (dtype, tuple(shape)) for name, (dtype, shape) in shapes.items()}
     layout = {key: settings[key] for key in ("axis", "ranks", "rank") if key in settings}
     targets = targets_of(shapes, **layout)
+    transport: Any = settings.get("transport", "tcp")
+    if settings.get("halfway"):
+        import pytest
+        from refit_fixtures import Halfway, new_transport, small_batches
+
+        small_batches(pytest.MonkeyPatch(), 1 << 18)
+        transport = Halfway(new_transport(transport), pauses)
     receiver = MxV2RefitReceiver(
         settings["model"],
         control=settings["control"],
         targets=targets,
-        transport=settings.get("transport", "tcp"),
+        transport=transport,
         rank=settings.get("rank", 0),
         settings=ReceiverSettings(**settings.get("settings", {})),
         on_phase=pauses,
     )
     live = {target.name: torch.zeros(target.shape) for target in targets}
+    compile_pass = fp8_pass() if settings.get("compile") else None
+    if compile_pass is not None:
+        live = fp8(live)
     _say(ready=True, worker=receiver.worker_id)
     while (command := _command()) is not None:
         pauses.at = set(command.get("pause", ()))
         try:
             if command["do"] == "refit":
                 stats = receiver.refit(
-                    command["version"], live, timeout_s=command.get("timeout_s", 30.0)
+                    command["version"],
+                    live,
+                    compile_pass,
+                    timeout_s=command.get("timeout_s", 30.0),
                 )
                 _say(done="refit", nbytes=stats.nbytes, attempts=stats.attempts)
             elif command["do"] == "holds":
                 expected = slice_of(weights(command["seed"], shapes), **layout)
-                _say(same=same(live, expected))
+                _say(same=same(live, fp8(expected) if compile_pass else expected))
             else:
                 raise AssertionError(command)
         except RefitError as error:

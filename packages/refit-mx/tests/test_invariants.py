@@ -331,7 +331,8 @@ def test_invariant_5_a_version_whose_publisher_died_leaves_ready():
             process.close()
 
 
-# 6. SIGKILL or SIGSTOP of any process in any phase: test_refit_faults.py has them all
+# 6. SIGKILL or SIGSTOP of any process in any phase: test_refit_faults*.py, over TCP and NIXL; what
+# `make test-refit` leaves out of that, where the transport has no part in the phase, is marked long
 
 
 def test_invariant_6_every_time_limit_can_be_chosen():
