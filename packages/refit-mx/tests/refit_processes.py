@@ -141,6 +141,13 @@ def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
     )
 
 
+def checksum(tensor: torch.Tensor) -> int:
+    """Of its bytes."""
+    import torch
+
+    return zlib.crc32(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+
+
 class Process:
     """One of the programs below, seen from a test.
 
@@ -303,7 +310,10 @@ def _receiver(settings: dict[str, Any]) -> None:
         settings=ReceiverSettings(**settings.get("settings", {})),
         on_phase=pauses,
     )
-    live = {target.name: torch.zeros(target.shape) for target in targets}
+    live = {
+        target.name: torch.zeros(target.shape, dtype=getattr(torch, target.dtype))
+        for target in targets
+    }
     compile_pass = fp8_pass() if settings.get("compile") else None
     if compile_pass is not None:
         live = fp8(live)
@@ -322,6 +332,8 @@ def _receiver(settings: dict[str, Any]) -> None:
             elif command["do"] == "holds":
                 expected = slice_of(weights(command["seed"], shapes), **layout)
                 _say(same=same(live, fp8(expected) if compile_pass else expected))
+            elif command["do"] == "sums":
+                _say(sums={name: checksum(tensor) for name, tensor in live.items()})
             else:
                 raise AssertionError(command)
         except RefitError as error:

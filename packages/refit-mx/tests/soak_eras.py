@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from refit_fixtures import Halfway, Hook, new_transport
+from refit_processes import Process
 from soak_model import (
     HEAD_DIM,
     LAYOUTS,
@@ -31,6 +33,9 @@ from soak_model import (
 from soak_processes import Host, Hosts, Relay
 
 from refit_mx import scratch
+from refit_mx.compile.base import allocate_outputs
+from refit_mx.compile.deep_gemm_fp8 import DeepGemmFp8
+from refit_mx.compile.quantising import RAW_DTYPES
 from refit_mx.control.client import ControlClient
 from refit_mx.control.embedded import EmbeddedControlServer
 from refit_mx.errors import (
@@ -143,13 +148,22 @@ class Receiving:
             settings=ReceiverSettings(control_patience_s=1.0),
             on_phase=self.hook,
         )
+        specs = [TensorSpec(target.name, target.dtype, target.shape) for target in targets]
+        self.compile_pass = DeepGemmFp8(selection=_is_matrix) if rng.random() < 0.25 else None
+        self.outputs = {
+            spec.name: self.compile_pass.output_specs([spec]) if self.compile_pass else (spec,)
+            for spec in specs
+        }
+        self._compiled: dict[tuple[str, str], dict[str, bytes]] = {}
         self.dtypes = {target.name: target.dtype for target in targets}
         self.wide = rng.random() < 0.25
         self.live = {
-            target.name: torch.zeros(target.shape, dtype=self._live_dtype(target.dtype))
-            for target in targets
+            made.name: torch.zeros(made.shape, dtype=self._live_dtype(made.dtype))
+            for outputs in self.outputs.values()
+            for made in outputs
         }
-        self.serves: dict[str, str | None] = dict.fromkeys(self.live)
+        self.serves: dict[str, str | None] = dict.fromkeys(self.slices)
+        era.tally.drawn["compile pass"] += self.compile_pass is not None
         for wanted in self.slices.values():
             era.tally.drawn[f"slice {wanted.kind}"] += 1
 
@@ -158,21 +172,39 @@ class Receiving:
         found: torch.dtype = torch.float32 if widens else getattr(torch, wire)
         return found
 
-    def expected(self, name: str) -> bytes:
-        version, live = self.serves[name], self.live[name]
+    def expected(self, name: str) -> dict[str, bytes]:
+        """Of one target: each live tensor that is made of it."""
+        version, outputs = self.serves[name], self.outputs[name]
         if version is None:
-            return bytes(live.nbytes)
+            return {made.name: bytes(self.live[made.name].nbytes) for made in outputs}
+        if len(outputs) > 1:
+            if (name, version) not in self._compiled:
+                self._compiled[name, version] = self._compile(name, version)
+            return self._compiled[name, version]
+        live = self.live[name]
         content = np.ascontiguousarray(picked(self.slices[name], self.era.published(version)))
         if live.element_size() != content.shape[-1]:
             content = widened(content, self.dtypes[name])
-        return content.tobytes()
+        return {name: content.tobytes()}
+
+    def _compile(self, name: str, version: str) -> dict[str, bytes]:
+        """By the pass itself, whose arithmetic has a reference in test_compile_passes."""
+        assert self.compile_pass is not None
+        content = picked(self.slices[name], self.era.published(version))
+        raw = torch.frombuffer(bytearray(content.tobytes()), dtype=torch.uint8)
+        raw = raw.view(getattr(torch, self.dtypes[name])).view(content.shape[:-1])
+        spec = TensorSpec(name, self.dtypes[name], tuple(raw.shape))
+        made = allocate_outputs(self.compile_pass, [spec])
+        self.compile_pass.run({name: raw}, made)
+        return {each: _bytes(tensor) for each, tensor in made.items()}
 
     def compare(self) -> None:
         """Every live tensor, byte for byte, with what is served."""
-        for name, live in self.live.items():
-            found = live.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-            assert found == self.expected(name), f"{name} is not that of {self.serves[name]}"
-            self.era.tally.compared += len(found)
+        for target, version in self.serves.items():
+            for name, expected in self.expected(target).items():
+                found = _bytes(self.live[name])
+                assert found == expected, f"{name} is not that of {version}"
+                self.era.tally.compared += len(found)
 
     def refit(
         self, version: str, names: Sequence[str] | None, timeout_s: float
@@ -181,13 +213,17 @@ class Receiving:
         started = time.monotonic()
         error = None
         try:
-            stats = self.receiver.refit(version, self.live, names=names, timeout_s=timeout_s)
+            made = [each.name for name in names or self.slices for each in self.outputs[name]]
+            live = {name: self.live[name] for name in made}
+            stats = self.receiver.refit(
+                version, live, self.compile_pass, names=names, timeout_s=timeout_s
+            )
         except RefitError as raised:
             error = raised
         assert time.monotonic() - started < timeout_s + SLACK_S
         assert not self.receiver.fenced
         if error is None:
-            self.serves.update(dict.fromkeys(names or self.live, version))
+            self.serves.update(dict.fromkeys(names or self.slices, version))
             self.era.tally.installs += 1
             assert stats.version_id == version
         else:
@@ -197,7 +233,7 @@ class Receiving:
 
     def places(self, names: Sequence[str] | None) -> Any:
         """Of every element that is wanted, in the numbers of `soak_model.places`."""
-        parts = [picked(self.slices[name], self.era.places) for name in names or self.live]
+        parts = [picked(self.slices[name], self.era.places) for name in names or self.slices]
         return np.unique(np.concatenate([part.reshape(-1) for part in parts]))
 
     def counts(self) -> list[scratch.ScratchCounts]:
@@ -220,6 +256,14 @@ class Receiving:
         assert len(scratch._NEVER_FREED) == kept
         if self.halfway:
             self.transport.close()
+
+
+def _is_matrix(spec: TensorSpec) -> bool:
+    return len(spec.shape) == 2 and min(spec.shape) > 0 and spec.dtype in RAW_DTYPES
+
+
+def _bytes(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 @dataclass
@@ -259,6 +303,7 @@ class Era:
         self.versions: list[str] = []
         self.gone: list[str] = []
         self._last = 0
+        self._others: list[Process] = []
         self._content: dict[str, dict[str, Any]] = {}
         self.sources: list[Source] = []
         for index in range(count):
@@ -353,9 +398,43 @@ class Era:
             answer = source.host.ask(do="publish", version=version, timeout_s=PLENTY_S)
             assert "done" in answer, answer
 
+    def other_receiver(self, version: str, phase: str) -> Process:
+        """A receiver of the whole model, in a process of its own, that is in a phase of a refit."""
+        process = Process(
+            "receiver",
+            model=self.name,
+            control=self.server.address,
+            transport=self.transport,
+            shapes={name: (drawn.wire, drawn.shape) for name, drawn in self.model.items()},
+            settings={"lease_ttl_s": 1, "heartbeat_ttl_s": 2},
+        )
+        self._others.append(process)
+        process.send(do="refit", version=version, pause=[phase], timeout_s=PLENTY_S)
+        assert process.answer() == {"phase": phase}
+        return process
+
+    def is_of(self, process: Process, version: str | None) -> bool:
+        """Whether another receiver's live tensors are those of a version, or still zeros."""
+        sums = {
+            name: zlib.crc32(bytes(content.nbytes) if version is None else content.tobytes())
+            for name, content in self.published(version or self.versions[-1]).items()
+        }
+        return bool(process.ask(do="sums")["sums"] == sums)
+
+    def ends(self, process: Process) -> None:
+        """Another receiver; what it leased can be had by publishers again."""
+        process.close()
+        self._others.remove(process)
+        until = time.monotonic() + PLENTY_S
+        while self.server.plane.counts().leases:
+            assert time.monotonic() < until
+            time.sleep(0.01)
+
     def close(self) -> None:
         for receiving in self.receivers:
             receiving.close()
+        for process in list(self._others):
+            self.ends(process)
         assert self.server.plane.counts().leases == 0
         for source in self.sources:
             self.soak.take_back(source.host)

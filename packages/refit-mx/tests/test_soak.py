@@ -49,9 +49,11 @@ FAULTS = {
     "flip": 10,
     "control": 9,
     "newer": 9,
+    "receiver_kill": 4,
+    "receiver_stop": 4,
     "released": 3,
 }
-PHASES = ("before", "lease", "discover", "plan", "transfer", "part", "verify", "install")
+PHASES = ("before", "lease", "discover", "plan", "transfer", "part", "verify", "compile", "install")
 EARLY = PHASES[: PHASES.index("plan")]
 
 
@@ -65,7 +67,7 @@ class Refit:
         self.fault = rng.choices(list(FAULTS), list(FAULTS.values()))[0]
         self.phase = rng.choice(PHASES)
         self.victim = rng.choice(era.sources)
-        names = list(self.receiving.live)
+        names = list(self.receiving.slices)
         some = rng.random() < 0.3
         self.names = rng.sample(names, rng.randint(1, len(names))) if some else None
         self.fresh = rng.random() < 0.5
@@ -79,7 +81,7 @@ class Refit:
 
     def __str__(self) -> str:
         partial = (
-            f"{len(self.names)} of {len(self.receiving.live)} targets" if self.names else "all"
+            f"{len(self.names)} of {len(self.receiving.slices)} targets" if self.names else "all"
         )
         return (
             f"{self.fault} at {self.phase}, {partial} of {self.version or 'a version'} by "
@@ -97,6 +99,8 @@ class Refit:
         prepare: Callable[[], None] = getattr(self, f"_prepare_{self.fault}", lambda: None)
         if self.phase == "part" and not self.receiving.halfway:
             self.phase = "transfer"
+        if self.phase == "compile" and self.receiving.compile_pass is None:
+            self.phase = "install"
         if self.fault in ("none", "deadline", "released"):
             self.phase = "before"
         prepare()
@@ -202,7 +206,7 @@ class Refit:
     # A bit changes in an arena
 
     def _prepare_flip(self) -> None:
-        if self.phase in ("part", "verify", "install"):
+        if self.phase in ("part", "verify", "compile", "install"):
             self.phase = self.rng.choice(("before", "lease", "discover", "plan", "transfer"))
         wanted = self.receiving.places(self.names)
         wanted = wanted[self.victim.mask[wanted]]
@@ -281,6 +285,32 @@ class Refit:
             self.then = self.era.publish(version)
         if not self._left:
             self.era.published_is(self.then)
+
+    # Another receiver dies in a phase of its own, or stops and goes on
+
+    def _prepare_other(self) -> None:
+        self.may_fail = False
+        self.others_phase = self.rng.choice([*EARLY[1:], "plan", "transfer", "verify", "install"])
+
+    _prepare_receiver_kill = _prepare_receiver_stop = _prepare_other
+
+    def _receiver_kill(self) -> None:
+        self.other = self.era.other_receiver(self.version, self.others_phase)
+        self.other.signal(signal.SIGKILL)
+
+    def _mend_receiver_kill(self) -> None:
+        self.era.ends(self.other)
+
+    def _receiver_stop(self) -> None:
+        self.other = self.era.other_receiver(self.version, self.others_phase)
+        self.other.signal(signal.SIGSTOP)
+
+    def _mend_receiver_stop(self) -> None:
+        self.other.signal(signal.SIGCONT)
+        answer = self.other.ask(do="go")
+        assert "done" in answer or answer["retryable"], answer
+        assert self.era.is_of(self.other, self.version if "done" in answer else None)
+        self.era.ends(self.other)
 
     # A version that was released
 
