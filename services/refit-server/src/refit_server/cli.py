@@ -59,8 +59,8 @@ def serve(
         float,
         typer.Option(
             min=0,
-            help="Seconds after a start for which workers and leases that were live stay so; "
-            "their own time to live if that is shorter.",
+            help="Seconds after a start or a pause for which workers and leases that were live "
+            "stay so; their own time to live if that is shorter.",
         ),
     ] = 30.0,
     metrics_port: Annotated[

@@ -62,7 +62,8 @@ class Keeping:
         retention: READY versions of each model; 0 keeps all.
         forget_after_s: until a released version without shards and leases is forgotten.
         most_ttl_s: that a worker or a lease may ask for.
-        restart_grace_s: for which what was live is taken for live after a restart, at most.
+        restart_grace_s: for which what was live is taken for live after a restart or a pause, at
+            most.
     """
 
     state: Path | None = None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from refit_mx.control.ledger import Ledger, Record, some
+from refit_mx.control.ledger import Key, Ledger, Record, identity, some
 from refit_mx.control.limits import Limits
 from refit_mx.control.records import Lease, Shard, Version, VersionState, Worker
 
@@ -26,6 +26,8 @@ class Lapses:
         self._limits = limits
         self._forget_after_ms = int(limits.forget_after_s * 1000)
         self._abandon_after_ms = int(limits.abandon_after_s * 1000)
+        self._excused: dict[tuple[str, Key], int] = {}
+        """When each lapses that the last pause was made up to, if nothing is heard of it."""
 
     def load(self, records: Iterable[Record], *, now_ms: int, grace_s: float) -> None:
         """Take in what a store kept.
@@ -52,6 +54,33 @@ class Lapses:
                 ledger.at(version.released_at_ms + self._forget_after_ms, "version", version.uid)
             self.covering_changed(version, now_ms)
         self.pass_to(now_ms)
+
+    def excuse(self, since_ms: int, now_ms: int, *, grace_s: float) -> None:
+        """Between the two moments the server did not run, so nobody could renew: that time does not
+        count for what was live before it.
+
+        That gets ``grace_s`` at least, as after a restart, for a client may have to connect anew.
+        But only once: pauses that come again and again must not keep alive what has died.
+        """
+        self.pass_to(since_ms)
+        ledger = self._ledger
+        records: list[Worker | Lease] = list(ledger.workers.values())
+        for held in ledger.leases.values():
+            records += held.values()
+        excused: dict[tuple[str, Key], int] = {}
+        for record in records:
+            if isinstance(record, Worker) and (record.stale or record.lapsed):
+                continue
+            name = kind, key = identity(record)
+            silent = self._excused.get(name) == record.expires_at_ms
+            record.expires_at_ms += now_ms - since_ms
+            if not silent:
+                granted = now_ms + min(record.ttl_ms, int(grace_s * 1000))
+                record.expires_at_ms = max(granted, record.expires_at_ms)
+            excused[name] = record.expires_at_ms
+            ledger.put(record)
+            ledger.at(record.expires_at_ms, kind, *key)
+        self._excused = excused
 
     def pass_to(self, now_ms: int) -> None:
         """Let lapse what has lapsed by now."""

@@ -18,7 +18,9 @@ from refit_mx.control.store import MemoryStore, Store
 
 T = TypeVar("T")
 _STORE_TIMEOUT_S = 30.0
-_SWEEP_S = 1.0
+_SWEEP_S = 0.5
+_PAUSE_MS = 1000
+"""The sweep looks at the clock more often; if it did not, the process did not run."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,8 @@ class ControlPlane:
         store: where records are kept.
         limits: what is kept, and for how long.
         restart_grace_s: what was live when the server stopped stays so for this long after its
-            start at least, or its own time to live if that is shorter.
+            start at least, or its own time to live if that is shorter. Likewise when the process
+            goes on after a pause, such as SIGSTOP or that of a virtual machine.
         clock: Unix time in milliseconds that never goes back; None takes the machine's.
     """
 
@@ -68,9 +71,11 @@ class ControlPlane:
         self._state = ControlState(limits)
         self._failed: str | None = None
         self._closed = threading.Event()
+        self._grace_s = restart_grace_s
+        self._seen_ms = self._clock()
         self.sources = SourceTable()
         try:
-            self._state.load(self._store.load(), now_ms=self._clock(), grace_s=restart_grace_s)
+            self._state.load(self._store.load(), now_ms=self._seen_ms, grace_s=restart_grace_s)
             self._wait(self._keep())
         except BaseException:
             self._store.close()
@@ -94,7 +99,7 @@ class ControlPlane:
         with self._lock:
             self._check()
             try:
-                return_value = step(self._state, self._clock())
+                return_value = step(self._state, self._now_ms())
             except Refusal:
                 # What lapsed before the refusal stays lapsed.
                 self._keep()
@@ -127,13 +132,22 @@ class ControlPlane:
 
     def now_ms(self) -> int:
         """The plane's clock."""
-        return self._clock()
+        with self._lock:
+            return self._now_ms()
 
     def close(self) -> None:
         """Stop, and finish the store. May be called again."""
         self._closed.set()
         self._sweeper.join()
         self._store.close()
+
+    def _now_ms(self) -> int:
+        """The time; the first call after a pause makes up for it before anything can lapse."""
+        since_ms, self._seen_ms = self._seen_ms, self._clock()
+        if self._seen_ms - since_ms > _PAUSE_MS:
+            self._state.excuse(since_ms, now_ms=self._seen_ms, grace_s=self._grace_s)
+            self.sources.excuse(since_ms, self._seen_ms)
+        return self._seen_ms
 
     def _check(self) -> None:
         if self._failed is not None:
@@ -162,6 +176,6 @@ class ControlPlane:
 
 def _anchored_clock() -> Callable[[], int]:
     # Unix time at the start, then the monotonic clock: a machine's clock that is set must not make
-    # leases and workers lapse.
+    # leases and workers lapse. Nor must a machine that sleeps: Linux stops this clock meanwhile.
     offset = time.time() - time.monotonic()
     return lambda: int((time.monotonic() + offset) * 1000)

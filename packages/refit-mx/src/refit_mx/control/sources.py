@@ -105,6 +105,13 @@ class SourceTable:
                 source.source_load = source_load
             return True
 
+    def excuse(self, since_ms: int, now_ms: int) -> None:
+        """Between the two moments nobody could say anything; that time is no silence."""
+        with self._lock:
+            for source in self._sources.values():
+                if source.status_at(since_ms) != STALE:
+                    source.updated_at_ms += now_ms - since_ms
+
     def get(self, mx_source_id: str, worker_id: str) -> Source | None:
         """One source, as it was published."""
         with self._lock:

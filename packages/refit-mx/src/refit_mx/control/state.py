@@ -49,6 +49,10 @@ class ControlState:
         """Take in what a store kept; see `Lapses.load`."""
         self._lapses.load(records, now_ms=now_ms, grace_s=grace_s)
 
+    def excuse(self, since_ms: int, *, now_ms: int, grace_s: float) -> None:
+        """The server did not run between the two moments; see `Lapses.excuse`."""
+        self._lapses.excuse(since_ms, now_ms, grace_s=grace_s)
+
     def take_changes(self) -> Changes:
         """What changed since the last call; see `Ledger.take_changes`."""
         return self.ledger.take_changes()
