@@ -6,10 +6,12 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
+import psutil
 import pytest
 import torch.distributed
 from vllm_servers import StandIn
@@ -118,6 +120,79 @@ def test_a_rank_outside_of_the_world_is_refused(rank, world_size):
         PhaseBarrier(Ranks(1).server, rank=rank, world_size=world_size)
 
 
+STORE = """
+import sys
+from torch.distributed import TCPStore
+store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+sys.stdin.readline()
+"""
+
+
+@pytest.fixture
+def elsewhere():
+    """A store whose server is a process of its own, and that process."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", STORE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    port = int(process.stdout.readline())
+    store = torch.distributed.TCPStore(
+        "127.0.0.1", port, is_master=False, timeout=timedelta(seconds=PATIENCE_S)
+    )
+    yield store, process
+    process.kill()
+    process.communicate()
+
+
+def stop(process):
+    process.send_signal(signal.SIGSTOP)
+    until = time.monotonic() + PATIENCE_S
+    while psutil.Process(process.pid).status() != psutil.STATUS_STOPPED:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("call", ["meet", "arrive", "fail", "follow"])
+def test_a_store_that_is_stopped_is_a_time_out_within_the_deadline(elsewhere, call, pool):
+    store, process = elsewhere
+    barrier = PhaseBarrier(store, rank=0, world_size=2)
+    barrier.begin()
+    stop(process)
+    calls = {
+        "meet": lambda: barrier.meet(Point.PAUSED, Deadline(1.0, "test")),
+        "arrive": lambda: barrier.arrive(Point.RESUMED, timeout_s=1.0),
+        "fail": lambda: barrier.fail(Point.PAUSED, "why", timeout_s=1.0),
+        "follow": lambda: follow(barrier, timeout_s=1.0),
+    }
+    for _ in range(2):
+        with pytest.raises(RefitTimeoutError, match="store"):
+            pool.submit(calls[call]).result(PATIENCE_S / 2)
+    assert sum(each.name == "refit-barrier" for each in threading.enumerate()) == 1
+    # It goes on, and so does whoever uses the barrier.
+    process.send_signal(signal.SIGCONT)
+    other = PhaseBarrier(store.clone(), rank=1, world_size=2)
+    barrier._round = other._round = 7
+    following = pool.submit(follow, other, timeout_s=PATIENCE_S)
+    barrier.begin()
+    drive(barrier, Deadline(PATIENCE_S, "test"))
+    following.result(PATIENCE_S)
+
+
+def test_a_store_whose_server_is_gone_is_a_typed_error(elsewhere):
+    store, process = elsewhere
+    barrier = PhaseBarrier(store, rank=0, world_size=2)
+    barrier.begin()
+    process.kill()
+    process.wait(PATIENCE_S)
+    for call in (
+        lambda: barrier.meet(Point.PAUSED, Deadline(5.0, "test")),
+        lambda: barrier.fail(Point.PAUSED, "why"),
+        lambda: follow(barrier, timeout_s=5.0, failure=None),
+    ):
+        with pytest.raises(FleetError, match="store of the barrier"):
+            call()
+
+
 FOLLOWER = """
 import os, signal, sys
 from datetime import timedelta
@@ -204,3 +279,16 @@ def test_a_rank_killed_before_all_have_received_leaves_every_server_at_the_old_v
     finally:
         follower.kill()
         follower.wait(PATIENCE_S)
+
+
+def test_a_store_that_is_stopped_does_not_outlast_the_time_of_a_refit(server, elsewhere):
+    RefitFleet([server.url], timeout_s=PATIENCE_S).refit("v4")
+    store, process = elsewhere
+    fleet = RefitFleet([server.url], timeout_s=3, cleanup_timeout_s=2, holds="v4")
+    stop(process)
+    began = time.monotonic()
+    with pytest.raises(RefitTimeoutError, match="store of the barrier"):
+        fleet.refit("v5", barrier=PhaseBarrier(store, rank=0, world_size=2))
+    assert time.monotonic() - began < 20
+    assert (server.state["version"], server.state["is_paused"]) == ("v4", True)
+    fleet.resume()

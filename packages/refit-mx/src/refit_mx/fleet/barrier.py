@@ -7,17 +7,24 @@ dies, the driver must not install what came from it as if all were well.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from enum import Enum
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from refit_mx.deadline import Deadline
-from refit_mx.errors import FleetError, RefitConfigError
+from refit_mx.errors import FleetError, RefitConfigError, RefitError
+from refit_mx.fleet.bounded_calls import BoundedCalls
+
+_Found = TypeVar("_Found")
 
 _OK = b"ok"
 _FAILED = b"failed: "
 _MOST_TEXT = 500
+_TELL_S = 3.0
+_NAMING_S = 1.0
+"""After a deadline, for asking the store which ranks did not come."""
 
 
 class Point(Enum):
@@ -51,6 +58,8 @@ class Store(Protocol):
 class PhaseBarrier:
     """One rank's part. All ranks begin the same rounds in the same order, as with collectives.
 
+    No call outlasts its time, also where the store's server is stopped and never answers.
+
     Args:
         store: shared by all ranks.
         rank: this one, from 0.
@@ -69,25 +78,70 @@ class PhaseBarrier:
         self._world_size = world_size
         self._name = name
         self._round = 0
+        self._calls = BoundedCalls()
 
     def begin(self) -> None:
-        """The next round. What this rank wrote two rounds ago is forgotten; none reads it now."""
+        """The next round."""
         self._round += 1
-        for point in Point:
-            self._store.delete_key(self._key(self._round - 2, point, self._rank))
 
-    def arrive(self, point: Point) -> None:
-        """Say that this rank is there, without waiting."""
-        self._store.set(self._key(self._round, point, self._rank), _OK)
+    def arrive(self, point: Point, *, timeout_s: float = _TELL_S) -> None:
+        """Say that this rank is there, without waiting for others.
+
+        Raises:
+            FleetError: the store refuses, or its server is gone.
+            RefitTimeoutError: the store did not answer in time.
+        """
+        deadline = Deadline(timeout_s, f"refit: the point {point.value!r}")
+        self._bounded(lambda: self._say([point], _OK), deadline)
 
     def meet(self, point: Point, deadline: Deadline) -> None:
         """Say that this rank is there, and wait for the others.
 
         Raises:
-            FleetError: a rank said that it failed; names each.
-            RefitTimeoutError: ranks did not come in time; names them. They may have died.
+            FleetError: a rank said that it failed; names each. Or the store's server is gone.
+            RefitTimeoutError: ranks did not come in time; names them. They may have died. Or the
+                store did not answer in time.
         """
-        self.arrive(point)
+        self._bounded(lambda: self._meet(point, deadline), deadline, _NAMING_S)
+
+    def fail(self, point: Point, why: str, *, timeout_s: float = _TELL_S) -> None:
+        """Say that this rank failed, at this point and all that follow, so that none waits for it.
+
+        Args:
+            point: the next one that this rank would have come to.
+            why: for the error that the others raise.
+            timeout_s: for the store to take it.
+
+        Raises:
+            FleetError: the store refuses, or its server is gone.
+            RefitTimeoutError: the store did not answer in time.
+        """
+        points = list(Point)
+        deadline = Deadline(timeout_s, "refit: telling other ranks of a failure")
+        value = _FAILED + why[:_MOST_TEXT].encode()
+        self._bounded(lambda: self._say(points[points.index(point) :], value), deadline)
+
+    def _bounded(
+        self, call: Callable[[], _Found], deadline: Deadline, more_s: float = 0.0
+    ) -> _Found:
+        try:
+            return self._calls.call(call, deadline.left_s + more_s)
+        except RefitError:
+            raise
+        except TimeoutError:
+            raise deadline.error("waiting for the store of the barrier, which is silent") from None
+        except RuntimeError as error:
+            # torch's stores say refusals and lost connections so.
+            raise FleetError(f"refit: the store of the barrier: {error}", {}) from error
+
+    def _say(self, points: Iterable[Point], value: bytes) -> None:
+        for point in points:
+            # What this rank wrote two rounds ago; none reads it now.
+            self._store.delete_key(self._key(self._round - 2, point, self._rank))
+            self._store.set(self._key(self._round, point, self._rank), value)
+
+    def _meet(self, point: Point, deadline: Deadline) -> None:
+        self._say([point], _OK)
         failed: dict[str, str] = {}
         for rank in self._others():
             key = self._key(self._round, point, rank)
@@ -111,19 +165,6 @@ class PhaseBarrier:
                 f"waiting at the point {point.value!r} for ranks {', '.join(map(str, missing))}"
             )
 
-    def fail(self, point: Point, why: str) -> None:
-        """Say that this rank failed, at this point and all that follow, so that none waits for it.
-
-        Args:
-            point: the next one that this rank would have come to.
-            why: for the error that the others raise.
-        """
-        points = list(Point)
-        for later in points[points.index(point) :]:
-            self._store.set(
-                self._key(self._round, later, self._rank), _FAILED + why[:_MOST_TEXT].encode()
-            )
-
     def _others(self) -> Iterable[int]:
         return (rank for rank in range(self._world_size) if rank != self._rank)
 
@@ -143,17 +184,19 @@ def follow(barrier: PhaseBarrier, *, timeout_s: float, failure: str | None = Non
 
     Args:
         barrier: this rank's.
-        timeout_s: for the whole refit.
+        timeout_s: for the whole refit; after a failure, telling the others may take 3 s more.
         failure: why this rank cannot take part; the refit fails for all ranks then.
 
     Raises:
-        FleetError: the refit failed, at the driver or another rank; or ``failure`` was given.
-        RefitTimeoutError: the driver or another rank did not come in time.
+        FleetError: the refit failed, at the driver or another rank; or ``failure`` was given, or
+            the store's server is gone.
+        RefitTimeoutError: the driver or another rank did not come in time, or the store did not
+            answer.
     """
     deadline = Deadline(timeout_s, "refit that another rank drives")
     barrier.begin()
     if failure is not None:
-        barrier.fail(Point.PAUSED, failure)
+        _tell(barrier, Point.PAUSED, failure)
         raise FleetError(f"refit: this rank failed: {failure}", {"this rank": failure})
     for point in Point:
         try:
@@ -161,5 +204,11 @@ def follow(barrier: PhaseBarrier, *, timeout_s: float, failure: str | None = Non
         except Exception as error:
             later = list(Point)[list(Point).index(point) + 1 :]
             if later:
-                barrier.fail(later[0], f"{type(error).__name__}: {error}")
+                _tell(barrier, later[0], f"{type(error).__name__}: {error}")
             raise
+
+
+def _tell(barrier: PhaseBarrier, point: Point, why: str) -> None:
+    # Others who are not told wait until their deadlines; this rank's own error says more.
+    with contextlib.suppress(RefitError):
+        barrier.fail(point, why)

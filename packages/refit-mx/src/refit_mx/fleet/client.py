@@ -9,6 +9,7 @@ resumed before all have said that they did it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from typing import Any, TypeVar, get_args
 import httpx
 
 from refit_mx.deadline import Deadline
-from refit_mx.errors import FleetError, RefitConfigError
+from refit_mx.errors import FleetError, RefitConfigError, RefitError
 from refit_mx.fleet.barrier import PhaseBarrier, Point
 from refit_mx.fleet.server import Server, ServerCallError
 from refit_mx.fleet.server_group import Ask, PauseMode, ServerGroup
@@ -58,8 +59,8 @@ class RefitFleet:
             ``abort`` ends it.
         clear_cache: whether servers drop the cached keys and values of the old weights.
         world_size: workers of all servers together, if known; another number is refused.
-        cleanup_timeout_s: after a failure, for telling servers to drop what they received; beyond
-            ``timeout_s``.
+        cleanup_timeout_s: after a failure, for telling servers to drop what they received, and the
+            other ranks of a barrier that it failed; beyond ``timeout_s``.
         headers: for every request, such as an authorization. Never part of an error.
         holds: the version that all servers hold, of an earlier client; None for the weights of
             their launch. Looked at before any is resumed.
@@ -247,11 +248,15 @@ class _Update:
             await self._timed("resume", fleet._group.resume(self._client, self._deadline))
             resumed = time.monotonic()
         except BaseException as error:
-            self._tell(error)
+            await self._tell(error)
             raise
-        # All serve the version now; a rank that dies from here on changes nothing about that.
+        # All serve the version now; a rank or a store that dies from here on changes nothing about
+        # that.
         if self._barrier is not None:
-            await asyncio.to_thread(self._barrier.arrive, Point.RESUMED)
+            with contextlib.suppress(RefitError):
+                await asyncio.to_thread(
+                    self._barrier.arrive, Point.RESUMED, timeout_s=fleet._group.cleanup_timeout_s
+                )
         return FleetStats(
             servers=len(fleet._servers),
             workers=sum(server.world_size or 0 for server in fleet._servers),
@@ -318,7 +323,7 @@ class _Update:
 
     async def _give_up(self, error: BaseException) -> None:
         """Before any live weight changed: have all servers drop what they received."""
-        self._tell(error)
+        telling = asyncio.create_task(self._tell(error))
         fleet = self._fleet
         started = [server for server in fleet._servers if server.initialised and not server.clean]
         try:
@@ -333,10 +338,19 @@ class _Update:
             # Known from `clean`, and the next refit begins with it; the first error says why.
             if isinstance(error, FleetError):
                 error.failed = {**second.failed, **error.failed}
+        finally:
+            await telling
 
-    def _tell(self, error: BaseException) -> None:
+    async def _tell(self, error: BaseException) -> None:
         if self._barrier is not None:
-            self._barrier.fail(self._next, f"{type(error).__name__}: {error}")
+            # Other ranks that are not told wait until their deadlines; the first error says why.
+            with contextlib.suppress(RefitError):
+                await asyncio.to_thread(
+                    self._barrier.fail,
+                    self._next,
+                    f"{type(error).__name__}: {error}",
+                    timeout_s=self._fleet._group.cleanup_timeout_s,
+                )
 
     async def _meet(self, point: Point) -> None:
         self._next = point
