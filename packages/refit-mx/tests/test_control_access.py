@@ -116,6 +116,28 @@ def test_a_token_never_travels_in_the_clear(token_file):
     assert TOKEN not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "address",
+    [
+        "127.evil.example.com:50051",
+        "127.0.0.1.example.com:50051",
+        "localhost.example.com:50051",
+        "128.0.0.1:50051",
+        "[::2]:50051",
+        "::1:50051",
+        "dns://example.com/127.0.0.1:50051",
+    ],
+)
+def test_only_this_machine_is_given_a_token_in_the_clear(address):
+    with pytest.raises(RefitConfigError, match="in the clear"):
+        ControlClient(address, token=TOKEN)
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "127.9.9.9:1", "localhost:1", "[::1]:1"])
+def test_this_machine_is_given_a_token_without_tls(address):
+    ControlClient(address, token=TOKEN).close()
+
+
 def test_a_proxy_of_the_environment_is_not_asked(server, token_file, monkeypatch):
     for name in ("http_proxy", "https_proxy", "grpc_proxy", "HTTP_PROXY"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import ssl
 from collections.abc import Callable
 from pathlib import Path
@@ -151,5 +152,13 @@ def _credentials(tls_ca: Path | str) -> grpc.ChannelCredentials:
 
 
 def _is_loopback(address: str) -> bool:
-    host = address.rpartition(":")[0].strip("[]")
-    return host in ("localhost", "::1") or host.startswith("127.")
+    host = address.rpartition(":")[0]
+    if host.startswith("[") and host.endswith("]"):
+        host = host[1:-1]
+    elif ":" in host:  # gRPC takes all of it for an address of IPv6
+        return False
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        # Any other name, such as one that begins with `127.`, is what a name server says it is.
+        return host == "localhost"
