@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import email
+import os
 import re
 import shutil
 import subprocess
@@ -75,6 +76,29 @@ def test_a_wheel_is_typed_licensed_and_says_what_it_is(built: Path, package: str
     # A link to a file of the repository leads nowhere from the page of a package.
     links = re.findall(r"\]\(([^)\s]*)\)", str(told.get_payload()))
     assert not [link for link in links if not re.match(r"https?://|#", link)]
+
+
+def test_vllm_finds_the_plugin_of_an_installed_wheel(built: Path, tmp_path: Path) -> None:
+    with wheel(built, "refit-mx") as archive:
+        archive.extractall(tmp_path)
+    # As vLLM looks for it. It is called without vLLM, which must do no harm.
+    program = (
+        "from importlib.metadata import entry_points\n"
+        "[plugin] = entry_points(group='vllm.general_plugins', name='refit_mx')\n"
+        "plugin.load()()\n"
+        "import refit_mx\n"
+        "print(refit_mx.__file__)"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.strip() == str(tmp_path / "refit_mx" / "__init__.py")
+    assert not ran.stderr
 
 
 @pytest.mark.parametrize("package", sorted(PACKAGES))

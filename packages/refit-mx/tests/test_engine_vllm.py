@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import sys
+import tomllib
+from importlib.metadata import EntryPoint
+from pathlib import Path
 
 import pytest
 import stand_in_vllm
@@ -63,6 +67,43 @@ def test_without_vllm_registering_says_so(monkeypatch):
         monkeypatch.delitem(sys.modules, name)
     with pytest.raises(ImportError, match="vllm"):
         register()
+
+
+@pytest.fixture
+def plugin():
+    """What vLLM calls in each of its processes, by the name that the distribution gives it."""
+    path = Path(__file__).parents[1] / "pyproject.toml"
+    group = "vllm.general_plugins"
+    found = tomllib.loads(path.read_text())["project"]["entry-points"][group]
+    assert list(found) == ["refit_mx"]
+    return EntryPoint("refit_mx", found["refit_mx"], group).load()
+
+
+def test_vllm_has_the_engine_by_the_entry_point_alone(plugin, caplog):
+    factory = provide("new")
+    plugin()
+    plugin()
+    assert factory._registry["mx"]().__name__ == "MxWeightTransferEngine"
+    assert not caplog.records
+
+
+def test_the_entry_point_ends_no_vllm(plugin, caplog, monkeypatch):
+    # None is there, as in a process that only looks at its plugins.
+    for name in [n for n in sys.modules if n.partition(".")[0] == "vllm"]:
+        monkeypatch.delitem(sys.modules, name)
+    plugin()
+    assert not [each for each in caplog.records if each.levelno >= logging.WARNING]
+    # Another engine has the name.
+    factory = provide("new")
+    factory.register_engine("mx", stand_in_vllm.seeded_engine())
+    plugin()
+    assert "another weight transfer engine" in caplog.text
+    # A factory of another generation.
+    caplog.clear()
+    factory = provide("new")
+    factory.register_engine = lambda name: None
+    plugin()
+    assert "'mx' is not registered: TypeError" in caplog.text
 
 
 @pytest.mark.parametrize(
