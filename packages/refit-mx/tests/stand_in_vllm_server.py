@@ -270,6 +270,8 @@ class Handler(BaseHTTPRequestHandler):
         query = {key: values[-1] for key, values in parse_qs(url.query).items()}
         route = self.application.routes.get((method, url.path))
         if route is None:
+            if any(path == url.path for _, path in self.application.routes):
+                return self.send(405, {"detail": "Method Not Allowed"})
             return self.send(404, {"detail": "Not Found"})
         fault = self.application.faults.pop(url.path, None)
         if fault == "kill":

@@ -11,7 +11,7 @@ from served_engines import CONFIG, Trainer, assert_serve, digests, fleet_of, ser
 from stand_in_model import checkpoint, dense_forward
 from vllm_servers import StandIn
 
-from refit_mx.errors import FleetError
+from refit_mx.errors import FleetError, RefitConfigError
 from refit_mx.fleet.client import RefitFleet
 
 pytestmark = pytest.mark.slow
@@ -139,8 +139,10 @@ def test_the_older_form_of_the_interface_is_served_too(seeds):
             server.post("/update_weights", {"update_info": {"version_id": trainer.publish(seed)}})
             assert server.state["digests"] == digests(seed, 2)
         server.post("/resume")
-        with pytest.raises(FleetError, match="/start_weight_update: 404"):
+        pauses = server.state["pauses"]
+        with pytest.raises(RefitConfigError, match="lacks /start_weight_update and /finish_weight"):
             RefitFleet([server.url], init_info={**info, "rank_offset": 0}, timeout_s=30).refit("v")
+        assert server.state["pauses"] == pauses
         # Told to end, it says STALE for its receivers, and ends.
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(60) == -signal.SIGTERM

@@ -284,11 +284,11 @@ def test_a_rank_killed_before_all_have_received_leaves_every_server_at_the_old_v
 def test_a_store_that_is_stopped_does_not_outlast_the_time_of_a_refit(server, elsewhere):
     RefitFleet([server.url], timeout_s=PATIENCE_S).refit("v4")
     store, process = elsewhere
-    fleet = RefitFleet([server.url], timeout_s=3, cleanup_timeout_s=2, holds="v4")
+    fleet = RefitFleet([server.url], timeout_s=10, cleanup_timeout_s=2, holds="v4")
     stop(process)
     began = time.monotonic()
     with pytest.raises(RefitTimeoutError, match="store of the barrier"):
         fleet.refit("v5", barrier=PhaseBarrier(store, rank=0, world_size=2))
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 30
     assert (server.state["version"], server.state["is_paused"]) == ("v4", True)
     fleet.resume()

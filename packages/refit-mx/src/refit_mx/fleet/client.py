@@ -136,7 +136,8 @@ class RefitFleet:
                 `holds` says. The same call made again brings them to the version, also a server
                 that was restarted under its address.
             RefitTimeoutError: other ranks of the barrier did not come in time; as above.
-            RefitConfigError: another refit is under way, or an event loop runs in this thread.
+            RefitConfigError: another refit is under way, an event loop runs in this thread, or a
+                server has the older form of vLLM's interface; then none was paused.
         """
         return _run(lambda: self.refit_async(version_id, update_info=update_info, barrier=barrier))
 
@@ -224,10 +225,12 @@ class _Update:
         self._offsets: dict[Server, int] = {}
 
     async def run(self, update_info: Mapping[str, Any]) -> FleetStats:
-        fleet, began = self._fleet, time.monotonic()
+        fleet = self._fleet
         if self._barrier is not None:
             self._barrier.begin()
         try:
+            await self._expect_phases()
+            began = time.monotonic()
             await self._timed("pause", fleet._group.pause(self._client, self._deadline))
             await self._meet(Point.PAUSED)
             await self._timed("init", self._initialise())
@@ -263,6 +266,23 @@ class _Update:
             paused_s=resumed - began,
             seconds=self._seconds,
         )
+
+    async def _expect_phases(self) -> None:
+        """See, while all still serve, that all can be driven."""
+        missing: dict[str, list[str]] = {}
+
+        async def ask(server: Server, client: httpx.AsyncClient, deadline: Deadline) -> None:
+            if routes := await server.missing_phases(client, deadline):
+                missing[server.address] = routes
+
+        await self._ask("look at the routes", ask)
+        if missing:
+            named = "; ".join(f"{each} lacks {' and '.join(missing[each])}" for each in missing)
+            raise RefitConfigError(
+                f"fleet: {named}. That is the older form of vLLM's weight transfer, which receives "
+                "and installs in one call, so that servers cannot wait for each other. Use a vLLM "
+                "of the newest form, or call /update_weights of these yourself. None was paused"
+            )
 
     async def _initialise(self) -> None:
         """Bring every engine to where an update can start."""

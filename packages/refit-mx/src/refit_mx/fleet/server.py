@@ -14,6 +14,10 @@ from refit_mx.deadline import Deadline
 from refit_mx.errors import RefitConfigError
 
 MOST_ANSWER_BYTES = 1 << 20
+_PHASES = ("/start_weight_update", "/finish_weight_update")
+"""What only the newest form of vLLM's interface has."""
+_BOTH_FORMS = "/update_weights"
+_MISSING, _WRONG_METHOD = 404, 405
 _MOST_TEXT = 500
 
 
@@ -22,11 +26,13 @@ class ServerCallError(Exception):
 
     Attributes:
         answered: whether the server itself said so. Otherwise nobody knows what it did.
+        status: of HTTP; None if there was no whole answer.
     """
 
-    def __init__(self, text: str, *, answered: bool) -> None:
+    def __init__(self, text: str, *, answered: bool, status: int | None = None) -> None:
         super().__init__(text)
         self.answered = answered
+        self.status = status
 
 
 def checked_address(address: str) -> str:
@@ -64,6 +70,7 @@ class Server:
         holds: the version that it is known to hold: ``None`` the one it was launched with, else an
             id; `UNKNOWN` if it did not answer or failed while it installed.
         world_size: of its workers; None if not asked yet.
+        has_phases: whether it is known to receive and to install in calls of their own.
     """
 
     UNKNOWN = "\0unknown"
@@ -74,12 +81,37 @@ class Server:
         self.clean = False
         self.holds = holds
         self.world_size: int | None = None
+        self.has_phases = False
 
     def lost(self) -> None:
         """It did not answer: it may be gone, or come back with the weights of its launch."""
         self.initialised = False
         self.clean = False
+        self.has_phases = False
         self.holds = self.UNKNOWN
+
+    async def missing_phases(self, client: httpx.AsyncClient, deadline: Deadline) -> list[str]:
+        """Routes of the newest form of vLLM's interface that it surely lacks.
+
+        Asked with GET, which changes nothing: FastAPI answers 405 where a route takes POST alone,
+        and 404 where there is none. Only beside a 405 does a 404 say so: behind a gateway or a
+        prefix, or without the development routes, all may be 404, and the calls themselves tell.
+        """
+        if self.has_phases or await self._look(client, deadline, _BOTH_FORMS) != _WRONG_METHOD:
+            return []
+        found = {path: await self._look(client, deadline, path) for path in _PHASES}
+        self.has_phases = set(found.values()) == {_WRONG_METHOD}
+        return [path for path, status in found.items() if status == _MISSING]
+
+    async def _look(self, client: httpx.AsyncClient, deadline: Deadline, path: str) -> int:
+        """The status that GET is answered with."""
+        try:
+            await self._call(client, deadline, "GET", path)
+        except ServerCallError as error:
+            if error.status is None:
+                raise
+            return error.status
+        return 200
 
     async def pause(
         self, client: httpx.AsyncClient, deadline: Deadline, mode: str, clear_cache: bool
@@ -224,10 +256,13 @@ class Server:
             raise ServerCallError(
                 f"{path}: redirects elsewhere ({response.status_code}), which is refused",
                 answered=False,
+                status=response.status_code,
             )
         if response.status_code != 200:
             raise ServerCallError(
-                f"{path}: {response.status_code}: {text[:_MOST_TEXT]}", answered=True
+                f"{path}: {response.status_code}: {text[:_MOST_TEXT]}",
+                answered=True,
+                status=response.status_code,
             )
         return _object(path, text)
 
@@ -249,5 +284,7 @@ def _object(path: str, text: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
     except ValueError:
-        raise ServerCallError(f"{path}: the answer is not JSON", answered=True) from None
+        raise ServerCallError(
+            f"{path}: the answer is not JSON", answered=True, status=200
+        ) from None
     return value if isinstance(value, dict) else {"value": value}
