@@ -23,7 +23,7 @@ import torch
 
 from refit_mx.arena import Arena, DoubleArena
 from refit_mx.bounded_control import bounded, patiently
-from refit_mx.control.client import ControlClient
+from refit_mx.control.client import ControlClient, VersionInfo
 from refit_mx.control.connection import PreconditionError
 from refit_mx.control.heartbeat import Heartbeat
 from refit_mx.control.records import Shard, VersionState, WorkerRole
@@ -310,12 +310,7 @@ class MxV2TrainingPublisher:
 
     def _check_version(self, version_id: str, deadline: Deadline) -> None:
         """Refuse before anything is copied."""
-        version = patiently(
-            self._control,
-            lambda client: client.get_version(version_id),
-            deadline=deadline,
-            patience_s=self._settings.control_patience_s,
-        )
+        version = self._version(version_id, deadline)
         if version.model_name != self._model_name:
             raise RefitConfigError(
                 f"version {version_id} is of model {version.model_name!r}; "
@@ -340,15 +335,17 @@ class MxV2TrainingPublisher:
     def _is_over(self, version_id: str, deadline: Deadline) -> bool:
         """Whether a version was given up, so that it will never be READY again."""
         try:
-            version = patiently(
-                self._control,
-                lambda client: client.get_version(version_id),
-                deadline=deadline,
-                patience_s=self._settings.control_patience_s,
-            )
+            return self._version(version_id, deadline).state is VersionState.RELEASING
         except VersionNotFoundError:
             return True
-        return version.state is VersionState.RELEASING
+
+    def _version(self, version_id: str, deadline: Deadline) -> VersionInfo:
+        return patiently(
+            self._control,
+            lambda client: client.get_version(version_id),
+            deadline=deadline,
+            patience_s=self._settings.control_patience_s,
+        )
 
     def _retire(self, version_id: str, deadline: Deadline) -> None:
         leased = ""
