@@ -289,6 +289,7 @@ def test_a_store_that_is_stopped_does_not_outlast_the_time_of_a_refit(server, el
     began = time.monotonic()
     with pytest.raises(RefitTimeoutError, match="store of the barrier"):
         fleet.refit("v5", barrier=PhaseBarrier(store, rank=0, world_size=2))
-    assert time.monotonic() - began < 30
+    # Some 13 s where two cores have little else to do; without a limit it would never end.
+    assert time.monotonic() - began < PATIENCE_S
     assert (server.state["version"], server.state["is_paused"]) == ("v4", True)
     fleet.resume()
