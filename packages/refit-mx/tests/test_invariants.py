@@ -51,12 +51,6 @@ from refit_mx.transports.base import Transport
 from refit_mx.transports.tcp import TcpTransport
 
 
-@pytest.fixture
-def world():
-    with a_world(retention=100) as made:
-        yield made
-
-
 def publish(world: World, transport: str, state, ranks: int) -> None:
     """v1 as FSDP over some ranks has it."""
     world.version("v1", [f"fsdp-{rank}" for rank in range(ranks)])

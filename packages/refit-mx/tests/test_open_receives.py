@@ -7,7 +7,7 @@ import warnings
 
 import pytest
 import torch
-from refit_fixtures import MODEL, a_world
+from refit_fixtures import MODEL
 from refit_processes import same, targets_of, weights
 
 from refit_mx.errors import PhaseError, RefitTimeoutError
@@ -16,12 +16,6 @@ from refit_mx.receiver import MxV2RefitReceiver
 from refit_mx.settings import ReceiverSettings
 
 SHORT = ReceiverSettings(lease_ttl_s=1, scratch_copies=1)
-
-
-@pytest.fixture
-def world():
-    with a_world(retention=100) as made:
-        yield made
 
 
 @pytest.fixture

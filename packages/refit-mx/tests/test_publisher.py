@@ -30,12 +30,6 @@ from refit_mx.tensor_types import Box
 from refit_mx.transports.nixl_source import NixlSource
 
 
-@pytest.fixture
-def world():
-    with a_world(retention=100) as made:
-        yield made
-
-
 def received(world: World, version_id: str, **settings) -> dict[str, torch.Tensor]:
     receiver = world.receiver(**settings)
     with receiver.receive_weights_scratch(version_id, timeout_s=20) as got:

@@ -12,7 +12,6 @@ from refit_fixtures import (
     MODEL,
     TRANSPORTS,
     Meddling,
-    a_world,
     needs_shm,
     zeros,
 )
@@ -40,20 +39,6 @@ from refit_mx.tensor_types import TensorSpec
 from refit_mx.transports.base import Fetch
 from refit_mx.transports.tcp import TcpTransport
 from refit_mx.transports.work import OnDone
-
-
-@pytest.fixture
-def world():
-    with a_world(retention=100) as made:
-        yield made
-
-
-@pytest.fixture
-def published(world):
-    """v1 from two FSDP ranks, and its weights."""
-    publishers = [world.publisher(f"fsdp-{rank}") for rank in range(2)]
-    return publishers, world.publish(publishers, "v1", 1)
-
 
 # Receiving
 

@@ -6,7 +6,6 @@ import pytest
 import torch
 from refit_fixtures import (
     Meddling,
-    a_world,
     zeros,
 )
 from refit_processes import SHAPES, same, targets_of, weights
@@ -21,20 +20,6 @@ from refit_mx.errors import (
 from refit_mx.manifest import Registry
 from refit_mx.tensor_types import TensorSpec
 from refit_mx.transports.tcp import TcpTransport
-
-
-@pytest.fixture
-def world():
-    with a_world(retention=100) as made:
-        yield made
-
-
-@pytest.fixture
-def published(world):
-    """v1 from two FSDP ranks, and its weights."""
-    publishers = [world.publisher(f"fsdp-{rank}") for rank in range(2)]
-    return publishers, world.publish(publishers, "v1", 1)
-
 
 # Installing
 

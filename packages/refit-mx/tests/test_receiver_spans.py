@@ -6,26 +6,13 @@ from collections.abc import Mapping
 
 import pytest
 import torch
-from refit_fixtures import a_world, exported, verbose, zeros
+from refit_fixtures import exported, verbose, zeros
 from refit_processes import targets_of, weights
 
 from refit_mx.compile.base import compile_pass
 from refit_mx.errors import VersionNotFoundError
 
 MOVING = {"refit.transfer", "refit.verify", "refit.install"}
-
-
-@pytest.fixture
-def world():
-    with a_world(retention=100) as made:
-        yield made
-
-
-@pytest.fixture
-def published(world):
-    """v1 from two FSDP ranks, and its weights."""
-    publishers = [world.publisher(f"fsdp-{rank}") for rank in range(2)]
-    return publishers, world.publish(publishers, "v1", 1)
 
 
 def test_spans_tell_the_phases_the_bytes_and_errors_by_class_only(world, published):

@@ -4,19 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from refit_fixtures import TRANSPORTS, a_world, zeros
+from refit_fixtures import TRANSPORTS, zeros
 from refit_processes import fsdp_shards, same, targets_of, weights
 
 from refit_mx.errors import LeaseLostError, VersionNotReadyError
 from refit_mx.receiver import MxV2RefitReceiver
 from refit_mx.shard_sources import LocalShard
 from refit_mx.tensor_types import Box
-
-
-@pytest.fixture
-def world():
-    with a_world(retention=100) as made:
-        yield made
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
