@@ -1,0 +1,357 @@
+"""`KeyValueClient`: the contract on any store that has transactions over keys and bytes.
+
+SQLite, LMDB, PostgreSQL or FoundationDB: an adapter brings `KeyValueClient.transaction` and
+`DataPlaneClient.close`, and this class the contract. One record tells of a partition, one of each
+sample, one of each claimed sample of a task, and one of each value. Reads and puts cost a key for
+each sample and field, a claim a look at every sample of its partition.
+
+Needs msgspec: the extra ``dataplane-core[checkpoint]``.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import warnings
+from abc import abstractmethod
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, ClassVar, Protocol  # Any: tags hold the caller's own primitives
+
+import msgspec
+from tensordict import TensorDict
+
+from dataplane_core import declaration as rules
+from dataplane_core.client import Capabilities, DataPlaneClient
+from dataplane_core.errors import (
+    InvalidRequestError,
+    PartitionNotFoundError,
+    UnknownTaskError,
+    UnsupportedError,
+    listed,
+)
+from dataplane_core.ledger.selection import TagFilter
+from dataplane_core.meta import KVBatchMeta
+from dataplane_core.object_codec import decode_object, decode_struct, encode_object
+from dataplane_core.rows import Column, collate, split_rows
+
+__all__ = ["KeyValueClient", "KeyValueTransaction"]
+
+
+class KeyValueTransaction(Protocol):
+    """What is read and written between the begin and the end of a transaction."""
+
+    def get(self, key: str) -> bytes | None:
+        """The value of a key; None if it has none."""
+
+    def set(self, key: str, value: bytes) -> None:
+        """Give a key a value, its first or another."""
+
+    def delete(self, key: str) -> None:
+        """Forget a key, which need not be there."""
+
+    def scan(self, prefix: str) -> Iterable[tuple[str, bytes]]:
+        """Every key that begins with ``prefix``, and its value, in any order."""
+
+
+class _Field(msgspec.Struct):
+    kind: str
+    samples: int = 0
+
+
+class _Partition(msgspec.Struct):
+    declared: rules.PartitionDeclaration
+    put: int = 0
+    created: int = 0
+    fields: dict[str, _Field] = {}
+
+
+class _Sample(msgspec.Struct):
+    number: int
+    tags: dict[str, Any] = {}
+    fields: list[str] = []
+
+
+class KeyValueClient(DataPlaneClient):
+    """A data-plane client on a transactional key-value store; for subclasses.
+
+    It reads a put's values as bytes without pickle (`dataplane_core.object_codec`). Keys are ASCII,
+    a JSON array each, so that no partition, id or field can be taken for another's. Claims are
+    final: a claimer that crashes loses its samples for that task.
+    """
+
+    capabilities: ClassVar[Capabilities] = Capabilities(
+        read_your_writes=True, no_torn_rows=True, exclusive_claims=True, bounded_waits=True
+    )
+    poll_s: ClassVar[float] = 0.002
+    """Between two looks of a claim that waits; no other process can wake this one."""
+
+    @abstractmethod
+    def transaction(self) -> AbstractContextManager[KeyValueTransaction]:
+        """Read and write with no other transaction of the store in between, of any process.
+
+        What was written is there for everybody once the block has ended, and nothing of it if it
+        raised.
+
+        Raises:
+            DeadlineExceededError: (TimeoutError) the store did not begin it in time.
+            ClosedError: (RuntimeError) after `close`.
+        """
+
+    def register_partition(
+        self,
+        partition_id: str,
+        fields: list[str],
+        num_samples: int,
+        consumer_tasks: list[str],
+        grpo_group_size: int | None = None,
+        enums: dict[str, list[str]] | None = None,
+    ) -> None:
+        """See `DataPlaneClient.register_partition`."""
+        declared = rules.PartitionDeclaration.checked(
+            partition_id, fields, num_samples, consumer_tasks, grpo_group_size, enums
+        )
+        with self.transaction() as store:
+            known = store.get(_key("partition", partition_id))
+            record = _Partition(declared) if known is None else decode_struct(known, _Partition)
+            record.declared = declared
+            record.put = len(list(store.scan(_under("sample", partition_id))))
+            _save(store, record, "partition", partition_id)
+            # What a task that is declared again has claimed stays claimed.
+            for key, _ in list(store.scan(_under("claim", partition_id))):
+                if json.loads(key)[2] not in declared.consumer_tasks:
+                    store.delete(key)
+
+    def put_samples(
+        self,
+        sample_ids: list[str],
+        partition_id: str,
+        fields: TensorDict | None = None,
+        tags: list[dict[str, Any]] | None = None,
+        *,
+        claim: KVBatchMeta | None = None,
+        origin: str | None = None,
+    ) -> KVBatchMeta:
+        """See `DataPlaneClient.put_samples`. ``claim`` and ``origin`` are refused."""
+        _refuse("put_samples", claim=claim, origin=origin)
+        tags = rules.check_put(sample_ids, partition_id, tags)
+        columns = {} if fields is None else split_rows(fields, len(sample_ids))
+        kinds = {name: column.kind for name, column in columns.items()}
+        with self.transaction() as store:
+            record = _partition(store, partition_id)
+            known = {name: field.kind for name, field in record.fields.items() if field.samples}
+            rules.check_kinds(kinds, known, partition_id=partition_id)
+            rules.check_enums(columns, record.declared)
+            record.fields |= {name: _Field(kind) for name, kind in kinds.items() - known.items()}
+            for row, sample_id in enumerate(sample_ids):
+                sample = _sample(store, partition_id, sample_id)
+                if sample is None:
+                    sample = _Sample(record.created)
+                    record.put, record.created = record.put + 1, record.created + 1
+                if tags is not None:
+                    sample.tags = tags[row]
+                for name, column in columns.items():
+                    value = encode_object(f"field {name!r}", column.rows[row])
+                    store.set(_key("value", partition_id, sample_id, name), value)
+                    if name not in sample.fields:
+                        sample.fields.append(name)
+                        record.fields[name].samples += 1
+                _save(store, sample, "sample", partition_id, sample_id)
+            _save(store, record, "partition", partition_id)
+        copied = None if tags is None else [dict(tag) for tag in tags]
+        return KVBatchMeta(partition_id, None, list(sample_ids), list(columns) or None, tags=copied)
+
+    def get_samples(
+        self,
+        sample_ids: list[str],
+        partition_id: str,
+        select_fields: list[str],
+        *,
+        origins: dict[str, int] | None = None,
+    ) -> TensorDict:
+        """See `DataPlaneClient.get_samples`. ``origins`` is refused."""
+        _refuse("get_samples", origins=origins)
+        with self.transaction() as store:
+            record = _partition(store, partition_id)
+            found = {each: _sample(store, partition_id, each) for each in sample_ids}
+            written = {each: sample.fields for each, sample in found.items() if sample is not None}
+            whole = len(written) == len(found)
+            if not whole or any(not {*select_fields} <= {*fields} for fields in written.values()):
+                raise rules.missing_data(partition_id, sample_ids, select_fields, written.get)
+            values = {
+                name: [store.get(_key("value", partition_id, each, name)) for each in sample_ids]
+                for name in select_fields
+            }
+        columns = {
+            name: Column(record.fields[name].kind, [decode_object(each or b"") for each in rows])
+            for name, rows in values.items()
+            if rows
+        }
+        return collate(columns, len(sample_ids))
+
+    def get_data(
+        self,
+        meta: KVBatchMeta,
+        select_fields: list[str] | None = None,
+        *,
+        origins: dict[str, int] | None = None,
+    ) -> TensorDict:
+        """See `DataPlaneClient.get_data`."""
+        names = rules.fields_to_read(meta, select_fields)
+        return self.get_samples(meta.sample_ids, meta.partition_id, names, origins=origins)
+
+    def claim_meta(
+        self,
+        partition_id: str,
+        task_name: str,
+        required_fields: list[str],
+        batch_size: int,
+        dp_rank: int | None = None,
+        blocking: bool = True,
+        timeout_s: float = 60.0,
+        *,
+        dp_world: int | None = None,
+        where: Sequence[TagFilter] = (),
+        seed: int | None = None,
+    ) -> KVBatchMeta:
+        """See `DataPlaneClient.claim_meta`. ``dp_world``, ``where`` and ``seed`` are refused."""
+        _refuse("claim_meta", dp_world=dp_world, where=where or None, seed=seed)
+        if batch_size < 1:
+            raise InvalidRequestError(f"batch_size {batch_size}; expected 1 or more")
+        deadline = time.monotonic() + timeout_s
+        while True:
+            late = time.monotonic() >= deadline
+            with self.transaction() as store:
+                record = _partition(store, partition_id)
+                declared = record.declared
+                if task_name not in declared.consumer_tasks:
+                    raise UnknownTaskError(
+                        f"partition {partition_id!r} has no task {task_name!r}; registered: "
+                        f"{listed(declared.consumer_tasks)}"
+                    )
+                present = _unclaimed(store, partition_id, task_name)
+                ready = [each for each in present if {*required_fields} <= {*each[1].fields}]
+                unput = max(0, declared.num_samples - record.put)
+                is_rest = not unput and len(ready) == len(present)
+                if len(ready) >= batch_size or is_rest or not blocking:
+                    taken = ready[:batch_size]
+                    for sample_id, _ in taken:
+                        store.set(_key("claim", partition_id, task_name, sample_id), b"")
+                    break
+            if late:
+                lacking = {
+                    name: sum(name not in sample.fields for _, sample in present)
+                    for name in required_fields
+                }
+                raise declared.claim_timeout(
+                    task_name,
+                    ready=len(ready),
+                    present=len(present),
+                    leased=0,
+                    unput=unput,
+                    lacking={name: count for name, count in lacking.items() if count},
+                    batch_size=batch_size,
+                    timeout_s=timeout_s,
+                )
+            time.sleep(self.poll_s)
+        tags = [sample.tags for _, sample in taken]
+        return KVBatchMeta(
+            partition_id,
+            task_name,
+            [sample_id for sample_id, _ in taken],
+            list(required_fields),
+            rules.tagged_lengths(tags),
+            tags=tags if any(tags) else None,
+        )
+
+    def check_consumption_status(self, partition_id: str, task_names: list[str]) -> bool:
+        """See `DataPlaneClient.check_consumption_status`."""
+        with self.transaction() as store:
+            put = len(list(store.scan(_under("sample", partition_id))))
+            claimed = [
+                len(list(store.scan(_under("claim", partition_id, each)))) for each in task_names
+            ]
+        return put > 0 and all(count == put for count in claimed)
+
+    def clear_samples(
+        self, sample_ids: list[str] | None, partition_id: str, *, force: bool = False
+    ) -> None:
+        """See `DataPlaneClient.clear_samples`. Without leases ``force`` changes nothing."""
+        with self.transaction() as store:
+            found = store.get(_key("partition", partition_id))
+            if found is not None and sample_ids is None:
+                store.delete(_key("partition", partition_id))
+                for what in ("sample", "value", "claim"):
+                    for key, _ in list(store.scan(_under(what, partition_id))):
+                        store.delete(key)
+            elif found is not None:
+                record = decode_struct(found, _Partition)
+                for sample_id in sample_ids or ():
+                    _forget(store, record, partition_id, sample_id)
+                _save(store, record, "partition", partition_id)
+        if found is None and sample_ids is None:
+            warnings.warn(
+                f"clear_samples(None, partition={partition_id!r}): nothing to clear",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+
+def _key(*parts: str) -> str:
+    return json.dumps(parts)
+
+
+def _under(*parts: str) -> str:
+    """What the keys begin with that have these parts and more."""
+    return json.dumps(parts)[:-1] + ", "
+
+
+def _save(store: KeyValueTransaction, record: _Partition | _Sample, *parts: str) -> None:
+    store.set(_key(*parts), encode_object(parts[0], record))
+
+
+def _partition(store: KeyValueTransaction, partition_id: str) -> _Partition:
+    found = store.get(_key("partition", partition_id))
+    if found is None:
+        raise PartitionNotFoundError(f"partition {partition_id!r} is not registered")
+    return decode_struct(found, _Partition)
+
+
+def _sample(store: KeyValueTransaction, partition_id: str, sample_id: str) -> _Sample | None:
+    found = store.get(_key("sample", partition_id, sample_id))
+    return None if found is None else decode_struct(found, _Sample)
+
+
+def _unclaimed(
+    store: KeyValueTransaction, partition_id: str, task_name: str
+) -> list[tuple[str, _Sample]]:
+    """Ids and records, in the order in which they were first put."""
+    claimed = {
+        json.loads(key)[3] for key, _ in store.scan(_under("claim", partition_id, task_name))
+    }
+    found = [
+        (sample_id, decode_struct(value, _Sample))
+        for key, value in store.scan(_under("sample", partition_id))
+        if (sample_id := json.loads(key)[2]) not in claimed
+    ]
+    return sorted(found, key=lambda each: each[1].number)
+
+
+def _forget(
+    store: KeyValueTransaction, record: _Partition, partition_id: str, sample_id: str
+) -> None:
+    sample = _sample(store, partition_id, sample_id)
+    if sample is None:
+        return
+    store.delete(_key("sample", partition_id, sample_id))
+    for name in sample.fields:
+        store.delete(_key("value", partition_id, sample_id, name))
+        record.fields[name].samples -= 1
+    for task in record.declared.consumer_tasks:
+        store.delete(_key("claim", partition_id, task, sample_id))
+
+
+def _refuse(method: str, **asked: object) -> None:
+    named = [name for name, value in asked.items() if value is not None]
+    if named:
+        raise UnsupportedError(f"{method}: {listed(named)}: not offered by a key-value client")

@@ -1,0 +1,140 @@
+"""The contract on a store that can do nothing but get, set, delete and scan in a transaction."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import contextmanager
+
+import pytest
+import torch
+from tensordict import NonTensorData, TensorDict
+
+from dataplane_core import errors
+from dataplane_core.key_value import KeyValueClient
+from dataplane_core.testing import DataPlaneClientContract
+
+
+class DictStore:
+    """What several clients share. A transaction works on a copy, which takes the place of all."""
+
+    def __init__(self):
+        self.values = {}
+        self.lock = threading.Lock()
+
+
+class DictTransaction:
+    def __init__(self, values):
+        self.values = values
+        self.get = values.get
+        self.set = values.__setitem__
+
+    def delete(self, key):
+        self.values.pop(key, None)
+
+    def scan(self, prefix):
+        # Of a store without any order.
+        return (
+            (key, self.values[key])
+            for key in sorted(self.values, reverse=True)
+            if key.startswith(prefix)
+        )
+
+
+class DictClient(KeyValueClient):
+    def __init__(self, store):
+        self.store = store
+        self.closed = False
+
+    @contextmanager
+    def transaction(self):
+        if self.closed:
+            raise errors.ClosedError("closed")
+        with self.store.lock:
+            values = dict(self.store.values)
+            yield DictTransaction(values)
+            self.store.values = values
+
+    def close(self):
+        self.closed = True
+
+
+@pytest.fixture
+def store():
+    return DictStore()
+
+
+@pytest.fixture
+def client(store):
+    with DictClient(store) as client:
+        yield client
+
+
+class TestKeyValueClient(DataPlaneClientContract):
+    walk_examples = 20
+
+    @pytest.fixture
+    def client(self, client):
+        return client
+
+    @pytest.fixture
+    def peer(self, store, client):
+        with DictClient(store) as peer:
+            yield peer
+
+
+def row(value):
+    return TensorDict({"x": torch.tensor([value])}, batch_size=[1])
+
+
+HOSTILE = ['a", "b', "a", 'a"', "a\\", "[", "ä\n\0", "😀", "sample", '", "x']
+
+
+def test_no_name_is_taken_for_another(client):
+    for partition in HOSTILE:
+        client.register_partition(partition, ["x"], len(HOSTILE), ["t", 't", "u'])
+        for number, sample_id in enumerate(HOSTILE):
+            client.put_samples([sample_id], partition, row(number))
+    client.clear_samples(["a"], "a")
+    client.clear_samples(None, HOSTILE[0])
+    for partition in HOSTILE[1:]:
+        kept = [each for each in HOSTILE if (partition, each) != ("a", "a")]
+        taken = client.claim_meta(partition, "t", ["x"], 100)
+        assert taken.sample_ids == kept
+        found = client.get_data(taken)["x"].tolist()
+        assert found == [HOSTILE.index(each) for each in kept]
+        assert client.claim_meta(partition, 't", "u', ["x"], 100).sample_ids == kept
+
+
+def test_a_put_of_which_one_value_cannot_be_stored_leaves_nothing(client, store):
+    client.register_partition("p", ["x", "text"], 2, ["t"])
+    before = dict(store.values)
+    values = TensorDict({"text": NonTensorData(["fine", object()])}, batch_size=[2])
+    with pytest.raises(errors.InvalidRequestError, match="'text'"):
+        client.put_samples(["a", "b"], "p", values)
+    assert store.values == before
+
+
+def test_a_field_changes_its_kind_once_nobody_has_it(client):
+    client.register_partition("p", ["x"], 2, ["t"])
+    client.put_samples(["a"], "p", row(1))
+    client.put_samples(["a"], "p", row(2))
+    with pytest.raises(errors.SchemaMismatchError):
+        client.put_samples(["b"], "p", row(0.5))
+    client.clear_samples(["a"], "p")
+    client.put_samples(["b"], "p", row(0.5))
+    assert client.get_samples(["b"], "p", ["x"])["x"].tolist() == [0.5]
+
+
+@pytest.mark.parametrize("asked", [{"dp_world": 2, "dp_rank": 0}, {"seed": 1}])
+def test_what_is_not_offered_is_refused_by_name(client, asked):
+    client.register_partition("p", ["x"], 1, ["t"])
+    with pytest.raises(errors.UnsupportedError, match=next(iter(asked))):
+        client.claim_meta("p", "t", ["x"], 1, **asked)
+
+
+def test_a_cleared_partition_leaves_no_key(client, store):
+    client.register_partition("p", ["x"], 1, ["t"])
+    client.put_samples(["a"], "p", row(1))
+    client.claim_meta("p", "t", ["x"], 1)
+    client.clear_samples(None, "p")
+    assert store.values == {}
