@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from refit_fixtures import MODEL, TRANSPORTS, World, a_world, exported, needs_nixl, verbose
 from refit_processes import SHAPES, fsdp_shards, same, targets_of, weights
 
+from refit_mx.control import heartbeat
 from refit_mx.control.client import ControlClient
 from refit_mx.control.embedded import EmbeddedControlServer
 from refit_mx.control.records import WorkerRole
@@ -24,6 +26,7 @@ from refit_mx.errors import (
 )
 from refit_mx.manifest import decode_table
 from refit_mx.publisher import MxV2TrainingPublisher
+from refit_mx.settings import PublisherSettings
 from refit_mx.shard_sources import LocalShard
 from refit_mx.source_client import is_gone
 from refit_mx.tensor_types import Box
@@ -34,6 +37,16 @@ def received(world: World, version_id: str, **settings) -> dict[str, torch.Tenso
     receiver = world.receiver(**settings)
     with receiver.receive_weights_scratch(version_id, timeout_s=20) as got:
         return {name: tensor.clone() for name, tensor in got.items()}
+
+
+@pytest.fixture
+def handled(monkeypatch):
+    """The SIGTERMs that this process handled, and went on."""
+    monkeypatch.setattr(heartbeat, "_earlier", heartbeat._earlier)
+    signals = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: signals.append(number))
+    yield signals
+    signal.signal(signal.SIGTERM, before)
 
 
 def test_a_version_is_ready_once_every_slot_is_published(world):
@@ -352,6 +365,17 @@ def test_an_offer_of_a_worker_that_said_stale_is_refused(world):
     with pytest.raises(ControlError, match="said STALE"):
         publisher.publish("v1", weights(1))
     assert publisher.versions == ()
+
+
+def test_a_process_that_goes_on_after_sigterm_publishes_on_if_it_was_set_so(world, handled):
+    publisher = world.publisher(settings=PublisherSettings(stale_on_sigterm=False))
+    ended = world.publisher("fsdp-1")
+    world.version("v1", ["fsdp-0", "fsdp-1"])
+    signal.raise_signal(signal.SIGTERM)
+    assert handled == [signal.SIGTERM]
+    publisher.publish("v1", weights(1))
+    with pytest.raises(PhaseError, match=r"got SIGTERM.*stale_on_sigterm=False"):
+        ended.publish("v1", weights(1))
 
 
 def test_a_refused_offer_leaves_the_arena_free(world):

@@ -22,6 +22,7 @@ from contextlib import ExitStack
 import numpy as np
 import psutil
 import pytest
+from machine_pauses import MachinePauses, watch_pauses
 from refit_fixtures import TRANSPORTS, small_batches
 from soak_eras import PLENTY_S, SEED, WARM_ERAS, Era, Soak, Source
 from soak_processes import Hosts
@@ -346,7 +347,7 @@ def settles_at(most: int) -> bool:
     return True
 
 
-def one_era(soak: Soak, number: int, transport: str) -> None:
+def one_era(soak: Soak, number: int, transport: str, pauses: MachinePauses) -> None:
     era = Era(soak, number, transport)
     for _ in range(era.rng.randint(5, 11)):
         refit = Refit(era)
@@ -356,7 +357,8 @@ def one_era(soak: Soak, number: int, transport: str) -> None:
         except BaseException as error:
             error.add_note(
                 f"soak: REFIT_SOAK_SEED={SEED} REFIT_SOAK_ERA={number} by {transport}, refit "
-                f"{soak.tally.refits}: {refit}"
+                f"{soak.tally.refits}: {refit}; the machine kept a thread waiting for up to "
+                f"{pauses.longest_s:.2f} s"
             )
             raise
         soak.tally.seconds[refit.fault] += time.monotonic() - started
@@ -376,10 +378,11 @@ def test_refits_drawn_from_a_seed_install_exactly_their_version_or_nothing(
     children = {child.pid for child in psutil.Process().children(recursive=True)}
     with ExitStack() as stack:
         soak = Soak(stack, hosts)
+        pauses = stack.enter_context(watch_pauses())
         warm = open_files()
         number = int(ERA or 0)
         while soak.tally.refits < -(-REFITS // len(TRANSPORTS)):
-            one_era(soak, number, transport)
+            one_era(soak, number, transport, pauses)
             number += 1
             if number == WARM_ERAS:
                 warm = open_files()

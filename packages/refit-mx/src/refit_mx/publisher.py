@@ -188,7 +188,12 @@ class MxV2TrainingPublisher:
             )
             stack.callback(self._manifests.close)
             self._heartbeat = Heartbeat(
-                control, self.worker_id, WorkerRole.TRAINER, model_name, ttl_s=heartbeat_ttl_s
+                control,
+                self.worker_id,
+                WorkerRole.TRAINER,
+                model_name,
+                ttl_s=heartbeat_ttl_s,
+                on_sigterm=self._settings.stale_on_sigterm,
             )
             stack.callback(self._heartbeat.close)
             self._stack = stack.pop_all()
@@ -228,11 +233,13 @@ class MxV2TrainingPublisher:
                 each other, a number does not fit the wire dtype, or this version was published with
                 other weights.
             RefitTimeoutError: the time is over; names the leased versions that are in the way.
+            PhaseError: closed, another thread publishes, or the process got SIGTERM.
             ControlError: the control plane refused, or cannot be reached.
         """
         deadline = Deadline(timeout_s or self._timeout_s, f"publish of version {version_id}")
         found = local_shards(shards) if isinstance(shards, Mapping) else list(shards)
         with self._alone(), phase("publish", version_id) as span:
+            self._check_not_ended()
             started = time.monotonic()
             layout = lay_out(cut_shards(found, self._cuts), self._wire_dtype)
             held = self._held.get(version_id)
@@ -307,6 +314,13 @@ class MxV2TrainingPublisher:
     def _unregister(self, arena: Arena) -> None:
         if self._nixl is not None and self._agents.pop(arena.address, None) is not None:
             self._nixl.unregister(arena.memory)
+
+    def _check_not_ended(self) -> None:
+        if self._heartbeat.said_stale_on_sigterm:
+            raise PhaseError(
+                f"{self.worker_id} said STALE when this process got SIGTERM, for good; "
+                "PublisherSettings(stale_on_sigterm=False) is for a process that goes on"
+            )
 
     def _check_version(self, version_id: str, deadline: Deadline) -> None:
         """Refuse before anything is copied."""

@@ -27,6 +27,8 @@ class PublisherSettings:
         most_manifest_bytes: of a manifest; a larger one is refused.
         copy_threads: that copy into the arena and take digests; None is one a core that this
             process may use, at most `MOST_COPY_THREADS`.
+        stale_on_sigterm: say STALE on SIGTERM, after which no version can be published. False for a
+            process that handles SIGTERM and goes on.
     """
 
     rpc_timeout_s: float = 10.0
@@ -36,6 +38,7 @@ class PublisherSettings:
     most_connections: int = 1024
     most_manifest_bytes: int = MOST_MANIFEST_BYTES
     copy_threads: int | None = None
+    stale_on_sigterm: bool = True
 
     def __post_init__(self) -> None:
         _positive(self)
@@ -87,7 +90,7 @@ class ReceiverSettings:
 def _positive(settings: PublisherSettings | ReceiverSettings) -> None:
     for field in fields(settings):
         value = getattr(settings, field.name)
-        if value is not None and not value > 0:
+        if value is not None and not isinstance(value, bool) and not value > 0:
             raise RefitConfigError(
                 f"{type(settings).__name__}: {field.name} {value!r}; expected more than 0"
             )

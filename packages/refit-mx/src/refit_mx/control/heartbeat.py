@@ -37,8 +37,9 @@ class Heartbeat:
         role: what the worker does.
         model_name: of the weights.
         ttl_s: after which the worker is taken for dead if nothing is heard.
-        on_sigterm: chain a handler for SIGTERM that says STALE first. Done only in the main thread,
-            as Python demands; elsewhere the worker lapses by itself.
+        on_sigterm: say STALE on SIGTERM, before what was to happen on it. The handler for that is
+            set only in the main thread, as Python demands; where none of the process's heartbeats
+            was made there, the worker lapses by itself.
 
     Raises:
         RefitConfigError: ``ttl_s`` is less than 1.
@@ -65,6 +66,7 @@ class Heartbeat:
         self._pid = os.getpid()
         self._error: RefitError | None = None
         self._refused = False
+        self._signalled = False
         asked = time.monotonic()
         try:
             self._client.register_worker(worker_id, role, model_name, ttl_s=ttl_s)
@@ -80,15 +82,20 @@ class Heartbeat:
             target=self._beat, name=f"refit-heartbeat-{worker_id}", daemon=True
         )
         self._thread.start()
-        _beating.append(self)
         atexit.register(self.close)
         if on_sigterm:
+            _told_of_sigterm.append(self)
             _chain_sigterm()
 
     @property
     def is_live(self) -> bool:
         """Whether the control plane is sure to take the worker for alive."""
         return not self._closed and not self._refused and time.monotonic() < self._until
+
+    @property
+    def said_stale_on_sigterm(self) -> bool:
+        """Whether a SIGTERM ended it, in a process that handles the signal and goes on."""
+        return self._signalled
 
     @property
     def error(self) -> RefitError | None:
@@ -125,8 +132,8 @@ class Heartbeat:
             return
         self._closed = True
         atexit.unregister(self.close)
-        if self in _beating:
-            _beating.remove(self)
+        if self in _told_of_sigterm:
+            _told_of_sigterm.remove(self)
         self._ask_to_stop()
         self._thread.join(2 * _STALE_TIMEOUT_S)
         if not self._thread.is_alive():
@@ -171,7 +178,7 @@ class Heartbeat:
             self._done.release()
 
 
-_beating: list[Heartbeat] = []
+_told_of_sigterm: list[Heartbeat] = []
 _Handler = Callable[[int, FrameType | None], object] | int | None
 _earlier: _Handler = None
 
@@ -189,8 +196,9 @@ def _chain_sigterm() -> None:
 
 
 def _on_sigterm(number: int, frame: FrameType | None) -> None:
-    mine = [each for each in _beating if each._pid == os.getpid()]
+    mine = [each for each in _told_of_sigterm if each._pid == os.getpid()]
     for each in mine:
+        each._signalled = True
         each._ask_to_stop()
     until = time.monotonic() + _STALE_TIMEOUT_S
     for each in mine:
