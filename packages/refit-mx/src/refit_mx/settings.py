@@ -58,7 +58,7 @@ class ReceiverSettings:
         digest_timeout_s: one publisher that does not answer for the digests of what was read in
             this time is lost.
         stall_timeout_s: of a fetch for which no source has sent a byte; over NIXL, for which no
-            transfer of at most a few MB (with RDMA 64 MB) has ended. Then those that do not
+            transfer of at most 16 MiB (with RDMA 64) has ended. Then those that do not
             answer are left out, or else those that still owe something, and the next attempt reads
             from others.
         connect_timeout_s: of one connection to a source.

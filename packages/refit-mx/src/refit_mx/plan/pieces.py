@@ -12,8 +12,9 @@ from refit_mx.plan.planner import Plan
 from refit_mx.plan.shards import ShardTable
 from refit_mx.reads import ReadTable
 
-PIECE_BYTES = 4 << 20
-"""Of a piece at most: so few that it is still in the processor's cache when it has arrived."""
+PIECE_BYTES = 16 << 20
+"""Of a piece at most. Smaller ones cost NIXL more in calls than the processor's cache gives back:
+for 0.5 GiB a sixth more time with 4 MiB, a third more with 2."""
 
 assert PIECE_BYTES % BLOCK_BYTES == 0
 

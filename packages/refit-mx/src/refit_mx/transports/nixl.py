@@ -30,8 +30,8 @@ from refit_mx.transports.work import OnDone, Work
 __all__ = ["NixlSource", "NixlTransport", "nixl_available", "prepare_environment"]
 
 BATCH_BYTES = PIECE_BYTES
-"""Of one transfer where this side's processor copies: a whole piece, so that the thread that copied
-it verifies it while it is still in the processor's cache."""
+"""Of one transfer where this side's processor copies: a whole piece, which the thread that copied
+it verifies."""
 RDMA_BATCH_BYTES = 64 << 20
 IN_FLIGHT_BYTES = 64 << 20
 """Of all sources together where this side's processor copies. NIXL tells of whole transfers alone,

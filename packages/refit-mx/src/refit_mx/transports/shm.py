@@ -32,8 +32,7 @@ from refit_mx.transports.tcp import check_fetches
 from refit_mx.transports.work import OnDone, Work
 
 BATCH_BYTES = PIECE_BYTES
-"""Copied at a time: a whole piece, so that the thread that copied it verifies it while it is still
-in the processor's cache."""
+"""Copied at a time: a whole piece, which the thread that copied it verifies."""
 BATCH_READS = 1 << 12
 LANE_BYTES = 32 << 20
 """Of a fetch from which on several threads copy."""
