@@ -123,29 +123,6 @@ def test_a_deadline_that_has_passed_is_not_a_lost_source(service):
         client.fetch(service.endpoint, "v1", "fsdp-0", digest="00", deadline=deadline, most_s=5.0)
 
 
-def test_a_connection_is_used_again_while_its_publisher_lives(service):
-    digest = service.put("v1", "fsdp-0", DATA)
-    with closing(ManifestClient()) as client:
-        assert asked(client, service.endpoint, digest) == DATA
-        kept = [channel for channel, _ in client._channels.values()]
-        assert asked(client, service.endpoint, digest) == DATA
-        assert [channel for channel, _ in client._channels.values()] == kept
-        service.close()
-        with pytest.raises(SourceLostError, match="UNAVAILABLE"):
-            asked(client, service.endpoint, digest)
-
-
-def test_a_kept_connection_to_a_publisher_that_was_restarted_is_not_the_end(service):
-    digest = service.put("v1", "fsdp-0", DATA)
-    port = int(service.endpoint.rpartition(":")[2])
-    with closing(ManifestClient()) as client:
-        assert asked(client, service.endpoint, digest) == DATA
-        service.close()
-        with closing(ManifestService(port=port)) as restarted:
-            restarted.put("v1", "fsdp-0", DATA)
-            assert asked(client, restarted.endpoint, digest) == DATA
-
-
 def test_two_services_never_share_a_port(service):
     port = int(service.endpoint.rpartition(":")[2])
     with pytest.raises(RefitConfigError, match="cannot be served"):

@@ -302,3 +302,10 @@ def test_sources_of_two_targets_are_never_mixed(world, mixed):
 def test_an_empty_filter_is_refused(world, ranks):
     with pytest.raises(RefitConfigError, match="empty"):
         discover(world, compile_target_filter=set())
+
+
+def test_a_receiver_of_another_model_is_told_so(world, ranks):
+    receiver = world.receiver()
+    receiver._receiving._model_name = "another"
+    with pytest.raises(RefitConfigError, match=r"is of model .*; this receiver's is 'another'"):
+        receiver.refit("v1", zeros())

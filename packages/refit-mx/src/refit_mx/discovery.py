@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -119,24 +119,81 @@ def discover_v2_sources_for_slice(
                 ThreadPoolExecutor(MOST_AT_ONCE, thread_name_prefix="refit-discovery")
             )
         version, shards = _described(control, version_id, deadline, control_patience_s, threads)
-        asked = [shard for shard in shards if shard.worker_id not in exclude]
+        found = answering_sources(
+            version_id,
+            shards,
+            version.model_name,
+            compile_target_filter=compile_target_filter,
+            required_compile_metadata=required_compile_metadata,
+            deadline=deadline,
+            exclude=exclude,
+            source_timeout_s=source_timeout_s,
+            manifests=manifests,
+            threads=threads,
+            rank=rank,
+        )
+    missing = missing_slots(version, found.manifests)
+    if tensor is None:
+        return replace(found, missing_slots=missing)
+    left_out = dict(found.left_out)
+    holding = _holding(found.manifests, tensor, layout, left_out)
+    return replace(found, manifests=tuple(holding), left_out=left_out, missing_slots=missing)
 
-        def ask(shard: Shard) -> Manifest | str:
-            try:
-                return _manifest_of(
-                    shard,
-                    version.model_name,
-                    deadline=deadline,
-                    most_s=source_timeout_s,
-                    manifests=manifests,
-                )
-            except (SourceLostError, ProtocolError) as error:
-                return str(error)
 
-        # Many receivers at once would all wait for the same sources.
-        first = rank * MOST_AT_ONCE % len(asked) if asked else 0
-        rotated = each(threads, ask, [*asked[first:], *asked[:first]])
-        answers = [*rotated[len(asked) - first :], *rotated[: len(asked) - first]]
+def missing_slots(version: VersionInfo, manifests: Sequence[Manifest]) -> tuple[str, ...]:
+    """The slots that a version expects and no manifest fills."""
+    covered = {manifest.source_slot_id for manifest in manifests}
+    return tuple(slot for slot in version.expected_source_slots if slot not in covered)
+
+
+def answering_sources(
+    version_id: str,
+    shards: Sequence[Shard],
+    model_name: str,
+    *,
+    compile_target_filter: AbstractSet[str] | None,
+    required_compile_metadata: Mapping[str, Scalar] | None,
+    deadline: Deadline,
+    exclude: Collection[str],
+    source_timeout_s: float,
+    manifests: ManifestClient,
+    threads: Executor,
+    rank: int,
+) -> SourceSet:
+    """Of the shards that the control plane lists, those whose sources answer and fit.
+
+    Args:
+        version_id: of the shards.
+        shards: as they are listed.
+        model_name: that the version is of; sources of another are left out.
+        compile_target_filter: this and all others as of `discover_v2_sources_for_slice`.
+
+    Returns:
+        Without ``missing_slots``, which only the version tells.
+
+    Raises:
+        SourceLostError: no source answers.
+        CompileTargetError: sources answer, and none was prepared as asked.
+        RefitTimeoutError: the deadline passed.
+    """
+    asked = [shard for shard in shards if shard.worker_id not in exclude]
+
+    def ask(shard: Shard) -> Manifest | str:
+        try:
+            return _manifest_of(
+                shard,
+                model_name,
+                deadline=deadline,
+                most_s=source_timeout_s,
+                manifests=manifests,
+            )
+        except (SourceLostError, ProtocolError) as error:
+            return str(error)
+
+    # Many receivers at once would all wait for the same sources.
+    first = rank * MOST_AT_ONCE % len(asked) if asked else 0
+    rotated = each(threads, ask, [*asked[first:], *asked[:first]])
+    answers = [*rotated[len(asked) - first :], *rotated[: len(asked) - first]]
     answered = [answer for answer in answers if isinstance(answer, Manifest)]
     manifests.structures.keep_only({answer.structure_digest for answer in answered})
     left_out = {
@@ -154,12 +211,7 @@ def discover_v2_sources_for_slice(
     fitting = _prepared_as_asked(
         version_id, answered, compile_target_filter, required_compile_metadata, left_out
     )
-    ordered = _slots_first(fitting)
-    if tensor is not None:
-        ordered = _holding(ordered, tensor, layout, left_out)
-    covered = {manifest.source_slot_id for manifest in fitting}
-    missing = tuple(slot for slot in version.expected_source_slots if slot not in covered)
-    return SourceSet(version_id, tuple(ordered), left_out, missing, fitting[0].registry)
+    return SourceSet(version_id, tuple(_slots_first(fitting)), left_out, (), fitting[0].registry)
 
 
 def _described(
@@ -217,9 +269,11 @@ def _manifest_of(
             f"{shard.manifest_endpoint}: a manifest of {found}; the control plane lists {expected}"
         )
     try:
-        return manifests.structures.complete(manifest, allowed)
+        whole = manifests.structures.complete(manifest, allowed)
     except RefitTimeoutError as error:
         raise SourceLostError(str(error), (shard.worker_id,)) from None
+    manifests.known.remember(shard.manifest_endpoint, whole)
+    return whole
 
 
 def _some(left_out: Mapping[str, str]) -> str:

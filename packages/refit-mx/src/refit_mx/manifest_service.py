@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import threading
-import time
 from concurrent import futures
+from contextlib import closing
 
 import grpc
 
@@ -18,6 +18,7 @@ from refit_mx.control.protocol import Message
 from refit_mx.deadline import Deadline
 from refit_mx.errors import ProtocolError, RefitConfigError, SourceLostError
 from refit_mx.hosts import host_and_port, told_host
+from refit_mx.known_sources import KnownSources
 from refit_mx.structures import Structures
 
 MOST_MANIFEST_BYTES = 256 << 20
@@ -25,9 +26,6 @@ MOST_MANIFEST_BYTES = 256 << 20
 _FRAME_BYTES = 1 << 16
 """What an answer has beside the manifest, generously."""
 _WORKERS = 4
-_KEPT_S = 60.0
-_MOST_KEPT = 256
-"""Connections to publishers that a receiver keeps."""
 
 
 def manifest_digest(data: bytes) -> str:
@@ -133,7 +131,7 @@ class ManifestService(refit_pb2_grpc.RefitWorkerServiceServicer):
 
 
 class ManifestClient:
-    """Asks publishers for manifests; a connection to one that answered is used again.
+    """Asks publishers for manifests; one that answered before is asked by a faster way.
 
     Safe to use from several threads.
 
@@ -145,9 +143,8 @@ class ManifestClient:
         self._most_bytes = most_bytes
         self.structures = Structures(most_bytes)
         """Of manifests that came in brief."""
-        self._lock = threading.Lock()
-        # With the time at which each was used last, of the monotonic clock.
-        self._channels: dict[str, tuple[grpc.Channel, float]] = {}
+        self.known = KnownSources(most_bytes)
+        """Publishers whose manifests were good."""
 
     def fetch(
         self,
@@ -173,38 +170,30 @@ class ManifestClient:
             SourceLostError: no answer in time, or the publisher does not have it any more.
             ProtocolError: it is too large, or is not what the control plane names.
         """
-        until = Deadline(
-            min(most_s, deadline.check(f"asking {endpoint} for a manifest")), "a manifest"
-        )
-        channel = self._kept(endpoint)
-        again = channel is not None
-        while True:
-            channel = channel or self._connected(endpoint)
+        allowed_s = min(most_s, deadline.check(f"asking {endpoint} for a manifest"))
+        until = Deadline(allowed_s, "a manifest")
+        # Half of the time, since one that is known may be busy, or another by now.
+        half = Deadline(allowed_s / 2, "a manifest of a known source")
+        data = self.known.manifest(endpoint, version_id, half)
+        if data is not None and manifest_digest(data) == digest:
+            return data
+        with closing(self._connected(endpoint)) as channel:
+            stub = refit_pb2_grpc.RefitWorkerServiceStub(channel)
             try:
-                answer = refit_pb2_grpc.RefitWorkerServiceStub(
-                    channel
-                ).GetWeightVersionShardManifest(
+                answer = stub.GetWeightVersionShardManifest(
                     refit_pb2.GetWeightVersionShardManifestRequest(
                         version_id=version_id, source_slot_id=source_slot_id
                     ),
                     timeout=until.left_s,
                 )
-                break
             except grpc.RpcError as error:
-                channel.close()
-                channel = None
                 code, details = error.code(), error.details()
                 if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
                     raise ProtocolError(
                         f"{endpoint}: its manifest is too large: {details}"
                     ) from None
-                # The connection may have been to a publisher that is gone, and another is there.
-                if code is grpc.StatusCode.UNAVAILABLE and again and until.left_s:
-                    again = False
-                    continue
                 raise SourceLostError(f"{endpoint}: {code.name}: {details}") from None
-        self._keep(endpoint, channel)
-        data: bytes = answer.manifest
+        data = answer.manifest
         found = manifest_digest(data)
         if found != digest:
             raise ProtocolError(
@@ -215,20 +204,7 @@ class ManifestClient:
 
     def close(self) -> None:
         """Disconnect. May be called again, and the client be used again."""
-        with self._lock:
-            channels = list(self._channels.values())
-            self._channels.clear()
-        for channel, _ in channels:
-            channel.close()
-
-    def _kept(self, endpoint: str) -> grpc.Channel | None:
-        """One that was used lately: what lies between may have forgotten an older one."""
-        with self._lock:
-            channel, used = self._channels.pop(endpoint, (None, 0.0))
-        if channel is None or time.monotonic() - used < _KEPT_S:
-            return channel
-        channel.close()
-        return None
+        self.known.close()
 
     def _connected(self, endpoint: str) -> grpc.Channel:
         return grpc.insecure_channel(
@@ -241,14 +217,3 @@ class ManifestClient:
                 ("grpc.enable_http_proxy", 0),
             ],
         )
-
-    def _keep(self, endpoint: str, channel: grpc.Channel) -> None:
-        with self._lock:
-            spare = self._channels.pop(endpoint, None)
-            self._channels[endpoint] = (channel, time.monotonic())
-            # Publishers that were restarted have other ports; the oldest are the first to go.
-            gone = next(iter(self._channels)) if len(self._channels) > _MOST_KEPT else None
-            oldest = self._channels.pop(gone) if gone is not None else None
-        for unused in (spare, oldest):
-            if unused is not None:
-                unused[0].close()

@@ -435,10 +435,13 @@ class MxV2TrainingPublisher:
         )
         # A small one is not worth another question.
         sent = manifest.brief() if len(structure) >= _BRIEF_BYTES else manifest
-        digest = self._manifests.put(version_id, self._slot, sent.encode())
+        encoded = sent.encode()
+        digest = self._manifests.put(version_id, self._slot, encoded)
         try:
             blocks = PublishedBlocks(layout.offsets, layout.sizes, digests)
-            self._server.serve_version(version_id, arena.memory, blocks, structure=structure)
+            self._server.serve_version(
+                version_id, arena.memory, blocks, structure=structure, manifest=encoded
+            )
         except BaseException:
             self._manifests.drop(version_id, self._slot)
             raise

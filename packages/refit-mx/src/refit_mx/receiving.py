@@ -10,14 +10,16 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeVar
 
 import torch
 
+from refit_mx.bounded_control import patiently
 from refit_mx.control.client import ControlClient
 from refit_mx.control.leases import VersionLease
 from refit_mx.cuda_order import wait_for
 from refit_mx.deadline import Deadline, StallDeadline
-from refit_mx.discovery import MOST_AT_ONCE, SourceSet, discover_v2_sources_for_slice
+from refit_mx.discovery import MOST_AT_ONCE, SourceSet, answering_sources, missing_slots
 from refit_mx.errors import (
     DigestMismatchError,
     LayoutError,
@@ -46,6 +48,7 @@ from refit_mx.verify import RowChecks, Verifier, row_checks
 
 _VERIFY_THREADS = 2
 _PROBE_S = 1.0
+_Found = TypeVar("_Found")
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,30 +148,18 @@ class Receiving:
         version_id = stats.version_id
         started = time.monotonic()
         with phase("discover", version_id, self._on_phase) as span:
-            sources = discover_v2_sources_for_slice(
-                self._control,
+            sources = self._discover(
                 version_id,
+                deadline,
+                exclude=exclude,
                 compile_target_filter=compile_target_filter,
                 required_compile_metadata=required_compile_metadata,
-                deadline=deadline,
-                exclude=exclude,
-                source_timeout_s=self._settings.manifest_timeout_s,
-                manifests=self._manifests,
-                threads=self._asking,
-                control_patience_s=self._settings.control_patience_s,
-                rank=self._rank,
             )
             span.set_attribute("refit.sources", len(sources.manifests))
         stats.seconds["discover"] += time.monotonic() - started
-        found = sources.manifests[0].model_name
-        if found != self._model_name:
-            raise RefitConfigError(
-                f"version {version_id} is of model {found!r}; "
-                f"this receiver's is {self._model_name!r}"
-            )
         started = time.monotonic()
         with phase("plan", version_id, self._on_phase) as span:
-            shards, planned = self._plan(sources, targets)
+            shards, planned = self._plan(sources, targets, deadline)
             span.set_attribute("refit.bytes", planned.plan.nbytes)
         stats.seconds["plan"] += time.monotonic() - started
         deadline.check("planning")
@@ -212,8 +203,51 @@ class Receiving:
         self._verifying.shutdown()
         self._manifests.close()
 
+    def _discover(
+        self,
+        version_id: str,
+        deadline: Deadline,
+        *,
+        exclude: Collection[str],
+        compile_target_filter: AbstractSet[str] | None,
+        required_compile_metadata: Mapping[str, Scalar] | None,
+    ) -> SourceSet:
+        """Under a lease the shards alone are asked for, and the version only to say what is
+        wrong."""
+        shards = self._ask(lambda client: client.list_shards(version_id), deadline)
+        try:
+            return answering_sources(
+                version_id,
+                shards,
+                self._model_name,
+                compile_target_filter=compile_target_filter,
+                required_compile_metadata=required_compile_metadata,
+                deadline=deadline,
+                exclude=exclude,
+                source_timeout_s=self._settings.manifest_timeout_s,
+                manifests=self._manifests,
+                threads=self._asking,
+                rank=self._rank,
+            )
+        except SourceLostError:
+            version = self._ask(lambda client: client.get_version(version_id), deadline)
+            if version.model_name != self._model_name:
+                raise RefitConfigError(
+                    f"version {version_id} is of model {version.model_name!r}; "
+                    f"this receiver's is {self._model_name!r}"
+                ) from None
+            raise
+
+    def _ask(self, call: Callable[[ControlClient], _Found], deadline: Deadline) -> _Found:
+        return patiently(
+            self._control,
+            call,
+            deadline=deadline,
+            patience_s=self._settings.control_patience_s,
+        )
+
     def _plan(
-        self, sources: SourceSet, targets: Sequence[TargetTensor]
+        self, sources: SourceSet, targets: Sequence[TargetTensor], deadline: Deadline
     ) -> tuple[ShardTable, _Planned]:
         shards = self._table_of(sources)
         _refuse_different_replicas(shards)
@@ -224,11 +258,13 @@ class Receiving:
         try:
             plan = in_pieces(shards, plan_reads(shards, targets, seed=self._rank))
         except LayoutError as error:
-            if not sources.missing_slots:
+            version = self._ask(lambda client: client.get_version(sources.version_id), deadline)
+            missing = missing_slots(version, sources.manifests)
+            if not missing:
                 raise
             raise SourceLostError(
                 f"{error}; of version {sources.version_id} no source answers for the slots "
-                f"{', '.join(sources.missing_slots[:5])} ({len(sources.missing_slots)} in all)",
+                f"{', '.join(missing[:5])} ({len(missing)} in all)",
                 tuple(sources.left_out),
             ) from error
         self._planned = _Planned(shards, names, plan, row_checks(shards, plan))

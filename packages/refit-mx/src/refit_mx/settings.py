@@ -23,7 +23,7 @@ class PublisherSettings:
         most_connections: to the source server at a time, each a thread of this process. Beyond it
             the one that was idle for longest is closed, which its receiver opens again when it
             needs it; if none is idle, receivers wait. A receiver has one, over TCP
-            ``connections_per_source``, and one more while it asks for digests.
+            ``connections_per_source``, one for manifests, and one more while it asks for digests.
         most_manifest_bytes: of a manifest; a larger one is refused.
         copy_threads: that copy into the arena and take digests; None is one a core that this
             process may use, at most `MOST_COPY_THREADS`.

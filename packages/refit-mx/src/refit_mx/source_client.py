@@ -30,6 +30,7 @@ from refit_mx.source_protocol import (
     Ping,
     Read,
     Request,
+    Tell,
     decode_answer,
     encode_reads,
     frame,
@@ -172,6 +173,12 @@ class SourceClient:
         with self._errors(deadline, "asking for the structure"):
             request = Describe(version_id)
             return self._ok(self._answer(request, deadline, most_bytes + MOST_FRAME)).data
+
+    def manifest(self, *, version_id: str, most_bytes: int, deadline: Deadline) -> bytes:
+        """The source's manifest of a version, encoded. Arguments as of `structure`."""
+        self.connect(deadline)
+        with self._errors(deadline, "asking for the manifest"):
+            return self._ok(self._answer(Tell(version_id), deadline, most_bytes + MOST_FRAME)).data
 
     def check_held(self, *, version_id: str, deadline: Deadline) -> None:
         """Raise `SourceLostError` unless the source holds the version."""

@@ -72,7 +72,14 @@ class Describe(msgspec.Struct, frozen=True, tag=True):
     version_id: str
 
 
-Request = Hello | Read | Digest | Ping | Describe
+class Tell(msgspec.Struct, frozen=True, tag=True):
+    """Send the `refit_mx.manifest.Manifest` of a version, encoded as the control plane has its
+    digest, in `Answer.data`."""
+
+    version_id: str
+
+
+Request = Hello | Read | Digest | Ping | Describe | Tell
 
 
 class Answer(msgspec.Struct, frozen=True, tag=True):
@@ -84,7 +91,7 @@ class Answer(msgspec.Struct, frozen=True, tag=True):
             ``full``, too many connections; ``changed``, to DIGEST, the memory is not as it was
             published.
         message: says what was wrong.
-        data: digests, or a structure.
+        data: digests, a structure or a manifest.
     """
 
     status: Status

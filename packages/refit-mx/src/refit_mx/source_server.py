@@ -34,6 +34,7 @@ from refit_mx.source_protocol import (
     Hello,
     Ping,
     Read,
+    Tell,
     decode_reads,
     decode_request,
     frame,
@@ -60,12 +61,23 @@ class _Held:
     """A version's memory, and whether it was dropped: checked after every use of the memory."""
 
     def __init__(
-        self, memory: torch.Tensor, blocks: PublishedBlocks | None, structure: bytes
+        self,
+        memory: torch.Tensor,
+        blocks: PublishedBlocks | None,
+        structure: bytes,
+        manifest: bytes,
     ) -> None:
         self.memory = memory
         self.blocks = blocks
         self.structure = structure
+        self.manifest = manifest
         self.dropped = False
+
+
+def _told(held: _Held, request: Ping | Describe | Tell) -> bytes:
+    if isinstance(request, Ping):
+        return b""
+    return held.structure if isinstance(request, Describe) else held.manifest
 
 
 class SourceServer:
@@ -148,6 +160,7 @@ class SourceServer:
         blocks: PublishedBlocks | None = None,
         *,
         structure: bytes = b"",
+        manifest: bytes = b"",
     ) -> None:
         """Serve a version from now on.
 
@@ -158,6 +171,7 @@ class SourceServer:
             blocks: as they were published: no digest is given of one that has changed since. None
                 gives digests of the memory as it is.
             structure: of its manifest, encoded, for those who got that in brief.
+            manifest: encoded, for those who know this server already.
 
         Raises:
             RefitConfigError: the version is served already, or the memory is of another kind.
@@ -166,7 +180,7 @@ class SourceServer:
         with self._lock:
             if version_id in self._held:
                 raise RefitConfigError(f"version {version_id!r} is served already")
-            self._held[version_id] = _Held(memory, blocks, structure)
+            self._held[version_id] = _Held(memory, blocks, structure, manifest)
 
     def drop_version(self, version_id: str) -> bool:
         """Stop serving a version; its memory may change once this has returned.
@@ -300,13 +314,12 @@ class SourceServer:
             answer = self._read(connection, request)
         elif isinstance(request, Digest):
             answer = self._digest(request)
-        elif isinstance(request, Ping | Describe):
+        elif isinstance(request, Ping | Describe | Tell):
             held = self._version(request.version_id)
             if held is None:
                 answer = self._gone(request.version_id)
             else:
-                told = held.structure if isinstance(request, Describe) else b""
-                answer = Answer("ok", data=told)
+                answer = Answer("ok", data=_told(held, request))
         else:
             raise ProtocolError("HELLO came twice")
         self._send(connection, answer)
