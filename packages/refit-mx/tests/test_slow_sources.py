@@ -18,8 +18,10 @@ from transport_processes import SourceProcess, pattern
 from refit_mx.arena import Arena
 from refit_mx.deadline import Deadline, StallDeadline
 from refit_mx.errors import RefitTimeoutError
+from refit_mx.plan.pieces import PIECE_BYTES
 from refit_mx.reads import ReadTable
 from refit_mx.settings import ReceiverSettings
+from refit_mx.source_client import SourceClient
 from refit_mx.transports import nixl
 from refit_mx.transports.base import Fetch
 from refit_mx.transports.nixl_lane import IN_FLIGHT
@@ -145,6 +147,7 @@ def pulsing(sources: list[SourceProcess]) -> Iterator[None]:
 def over_nixl(monkeypatch) -> Iterator[tuple[list[SourceProcess], list[Fetch]]]:
     """Two sources, as between hosts, of which all bytes would be under way at once."""
     monkeypatch.setenv("UCX_TLS", "tcp,self")
+    monkeypatch.setattr(SourceClient, "local", False)
     monkeypatch.setattr(nixl, "BATCH_BYTES", 16 * MIB)
     monkeypatch.setattr(nixl, "LEAST_BATCH_BYTES", MIB // 2)
     monkeypatch.setattr(nixl, "IN_FLIGHT_BYTES", 4 * MIB)
@@ -195,14 +198,55 @@ def test_over_nixl_transfers_are_small_enough_that_one_ends_before_a_stall(over_
 @pytest.mark.parametrize("lanes", [1, 2])
 @pytest.mark.parametrize("sources", [1, 4, 16, 64])
 def test_what_is_under_way_over_nixl_takes_a_network_of_1_gigabit_a_part_of_a_stall(sources, lanes):
-    batch = nixl.batch_bytes(sources * lanes, copies=True)
+    batch = nixl.batch_bytes(sources * lanes, copies=True, local=False)
     assert MIB <= batch <= nixl.BATCH_BYTES
     seconds = batch * sources * lanes * IN_FLIGHT / 125e6
     assert seconds < ReceiverSettings().stall_timeout_s / 4
 
 
+@pytest.mark.parametrize("sources", [1, 4])
+def test_from_sources_of_this_machine_whole_pieces_are_read(sources):
+    assert nixl.batch_bytes(sources * nixl.MOST_LANES, copies=True, local=True) == PIECE_BYTES
+
+
+@needs_nixl
+@pytest.mark.parametrize(
+    ("far", "most"), [(0, nixl.LOCAL_IN_FLIGHT_BYTES), (1, nixl.IN_FLIGHT_BYTES)]
+)
+def test_one_source_of_another_machine_makes_the_transfers_of_all_small(monkeypatch, far, most):
+    asked: list[int] = []
+    batch_bytes = nixl.batch_bytes
+
+    def noted(readers: int, *, copies: bool, local: bool) -> int:
+        found = batch_bytes(readers, copies=copies, local=local)
+        asked.append(found * readers * IN_FLIGHT)
+        return found
+
+    monkeypatch.setattr(nixl, "batch_bytes", noted)
+    with contextlib.ExitStack() as stack:
+        sources = [stack.enter_context(SourceProcess(32 * MIB, nixl=True)) for _ in range(8)]
+        links = {source.manifest.endpoint for source in sources[:far]}
+        local = SourceClient.local.fget
+
+        monkeypatch.setattr(
+            SourceClient,
+            "local",
+            property(lambda self: self._source.endpoint not in links and local(self)),
+        )
+        fetches = [
+            Fetch(source.manifest, whole(32 * MIB, index * 32 * MIB))
+            for index, source in enumerate(sources)
+        ]
+        transport = stack.enter_context(contextlib.closing(new_transport("nixl")))
+        scratch = Arena(256 * MIB).memory
+        transport.register(scratch)
+        transport.fetch(fetches, scratch, deadline=Deadline(60, "test"))
+        assert torch.equal(scratch[: 256 * MIB], pattern(32 * MIB, 1).repeat(8))
+    assert asked == [most]
+
+
 @pytest.mark.parametrize("sources", [1, 8, 64, 512])
 def test_with_rdma_it_takes_25_gigabits_a_part_of_a_stall(sources):
-    batch = nixl.batch_bytes(sources, copies=False)
+    batch = nixl.batch_bytes(sources, copies=False, local=False)
     seconds = batch * sources * IN_FLIGHT / 3.125e9
     assert seconds < ReceiverSettings().stall_timeout_s / 2

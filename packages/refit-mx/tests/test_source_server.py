@@ -90,6 +90,40 @@ def test_one_connection_serves_many_requests():
         assert not client.connect(soon())
 
 
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.9"])
+def test_a_client_knows_a_source_of_its_machine(host):
+    with (
+        serving(host=host) as (_, _, source),
+        contextlib.closing(SourceClient(source)) as client,
+    ):
+        assert not client.local, "it is not connected yet"
+        client.connect(soon())
+        assert client.local
+    assert not client.local
+
+
+class _ConnectedFromElsewhere(socket.socket):
+    """To the same server, as it would be between two machines."""
+
+    def getpeername(self):
+        return ("192.0.2.7", 4000)
+
+    def getsockname(self):
+        return ("192.0.2.8", 5000)
+
+
+def test_a_client_knows_a_source_of_another_machine(monkeypatch):
+    with serving() as (_, _, source), contextlib.closing(SourceClient(source)) as client:
+        connect = socket.create_connection
+
+        def from_elsewhere(address, timeout):
+            return _ConnectedFromElsewhere(fileno=connect(address, timeout).detach())
+
+        monkeypatch.setattr(socket, "create_connection", from_elsewhere)
+        client.connect(soon())
+        assert not client.local
+
+
 def test_more_reads_than_a_request_may_have_are_asked_for_in_several():
     count = protocol.MOST_READS + 10
     rows = np.zeros((count, 9), np.int64)

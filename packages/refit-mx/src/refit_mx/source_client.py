@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import select
 import socket
 import threading
@@ -79,6 +80,18 @@ class SourceClient:
         readable = select.poll()
         readable.register(self._sock, select.POLLIN)
         return not readable.poll(0)
+
+    @property
+    def local(self) -> bool:
+        """Whether it is connected, and to an address of this machine."""
+        if self._sock is None:
+            return False
+        try:
+            here, there = self._sock.getsockname()[0], self._sock.getpeername()[0]
+        except OSError:  # the connection ended
+            return False
+        # To an address of its own the kernel connects from the same one.
+        return bool(here == there) or ipaddress.ip_address(there).is_loopback
 
     def connect(self, deadline: Deadline) -> bool:
         """Connect, unless it is connected.

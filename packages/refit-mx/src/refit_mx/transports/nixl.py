@@ -38,6 +38,8 @@ IN_FLIGHT_BYTES = 64 << 20
 and all that are under way share one network: the more sources, the smaller the batches, so that one
 ends long before a fetch is taken for stalled. A longer stall limit for more bytes would find a
 source that fell silent later, and the more sources there are the later."""
+LOCAL_IN_FLIGHT_BYTES = 256 << 20
+"""Of all sources together where all are of this machine: nothing slower than memory is between."""
 LEAST_BATCH_BYTES = 1 << 20
 """Smaller ones would cost speed."""
 RDMA_IN_FLIGHT_BYTES = 1 << 30
@@ -49,16 +51,18 @@ LANE_BYTES = 64 << 20
 MOST_LANES = 2
 
 
-def batch_bytes(readers: int, *, copies: bool) -> int:
+def batch_bytes(readers: int, *, copies: bool, local: bool) -> int:
     """Of one transfer.
 
     Args:
         readers: sources times lanes, each of which has `IN_FLIGHT` transfers under way.
         copies: whether this side's processor copies.
+        local: whether all sources are of this machine.
     """
     most = BATCH_BYTES if copies else RDMA_BATCH_BYTES
     least = LEAST_BATCH_BYTES if copies else RDMA_LEAST_BATCH_BYTES
-    all_of_them = IN_FLIGHT_BYTES if copies else RDMA_IN_FLIGHT_BYTES
+    by_copying = LOCAL_IN_FLIGHT_BYTES if local else IN_FLIGHT_BYTES
+    all_of_them = by_copying if copies else RDMA_IN_FLIGHT_BYTES
     return min(most, max(least, all_of_them // (readers * IN_FLIGHT)))
 
 
@@ -160,11 +164,13 @@ class NixlTransport:
         lanes = self._lanes_for(nbytes if copies else 0)
         connected = sum(self._connect(fetch.source, lanes, deadline) for fetch in wanted)
         self._forget_unused(wanted)
+        local = all(self._client(fetch.source).local for fetch in wanted)
+        most_bytes = batch_bytes(len(wanted) * len(lanes), copies=copies, local=local)
         works = [
             Work(
                 index,
                 fetch,
-                batch_bytes=batch_bytes(len(wanted) * len(lanes), copies=copies),
+                batch_bytes=most_bytes,
                 batch_reads=BATCH_RUNS,
                 batch_runs=BATCH_RUNS,
             )
@@ -176,8 +182,8 @@ class NixlTransport:
             self._carry_out(lanes, works, scratch, deadline, on_done)
             seconds = time.monotonic() - started
             for work in works:
-                source = self._sources[agent_of(work.source).name]
-                source.client.check_held(version_id=work.source.version_id, deadline=deadline)
+                client = self._client(work.source)
+                client.check_held(version_id=work.source.version_id, deadline=deadline)
         except BaseException:
             self._abandon(lanes, deadline)
             raise
@@ -261,6 +267,9 @@ class NixlTransport:
                 self._remove(name)
             raise
         return known is None
+
+    def _client(self, source: Manifest) -> SourceClient:
+        return self._sources[agent_of(source).name].client
 
     def _forget_unused(self, wanted: Sequence[Fetch]) -> None:
         used = {agent_of(fetch.source).name for fetch in wanted}
