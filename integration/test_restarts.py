@@ -40,8 +40,11 @@ class Service:
     """
 
     def __init__(self, folder: Path, *command: str) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self.address = f"127.0.0.1:{free.getsockname()[1]}"
+        # Bound and not listening, it keeps the port from everybody who does not ask for it.
+        self._holder = socket.socket()
+        self._holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._holder.bind(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self._holder.getsockname()[1]}"
         port = self.address.partition(":")[2]
         name, *words = command
         self._command = [str(SCRIPTS / name), *(word.format(port=port) for word in words)]
@@ -69,6 +72,7 @@ class Service:
         """End it, whatever its state."""
         self.process.kill()
         self.process.wait()
+        self._holder.close()
 
 
 class Disturbs(RunDisplay):

@@ -3,7 +3,6 @@
 import contextlib
 import os
 import queue
-import socket
 import subprocess
 import sys
 import threading
@@ -13,6 +12,7 @@ from pathlib import Path
 import grpc
 import pytest
 import torch
+from ports import held_port
 
 from refit_mx.control import EmbeddedControlServer
 from refit_mx.control import modelexpress_seams as seams
@@ -164,11 +164,7 @@ def test_the_seams_are_put_back():
 class Trainer:
     """A process of `modelexpress_trainer`."""
 
-    def __init__(self, rank, world, rendezvous, address):
-        with contextlib.ExitStack() as held:
-            # The client takes its ports from the environment, so they are found before it starts.
-            free = [held.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(2)]
-            ports = ",".join(str(each.getsockname()[1]) for each in free)
+    def __init__(self, rank, world, rendezvous, address, ports):
         self.process = subprocess.Popen(
             [
                 sys.executable,
@@ -177,7 +173,7 @@ class Trainer:
                 f"--world={world}",
                 f"--rendezvous={rendezvous}",
                 f"--server={address}",
-                f"--ports={ports}",
+                f"--ports={','.join(map(str, ports))}",
             ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -291,9 +287,12 @@ def test_trainer_and_generator_clients_refit_byte_for_byte(
 ):
     pytest.importorskip("nixl_cu12", reason="needs the package nixl-cu12")
     started = []
+    # The client takes its ports from the environment, so they are found before it starts.
+    held = contextlib.ExitStack()
+    ports = [[held.enter_context(held_port()) for _ in range(2)] for _ in range(trainers)]
     try:
         ranks = [
-            Trainer(rank, trainers, tmp_path / "rendezvous", server.address)
+            Trainer(rank, trainers, tmp_path / "rendezvous", server.address, ports[rank])
             for rank in range(trainers)
         ]
         started += ranks
@@ -332,6 +331,7 @@ def test_trainer_and_generator_clients_refit_byte_for_byte(
         for each in started:
             each.process.kill()
             each.process.wait(PATIENCE_S)
+        held.close()
 
 
 def test_a_part_whose_box_does_not_fit_is_refused():

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import signal
-import socket
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -22,6 +21,7 @@ from fault_cases import (
     of,
     zeros,
 )
+from ports import held_port
 from refit_fixtures import MODEL, Hook
 from refit_processes import Process, same, weights
 
@@ -39,9 +39,7 @@ class Server:
     def __init__(self, stack: ExitStack, folder: Path) -> None:
         self._stack = stack
         self._state = str(folder / "state")
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self._port = free.getsockname()[1]
+        self._port = stack.enter_context(held_port())
         self.start()
         self.address = self.process.ready["address"]
 

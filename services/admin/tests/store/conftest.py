@@ -58,9 +58,11 @@ class PostgreSQL:
             timeout=PATIENCE_S,
             **self._user,
         )
-        with socket.socket() as taken:
-            taken.bind(("127.0.0.1", 0))
-            self.port = taken.getsockname()[1]
+        # Bound and not listening, it keeps the port from everybody who does not ask for it.
+        self._holder = socket.socket()
+        self._holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._holder.bind(("127.0.0.1", 0))
+        self.port = self._holder.getsockname()[1]
         settings = ["fsync=off", "synchronous_commit=off", "full_page_writes=off"]
         self.process = subprocess.Popen(
             [binaries / "postgres", "-D", data, "-h", "127.0.0.1", "-p", str(self.port)]
@@ -105,6 +107,7 @@ class PostgreSQL:
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait(PATIENCE_S)
+        self._holder.close()
 
 
 @pytest.fixture(scope="session")

@@ -164,6 +164,8 @@ class NixlTransport:
         lanes = self._lanes_for(nbytes if copies else 0)
         connected = sum(self._connect(fetch.source, lanes, deadline) for fetch in wanted)
         self._forget_unused(wanted)
+        if not wanted:
+            return FetchStats(0, 0.0, 0)
         local = all(self._client(fetch.source).local for fetch in wanted)
         most_bytes = batch_bytes(len(wanted) * len(lanes), copies=copies, local=local)
         works = [
