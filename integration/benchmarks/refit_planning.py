@@ -31,6 +31,7 @@ from refit_mx.manifest import (
 from refit_mx.plan.pieces import in_pieces
 from refit_mx.plan.planner import plan_reads
 from refit_mx.plan.shards import ShardTable
+from refit_mx.transports.tcp import TcpTransport
 from refit_mx.verify import row_checks
 
 PLANNING_HEADINGS = ["one of 128 receivers, 100,000 tensors, 64 sources", "p50 s", "IQR", "n"]
@@ -106,7 +107,7 @@ def measure_planning(tell: Callable[[str], None]) -> PlanningResult:
         marks = [time.perf_counter()]
         shards = ShardTable.of([Manifest.decode(data) for data in encoded])
         marks.append(time.perf_counter())
-        plan = in_pieces(shards, plan_reads(shards, targets, seed=0))
+        plan = in_pieces(shards, plan_reads(shards, targets, seed=0), TcpTransport.piece_bytes)
         marks.append(time.perf_counter())
         row_checks(shards, plan)
         marks.append(time.perf_counter())

@@ -115,6 +115,7 @@ class Meddling:
         self._stalling = stalling
         self._between = between
         self.name = inner.name
+        self.piece_bytes = inner.piece_bytes
         self.fetched: list[tuple[str, ...]] = []
         self.nbytes = 0
 
@@ -163,6 +164,7 @@ class Halfway:
         self._inner = inner
         self._reached = reached
         self.name = inner.name
+        self.piece_bytes = inner.piece_bytes
         for method in ("register", "unregister", "busy", "close"):
             setattr(self, method, getattr(inner, method))
 

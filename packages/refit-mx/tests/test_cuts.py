@@ -13,7 +13,9 @@ from refit_processes import fsdp_shards, same, slice_of, targets_of, weights
 from refit_mx.cuts import Cut, cut_shards
 from refit_mx.errors import RefitConfigError
 from refit_mx.manifest import BLOCK_BYTES
-from refit_mx.plan.pieces import PIECE_BYTES, _cut
+from refit_mx.plan.pieces import _cut, in_pieces
+from refit_mx.plan.planner import plan_reads
+from refit_mx.plan.shards import ShardTable
 from refit_mx.shard_sources import LocalShard
 from refit_mx.tensor_types import Box
 
@@ -110,12 +112,13 @@ def test_a_cut_along_an_axis_that_is_not_there_names_the_tensor():
 @given(
     st.lists(
         st.tuples(
-            st.integers(0, 3 * PIECE_BYTES), st.integers(1, 3 * PIECE_BYTES), st.integers(1, 3)
+            st.integers(0, 24 * BLOCK_BYTES), st.integers(1, 24 * BLOCK_BYTES), st.integers(1, 3)
         ),
         max_size=6,
-    )
+    ),
+    st.integers(1, 8).map(lambda blocks: blocks * BLOCK_BYTES),
 )
-def test_pieces_are_the_read_and_end_where_blocks_end(reads):
+def test_pieces_are_the_read_and_end_where_blocks_end(reads, piece_bytes):
     rows = np.array(
         [
             (1000 + begin, 7, run, n1, 2 * run if n1 > 1 else 0, run if n1 > 1 else 0, 1, 0, 0)
@@ -124,7 +127,7 @@ def test_pieces_are_the_read_and_end_where_blocks_end(reads):
         np.int64,
     ).reshape(-1, 9)
     begin = np.array([begin for begin, _, _ in reads], np.int64)
-    made, origin = _cut(rows, begin)
+    made, origin = _cut(rows, begin, piece_bytes)
     for row in range(len(rows)):
         mine = made[origin == row]
         if rows[row, 3] > 1:
@@ -135,5 +138,15 @@ def test_pieces_are_the_read_and_end_where_blocks_end(reads):
         assert (mine[0, :2] == rows[row, :2]).all()
         assert (mine[1:, :2] == ends[:-1]).all()
         assert (ends[-1] == rows[row, :2] + rows[row, 2]).all()
-        assert (mine[:, 2] <= PIECE_BYTES).all()
+        assert (mine[:, 2] <= piece_bytes).all()
         assert ((ends[:-1, 0] - 1000) % BLOCK_BYTES == 0).all()
+
+
+@pytest.mark.parametrize("piece_bytes", [0, -BLOCK_BYTES, BLOCK_BYTES - 1, BLOCK_BYTES + 1])
+def test_pieces_that_would_end_within_a_block_are_refused(piece_bytes):
+    with a_world() as world:
+        world.version("v1")
+        shards = ShardTable.of([world.publisher().publish("v1", weights(5, SHAPES))])
+    plan = plan_reads(shards, [], seed=0)
+    with pytest.raises(ValueError, match=f"piece_bytes {piece_bytes}; expected a multiple"):
+        in_pieces(shards, plan, piece_bytes)

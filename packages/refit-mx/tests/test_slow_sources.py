@@ -18,7 +18,6 @@ from transport_processes import SourceProcess, pattern
 from refit_mx.arena import Arena
 from refit_mx.deadline import Deadline, StallDeadline
 from refit_mx.errors import RefitTimeoutError
-from refit_mx.plan.pieces import PIECE_BYTES
 from refit_mx.reads import ReadTable
 from refit_mx.settings import ReceiverSettings
 from refit_mx.source_client import SourceClient
@@ -206,7 +205,9 @@ def test_what_is_under_way_over_nixl_takes_a_network_of_1_gigabit_a_part_of_a_st
 
 @pytest.mark.parametrize("sources", [1, 4])
 def test_from_sources_of_this_machine_whole_pieces_are_read(sources):
-    assert nixl.batch_bytes(sources * nixl.MOST_LANES, copies=True, local=True) == PIECE_BYTES
+    assert nixl.batch_bytes(sources * nixl.MOST_LANES, copies=True, local=True) == (
+        nixl.NixlTransport.piece_bytes
+    )
 
 
 @needs_nixl

@@ -17,15 +17,17 @@ from refit_processes import SHAPES, fsdp_shards, same, targets_of, weights
 from transport_processes import SourceProcess, pattern
 
 from refit_mx import publisher as publisher_module
+from refit_mx import transport_choice
 from refit_mx.arena import Arena
 from refit_mx.deadline import Deadline
 from refit_mx.errors import ProtocolError, RefitConfigError, SourceLostError
-from refit_mx.manifest import Manifest, SharedMemory
+from refit_mx.manifest import BLOCK_BYTES, Manifest, SharedMemory
 from refit_mx.reads import ReadTable
 from refit_mx.shared_memory import attach, create
 from refit_mx.transports import shm as shm_module
 from refit_mx.transports.base import Fetch
 from refit_mx.transports.shm import UNUSED_FETCHES, ShmTransport, reaches
+from refit_mx.transports.tcp import TcpTransport
 
 pytestmark = [pytest.mark.slow, needs_shm]
 NBYTES = 1 << 20
@@ -180,6 +182,37 @@ def test_an_auto_receiver_maps_what_it_can_and_asks_over_tcp_else(
     live = zeros(SHAPES)
     assert receiver.refit("v1", live).transport == ("shm" if reaches else "tcp")
     assert same(live, weights(1, SHAPES))
+
+
+def test_the_next_version_over_another_transport_is_read_in_pieces_of_that_one(
+    world: World, monkeypatch
+):
+    shapes = {"long": ("bfloat16", (3 * BLOCK_BYTES, 3)), "short": ("float32", (5,))}
+    publisher = world.publisher(transports=["shm", "tcp"])
+    receiver = world.receiver(targets_of(shapes), transport="auto")
+    fetched = []
+
+    def counting(fetch):
+        def counted(transport, fetches, *args, **options):
+            assert all((each.reads.rows[:, 2] <= transport.piece_bytes).all() for each in fetches)
+            fetched.append((transport.name, sum(len(each.reads) for each in fetches)))
+            return fetch(transport, fetches, *args, **options)
+
+        return counted
+
+    for each in (ShmTransport, TcpTransport):
+        monkeypatch.setattr(each, "fetch", counting(each.fetch))
+    for number, here in enumerate([True, True, False, True], 1):
+        world.version(f"v{number}")
+        publisher.publish(f"v{number}", weights(number, shapes))
+        live = zeros(shapes)
+        with monkeypatch.context() as elsewhere:
+            if not here:
+                elsewhere.setattr(transport_choice, "reaches", lambda _: False)
+            receiver.refit(f"v{number}", live)
+        assert same(live, weights(number, shapes))
+    # 18 MiB and a few bytes, in pieces of 2 MiB and of 16.
+    assert fetched == [("shm", 10), ("shm", 10), ("tcp", 3), ("shm", 10)]
 
 
 def test_where_some_sources_are_elsewhere_nothing_of_the_others_stays_mapped(

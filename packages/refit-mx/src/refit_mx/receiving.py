@@ -74,8 +74,21 @@ class _Planned:
 
     shards: ShardTable
     names: tuple[str, ...]
+    whole: Plan
+    piece_bytes: int
     plan: Plan
     checks: tuple[RowChecks, ...]
+
+    @staticmethod
+    def of(shards: ShardTable, names: tuple[str, ...], whole: Plan, piece_bytes: int) -> _Planned:
+        """Cut into pieces."""
+        plan = in_pieces(shards, whole, piece_bytes)
+        return _Planned(shards, names, whole, piece_bytes, plan, row_checks(shards, plan))
+
+    def fits(self, shards: ShardTable, targets: Sequence[TargetTensor]) -> bool:
+        """Whether it is what these targets read of these shards."""
+        names = tuple(target.name for target in targets)
+        return (self.shards.structure, self.names) == (shards.structure, names)
 
 
 class Receiving:
@@ -159,13 +172,14 @@ class Receiving:
         stats.seconds["discover"] += time.monotonic() - started
         started = time.monotonic()
         with phase("plan", version_id, self._on_phase) as span:
-            shards, planned = self._plan(sources, targets, deadline)
-            span.set_attribute("refit.bytes", planned.plan.nbytes)
+            shards, whole = self._plan(sources, targets, deadline)
+            span.set_attribute("refit.bytes", whole.nbytes)
+            used = [shards.manifests[source] for source, _ in whole.fetches]
+            transport, pool = self._transports.that_reads(used)
+            planned = self._in_pieces(shards, targets, whole, transport.piece_bytes)
         stats.seconds["plan"] += time.monotonic() - started
         deadline.check("planning")
         plan = planned.plan
-        used = [shards.manifests[source] for source, _ in plan.fetches]
-        transport, pool = self._transports.that_reads(used)
         stats.transport = transport.name
         stats.sources = tuple(manifest.worker_id for manifest in used)
         scratch = pool.take(max(1, plan.scratch_bytes), deadline)
@@ -248,15 +262,14 @@ class Receiving:
 
     def _plan(
         self, sources: SourceSet, targets: Sequence[TargetTensor], deadline: Deadline
-    ) -> tuple[ShardTable, _Planned]:
+    ) -> tuple[ShardTable, Plan]:
         shards = self._table_of(sources)
         _refuse_different_replicas(shards)
-        names = tuple(target.name for target in targets)
         known = self._planned
-        if known is not None and (known.shards.structure, known.names) == (shards.structure, names):
-            return shards, known
+        if known is not None and known.fits(shards, targets):
+            return shards, known.whole
         try:
-            plan = in_pieces(shards, plan_reads(shards, targets, seed=self._rank))
+            return shards, plan_reads(shards, targets, seed=self._rank)
         except LayoutError as error:
             version = self._ask(lambda client: client.get_version(sources.version_id), deadline)
             missing = missing_slots(version, sources.manifests)
@@ -267,8 +280,19 @@ class Receiving:
                 f"{', '.join(missing[:5])} ({len(missing)} in all)",
                 tuple(sources.left_out),
             ) from error
-        self._planned = _Planned(shards, names, plan, row_checks(shards, plan))
-        return shards, self._planned
+
+    def _in_pieces(
+        self,
+        shards: ShardTable,
+        targets: Sequence[TargetTensor],
+        whole: Plan,
+        piece_bytes: int,
+    ) -> _Planned:
+        known = self._planned
+        if known is None or known.whole is not whole or known.piece_bytes != piece_bytes:
+            names = tuple(target.name for target in targets)
+            self._planned = known = _Planned.of(shards, names, whole, piece_bytes)
+        return known
 
     def _table_of(self, sources: SourceSet) -> ShardTable:
         """What the sources hold, in an order of theirs that is the same from version to version, so

@@ -54,6 +54,9 @@ class Transport(Protocol):
 
     name: str
     """``nixl``, ``shm`` or ``tcp``; as configurations name it."""
+    piece_bytes: int
+    """Of a read at most, so that it is verified while more arrives; a multiple of
+    `refit_mx.manifest.BLOCK_BYTES`."""
 
     def register(self, scratch: torch.Tensor) -> None:
         """Make a buffer ready to be read into; it is one contiguous uint8 tensor of one axis.

