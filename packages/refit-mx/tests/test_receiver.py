@@ -158,16 +158,16 @@ def test_two_versions_can_be_in_scratch_at_once(world, published):
 
 
 def test_a_plan_is_kept_for_the_next_version_of_the_same_structure(world, published, monkeypatch):
-    from refit_mx import receiving
+    from refit_mx import kept_plan
 
     planned = []
-    plan_reads = receiving.plan_reads
+    plan_reads = kept_plan.plan_reads
 
     def counted(*args, **settings):
         planned.append(args)
         return plan_reads(*args, **settings)
 
-    monkeypatch.setattr(receiving, "plan_reads", counted)
+    monkeypatch.setattr(kept_plan, "plan_reads", counted)
     publishers, _ = published
     receiver = world.receiver()
     live = zeros()
@@ -181,12 +181,12 @@ def test_a_plan_is_kept_for_the_next_version_of_the_same_structure(world, publis
 
 
 def test_a_plan_is_kept_whichever_replica_was_heard_last(world, monkeypatch):
-    from refit_mx import receiving
+    from refit_mx import kept_plan
 
     planned = []
-    plan_reads = receiving.plan_reads
+    plan_reads = kept_plan.plan_reads
     monkeypatch.setattr(
-        receiving,
+        kept_plan,
         "plan_reads",
         lambda *args, **kept: (planned.append(1), plan_reads(*args, **kept))[1],
     )

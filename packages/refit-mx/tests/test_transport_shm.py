@@ -16,8 +16,7 @@ from refit_fixtures import World, a_world, needs_nixl, needs_shm, zeros
 from refit_processes import SHAPES, fsdp_shards, same, targets_of, weights
 from transport_processes import SourceProcess, pattern
 
-from refit_mx import publisher as publisher_module
-from refit_mx import transport_choice
+from refit_mx import offered_transports, transport_choice
 from refit_mx.arena import Arena
 from refit_mx.deadline import Deadline
 from refit_mx.errors import ProtocolError, RefitConfigError, SourceLostError
@@ -155,7 +154,7 @@ def test_memory_is_shared_where_that_is_asked_for_or_nixl_is_missing(
     world: World, monkeypatch, asked, nixl, shared
 ):
     if nixl is not None:
-        monkeypatch.setattr(publisher_module, "nixl_available", lambda: nixl)
+        monkeypatch.setattr(offered_transports, "nixl_available", lambda: nixl)
     publisher = world.publisher(transports=asked)
     world.version("v1")
     assert (publisher.publish("v1", weights(1, SHAPES)).shm is not None) == shared

@@ -41,10 +41,10 @@ from refit_mx.errors import (
 )
 from refit_mx.manifest import Manifest, NixlAgent, Registry, Structure, encode_table
 from refit_mx.manifest_service import ManifestService
+from refit_mx.offered_transports import offered_transports
 from refit_mx.published_blocks import PublishedBlocks
 from refit_mx.settings import MOST_COPY_THREADS, PublisherSettings
 from refit_mx.shard_sources import LocalShard, Publishable, local_shards
-from refit_mx.shared_memory import shared_memory_missing
 from refit_mx.source_server import SourceServer
 from refit_mx.spans import OnPhase, phase, tell_bytes
 from refit_mx.staging import (
@@ -56,7 +56,6 @@ from refit_mx.staging import (
     same_bytes,
     stage,
 )
-from refit_mx.transports.nixl_library import nixl_available
 
 if TYPE_CHECKING:
     from refit_mx.transports.nixl import NixlSource
@@ -159,7 +158,7 @@ class MxV2TrainingPublisher:
             )
             self._threads = ThreadPoolExecutor(copy_threads, thread_name_prefix="refit-staging")
             stack.callback(self._threads.shutdown)
-            wanted = _usable(transports, torch.device(device))
+            wanted = offered_transports(transports, torch.device(device))
             # Closed after NIXL's agents: a receiver takes a source whose server refuses it for
             # gone, and the memory into which it read from it for free.
             self._server = SourceServer(
@@ -482,34 +481,3 @@ def _nixl_source() -> NixlSource:
     from refit_mx.transports.nixl import NixlSource
 
     return NixlSource()
-
-
-def _usable(transports: Sequence[str] | None, device: torch.device) -> set[str]:
-    """Of those that are asked for, or of all, what this process can offer.
-
-    Raises:
-        RefitConfigError: an unknown one, or one that is asked for cannot be used.
-    """
-    wanted = {"nixl", "shm", "tcp"} if transports is None else set(transports)
-    unknown = wanted - {"nixl", "shm", "tcp"}
-    if unknown:
-        raise RefitConfigError(
-            f"transports {', '.join(sorted(unknown))}; expected nixl, shm and tcp"
-        )
-    missing = {
-        name: why
-        for name, find in (("nixl", nixl_available), ("shm", lambda: _sharing_missing(device)))
-        if name in wanted and (why := find()) is not None
-    }
-    if transports is not None:
-        for name, why in missing.items():
-            raise RefitConfigError(f"transport {name!r}: {why}")
-        return wanted
-    usable = wanted - missing.keys()
-    return usable - {"shm"} if "nixl" in usable else usable
-
-
-def _sharing_missing(device: torch.device) -> str | None:
-    if device.type != "cpu":
-        return f"the arenas are on {device}; only memory of the CPU is shared"
-    return shared_memory_missing()

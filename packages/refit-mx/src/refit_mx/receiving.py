@@ -21,17 +21,16 @@ from refit_mx.cuda_order import wait_for
 from refit_mx.deadline import Deadline, StallDeadline
 from refit_mx.discovery import MOST_AT_ONCE, SourceSet, answering_sources, missing_slots
 from refit_mx.errors import (
-    DigestMismatchError,
     LayoutError,
     ProtocolError,
     RefitConfigError,
     RefitTimeoutError,
     SourceLostError,
 )
+from refit_mx.kept_plan import KeptPlan
 from refit_mx.manifest import Manifest, Registry, Scalar
 from refit_mx.manifest_service import ManifestClient
-from refit_mx.plan.pieces import in_pieces
-from refit_mx.plan.planner import Plan, plan_reads
+from refit_mx.plan.planner import Plan
 from refit_mx.plan.shards import ShardTable
 from refit_mx.plan.targets import TargetTensor
 from refit_mx.reads import ReadTable
@@ -44,7 +43,7 @@ from refit_mx.spans import OnPhase, phase, tell_bytes
 from refit_mx.transport_choice import Transports
 from refit_mx.transports.base import Fetch, Transport
 from refit_mx.transports.nixl_library import has_rdma
-from refit_mx.verify import RowChecks, Verifier, row_checks
+from refit_mx.verify import Verifier
 
 _VERIFY_THREADS = 2
 _PROBE_S = 1.0
@@ -66,29 +65,6 @@ class Attempt:
     registry: Registry | None
     give_back: Callable[[], None]
     discard: Callable[[], None]
-
-
-@dataclass(frozen=True, eq=False)
-class _Planned:
-    """A plan and how it is verified, kept for the next version of the same structure."""
-
-    shards: ShardTable
-    names: tuple[str, ...]
-    whole: Plan
-    piece_bytes: int
-    plan: Plan
-    checks: tuple[RowChecks, ...]
-
-    @staticmethod
-    def of(shards: ShardTable, names: tuple[str, ...], whole: Plan, piece_bytes: int) -> _Planned:
-        """Cut into pieces."""
-        plan = in_pieces(shards, whole, piece_bytes)
-        return _Planned(shards, names, whole, piece_bytes, plan, row_checks(shards, plan))
-
-    def fits(self, shards: ShardTable, targets: Sequence[TargetTensor]) -> bool:
-        """Whether it is what these targets read of these shards."""
-        names = tuple(target.name for target in targets)
-        return (self.shards.structure, self.names) == (shards.structure, names)
 
 
 class Receiving:
@@ -128,7 +104,7 @@ class Receiving:
         self._rank = rank
         self._settings = settings
         self._on_phase = on_phase
-        self._planned: _Planned | None = None
+        self._kept = KeptPlan(seed=rank)
         self._manifests = ManifestClient(settings.most_manifest_bytes)
         self._asking = ThreadPoolExecutor(MOST_AT_ONCE, thread_name_prefix="refit-asking")
         self._verifying = ThreadPoolExecutor(_VERIFY_THREADS, thread_name_prefix="refit-verify")
@@ -176,16 +152,15 @@ class Receiving:
             span.set_attribute("refit.bytes", whole.nbytes)
             used = [shards.manifests[source] for source, _ in whole.fetches]
             transport, pool = self._transports.that_reads(used)
-            planned = self._in_pieces(shards, targets, whole, transport.piece_bytes)
+            plan, checks = self._kept.in_pieces(shards, targets, whole, transport.piece_bytes)
         stats.seconds["plan"] += time.monotonic() - started
         deadline.check("planning")
-        plan = planned.plan
         stats.transport = transport.name
         stats.sources = tuple(manifest.worker_id for manifest in used)
         scratch = pool.take(max(1, plan.scratch_bytes), deadline)
         moving = time.monotonic()
         try:
-            verifier = Verifier(shards, plan, planned.checks, scratch.memory)
+            verifier = Verifier(shards, plan, checks, scratch.memory)
             self._move(stats, plan, used, transport, scratch, verifier, deadline)
             self._verify(stats, plan, used, verifier, deadline, lease, moving)
         except SourceLostError as error:
@@ -263,13 +238,9 @@ class Receiving:
     def _plan(
         self, sources: SourceSet, targets: Sequence[TargetTensor], deadline: Deadline
     ) -> tuple[ShardTable, Plan]:
-        shards = self._table_of(sources)
-        _refuse_different_replicas(shards)
-        known = self._planned
-        if known is not None and known.fits(shards, targets):
-            return shards, known.whole
+        shards = self._kept.table_of(sources)
         try:
-            return shards, plan_reads(shards, targets, seed=self._rank)
+            return shards, self._kept.whole(shards, targets)
         except LayoutError as error:
             version = self._ask(lambda client: client.get_version(sources.version_id), deadline)
             missing = missing_slots(version, sources.manifests)
@@ -279,44 +250,6 @@ class Receiving:
                 f"{error}; of version {sources.version_id} no source answers for the slots "
                 f"{', '.join(missing[:5])} ({len(missing)} in all)",
                 tuple(sources.left_out),
-            ) from error
-
-    def _in_pieces(
-        self,
-        shards: ShardTable,
-        targets: Sequence[TargetTensor],
-        whole: Plan,
-        piece_bytes: int,
-    ) -> _Planned:
-        known = self._planned
-        if known is None or known.whole is not whole or known.piece_bytes != piece_bytes:
-            names = tuple(target.name for target in targets)
-            self._planned = known = _Planned.of(shards, names, whole, piece_bytes)
-        return known
-
-    def _table_of(self, sources: SourceSet) -> ShardTable:
-        """What the sources hold, in an order of theirs that is the same from version to version, so
-        that the plan is: discovery has the one that was heard last first.
-
-        Raises:
-            SourceLostError: some manifests are not well formed; names their workers.
-            RefitError: as `ShardTable.of`.
-        """
-        known = self._planned
-        manifests = sorted(
-            sources.manifests, key=lambda each: (each.source_slot_id, each.worker_id)
-        )
-        try:
-            found = known.shards.of_next(manifests) if known is not None else None
-            return found or ShardTable.of(manifests)
-        except ProtocolError as error:
-            wrong = [manifest.worker_id for manifest in manifests if not _is_well_formed(manifest)]
-            if not wrong:
-                raise
-            raise SourceLostError(
-                f"version {sources.version_id}: {len(wrong)} of {len(manifests)} manifests cannot "
-                f"be used: {error}",
-                tuple(wrong),
             ) from error
 
     def _lost(
@@ -481,32 +414,6 @@ def _is_answering(source: Manifest, deadline: Deadline) -> bool:
     except (SourceLostError, RefitTimeoutError, ProtocolError):
         return False
     return True
-
-
-def _is_well_formed(manifest: Manifest) -> bool:
-    try:
-        ShardTable.of([manifest])
-    except ProtocolError:
-        return False
-    return True
-
-
-def _refuse_different_replicas(shards: ShardTable) -> None:
-    """Refuse sources that hold the same boxes and published different bytes: what is read from
-    several of them would be a mixture of two models.
-
-    Raises:
-        DigestMismatchError: there are such.
-    """
-    first: dict[int, Manifest] = {}
-    for manifest, held in zip(shards.manifests, shards.held_of_source, strict=True):
-        known = first.setdefault(held, manifest)
-        if known.digests != manifest.digests:
-            raise DigestMismatchError(
-                f"version {manifest.version_id}: workers {known.worker_id} and "
-                f"{manifest.worker_id} published different bytes of the same shards; "
-                "replicas have to be equal byte for byte"
-            )
 
 
 def _views(
