@@ -19,7 +19,7 @@ import numpy as np
 import ray
 from integration.benchmarks.harness import Summary
 from integration.benchmarks.refit_cases import RefitCase
-from integration.benchmarks.refit_worker import RefitWorker, Took, model_of, together
+from integration.benchmarks.refit_worker import MODEL, RefitWorker, Took, together
 from integration.benchmarks.results_file import Entry
 
 from refit_mx import ControlClient, EmbeddedControlServer
@@ -39,10 +39,10 @@ STAGE_HEADINGS = ["ours over", "stage", "p50 ms, longest of the generators"]
 
 _OURS = ("nixl", "tcp", "shm")
 _MEMORY_WAYS = ("nixl", "tcp", "raw_nixl", "raw_nixl_long", "memcpy")
-_COPYING_WAYS = ("nixl", "gloo", "ray", "file")
-_SHARING_WAYS = ("shm", "ray")
-_WAYS = (*_MEMORY_WAYS, *_COPYING_WAYS[1:], "shm")
-_QUICK_WAYS = ("nixl", "raw_nixl", "gloo")
+_PROCESS_WAYS = ("nixl", "shm", "gloo", "ray")
+_FILE_WAYS = ("nixl", "file")
+_WAYS = (*_MEMORY_WAYS, *_PROCESS_WAYS[1:], *_FILE_WAYS[1:])
+_QUICK_WAYS = (*_PROCESS_WAYS, "raw_nixl")
 _LAYOUTS = ((1, 1), (2, 4), (4, 2))
 _QUICK_ROUNDS, _FULL_ROUNDS = 5, 9
 _WARM_UPS = 2
@@ -176,7 +176,7 @@ def measure_refit(tell: Callable[[str], None], *, full: bool) -> list[RefitResul
             tell(f"refits of {nbytes >> 20} MiB, {case.name}")
             # The copies that all ways make of 2 GiB do not fit into 24 GiB of memory at once.
             large = nbytes > 1 << 30
-            groups = (_MEMORY_WAYS, _COPYING_WAYS, _SHARING_WAYS) if large else (_WAYS,)
+            groups = (_MEMORY_WAYS, _PROCESS_WAYS, _FILE_WAYS) if large else (_WAYS,)
             found.append(_measure(case, groups, 5 if large else _FULL_ROUNDS))
     return found
 
@@ -273,8 +273,8 @@ class _Ways:
         ours = [way for way in _OURS if way in ways]
         _all([*sources, *targets], "join", self._server.address, ours)
         for transport in ours:
-            version = self._version(transport)
-            _all(sources, "publish", version, transport)
+            version = self._version()
+            _all(sources, "publish", version)
             _all(targets, "check", version, transport)
         if "raw_nixl" in ways:
             offers = _all(sources, "offer_raw")
@@ -295,8 +295,8 @@ class _Ways:
         """What the trainers did, and what the generators did."""
         sources, targets = self._actors.sources, self._actors.targets
         if way in _OURS:
-            version = self._version(way)
-            offer = _all(sources, "publish", version, way)
+            version = self._version()
+            offer = _all(sources, "publish", version)
             return offer, _all(targets, "receive", version, way)
         if way in ("raw_nixl", "raw_nixl_long"):
             return [], _all(targets, "read_raw", way == "raw_nixl_long")
@@ -310,13 +310,11 @@ class _Ways:
             return saved, _all(targets, "load_file", self._folder.name)
         return [], _all(targets, "copy")
 
-    def _version(self, transport: str) -> str:
+    def _version(self) -> str:
         self._versions += 1
         version = f"v{self._versions}"
         slots = [f"s{rank}" for rank in range(self._actors.case.sources)]
-        self._control.create_version(
-            model_of(transport), slots, idempotency_key=version, version_id=version
-        )
+        self._control.create_version(MODEL, slots, idempotency_key=version, version_id=version)
         return version
 
 

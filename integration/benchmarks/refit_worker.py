@@ -48,9 +48,8 @@ class Took:
     stages: dict[str, float] = field(default_factory=dict)
 
 
-def model_of(transport: str) -> str:
-    """What is published for a transport: memory that is shared is slower to read by NIXL."""
-    return "bench-shm" if transport == "shm" else "bench"
+MODEL = "bench"
+"""As the control plane knows what is published."""
 
 
 class RefitWorker:
@@ -68,7 +67,7 @@ class RefitWorker:
         self._shards: list[LocalShard] = case.shards(rank) if source else []
         self._targets = [] if source else case.targets(rank)
         self._live = {t.name: torch.empty(t.shape, dtype=torch.bfloat16) for t in self._targets}
-        self._publishers: dict[str, MxV2TrainingPublisher] = {}
+        self._publisher: MxV2TrainingPublisher | None = None
         self._receivers: dict[str, MxV2RefitReceiver] = {}
         self._raw: Any = None
         self._buffer = torch.zeros(0, dtype=torch.uint8)
@@ -79,21 +78,15 @@ class RefitWorker:
     # Ours
 
     def join(self, control: str, transports: list[str]) -> None:
-        """Make a publisher a model, or a receiver a transport."""
+        """Make a publisher that offers what it does by default, or a receiver a transport."""
+        if self._source:
+            self._publisher = MxV2TrainingPublisher(
+                MODEL, f"s{self._rank}", control=control, cuts=self._case.cuts
+            )
+            return
         for name in transports:
-            model = model_of(name)
-            if self._source:
-                if model not in self._publishers:
-                    self._publishers[model] = MxV2TrainingPublisher(
-                        model,
-                        f"s{self._rank}",
-                        control=control,
-                        cuts=self._case.cuts,
-                        transports=["shm", "tcp"] if name == "shm" else ["nixl", "tcp"],
-                    )
-                continue
             self._receivers[name] = MxV2RefitReceiver(
-                model,
+                MODEL,
                 control=control,
                 targets=self._targets,
                 transport=name,
@@ -101,11 +94,11 @@ class RefitWorker:
                 settings=ReceiverSettings(scratch_copies=1),
             )
 
-    def publish(self, version_id: str, transport: str) -> Took:
+    def publish(self, version_id: str) -> Took:
         """Copy, take digests, announce."""
-        publisher = self._publishers[model_of(transport)]
+        assert self._publisher is not None
         with _timed() as took:
-            publisher.publish(version_id, self._shards)
+            self._publisher.publish(version_id, self._shards)
         return took
 
     def receive(self, version_id: str, transport: str) -> Took:
@@ -265,8 +258,8 @@ class RefitWorker:
 
     def close(self) -> None:
         """Let go of everything."""
-        for publisher in self._publishers.values():
-            publisher.close()
+        if self._publisher is not None:
+            self._publisher.close()
         for receiver in self._receivers.values():
             receiver.close()
         if dist.is_initialized():

@@ -147,10 +147,11 @@ def test_memory_that_could_shrink_is_refused_since_reading_it_could_end_the_proc
         (("tcp",), None, False),
         (("shm", "tcp"), None, True),
         (None, "not installed", True),
-        pytest.param(None, None, False, marks=needs_nixl),
+        pytest.param(None, None, True, marks=needs_nixl),
+        pytest.param(("nixl", "tcp"), None, False, marks=needs_nixl),
     ],
 )
-def test_memory_is_shared_where_that_is_asked_for_or_nixl_is_missing(
+def test_memory_is_shared_unless_other_transports_are_asked_for(
     world: World, monkeypatch, asked, nixl, shared
 ):
     if nixl is not None:

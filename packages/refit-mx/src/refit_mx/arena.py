@@ -6,7 +6,6 @@ the version is released. So an arena is only handed out for filling while it hol
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 import os
 import threading
@@ -19,13 +18,11 @@ import torch
 
 from refit_mx.deadline import Deadline
 from refit_mx.errors import RefitConfigError, RefitTimeoutError
+from refit_mx.large_pages import collapse_shared, private_memory
 from refit_mx.manifest import SharedMemory
 from refit_mx.shared_memory import create
 
 PAGE_BYTES = 4096
-_LARGE_PAGE_BYTES = 2 << 20
-_LARGE_PAGES: int = getattr(mmap, "MADV_HUGEPAGE", 0)
-"""The advice that asks for them; 0 where the system has none."""
 
 
 class Arena:
@@ -49,16 +46,15 @@ class Arena:
             raise ValueError(f"Arena: {nbytes} bytes; expected 0 or more")
         size = max(1, -(-nbytes // PAGE_BYTES)) * PAGE_BYTES
         self.shared: SharedMemory | None = None
-        if torch.device(device).type != "cpu":
-            self.memory = _plain(size, device)
-        elif shared:
+        on_cpu = torch.device(device).type == "cpu"
+        if on_cpu and shared:
             fd, memory, self.shared = create(size)
             # Not at exit: a receiver that finds the process would not find its memory.
             weakref.finalize(self, os.close, fd).atexit = False
-            self.memory = _in_large_pages(memory)
-        elif size >= _LARGE_PAGE_BYTES and _LARGE_PAGES:
-            private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-            self.memory = _in_large_pages(mmap.mmap(-1, size, flags=private))
+            collapse_shared(memory, size)
+            self.memory = _seen(memory, size)
+        elif on_cpu and (private := private_memory(size)) is not None:
+            self.memory = _seen(private, size)
         else:
             self.memory = _plain(size, device)
 
@@ -79,18 +75,9 @@ def _plain(nbytes: int, device: str) -> torch.Tensor:
     return raw[skip : skip + nbytes]
 
 
-def _in_large_pages(memory: mmap.mmap) -> torch.Tensor:
-    """Host memory in pages of 2 MiB, where the kernel has them.
-
-    Who reads another process's memory, as UCX does between processes of one machine, pays for each
-    page that it touches.
-    """
-    # A kernel without them says no, and the memory is as good as any other.
-    with contextlib.suppress(OSError):
-        if _LARGE_PAGES:
-            memory.madvise(_LARGE_PAGES)
-    # Unmapped with the last tensor that looks into it.
-    return torch.from_numpy(np.frombuffer(memory, np.uint8))
+def _seen(memory: mmap.mmap, nbytes: int) -> torch.Tensor:
+    """Unmapped with the last tensor that looks into it."""
+    return torch.from_numpy(np.frombuffer(memory, np.uint8, nbytes))
 
 
 class ArenaLease:

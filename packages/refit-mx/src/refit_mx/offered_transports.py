@@ -12,7 +12,7 @@ from refit_mx.transports.nixl_library import nixl_available
 
 
 def offered_transports(transports: Sequence[str] | None, device: torch.device) -> set[str]:
-    """Of those that are asked for, or of all, what this process can offer.
+    """What is asked for; of all, what this process can offer.
 
     Args:
         transports: as `refit_mx.publisher.MxV2TrainingPublisher`.
@@ -36,8 +36,7 @@ def offered_transports(transports: Sequence[str] | None, device: torch.device) -
         for name, why in missing.items():
             raise RefitConfigError(f"transport {name!r}: {why}")
         return wanted
-    usable = wanted - missing.keys()
-    return usable - {"shm"} if "nixl" in usable else usable
+    return wanted - missing.keys()
 
 
 def _sharing_missing(device: torch.device) -> str | None:

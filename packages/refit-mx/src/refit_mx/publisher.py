@@ -94,11 +94,8 @@ class MxV2TrainingPublisher:
             of such parts are faster, and publishing is not slower. Replicas have to agree on them.
         registry: how the bytes were prepared; None says nothing, and then no receiver with a
             filter takes them.
-        transports: ``nixl``, ``shm`` and ``tcp``; None for TCP, and NIXL where it can be used, else
-            shared memory where that can be. TCP is always there: receivers ask it for digests.
-            Arenas that are shared lie in small pages where the kernel has no large ones for them
-            (``/sys/kernel/mm/transparent_hugepage/shmem_enabled``), and NIXL reads those a third
-            slower; so both are offered only where both are asked for.
+        transports: ``nixl``, ``shm`` and ``tcp``; None for all that this process can offer. TCP is
+            always there: receivers ask it for digests.
         host: to listen on for receivers. Anything but loopback is open to everybody who can reach
             it.
         advertised_host: that receivers are told; None for ``host``.

@@ -17,6 +17,7 @@ from contextlib import suppress
 from functools import cache
 
 from refit_mx.errors import ProtocolError
+from refit_mx.large_pages import LARGE_PAGE_BYTES, map_shared
 from refit_mx.manifest import SharedMemory
 
 _SHOWN = "/memfd:{} (deleted)"
@@ -48,13 +49,15 @@ def create(nbytes: int) -> tuple[int, mmap.mmap, SharedMemory]:
 
     Returns:
         Its file descriptor, which has to stay open for as long as others are to map it; the memory,
-        to be written to; and what others have to know.
+        to be written to, of at least as many bytes; and what others have to know.
     """
     name = f"refit-mx-{secrets.token_hex(16)}"
     fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
-        os.ftruncate(fd, nbytes)
-        memory = mmap.mmap(fd, nbytes)
+        # What is never touched takes no memory.
+        room = nbytes if nbytes < LARGE_PAGE_BYTES else nbytes + LARGE_PAGE_BYTES
+        os.ftruncate(fd, room)
+        memory = map_shared(fd, nbytes, prot=mmap.PROT_READ | mmap.PROT_WRITE, most_bytes=room)
         # Touching a mapping beyond the end of its file kills the process.
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
         with suppress(OSError):  # an older kernel
@@ -67,7 +70,7 @@ def create(nbytes: int) -> tuple[int, mmap.mmap, SharedMemory]:
 
 
 def attach(shared: SharedMemory, nbytes: int) -> mmap.mmap:
-    """Another process's memory, to be read.
+    """Another process's memory, to be read; ``nbytes`` or more.
 
     Args:
         shared: of the other process.
@@ -90,7 +93,7 @@ def attach(shared: SharedMemory, nbytes: int) -> mmap.mmap:
             )
         if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
             raise ProtocolError(f"memory {shared.name!r} may shrink; expected it to be sealed")
-        return mmap.mmap(fd, status.st_size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
+        return map_shared(fd, nbytes, prot=mmap.PROT_READ, most_bytes=status.st_size)
     finally:
         os.close(fd)
 

@@ -301,7 +301,8 @@ class RefitSection(Section):
         advertised_host: that they tell each other; null for ``host``, or for the address of each
             one's machine where that is all interfaces; "node" for that address always.
         transport: how the bytes move; "shm" is memory that both processes map, on one machine.
-            "auto" takes NIXL where it is installed, else "shm" where that can be, else TCP.
+            "auto" takes "shm" where the generation worker is on the machine of all policy workers,
+            else NIXL where it is installed, else TCP.
         generation_tensor_parallel: shards that the generation worker assembles its weights from.
         timeout_s: deadline of a publish and of a refit, in seconds. A refit server that is away is
             waited for as long.

@@ -172,7 +172,8 @@ class ShmTransport:
     def _mapped(self, source: Manifest) -> _Source:
         key = _key(source)
         if key not in self._sources:
-            memory = np.frombuffer(attach(key.shared, source.arena_bytes), np.uint8)
+            nbytes = source.arena_bytes
+            memory = np.frombuffer(attach(key.shared, nbytes), np.uint8, nbytes)
             client = SourceClient(source, connect_timeout_s=self._connect_timeout_s)
             self._sources[key] = _Source(memory, client)
         return self._sources[key]
