@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import time
 import zlib
@@ -30,7 +31,7 @@ from soak_model import (
     published,
     widened,
 )
-from soak_processes import Host, Hosts, Relay
+from soak_processes import Host, Hosts, Relay, open_files
 
 from refit_mx import scratch
 from refit_mx.compile.base import allocate_outputs
@@ -464,6 +465,12 @@ class Soak:
         answer = host.ask(do="close")
         self._descriptors.setdefault(host.pid, []).append(answer["descriptors"])
         self._idle.append(host)
+
+    def open_files(self) -> list[str]:
+        """What each open file is, between two eras; but for what garbage has open, and for the
+        publisher processes, of which a later era may have more."""
+        gc.collect()
+        return open_files(fd for host in self._idle for fd in host.descriptors)
 
     def close(self) -> None:
         """The processes end by themselves, and without having kept a file open."""

@@ -10,7 +10,7 @@ import secrets
 import signal
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -44,6 +44,9 @@ class Line:
         found: dict[str, Any] = json.loads(line)
         return found
 
+    def fileno(self) -> int:
+        return self._sock.fileno()
+
     def close(self) -> None:
         self._sock.close()
 
@@ -56,6 +59,12 @@ class Host:
         self.pid = process.pid
         self._line = line
         self.worker_id = ""
+
+    @property
+    def descriptors(self) -> tuple[int, ...]:
+        """What this process has open for it."""
+        ends = (self.process.stdin, self.process.stdout, self._line)
+        return tuple(each.fileno() for each in ends)
 
     def send(self, **command: object) -> None:
         """A command; `answer` waits for what it does."""
@@ -188,13 +197,13 @@ def _pump(source: socket.socket, sink: socket.socket) -> None:
             each.shutdown(socket.SHUT_RDWR)
 
 
-def open_files() -> list[str]:
-    """What each open file of this process is."""
+def open_files(without: Iterable[int] = ()) -> list[str]:
+    """What each open file of this process is, but for some descriptors."""
     found = []
-    for name in os.listdir("/proc/self/fd"):
+    for name in {*os.listdir("/proc/self/fd")} - {*map(str, without)}:
         with contextlib.suppress(OSError):  # the one that lists them is closed by now
             found.append(os.readlink(f"/proc/self/fd/{name}"))
-    return found
+    return sorted(found)
 
 
 # What runs in the other processes
