@@ -346,10 +346,11 @@ def _control(settings: dict[str, Any]) -> None:
     from refit_mx.control.store import SqliteStore
 
     store = SqliteStore(Path(settings["state"])) if settings.get("state") else None
-    with EmbeddedControlServer(port=settings.get("port", 0), store=store) as server:
+    port, retention = settings.get("port", 0), settings.get("retention", 2)
+    with EmbeddedControlServer(port=port, store=store, retention=retention) as server:
         _say(ready=True, address=server.address)
         while _command() is not None:
-            pass
+            _say(leases=server.plane.counts().leases)
 
 
 def main(kind: str, settings: str) -> None:

@@ -31,14 +31,13 @@ from soak_model import (
     published,
     widened,
 )
-from soak_processes import Host, Hosts, Relay, open_files
+from soak_processes import Control, Host, Hosts, Relay, open_files
 
 from refit_mx import scratch
 from refit_mx.compile.base import allocate_outputs
 from refit_mx.compile.deep_gemm_fp8 import DeepGemmFp8
 from refit_mx.compile.quantising import RAW_DTYPES
 from refit_mx.control.client import ControlClient
-from refit_mx.control.embedded import EmbeddedControlServer
 from refit_mx.errors import (
     RefitError,
 )
@@ -62,6 +61,8 @@ PLENTY_S = 30.0
 """For what must succeed, on a machine that does other things."""
 SLACK_S = 6.0
 """For giving up after a deadline, on such a machine."""
+LEASE_S = 3.0
+"""After which a lease lapses that could not be given back, since the control plane was killed."""
 WARM_ERAS = 3
 """After which a process has all the files open that it keeps."""
 
@@ -146,7 +147,7 @@ class Receiving:
             targets=targets,
             transport=self.transport,
             rank=number,
-            settings=ReceiverSettings(control_patience_s=1.0),
+            settings=ReceiverSettings(control_patience_s=1.0, lease_ttl_s=LEASE_S),
             on_phase=self.hook,
         )
         specs = [TensorSpec(target.name, target.dtype, target.shape) for target in targets]
@@ -426,8 +427,12 @@ class Era:
         """Another receiver; what it leased can be had by publishers again."""
         process.close()
         self._others.remove(process)
+        self.leases_end()
+
+    def leases_end(self) -> None:
+        """Return once nobody holds a lease."""
         until = time.monotonic() + PLENTY_S
-        while self.server.plane.counts().leases:
+        while self.server.leases:
             assert time.monotonic() < until
             time.sleep(0.01)
 
@@ -436,7 +441,7 @@ class Era:
             receiving.close()
         for process in list(self._others):
             self.ends(process)
-        assert self.server.plane.counts().leases == 0
+        assert self.server.leases == 0
         for source in self.sources:
             self.soak.take_back(source.host)
         self.control.close()
@@ -450,7 +455,7 @@ class Soak:
         self.tally = Tally()
         self.servers = []
         for retention in (1, 2, 3):
-            server = stack.enter_context(EmbeddedControlServer(retention=retention))
+            server = Control(stack, hosts.folder, retention=retention)
             relay = Relay(server.address)
             stack.callback(relay.close)
             self.servers.append((server, relay))

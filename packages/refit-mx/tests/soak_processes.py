@@ -1,4 +1,5 @@
-"""Publisher processes that can be one publisher after another, and a connection that can be cut."""
+"""Publisher processes that can be one publisher after another, control planes that can be killed,
+and a connection that can be cut."""
 
 from __future__ import annotations
 
@@ -11,12 +12,15 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import forked_processes
 from forked_processes import ForkedProcess
+from ports import held_port
+from refit_processes import Process
 
 WAIT_S = 60.0
 """For a process to start, or to answer; far more than any takes."""
@@ -95,10 +99,15 @@ class Hosts:
 
     Args:
         folder: of the socket that they connect to.
+
+    Attributes:
+        folder: the same.
+        started: how many there were.
     """
 
     def __init__(self, folder: Path) -> None:
         forked_processes.prepare()
+        self.folder = folder
         self._address = str(folder / "hosts")
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(self._address)
@@ -125,6 +134,44 @@ class Hosts:
     def close(self) -> None:
         """No further process can be started."""
         self._listener.close()
+
+
+class Control:
+    """A control plane in a process, which keeps its port and its state when it is killed.
+
+    Args:
+        stack: ends it.
+        folder: of its state.
+        retention: of the control plane.
+    """
+
+    def __init__(self, stack: ExitStack, folder: Path, *, retention: int) -> None:
+        self._settings = {
+            "port": stack.enter_context(held_port()),
+            "state": str(folder / f"control-{retention}-{secrets.token_hex(4)}"),
+            "retention": retention,
+        }
+        self._process = Process("control", **self._settings)
+        self.address = str(self._process.ready["address"])
+        stack.callback(lambda: self._process.close())
+
+    def signal(self, number: signal.Signals) -> None:
+        """SIGKILL or SIGSTOP."""
+        self._process.signal(number)
+
+    def mend(self, number: signal.Signals) -> None:
+        """It goes on, or there is another with its state."""
+        if number == signal.SIGSTOP:
+            self._process.signal(signal.SIGCONT)
+            return
+        self._process.close()
+        self._process = Process("control", **self._settings)
+
+    @property
+    def leases(self) -> int:
+        """That are held now."""
+        found: int = self._process.ask(do="count")["leases"]
+        return found
 
 
 class Relay:
@@ -168,10 +215,13 @@ class Relay:
                 return
             with self._lock:
                 self._threads = [each for each in self._threads if each.is_alive()]
-                if self._cut:
+                try:
+                    far = None if self._cut else socket.create_connection(self._server)
+                except ConnectionRefusedError:  # there is no server now
+                    far = None
+                if far is None:
                     near.close()
                     continue
-                far = socket.create_connection(self._server)
                 self._open |= {near, far}
                 pair = threading.Thread(target=self._pass, args=(near, far), daemon=True)
                 self._threads.append(pair)
