@@ -91,6 +91,26 @@ def test_the_divergence_is_never_negative(batch):
     assert float(loss_of(batch).kl) == 0
 
 
+@given(st.floats(-8, 0, width=32), st.floats(-5, 0), st.booleans())
+def test_the_divergence_near_the_reference_has_its_digits(logprob, magnitude, above):
+    reference = torch.tensor([[logprob + (1 if above else -1) * 10**magnitude]])
+    logprobs = torch.tensor([[logprob]])
+    found = loss_of(
+        {
+            "logprobs": logprobs,
+            "prev_logprobs": logprobs,
+            "reference_logprobs": reference,
+            "advantages": torch.zeros(1),
+            "mask": torch.ones(1, 1),
+        }
+    )
+    # The float32 difference is what the columns hold; from there on no digit is lost.
+    difference = float(reference - logprobs)
+    # The series of the estimator, in which nothing of size 1 cancels.
+    expected = math.fsum(difference**n / math.factorial(n) for n in range(2, 30))
+    assert float(found.kl) == pytest.approx(expected, rel=1e-9)
+
+
 @given(batches(), st.floats(-50, 50))
 def test_what_is_masked_out_does_not_count(batch, noise):
     changed = {name: column.clone() for name, column in batch.items()}

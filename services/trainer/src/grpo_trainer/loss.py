@@ -21,7 +21,9 @@ _LARGEST_EXPONENT = 20.0
 
 @dataclass(frozen=True)
 class LossSums:
-    """Sums over the tokens of a micro-batch; all 0-d.
+    """Sums over the tokens of a micro-batch; all 0-d and float64.
+
+    Positive and negative advantages cancel in the loss, and float32 counts tokens only to 2^24.
 
     Attributes:
         loss: the objective to minimise, with its KL term.
@@ -63,6 +65,8 @@ def grpo_loss(
         reference_logprobs: float (rows, width), by the reference policy.
         kl_coefficient: weight of the KL term, estimated per token as ``exp(d) - d - 1`` with
             ``d = reference - logprobs`` (Schulman 2020, the estimator that is never negative).
+            Computed as ``expm1(d) - d`` in float64: near the reference the terms of the first form
+            are all but equal, and float32 leaves noise of their difference.
 
     Returns:
         Sums over the tokens that count. Where ``logprobs - prev_logprobs`` or ``d`` is above 20 it
@@ -73,23 +77,27 @@ def grpo_loss(
     ratio = _limited_difference(logprobs, prev_logprobs, mask).exp()
     clipped_ratio = ratio.clamp(1 - clip_low, 1 + clip_high)
     objective = torch.minimum(ratio * per_token, clipped_ratio * per_token)
-    loss = -(objective * weight).sum()
-    kl = torch.zeros((), device=logprobs.device)
+    loss = -_sum(objective * weight)
+    kl = torch.zeros((), device=logprobs.device, dtype=torch.float64)
     if reference_logprobs is not None:
-        difference = _limited_difference(reference_logprobs, logprobs, mask)
-        kl = ((difference.exp() - difference - 1) * weight).sum()
+        difference = _limited_difference(reference_logprobs, logprobs, mask).double()
+        kl = _sum((difference.expm1() - difference) * weight)
         loss = loss + kl_coefficient * kl
     was_clipped = (clipped_ratio * per_token < ratio * per_token).to(logprobs.dtype)
     # A token that became impossible has ratio 0, and 0 times infinity is no number.
     counted = torch.where((mask > 0) & (ratio > 0), logprobs, 0.0)
-    entropy = -(ratio * counted * weight).sum()
+    entropy = -_sum(ratio * counted * weight)
     return LossSums(
         loss,
         kl.detach(),
-        (was_clipped * weight).sum().detach(),
+        _sum(was_clipped * weight).detach(),
         entropy.detach(),
-        weight.sum(),
+        _sum(weight),
     )
+
+
+def _sum(values: torch.Tensor) -> torch.Tensor:
+    return values.sum(dtype=torch.float64)
 
 
 def _limited_difference(

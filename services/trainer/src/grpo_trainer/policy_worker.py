@@ -202,21 +202,24 @@ class PolicyWorker(ReportingActor):
 
     def _optimize(self, chunk: BatchedDataDict[Any]) -> dict[str, float]:
         mask = chunk["token_mask"].float() * chunk["sample_mask"].float()[:, None]
-        tokens = mask.sum().to(self._device)
+        # float32 counts only to 2^24, which a global batch of long responses exceeds.
+        tokens = mask.sum(dtype=torch.float64).to(self._device)
         dist.all_reduce(tokens)
+        # Not clamped to 1: weights below 1 may add up to less, and the mean is over those.
+        divisor: Any = tokens if tokens > 0 else 1.0
         self._optimizer.zero_grad()
-        totals = torch.zeros(len(_TOLD), device=self._device)
+        totals = torch.zeros(len(_TOLD), device=self._device, dtype=torch.float64)
         for micro in self._micro_batches(chunk):
             with detail_span("micro_batch", "productive"):
                 sums = self._loss(micro)
-                (sums.loss / tokens.clamp(min=1)).backward()
+                (sums.loss / divisor).backward()
             told = [sums.loss.detach(), sums.kl, sums.clipped, sums.approx_entropy]
             totals += torch.stack(told)
         dist.all_reduce(totals)
         norm = self._reduce_gradients()
         if tokens > 0 and math.isfinite(norm):
             self._optimizer.step()
-        means = (totals / tokens.clamp(min=1)).tolist()
+        means = (totals / divisor).tolist()
         return {
             **dict(zip(_TOLD, means, strict=True)),
             "grad_norm": norm,
