@@ -1,60 +1,140 @@
-"""Advantages compare a sample with the rest of its group."""
+"""Advantages compare a sample with the rest of its group, exactly, whatever the rewards' size."""
 
 from __future__ import annotations
 
-import statistics
+import math
+from fractions import Fraction
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_trainer.advantages import advantages, group_statistics
+from grpo_trainer.advantages import advantages, group_statistics, mean_and_std
 
-groups = st.integers(2, 6).flatmap(
-    lambda size: st.lists(
-        st.lists(st.floats(0, 1, width=32), min_size=size, max_size=size), min_size=1, max_size=4
-    )
+sizes = st.integers(2, 9)
+# Rewards as environments give them, huge and tiny ones, and neighbours of 0.3 and of 1000.1.
+rewards = st.one_of(
+    st.floats(-(2.0**100), 2.0**100, width=32),
+    st.floats(0, 1, width=32),
+    st.sampled_from([0.3, 1000.1, 1e6]).flatmap(
+        lambda near: st.floats(near, near * (1 + 1e-6)).map(
+            lambda value: torch.tensor(value).item()
+        )
+    ),
 )
 
 
-@given(groups)
-def test_the_baseline_is_the_mean_of_the_others(rows):
-    found = group_statistics(torch.tensor(rows).reshape(-1), len(rows[0]))
-    naive = [statistics.fmean(row[:i] + row[i + 1 :]) for row in rows for i in range(len(row))]
-    torch.testing.assert_close(found.baseline, torch.tensor(naive), atol=1e-5, rtol=0)
+@st.composite
+def groups(draw):
+    """Rows of rewards of one group size, and which of them count."""
+    size, count = draw(sizes), draw(st.integers(1, 4))
+    rows = st.lists(rewards, min_size=size, max_size=size)
+    counted = st.lists(st.booleans(), min_size=size, max_size=size)
+    return (
+        [draw(rows) for _ in range(count)],
+        [draw(counted) for _ in range(count)] if draw(st.booleans()) else None,
+    )
 
 
-@given(groups)
-def test_the_spread_is_the_standard_deviation_of_the_group(rows):
-    found = group_statistics(torch.tensor(rows).reshape(-1), len(rows[0]))
-    naive = [statistics.stdev(row) for row in rows for _ in row]
-    torch.testing.assert_close(found.std, torch.tensor(naive), atol=1e-5, rtol=1e-5)
+def exact(row, counts):
+    """Deviation from the others' mean per sample, and the variance, as fractions."""
+    kept = [Fraction(reward) for reward, counting in zip(row, counts, strict=True) if counting]
+    if len(kept) < 2:
+        return [Fraction(0)] * len(row), Fraction(0)
+    mean = sum(kept) / len(kept)
+    variance = sum((reward - mean) ** 2 for reward in kept) / (len(kept) - 1)
+    deviations = []
+    for reward, counting in zip(map(Fraction, row), counts, strict=True):
+        others = sum(kept) - (reward if counting else 0)
+        deviations.append(reward - others / (len(kept) - counting))
+    return deviations, variance
 
 
-@given(groups, st.booleans())
-def test_advantages_are_the_naive_ones(rows, normalize):
-    rewards = torch.tensor(rows).reshape(-1)
-    found = advantages(rewards, group_statistics(rewards, len(rows[0])), normalize=normalize)
-    naive = []
+def spread(row):
+    return float(max(map(Fraction, row)) - min(map(Fraction, row)))
+
+
+@given(groups(), st.sampled_from([torch.float32, torch.float64]))
+def test_statistics_are_the_exact_fractions(drawn, dtype):
+    rows, counted = drawn
+    size = len(rows[0])
+    flags = counted or [[True] * size] * len(rows)
+    found = group_statistics(
+        torch.tensor(rows, dtype=dtype).reshape(-1),
+        size,
+        counted=None if counted is None else torch.tensor(counted).reshape(-1),
+    )
+    for number, (row, counts) in enumerate(zip(rows, flags, strict=True)):
+        deviations, variance = exact(row, counts)
+        places = range(number * size, (number + 1) * size)
+        rounding = 1e-15 * size * spread(row)
+        for place, reward, deviation in zip(places, row, deviations, strict=True):
+            assert float(found.deviation[place]) == pytest.approx(float(deviation), abs=rounding)
+            baseline = float(Fraction(reward) - deviation)
+            assert float(found.baseline[place]) == pytest.approx(baseline, rel=1e-15, abs=rounding)
+            assert float(found.std[place]) == pytest.approx(math.sqrt(variance), rel=1e-12)
+            assert (float(found.std[place]) == 0) is (variance == 0)
+
+
+@given(groups(), st.booleans())
+def test_advantages_are_the_deviations_in_float32(drawn, normalize):
+    rows, _ = drawn
+    values = torch.tensor(rows, dtype=torch.float64).reshape(-1)
+    found = advantages(group_statistics(values, len(rows[0])), normalize=normalize)
+    assert found.dtype == torch.float32
+    expected = []
     for row in rows:
-        for i, reward in enumerate(row):
-            above = reward - statistics.fmean(row[:i] + row[i + 1 :])
-            naive.append(above / (statistics.stdev(row) + 1e-4) if normalize else above)
-    torch.testing.assert_close(found, torch.tensor(naive), atol=1e-2, rtol=1e-3)
+        deviations, variance = exact(row, [True] * len(row))
+        divisor = math.sqrt(variance) + 1e-4 if normalize else 1.0
+        expected += [float(deviation) / divisor for deviation in deviations]
+    scale = 1.0 if normalize else max(map(spread, rows))
+    torch.testing.assert_close(found, torch.tensor(expected), rtol=2e-7, atol=1e-13 * scale)
 
 
-@given(st.floats(0, 1, width=32), st.integers(2, 16), st.integers(1, 3))
-def test_equal_rewards_have_exactly_no_spread(reward, size, count):
-    found = group_statistics(torch.full((size * count,), reward), size)
+@given(
+    st.floats(allow_nan=False, allow_infinity=False, width=32), st.integers(2, 70), st.booleans()
+)
+def test_equal_rewards_have_exactly_no_advantage(reward, size, normalize):
+    found = group_statistics(torch.full((size * 2,), reward), size)
     assert (found.std == 0).all()
+    assert (found.baseline == reward).all()
+    assert (advantages(found, normalize=normalize) == 0).all()
 
 
-@given(st.floats(0, 1, width=32), st.integers(2, 16))
-def test_one_different_reward_gives_the_group_a_spread(reward, size):
-    rewards = torch.full((size,), reward)
-    rewards[-1] += 0.5
-    assert (group_statistics(rewards, size).std > 0).all()
+@pytest.mark.parametrize("reward", [0.3, 1000.1])
+def test_eight_equal_rewards_have_exactly_no_advantage(reward):
+    found = advantages(group_statistics(torch.full((8,), reward), 8), normalize=True)
+    assert found.tolist() == [0.0] * 8
+
+
+@given(rewards, sizes, rewards)
+def test_a_reward_that_does_not_count_changes_no_other_sample(reward, size, other):
+    values = torch.full((size + 1,), reward)
+    values[0] = other
+    counted = torch.arange(size + 1) > 0
+    found = group_statistics(values, size + 1, counted=counted)
+    assert (found.std == 0).all()
+    assert (found.deviation[1:] == 0).all()
+
+
+def test_a_group_with_one_counted_reward_has_no_advantage():
+    found = group_statistics(
+        torch.tensor([1.0, 0.0, 0.5]), 3, counted=torch.tensor([True, False, False])
+    )
+    assert found.deviation.tolist() == found.std.tolist() == [0.0] * 3
+    assert found.baseline.tolist() == [1.0, 0.0, 0.5]
+
+
+@given(st.lists(rewards, min_size=1, max_size=40))
+def test_mean_and_spread_of_metrics_are_the_exact_ones(values):
+    mean, std = mean_and_std(torch.tensor(values, dtype=torch.float32))
+    values = torch.tensor(values, dtype=torch.float32).tolist()
+    expected = sum(map(Fraction, values)) / len(values)
+    variance = sum((Fraction(value) - expected) ** 2 for value in values) / max(1, len(values) - 1)
+    rounding = 1e-15 * len(values) * spread(values)
+    assert mean == pytest.approx(float(expected), rel=1e-15, abs=rounding)
+    assert std == pytest.approx(math.sqrt(variance), rel=1e-12)
 
 
 @pytest.mark.parametrize(("rows", "size"), [(6, 4), (3, 1), (4, 0)])

@@ -331,6 +331,29 @@ def test_overlong_filtering_masks_exactly_the_truncated_samples(run, likely, fil
     assert torch.equal(run.watch.columns["sample_mask"], expected)
 
 
+@pytest.mark.parametrize("included", [False, True])
+def test_filtered_samples_count_in_statistics_if_configured(run, likely, included):
+    run.step(
+        likely,
+        {
+            "grpo.overlong_filtering": True,
+            "grpo.statistics_include_filtered": included,
+            "grpo.normalize_advantages": False,
+        },
+    )
+    rewards, truncated = run.watch.of_ids("total_reward"), run.watch.of_ids("truncated")
+    expected = []
+    for start in range(0, 32, 8):
+        group = run.watch.trained[start : start + 8]
+        kept = [name for name in group if included or not truncated[name]]
+        for name in group:
+            others = [rewards[other] for other in kept if other != name]
+            above = rewards[name] - sum(others) / max(1, len(others))
+            expected.append(above if len(kept) > 1 else 0.0)
+    assert 0 < sum(truncated.values()) < 32
+    torch.testing.assert_close(run.watch.columns["advantages"], torch.tensor(expected))
+
+
 def test_the_columns_of_a_step_are_those_of_the_policies(run, likely, network):
     run.step(likely)
     columns = run.watch.columns

@@ -206,7 +206,12 @@ class GRPOSection(Section):
             generator's log-probabilities stand in for them.
         max_logprob_error: leave samples out whose mean absolute difference between the two is
             larger or no number, or null. Needs ``recompute_prev_logprobs``.
-        overlong_filtering: leave truncated samples out of the loss.
+        overlong_filtering: leave truncated samples out of the loss: those with a response that ran
+            into its token budget.
+        statistics_include_filtered: whether samples that are left out of the loss, by their
+            ``loss_multiplier`` or by ``overlong_filtering``, count in the baseline and spread of
+            their group, and so in dynamic sampling. Those that ``max_logprob_error`` leaves out
+            always count: they are known only afterwards.
         deduplicate_multimodal_data: for multimodal models.
     """
 
@@ -222,6 +227,7 @@ class GRPOSection(Section):
     recompute_prev_logprobs: bool
     max_logprob_error: PositiveFloat | None
     overlong_filtering: bool
+    statistics_include_filtered: bool
     dynamic_sampling: DynamicSamplingSection
     deduplicate_multimodal_data: Literal[False]
 

@@ -18,7 +18,7 @@ from column_io import write_columns
 from dataplane_core import DP_TRAIN_FIELDS, DataPlaneClient, KVBatchMeta
 from dataplane_core.telemetry import Bucket, inject, span, step_context
 from grpo_trainer.actor_calls import ActorCalls
-from grpo_trainer.advantages import advantages, group_statistics
+from grpo_trainer.advantages import advantages, group_statistics, mean_and_std
 from grpo_trainer.config import TrainerConfig
 from grpo_trainer.errors import DynamicSamplingError, GradientError
 from grpo_trainer.learning_rate import learning_rate
@@ -41,7 +41,7 @@ class Batch:
     """Samples, with the columns that the driver computes with: one number per sample each.
 
     ``columns`` has "advantages" and "sample_mask", float32 (n,), as they will be written; "std",
-    float32 (n,), of the group's rewards; "truncated", bool (n,).
+    float64 (n,), of the group's rewards; "truncated", bool (n,).
     """
 
     meta: KVBatchMeta
@@ -235,9 +235,10 @@ class GRPOStep:
         if kept is None:
             raise AssertionError("max_batches is at least 1")
         reward = torch.cat(rewards)
+        mean, std = mean_and_std(reward)
         report.metrics.update(
-            reward=float(reward.mean()),
-            reward_std=float(reward.std()),
+            reward=mean,
+            reward_std=std,
             batches=batches,
             generated=len(reward),
             **totals.metrics,
@@ -281,11 +282,17 @@ class GRPOStep:
                 carrier=inject(),
             )
         totals.add(meta.size, rollout, generation)
-        reward = carry["total_reward"] * grpo.reward_scale
-        statistics = group_statistics(reward, grpo.num_generations_per_prompt)
+        counted = None
+        if not grpo.statistics_include_filtered:
+            counted = carry["loss_multiplier"] > 0
+            if grpo.overlong_filtering:
+                counted &= ~carry["truncated"]
+        # In float64: in float32 a scale can make different rewards equal, or infinite.
+        reward = carry["total_reward"].double() * grpo.reward_scale
+        statistics = group_statistics(reward, grpo.num_generations_per_prompt, counted=counted)
         meta.stamp_tags({"baseline": statistics.baseline, "std": statistics.std})
         columns = {
-            "advantages": advantages(reward, statistics, normalize=grpo.normalize_advantages),
+            "advantages": advantages(statistics, normalize=grpo.normalize_advantages),
             "sample_mask": carry["loss_multiplier"].clone(),
             "std": statistics.std,
             "truncated": carry["truncated"],
@@ -331,4 +338,4 @@ class GRPOStep:
                 )
                 rewards.append(carry["total_reward"])
                 self._client.clear_samples(meta.sample_ids, VALIDATION)
-        return float(torch.cat(rewards).mean())
+        return mean_and_std(torch.cat(rewards))[0]
