@@ -120,10 +120,13 @@ class Transports:
     def _stuck(self, used: Sequence[Manifest]) -> bool:
         """Whether NIXL cannot read from one of the sources, as far as is known."""
         from refit_mx.transports.nixl import NixlTransport
+        from refit_mx.transports.nixl_lane import abandoned_connects
 
         nixl, now = self._made.get("nixl"), time.monotonic()
+        avoided = {name for name, until in self._over_tcp_until.items() if until > now}
+        avoided |= abandoned_connects()
         return any(
-            (source.nixl is not None and self._over_tcp_until.get(source.nixl.name, 0.0) > now)
+            (source.nixl is not None and source.nixl.name in avoided)
             or (isinstance(nixl, NixlTransport) and nixl.is_stuck(source))
             for source in used
         )
@@ -153,7 +156,7 @@ class Transports:
         if name == "nixl":
             from refit_mx.transports.nixl import NixlTransport
 
-            return NixlTransport()
+            return NixlTransport(connect_timeout_s=self._settings.connect_timeout_s)
         if name == "shm":
             return ShmTransport(connect_timeout_s=self._settings.connect_timeout_s)
         return TcpTransport(

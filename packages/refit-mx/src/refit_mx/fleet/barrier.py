@@ -13,9 +13,9 @@ from datetime import timedelta
 from enum import Enum
 from typing import Protocol, TypeVar
 
+from refit_mx.bounded_calls import BoundedCalls
 from refit_mx.deadline import Deadline
 from refit_mx.errors import FleetError, RefitConfigError, RefitError
-from refit_mx.fleet.bounded_calls import BoundedCalls
 
 _Found = TypeVar("_Found")
 
@@ -78,7 +78,7 @@ class PhaseBarrier:
         self._world_size = world_size
         self._name = name
         self._round = 0
-        self._calls = BoundedCalls()
+        self._calls = BoundedCalls("refit-barrier")
 
     def begin(self) -> None:
         """The next round."""

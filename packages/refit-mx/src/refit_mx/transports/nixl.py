@@ -81,7 +81,8 @@ class NixlTransport:
     still the process of the manifest, and after the last one whether the version is still held.
 
     Args:
-        connect_timeout_s: for connecting to a source's server and being greeted by it.
+        connect_timeout_s: for connecting to a source's server and being greeted by it, and for
+            connecting to its agent; at most half of the time that is left for a fetch.
         threads: of UCX's own that carry out large transfers.
         lanes: that carry out large fetches side by side where there is no RDMA; None is one a core
             that this process may use, at most `MOST_LANES`.
@@ -100,6 +101,8 @@ class NixlTransport:
             raise RefitConfigError(f"lanes {lanes}; expected at least 1")
         self._ucx_threads = threads
         self._lanes = [Lane(threads=threads)]
+        # Blocked by an attempt to connect, or with reads of before.
+        self._abandoned_lanes: list[Lane] = []
         self._most_lanes = lanes or min(MOST_LANES, len(os.sched_getaffinity(0)))
         self._threads: ThreadPoolExecutor | None = None
         self._connect_timeout_s = connect_timeout_s
@@ -128,13 +131,17 @@ class NixlTransport:
         if self.busy(scratch):
             raise RefitConfigError("the scratch buffer is busy; an abandoned read may write to it")
         self._registered.pop(scratch.data_ptr(), None)
-        for lane in self._lanes:
+        for lane in (*self._lanes, *self._abandoned_lanes):
             lane.unregister(scratch)
 
     def busy(self, scratch: torch.Tensor) -> bool:
         """See `Transport.busy`."""
-        found = [lane.busy(scratch) for lane in self._lanes]  # reads go on only while asked about
-        return any(found)
+        # Reads continue only while they are polled, so every lane is.
+        busy = [lane.busy(scratch) for lane in (*self._lanes, *self._abandoned_lanes)]
+        self._abandoned_lanes = [
+            lane for lane in self._abandoned_lanes if lane.blocked or not lane.is_drained()
+        ]
+        return any(busy)
 
     def is_stuck(self, source: Manifest) -> bool:
         """Whether a source was lost, and cannot be read from since reads from it are not over."""
@@ -206,18 +213,19 @@ class NixlTransport:
                 self._remove(name)
 
     def _lanes_for(self, copied_bytes: int) -> list[Lane]:
-        if copied_bytes < LANE_BYTES:
-            return self._lanes[:1]
-        while len(self._lanes) < self._most_lanes:
+        wanted = 1 if copied_bytes < LANE_BYTES else self._most_lanes
+        while len(self._lanes) < wanted:
             try:
                 lane = Lane(threads=self._ucx_threads)
                 for scratch in self._registered.values():
                     lane.register(scratch)
-            except RefitConfigError:  # one lane is enough
-                self._most_lanes = len(self._lanes)
+            except RefitConfigError:
+                if not self._lanes:
+                    raise
+                self._most_lanes = len(self._lanes)  # fewer do as well
                 break
             self._lanes.append(lane)
-        return self._lanes
+        return self._lanes[:wanted]
 
     def _carry_out(
         self,
@@ -264,8 +272,11 @@ class NixlTransport:
             known.client.connect(deadline)
         try:
             for lane in lanes:
-                lane.connect(source)
+                # Not all of the time: what then reads from the source over TCP needs some.
+                lane.connect(source, min(self._connect_timeout_s, deadline.check() / 2))
         except BaseException:
+            self._abandoned_lanes += [lane for lane in self._lanes if lane.blocked]
+            self._lanes = [lane for lane in self._lanes if not lane.blocked]
             if known is None:
                 self._remove(name)
             raise

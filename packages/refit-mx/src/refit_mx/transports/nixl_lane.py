@@ -4,17 +4,24 @@ NIXL has no time-out and cannot take back a read: after its handle was released,
 remote agent was removed, late bytes of a peer that was stopped still land in the buffer. So a read
 that is abandoned keeps its handle and its remote agent, and the buffer stays busy until NIXL itself
 says that the read is done or that the peer is disconnected.
+
+Nor has it a time-out for connecting, which blocks in the kernel for as long as that resends (some
+130 s on Linux) while a peer's packets are dropped, and holds the agent's lock. Such a call is
+abandoned with its thread and its agent, and the peer is avoided until the call returns.
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any  # NIXL's agents and handles have no types
 
 import torch
 
+from refit_mx.bounded_calls import BoundedCalls
 from refit_mx.deadline import Deadline
 from refit_mx.errors import ProtocolError, RefitConfigError, RefitError, SourceLostError
 from refit_mx.manifest import Manifest, NixlAgent
@@ -30,6 +37,22 @@ IN_FLIGHT = 2
 DRAIN_S = 0.5
 """For the reads of the other sources to end after one has failed."""
 GONE_PROBE_S = 0.2
+MAX_ABANDONED_CONNECTS = 8
+"""Of this process. Each is a thread and an agent, one a peer; beyond it none is connected to."""
+
+
+# Attempts to connect that were abandoned, by the remote agent's name; of all lanes, since the agent
+# is as silent to the others.
+_abandoned_connects: dict[str, BoundedCalls] = {}
+_abandoned_lock = threading.Lock()
+
+
+def abandoned_connects() -> set[str]:
+    """Names of the remote agents to which an abandoned attempt to connect is still under way."""
+    with _abandoned_lock:
+        for name in [name for name, calls in _abandoned_connects.items() if not calls.busy]:
+            del _abandoned_connects[name]
+        return set(_abandoned_connects)
 
 
 class _Remote:
@@ -73,6 +96,7 @@ class Lane:
 
     def __init__(self, *, threads: int = 0) -> None:
         self._agent = new_agent("refit-receiver", serves=False, threads=threads)
+        self._connecting = BoundedCalls("refit-nixl-connect")
         self._registered: dict[int, Any] = {}
         self._remotes: dict[str, _Remote] = {}
         self._abandoned: list[_Read] = []
@@ -84,8 +108,14 @@ class Lane:
     def unregister(self, scratch: torch.Tensor) -> None:
         """Forget a buffer that is not busy."""
         registration = self._registered.pop(scratch.data_ptr(), None)
-        if registration is not None:
+        # Nothing is read into it, and the registration ends with the agent.
+        if registration is not None and not self.blocked:
             self._agent.deregister_memory(registration)
+
+    @property
+    def blocked(self) -> bool:
+        """Whether an abandoned attempt to connect holds the agent, whose calls would block."""
+        return self._connecting.busy
 
     def busy(self, scratch: torch.Tensor) -> bool:
         """Whether an abandoned read may still write into the buffer."""
@@ -97,18 +127,32 @@ class Lane:
         remote = self._remotes.get(name)
         return remote is not None and remote.lost
 
-    def connect(self, source: Manifest) -> None:
-        """Read its agent's metadata, if that was not done yet.
+    def connect(self, source: Manifest, timeout_s: float) -> None:
+        """Read its agent's metadata, if that was not done yet. A time-out leaves the lane blocked.
 
         Raises:
-            SourceLostError: it cannot be reached.
+            SourceLostError: it cannot be reached, or not in time.
             ProtocolError: its metadata is none, or another agent's.
         """
         agent = agent_of(source)
         if agent.name in self._remotes:
             return
+        blocked = abandoned_connects()
+        if agent.name in blocked or len(blocked) >= MAX_ABANDONED_CONNECTS:
+            raise SourceLostError(
+                f"source {source.worker_id!r} is not connected to over NIXL: {len(blocked)} "
+                "attempts that were abandoned are still blocked",
+                (source.worker_id,),
+            )
         try:
-            name = self._agent.add_remote_agent(agent.metadata)
+            name = self._connecting.call(
+                partial(self._agent.add_remote_agent, agent.metadata), timeout_s
+            )
+        except TimeoutError:
+            raise SourceLostError(
+                f"source {source.worker_id!r} did not answer over NIXL for {timeout_s:.3g} s",
+                (source.worker_id,),
+            ) from None
         except Exception as error:  # noqa: BLE001 - NIXL's errors have no common base
             if is_unreachable(error):
                 raise SourceLostError(
@@ -118,6 +162,10 @@ class Lane:
             raise ProtocolError(
                 f"source {source.worker_id!r}: NIXL refuses its metadata: {error!r}"
             ) from None
+        finally:
+            if self.blocked:  # also after an interrupt
+                with _abandoned_lock:
+                    _abandoned_connects[agent.name] = self._connecting
         name = name.decode() if isinstance(name, bytes) else name
         if name != agent.name:
             self._agent.remove_remote_agent(name)
@@ -194,6 +242,8 @@ class Lane:
 
     def is_drained(self) -> bool:
         """Whether no abandoned read is left."""
+        if self.blocked:
+            return not self._abandoned
         probed: dict[str, bool] = {}
         self._abandoned = [read for read in self._abandoned if not self._is_over(read, probed)]
         return not self._abandoned

@@ -1,0 +1,111 @@
+"""Tests in a network of their own, where a firewall drops packets and says nothing.
+
+To both ends a peer behind such a rule looks alive and silent. The network is a namespace of the
+kernel's that ends with the test's process; nothing of the host's is changed.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+_NAMESPACES = (
+    ("unshare", "--net", "--mount"),
+    ("unshare", "--user", "--map-root-user", "--net", "--mount"),
+)
+_TIMEOUT_S = 180.0
+_RULES = """
+flush ruleset
+table inet drops {{
+  chain input {{
+    type filter hook input priority 0
+    {}
+  }}
+}}
+"""
+_LISTENING = "0A"
+
+
+@functools.cache
+def _command() -> tuple[str, ...] | None:
+    """What runs a program in a network of its own; None where that is not possible."""
+    for command in _NAMESPACES:
+        try:
+            tried = subprocess.run([*command, "nft", "list", "ruleset"], capture_output=True)
+        except FileNotFoundError:
+            continue
+        if not tried.returncode:
+            return command
+    return None
+
+
+def in_own_network(test: Callable[..., None]) -> Callable[..., None]:
+    """A test, run by its name and arguments in a process that has a network of its own."""
+
+    @functools.wraps(test)
+    def run(**arguments: object) -> None:
+        command = _command()
+        if command is None:
+            pytest.skip("needs network namespaces, and the packages util-linux and nftables")
+        module = Path(inspect.getfile(test)).stem
+        values = [f"{name}={value}" for name, value in arguments.items()]
+        ran = subprocess.run(
+            [*command, sys.executable, __file__, module, test.__name__, *values],
+            cwd=Path(__file__).parent,
+            capture_output=True,
+            text=True,
+            timeout=_TIMEOUT_S,
+            env={name: value for name, value in os.environ.items() if "proxy" not in name.lower()},
+        )
+        assert ran.returncode == 0, ran.stdout + ran.stderr
+
+    return run
+
+
+def drop(*ports: int) -> None:
+    """From now on packets to and from these ports are lost, and no others."""
+    wanted = ", ".join(map(str, ports))
+    _rules(f"tcp dport {{ {wanted} }} drop; tcp sport {{ {wanted} }} drop" if ports else "")
+
+
+def restore() -> None:
+    """No packet is lost any more."""
+    drop()
+
+
+def drop_name_service() -> None:
+    """Names are asked of a server whose answers are lost."""
+    resolver = Path("/tmp/own_network.resolv.conf")
+    subprocess.run(["mount", "-t", "tmpfs", "tmpfs", "/tmp"], check=True)
+    resolver.write_text("nameserver 127.0.0.1\n")
+    subprocess.run(["mount", "--bind", resolver, "/etc/resolv.conf"], check=True)
+    _rules("udp dport 53 drop")
+
+
+def listening_ports() -> set[int]:
+    """TCP ports that somebody listens on."""
+    lines = [
+        line.split()
+        for table in ("tcp", "tcp6")
+        for line in Path("/proc/net", table).read_text().splitlines()[1:]
+    ]
+    return {int(line[1].rpartition(":")[2], 16) for line in lines if line[3] == _LISTENING}
+
+
+def _rules(rules: str) -> None:
+    subprocess.run(["nft", "-f", "-"], input=_RULES.format(rules), text=True, check=True)
+
+
+if __name__ == "__main__":
+    module_name, test_name, *values = sys.argv[1:]
+    subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
+    original = inspect.unwrap(getattr(importlib.import_module(module_name), test_name))
+    original(**dict(value.split("=", 1) for value in values))
