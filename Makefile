@@ -5,7 +5,10 @@ SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
 
-PYTHON ?= python3.11
+# The first that is there and can run: a shim of a version manager may be there and not run.
+SUPPORTED := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))
+PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3; do \
+	$$python -c '$(SUPPORTED)' 2>/dev/null && echo $$python && break; done)
 TOOLS := .tools
 UV := $(TOOLS)/bin/uv
 BIN := .venv/bin
@@ -28,28 +31,53 @@ LANES = -n $(1) --dist loadfile --no-loadscope-reorder --durations=10
 help: ## Show the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
 
-$(UV):
+.PHONY: python
+python:
+	@$(or $(PYTHON),false) -c '$(SUPPORTED)' || { echo "make: found no Python 3.11, 3.12 or 3.13 as '$(PYTHON)';" \
+		"install one, or name it: make PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' || { echo "make: $(PYTHON) lacks its module venv; on Debian:" \
+		"sudo apt-get install python3-venv" >&2; exit 1; }
+
+$(UV): | python
 	$(PYTHON) -m venv $(TOOLS)
 	$(TOOLS)/bin/pip install --quiet "uv>=0.9"
 
+# Quiet where nothing is to be done, else with uv's progress. $(1) is what is installed, $(2) its arguments.
+SYNC = $(UV) sync --check --quiet --python $(PYTHON) $(2) 2>/dev/null || { \
+	echo "Installing $(1) into .venv; the first time takes some minutes"; \
+	$(UV) sync --python $(PYTHON) $(2); }
+
 .PHONY: sync
 sync: $(UV) ## Install the workspace and its development tools into .venv
-	$(UV) sync --quiet --all-packages --extra mooncake --extra yuanrong --python $(PYTHON)
+	@$(call SYNC,the workspace and its tools (2.6 GB),--all-packages --extra mooncake --extra yuanrong)
+
+# Inexact: what is installed already stays, so that the demo does not remove the tools of the tests.
+.PHONY: sync-demo
+sync-demo: $(UV)
+	@$(call SYNC,what the demo needs (2 GB),--inexact --no-dev --package grpo-trainer --package dataplane-admin --extra ray)
+
+.PHONY: system-packages
+system-packages: python ## Install the Debian packages of the tests as root, else print how to
+	@$(PYTHON) integration/system_packages.py
 
 .PHONY: demo
-demo: sync ## Train a tiny model with GRPO through the data plane; reward.png shows it learn
+demo: sync-demo ## Train a tiny model with GRPO through the data plane; reward.png shows it learn
 	$(BIN)/grpo-trainer train
 
 .PHONY: trace
-trace: sync ## Trace three steps of the demo across all its processes; build/trace.html shows them
+trace: sync-demo ## Trace three steps of the demo across all its processes; build/trace.html shows them
 	$(BIN)/grpo-trace --steps 3 --html build/trace.html --perfetto build/trace.json
 
 .PHONY: admin
-admin: sync ## Open the admin service beside a live demo run; prints its address
+admin: sync-demo ## Open the admin service beside a live demo run; prints its address
 	$(BIN)/python integration/admin_demo.py
 
 .PHONY: test
-test: isolation test-slow test-refit test-together test-admin ## Run every test but the long ones (test-long, cluster)
+test: system-packages left-out isolation test-slow test-refit test-together test-admin ## Run every test but the long ones (test-long, cluster)
+
+.PHONY: left-out
+left-out: sync ## List the tests that a missing Debian package leaves out
+	@$(PYTHON) integration/system_packages.py --check || $(BIN)/pytest --list-left-out -m "not long"
 
 .PHONY: test-slow
 test-slow: sync ## Run those tests of packages that isolation leaves out, but for refit-mx's
@@ -145,4 +173,4 @@ images: sync ## Build the images without an engine and try them; needs root, bui
 	$(BIN)/python -m integration.try_images build/images
 
 .PHONY: ci
-ci: lint types test ## What continuous integration runs
+ci: system-packages lint types test ## What continuous integration runs

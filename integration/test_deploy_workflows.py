@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -164,9 +163,7 @@ class Repository:
         return self.git(at, "rev-parse", "HEAD")
 
     def answer(self, runs: list[dict[str, str]]) -> None:
-        """What `gh run list --json` has; its --jq is jq's."""
-        if shutil.which("jq") is None:
-            pytest.skip("needs the package jq, which stands for the one inside of gh")
+        """Put a `gh` on the path that answers `gh run list --json`; jq stands for its --jq."""
         gh = self.bin / "gh"
         gh.write_text(
             f'#!/bin/sh\necho "$@" >{self.bin}/asked\n'
@@ -195,6 +192,7 @@ def repository(tmp_path: Path) -> Repository:
 PASSED = {"status": "completed", "conclusion": "success"}
 
 
+@pytest.mark.debian("jq")
 def test_a_commit_of_main_whose_tests_passed_is_released(repository: Repository) -> None:
     repository.answer([PASSED])
     commit = repository.git(repository.clone, "rev-parse", "HEAD")
@@ -207,6 +205,7 @@ def test_a_commit_of_main_whose_tests_passed_is_released(repository: Repository)
     assert repository.tested(commit).returncode == 0
 
 
+@pytest.mark.debian("jq")
 @pytest.mark.parametrize(
     ("runs", "found"),
     [
@@ -225,6 +224,7 @@ def test_one_whose_tests_did_not_pass_is_refused(
     assert f"on main: found '{found}'; expected success" in done.stderr
 
 
+@pytest.mark.debian("jq")
 def test_one_that_is_not_on_main_is_refused(repository: Repository) -> None:
     repository.answer([PASSED])
     commit = repository.commit(repository.clone)

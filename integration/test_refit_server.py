@@ -27,6 +27,8 @@ TOKEN = "0123456789abcdef-0123456789abcdef"
 WRONG = "another-token-of-its-length-here!"
 TIMEOUT_S = 20.0
 
+pytestmark = pytest.mark.debian("openssl")
+
 
 @dataclass
 class Server:

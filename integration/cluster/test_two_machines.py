@@ -55,6 +55,7 @@ ALLOWED = UNSHARE is not None and not subprocess.call(
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.debian("iproute2"),
     pytest.mark.skipif(
         not ALLOWED, reason="needs the capabilities CAP_SYS_ADMIN and CAP_NET_ADMIN"
     ),

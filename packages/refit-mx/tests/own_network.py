@@ -67,7 +67,7 @@ def in_own_network(test: Callable[..., None]) -> Callable[..., None]:
         )
         assert ran.returncode == 0, ran.stdout + ran.stderr
 
-    return run
+    return pytest.mark.debian("iproute2", "nftables")(run)
 
 
 def drop(*ports: int) -> None:
