@@ -27,6 +27,7 @@ def main(steps: int = 1_000_000) -> int:
     """Run both until one ends or Ctrl-C; the exit status."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     FOLDER.mkdir(parents=True, exist_ok=True)
+    print("starting the admin service", flush=True)
     with contextlib.ExitStack() as stack:
         log = stack.enter_context((FOLDER / "run.log").open("ab"))
         serve = [

@@ -10,7 +10,7 @@ import signal
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple, cast  # Any: Ray handles and transformers' tokenizers
 
@@ -71,6 +71,7 @@ class RunActors:
         tokenizer: the model's tokenizer.
         observer: see `ActorCalls`.
         reporting: how the processes report, None not to.
+        notice: called with a line before each part that takes seconds to start.
 
     Raises:
         WorkerError: Ray or a process cannot be started, or Ray has no room for them. What was
@@ -96,6 +97,7 @@ class RunActors:
         tokenizer: Any,
         observer: Observer | None = None,
         reporting: Reporting | None = None,
+        notice: Callable[[str], object] = lambda line: None,
     ) -> None:
         self._config = config
         self._reporting = reporting
@@ -106,10 +108,14 @@ class RunActors:
         self.policy_workers = [f"policy worker {i}" for i in range(config.policy.data_parallel)]
         try:
             joins = ray.is_initialized() or config.cluster.address is not None
+            address = config.cluster.address
+            notice("starting Ray" if address is None else f"connecting to Ray at {address}")
             self._started_ray = _start_ray(config.cluster)
             wait_for_room(config, timeout_s=config.cluster.nodes_timeout_s if joins else 0.0)
+            notice("starting the data plane")
             self.data_plane = build_data_plane_client(_quiet(self._plane), bootstrap=True)
             self._has_data_plane = True
+            notice("starting the rollout actor, the generation worker and the policy workers")
             self._start_rollouts(model, tokenizer)
             self._start_policy(model, tokenizer.pad_token_id)
             loading = [GENERATION, *self.policy_workers]

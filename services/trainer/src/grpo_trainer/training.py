@@ -84,6 +84,7 @@ def run_steps(
             tokenizer=inputs.tokenizer,
             observer=observer,
             reporting=reporting,
+            notice=display.notice,
         )
         stack.callback(actors.close)
         policy = Policy(actors.calls, actors.policy_workers, config.policy)
