@@ -12,13 +12,14 @@ import pytest
 import ray
 import yaml
 
+from dataplane_tq import start_local_ray
 from grpo_trainer.config import DEMO_CONFIG, TrainerConfig, check_config
 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
     with tempfile.TemporaryDirectory(prefix="it-") as folder:
-        ray.init(
+        start_local_ray(
             num_cpus=8,
             include_dashboard=False,
             _temp_dir=folder,

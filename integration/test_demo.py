@@ -1,39 +1,138 @@
-"""`make demo` does what the README's first screen says: the reward rises."""
+"""`make demo` does what the README's first screen says, and listens on loopback alone.
+
+So do `make trace` and `make admin`.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import shutil
+import signal
 import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import fmean
+from typing import IO, NamedTuple
 
 import pytest
+from integration.listening import Listener, listeners
 
 ROOT = Path(__file__).parents[1]
 UV = shutil.which("uv") or str(ROOT / ".tools" / "bin" / "uv")
-
+SCRIPTS = Path(sys.executable).parent
+PATIENCE_S = 300.0
 
 STEPS = 30
 """Half of the demo's: it has learned by then."""
+PARTS = {
+    "gcs_server",
+    "raylet",
+    "ray::DashboardAgent",
+    "ray::RuntimeEnvAgent",
+    "ray::TransferQueueController",
+    "ray::DirectoryActor",
+    "ray::UnitActor",
+    "ray::PolicyWorker",
+    "ray::GenerationWorker",
+    "ray::RolloutActor",
+    "ray::VerifierEnvironment",
+}
+
+
+class Demo(NamedTuple):
+    """A finished run of the demo."""
+
+    status: int
+    output: str
+    run: Path
+    listening: list[Listener]
+
+
+@contextmanager
+def running(command: list[str], folder: Path, out: IO[str]) -> Iterator[subprocess.Popen[str]]:
+    """A process in ``folder`` that is ended after the block, if it has not by itself."""
+    process = subprocess.Popen(
+        command,
+        cwd=folder,
+        env={**os.environ, "COLUMNS": "120"},
+        stdout=out,
+        stderr=out,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        yield process
+        process.send_signal(signal.SIGTERM)
+        process.wait(60)
+    finally:
+        process.kill()
+        process.wait()
+
+
+def listening_in_the_first_step(process: subprocess.Popen[str], folder: Path) -> list[Listener]:
+    """What the run listens on once a step has passed through all of its parts."""
+    until = time.monotonic() + PATIENCE_S
+    while not any(path.stat().st_size for path in folder.glob("**/metrics.jsonl")):
+        assert process.poll() is None, (folder / "log").read_text()
+        assert time.monotonic() < until, (folder / "log").read_text()
+        time.sleep(0.1)
+    return listeners(process.pid)
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Demo:
+    folder = tmp_path_factory.mktemp("demo")
+    # Through `uv run`, because Ray behaves differently below it.
+    command = [UV, "--project", str(ROOT), "run", "--no-sync", "grpo-trainer", "train"]
+    command += ["--output", str(folder), "--set", f"grpo.num_steps={STEPS}"]
+    with (folder / "log").open("w") as log, running(command, folder, log) as process:
+        listening = listening_in_the_first_step(process, folder)
+        process.wait(850)
+    [run] = (folder / "demo").iterdir()
+    return Demo(process.returncode, (folder / "log").read_text(), run, listening)
 
 
 @pytest.mark.timeout(900)
-def test_the_demo_learns(tmp_path: Path) -> None:
-    # Through `uv run`, because Ray behaves differently below it.
-    command = [UV, "run", "--no-sync", "grpo-trainer", "train", "--output", str(tmp_path)]
-    command += ["--set", f"grpo.num_steps={STEPS}"]
-    environment = {**os.environ, "COLUMNS": "120"}
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=850, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    [run] = (tmp_path / "demo").iterdir()
-    history = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+def test_the_demo_learns(demo: Demo) -> None:
+    assert demo.status == 0, demo.output
+    history = [json.loads(line) for line in (demo.run / "metrics.jsonl").read_text().splitlines()]
     rewards = [record["reward"] for record in history]
     assert len(rewards) == STEPS
     assert fmean(rewards[:5]) <= 0.3
     assert fmean(rewards[-5:]) >= 0.8
-    assert (run / "reward.png").read_bytes().startswith(b"\x89PNG")
-    assert "last five steps" in done.stdout
+    assert (demo.run / "reward.png").read_bytes().startswith(b"\x89PNG")
+    assert "last five steps" in demo.output
+
+
+def assert_on_loopback_alone(listening: list[Listener], parts: set[str]) -> None:
+    # A working actor's process is named after the method that it runs.
+    assert parts <= {listener.process.partition(".")[0] for listener in listening}
+    assert [each for each in listening if not each.is_loopback] == []
+
+
+def test_the_demo_listens_on_loopback_alone(demo: Demo) -> None:
+    assert_on_loopback_alone(demo.listening, PARTS)
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(
+    ("command", "more"),
+    [
+        ([str(SCRIPTS / "grpo-trace"), "--steps", "1000"], "grpo-trace"),
+        (
+            [sys.executable, str(ROOT / "integration" / "admin_demo.py"), "--port", "0"],
+            "dataplane-admin",
+        ),
+    ],
+    ids=["trace", "admin"],
+)
+def test_the_traced_demos_listen_on_loopback_alone(
+    command: list[str], more: str, tmp_path: Path
+) -> None:
+    with (tmp_path / "log").open("w") as log, running(command, tmp_path, log) as process:
+        listening = listening_in_the_first_step(process, tmp_path)
+    assert_on_loopback_alone(listening, {*PARTS, more})

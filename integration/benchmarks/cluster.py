@@ -13,7 +13,7 @@ from integration.benchmarks.harness import Pair
 from integration.benchmarks.systems import System, plain_queue
 from integration.benchmarks.worker import Worker
 
-from dataplane_tq import TQDataPlaneClient
+from dataplane_tq import TQDataPlaneClient, start_local_ray
 
 _LOGICAL_CPUS = 4
 _ACTOR_CPUS = 0.1
@@ -33,11 +33,10 @@ def ray_cluster(*, full: bool) -> Iterator[None]:
     The data plane's sessions and the traced steps share it, since starting one takes seconds.
     """
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
-        ray.init(
+        start_local_ray(
             num_cpus=_LOGICAL_CPUS,
             object_store_memory=_object_store_bytes(full),
             include_dashboard=False,
-            _node_ip_address="127.0.0.1",
             _temp_dir=folder,
             namespace="benchmarks",
             logging_level="ERROR",

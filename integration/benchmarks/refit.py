@@ -22,6 +22,7 @@ from integration.benchmarks.refit_cases import RefitCase
 from integration.benchmarks.refit_worker import MODEL, RefitWorker, Took, together
 from integration.benchmarks.results_file import Entry
 
+from dataplane_tq import start_local_ray
 from refit_mx import ControlClient, EmbeddedControlServer
 
 REFIT_HEADINGS = [
@@ -224,11 +225,10 @@ class _Actors:
 @contextmanager
 def _processes(case: RefitCase, with_store: bool) -> Iterator[_Actors]:
     with tempfile.TemporaryDirectory(prefix="bench-refit-") as folder:
-        ray.init(
+        start_local_ray(
             num_cpus=8,
             object_store_memory=_OBJECT_STORE_BYTES if with_store else 100 << 20,
             include_dashboard=False,
-            _node_ip_address="127.0.0.1",
             _temp_dir=folder,
             namespace="benchmarks",
             logging_level="ERROR",

@@ -25,7 +25,7 @@ from dataplane_core import PartitionSummary, StorageSummary, TaskCounts
 from dataplane_core.declaration import PartitionDeclaration
 from dataplane_core.ledger import ClaimRequest
 from dataplane_core.slices import Slices
-from dataplane_tq import TQDataPlaneClient
+from dataplane_tq import TQDataPlaneClient, start_local_ray
 from dataplane_tq import protocol as p
 from dataplane_tq.packed.layout import FieldLayout
 from dataplane_tq.packed.unit_client import UnitClient
@@ -48,7 +48,7 @@ CONFIG = {
 @pytest.fixture(scope="module")
 def cluster():
     with tempfile.TemporaryDirectory(prefix="tq-") as folder:
-        ray.init(
+        start_local_ray(
             num_cpus=4,
             include_dashboard=False,
             _temp_dir=folder,

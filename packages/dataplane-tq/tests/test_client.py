@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -12,6 +13,7 @@ import uuid
 from concurrent import futures
 from concurrent.futures import ThreadPoolExecutor
 
+import psutil
 import pytest
 import ray
 import torch
@@ -84,6 +86,17 @@ def test_a_missing_key_is_refused_by_name(config):
     del config["storage_capacity"]
     with pytest.raises(ConfigError, match="storage_capacity"):
         TQDataPlaneClient(config)
+
+
+def test_all_parts_on_a_local_ray_listen_on_loopback_alone(owner, partition):
+    listening = {}
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for connection in process.net_connections("inet"):
+                if connection.status == psutil.CONN_LISTEN:
+                    listening.setdefault(process.name(), set()).add(connection.laddr.ip)
+    assert {"gcs_server", "raylet", "ray::DirectoryActor", "ray::UnitActor"} <= set(listening)
+    assert set().union(*listening.values()) <= {"127.0.0.1", "::ffff:127.0.0.1", "::1"}
 
 
 @pytest.mark.parametrize("part", [topology.DIRECTORY, "DataPlanePackedUnit#0"])

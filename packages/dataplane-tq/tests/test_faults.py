@@ -159,10 +159,10 @@ def bytes_used(store):
 
 DRIVER = """
 import sys, threading
-import ray, torch
+import torch
 from tensordict import TensorDict
-from dataplane_tq import TQDataPlaneClient
-ray.init(address=sys.argv[1], namespace="a driver", logging_level="ERROR", log_to_driver=False)
+from dataplane_tq import TQDataPlaneClient, join_ray
+join_ray(sys.argv[1], namespace="a driver", logging_level="ERROR", log_to_driver=False)
 client = TQDataPlaneClient(eval(sys.argv[2]))
 client.register_partition("train", ["x"], 2, ["train"])
 client.put_samples(["a", "b"], "train", TensorDict({"x": torch.ones(2, 4)}, batch_size=[2]))

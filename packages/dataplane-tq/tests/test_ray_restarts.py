@@ -19,7 +19,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from tensordict import TensorDict
 
 from dataplane_core import UnavailableError
-from dataplane_tq import TQDataPlaneClient
+from dataplane_tq import TQDataPlaneClient, start_local_ray
 
 pytestmark = pytest.mark.slow
 
@@ -93,7 +93,7 @@ def start_ray():
     with tempfile.TemporaryDirectory(prefix="tq-") as folder:
 
         def start():
-            ray.init(num_cpus=2, include_dashboard=False, _temp_dir=folder, **QUIET)
+            start_local_ray(num_cpus=2, include_dashboard=False, _temp_dir=folder, **QUIET)
 
         yield start
         ray.shutdown()

@@ -393,8 +393,9 @@ def test_a_daemon_ends_with_its_actor(daemon, how):
 def test_a_daemon_ends_with_a_killed_driver(cluster):
     script = """
         import sys, ray
+        from dataplane_tq import join_ray
         from dataplane_tq.storage.daemon import DaemonActor
-        ray.init(address=sys.argv[1], logging_level="ERROR", log_to_driver=False)
+        join_ray(sys.argv[1], logging_level="ERROR", log_to_driver=False)
         actor = ray.remote(DaemonActor).options(num_cpus=0.1).remote()
         sleep = ["/bin/sleep", "600"]
         ray.get(actor.run.remote(sleep, ready=lambda: True, timeout_s=30), timeout=60)

@@ -133,6 +133,25 @@ def test_a_cluster_that_is_not_there(refused_config):
     assert message.startswith(f"cluster.address: {address!r}: ")
 
 
+def test_ray_address_is_refused_while_a_run_starts_its_own_ray(
+    refused_config, command_line, monkeypatch
+):
+    monkeypatch.setitem(command_line.environment, "RAY_ADDRESS", "10.9.9.9:6379")
+    assert refused_config() == (
+        "RAY_ADDRESS: found '10.9.9.9:6379', while cluster.address is null, which starts a Ray for "
+        "the run; unset RAY_ADDRESS, or join that cluster with --set cluster.address=auto"
+    )
+
+
+def test_auto_honours_ray_address(refused_config, command_line, monkeypatch):
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{unused.getsockname()[1]}"
+        monkeypatch.setitem(command_line.environment, "RAY_ADDRESS", address)
+        message = refused_config({"cluster.address": "auto"})
+    assert message.startswith(f"RAY_ADDRESS: {address!r}: ")
+
+
 def test_an_output_that_is_a_file(refused_config, tmp_path):
     (tmp_path / "runs").write_text("")
     assert refused_config().startswith(f"run.output: {tmp_path / 'runs' / 'demo'}")

@@ -1,22 +1,28 @@
 """The data-plane contract on TransferQueue over Ray.
 
-The client is loaded when it is first used, so that the directory's process, which needs neither
+The names are loaded when they are first used, so that the directory's process, which needs neither
 torch nor TransferQueue, does not import them.
 """
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from dataplane_tq.client import TQDataPlaneClient
+    from dataplane_tq.local_ray import join_ray, start_local_ray
 
-__all__ = ["TQDataPlaneClient"]
+__all__ = ["TQDataPlaneClient", "join_ray", "start_local_ray"]
+
+_MODULES = {
+    "TQDataPlaneClient": "dataplane_tq.client",
+    "join_ray": "dataplane_tq.local_ray",
+    "start_local_ray": "dataplane_tq.local_ray",
+}
 
 
 def __getattr__(name: str) -> object:
-    if name == "TQDataPlaneClient":
-        from dataplane_tq.client import TQDataPlaneClient
-
-        return TQDataPlaneClient
+    if name in _MODULES:
+        return getattr(import_module(_MODULES[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -11,6 +11,7 @@ import tempfile
 import pytest
 import ray
 
+from dataplane_tq import start_local_ray
 from dataplane_tq.packed import bootstrap  # noqa: F401  # enters TransferQueue's registries
 
 CONFIG = {
@@ -35,7 +36,7 @@ def pytest_collection_modifyitems(items):
 def ray_before_theirs():
     """Theirs takes as many CPUs as the machine has, which two may be; their actors need three."""
     with tempfile.TemporaryDirectory(prefix="tq-") as folder:
-        ray.init(
+        start_local_ray(
             num_cpus=4,
             include_dashboard=False,
             _temp_dir=folder,

@@ -15,7 +15,7 @@ from typing import Any  # Any: batches, and transformers' models
 import torch
 
 from grpo_trainer.model import load_model
-from grpo_trainer.node_address import node_address
+from grpo_trainer.node_address import keep_to_own_interface, node_address
 from grpo_trainer.refit_target import RefitTarget, start_target
 from grpo_trainer.reporting import Reporting, ReportingActor
 from grpo_trainer.sampling import sample_responses
@@ -130,6 +130,7 @@ class GenerationWorker(ReportingActor):
         Args:
             settings: `RefitSettings` as a dict.
         """
+        keep_to_own_interface()
         self._refit = start_target(settings, self._model.state_dict())
 
     @traced(bucket="overhead")

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any  # Any: transformers' tokenizers
+
+import ray
 
 from grpo_trainer.chat_turn import chat_turn
 from grpo_trainer.config import TrainerConfig
@@ -103,10 +106,18 @@ def _check_follow_ups(path: Path, tokenizer: Any, encode: Encode, config: Traine
 
 def _check_address(address: str | None) -> None:
     """Refuse an address that nobody listens on; Ray would try for minutes."""
+    key, named = "cluster.address", os.environ.get("RAY_ADDRESS")
+    if named and address is None and not ray.is_initialized():
+        raise ConfigurationError(
+            f"RAY_ADDRESS: found {named!r}, while cluster.address is null, which starts a Ray for "
+            "the run; unset RAY_ADDRESS, or join that cluster with --set cluster.address=auto"
+        )
+    if named and address == "auto":
+        key, address = "RAY_ADDRESS", named  # as Ray has it
     host, _, port = (address or "").removeprefix("ray://").rpartition(":")
     if not host or not port.isdigit():
         return  # no address, or a word that Ray knows
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_S).close()
     except (OSError, OverflowError) as error:
-        raise ConfigurationError(f"cluster.address: {address!r}: {error}") from None
+        raise ConfigurationError(f"{key}: {address!r}: {error}") from None

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import datetime
-import os
 import socket
 from typing import Any  # Any: mypy sees no stores in torch.distributed
 
-import psutil
 import torch.distributed as dist
 
-from grpo_trainer.node_address import node_address
+from grpo_trainer.node_address import keep_to_own_interface, node_address
 
 
 def open_meeting(world: int, *, timeout_s: float) -> Any:
@@ -57,10 +55,7 @@ def join_meeting(store: Any, *, backend: str, rank: int, world: int, timeout_s: 
         world: number of ranks.
         timeout_s: of each collective operation, in seconds.
     """
-    # Gloo would ask what the host's name resolves to, which may be an address of no other machine.
-    name = _interface_of(node_address())
-    if name is not None:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+    keep_to_own_interface()
     dist.init_process_group(
         backend,
         store=store,
@@ -68,10 +63,3 @@ def join_meeting(store: Any, *, backend: str, rank: int, world: int, timeout_s: 
         world_size=world,
         timeout=datetime.timedelta(seconds=timeout_s),
     )
-
-
-def _interface_of(address: str) -> str | None:
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(each.address.partition("%")[0] == address for each in addresses):
-            return name
-    return None

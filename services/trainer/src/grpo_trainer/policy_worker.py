@@ -27,7 +27,7 @@ from dataplane_core.telemetry import detail_span, span
 from grpo_trainer.loss import LossSums, grpo_loss, token_logprobs
 from grpo_trainer.meeting import find_meeting, join_meeting, open_meeting
 from grpo_trainer.model import load_model
-from grpo_trainer.node_address import node_address
+from grpo_trainer.node_address import keep_to_own_interface, node_address
 from grpo_trainer.policy_state import check_seen, load_optimizer, load_weights, save_policy
 from grpo_trainer.refit_source import RefitSource, start_source
 from grpo_trainer.reporting import Reporting, ReportingActor
@@ -281,6 +281,7 @@ class PolicyWorker(ReportingActor):
         Args:
             settings: `RefitSettings` as a dict.
         """
+        keep_to_own_interface()
         self._refit = start_source(settings, rank=self._rank, world=self._world)
 
     @traced(bucket="overhead")

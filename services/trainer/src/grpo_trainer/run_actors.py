@@ -22,6 +22,7 @@ from dataplane_core import (
     ObservabilityConfig,
     build_data_plane_client,
 )
+from dataplane_tq import join_ray, start_local_ray
 from grpo_trainer.actor_calls import ActorCalls, Observer
 from grpo_trainer.chat_turn import EndKeepingTokenizer, chat_turn
 from grpo_trainer.config import TrainerConfig
@@ -246,13 +247,13 @@ def _start_ray(cluster: ClusterSection) -> bool:
     try:
         with _own_sigterm():
             if cluster.address is not None:
-                ray.init(address=cluster.address, **common)
+                join_ray(cluster.address, **common)
             else:
                 folder = None if cluster.temp_dir is None else str(cluster.temp_dir.resolve())
-                ray.init(
+                start_local_ray(
                     num_cpus=cluster.num_cpus, include_dashboard=False, _temp_dir=folder, **common
                 )
-    except (ConnectionError, RuntimeError, OSError, ValueError) as error:
+    except (RuntimeError, OSError, ValueError) as error:
         raise WorkerError(f"Ray cannot be started: {first_line(error)}") from error
     return True
 

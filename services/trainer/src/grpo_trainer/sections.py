@@ -73,7 +73,9 @@ class ClusterSection(Section):
     """How Ray is reached or started.
 
     Attributes:
-        address: address of a running cluster, or null to start one for the run.
+        address: address of a running cluster; "auto" for the one of ``RAY_ADDRESS`` or of this
+            machine; null to start one for the run, which listens on loopback alone, and is refused
+            while ``RAY_ADDRESS`` is set.
         num_cpus: logical CPUs of a started cluster. They only bound placement; the demo's actors
             mostly wait for each other, so there may be more than cores.
         placement: which nodes of a running cluster the processes go to.

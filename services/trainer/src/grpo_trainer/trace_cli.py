@@ -209,11 +209,12 @@ def _live_partitions() -> list[PartitionSummary]:
     import ray
 
     from dataplane_core import build_data_plane_client
+    from dataplane_tq import join_ray
 
     os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
     try:
-        ray.init(address="auto", namespace="grpo-trace", logging_level="ERROR", log_to_driver=False)
-    except (ConnectionError, RuntimeError, OSError) as error:
+        join_ray("auto", namespace="grpo-trace", logging_level="ERROR", log_to_driver=False)
+    except (RuntimeError, OSError) as error:
         raise ConfigurationError(f"--live: no Ray cluster on this machine: {error}") from None
     try:
         # An attached client sizes nothing: what the running store is made of is its own affair.

@@ -101,15 +101,15 @@ class OnRay:
             self._client = None
 
     def _join(self) -> None:
-        import ray
+        from dataplane_tq import join_ray
 
         os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
         self._joined = True
         try:
             _check_listens(self._address)
             with _own_signals():
-                ray.init(
-                    address=self._address,
+                join_ray(
+                    self._address,
                     namespace="dataplane-admin",
                     logging_level="ERROR",
                     log_to_driver=False,
