@@ -161,6 +161,28 @@ def test_every_dtype_keeps_its_bits(tmp_path: Path, dtype: torch.dtype):
     assert state_of(target) == state_of(client)
 
 
+def test_what_is_padded_is_the_same_after_a_restore(tmp_path: Path):
+    rows = [torch.ones(1, 2), torch.ones(3, 2), torch.ones(0, 2)]
+    with InMemoryDataPlaneClient() as first, InMemoryDataPlaneClient() as second:
+        first.register_partition("train", [], 3, ["t"])
+        shaped = torch.nested.nested_tensor(rows, layout=torch.strided)
+        same = jagged(*torch.ones(3, 2))
+        first.put_samples(list("abc"), "train", batch(3, tokens=same, images=shaped))
+        for sample_id, turns in zip("abc", (1, 2, 2), strict=True):
+            first.put_samples([sample_id], "train", batch(1, turns=torch.ones(1, turns)))
+        save_partition(first, "train", tmp_path / "p")
+        restore_partition(second, tmp_path / "p")
+        for ids in ("abc", "bc"):
+            found = [
+                client.get_columns(list(ids), "train", ["tokens", "images", "turns"], width=4)
+                for client in (first, second)
+            ]
+            assert all(columns["tokens"].shape == (len(ids), 4) for columns in found)
+            assert all(columns["turns"].shape == (len(ids), 2) for columns in found)
+            images = [columns["images"].unbind() for columns in found]
+            assert [row.shape for row in images[0]] == [row.shape for row in images[1]]
+
+
 def test_python_values_keep_arrays_tensors_and_bytes(tmp_path: Path):
     values = [b"\x80", {"a": np.ones((2, 3), np.float16)}, [torch.tensor(7), None, 2**63], "\ud7ff"]
     client = store()

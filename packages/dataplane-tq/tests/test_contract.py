@@ -58,6 +58,7 @@ def attached_with_leases(attach: Attach) -> Iterator[DataPlaneClient]:
 
 class TestTransferQueue(DataPlaneClientContract, OriginContract, InspectionContract):
     walk_examples = 12
+    form_examples = 8
     walk_steps = 15
 
     @pytest.fixture

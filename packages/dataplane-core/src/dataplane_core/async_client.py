@@ -291,8 +291,12 @@ class AsyncDataPlaneClient(AsyncInspector):
         pad_values: Mapping[str, float] | None = None,
         width: int = 0,
         origins: dict[str, int] | None = None,
+        per_token: set[str] | None = None,
     ) -> dict[str, Column]:
         """As `DataPlaneClient.get_columns`."""
+        more: dict[str, Any] = _asked(origins)
+        if per_token is not None:
+            more["per_token"] = per_token
         return await self._run(
             self._reads,
             lambda: self._inner.get_columns(
@@ -301,7 +305,7 @@ class AsyncDataPlaneClient(AsyncInspector):
                 select_fields,
                 pad_values=pad_values,
                 width=width,
-                **_asked(origins),
+                **more,
             ),
         )
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from dataplane_core.columns import Column
     from dataplane_core.ledger.selection import TagFilter
     from dataplane_core.meta import KVBatchMeta
+    from dataplane_core.schema import Form
 
 LEASE = "lease"
 """``extra_info`` key under which a claim carries the token of its lease."""
@@ -250,8 +251,10 @@ class DataPlaneClient(Opaque, ABC):
         Args:
             sample_ids: distinct ids.
             partition_id: a registered partition.
-            fields: batch of ``len(sample_ids)`` rows. Leaves are tensors (dense or jagged, any
-                dtype) or per-row Python values (NonTensorStack, object arrays).
+            fields: batch of ``len(sample_ids)`` rows. Leaves are tensors (any dtype) or per-row
+                Python values (NonTensorStack, object arrays). A jagged tensor holds a value per
+                token, a nested one of strided layout rows of any shapes (images); the first such
+                put of a field decides for all, see `get_columns`.
             tags: one dict of primitives per id: str, int of 64 bits, float, bool or None; scalars
                 of numpy and torch become that. ``input_lengths`` is an int of at least 0.
             claim: the leased claim under which the caller computed what it writes. The put is
@@ -360,7 +363,7 @@ class DataPlaneClient(Opaque, ABC):
             tags: one dict of primitives per id.
             lengths: of each row along dim 1, at most the columns' width.
             ragged: the columns, tensors (n, width, ...), of which row i is stored up to
-                ``lengths[i]``.
+                ``lengths[i]``. They are per token from now on, see `get_columns`.
             claim: see `put_samples`.
             origin: see `put_samples`.
 
@@ -388,32 +391,51 @@ class DataPlaneClient(Opaque, ABC):
         pad_values: Mapping[str, float] | None = None,
         width: int = 0,
         origins: dict[str, int] | None = None,
+        per_token: set[str] | None = None,
     ) -> dict[str, Column]:
         """`get_samples` as padded columns; clients may spare it a copy.
+
+        Which fields are per token is known and not guessed from shapes: those that
+        `dataplane_core.schema.TOKEN_ALIGNED_FIELDS` names, and those that were put ragged, with
+        `put_columns` or as a jagged tensor, even if the rows read have one length.
 
         Args:
             sample_ids: ids, which may repeat.
             partition_id: their partition.
             select_fields: the fields to read.
             pad_values: field to its pad value; 0 if absent.
-            width: tensors of two or more dims are right-padded along dim 1 to at least this; those
-                whose rows differ in length, to at least the longest row.
+            width: tensors of two or more dims that are per token are right-padded along dim 1 to at
+                least this. All others keep their shape; those whose rows differ in their first
+                dimension are padded to the longest row.
             origins: see `get_samples`.
+            per_token: gains the names of the fields that are per token.
 
         Returns:
             Field, in the order asked, to a dense tensor (n, ...) or a numpy object array (n,), in
-            memory of their own. Without ids: empty.
+            memory of their own. A field that was put as a nested tensor of strided layout (images),
+            or whose rows differ elsewhere than in their first dimension, is not padded: it is a
+            nested tensor unless its rows have one shape. Without ids: empty.
 
         Raises:
             DataPlaneError: as `get_samples`.
         """
-        from dataplane_core.columns import columns_of_fields
+        from dataplane_core.columns import columns_of_fields, is_per_token
+        from dataplane_core.rows import forms_of
 
         # As in `put_columns`.
         extra: dict[str, Any] = {} if origins is None else {"origins": origins}
         answer = self.get_samples(sample_ids, partition_id, select_fields, **extra)
-        columns = columns_of_fields(answer, pad_values=pad_values, width=width)
+        forms = self._field_forms(partition_id)
+        columns = columns_of_fields(answer, pad_values=pad_values, width=width, forms=forms)
+        if per_token is not None:
+            known = forms_of(answer) if forms is None else forms
+            per_token.update(name for name in columns if is_per_token(name, known.get(name)))
         return {name: columns[name] for name in dict.fromkeys(select_fields) if name in columns}
+
+    def _field_forms(self, partition_id: str) -> Mapping[str, Form] | None:
+        """The forms of a partition's fields, for `get_columns`; None if the store keeps none, so
+        that it takes rows which come back jagged for ragged ones."""
+        return None
 
     def acknowledge(self, meta: KVBatchMeta) -> None:
         """Settle a leased claim, or a subset of it: these samples never return to the task.

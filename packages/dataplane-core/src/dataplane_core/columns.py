@@ -27,6 +27,8 @@ from tensordict import (
 
 from dataplane_core import pages
 from dataplane_core.errors import InvalidRequestError, listed
+from dataplane_core.rows import are_ragged, form_of, jagged_from_rows
+from dataplane_core.schema import TOKEN_ALIGNED_FIELDS, Form
 from dataplane_core.slices import Slices, copy_slices
 
 Bytes = NDArray[np.uint8]
@@ -99,23 +101,43 @@ def fields_of_columns(
     return TensorDict(leaves, batch_size=[count])
 
 
+def is_per_token(name: str, form: Form | None) -> bool:
+    """Whether rows of a field run along the tokens: by its name, or because it was put jagged."""
+    return name in TOKEN_ALIGNED_FIELDS or form == "ragged"
+
+
+def width_of(name: str, form: Form | None, width: int) -> int | None:
+    """The width to pad a field to, given that of the batch.
+
+    Returns:
+        ``width`` for a field that is per token; 0, the longest row, for any other; None for one
+        whose rows have shapes of their own, which are not padded at all.
+    """
+    if is_per_token(name, form):
+        return width
+    return None if form == "shaped" else 0
+
+
 def columns_of_fields(
     fields: TensorDictBase,
     *,
     pad_values: Mapping[str, float] | None = None,
     width: int = 0,
+    forms: Mapping[str, Form] | None = None,
 ) -> dict[str, Column]:
     """Fields as a get returns them, as padded columns.
 
     Args:
         fields: leaves are tensors and per-row Python values.
         pad_values: field to its pad value; 0 if absent.
-        width: every tensor of two or more dims, those that were dense included, is right-padded
-            along dim 1 to at least this.
+        width: tensors that are per token, see `is_per_token`, are right-padded along dim 1 to at
+            least this.
+        forms: field to its form, as the store keeps it; None if only the leaves can tell.
 
     Returns:
-        Field to a dense tensor, or to an object array (n,), in which None stands for a value that
-        its transport stripped to an empty TensorDict.
+        Field to a dense tensor, to a nested tensor if its rows cannot be padded (see
+        `padded_tensor`), or to an object array (n,), in which None stands for a value that its
+        transport stripped to an empty TensorDict.
 
     Raises:
         TypeError: if a leaf is neither a tensor nor per-row values.
@@ -124,16 +146,26 @@ def columns_of_fields(
     columns: dict[str, Column] = {}
     for name, leaf in fields.items():
         if isinstance(leaf, torch.Tensor):
-            columns[name] = padded_tensor(leaf, (pad_values or {}).get(name, 0), width)
+            form = form_of(leaf) if forms is None else forms.get(name)
+            pad_value = (pad_values or {}).get(name, 0)
+            columns[name] = padded_tensor(leaf, pad_value, width_of(name, form, width))
         else:
             columns[name] = object_column(name, leaf, count)
     return columns
 
 
-def padded_tensor(tensor: torch.Tensor, pad_value: float, width: int) -> torch.Tensor:
-    """``tensor`` dense, and from two dims on at least ``width`` wide along dim 1."""
+def padded_tensor(tensor: torch.Tensor, pad_value: float, width: int | None) -> torch.Tensor:
+    """``tensor`` dense, and from two dims on at least ``width`` wide along dim 1.
+
+    Unchanged if ``width`` is None, or if rows differ elsewhere than in their first dimension:
+    images of two resolutions are not images of one.
+    """
+    if width is None:
+        return tensor
     padded = padded_from_nested(tensor, pad_value) if tensor.is_nested else tensor
-    return pad_width(padded, width, pad_value) if width > 0 and padded.dim() >= 2 else padded
+    if padded.is_nested or padded.dim() < 2:
+        return padded
+    return pad_width(padded, width, pad_value)
 
 
 def object_leaf(column: NDArray[np.object_]) -> NonTensorStack | NonTensorData:
@@ -225,37 +257,23 @@ def tensor_on(raw: Bytes, dtype: torch.dtype, shape: Sequence[int]) -> torch.Ten
     return torch.from_numpy(raw).view(dtype).view(tuple(shape))
 
 
-def jagged_from_rows(rows: Sequence[torch.Tensor], *, like: torch.Tensor) -> torch.Tensor:
-    """A jagged tensor of ``rows``.
-
-    Args:
-        rows: tensors of shape (length, *features) that differ in their length only.
-        like: gives dtype, device and ``features`` where there are no rows, as (any, *features).
-    """
-    lengths = torch.tensor([row.shape[0] for row in rows], dtype=torch.int64)
-    offsets = torch.zeros(len(rows) + 1, dtype=torch.int64)
-    torch.cumsum(lengths, 0, out=offsets[1:])
-    values = torch.cat(list(rows)) if rows else like.new_empty((0, *like.shape[1:]))
-    return torch.nested.nested_tensor_from_jagged(
-        values,
-        offsets.to(values.device),
-        min_seqlen=int(lengths.min()) if rows else 0,
-        max_seqlen=int(lengths.max()) if rows else 0,
-    )
-
-
 def padded_from_nested(nested: torch.Tensor, pad_value: float) -> torch.Tensor:
-    """The rows of ``nested`` in one dense tensor (n, longest, ...), right-padded."""
+    """The rows of ``nested`` in one dense tensor (n, longest, ...), right-padded.
+
+    ``nested`` itself if they differ in another dimension than their first.
+    """
     if _is_plain_jagged(nested):
         return _padded_from_jagged(nested, pad_value)
     rows = nested.unbind()
     if not rows:
         features = nested.values().shape[1:] if nested.layout == torch.jagged else ()
         return torch.empty((0, 0, *features), dtype=nested.dtype, device=nested.device)
-    widest = [max(sizes) for sizes in zip(*(row.shape for row in rows), strict=True)]
-    padded = rows[0].new_full((len(rows), *widest), pad_value)
+    if not are_ragged(rows):
+        return nested
+    longest = max(row.shape[0] for row in rows)
+    padded = rows[0].new_full((len(rows), longest, *rows[0].shape[1:]), pad_value)
     for place, row in enumerate(rows):
-        padded[place][tuple(slice(size) for size in row.shape)] = row
+        padded[place, : row.shape[0]] = row
     return padded
 
 

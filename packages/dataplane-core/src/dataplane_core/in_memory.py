@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from tensordict import TensorDict
 
     from dataplane_core.ledger import TagFilter
+    from dataplane_core.schema import Form
 
 _DEFAULT_PUT_TIMEOUT_S = 60.0
 
@@ -149,6 +150,7 @@ class InMemoryDataPlaneClient(InMemoryInspector):
         own_tags = check_put(sample_ids, partition_id, tags)
         columns = {} if fields is None else row_codec.split_rows(fields, len(sample_ids))
         kinds = {name: column.kind for name, column in columns.items()}
+        forms = {name: column.form for name, column in columns.items() if column.form is not None}
         # Copies are made before the lock is taken: they are the long part.
         cells = {name: [_own(row) for row in column.rows] for name, column in columns.items()}
         nbytes = {
@@ -156,7 +158,7 @@ class InMemoryDataPlaneClient(InMemoryInspector):
         }
         deadline = time.monotonic() + self._put_timeout_s
         with self._store.changed:
-            ticket = self._admit(partition_id, sample_ids, kinds, claim, deadline)
+            ticket = self._admit(partition_id, sample_ids, kinds, forms, claim, deadline)
             try:
                 check_enums(columns, self._store.ledger.partition(partition_id).declaration)
                 self._store.ledger.commit_put(ticket, cells, own_tags, origin, nbytes=nbytes)
@@ -176,6 +178,7 @@ class InMemoryDataPlaneClient(InMemoryInspector):
         partition_id: str,
         sample_ids: list[str],
         kinds: dict[str, str],
+        forms: dict[str, Form],
         claim: KVBatchMeta | None,
         deadline: float,
     ) -> PutTicket:
@@ -187,7 +190,7 @@ class InMemoryDataPlaneClient(InMemoryInspector):
             self._check_open()
             self._expire()
             self._store.ledger.check_registered(partition)
-            ticket = self._store.ledger.begin_put(partition_id, sample_ids, kinds, token)
+            ticket = self._store.ledger.begin_put(partition_id, sample_ids, kinds, token, forms)
             if ticket is not None:
                 return ticket
             remaining = deadline - time.monotonic()
@@ -219,6 +222,11 @@ class InMemoryDataPlaneClient(InMemoryInspector):
             if column.kind == row_codec.OBJECT:
                 column.rows[:] = copy.deepcopy(column.rows)
         return row_codec.collate(columns, len(sample_ids))
+
+    def _field_forms(self, partition_id: str) -> Mapping[str, Form]:
+        with self._store.changed:
+            self._check_open()
+            return dict(self._store.ledger.partition(partition_id).forms)
 
     def get_data(
         self,

@@ -14,7 +14,7 @@ import json
 import time
 import warnings
 from abc import abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar, Protocol  # Any: tags hold the caller's own primitives
 
@@ -34,6 +34,7 @@ from dataplane_core.ledger.selection import TagFilter
 from dataplane_core.meta import KVBatchMeta
 from dataplane_core.object_codec import decode_object, decode_struct, encode_object
 from dataplane_core.rows import Column, collate, split_rows
+from dataplane_core.schema import Form
 
 __all__ = ["KeyValueClient", "KeyValueTransaction"]
 
@@ -57,6 +58,7 @@ class KeyValueTransaction(Protocol):
 class _Field(msgspec.Struct):
     kind: str
     samples: int = 0
+    form: Form | None = None
 
 
 class _Partition(msgspec.Struct):
@@ -143,6 +145,8 @@ class KeyValueClient(DataPlaneClient):
             rules.check_kinds(kinds, known, partition_id=partition_id)
             rules.check_enums(columns, record.declared)
             record.fields |= {name: _Field(kind) for name, kind in kinds.items() - known.items()}
+            for name, column in columns.items():
+                record.fields[name].form = record.fields[name].form or column.form
             for row, sample_id in enumerate(sample_ids):
                 sample = _sample(store, partition_id, sample_id)
                 if sample is None:
@@ -188,6 +192,11 @@ class KeyValueClient(DataPlaneClient):
             if rows
         }
         return collate(columns, len(sample_ids))
+
+    def _field_forms(self, partition_id: str) -> Mapping[str, Form]:
+        with self.transaction() as store:
+            fields = _partition(store, partition_id).fields
+        return {name: field.form for name, field in fields.items() if field.form is not None}
 
     def get_data(
         self,

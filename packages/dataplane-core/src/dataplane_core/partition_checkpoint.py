@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import secrets
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any  # Any: tags hold the caller's own primitives
 
@@ -32,7 +32,8 @@ from dataplane_core.errors import (
 from dataplane_core.ledger.inspect import PartitionSummary, SampleState
 from dataplane_core.ledger.selection import TagFilter
 from dataplane_core.object_codec import decode_struct, encode_object
-from dataplane_core.rows import Column, collate, split_rows
+from dataplane_core.rows import Column, leaves_of_rows, split_rows
+from dataplane_core.schema import Form
 
 _CLAIM = 10_000
 """Samples that one claim of a restore settles."""
@@ -49,6 +50,7 @@ class _Declaration(msgspec.Struct, frozen=True):
     enums: dict[str, list[str]]
     samples: int
     batches: int
+    forms: dict[str, Form] = {}
 
 
 # When msgspec meets a type for the first time in two threads at once, the process ends.
@@ -129,6 +131,9 @@ def save_partition(
                     },
                     samples=samples,
                     batches=batches,
+                    forms={
+                        field.name: field.form for field in before.fields if field.form is not None
+                    },
                 )
             )
         )
@@ -163,7 +168,7 @@ def restore_partition(
     saved = _declaration(whole)
     name = saved.partition_id if partition_id is None else partition_id
     for number in range(saved.batches):
-        _restored(whole, number)
+        _restored(whole, number, saved.forms)
     if any(summary.partition_id == name for summary in client.list_partitions()):
         raise InvalidRequestError(
             f"restore_partition: partition {name!r} is registered already; clear it with "
@@ -192,7 +197,7 @@ def _restore(client: DataPlaneClient, whole: WholeFolder, saved: _Declaration, n
     settled: dict[str, set[str]] = {task: set() for task in saved.tasks}
     marked: list[int] = []
     for number in range(saved.batches):
-        index, blocks = _restored(whole, number)
+        index, blocks = _restored(whole, number, saved.forms)
         tags = [dict(tag) for tag in index.tags]
         for task, places in index.settled.items():
             settled[task].update(index.sample_ids[place] for place in places)
@@ -201,15 +206,13 @@ def _restore(client: DataPlaneClient, whole: WholeFolder, saved: _Declaration, n
         if any(index.settled.values()):
             marked.append(number)
         client.put_samples(index.sample_ids, name, None, tags)
-        for block, fields in zip(index.blocks, blocks, strict=True):
-            if block.columns:
-                ids = [index.sample_ids[place] for place in block.places]
-                client.put_samples(ids, name, fields)
+        for places, fields in blocks:
+            client.put_samples([index.sample_ids[place] for place in places], name, fields)
     declare(saved.tasks, None)
     for task, sample_ids in settled.items():
         _settle(client, name, task, marks[task], sample_ids)
     for number in marked:
-        index, _ = _restored(whole, number)
+        index, _ = _restored(whole, number, saved.forms)
         client.put_samples(index.sample_ids, name, None, index.tags)
     if saved.group_size is not None:
         declare(saved.tasks, saved.group_size)
@@ -269,8 +272,10 @@ def _packed(
     return _Batch(ids, [state.tags for state in states], settled, blocks), tensors
 
 
-def _restored(whole: WholeFolder, number: int) -> tuple[_Batch, list[TensorDict]]:
-    """Read and understand one batch."""
+def _restored(
+    whole: WholeFolder, number: int, forms: Mapping[str, Form]
+) -> tuple[_Batch, list[tuple[list[int], TensorDict]]]:
+    """Read and understand one batch: its index, and the places and fields of its puts."""
     name = _name(number)
     try:
         index = decode_struct(whole.read(f"{name}.msgpack"), _Batch)
@@ -278,9 +283,9 @@ def _restored(whole: WholeFolder, number: int) -> tuple[_Batch, list[TensorDict]
         raise _not_understood(whole, f"{name}.msgpack", error) from None
     try:
         tensors = safetensors.torch.load(whole.read(f"{name}.safetensors"))
-        blocks: list[TensorDict] = []
+        puts: list[tuple[list[int], TensorDict]] = []
         for b, block in enumerate(index.blocks):
-            columns: dict[str, Column] = {}
+            leaves: dict[tuple[int, ...], dict[str, Any]] = {}
             for c, stored in enumerate(block.columns):
                 prefix = _key(b, c, "")
                 parts = {
@@ -288,13 +293,18 @@ def _restored(whole: WholeFolder, number: int) -> tuple[_Batch, list[TensorDict]
                     for key, tensor in tensors.items()
                     if key.startswith(prefix)
                 }
-                columns[stored.name] = unpack(stored, parts)
-            blocks.append(collate(columns, len(block.places)))
+                column = unpack(stored, parts)
+                formed = Column(column.kind, column.rows, forms.get(stored.name))
+                for places, leaf in leaves_of_rows(formed):
+                    leaves.setdefault(tuple(places), {})[stored.name] = leaf
+            for within, named in leaves.items():
+                fields = TensorDict(named, batch_size=[len(within)])
+                puts.append(([block.places[place] for place in within], fields))
     except (ValueError, KeyError, RuntimeError, SafetensorError) as error:
         if isinstance(error, CheckpointError):
             raise
         raise _not_understood(whole, f"{name}.safetensors", error) from None
-    return index, blocks
+    return index, puts
 
 
 def _declaration(whole: WholeFolder) -> _Declaration:

@@ -25,6 +25,7 @@ from tensordict import (
 )
 
 from dataplane_core.errors import InvalidRequestError
+from dataplane_core.schema import Form
 
 OBJECT = "object"
 """Kind of a field whose rows are Python values; a tensor field's kind is its dtype's name."""
@@ -37,10 +38,25 @@ class Column:
     Attributes:
         kind: name of the tensors' dtype, as ``torch.int64``, or `OBJECT`.
         rows: one tensor or Python value per row. Tensors may share memory with what they came from.
+        form: how a nested tensor's rows relate, see `form_of`; None for dense tensors and objects.
     """
 
     kind: str
     rows: list[Any]
+    form: Form | None = None
+
+
+def form_of(leaf: object) -> Form | None:
+    """``ragged`` for a jagged tensor, ``shaped`` for a strided nested one, else None."""
+    if not isinstance(leaf, torch.Tensor) or not leaf.is_nested:
+        return None
+    return "ragged" if leaf.layout == torch.jagged else "shaped"
+
+
+def forms_of(fields: TensorDictBase) -> dict[str, Form]:
+    """`form_of` each leaf that has one."""
+    forms = ((name, form_of(_leaf(fields, name))) for name in fields.keys())  # noqa: SIM118
+    return {name: form for name, form in forms if form is not None}
 
 
 def split_rows(fields: TensorDictBase, count: int) -> dict[str, Column]:
@@ -79,7 +95,7 @@ def _split_leaf(name: str, leaf: Any, count: int) -> Column:
         rows = list(leaf.detach().unbind())
         if len(rows) != count:
             raise InvalidRequestError(f"field {name!r}: {len(rows)} rows; expected {count}")
-        return Column(str(leaf.dtype), rows)
+        return Column(str(leaf.dtype), rows, form_of(leaf))
     if isinstance(leaf, NonTensorStack):
         values = leaf.tolist()
         if len(values) != count:
@@ -106,21 +122,79 @@ def collate_rows(kind: str, rows: Sequence[Any]) -> torch.Tensor | NonTensorStac
         For tensors of one shape ``(n, *shape)``, dense. For tensors that differ in their first
         dimension only, a jagged tensor with offsets. For tensors that differ elsewhere, a nested
         tensor of strided layout. For Python values a NonTensorStack.
+
+    Raises:
+        InvalidRequestError: (a ValueError) if tensors differ in their number of dimensions.
     """
     if kind == OBJECT:
         return NonTensorStack(*(NonTensorData(value) for value in rows))
     first = rows[0].shape
     if all(row.shape == first for row in rows):
         return torch.stack(list(rows))
-    if all(row.dim() == len(first) and row.shape[1:] == first[1:] for row in rows):
-        lengths = torch.tensor([row.shape[0] for row in rows])
-        offsets = torch.zeros(len(rows) + 1, dtype=torch.int64)
-        torch.cumsum(lengths, 0, out=offsets[1:])
-        return torch.nested.nested_tensor_from_jagged(
-            torch.cat(list(rows)),
-            offsets,
-            min_seqlen=int(lengths.min()),
-            max_seqlen=int(lengths.max()),
+    return jagged_from_rows(rows, like=rows[0]) if are_ragged(rows) else shaped_from_rows(rows)
+
+
+def are_ragged(rows: Sequence[torch.Tensor]) -> bool:
+    """Whether ``rows``, at least one, differ in their first dimension at most."""
+    first = rows[0]
+    return first.dim() > 0 and all(
+        row.dim() == first.dim() and row.shape[1:] == first.shape[1:] for row in rows
+    )
+
+
+def jagged_from_rows(rows: Sequence[torch.Tensor], *, like: torch.Tensor) -> torch.Tensor:
+    """A jagged tensor of ``rows``.
+
+    Args:
+        rows: tensors of shape (length, *features) that differ in their length only.
+        like: gives dtype, device and ``features`` where there are no rows, as (any, *features).
+    """
+    lengths = torch.tensor([row.shape[0] for row in rows], dtype=torch.int64)
+    offsets = torch.zeros(len(rows) + 1, dtype=torch.int64)
+    torch.cumsum(lengths, 0, out=offsets[1:])
+    values = torch.cat(list(rows)) if rows else like.new_empty((0, *like.shape[1:]))
+    return torch.nested.nested_tensor_from_jagged(
+        values,
+        offsets.to(values.device),
+        min_seqlen=int(lengths.min()) if rows else 0,
+        max_seqlen=int(lengths.max()) if rows else 0,
+    )
+
+
+def leaves_of_rows(
+    column: Column,
+) -> list[tuple[list[int], torch.Tensor | NonTensorStack]]:
+    """Leaves, and the places of their rows, that put ``column`` again in its form.
+
+    One, unless rows of a field without a form differ in their shape: put together they would give
+    it one.
+    """
+    everywhere = list(range(len(column.rows)))
+    if column.form == "ragged" and are_ragged(column.rows):
+        return [(everywhere, jagged_from_rows(column.rows, like=column.rows[0]))]
+    if column.form == "shaped":
+        return [(everywhere, shaped_from_rows(column.rows))]
+    if column.kind == OBJECT:
+        return [(everywhere, collate_rows(OBJECT, column.rows))]
+    alike: dict[torch.Size, list[int]] = {}
+    for place, row in enumerate(column.rows):
+        alike.setdefault(row.shape, []).append(place)
+    return [
+        (places, torch.stack([column.rows[place] for place in places])) for places in alike.values()
+    ]
+
+
+def shaped_from_rows(rows: Sequence[torch.Tensor]) -> torch.Tensor:
+    """A nested tensor of strided layout, whose rows keep the shapes that they have.
+
+    Raises:
+        InvalidRequestError: (a ValueError) if they differ in their number of dimensions.
+    """
+    dims = sorted({row.dim() for row in rows})
+    if len(dims) > 1:
+        raise InvalidRequestError(
+            f"rows of one field have {dims} dimensions, which no tensor holds together; read or "
+            "put them separately"
         )
     return torch.nested.nested_tensor(list(rows), layout=torch.strided)
 

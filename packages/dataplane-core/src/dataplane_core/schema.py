@@ -17,6 +17,27 @@ SAMPLE_MASK: Final = "sample_mask"
 META_IDX: Final = "meta_idx"
 ROUTED_EXPERTS_FIELD: Final = "routed_experts"
 
+Form = Literal["ragged", "shaped"]
+"""How the rows of a field relate, where its first rows that were not dense said so.
+
+``ragged``: put as a jagged tensor; a row holds one value per token. ``shaped``: put as a nested
+tensor of strided layout; each row (the images of a sample) has a shape of its own.
+"""
+
+TOKEN_ALIGNED_FIELDS: Final[frozenset[str]] = frozenset(
+    {
+        INPUT_IDS,
+        "generation_logprobs",
+        "prev_logprobs",
+        "reference_policy_logprobs",
+        "advantages",
+        "token_mask",
+        SAMPLE_MASK,
+        ROUTED_EXPERTS_FIELD,
+    }
+)
+"""Columns that hold one value per token from two dimensions on, and are then stored jagged."""
+
 DP_TRAIN_FIELDS: Final[tuple[str, ...]] = (
     INPUT_IDS,
     INPUT_LENGTHS,

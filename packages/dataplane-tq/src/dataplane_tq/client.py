@@ -32,7 +32,7 @@ from dataplane_core import (
 )
 from dataplane_core.client import LEASE, lease_token
 from dataplane_core.columns import Column as PaddedColumn
-from dataplane_core.columns import check_columns
+from dataplane_core.columns import check_columns, is_per_token
 from dataplane_core.config import REQUIRED_OF_STORES, require_keys
 from dataplane_core.declaration import (
     PartitionDeclaration,
@@ -206,6 +206,7 @@ class TQDataPlaneClient(Onlooker):
                     self._node,
                     None if claim is None else lease_token(claim),
                     self._timeout_s,
+                    encoded.forms,
                 ),
                 p.PutAnswer,
             )
@@ -269,10 +270,13 @@ class TQDataPlaneClient(Onlooker):
         pad_values: Mapping[str, float] | None = None,
         width: int = 0,
         origins: dict[str, int] | None = None,
+        per_token: set[str] | None = None,
     ) -> dict[str, PaddedColumn]:
         what = f"get_columns(partition={partition_id!r})"
         names = list(dict.fromkeys(select_fields))
         with self._reading(what, sample_ids, partition_id, names, origins) as where:
+            if per_token is not None:
+                per_token.update(n for n in names if is_per_token(n, where.forms.get(n)))
             if not sample_ids or not names:
                 return {}
             with detail_span("storage_read", "overhead"):

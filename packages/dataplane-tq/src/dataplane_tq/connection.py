@@ -203,7 +203,11 @@ class Connection:
             ticket = placed = None
             if not busy:
                 ticket = self._ledger.begin_put(
-                    request.partition_id, request.sample_ids, request.kinds, request.token
+                    request.partition_id,
+                    request.sample_ids,
+                    request.kinds,
+                    request.token,
+                    request.forms,
                 )
             if ticket is not None:
                 placed = self._place(ticket, request)
@@ -343,7 +347,8 @@ class Connection:
             self._pinned = rows
 
         origins = count_origins(rows, request.fields) if request.origins else {}
-        return Early(p.ReadAnswer(kinds, parts, origins), pin)
+        forms = {name: partition.forms[name] for name in request.fields if name in partition.forms}
+        return Early(p.ReadAnswer(kinds, parts, origins, forms), pin)
 
     def _end_read(self) -> None:
         if self._pinned:

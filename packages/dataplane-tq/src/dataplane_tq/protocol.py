@@ -8,6 +8,7 @@ import msgspec
 
 from dataplane_core.declaration import PartitionDeclaration
 from dataplane_core.ledger import ClaimRequest, SampleState
+from dataplane_core.schema import Form
 from dataplane_tq.packed.catalogue import Block
 from dataplane_tq.packed.layout import FieldLayout
 
@@ -40,6 +41,7 @@ class BeginPut(msgspec.Struct, frozen=True, tag=True):
         node: the producer's node.
         token: the lease under which it writes.
         timeout_s: how long to wait for room.
+        forms: field to form, for those that have one.
     """
 
     partition_id: str
@@ -49,6 +51,7 @@ class BeginPut(msgspec.Struct, frozen=True, tag=True):
     node: str
     token: str | None
     timeout_s: float
+    forms: dict[str, Form] = {}
 
 
 class Leftover(msgspec.Struct, frozen=True):
@@ -128,12 +131,14 @@ class FieldParts(msgspec.Struct, frozen=True, array_like=True):
 class ReadAnswer(msgspec.Struct, frozen=True):
     """Kinds of the asked fields and, for placed fields, where they lie, in the order asked.
 
-    ``origins`` is what `ReadOrigins` would answer, if that was asked for.
+    ``origins`` is what `ReadOrigins` would answer, if that was asked for; ``forms`` has the asked
+    fields that have a form.
     """
 
     kinds: list[str]
     parts: list[FieldParts]
     origins: dict[str, int] = {}
+    forms: dict[str, Form] = {}
 
 
 class Unpin(msgspec.Struct, frozen=True, tag=True):

@@ -14,9 +14,10 @@ from typing import Any, ClassVar  # Any: tags, and what a store keeps between en
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
 from dataplane_core.columns import Column as PaddedColumn
-from dataplane_core.columns import columns_of_fields, fields_of_columns
+from dataplane_core.columns import columns_of_fields, fields_of_columns, width_of
 from dataplane_core.object_codec import decode_object, encode_object
-from dataplane_core.rows import OBJECT, Column, collate, split_rows
+from dataplane_core.rows import OBJECT, Column, collate, form_of, forms_of, split_rows
+from dataplane_core.schema import Form
 from dataplane_tq import transfer_queue_rows as rows_in
 from dataplane_tq.engine import Engine
 from dataplane_tq.packed.access import UnitAccess
@@ -34,11 +35,13 @@ class Encoded:
         kinds: field to kind.
         values: the store's own.
         layouts: of the fields that the directory places.
+        forms: field to form, for those that have one.
     """
 
     kinds: dict[str, str]
     values: Any = None
     layouts: list[FieldLayout] = field(default_factory=list)
+    forms: dict[str, Form] = field(default_factory=dict)
 
 
 class Store(ABC):
@@ -104,7 +107,7 @@ class Store(ABC):
     ) -> dict[str, PaddedColumn]:
         """The same as padded columns, see `DataPlaneClient.get_columns`."""
         answer = self.read(what, where, sample_ids, partition_id, fields)
-        columns = columns_of_fields(answer, pad_values=pad_values, width=width)
+        columns = columns_of_fields(answer, pad_values=pad_values, width=width, forms=where.forms)
         return {name: columns[name] for name in fields}
 
     def close(self) -> None:  # noqa: B027  # most stores hold nothing
@@ -137,7 +140,8 @@ class TransferQueueStore(Store):
             else:
                 stored[name] = fields.get(name).detach().cpu()
         kinds = {name: column.kind for name, column in columns.items()}
-        return Encoded(kinds, TensorDict(stored, batch_size=[count]))
+        forms = {name: column.form for name, column in columns.items() if column.form is not None}
+        return Encoded(kinds, TensorDict(stored, batch_size=[count]), forms=forms)
 
     def write(
         self,
@@ -205,7 +209,7 @@ class PackedStore(Store):
         )
 
     def encode(self, fields: TensorDict, count: int) -> Encoded:
-        return _encoded(encode(fields, count))
+        return _encoded(encode(fields, count), forms_of(fields))
 
     def encode_columns(
         self,
@@ -214,7 +218,12 @@ class PackedStore(Store):
         lengths: Sequence[int] | None,
         ragged: Collection[str],
     ) -> Encoded:
-        return _encoded(encode_columns(columns, lengths, ragged))
+        forms: dict[str, Form] = dict.fromkeys(ragged, "ragged")
+        for name, column in columns.items():
+            form = form_of(column)
+            if form is not None:
+                forms[name] = form
+        return _encoded(encode_columns(columns, lengths, ragged), forms)
 
     def write(
         self,
@@ -248,12 +257,13 @@ class PackedStore(Store):
         pad_values: Mapping[str, float],
         width: int,
     ) -> dict[str, PaddedColumn]:
-        return self._units.read_columns(fields, where.parts, pad_values, width)
+        widths = {name: width_of(name, where.forms.get(name), width) for name in fields}
+        return self._units.read_columns(fields, where.parts, pad_values, widths)
 
     def close(self) -> None:
         self._units.close()
 
 
-def _encoded(fields: list[EncodedField]) -> Encoded:
+def _encoded(fields: list[EncodedField], forms: dict[str, Form]) -> Encoded:
     kinds = {item.layout.name: item.layout.kind for item in fields}
-    return Encoded(kinds, fields, [item.layout for item in fields])
+    return Encoded(kinds, fields, [item.layout for item in fields], forms)

@@ -6,7 +6,7 @@ import itertools
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any  # Any: cells belong to the storage, tags to the caller
 
 from dataplane_core.declaration import PartitionDeclaration, capacity_exceeded, check_kinds
@@ -21,6 +21,7 @@ from dataplane_core.ledger.order import ClaimOrder
 from dataplane_core.ledger.partition import PartitionBook
 from dataplane_core.ledger.rows import Row
 from dataplane_core.ledger.sizes import Measure
+from dataplane_core.schema import Form
 
 TOTALS = (
     "puts",
@@ -48,6 +49,7 @@ class PutTicket:
         reserved: those of them that it holds room for, because they are new.
         kinds: field to kind.
         token: the lease under which it writes, if it named one.
+        forms: field to form, for those that have one.
     """
 
     partition: PartitionBook
@@ -56,6 +58,7 @@ class PutTicket:
     kinds: dict[str, str]
     token: str | None = None
     open: bool = True
+    forms: dict[str, Form] = field(default_factory=dict)
 
     @property
     def partition_id(self) -> str:
@@ -144,6 +147,7 @@ class Ledger:
         sample_ids: Sequence[str],
         kinds: Mapping[str, str],
         token: str | None = None,
+        forms: Mapping[str, Form] | None = None,
     ) -> PutTicket | None:
         """Admit a put: room for its new samples is reserved, its fields' kinds are fixed.
 
@@ -170,7 +174,9 @@ class Ledger:
         for name, kind in kinds.items():
             partition.pending_kinds.setdefault(name, []).append(kind)
         partition.touch()
-        return PutTicket(partition, list(sample_ids), new, dict(kinds), token)
+        return PutTicket(
+            partition, list(sample_ids), new, dict(kinds), token, forms=dict(forms or {})
+        )
 
     def full(self, partition_id: str, sample_ids: Iterable[str]) -> CapacityExceeded:
         """The error of a put that found no room."""
@@ -231,6 +237,8 @@ class Ledger:
         self._end_put(ticket)
         partition = ticket.partition
         partition.kinds.update(ticket.kinds)
+        for name, form in ticket.forms.items():
+            partition.forms.setdefault(name, form)  # the first stands for every later batch
         replaced = partition.write(
             ticket.sample_ids,
             cells,

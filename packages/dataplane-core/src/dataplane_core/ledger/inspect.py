@@ -16,6 +16,7 @@ from dataplane_core.errors import InvalidRequestError
 from dataplane_core.ledger.partition import PartitionBook
 from dataplane_core.ledger.rows import Row
 from dataplane_core.ledger.tasks import Lease, Share
+from dataplane_core.schema import Form
 
 LARGEST_PAGE = 10_000
 """Rows of one page of samples or states."""
@@ -31,7 +32,8 @@ class FieldSummary:
     """One field of a partition: its kind (None until written) and how many samples have it.
 
     ``nbytes`` are the bytes of its values, without padding; None where the store cannot tell, as of
-    Python values in memory.
+    Python values in memory. ``form`` is that of `dataplane_core.schema.Form`, None for fields whose
+    rows are dense or Python values.
     """
 
     name: str
@@ -39,6 +41,7 @@ class FieldSummary:
     declared: bool
     written: int
     nbytes: int | None = None
+    form: Form | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,6 +231,7 @@ def summarise(partition: PartitionBook, now: float) -> PartitionSummary:
                 declared=name in declared,
                 written=counts.get(name, 0),
                 nbytes=partition.sizes.of(name, counts.get(name, 0)),
+                form=partition.forms.get(name),
             )
             for name in field_names(partition)
         ),

@@ -26,6 +26,7 @@ from dataplane_core.ledger.selection import ClaimRequest, RankGroup, balance
 from dataplane_core.ledger.shares import ShareBook
 from dataplane_core.ledger.sizes import FieldBytes, Measure
 from dataplane_core.ledger.tasks import Claimed, Lease, Share, Task
+from dataplane_core.schema import Form
 
 _MAX_QUEUES = 32
 """Queues a task keeps; the one least recently claimed from goes when a claim needs another.
@@ -50,6 +51,7 @@ class PartitionBook(ShareBook):
         self.totals: Counter[str] = Counter() if totals is None else totals
         self._order = order
         self.kinds: dict[str, str] = {}
+        self.forms: dict[str, Form] = {}
         self.pending_kinds: dict[str, list[str]] = {}
         self.rows: dict[str, Row] = {}
         self.reserved: dict[str, int] = {}
@@ -400,6 +402,7 @@ class PartitionBook(ShareBook):
     def _forget_kinds_if_empty(self) -> None:
         if not self.rows:
             self.kinds = {}
+            self.forms = {}
             self.field_counts = {}
             self.sizes.forget()
 

@@ -20,10 +20,11 @@ whose capabilities name those promises. Needs the extra ``dataplane-core[testing
 
 import pytest
 
-for _module in ("claims", "inspection", "leases", "machine", "origins", "storage"):
+for _module in ("claims", "columns", "inspection", "leases", "machine", "origins", "storage"):
     pytest.register_assert_rewrite(f"{__name__}.{_module}")
 
 from dataplane_core.testing.claims import ClaimContract  # noqa: E402
+from dataplane_core.testing.columns import ColumnContract  # noqa: E402
 from dataplane_core.testing.inspection import InspectionContract  # noqa: E402
 from dataplane_core.testing.leases import BackpressureContract, LeaseContract  # noqa: E402
 from dataplane_core.testing.machine import StateMachineContract  # noqa: E402
@@ -31,7 +32,7 @@ from dataplane_core.testing.origins import OriginContract  # noqa: E402
 from dataplane_core.testing.storage import StorageContract  # noqa: E402
 
 
-class DataPlaneClientContract(StorageContract, ClaimContract, StateMachineContract):
+class DataPlaneClientContract(StorageContract, ColumnContract, ClaimContract, StateMachineContract):
     """Everything that every client promises, whatever its capabilities."""
 
 

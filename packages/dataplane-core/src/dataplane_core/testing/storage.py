@@ -111,67 +111,6 @@ class StorageContract(StoreFixtures):
         assert answer.is_nested
         assert all(same_bits(got, row) for got, row in zip(answer.unbind(), rows, strict=True))
 
-    def test_padded_columns_are_stored_without_padding_and_padded_by_the_reader(
-        self, client: DataPlaneClient, peer: DataPlaneClient, partition: str
-    ) -> None:
-        columns: dict[str, Any] = {
-            "tokens": torch.arange(1, 10).reshape(3, 3),
-            "hidden": torch.rand(3, 3, 2, dtype=torch.float32).to(torch.bfloat16),
-            "dense": torch.rand(3, 2),
-            "reward": torch.tensor([0.5, 1.0, 2.0]),
-            "text": np.array(["one", {"two": [2]}, None], dtype=object),
-        }
-        ids, lengths, names = list("abc"), [1, 3, 0], list(columns)
-        put = client.put_columns(
-            ids, partition, columns, lengths=lengths, ragged=["tokens", "hidden"]
-        )
-        assert (put.sample_ids, put.fields) == (ids, names)
-        stored = peer.get_samples(ids, partition, names)
-        assert [row.tolist() for row in stored["tokens"].unbind()] == [[1], [4, 5, 6], []]
-        assert stored["text"].tolist() == ["one", {"two": [2]}, None]
-        answer: dict[str, Any] = peer.get_columns(
-            ["b", "a", "b"], partition, names, pad_values={"tokens": -1}
-        )
-        assert list(answer) == names
-        assert answer["tokens"].tolist() == [[4, 5, 6], [1, -1, -1], [4, 5, 6]]
-        assert same_bits(answer["hidden"][0], columns["hidden"][1])
-        assert same_bits(answer["hidden"][1, :1], columns["hidden"][0, :1])
-        assert not answer["hidden"][1, 1:].any()
-        assert same_bits(answer["dense"], columns["dense"][[1, 0, 1]])
-        assert answer["reward"].tolist() == [1.0, 0.5, 1.0]
-        assert answer["text"].tolist() == [{"two": [2]}, "one", {"two": [2]}]
-        wide: dict[str, Any] = peer.get_columns(ids[2:], partition, names, width=4)
-        assert wide["tokens"].tolist() == [[0, 0, 0, 0]]
-        assert wide["dense"].shape == (1, 4)
-        assert wide["reward"].tolist() == [2.0]
-        assert peer.get_columns([], partition, names) == {}
-
-    @pytest.mark.parametrize(
-        ("columns", "lengths", "named"),
-        [
-            ({"x": torch.ones(3, 2)}, None, "'x' has 3 rows; expected 2"),
-            ({"x": torch.ones(2, 2)}, [1], "1 lengths for 2 rows of columns"),
-            ({"x": torch.ones(2, 2)}, [1, 3], "lengths from 1 to 3; expected 0 to 2"),
-            ({"x": torch.ones(2, 2)}, [-1, 1], "lengths from -1 to 1; expected 0 to 2"),
-            ({"x": torch.ones(2)}, [1, 1], "'x' cannot be cut"),
-        ],
-        ids=["rows", "lengths", "too long", "negative", "flat"],
-    )
-    def test_columns_that_do_not_fit_are_refused_and_nothing_is_written(
-        self,
-        client: DataPlaneClient,
-        partition: str,
-        columns: dict[str, Any],
-        lengths: list[int] | None,
-        named: str,
-    ) -> None:
-        with pytest.raises(InvalidRequestError, match=named):
-            client.put_columns(
-                ["a", "b"], partition, columns, lengths=lengths, ragged=[] if not lengths else ["x"]
-            )
-        with pytest.raises(MissingDataError):
-            client.get_samples(["a"], partition, ["x"])
-
     def test_jagged_rows_of_one_length_come_back_dense(
         self, client: DataPlaneClient, peer: DataPlaneClient, partition: str
     ) -> None:

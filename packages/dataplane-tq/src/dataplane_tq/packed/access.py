@@ -80,13 +80,13 @@ class UnitAccess:
         fields: Sequence[str],
         parts: Sequence[FieldParts],
         pad_values: Mapping[str, float],
-        width: int,
+        widths: Mapping[str, int | None],
     ) -> dict[str, Column]:
-        """The same as padded columns, see `DataPlaneClient.get_columns`."""
+        """The same as columns padded to ``widths``, see `dataplane_core.columns.width_of`."""
         return self._each(
             fields,
             parts,
-            lambda name, part: self._column(part, pad_values.get(name, 0), width),
+            lambda name, part: self._column(part, pad_values.get(name, 0), widths[name]),
         )
 
     def _each(
@@ -117,11 +117,11 @@ class UnitAccess:
             unit.connect(self._timeout_s)
         return all(unit.zero_copy for unit in units)
 
-    def _column(self, parts: FieldParts, pad_value: float, width: int) -> Column:
+    def _column(self, parts: FieldParts, pad_value: float, width: int | None) -> Column:
         block = parts.blocks[0]
         unit = self._unit(block.unit)
         unit.connect(self._timeout_s)
-        if not parts.source and not unit.zero_copy:
+        if width is not None and not parts.source and not unit.zero_copy:
             # The rows go from the socket to where they belong.
             layout, spans = _wanted(block, _numbers(parts))
             padded = padded_of(layout, pad_value, width)

@@ -75,6 +75,11 @@ def decode(pieces: Sequence[Piece]) -> torch.Tensor | NonTensorStack:
         if all(type(value) in _PLAIN for value in values):
             return NonTensorStack(*values)  # three times as fast as wrapping them first
         return NonTensorStack(*(NonTensorData(value) for value in values))
+    return _decode_tensor(pieces, places)
+
+
+def _decode_tensor(pieces: Sequence[Piece], places: Sequence[slice | Indices]) -> torch.Tensor:
+    layout = pieces[0].layout
     if all(_same_item(piece.layout, layout) for piece in pieces):
         return _decode_uniform(pieces, places)
     if all(_has_tail(piece.layout, _tail(layout)) for piece in pieces):
@@ -82,16 +87,16 @@ def decode(pieces: Sequence[Piece]) -> torch.Tensor | NonTensorStack:
     return _decode_rows(pieces, places)
 
 
-def decode_column(pieces: Sequence[Piece], pad_value: float, width: int) -> Column:
-    """The rows of ``pieces`` as one padded column.
+def decode_column(pieces: Sequence[Piece], pad_value: float, width: int | None) -> Column:
+    """The rows of ``pieces`` as one column, padded as `dataplane_core.columns.padded_tensor` does.
 
     Args:
         pieces: as `decode` takes them.
         pad_value: for rows that are shorter than others.
-        width: tensors of two or more dims are at least as wide along dim 1.
+        width: tensors of two or more dims are at least as wide along dim 1; None pads nothing.
 
     Returns:
-        A dense tensor, or an object array of Python values.
+        A tensor, or an object array of Python values.
 
     Raises:
         InvalidRequestError: (a ValueError) as `decode`.
@@ -101,10 +106,10 @@ def decode_column(pieces: Sequence[Piece], pad_value: float, width: int) -> Colu
     if layout.kind == OBJECT:
         return object_array(_decode_objects(pieces, places))
     uniform = all(_same_item(piece.layout, layout) for piece in pieces)
-    if not uniform and all(_has_tail(piece.layout, _tail(layout)) for piece in pieces):
-        return _decode_padded(pieces, places, pad_value, width)
-    tensor = _decode_uniform(pieces, places) if uniform else _decode_rows(pieces, places)
-    return padded_tensor(tensor, pad_value, width)
+    padded = width is not None and not uniform
+    if padded and all(_has_tail(piece.layout, _tail(layout)) for piece in pieces):
+        return _decode_padded(pieces, places, pad_value, width or 0)
+    return padded_tensor(_decode_tensor(pieces, places), pad_value, width)
 
 
 def _placed(pieces: Sequence[Piece]) -> tuple[Sequence[Piece], list[slice | Indices]]:
