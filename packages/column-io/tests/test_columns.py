@@ -30,10 +30,12 @@ IDS = ["a_g0", "a_g1", "b_g0"]
 
 def rollout(**columns: Any) -> BatchedDataDict[Any]:
     return BatchedDataDict(
-        input_ids=torch.arange(1, 13).view(3, 4),
-        input_lengths=torch.tensor(LENGTHS),
-        sample_mask=torch.ones(3),
-        **columns,
+        {
+            "input_ids": torch.arange(1, 13).view(3, 4),
+            "input_lengths": torch.tensor(LENGTHS),
+            "sample_mask": torch.ones(3),
+            **columns,
+        }
     )
 
 
@@ -249,3 +251,49 @@ def test_a_shard_pickles_on_its_way_to_a_worker(client: DataPlaneClient) -> None
     meta = first_write(client)
     batch = read_columns(client, meta, ["input_ids"])
     assert pickle.loads(pickle.dumps(batch))["input_ids"].equal(batch["input_ids"])
+
+
+@pytest.mark.parametrize("shape", [(3,), (3, 1), (3, 2), (3, 3, 2)], ids=str)
+def test_a_per_sample_column_is_read_in_its_shape_at_a_stamped_width(
+    client: DataPlaneClient, shape: tuple[int, ...]
+) -> None:
+    values = torch.rand(shape)
+    meta = first_write(client, rollout(image_size=values))
+    write_columns(client, meta, {"score": values})
+    meta.extra_info["global_forward_pad_seqlen"] = 8
+    batch = read_columns(client, meta, ["input_ids", "image_size", "score"])
+    assert batch["input_ids"].shape == (3, 8)
+    assert torch.equal(batch["image_size"], values)
+    assert torch.equal(batch["score"], values)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "expected"),
+    [
+        ("advantages", (3, 1), r"\(rows, >= 4, ...\), or one per sample, \(rows,\)"),
+        ("sample_mask", (3, 1), "or one per sample"),
+        ("prev_logprobs", (3,), r"\(rows, >= 4, ...\)"),
+        ("prev_logprobs", (3, 3), r"\(rows, >= 4, ...\)"),
+        ("routed_experts", (3, 2, 4), r"\(rows, >= 4, ...\)"),
+    ],
+)
+def test_a_token_column_without_an_axis_of_tokens_is_refused_at_the_write(
+    client: DataPlaneClient, name: str, shape: tuple[int, ...], expected: str
+) -> None:
+    with pytest.raises(ValueError, match=f"kv_first_write.*{name}.*{expected}"):
+        first_write(client, rollout(**{name: torch.ones(shape)}))
+    meta = first_write(client)
+    with pytest.raises(ValueError, match=f"write_columns.*{name}.*{expected}"):
+        write_columns(client, meta, {name: torch.ones(shape), "more": torch.ones(3)})
+    with pytest.raises(MissingDataError):
+        read_columns(client, meta, ["more"])
+
+
+def test_without_lengths_one_value_per_row_may_be_per_sample_or_per_token(
+    client: DataPlaneClient,
+) -> None:
+    meta = first_write(client)
+    meta.sequence_lengths = None
+    write_columns(client, meta, {"advantages": torch.ones(3), "token_mask": torch.ones(3, 1)})
+    with pytest.raises(ValueError, match="'advantages' has shape"):
+        write_columns(client, meta, {"advantages": torch.ones(3, 1)})

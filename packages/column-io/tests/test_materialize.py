@@ -41,21 +41,27 @@ def test_layout_jagged_passes_nested_leaves_through() -> None:
     assert materialize(fields, layout="jagged", pad_to_seqlen=8)["input_ids"] is nested
 
 
-def test_a_pad_width_widens_every_tensor_of_two_dims_dense_ones_too() -> None:
+def test_a_pad_width_widens_columns_that_are_per_token_alone() -> None:
     fields = TensorDict(
         {
             "input_ids": jagged(),
-            "attention_mask": torch.ones(2, 2, dtype=torch.bool),
+            "values": jagged(),
+            "score": torch.ones(2, 1),
+            "image_size": torch.ones(2, 3, 2),
+            "token_mask": torch.ones(2, 2, dtype=torch.bool),
             "routed_experts": torch.ones(2, 3, 1, 2, dtype=torch.int8),
             "advantages": torch.ones(2),
         },
         [2],
     )
-    batch = materialize(fields, pad_value_dict={"attention_mask": True}, pad_to_seqlen=4)
-    assert batch["input_ids"].tolist() == [[1, 2, 3, 0], [4, 0, 0, 0]]
-    assert batch["attention_mask"].tolist() == [[True] * 4] * 2
+    batch = materialize(fields, pad_value_dict={"token_mask": True}, pad_to_seqlen=4)
+    for name in ("input_ids", "values"):
+        assert batch[name].tolist() == [[1, 2, 3, 0], [4, 0, 0, 0]]
+    assert batch["token_mask"].tolist() == [[True] * 4] * 2
     assert batch["routed_experts"].shape == (2, 4, 1, 2)
-    assert batch["advantages"].shape == (2,)
+    for name in ("score", "image_size", "advantages"):
+        assert batch[name] is fields[name]
+    assert batch.per_token == set(fields.keys()) - {"score", "image_size"}
 
 
 def test_a_pad_width_never_cuts() -> None:
@@ -63,10 +69,10 @@ def test_a_pad_width_never_cuts() -> None:
     assert batch["input_ids"].shape == (2, 3)
 
 
-def test_rows_that_differ_in_several_dims_are_padded_in_each() -> None:
+def test_rows_that_differ_in_several_dims_keep_their_shapes() -> None:
     images = torch.nested.nested_tensor([torch.ones(1, 2), torch.ones(2, 1)], layout=torch.strided)
-    batch = materialize(TensorDict({"pixels": images}, [2]))
-    assert batch["pixels"].tolist() == [[[1, 1], [0, 0]], [[1, 0], [1, 0]]]
+    batch = materialize(TensorDict({"pixels": images}, [2]), pad_to_seqlen=4)
+    assert [row.shape for row in batch["pixels"].unbind()] == [(1, 2), (2, 1)]
 
 
 def test_a_zero_length_row_comes_back_as_padding() -> None:

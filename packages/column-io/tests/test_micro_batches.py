@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from column_io import (
     round_up,
     shard_meta_for_dp,
 )
-from dataplane_core import DataPlaneClient, InMemoryDataPlaneClient
+from dataplane_core import DataPlaneClient, InMemoryDataPlaneClient, KVBatchMeta
 
 CAPACITY = 16
 PACKING: Any = {
@@ -262,3 +263,67 @@ def test_a_subset_of_a_planned_shard_is_read_without_the_plan(client: DataPlaneC
     (shard,), _ = shard_meta_for_dp(meta, dp_world=1, sequence_packing_args=PACKING)
     assert read_columns(client, shard, ["row"]).micro_batch_indices == [[[0, 2]]]
     assert read_columns(client, shard.subset([0]), ["row"]).micro_batch_indices is None
+
+
+@pytest.mark.parametrize(
+    "move",
+    [
+        lambda shard: shard.subset([1, 0, 2]),
+        lambda shard: shard.subset([0, 1, 1]),
+        lambda shard: shard.slice(0, 2),
+        lambda shard: shard.drop([1]),
+        lambda shard: shard.slice(1, 3).concat(shard.slice(0, 1)),
+    ],
+    ids=["moved", "repeated", "cut", "dropped", "joined"],
+)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_plan_stays_with_the_ids_it_was_made_for(
+    client: DataPlaneClient, kind: dict[str, Any], move: Callable[[KVBatchMeta], KVBatchMeta]
+) -> None:
+    batch = batch_of([6, 3, 1])
+    meta = kv_first_write(batch, sample_ids=["a", "b", "c"], dp_client=client, partition_id="train")
+    (shard,), _ = shard_meta_for_dp(meta, dp_world=1, **kind)
+    kept = read_columns(client, shard.with_fields(["more"]).subset([0, 1, 2]), ["row"])
+    assert kept.micro_batch_indices == shard.extra_info["micro_batch_indices"]
+    moved = read_columns(client, move(shard), ["row"])
+    assert moved.micro_batch_indices is None
+    assert moved.elem_counts_per_gb is None
+    with pytest.raises(ValueError, match="plan for its rows in their order"):
+        moved.make_microbatch_iterator_for_packable_sequences()
+
+
+def test_a_plan_without_a_digest_is_taken_if_it_is_for_as_many_rows(
+    client: DataPlaneClient,
+) -> None:
+    batch = batch_of([1, 1])
+    meta = kv_first_write(batch, sample_ids=["a", "b"], dp_client=client, partition_id="train")
+    meta.extra_info |= {"micro_batch_indices": [[[0, 2]]], "micro_batch_lengths": [[2]]}
+    assert read_columns(client, meta, ["row"]).micro_batch_indices == [[[0, 2]]]
+    assert read_columns(client, meta.subset([0]), ["row"]).micro_batch_indices is None
+
+
+def test_a_plan_for_another_number_of_rows_is_refused() -> None:
+    (shard,), _ = batch_of([1, 2]).shard_by_batch_size(1, sequence_packing_args=PACKING)
+    assert isinstance(shard, BatchedDataDict)
+    longer = BatchedDataDict.from_batches([shard, shard])
+    shard.data = longer.data
+    for use in (
+        lambda: shard.get_batch(0),
+        shard.make_microbatch_iterator_for_packable_sequences,
+    ):
+        with pytest.raises(ValueError, match="planned for 2 rows and the batch has 4"):
+            use()
+
+
+def test_features_as_wide_as_the_tokens_are_not_cut(client: DataPlaneClient) -> None:
+    batch = batch_of([1, 1, 8])
+    batch["pixels"] = torch.ones(3, 8)
+    meta = kv_first_write(batch, sample_ids=["a", "b", "c"], dp_client=client, partition_id="train")
+    client.put_columns(
+        meta.sample_ids, "train", {"values": torch.ones(3, 8)}, lengths=[1, 1, 8], ragged=["values"]
+    )
+    (shard,), _ = shard_meta_for_dp(meta, dp_world=1, dynamic_batching_args=DYNAMIC)
+    read = read_columns(client, shard, ["input_ids", "pixels", "values"])
+    first = next(read.get_batch(0).make_microbatch_iterator_with_dynamic_shapes())
+    assert first["input_ids"].shape == first["values"].shape == (2, 2)
+    assert first["pixels"].shape == (2, 8)

@@ -68,6 +68,23 @@ def test_sequence_lengths_are_not_checked():
     assert KVBatchMeta("p", None, ["a"], sequence_lengths=[1, 2]).size == 1
 
 
+@pytest.mark.parametrize(
+    "transform",
+    [
+        lambda meta: meta.subset([0]),
+        lambda meta: meta.slice(0, 1),
+        lambda meta: meta.drop([0]),
+        lambda meta: meta.concat(KVBatchMeta("p", None, ["c"], sequence_lengths=[3, 4])),
+        lambda meta: KVBatchMeta("p", None, ["c"], sequence_lengths=[5]).concat(meta),
+    ],
+)
+def test_transforms_refuse_lengths_that_are_not_one_per_id(transform):
+    meta = KVBatchMeta("p", None, ["a", "b"], sequence_lengths=[1])
+    with pytest.raises(ValueError, match="sequence_lengths for"):
+        transform(meta)
+    assert meta.with_fields(["x"]).sequence_lengths == [1]
+
+
 @given(metas())
 def test_a_meta_survives_pickling(meta):
     assert pickle.loads(pickle.dumps(meta)) == meta

@@ -5,7 +5,6 @@ from __future__ import annotations
 from column_io.batched_data_dict import BatchedDataDict
 from column_io.batching_args import DynamicBatchingArgs, SequencePackingArgs
 from column_io.codec import (
-    TOKEN_ALIGNED_FIELDS,
     materialize,
     pack_jagged_fields,
     pack_per_token_field,
@@ -21,6 +20,7 @@ from column_io.message_log import (
 )
 from column_io.rounding import round_up
 from column_io.sharding import shard_meta_for_dp
+from dataplane_core.schema import TOKEN_ALIGNED_FIELDS
 
 __all__ = [
     "MESSAGE_LOG_BULK_FIELDS",

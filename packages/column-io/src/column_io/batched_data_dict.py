@@ -17,6 +17,7 @@ from column_io.batching_args import DynamicBatchingArgs, SequencePackingArgs
 from column_io.column_rows import (
     as_ints,
     count_rows,
+    dense_width,
     join_columns,
     repeat_rows,
     slice_rows,
@@ -32,6 +33,7 @@ from column_io.shard_plan import (
 )
 from dataplane_core import INPUT_IDS, INPUT_LENGTHS, InvalidRequestError, MissingDataError
 from dataplane_core.errors import listed
+from dataplane_core.schema import TOKEN_ALIGNED_FIELDS
 
 _ColumnsT = TypeVar("_ColumnsT")
 
@@ -48,6 +50,8 @@ class BatchedDataDict(UserDict[str, Any], Generic[_ColumnsT]):
         micro_batch_lengths: per global batch, the tokens (sequence packing) or the width (dynamic
             batching) of each micro-batch; None likewise.
         elem_counts_per_gb: rows per global batch, with sequence packing; else None.
+        per_token: names of columns whose dim 1 runs along the tokens, as a read or `materialize`
+            knows them; None if the batch was put together by hand.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -55,6 +59,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[_ColumnsT]):
         self.micro_batch_indices: MicroBatchIndices | None = None
         self.micro_batch_lengths: list[list[int]] | None = None
         self.elem_counts_per_gb: list[int] | None = None
+        self.per_token: frozenset[str] | None = None
 
     @classmethod
     def from_batches(
@@ -86,7 +91,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[_ColumnsT]):
                     fields=missing,
                 )
         pad_values = pad_value_dict or {}
-        return cls(
+        joined = cls(
             {
                 name: join_columns(
                     name, [batch[name] for batch in batches], pad_values.get(name, 0)
@@ -94,6 +99,10 @@ class BatchedDataDict(UserDict[str, Any], Generic[_ColumnsT]):
                 for name in names
             }
         )
+        known: list[frozenset[str] | None] = [getattr(b, "per_token", None) for b in batches]
+        if None not in known:
+            joined.per_token = frozenset(name for names in known for name in names or ())
+        return joined
 
     @property
     def size(self) -> int:
@@ -122,9 +131,14 @@ class BatchedDataDict(UserDict[str, Any], Generic[_ColumnsT]):
     def slice(self, start: int, end: int) -> Self:
         """The rows in ``[start, end)``, by Python's slice rules; dense tensors are views."""
         start, end, _ = slice(start, end).indices(self.size)
-        return type(self)(
+        return self._like(
             {name: slice_rows(column, start, end) for name, column in self.data.items()}
         )
+
+    def _like(self, columns: dict[str, Any]) -> Self:
+        batch = type(self)(columns)
+        batch.per_token = self.per_token
+        return batch
 
     def select_indices(self, indices: Sequence[int] | torch.Tensor) -> Self:
         """The rows at ``indices``, copied, in that order; repeats are fine.
@@ -136,7 +150,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[_ColumnsT]):
             IndexError: if an index is outside the batch.
         """
         picked = self._checked_indices(indices)
-        return type(self)({name: take_rows(column, picked) for name, column in self.data.items()})
+        return self._like({name: take_rows(column, picked) for name, column in self.data.items()})
 
     def _checked_indices(self, indices: Sequence[int] | torch.Tensor) -> list[int]:
         size = self.size
@@ -175,7 +189,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[_ColumnsT]):
 
     def repeat_interleave(self, num_repeats: int) -> Self:
         """Each row ``num_repeats`` times in a row; Python values are deep copies."""
-        return type(self)(
+        return self._like(
             {name: repeat_rows(column, num_repeats) for name, column in self.data.items()}
         )
 
@@ -184,14 +198,13 @@ class BatchedDataDict(UserDict[str, Any], Generic[_ColumnsT]):
 
         Narrower tensors stay as they are.
         """
-        self._truncate(dim, truncated_len, only_width=None)
+        self._truncate(dim, truncated_len, list(self.data))
 
-    def _truncate(self, dim: int, length: int, *, only_width: int | None) -> Self:
-        for name, column in self.data.items():
-            if isinstance(column, torch.Tensor) and not column.is_nested and column.dim() > dim:
-                width = column.shape[dim]
-                if only_width is None or width == only_width:
-                    self.data[name] = column.narrow(dim, 0, min(length, width))
+    def _truncate(self, dim: int, length: int, names: Sequence[str]) -> Self:
+        for name in names:
+            width = dense_width(self.data[name], dim)
+            if width is not None:
+                self.data[name] = self.data[name].narrow(dim, 0, min(length, width))
         return self
 
     def chunk(self, rank: int, chunks: int) -> Self:
@@ -309,6 +322,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[_ColumnsT]):
             raise IndexError(
                 f"get_batch: batch {batch_idx}; {len(self.micro_batch_indices)} are planned"
             )
+        self._check_planned("get_batch", self.micro_batch_indices)
         counts = [cuts[-1][1] for cuts in self.micro_batch_indices]
         start = sum(counts[:batch_idx])
         batch = self.slice(start, start + counts[batch_idx])
@@ -338,22 +352,26 @@ class BatchedDataDict(UserDict[str, Any], Generic[_ColumnsT]):
     def make_microbatch_iterator_with_dynamic_shapes(self, sequence_dim: int = 1) -> Iterator[Self]:
         """The planned micro-batches, cut to their width along ``sequence_dim``.
 
-        If the batch has ``input_ids``, tensors of its width are cut, so that features that only
-        happen to have the dimension stay whole; else all tensors are.
+        Cut are the columns that are `per_token`. A batch that was put together by hand does not
+        know them: those of the width of ``input_ids`` are cut, without ``input_ids`` all.
 
         Raises:
             InvalidRequestError: (a ValueError) unless micro-batches of one global batch are
-                planned; see `get_batch`.
+                planned, for as many rows as there are; see `get_batch`.
         """
         cuts, lengths = self._single_plan("make_microbatch_iterator_with_dynamic_shapes")
-        token_ids = self.data.get(INPUT_IDS)
-        sequence_width: int | None = None
-        if token_ids is not None and not token_ids.is_nested and token_ids.dim() > sequence_dim:
-            sequence_width = token_ids.shape[sequence_dim]
+        names = self._along_tokens(sequence_dim)
         return (
-            self.slice(start, stop)._truncate(sequence_dim, width, only_width=sequence_width)
+            self.slice(start, stop)._truncate(sequence_dim, width, names)
             for (start, stop), width in zip(cuts, lengths, strict=True)
         )
+
+    def _along_tokens(self, dim: int) -> list[str]:
+        if self.per_token is not None:
+            known = TOKEN_ALIGNED_FIELDS | self.per_token
+            return [name for name in self.data if name in known]
+        width = dense_width(self.data.get(INPUT_IDS), dim)
+        return [name for name in self.data if width in (None, dense_width(self.data[name], dim))]
 
     def get_microbatch_iterator_dynamic_shapes_len(self) -> int:
         """How many micro-batches `make_microbatch_iterator_with_dynamic_shapes` yields."""
@@ -374,16 +392,26 @@ class BatchedDataDict(UserDict[str, Any], Generic[_ColumnsT]):
         cuts, lengths = self._single_plan("get_microbatch_iterator_for_packable_sequences_len")
         return len(cuts), max(lengths)
 
+    def _check_planned(self, caller: str, indices: MicroBatchIndices) -> None:
+        planned = sum(cuts[-1][1] for cuts in indices if cuts)
+        if planned != self.size:
+            raise InvalidRequestError(
+                f"{caller}: micro-batches are planned for {planned} rows and the batch has "
+                f"{self.size}; plan again after rows were added or dropped"
+            )
+
     def _single_plan(self, caller: str) -> tuple[list[list[int]], list[int]]:
         indices, lengths = self.micro_batch_indices, self.micro_batch_lengths
         if indices is None or lengths is None:
             raise InvalidRequestError(
                 f"{caller}: no micro-batches are planned; shard with sequence_packing_args or "
-                "dynamic_batching_args, or read a shard whose meta has a plan"
+                "dynamic_batching_args, or read a shard whose meta has a plan for its rows in "
+                "their order"
             )
         if len(indices) != 1 or len(lengths) != 1:
             raise InvalidRequestError(
                 f"{caller}: micro-batches of {len(indices)} global batches; expected one, "
                 "take it with get_batch"
             )
+        self._check_planned(caller, indices)
         return indices[0], lengths[0]

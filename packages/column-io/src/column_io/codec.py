@@ -8,7 +8,7 @@ needs. Which columns are per token is a matter of their name (`TOKEN_ALIGNED_FIE
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Final  # Any: leaves are tensors or the caller's own Python values
+from typing import Any  # Any: leaves are tensors or the caller's own Python values
 
 import numpy as np
 import torch
@@ -16,29 +16,20 @@ from tensordict import TensorDict, TensorDictBase
 
 from column_io.batched_data_dict import BatchedDataDict
 from column_io.column_rows import as_ints, count_rows
-from dataplane_core import ROUTED_EXPERTS_FIELD, InvalidRequestError, Layout
+from dataplane_core import InvalidRequestError, Layout
 from dataplane_core.columns import (
     Column,
     columns_of_fields,
     fields_of_columns,
+    is_per_token,
     jagged_from_padded,
-    jagged_from_rows,
     object_column,
 )
+from dataplane_core.rows import form_of, jagged_from_rows
+from dataplane_core.schema import TOKEN_ALIGNED_FIELDS
 
-TOKEN_ALIGNED_FIELDS: Final[frozenset[str]] = frozenset(
-    {
-        "input_ids",
-        "generation_logprobs",
-        "prev_logprobs",
-        "reference_policy_logprobs",
-        "advantages",
-        "token_mask",
-        "sample_mask",
-        ROUTED_EXPERTS_FIELD,
-    }
-)
-"""Columns that may hold one value per token, and are then stored jagged."""
+PER_SAMPLE_TOO = frozenset({"advantages", "sample_mask"})
+"""Token-aligned columns that may also hold one value per sample."""
 
 
 def to_nested_by_length(
@@ -167,6 +158,33 @@ def ragged_columns(
     return ragged
 
 
+def check_token_axis(
+    where: str, fields: Mapping[str, Column], lengths: Sequence[int] | None
+) -> None:
+    """Refuse token-aligned columns that have no axis of tokens.
+
+    `PER_SAMPLE_TOO` may have one value per sample instead, with shape (n,). Without lengths their
+    shape (n, 1) may mean either, and a reader would pad it with zeros.
+
+    Raises:
+        InvalidRequestError: (a ValueError) if a column has no dim 1, or one that is narrower than
+            the longest row.
+    """
+    for name in TOKEN_ALIGNED_FIELDS.intersection(fields):
+        column, either = fields[name], name in PER_SAMPLE_TOO
+        if not isinstance(column, torch.Tensor) or column.is_nested:
+            continue
+        if column.dim() < 2 and either:
+            continue
+        longest = max(lengths, default=0) if lengths is not None else 2 if either else 0
+        if column.dim() < 2 or column.shape[1] < longest:
+            expected = "(rows, tokens, ...)" if lengths is None else f"(rows, >= {longest}, ...)"
+            raise InvalidRequestError(
+                f"{where}: column {name!r} has shape {tuple(column.shape)}; expected a value per "
+                f"token, {expected}{', or one per sample, (rows,)' if either else ''}"
+            )
+
+
 def is_storable(column: object) -> bool:
     """Whether a put takes ``column``: a tensor, or a numpy array of Python values."""
     return isinstance(column, torch.Tensor) or (
@@ -231,12 +249,13 @@ def materialize(
 
     Args:
         fields: leaves are tensors and per-row Python values.
-        layout: "padded" makes nested leaves dense, right-padded to their longest row. "jagged"
+        layout: "padded" makes jagged leaves dense, right-padded to their longest row; nested ones
+            of strided layout hold rows of other shapes (images) and stay as they are. "jagged"
             leaves every tensor as it is.
         pad_value_dict: column to its pad value; 0 if absent.
-        pad_to_seqlen: with layout "padded" and above 0, every tensor of two or more dims, those
-            that were dense included, is right-padded along dim 1 to this width, in tokens. Wider
-            ones are not cut.
+        pad_to_seqlen: with layout "padded" and above 0, tensors of two or more dims that are per
+            token, those that were dense included, are right-padded along dim 1 to this width, in
+            tokens. Per token are `TOKEN_ALIGNED_FIELDS` and jagged leaves. Wider ones are not cut.
 
     Returns:
         A batch with every leaf: tensors with their dtype, Python values as an object array (n,), in
@@ -248,14 +267,17 @@ def materialize(
     """
     if layout not in ("padded", "jagged"):
         raise InvalidRequestError(f"materialize: layout {layout!r}; expected 'padded' or 'jagged'")
+    columns: dict[str, Column]
     if layout == "padded":
-        return BatchedDataDict(
-            columns_of_fields(fields, pad_values=pad_value_dict, width=pad_to_seqlen)
-        )
-    count = fields.batch_size[0] if fields.batch_dims else 0
-    return BatchedDataDict(
-        {
+        columns = columns_of_fields(fields, pad_values=pad_value_dict, width=pad_to_seqlen)
+    else:
+        count = fields.batch_size[0] if fields.batch_dims else 0
+        columns = {
             name: leaf if isinstance(leaf, torch.Tensor) else object_column(name, leaf, count)
             for name, leaf in fields.items()
         }
+    batch: BatchedDataDict[Any] = BatchedDataDict(columns)
+    batch.per_token = frozenset(
+        name for name, leaf in fields.items() if is_per_token(name, form_of(leaf))
     )
+    return batch

@@ -13,7 +13,8 @@ import numpy as np
 import torch
 
 from dataplane_core import InvalidRequestError
-from dataplane_core.columns import jagged_from_rows, pad_width
+from dataplane_core.columns import pad_width
+from dataplane_core.rows import are_ragged, jagged_from_rows, shaped_from_rows
 
 
 def count_rows(name: str, column: Any) -> int:
@@ -34,6 +35,12 @@ def count_rows(name: str, column: Any) -> int:
             "list with one value per row"
         )
     return len(column)
+
+
+def dense_width(column: Any, dim: int) -> int | None:
+    """The size of a dense tensor along ``dim``; None of anything that has no such dimension."""
+    dense = isinstance(column, torch.Tensor) and not column.is_nested and column.dim() > dim
+    return int(column.shape[dim]) if dense else None
 
 
 def take_rows(column: Any, indices: Sequence[int]) -> Any:
@@ -77,7 +84,8 @@ def join_columns(name: str, parts: Sequence[Any], pad_value: float) -> Any:
     """``parts`` one after the other.
 
     Dense tensors of two or more dimensions are right-padded along dim 1 to the widest part. A
-    nested part makes the whole jagged.
+    nested part makes the whole nested: jagged, or strided if a part is or if rows differ elsewhere
+    than in their first dimension.
 
     Raises:
         InvalidRequestError: (a ValueError) if the parts are of different kinds, or tensors of
@@ -101,9 +109,10 @@ def _join_tensors(name: str, parts: Sequence[torch.Tensor], pad_value: float) ->
     nested = [part for part in parts if part.is_nested]
     if nested:
         rows = [row for part in parts for row in part.unbind()]
-        if any(part.layout != torch.jagged for part in nested):
-            return _nested_from_rows(rows, like=nested[0])
-        return jagged_from_rows(rows, like=nested[0].values())
+        jagged = all(part.layout == torch.jagged for part in nested)
+        if rows and not (jagged and are_ragged(rows)):
+            return shaped_from_rows(rows)
+        return _nested_from_rows(rows, like=nested[0])
     shapes = {part.shape[2:] if part.dim() > 1 else None for part in parts}
     if len(shapes) > 1:
         found = ", ".join(str(tuple(part.shape)) for part in parts[:10])

@@ -13,9 +13,16 @@ import numpy as np
 import torch
 
 from column_io.batched_data_dict import BatchedDataDict
-from column_io.codec import count_columns, is_storable, materialize, ragged_columns
+from column_io.codec import (
+    check_token_axis,
+    count_columns,
+    is_storable,
+    materialize,
+    ragged_columns,
+)
 from column_io.column_rows import as_ints, count_rows
 from column_io.message_log import attach_message_log_view
+from column_io.sharding import is_planned_for
 from dataplane_core import (
     ELEM_COUNTS_PER_GB,
     GLOBAL_FORWARD_PAD_SEQLEN,
@@ -49,8 +56,9 @@ def read_columns(
     Args:
         dp_client: the client to read from.
         meta: names the rows; row i of the batch is ``meta.sample_ids[i]``. If its ``extra_info``
-            has ``global_forward_pad_seqlen``, tensors are padded to that width, else to their
-            longest row. If it has a plan of micro-batches for as many rows, the batch carries it.
+            has ``global_forward_pad_seqlen``, columns that are per token are padded to that width,
+            else to their longest row; see `DataPlaneClient.get_columns`. If it has a plan of
+            micro-batches for these ids in this order, the batch carries it.
         select_fields: the columns to read; no others are.
         layout: "padded" for dense tensors, "jagged" for what the store returned.
         pad_value_dict: column to its pad value (``input_ids``: the pad token's id); 0 if absent.
@@ -66,14 +74,17 @@ def read_columns(
     names = list(select_fields)
     batch: BatchedDataDict[Any]
     if layout == "padded":
+        per_token: set[str] = set()
         columns = dp_client.get_columns(
             meta.sample_ids,
             meta.partition_id,
             names,
             pad_values=pad_value_dict,
             width=meta.extra_info.get(GLOBAL_FORWARD_PAD_SEQLEN) or 0,
+            per_token=per_token,
         )
         batch = BatchedDataDict(columns)
+        batch.per_token = frozenset(per_token)
     else:
         fetched = dp_client.get_samples(meta.sample_ids, meta.partition_id, names)
         batch = materialize(fetched, layout)
@@ -85,8 +96,8 @@ def read_columns(
 
 def _attach_plan(batch: BatchedDataDict[Any], meta: KVBatchMeta) -> None:
     indices = meta.extra_info.get(MICRO_BATCH_INDICES)
-    if indices is None or sum(cuts[-1][1] for cuts in indices) != meta.size:
-        return  # a subset of the planned rows: the places no longer mean the same rows
+    if indices is None or not is_planned_for(meta):
+        return
     batch.micro_batch_indices = indices
     batch.micro_batch_lengths = meta.extra_info.get(MICRO_BATCH_LENGTHS)
     batch.elem_counts_per_gb = meta.extra_info.get(ELEM_COUNTS_PER_GB)
@@ -103,10 +114,13 @@ def write_columns(
         dp_client: the client to write to.
         meta: names the rows. Its ``sequence_lengths`` cut token columns to the lengths that the
             first put gave them; without them every column is stored as wide as it is.
-        fields: column name to a tensor or an object array with a row per sample.
+        fields: column name to a tensor or an object array with a row per sample. One that is per
+            token by its name (`TOKEN_ALIGNED_FIELDS`) is at least as wide as the longest row;
+            ``advantages`` and ``sample_mask`` may hold one value per sample, (n,).
 
     Raises:
-        InvalidRequestError: (a ValueError) if rows or lengths do not fit the ids.
+        InvalidRequestError: (a ValueError) if rows or lengths do not fit the ids, or a column that
+            is per token has no axis of tokens.
         TypeError: if a column is of another type.
     """
     if not fields:
@@ -123,6 +137,7 @@ def write_columns(
             f"write_columns(partition={meta.partition_id!r}): columns {listed(fields)} of {count} "
             f"rows for {meta.size} samples; expected one row per sample"
         )
+    check_token_axis(f"write_columns(partition={meta.partition_id!r})", fields, lengths)
     dp_client.put_columns(
         meta.sample_ids,
         meta.partition_id,
@@ -165,8 +180,9 @@ def kv_first_write(
     Raises:
         MissingDataError: (a KeyError and a ValueError) without ``sample_mask`` or
             ``input_lengths``.
-        InvalidRequestError: (a ValueError) if there are no rows, or if ids, lengths, tags or a
-            column have another number of rows.
+        InvalidRequestError: (a ValueError) if there are no rows, if ids, lengths, tags or a column
+            have another number of rows, or if a column that is per token by its name has no axis
+            of tokens; see `write_columns`.
     """
     where = f"kv_first_write(partition={partition_id!r})"
     missing = [name for name in (SAMPLE_MASK, INPUT_LENGTHS) if name not in final_batch_cpu]
@@ -190,6 +206,7 @@ def kv_first_write(
             )
     written = {name: column for name, column in final_batch_cpu.items() if is_storable(column)}
     count_columns(where, written)
+    check_token_axis(where, written, lengths)
     meta = dp_client.put_columns(
         list(sample_ids),
         partition_id,

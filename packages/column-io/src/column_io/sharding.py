@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any  # Any: extra_info holds the caller's own values
+import hashlib
+import json
+from typing import Any, Final  # Any: extra_info holds the caller's own values
 
 from column_io.batching_args import DynamicBatchingArgs, SequencePackingArgs
 from column_io.shard_plan import (
@@ -18,6 +20,9 @@ from dataplane_core import (
     InvalidRequestError,
     KVBatchMeta,
 )
+
+MICRO_BATCH_IDS_DIGEST: Final = "micro_batch_ids_digest"
+"""``extra_info`` key: digest of the ids, in their order, that the micro-batches are planned for."""
 
 
 def shard_meta_for_dp(
@@ -44,7 +49,9 @@ def shard_meta_for_dp(
         micro-batches, ``extra_info`` has their plan: ``micro_batch_indices`` (per global batch a
         list of [start, stop) relative to its first row), ``micro_batch_lengths`` (tokens of a
         packed one, width of a dynamic one), and with packing ``elem_counts_per_gb`` (rows per
-        global batch); all ranks have the same number of micro-batches.
+        global batch); all ranks have the same number of micro-batches. The plan names rows by
+        place, so ``micro_batch_ids_digest`` says for which ids in which order it was made:
+        `read_columns` leaves the plan of a meta out whose rows were picked or moved since.
         ``inverse[i]`` is the place of row i in the rank-by-rank concatenation, so that
         ``concatenated.select_indices(inverse)`` is in the order of ``meta``; None if it is already.
 
@@ -80,6 +87,21 @@ def shard_meta_for_dp(
     return [_shard(meta, plan) for plan in plans], _inverse(plans)
 
 
+def is_planned_for(meta: KVBatchMeta) -> bool:
+    """Whether the plan of micro-batches in ``meta`` was made for its ids in their order.
+
+    Only the number of rows can tell where somebody else planned, without a digest.
+    """
+    rows = sum(cuts[-1][1] for cuts in meta.extra_info[MICRO_BATCH_INDICES] if cuts)
+    digest = meta.extra_info.get(MICRO_BATCH_IDS_DIGEST)
+    return rows == meta.size and digest in (None, _digest(meta.sample_ids))
+
+
+def _digest(sample_ids: list[str]) -> str:
+    # JSON, so that no two lists of ids have the same bytes.
+    return hashlib.blake2b(json.dumps(sample_ids).encode(), digest_size=16).hexdigest()
+
+
 def _shard(meta: KVBatchMeta, plan: RankPlan) -> KVBatchMeta:
     shard = meta.subset(plan.rows)
     shard.tags = None
@@ -87,6 +109,9 @@ def _shard(meta: KVBatchMeta, plan: RankPlan) -> KVBatchMeta:
         MICRO_BATCH_INDICES: plan.micro_batch_indices,
         MICRO_BATCH_LENGTHS: plan.micro_batch_lengths,
         ELEM_COUNTS_PER_GB: plan.elem_counts_per_gb,
+        MICRO_BATCH_IDS_DIGEST: (
+            None if plan.micro_batch_indices is None else _digest(shard.sample_ids)
+        ),
     }
     for key, value in planned.items():
         # What an earlier sharding left refers to other places.

@@ -28,8 +28,8 @@ class KVBatchMeta:
         task_name: the consumer task the batch was claimed for, or None.
         sample_ids: one id per row, in batch order; may be empty and may repeat.
         fields: names of the columns the batch is about, or None if not decided.
-        sequence_lengths: valid tokens per row, or None if not known. Not checked against
-            ``sample_ids``, because stages fill it at different times.
+        sequence_lengths: valid tokens per row, or None if not known. Checked against
+            ``sample_ids`` by the transforms alone, because stages fill it at different times.
         extra_info: facts about the batch as a whole (pad width, micro-batch plan, metrics).
         tags: one dict of primitives per row, or None.
 
@@ -79,6 +79,17 @@ class KVBatchMeta:
             for tag, value in zip(self.tags, values, strict=True):
                 tag[name] = value.item() if hasattr(value, "item") else value
 
+    def _lengths(self) -> list[int] | None:
+        """``sequence_lengths``, for a transform: row i's must be at place i."""
+        lengths = self.sequence_lengths
+        if lengths is not None and len(lengths) != self.size:
+            raise InvalidRequestError(
+                f"KVBatchMeta(partition={self.partition_id!r}): {len(lengths)} sequence_lengths "
+                f"for {self.size} sample_ids; expected one per id, or None, before rows are "
+                "picked, moved or joined"
+            )
+        return lengths
+
     def _replace(
         self,
         *,
@@ -100,17 +111,16 @@ class KVBatchMeta:
         picked = [int(i) for i in indices]
         return self._replace(
             sample_ids=[self.sample_ids[i] for i in picked],
-            sequence_lengths=_pick(self.sequence_lengths, picked),
+            sequence_lengths=_pick(self._lengths(), picked),
             tags=_pick(self.tags, picked),
         )
 
     def slice(self, start: int, stop: int) -> KVBatchMeta:
         """The rows in ``[start, stop)``. Tag dicts are shared with this meta."""
+        lengths = self._lengths()
         return self._replace(
             sample_ids=self.sample_ids[start:stop],
-            sequence_lengths=(
-                None if self.sequence_lengths is None else self.sequence_lengths[start:stop]
-            ),
+            sequence_lengths=None if lengths is None else lengths[start:stop],
             tags=None if self.tags is None else self.tags[start:stop],
         )
 
@@ -132,7 +142,7 @@ class KVBatchMeta:
                 )
         return self._replace(
             sample_ids=[sample_id for meta in metas for sample_id in meta.sample_ids],
-            sequence_lengths=_join(meta.sequence_lengths for meta in metas),
+            sequence_lengths=_join(meta._lengths() for meta in metas),
             tags=_join(meta.tags for meta in metas),
         )
 
