@@ -89,8 +89,8 @@ def test_one_that_closed_the_connection_is_connected_to_again(world, publisher, 
     receiver = world.receiver()
     assert refit(world, receiver, "v1")
     assert refit(world, receiver, "v2")
-    for connection in list(publisher._server._connections):
-        connection.shutdown(socket.SHUT_RDWR)
+    for connection in list(publisher._server._listener.connections):
+        connection.end()
     assert refit(world, receiver, "v3")
     assert len(called) == 1
 

@@ -356,18 +356,16 @@ def test_a_client_that_takes_nothing_is_cut_off():
     with serving(nbytes, timeout_s=0.2) as (server, _, source), raw(source) as sock:
         greeted(sock, source)
         sock.sendall(protocol.frame(protocol.Read("v1", protocol.encode_reads(whole(nbytes)))))
-        (connection,) = server._connections.values()
+        (connection,) = server._listener.connections
         connection.thread.join(20)
         assert not connection.thread.is_alive()
 
 
 def test_one_connection_too_many_waits_for_room_until_its_deadline():
     with serving(most_connections=1) as (_, _, source), raw(source) as first:
-        # It has begun a request, so it is not idle.
-        greeted(first, source)
-        first.sendall(b"\0")
+        greeted(first, source)  # and idle only after a second
         second = SourceClient(source)
-        with pytest.raises(RefitTimeoutError, match="is full: 1 connections are open"):
+        with pytest.raises(RefitTimeoutError, match="is full: too many connections are open"):
             second.connect(soon(0.3))
         with ThreadPoolExecutor(1) as pool:
             waiting = pool.submit(second.connect, soon())
@@ -378,12 +376,12 @@ def test_one_connection_too_many_waits_for_room_until_its_deadline():
 
 
 def test_the_connection_that_was_idle_for_longest_makes_room_and_is_opened_again(monkeypatch):
-    monkeypatch.setattr("refit_mx.source_server._IDLE_S", 0.0)
+    monkeypatch.setattr("refit_mx.threaded_listener._IDLE_S", 0.0)
     with serving(most_connections=2) as (server, _, source):
         clients = [SourceClient(source) for _ in range(3)]
         for client in clients:
             client.check_held(version_id="v1", deadline=soon())
-        assert len(server._connections) == 2
+        assert len(server._listener.connections) == 2
         until(lambda: not clients[0].connected)
         assert clients[1].connected
         for client in clients:
@@ -445,8 +443,8 @@ def test_closing_ends_connections_and_threads_and_may_be_repeated():
         server.close()
         with pytest.raises(SourceLostError):
             client.check_held(version_id="v1", deadline=soon())
-        assert not server._acceptor.is_alive()
-        assert not server._connections
+        assert not server._listener._acceptor.is_alive()
+        assert not server._listener.connections
 
 
 def test_what_cannot_be_served_is_refused():

@@ -11,7 +11,7 @@ import contextlib
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 
@@ -20,7 +20,7 @@ from refit_mx.cuda_order import beside_others
 from refit_mx.deadline import Deadline
 from refit_mx.digests import digest_of_reads
 from refit_mx.errors import ProtocolError, RefitConfigError, RefitTimeoutError
-from refit_mx.hosts import host_and_port, is_every_interface, told_host
+from refit_mx.hosts import host_and_port, told_host
 from refit_mx.published_blocks import PublishedBlocks
 from refit_mx.reads import ReadTable
 from refit_mx.source_protocol import (
@@ -40,21 +40,10 @@ from refit_mx.source_protocol import (
     frame,
 )
 from refit_mx.source_sockets import receive_frame, send_buffers
+from refit_mx.threaded_listener import HANDSHAKE_S, Connection, ThreadedListener
 
-_IDLE_S = 1.0
-"""After which a connection may be closed for another one: within a fetch a receiver asks sooner."""
-_ACCEPT_PAUSE_S = 0.1
-"""After a connection could not be accepted: without descriptors or threads the next cannot be."""
-
-
-class _Connection:
-    """One that was accepted, and since when it waits for its next request; None while it does
-    not."""
-
-    def __init__(self, sock: socket.socket, serve: Callable[[_Connection], None]) -> None:
-        self.sock = sock
-        self.idle_since: float | None = None
-        self.thread = threading.Thread(target=serve, args=(self,), name="refit-source", daemon=True)
+_SHARE = 0.5
+"""Of this process's file descriptors that connections may take."""
 
 
 class _Held:
@@ -89,9 +78,11 @@ class SourceServer:
         port: 0 takes a free one.
         incarnation: of this process: random, never used before.
         timeout_s: for a peer to send a request it has begun, or to take a chunk.
+        handshake_timeout_s: for a peer to send its greeting.
         idle_timeout_s: for a peer to send its next request.
-        most_connections: at a time. For a further one the one that was idle for longest is closed,
-            if any was for a second; else it is told so, and closed.
+        most_connections: at a time, and no more than half of the file descriptors that this process
+            may open. For a further one the oldest without a greeting is closed, else the one
+            without a request for longest, if for a second; else it is told so, and closed.
 
     Raises:
         RefitConfigError: an empty incarnation, the address cannot be listened on, or nobody could
@@ -106,6 +97,7 @@ class SourceServer:
         port: int = 0,
         incarnation: str,
         timeout_s: float = 30.0,
+        handshake_timeout_s: float = HANDSHAKE_S,
         idle_timeout_s: float = 600.0,
         most_connections: int = 1024,
     ) -> None:
@@ -115,32 +107,28 @@ class SourceServer:
         self._incarnation = incarnation
         self._timeout_s = timeout_s
         self._idle_timeout_s = idle_timeout_s
-        self._most = most_connections
         self._lock = threading.Lock()
         self._held: dict[str, _Held] = {}
-        self._connections: dict[socket.socket, _Connection] = {}
         self._closed = False
-        self._stopped = threading.Event()
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        # All interfaces are those of IPv4 too, as they are for gRPC.
-        both = ":" in host and is_every_interface(host) and socket.has_dualstack_ipv6()
         try:
-            self._listener = socket.create_server(
-                (host, port), family=family, backlog=128, dualstack_ipv6=both
+            self._listener = ThreadedListener(
+                "source server",
+                host,
+                port,
+                serve=self._serve,
+                refusal=frame(Answer("full", "too many connections are open; try again later")),
+                max_connections=most_connections,
+                share=_SHARE,
+                handshake_timeout_s=handshake_timeout_s,
             )
         except OSError as error:
             where = host_and_port(host, port)
             raise RefitConfigError(f"weights cannot be served on {where}: {error}") from None
-        self._port: int = self._listener.getsockname()[1]
-        self._acceptor = threading.Thread(
-            target=self._accept, name="refit-source-accept", daemon=True
-        )
-        self._acceptor.start()
 
     @property
     def endpoint(self) -> str:
         """host:port, as a `Manifest` names it."""
-        return host_and_port(self._told_host, self._port)
+        return host_and_port(self._told_host, self._listener.port)
 
     @property
     def incarnation(self) -> str:
@@ -199,24 +187,13 @@ class SourceServer:
 
     def close(self) -> None:
         """Stop listening and break all connections. May be called again."""
-        self._stopped.set()
         with self._lock:
             self._closed = True
             held = list(self._held.values())
             self._held.clear()
-            connections = dict(self._connections)
         for version in held:
             version.dropped = True
-        # Wakes the thread in accept, which closing alone does not.
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
-        for connection in connections:
-            with contextlib.suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
-        for thread in (self._acceptor, *(each.thread for each in connections.values())):
-            if thread is not threading.current_thread():
-                thread.join(self._timeout_s)
+        self._listener.close(self._timeout_s)
 
     def __enter__(self) -> SourceServer:
         return self
@@ -224,81 +201,34 @@ class SourceServer:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _accept(self) -> None:
-        while True:
-            try:
-                connection, _ = self._listener.accept()
-            except OSError:
-                # A client that was gone before it was accepted, or no descriptor is left.
-                if self._stopped.wait(_ACCEPT_PAUSE_S):
-                    return
-                continue
-            if not self._start(_Connection(connection, self._serve)):
-                with connection, contextlib.suppress(OSError):
-                    connection.settimeout(self._timeout_s)
-                    connection.send(
-                        frame(Answer("full", f"{self._most} connections are open; try again later"))
-                    )
-
-    def _start(self, connection: _Connection) -> bool:
-        """Serve a connection in a thread of its own; returns whether there is room for it."""
-        with self._lock:
-            if self._closed or not self._has_room():
-                return False
-            try:
-                connection.thread.start()
-            except RuntimeError:  # no thread is left
-                return False
-            self._connections[connection.sock] = connection
-            return True
-
-    def _has_room(self) -> bool:
-        """Whether another connection fits, if need be in the place of an idle one."""
-        if len(self._connections) < self._most:
-            return True
-        before = time.monotonic() - _IDLE_S
-        idle = [
-            (each.idle_since, sock)
-            for sock, each in self._connections.items()
-            if each.idle_since is not None and each.idle_since < before
-        ]
-        if not idle:
-            return False
-        _, longest = min(idle, key=lambda pair: pair[0])
-        del self._connections[longest]
-        with contextlib.suppress(OSError):
-            longest.shutdown(socket.SHUT_RDWR)  # its thread ends
-        return True
-
-    def _serve(self, served: _Connection) -> None:
+    def _serve(self, served: Connection) -> None:
         connection = served.sock
-        try:
-            with connection, contextlib.suppress(OSError, RefitTimeoutError):
-                connection.settimeout(None)
-                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                try:
-                    if self._greet(connection):
-                        for data in self._frames(served):
-                            self._answer(connection, data)
-                except ProtocolError as error:
-                    self._send(connection, Answer("refused", str(error)))
-        finally:
-            with self._lock:
-                self._connections.pop(connection, None)
+        with contextlib.suppress(OSError, RefitTimeoutError):
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            try:
+                if self._greet(served):
+                    for data in self._frames(served):
+                        self._answer(connection, data)
+            except ProtocolError as error:
+                served.warn("sent a malformed request")
+                self._send(connection, Answer("refused", str(error)))
 
-    def _frames(self, served: _Connection) -> Iterator[bytearray]:
+    def _frames(self, served: Connection) -> Iterator[bytearray]:
         connection = served.sock
         while not self._closed:
             connection.settimeout(self._idle_timeout_s)
             served.idle_since = time.monotonic()
             if not connection.recv(1, socket.MSG_PEEK):
                 return
-            served.idle_since = None
             connection.settimeout(None)
-            yield receive_frame(connection, MOST_FRAME, self._deadline())
+            data = receive_frame(connection, MOST_FRAME, self._deadline())
+            served.idle_since = None
+            yield data
 
-    def _greet(self, connection: socket.socket) -> bool:
+    def _greet(self, served: Connection) -> bool:
+        connection = served.sock
         hello = decode_request(receive_frame(connection, MOST_HELLO_FRAME, self._deadline()))
+        served.greeted()
         if not isinstance(hello, Hello):
             raise ProtocolError("a connection has to begin with HELLO")
         if hello.incarnation != self._incarnation:
