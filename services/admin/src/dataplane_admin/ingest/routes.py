@@ -28,7 +28,7 @@ from dataplane_admin.ingest.limits import Limits
 from dataplane_admin.ingest.metrics import batch_of_metrics
 from dataplane_admin.ingest.otlp_json import NotOtlp, parse_json
 from dataplane_admin.ingest.refusal import Refusal
-from dataplane_admin.ingest.sample_text import forget_sample_text, may_quote
+from dataplane_admin.ingest.sample_text import remove_sample_text
 from dataplane_admin.ingest.spans import batch_of_spans
 from dataplane_admin.store import (
     Batch,
@@ -125,20 +125,22 @@ class _Taker:
 
     def _decode(self, kind: Kind, body: bytes, encoding: str, media_type: str) -> Batch:
         plain = inflate(body, encoding, self._limits)
-        # JSON may escape a name, so there only the decoded request tells.
-        looks = not self._keep_sample_text and (media_type == JSON or may_quote(plain))
+        removes = not self._keep_sample_text
         try:
             if kind == "traces":
                 traces = _parsed(plain, TracesData(), media_type)
-                quoted = looks and forget_sample_text(traces)
+                quoted = removes and remove_sample_text(traces)
                 sent = plain if media_type == PROTOBUF and not quoted else None
                 return batch_of_spans(traces, sent, self._limits, time.time_ns())
             if kind == "logs":
                 logs = _parsed(plain, LogsData(), media_type)
-                if looks:
-                    forget_sample_text(logs)
+                if removes:
+                    remove_sample_text(logs)
                 return batch_of_logs(logs, self._limits)
-            return batch_of_metrics(_parsed(plain, MetricsData(), media_type), self._limits)
+            metrics = _parsed(plain, MetricsData(), media_type)
+            if removes:
+                remove_sample_text(metrics)
+            return batch_of_metrics(metrics, self._limits)
         except (DecodeError, NotOtlp) as error:
             raise Refusal(
                 HTTPStatus.BAD_REQUEST, f"the body is no OTLP request of {kind}: {error}"
