@@ -105,6 +105,7 @@ def test_every_block_is_in_a_language_that_is_checked() -> None:
         "python",
         "py",
         "mermaid",
+        "nginx",  # run by the admin service's test_pages_sub_path.py
         "toml",
         "yaml",
     }

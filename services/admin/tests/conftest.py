@@ -1,5 +1,6 @@
 """Real processes of the service, ended by their id whatever happens, and applications of it."""
 
+import json
 import select
 import subprocess
 import sys
@@ -111,14 +112,27 @@ def app_of(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def running(tmp_path_factory):
-    """A service with a data plane and a traced run, see running.py; for tests that only look."""
-    folder = tmp_path_factory.mktemp("running")
-    command = [sys.executable, str(Path(__file__).with_name("running.py"))]
-    service = Service([*command, TOKEN, str(folder / "admin.sqlite"), "actions"], folder)
-    yield service.wait_for_url()
-    service.process.kill()
-    service.process.communicate()
+def start_running(tmp_path_factory):
+    """Start services with a data plane and a traced run, see running.py, which take `Settings`."""
+    services = []
+
+    def start(**settings):
+        folder = tmp_path_factory.mktemp("running")
+        command = [sys.executable, str(Path(__file__).with_name("running.py"))]
+        settings = {"store_url": f"sqlite:///{folder}/admin.sqlite", **settings}
+        services.append(Service([*command, json.dumps(settings)], folder))
+        return services[-1].wait_for_url()
+
+    yield start
+    for service in services:
+        service.process.kill()
+        service.process.communicate()
+
+
+@pytest.fixture(scope="session")
+def running(start_running):
+    """A service with a data plane and a traced run; for tests that only look."""
+    return start_running(token=TOKEN, allow_actions=True)
 
 
 # How long an example takes depends on what else the machine does.

@@ -1,9 +1,10 @@
 """A program for tests: the service with a data plane of its own, and a traced run that fed both.
 
 Prints the URL, then serves until it is ended. Two steps were trained; of the third, three samples
-lack a column and the trainer waits. Arguments: a token or -, a file for the store, "actions" or -.
+lack a column and the trainer waits. The argument: what `Settings` takes, as JSON.
 """
 
+import json
 import os
 import sys
 import threading
@@ -74,29 +75,25 @@ def steps(client, worker, pool):
             client.clear_samples(ids, "train")
 
 
-def main(token, path, actions):
+def main(told):
+    given = json.loads(told)
     end_in_peace_on_signals()
     structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
-    if token != "-":
+    if token := given.get("token"):
         os.environ["OTEL_EXPORTER_OTLP_HEADERS"] = f"authorization=Bearer%20{token}"
     client = build_data_plane_client(PLANE)
     app = create_app(
-        Settings(
-            store_url=f"sqlite:///{path}",
-            token=None if token == "-" else token,
-            allow_actions=actions == "actions",
-            poll_s=0.05,
-            jaeger_url="http://jaeger.example:16686",
-        ),
+        Settings(poll_s=0.05, jaeger_url="http://jaeger.example:16686", **given),
         inspector=client,
     )
     listener, bound = listen(resolve("127.0.0.1", 0))
+    url = f"http://{bound}{app.state.settings.root_path}"
 
     def feed():
-        with setup("grpo.driver", run_id="tests", endpoint=f"http://{bound}") as telemetry:
+        with setup("grpo.driver", run_id="tests", endpoint=url) as telemetry:
             steps(client, Worker(client), ThreadPoolExecutor(2))
             telemetry.flush()
-            sys.stdout.write(f"http://{bound}\n")
+            sys.stdout.write(f"{url}\n")
             sys.stdout.flush()
             threading.Event().wait()
 

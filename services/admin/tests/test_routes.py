@@ -46,7 +46,7 @@ def test_a_wrong_method_is_a_405_problem_that_names_the_right_one(app_of):
     client = TestClient(app_of(token=TOKEN), base_url="http://localhost")
     response = client.post("/healthz", headers={"authorization": f"Bearer {TOKEN}"})
     assert_problem(response, 405, "Method Not Allowed")
-    assert response.headers["allow"] == "GET"
+    assert response.headers["allow"] == "GET, HEAD"
 
 
 def test_a_failing_route_is_a_500_problem_that_tells_nothing(make_app):

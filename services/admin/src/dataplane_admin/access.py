@@ -55,11 +55,15 @@ class AccessMiddleware:
 
     Args:
         token: bearer token; None lets everybody in.
+        root_path: before the path of the page to log in.
         sessions: who is logged in. Exporters cannot be: their routes take the token alone.
     """
 
-    def __init__(self, app: ASGIApp, token: str | None, sessions: Sessions) -> None:
+    def __init__(
+        self, app: ASGIApp, token: str | None, sessions: Sessions, root_path: str = ""
+    ) -> None:
         self.app = app
+        self.root_path = root_path
         self.token = token
         self.sessions = sessions
         # Of this process, for pages that nobody logs in to: other origins cannot read them.
@@ -72,7 +76,7 @@ class AccessMiddleware:
         caller = self._caller(scope)
         path = scope["path"]
         if caller is None and not (path in OPEN_PATHS or path.startswith(OPEN_PREFIX)):
-            await _refusal(scope)(scope, receive, send)
+            await _refusal(scope, self.root_path)(scope, receive, send)
             return
         scope.setdefault("state", {})["caller"] = caller or self._anybody(scope)
         await self.app(scope, receive, send)
@@ -94,7 +98,7 @@ class AccessMiddleware:
         return Caller("anybody", self.csrf, f"anybody from {_address(scope)}")
 
 
-def _refusal(scope: Scope) -> Response:
+def _refusal(scope: Scope, root_path: str) -> Response:
     path = scope["path"]
     if (
         scope["type"] == "http"
@@ -104,7 +108,7 @@ def _refusal(scope: Scope) -> Response:
     ):
         query = scope["query_string"].decode("latin-1")
         target = f"{quote(path)}?{query}" if query else quote(path)
-        return RedirectResponse(f"{LOGIN_PATH}?next={quote(target, safe='')}", 303)
+        return RedirectResponse(f"{root_path}{LOGIN_PATH}?next={quote(target, safe='')}", 303)
     return ProblemResponse(
         401,
         "expected the header 'Authorization: Bearer <token>' with the token of the service",

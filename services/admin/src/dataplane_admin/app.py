@@ -1,8 +1,8 @@
 """The application: its routes, and the layers that every request passes.
 
-From the outside in: security headers, Host allow-list, Origin allow-list, bound of the body, who
-it is, CSRF, routes. A request that a layer refuses never reaches the next one, so an unknown route
-does not show to those without a token.
+From the outside in: security headers, root path, HEAD as GET, Host allow-list, Origin allow-list,
+CORS of the OTLP routes, bound of the body, who it is, CSRF, routes. A request that a layer refuses
+never reaches the next one, so an unknown route does not show to those without a token.
 """
 
 from __future__ import annotations
@@ -13,24 +13,28 @@ from contextlib import asynccontextmanager
 from importlib.metadata import version
 
 from fastapi import FastAPI
+from starlette.routing import Match
 
 from dataplane_admin import api, ingest, pages
-from dataplane_admin.access import AccessMiddleware
+from dataplane_admin.access import OPEN_PREFIX, AccessMiddleware
 from dataplane_admin.answers import Answers
 from dataplane_admin.answers.answers import NAME
 from dataplane_admin.answers.claimants import Claimants
-from dataplane_admin.body_limit import BodyLimitMiddleware
+from dataplane_admin.body_limit import OTLP_PREFIX, BodyLimitMiddleware
 from dataplane_admin.csrf import CsrfMiddleware
+from dataplane_admin.head import HeadMiddleware
 from dataplane_admin.host import HostAllowListMiddleware, canonical_host
 from dataplane_admin.live import Connector, Given, Live, OnRay
 from dataplane_admin.login import Sessions, login_router
-from dataplane_admin.origin import OriginMiddleware, canonical_origin
+from dataplane_admin.origin import OriginMiddleware, OtlpCorsMiddleware, canonical_origin
+from dataplane_admin.root_path import RootPathMiddleware
 from dataplane_admin.security_headers import SecurityHeadersMiddleware
 from dataplane_admin.settings import Settings
 from dataplane_admin.store import Store, StoreUnavailable
 from dataplane_core import DataPlaneInspector
 
 DISTRIBUTION = NAME
+_OWN_PREFIXES = ("/api/", "/actions/", OPEN_PREFIX, OTLP_PREFIX)
 
 
 def create_app(settings: Settings, *, inspector: DataPlaneInspector | None = None) -> FastAPI:
@@ -45,11 +49,12 @@ def create_app(settings: Settings, *, inspector: DataPlaneInspector | None = Non
             ``settings.ray_address``. Its owner closes it.
 
     Raises:
-        ValueError: an allowed host or origin, or the store's URL, is none.
+        ValueError: an allowed host or origin, the root path, or the store's URL, is none.
         StoreError: the store cannot be opened.
         OSError: its file cannot be made.
     """
     hosts = [canonical_host(host) for host in settings.allowed_hosts]
+    root_path = settings.root_path
     origins = [canonical_origin(origin) for origin in settings.allowed_origins]
     store = Store.open(settings.store_url, retention=settings.retention)
     live = _live(settings, inspector, store)
@@ -88,10 +93,15 @@ def create_app(settings: Settings, *, inspector: DataPlaneInspector | None = Non
     app.state.updates = updates
     sessions = Sessions()
     app.add_middleware(CsrfMiddleware)
-    app.add_middleware(AccessMiddleware, token=settings.token, sessions=sessions)
+    app.add_middleware(
+        AccessMiddleware, token=settings.token, sessions=sessions, root_path=root_path
+    )
     app.add_middleware(BodyLimitMiddleware)
+    app.add_middleware(OtlpCorsMiddleware, allowed_origins=origins)
     app.add_middleware(OriginMiddleware, allowed_origins=origins)
     app.add_middleware(HostAllowListMiddleware, allowed_hosts=hosts, token=settings.token)
+    app.add_middleware(HeadMiddleware)
+    app.add_middleware(RootPathMiddleware, root_path=root_path)
     app.add_middleware(SecurityHeadersMiddleware)
     api.add_error_handlers(app)
     api.add_openapi(app)
@@ -101,8 +111,19 @@ def create_app(settings: Settings, *, inspector: DataPlaneInspector | None = Non
     )
     app.include_router(pages.router(answers, settings))
     if settings.token is not None:
-        app.include_router(login_router(settings.token, sessions))
+        app.include_router(login_router(settings.token, sessions, root_path))
+    if root_path and _is_own(app, root_path):
+        store.close()
+        raise ValueError(f"root path {root_path!r} is one of the service's own paths")
     return app
+
+
+def _is_own(app: FastAPI, root_path: str) -> bool:
+    """Whether a request without the root path could be taken for one that has it."""
+    scope = {"type": "http", "method": "GET", "path": root_path, "root_path": ""}
+    return f"{root_path}/".startswith(_OWN_PREFIXES) or any(
+        route.matches(scope)[0] is not Match.NONE for route in app.routes
+    )
 
 
 def _live(settings: Settings, inspector: DataPlaneInspector | None, store: Store) -> Live | None:

@@ -64,6 +64,10 @@ def serve(
             "for a proxy that changes the Host header. Can be repeated."
         ),
     ] = None,
+    root_path: Annotated[
+        str,
+        typer.Option(help="Path below which a proxy serves the pages, such as /rl."),
+    ] = "",
     db: Annotated[
         str,
         typer.Option(
@@ -160,6 +164,7 @@ def serve(
             token=token,
             allowed_hosts=(*LOOPBACK_HOSTS, *asked.hosts, *(allowed_host or [])),
             allowed_origins=tuple(allowed_origin or []),
+            root_path=root_path,
             allow_actions=allow_actions,
             retention=Retention(
                 max_age_s=retention_days * _DAY_S or None, max_bytes=retention_bytes or None
@@ -176,7 +181,7 @@ def serve(
     except (ValueError, StoreError, OSError) as error:
         listener.close()
         _refuse(str(error))
-    typer.echo(f"http://{bound}")
+    typer.echo(f"http://{bound}{settings.root_path}")
     run(service, listener, shutdown_timeout_s=shutdown_timeout_s)
 
 

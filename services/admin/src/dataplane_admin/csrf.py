@@ -11,6 +11,7 @@ from urllib.parse import parse_qs
 
 from starlette.datastructures import Headers
 from starlette.requests import HTTPConnection
+from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from dataplane_admin.access import caller_of
@@ -50,6 +51,8 @@ class CsrfMiddleware:
             or scope["path"] == LOGIN_PATH
             or scope["path"].startswith(OTLP_PREFIX)
             or caller_of(HTTPConnection(scope)).by == "bearer"
+            # Nothing is changed where no route takes the request; the router says what is wrong.
+            or not _is_taken(scope)
         ):
             await self.app(scope, receive, send)
             return
@@ -75,6 +78,11 @@ class CsrfMiddleware:
             )(scope, receive, send)
             return
         await self.app(scope, receive, send)
+
+
+def _is_taken(scope: Scope) -> bool:
+    """Whether a route answers this method at this path."""
+    return any(route.matches(scope)[0] is Match.FULL for route in scope["app"].routes)
 
 
 def _refused(detail: str) -> ProblemResponse:

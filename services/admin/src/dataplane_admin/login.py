@@ -78,7 +78,7 @@ class Sessions:
             self._sessions.pop(_digest(value), None)
 
 
-def login_router(token: str, sessions: Sessions) -> APIRouter:
+def login_router(token: str, sessions: Sessions, root_path: str = "") -> APIRouter:
     """POST /login and /logout; the page with the form is not here."""
     router = APIRouter(include_in_schema=False)
 
@@ -90,13 +90,16 @@ def login_router(token: str, sessions: Sessions) -> APIRouter:
             given.strip().encode("utf-8", "replace"), token.encode("ascii")
         ):
             if "text/html" in request.headers.get("accept", ""):
-                return RedirectResponse(f"{LOGIN_PATH}?failed=1&next={quote(target)}", 303)
+                return RedirectResponse(
+                    f"{root_path}{LOGIN_PATH}?failed=1&next={quote(target)}", 303
+                )
             return ProblemResponse(401, "token: found another one than that of the service")
-        answer = RedirectResponse(target, 303)
+        answer = RedirectResponse(f"{root_path}{target}", 303)
         answer.set_cookie(
             COOKIE,
             sessions.begin(),
             max_age=int(SESSION_S),
+            path=root_path or "/",
             httponly=True,
             samesite="strict",
             secure=_is_https(request),
@@ -106,8 +109,8 @@ def login_router(token: str, sessions: Sessions) -> APIRouter:
     @router.post(LOGOUT_PATH)
     async def logout(request: Request) -> Response:
         sessions.end(request.cookies.get(COOKIE, ""))
-        answer = RedirectResponse(LOGIN_PATH, 303)
-        answer.delete_cookie(COOKIE, httponly=True, samesite="strict")
+        answer = RedirectResponse(f"{root_path}{LOGIN_PATH}", 303)
+        answer.delete_cookie(COOKIE, path=root_path or "/", httponly=True, samesite="strict")
         return answer
 
     return router

@@ -10,8 +10,10 @@ import re
 from collections.abc import Iterable
 
 from starlette.datastructures import Headers
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from dataplane_admin.body_limit import OTLP_PREFIX
 from dataplane_admin.problem import ProblemResponse
 
 _ORIGIN = re.compile(
@@ -70,3 +72,32 @@ class OriginMiddleware:
         except ValueError:
             return False
         return origin in ours | self.allowed
+
+
+class OtlpCorsMiddleware:
+    """Let pages of the allowed origins send telemetry: CORS for the OTLP routes, and no others.
+
+    It stands before the check of the token, which a browser's preflight does not bring.
+    """
+
+    def __init__(self, app: ASGIApp, allowed_origins: Iterable[str]) -> None:
+        self.app = app
+        self.cors = CORSMiddleware(
+            app,
+            allow_origins=[_as_sent(origin) for origin in allowed_origins],
+            allow_methods=["POST"],
+            # Those that exporters set, and those of a trace's context.
+            allow_headers=["authorization", "content-encoding", "traceparent", "tracestate"],
+            expose_headers=["retry-after"],
+            max_age=3_600,
+        )
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        is_otlp = scope["type"] == "http" and scope["path"].startswith(OTLP_PREFIX)
+        await (self.cors if is_otlp else self.app)(scope, receive, send)
+
+
+def _as_sent(canonical: str) -> str:
+    """Return an origin as browsers send it: without the port that its scheme implies."""
+    scheme, _, rest = canonical.partition("://")
+    return f"{scheme}://{rest.removesuffix(f':{_PORTS[scheme]}')}"

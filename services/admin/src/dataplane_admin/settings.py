@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from dataplane_admin.host import LOOPBACK_HOSTS
 from dataplane_admin.ingest import Limits
+from dataplane_admin.root_path import canonical_root_path
 from dataplane_admin.store import Retention
 
 
@@ -20,6 +21,7 @@ class Settings:
             the token a request may name any.
         allowed_origins: further origins, such as ``https://admin.example``, whose pages may send
             requests; the address that is asked is always one.
+        root_path: path below which a proxy serves the pages, such as ``/rl``; empty for none.
         allow_actions: whether the data plane may be changed by hand.
         retention: how much is kept, and for how long.
         limits: what one OTLP request may hold.
@@ -38,13 +40,14 @@ class Settings:
         keep_sample_text: whether attributes that quote samples are kept.
 
     Raises:
-        ValueError: a URL to link to is none of http or https.
+        ValueError: a URL to link to is none of http or https, or the root path is none.
     """
 
     store_url: str
     token: str | None = field(default=None, repr=False)
     allowed_hosts: tuple[str, ...] = LOOPBACK_HOSTS
     allowed_origins: tuple[str, ...] = ()
+    root_path: str = ""
     allow_actions: bool = False
     retention: Retention = field(default_factory=Retention)
     limits: Limits = field(default_factory=Limits)
@@ -59,11 +62,12 @@ class Settings:
     keep_sample_text: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse what would be shown as a link and leads elsewhere than to a page.
+        """Bring the root path into its form, and refuse links that lead elsewhere than to a page.
 
         Raises:
-            ValueError: a URL is none of http or https.
+            ValueError: a URL is none of http or https, or the root path is none.
         """
+        object.__setattr__(self, "root_path", canonical_root_path(self.root_path))
         for name in ("jaeger_url", "tempo_url"):
             url = getattr(self, name)
             if url is not None and not url.lower().startswith(("http://", "https://")):

@@ -57,11 +57,23 @@ def _shown(value: object) -> str:
 async def _on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     asked = printable(f"{request.method} {request.url.path[:200]}")
-    if error.status_code == 404:
-        detail = f"{asked}: there is nothing at this path"
-    else:
-        detail = f"{asked}: {error.detail}"
-    return ProblemResponse(error.status_code, detail, headers=error.headers)
+    found = "there is nothing at this path" if error.status_code == 404 else error.detail
+    hint = _otlp_hint(request) if error.status_code in (404, 405) else ""
+    headers = dict(error.headers or {})
+    if headers.get("allow", headers.get("Allow")) == "GET":
+        headers = {"allow": "GET, HEAD"}
+    return ProblemResponse(error.status_code, f"{asked}: {found}{hint}", headers=headers)
+
+
+def _otlp_hint(request: Request) -> str:
+    """Return where an exporter's request to a wrong path belongs; empty for other requests."""
+    path = request.url.path.lower()
+    if request.method != "POST" or path.startswith(("/api/v1/actions/", "/actions/")):
+        return ""
+    kinds = [kind for kind in ("traces", "logs", "metrics") if kind.removesuffix("s") in path]
+    root = request.app.state.settings.root_path
+    right = " or ".join(f"{root}/v1/{kind}" for kind in kinds or ("traces", "logs", "metrics"))
+    return f"; OTLP over HTTP is sent to {right}"
 
 
 async def _on_failure(_request: Request, _error: Exception) -> Response:

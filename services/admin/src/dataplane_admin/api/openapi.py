@@ -30,6 +30,7 @@ def add_openapi(app: FastAPI) -> None:
                 version=app.version,
                 description=app.description,
                 routes=app.routes,
+                servers=[{"url": app.state.settings.root_path or "/"}],
             )
             components = made.setdefault("components", {})
             schemas = components.setdefault("schemas", {})

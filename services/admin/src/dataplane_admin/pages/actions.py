@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from dataplane_admin.answers import AnswerError, Answers, Refused, models
 from dataplane_admin.pages import words
 from dataplane_admin.pages.asked import Asked
-from dataplane_admin.pages.links import to
+from dataplane_admin.pages.links import Link, to
 from observability.views.printable import printable
 
 _Request = TypeVar("_Request", bound=models.Model)
@@ -31,10 +31,10 @@ class Ask:
 
     title: str
     what: str
-    action: str
+    action: Link
     button: str
     partition: str
-    back: str
+    back: Link
     ids: Sequence[str] = ()
     numbers: Sequence[str] = ()
     fields: Sequence[tuple[str, str]] = ()
@@ -96,7 +96,7 @@ def _ask_clear(answers: Answers, asked: Asked, partition: str) -> Ask:
     return Ask(
         title=title,
         what=what,
-        action="/actions/clear",
+        action=Link("/actions/clear"),
         button="Clear them" if ids else "Clear the partition",
         partition=partition,
         back=to("/partition", id=partition),
@@ -119,7 +119,7 @@ def _ask_reset(_answers: Answers, asked: Asked, partition: str) -> Ask:
             f"'{printable(task)}' has consumed can be claimed by it again, so it may train on "
             "them, or write them, twice."
         ),
-        action="/actions/reset-consumption",
+        action=Link("/actions/reset-consumption"),
         button="Let them be claimed again",
         partition=partition,
         back=to("/partition", id=partition),
@@ -142,7 +142,7 @@ def _ask_end(answers: Answers, asked: Asked, partition: str) -> Ask:
             "lease had run out: its samples can be claimed again, and its holder's "
             "acknowledgement will be refused."
         ),
-        action="/actions/end-claim",
+        action=Link("/actions/end-claim"),
         button="End the claim",
         partition=partition,
         back=to("/partition", id=partition),

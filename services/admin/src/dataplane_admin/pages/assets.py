@@ -7,6 +7,8 @@ from importlib.resources import files
 
 from fastapi.responses import Response
 
+from dataplane_admin.pages.links import Link
+
 _FOLDER = files("dataplane_admin.pages").joinpath("static")
 _TYPES = {".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 
@@ -25,7 +27,7 @@ class Assets:
         for name, content in sorted(self._files.items()):
             digest.update(f"{name}\0{len(content)}\0".encode() + content)
         self._digest = digest.hexdigest()[:16]
-        self.base = f"/static/{self._digest}"
+        self.base = Link(f"/static/{self._digest}")
 
     def answer(self, digest: str, name: str) -> Response | None:
         """A file; None if there is no such one. An old digest gets today's, without being kept."""

@@ -8,13 +8,19 @@ from __future__ import annotations
 from urllib.parse import quote, urlencode, urlsplit
 
 
-def to(page: str, **query: object) -> str:
-    """The path of a page, with those of ``query`` that are not None and not empty."""
+class Link(str):
+    """A path within the service; where a template writes it out, the root path is put before it."""
+
+    __slots__ = ()
+
+
+def to(page: str, **query: object) -> Link:
+    """Return the path of a page, with those of ``query`` that are not None and not empty."""
     told = {name: value for name, value in query.items() if value is not None and value != ""}
     if not told:
-        return page
+        return Link(page)
     # Ids may hold half a surrogate pair, which UTF-8 has no form for.
-    return f"{page}?{urlencode(told, quote_via=quote, safe='', errors='backslashreplace')}"
+    return Link(f"{page}?{urlencode(told, quote_via=quote, safe='', errors='backslashreplace')}")
 
 
 def outward(url: str) -> str | None:
@@ -23,10 +29,3 @@ def outward(url: str) -> str | None:
         return url if urlsplit(url).scheme in ("http", "https") else None
     except ValueError:
         return None
-
-
-def back(path: str | None) -> str:
-    """A path of ours to return to, or ``/`` if ``path`` is not one."""
-    if path and path.startswith("/") and not path.startswith(("//", "/\\")) and path.isprintable():
-        return path
-    return "/"

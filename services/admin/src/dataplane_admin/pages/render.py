@@ -9,19 +9,26 @@ from markupsafe import Markup, escape
 
 from dataplane_admin.pages import words
 from dataplane_admin.pages.comparison import signed
-from dataplane_admin.pages.links import to
+from dataplane_admin.pages.links import Link, to
 from observability.views.printable import printable
 
 
-def environment() -> Environment:
-    """The templates' environment."""
+def environment(root_path: str) -> Environment:
+    """Make the templates' environment, for a service whose pages are below ``root_path``."""
+
+    def shown(value: Any) -> Any:
+        """What `{{ value }}` writes: printable text, a link below the root path, our markup."""
+        if type(value) is Link:
+            return f"{root_path}{printable(value)}"
+        return printable(value) if type(value) is str else value
+
     made = Environment(
         loader=PackageLoader("dataplane_admin.pages", "templates"),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
-        finalize=_shown,
+        finalize=shown,
         auto_reload=False,
     )
     made.filters.update(
@@ -37,11 +44,6 @@ def environment() -> Environment:
     )
     made.globals.update(clock=words.clock, plural=words.plural, percent=words.percent, to=to)
     return made
-
-
-def _shown(value: Any) -> Any:
-    """What `{{ value }}` writes: of text only what is printable; markup of ours as it is."""
-    return printable(value) if type(value) is str else value
 
 
 def _exact(value: object) -> Markup:

@@ -95,7 +95,7 @@ def _add_state(made: APIRouter, shell: Shell, answers: Answers, stuck_after_s: f
                 found=found,
                 now_ns=time.time_ns(),
                 next_url=next_page("/audit", {}, found.next),
-                first_url="/audit" if cursor else None,
+                first_url=to("/audit") if cursor else None,
             )
 
         return shell.tell(request, make)

@@ -13,7 +13,7 @@ from jinja2 import Template
 from dataplane_admin.access import caller_of
 from dataplane_admin.answers import AnswerError
 from dataplane_admin.pages.assets import Assets
-from dataplane_admin.pages.links import to
+from dataplane_admin.pages.links import Link, to
 from dataplane_admin.pages.render import environment
 from dataplane_admin.settings import Settings
 from observability.views.printable import printable
@@ -45,7 +45,7 @@ class Shell:
     def __init__(self, settings: Settings) -> None:
         self.assets = Assets()
         self._settings = settings
-        self._environment = environment()
+        self._environment = environment(settings.root_path)
         self._templates: dict[str, Template] = {}
 
     def page(self, request: Request, name: str, *, status: int = 200, **shown: Any) -> HTMLResponse:
@@ -61,7 +61,7 @@ class Shell:
             bare=path == "/login",
             signed_in=caller.by == "session",
             csrf=caller.csrf,
-            origin=f"{request.url.scheme}://{request.url.netloc}",
+            endpoint=self._endpoint(request),
             needs_token=self._settings.token is not None,
             actions=self._settings.allow_actions,
             **shown,
@@ -71,17 +71,18 @@ class Shell:
 
     def problem(self, request: Request, status: int, detail: str) -> HTMLResponse:
         """An error as a page that says where to go on."""
-        ways = [("Overview", "/")]
+        ways = [("Overview", to("/"))]
         section = _SECTIONS.get(request.url.path)
         if section == "/samples":
             ways.append(("Find a sample", to("/samples", q=request.query_params.get("id"))))
         if section == "/traces":
-            ways.append(("All traces", "/traces"))
+            ways.append(("All traces", to("/traces")))
         if status >= 500:
-            again = (
-                f"{request.url.path}?{request.url.query}" if request.url.query else request.url.path
-            )
-            ways.insert(0, ("Try again", again if request.method == "GET" else "/"))
+            again = "/"
+            if request.method == "GET":
+                query = request.url.query
+                again = f"{request.url.path}?{query}" if query else request.url.path
+            ways.insert(0, ("Try again", Link(again)))
         title = _TITLES.get(status) or HTTPStatus(status).phrase
         sentence = printable(detail)
         return self.page(
@@ -102,12 +103,21 @@ class Shell:
         except AnswerError as error:
             return self.problem(request, error.status, str(error))
 
+    def _endpoint(self, request: Request) -> str:
+        """Return where telemetry is sent, as the reader's browser knows the service."""
+        # A proxy may speak https to the browser and http to the service.
+        origin = f"{request.url.scheme}://{request.url.netloc}"
+        for allowed in self._settings.allowed_origins:
+            if allowed.partition("://")[2].lower() == request.url.netloc:
+                origin = allowed
+        return f"{origin}{self._settings.root_path}"
+
     def _template(self, name: str) -> Template:
         if name not in self._templates:
             self._templates[name] = self._environment.get_template(name)
         return self._templates[name]
 
 
-def next_page(path: str, query: Mapping[str, object], cursor: str | None) -> str | None:
+def next_page(path: str, query: Mapping[str, object], cursor: str | None) -> Link | None:
     """The address of the next page of a list; None on the last."""
     return to(path, **query, cursor=cursor) if cursor else None

@@ -4,6 +4,8 @@ import { visit } from "./swap.js";
 
 const AT_MOST_EVERY_MS = 1000;
 const RETRY_MS = 10_000;
+// Below the root path, as this file is: /static/<digest>/live.js.
+const STREAM = new URL("../../api/v1/live", import.meta.url);
 
 export function follow() {
   const sign = document.getElementById("live");
@@ -34,7 +36,7 @@ export function follow() {
     due = setTimeout(refresh, Math.max(0, AT_MOST_EVERY_MS - (performance.now() - last)));
   };
   const listen = () => {
-    stream = new EventSource("/api/v1/live");
+    stream = new EventSource(STREAM);
     stream.addEventListener("open", () => tell("live", "live"));
     stream.addEventListener("changed", changed);
     stream.addEventListener("error", () => {

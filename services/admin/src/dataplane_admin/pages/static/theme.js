@@ -1,4 +1,6 @@
 // Light, dark, or as the system has it; a cookie tells the server, so that no page flashes.
+// The root path: this file is /static/<digest>/theme.js below it.
+const PATH = new URL("../../", import.meta.url).pathname;
 const NEXT = { auto: "light", light: "dark", dark: "auto" };
 
 export function switchTheme() {
@@ -14,7 +16,7 @@ export function switchTheme() {
     if (next === "auto") delete root.dataset.theme;
     else root.dataset.theme = next;
     const age = next === "auto" ? 0 : 31_536_000;
-    document.cookie = `dataplane_theme=${next}; Path=/; Max-Age=${age}; SameSite=Strict`;
+    document.cookie = `dataplane_theme=${next}; Path=${PATH}; Max-Age=${age}; SameSite=Strict`;
     button.setAttribute("aria-label", name());
     button.title = name();
   });

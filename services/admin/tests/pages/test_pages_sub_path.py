@@ -1,0 +1,211 @@
+"""The service below a path of a real nginx: pages, login, redirects, live updates and OTLP."""
+
+import json
+import re
+import shutil
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+TOKEN = "3f2b8c0d9e7a6b5c"
+ROOT = "/rl"
+PATIENCE_S = 60.0
+SPAN = {"traceId": "5b" * 16, "spanId": "b7" * 8, "name": "proxied"} | {
+    "startTimeUnixNano": "1000000000",
+    "endTimeUnixNano": "2000000000",
+}
+CONFIG = """
+daemon off; master_process off; pid {folder}/pid; error_log {folder}/error.log;
+events {{ worker_connections 256; }}
+http {{
+  access_log off;
+  client_body_temp_path {folder}/body; proxy_temp_path {folder}/proxy;
+  fastcgi_temp_path {folder}/fastcgi; uwsgi_temp_path {folder}/uwsgi; scgi_temp_path {folder}/scgi;
+  server {{
+    listen 127.0.0.1:{port};
+    {location}
+  }}
+}}
+"""
+# With a slash at the end, as documented, nginx removes the prefix; without one it passes it on. The
+# second leaves the Host header to nginx, so the service does not know its own origin.
+DOCUMENTED = Path(__file__).parents[4] / "docs" / "deploy-admin.md"
+REMOVED = re.search(r"```nginx\n(.*?)```", DOCUMENTED.read_text(), re.S)[1]
+PASSED_ON = "location /rl { proxy_pass http://127.0.0.1:8080; }"
+
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return probe.getsockname()[1]
+
+
+def wait_for_port(port, nginx, folder):
+    deadline = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline:
+        try:
+            socket.create_connection(("127.0.0.1", port), 1).close()
+            return
+        except OSError:
+            log = folder / "error.log"
+            assert nginx.poll() is None, log.read_text() if log.exists() else "no log"
+            time.sleep(0.02)
+    raise AssertionError(f"nginx did not listen on {port} within {PATIENCE_S:g} s")
+
+
+@pytest.fixture(scope="module", params=[REMOVED, PASSED_ON], ids=["removed", "passed on"])
+def behind_nginx(request, start_running, tmp_path_factory):
+    """The service behind nginx: its URL there, its own, and whether it allows nginx's origin."""
+    found = shutil.which("nginx", path="/usr/sbin:/usr/bin:/sbin:/bin")
+    assert found, "no nginx; `apt-get install nginx-light`, as `make test` does"
+    port = free_port()
+    origin = f"http://127.0.0.1:{port}"
+    service = start_running(
+        token=TOKEN,
+        allow_actions=True,
+        root_path=ROOT,
+        allowed_origins=[] if request.param is REMOVED else [origin],
+    )
+    assert service.url.endswith(ROOT)
+    folder = tmp_path_factory.mktemp("nginx")
+    location = request.param.replace("http://127.0.0.1:8080", service.url.removesuffix(ROOT))
+    config = folder / "nginx.conf"
+    config.write_text(CONFIG.format(folder=folder, port=port, location=location))
+    nginx = subprocess.Popen([found, "-p", folder, "-c", config, "-e", folder / "error.log"])
+    try:
+        wait_for_port(port, nginx, folder)
+        yield SimpleNamespace(
+            url=f"{origin}{ROOT}", direct_url=service.url, is_allowed=request.param is PASSED_ON
+        )
+    finally:
+        nginx.terminate()
+        nginx.wait(PATIENCE_S)
+
+
+@pytest.fixture
+def proxied(behind_nginx):
+    return behind_nginx.url
+
+
+@pytest.fixture
+def page(browser, proxied):
+    """A page of a browser that is logged in."""
+    context = browser.new_context(viewport={"width": 1280, "height": 900})
+    page = context.new_page()
+    missing = []
+    page.on("response", lambda one: missing.append(one.url) if one.status == 404 else None)
+    page.goto(f"{proxied}/run?run=tests")
+    assert page.url.startswith(f"{proxied}/login?next=")
+    page.locator('input[name="token"]').fill(TOKEN)
+    page.get_by_role("button", name="Sign in").click()
+    page.wait_for_url(f"{proxied}/run?run=tests")
+    yield page
+    # What is asked beside the root path, nginx does not have.
+    assert missing == []
+    context.close()
+
+
+def test_pages_lead_only_below_the_root_path(page, proxied):
+    """Follow every link of the service once, from the overview on."""
+    waiting, seen = [f"{proxied}/"], set()
+    while waiting and len(seen) < 40:
+        url = waiting.pop(0)
+        name = url.partition("?")[0]
+        if name in seen or "/static/" in url:
+            continue
+        seen.add(name)
+        assert page.goto(url).status == 200
+        if not page.locator("main").count():
+            continue
+        style = page.evaluate("getComputedStyle(document.body).fontFamily")
+        assert "sans" in style or "ui" in style, f"{url} has no style: {style}"
+        own = page.evaluate(
+            """() => [...document.querySelectorAll('[href], [action], [src], [formaction]')]
+            .flatMap((one) => ['href', 'action', 'src', 'formaction'].map((name) =>
+              one.getAttribute(name))).filter((one) => one && one.startsWith('/'))"""
+        )
+        assert own
+        assert [one for one in own if not one.startswith(f"{ROOT}/")] == []
+        origin = proxied.removesuffix(ROOT)
+        links = page.eval_on_selector_all(
+            "a", "(all) => all.map((one) => one.getAttribute('href'))"
+        )
+        waiting += [f"{origin}{one}".partition("#")[0] for one in links if one.startswith("/")]
+    names = {one.removeprefix(proxied) for one in seen}
+    assert {"/", "/partition", "/samples", "/traces", "/run", "/staleness", "/audit"} <= names
+    assert {"/api/v1/status", "/metrics", "/trace", "/actions/clear"} <= names
+
+
+def test_pages_follow_the_event_stream(page, proxied):
+    page.goto(f"{proxied}/")
+    page.wait_for_selector('#live[data-state="live"]')
+    post(f"{proxied}/v1/traces", authorization=f"Bearer {TOKEN}")
+    page.goto(f"{proxied}/traces?name=proxied")
+    page.get_by_role("link", name="proxied").first.wait_for()
+
+
+def test_the_theme_and_the_session_are_of_the_root_path(page, proxied):
+    page.goto(f"{proxied}/traces")
+    page.locator("#theme").click()
+    page.goto(f"{proxied}/")
+    assert page.locator("html").get_attribute("data-theme") == "light"
+    cookies = {one["name"]: one["path"] for one in page.context.cookies()}
+    assert cookies["dataplane_admin"] == ROOT
+    assert cookies["dataplane_theme"] == f"{ROOT}/"
+    page.get_by_role("button", name="Sign out").click()
+    page.wait_for_url(f"{proxied}/login")
+    assert "dataplane_admin" not in {one["name"] for one in page.context.cookies()}
+
+
+def test_an_action_is_sent_below_the_root_path(page, proxied):
+    page.goto(f"{proxied}/actions/clear?partition=train&ids=step2_p0_g0")
+    page.locator('input[name="confirm"]').fill("not train")
+    with page.expect_response("**/actions/clear") as answered:
+        page.get_by_role("button", name="Clear them").click()
+    # The confirmation is compared once the origin and the form were let through.
+    assert answered.value.status == 422
+
+
+def post(url, body=None, **headers):
+    told = json.dumps(body or {"resourceSpans": [{"scopeSpans": [{"spans": [SPAN]}]}]}).encode()
+    request = urllib.request.Request(url, told, {"content-type": "application/json", **headers})
+    try:
+        with urllib.request.urlopen(request, timeout=PATIENCE_S) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+def test_exporters_send_below_the_root_path(proxied):
+    bearer = {"authorization": f"Bearer {TOKEN}"}
+    assert post(f"{proxied}/v1/traces", **bearer)[0] == 200
+    status, said = post(f"{proxied}/v1/trace", **bearer)
+    assert status == 404
+    assert f"{ROOT}/v1/traces" in json.loads(said)["detail"]
+
+
+def test_a_page_of_an_allowed_origin_sends_telemetry(browser, behind_nginx):
+    page = browser.new_page()
+    # A page of nginx itself, which to the service is one of another origin.
+    page.goto(behind_nginx.url.removesuffix(ROOT))
+    send = """([url, token]) => fetch(url, {
+        method: "POST",
+        headers: {"content-type": "application/json", "authorization": token},
+        body: "{}",
+    }).then((answer) => answer.status, (error) => error.name)"""
+    sent = page.evaluate(send, [f"{behind_nginx.direct_url}/v1/traces", f"Bearer {TOKEN}"])
+    assert sent == (200 if behind_nginx.is_allowed else "TypeError")
+    page.close()
+
+
+def test_the_document_of_the_api_names_the_root_path(proxied):
+    request = urllib.request.Request(
+        f"{proxied}/api/v1/openapi.json", headers={"authorization": f"Bearer {TOKEN}"}
+    )
+    with urllib.request.urlopen(request, timeout=PATIENCE_S) as answer:
+        assert json.load(answer)["servers"] == [{"url": ROOT}]
