@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
+from tokenizers.processors import TemplateProcessing
 
 from grpo_trainer.errors import ConfigurationError
 from grpo_trainer.model import load_model, save_random_model
@@ -151,3 +152,43 @@ def test_a_tokenizer_without_an_end_is_refused_and_padding_is_supplied(tmp_path,
     settings_file.write_text(json.dumps({k: v for k, v in original.items() if k != "eos_token"}))
     with pytest.raises(ConfigurationError, match="has no end token"):
         load_tokenizer(str(folder))
+
+
+def with_special_tokens(template):
+    """The character tokenizer, which puts special tokens around every text."""
+    tokenizer = build_character_tokenizer("ab0 ")
+    ids = [(name, tokenizer.convert_tokens_to_ids(name)) for name in ("<eos>", "<pad>")]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=template, special_tokens=ids
+    )
+    return tokenizer
+
+
+@pytest.mark.parametrize("text", ["", "a", "b a", "a<eos>", "<pad>b"])
+@pytest.mark.parametrize(
+    ("template", "begin"),
+    [
+        ("$A", []),
+        ("$A <eos>", []),
+        ("<pad> $A", ["<pad>"]),
+        ("<pad> $A <eos>", ["<pad>"]),
+        ("<eos> $A <eos> <pad>", ["<eos>"]),
+    ],
+)
+def test_a_prompt_keeps_the_begin_token_and_gets_no_end_token(template, begin, text):
+    tokenizer = with_special_tokens(template)
+    own = build_character_tokenizer("ab0 ")(text)["input_ids"]
+    ids = prompt_encoder(tokenizer, pretrained("m"))(text)
+    assert ids == tokenizer.convert_tokens_to_ids(begin) + own
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_a_tokenizer_that_always_adds_tokens_is_refused(chat):
+    class Always:
+        chat_template = "{{ messages[0]['content'] }}"
+
+        def __call__(self, text, **options):
+            return {"input_ids": [7, *text.encode(), 9]}
+
+    with pytest.raises(ConfigurationError, match=r"tokenizer of 'm': makes the tokens \[7, 9\]"):
+        prompt_encoder(Always(), pretrained("m", chat=chat))

@@ -6,6 +6,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer
+from tokenizers.decoders import Fuse
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
 
 from grpo_trainer.generation import GenerationWorker, call_seed
 from grpo_trainer.loss import token_logprobs
@@ -13,6 +17,7 @@ from grpo_trainer.refit_settings import RefitSettings
 from grpo_trainer.refit_source import slot, start_source
 from grpo_trainer.sampling import sample_responses
 from grpo_trainer.sections import ControlAccessSection
+from grpo_trainer.tokenizer import EOS, PAD
 from refit_mx import ControlClient, EmbeddedControlServer, LayoutError
 
 tokens = st.lists(st.integers(2, 20), min_size=1, max_size=8)
@@ -123,6 +128,69 @@ def test_a_row_ends_at_its_own_stop_string(network, tokenizer):
     assert tokenizer.decode(stopped[0].token_ids) == stop
     assert not stopped[0].truncated
     assert stopped[1].token_ids.tolist() == free[1].token_ids.tolist()
+
+
+def word_tokenizer(words):
+    """A tokenizer with a token per word, besides padding and end, that decodes without gaps."""
+    vocabulary = [PAD, EOS, *words]
+    inner = Tokenizer(WordLevel({word: i for i, word in enumerate(vocabulary)}, unk_token=PAD))
+    inner.decoder = Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=inner, pad_token=PAD, eos_token=EOS)
+
+
+@settings(max_examples=25)
+@given(st.data(), st.integers(0, 99))
+def test_a_response_ends_in_the_token_that_completes_a_stop_string(network, data, seed):
+    size = network.config.vocab_size - 2
+    words = [f"{'abc'[i % 3]}.{'xyz'[i // 3 % 3]}{i}." for i in range(size)]
+    tokenizer = word_tokenizer(words)
+    rows = [torch.tensor([3, 4])] * 3
+    options = {"max_new_tokens": [7] * 3, "temperature": 3.0}
+
+    def sample(stop_strings):
+        generator = torch.Generator().manual_seed(seed)
+        return sample_responses(
+            network, tokenizer, rows, **options, generator=generator, stop_strings=stop_strings
+        )
+
+    def text(ids):
+        return tokenizer.decode(ids, skip_special_tokens=False)
+
+    free = sample(None)
+    whole = text(free[0].token_ids)
+    places = st.integers(0, len(whole) - 1)
+    begin = data.draw(places, label="begin")
+    stop = whole[begin : begin + data.draw(st.integers(1, 9), label="length")]
+    stopped = sample([["never", stop], None, [stop]])
+    for row in (0, 2):
+        ids = free[row].token_ids
+        ends = [n for n in range(1, len(ids) + 1) if stop in text(ids[:n])]
+        length = ends[0] if ends else len(ids)
+        assert stopped[row].token_ids.tolist() == ids[:length].tolist()
+        assert stopped[row].truncated is (not ends and free[row].truncated)
+    assert stopped[1].token_ids.tolist() == free[1].token_ids.tolist()
+
+
+def test_a_response_that_stops_at_its_limit_is_not_truncated(network, tokenizer):
+    row = torch.tensor(tokenizer("max(1,2)=")["input_ids"])
+    options = {"max_new_tokens": [3], "temperature": 1.0, "greedy": True}
+    [free] = sample_responses(network, tokenizer, [row], **options)
+    text = tokenizer.decode(free.token_ids)
+    [stopped] = sample_responses(network, tokenizer, [row], stop_strings=[[text]], **options)
+    assert stopped.token_ids.tolist() == free.token_ids.tolist()
+    assert (free.truncated, stopped.truncated) == (True, False)
+
+
+def test_an_empty_stop_string_is_refused(network, tokenizer):
+    with pytest.raises(ValueError, match="stop_strings: found an empty one"):
+        sample_responses(
+            network,
+            tokenizer,
+            [torch.tensor([4, 5])],
+            max_new_tokens=[3],
+            temperature=1.0,
+            stop_strings=[["a", ""]],
+        )
 
 
 def worker(model_folder, **changes):

@@ -51,12 +51,19 @@ def sample_responses(
         max_new_tokens: budget per row; a row with 0 gets an empty, truncated response.
         temperature: divides the logits. Ignored when greedy, but for the log-probabilities.
         greedy: take the likeliest token.
-        stop_strings: per row; a response ends when its text ends with one of them.
+        stop_strings: per row, none of them empty. A response ends with the token in which its text,
+            special tokens included, comes to contain one of them; that token stays complete, with
+            what follows the stop string in it.
         generator: source of randomness; the model's device must be the generator's.
 
     Returns:
         One response per row.
+
+    Raises:
+        ValueError: a stop string is empty.
     """
+    if any("" in (stops or ()) for stops in stop_strings or ()):
+        raise ValueError("stop_strings: found an empty one, which every text contains")
     device = next(model.parameters()).device
     end, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
     budget = torch.tensor(list(max_new_tokens), device=device)
@@ -93,7 +100,7 @@ def sample_responses(
         lengths += ~finished
         stopped |= ~finished & (token[:, 0] == end)
         if stop_strings is not None:
-            stopped |= _at_stop_string(tokenizer, drawn, stop_strings, ~finished)
+            stopped |= _at_stop_string(tokenizer, drawn, stop_strings, ~(finished | stopped))
         finished |= stopped | (lengths >= budget)
         input_ids = drawn[-1]
         positions = positions[:, -1:] + 1
@@ -114,11 +121,14 @@ def _at_stop_string(
     stop_strings: Sequence[Sequence[str] | None],
     active: torch.Tensor,
 ) -> torch.Tensor:
+    """Which ``active`` rows contain one of their stop strings, bool (n,)."""
     hit = torch.zeros_like(active)
-    if not any(stop_strings):
+    rows = [i for i, stops in enumerate(stop_strings) if stops and bool(active[i])]
+    if not rows:
         return hit
-    texts = tokenizer.batch_decode(torch.cat(list(drawn), 1), skip_special_tokens=True)
-    for i, stops in enumerate(stop_strings):
-        if stops and bool(active[i]) and texts[i].endswith(tuple(stops)):
-            hit[i] = True
+    # Anywhere in the text and not only at its end, which a token may lie across. The tokens before
+    # the last one completed no stop string, or the row would not be active.
+    texts = tokenizer.batch_decode(torch.cat(list(drawn), 1)[rows], skip_special_tokens=False)
+    for i, text in zip(rows, texts, strict=True):
+        hit[i] = any(stop in text for stop in stop_strings[i] or ())
     return hit

@@ -25,6 +25,7 @@ from grpo_trainer.sections import PretrainedModel, RandomModel
 PAD, EOS = "<pad>", "<eos>"
 
 _PROBE_S = 10.0
+_PROBES = ("a", "A", "0")
 _WEIGHTS = ("*.safetensors", "*.bin")
 
 # Bars of loading would tear the run's own display apart, and what fails is reported once, by us.
@@ -124,10 +125,14 @@ def prompt_encoder(
 ) -> Callable[[str], list[int]]:
     """How the text of a prompt becomes token ids.
 
+    A begin token that the tokenizer puts before a text stays; what it puts after one, such as its
+    end token, does not: a response follows a prompt, and nothing has come to its end.
+
     The function raises ValueError for a text that the model has no tokens for.
 
     Raises:
-        ConfigurationError: a chat template is asked for, and the tokenizer has none.
+        ConfigurationError: a chat template is asked for, and the tokenizer has none; or the
+            tokenizer adds tokens to a text although it is told not to.
     """
     if isinstance(model, RandomModel):
         known = set(model.characters)
@@ -139,8 +144,15 @@ def prompt_encoder(
             return list(tokenizer(text)["input_ids"])
 
         return encode_characters
+    _check_adds_nothing(tokenizer, model.name)
     if not model.use_chat_template:
-        return lambda text: list(tokenizer(text)["input_ids"])
+        appended = _appended_tokens(tokenizer, model.name)
+
+        def encode_text(text: str) -> list[int]:
+            ids = list(tokenizer(text)["input_ids"])
+            return ids[: len(ids) - appended]
+
+        return encode_text
     if tokenizer.chat_template is None:
         raise ConfigurationError(
             "policy.model.use_chat_template: found True; the tokenizer of "
@@ -155,6 +167,35 @@ def prompt_encoder(
         return list(tokenizer(rendered, add_special_tokens=False)["input_ids"])
 
     return encode_chat
+
+
+def _check_adds_nothing(tokenizer: Any, name: str) -> None:
+    """Refuse a tokenizer that adds tokens to a text although it is told not to."""
+    alone = list(tokenizer("", add_special_tokens=False)["input_ids"])
+    if alone:
+        raise ConfigurationError(
+            f"policy.model.name: tokenizer of {name!r}: makes the tokens {alone} of an empty text, "
+            "called with add_special_tokens=False; expected none, since what it adds would stand "
+            "around every turn of a conversation"
+        )
+
+
+def _appended_tokens(tokenizer: Any, name: str) -> int:
+    """Count the tokens that ``tokenizer`` puts after every text.
+
+    Raises:
+        ConfigurationError: a text's own tokens are not among those with special tokens.
+    """
+    for probe in _PROBES:
+        own = list(tokenizer(probe, add_special_tokens=False)["input_ids"])
+        whole = list(tokenizer(probe)["input_ids"])
+        for start in range(len(whole) - len(own) + 1 if own else 0):
+            if whole[start : start + len(own)] == own:
+                return len(whole) - start - len(own)
+    raise ConfigurationError(
+        f"policy.model.name: tokenizer of {name!r}: makes the tokens {whole} of {probe!r}, and "
+        f"{own} with add_special_tokens=False; expected the second within the first"
+    )
 
 
 def _first_line(error: BaseException) -> str:
