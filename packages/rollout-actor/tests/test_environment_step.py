@@ -21,8 +21,9 @@ def step_async(rows, task_to_env, *, timeout_s):
 
 @pytest.fixture(params=[step_environments, step_async], ids=["sync", "async"])
 def step(request):
-    def stepped(tasks, envs, *, timeout_s=30.0):
-        rows = start_conversations(batch_of(["1+2="] * len(tasks), tasks=tasks))
+    def stepped(tasks, envs, *, timeout_s=30.0, first_row=0):
+        tasks = ["other"] * first_row + tasks
+        rows = start_conversations(batch_of(["1+2="] * len(tasks), tasks=tasks))[first_row:]
         return request.param(rows, envs, timeout_s=timeout_s)
 
     return stepped
@@ -112,7 +113,7 @@ def test_every_form_of_a_return_is_read(step, form):
 
 
 def test_lists_serve_where_tensors_do(step):
-    parts = answer(2, rewards=[1, 0.5], terminateds=[0, 1])
+    parts = answer(2, rewards=[1, 0.5], terminateds=[False, True])
     outcomes = step(["a", "a"], {"a": environment(parts)})
     assert [(outcome.reward, outcome.terminated) for outcome in outcomes] == [
         (1.0, False),
@@ -125,40 +126,47 @@ def test_lists_serve_where_tensors_do(step):
     [
         (None, "a NoneType without 'observations', 'metadata'"),
         ((1, 2), "a tuple of 2 without 'next_stop_strings', 'rewards', 'terminateds'"),
-        (answer(1), r"reward 'rewards' of shape \(1,\); expected \(2,\)"),
+        (answer(2, rewards=torch.zeros(1)), r"reward 'rewards' of shape \(1,\)"),
         (answer(2, rewards=torch.zeros(2, 1)), r"reward 'rewards' of shape \(2, 1\)"),
         (answer(2, rewards={"x": torch.zeros(3)}), r"reward 'x' of shape \(3,\)"),
         (answer(2, observations=[]), "observations is a list of 0"),
         (answer(2, observations=None), "observations is a NoneType"),
-        (answer(2, observations=["a", "b"]), "observation a str of 1"),
-        (answer(2, observations=[{"content": ""}] * 2), "observation a dict of 1"),
+        (answer(2, observations=["a", "b"]), "observation of row 5 is a str of 1"),
+        (answer(2, observations=[{"content": ""}] * 2), "observation of row 5 is a dict of 1"),
+        (
+            answer(2, observations=[{"role": "user", "content": None}] * 2),
+            "observation of row 5 has a NoneType as content; expected a text",
+        ),
         (answer(2, metadata=[None]), "metadata is a list of 1"),
         (answer(2, next_stop_strings=[None] * 3), "next_stop_strings is a list of 3"),
-        (answer(2, terminateds=torch.ones(1)), "terminateds is a list of 1"),
-        (answer(2, terminateds=torch.tensor(1)), "terminateds is a int"),
+        (answer(2, answers=["a"]), "answers is a list of 1"),
+        (answer(2, terminateds=torch.ones(1) > 0), r"terminateds of shape \(1,\)"),
+        (answer(2, terminateds=torch.ones(2, 1) > 0), r"terminateds of shape \(2, 1\)"),
+        (answer(2, terminateds=torch.tensor(True)), r"terminateds of shape \(\)"),
+        (answer(2, terminateds=torch.ones(2)), "torch.float32.*expected booleans of shape"),
+        (answer(2, terminateds=[0, 1]), r"torch.int64.*expected booleans of shape \(2,\)"),
+        (answer(2, terminateds=[None, True]), "terminateds is a list of 2, which is no tensor"),
+        (answer(2, rewards=[None, 1.0]), "reward 'rewards' is a list of 2, which is no tensor"),
+        (answer(2, rewards=[1j, 1.0]), "torch.complex64.*expected numbers of shape"),
+        (answer(2, rewards={3: [1.0, 1.0]}), "reward component 3 is a int; expected a text"),
+        (answer(2, rewards=torch.tensor([0.0, torch.nan])), "reward 'rewards' of row 6 is nan"),
+        (answer(2, rewards={"x": [torch.inf, 1.0]}), "reward 'x' of row 5 is inf"),
+        (answer(2, rewards=[0.0, -torch.inf]), "reward 'rewards' of row 6 is -inf"),
         (
-            answer(2, rewards=torch.tensor([0.0, torch.nan])),
-            "reward 'rewards' of row 1 of 2 is nan",
+            answer(2, rewards=torch.tensor([0.0, 1e300], dtype=torch.float64)),
+            "reward 'rewards' of row 6 is inf",
         ),
-        (answer(2, rewards={"x": [torch.inf, 1.0]}), "reward 'x' of row 0 of 2 is inf"),
-        (answer(2, rewards=[0.0, -torch.inf]), "reward 'rewards' of row 1 of 2 is -inf"),
         (
             answer(2, next_stop_strings=[["END"], "END"]),
-            "next_stop_strings of row 1 of 2 are 'END'; expected a list of strings",
+            "next_stop_strings of row 6 are 'END'; expected a list of strings",
         ),
-        (answer(2, next_stop_strings=[None, [7]]), r"next_stop_strings of row 1 of 2 are \[7\]"),
+        (answer(2, next_stop_strings=[None, [7]]), r"next_stop_strings of row 6 are \[7\]"),
+        (answer(2, next_stop_strings=[None, [""]]), r"row 6 are \[''\]; .*none of them empty"),
     ],
 )
 def test_a_return_that_does_not_fit_is_refused_naming_task_and_part(step, result, message):
     with pytest.raises(InvalidRequestError, match=f"task 'maths'.*{message}"):
-        step(["maths", "maths"], {"maths": environment(result)})
-
-
-@pytest.mark.parametrize("part", ["rewards", "terminateds"])
-def test_a_return_that_cannot_be_read_names_the_task(step, part):
-    with pytest.raises((TypeError, RuntimeError)) as caught:
-        step(["maths", "maths"], {"maths": environment(answer(2, **{part: [None, 1.0]}))})
-    assert caught.value.__notes__ == ["raised by the environment of task 'maths'"]
+        step(["maths", "maths"], {"maths": environment(result)}, first_row=5)
 
 
 def test_environments_see_role_and_content_only(step):

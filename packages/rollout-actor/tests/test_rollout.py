@@ -108,23 +108,77 @@ def test_an_observation_that_fills_the_sequence_is_cut_and_ends_the_row(play, ro
     log = batch["message_log"][0]
     assert len(log) == 3
     assert torch.equal(log[2]["token_ids"], tokens_of(" 4+4="[:observed]))
-    assert batch["truncated"].tolist() == [True]
-    assert metrics["truncation_rate"] == 1.0
+    assert batch["truncated"].tolist() == [False]
+    assert metrics["truncation_rate"] == 0.0
+    assert metrics["sequence_full_rate"] == 1.0
     assert metrics["natural_termination_rate"] == 0.0
     assert metrics["max_turns_reached_rate"] == 0.0
 
 
-def test_an_observation_that_reaches_the_maximum_exactly_counts_as_cut(play):
+def test_an_observation_that_reaches_the_maximum_exactly_ends_the_row(play):
     length = len("1+2=3. So it is. 4+4=")
-    at_limit, _ = play(batch_of(["1+2="], more=["4+4="]), Local(Arithmetic()), max_seq_len=length)
-    below, _ = play(
+    at_limit, metrics = play(
+        batch_of(["1+2="], more=["4+4="]), Local(Arithmetic()), max_seq_len=length
+    )
+    below, below_metrics = play(
         batch_of(["1+2="], more=["4+4="]),
         Local(Arithmetic()),
         max_seq_len=length + 1,
         max_rollout_turns=1,
     )
-    assert (len(at_limit["message_log"][0]), at_limit["truncated"].tolist()) == (3, [True])
-    assert (len(below["message_log"][0]), below["truncated"].tolist()) == (3, [False])
+    assert len(at_limit["message_log"][0]) == len(below["message_log"][0]) == 3
+    assert at_limit["truncated"].tolist() == below["truncated"].tolist() == [False]
+    assert metrics["sequence_full_rate"] == 1.0
+    assert below_metrics["sequence_full_rate"] == 0.0
+
+
+def test_a_row_its_environment_ended_is_not_truncated_by_an_observation(play):
+    length = len("1+2=3. So it is.")
+    env = Scripted(lambda log, info: {"observation": "well done", "terminated": True})
+    batch, metrics = play(batch_of(["1+2="]), env, max_seq_len=length + 2)
+    assert batch["truncated"].tolist() == [False]
+    assert len(batch["message_log"][0][2]["token_ids"]) == 2
+    assert metrics["natural_termination_rate"] == 1.0
+    assert metrics["sequence_full_rate"] == metrics["truncation_rate"] == 0.0
+
+
+def test_a_truncated_response_counts_though_the_environment_ends_the_row(play):
+    batch, metrics = play(batch_of(["1+2="]), Local(Arithmetic()), max_new_tokens=2)
+    assert batch["truncated"].tolist() == [True]
+    assert metrics["natural_termination_rate"] == 0.0
+
+
+def test_rewards_whose_sum_is_no_float32_are_refused_by_row(play):
+    env = Scripted(
+        lambda log, info: {
+            "observation": " 4+4=",
+            "reward": 3e38 if log[0]["content"] == "3+4=" else 1.0,
+            "terminated": len(log) > 2,
+        }
+    )
+    with pytest.raises(InvalidRequestError, match=r"total_reward of row 1 adds up to 6e\+38"):
+        play(batch_of(["1+2=", "3+4="]), env)
+
+
+@pytest.mark.parametrize("added", ["^", "$"])
+def test_a_tokenizer_that_adds_tokens_to_observations_is_refused(added):
+    class Adding(CharTokenizer):
+        def __call__(self, text, **options):
+            return super().__call__(f"^{text}" if added == "^" else f"{text}$", **options)
+
+    generator = Adder()
+    with pytest.raises(
+        InvalidRequestError, match=rf"tokenizer Adding makes the tokens \[{ord(added)}\]"
+    ):
+        run_multi_turn_rollout(
+            generator,
+            batch_of(["1+2="]),
+            Adding(),
+            {"sum": Local(Arithmetic())},
+            max_seq_len=99,
+            max_rollout_turns=2,
+        )
+    assert generator.events == []
 
 
 def test_a_response_cut_by_its_budget_marks_the_row_and_the_environment_goes_on(play):
@@ -144,7 +198,7 @@ def test_stop_strings_are_per_row(play):
     assert responses == ["3.", "7. So it is.", "11. So"]
 
 
-@pytest.mark.parametrize("stop_strings", ["END", b"END", ["END", 7], 7])
+@pytest.mark.parametrize("stop_strings", ["END", b"END", ["END", 7], 7, ["END", ""]])
 def test_stop_strings_that_are_not_a_list_of_strings_are_refused_by_row(play, stop_strings):
     with pytest.raises(InvalidRequestError, match=r"stop_strings of row 1 are .*expected a list"):
         play(batch_of(["1+2=", "3+4="], stop_strings=[["."], stop_strings]), Local(Arithmetic()))
@@ -382,6 +436,7 @@ def test_metrics_are_plain_numbers_about_the_batch(play):
         "max_total_reward": 2.0,
         "truncation_rate": 0.0,
         "natural_termination_rate": 1.0,
+        "sequence_full_rate": 0.0,
         "max_turns_reached_rate": 0.0,
         "turn_1/active_samples": 2,
         "turn_1/mean_gen_tokens": 12.0,

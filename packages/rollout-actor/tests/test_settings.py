@@ -13,6 +13,7 @@ def test_optional_keys_are_off_when_missing():
     assert settings == RolloutSettings(
         max_seq_len=200,
         pad_to_multiple=8,
+        max_new_tokens=None,
         max_turns=4,
         async_generation=False,
         router_replay=False,

@@ -46,6 +46,7 @@ class Says:
         output = torch.cat([data["input_ids"][0, :length], torch.tensor(ids).long()])
         return {
             "output_ids": output[None],
+            "generation_lengths": torch.tensor([len(ids)]),
             "unpadded_sequence_lengths": torch.tensor([len(output)]),
             "logprobs": torch.zeros(1, len(output)),
             "truncated": torch.tensor([not ended]),

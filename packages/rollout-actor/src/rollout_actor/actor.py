@@ -248,6 +248,7 @@ class SyncRolloutActor(RayClass):
             task_to_env,
             max_seq_len=settings.max_seq_len,
             max_rollout_turns=settings.max_turns,
+            max_new_tokens=settings.max_new_tokens,
             step_timeout_s=settings.step_timeout_s,
             media_group_size=group_size if settings.share_group_media else 1,
         )

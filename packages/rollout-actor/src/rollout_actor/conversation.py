@@ -37,18 +37,20 @@ class Conversation:
     """A row of the batch.
 
     Attributes:
+        row: its place in the batch.
         task: the environment that judges it.
         turns: the message log; a copy, so that the input batch stays as it was.
         env_info: what the environment wants back at its next step.
         stop_strings: of the next response.
         media: name to tensor, for the generation back end.
-        truncated: a response or an observation was cut.
+        truncated: a response ran into its token budget.
         terminated: the environment ended it.
-        cut: the sequence length ended it.
+        full: it was to go on, and the observation left no room for a response.
         rewards: reward component to its sum over the turns.
         history: one record per turn played.
     """
 
+    row: int
     task: str
     turns: MessageLog
     env_info: Any
@@ -57,14 +59,14 @@ class Conversation:
     total_reward: float = 0.0
     truncated: bool = False
     terminated: bool = False
-    cut: bool = False
+    full: bool = False
     rewards: dict[str, float] = field(default_factory=dict)
     history: list[TurnRecord] = field(default_factory=list)
 
     @property
     def active(self) -> bool:
         """Whether another response is to be generated."""
-        return not (self.terminated or self.cut)
+        return not (self.terminated or self.full)
 
     @property
     def token_ids(self) -> torch.Tensor:
@@ -105,13 +107,13 @@ class Conversation:
     ) -> None:
         """Take over what the environment said about the last response.
 
-        An observation that would fill the sequence is cut, which ends the row as truncated.
+        An observation that would fill the sequence is cut, which ends the row.
         """
         observed = _tokenize(tokenizer, outcome.observation["content"])
         length = self.length
         if length + len(observed) >= max_seq_len:
             observed = observed[: max(0, max_seq_len - length)]
-            self.truncated = self.cut = True
+            self.full = not outcome.terminated
         generated = len(self.turns[-1]["token_ids"])
         self.turns.append(
             {
@@ -165,6 +167,7 @@ def start_conversations(
         )
     conversations = [
         Conversation(
+            row=row,
             task=str(task),
             turns=[_own_turn(turn, row, place) for place, turn in enumerate(log)],
             # Repeated prompts often share one dict, which an environment may write to.
@@ -177,6 +180,21 @@ def start_conversations(
     if media_group_size > 1:
         share_equal_media([row.media for row in conversations], media_group_size)
     return conversations
+
+
+def check_tokenizer(tokenizer: TokenizerInterface) -> None:
+    """Refuse a tokenizer that adds tokens to a text; they would stand in each observation.
+
+    Raises:
+        InvalidRequestError: (a ValueError) naming the tokenizer and what it adds.
+    """
+    added = _tokenize(tokenizer, "").tolist()
+    if added:
+        raise InvalidRequestError(
+            f"rollout: tokenizer {type(tokenizer).__name__} makes the tokens {added} of an empty "
+            "text, called with add_special_tokens=False; expected none, since what it adds would "
+            "stand around every observation"
+        )
 
 
 def _own_turn(turn: Mapping[str, Any], row: int, place: int) -> dict[str, Any]:

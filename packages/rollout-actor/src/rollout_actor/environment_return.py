@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
 from typing import Any  # Any: metadata and answers are the environment's own values
@@ -29,73 +29,91 @@ class StepOutcome:
     terminated: bool
 
 
-def read_return(answer: Any, task: str, count: int) -> list[StepOutcome]:
-    """Take the return of a step of ``count`` rows apart.
+def read_return(answer: Any, task: str, rows: Sequence[int]) -> list[StepOutcome]:
+    """Check the return of a step and take it apart.
+
+    Args:
+        answer: what the environment returned.
+        task: names the environment in errors.
+        rows: places, in the rollout's batch, of the n rows that it was given.
 
     Raises:
-        InvalidRequestError: (a ValueError) naming the task, if ``answer`` has none of the forms of
-            an `EnvironmentReturn`, a part of it is not one value per row, a reward is not finite,
-            or a row's stop strings are not a list of strings.
+        InvalidRequestError: (a ValueError) naming the task, and the row where there is one, if
+            ``answer`` has none of the forms of an `EnvironmentReturn`, a part of it is not one
+            value per row, an observation has no text, a reward is not finite, ``terminateds`` are
+            not booleans, or a row's stop strings are not a list of texts.
     """
-    parts = _as_return(answer, task)
-    rewards, components = _read_rewards(parts.rewards, task, count)
-    nothing = [None] * count
-    columns = {
-        "observations": parts.observations,
-        "metadata": nothing if parts.metadata is None else parts.metadata,
-        "next_stop_strings": (
-            nothing if parts.next_stop_strings is None else parts.next_stop_strings
-        ),
-        "terminateds": torch.as_tensor(parts.terminateds).tolist(),
-    }
-    for name, column in columns.items():
-        if not hasattr(column, "__len__") or len(column) != count:
-            raise InvalidRequestError(
-                f"environment of task {task!r}: {name} is {_described(column)}; expected one "
-                f"value for each of {count} rows"
-            )
-    for observation in parts.observations:
-        if not isinstance(observation, Mapping) or not {"role", "content"} <= observation.keys():
-            raise InvalidRequestError(
-                f"environment of task {task!r}: observation {_described(observation)}; expected "
-                "a dict with 'role' and 'content'"
-            )
+    where = f"environment of task {task!r}"
+    parts = _as_return(answer, where)
+    for name in ("observations", "metadata", "next_stop_strings", _OPTIONAL):
+        _check_length(getattr(parts, name), name, where, len(rows))
+    for row, observation in zip(rows, parts.observations, strict=True):
+        _check_observation(observation, f"{where}: observation of row {row}")
+    rewards, components = _read_rewards(parts.rewards, where, rows)
+    nothing = [None] * len(rows)
+    columns = (
+        rows,
+        parts.observations,
+        nothing if parts.metadata is None else parts.metadata,
+        nothing if parts.next_stop_strings is None else parts.next_stop_strings,
+        _column(parts.terminateds, torch.bool, f"{where}: terminateds", len(rows)),
+    )
     return [
         StepOutcome(
             observation=observation,
             metadata=metadata,
             sets_stop_strings=parts.next_stop_strings is not None,
-            stop_strings=read_stop_strings(
-                stop_strings,
-                f"environment of task {task!r}: next_stop_strings of row {row} of {count}",
-            ),
-            reward=rewards[row],
-            components={name: values[row] for name, values in components.items()},
-            terminated=bool(terminated),
+            stop_strings=read_stop_strings(stops, f"{where}: next_stop_strings of row {row}"),
+            reward=rewards[place],
+            components={name: values[place] for name, values in components.items()},
+            terminated=terminated,
         )
-        for row, (observation, metadata, stop_strings, terminated) in enumerate(
-            zip(*columns.values(), strict=True)
+        for place, (row, observation, metadata, stops, terminated) in enumerate(
+            zip(*columns, strict=True)
         )
     ]
 
 
-def read_stop_strings(found: Any, what: str) -> list[str] | None:
+def read_stop_strings(strings: Any, what: str) -> list[str] | None:
     """The stop strings of one row, as a list of their own.
 
     Raises:
         InvalidRequestError: (a ValueError) starting with ``what``; a string by itself would stop
-            at each of its letters.
+            at each of its letters, and an empty one ends every text.
     """
-    if found is None:
+    if strings is None:
         return None
-    listing = isinstance(found, Iterable) and not isinstance(found, str | bytes | Mapping)
-    strings = list(found) if listing else []
-    if not listing or not all(isinstance(string, str) for string in strings):
-        raise InvalidRequestError(f"{what} are {found!r}; expected a list of strings, or None")
-    return strings
+    listing = isinstance(strings, Iterable) and not isinstance(strings, str | bytes | Mapping)
+    copy = list(strings) if listing else []
+    if not listing or not all(isinstance(string, str) and string for string in copy):
+        raise InvalidRequestError(
+            f"{what} are {strings!r}; expected a list of strings, none of them empty, or None"
+        )
+    return copy
 
 
-def _as_return(answer: Any, task: str) -> EnvironmentReturn:
+def _check_length(column: Any, name: str, where: str, count: int) -> None:
+    if column is None and name != "observations":
+        return
+    if not hasattr(column, "__len__") or len(column) != count:
+        raise InvalidRequestError(
+            f"{where}: {name} is {_described(column)}; expected one value for each of {count} rows"
+        )
+
+
+def _check_observation(observation: Any, where: str) -> None:
+    if not isinstance(observation, Mapping) or not {"role", "content"} <= observation.keys():
+        raise InvalidRequestError(
+            f"{where} is {_described(observation)}; expected a dict with 'role' and 'content'"
+        )
+    for name in ("role", "content"):
+        if not isinstance(observation[name], str):
+            raise InvalidRequestError(
+                f"{where} has {_described(observation[name])} as {name}; expected a text"
+            )
+
+
+def _as_return(answer: Any, where: str) -> EnvironmentReturn:
     names = EnvironmentReturn._fields
     found: dict[str, Any]
     if isinstance(answer, Mapping):
@@ -107,33 +125,55 @@ def _as_return(answer: Any, task: str) -> EnvironmentReturn:
     missing = [name for name in names if name not in found and name != _OPTIONAL]
     if missing:
         raise InvalidRequestError(
-            f"environment of task {task!r}: its step returned {_described(answer)} without "
+            f"{where}: its step returned {_described(answer)} without "
             f"{listed(missing)}; expected an EnvironmentReturn"
         )
     return EnvironmentReturn._make(found.get(name) for name in names)
 
 
 def _read_rewards(
-    rewards: Any, task: str, count: int
+    rewards: Any, where: str, rows: Sequence[int]
 ) -> tuple[list[float], dict[str, list[float]]]:
     named = rewards if isinstance(rewards, Mapping) else {"rewards": rewards}
     columns: dict[str, list[float]] = {}
     for name, values in named.items():
-        tensor = torch.as_tensor(values, dtype=torch.float32)
-        if tensor.shape != (count,):
+        if not isinstance(name, str):
             raise InvalidRequestError(
-                f"environment of task {task!r}: reward {name!r} of shape {tuple(tensor.shape)}; "
-                f"expected ({count},), a value per row"
+                f"{where}: reward component {name!r} is {_described(name)}; expected a text"
             )
-        columns[name] = tensor.tolist()
-        wrong = next((row for row, value in enumerate(columns[name]) if not isfinite(value)), None)
-        if wrong is not None:
-            raise InvalidRequestError(
-                f"environment of task {task!r}: reward {name!r} of row {wrong} of {count} is "
-                f"{columns[name][wrong]}; expected a finite number"
-            )
-    totals = [sum(column[row] for column in columns.values()) for row in range(count)]
+        column = _column(values, torch.float32, f"{where}: reward {name!r}", len(rows))
+        for row, value in zip(rows, column, strict=True):
+            if not isfinite(value):
+                raise InvalidRequestError(
+                    f"{where}: reward {name!r} of row {row} is {value}; expected a finite number"
+                )
+        columns[name] = column
+    totals = [sum(column[place] for column in columns.values()) for place in range(len(rows))]
     return totals, columns if isinstance(rewards, Mapping) else {}
+
+
+def _column(values: Any, dtype: torch.dtype, what: str, count: int) -> list[Any]:
+    """Read a number or, for ``torch.bool``, a boolean per row.
+
+    Booleans are not made of numbers: a probability of 0.3 is no decision. A column of shape (n, 1)
+    is not one of (n,): its rows would be lists, and a list with an element is true.
+    """
+    expected = "booleans" if dtype == torch.bool else "numbers"
+    try:
+        tensor = torch.as_tensor(values)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise InvalidRequestError(
+            f"{what} is {_described(values)}, which is no tensor: {error}; expected {expected}, "
+            f"one for each of {count} rows"
+        ) from error
+    fits = tensor.dtype == torch.bool if dtype == torch.bool else not tensor.is_complex()
+    if tensor.shape != (count,) or not fits:
+        raise InvalidRequestError(
+            f"{what} of shape {tuple(tensor.shape)} ({tensor.dtype}); expected {expected} of shape "
+            f"({count},), one for each row"
+        )
+    column: list[Any] = tensor.to(dtype).tolist()
+    return column
 
 
 def _described(value: Any) -> str:

@@ -68,12 +68,13 @@ def step_environments(
     Raises:
         DeadlineExceededError: (a TimeoutError) naming the task whose step did not finish.
         UnavailableError: (a RuntimeError) naming the task whose actor is dead or out of reach.
-        InvalidRequestError: (a ValueError) naming the task whose answer is not one per row.
+        InvalidRequestError: (a ValueError) naming the task whose answer is not an
+            `EnvironmentReturn` of its rows.
         Exception: what the environment raised, with a note naming the task.
     """
     steps = _start(rows, task_to_env)
     wait([step.future for step in steps], timeout_s, return_when=FIRST_EXCEPTION)
-    return _outcomes(steps, timeout_s)
+    return _outcomes(steps, rows, timeout_s)
 
 
 async def step_environments_async(
@@ -92,7 +93,7 @@ async def step_environments_async(
     for future in done:
         if not future.cancelled():
             future.exception()  # marks it as seen; _outcomes raises it
-    return _outcomes(steps, timeout_s)
+    return _outcomes(steps, rows, timeout_s)
 
 
 def _start(
@@ -126,7 +127,9 @@ def _as_future(started: Any) -> Future[Any]:
     return done
 
 
-def _outcomes(steps: Sequence[_Step], timeout_s: float) -> list[StepOutcome]:
+def _outcomes(
+    steps: Sequence[_Step], rows: Sequence[Conversation], timeout_s: float
+) -> list[StepOutcome]:
     by_place: dict[int, StepOutcome] = {}
     # Finished ones first: a failure says more than the wait that it cut short.
     for step in sorted(steps, key=lambda step: not step.future.done()):
@@ -137,7 +140,7 @@ def _outcomes(steps: Sequence[_Step], timeout_s: float) -> list[StepOutcome]:
             )
         with _named(step.task):
             answer = step.future.result()
-            outcomes = read_return(answer, step.task, len(step.places))
+            outcomes = read_return(answer, step.task, [rows[place].row for place in step.places])
         by_place.update(zip(step.places, outcomes, strict=True))
     return [by_place[place] for place in sorted(by_place)]
 

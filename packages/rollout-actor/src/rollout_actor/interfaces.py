@@ -60,7 +60,8 @@ class EnvironmentReturn(NamedTuple):
         rewards: float (n,), finite, or name to such a tensor. Named components are summed to the
             row's reward and also kept under their names. Both add up over the turns.
         terminateds: bool (n,); True ends the row.
-        answers: n extracted answers or None. Read by evaluation loops, not by a rollout.
+        answers: n extracted answers, or None as a whole. Read by evaluation loops, not by a
+            rollout.
     """
 
     observations: Sequence[Observation]
@@ -109,14 +110,18 @@ class EnvironmentInterface(Protocol):
 class GenerationOutput(TypedDict):
     """What ``generate`` returns for n rows, in the order in which it was given them.
 
+    A rollout checks every answer against this and the prompts it sent.
+
     Attributes:
         output_ids: int (n, any width), each row the prompt followed by the response, right-padded.
         generation_lengths: int (n,), tokens of the response, the stop token included.
         unpadded_sequence_lengths: int (n,), tokens of prompt and response.
-        logprobs: float, as ``output_ids``; 0 on the prompt, the log-probability of the sampled
-            token on the response.
-        truncated: bool (n,); the response ended because its token budget did. It marks the row as
-            truncated and does not end it: the environment decides that.
+        logprobs: float (n, any width); 0 on the prompt, the log-probability of the sampled token on
+            the response: finite and at most 0.
+        truncated: bool (n,); the response ran into its token budget. One that stopped by itself is
+            not truncated, not even where its last token is the last of the budget. It marks the row
+            as truncated and does not end it: the environment decides that. Without this column no
+            row counts as truncated.
         routed_experts: int (n, width, layers, experts per token), width at least that of the
             longest row; the experts that computed each token. Needed for router replay only.
     """

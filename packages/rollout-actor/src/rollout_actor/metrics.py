@@ -22,8 +22,10 @@ def rollout_metrics(rows: Sequence[Conversation]) -> dict[str, float | int]:
         ``mean_gen_tokens_per_sample``, ``max_gen_tokens_per_sample``,
         ``mean_env_tokens_per_sample``, ``mean_total_tokens_per_sample``, in tokens;
         ``mean_total_reward``, ``min_total_reward``, ``max_total_reward``; and the shares of rows
-        ``truncation_rate``, ``natural_termination_rate`` (ended by their environment, nothing cut)
-        and ``max_turns_reached_rate`` (ended by nothing but the number of turns).
+        ``truncation_rate`` (a response ran into its token budget), ``natural_termination_rate``
+        (ended by their environment, no response truncated), ``sequence_full_rate`` (ended by an
+        observation that left no room for a response) and ``max_turns_reached_rate`` (ended by
+        nothing but the number of turns).
         Per turn n from 1, over the rows that played it: ``turn_<n>/active_samples``,
         ``turn_<n>/mean_gen_tokens``, ``turn_<n>/mean_env_tokens``, ``turn_<n>/mean_reward``.
     """
@@ -45,6 +47,7 @@ def rollout_metrics(rows: Sequence[Conversation]) -> dict[str, float | int]:
         "max_total_reward": max(rewards, default=0.0),
         "truncation_rate": _mean(row.truncated for row in rows),
         "natural_termination_rate": _mean(row.terminated and not row.truncated for row in rows),
+        "sequence_full_rate": _mean(row.full for row in rows),
         "max_turns_reached_rate": _mean(row.active for row in rows),
     }
     for place in range(max(turns, default=0)):

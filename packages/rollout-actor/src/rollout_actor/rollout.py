@@ -17,16 +17,16 @@ import torch
 from opentelemetry.trace import SpanKind
 
 from column_io import BatchedDataDict
-from dataplane_core import INPUT_LENGTHS, InvalidRequestError
+from dataplane_core import InvalidRequestError
 from dataplane_core.errors import listed
 from dataplane_core.telemetry import span
-from rollout_actor.conversation import Conversation, start_conversations
+from rollout_actor.conversation import Conversation, check_tokenizer, start_conversations
 from rollout_actor.environment_step import (
     check_tasks,
     step_environments,
     step_environments_async,
 )
-from rollout_actor.generation import generation_input, responses
+from rollout_actor.generation import GenerationRequest, generation_request, responses
 from rollout_actor.interfaces import (
     AsyncGenerationInterface,
     EnvironmentInterface,
@@ -45,6 +45,7 @@ def run_multi_turn_rollout(
     *,
     max_seq_len: int,
     max_rollout_turns: int,
+    max_new_tokens: int | None = None,
     greedy: bool = False,
     step_timeout_s: float = DEFAULT_STEP_TIMEOUT_S,
     media_group_size: int = 1,
@@ -62,8 +63,10 @@ def run_multi_turn_rollout(
         tokenizer: decodes responses and encodes observations.
         task_to_env: task to environment.
         max_seq_len: tokens of a conversation. An observation with which it would reach this is
-            cut, the row marked truncated and ended.
+            cut and ends the row.
         max_rollout_turns: responses per row at most.
+        max_new_tokens: tokens of a response at most, None for as many as the conversation may
+            have. The back end has to have the same limit; an answer beyond it is refused.
         greedy: take the likeliest token instead of sampling.
         step_timeout_s: how long the steps of one turn may take, in seconds.
         media_group_size: so many rows in a row repeat one prompt, and share its media in memory.
@@ -71,25 +74,34 @@ def run_multi_turn_rollout(
     Returns:
         The batch and its metrics (`rollout_actor.metrics.rollout_metrics`). The batch has the
         input's columns, with ``message_log`` and ``extra_env_info`` as they ended, and
-        ``total_reward`` float32 (n,), ``truncated`` bool (n,) and, float32 (n,), each reward
-        component that an environment named, 0 where it did not.
+        ``total_reward`` float32 (n,), ``truncated`` bool (n,), True where a response ran into its
+        token budget, and, float32 (n,), each reward component that an environment named, 0 where
+        it did not.
 
     Raises:
         InvalidRequestError: (a ValueError) if a task has no environment, columns do not fit each
-            other, a reward component has the name of a column, or an answer does not fit its rows.
+            other, the tokenizer adds tokens to an observation, a reward component has the name of
+            a column, rewards add up to more than float32 has, or an answer of the back end or an
+            environment is not what its interface says (see `rollout_actor.generation.responses`).
         MissingDataError: (a KeyError and a ValueError) if a column or a key is missing.
         DeadlineExceededError, UnavailableError: as `step_environments`, naming the task.
     """
-    rows = _start(input_batch, task_to_env, max_rollout_turns, media_group_size)
+    rows = _start(input_batch, tokenizer, task_to_env, max_rollout_turns, media_group_size)
     for turn in range(max_rollout_turns):
         active = [row for row in rows if row.active]
         if not active:
             break
         with span("turn", attributes={"rl.turn": turn, "rl.rows": len(active)}):
-            data = generation_input(active, pad_token_id=tokenizer.pad_token_id)
+            request = generation_request(
+                active,
+                backend=type(policy_generation).__name__,
+                pad_token_id=tokenizer.pad_token_id,
+                max_seq_len=max_seq_len,
+                max_new_tokens=max_new_tokens,
+            )
             with span("generate", "idle", kind=SpanKind.CLIENT):
-                output = policy_generation.generate(data, greedy=greedy)
-            _add_responses(active, output, data[INPUT_LENGTHS], tokenizer)
+                output = policy_generation.generate(request.data, greedy=greedy)
+            _add_responses(active, output, request, tokenizer)
             with span("environment_step", "idle", kind=SpanKind.CLIENT):
                 outcomes = step_environments(active, task_to_env, timeout_s=step_timeout_s)
             for row, outcome in zip(active, outcomes, strict=True):
@@ -105,6 +117,7 @@ def run_async_multi_turn_rollout(
     *,
     max_seq_len: int,
     max_rollout_turns: int,
+    max_new_tokens: int | None = None,
     greedy: bool = False,
     step_timeout_s: float = DEFAULT_STEP_TIMEOUT_S,
     media_group_size: int = 1,
@@ -118,20 +131,26 @@ def run_async_multi_turn_rollout(
     returns a reference or a future does not. When a row fails, the others are cancelled and its
     error is raised.
     """
-    rows = _start(input_batch, task_to_env, max_rollout_turns, media_group_size)
+    rows = _start(input_batch, tokenizer, task_to_env, max_rollout_turns, media_group_size)
 
     async def play(row: Conversation) -> None:
         for _ in range(max_rollout_turns):
-            data = generation_input([row], pad_token_id=tokenizer.pad_token_id)
-            answers = [
-                answer async for _, answer in policy_generation.generate_async(data, greedy=greedy)
-            ]
-            if len(answers) != 1:
+            request = generation_request(
+                [row],
+                backend=type(policy_generation).__name__,
+                pad_token_id=tokenizer.pad_token_id,
+                max_seq_len=max_seq_len,
+                max_new_tokens=max_new_tokens,
+            )
+            stream = policy_generation.generate_async(request.data, greedy=greedy)
+            answers = [answer async for answer in stream]
+            places = [place for place, _ in answers]
+            if places != [0]:
                 raise InvalidRequestError(
-                    f"generation: generate_async yielded {len(answers)} answers; expected 1, for "
-                    "the one row it was given"
+                    f"generation back end {request.backend}: row {row.row}: generate_async yielded "
+                    f"answers for the places {places}; expected [0], the one row it was given"
                 )
-            _add_responses([row], answers[0], data[INPUT_LENGTHS], tokenizer)
+            _add_responses([row], answers[0][1], request, tokenizer)
             outcomes = await step_environments_async([row], task_to_env, timeout_s=step_timeout_s)
             row.settle(outcomes[0], tokenizer, max_seq_len=max_seq_len)
             if not row.active:
@@ -155,6 +174,7 @@ def run_async_multi_turn_rollout(
 
 def _start(
     input_batch: Mapping[str, Any],
+    tokenizer: TokenizerInterface,
     task_to_env: Mapping[str, EnvironmentInterface],
     max_rollout_turns: int,
     media_group_size: int,
@@ -165,20 +185,21 @@ def _start(
         )
     rows = start_conversations(input_batch, media_group_size=media_group_size)
     check_tasks([row.task for row in rows], task_to_env)
+    check_tokenizer(tokenizer)
     return rows
 
 
 def _add_responses(
     rows: Sequence[Conversation],
-    output: Mapping[str, Any],
-    prompt_lengths: torch.Tensor,
+    output: Any,
+    request: GenerationRequest,
     tokenizer: TokenizerInterface,
 ) -> None:
-    found = responses(output, prompt_lengths)
+    answers = responses(output, request)
     texts = tokenizer.batch_decode(
-        [response.token_ids for response in found], skip_special_tokens=True
+        [response.token_ids for response in answers], skip_special_tokens=True
     )
-    for row, response, text in zip(rows, found, texts, strict=True):
+    for row, response, text in zip(rows, answers, texts, strict=True):
         row.add_response(response, text)
 
 
@@ -190,7 +211,7 @@ def _final_batch(
             **input_batch,
             "message_log": [row.turns for row in rows],
             "extra_env_info": [row.env_info for row in rows],
-            "total_reward": torch.tensor([row.total_reward for row in rows], dtype=torch.float32),
+            "total_reward": _float32([row.total_reward for row in rows], "total_reward"),
             "truncated": torch.tensor([row.truncated for row in rows], dtype=torch.bool),
         }
     )
@@ -202,6 +223,16 @@ def _final_batch(
             "names of their own, such as 'reward/<name>'"
         )
     for name in components:
-        sums = [row.rewards.get(name, 0.0) for row in rows]
-        batch[name] = torch.tensor(sums, dtype=torch.float32)
+        batch[name] = _float32([row.rewards.get(name, 0.0) for row in rows], name)
     return batch
+
+
+def _float32(sums: Sequence[float], name: str) -> torch.Tensor:
+    """Rewards as a column; each was finite, and still their sum may not be."""
+    column = torch.tensor(sums, dtype=torch.float32)
+    if not column.isfinite().all():
+        row = int(column.isfinite().logical_not().int().argmax())
+        raise InvalidRequestError(
+            f"rollout: {name} of row {row} adds up to {sums[row]:g}; expected a float32"
+        )
+    return column

@@ -22,6 +22,8 @@ class RolloutSettings:
         max_seq_len: tokens of a conversation at most; ``policy.max_total_sequence_length``.
         pad_to_multiple: alignment of the sequence width, in tokens;
             ``policy.make_sequence_length_divisible_by``.
+        max_new_tokens: tokens of a response at most; ``policy.generation.max_new_tokens``, None if
+            absent.
         max_turns: responses per row at most; ``grpo.max_rollout_turns``.
         async_generation: generate row by row through ``generate_async``; ``async_engine`` in
             ``policy.generation`` or in the back end's own section there (``vllm_cfg`` for vllm).
@@ -33,6 +35,7 @@ class RolloutSettings:
 
     max_seq_len: int
     pad_to_multiple: int
+    max_new_tokens: int | None
     max_turns: int
     async_generation: bool
     router_replay: bool
@@ -54,11 +57,13 @@ class RolloutSettings:
                 "master_config: env.should_use_nemo_gym is true, and this rollout has no NeMo-Gym "
                 "path; set it to false and give the environments as task_to_env"
             )
+        generation = policy.section("generation")
         return cls(
             max_seq_len=policy.positive_int("max_total_sequence_length"),
             pad_to_multiple=policy.positive_int("make_sequence_length_divisible_by"),
+            max_new_tokens=generation.optional_positive_int("max_new_tokens"),
             max_turns=grpo.positive_int("max_rollout_turns"),
-            async_generation=_is_async(policy.section("generation")),
+            async_generation=_is_async(generation),
             router_replay=bool(policy.section("router_replay").get("enabled", False)),
             share_group_media=bool(grpo.get("deduplicate_multimodal_data", False)),
             step_timeout_s=env.positive_seconds("step_timeout_s", DEFAULT_STEP_TIMEOUT_S),
@@ -106,6 +111,9 @@ class _Section:
                 f"master_config: {self._path}{key}: found {value!r}; expected an int of at least 1"
             )
         return value
+
+    def optional_positive_int(self, key: str) -> int | None:
+        return None if self.get(key, None) is None else self.positive_int(key)
 
     def positive_seconds(self, key: str, default: float) -> float:
         value = self.get(key, default)

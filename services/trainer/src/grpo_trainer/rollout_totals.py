@@ -11,6 +11,7 @@ _MEANS = (
     "mean_total_tokens_per_sample",
     "truncation_rate",
     "natural_termination_rate",
+    "sequence_full_rate",
     "max_turns_reached_rate",
 )
 _LARGEST = ("max_turns_per_sample", "max_gen_tokens_per_sample")
