@@ -133,29 +133,42 @@ def test_the_width_is_rounded_up():
     assert input_lengths.tolist() == [5]
 
 
-def test_media_of_one_shape_are_dense_and_of_different_lengths_jagged():
+def test_rows_of_media_keep_their_shapes():
     logs = [
         [turn("user", "a", same=torch.ones(2, 3), ragged=torch.ones(row + 1, 3)), generated("b")]
         for row in range(3)
     ]
     payload, _, _ = flat(logs, [1, 1, 1])
-    assert payload["same"].shape == (3, 2, 3)
-    assert [len(row) for row in payload["ragged"].unbind()] == [1, 2, 3]
+    assert [row.shape for row in payload["same"].unbind()] == [(2, 3)] * 3
+    assert [row.shape for row in payload["ragged"].unbind()] == [(1, 3), (2, 3), (3, 3)]
 
 
 def test_media_of_several_turns_are_joined():
     log = [turn("user", "a", pixel_values=torch.zeros(1, 3)), generated("b")]
     log += [turn("user", "c", pixel_values=torch.ones(2, 3))]
     payload, _, _ = flat([log], [1])
-    assert payload["pixel_values"].tolist() == [[[0.0] * 3, [1.0] * 3, [1.0] * 3]]
+    assert payload["pixel_values"][0].tolist() == [[0.0] * 3, [1.0] * 3, [1.0] * 3]
 
 
-def test_media_that_only_some_rows_have_are_objects():
-    logs = [[turn("user", "a", pixel_values=torch.ones(2)), generated("b")], [turn("user", "a")]]
+def test_a_row_without_media_has_no_items():
+    logs = [[turn("user", "a", pixel_values=torch.ones(2, 4)), generated("b")], [turn("user", "a")]]
     payload, _, _ = flat(logs, [1, 1])
-    assert payload["pixel_values"].dtype == object
-    assert torch.equal(payload["pixel_values"][0], torch.ones(2))
-    assert payload["pixel_values"][1] is None
+    assert [row.shape for row in payload["pixel_values"].unbind()] == [(2, 4), (0, 4)]
+
+
+@pytest.mark.parametrize(
+    ("rows", "named"),
+    [
+        ([[torch.ones(1, 3)], [torch.ones(3)]], "row 1 are torch.float32 of 1 dimensions"),
+        ([[torch.ones(1, 3)], [torch.ones(1, 3).int()]], "row 1 are torch.int32 of 2 dimensions"),
+        ([[torch.ones(1, 3), torch.ones(1, 4)]], r"row 0 have items of shapes \(3,\) and \(4,\)"),
+    ],
+    ids=["dimensions", "dtype", "one row"],
+)
+def test_media_that_no_column_can_hold_are_refused_by_name(rows, named):
+    logs = [[turn("user", "a", image=image) for image in images] for images in rows]
+    with pytest.raises(ValueError, match=f"media 'image' of {named}"):
+        flat(logs, [1] * len(logs))
 
 
 def routing(text, value):

@@ -28,7 +28,8 @@ def count_rows(name: str, column: Any) -> int:
             raise InvalidRequestError(
                 f"column {name!r}: a scalar; expected one row per sample along dim 0"
             )
-        return int(column.shape[0])
+        # Nested tensors of strided layout have no shape.
+        return int(column.size(0) if isinstance(column, torch.Tensor) else column.shape[0])
     if isinstance(column, str | bytes) or not isinstance(column, Sequence):
         raise InvalidRequestError(
             f"column {name!r}: found {type(column).__name__}; expected a tensor, an array or a "

@@ -50,7 +50,10 @@ def check_columns(
         InvalidRequestError: (a ValueError) naming the column or the lengths.
     """
     for name, column in columns.items():
-        rows = column.shape[0] if column.ndim else 0
+        rows = 0
+        if column.ndim:
+            # Nested tensors of strided layout have no shape.
+            rows = column.size(0) if isinstance(column, torch.Tensor) else len(column)
         if rows != count or not column.ndim:
             raise InvalidRequestError(f"{what}: column {name!r} has {rows} rows; expected {count}")
     cut = [name for name in columns if name in ragged]

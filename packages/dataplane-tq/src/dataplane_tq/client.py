@@ -32,7 +32,7 @@ from dataplane_core import (
 )
 from dataplane_core.client import LEASE, lease_token
 from dataplane_core.columns import Column as PaddedColumn
-from dataplane_core.columns import check_columns, is_per_token
+from dataplane_core.columns import check_columns, fields_of_columns, is_per_token
 from dataplane_core.config import REQUIRED_OF_STORES, require_keys
 from dataplane_core.declaration import (
     PartitionDeclaration,
@@ -179,7 +179,7 @@ class TQDataPlaneClient(Onlooker):
         encoded = self._store.encode_columns(columns, len(sample_ids), lengths, ragged)
 
         def rows() -> dict[str, Column]:
-            return {name: Column(encoded.kinds[name], list(columns[name])) for name in columns}
+            return split_rows(fields_of_columns(columns, len(sample_ids)), len(sample_ids))
 
         return self._put(what, sample_ids, partition_id, encoded, rows, tags, claim, origin)
 

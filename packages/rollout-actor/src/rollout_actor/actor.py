@@ -30,6 +30,7 @@ from dataplane_core.telemetry import attached, span
 from rollout_actor.environment_step import check_tasks
 from rollout_actor.flatten import flatten_rollout_message_log
 from rollout_actor.interfaces import EnvironmentInterface, GenerationInterface, TokenizerInterface
+from rollout_actor.media import MediaForms, media_without_items
 from rollout_actor.ray_class import RayClass
 from rollout_actor.rollout import run_async_multi_turn_rollout, run_multi_turn_rollout
 from rollout_actor.settings import RolloutSettings
@@ -37,7 +38,9 @@ from rollout_actor.step_columns import (
     bulk_columns,
     carry_columns,
     check_carry_keys,
+    check_columns,
     check_input,
+    find_partition,
 )
 
 
@@ -85,6 +88,7 @@ class SyncRolloutActor(RayClass):
                 "false"
             )
         self._dp_client = build_data_plane_client(dp_cfg, bootstrap=False)
+        self._media: MediaForms = {}
         self._closed = False
 
     def rollout_to_tq(
@@ -142,7 +146,9 @@ class SyncRolloutActor(RayClass):
             ClosedError: (a RuntimeError) after `shutdown`.
             InvalidRequestError: (a ValueError) before generation, if there are no rows, columns
                 differ in their number of rows, ``group_size`` is below 1 or does not divide the
-                rows, or a task has no environment.
+                rows, a task has no environment, or media of one name differ in dtype or dimensions.
+            PartitionNotFoundError, SchemaMismatchError: before generation if the store can be
+                inspected: there is no such partition, or it holds a column in another dtype.
             MissingDataError: (a KeyError and a ValueError) before generation, if a column is
                 missing or a carry key cannot exist; before the put, if a "reward/" key does not.
             DeadlineExceededError: (a TimeoutError) naming the task whose environment is late.
@@ -177,6 +183,7 @@ class SyncRolloutActor(RayClass):
         check_carry_keys(carry_keys)
         task_to_env = self.task_to_env if task_to_env is None else task_to_env
         check_tasks(input_batch["task_name"], task_to_env)
+        media = self._check_columns(input_batch, partition_id)
 
         generation = self.policy_generation
         sample_ids = _new_sample_ids(rows, group_size)
@@ -192,6 +199,7 @@ class SyncRolloutActor(RayClass):
                     pad_token_id=self.tokenizer.pad_token_id,
                     make_sequence_length_divisible_by=self._settings.pad_to_multiple,
                     routed_experts=self._settings.router_replay,
+                    media=media,
                 )
                 carry = carry_columns(final_batch, flattened, input_lengths, carry_keys=carry_keys)
                 bulk = bulk_columns(
@@ -223,6 +231,24 @@ class SyncRolloutActor(RayClass):
         except BaseException as error:
             self._take_back(sample_ids, partition_id, error)
             raise
+
+    def _check_columns(self, input_batch: BatchedDataDict[Any], partition_id: str) -> MediaForms:
+        """Refuse what the put would refuse, where it is known before generation.
+
+        Returns:
+            The media of this batch, and of earlier ones where the partition can take them: a row
+            without images is put without items, so that it can be read with rows that have some.
+        """
+        media = media_without_items(input_batch["message_log"])
+        found = find_partition(self._dp_client, partition_id)
+        if found is not None:
+            check_columns(found, input_batch, {name: str(own.dtype) for name, own in media.items()})
+        known = {} if found is None else {field.name: field.kind for field in found.fields}
+        for name, own in self._media.items():
+            if known.get(name) in (None, str(own.dtype)):
+                media.setdefault(name, own)
+        self._media |= media
+        return media
 
     def _take_back(self, sample_ids: list[str], partition_id: str, error: BaseException) -> None:
         """Withdraw what nobody will get the ids of: a retry puts the same rows under new ones."""

@@ -19,7 +19,7 @@ from dataplane_core import (
     MissingDataError,
 )
 from rollout_actor.interfaces import MessageLog
-from rollout_actor.media import media_columns, media_of
+from rollout_actor.media import MediaForms, media_columns
 from rollout_actor.object_column import object_column
 
 OPT_IN_CARRY_KEYS: tuple[str, ...] = ("turn_roles", "turn_contents")
@@ -35,6 +35,7 @@ def flatten_rollout_message_log(
     pad_token_id: int,
     make_sequence_length_divisible_by: int,
     routed_experts: bool = False,
+    media: MediaForms | None = None,
 ) -> tuple[BatchedDataDict[Any], torch.Tensor, BatchedDataDict[Any]]:
     """Flatten n message logs.
 
@@ -47,6 +48,7 @@ def flatten_rollout_message_log(
         make_sequence_length_divisible_by: the width is rounded up to a multiple of it, in tokens.
         routed_experts: also flatten ``routed_experts`` of the turns, (length, layers, experts per
             token); 0 for turns after the last response, on which nothing depends.
+        media: media that earlier batches had, so that these rows have them too, without items.
 
     Returns:
         A tuple of three.
@@ -54,9 +56,9 @@ def flatten_rollout_message_log(
         The payload of a put: ``input_ids`` int64, ``generation_logprobs`` float32 (0 outside
         generated turns) and ``token_mask`` int64 (1 on assistant turns with generation
         log-probabilities, else 0), all (n, width); ``routed_experts`` (n, width, layers, experts
-        per token) if asked for; media of the turns by name; ``content``, per row the texts of its
-        turns; ``turn_lengths``, ``turn_roles`` and ``turn_contents`` as
-        `column_io.decompose_message_log`.
+        per token) if asked for; media of the turns by name, nested tensors of strided layout, see
+        `rollout_actor.media`; ``content``, per row the texts of its turns; ``turn_lengths``,
+        ``turn_roles`` and ``turn_contents`` as `column_io.decompose_message_log`.
 
         The valid tokens per row, int64 (n,).
 
@@ -80,9 +82,7 @@ def flatten_rollout_message_log(
     width = round_up(
         int(input_lengths.max()) if len(message_logs) else 0, make_sequence_length_divisible_by
     )
-    payload: BatchedDataDict[Any] = BatchedDataDict(
-        media_columns([media_of(turns) for turns in message_logs])
-    )
+    payload: BatchedDataDict[Any] = BatchedDataDict(media_columns(message_logs, media))
     payload[INPUT_IDS] = torch.full((len(message_logs), width), pad_token_id, dtype=torch.int64)
     payload[_LOGPROBS] = torch.zeros((len(message_logs), width), dtype=torch.float32)
     payload["token_mask"] = torch.zeros((len(message_logs), width), dtype=torch.int64)

@@ -13,8 +13,19 @@ import numpy as np
 import torch
 
 from column_io import BatchedDataDict
-from dataplane_core import INPUT_LENGTHS, SAMPLE_MASK, InvalidRequestError, MissingDataError
+from dataplane_core import (
+    INPUT_IDS,
+    INPUT_LENGTHS,
+    SAMPLE_MASK,
+    DataPlaneClient,
+    InvalidRequestError,
+    MissingDataError,
+    PartitionNotFoundError,
+    PartitionSummary,
+)
+from dataplane_core.declaration import PartitionDeclaration, check_enums, check_kinds
 from dataplane_core.errors import listed
+from dataplane_core.rows import OBJECT, Column
 from rollout_actor.flatten import OPT_IN_CARRY_KEYS
 from rollout_actor.object_column import object_column
 
@@ -23,6 +34,19 @@ REWARD_PREFIX = "reward/"
 
 _INPUT_COLUMNS = ("message_log", "length", "loss_multiplier", "task_name", "extra_env_info")
 _NOT_PUT = frozenset({"message_log", "length", "loss_multiplier", "total_reward", "truncated"})
+PAYLOAD_KINDS = {
+    INPUT_IDS: "torch.int64",
+    INPUT_LENGTHS: "torch.int64",
+    "generation_logprobs": "torch.float32",
+    "token_mask": "torch.int64",
+    SAMPLE_MASK: "torch.float32",
+    "turn_lengths": "torch.int64",
+    "turn_roles": OBJECT,
+    "turn_contents": OBJECT,
+    "content": OBJECT,
+}
+"""Kinds of the columns that every rollout puts; that of ``routed_experts`` is the back end's."""
+
 _ALWAYS_CARRIED = (
     "total_reward",
     "loss_multiplier",
@@ -81,6 +105,58 @@ def check_carry_keys(carry_keys: Sequence[str] | None) -> None:
         raise _unknown_carry_keys(unknown, [*known, f"{REWARD_PREFIX}<component>"])
 
 
+def find_partition(client: DataPlaneClient, partition_id: str) -> PartitionSummary | None:
+    """What a store says of a partition; None if it cannot be inspected.
+
+    Raises:
+        PartitionNotFoundError: (a KeyError and a ValueError) if it is not registered.
+    """
+    if not getattr(getattr(client, "capabilities", None), "inspection", False):
+        return None
+    partitions = {summary.partition_id: summary for summary in client.list_partitions()}
+    if partition_id not in partitions:
+        raise PartitionNotFoundError(
+            f"rollout_to_tq: partition {partition_id!r} is not registered; registered: "
+            f"{listed(sorted(partitions)) or 'none'}"
+        )
+    return partitions[partition_id]
+
+
+def check_columns(
+    partition: PartitionSummary, input_batch: Mapping[str, Any], media: Mapping[str, str]
+) -> None:
+    """Refuse columns that a partition cannot take, before anything is generated.
+
+    Args:
+        partition: the partition that will be put into.
+        input_batch: checked by `check_input`.
+        media: name of media to the kind of their column.
+
+    Raises:
+        SchemaMismatchError: (a ValueError and a TypeError) if it holds one in another kind.
+        InvalidRequestError: (a ValueError) if a value is outside a column's declared vocabulary.
+    """
+    names = _put_of_input(list(input_batch))
+    columns = {name: _as_column(input_batch[name]) for name in names}
+    kinds = {
+        **{
+            name: OBJECT if isinstance(column, np.ndarray) else str(column.dtype)
+            for name, column in columns.items()
+        },
+        **media,
+        **PAYLOAD_KINDS,
+    }
+    known = {field.name: field.kind for field in partition.fields if field.kind is not None}
+    check_kinds(kinds, known, partition_id=partition.partition_id)
+    texts = {
+        name: Column(OBJECT, list(column))
+        for name, column in columns.items()
+        if kinds[name] == OBJECT and name != "extra_env_info"  # which environments change
+    }
+    declared = PartitionDeclaration(partition.partition_id, (), 0, (), enums=partition.enums)
+    check_enums(texts, declared)
+
+
 def carry_columns(
     final_batch: Mapping[str, Any],
     flattened: Mapping[str, Any],
@@ -134,16 +210,16 @@ def bulk_columns(
     """
     return BatchedDataDict(
         {
-            **{
-                name: _as_column(final_batch[name])
-                for name in input_columns
-                if name not in _NOT_PUT and not name.startswith(REWARD_PREFIX)
-            },
+            **{name: _as_column(final_batch[name]) for name in _put_of_input(input_columns)},
             **payload,
             INPUT_LENGTHS: input_lengths,
             SAMPLE_MASK: loss_multiplier(final_batch),
         }
     )
+
+
+def _put_of_input(names: Sequence[str]) -> list[str]:
+    return [name for name in names if name not in _NOT_PUT and not name.startswith(REWARD_PREFIX)]
 
 
 def loss_multiplier(batch: Mapping[str, Any]) -> torch.Tensor:
@@ -152,8 +228,10 @@ def loss_multiplier(batch: Mapping[str, Any]) -> torch.Tensor:
 
 
 def _row_count(column: Any) -> int | None:
-    if isinstance(column, torch.Tensor | np.ndarray):
-        return int(column.shape[0]) if column.ndim else None
+    if isinstance(column, torch.Tensor | np.ndarray) and not column.ndim:
+        return None
+    if isinstance(column, torch.Tensor):
+        return column.size(0)  # nested tensors of strided layout have neither shape nor length
     per_row = hasattr(column, "__len__") and not isinstance(column, str | bytes | Mapping)
     return len(column) if per_row else None
 

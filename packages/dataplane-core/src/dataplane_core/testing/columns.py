@@ -165,7 +165,7 @@ class ColumnContract(StoreFixtures):
     ) -> None:
         rows = [torch.randint(0, 200, shape).to(dtype) for shape in IMAGES]
         ids = list("abcd")
-        client.put_samples(ids, partition, batch(4, images=shaped(*rows)))
+        client.put_columns(ids, partition, {"images": shaped(*rows)})
         for picked in ([0, 1, 2, 3], [3, 0], [1, 2], [2], [0, 0]):
             named = [ids[i] for i in picked]
             read = peer.get_samples(named, partition, ["images"])["images"]

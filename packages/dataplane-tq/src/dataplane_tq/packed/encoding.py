@@ -92,7 +92,7 @@ def encode_columns(
         elif name in ragged and lengths is not None:
             encoded.append(_encode_cut(name, column, lengths))
         else:
-            encoded.append(_encode_tensor(name, column, len(column)))
+            encoded.append(_encode_tensor(name, column, int(column.size(0))))
     return encoded
 
 

@@ -1,0 +1,83 @@
+"""`SyncRolloutActor`: media of any batch fit one partition, and what does not is refused early."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rollout_doubles import DP_CFG, Adder, Arithmetic, CharTokenizer, Local, batch_of, config
+
+from column_io import read_columns
+from dataplane_core import (
+    InMemoryDataPlaneClient,
+    InvalidRequestError,
+    PartitionNotFoundError,
+    SchemaMismatchError,
+)
+from rollout_actor import SyncRolloutActor
+from rollout_actor.step_columns import PAYLOAD_KINDS
+
+
+def test_media_are_put(actor_of, store):
+    batch = batch_of(["1+2=", "3+4="])
+    for row, log in enumerate(batch["message_log"]):
+        log[0]["pixel_values"] = torch.full((2, 3), float(row))
+    meta, *_ = actor_of(grpo={"deduplicate_multimodal_data": True}).rollout_to_tq(
+        batch, partition_id="train", group_size=2
+    )
+    columns = read_columns(store, meta, ["pixel_values"])
+    assert columns["pixel_values"][:, 0, 0].tolist() == [0.0, 1.0]
+
+
+IMAGES = [None, (1, 2, 2), (2, 2, 2), (1, 3, 2)]
+"""Shapes of a row's images: none, one, two, one of another resolution."""
+
+
+@settings(max_examples=25, deadline=None)
+@given(batches=st.lists(st.lists(st.sampled_from(IMAGES), min_size=2, max_size=2), max_size=4))
+def test_batches_with_any_images_can_follow_each_other(batches):
+    with InMemoryDataPlaneClient(DP_CFG) as store:
+        store.register_partition("train", [], 100, ["train"])
+        actor = SyncRolloutActor(
+            Adder(), CharTokenizer(), {"sum": Local(Arithmetic())}, config(), DP_CFG
+        )
+        metas, images = [], []
+        for shapes in [[IMAGES[1], IMAGES[1]], *batches]:
+            batch = batch_of(["1+2=", "3+4="])
+            for log, shape in zip(batch["message_log"], shapes, strict=True):
+                if shape is not None:
+                    log[0]["pixel_values"] = torch.rand(shape)
+                images.append(log[0].get("pixel_values", torch.empty(0)))
+            metas.append(actor.rollout_to_tq(batch, partition_id="train")[0])
+        meta = metas[0].concat(*metas[1:])
+        meta.extra_info["global_forward_pad_seqlen"] = 64
+        found = read_columns(store, meta, ["pixel_values", "input_ids"])
+        assert found["input_ids"].shape == (len(images), 64)
+        for row, image in zip(found["pixel_values"].unbind(), images, strict=True):
+            assert torch.equal(row, image) if len(image) else not len(row)
+
+
+def test_what_the_partition_cannot_take_is_refused_before_generation(actor_of, store):
+    generator = Adder()
+    actor = actor_of(generator)
+    batch = batch_of(["1+2="], score=torch.tensor([1.0]))
+    batch["message_log"][0][0]["pixel_values"] = torch.ones(1, 3)
+    actor.rollout_to_tq(batch, partition_id="train")
+    generator.events.clear()
+    batch["message_log"][0][0]["pixel_values"] = torch.ones(1, 3, dtype=torch.bfloat16)
+    with pytest.raises(SchemaMismatchError, match=r"pixel_values.*float32.*bfloat16"):
+        actor.rollout_to_tq(batch, partition_id="train")
+    with pytest.raises(SchemaMismatchError, match=r"score.*float32.*object"):
+        actor.rollout_to_tq(batch_of(["1+2="], score=["high"]), partition_id="train")
+    with pytest.raises(PartitionNotFoundError, match="'nowhere' is not registered"):
+        actor.rollout_to_tq(batch_of(["1+2="]), partition_id="nowhere")
+    store.register_partition("words", [], 1, ["t"], enums={"level": ["easy"]})
+    with pytest.raises(InvalidRequestError, match="'hard'"):
+        actor.rollout_to_tq(batch_of(["1+2="], level=["hard"]), partition_id="words")
+    assert generator.events == []
+
+
+def test_the_kinds_that_are_checked_are_those_that_are_put(actor_of, store):
+    actor_of().rollout_to_tq(batch_of(["1+2="]), partition_id="train")
+    (summary,) = store.list_partitions()
+    put = {field.name: field.kind for field in summary.fields if field.kind is not None}
+    assert PAYLOAD_KINDS.items() <= put.items()
