@@ -16,11 +16,11 @@ SILENT = 1200
 
 @contextlib.contextmanager
 def many_descriptors(needed: int) -> Iterator[None]:
-    """This process may open so many; skips the test where it may not."""
+    """This process may open so many and no more; skips the test where it may not."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard < needed:
         pytest.skip(f"needs {needed} file descriptors")
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, needed), hard))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
     try:
         yield
     finally:

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import logging
+import queue
+import threading
 import time
 
+import grpc
 import pytest
 from hostile_peers import SILENT, closed, connections, many_descriptors
-from refit_fixtures import zeros
+from refit_fixtures import a_world, zeros
 from refit_processes import same
 
 from refit_mx import source_protocol as protocol
 from refit_mx.arena import Arena
+from refit_mx.control.embedded import THREADS
+from refit_mx.control.records import WorkerRole
+from refit_mx.grpc_listening import host_of
 from refit_mx.listening import PeerLog, bounded_connections
 from refit_mx.source_server import SourceServer
 
 DEADLINE_S = 10.0
+METHOD = "/model_express.refit.RefitService/GetWeightVersion"
 
 
 def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -23,18 +30,70 @@ def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 @pytest.mark.slow
-def test_a_receiver_fetches_while_1200_peers_are_silent(world, published, caplog):
-    publishers, weights = published
-    with many_descriptors(6 * SILENT):
-        endpoint = publishers[0]._server.endpoint
-        with connections(endpoint, SILENT) as silent:
-            live = zeros()
-            started = time.monotonic()
-            world.receiver().refit("v1", live, timeout_s=DEADLINE_S)
-            assert time.monotonic() - started < DEADLINE_S
-            assert same(live, weights)
-            assert closed(silent, within_s=30) == SILENT
+@pytest.mark.parametrize("listener", ["source server", "manifest service", "control plane"])
+def test_a_receiver_fetches_while_1200_peers_are_silent(stack, listener, caplog):
+    # Listeners take their share of what a process has by default.
+    stack.enter_context(many_descriptors(1024))
+    world = stack.enter_context(a_world())
+    publisher = world.publisher()
+    weights = world.publish([publisher], "v1", 1)
+    receiver = world.receiver()
+    stack.enter_context(many_descriptors(6 * SILENT))
+    endpoint = {
+        "source server": publisher._server.endpoint,
+        "manifest service": publisher._manifests.endpoint,
+        "control plane": world.server.address,
+    }[listener]
+    with connections(endpoint, SILENT) as silent:
+        live = zeros()
+        started = time.monotonic()
+        receiver.refit("v1", live, timeout_s=DEADLINE_S)
+        assert time.monotonic() - started < DEADLINE_S
+        assert same(live, weights)
+        assert closed(silent, within_s=30) == SILENT
+    assert len(lines(caplog)) <= 1
+
+
+@pytest.mark.slow
+def test_half_sent_calls_hold_up_no_other_and_end(server, client, caplog):
+    over, ended = threading.Event(), queue.SimpleQueue()
+
+    def never():
+        over.wait(60)
+        yield from ()
+
+    with grpc.insecure_channel(server.address) as channel:
+        for _ in range(2 * THREADS):
+            channel.stream_unary(METHOD).future(never()).add_done_callback(ended.put)
+        started = time.monotonic()
+        client.register_worker("w", WorkerRole.TRAINER, "m", ttl_s=60)
+        assert time.monotonic() - started < 2
+        codes = {ended.get(timeout=30).code() for _ in range(2 * THREADS)}
+        over.set()
+    assert codes == {grpc.StatusCode.CANCELLED}
     assert len(lines(caplog)) == 1
+
+
+def test_malformed_calls_cost_one_line_and_none_of_their_content(server, caplog):
+    with grpc.insecure_channel(server.address) as channel:
+        for _ in range(30):
+            with pytest.raises(grpc.RpcError) as raised:
+                channel.unary_unary(METHOD)(b"\xffsecret", timeout=30)
+            assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert lines(caplog) == ["control plane: peer 127.0.0.1 sent a malformed request"]
+
+
+@pytest.mark.parametrize(
+    ("peer", "host"),
+    [
+        ("ipv4:10.0.0.1:4000", "10.0.0.1"),
+        ("ipv6:%5B::1%5D:4000", "::1"),
+        ("ipv6:[fe80::1]:4000", "fe80::1"),
+        ("unknown", "unknown"),
+    ],
+)
+def test_the_host_of_a_peer_is_known_by_each_of_its_forms(peer, host):
+    assert host_of(peer) == host
 
 
 @pytest.mark.parametrize(
@@ -90,11 +149,7 @@ def test_a_peer_has_one_line_a_minute_and_all_have_sixty(caplog, monkeypatch):
 
 
 def test_a_listener_leaves_descriptors_to_its_process():
-    with many_descriptors(2048):
-        import resource
-
-        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (1024, hard))
+    with many_descriptors(1024):
         assert bounded_connections(1024, 0.5) == 512
         assert bounded_connections(100, 0.5) == 100
         assert bounded_connections(4, 0.001) == 4

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
+import time
 from concurrent import futures
 from contextlib import closing
 
@@ -17,6 +18,7 @@ from refit_mx.control.messages import refit_pb2, refit_pb2_grpc
 from refit_mx.control.protocol import Message
 from refit_mx.deadline import Deadline
 from refit_mx.errors import ProtocolError, RefitConfigError, SourceLostError
+from refit_mx.grpc_listening import RequestGuard, server_options
 from refit_mx.hosts import host_and_port, told_host
 from refit_mx.known_sources import KnownSources
 from refit_mx.structures import Structures
@@ -26,6 +28,10 @@ MOST_MANIFEST_BYTES = 256 << 20
 _FRAME_BYTES = 1 << 16
 """What an answer has beside the manifest, generously."""
 _WORKERS = 4
+_SHARE = 0.125
+"""Of this process's file descriptors that connections may take; they end with the answer."""
+_FULL_PAUSE_S = 0.1
+"""Before a publisher that has as many connections as it takes is asked again."""
 
 
 def manifest_digest(data: bytes) -> str:
@@ -59,14 +65,15 @@ class ManifestService(refit_pb2_grpc.RefitWorkerServiceServicer):
         self._most_bytes = most_bytes
         self._manifests: dict[tuple[str, str], tuple[bytes, str]] = {}
         self._lock = threading.Lock()
+        self._guard = RequestGuard("manifest service", _WORKERS)
         self._server = grpc.server(
             futures.ThreadPoolExecutor(_WORKERS, thread_name_prefix="refit-manifests"),
             options=[
+                *server_options(_SHARE),
                 ("grpc.max_send_message_length", most_bytes + _FRAME_BYTES),
                 ("grpc.max_receive_message_length", _FRAME_BYTES),
-                # Two servers on one port would each get some of the calls.
-                ("grpc.so_reuseport", 0),
             ],
+            interceptors=[self._guard],
         )
         refit_pb2_grpc.add_RefitWorkerServiceServicer_to_server(self, self._server)
         where = host_and_port(host, port)
@@ -108,6 +115,7 @@ class ManifestService(refit_pb2_grpc.RefitWorkerServiceServicer):
     def close(self) -> None:
         """Stop serving. May be called again."""
         self._server.stop(grace=0).wait(timeout=5)
+        self._guard.close()
 
     def GetWeightVersionShardManifest(  # noqa: N802  # the name of the RPC
         self,
@@ -177,22 +185,19 @@ class ManifestClient:
         data = self.known.manifest(endpoint, version_id, half)
         if data is not None and manifest_digest(data) == digest:
             return data
-        with closing(self._connected(endpoint)) as channel:
-            stub = refit_pb2_grpc.RefitWorkerServiceStub(channel)
+        while True:
             try:
-                answer = stub.GetWeightVersionShardManifest(
-                    refit_pb2.GetWeightVersionShardManifestRequest(
-                        version_id=version_id, source_slot_id=source_slot_id
-                    ),
-                    timeout=until.left_s,
-                )
+                answer = self._ask(endpoint, version_id, source_slot_id, until)
+                break
             except grpc.RpcError as error:
-                code, details = error.code(), error.details()
+                code, details = error.code(), str(error.details())
                 if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
                     raise ProtocolError(
                         f"{endpoint}: its manifest is too large: {details}"
                     ) from None
-                raise SourceLostError(f"{endpoint}: {code.name}: {details}") from None
+                if not _is_full(code, details) or until.left_s <= _FULL_PAUSE_S:
+                    raise SourceLostError(f"{endpoint}: {code.name}: {details}") from None
+            time.sleep(_FULL_PAUSE_S)
         data = answer.manifest
         found = manifest_digest(data)
         if found != digest:
@@ -201,6 +206,17 @@ class ManifestClient:
                 f"the control plane names {digest[:16]}..."
             )
         return data
+
+    def _ask(
+        self, endpoint: str, version_id: str, source_slot_id: str, deadline: Deadline
+    ) -> Message:
+        with closing(self._connected(endpoint)) as channel:
+            return refit_pb2_grpc.RefitWorkerServiceStub(channel).GetWeightVersionShardManifest(
+                refit_pb2.GetWeightVersionShardManifestRequest(
+                    version_id=version_id, source_slot_id=source_slot_id
+                ),
+                timeout=deadline.left_s,
+            )
 
     def close(self) -> None:
         """Disconnect. May be called again, and the client be used again."""
@@ -217,3 +233,8 @@ class ManifestClient:
                 ("grpc.enable_http_proxy", 0),
             ],
         )
+
+
+def _is_full(code: grpc.StatusCode, details: str) -> bool:
+    """Whether a server accepted the connection and closed it, as one does that has too many."""
+    return code is grpc.StatusCode.UNAVAILABLE and "Socket closed" in details

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -78,6 +79,9 @@ def serve(
 
     The one line of output is the bound address; that of the metrics goes to standard error.
     """
+    # gRPC, when it is imported, reads it; else it logs a line for each TLS handshake that fails.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+
     from refit_mx.control.auth import read_token
     from refit_server.address import Address
     from refit_server.server import BindError, Keeping, MetricsAddress, StateError

@@ -7,6 +7,7 @@ else stops. The control plane's servicers are synchronous and run in threads bes
 from __future__ import annotations
 
 import asyncio
+import resource
 import signal
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,19 +18,25 @@ from pathlib import Path
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from refit_mx.control.embedded import SERVER_OPTIONS, THREADS
+from refit_mx.control.embedded import MAX_REQUEST_BYTES, THREADS
 from refit_mx.control.limits import Limits
 from refit_mx.control.plane import ControlPlane
 from refit_mx.control.servicer import add_servicers
 from refit_mx.control.store import MemoryStore, SqliteStore
+from refit_mx.grpc_listening import server_options
+from refit_mx.listening import PeerLog
 from refit_server.address import Address
 from refit_server.metrics import Metrics, MetricsServer
+from refit_server.requests import RequestGuard
 from refit_server.tls import TlsFiles
 from refit_server.token import TokenInterceptor
 
 SERVICES = ("", "model_express.refit.RefitService", "model_express.p2p.P2pService")
 """What the health service speaks of; the empty name is the whole server."""
 _LOOK_S = 1.0
+_DESCRIPTORS = 1 << 16
+_SHARE = 0.75
+"""Of this process's file descriptors that connections may take."""
 
 
 class BindError(OSError):
@@ -118,12 +125,19 @@ async def serve(
     for asked_to_stop in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(asked_to_stop, stop.set)
 
-    interceptors: Sequence[grpc.aio.ServerInterceptor] = (
-        [TokenInterceptor(token)] if token is not None else []
-    )
+    _raise_descriptor_limit()
+    log = PeerLog("control plane")
+    threads = ThreadPoolExecutor(THREADS, thread_name_prefix="refit-control")
+    interceptors: Sequence[grpc.aio.ServerInterceptor] = [
+        RequestGuard(threads, log),
+        *([TokenInterceptor(token, log)] if token is not None else []),
+    ]
     server = grpc.aio.server(
-        migration_thread_pool=ThreadPoolExecutor(THREADS, thread_name_prefix="refit-control"),
-        options=SERVER_OPTIONS,
+        migration_thread_pool=threads,
+        options=(
+            *server_options(_SHARE),
+            ("grpc.max_receive_message_length", MAX_REQUEST_BYTES),
+        ),
         interceptors=interceptors,
     )
     servicer = health.aio.HealthServicer()
@@ -177,6 +191,14 @@ async def _stop(
         async with asyncio.timeout_at(deadline):
             await servicer.enter_graceful_shutdown()
     await server.stop(max(0.0, deadline - asyncio.get_running_loop().time()))
+
+
+def _raise_descriptor_limit() -> None:
+    """Let this process, which does nothing else, hold as many connections as it may."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _DESCRIPTORS if hard == resource.RLIM_INFINITY else min(_DESCRIPTORS, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _show(metrics: Metrics, address: MetricsAddress) -> MetricsServer:

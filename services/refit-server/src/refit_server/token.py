@@ -7,7 +7,9 @@ from typing import Any
 
 import grpc
 
-from refit_mx.control.auth import HEALTH, REFUSAL, is_allowed
+from refit_mx.control.auth import HEALTH, REFUSAL, WITHOUT_TOKEN, is_allowed
+from refit_mx.grpc_listening import host_of
+from refit_mx.listening import PeerLog
 
 # grpc has no types.
 Handler = Any
@@ -19,10 +21,12 @@ class TokenInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grp
 
     Args:
         token: that calls must bring as ``authorization: Bearer``.
+        log: that is told of peers that do not.
     """
 
-    def __init__(self, token: str) -> None:
+    def __init__(self, token: str, log: PeerLog) -> None:
         self._token = token
+        self._log = log
 
     async def intercept_service(
         self, continuation: Callable[[Details], Awaitable[Handler]], details: Details
@@ -32,8 +36,8 @@ class TokenInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grp
             self._token, details.invocation_metadata
         ):
             return await continuation(details)
-        return grpc.unary_unary_rpc_method_handler(_refuse)
+        return grpc.unary_unary_rpc_method_handler(self._refuse)
 
-
-async def _refuse(request: object, context: Any) -> None:  # grpc has no types
-    await context.abort(grpc.StatusCode.UNAUTHENTICATED, REFUSAL)
+    async def _refuse(self, request: object, context: Any) -> None:  # grpc has no types
+        self._log.warn(host_of(context.peer()), WITHOUT_TOKEN)
+        await context.abort(grpc.StatusCode.UNAUTHENTICATED, REFUSAL)

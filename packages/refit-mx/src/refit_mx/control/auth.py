@@ -13,11 +13,14 @@ from typing import Any
 import grpc
 
 from refit_mx.errors import RefitConfigError
+from refit_mx.grpc_listening import host_of
+from refit_mx.listening import PeerLog
 
 HEADER = "authorization"
 HEALTH = "/grpc.health.v1.Health/"
 """The one service that is open: what looks at it has no token as a rule."""
 REFUSAL = "a valid bearer token is required"
+WITHOUT_TOKEN = "made a call without the token"  # noqa: S105  # for the log
 LEAST_CHARACTERS = 16
 
 # grpc has no types.
@@ -74,21 +77,18 @@ def is_allowed(token: str, metadata: Iterable[tuple[str, str | bytes]] | None) -
     return False
 
 
-def _refuse(request: object, context: Any) -> None:
-    """A handler's behaviour for calls without the token; the context has no types."""
-    context.abort(grpc.StatusCode.UNAUTHENTICATED, REFUSAL)
-
-
 class TokenInterceptor(grpc.ServerInterceptor):
     """Refuses calls without the token, before their request is decoded.
 
     Args:
         token: that calls must bring.
+        log: that is told of peers that do not.
     """
 
-    def __init__(self, token: str) -> None:
+    def __init__(self, token: str, log: PeerLog) -> None:
         self._token = token
-        self._refusal = grpc.unary_unary_rpc_method_handler(_refuse)
+        self._log = log
+        self._refusal = grpc.unary_unary_rpc_method_handler(self._refuse)
 
     def intercept_service(self, continuation: Callable[[Any], Handler], details: Any) -> Handler:
         """Let the call through, or give the handler that refuses it."""
@@ -97,3 +97,7 @@ class TokenInterceptor(grpc.ServerInterceptor):
         ):
             return continuation(details)
         return self._refusal
+
+    def _refuse(self, request: object, context: Any) -> None:  # grpc has no types
+        self._log.warn(host_of(context.peer()), WITHOUT_TOKEN)
+        context.abort(grpc.StatusCode.UNAUTHENTICATED, REFUSAL)

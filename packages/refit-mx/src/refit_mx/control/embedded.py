@@ -14,16 +14,14 @@ from refit_mx.control.plane import ControlPlane
 from refit_mx.control.servicer import CallObserver, add_servicers
 from refit_mx.control.store import Store
 from refit_mx.errors import RefitConfigError
+from refit_mx.grpc_listening import RequestGuard, server_options
 from refit_mx.hosts import host_and_port, told_host
 
-SERVER_OPTIONS = (
-    # A second server on the same port must fail, not share its calls.
-    ("grpc.so_reuseport", 0),
-    ("grpc.max_receive_message_length", 32 << 20),
-    ("grpc.max_metadata_size", 16 << 10),
-)
-"""Of every server of the control plane. The size is for tensor lists of ``PublishMetadata``."""
+MAX_REQUEST_BYTES = 32 << 20
+"""For tensor lists of ``PublishMetadata``."""
 THREADS = 16
+_SHARE = 0.25
+"""Of this process's file descriptors that connections may take."""
 _STOP_S = 2.0
 
 
@@ -61,10 +59,17 @@ class EmbeddedControlServer:
         observe: CallObserver | None = None,
     ) -> None:
         told = told_host(host, advertised_host)
+        self._guard = RequestGuard("control plane", THREADS)
         self._server = grpc.server(
             ThreadPoolExecutor(THREADS, thread_name_prefix="refit-control"),
-            options=SERVER_OPTIONS,
-            interceptors=[TokenInterceptor(token)] if token is not None else [],
+            options=(
+                *server_options(_SHARE),
+                ("grpc.max_receive_message_length", MAX_REQUEST_BYTES),
+            ),
+            interceptors=[
+                self._guard,
+                *([TokenInterceptor(token, self._guard.log)] if token is not None else []),
+            ],
         )
         where = host_and_port(host, port)
         try:
@@ -90,6 +95,7 @@ class EmbeddedControlServer:
         if not self._closed:
             self._closed = True
             self._server.stop(_STOP_S).wait(2 * _STOP_S)
+            self._guard.close()
             self.plane.close()
 
     def __enter__(self) -> EmbeddedControlServer:

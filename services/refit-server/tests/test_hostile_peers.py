@@ -1,0 +1,139 @@
+"""One bad peer stops no other: silent connections, half a request and nonsense cost one line."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import signal
+import socket
+import sysconfig
+import threading
+import time
+import urllib.request
+from pathlib import Path
+
+import grpc
+import pytest
+
+from refit_mx.control import ControlClient
+from refit_mx.control.records import WorkerRole
+
+COMMAND = str(Path(sysconfig.get_path("scripts")) / "refit-server")
+PATIENCE_S = 60.0
+
+SILENT = 1200
+METHOD = "/model_express.refit.RefitService/GetWeightVersion"
+
+
+@contextlib.contextmanager
+def connections(address, count, sent=b""):
+    host, _, port = address.rpartition(":")
+    with contextlib.ExitStack() as stack:
+        opened = []
+        for _ in range(count):
+            opened.append(stack.enter_context(socket.create_connection((host, int(port)), 30)))
+            with contextlib.suppress(OSError):
+                opened[-1].sendall(sent)
+        yield opened
+
+
+def all_end(sockets):
+    """Whether the other side ends all of them."""
+    until = time.monotonic() + 30
+    for sock in sockets:
+        sock.settimeout(max(0.01, until - time.monotonic()))
+        try:
+            while sock.recv(1 << 16):
+                pass
+        except TimeoutError:
+            return False
+        except OSError:
+            continue
+    return True
+
+
+def register(client):
+    started = time.monotonic()
+    client.register_worker("w", WorkerRole.TRAINER, "m", ttl_s=60)
+    assert time.monotonic() - started < 2
+
+
+def written(server):
+    """Lines that the server wrote, once it has ended."""
+    server.signal(signal.SIGTERM)
+    status, _, text = server.wait()
+    assert status == 0, text
+    return text.splitlines()
+
+
+def test_1200_silent_connections_leave_room_for_calls(start):
+    few = ("prlimit", "--nofile=1024:16384", COMMAND, "serve", "--address", "127.0.0.1:0")
+    server = start(command=few)
+    with ControlClient(server.address, rpc_timeout_s=5) as client:
+        with connections(server.address, SILENT) as silent:
+            register(client)
+            assert all_end(silent)
+        register(client)
+    assert len(written(server)) <= 1
+
+
+def test_tls_handshakes_that_do_not_come_end(start, certificate, token_file):
+    made = certificate("refit")
+    secrets = ("--tls-cert", str(made.cert), "--tls-key", str(made.key))
+    server = start(*secrets, "--token-file", str(token_file))
+    hello = bytes.fromhex("160301020001")  # the head of a ClientHello, and no more
+    client = ControlClient(
+        server.address, tls_ca=made.cert, token=token_file.read_text().strip(), rpc_timeout_s=5
+    )
+    with client, connections(server.address, 200, hello) as half:
+        with connections(server.address, 200, b"GET / HTTP/1.1\r\n\r\n") as wrong:
+            register(client)
+            assert all_end(wrong)
+        assert all_end(half)
+    assert len(written(server)) <= 1
+
+
+def test_half_sent_calls_hold_up_no_other_and_end(start):
+    server = start()
+    over = threading.Event()
+    ended = queue.SimpleQueue()
+    with grpc.insecure_channel(server.address) as channel:
+
+        def never():
+            over.wait(PATIENCE_S)
+            yield from ()
+
+        for _ in range(64):
+            channel.stream_unary(METHOD).future(never()).add_done_callback(ended.put)
+        with ControlClient(server.address, rpc_timeout_s=5) as client:
+            register(client)
+        codes = {ended.get(timeout=30).code() for _ in range(64)}
+        over.set()
+    assert codes == {grpc.StatusCode.DEADLINE_EXCEEDED}
+    (line,) = written(server)
+    assert line == "control plane: peer 127.0.0.1 sent no request within 5 s"
+
+
+def test_malformed_and_unauthorised_calls_cost_one_line_without_content(start, token_file):
+    token = (("authorization", "Bearer " + token_file.read_text().strip()),)
+    server = start("--token-file", str(token_file))
+    with grpc.insecure_channel(server.address) as channel:
+        for metadata in (token, (("authorization", "Bearer secret"),)):
+            for _ in range(30):
+                with pytest.raises(grpc.RpcError) as raised:
+                    channel.unary_unary(METHOD)(b"\xffsecret", metadata=metadata, timeout=30)
+        assert raised.value.code() is grpc.StatusCode.UNAUTHENTICATED
+    (line,) = written(server)
+    assert line == "control plane: peer 127.0.0.1 sent a malformed request"
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET /metrics HTTP/1.1\r\nHost"], ids=["silent", "half"])
+def test_metrics_are_shown_while_peers_are_silent(start, sent):
+    server = start("--metrics-port", "0")
+    url = server.process.stderr.readline().split()[-1]
+    with connections(url.split("/")[2], SILENT // 4, sent) as silent:
+        with urllib.request.urlopen(url, timeout=PATIENCE_S) as answer:
+            assert b"refit_control_leases 0.0" in answer.read()
+        assert all_end(silent)
+    (line,) = written(server)
+    assert line.startswith("metrics: peer 127.0.0.1 ")
