@@ -26,6 +26,7 @@ from dataplane_core import (
     UnsupportedError,
 )
 from dataplane_core.errors import listed
+from dataplane_core.process import process_name
 from dataplane_core.streaming import StreamingDataLoader, StreamingDataset
 
 PATIENCE_S = 20.0
@@ -110,8 +111,9 @@ def test_a_consumer_that_holds_for_ever_is_waited_for_until_the_deadline():
     with StreamingDataLoader(dataset(leased(), timeout_s=0.1)) as loader:
         batches = iter(loader)
         next(batches)
-        with pytest.raises(ClaimTimeoutError, match="1 samples are still leased by other"):
+        with pytest.raises(ClaimTimeoutError, match="1 are leased: 1 by") as caught:
             next(batches)
+    assert caught.value.holders == {process_name(): 1}
 
 
 def test_a_claim_that_times_out_keeps_its_facts():

@@ -166,8 +166,8 @@ def test_a_loader_that_goes_back_to_an_older_state_delivers_what_was_done_after_
 class Losing(StreamingDataset):
     """Loses the lease of the first claim of a round after it was fetched."""
 
-    def batches(self, client, claimed):
-        for number, (batch, meta) in enumerate(super().batches(client, claimed)):
+    def batches(self, client, claimed, **options):
+        for number, (batch, meta) in enumerate(super().batches(client, claimed, **options)):
             if number == 0:
                 client.release(meta)
             yield batch, meta
@@ -188,8 +188,8 @@ def test_what_is_lost_before_it_could_be_settled_is_settled_when_it_comes_again(
 class Overtaken(StreamingDataset):
     """Another consumer trains on each batch before its turn has come."""
 
-    def batches(self, client, claimed):
-        for batch, meta in super().batches(client, claimed):
+    def batches(self, client, claimed, **options):
+        for batch, meta in super().batches(client, claimed, **options):
             client.release(meta)
             other = leased()()
             other.acknowledge(other.claim_meta("p", "a", ["x"], meta.size))
@@ -210,8 +210,8 @@ class Interrupted(StreamingDataset):
 
     stopped = False
 
-    def batches(self, client, claimed):
-        for batch, meta in super().batches(client, claimed):
+    def batches(self, client, claimed, **options):
+        for batch, meta in super().batches(client, claimed, **options):
             if not self.stopped:
                 self.stopped = True
                 client.release(meta)
@@ -233,8 +233,8 @@ def test_what_was_lost_before_its_turn_is_claimed_again(settle):
 class Hopeless(StreamingDataset):
     """Loses every lease."""
 
-    def batches(self, client, claimed):
-        for batch, meta in super().batches(client, claimed):
+    def batches(self, client, claimed, **options):
+        for batch, meta in super().batches(client, claimed, **options):
             client.release(meta)
             yield batch, meta
 
@@ -252,8 +252,8 @@ def test_a_loader_that_loses_every_batch_says_so():
 class Clearing(StreamingDataset):
     """A sample of each batch is cleared before its turn has come."""
 
-    def batches(self, client, claimed):
-        for batch, meta in super().batches(client, claimed):
+    def batches(self, client, claimed, **options):
+        for batch, meta in super().batches(client, claimed, **options):
             client.clear_samples(meta.sample_ids[:1], "p", force=True)
             yield batch, meta
 
@@ -313,9 +313,9 @@ def test_of_a_batch_in_hand_what_was_not_withdrawn_is_marked_as_done(settle):
 class Late(StreamingDataset):
     """Reports claims once more when they are over, as a worker's report may come."""
 
-    def batches(self, client, claimed):
+    def batches(self, client, claimed, **options):
         metas = []
-        for batch, meta in super().batches(client, claimed):
+        for batch, meta in super().batches(client, claimed, **options):
             metas.append(meta)
             yield batch, meta
         for meta in metas:

@@ -26,6 +26,6 @@ class Local(DataPlaneError):
 
 
 class Failing(StreamingDataset):
-    def batches(self, client, claimed):
+    def batches(self, client, claimed, **options):
         raise Local("the store's own reason")
         yield

@@ -119,6 +119,7 @@ class AsyncDataPlaneClient(AsyncInspector):
         dp_world: int | None = None,
         where: Sequence[TagFilter] = (),
         seed: int | None = None,
+        wait_for_leased: bool = True,
     ) -> KVBatchMeta:
         """As `DataPlaneClient.claim_meta`.
 
@@ -138,7 +139,7 @@ class AsyncDataPlaneClient(AsyncInspector):
                 dp_rank,
                 blocking,
                 timeout_s if not waited else max(0.0, deadline - time.monotonic()),
-                **narrowing(dp_world, where, seed),
+                **narrowing(dp_world, where, seed, wait_for_leased),
             )
 
         if not blocking:

@@ -162,6 +162,7 @@ class DataPlaneClient(Opaque, ABC):
         dp_world: int | None = None,
         where: Sequence[TagFilter] = (),
         seed: int | None = None,
+        wait_for_leased: bool = True,
     ) -> KVBatchMeta:
         """Claim up to ``batch_size`` samples of which all ``required_fields`` are there.
 
@@ -169,6 +170,13 @@ class DataPlaneClient(Opaque, ABC):
         waits for ``batch_size`` ready samples, or until the samples that the task has not claimed
         are all ready, none is still to be put (of the declared ``num_samples``) and they are fewer;
         then it returns that remainder, which may be empty. Not blocking, it returns what is ready.
+
+        Under leases a sample that a claim of the task holds is neither ready nor consumed. A
+        blocking claim that finds nothing ready waits as long as such a sample meets ``where``, and
+        wakes when it is acknowledged or released, or when its lease expires. It returns no ids
+        only when every declared sample is acknowledged. So a loop that claims until it gets
+        nothing, and acknowledges each batch, processes every sample although a consumer crashed,
+        if ``timeout_s`` exceeds ``claim_lease_s``.
 
         In a partition with ``grpo_group_size`` a group (one prompt's samples, by the tag ``group``
         or else by the id up to its last ``_g<number>``) is claimed whole: once all its samples are
@@ -181,7 +189,7 @@ class DataPlaneClient(Opaque, ABC):
             batch_size: most samples to claim, at least 1.
             dp_rank: data-parallel rank of the caller. By itself it changes nothing.
             blocking: wait for a full batch.
-            timeout_s: how long to wait, in seconds.
+            timeout_s: how long to wait, in seconds; longer than a lease where consumers may crash.
             dp_world: with ``dp_rank``, number of ranks. ``dp_world * batch_size`` samples are drawn
                 at once and split into shares of even count and about even length (the tag
                 ``input_lengths``); the caller gets its share, each other rank finds its own at its
@@ -193,6 +201,9 @@ class DataPlaneClient(Opaque, ABC):
             where: conditions that a sample's tags must meet, all of them.
             seed: claim in an order that depends on the seed and the ids alone; None is the order
                 of first puts.
+            wait_for_leased: False returns no ids where nothing but leased samples would be waited
+                for, for a consumer that prefetches while it holds claims. For clients with
+                ``capabilities.leases``.
 
         Returns:
             A meta with ``task_name`` set, ``fields`` = ``required_fields`` and, if the tags hold
@@ -204,8 +215,9 @@ class DataPlaneClient(Opaque, ABC):
             UnknownTaskError: (KeyError) the task is not declared; names those that are.
             InvalidRequestError: (a ValueError) ``batch_size`` is below 1 or not a multiple of the
                 group's size, or ``dp_rank`` does not fit ``dp_world``.
-            ClaimTimeoutError: (TimeoutError) says how many were ready, how many are missing and
-                which fields they lack; nothing is claimed.
+            ClaimTimeoutError: (TimeoutError) says how many were ready, how many are missing,
+                which fields they lack, how many are leased by which processes, the caller
+                included, and when the first lease expires; nothing is claimed.
         """
 
     @abstractmethod
@@ -227,8 +239,9 @@ class DataPlaneClient(Opaque, ABC):
 
     @abstractmethod
     def check_consumption_status(self, partition_id: str, task_names: list[str]) -> bool:
-        """True iff the partition holds samples and each task has claimed every one of them.
+        """True iff the partition holds samples and each task has consumed every one of them.
 
+        A final claim consumes its samples at once, a claim under a lease when it is acknowledged.
         False for a partition or a task that is not known.
         """
 
@@ -438,10 +451,10 @@ class DataPlaneClient(Opaque, ABC):
         return None
 
     def acknowledge(self, meta: KVBatchMeta) -> None:
-        """Settle a leased claim, or a subset of it: these samples never return to the task.
+        """Acknowledge a leased claim, or a subset of it: its samples never return to the task.
 
         Raises:
-            LeaseLostError: the lease ran out or was ended for one of the samples.
+            LeaseLostError: the lease expired or was ended for one of the samples.
             UnsupportedError: the client has no leases.
         """
         raise UnsupportedError(f"{type(self).__name__} has no leases; see capabilities.leases")

@@ -78,11 +78,13 @@ class PartitionDeclaration:
         *,
         ready: int,
         present: int,
-        leased: int,
         unput: int,
         lacking: Mapping[str, int],
         batch_size: int,
         timeout_s: float,
+        holders: Mapping[str, int] | None = None,
+        first_expiry_s: float | None = None,
+        claimer: str = "",
         assigned: int = 0,
     ) -> ClaimTimeoutError:
         """The error of a blocking claim whose deadline passed.
@@ -91,28 +93,58 @@ class PartitionDeclaration:
             task_name: the claiming task.
             ready: samples that could be claimed.
             present: unclaimed samples, ready or not.
-            leased: samples of the task that another claim holds.
             unput: declared samples that were never put.
             lacking: required field to the number of present samples without it.
             batch_size: samples the claim asked for.
             timeout_s: its deadline, in seconds.
+            holders: process to the number of samples that it holds under leases of the task.
+            first_expiry_s: seconds until the first of the task's leases expires.
+            claimer: the process that claims, as ``holders`` names it.
             assigned: samples of the task that wait for another data-parallel rank.
         """
-        wanted = min(batch_size, present + unput)
+        holders = dict(holders or {})
+        leased = sum(holders.values())
+        wanted = min(batch_size, present + unput or leased + assigned)
         reasons = [f"{count} lack {name!r}" for name, count in lacking.items()]
         if unput:
             reasons.append(f"{unput} of {self.num_samples} declared samples were not put")
         if leased:
-            reasons.append(f"{leased} are leased by other claims")
+            reasons.append(f"{leased} are leased: {named_holders(holders, claimer)}")
         if assigned:
             reasons.append(f"{assigned} wait for the data-parallel ranks that they were drawn for")
+        if first_expiry_s is not None:
+            reasons.append(f"the first lease expires in {round(first_expiry_s, 1):g} s")
+        if claimer and claimer in holders:
+            reasons.append(
+                "acknowledge or release what this process holds before it claims again, or claim "
+                "with blocking=False"
+            )
         return ClaimTimeoutError(
             f"claim_meta(partition={self.partition_id!r}, task={task_name!r}): {ready} of {wanted} "
             f"samples ready after {timeout_s:g} s; {'; '.join(reasons) or 'none was put'}",
             ready=ready,
             missing=max(0, wanted - ready),
             missing_fields=dict(lacking),
+            leased=leased,
+            holders=holders,
+            first_expiry_s=first_expiry_s,
         )
+
+
+_NAMED_HOLDERS = 10
+
+
+def named_holders(holders: Mapping[str, int], claimer: str) -> str:
+    """Name the processes that hold leases, ``claimer`` first, then whoever holds the most."""
+    order = sorted(holders, key=lambda owner: (owner != claimer, -holders[owner], owner))
+    named = [
+        f"{holders[owner]} by {repr(owner) if owner else 'a process without a name'}"
+        f"{' (this process)' if owner and owner == claimer else ''}"
+        for owner in order[:_NAMED_HOLDERS]
+    ]
+    if len(order) > _NAMED_HOLDERS:
+        named.append(f"others by {len(order) - _NAMED_HOLDERS} more processes")
+    return ", ".join(named)
 
 
 def capacity_exceeded(partition_id: str, *, new: int, held: int, capacity: int) -> CapacityExceeded:

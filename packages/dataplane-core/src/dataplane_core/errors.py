@@ -95,6 +95,10 @@ class ClaimTimeoutError(DeadlineExceededError):
         ready: number of samples that could have been claimed.
         missing: number of samples that the claim still waited for.
         missing_fields: how many of the present samples lack each required field.
+        leased: number of samples that claims of the task hold under leases.
+        holders: process ("host:pid", the caller's own included) to how many of those it holds.
+        first_expiry_s: seconds until the first lease of the task expires, those under which
+            samples wait for other data-parallel ranks included; None if there is none.
     """
 
     def __init__(
@@ -104,11 +108,17 @@ class ClaimTimeoutError(DeadlineExceededError):
         ready: int = 0,
         missing: int = 0,
         missing_fields: dict[str, int] | None = None,
+        leased: int = 0,
+        holders: dict[str, int] | None = None,
+        first_expiry_s: float | None = None,
     ) -> None:
         super().__init__(message)
         self.ready = ready
         self.missing = missing
         self.missing_fields = dict(missing_fields or {})
+        self.leased = leased
+        self.holders = dict(holders or {})
+        self.first_expiry_s = first_expiry_s
 
 
 class CapacityExceeded(DataPlaneError, TimeoutError, RuntimeError):

@@ -251,6 +251,7 @@ class InMemoryDataPlaneClient(InMemoryInspector):
         dp_world: int | None = None,
         where: Sequence[TagFilter] = (),
         seed: int | None = None,
+        wait_for_leased: bool = True,
     ) -> KVBatchMeta:
         request = ClaimRequest(
             task_name=task_name,
@@ -263,6 +264,7 @@ class InMemoryDataPlaneClient(InMemoryInspector):
             dp_world=dp_world,
             lease_s=self._lease_s,
             owner=process_name(),
+            wait_for_leased=wait_for_leased,
         )
         deadline = time.monotonic() + timeout_s
         with self._store.changed:
@@ -278,7 +280,7 @@ class InMemoryDataPlaneClient(InMemoryInspector):
                     break
                 now = time.monotonic()
                 if now >= deadline:
-                    raise partition.claim_timeout(request, timeout_s)
+                    raise partition.claim_timeout(request, timeout_s, now)
                 # A lease that runs out makes samples ready without anybody notifying.
                 expiry = partition.next_expiry()
                 wake_at = deadline if expiry is None else min(deadline, expiry)

@@ -222,6 +222,7 @@ class KeyValueClient(DataPlaneClient):
         dp_world: int | None = None,
         where: Sequence[TagFilter] = (),
         seed: int | None = None,
+        wait_for_leased: bool = True,
     ) -> KVBatchMeta:
         """See `DataPlaneClient.claim_meta`. ``dp_world``, ``where`` and ``seed`` are refused."""
         _refuse("claim_meta", dp_world=dp_world, where=where or None, seed=seed)
@@ -256,7 +257,6 @@ class KeyValueClient(DataPlaneClient):
                     task_name,
                     ready=len(ready),
                     present=len(present),
-                    leased=0,
                     unput=unput,
                     lacking={name: count for name, count in lacking.items() if count},
                     batch_size=batch_size,

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 
 from dataplane_core.client import DataPlaneClient
+from dataplane_core.declaration import named_holders
 from dataplane_core.errors import ClaimTimeoutError
+from dataplane_core.process import process_name
 
 _ROUNDING_S = 1e-6
 
@@ -63,12 +66,19 @@ def waited_in_vain(
 ) -> ClaimTimeoutError:
     """The error of who waited ``timeout_s`` seconds for ``others`` samples of other consumers."""
     waiting = 0
+    holders: Counter[str] = Counter()
     if client.capabilities.inspection:
         shares = client.list_shares(partition_id)
         waiting = min(others, sum(share.samples for share in shares if share.task == task_name))
+        for claim in client.list_claims(partition_id):
+            if claim.task == task_name:
+                holders[claim.owner] += claim.samples
     reasons = []
     if others > waiting:
         reasons.append(f"{others - waiting} samples are still leased by other consumers")
+        if holders:
+            named = named_holders(holders, process_name())
+            reasons.append(f"all leases of the task: {named}")
     if waiting:
         reasons.append(
             f"{waiting} samples still wait for the data-parallel ranks that they were drawn for; "
@@ -78,4 +88,6 @@ def waited_in_vain(
         f"StreamingDataLoader(partition={partition_id!r}, task={task_name!r}): after "
         f"{timeout_s:g} s {'; '.join(reasons)}",
         missing=others,
+        leased=sum(holders.values()),
+        holders=holders,
     )

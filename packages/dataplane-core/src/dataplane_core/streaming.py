@@ -162,7 +162,14 @@ class StreamingDataLoader:
                 stack.callback(reports.put, None)
                 feed = Feed(self.dataset, self._collate, reports.put, None)
             else:
-                feed = Feed(self.dataset, self._collate, self._held.add, self._client)
+                feed = Feed(
+                    self.dataset,
+                    self._collate,
+                    self._held.add,
+                    self._client,
+                    # With "next" this loader holds nothing when it claims in its own process.
+                    wait_for_leased=self._settle == "next",
+                )
             loader: DataLoader[Any] = DataLoader(
                 feed,
                 batch_size=None,

@@ -14,7 +14,10 @@ from dataplane_core.meta import KVBatchMeta
 
 
 class StreamingDataset(IterableDataset[tuple[TensorDict, KVBatchMeta]]):
-    """Claims batches of a partition until none is left, and fetches them; settles nothing.
+    """Claims batches of a partition until none is left, and fetches them; acknowledges nothing.
+
+    With leases, iteration ends when every sample is acknowledged: acknowledge each batch before
+    the next is asked for. A consumer that prefetches uses `StreamingDataLoader`.
 
     Args:
         make_client: builds the client of the process that iterates; picklable for workers.
@@ -27,7 +30,8 @@ class StreamingDataset(IterableDataset[tuple[TensorDict, KVBatchMeta]]):
         dp_world: number of ranks of the group.
         where: of tags that a sample must have.
         seed: of the order.
-        timeout_s: how long one claim waits, in seconds.
+        timeout_s: how long one claim waits, in seconds; longer than a lease, so that what a
+            crashed consumer held can be claimed again.
     """
 
     def __init__(
@@ -62,14 +66,26 @@ class StreamingDataset(IterableDataset[tuple[TensorDict, KVBatchMeta]]):
             yield from self.batches(client, lambda meta: None)
 
     def batches(
-        self, client: DataPlaneClient, claimed: Callable[[KVBatchMeta], None]
+        self,
+        client: DataPlaneClient,
+        claimed: Callable[[KVBatchMeta], None],
+        *,
+        wait_for_leased: bool = True,
     ) -> Iterator[tuple[TensorDict, KVBatchMeta]]:
-        """The batches by way of ``client``; ``claimed`` hears of each claim before it is fetched.
+        """Yield the batches; each is claimed by ``client`` and passed to ``claimed`` first.
+
+        Args:
+            client: claims and fetches.
+            claimed: called with each claim before its batch is fetched.
+            wait_for_leased: as `DataPlaneClient.claim_meta`; False where batches are prefetched.
 
         Raises:
-            ClaimTimeoutError: (TimeoutError) no batch was complete in time.
+            ClaimTimeoutError: (TimeoutError) no batch was complete in time, or samples stayed
+                leased until then.
             DataPlaneError: as `claim_meta` and `get_data`; what was claimed is given back.
         """
+        # An adapter without leases need not know the keyword.
+        wait_for_leased = wait_for_leased or not client.capabilities.leases
         while True:
             meta = client.claim_meta(
                 self.partition_id,
@@ -78,7 +94,7 @@ class StreamingDataset(IterableDataset[tuple[TensorDict, KVBatchMeta]]):
                 self.batch_size,
                 self.dp_rank,
                 timeout_s=self.timeout_s,
-                **narrowing(self.dp_world, self.where, self.seed),
+                **narrowing(self.dp_world, self.where, self.seed, wait_for_leased),
             )
             if not meta.size:
                 return

@@ -75,11 +75,14 @@ class Feed(IterableDataset[Any]):
         collate: Callable[[TensorDict, KVBatchMeta], Any] | None,
         claimed: Callable[[KVBatchMeta], None],
         client: DataPlaneClient | None,
+        *,
+        wait_for_leased: bool = False,
     ) -> None:
         self._dataset = dataset
         self._collate = collate
         self._claimed = claimed
         self._client = client
+        self._wait_for_leased = wait_for_leased
 
     def __iter__(self) -> Iterator[Delivered | Failed | _Packed]:
         return self._items() if self._client is not None else self._packed()
@@ -88,7 +91,10 @@ class Feed(IterableDataset[Any]):
         try:
             with contextlib.ExitStack() as stack:
                 client = self._client or stack.enter_context(self._dataset.make_client())
-                for batch, meta in self._dataset.batches(client, self._claimed):
+                batches = self._dataset.batches(
+                    client, self._claimed, wait_for_leased=self._wait_for_leased
+                )
+                for batch, meta in batches:
                     yield collated(batch, meta, self._collate)
         except DataPlaneError as error:
             yield Failed(error)

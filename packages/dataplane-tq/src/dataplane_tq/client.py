@@ -326,6 +326,7 @@ class TQDataPlaneClient(Onlooker):
         dp_world: int | None = None,
         where: Sequence[TagFilter] = (),
         seed: int | None = None,
+        wait_for_leased: bool = True,
     ) -> KVBatchMeta:
         self._check_open()
         wanted = ClaimRequest(
@@ -339,6 +340,7 @@ class TQDataPlaneClient(Onlooker):
             dp_world=dp_world,
             lease_s=self._lease_s,
             owner=process_name(),
+            wait_for_leased=wait_for_leased,
         )
         claimed = self._ask(
             f"claim_meta(partition={partition_id!r}, task={task_name!r})",

@@ -381,7 +381,7 @@ class Connection:
                 break
             remaining = deadline - time.monotonic()
             if remaining <= 0:
-                raise partition.claim_timeout(wanted, request.timeout_s)
+                raise partition.claim_timeout(wanted, request.timeout_s, time.monotonic())
             await self._directory.wait(request.partition_id, remaining)
         tags = [row.tags for row in claimed.rows]
         ids = [row.sample_id for row in claimed.rows]

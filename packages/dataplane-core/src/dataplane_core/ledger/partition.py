@@ -262,7 +262,7 @@ class PartitionBook(ShareBook):
             rows = self._draw(task, request, request.batch_size)
         else:
             rows = self._draw_share(task, request, group, now)
-        if rows is None:
+        if rows is None or (not rows and self._waits_for_leased(task, request)):
             return None
         return self._hand_out(task, request, rows, now)
 
@@ -292,6 +292,19 @@ class PartitionBook(ShareBook):
         if queue.terms.where:
             return not queue.terms.awaited
         return len(queue) == len(task.open)
+
+    def _waits_for_leased(self, task: Task, request: ClaimRequest) -> bool:
+        """Whether a claim that found nothing waits for what may come back to it.
+
+        That is what is leased, and what waits under a lease's time for another rank.
+        """
+        if not (request.whole and request.wait_for_leased):
+            return False
+        if not request.where:
+            return bool(task.leased) or any(self._timed_shares(task))
+        shares = (share.rows for share in self._timed_shares(task))
+        held = itertools.chain(task.leased, *shares)
+        return any(request.matches(self.rows[sample_id].tags) for sample_id in held)
 
     def _draw_share(
         self, task: Task, request: ClaimRequest, group: RankGroup, now: float
@@ -344,7 +357,9 @@ class PartitionBook(ShareBook):
         task.leased.update((row.sample_id, token) for row in rows)
         return Claimed(rows, token)
 
-    def claim_timeout(self, request: ClaimRequest, timeout_s: float) -> ClaimTimeoutError:
+    def claim_timeout(
+        self, request: ClaimRequest, timeout_s: float, now: float
+    ) -> ClaimTimeoutError:
         """The error of a claim that waited in vain, with what is missing."""
         task = self.task(request.task_name)
         required = frozenset(request.required_fields)
@@ -355,11 +370,19 @@ class PartitionBook(ShareBook):
             for name in request.required_fields
             if (count := sum(name not in row.cells for row in candidates))
         }
+        leases = [lease for lease in self.leases.values() if lease.task_name == request.task_name]
+        holders: Counter[str] = Counter()
+        for lease in leases:
+            holders[lease.owner] += len(lease.rows)
+        timed = (share.deadline for share in self._timed_shares(task))
+        first_expiry = min([*timed, *(lease.deadline for lease in leases)], default=None)
         return self.declaration.claim_timeout(
             request.task_name,
             ready=ready,
             present=len(candidates),
-            leased=len(task.leased),
+            holders=holders,
+            first_expiry_s=None if first_expiry is None else max(0.0, first_expiry - now),
+            claimer=request.owner,
             assigned=len(task.assigned),
             unput=self.unput,
             lacking=lacking,
@@ -407,9 +430,9 @@ class PartitionBook(ShareBook):
             self.sizes.forget()
 
     def consumed(self, task_names: Iterable[str]) -> bool:
-        """Whether there are samples and each task has claimed every one."""
+        """Whether there are samples and each task has settled every one."""
         return bool(self.rows) and all(
-            name in self.tasks and not self.tasks[name].open and not self.tasks[name].assigned
+            name in self.tasks and len(self.tasks[name].settled) == len(self.rows)
             for name in task_names
         )
 

@@ -21,7 +21,12 @@ _OPERATORS: dict[str, Callable[[Any, Any], bool]] = {
 }
 
 
-def narrowing(dp_world: int | None, where: Sequence[TagFilter], seed: int | None) -> dict[str, Any]:
+def narrowing(
+    dp_world: int | None,
+    where: Sequence[TagFilter],
+    seed: int | None,
+    wait_for_leased: bool = True,
+) -> dict[str, Any]:
     """What narrows a claim, as keywords of `claim_meta`: those alone that are given.
 
     An adapter written for the published contract knows none of them, and serves every claim that
@@ -32,6 +37,8 @@ def narrowing(dp_world: int | None, where: Sequence[TagFilter], seed: int | None
         asked["where"] = where
     if seed is not None:
         asked["seed"] = seed
+    if not wait_for_leased:
+        asked["wait_for_leased"] = False
     return asked
 
 
@@ -115,6 +122,7 @@ class ClaimRequest:
         dp_world: ranks that share each drawn batch of ``dp_world * batch_size`` samples.
         lease_s: seconds after which the claim ends unless settled; None is a final claim.
         owner: "host:pid" of the claiming process, for who looks at its lease.
+        wait_for_leased: with ``whole`` and nothing ready, wait for samples that are leased.
     """
 
     task_name: str
@@ -127,6 +135,7 @@ class ClaimRequest:
     dp_world: int | None = None
     lease_s: float | None = None
     owner: str = ""
+    wait_for_leased: bool = True
 
     def __post_init__(self) -> None:
         if self.batch_size < 1:

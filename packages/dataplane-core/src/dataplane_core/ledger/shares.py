@@ -9,7 +9,7 @@ else.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from dataplane_core.ledger.leases import LeaseBook
 from dataplane_core.ledger.rows import Row
@@ -111,6 +111,10 @@ class ShareBook(LeaseBook):
         task = self.tasks[task_name]
         for share in shares:
             self.reopen(task, self.unassign(task, share, list(share.rows)))
+
+    def _timed_shares(self, task: Task) -> Iterator[Share]:
+        """The task's shares that a time reopens."""
+        return (share for share in self._timed if self.tasks[share.task_name] is task)
 
     def _untimed_shares(self, task: Task, but: RankGroup | None) -> list[Share]:
         """The shares that no time reopens, of other groups than ``but``."""

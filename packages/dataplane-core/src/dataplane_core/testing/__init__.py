@@ -20,7 +20,16 @@ whose capabilities name those promises. Needs the extra ``dataplane-core[testing
 
 import pytest
 
-for _module in ("claims", "columns", "inspection", "leases", "machine", "origins", "storage"):
+for _module in (
+    "claims",
+    "columns",
+    "inspection",
+    "lease_waits",
+    "leases",
+    "machine",
+    "origins",
+    "storage",
+):
     pytest.register_assert_rewrite(f"{__name__}.{_module}")
 
 from dataplane_core.testing.claims import ClaimContract  # noqa: E402

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -18,12 +17,11 @@ from dataplane_core import (
     SamplesLeasedError,
 )
 from dataplane_core.testing.claims import put
+from dataplane_core.testing.lease_waits import LeaseWaitContract, MakeClient
 from dataplane_core.testing.storage import batch
 
-MakeClient = Callable[..., DataPlaneClient]
 
-
-class LeaseContract:
+class LeaseContract(LeaseWaitContract):
     """For clients with ``capabilities.leases``; ``make_client(**config)`` builds a fresh store."""
 
     patience_s = 20.0

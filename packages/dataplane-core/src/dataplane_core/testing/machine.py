@@ -18,6 +18,7 @@ from hypothesis.stateful import (
 )
 
 from dataplane_core import (
+    ClaimTimeoutError,
     DataPlaneClient,
     KVBatchMeta,
     LeaseLostError,
@@ -52,13 +53,19 @@ class _Walk(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.partition = f"walk-{uuid.uuid4().hex[:8]}"
-        self.clients[0].register_partition(self.partition, FIELDS, 10**6, TASKS)
+        self.declared = 0
+        self.clients[0].register_partition(self.partition, FIELDS, self.declared, TASKS)
         self.rows: dict[str, dict[str, list[int]]] = {}
         self.claimed: dict[str, set[str]] = {task: set() for task in TASKS}
         self.held: list[_Held] = []
         self.put_total = 0
         self.cleared = 0
         self.serial = 0
+
+    @rule(who=st.integers(0, 1), declared=st.integers(0, len(IDS)))
+    def declare_again(self, who: int, declared: int) -> None:
+        self.clients[who].register_partition(self.partition, FIELDS, declared, TASKS)
+        self.declared, self.put_total, self.cleared = declared, len(self.rows), 0
 
     @rule(who=st.integers(0, 1), ids=some_ids, fields=some_fields, data=st.data())
     def put(self, who: int, ids: list[str], fields: list[str], data: Any) -> None:
@@ -90,16 +97,35 @@ class _Walk(RuleBasedStateMachine):
     @rule(
         who=st.integers(0, 1),
         task=st.sampled_from(TASKS),
-        fields=some_fields,
-        size=st.integers(1, 4),
+        fields=st.lists(st.sampled_from(FIELDS), unique=True),
+        size=st.integers(1, len(IDS)),
+        blocking=st.booleans(),
     )
-    def claim(self, who: int, task: str, fields: list[str], size: int) -> None:
+    def claim(self, who: int, task: str, fields: list[str], size: int, blocking: bool) -> None:
         ready = {
             sample_id
             for sample_id, row in self.rows.items()
             if set(fields) <= row.keys() and sample_id not in self.claimed[task]
         }
-        meta = self.clients[who].claim_meta(self.partition, task, fields, size, blocking=False)
+        unput = max(0, self.declared - self.put_total)
+        lacking = len(self.rows.keys() - self.claimed[task] - ready)
+        leased = len(self.leased(task))
+        complete = len(ready) >= size or not (unput or lacking or (leased and not ready))
+        client = self.clients[who]
+        if blocking and not complete:
+            with pytest.raises(ClaimTimeoutError) as caught:
+                client.claim_meta(self.partition, task, fields, size, timeout_s=0.0)
+            error = caught.value
+            assert (error.ready, error.leased, sum(error.holders.values())) == (
+                len(ready),
+                leased,
+                leased,
+            )
+            assert (error.first_expiry_s is None) == (not leased)
+            return
+        meta = client.claim_meta(
+            self.partition, task, fields, size, blocking=blocking, timeout_s=0.0
+        )
         assert meta.size == len(set(meta.sample_ids)) == min(size, len(ready))
         assert set(meta.sample_ids) <= ready
         self.claimed[task] |= set(meta.sample_ids)
@@ -107,6 +133,13 @@ class _Walk(RuleBasedStateMachine):
             known = {held.name for held in self.held}
             [name] = {claim.claim for claim in self.claims()} - known
             self.held.append(_Held(meta, task, name, set(meta.sample_ids)))
+
+    @rule(who=st.integers(0, 1), task=st.sampled_from(TASKS))
+    def claim_until_empty(self, who: int, task: str) -> None:
+        """Nothing is ready then, so that a blocking claim waits for leases or ends."""
+        self.claim(who, task, [], len(IDS), blocking=False)
+        self.claim(who, task, [], 1, blocking=True)
+        self.check(who, [task])
 
     def claims(self) -> list[ClaimSummary]:
         return self.clients[0].list_claims(self.partition)
@@ -188,7 +221,9 @@ class _Walk(RuleBasedStateMachine):
 
     @rule(who=st.integers(0, 1), tasks=st.lists(st.sampled_from(TASKS), min_size=1, unique=True))
     def check(self, who: int, tasks: list[str]) -> None:
-        complete = bool(self.rows) and all(self.claimed[task] >= self.rows.keys() for task in tasks)
+        complete = bool(self.rows) and all(
+            self.claimed[task] - self.leased(task) >= self.rows.keys() for task in tasks
+        )
         assert self.clients[who].check_consumption_status(self.partition, tasks) == complete
 
     @precondition(lambda self: self.clients[0].capabilities.conservation)
