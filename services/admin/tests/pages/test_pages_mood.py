@@ -33,7 +33,7 @@ def tell(service, *, ago_s, seconds, step=None, run="slow"):
     )
     if step is not None:
         span.attributes.add(key="rl.step").value.int_value = step
-    service.store.write(batch_of_spans(data, data.SerializeToString(), Limits(), time.time_ns()))
+    service.store.write(batch_of_spans(data, data.SerializeToString(), Limits()))
 
 
 def wait(kind, seconds, run="slow"):

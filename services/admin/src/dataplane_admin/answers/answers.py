@@ -280,7 +280,7 @@ class Answers:
         )
 
     def steps(self, run: str, *, limit: int = 10) -> list[models.TraceFacts]:
-        """The newest traces of a run that tell a step, the one that began last first."""
+        """The newest traces of a run that tell a step, the one that came last first."""
         return [models.TraceFacts(**traces.facts(row)) for row in self._store.steps(run, limit)]
 
     def trace(self, trace_id: str) -> models.Trace:
@@ -314,18 +314,20 @@ class Answers:
         )
 
     def series(self, *, name: str | None = None) -> list[models.Series]:
-        """The newest value of each metric series, of one ``name`` if given."""
+        """What each metric series comes to, those of one ``name`` if given."""
         if name is not None:
             _check_id("name", name)
         return [
             models.Series(
                 name=one.name,
                 process=one.process,
+                scope=one.scope,
                 unit=one.unit,
                 attributes=dict(one.attributes),
                 value=one.value,
                 histogram=None if one.histogram is None else dict(one.histogram),
-                time_ns=one.time_ns,
+                time_ns=one.time_ns or None,
+                received_ns=one.received_ns,
             )
             for one in self._store.series(name)
         ]
