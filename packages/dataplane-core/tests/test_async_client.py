@@ -323,5 +323,5 @@ def test_a_full_store_is_the_same_error_as_without_awaiting():
 
 
 def test_no_threads_are_refused():
-    with pytest.raises(InvalidRequestError, match="threads 0"):
+    with pytest.raises(InvalidRequestError, match="threads is 0"):
         AsyncDataPlaneClient(InMemoryDataPlaneClient(), threads=0)

@@ -467,5 +467,5 @@ def test_a_search_goes_on_where_its_last_step_ended():
 def test_a_page_that_is_too_large_is_refused():
     ledger = books()
     for look in (scan, lambda book, start, limit: page(book, start, limit, 0.0)):
-        with pytest.raises(InvalidRequestError, match=f"at most {LARGEST_PAGE}"):
+        with pytest.raises(InvalidRequestError, match=rf"expected an int of 0 to {LARGEST_PAGE}"):
             look(ledger.partition("p"), 0, LARGEST_PAGE + 1)

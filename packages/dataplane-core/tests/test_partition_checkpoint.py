@@ -194,15 +194,6 @@ def test_python_values_keep_arrays_tensors_and_bytes(tmp_path: Path):
     assert state_of(target) == state_of(client)
 
 
-def test_a_value_that_cannot_be_stored_is_refused_by_name(tmp_path: Path):
-    client = store()
-    client.register_partition("train", [], 1, [])
-    client.put_samples(["a"], "train", batch(1, o=objects({"a": object()})))
-    with pytest.raises(InvalidRequestError, match=r"field 'o'.*object cannot be stored"):
-        save_partition(client, "train", tmp_path / "p")
-    assert os.listdir(tmp_path) == []
-
-
 sample = st.fixed_dictionaries(
     {},
     optional={

@@ -234,7 +234,7 @@ def test_a_lazy_stack_is_taken():
         (NonTensorData(["a", "b"], batch_size=[3]), "field 'f': 2 rows; expected 3"),
         (TensorDict({"a": torch.rand(3)}, batch_size=[3]), "field 'f': nested TensorDicts"),
         (NonTensorStack("a", object(), "c"), "field 'f': object cannot be stored"),
-        (torch.rand(3, 2).to_sparse(), "field 'f': layout torch.sparse_coo"),
+        (torch.rand(3, 2).to_sparse(), "field 'f' is a tensor that is torch.sparse_coo"),
     ],
 )
 def test_what_cannot_be_stored_is_refused_with_the_fields_name(leaf, message):

@@ -131,7 +131,7 @@ def test_a_hundred_thousand_samples_are_told_in_bounded_parts_that_add_up(client
 
 
 def test_ids_with_odd_characters_pass_unchanged(client, log):
-    ids = ["\x1b[31m", "</script>", "ü\u202e", "a\nb", "'; drop table", "x" * 10_000, "\ud800"]
+    ids = ["\x1b[31m", "</script>", "ü\u202e", "a\nb", "'; drop table", "x" * 10_000]
     client.register_partition("train", ["x"], len(ids), [])
     client.put_samples(ids, "train", batch(len(ids), x=torch.zeros(len(ids))))
     assert log.named("put")[0][1] == ids

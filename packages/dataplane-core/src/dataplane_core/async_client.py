@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar  # Any: tags hold the caller's ow
 
 import structlog
 
+from dataplane_core.arguments import checked_bool, checked_int, checked_seconds
 from dataplane_core.async_inspector import AsyncInspector
 from dataplane_core.client import LEASE, Capabilities, DataPlaneClient
 from dataplane_core.errors import (
@@ -24,7 +25,6 @@ from dataplane_core.errors import (
     ClosedError,
     DataPlaneError,
     DeadlineExceededError,
-    InvalidRequestError,
 )
 from dataplane_core.ledger.selection import narrowing
 
@@ -67,13 +67,11 @@ class AsyncDataPlaneClient(AsyncInspector):
         claim_threads: int = 256,
         close_timeout_s: float = 30.0,
     ) -> None:
-        if threads < 1 or claim_threads < 1:
-            raise InvalidRequestError(
-                f"AsyncDataPlaneClient: threads {threads}, claim_threads {claim_threads}; expected "
-                "at least 1 of each"
-            )
+        call = "AsyncDataPlaneClient"
+        threads = checked_int(call, "threads", threads, least=1)
+        claim_threads = checked_int(call, "claim_threads", claim_threads, least=1)
         self._inner = inner
-        self._close_timeout_s = close_timeout_s
+        self._close_timeout_s = checked_seconds(call, "close_timeout_s", close_timeout_s)
         self._puts = ThreadPoolExecutor(threads, "dataplane-put")
         self._reads = ThreadPoolExecutor(threads, "dataplane-read")
         self._calls = ThreadPoolExecutor(threads, "dataplane-call")
@@ -127,6 +125,9 @@ class AsyncDataPlaneClient(AsyncInspector):
             ClaimTimeoutError: also when ``claim_threads`` other claims waited all the time.
         """
         self._check_open()
+        # The inner client checks every argument; these are what this one computes with.
+        blocking = checked_bool("claim_meta", "blocking", blocking)
+        timeout_s = checked_seconds("claim_meta", "timeout_s", timeout_s)
         deadline = time.monotonic() + timeout_s
         waited = blocking and self._claim_turns.locked()
 

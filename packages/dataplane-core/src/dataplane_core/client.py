@@ -11,7 +11,12 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar  # Any: tags hold the caller's own primitives
 
-from dataplane_core.errors import InvalidRequestError, SamplesLeasedError, UnsupportedError
+from dataplane_core.errors import (
+    InvalidRequestError,
+    MissingDataError,
+    SamplesLeasedError,
+    UnsupportedError,
+)
 from dataplane_core.inspector import Opaque
 
 if TYPE_CHECKING:
@@ -39,8 +44,8 @@ def lease_token(meta: KVBatchMeta) -> str:
     token = meta.extra_info.get(LEASE)
     if not isinstance(token, str):
         raise InvalidRequestError(
-            f"claim of {meta.size} samples of partition {meta.partition_id!r} carries no lease; "
-            "set claim_lease_s in the data-plane config before claiming"
+            f"claim of {len(meta.sample_ids)} samples of partition {meta.partition_id!r} carries "
+            "no lease; set claim_lease_s in the data-plane config before claiming"
         )
     return token
 
@@ -384,16 +389,18 @@ class DataPlaneClient(Opaque, ABC):
             InvalidRequestError: (a ValueError) columns or lengths do not fit.
             DataPlaneError: as `put_samples`.
         """
+        from dataplane_core.boundary import check_put
         from dataplane_core.columns import check_columns, fields_of_columns
 
-        what = f"put_columns(partition={partition_id!r})"
-        check_columns(what, columns, len(sample_ids), lengths, ragged)
-        fields = fields_of_columns(columns, len(sample_ids), lengths, ragged)
+        put = check_put("put_columns", sample_ids, partition_id, tags, claim=claim, origin=origin)
+        count = len(put.sample_ids)
+        cuts = check_columns(put.where, columns, count, lengths, ragged)
+        fields = fields_of_columns(columns, count, cuts, ragged)
         # An adapter written for the published contract does not know these.
         extra: dict[str, Any] = {} if claim is None else {"claim": claim}
         if origin is not None:
             extra["origin"] = origin
-        return self.put_samples(sample_ids, partition_id, fields, tags, **extra)
+        return self.put_samples(put.sample_ids, put.partition_id, fields, put.tags, **extra)
 
     def get_columns(
         self,
@@ -432,18 +439,36 @@ class DataPlaneClient(Opaque, ABC):
         Raises:
             DataPlaneError: as `get_samples`.
         """
-        from dataplane_core.columns import columns_of_fields, is_per_token
+        from dataplane_core.boundary import check_read
+        from dataplane_core.columns import (
+            check_padding,
+            columns_of_fields,
+            count_rows,
+            is_per_token,
+        )
         from dataplane_core.rows import forms_of
 
+        read = check_read("get_columns", sample_ids, partition_id, select_fields, origins=origins)
+        pad_values, width = check_padding(read.where, pad_values, width)
         # As in `put_columns`.
         extra: dict[str, Any] = {} if origins is None else {"origins": origins}
-        answer = self.get_samples(sample_ids, partition_id, select_fields, **extra)
-        forms = self._field_forms(partition_id)
+        answer = self.get_samples(read.sample_ids, read.partition_id, read.fields, **extra)
+        if not read.sample_ids:
+            return {}
+        forms = self._field_forms(read.partition_id)
         columns = columns_of_fields(answer, pad_values=pad_values, width=width, forms=forms)
+        for name in read.fields:
+            rows = count_rows(columns[name]) if name in columns else 0
+            if rows != len(read.sample_ids):
+                raise MissingDataError(
+                    f"{read.where}: get_samples answered {rows} rows of field {name!r}; expected "
+                    f"{len(read.sample_ids)}",
+                    fields=[name],
+                )
         if per_token is not None:
             known = forms_of(answer) if forms is None else forms
             per_token.update(name for name in columns if is_per_token(name, known.get(name)))
-        return {name: columns[name] for name in dict.fromkeys(select_fields) if name in columns}
+        return {name: columns[name] for name in read.fields}
 
     def _field_forms(self, partition_id: str) -> Mapping[str, Form] | None:
         """The forms of a partition's fields, for `get_columns`; None if the store keeps none, so

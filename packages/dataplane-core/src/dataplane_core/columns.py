@@ -26,8 +26,16 @@ from tensordict import (
 )
 
 from dataplane_core import pages
-from dataplane_core.errors import InvalidRequestError, listed
-from dataplane_core.rows import are_ragged, form_of, jagged_from_rows
+from dataplane_core.arguments import (
+    checked_int,
+    checked_ints,
+    checked_name,
+    refused,
+    scalar_of,
+    shown,
+)
+from dataplane_core.errors import InvalidRequestError, InvalidTypeError, listed
+from dataplane_core.rows import are_ragged, form_of, jagged_from_rows, storable_tensor
 from dataplane_core.schema import TOKEN_ALIGNED_FIELDS, Form
 from dataplane_core.slices import Slices, copy_slices
 
@@ -43,24 +51,34 @@ def check_columns(
     count: int,
     lengths: Sequence[int] | None,
     ragged: Collection[str],
-) -> None:
+) -> list[int] | None:
     """Refuse columns that do not fit ``count`` samples or the lengths that they are to be cut to.
+
+    Returns:
+        The lengths as plain ints.
 
     Raises:
         InvalidRequestError: (a ValueError) naming the column or the lengths.
     """
+    if not isinstance(columns, Mapping):
+        raise refused(what, "columns", columns, "a dict of name to column")
+    if isinstance(ragged, str) or not isinstance(ragged, Collection):
+        raise refused(what, "ragged", ragged, "a collection of column names")
+    cuts = None if lengths is None else checked_ints(what, "lengths", lengths)
     for name, column in columns.items():
-        rows = 0
-        if column.ndim:
-            # Nested tensors of strided layout have no shape.
-            rows = column.size(0) if isinstance(column, torch.Tensor) else len(column)
+        checked_name(what, "a column's name", name)
+        if not is_column(column):
+            raise refused(what, f"column {name!r}", column, "a tensor or an object array (n,)")
+        rows = count_rows(column)
         if rows != count or not column.ndim:
             raise InvalidRequestError(f"{what}: column {name!r} has {rows} rows; expected {count}")
+        if isinstance(column, torch.Tensor):
+            storable_tensor(f"{what}: column {name!r}", column)
     cut = [name for name in columns if name in ragged]
     if not cut:
-        return
-    if lengths is None or len(lengths) != count:
-        found = "no" if lengths is None else len(lengths)
+        return cuts
+    if cuts is None or len(cuts) != count:
+        found = "no" if cuts is None else len(cuts)
         raise InvalidRequestError(
             f"{what}: {found} lengths for {count} rows of columns {listed(cut)}; expected one each"
         )
@@ -71,11 +89,45 @@ def check_columns(
                 f"{what}: column {name!r} cannot be cut to lengths; expected a dense tensor "
                 "(rows, width, ...)"
             )
-        if count and not 0 <= min(lengths) <= max(lengths) <= column.shape[1]:
+        if count and max(cuts) > column.shape[1]:
+            row = cuts.index(max(cuts))
             raise InvalidRequestError(
-                f"{what}: lengths from {min(lengths)} to {max(lengths)}; expected 0 to "
-                f"{column.shape[1]}, the width of column {name!r}"
+                f"{what}: row {row} has a length of {cuts[row]}; expected 0 to {column.shape[1]}, "
+                f"the width of column {name!r}"
             )
+    return cuts
+
+
+def count_rows(column: Column) -> int:
+    """Number of rows of a column; 0 of a scalar."""
+    if isinstance(column, torch.Tensor):
+        return int(column.size(0)) if column.dim() else 0  # len() fails on some nested tensors
+    return len(column) if column.ndim else 0
+
+
+def is_column(column: object) -> bool:
+    """Whether a put takes ``column``: a tensor, or a numpy array (n,) of Python values."""
+    return isinstance(column, torch.Tensor) or (
+        isinstance(column, np.ndarray) and column.dtype == object and column.ndim == 1
+    )
+
+
+def check_padding(what: str, pad_values: object, width: object) -> tuple[dict[str, float], int]:
+    """What a padded read asks for.
+
+    Raises:
+        InvalidRequestError: (a ValueError) pad values are no dict of numbers, or the width is no
+            int of at least 0.
+    """
+    if pad_values is not None and not isinstance(pad_values, Mapping):
+        raise refused(what, "pad_values", pad_values, "a dict of field to number, or None")
+    numbers: dict[str, float] = {}
+    for name, value in (pad_values or {}).items():
+        number = scalar_of(value)
+        if not isinstance(number, int | float):
+            raise refused(what, f"pad_values[{shown(name)}]", value, "a number")
+        numbers[checked_name(what, "a name in pad_values", name)] = number
+    return numbers, checked_int(what, "width", width)
 
 
 def fields_of_columns(
@@ -196,7 +248,7 @@ def object_column(name: str, leaf: Any, count: int) -> NDArray[np.object_]:
     elif isinstance(leaf, LazyStackedTensorDict):
         values = [_object_value(name, row) for row in leaf.tensordicts]
     else:
-        raise TypeError(
+        raise InvalidTypeError(
             f"field {name!r} is a {type(leaf).__name__}; expected a tensor or per-row Python values"
         )
     return object_array(values)
@@ -214,7 +266,9 @@ def _object_value(name: str, row: Any) -> Any:
         return row.data
     if is_tensor_collection(row) and row.batch_dims == 0 and row.is_empty():
         return None
-    raise TypeError(f"field {name!r} has a row of {type(row).__name__}; expected a Python value")
+    raise InvalidTypeError(
+        f"field {name!r} has a row of {type(row).__name__}; expected a Python value"
+    )
 
 
 def jagged_from_padded(padded: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:

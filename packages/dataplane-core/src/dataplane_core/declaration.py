@@ -1,4 +1,4 @@
-"""A partition's declaration, and the checks that every client makes the same way.
+"""A partition's declaration, and what every client answers from its books the same way.
 
 Public to authors of adapters, so that all clients refuse the same requests with the same words.
 Needs no torch: a control process can use it without.
@@ -6,24 +6,28 @@ Needs no torch: a control process can use it without.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any  # Any: tags hold the caller's own primitives
 
+from dataplane_core.arguments import (
+    checked_int,
+    checked_name,
+    checked_names,
+    refused,
+    shown,
+)
 from dataplane_core.errors import (
     CapacityExceeded,
     ClaimTimeoutError,
-    DuplicateSampleError,
     InvalidRequestError,
     MissingDataError,
     SchemaMismatchError,
     listed,
 )
-from dataplane_core.tags import LENGTH_TAG, checked_tags
+from dataplane_core.tags import LENGTH_TAG
 
 if TYPE_CHECKING:
-    from dataplane_core.meta import KVBatchMeta
     from dataplane_core.rows import Column
 
 
@@ -49,27 +53,26 @@ class PartitionDeclaration:
         enums: Mapping[str, Sequence[str]] | None = None,
     ) -> PartitionDeclaration:
         """The declaration, or `InvalidRequestError` naming the argument that is wrong."""
-        where = f"register_partition({partition_id!r})"
-        if not partition_id:
-            raise InvalidRequestError("register_partition: partition_id is empty")
-        if num_samples < 0:
-            raise InvalidRequestError(f"{where}: num_samples {num_samples}; expected 0 or more")
-        if grpo_group_size is not None and grpo_group_size < 1:
-            raise InvalidRequestError(
-                f"{where}: grpo_group_size {grpo_group_size}; expected at least 1, or None"
-            )
-        for kind, names in (("fields", fields), ("consumer_tasks", consumer_tasks)):
-            if "" in names or len(set(names)) != len(names):
-                raise InvalidRequestError(
-                    f"{where}: {kind} {list(names)!r}; expected distinct names, none empty"
-                )
+        partition = checked_name("register_partition", "partition_id", partition_id)
+        where = f"register_partition({partition!r})"
+        if enums is not None and not isinstance(enums, Mapping):
+            raise refused(where, "enums", enums, "a dict of field to allowed values, or None")
         return cls(
-            partition_id=partition_id,
-            fields=tuple(fields),
-            num_samples=num_samples,
-            consumer_tasks=tuple(consumer_tasks),
-            grpo_group_size=grpo_group_size,
-            enums={name: tuple(values) for name, values in (enums or {}).items()},
+            partition_id=partition,
+            fields=_distinct(where, "fields", fields),
+            num_samples=checked_int(where, "num_samples", num_samples),
+            consumer_tasks=_distinct(where, "consumer_tasks", consumer_tasks),
+            grpo_group_size=(
+                None
+                if grpo_group_size is None
+                else checked_int(where, "grpo_group_size", grpo_group_size, least=1)
+            ),
+            enums={
+                checked_name(where, "a field of enums", name): tuple(
+                    checked_names(where, f"enums[{name!r}]", values, empty=True)
+                )
+                for name, values in (enums or {}).items()
+            },
         )
 
     def claim_timeout(
@@ -147,6 +150,13 @@ def named_holders(holders: Mapping[str, int], claimer: str) -> str:
     return ", ".join(named)
 
 
+def _distinct(where: str, argument: str, value: object) -> tuple[str, ...]:
+    names = checked_names(where, argument, value)
+    if len(set(names)) != len(names):
+        raise InvalidRequestError(f"{where}: {argument} {names!r}; expected each name once")
+    return tuple(names)
+
+
 def capacity_exceeded(partition_id: str, *, new: int, held: int, capacity: int) -> CapacityExceeded:
     """The error of a put that found no room until its deadline, or never can."""
     cause = "no put that large can succeed" if new > capacity else "nothing was cleared in time"
@@ -154,47 +164,6 @@ def capacity_exceeded(partition_id: str, *, new: int, held: int, capacity: int) 
         f"put_samples(partition={partition_id!r}): {new} new samples, {held} of {capacity} held; "
         f"{cause}: clear samples or raise storage_capacity"
     )
-
-
-def check_put(
-    sample_ids: Sequence[str], partition_id: str, tags: Sequence[dict[str, Any]] | None
-) -> list[dict[str, Any]] | None:
-    """Refuse a put whose ids repeat or are not strings, or whose tags are not one per id.
-
-    Returns:
-        The tags as they are to be stored: dicts of their own, of str, int of 64 bits, float, bool
-        or None. Scalars of numpy and torch are taken as the numbers that they are; any other value
-        is refused, and so is a tag ``input_lengths`` that is no int of at least 0.
-    """
-    where = f"put_samples(partition={partition_id!r})"
-    for sample_id in sample_ids:
-        if not isinstance(sample_id, str) or not sample_id:
-            raise InvalidRequestError(f"{where}: sample id {sample_id!r}; expected non-empty str")
-    repeated = [sample_id for sample_id, n in Counter(sample_ids).items() if n > 1]
-    if repeated:
-        raise DuplicateSampleError(
-            f"{where}: {len(repeated)} ids are given more than once: {listed(repeated)}"
-        )
-    if tags is not None and len(tags) != len(sample_ids):
-        raise InvalidRequestError(
-            f"{where}: {len(tags)} tags for {len(sample_ids)} ids; give one dict per id, or None"
-        )
-    if tags is None:
-        return None
-    return [
-        checked_tags(where, sample_id, own) for sample_id, own in zip(sample_ids, tags, strict=True)
-    ]
-
-
-def fields_to_read(meta: KVBatchMeta, select_fields: list[str] | None) -> list[str]:
-    """The fields that ``get_data`` reads: the selected ones, else those of ``meta``."""
-    names = meta.fields if select_fields is None else select_fields
-    if names is None:
-        raise InvalidRequestError(
-            f"get_data(partition={meta.partition_id!r}): neither select_fields nor meta.fields "
-            "names the fields to read"
-        )
-    return names
 
 
 def check_kinds(columns: Mapping[str, str], known: Mapping[str, str], *, partition_id: str) -> None:
@@ -212,11 +181,15 @@ def check_enums(columns: Mapping[str, Column], declaration: PartitionDeclaration
     for name, vocabulary in declaration.enums.items():
         if name not in columns:
             continue
-        strange = [value for value in columns[name].rows if value not in vocabulary]
+        strange = [
+            value
+            for value in columns[name].rows
+            if not isinstance(value, str) or value not in vocabulary
+        ]
         if strange:
             raise InvalidRequestError(
                 f"put_samples(partition={declaration.partition_id!r}): field {name!r} holds "
-                f"{strange[0]!r}; declared values: {listed(vocabulary)}"
+                f"{shown(strange[0])}; declared values: {listed(vocabulary)}"
             )
 
 

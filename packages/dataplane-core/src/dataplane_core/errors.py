@@ -52,6 +52,10 @@ class InvalidRequestError(DataPlaneError, ValueError):
     """The arguments of a call contradict each other or the contract; nothing was changed."""
 
 
+class InvalidTypeError(InvalidRequestError, TypeError):
+    """An argument or a value is of a type that the contract does not take; nothing was changed."""
+
+
 class DuplicateSampleError(InvalidRequestError):
     """One put names a sample id more than once; nothing was stored."""
 

@@ -7,7 +7,6 @@ notifies; a blocked claim or put waits on it, so it wakes when something changed
 
 from __future__ import annotations
 
-import copy
 import threading
 import time
 import warnings
@@ -18,19 +17,24 @@ from typing import TYPE_CHECKING, Any, ClassVar  # Any: rows and tags are the ca
 import torch
 
 from dataplane_core import rows as row_codec
-from dataplane_core.client import LEASE, Capabilities, lease_token
-from dataplane_core.config import DataPlaneConfig, validate_config
-from dataplane_core.declaration import (
-    PartitionDeclaration,
-    check_enums,
+from dataplane_core.boundary import (
+    PutRequest,
+    SettleRequest,
+    check_claim,
+    check_clear,
+    check_consumption,
     check_put,
+    check_read,
+    check_settle,
     fields_to_read,
 )
+from dataplane_core.client import LEASE, Capabilities
+from dataplane_core.config import DataPlaneConfig, validate_config
+from dataplane_core.declaration import PartitionDeclaration, check_enums
 from dataplane_core.errors import ClosedError, ConfigError
 from dataplane_core.in_memory_inspector import InMemoryInspector
 from dataplane_core.ledger import (
     ClaimOrder,
-    ClaimRequest,
     Ledger,
     PartitionBook,
     PutTicket,
@@ -38,6 +42,7 @@ from dataplane_core.ledger import (
 )
 from dataplane_core.ledger.origins import count_origins
 from dataplane_core.meta import KVBatchMeta
+from dataplane_core.object_codec import decode_object, encode_object
 from dataplane_core.process import process_name
 
 if TYPE_CHECKING:
@@ -147,55 +152,50 @@ class InMemoryDataPlaneClient(InMemoryInspector):
         claim: KVBatchMeta | None = None,
         origin: str | None = None,
     ) -> KVBatchMeta:
-        own_tags = check_put(sample_ids, partition_id, tags)
-        columns = {} if fields is None else row_codec.split_rows(fields, len(sample_ids))
+        put = check_put("put_samples", sample_ids, partition_id, tags, claim=claim, origin=origin)
+        columns = {} if fields is None else row_codec.split_rows(fields, len(put.sample_ids))
         kinds = {name: column.kind for name, column in columns.items()}
         forms = {name: column.form for name, column in columns.items() if column.form is not None}
         # Copies are made before the lock is taken: they are the long part.
-        cells = {name: [_own(row) for row in column.rows] for name, column in columns.items()}
+        cells = {name: _own(name, column) for name, column in columns.items()}
         nbytes = {
             name: _bytes_of(own) for name, own in cells.items() if kinds[name] != row_codec.OBJECT
         }
         deadline = time.monotonic() + self._put_timeout_s
         with self._store.changed:
-            ticket = self._admit(partition_id, sample_ids, kinds, forms, claim, deadline)
+            ticket = self._admit(put, kinds, forms, deadline)
             try:
-                check_enums(columns, self._store.ledger.partition(partition_id).declaration)
-                self._store.ledger.commit_put(ticket, cells, own_tags, origin, nbytes=nbytes)
+                check_enums(columns, self._store.ledger.partition(put.partition_id).declaration)
+                self._store.ledger.commit_put(ticket, cells, put.tags, put.origin, nbytes=nbytes)
             finally:
                 self._store.ledger.abort_put(ticket)
             self._store.changed.notify_all()
         return KVBatchMeta(
-            partition_id=partition_id,
+            partition_id=put.partition_id,
             task_name=None,
-            sample_ids=list(sample_ids),
+            sample_ids=put.sample_ids,
             fields=list(columns) or None,
-            tags=None if own_tags is None else [dict(tag) for tag in own_tags],
+            tags=put.copied_tags(),
         )
 
     def _admit(
-        self,
-        partition_id: str,
-        sample_ids: list[str],
-        kinds: dict[str, str],
-        forms: dict[str, Form],
-        claim: KVBatchMeta | None,
-        deadline: float,
+        self, put: PutRequest, kinds: dict[str, str], forms: dict[str, Form], deadline: float
     ) -> PutTicket:
         """Wait until the new samples fit."""
-        token = None if claim is None else lease_token(claim)
         self._check_open()
-        partition = self._store.ledger.partition(partition_id)
+        partition = self._store.ledger.partition(put.partition_id)
         while True:
             self._check_open()
             self._expire()
             self._store.ledger.check_registered(partition)
-            ticket = self._store.ledger.begin_put(partition_id, sample_ids, kinds, token, forms)
+            ticket = self._store.ledger.begin_put(
+                put.partition_id, put.sample_ids, kinds, put.token, forms
+            )
             if ticket is not None:
                 return ticket
             remaining = deadline - time.monotonic()
             if remaining <= 0:
-                raise self._store.ledger.full(partition_id, sample_ids)
+                raise self._store.ledger.full(put.partition_id, put.sample_ids)
             self._store.changed.wait(remaining)
 
     def get_samples(
@@ -206,22 +206,23 @@ class InMemoryDataPlaneClient(InMemoryInspector):
         *,
         origins: dict[str, int] | None = None,
     ) -> TensorDict:
+        read = check_read("get_samples", sample_ids, partition_id, select_fields, origins=origins)
         with self._store.changed:
             self._check_open()
-            partition = self._store.ledger.partition(partition_id)
-            rows = partition.lookup(sample_ids, select_fields)
+            partition = self._store.ledger.partition(read.partition_id)
+            rows = partition.lookup(read.sample_ids, read.fields)
             columns = {
                 name: row_codec.Column(partition.kinds[name], [row.cells[name] for row in rows])
-                for name in select_fields
+                for name in read.fields
                 if rows
             }
             if origins is not None:
-                origins.update(count_origins(rows, select_fields))
+                origins.update(count_origins(rows, read.fields))
         # A stored value is never changed in place, so it can be copied outside the lock.
         for column in columns.values():
             if column.kind == row_codec.OBJECT:
-                column.rows[:] = copy.deepcopy(column.rows)
-        return row_codec.collate(columns, len(sample_ids))
+                column.rows[:] = map(decode_object, column.rows)
+        return row_codec.collate(columns, len(read.sample_ids))
 
     def _field_forms(self, partition_id: str) -> Mapping[str, Form]:
         with self._store.changed:
@@ -253,25 +254,28 @@ class InMemoryDataPlaneClient(InMemoryInspector):
         seed: int | None = None,
         wait_for_leased: bool = True,
     ) -> KVBatchMeta:
-        request = ClaimRequest(
-            task_name=task_name,
-            required_fields=tuple(required_fields),
-            batch_size=batch_size,
-            whole=blocking,
-            where=tuple(where),
-            seed=seed,
-            dp_rank=dp_rank,
+        call = check_claim(
+            partition_id,
+            task_name,
+            required_fields,
+            batch_size,
+            dp_rank,
+            blocking,
+            timeout_s,
             dp_world=dp_world,
+            where=where,
+            seed=seed,
             lease_s=self._lease_s,
             owner=process_name(),
             wait_for_leased=wait_for_leased,
         )
-        deadline = time.monotonic() + timeout_s
+        request = call.request
+        deadline = time.monotonic() + call.timeout_s
         with self._store.changed:
             while True:
                 self._check_open()
                 self._expire()
-                partition = self._store.ledger.partition(partition_id)
+                partition = self._store.ledger.partition(call.partition_id)
                 revision = partition.revision
                 claimed = partition.claim(request, time.monotonic())
                 if partition.revision != revision:
@@ -280,23 +284,24 @@ class InMemoryDataPlaneClient(InMemoryInspector):
                     break
                 now = time.monotonic()
                 if now >= deadline:
-                    raise partition.claim_timeout(request, timeout_s, now)
+                    raise partition.claim_timeout(request, call.timeout_s, now)
                 # A lease that runs out makes samples ready without anybody notifying.
                 expiry = partition.next_expiry()
                 wake_at = deadline if expiry is None else min(deadline, expiry)
                 self._store.changed.wait(max(0.0, wake_at - now))
             tags = [dict(row.tags) for row in claimed.rows]
         return KVBatchMeta(
-            partition_id=partition_id,
-            task_name=task_name,
+            partition_id=call.partition_id,
+            task_name=request.task_name,
             sample_ids=[row.sample_id for row in claimed.rows],
-            fields=list(required_fields),
+            fields=list(request.required_fields),
             sequence_lengths=claimed.sequence_lengths,
             extra_info={} if claimed.token is None else {LEASE: claimed.token},
             tags=tags if any(tags) else None,
         )
 
     def check_consumption_status(self, partition_id: str, task_names: list[str]) -> bool:
+        partition_id, task_names = check_consumption(partition_id, task_names)
         with self._store.changed:
             self._check_open()
             self._expire()
@@ -306,12 +311,13 @@ class InMemoryDataPlaneClient(InMemoryInspector):
     def clear_samples(
         self, sample_ids: list[str] | None, partition_id: str, *, force: bool = False
     ) -> None:
+        ids, partition_id, force = check_clear("clear_samples", sample_ids, partition_id, force)
         with self._store.changed:
             self._check_open()
             self._expire()
-            dropped = self._store.ledger.clear(partition_id, sample_ids, force=force)
+            dropped = self._store.ledger.clear(partition_id, ids, force=force)
             self._store.changed.notify_all()
-        if sample_ids is None and not dropped:
+        if ids is None and not dropped:
             warnings.warn(
                 f"clear_samples(None, partition={partition_id!r}): nothing to clear",
                 RuntimeWarning,
@@ -319,30 +325,35 @@ class InMemoryDataPlaneClient(InMemoryInspector):
             )
 
     def withdraw_samples(self, sample_ids: list[str], partition_id: str) -> None:
+        ids, partition_id, _ = check_clear("withdraw_samples", sample_ids, partition_id)
         with self._books(change=True) as ledger:
-            ledger.clear(partition_id, sample_ids, force=True, withdrawn=True)
+            ledger.clear(partition_id, ids, force=True, withdrawn=True)
 
     def acknowledge(self, meta: KVBatchMeta) -> None:
+        claim = check_settle("acknowledge", meta)
         self._settle(
-            meta, lambda book, token: book.settle(token, meta.sample_ids, acknowledge=True)
+            claim, lambda book: book.settle(claim.token, claim.sample_ids, acknowledge=True)
         )
 
     def release(self, meta: KVBatchMeta) -> None:
+        claim = check_settle("release", meta)
         self._settle(
-            meta, lambda book, token: book.settle(token, meta.sample_ids, acknowledge=False)
+            claim, lambda book: book.settle(claim.token, claim.sample_ids, acknowledge=False)
         )
 
     def renew(self, meta: KVBatchMeta) -> None:
-        self._settle(meta, lambda book, token: book.renew(token, meta.sample_ids, time.monotonic()))
+        claim = check_settle("renew", meta)
+        self._settle(
+            claim, lambda book: book.renew(claim.token, claim.sample_ids, time.monotonic())
+        )
 
-    def _settle(self, meta: KVBatchMeta, change: Callable[[PartitionBook, str], object]) -> None:
-        if not meta.sample_ids:
+    def _settle(self, claim: SettleRequest, change: Callable[[PartitionBook], object]) -> None:
+        if not claim.sample_ids:
             return
-        token = lease_token(meta)
         with self._store.changed:
             self._check_open()
             self._expire()
-            change(self._store.ledger.partition(meta.partition_id), token)
+            change(self._store.ledger.partition(claim.partition_id))
             self._store.changed.notify_all()
 
     def close(self) -> None:
@@ -374,8 +385,15 @@ class InMemoryDataPlaneClient(InMemoryInspector):
             self._store.changed.notify_all()
 
 
-def _own(value: Any) -> Any:
-    return value.clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
+def _own(name: str, column: row_codec.Column) -> list[Any]:
+    """The rows as cells of their own.
+
+    Python values are bytes, as in every other store, so that all clients carry the same values and
+    give them back alike.
+    """
+    if column.kind == row_codec.OBJECT:
+        return [encode_object(f"field {name!r}", row) for row in column.rows]
+    return [row.clone() for row in column.rows]
 
 
 def _bytes_of(cells: Sequence[torch.Tensor]) -> int:

@@ -4,8 +4,6 @@ SQLite, LMDB, PostgreSQL or FoundationDB: an adapter brings `KeyValueClient.tran
 `DataPlaneClient.close`, and this class the contract. One record tells of a partition, one of each
 sample, one of each claimed sample of a task, and one of each value. Reads and puts cost a key for
 each sample and field, a claim a look at every sample of its partition.
-
-Needs msgspec: the extra ``dataplane-core[checkpoint]``.
 """
 
 from __future__ import annotations
@@ -22,9 +20,16 @@ import msgspec
 from tensordict import TensorDict
 
 from dataplane_core import declaration as rules
+from dataplane_core.boundary import (
+    check_claim,
+    check_clear,
+    check_consumption,
+    check_put,
+    check_read,
+    fields_to_read,
+)
 from dataplane_core.client import Capabilities, DataPlaneClient
 from dataplane_core.errors import (
-    InvalidRequestError,
     PartitionNotFoundError,
     UnknownTaskError,
     UnsupportedError,
@@ -135,8 +140,9 @@ class KeyValueClient(DataPlaneClient):
         origin: str | None = None,
     ) -> KVBatchMeta:
         """See `DataPlaneClient.put_samples`. ``claim`` and ``origin`` are refused."""
+        put = check_put("put_samples", sample_ids, partition_id, tags, claim=claim, origin=origin)
         _refuse("put_samples", claim=claim, origin=origin)
-        tags = rules.check_put(sample_ids, partition_id, tags)
+        sample_ids, partition_id, tags = put.sample_ids, put.partition_id, put.tags
         columns = {} if fields is None else split_rows(fields, len(sample_ids))
         kinds = {name: column.kind for name, column in columns.items()}
         with self.transaction() as store:
@@ -162,8 +168,8 @@ class KeyValueClient(DataPlaneClient):
                         record.fields[name].samples += 1
                 _save(store, sample, "sample", partition_id, sample_id)
             _save(store, record, "partition", partition_id)
-        copied = None if tags is None else [dict(tag) for tag in tags]
-        return KVBatchMeta(partition_id, None, list(sample_ids), list(columns) or None, tags=copied)
+        names = list(columns) or None
+        return KVBatchMeta(partition_id, None, sample_ids, names, tags=put.copied_tags())
 
     def get_samples(
         self,
@@ -174,7 +180,9 @@ class KeyValueClient(DataPlaneClient):
         origins: dict[str, int] | None = None,
     ) -> TensorDict:
         """See `DataPlaneClient.get_samples`. ``origins`` is refused."""
+        read = check_read("get_samples", sample_ids, partition_id, select_fields, origins=origins)
         _refuse("get_samples", origins=origins)
+        sample_ids, partition_id, select_fields = read.sample_ids, read.partition_id, read.fields
         with self.transaction() as store:
             record = _partition(store, partition_id)
             found = {each: _sample(store, partition_id, each) for each in sample_ids}
@@ -206,7 +214,7 @@ class KeyValueClient(DataPlaneClient):
         origins: dict[str, int] | None = None,
     ) -> TensorDict:
         """See `DataPlaneClient.get_data`."""
-        names = rules.fields_to_read(meta, select_fields)
+        names = fields_to_read(meta, select_fields)
         return self.get_samples(meta.sample_ids, meta.partition_id, names, origins=origins)
 
     def claim_meta(
@@ -225,9 +233,23 @@ class KeyValueClient(DataPlaneClient):
         wait_for_leased: bool = True,
     ) -> KVBatchMeta:
         """See `DataPlaneClient.claim_meta`. ``dp_world``, ``where`` and ``seed`` are refused."""
+        call = check_claim(
+            partition_id,
+            task_name,
+            required_fields,
+            batch_size,
+            dp_rank,
+            blocking,
+            timeout_s,
+            dp_world=dp_world,
+            where=where,
+            seed=seed,
+            wait_for_leased=wait_for_leased,
+        )
         _refuse("claim_meta", dp_world=dp_world, where=where or None, seed=seed)
-        if batch_size < 1:
-            raise InvalidRequestError(f"batch_size {batch_size}; expected 1 or more")
+        partition_id, task_name = call.partition_id, call.request.task_name
+        required_fields, batch_size = list(call.request.required_fields), call.request.batch_size
+        blocking, timeout_s = call.request.whole, call.timeout_s
         deadline = time.monotonic() + timeout_s
         while True:
             late = time.monotonic() >= deadline
@@ -268,13 +290,14 @@ class KeyValueClient(DataPlaneClient):
             partition_id,
             task_name,
             [sample_id for sample_id, _ in taken],
-            list(required_fields),
+            required_fields,
             rules.tagged_lengths(tags),
             tags=tags if any(tags) else None,
         )
 
     def check_consumption_status(self, partition_id: str, task_names: list[str]) -> bool:
         """See `DataPlaneClient.check_consumption_status`."""
+        partition_id, task_names = check_consumption(partition_id, task_names)
         with self.transaction() as store:
             put = len(list(store.scan(_under("sample", partition_id))))
             claimed = [
@@ -286,19 +309,20 @@ class KeyValueClient(DataPlaneClient):
         self, sample_ids: list[str] | None, partition_id: str, *, force: bool = False
     ) -> None:
         """See `DataPlaneClient.clear_samples`. Without leases ``force`` changes nothing."""
+        ids, partition_id, _ = check_clear("clear_samples", sample_ids, partition_id, force)
         with self.transaction() as store:
             found = store.get(_key("partition", partition_id))
-            if found is not None and sample_ids is None:
+            if found is not None and ids is None:
                 store.delete(_key("partition", partition_id))
                 for what in ("sample", "value", "claim"):
                     for key, _ in list(store.scan(_under(what, partition_id))):
                         store.delete(key)
             elif found is not None:
                 record = decode_struct(found, _Partition)
-                for sample_id in sample_ids or ():
+                for sample_id in ids or ():
                     _forget(store, record, partition_id, sample_id)
                 _save(store, record, "partition", partition_id)
-        if found is None and sample_ids is None:
+        if found is None and ids is None:
             warnings.warn(
                 f"clear_samples(None, partition={partition_id!r}): nothing to clear",
                 RuntimeWarning,

@@ -6,11 +6,13 @@ that a driver can shard, filter and merge batches without ever fetching a tensor
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar  # Any: tags and extra_info hold the caller's own values
 
+from dataplane_core.arguments import checked_items, checked_name, refused
 from dataplane_core.errors import InvalidRequestError
+from dataplane_core.tags import checked_column
 
 _T = TypeVar("_T")
 
@@ -65,19 +67,25 @@ class KVBatchMeta:
                 Elements of tensors and arrays become Python scalars.
 
         Raises:
-            InvalidRequestError: (a ValueError) if a sequence has another length; no tag is
-                written then.
+            InvalidRequestError: (a ValueError) if a sequence has another length, or a value is
+                none that a tag can hold (`dataplane_core.tags.primitive`); no tag is written then.
         """
-        for name, values in scalars.items():
-            if len(values) != self.size:
+        if not isinstance(scalars, Mapping):
+            raise refused("stamp_tags", "scalars", scalars, "a dict of tag name to values")
+        stamped: dict[str, list[Any]] = {}
+        for key, values in scalars.items():
+            name = checked_name("stamp_tags", "a tag's name", key)
+            column = checked_items("stamp_tags", repr(name), values, "one value per sample")
+            if len(column) != self.size:
                 raise InvalidRequestError(
-                    f"stamp_tags({name!r}): {len(values)} values for {self.size} samples"
+                    f"stamp_tags({name!r}): {len(column)} values for {self.size} samples"
                 )
+            stamped[name] = checked_column("stamp_tags", name, column)
         if self.tags is None:
             self.tags = [{} for _ in self.sample_ids]
-        for name, values in scalars.items():
-            for tag, value in zip(self.tags, values, strict=True):
-                tag[name] = value.item() if hasattr(value, "item") else value
+        for name, column in stamped.items():
+            for tag, value in zip(self.tags, column, strict=True):
+                tag[name] = value
 
     def _lengths(self) -> list[int] | None:
         """``sequence_lengths``, for a transform: row i's must be at place i."""

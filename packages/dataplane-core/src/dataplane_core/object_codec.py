@@ -1,7 +1,8 @@
 """Python values of object columns as bytes, without pickle.
 
-msgpack with two extension types, for numpy arrays and torch tensors. Public to authors of adapters.
-Needs msgspec: the extra ``dataplane-core[checkpoint]``, or an adapter that depends on it.
+msgpack with two extension types, for numpy arrays and torch tensors. Every client carries what this
+takes, and gives it back as this decodes it, so the set is decided here alone. Public to authors of
+adapters.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ import msgspec
 import numpy as np
 import torch
 
-from dataplane_core.errors import InvalidRequestError
+from dataplane_core.errors import InvalidTypeError
+from dataplane_core.rows import storable_tensor
 
 _T = TypeVar("_T")
 
@@ -29,7 +31,7 @@ def _encode_unknown(value: Any) -> Any:
     if type(value) in (np.ndarray, np.memmap) and _told_by_name(value.dtype):
         return msgspec.msgpack.Ext(_ARRAY, _packed(value.dtype.str, value.shape, value.tobytes()))
     if isinstance(value, torch.Tensor) and not value.is_nested:
-        flat = value.detach().cpu().contiguous().flatten()
+        flat = storable_tensor("a value", value).contiguous().flatten()
         raw = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
         name = str(value.dtype).removeprefix("torch.")
         return msgspec.msgpack.Ext(_TENSOR, _packed(name, tuple(value.shape), raw))
@@ -81,12 +83,12 @@ def encode_object(what: str, value: Any) -> bytes:
     records or another library's dtypes are refused, as they would come back as something else.
 
     Raises:
-        InvalidRequestError: (a ValueError) naming ``what`` and the type that cannot be stored.
+        InvalidTypeError: (a ValueError and a TypeError) naming ``what`` and what cannot be stored.
     """
     try:
         return _encoder.encode(value)
-    except (TypeError, ValueError, OverflowError, RecursionError) as error:
-        raise InvalidRequestError(f"{what}: {error}") from None
+    except Exception as error:  # noqa: BLE001  # a value's own code may raise whatever it likes
+        raise InvalidTypeError(f"{what}: {error}") from None
 
 
 def decode_object(data: bytes) -> Any:

@@ -24,7 +24,8 @@ from tensordict import (
     is_tensor_collection,
 )
 
-from dataplane_core.errors import InvalidRequestError
+from dataplane_core.arguments import checked_name, refused
+from dataplane_core.errors import InvalidRequestError, InvalidTypeError
 from dataplane_core.schema import Form
 
 OBJECT = "object"
@@ -69,18 +70,53 @@ def split_rows(fields: TensorDictBase, count: int) -> dict[str, Column]:
         count: expected number of rows.
 
     Raises:
-        InvalidRequestError: (a ValueError) if a leaf has another number of rows or is itself a
-            TensorDict of tensors.
+        InvalidRequestError: (a ValueError) as `checked_leaves`.
     """
+    return {
+        name: (
+            Column(str(leaf.dtype), list(leaf.unbind()), form_of(leaf))
+            if isinstance(leaf, torch.Tensor)
+            else Column(OBJECT, leaf)
+        )
+        for name, leaf in checked_leaves(fields, count).items()
+    }
+
+
+def checked_leaves(fields: object, count: int) -> dict[str, torch.Tensor | list[Any]]:
+    """The fields of a put, each with ``count`` rows, whatever client they go through.
+
+    Args:
+        fields: as `split_rows` takes them; without a batch size the rows of its leaves count.
+        count: expected number of rows.
+
+    Returns:
+        Field to a tensor as `storable_tensor` has it, or to a list of Python values, one per row.
+
+    Raises:
+        InvalidRequestError: (a ValueError) if ``fields`` is no TensorDict, a leaf has another
+            number of rows, is a tensor that cannot be stored or is itself a TensorDict of tensors.
+    """
+    if not isinstance(fields, TensorDictBase) or isinstance(fields, NonTensorStack | NonTensorData):
+        raise refused(
+            "put_samples", "fields", fields, "a TensorDict; put_columns takes a dict of columns"
+        )
     if fields.batch_dims and fields.batch_size[0] != count:
         raise InvalidRequestError(
             f"fields: batch size {tuple(fields.batch_size)}; expected {count} rows, one per id"
         )
-    columns: dict[str, Column] = {}
-    for name in fields.keys():  # noqa: SIM118  # iterating a TensorDict walks rows
-        leaf = _leaf(fields, name)
-        columns[name] = _split_leaf(name, leaf, count)
-    return columns
+    leaves: dict[str, torch.Tensor | list[Any]] = {}
+    for key in fields.keys():  # noqa: SIM118  # iterating a TensorDict walks rows
+        name = checked_name("put_samples", "a field's name", key)
+        found = _leaf(fields, name)
+        if isinstance(found, torch.Tensor):
+            leaves[name] = storable_tensor(f"field {name!r}", found)
+            rows = int(found.size(0)) if found.dim() else 0  # len() fails on some nested tensors
+        else:
+            leaves[name] = values = _object_rows(name, found, count)
+            rows = len(values)
+        if rows != count:
+            raise InvalidRequestError(f"field {name!r}: {rows} rows; expected {count}")
+    return leaves
 
 
 def _leaf(fields: TensorDictBase, name: str) -> Any:
@@ -90,29 +126,47 @@ def _leaf(fields: TensorDictBase, name: str) -> Any:
     return fields._get_str(name, None)
 
 
-def _split_leaf(name: str, leaf: Any, count: int) -> Column:
-    if isinstance(leaf, torch.Tensor):
-        rows = list(leaf.detach().unbind())
-        if len(rows) != count:
-            raise InvalidRequestError(f"field {name!r}: {len(rows)} rows; expected {count}")
-        return Column(str(leaf.dtype), rows, form_of(leaf))
+def storable_tensor(what: str, tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor`` as it is stored: in main memory, without gradient, conjugated bits resolved.
+
+    Args:
+        what: names it in the error.
+        tensor: dense or nested.
+
+    Raises:
+        InvalidTypeError: (a ValueError and a TypeError) it is sparse, quantized or without data.
+    """
+    # Without this each attribute of a jagged tensor costs 40 us.
+    with torch._C.DisableTorchFunctionSubclass():
+        layout, device, nested = tensor.layout, tensor.device.type, tensor.is_nested
+        quantized, tracked = tensor.is_quantized, tensor.requires_grad
+    if layout not in (torch.strided, torch.jagged) or quantized or device == "meta":
+        kind = "quantized" if quantized else f"{layout} on device {device}"
+        raise InvalidTypeError(
+            f"{what} is a tensor that is {kind}; expected a dense or nested tensor with data"
+        )
+    plain = tensor.detach() if tracked else tensor
+    if device != "cpu":
+        plain = plain.cpu()
+    if not nested and (plain.is_conj() or plain.is_neg()):
+        plain = plain.resolve_conj().resolve_neg()
+    return plain
+
+
+def _object_rows(name: str, leaf: Any, count: int) -> list[Any]:
     if isinstance(leaf, NonTensorStack):
-        values = leaf.tolist()
-        if len(values) != count:
-            raise InvalidRequestError(f"field {name!r}: {len(values)} rows; expected {count}")
-        return Column(OBJECT, values)
+        rows: list[Any] = leaf.tolist()
+        return rows
     if isinstance(leaf, NonTensorData):
         data = leaf.data
         if isinstance(data, list | tuple) or (isinstance(data, np.ndarray) and data.ndim):
-            if len(data) != count:
-                raise InvalidRequestError(f"field {name!r}: {len(data)} rows; expected {count}")
-            return Column(OBJECT, list(data))
-        return Column(OBJECT, [data] * count)
+            return list(data)
+        return [data] * count
     if is_tensor_collection(leaf):
         raise InvalidRequestError(
             f"field {name!r}: nested TensorDicts are not supported; put its leaves as own fields"
         )
-    return Column(OBJECT, list(leaf))
+    return list(leaf)
 
 
 def collate_rows(kind: str, rows: Sequence[Any]) -> torch.Tensor | NonTensorStack:

@@ -5,10 +5,11 @@ Needs neither numpy nor torch; their scalars are known by what they offer.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any  # Any: whatever a caller gives as a tag
 
-from dataplane_core.errors import InvalidRequestError
+from dataplane_core.arguments import is_utf8, refused, scalar_of, shown
+from dataplane_core.errors import InvalidRequestError, InvalidTypeError
 
 LENGTH_TAG = "input_lengths"
 """Tag that tells a sample's tokens."""
@@ -23,7 +24,7 @@ def primitive(value: Any) -> str | int | float | None:
     Raises:
         InvalidRequestError: (a ValueError) it is nothing of that.
     """
-    found = value.item() if getattr(value, "ndim", None) == 0 else value
+    found: Any = scalar_of(value)
     if found is None or isinstance(found, bool):
         return found
     # An enum that is also a number or a str stands for that.
@@ -31,17 +32,30 @@ def primitive(value: Any) -> str | int | float | None:
         number = int.__int__(found)
         if -(2**63) <= number < 2**64:
             return number
-        raise InvalidRequestError(f"{number} has more than 64 bits")
+        raise InvalidRequestError(f"{shown(number)} has more than 64 bits")
     if isinstance(found, float):
         return float.__float__(found)
     if isinstance(found, str):
         text = str.__str__(found)
-        if text.isascii() or text.encode(errors="ignore").decode() == text:
+        if is_utf8(text):
             return text
         raise InvalidRequestError(f"{text!r} has half a surrogate pair, which UTF-8 cannot hold")
-    raise InvalidRequestError(
-        f"{found!r} of type {type(found).__name__}; expected str, int, float, bool or None"
-    )
+    raise InvalidTypeError(f"{shown(found)}; expected str, int, float, bool or None")
+
+
+def checked_column(where: str, name: str, values: Sequence[Any]) -> list[Any]:
+    """The values of one tag as primitives, sample by sample.
+
+    Raises:
+        InvalidRequestError: (a ValueError) names the tag and the place of the first wrong one.
+    """
+    checked = []
+    for place, value in enumerate(values):
+        try:
+            checked.append(primitive(value))
+        except InvalidRequestError as error:
+            raise type(error)(f"{where}: tag {name!r}, sample {place}: {error}") from None
+    return checked
 
 
 def checked_tags(where: str, sample_id: str, tags: object) -> dict[str, Any]:
@@ -56,9 +70,7 @@ def checked_tags(where: str, sample_id: str, tags: object) -> dict[str, Any]:
         InvalidRequestError: (a ValueError) names the tag that holds something else.
     """
     if not isinstance(tags, Mapping):
-        raise InvalidRequestError(
-            f"{where}: sample {sample_id!r}: tags {tags!r}; expected a dict of primitives"
-        )
+        raise refused(f"{where}: sample {sample_id!r}", "tags", tags, "a dict of primitives")
     checked: dict[str, Any] = {}
     for name, value in tags.items():
         try:
@@ -68,8 +80,7 @@ def checked_tags(where: str, sample_id: str, tags: object) -> dict[str, Any]:
             if key == LENGTH_TAG and (type(found) is not int or found < 0):
                 raise InvalidRequestError(f"{found!r}; expected an int of at least 0")
         except InvalidRequestError as error:
-            raise InvalidRequestError(
-                f"{where}: sample {sample_id!r}, tag {name!r}: {error}"
-            ) from None
+            shown_name = repr(name) if isinstance(name, str) else shown(name)
+            raise type(error)(f"{where}: sample {sample_id!r}, tag {shown_name}: {error}") from None
         checked[key] = found
     return checked

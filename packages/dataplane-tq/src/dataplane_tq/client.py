@@ -30,18 +30,30 @@ from dataplane_core import (
     UnavailableError,
     validate_config,
 )
-from dataplane_core.client import LEASE, lease_token
+from dataplane_core.boundary import (
+    PutRequest,
+    ReadRequest,
+    check_claim,
+    check_clear,
+    check_put,
+    check_read,
+    check_settle,
+    fields_to_read,
+)
+from dataplane_core.client import LEASE
 from dataplane_core.columns import Column as PaddedColumn
-from dataplane_core.columns import check_columns, fields_of_columns, is_per_token
+from dataplane_core.columns import (
+    check_columns,
+    check_padding,
+    fields_of_columns,
+    is_per_token,
+)
 from dataplane_core.config import REQUIRED_OF_STORES, require_keys
 from dataplane_core.declaration import (
     PartitionDeclaration,
     check_enums,
-    check_put,
-    fields_to_read,
     tagged_lengths,
 )
-from dataplane_core.ledger import ClaimRequest
 from dataplane_core.process import process_name
 from dataplane_core.rows import Column, split_rows
 from dataplane_core.telemetry import detail_span
@@ -148,17 +160,16 @@ class TQDataPlaneClient(Onlooker):
         origin: str | None = None,
     ) -> KVBatchMeta:
         self._check_open()
-        tags = check_put(sample_ids, partition_id, tags)
-        what = f"put_samples(partition={partition_id!r})"
+        put = check_put("put_samples", sample_ids, partition_id, tags, claim=claim, origin=origin)
         if fields is None:
-            return self._put(what, sample_ids, partition_id, Encoded({}), dict, tags, claim, origin)
-        count = len(sample_ids)
+            return self._put(put, Encoded({}), dict)
+        count = len(put.sample_ids)
         encoded = self._store.encode(fields, count)
 
         def rows() -> dict[str, Column]:
             return split_rows(fields, count)
 
-        return self._put(what, sample_ids, partition_id, encoded, rows, tags, claim, origin)
+        return self._put(put, encoded, rows)
 
     def put_columns(
         self,
@@ -173,28 +184,21 @@ class TQDataPlaneClient(Onlooker):
         origin: str | None = None,
     ) -> KVBatchMeta:
         self._check_open()
-        tags = check_put(sample_ids, partition_id, tags)
-        what = f"put_columns(partition={partition_id!r})"
-        check_columns(what, columns, len(sample_ids), lengths, ragged)
-        encoded = self._store.encode_columns(columns, len(sample_ids), lengths, ragged)
+        put = check_put("put_columns", sample_ids, partition_id, tags, claim=claim, origin=origin)
+        count = len(put.sample_ids)
+        cuts = check_columns(put.where, columns, count, lengths, ragged)
+        encoded = self._store.encode_columns(columns, count, cuts, ragged)
 
         def rows() -> dict[str, Column]:
-            return split_rows(fields_of_columns(columns, len(sample_ids)), len(sample_ids))
+            return split_rows(fields_of_columns(columns, count), count)
 
-        return self._put(what, sample_ids, partition_id, encoded, rows, tags, claim, origin)
+        return self._put(put, encoded, rows)
 
     def _put(
-        self,
-        what: str,
-        sample_ids: list[str],
-        partition_id: str,
-        encoded: Encoded,
-        rows: Callable[[], Mapping[str, Column]],
-        tags: list[dict[str, Any]] | None,
-        claim: KVBatchMeta | None,
-        origin: str | None,
+        self, put: PutRequest, encoded: Encoded, rows: Callable[[], Mapping[str, Column]]
     ) -> KVBatchMeta:
         """Put what is encoded; ``rows`` gives its values one by one, for fields with enums."""
+        what, sample_ids, partition_id = put.where, put.sample_ids, put.partition_id
         self._entries.make_room(what)
         with self._link.session(what) as session:
             where = session.ask(
@@ -204,7 +208,7 @@ class TQDataPlaneClient(Onlooker):
                     encoded.kinds,
                     encoded.layouts if sample_ids else [],
                     self._node,
-                    None if claim is None else lease_token(claim),
+                    put.token,
                     self._timeout_s,
                     encoded.forms,
                 ),
@@ -221,18 +225,18 @@ class TQDataPlaneClient(Onlooker):
                         where,
                         sample_ids,
                         partition_id,
-                        tags,
+                        put.tags,
                         lambda: session.ask(p.CheckPut(), type(None)),
                     )
             entering = bool(sample_ids) and not self._store.registers
-            session.ask(p.CommitPut(tags, entering, origin), type(None))
+            session.ask(p.CommitPut(put.tags, entering, put.origin), type(None))
             if entering:
                 tell = partial(
                     transfer_queue_rows.enter,
                     self._engine.client,
-                    list(sample_ids),  # the caller may change its own from now on
+                    list(sample_ids),  # those of the meta are the caller's to change
                     partition_id,
-                    None if tags is None else [dict(tag) for tag in tags],
+                    put.copied_tags(),
                     where.leftovers,
                     list(encoded.kinds),
                 )
@@ -240,9 +244,9 @@ class TQDataPlaneClient(Onlooker):
         return KVBatchMeta(
             partition_id=partition_id,
             task_name=None,
-            sample_ids=list(sample_ids),
+            sample_ids=sample_ids,
             fields=list(encoded.kinds) or None,
-            tags=None if tags is None else [dict(tag) for tag in tags],
+            tags=put.copied_tags(),
         )
 
     def get_samples(
@@ -253,13 +257,15 @@ class TQDataPlaneClient(Onlooker):
         *,
         origins: dict[str, int] | None = None,
     ) -> TensorDict:
-        what = f"get_samples(partition={partition_id!r})"
-        names = list(dict.fromkeys(select_fields))
-        with self._reading(what, sample_ids, partition_id, names, origins) as where:
-            if not sample_ids or not names:
-                return TensorDict({}, batch_size=[len(sample_ids)])
+        self._check_open()
+        read = check_read("get_samples", sample_ids, partition_id, select_fields, origins=origins)
+        with self._reading(read, origins) as where:
+            if not read.sample_ids or not read.fields:
+                return TensorDict({}, batch_size=[len(read.sample_ids)])
             with detail_span("storage_read", "overhead"):
-                return self._store.read(what, where, sample_ids, partition_id, names)
+                return self._store.read(
+                    read.where, where, read.sample_ids, read.partition_id, read.fields
+                )
 
     def get_columns(
         self,
@@ -272,31 +278,30 @@ class TQDataPlaneClient(Onlooker):
         origins: dict[str, int] | None = None,
         per_token: set[str] | None = None,
     ) -> dict[str, PaddedColumn]:
-        what = f"get_columns(partition={partition_id!r})"
-        names = list(dict.fromkeys(select_fields))
-        with self._reading(what, sample_ids, partition_id, names, origins) as where:
+        self._check_open()
+        read = check_read("get_columns", sample_ids, partition_id, select_fields, origins=origins)
+        padding, width = check_padding(read.where, pad_values, width)
+        with self._reading(read, origins) as where:
             if per_token is not None:
-                per_token.update(n for n in names if is_per_token(n, where.forms.get(n)))
-            if not sample_ids or not names:
+                per_token.update(n for n in read.fields if is_per_token(n, where.forms.get(n)))
+            if not read.sample_ids or not read.fields:
                 return {}
             with detail_span("storage_read", "overhead"):
                 return self._store.read_columns(
-                    what, where, sample_ids, partition_id, names, pad_values or {}, width
+                    read.where,
+                    where,
+                    read.sample_ids,
+                    read.partition_id,
+                    read.fields,
+                    padding,
+                    width,
                 )
 
     @contextmanager
-    def _reading(
-        self,
-        what: str,
-        sample_ids: list[str],
-        partition_id: str,
-        names: list[str],
-        origins: dict[str, int] | None,
-    ) -> Iterator[p.ReadAnswer]:
+    def _reading(self, read: ReadRequest, origins: dict[str, int] | None) -> Iterator[p.ReadAnswer]:
         """Keep rows where they are until the block ends."""
-        self._check_open()
-        with self._link.session(what) as session:
-            request = p.Read(partition_id, sample_ids, names, origins is not None)
+        with self._link.session(read.where) as session:
+            request = p.Read(read.partition_id, read.sample_ids, read.fields, origins is not None)
             where = session.ask(request, p.ReadAnswer)
             if origins is not None:
                 origins.update(where.origins)
@@ -329,31 +334,34 @@ class TQDataPlaneClient(Onlooker):
         wait_for_leased: bool = True,
     ) -> KVBatchMeta:
         self._check_open()
-        wanted = ClaimRequest(
-            task_name=task_name,
-            required_fields=tuple(required_fields),
-            batch_size=batch_size,
-            whole=blocking,
-            where=tuple(where),
-            seed=seed,
-            dp_rank=dp_rank,
+        call = check_claim(
+            partition_id,
+            task_name,
+            required_fields,
+            batch_size,
+            dp_rank,
+            blocking,
+            timeout_s,
             dp_world=dp_world,
+            where=where,
+            seed=seed,
             lease_s=self._lease_s,
             owner=process_name(),
             wait_for_leased=wait_for_leased,
         )
+        request = call.request
         claimed = self._ask(
-            f"claim_meta(partition={partition_id!r}, task={task_name!r})",
-            p.Claim(partition_id, wanted, timeout_s if blocking else 0.0),
+            call.where,
+            p.Claim(call.partition_id, request, call.timeout_s),
             p.ClaimAnswer,
-            timeout_s + self._timeout_s,
+            call.timeout_s + self._timeout_s,
         )
-        self._entries.claimed(claimed.entered, partition_id, task_name)
+        self._entries.claimed(claimed.entered, call.partition_id, request.task_name)
         return KVBatchMeta(
-            partition_id=partition_id,
-            task_name=task_name,
+            partition_id=call.partition_id,
+            task_name=request.task_name,
             sample_ids=claimed.sample_ids,
-            fields=list(required_fields),
+            fields=list(request.required_fields),
             sequence_lengths=tagged_lengths(claimed.tags or []),
             extra_info={} if claimed.token is None else {LEASE: claimed.token},
             tags=claimed.tags,
@@ -363,20 +371,20 @@ class TQDataPlaneClient(Onlooker):
         self, sample_ids: list[str] | None, partition_id: str, *, force: bool = False
     ) -> None:
         self._check_open()
-        if sample_ids is not None and not sample_ids:
+        ids, partition_id, force = check_clear("clear_samples", sample_ids, partition_id, force)
+        if ids is not None and not ids:
             return
         what = f"clear_samples(partition={partition_id!r})"
-        dropped = self._clear(what, p.Clear(partition_id, sample_ids, force, self._timeout_s))
-        if sample_ids is None and not dropped:
+        dropped = self._clear(what, p.Clear(partition_id, ids, force, self._timeout_s))
+        if ids is None and not dropped:
             warnings.warn(f"{what}: nothing to clear", RuntimeWarning, stacklevel=2)
 
     def withdraw_samples(self, sample_ids: list[str], partition_id: str) -> None:
         self._check_open()
-        if sample_ids:
+        ids, partition_id, _ = check_clear("withdraw_samples", sample_ids, partition_id)
+        if ids:
             what = f"withdraw_samples(partition={partition_id!r})"
-            self._clear(
-                what, p.Clear(partition_id, sample_ids, True, self._timeout_s, withdrawn=True)
-            )
+            self._clear(what, p.Clear(partition_id, ids, True, self._timeout_s, withdrawn=True))
 
     def _clear(self, what: str, request: p.Clear) -> int:
         """How many samples were there."""
@@ -402,14 +410,15 @@ class TQDataPlaneClient(Onlooker):
 
     def _settle(self, meta: KVBatchMeta, how: p.HowToSettle) -> None:
         self._check_open()
-        if meta.sample_ids:
+        claim = check_settle(how, meta)
+        if claim.sample_ids:
             entered = self._ask(
-                f"{how}(partition={meta.partition_id!r}, task={meta.task_name!r})",
-                p.Settle(meta.partition_id, lease_token(meta), meta.sample_ids, how),
+                claim.where,
+                p.Settle(claim.partition_id, claim.token, claim.sample_ids, how),
                 list[str],
             )
-            if meta.task_name is not None:
-                self._entries.claimed(entered, meta.partition_id, meta.task_name)
+            if claim.task_name is not None:
+                self._entries.claimed(entered, claim.partition_id, claim.task_name)
 
     @property
     def closed(self) -> bool:

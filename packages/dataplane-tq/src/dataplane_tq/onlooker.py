@@ -16,7 +16,9 @@ from dataplane_core import (
     StorageSummary,
     TaskCounts,
 )
-from dataplane_core.ledger.inspect import in_steps
+from dataplane_core.arguments import checked_bool, checked_names
+from dataplane_core.boundary import check_consumption, check_look, check_read
+from dataplane_core.ledger.inspect import check_page, in_steps
 from dataplane_core.ledger.scan import checked_value
 from dataplane_tq import protocol as p
 
@@ -31,21 +33,24 @@ class Onlooker(DataPlaneClient):
         """One request that belongs to no operation; ``what`` names it in errors."""
 
     def check_consumption_status(self, partition_id: str, task_names: list[str]) -> bool:
+        partition_id, task_names = check_consumption(partition_id, task_names)
         what = f"check_consumption_status(partition={partition_id!r})"
         return self._look(what, p.Consumed(partition_id, task_names), bool)
 
     def count_samples(
         self, partition_id: str, task_name: str, required_fields: list[str]
     ) -> TaskCounts:
+        partition_id, task_name = check_look("count_samples", partition_id, task_name=task_name)
         what = f"count_samples(partition={partition_id!r})"
-        return self._look(what, p.Count(partition_id, task_name, required_fields), TaskCounts)
+        fields = checked_names(what, "required_fields", required_fields)
+        return self._look(what, p.Count(partition_id, task_name, fields), TaskCounts)
 
     def read_origins(
         self, sample_ids: Sequence[str], partition_id: str, fields: Sequence[str]
     ) -> dict[str, int]:
-        what = f"read_origins(partition={partition_id!r})"
-        request = p.ReadOrigins(partition_id, list(sample_ids), list(fields))
-        return self._look(what, request, dict[str, int])
+        read = check_read("read_origins", sample_ids, partition_id, fields)
+        request = p.ReadOrigins(read.partition_id, read.sample_ids, read.fields)
+        return self._look(read.where, request, dict[str, int])
 
     def list_partitions(self) -> list[PartitionSummary]:
         return self._look("list_partitions()", p.ListPartitions(), list[PartitionSummary])
@@ -53,6 +58,8 @@ class Onlooker(DataPlaneClient):
     def list_samples(
         self, partition_id: str, *, start: int = 0, limit: int = 100
     ) -> list[SampleState]:
+        (partition_id,) = check_look("list_samples", partition_id)
+
         def ask(start: int, limit: int) -> list[SampleState]:
             what = f"list_samples(partition={partition_id!r})"
             return self._look(what, p.ListSamples(partition_id, start, limit), list[SampleState])
@@ -60,6 +67,7 @@ class Onlooker(DataPlaneClient):
         return in_steps(start, limit, ask)
 
     def read_sample(self, partition_id: str, sample_id: str) -> SampleState | None:
+        partition_id, sample_id = check_look("read_sample", partition_id, sample_id=sample_id)
         what = f"read_sample(partition={partition_id!r})"
         request = p.ReadSample(partition_id, sample_id)
         found: SampleState | None = self._look(what, request, p.MaybeSample)
@@ -68,6 +76,7 @@ class Onlooker(DataPlaneClient):
     def find_samples(
         self, partition_id: str, *, tag: str, value: object, limit: int = 100
     ) -> list[SampleState]:
+        partition_id, tag = check_look("find_samples", partition_id, tag=tag)
         wanted = checked_value(tag, value, limit)
         what = f"find_samples(partition={partition_id!r})"
         found: list[SampleState] = []
@@ -80,14 +89,18 @@ class Onlooker(DataPlaneClient):
         return found
 
     def list_claims(self, partition_id: str) -> list[ClaimSummary]:
+        (partition_id,) = check_look("list_claims", partition_id)
         what = f"list_claims(partition={partition_id!r})"
         return self._look(what, p.ListClaims(partition_id), list[ClaimSummary])
 
     def list_shares(self, partition_id: str) -> list[ShareSummary]:
+        (partition_id,) = check_look("list_shares", partition_id)
         what = f"list_shares(partition={partition_id!r})"
         return self._look(what, p.ListShares(partition_id), list[ShareSummary])
 
     def scan_states(self, partition_id: str, *, start: int = 0, limit: int = 10_000) -> StatePage:
+        (partition_id,) = check_look("scan_states", partition_id)
+        check_page("scan_states", start, limit)
         what = f"scan_states(partition={partition_id!r})"
         return self._look(what, p.ScanStates(partition_id, start, limit), StatePage)
 
@@ -105,9 +118,14 @@ class Onlooker(DataPlaneClient):
         just being told, it goes on to report as consumed by the task, to its tools and metrics and
         to clients of its own; what waits for a put that it does not know yet, it is not told.
         """
-        what = f"reset_consumption(partition={partition_id!r}, task={task_name!r})"
-        return self._look(what, p.ResetConsumption(partition_id, task_name, sample_ids), int)
+        method = "reset_consumption"
+        partition_id, task_name = check_look(method, partition_id, task_name=task_name)
+        what = f"{method}(partition={partition_id!r}, task={task_name!r})"
+        ids = checked_names(what, "sample_ids", sample_ids)
+        return self._look(what, p.ResetConsumption(partition_id, task_name, ids), int)
 
     def end_claim(self, partition_id: str, claim: str, *, expired_only: bool = True) -> int:
+        partition_id, claim = check_look("end_claim", partition_id, claim=claim)
+        expired_only = checked_bool("end_claim", "expired_only", expired_only)
         what = f"end_claim(partition={partition_id!r}, claim={claim!r})"
         return self._look(what, p.EndClaim(partition_id, claim, expired_only), int)

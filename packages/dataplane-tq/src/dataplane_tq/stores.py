@@ -7,16 +7,25 @@ in whether the controller has to know before the values can be read.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar  # Any: tags, and what a store keeps between encode and write
 
+import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
 from dataplane_core.columns import Column as PaddedColumn
 from dataplane_core.columns import columns_of_fields, fields_of_columns, width_of
 from dataplane_core.object_codec import decode_object, encode_object
-from dataplane_core.rows import OBJECT, Column, collate, form_of, forms_of, split_rows
+from dataplane_core.rows import (
+    OBJECT,
+    Column,
+    checked_leaves,
+    collate,
+    form_of,
+    forms_of,
+    split_rows,
+)
 from dataplane_core.schema import Form
 from dataplane_tq import transfer_queue_rows as rows_in
 from dataplane_tq.engine import Engine
@@ -128,19 +137,26 @@ class TransferQueueStore(Store):
         self._rows_as_bytes = rows_as_bytes
 
     def encode(self, fields: TensorDict, count: int) -> Encoded:
-        columns = split_rows(fields, count)
         stored: dict[str, Any] = {}
-        for name, column in columns.items():
-            if self._rows_as_bytes or column.kind == OBJECT:
-                # As bytes they pass TransferQueue untouched; it would change some types.
-                values = (encode_object(f"field {name!r}", value) for value in column.rows)
-                if self._rows_as_bytes:
-                    values = (seal(value) for value in values)
-                stored[name] = NonTensorStack(*(NonTensorData(value) for value in values))
+        kinds: dict[str, str] = {}
+        forms: dict[str, Form] = {}
+        for name, leaf in checked_leaves(fields, count).items():
+            form = form_of(leaf)
+            if form is not None:
+                forms[name] = form
+            if isinstance(leaf, torch.Tensor):
+                kinds[name] = str(leaf.dtype)
+                if not self._rows_as_bytes:
+                    stored[name] = leaf
+                    continue
+                rows: Iterable[Any] = leaf.unbind()
             else:
-                stored[name] = fields.get(name).detach().cpu()
-        kinds = {name: column.kind for name, column in columns.items()}
-        forms = {name: column.form for name, column in columns.items() if column.form is not None}
+                kinds[name], rows = OBJECT, leaf
+            # As bytes they pass TransferQueue untouched; it would change some types.
+            values = (encode_object(f"field {name!r}", row) for row in rows)
+            if self._rows_as_bytes:
+                values = (seal(value) for value in values)
+            stored[name] = NonTensorStack(*(NonTensorData(value) for value in values))
         return Encoded(kinds, TensorDict(stored, batch_size=[count]), forms=forms)
 
     def write(

@@ -220,7 +220,8 @@ class Otlp:
         return self.batch(self.trace(*args, **kwargs))
 
     def batch(self, data, limits=None):
-        return batch_of_spans(data, data.SerializeToString(), limits or self.limits)
+        limits = limits or self.limits
+        return batch_of_spans(data, data.SerializeToString(), limits, time.time_ns())
 
     def log(
         self,
@@ -254,7 +255,7 @@ class Otlp:
         return data
 
     def event(self, *args, **kwargs):
-        return batch_of_logs(self.log(*args, **kwargs), self.limits, time.time_ns())
+        return batch_of_logs(self.log(*args, **kwargs), self.limits)
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any  # Any: tags hold the caller's own primitives
 
-from dataplane_core.errors import InvalidRequestError
+from dataplane_core.arguments import checked_int
 from dataplane_core.ledger.partition import PartitionBook
 from dataplane_core.ledger.rows import Row
 from dataplane_core.ledger.tasks import Lease, Share
@@ -304,11 +304,8 @@ def _describe_shares(task: str, waiting: list[Share], now: float) -> ShareSummar
 
 def check_page(what: str, start: int, limit: int) -> None:
     """Raise `InvalidRequestError` on a page that starts before the first row or is too large."""
-    if start < 0 or not 0 <= limit <= LARGEST_PAGE:
-        raise InvalidRequestError(
-            f"{what}: start {start}, limit {limit}; expected a start of at least 0 and a limit of "
-            f"at most {LARGEST_PAGE}"
-        )
+    checked_int(what, "start", start)
+    checked_int(what, "limit", limit, most=LARGEST_PAGE)
 
 
 def page(partition: PartitionBook, start: int, limit: int, now: float) -> list[SampleState]:

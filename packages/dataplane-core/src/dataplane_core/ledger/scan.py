@@ -14,6 +14,7 @@ from dataplane_core.errors import InvalidRequestError
 from dataplane_core.ledger.inspect import SampleState, StatePage, check_page, field_names, state_of
 from dataplane_core.ledger.partition import PartitionBook
 from dataplane_core.ledger.tasks import Task
+from dataplane_core.tags import primitive
 
 SEARCH_WINDOW = 50_000
 """Samples that one step of a search looks at."""
@@ -69,14 +70,10 @@ def _states(task: Task, ids: Sequence[str]) -> bytes:
 def checked_value(tag: str, value: object, limit: int) -> str | int | float | None:
     """``value``, if a tag can have it; see `DataPlaneInspector.find_samples`."""
     check_page("find_samples", 0, limit)
-    if isinstance(value, int) and not -(2**63) <= value < 2**64:
-        raise InvalidRequestError(f"find_samples: tag {tag!r}: {value} has more than 64 bits")
-    if value is not None and not isinstance(value, str | int | float):
-        raise InvalidRequestError(
-            f"find_samples: tag {tag!r} with the value {value!r}; expected str, int, float, "
-            "bool or None, as tags are"
-        )
-    return value
+    try:
+        return primitive(value)
+    except InvalidRequestError as error:
+        raise type(error)(f"find_samples: tag {tag!r}: {error}") from None
 
 
 def search(

@@ -77,8 +77,12 @@ class ColumnContract(StoreFixtures):
         [
             ({"x": torch.ones(3, 2)}, None, "'x' has 3 rows; expected 2"),
             ({"x": torch.ones(2, 2)}, [1], "1 lengths for 2 rows of columns"),
-            ({"x": torch.ones(2, 2)}, [1, 3], "lengths from 1 to 3; expected 0 to 2"),
-            ({"x": torch.ones(2, 2)}, [-1, 1], "lengths from -1 to 1; expected 0 to 2"),
+            ({"x": torch.ones(2, 2)}, [1, 3], "row 1 has a length of 3; expected 0 to 2"),
+            (
+                {"x": torch.ones(2, 2)},
+                [-1, 1],
+                r"lengths\[0\] is -1; expected an int",
+            ),
             ({"x": torch.ones(2)}, [1, 1], "'x' cannot be cut"),
         ],
         ids=["rows", "lengths", "too long", "negative", "flat"],

@@ -308,9 +308,9 @@ class InspectionContract(StateMachineContract):
 
     def test_pages_are_limited(self, client: DataPlaneClient, partition: str) -> None:
         for start, limit in ((0, 10_001), (-1, 5), (0, -1)):
-            with pytest.raises(InvalidRequestError, match=f"start {start}, limit {limit}"):
+            with pytest.raises(InvalidRequestError, match=r"start is -1|limit is"):
                 client.scan_states(partition, start=start, limit=limit)
-            with pytest.raises(InvalidRequestError, match=f"start {start}, limit {limit}"):
+            with pytest.raises(InvalidRequestError, match=r"start is -1|limit is"):
                 client.list_samples(partition, start=start, limit=limit)
         empty = client.scan_states(partition)
         assert (empty.total, empty.written, empty.states) == (0, b"", b"")

@@ -15,18 +15,12 @@ from typing import Any  # Any: a leaf of a TensorDict, a row of an object field
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from tensordict import (
-    LazyStackedTensorDict,
-    NonTensorData,
-    NonTensorStack,
-    TensorDictBase,
-    is_tensor_collection,
-)
+from tensordict import TensorDictBase
 
 from dataplane_core import InvalidRequestError
 from dataplane_core.columns import Column, jagged_from_padded, slices_of_padded
 from dataplane_core.object_codec import encode_object
-from dataplane_core.rows import OBJECT
+from dataplane_core.rows import OBJECT, checked_leaves
 from dataplane_core.slices import Slices
 from dataplane_tq.packed.catalogue import Block
 from dataplane_tq.packed.layout import FieldLayout
@@ -114,23 +108,15 @@ def encode(fields: TensorDictBase, count: int) -> list[EncodedField]:
         count: expected number of rows.
 
     Raises:
-        InvalidRequestError: (a ValueError) if a leaf has another number of rows, is itself a
-            TensorDict of tensors, or holds a value that cannot be stored.
+        InvalidRequestError: (a ValueError) as `dataplane_core.rows.checked_leaves`, or if a leaf
+            holds a value that cannot be stored.
     """
-    if fields.batch_dims and fields.batch_size[0] != count:
-        raise InvalidRequestError(
-            f"fields: batch size {tuple(fields.batch_size)}; expected {count} rows, one per id"
-        )
-    lazy = isinstance(fields, LazyStackedTensorDict)
-    encoded = []
-    for name in fields.keys():  # noqa: SIM118  # iterating a TensorDict walks rows
-        # get() would unwrap non-tensor leaves and lose whether they were per row.
-        leaf = fields.get(name) if lazy else fields._get_str(name, None)
-        if isinstance(leaf, torch.Tensor):
-            encoded.append(_encode_tensor(name, leaf, count))
-        else:
-            encoded.append(_encode_objects(name, _object_rows(name, leaf, count)))
-    return encoded
+    return [
+        _encode_tensor(name, leaf, count)
+        if isinstance(leaf, torch.Tensor)
+        else _encode_objects(name, leaf)
+        for name, leaf in checked_leaves(fields, count).items()
+    ]
 
 
 def _encode_tensor(name: str, leaf: torch.Tensor, count: int) -> EncodedField:
@@ -143,10 +129,6 @@ def _encode_tensor(name: str, leaf: torch.Tensor, count: int) -> EncodedField:
     tensor = leaf.detach()
     if tensor.is_nested:
         return _encode_rows(name, str(tensor.dtype), tensor.unbind())
-    if tensor.layout != torch.strided:
-        raise InvalidRequestError(
-            f"field {name!r}: layout {tensor.layout}; expected a dense or nested tensor"
-        )
     item = tuple(tensor.shape[1:])
     nbytes = tensor.element_size() * math.prod(item)
     layout = FieldLayout(name, str(tensor.dtype), False, item, b"", nbytes, count)
@@ -216,25 +198,6 @@ def _raw(tensor: torch.Tensor) -> Bytes:
     # A contiguous tensor of one element may have any strides, which view() refuses.
     raw: Bytes = plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy()
     return raw
-
-
-def _object_rows(name: str, leaf: Any, count: int) -> list[Any]:
-    if isinstance(leaf, NonTensorStack):
-        rows = leaf.tolist()
-    elif isinstance(leaf, NonTensorData):
-        data = leaf.data
-        if not (isinstance(data, list | tuple) or (isinstance(data, np.ndarray) and data.ndim)):
-            return [data] * count
-        rows = list(data)
-    elif is_tensor_collection(leaf):
-        raise InvalidRequestError(
-            f"field {name!r}: nested TensorDicts are not supported; put its leaves as own fields"
-        )
-    else:
-        rows = list(leaf)
-    if len(rows) != count:
-        raise InvalidRequestError(f"field {name!r}: {len(rows)} rows; expected {count}")
-    return rows
 
 
 def _encode_objects(name: str, values: Sequence[Any]) -> EncodedField:

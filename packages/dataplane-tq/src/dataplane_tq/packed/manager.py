@@ -30,7 +30,8 @@ from dataplane_core import (
     PartitionNotFoundError,
     UnsupportedError,
 )
-from dataplane_core.declaration import PartitionDeclaration, check_put
+from dataplane_core.boundary import check_put
+from dataplane_core.declaration import PartitionDeclaration
 from dataplane_core.errors import listed
 from dataplane_tq import protocol as p
 from dataplane_tq.packed.access import UnitAccess
@@ -106,7 +107,7 @@ class RawStore:
             MissingDataError: the meta is stale.
         """
         sample_ids = [str(index) for index in indexes]
-        check_put(sample_ids, partition_id, None)
+        check_put("put", sample_ids, partition_id)
         if meta:
             with self._link.session(f"put(partition={partition_id!r})") as session:
                 self._find(session, partition_id, sample_ids, list(meta), meta)
