@@ -170,13 +170,14 @@ def check_token_axis(
         InvalidRequestError: (a ValueError) if a column has no dim 1, or one that is narrower than
             the longest row.
     """
+    width = 0 if lengths is None else max(lengths, default=0)
     for name in TOKEN_ALIGNED_FIELDS.intersection(fields):
         column, either = fields[name], name in PER_SAMPLE_TOO
         if not isinstance(column, torch.Tensor) or column.is_nested:
             continue
         if column.dim() < 2 and either:
             continue
-        longest = max(lengths, default=0) if lengths is not None else 2 if either else 0
+        longest = 2 if either and lengths is None else width
         if column.dim() < 2 or column.shape[1] < longest:
             expected = "(rows, tokens, ...)" if lengths is None else f"(rows, >= {longest}, ...)"
             raise InvalidRequestError(
