@@ -19,6 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transport_processes import manifest, pattern, random_reads
 
+from refit_mx import source_client, source_sockets
 from refit_mx import source_protocol as protocol
 from refit_mx.arena import Arena
 from refit_mx.byte_spans import ByteSpans
@@ -114,12 +115,12 @@ class _ConnectedFromElsewhere(socket.socket):
 
 def test_a_client_knows_a_source_of_another_machine(monkeypatch):
     with serving() as (_, _, source), contextlib.closing(SourceClient(source)) as client:
-        connect = socket.create_connection
+        connect = source_sockets.connect
 
-        def from_elsewhere(address, timeout):
-            return _ConnectedFromElsewhere(fileno=connect(address, timeout).detach())
+        def from_elsewhere(*arguments):
+            return _ConnectedFromElsewhere(fileno=connect(*arguments).detach())
 
-        monkeypatch.setattr(socket, "create_connection", from_elsewhere)
+        monkeypatch.setattr(source_client, "connect", from_elsewhere)
         client.connect(soon())
         assert not client.local
 

@@ -1,8 +1,7 @@
-"""The same connection to the control plane, with less time for each call."""
+"""Calls to the control plane that are made again while it does not answer."""
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Callable
 from typing import TypeVar
@@ -16,19 +15,6 @@ _Found = TypeVar("_Found")
 PATIENCE_S = 3.0
 """For a control plane that is away: as long as one takes to be started again."""
 _PAUSE_S = 0.1
-_LEAST_S = 0.05
-"""A call that is given less cannot even be answered by a server that is well."""
-
-
-def bounded(control: ControlClient, deadline: Deadline, doing: str = "") -> ControlClient:
-    """For calls that have to be done before a deadline. Closing it would close ``control``.
-
-    Raises:
-        RefitTimeoutError: the deadline has passed.
-    """
-    found = copy.copy(control)
-    found.rpc_timeout_s = max(_LEAST_S, min(control.rpc_timeout_s, deadline.check(doing)))
-    return found
 
 
 def patiently(
@@ -55,7 +41,7 @@ def patiently(
     """
     until = time.monotonic() + min(patience_s, deadline.left_s)
     while True:
-        client = bounded(control, deadline, doing)
+        client = control.within(deadline, doing)
         try:
             return call(client)
         except (ControlUnavailableError, RefitTimeoutError):

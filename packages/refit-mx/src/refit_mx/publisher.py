@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from refit_mx.arena import Arena, DoubleArena
-from refit_mx.bounded_control import bounded, patiently
+from refit_mx.bounded_control import patiently
 from refit_mx.control.client import ControlClient, VersionInfo
 from refit_mx.control.connection import PreconditionError
 from refit_mx.control.heartbeat import Heartbeat
@@ -362,8 +362,8 @@ class MxV2TrainingPublisher:
         while True:
             doing = leased or f"releasing version {version_id}, which fills an arena"
             try:
-                control = bounded(self._control, deadline, doing)
-                control.delete_version(version_id)
+                self._control.within(deadline, doing).delete_version(version_id)
+                control = self._control.within(deadline, doing)
                 control.delete_shard(version_id, self._slot, self.worker_id)
                 break
             except VersionNotFoundError:
@@ -451,7 +451,7 @@ class MxV2TrainingPublisher:
             forgotten = False
             while True:
                 try:
-                    control = bounded(self._control, deadline)
+                    control = self._control.within(deadline)
                     if forgotten:
                         self._heartbeat.renew(control)
                     control.create_shard(held.shard)

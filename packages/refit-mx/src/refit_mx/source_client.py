@@ -37,6 +37,7 @@ from refit_mx.source_protocol import (
     frame,
 )
 from refit_mx.source_sockets import (
+    connect,
     receive_buffers,
     receive_frame,
     receive_length,
@@ -220,10 +221,10 @@ class SourceClient:
         """
         host, _, port = self._source.endpoint.rpartition(":")
         try:
-            address = (host.strip("[]"), int(port))
+            number = int(port)
         except ValueError:
             raise ProtocolError(f"endpoint {self._source.endpoint!r}; expected host:port") from None
-        sock = socket.create_connection(address, timeout=deadline.check("connecting"))
+        sock = connect(host.strip("[]"), number, deadline)
         try:
             sock.settimeout(None)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -6,10 +6,15 @@ for each part of it.
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import struct
+import threading
 from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
+from refit_mx.bounded_calls import BoundedCalls
 from refit_mx.deadline import Deadline
 from refit_mx.errors import ProtocolError
 from refit_mx.source_protocol import LENGTH
@@ -17,6 +22,53 @@ from refit_mx.source_protocol import LENGTH
 MOST_BUFFERS = 512
 """Of one system call; Linux allows 1024."""
 _TIMEVAL = struct.Struct("@ll")
+_MAX_LOOKUPS = 64
+"""Of host names, abandoned ones included, each a thread; one a name."""
+_lookups: dict[str, BoundedCalls] = {}
+_lookups_lock = threading.Lock()
+
+
+def connect(host: str, port: int, deadline: Deadline) -> socket.socket:
+    """Connect to the first address of a host that answers; all of them share the deadline.
+
+    Raises:
+        OSError: it has no address, or none can be connected to; a TimeoutError: not in time.
+        RefitTimeoutError: the deadline has passed.
+    """
+    addresses = _addresses(host, port, deadline)
+    failed: OSError | None = None
+    for tried, (family, kind, protocol, _, address) in enumerate(addresses):
+        sock = socket.socket(family, kind, protocol)
+        try:
+            sock.settimeout(deadline.check("connecting") / (len(addresses) - tried))
+            sock.connect(address)
+        except OSError as error:
+            sock.close()
+            failed = error
+        except BaseException:
+            sock.close()
+            raise
+        else:
+            return sock
+    assert failed is not None
+    raise failed
+
+
+# An entry is as `socket.getaddrinfo` has it, and an address differs by family.
+def _addresses(host: str, port: int, deadline: Deadline) -> list[tuple[Any, ...]]:
+    with contextlib.suppress(socket.gaierror, UnicodeError):  # it is no numeric address
+        return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
+    with _lookups_lock:
+        for name in [name for name, calls in _lookups.items() if not calls.busy]:
+            del _lookups[name]
+        if host not in _lookups and len(_lookups) >= _MAX_LOOKUPS:
+            raise TimeoutError(f"{len(_lookups)} host names are being looked up")
+        calls = _lookups.setdefault(host, BoundedCalls("refit-lookup"))
+    lookup = partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
+    try:
+        return calls.call(lookup, deadline.check("looking up a host name"))
+    except UnicodeError as error:
+        raise OSError(f"{host[:80]!r} is no host name: {error}") from None
 
 
 def send_buffers(sock: socket.socket, buffers: Sequence[memoryview], deadline: Deadline) -> None:

@@ -6,6 +6,7 @@ a deadline, and every failure is one of `refit_mx.errors`.
 
 from __future__ import annotations
 
+import copy
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -40,6 +41,10 @@ from refit_mx.errors import (
 _FIRST_PAUSE_S = 0.005
 _LONGEST_PAUSE_S = 0.25
 _STALE_TTL_S = 1
+_MIN_CALL_S = 0.05
+"""A call that is given less cannot even be answered by a server that is well."""
+_NAMING_S = 0.5
+"""After a deadline, of each call that asks what is missing."""
 
 
 @dataclass(frozen=True)
@@ -157,7 +162,7 @@ class ControlClient:
         while True:
             doing = ""
             try:
-                version = self.get_version(version_id)
+                version = self._limited(deadline.left_s).get_version(version_id)
                 if version.state is VersionState.READY:
                     return version
                 if version.state is VersionState.RELEASING:
@@ -167,7 +172,8 @@ class ControlClient:
             except (ControlUnavailableError, RefitTimeoutError) as error:
                 doing = f"the control plane at {self.address} does not answer: {error}"
             if not deadline.left_s:
-                raise deadline.error(doing or self._what_is_missing(version_id))
+                missing = self._limited(_NAMING_S)._what_is_missing
+                raise deadline.error(doing or missing(version_id))
             time.sleep(min(pause_s, deadline.left_s))
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
@@ -328,6 +334,21 @@ class ControlClient:
             renew=lambda: self._renew_lease(version_id, worker_id, math.ceil(ttl_s)),
             give_back=lambda lease_id: self._delete_lease(version_id, lease_id, worker_id),
         )
+
+    def within(self, deadline: Deadline, doing: str = "") -> ControlClient:
+        """Return this client, with less time for calls that have to be done before a deadline.
+
+        Closing either closes both.
+
+        Raises:
+            RefitTimeoutError: the deadline has passed.
+        """
+        return self._limited(deadline.check(doing))
+
+    def _limited(self, timeout_s: float) -> ControlClient:
+        limited = copy.copy(self)
+        limited.rpc_timeout_s = max(_MIN_CALL_S, min(self.rpc_timeout_s, timeout_s))
+        return limited
 
     def another(self) -> ControlClient:
         """A client of the same control plane on a connection of its own, which shares no lock."""

@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar, get_args
 
@@ -390,9 +391,23 @@ class _Update:
             self._seconds[phase] = time.monotonic() - began
 
 
+class _UnawaitedThreads(ThreadPoolExecutor):
+    """Threads that the end of an event loop does not wait for.
+
+    A loop looks up host names in threads, which outlast any deadline while a name server is silent.
+    """
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        super().shutdown(wait=False, cancel_futures=cancel_futures)
+
+
 def _run(make: Callable[[], Coroutine[Any, Any, _Result]]) -> _Result:
+    async def run() -> _Result:
+        asyncio.get_running_loop().set_default_executor(_UnawaitedThreads())
+        return await make()
+
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        return asyncio.run(make())
+        return asyncio.run(run())
     raise RefitConfigError("fleet: an event loop runs here; await the asynchronous method instead")
