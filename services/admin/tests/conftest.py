@@ -86,6 +86,7 @@ def make_app(tmp_path):
 
     def make(*, inspector=None, **settings):
         settings.setdefault("store_url", f"sqlite:///{tmp_path / 'admin.sqlite'}")
+        settings.setdefault("failed_login_delay_s", 0.0)
         made.append(create_app(Settings(**settings), inspector=inspector))
         return made[-1]
 
@@ -103,6 +104,7 @@ def app_of(tmp_path_factory):
         place = repr(sorted(settings.items()))
         if place not in made:
             path = tmp_path_factory.mktemp("admin") / "admin.sqlite"
+            settings.setdefault("failed_login_delay_s", 0.0)
             made[place] = create_app(Settings(store_url=f"sqlite:///{path}", **settings))
         return made[place]
 

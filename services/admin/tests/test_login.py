@@ -65,7 +65,7 @@ def test_another_token_does_not_log_in(app_of, data):
     answer = client.post("/login", data=data)
     assert (answer.status_code, "set-cookie" in answer.headers) == (401, False)
     page = client.post("/login", data=data, headers=HTML)
-    assert page.headers["location"].startswith("/login?failed=1")
+    assert page.headers["location"] == "/login?next=/&failed=1"
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,12 @@ import pytest
 PATIENCE_S = 60.0
 MOST = 20
 SERVICE = f"""
-from dataplane_admin import Settings, create_app
+from dataplane_admin import Settings, connections, create_app
 from dataplane_admin.listen import listen, resolve
 from dataplane_admin.server import end_in_peace_on_signals, run
 
+# Ten thousand clients of one process take their time to send what they ask.
+connections.REQUEST_S = 60.0
 app = create_app(Settings(store_url="sqlite:///live.sqlite", most_subscribers={MOST}))
 end_in_peace_on_signals()
 listener, bound = listen(resolve("127.0.0.1", 0))

@@ -14,7 +14,9 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from dataplane_admin.body_limit import OTLP_PREFIX
+from dataplane_admin.failed_logins import FailedLogins
 from dataplane_admin.login import COOKIE, LOGIN_PATH, Sessions
+from dataplane_admin.peer import address_of
 from dataplane_admin.problem import ProblemResponse
 from dataplane_admin.token import brings_token
 
@@ -55,14 +57,21 @@ class AccessMiddleware:
 
     Args:
         token: bearer token; None lets everybody in.
+        failed: holds back the answers to wrong tokens.
         root_path: before the path of the page to log in.
         sessions: who is logged in. Exporters cannot be: their routes take the token alone.
     """
 
     def __init__(
-        self, app: ASGIApp, token: str | None, sessions: Sessions, root_path: str = ""
+        self,
+        app: ASGIApp,
+        token: str | None,
+        sessions: Sessions,
+        failed: FailedLogins,
+        root_path: str = "",
     ) -> None:
         self.app = app
+        self.failed = failed
         self.root_path = root_path
         self.token = token
         self.sessions = sessions
@@ -76,6 +85,8 @@ class AccessMiddleware:
         caller = self._caller(scope)
         path = scope["path"]
         if caller is None and not (path in OPEN_PATHS or path.startswith(OPEN_PREFIX)):
+            if "authorization" in Headers(scope=scope):
+                await self.failed.hold(address_of(scope))
             await _refusal(scope, self.root_path)(scope, receive, send)
             return
         scope.setdefault("state", {})["caller"] = caller or self._anybody(scope)
@@ -86,16 +97,16 @@ class AccessMiddleware:
             return self._anybody(scope)
         connection = HTTPConnection(scope)
         if brings_token(connection.headers, self.token):
-            return Caller("bearer", self.csrf, f"token from {_address(scope)}")
+            return Caller("bearer", self.csrf, f"token from {address_of(scope)}")
         if scope["path"].startswith(OTLP_PREFIX):
             return None
         session = self.sessions.find(connection.cookies.get(COOKIE, ""))
         if session is None:
             return None
-        return Caller("session", session.csrf, f"session {session.name} from {_address(scope)}")
+        return Caller("session", session.csrf, f"session {session.name} from {address_of(scope)}")
 
     def _anybody(self, scope: Scope) -> Caller:
-        return Caller("anybody", self.csrf, f"anybody from {_address(scope)}")
+        return Caller("anybody", self.csrf, f"anybody from {address_of(scope)}")
 
 
 def _refusal(scope: Scope, root_path: str) -> Response:
@@ -114,8 +125,3 @@ def _refusal(scope: Scope, root_path: str) -> Response:
         "expected the header 'Authorization: Bearer <token>' with the token of the service",
         headers={"www-authenticate": "Bearer"},
     )
-
-
-def _address(scope: Scope) -> str:
-    client = scope.get("client")
-    return str(client[0]) if client else "an unknown address"

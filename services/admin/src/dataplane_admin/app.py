@@ -22,6 +22,7 @@ from dataplane_admin.answers.answers import NAME
 from dataplane_admin.answers.claimants import Claimants
 from dataplane_admin.body_limit import OTLP_PREFIX, BodyLimitMiddleware
 from dataplane_admin.csrf import CsrfMiddleware
+from dataplane_admin.failed_logins import FailedLogins
 from dataplane_admin.head import HeadMiddleware
 from dataplane_admin.host import HostAllowListMiddleware, canonical_host
 from dataplane_admin.live import Connector, Given, Live, OnRay
@@ -92,14 +93,21 @@ def create_app(settings: Settings, *, inspector: DataPlaneInspector | None = Non
     app.state.answers = answers
     app.state.updates = updates
     sessions = Sessions()
+    failed = FailedLogins(settings.failed_login_delay_s)
     app.add_middleware(CsrfMiddleware)
     app.add_middleware(
-        AccessMiddleware, token=settings.token, sessions=sessions, root_path=root_path
+        AccessMiddleware,
+        token=settings.token,
+        sessions=sessions,
+        failed=failed,
+        root_path=root_path,
     )
     app.add_middleware(BodyLimitMiddleware)
     app.add_middleware(OtlpCorsMiddleware, allowed_origins=origins)
     app.add_middleware(OriginMiddleware, allowed_origins=origins)
-    app.add_middleware(HostAllowListMiddleware, allowed_hosts=hosts, token=settings.token)
+    app.add_middleware(
+        HostAllowListMiddleware, allowed_hosts=hosts, failed=failed, token=settings.token
+    )
     app.add_middleware(HeadMiddleware)
     app.add_middleware(RootPathMiddleware, root_path=root_path)
     app.add_middleware(SecurityHeadersMiddleware)
@@ -111,7 +119,7 @@ def create_app(settings: Settings, *, inspector: DataPlaneInspector | None = Non
     )
     app.include_router(pages.router(answers, settings))
     if settings.token is not None:
-        app.include_router(login_router(settings.token, sessions, root_path))
+        app.include_router(login_router(settings.token, sessions, failed, root_path))
     if root_path and _is_own(app, root_path):
         store.close()
         raise ValueError(f"root path {root_path!r} is one of the service's own paths")

@@ -13,6 +13,8 @@ from dataplane_admin.problem import ProblemResponse
 
 MOST_BODY = 1024 * 1024
 """Bytes."""
+BODY_S = 30.0
+"""That a body may take to arrive, in seconds."""
 OTLP_PREFIX = "/v1/"
 
 

@@ -16,6 +16,8 @@ from collections.abc import Iterable
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from dataplane_admin.failed_logins import FailedLogins
+from dataplane_admin.peer import address_of
 from dataplane_admin.problem import ProblemResponse
 from dataplane_admin.token import brings_token
 
@@ -47,6 +49,7 @@ class HostAllowListMiddleware:
 
     Args:
         allowed_hosts: names and addresses.
+        failed: holds back the answers to wrong tokens.
         token: bearer token of requests that may name any host; None for no such requests.
 
     Raises:
@@ -54,9 +57,14 @@ class HostAllowListMiddleware:
     """
 
     def __init__(
-        self, app: ASGIApp, allowed_hosts: Iterable[str], token: str | None = None
+        self,
+        app: ASGIApp,
+        allowed_hosts: Iterable[str],
+        failed: FailedLogins,
+        token: str | None = None,
     ) -> None:
         self.app = app
+        self.failed = failed
         self.token = token
         self.allowed = frozenset(canonical_host(host) for host in allowed_hosts)
 
@@ -64,6 +72,8 @@ class HostAllowListMiddleware:
         if scope["type"] == "lifespan" or self._is_allowed(Headers(scope=scope)):
             await self.app(scope, receive, send)
             return
+        if self.token is not None and "authorization" in Headers(scope=scope):
+            await self.failed.hold(address_of(scope))
         refusal = ProblemResponse(
             400, "Host header is not one of the allowed hosts; add it with --allowed-host"
         )

@@ -7,8 +7,10 @@ import ipaddress
 import socket
 from dataclasses import dataclass
 
-# Connections that may wait to be accepted, when many come at once.
-_BACKLOG = 4096
+BACKLOG = 4096
+"""Connections that may wait to be accepted, when many come at once."""
+# A peer that is gone without a word holds a connection with unread data no longer.
+_USER_TIMEOUT_MS = 60_000
 
 
 @dataclass(frozen=True)
@@ -58,10 +60,11 @@ def listen(address: Address) -> tuple[socket.socket, Address]:
     listener = socket.socket(address.family, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _USER_TIMEOUT_MS)
         if address.family == socket.AF_INET6:
             listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
         listener.bind((address.host, address.port))
-        listener.listen(_BACKLOG)
+        listener.listen(BACKLOG)
     except OSError:
         listener.close()
         raise

@@ -19,6 +19,8 @@ from urllib.parse import quote, urlsplit
 from fastapi import APIRouter, Request
 from fastapi.responses import RedirectResponse, Response
 
+from dataplane_admin.failed_logins import FailedLogins
+from dataplane_admin.peer import address_of
 from dataplane_admin.problem import ProblemResponse
 
 COOKIE = "dataplane_admin"
@@ -78,7 +80,9 @@ class Sessions:
             self._sessions.pop(_digest(value), None)
 
 
-def login_router(token: str, sessions: Sessions, root_path: str = "") -> APIRouter:
+def login_router(
+    token: str, sessions: Sessions, failed: FailedLogins, root_path: str = ""
+) -> APIRouter:
     """POST /login and /logout; the page with the form is not here."""
     router = APIRouter(include_in_schema=False)
 
@@ -86,13 +90,23 @@ def login_router(token: str, sessions: Sessions, root_path: str = "") -> APIRout
     async def login(request: Request) -> Response:
         form = await request.form(max_files=0, max_fields=10)
         given, target = form.get("token"), _local(form.get("next"))
+        peer = address_of(request.scope)
+        for_people = "text/html" in request.headers.get("accept", "")
+        again = f"{root_path}{LOGIN_PATH}?next={quote(target)}&failed="
+        if failed.has_too_many(peer):
+            if for_people:
+                return RedirectResponse(f"{again}often", 303)
+            return ProblemResponse(
+                429,
+                "token: too many wrong ones from this address; try again in a moment",
+                headers={"retry-after": "1"},
+            )
         if not isinstance(given, str) or not hmac.compare_digest(
             given.strip().encode("utf-8", "replace"), token.encode("ascii")
         ):
-            if "text/html" in request.headers.get("accept", ""):
-                return RedirectResponse(
-                    f"{root_path}{LOGIN_PATH}?failed=1&next={quote(target)}", 303
-                )
+            await failed.hold(peer)
+            if for_people:
+                return RedirectResponse(f"{again}1", 303)
             return ProblemResponse(401, "token: found another one than that of the service")
         answer = RedirectResponse(f"{root_path}{target}", 303)
         answer.set_cookie(

@@ -34,6 +34,7 @@ class Settings:
             tells its waits again, until what it waited for is shown apart. Processes send metrics
             every minute.
         most_subscribers: connections that may wait for live updates at a time.
+        failed_login_delay_s: seconds after which a wrong token is answered.
         jaeger_url: base of Jaeger's pages, to link traces to.
         tempo_url: where a trace can be looked at in Tempo or Grafana, with ``{trace_id}`` in it;
             without, ``/api/traces/<id>`` is appended.
@@ -57,6 +58,7 @@ class Settings:
     stuck_after_s: float = 60.0
     silent_after_s: float = 300.0
     most_subscribers: int = 100
+    failed_login_delay_s: float = 1.0
     jaeger_url: str | None = None
     tempo_url: str | None = None
     keep_sample_text: bool = False

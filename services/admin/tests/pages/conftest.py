@@ -20,6 +20,7 @@ from made_up_run import MadeUpAnswers
 
 from dataplane_admin.access import AccessMiddleware
 from dataplane_admin.csrf import CsrfMiddleware
+from dataplane_admin.failed_logins import FailedLogins
 from dataplane_admin.login import Sessions
 from dataplane_admin.pages import router
 from dataplane_admin.security_headers import SecurityHeadersMiddleware
@@ -41,7 +42,12 @@ class Site:
         self.app.include_router(router(self.answers, self.settings))
         self.app.add_api_route("/api/v1/live", self._live)
         self.app.add_middleware(CsrfMiddleware)
-        self.app.add_middleware(AccessMiddleware, token=self.settings.token, sessions=Sessions())
+        self.app.add_middleware(
+            AccessMiddleware,
+            token=self.settings.token,
+            sessions=Sessions(),
+            failed=FailedLogins(0.0),
+        )
         self.app.add_middleware(SecurityHeadersMiddleware)
         self.url = ""
         self.ending = False

@@ -21,6 +21,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import TracesData
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
+from dataplane_admin.body_limit import BODY_S
 from dataplane_admin.ingest.answer import JSON, PROTOBUF, accepted, refused
 from dataplane_admin.ingest.body import Intake, inflate, read_body
 from dataplane_admin.ingest.events import batch_of_logs
@@ -43,7 +44,6 @@ Kind = Literal["traces", "logs", "metrics"]
 _M = TypeVar("_M", TracesData, LogsData, MetricsData)
 
 _DECODERS = 2
-_BODY_S = 30.0
 _COMMIT_S = 10.0
 _SUMMARY: dict[Kind, str] = {
     "traces": "Take spans",
@@ -102,7 +102,7 @@ class _Taker:
                 )
             encoding = request.headers.get("content-encoding", "identity").strip().lower()
             with self._intake.room() as room:
-                async with asyncio.timeout(_BODY_S):
+                async with asyncio.timeout(BODY_S):
                     declared = request.headers.get("content-length")
                     body = await read_body(request.stream(), declared, room, self._limits)
                 batch = await asyncio.get_running_loop().run_in_executor(
@@ -112,7 +112,7 @@ class _Taker:
         except Refusal as refusal:
             return refused(refusal, media_type)
         except TimeoutError:
-            message = f"the body did not come within {_BODY_S:g} s"
+            message = f"the body did not come within {BODY_S:g} s"
             return refused(Refusal(HTTPStatus.REQUEST_TIMEOUT, message), media_type)
         except ClientDisconnect:
             return Response(status_code=HTTPStatus.BAD_REQUEST)  # nobody reads it

@@ -26,6 +26,10 @@ from dataplane_admin.settings import Settings
 
 _ACTIONS = ("clear", "reset-consumption", "end-claim")
 _STEPS = 20
+_LOGIN_PROBLEMS = {
+    "1": "That is not the token of this service.",
+    "often": "Too many wrong tokens came from your address. Try again in a moment.",
+}
 _MOST_STEPS = 10_000
 
 
@@ -51,7 +55,7 @@ def _add_files(made: APIRouter, shell: Shell) -> None:
     @made.get("/login")
     def login(request: Request) -> Response:
         asked = Asked(request.query_params)
-        problem = "That is not the token of this service." if asked.flag("failed") else ""
+        problem = _LOGIN_PROBLEMS.get(asked.text("failed"), "")
         return shell.page(request, "login.html.j2", problem=problem, next=asked.text("next"))
 
 
