@@ -14,6 +14,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import example, given
@@ -35,7 +36,9 @@ from dataplane_core import (
 )
 from dataplane_core.declaration import PartitionDeclaration
 from dataplane_core.ledger import ClaimRequest
+from dataplane_tq import connection
 from dataplane_tq import protocol as p
+from dataplane_tq.directory import Directory
 from dataplane_tq.packed.layout import FieldLayout
 from dataplane_tq.wire import HEADER, Address, Failure, Link
 
@@ -436,6 +439,50 @@ def test_a_malformed_request_is_refused_and_the_server_goes_on(served, body):
     answer = exchange(served, served.address.token + HEADER.pack(len(body)) + body)
     assert b"InvalidRequestError" in answer
     assert served.counts().put == 0
+
+
+def test_a_thousand_malformed_requests_log_one_line_without_ids(served):
+    request = {"type": "Read", "partition_id": "p", "sample_ids": ["secret-id", 7], "fields": []}
+    bodies = [msgspec.msgpack.encode(request), b"\xa9secret-id"]
+    for _ in range(500):
+        for body in bodies:
+            exchange(served, served.address.token + HEADER.pack(len(body)) + body)
+    assert served.counts().put == 0
+    served.process.terminate()
+    logged = served.process.stdout.read()
+    assert logged.count("\n") == 1, logged
+    assert "request_refused" in logged
+    assert "127.0.0.1" in logged
+    assert "secret" not in logged
+
+
+def test_silent_connections_beyond_the_limit_lock_nobody_out():
+    # A small limit of descriptors, so that few connections are too many.
+    few = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (200, 200))"
+    process = started(few + SERVER, 100)
+    port, token = process.stdout.readline().split()
+    address = Address("127.0.0.1", int(port), bytes.fromhex(token))
+    silent = []
+    try:
+        silent += [socket.create_connection((address.host, address.port)) for _ in range(300)]
+        began = time.monotonic()
+        link = Link(address, timeout_s=PATIENCE_S)
+        assert link.ask("list", p.ListPartitions(), list) == []
+        assert time.monotonic() - began < 4.0  # before the silent ones run into their time-out
+        link.close()
+    finally:
+        for sock in silent:
+            sock.close()
+        end(process)
+
+
+def test_a_request_that_is_sent_half_ends_its_connection(monkeypatch):
+    monkeypatch.setattr(connection, "_REQUEST_S", 0.1)
+    address = Directory(100, [], "127.0.0.1").start()
+    with socket.create_connection((address.host, address.port)) as half:
+        half.settimeout(PATIENCE_S)
+        half.sendall(address.token + HEADER.pack(100) + b"half")
+        assert half.recv(1) == b""
 
 
 def test_a_wrong_token_or_an_endless_frame_gets_no_answer(served):

@@ -210,6 +210,19 @@ def test_peers_that_say_nothing_hold_up_nobody(unit, transport):
             assert client.read([(0, 1000)], 10).tolist() == pattern(1).tolist()
 
 
+def test_silent_connections_beyond_the_limit_lock_nobody_out(unit):
+    address = unit.address
+    silent = [socket.create_connection((address.host, address.port)) for _ in range(300)]
+    try:
+        with client_of(address, "tcp") as client:
+            started = time.monotonic()
+            assert not client.read([(0, CAPACITY)], 10).any()
+        assert time.monotonic() - started < 4.0  # before the silent ones run into their time-out
+    finally:
+        for sock in silent:
+            sock.close()
+
+
 def test_a_reader_that_stops_reading_holds_up_nobody(unit):
     address = unit.address
     with socket.create_connection((address.host, address.port)) as stopped:

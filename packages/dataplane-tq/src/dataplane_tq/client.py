@@ -69,6 +69,9 @@ T = TypeVar("T")
 
 _DEFAULT_TIMEOUT_MS = 30_000
 _FLUSH_S = 5.0
+_CLAIM_ANSWER_S = 5.0
+"""How long past its own deadline a claim's answer may take; not less than a busy directory needs,
+since a claim without a lease that was granted and not received is lost."""
 
 
 class TQDataPlaneClient(Onlooker):
@@ -354,7 +357,7 @@ class TQDataPlaneClient(Onlooker):
             call.where,
             p.Claim(call.partition_id, request, call.timeout_s),
             p.ClaimAnswer,
-            call.timeout_s + self._timeout_s,
+            call.timeout_s + min(self._timeout_s, _CLAIM_ANSWER_S),
         )
         self._entries.claimed(claimed.entered, call.partition_id, request.task_name)
         return KVBatchMeta(

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any  # Any: answers differ by request
 
 import msgspec
 import numpy as np
-import structlog
 
 from dataplane_core import (
     CapacityExceeded,
@@ -37,6 +36,7 @@ from dataplane_tq.keepalive import (
 from dataplane_tq.leftovers import Drop, Leftovers, grouped
 from dataplane_tq.looking import LOOKS
 from dataplane_tq.packed.catalogue import Block, Catalogue
+from dataplane_tq.peer_log import fault
 from dataplane_tq.wire import HEADER, MAX_FRAME, Failure, Reply
 
 if TYPE_CHECKING:
@@ -54,7 +54,8 @@ class Early:
     rest: Callable[[], None]
 
 
-logger = structlog.get_logger("dataplane_tq.directory")
+_REQUEST_S = 60.0
+"""How long a request may take to arrive after its header, in seconds."""
 
 
 class Connection:
@@ -76,6 +77,7 @@ class Connection:
         self._closing: Leftovers | None = None
         self._entering: tuple[str, list[str]] | None = None
         self._tied = ""
+        self.peer = str((writer.get_extra_info("peername") or ("unknown",))[0])
 
     async def serve(self) -> None:
         """Answer until the client goes away, then undo what it left under way."""
@@ -84,7 +86,8 @@ class Connection:
                 (length,) = HEADER.unpack(await self._reader.readexactly(HEADER.size))
                 if length > MAX_FRAME:
                     return
-                body = await self._reader.readexactly(length)
+                async with asyncio.timeout(_REQUEST_S):
+                    body = await self._reader.readexactly(length)
                 reply, rest = await self._reply(body)
                 if reply is not None:
                     frame = _encoder.encode(reply)
@@ -99,7 +102,7 @@ class Connection:
 
     async def _reply(self, body: bytes) -> tuple[Reply | None, Callable[[], None] | None]:
         """The answer to a request, and what is still to do when it is sent."""
-        rest = None
+        rest = request = None
         try:
             request = _requests.decode(body)
             if self._directory.failure is not None:
@@ -116,7 +119,8 @@ class Connection:
         except DataPlaneError as error:
             return Reply(failure=Failure.of(error)), None
         except (msgspec.MsgspecError, ValueError, TypeError) as error:
-            logger.exception("request_failed")
+            kind = "undecodable" if request is None else type(request).__name__
+            self._directory.log.warn("request_refused", self.peer, request=kind, error=fault(error))
             return Reply(failure=Failure.of(InvalidRequestError(f"directory: {error}"))), None
         if isinstance(request, p.Unpin):
             return None, None

@@ -11,12 +11,15 @@ import asyncio
 import gc
 import hmac
 import secrets
+import socket
 import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from concurrent import futures
 from typing import Any  # Any: answers differ by request
+
+import structlog
 
 from dataplane_core import DataPlaneError, UnavailableError
 from dataplane_core.ledger import ClaimOrder, Ledger
@@ -25,9 +28,12 @@ from dataplane_tq.leftovers import Leftovers
 from dataplane_tq.packed.catalogue import Catalogue, UnitSpec, bytes_of
 from dataplane_tq.packed.lifeline import until_gone
 from dataplane_tq.packed.unit_wire import UnitAddress
+from dataplane_tq.peer_log import PeerLog, fault, max_connections
 from dataplane_tq.wire import TOKEN_BYTES, Address
 
 _HANDSHAKE_S = 5.0
+_BACKLOG = 1024
+_ACCEPTED_AT_ONCE = 16
 
 
 class Directory:
@@ -57,6 +63,11 @@ class Directory:
         self._changed: dict[str, set[asyncio.Future[None]]] = defaultdict(set)
         self._expiry: asyncio.TimerHandle | None = None
         self._watching: list[futures.Future[None]] = []
+        self.log = PeerLog(structlog.get_logger("dataplane_tq.directory"))
+        self._known = 0
+        self._unknown: dict[asyncio.StreamWriter, None] = {}
+        """Connections that have not brought the token yet, the oldest first."""
+        self._max_connections = max_connections()
 
     def start(self) -> Address:
         """Listen, and serve until the process ends."""
@@ -69,10 +80,14 @@ class Directory:
 
     def _serve(self, listening: threading.Event) -> None:
         asyncio.set_event_loop(self._loop)
-        server = self._loop.run_until_complete(
-            asyncio.start_server(self._connected, self._host, 0, backlog=1024)
+        family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
+        listening_on = socket.create_server((self._host, 0), family=family)
+        # asyncio accepts as many in a row as it is told may wait, and serves nobody meanwhile.
+        self._loop.run_until_complete(
+            asyncio.start_server(self._connected, sock=listening_on, backlog=_ACCEPTED_AT_ONCE)
         )
-        self._port: int = server.sockets[0].getsockname()[1]
+        listening_on.listen(_BACKLOG)
+        self._port: int = listening_on.getsockname()[1]
         # Full collections over the ledger's many small objects would be its worst latencies.
         gc.collect()
         gc.freeze()
@@ -100,14 +115,40 @@ class Directory:
         self._loop.call_soon_threadsafe(mark)
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connection = Connection(self, reader, writer)
+        if not self._admit(writer):
+            self.log.warn("connection_refused", connection.peer, error="too many connections")
+            writer.transport.abort()
+            return
         try:
             token = await asyncio.wait_for(reader.readexactly(TOKEN_BYTES), _HANDSHAKE_S)
-            if hmac.compare_digest(token, self._token):
-                await Connection(self, reader, writer).serve()
+            self._unknown.pop(writer, None)
+            if not hmac.compare_digest(token, self._token):
+                self.log.warn("connection_refused", connection.peer, error="wrong token")
+                return
+            self._known += 1
+            try:
+                await connection.serve()
+            finally:
+                self._known -= 1
         except (OSError, asyncio.IncompleteReadError):
-            pass  # the peer or its machine went away, which is how connections end
+            pass  # the peer or its machine went away, or is silent: how connections end
+        except Exception as error:  # noqa: BLE001  # asyncio would log it with all that it says
+            self.log.warn("connection_failed", connection.peer, error=fault(error))
         finally:
+            self._unknown.pop(writer, None)
             writer.close()
+
+    def _admit(self, writer: asyncio.StreamWriter) -> bool:
+        """Make room for a connection, if need be of the one that has been silent longest."""
+        if self._known + len(self._unknown) >= self._max_connections:
+            if not self._unknown:
+                return False
+            oldest = next(iter(self._unknown))
+            del self._unknown[oldest]
+            oldest.transport.abort()
+        self._unknown[writer] = None
+        return True
 
     def changed(self, partition_id: str) -> None:
         """Wake whoever waits for the partition."""

@@ -17,6 +17,7 @@ from omegaconf import OmegaConf
 from ray.exceptions import GetTimeoutError, RayError
 
 from dataplane_core import ConfigError, DataPlaneConfig, DataPlaneError, UnavailableError
+from dataplane_core.deadlines import call_within
 from dataplane_core.ledger import load_order
 from dataplane_tq.directory_actor import DirectoryActor
 from dataplane_tq.sampler import ConsumptionSampler, load_sampler
@@ -33,6 +34,7 @@ CONTROLLER = "TransferQueueController"
 DIRECTORY = "DataPlaneDirectory"
 
 _START_TIMEOUT_S = 120.0
+_RAY_GRACE_S = 1.0
 # The actors mostly wait; a whole CPU for each would leave none to a small machine's workers.
 _ACTOR_CPUS = 0.1
 _FOREIGN = (
@@ -178,6 +180,17 @@ def attach(timeout_s: float) -> Topology:
         UnavailableError: there is none, or it did not come up within ``timeout_s``.
     """
     _require_ray()
+    try:
+        # Ray's own time-outs are not kept where a process of Ray itself does not answer.
+        return call_within(timeout_s + _RAY_GRACE_S, lambda: _attach(timeout_s))
+    except TimeoutError:
+        raise UnavailableError(
+            f"no TransferQueue found: Ray did not answer after {timeout_s:g} s; its control store "
+            "(GCS) or this node's raylet is stopped or out of reach"
+        ) from None
+
+
+def _attach(timeout_s: float) -> Topology:
     deadline = time.monotonic() + timeout_s
     directory = _find(DIRECTORY)
     while True:

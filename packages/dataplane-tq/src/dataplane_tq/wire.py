@@ -157,7 +157,7 @@ class Link:
     def _connect(self, what: str) -> socket.socket:
         address = (self._address.host, self._address.port)
         try:
-            connection = socket.create_connection(address, timeout=_CONNECT_S)
+            connection = socket.create_connection(address, min(_CONNECT_S, self.timeout_s))
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             end_when_silent(connection, CLIENT_TURN_S)
             connection.sendall(self._address.token)
@@ -213,7 +213,7 @@ class Session:
         """
         limit = self._timeout_s if timeout_s is None else timeout_s
         deadline = time.monotonic() + limit + _GRACE_S
-        self.tell(request)
+        self.tell(request, min(limit, self._timeout_s))
         try:
             (length,) = HEADER.unpack(self._receive(HEADER.size, deadline))
             reply = _replies.decode(self._receive(length, deadline))
@@ -223,8 +223,9 @@ class Session:
             raise reply.failure.raised()
         return _decoder_of(answer).decode(reply.answer)
 
-    def tell(self, request: Any) -> None:
+    def tell(self, request: Any, timeout_s: float | None = None) -> None:
         """Send a request that has no answer; raises as `ask`."""
+        limit = self._timeout_s if timeout_s is None else timeout_s
         body = _encoder.encode(request)
         if len(body) > MAX_FRAME:
             raise InvalidRequestError(
@@ -232,11 +233,11 @@ class Session:
                 f"{MAX_FRAME} at most; ask for fewer samples at once, or give them smaller tags"
             )
         try:
-            self.connection.settimeout(self._timeout_s)
+            self.connection.settimeout(limit)
             expect_acknowledgement(self.connection, len(body), CLIENT_TURN_S)
             self.connection.sendall(HEADER.pack(len(body)) + body)
         except OSError as error:
-            raise self._failed(error, self._timeout_s) from error
+            raise self._failed(error, limit) from error
 
     def _failed(self, error: Exception, limit: float) -> DataPlaneError:
         if self._interrupted:

@@ -7,18 +7,22 @@ measure how little that is.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, suppress
+from functools import partial
 from typing import Any  # Any: arguments and results of remote methods
 
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
+from dataplane_core.deadlines import call_within
 from grpo_trainer.errors import TrainerError, WorkerError
 from grpo_trainer.ray_failures import death, first_line
 from grpo_trainer.waiting import Awaited, told
 
 _PROBE_S = 2.0
+_KILL_S = 5.0
+_FETCH_S = 5.0
 
 Observer = Callable[[str, str, Any], None]
 """Called with the actor's name, "sent" or "received", and what was."""
@@ -80,28 +84,46 @@ class ActorCalls:
             WorkerError: naming the actor that died, failed or did not answer. The other calls are
                 not waited for: they may be waiting for the one that died.
         """
-        pending: dict[Any, str] = {}
         for name, (args, kwargs) in calls.items():
             self._observe(name, "sent", (args, dict(kwargs)))
-            pending[getattr(self._actors[name], method).remote(*args, **kwargs)] = name
+        deadline = time.monotonic() + self._timeout_s
         with ExitStack() as stack:
             waiting = {
                 name: stack.enter_context(told(f"{name}: {method}", awaited)) for name in calls
             }
-            return self._gather(method, calls, pending, waiting)
+            try:
+                return self._gather(method, self._send(method, calls), waiting, deadline)
+            except TimeoutError:
+                # Not an actor: a raylet that is stopped holds up whoever stores or fetches a value.
+                raise WorkerError(
+                    f"{method}: Ray did not answer in {self._timeout_s:g} s; look at this "
+                    "machine's raylet"
+                ) from None
+
+    def _send(
+        self, method: str, calls: Mapping[str, tuple[tuple[Any, ...], Mapping[str, Any]]]
+    ) -> dict[Any, str]:
+        """Make the calls; reference of the result to the actor's name."""
+
+        def send() -> dict[Any, str]:
+            return {
+                getattr(self._actors[name], method).remote(*args, **kwargs): name
+                for name, (args, kwargs) in calls.items()
+            }
+
+        return call_within(self._timeout_s, send)
 
     def _gather(
         self,
         method: str,
-        calls: Iterable[str],
         pending: dict[Any, str],
         waiting: Mapping[str, Callable[[], None]],
+        deadline: float,
     ) -> dict[str, Any]:
+        order = list(pending.values())
         results: dict[str, Any] = {}
-        deadline = time.monotonic() + self._timeout_s
         while pending:
-            remaining = max(0.0, deadline - time.monotonic())
-            done, _ = ray.wait(list(pending), num_returns=1, timeout=remaining)
+            done = _ready(list(pending), 1, max(0.0, deadline - time.monotonic()))
             if not done:
                 late = ", ".join(sorted(pending.values()))
                 self._check_alive(method)
@@ -109,9 +131,9 @@ class ActorCalls:
             for reference in done:
                 name = pending.pop(reference)
                 waiting[name]()
-                results[name] = self._result(name, method, reference)
+                results[name] = self._result(name, method, reference, deadline)
                 self._observe(name, "received", results[name])
-        return {name: results[name] for name in calls}
+        return {name: results[name] for name in order}
 
     def end_reports(self, timeout_s: float) -> None:
         """Let every actor that lives send its telemetry, not longer than ``timeout_s``."""
@@ -121,16 +143,19 @@ class ActorCalls:
     def stop(self) -> None:
         """Kill every actor."""
         for handle in self._actors.values():
-            ray.kill(handle)
+            with suppress(TimeoutError):  # without Ray, it ends with the driver
+                call_within(_KILL_S, partial(ray.kill, handle))
         self._actors.clear()
 
     def _observe(self, name: str, direction: str, what: Any) -> None:
         if self._observer is not None:
             self._observer(name, direction, what)
 
-    def _result(self, name: str, method: str, reference: Any) -> Any:
+    def _result(self, name: str, method: str, reference: Any, deadline: float) -> Any:
         try:
-            return ray.get(reference)
+            # A result that is ready is fetched at once, unless Ray itself is stopped.
+            remaining = max(_FETCH_S, deadline - time.monotonic())
+            return call_within(remaining, partial(ray.get, reference))
         except RayActorError as error:
             raise WorkerError(f"{name} {death(error, method)}") from error
         except RayTaskError as error:
@@ -150,9 +175,23 @@ class ActorCalls:
         When one dies, others fail because they talk to it, and their answers can come first.
         """
         probes = {handle.__ray_ready__.remote(): name for name, handle in self._actors.items()}
-        answered, _ = ray.wait(list(probes), num_returns=len(probes), timeout=_PROBE_S)
+        answered = _ready(list(probes), len(probes), _PROBE_S)
         for probe in answered:
             try:
-                ray.get(probe)
+                call_within(_PROBE_S, partial(ray.get, probe))
+            except TimeoutError:
+                return
             except RayActorError as error:
                 raise WorkerError(f"{probes[probe]} {death(error, method)}") from error
+
+
+def _ready(references: list[Any], count: int, timeout_s: float) -> list[Any]:
+    """Those that are ready once ``count`` are, or after ``timeout_s``; also if Ray is stopped."""
+    try:
+        ready, _ = call_within(
+            timeout_s + _PROBE_S,
+            lambda: ray.wait(references, num_returns=count, timeout=timeout_s),
+        )
+    except TimeoutError:
+        return []
+    return ready

@@ -22,6 +22,7 @@ from dataplane_core import (
     ObservabilityConfig,
     build_data_plane_client,
 )
+from dataplane_core.deadlines import call_within
 from dataplane_tq import join_ray, start_local_ray
 from grpo_trainer.actor_calls import ActorCalls, Observer
 from grpo_trainer.chat_turn import EndKeepingTokenizer, chat_turn
@@ -285,7 +286,12 @@ def wait_for_room(config: TrainerConfig, *, timeout_s: float) -> None:
     needed = _needed(config)
     deadline = time.monotonic() + timeout_s
     while True:
-        found = ray.cluster_resources()
+        try:
+            found = call_within(config.cluster.call_timeout_s, ray.cluster_resources)
+        except TimeoutError:
+            raise WorkerError(
+                f"Ray's control store did not answer in {config.cluster.call_timeout_s:g} s"
+            ) from None
         lacking = [one for one in needed if found.get(one.resource, 0.0) < one.amount]
         if not lacking:
             return

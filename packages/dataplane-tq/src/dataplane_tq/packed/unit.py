@@ -20,14 +20,19 @@ from collections.abc import Callable
 from contextlib import suppress
 
 import numpy as np
+import structlog
 
 from dataplane_tq.packed import unit_wire as wire
 from dataplane_tq.packed.arena import Arena
 from dataplane_tq.packed.unit_wire import UnitAddress
+from dataplane_tq.peer_log import PeerLog, max_connections
 
 _HANDSHAKE_S = 5.0
 _BACKLOG = 128
-_MOST_CONNECTIONS = 1024
+_MAX_CONNECTIONS = 1024
+_MAX_UNKNOWN = 128
+"""Of those, ones that have not brought the token yet; each has a thread."""
+_MAX_BUDGET_S = 600.0
 
 
 class UnitServer:
@@ -48,6 +53,10 @@ class UnitServer:
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self._connections: dict[socket.socket, threading.Thread] = {}
+        self._unknown: dict[socket.socket, None] = {}
+        """Those that have not brought the token yet, the oldest first."""
+        self._max_connections = min(_MAX_CONNECTIONS, max_connections())
+        self._log = PeerLog(structlog.get_logger("dataplane_tq.unit"))
         name = f"dataplane-tq-{secrets.token_hex(16)}"
         self._unix = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._unix.bind("\0" + name)
@@ -78,28 +87,44 @@ class UnitServer:
                     return
                 continue
             with self._lock:
-                if self._closed.is_set() or len(self._connections) >= _MOST_CONNECTIONS:
+                if self._closed.is_set() or not self._admit():
                     sock.close()
                     continue
+                self._unknown[sock] = None
                 thread = threading.Thread(
                     target=self._attend, args=(sock, serve), name="unit-connection", daemon=True
                 )
                 self._connections[sock] = thread
                 thread.start()
 
+    def _admit(self) -> bool:
+        """Make room for a connection, if need be of the one that has been silent longest."""
+        full = len(self._connections) >= self._max_connections
+        if full or len(self._unknown) >= _MAX_UNKNOWN:
+            if not self._unknown:
+                return False
+            oldest = next(iter(self._unknown))
+            del self._unknown[oldest]
+            _shut(oldest)  # its thread ends by that
+        return True
+
     def _attend(self, sock: socket.socket, serve: Callable[[socket.socket], None]) -> None:
         try:
             deadline = time.monotonic() + _HANDSHAKE_S
             said = wire.receive(sock, wire.HELLO_NBYTES, deadline)
+            with self._lock:
+                self._unknown.pop(sock, None)
             if hmac.compare_digest(said, self._hello):
                 serve(sock)
             else:
+                self._log.warn("connection_refused", _peer(sock), error="wrong token")
                 wire.send(sock, [memoryview(wire.REFUSED)], deadline)
         except (OSError, wire.Late):
             pass  # the peer is gone, or so slow that it is treated as gone
         finally:
             with self._lock:
                 del self._connections[sock]
+                self._unknown.pop(sock, None)
             sock.close()
 
     def _serve_local(self, sock: socket.socket) -> None:
@@ -113,6 +138,7 @@ class UnitServer:
         wire.send(sock, [memoryview(wire.ACCEPTED)], time.monotonic() + _HANDSHAKE_S)
         while self._serve_frame(sock):
             pass
+        self._log.warn("connection_refused", _peer(sock), error="malformed frame")
 
     def _serve_frame(self, sock: socket.socket) -> bool:
         """Serve the next frame; whether it was well-formed."""
@@ -121,7 +147,7 @@ class UnitServer:
         if command not in (wire.WRITE, wire.READ) or not 0 < count <= wire.MOST_RANGES:
             return False
         # A client that has given up may have its ranges given to others: nothing is written then.
-        deadline = time.monotonic() + budget_ms / 1000
+        deadline = time.monotonic() + min(budget_ms / 1000, _MAX_BUDGET_S)
         ranges = np.frombuffer(wire.receive(sock, 16 * count, deadline), wire.RANGES)
         offsets, sizes = ranges[::2], ranges[1::2]
         capacity = self._arena.nbytes
@@ -163,6 +189,15 @@ class UnitServer:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def _peer(sock: socket.socket) -> str:
+    """The other side's address; processes of this node on the Unix socket are one peer."""
+    if sock.family == socket.AF_UNIX:
+        return "local"
+    with suppress(OSError):
+        return str(sock.getpeername()[0])
+    return "unknown"
 
 
 def _shut(sock: socket.socket) -> None:

@@ -19,7 +19,9 @@ import ray
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
 from dataplane_core import ConfigError, DataPlaneConfig, DataPlaneError, UnavailableError
+from dataplane_core.deadlines import call_within
 
+_KILL_S = 5.0
 _OWN_RESOURCES = ("CPU", "GPU", "memory", "object_store_memory")
 
 
@@ -73,10 +75,11 @@ class StorageBackend(ABC):
 
 
 def end_actor(actor: Any) -> None:
-    """Kill an actor, unless the Ray that it belonged to has ended already."""
+    """Kill an actor, unless the Ray that it belonged to has ended already or does not answer."""
     if ray.is_initialized():  # else Ray would start one to kill it in
-        with suppress(RayError, ValueError):  # the handle is of an earlier Ray
-            ray.kill(actor)
+        # A ValueError says that the handle is of an earlier Ray.
+        with suppress(RayError, ValueError, TimeoutError):
+            call_within(_KILL_S, lambda: ray.kill(actor))
 
 
 def require_module(module: str, *, backend: str, extra: str) -> None:

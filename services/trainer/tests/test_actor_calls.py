@@ -1,0 +1,66 @@
+"""Calls to actors end at their deadline, also where a process of Ray does not answer."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import tempfile
+import time
+
+import psutil
+import pytest
+import ray
+
+from dataplane_tq import start_local_ray
+from grpo_trainer.actor_calls import ActorCalls
+from grpo_trainer.errors import WorkerError
+
+pytestmark = pytest.mark.slow
+
+LARGE = b"1" * 1_000_000
+"""Too large to travel with the call: it goes through the object store."""
+
+
+class Echo:
+    def echo(self, value):
+        return value
+
+
+@pytest.fixture
+def calls():
+    folder = tempfile.mkdtemp(prefix="gr-")
+    start_local_ray(
+        num_cpus=1,
+        include_dashboard=False,
+        object_store_memory=80 << 20,
+        _temp_dir=folder,
+        logging_level="ERROR",
+        log_to_driver=False,
+    )
+    made = ActorCalls(timeout_s=2.0)
+    made.add("echo", ray.remote(Echo).options(num_cpus=0.1).remote())
+    ray.get(made.handle("echo").echo.remote(b""), timeout=60)
+    yield made
+    made.stop()
+    ray.shutdown()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.mark.parametrize("part", ["raylet", "gcs_server"])
+def test_a_call_ends_at_its_deadline_while_ray_is_stopped(calls, part):
+    [process] = [each for each in psutil.Process().children(recursive=True) if each.name() == part]
+    os.kill(process.pid, signal.SIGSTOP)
+    try:
+        started = time.monotonic()
+        outcome = "answered"
+        try:
+            assert calls.one("echo", "echo", LARGE) == LARGE
+        except WorkerError as error:
+            outcome = str(error)
+        calls.stop()
+        assert time.monotonic() - started < 20
+    finally:
+        os.kill(process.pid, signal.SIGCONT)
+    if part == "raylet":
+        assert outcome.startswith(("echo: no answer from echo in 2 s", "echo: Ray did not answer"))
