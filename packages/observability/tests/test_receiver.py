@@ -348,11 +348,11 @@ def test_a_folder_in_use_is_refused_and_nothing_is_left_open(tmp_path: Path) -> 
 def test_a_full_disk_costs_one_warning_and_receiving_goes_on(tmp_path: Path) -> None:
     old = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    body = traces("a" * 100)
+    bodies = [traces(letter * 100) for letter in "abcde"]
     with Receiver(tmp_path) as receiver, capture_logs() as logged:
         try:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (len(body) * 2, old[1]))
-            for _ in range(5):
+            resource.setrlimit(resource.RLIMIT_FSIZE, (len(bodies[0]) * 2, old[1]))
+            for body in bodies:
                 assert post(receiver, body=body)[0] == 200
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, old)
@@ -399,8 +399,8 @@ def test_requests_are_passed_on_as_they_came() -> None:
 def test_a_collector_that_refuses_what_is_passed_on_costs_one_warning() -> None:
     with capture_logs() as logged:
         with Receiver(forward="http://127.0.0.1:9") as receiver:
-            for _ in range(5):
-                assert post(receiver, body=traces("a"))[0] == 200
+            for letter in "abcde":
+                assert post(receiver, body=traces(letter))[0] == 200
         counts = receiver.counts()
     assert (counts["received"], counts["forwarded"], counts["not_forwarded"]) == (5, 0, 5)
     assert [each["event"] for each in logged] == ["forwarding_failed"]
@@ -415,8 +415,8 @@ def test_a_slow_collector_delays_neither_answers_nor_the_end(
     with socket.create_server(("127.0.0.1", 0)) as silent, capture_logs() as logged:
         receiver = Receiver(forward=f"http://127.0.0.1:{silent.getsockname()[1]}")
         begin = time.monotonic()
-        for _ in range(10):
-            assert post(receiver, body=traces("a"))[0] == 200
+        for letter in "abcdefghij":
+            assert post(receiver, body=traces(letter))[0] == 200
         receiver.close(0.3)
         assert time.monotonic() - begin < 4
         counts = receiver.counts()
@@ -455,3 +455,12 @@ def test_a_client_that_hangs_up_makes_no_noise(
 def test_a_recording_is_limited_to_bodies_that_fit_a_frame() -> None:
     with pytest.raises(ValueError, match="max_body=0"):
         Receiver(max_body=0)
+
+
+def test_a_request_that_is_sent_again_counts_once(tmp_path: Path) -> None:
+    with Receiver(tmp_path) as receiver:
+        for body in (traces("a"), traces("b"), traces("a")):
+            assert post(receiver, body=body)[0] == 200
+        assert receiver.counts()["received"] == 2
+        assert [span.name for span in receiver.snapshot().spans] == ["a", "b"]
+    assert [span.name for span in read_folder(tmp_path).spans] == ["a", "b"]

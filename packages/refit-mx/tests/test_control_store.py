@@ -6,6 +6,8 @@ import sqlite3
 import threading
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from refit_mx.control.ledger import identity
 from refit_mx.control.plane import ControlPlane
@@ -22,7 +24,7 @@ from refit_mx.control.records import (
     Worker,
     WorkerRole,
 )
-from refit_mx.control.store import SCHEMA_VERSION, MemoryStore, SqliteStore
+from refit_mx.control.store import SCHEMA_VERSION, MemoryStore, SqliteStore, _digest
 from refit_mx.errors import RefitConfigError
 
 PATIENCE_S = 30.0
@@ -127,11 +129,52 @@ def test_another_schema_version_is_refused(path):
 def test_a_record_that_cannot_be_read_is_refused(path):
     SqliteStore(path).close()
     with contextlib.closing(sqlite3.connect(path)) as changed, changed:
-        changed.execute("INSERT INTO records VALUES ('lease', 'x', x'c1')")
+        digest = _digest("lease", "x", b"\xc1")
+        changed.execute("INSERT INTO records VALUES ('lease', 'x', x'c1', ?)", [digest])
     store = SqliteStore(path)
     with pytest.raises(RefitConfigError, match="a record of kind 'lease'"):
         store.load()
     store.close()
+
+
+def many_records():
+    """Enough for some pages."""
+    return [
+        *RECORDS,
+        *(Worker(f"w{n}", WorkerRole.TRAINER, "m", 1000, 2_000, stale=True) for n in range(400)),
+    ]
+
+
+@pytest.fixture
+def pages(tmp_path):
+    """The bytes of a file with many records."""
+    path = tmp_path / "pages.db"
+    store = SqliteStore(path)
+    keep(store, *many_records())
+    store.close()
+    assert len(path.read_bytes()) > 4 * 4096
+    return path.read_bytes()
+
+
+@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_a_damaged_file_is_refused_in_one_line_or_read_right(pages, path, data):
+    at = data.draw(st.integers(0, len(pages) - 1))
+    damage = data.draw(st.binary(min_size=1, max_size=64) | st.just(bytes(4096)))
+    path.write_bytes(pages[:at] + damage + pages[at + len(damage) :])
+    refusal = None
+    try:
+        with contextlib.closing(SqliteStore(path)) as store:
+            records = store.load()
+    except RefitConfigError as error:
+        refusal = str(error)
+    if refusal is not None:
+        assert refusal.startswith(f"state {str(path)!r}")
+        assert "\n" not in refusal
+    else:
+        by_name = {identity(record): record for record in records}
+        assert by_name == {identity(record): record for record in many_records()}
+    path.with_name(path.name + "-wal").unlink(missing_ok=True)
 
 
 def test_a_folder_that_is_not_there_is_refused(tmp_path):

@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from importlib.util import find_spec
 
 import pytest
 
@@ -21,6 +20,41 @@ def test_importing_the_package_imports_no_third_party_module():
 
 @pytest.mark.parametrize("name", refit_mx.__all__)
 def test_a_public_name_exists(name):
-    if name == "MxWeightTransferEngine" and find_spec("vllm") is None:
-        pytest.skip("needs the package vllm, whose wheels need a CUDA GPU")
     assert getattr(refit_mx, name).__name__ == name
+
+
+WITHOUT = """
+import sys
+from importlib.abc import MetaPathFinder
+
+class Missing(MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {missing!r}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+
+import importlib.util
+real = importlib.util.find_spec
+importlib.util.find_spec = lambda name: None if name in {missing!r} else real(name)
+sys.meta_path.insert(0, Missing())
+from refit_mx import *
+import refit_mx
+from refit_mx.control import *
+from refit_mx.transports.nixl import *
+MxV2RefitReceiver, MxV2TrainingPublisher, ControlClient
+for name in ("MxWeightTransferEngine", "RefitFleet"):
+    assert name not in refit_mx.__all__
+    try:
+        getattr(refit_mx, name)
+    except ImportError as error:
+        print(error)
+"""
+
+
+def test_a_star_import_needs_no_extra():
+    code = WITHOUT.format(missing=("vllm", "httpx", "nixl", "nixl_cu12", "nixl_cu13"))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        "refit_mx.MxWeightTransferEngine needs the package vllm; install vllm",
+        "refit_mx.RefitFleet needs the package httpx; install refit-mx[fleet]",
+    ]

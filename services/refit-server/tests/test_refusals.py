@@ -1,9 +1,11 @@
 """What is unsafe or wrong is one line on standard error and exit status 1."""
 
+import signal
 import socket
 
 import pytest
 
+from refit_mx.control import ControlClient
 from refit_server.address import Address
 
 
@@ -127,6 +129,21 @@ def test_a_file_that_is_no_state_is_refused(refused, tmp_path):
     status, said = refused("--address", "127.0.0.1:0", "--state", str(file))
     assert (status, said.count("\n")) == (1, 1)
     assert "state.db" in said
+
+
+def test_a_state_with_a_damaged_page_is_refused(start, refused, tmp_path):
+    file = tmp_path / "state.db"
+    server = start("--state", str(file))
+    with ControlClient(server.address) as client:
+        for n in range(200):
+            client.create_version("m", (f"slot-{n}",), idempotency_key=f"{n}")
+    server.signal(signal.SIGTERM)
+    assert server.wait()[0] == 0
+    whole = file.read_bytes()
+    file.write_bytes(whole[: len(whole) // 2] + b"\xff" * 4096 + whole[len(whole) // 2 + 4096 :])
+    status, said = refused("--address", "127.0.0.1:0", "--state", str(file))
+    assert (status, said.count("\n")) == (1, 1)
+    assert "is damaged" in said
 
 
 def test_a_state_in_use_is_refused(start, refused, tmp_path):

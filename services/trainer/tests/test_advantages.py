@@ -124,6 +124,7 @@ def test_a_group_with_one_counted_reward_has_no_advantage():
     )
     assert found.deviation.tolist() == found.std.tolist() == [0.0] * 3
     assert found.baseline.tolist() == [1.0, 0.0, 0.5]
+    assert not found.comparable.any()
 
 
 @given(st.lists(rewards, min_size=1, max_size=40))

@@ -207,6 +207,25 @@ def test_dynamic_sampling_drops_and_clears_groups_of_equal_rewards(run, likely):
     assert sorted(run.watch.missing(run.watch.generated, "train")) == sorted(run.watch.generated)
 
 
+def test_a_group_of_filtered_samples_is_dropped_if_they_do_not_count(run, likely):
+    changes = {
+        **SAMPLING,
+        "grpo.overlong_filtering": True,
+        "grpo.statistics_include_filtered": False,
+    }
+    run.step(likely, changes)
+    rewards, truncated = run.watch.of_ids("total_reward"), run.watch.of_ids("truncated")
+    groups = [run.watch.generated[i : i + 8] for i in range(0, 32, 8)]
+    different = [
+        name
+        for group in groups
+        if len({rewards[other] for other in group if not truncated[other]}) > 1
+        for name in group
+    ]
+    assert run.watch.trained == (different or None)
+    assert any(truncated.values())
+
+
 def test_dynamic_sampling_fills_up_and_clears_the_surplus(run, likely):
     sampling = {"grpo.dynamic_sampling": {**SAMPLING["grpo.dynamic_sampling"], "max_batches": 9}}
     metrics = run.step([*likely[:3], NEVER], sampling)

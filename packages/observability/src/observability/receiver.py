@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import threading
 import time
 from collections.abc import Callable
@@ -32,7 +33,7 @@ class ReceiverCounts(TypedDict):
     """Export requests so far.
 
     Attributes:
-        received: accepted, of all three kinds.
+        received: accepted, of all three kinds; one that was sent again counts once.
         unsaved: received, but not written to the folder because the disk refused them.
         forwarded: passed on and taken.
         not_forwarded: to be passed on, but dropped.
@@ -81,6 +82,7 @@ class Receiver:
             raise ValueError(f"max_body={max_body}: expected 1 to {MOST_BYTES} bytes")
         self._arrived = threading.Condition()
         self._records = Records()
+        self._seen: set[tuple[Kind, bytes]] = set()
         self._received = self._unsaved = 0
         self._saving = threading.Lock()
         self._writers: dict[Kind, FrameWriter] = {}
@@ -181,6 +183,8 @@ class Receiver:
 
     def _accept(self, kind: Kind, body: bytes) -> None:
         told = decode(kind, body)
+        if body and self._is_repeated(kind, body):
+            return
         if body:
             self._save(kind, body)
             if self._forwarder is not None:
@@ -189,6 +193,15 @@ class Receiver:
             self._received += 1
             self._records.add(told)
             self._arrived.notify_all()
+
+    def _is_repeated(self, kind: Kind, body: bytes) -> bool:
+        """Whether the same request came before: an exporter that got no answer sends it again."""
+        digest = kind, hashlib.blake2b(body, digest_size=16).digest()
+        with self._arrived:
+            if digest in self._seen:
+                return True
+            self._seen.add(digest)
+        return False
 
     def _save(self, kind: Kind, body: bytes) -> None:
         with self._saving:

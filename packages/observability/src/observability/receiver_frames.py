@@ -21,6 +21,7 @@ from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import (
 )
 
 from observability.records import Records, decode_logs, decode_traces
+from observability.wire import parse
 
 Kind = Literal["traces", "logs", "metrics"]
 """What a file holds; also the last part of the path it was posted to."""
@@ -45,7 +46,7 @@ def decode(kind: Kind, body: bytes) -> Records:
         return decode_traces(body)
     if kind == "logs":
         return decode_logs(body)
-    ExportMetricsServiceRequest.FromString(body)
+    parse(ExportMetricsServiceRequest(), body)
     return Records()
 
 

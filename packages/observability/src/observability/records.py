@@ -2,10 +2,14 @@
 
 Everything that looks at a run, while it goes on or afterwards, works on these: they are decoded
 from the bytes of OTLP export requests and need neither an SDK nor the process that made them.
+
+In OTLP zero and empty mean that a field was not set. What was not set is never taken for a value
+here: an unset time takes the nearest one that is known, and says so.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -17,6 +21,8 @@ from opentelemetry.proto.common.v1.common_pb2 import AnyValue, KeyValue
 from opentelemetry.proto.resource.v1.resource_pb2 import Resource
 from opentelemetry.proto.trace.v1.trace_pb2 import Span as SpanMessage
 from opentelemetry.proto.trace.v1.trace_pb2 import Status
+
+from observability.wire import parse
 
 Attributes: TypeAlias = Mapping[str, Any]
 Kind = Literal["unspecified", "internal", "server", "client", "producer", "consumer"]
@@ -39,24 +45,68 @@ _OUTCOMES: dict[int, Outcome] = {
 
 @dataclass(frozen=True, order=True)
 class Process:
-    """Where a record comes from.
+    """Where a record comes from. Processes are equal if their whole resources are.
 
     Attributes:
-        service: ``service.name``.
-        instance: ``service.instance.id``, the rank for example; empty if there is one.
-        host: ``host.name``.
-        pid: ``process.pid``, 0 if not told.
+        service: ``service.name``, "unknown" if not reported.
+        instance: ``service.instance.id``, the rank for example; empty if not reported.
+        host: ``host.name``, empty if not reported.
+        pid: ``process.pid``, 0 if not reported.
+        identity: hexadecimal digest of every attribute of the resource.
+        resource: attributes of the resource.
     """
 
     service: str
     instance: str = ""
     host: str = ""
     pid: int = 0
+    identity: str = ""
+    resource: Attributes = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def label(self) -> str:
-        """Short and unique within a run: the service and its instance."""
+        """The service and its instance; other processes may have the same."""
         return f"{self.service} {self.instance}".rstrip()
+
+    @property
+    def place(self) -> str:
+        """Where it runs, as far as that was reported: ``pid@host``, the pod or the host."""
+        pod = next((str(self.resource[key]) for key in _PODS if self.resource.get(key)), "")
+        if not self.pid:
+            return pod or self.host
+        where = self.host or pod
+        return f"{self.pid}@{where}" if where else f"pid {self.pid}"
+
+    @property
+    def full_label(self) -> str:
+        """The label and, where it was reported, the place."""
+        return f"{self.label} ({self.place})" if self.place else self.label
+
+
+_PODS = ("k8s.pod.name", "container.id")
+
+
+def distinct_labels(processes: Iterable[Process]) -> dict[Process, str]:
+    """A label of each process that no other one of them has, as short as that allows."""
+    alike: dict[str, list[Process]] = {}
+    for process in dict.fromkeys(processes):
+        alike.setdefault(process.label, []).append(process)
+    return {
+        process: label if len(those) == 1 else f"{label} ({_difference(process, those)})"
+        for label, those in alike.items()
+        for process in those
+    }
+
+
+def _difference(process: Process, alike: Iterable[Process]) -> str:
+    """What tells a process from others of the same label."""
+    others = [one for one in alike if one != process]
+    if process.place and all(one.place != process.place for one in others):
+        return process.place
+    for name, value in sorted(process.resource.items()):
+        if value and all(one.resource.get(name) != value for one in others):
+            return f"{name}={value}"
+    return f"{process.place or 'resource'}, {process.identity[:8]}"
 
 
 @dataclass(frozen=True)
@@ -75,15 +125,18 @@ class Span:
         trace_id: 32 hexadecimal digits.
         span_id: 16 hexadecimal digits.
         parent_id: the parent's ``span_id``, None of a root.
-        name: what was done.
+        name: what was done; `UNNAMED` if it has no name.
         kind: OpenTelemetry's.
-        start_ns: nanoseconds since 1970, by the clock of its process.
-        end_ns: as ``start_ns``.
+        start_ns: nanoseconds since 1970, by the clock of its process; ``end_ns`` if only that was
+            reported, 0 if neither was.
+        end_ns: as ``start_ns``; ``start_ns`` if only that was reported.
         attributes: name to value.
         process: which made it.
         links: the spans it is about.
         outcome: "error" if it failed.
         message: why it failed.
+        has_start: whether its start was reported.
+        has_end: whether its end was reported; a span that is still open has none.
     """
 
     trace_id: str
@@ -98,11 +151,23 @@ class Span:
     links: tuple[Link, ...] = ()
     outcome: Outcome = "unset"
     message: str = ""
+    has_start: bool = True
+    has_end: bool = True
+
+    @property
+    def is_timed(self) -> bool:
+        """Whether its start and its end were reported."""
+        return self.has_start and self.has_end
 
     @property
     def seconds(self) -> float:
-        """How long it took."""
-        return (self.end_ns - self.start_ns) / 1e9
+        """The duration; 0 if start or end was not reported, or the end lies before the start."""
+        return max(0, self.end_ns - self.start_ns) / 1e9
+
+    @property
+    def reported_seconds(self) -> float | None:
+        """The duration; None if start or end was not reported."""
+        return self.seconds if self.is_timed else None
 
 
 @dataclass(frozen=True)
@@ -111,7 +176,8 @@ class Event:
 
     Attributes:
         name: what happened, "put" for example; see docs/telemetry.md.
-        time_ns: nanoseconds since 1970, by the clock of its process.
+        time_ns: nanoseconds since 1970, by the clock of its process; when it was observed if only
+            that was reported, 0 if neither was.
         attributes: name to value.
         sample_ids: the samples; of a large batch one part.
         process: which made it.
@@ -143,6 +209,9 @@ class Records:
 
 _RUN_ID = "rl.run_id"
 
+UNNAMED = "(unnamed)"
+"""The name of a span that was sent without one."""
+
 EVENT_PREFIX = "dataplane."
 """What the names of lifecycle events begin with in OTLP; `Event.name` is the rest."""
 
@@ -153,12 +222,13 @@ def decode_traces(body: bytes) -> Records:
     Raises:
         google.protobuf.message.DecodeError: ``body`` is not one.
     """
-    request = ExportTraceServiceRequest.FromString(body)
+    request = ExportTraceServiceRequest()
+    parse(request, body)
     return Records(
         spans=[
             _span(span, process, run)
             for resource_spans in request.resource_spans
-            for process, run in [(_process(resource_spans.resource), _run(resource_spans.resource))]
+            for process, run in [_process_and_run(resource_spans.resource)]
             for scope_spans in resource_spans.scope_spans
             for span in scope_spans.spans
         ]
@@ -171,20 +241,21 @@ def decode_logs(body: bytes) -> Records:
     Raises:
         google.protobuf.message.DecodeError: ``body`` is not one.
     """
-    request = ExportLogsServiceRequest.FromString(body)
+    request = ExportLogsServiceRequest()
+    parse(request, body)
     return Records(
         events=[
             Event(
                 name=record.event_name.removeprefix(EVENT_PREFIX),
                 time_ns=record.time_unix_nano or record.observed_time_unix_nano,
-                attributes={**run, **_attributes(record.attributes)},
+                attributes=_with_run(record.attributes, run),
                 sample_ids=_ids(record.body),
                 process=process,
-                trace_id=record.trace_id.hex(),
-                span_id=record.span_id.hex(),
+                trace_id=valid_id(record.trace_id, TRACE_ID_BYTES).hex(),
+                span_id=valid_id(record.span_id, SPAN_ID_BYTES).hex(),
             )
             for resource_logs in request.resource_logs
-            for process, run in [(_process(resource_logs.resource), _run(resource_logs.resource))]
+            for process, run in [_process_and_run(resource_logs.resource)]
             for scope_logs in resource_logs.scope_logs
             for record in scope_logs.log_records
             if record.event_name.startswith(EVENT_PREFIX)
@@ -192,38 +263,83 @@ def decode_logs(body: bytes) -> Records:
     )
 
 
-def _span(span: SpanMessage, process: Process, run: Attributes) -> Span:
+def _span(span: SpanMessage, process: Process, run: Any) -> Span:
+    start_ns, end_ns = span.start_time_unix_nano, span.end_time_unix_nano
     return Span(
         trace_id=span.trace_id.hex(),
         span_id=span.span_id.hex(),
-        parent_id=span.parent_span_id.hex() or None,
-        name=span.name,
+        parent_id=span.parent_span_id.hex() if any(span.parent_span_id) else None,
+        name=span.name or UNNAMED,
         kind=_KINDS.get(span.kind, "unspecified"),
-        start_ns=span.start_time_unix_nano,
-        end_ns=span.end_time_unix_nano,
-        attributes={**run, **_attributes(span.attributes)},
+        start_ns=start_ns or end_ns,
+        end_ns=end_ns or start_ns,
+        attributes=_with_run(span.attributes, run),
         process=process,
-        links=tuple(Link(link.trace_id.hex(), link.span_id.hex()) for link in span.links),
+        links=tuple(
+            Link(link.trace_id.hex(), link.span_id.hex())
+            for link in span.links
+            if valid_id(link.trace_id, TRACE_ID_BYTES)
+        ),
         outcome=_OUTCOMES.get(span.status.code, "unset"),
         message=span.status.message,
+        has_start=start_ns > 0,
+        has_end=end_ns > 0,
     )
 
 
-def _process(resource: Resource) -> Process:
+TRACE_ID_BYTES = 16
+SPAN_ID_BYTES = 8
+
+
+def valid_id(found: bytes, length: int) -> bytes:
+    """An id of a trace or span, empty if it is none: of another length, or all zero."""
+    return found if len(found) == length and any(found) else b""
+
+
+def process_of(resource: Resource) -> Process:
+    """The process that a resource describes."""
     facts = _attributes(resource.attributes)
-    pid = facts.get("process.pid", 0)
     return Process(
-        service=str(facts.get("service.name", "unknown")),
-        instance=str(facts.get("service.instance.id", "")),
-        host=str(facts.get("host.name", "")),
-        pid=pid if isinstance(pid, int) else 0,
+        service=_fact(facts, "service.name") or "unknown",
+        instance=_fact(facts, "service.instance.id"),
+        host=_fact(facts, "host.name"),
+        pid=_pid(facts.get("process.pid")),
+        identity=identity_of(resource.attributes).hex(),
+        resource=facts,
     )
 
 
-def _run(resource: Resource) -> Attributes:
-    """The process's run, of which what is told outside of a step belongs as well."""
-    facts = _attributes(resource.attributes)
-    return {_RUN_ID: facts[_RUN_ID]} if _RUN_ID in facts else {}
+def identity_of(pairs: Iterable[KeyValue]) -> bytes:
+    """A digest of 16 bytes that is equal for equal attributes, in whatever order they come."""
+    digest = hashlib.blake2b(digest_size=16)
+    for _, pair in sorted({pair.key: pair for pair in pairs}.items()):
+        encoded = pair.SerializeToString(deterministic=True)
+        digest.update(len(encoded).to_bytes(4, "little") + encoded)
+    return digest.digest()
+
+
+def _fact(facts: Attributes, name: str) -> str:
+    value = facts.get(name)
+    return "" if value is None else str(value)
+
+
+def _pid(value: object) -> int:
+    if isinstance(value, str) and value.isascii() and value.isdecimal() and len(value) < 20:
+        return int(value)
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else 0
+
+
+def _process_and_run(resource: Resource) -> tuple[Process, Any]:
+    """A process, and the run that what it reports outside of a step belongs to as well."""
+    process = process_of(resource)
+    return process, process.resource.get(_RUN_ID)
+
+
+def _with_run(pairs: Iterable[KeyValue], run: Any) -> dict[str, Any]:
+    found = _attributes(pairs)
+    if run is not None and found.get(_RUN_ID) in (None, ""):
+        found[_RUN_ID] = run
+    return found
 
 
 def _attributes(pairs: Iterable[KeyValue]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ are first used.
 from __future__ import annotations
 
 import importlib
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from refit_mx.errors import (
@@ -224,7 +225,33 @@ _LAZY = {
 }
 
 
+# A name to the package that it needs beside those of refit-mx, and what brings that.
+_EXTRAS = {
+    "MxWeightTransferEngine": ("vllm", "vllm"),
+    "RefitFleet": ("httpx", "refit-mx[fleet]"),
+}
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        return find_spec(package) is not None
+    except ValueError:  # a module that was made by hand
+        return True
+
+
+if not TYPE_CHECKING:  # a star import must not fail for what is not installed
+    __all__ = [name for name in __all__ if name not in _EXTRAS or _is_installed(_EXTRAS[name][0])]
+
+
 def __getattr__(name: str) -> object:
-    if name in _LAZY:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
         return getattr(importlib.import_module(f"refit_mx.{_LAZY[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    except ModuleNotFoundError as error:
+        package, install = _EXTRAS.get(name, ("", ""))
+        if error.name != package:
+            raise
+        raise ModuleNotFoundError(
+            f"refit_mx.{name} needs the package {package}; install {install}", name=package
+        ) from None

@@ -169,9 +169,10 @@ def _read_columns(output: Any, request: GenerationRequest) -> dict[str, torch.Te
             raise InvalidRequestError(
                 f"{where}: {name} is a {type(output[name]).__name__}, which is no tensor: {error}"
             ) from error
-        dense = not column.is_nested and column.dim() == dimensions
-        if not dense or len(column) != len(request.rows) or _kind_of(column) != kind:
-            size = "jagged" if column.is_nested else f"of shape {tuple(column.shape)}"
+        dense = column.layout == torch.strided and not column.is_nested
+        fits = dense and column.dim() == dimensions and len(column) == len(request.rows)
+        if not fits or _kind_of(column) != kind:
+            size = f"of shape {tuple(column.shape)}" if dense else "not a dense tensor"
             raise InvalidRequestError(
                 f"{where}: {name} has {_kind_of(column)} ({column.dtype}) and is {size}; expected "
                 f"{kind} of shape {shape} for the n = {len(request.rows)} rows that it was given"

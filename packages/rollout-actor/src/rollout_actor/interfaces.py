@@ -188,7 +188,10 @@ class TokenizerInterface(Protocol):
     pad_token_id: int
 
     def __call__(self, text: str, *, return_tensors: str, add_special_tokens: bool) -> Any:
-        """Called with "pt" and False; ``input_ids`` (1, length), as attribute or key."""
+        """Called with "pt" and False; ``input_ids`` (1, length), as attribute or key.
+
+        Without special tokens: none for an empty text.
+        """
 
     def batch_decode(
         self, sequences: list[torch.Tensor], *, skip_special_tokens: bool

@@ -211,7 +211,9 @@ def _one_line(text: str) -> str:
     return printable(text)
 
 
-def _time(time_ns: int) -> str:
+def _time(time_ns: int | None) -> str:
+    if time_ns is None:
+        return "n/a"
     try:
         moment = datetime.datetime.fromtimestamp(time_ns / 1e9).astimezone()
     except (ValueError, OverflowError, OSError):  # a clock of others may tell anything

@@ -278,6 +278,22 @@ class MadeUpAnswers:
             samples=[self._sample(partition_id, one) for one in places],
         )
 
+    def partition_view(self, partition_id, *, start=0, limit=100, windows=120):
+        facts = self.partition(partition_id)
+        empty = models.SamplePage(partition=partition_id, start=start, total=0, samples=[])
+        problem = "the data plane did not answer within 5 s" if self.unavailable else ""
+        return models.PartitionView(
+            at_ns=NOW_NS,
+            spread_s=0.0,
+            partition=facts,
+            matrix=self.partition_matrix(partition_id, windows=windows),
+            samples=empty
+            if problem
+            else self.partition_samples(partition_id, start=start, limit=limit),
+            claims=[] if problem else self.partition_claims(partition_id),
+            problem=problem,
+        )
+
     def partition_claims(self, partition_id):
         self.partition(partition_id)
         return [

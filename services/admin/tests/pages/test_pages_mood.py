@@ -33,7 +33,9 @@ def tell(service, *, ago_s, seconds, step=None, run="slow"):
     )
     if step is not None:
         span.attributes.add(key="rl.step").value.int_value = step
-    service.store.write(batch_of_spans(data, data.SerializeToString(), Limits(), time.time_ns()))
+    with pytest.MonkeyPatch.context() as then:
+        then.setattr(time, "time_ns", lambda: end_ns)  # it came when it had ended
+        service.store.write(batch_of_spans(data, data.SerializeToString(), Limits()))
 
 
 def wait(kind, seconds, run="slow"):
@@ -172,3 +174,28 @@ def test_the_headline_speaks_of_the_step_below_it_though_another_ends_meanwhile(
     assert page.headline == "Moving: step 7 took 1.00 s"
     assert page.last.facts.step == 7
     assert [one.facts.step for one in page.steps] == [7]
+
+
+@pytest.mark.parametrize("ahead_s", [86_400, -86_400])
+def test_a_host_with_a_wrong_clock_neither_moves_nor_stops_a_run(service, monkeypatch, ahead_s):
+    tell(service, step=1, ago_s=700, seconds=10)
+    with pytest.MonkeyPatch.context() as then:
+        now_ns = time.time_ns() - 650 * 10**9
+        then.setattr(time, "time_ns", lambda: now_ns)
+        told = TracesData()
+        span = (
+            told.resource_spans.add()
+            .scope_spans.add()
+            .spans.add(
+                trace_id=os.urandom(16),
+                span_id=os.urandom(8),
+                name="grpo.step",
+                start_time_unix_nano=now_ns + (ahead_s - 10) * 10**9,
+                end_time_unix_nano=now_ns + ahead_s * 10**9,
+            )
+        )
+        span.attributes.add(key="rl.step").value.int_value = 2
+        span.attributes.add(key="rl.run_id").value.string_value = "slow"
+        service.store.write(batch_of_spans(told, None, Limits()))
+    shown = page(service, monkeypatch)
+    assert (shown.mood, shown.headline) == ("quiet", "Nothing waits; step 2 ended 10 min 50 s ago")

@@ -32,7 +32,7 @@ def tell(app, run, step, *, name="grpo.step", ended=True):
     )
     if step is not None:
         span.attributes.add(key="rl.step").value.int_value = step
-    app.state.store.write(batch_of_spans(data, data.SerializeToString(), Limits(), time.time_ns()))
+    app.state.store.write(batch_of_spans(data, data.SerializeToString(), Limits()))
 
 
 def test_steps_that_go_while_the_page_is_made_are_on_all_of_it(app, monkeypatch):

@@ -220,8 +220,7 @@ class Otlp:
         return self.batch(self.trace(*args, **kwargs))
 
     def batch(self, data, limits=None):
-        limits = limits or self.limits
-        return batch_of_spans(data, data.SerializeToString(), limits, time.time_ns())
+        return batch_of_spans(data, data.SerializeToString(), limits or self.limits)
 
     def log(
         self,
@@ -255,7 +254,7 @@ class Otlp:
         return data
 
     def event(self, *args, **kwargs):
-        return batch_of_logs(self.log(*args, **kwargs), self.limits)
+        return batch_of_logs(self.log(*args, **kwargs), self.limits, time.time_ns())
 
 
 @pytest.fixture(scope="session")

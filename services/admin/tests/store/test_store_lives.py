@@ -1,6 +1,7 @@
 """Ids that are used again: lives of a sample are told apart, whatever order events come in."""
 
 import os
+import time
 from collections import Counter
 from itertools import permutations
 
@@ -65,7 +66,7 @@ def test_the_staleness_of_a_step_stays_when_later_ones_use_its_ids_again(store, 
                 trace_id=trace_id,
             )
             everything.add(decode_logs(log.SerializeToString()))
-            write(store, batch_of_logs(log, otlp.limits))
+            write(store, batch_of_logs(log, otlp.limits, time.time_ns()))
     assert [step.staleness.mean for step in steps_of(everything)] == [0] * 5
     assert dict(store.staleness("run").counts) == {0: 10}
     for trace_id in traces:

@@ -81,18 +81,21 @@ def test_waits_of_a_database_of_the_first_tables_are_still_told(new_url, otlp):
                 " digest, record, keys) VALUES (1, 2, 'waiting', 1, 1, 't', 0, :wait, :digest,"
                 " :record, :keys)"
             ),
-            {"wait": told.wait, "digest": told.digest, "record": told.record, "keys": b""},
+            {"wait": b"of old", "digest": told.digest, "record": told.record, "keys": b""},
         )
         connection.execute(text("INSERT INTO places VALUES (2, 'run', 'train', 0)"))
         connection.execute(
             text("INSERT INTO open_waits (event_id, wait, place_id) VALUES (1, :wait, 2)"),
-            {"wait": told.wait},
+            {"wait": b"of old"},
         )
+        connection.execute(text("UPDATE state SET last_id = 2, events = 1"))
     database.close()
     with Store.open(url) as store:
         records = store.wait_records()
         assert [event.name for event in records.events if event.name] == ["waiting"]
         assert records.silent == {}
+        store.write(otlp.event("claimed", wait="w", task="t"))
+        assert store.wait_records().events == []
 
 
 def test_a_database_of_a_newer_service_is_refused(url):

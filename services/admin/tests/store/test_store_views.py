@@ -13,7 +13,7 @@ from fastapi import FastAPI
 from opentelemetry import trace
 from tensordict import TensorDict
 
-from dataplane_admin.ingest import Limits, router, unique_label
+from dataplane_admin.ingest import Limits, router
 from dataplane_core import InMemoryDataPlaneClient, telemetry
 from observability import InstrumentedDataPlaneClient, emit
 from observability.receiver import Receiver
@@ -144,7 +144,7 @@ def test_the_views_show_from_the_store_what_they_show_from_memory(store):
     assert [str(one) for one in why(store.wait_records(), NEVER_NS)] == [str(one) for one in waits]
     assert len(waits) == 1
     # By its metrics a process is known to go on while it waits.
-    assert {row.process for row in store.series()} == {unique_label(waits[0].process)}
+    assert {row.process_id for row in store.series()} == {waits[0].process.identity}
     assert {row.name for row in store.series()} >= {"messaging.client.operation.duration"}
     assert store.totals().refused == 0
 

@@ -21,7 +21,6 @@ from dataplane_admin.store import (
     AuditEntry,
     Batch,
     QueueFull,
-    SeriesPoint,
     Store,
     StoreUnavailable,
     WriteRefused,
@@ -191,19 +190,6 @@ def test_two_services_on_one_database_share_it(url, otlp):
         assert sum(done.result(PATIENCE_S).spans for done in waiting) == 11
         assert one.revision == other.revision
         assert one.totals().traces == other.totals().traces == 11
-
-
-def test_the_newest_value_of_each_series_counts(store):
-    def point(value, time_ns, series=b"a" * 16):
-        return SeriesPoint(
-            series, "driver", "dataplane.io", "By", '{"x": "1"}', value, None, time_ns
-        )
-
-    store.write(Batch(series=(point(1.0, 10), point(2.0, 20))))
-    store.write(Batch(series=(point(3.0, 5), point(4.0, 1, b"b" * 16))))
-    assert sorted(row.value for row in store.series("dataplane.io")) == [2.0, 4.0]
-    assert store.series()[0].attributes == {"x": "1"}
-    assert store.series("other") == []
 
 
 def test_actions_are_kept_with_the_newest_first(store):

@@ -24,14 +24,14 @@ class GroupStatistics:
             et al. 2024, arXiv:2402.14740).
         std: float64 (n,), standard deviation of the group's rewards (divisor m - 1); 0 exactly if
             they are equal.
-
-    With fewer than two rewards that count there is nothing to compare: ``deviation`` and ``std`` of
-    that group are 0.
+        comparable: bool (n,), whether at least two rewards of the group count. If not, there is
+            nothing to compare: ``deviation`` and ``std`` are 0.
     """
 
     deviation: torch.Tensor
     baseline: torch.Tensor
     std: torch.Tensor
+    comparable: torch.Tensor
 
 
 def group_statistics(
@@ -67,6 +67,7 @@ def group_statistics(
         deviation.reshape(-1),
         (groups - deviation).reshape(-1),
         std.expand_as(groups).reshape(-1),
+        comparable.expand_as(groups).reshape(-1),
     )
 
 

@@ -148,7 +148,8 @@ class PolicyWorker(ReportingActor):
                     mask = micro["token_mask"] > 0
                     # A prompt's token can be impossible, and infinity times 0 is no number.
                     difference = torch.where(mask, (scored - micro[_GENERATED]).abs(), 0.0)
-                    errors += (difference.sum(1) / mask.sum(1).clamp(min=1)).tolist()
+                    total = difference.sum(1, dtype=torch.float64)
+                    errors += (total / mask.sum(1).clamp(min=1)).tolist()
         write_columns(self._client, meta, {column: torch.cat(parts).cpu()})
         return {"seconds": time.perf_counter() - started, "error": errors}
 
@@ -165,7 +166,7 @@ class PolicyWorker(ReportingActor):
 
         Returns:
             ``loss``, ``kl``, ``clip_fraction``, ``approx_entropy``, ``grad_norm``, ``tokens``: over
-            all ranks, means over the optimiser steps (``tokens``: sum); ``seconds``. A
+            all ranks, means over the optimiser steps with tokens (``tokens``: sum); ``seconds``. A
             ``grad_norm`` that is not finite says that an optimiser step was not taken, nor those
             after it; the ranks agree, since all look at the norm of the one gradient that they
             summed.
@@ -188,8 +189,11 @@ class PolicyWorker(ReportingActor):
                 break
             if steps[-1]["tokens"] > 0:
                 used += range(step * rows_per_step, (step + 1) * rows_per_step)
+        # A step without tokens has no loss to take the mean of; its zeros would dilute the others'.
+        counted = [step for step in steps if step["tokens"] > 0] or steps
         means = {
-            name: sum(step[name] for step in steps) / len(steps) for name in (*_TOLD, "grad_norm")
+            name: sum(step[name] for step in counted) / len(counted)
+            for name in (*_TOLD, "grad_norm")
         }
         tokens = sum(step["tokens"] for step in steps)
         if used:

@@ -41,7 +41,8 @@ class Batch:
     """Samples, with the columns that the driver computes with: one number per sample each.
 
     ``columns`` has "advantages" and "sample_mask", float32 (n,), as they will be written; "std",
-    float64 (n,), of the group's rewards; "truncated", bool (n,).
+    float64 (n,), of the group's rewards; "comparable", bool (n,), whether at least two of those
+    count; "truncated", bool (n,).
     """
 
     meta: KVBatchMeta
@@ -229,8 +230,8 @@ class GRPOStep:
             batches += 1
             rewards.append(reward)
             if sampling.enabled:
-                equal = (fresh.columns["std"] == 0).nonzero()[:, 0].tolist()
-                fresh = self._drop(fresh, equal, "equal_rewards")
+                fresh = self._drop(fresh, ~fresh.columns["comparable"], "filtered")
+                fresh = self._drop(fresh, fresh.columns["std"] == 0, "equal_rewards")
             kept = fresh if kept is None else kept.concat(fresh)
         if kept is None:
             raise AssertionError("max_batches is at least 1")
@@ -246,7 +247,7 @@ class GRPOStep:
         if kept.meta.size < rows:
             rows = self._short(kept.meta.size, batches)
         report.metrics["groups"] = rows // grpo.num_generations_per_prompt
-        return self._drop(kept, range(rows, kept.meta.size), "surplus")
+        return self._drop(kept, torch.arange(kept.meta.size) >= rows, "surplus")
 
     def _short(self, kept: int, batches: int) -> int:
         """Only ``kept`` samples are there: fail, or say how many of them to train on."""
@@ -295,20 +296,20 @@ class GRPOStep:
             "advantages": advantages(statistics, normalize=grpo.normalize_advantages),
             "sample_mask": carry["loss_multiplier"].clone(),
             "std": statistics.std,
+            "comparable": statistics.comparable,
             "truncated": carry["truncated"],
         }
         return Batch(meta, columns), carry["total_reward"]
 
-    def _drop(self, batch: Batch, rows: Sequence[int], reason: str) -> Batch:
-        """Clear ``rows`` from the data plane; the batch without them."""
-        gone = set(rows)
-        if not gone:
+    def _drop(self, batch: Batch, dropped: torch.Tensor, reason: str) -> Batch:
+        """Clear the rows of ``dropped``, bool (n,), from the data plane; the batch without them."""
+        if not dropped.any():
             return batch
-        sample_ids = [batch.meta.sample_ids[i] for i in sorted(gone)]
+        sample_ids = [batch.meta.sample_ids[i] for i in dropped.nonzero()[:, 0].tolist()]
         with span("drop", "wasted"):
             emit("dropped", TRAIN, sample_ids, reason=reason)
             self._client.clear_samples(sample_ids, TRAIN)
-        return batch.subset([i for i in range(batch.meta.size) if i not in gone])
+        return batch.subset((~dropped).nonzero()[:, 0].tolist())
 
     def validate(self, step: int, prompts: Sequence[Prompt], report: StepReport) -> float:
         """Mean reward of one sampled conversation for each prompt, on a partition of its own."""

@@ -154,8 +154,10 @@ def _calls(tree: Tree) -> _Calls:
                 continue
             least, most = found.setdefault(one, {}).get(other, (-inf, inf))
             # Nothing begins before it is called. What is sent off may outlive who sent it.
-            most = min(most, called.start_ns - caller.start_ns)
-            if caller.kind != "producer" and called.kind != "consumer":
+            if caller.has_start and called.has_start:
+                most = min(most, called.start_ns - caller.start_ns)
+            outlives = caller.kind == "producer" or called.kind == "consumer"
+            if not outlives and caller.has_end and called.has_end:
                 least = max(least, called.end_ns - caller.end_ns)
             found[one][other] = least, most
             found.setdefault(other, {})[one] = -most, -least

@@ -12,7 +12,7 @@ from operator import eq
 from observability.records import Event, Process, Records, Span
 from observability.views import attributes
 from observability.views.clocks import clocks_ahead, moved_event
-from observability.views.distinct import distinct_events
+from observability.views.distinct import distinct_events, timed_events
 from observability.views.printable import listed, printable
 from observability.views.steps import root_of, stage_of
 from observability.views.tree import Tree
@@ -93,7 +93,7 @@ def life_of(sample_id: str, records: Records) -> list[Hop]:
     Raises:
         SampleNotFound: no event names the sample.
     """
-    events = [event for event in records.events if _may_concern(event, sample_id)]
+    events = [event for event in timed_events(records.events) if _may_concern(event, sample_id)]
     # Not of every step's trace, though each clears a partition.
     trees = _trees(records, {event.trace_id for event in events if event.sample_ids})
     ahead = {trace_id: clocks_ahead(tree, root_of(tree)) for trace_id, tree in trees.items()}

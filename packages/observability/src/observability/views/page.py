@@ -187,9 +187,10 @@ def _place(step: Step, start_ns: int, end_ns: int) -> tuple[float, float]:
 
 
 def _tip(step: Step, span: Span) -> str:
+    offset = duration((span.start_ns - step.start_ns) / 1e9)
     lines = [
         f"{printable(span.name)} in {step.labels[span.process]}",
-        f"{duration(span.seconds)}, from {duration((span.start_ns - step.start_ns) / 1e9)} on",
+        f"{duration(span.reported_seconds)}, from {offset} on",
     ]
     if span.outcome == "error":
         lines.append(f"failed: {_short(span.message)}")

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 
-def duration(seconds: float) -> str:
-    """Three digits and a unit: ``12.3 s``, ``850 ms``, ``85.0 µs``, ``2 min 5 s``."""
+def duration(seconds: float | None) -> str:
+    """Three digits and a unit: ``12.3 s``, ``850 ms``, ``85.0 µs``, ``2 min 5 s``; ``n/a`` of
+    None."""
+    if seconds is None:
+        return "n/a"
     size = abs(seconds)
     if size >= 120:
         minutes, rest = divmod(round(size), 60)

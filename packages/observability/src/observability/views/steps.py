@@ -11,10 +11,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from observability.records import Event, Process, Records, Span
+from observability.records import Event, Process, Records, Span, distinct_labels
 from observability.views import attributes
 from observability.views.clocks import clocks_ahead, on_one_clock
-from observability.views.distinct import distinct_events, distinct_spans
+from observability.views.distinct import distinct_events, distinct_spans, timed_events
 from observability.views.printable import printable
 from observability.views.quantities import duration
 from observability.views.tree import Tree
@@ -80,14 +80,19 @@ class Step:
 
     @cached_property
     def start_ns(self) -> int:
-        """Where the step begins, in nanoseconds since 1970; without a root, its first span."""
-        return self.root.start_ns if self.root else min(span.start_ns for span in self.spans)
+        """Where the step begins, in nanoseconds since 1970; that of its first span where that of
+        the root is not known."""
+        if self.root is not None and self.root.has_start:
+            return self.root.start_ns
+        return min(span.start_ns for span in self.spans)
 
     @cached_property
     def end_ns(self) -> int:
-        """Where the step ends, never before `start_ns`; without a root, its last span's end."""
-        end = self.root.end_ns if self.root else max(span.end_ns for span in self.spans)
-        return max(end, self.start_ns)
+        """Where the step ends, never before `start_ns`; the end of its last span where that of the
+        root is not known."""
+        if self.root is not None and self.root.has_end:
+            return max(self.root.end_ns, self.start_ns)
+        return max(self.start_ns, *(span.end_ns for span in self.spans))
 
     @property
     def seconds(self) -> float:
@@ -104,14 +109,9 @@ class Step:
 
     @cached_property
     def labels(self) -> Mapping[Process, str]:
-        """A printable name of each process; those that share a label get pid and host."""
-        shared = Counter(process.label for process in self.processes)
-        return {
-            process: printable(process.label)
-            if shared[process.label] == 1
-            else printable(f"{process.label} ({process.pid}@{process.host})")
-            for process in self.processes
-        }
+        """A printable name of each process, different for different ones."""
+        labels = distinct_labels(self.processes)
+        return {process: printable(label) for process, label in labels.items()}
 
     def children(self, span_id: str) -> tuple[Span, ...]:
         """The spans directly below one, by start; empty for an unknown id."""
@@ -129,7 +129,12 @@ class Step:
     @cached_property
     def incomplete(self) -> list[str]:
         """Why the step is not whole, one printable sentence each; empty if nothing is amiss."""
-        return [*self._about_roots(), *self._about_orphans(), *self._about_failures()]
+        return [
+            *self._about_roots(),
+            *self._about_times(),
+            *self._about_orphans(),
+            *self._about_failures(),
+        ]
 
     @cached_property
     def clock_notes(self) -> list[str]:
@@ -148,6 +153,14 @@ class Step:
             yield f"{len(self.tree.roots)} spans have no parent: {self._named(self.tree.roots)}"
         if self.tree.circular:
             yield f"spans that are their own ancestors: {self._named(self.tree.circular)}"
+
+    def _about_times(self) -> Iterable[str]:
+        for what, spans in (
+            ("start", [span for span in self.spans if not span.has_start]),
+            ("end", [span for span in self.spans if not span.has_end]),
+        ):
+            if spans:
+                yield f"no {what} was reported of {self._named(spans)}"
 
     def _about_orphans(self) -> Iterable[str]:
         by_parent: dict[str, list[Span]] = defaultdict(list)
@@ -186,7 +199,9 @@ def steps_of(records: Records) -> list[Step]:
         if (number := _number(those)) is not None
     }
     runs = {trace_id: _run(spans[trace_id]) for trace_id in numbered}
-    everything = sorted(distinct_events(records.events), key=lambda event: event.time_ns)
+    everything = sorted(
+        distinct_events(timed_events(records.events)), key=lambda event: event.time_ns
+    )
     by_step: dict[tuple[str, int | None], str] = {
         (runs[trace_id], number): trace_id for trace_id, number in numbered.items()
     }

@@ -128,7 +128,7 @@ def _slowest(step: Step) -> Table:
             _row(
                 span.name,
                 step.labels[span.process],
-                duration(span.seconds),
+                duration(span.reported_seconds),
                 attributes.bucket(span) or "",
                 "" if n_bytes is None else size(n_bytes),
             )

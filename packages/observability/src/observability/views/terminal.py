@@ -15,6 +15,7 @@ from rich.padding import Padding
 from rich.table import Table as Grid
 from rich.text import Text
 
+from observability.records import distinct_labels
 from observability.views.critical_path import Segment, critical_path
 from observability.views.encodable import Encodable
 from observability.views.lineage import Hop
@@ -48,12 +49,13 @@ def steps_view(steps: Iterable[Step]) -> RenderableType:
 
 def lineage_view(sample_id: str, hops: Sequence[Hop]) -> RenderableType:
     """The life of one sample, a line for each thing that happened to it, details below it."""
+    labels = distinct_labels(hop.process for hop in hops)
     headings = ("after", "what", "process", "stage", "step", "weights", "bytes")
     rows = [
         [
             duration(hop.seconds),
             printable(hop.name),
-            printable(hop.process.label),
+            printable(labels[hop.process]),
             printable(hop.stage),
             "" if hop.step is None else str(hop.step),
             "" if hop.weight_version is None else str(hop.weight_version),

@@ -1,12 +1,13 @@
 """The spans of one trace as a tree that is always sound, whatever arrived of it.
 
 A parent that never arrived, and spans that are each other's parents, leave tops of their own; no
-span is lost and every walk ends.
+span is lost and every walk ends. A span without any time stands where its parent begins.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from observability.records import Span
 from observability.views.distinct import distinct_spans
@@ -24,7 +25,7 @@ class Tree:
 
     def __init__(self, spans: Iterable[Span]) -> None:
         self.spans = tuple(
-            sorted(distinct_spans(spans), key=lambda span: (span.start_ns, -span.end_ns))
+            sorted(_placed(distinct_spans(spans)), key=lambda span: (span.start_ns, -span.end_ns))
         )
         self._by_id = {span.span_id: span for span in self.spans}
         self.roots = tuple(span for span in self.spans if span.parent_id is None)
@@ -94,3 +95,26 @@ class Tree:
             if span.span_id not in reached:
                 reached.add(span.span_id)
                 waiting += self._children.get(span.span_id, ())
+
+
+def _placed(spans: Sequence[Span]) -> Sequence[Span]:
+    """The spans, those without any time at the start of the nearest ancestor that has one."""
+    if all(span.start_ns for span in spans):
+        return spans
+    by_id = {span.span_id: span for span in spans}
+    starts = {span.span_id: span.start_ns for span in spans if span.start_ns}
+    earliest = min(starts.values(), default=0)
+    for span in spans:
+        line: list[str] = []
+        above: Span | None = span
+        while above is not None and above.span_id not in starts:
+            starts[above.span_id] = earliest  # ends the walk along a ring of parents
+            line.append(above.span_id)
+            above = None if above.parent_id is None else by_id.get(above.parent_id)
+        if above is not None:
+            starts.update(dict.fromkeys(line, starts[above.span_id]))
+    return [
+        span if span.start_ns else replace(span, start_ns=at, end_ns=at)
+        for span in spans
+        for at in [starts[span.span_id]]
+    ]

@@ -78,7 +78,7 @@ class WaterfallLine:
         name: the span's name, with the number of spans where it stands for several.
         process: label, or how many processes.
         offset_seconds: from the begin of the step; negative if a clock was behind.
-        seconds: how long it took, several together.
+        seconds: how long it took, several together; None if that was not reported.
         bar: when it took place.
         critical: part of it is on the critical path.
         failed: a span of it has the outcome error.
@@ -88,7 +88,7 @@ class WaterfallLine:
     name: str
     process: str
     offset_seconds: float
-    seconds: float
+    seconds: float | None
     bar: Bar
     critical: bool
     failed: bool
@@ -179,7 +179,8 @@ def _grouped(spans: Sequence[Span], alike: Callable[[Span], _Key]) -> list[tuple
 
 def _line(step: Step, row: _Row, critical: set[str]) -> WaterfallLine:
     first = row.spans[0]
-    seconds = sum(span.seconds for span in row.spans)
+    timed = [span.seconds for span in row.spans if span.is_timed]
+    seconds = sum(timed) if timed else None
     many = f" \N{MULTIPLICATION SIGN}{len(row.spans)}" if len(row.spans) > 1 else ""
     processes = Counter(span.process for span in row.spans)
     label = step.labels[first.process] if len(processes) == 1 else f"{len(processes)} processes"

@@ -10,9 +10,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from dataplane_core import PartitionSummary
-from observability.records import Event, Process, Records
+from observability.records import Event, Process, Records, distinct_labels
 from observability.views import attributes
-from observability.views.distinct import distinct_events
+from observability.views.distinct import distinct_events, timed_events
 from observability.views.printable import listed, printable
 from observability.views.quantities import duration
 
@@ -156,7 +156,7 @@ def why(
             counts as gone, by the tellers' clocks. Infinity for who knows better when something
             was heard.
     """
-    events = sorted(distinct_events(records.events), key=lambda event: event.time_ns)
+    events = sorted(distinct_events(timed_events(records.events)), key=lambda event: event.time_ns)
     folds: dict[tuple[str, str], _Partition] = {}
     waiting: dict[tuple[object, ...], Event] = {}
     heard: dict[tuple[object, ...], Event] = {}
@@ -179,11 +179,12 @@ def why(
     last_run = next((run for event in reversed(events) if (run := _run(event))), "")
     summaries = {summary.partition_id: summary for summary in live or ()}
     found = []
-    for key, event in waiting.items():
-        if key in ended:
-            continue
+    open_waits = {key: event for key, event in waiting.items() if key not in ended}
+    labels = distinct_labels(event.process for event in open_waits.values())
+    for key, event in open_waits.items():
         silent_s = _silent_s(event, heard[key], now_ns, silent_after_s)
-        wait = replace(_told(event, now_ns), silent_s=silent_s)
+        label = printable(labels[event.process])
+        wait = replace(_told(event, now_ns), label=label, silent_s=silent_s)
         fold = folds.get((wait.run_id, wait.partition))
         if fold is not None:
             wait = fold.about(wait, event.sample_ids)
@@ -268,15 +269,14 @@ class _Partition:
 
 def _told(event: Event, now_ns: int) -> Wait:
     told = event.attributes
-    since = attributes.integer(told, "dataplane.since_ns")
-    since_ns = event.time_ns if since is None else since
+    since_ns = attributes.count(told, "dataplane.since_ns") or event.time_ns
     return Wait(
         process=event.process,
         label=printable(event.process.label),
         task=attributes.text(told, "dataplane.task"),
         on=attributes.text(told, "dataplane.on"),
         since_ns=since_ns,
-        seconds=max(0, now_ns - since_ns) / 1e9,
+        seconds=max(0, now_ns - since_ns) / 1e9 if since_ns else 0.0,
         run_id=_run(event),
         step=attributes.integer(told, "rl.step"),
         partition=attributes.text(told, "dataplane.partition"),

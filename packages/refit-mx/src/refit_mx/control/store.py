@@ -16,13 +16,14 @@ from pathlib import Path
 from typing import Protocol
 
 import msgspec
+import xxhash
 
 from refit_mx.control.ledger import Changes, Record
 from refit_mx.control.records import Lease, Shard, Version, Worker
 from refit_mx.errors import RefitConfigError
 
 APPLICATION_ID = 0x52464D58
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 # A server that is being replaced may still be closing the file.
 _BUSY_S = 2.0
 KINDS: Mapping[str, type[Record]] = {
@@ -31,6 +32,9 @@ KINDS: Mapping[str, type[Record]] = {
     "shard": Shard,
     "lease": Lease,
 }
+_Row = tuple[str, str, bytes | None]
+# No identifier has it: they are printable.
+_SEPARATOR = "\x1f"
 _decoders = {kind: msgspec.msgpack.Decoder(record) for kind, record in KINDS.items()}
 
 
@@ -72,7 +76,7 @@ class SqliteStore:
         path: of the file; made if it is not there.
 
     Raises:
-        RefitConfigError: the file is in use, is no such file, or is of another schema version.
+        RefitConfigError: the file is in use, damaged, no such file, or of another schema version.
     """
 
     def __init__(self, path: Path | str) -> None:
@@ -102,10 +106,22 @@ class SqliteStore:
         """All records of the file.
 
         Raises:
-            RefitConfigError: a record cannot be read.
+            RefitConfigError: the file is damaged, or a record cannot be read.
         """
+        try:
+            (found,) = self._connection.execute("PRAGMA quick_check(1)").fetchone()
+            rows = self._connection.execute(
+                "SELECT kind, key, body, digest FROM records"
+            ).fetchall()
+        except sqlite3.Error as error:
+            raise self._damaged(str(error)) from None
+        if found != "ok":
+            raise self._damaged(str(found).replace("\n", " "))
         records: list[Record] = []
-        for kind, body in self._connection.execute("SELECT kind, body FROM records"):
+        for kind, key, body, digest in rows:
+            # SQLite has no checksums, and a record that was changed may still be one.
+            if digest != _digest(kind, key, body):
+                raise self._damaged(f"a record of kind {kind!r} is not as it was written")
             try:
                 records.append(_decoders[kind].decode(body))
             except (KeyError, msgspec.DecodeError, msgspec.ValidationError) as error:
@@ -113,6 +129,12 @@ class SqliteStore:
                     f"state {str(self._path)!r}: a record of kind {kind!r}: {error}"
                 ) from None
         return records
+
+    def _damaged(self, why: str) -> RefitConfigError:
+        return RefitConfigError(
+            f"state {str(self._path)!r} is damaged: {why}; restore the file from a copy, or move "
+            "it away to start without it"
+        )
 
     def keep(self, changes: Changes) -> Future[None]:
         """Hand the changes to the writing thread."""
@@ -144,7 +166,7 @@ class SqliteStore:
             run(f"PRAGMA user_version={SCHEMA_VERSION}")
             run(
                 "CREATE TABLE records (kind TEXT NOT NULL, key TEXT NOT NULL, body BLOB NOT NULL, "
-                "PRIMARY KEY (kind, key)) WITHOUT ROWID"
+                "digest BLOB NOT NULL, PRIMARY KEY (kind, key)) WITHOUT ROWID"
             )
         elif application != APPLICATION_ID:
             raise RefitConfigError(f"state {str(self._path)!r} is not the state of a refit server")
@@ -188,7 +210,8 @@ class SqliteStore:
                     )
                 else:
                     self._connection.execute(
-                        "INSERT OR REPLACE INTO records VALUES (?, ?, ?)", (kind, key, body)
+                        "INSERT OR REPLACE INTO records VALUES (?, ?, ?, ?)",
+                        (kind, key, body, _digest(kind, key, body)),
                     )
             self._connection.execute("COMMIT")
         except sqlite3.Error as error:
@@ -198,6 +221,5 @@ class SqliteStore:
         return None
 
 
-_Row = tuple[str, str, bytes | None]
-# No identifier has it: they are printable.
-_SEPARATOR = "\x1f"
+def _digest(kind: str, key: str, body: bytes) -> bytes:
+    return xxhash.xxh3_64_digest(_SEPARATOR.join((kind, key)).encode() + b"\0" + body)

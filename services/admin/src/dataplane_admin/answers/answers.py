@@ -68,7 +68,7 @@ class Answers:
         """Whether what arrives can be kept; a data plane that is away is told, and no reason to
         send no telemetry."""
         error = self._health.trouble(at_most_s=_READY_PROBE_S)
-        live = partitions.live_status(self._live)
+        live = partitions.live_status(self._live, self._newest())
         return models.Readiness(
             ready=error is None,
             store="ok" if error is None else error,
@@ -84,7 +84,7 @@ class Answers:
             version=self.version,
             now_ns=time.time_ns(),
             started_ns=self._started_ns,
-            live=partitions.live_status(self._live),
+            live=partitions.live_status(self._live, self._newest()),
             store=models.StoreStatus(
                 writable=error is None,
                 error=error,
@@ -109,10 +109,13 @@ class Answers:
     def partitions(self) -> models.Partitions:
         """Every partition and storage unit of the newest snapshot; empty without one."""
         self._needs.refresh()
-        snapshot = Snapshot() if self._live is None else self._live.snapshot
+        snapshot = self._newest()
         return models.Partitions(
             partitions=[
-                partitions.partition(one, snapshot, self._needs) for one in snapshot.partitions
+                partitions.partition(
+                    one, snapshot, snapshot.scans.get(one.partition_id), self._needs
+                )
+                for one in snapshot.partitions
             ],
             storage=[
                 models.Unit(
@@ -125,7 +128,7 @@ class Answers:
                 for one in snapshot.storage
             ],
             totals=dict(snapshot.totals),
-            live=partitions.live_status(self._live),
+            live=partitions.live_status(self._live, snapshot),
         )
 
     def partition(self, partition_id: str) -> models.Partition:
@@ -134,13 +137,34 @@ class Answers:
         self._needs.refresh()
         snapshot = self._snapshot(partition_id)
         summary = partitions.found(snapshot, partition_id)
-        return partitions.partition(summary, snapshot, self._needs)
+        scan = snapshot.scans.get(partition_id)
+        return partitions.partition(summary, snapshot, scan, self._needs)
+
+    def partition_view(
+        self, partition_id: str, *, start: int = 0, limit: int = 100, windows: int = 120
+    ) -> models.PartitionView:
+        """A partition, its matrix, some of its samples and its claims, as of one moment.
+
+        Asks the data plane. Raises NotFound, Unavailable.
+        """
+        _check_id("id", partition_id)
+        _check("start", start, 0, 2**31)
+        _check("limit", limit, 1, MOST_PAGE)
+        _check("windows", windows, 1, MOST_WINDOWS)
+        self._needs.refresh()
+        self._snapshot(partition_id)
+        assert self._live is not None  # else there was no snapshot
+        return partitions.view(
+            self._live, partition_id, self._needs, start=start, limit=limit, windows=windows
+        )
 
     def partition_matrix(self, partition_id: str, *, windows: int = 120) -> models.Matrix:
         """Samples by field and task, in at most ``windows`` (1 to 500). Raises NotFound, ..."""
         _check_id("id", partition_id)
         _check("windows", windows, 1, MOST_WINDOWS)
-        return partitions.matrix(self._snapshot(partition_id), partition_id, windows)
+        snapshot = self._snapshot(partition_id)
+        summary = partitions.found(snapshot, partition_id)
+        return partitions.matrix(summary, snapshot.scans.get(partition_id), windows)
 
     def partition_samples(
         self, partition_id: str, *, start: int = 0, limit: int = 100
@@ -280,7 +304,7 @@ class Answers:
         )
 
     def steps(self, run: str, *, limit: int = 10) -> list[models.TraceFacts]:
-        """The newest traces of a run that tell a step, the one that began last first."""
+        """The newest traces of a run that tell a step, the one that came last first."""
         return [models.TraceFacts(**traces.facts(row)) for row in self._store.steps(run, limit)]
 
     def trace(self, trace_id: str) -> models.Trace:
@@ -314,18 +338,20 @@ class Answers:
         )
 
     def series(self, *, name: str | None = None) -> list[models.Series]:
-        """The newest value of each metric series, of one ``name`` if given."""
+        """What each metric series comes to, those of one ``name`` if given."""
         if name is not None:
             _check_id("name", name)
         return [
             models.Series(
                 name=one.name,
                 process=one.process,
+                scope=one.scope,
                 unit=one.unit,
                 attributes=dict(one.attributes),
                 value=one.value,
                 histogram=None if one.histogram is None else dict(one.histogram),
-                time_ns=one.time_ns,
+                time_ns=one.time_ns or None,
+                received_ns=one.received_ns,
             )
             for one in self._store.series(name)
         ]
@@ -343,6 +369,9 @@ class Answers:
     def end_claim(self, asked: models.EndClaim, *, actor: str) -> models.ActionResult:
         """End a claim. Raises as `clear`."""
         return self._actions.end_claim(asked, actor)
+
+    def _newest(self) -> Snapshot:
+        return Snapshot() if self._live is None else self._live.snapshot
 
     def _snapshot(self, partition_id: str) -> Snapshot:
         if self._live is None:

@@ -18,7 +18,7 @@ _LARGEST = 2**63
 
 def trace_cursor(cursor: Cursor | None) -> str | None:
     """Of a page of traces."""
-    return None if cursor is None else _encoded("traces", cursor.start_ns, cursor.trace_id)
+    return None if cursor is None else _encoded("traces", cursor.arrival)
 
 
 def read_trace_cursor(text: str | None) -> Cursor | None:
@@ -26,8 +26,8 @@ def read_trace_cursor(text: str | None) -> Cursor | None:
     match _decoded("traces", text):
         case None:
             return None
-        case [int(start_ns), str(trace_id)] if abs(start_ns) < _LARGEST and _is_hex(trace_id, 32):
-            return Cursor(start_ns, trace_id)
+        case [int(arrival)] if 0 <= arrival < _LARGEST:
+            return Cursor(arrival)
         case _:
             raise _Foreign("traces")
 
@@ -89,7 +89,3 @@ class _Foreign(Refused):
         super().__init__(
             f"cursor: found one that no page of {kind} gave; expected the 'next' of such a page"
         )
-
-
-def _is_hex(text: str, digits: int) -> bool:
-    return len(text) == digits and set(text) <= set("0123456789abcdef")

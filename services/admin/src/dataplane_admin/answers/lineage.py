@@ -11,6 +11,7 @@ from dataplane_admin.answers.errors import AnswerError, Late, NotFound, Refused
 from dataplane_admin.live import Live
 from dataplane_admin.store import SampleRow, Store
 from dataplane_core import DataPlaneInspector, PartitionSummary, SampleState
+from observability.records import distinct_labels
 from observability.views import Hop, SampleNotFound, life_of, printable
 
 # How many partitions a question about a sample or a tag looks into.
@@ -26,6 +27,7 @@ def life(
         hops = life_of(sample_id, records)
     except SampleNotFound:
         hops = []
+    labels = distinct_labels(hop.process for hop in hops)
     notes: list[str] = []
     now = _live_sample(live, sample_id, partition, notes)
     if not hops and now is None:
@@ -33,7 +35,7 @@ def life(
     return models.SampleLife(
         sample_id=sample_id,
         partition=partition,
-        hops=[_hop(one) for one in hops],
+        hops=[_hop(one, labels[one.process]) for one in hops],
         live=now,
         notes=notes,
     )
@@ -181,12 +183,12 @@ def _live_hit(sample_id: str, partition: str) -> models.SampleHit:
     )
 
 
-def _hop(hop: Hop) -> models.Hop:
+def _hop(hop: Hop, process: str) -> models.Hop:
     return models.Hop(
         time_ns=hop.time_ns,
         seconds=hop.seconds,
         name=hop.name,
-        process=hop.process.label,
+        process=process,
         partition=hop.partition,
         task=hop.task,
         stage=hop.stage,

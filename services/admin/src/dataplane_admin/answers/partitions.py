@@ -9,7 +9,18 @@ from typing import TypeVar
 from dataplane_admin.answers import models
 from dataplane_admin.answers.errors import Conflict, Late, NotFound, Refused, Unavailable
 from dataplane_admin.answers.needs import Needs
-from dataplane_admin.live import AskedTooLong, Live, NotAttached, Snapshot, TooManyAsk, Trend
+from dataplane_admin.live import (
+    PAGE,
+    AskedTooLong,
+    Live,
+    Moment,
+    NotAttached,
+    Scan,
+    Snapshot,
+    TooManyAsk,
+    Trend,
+    read_moment,
+)
 from dataplane_core import (
     ClaimSummary,
     DataPlaneError,
@@ -34,11 +45,10 @@ NOT_ASKED = models.LiveStatus(
 )
 
 
-def live_status(live: Live | None) -> models.LiveStatus:
-    """How the service stands with the data plane."""
+def live_status(live: Live | None, snapshot: Snapshot) -> models.LiveStatus:
+    """How the service stands with the data plane, as of a snapshot."""
     if live is None:
         return NOT_ASKED
-    snapshot = live.snapshot
     return models.LiveStatus(
         asked=True,
         attached=snapshot.attached,
@@ -87,8 +97,10 @@ def found(snapshot: Snapshot, partition_id: str) -> PartitionSummary:
     return summary
 
 
-def partition(summary: PartitionSummary, snapshot: Snapshot, needs: Needs) -> models.Partition:
-    """One partition with its trends."""
+def partition(
+    summary: PartitionSummary, snapshot: Snapshot, scan: Scan | None, needs: Needs
+) -> models.Partition:
+    """One partition with its trends, and what is ready in a scan of it."""
     trend = snapshot.trends.get(summary.partition_id, Trend())
     return models.Partition(
         id=summary.partition_id,
@@ -111,7 +123,7 @@ def partition(summary: PartitionSummary, snapshot: Snapshot, needs: Needs) -> mo
             )
             for held in summary.fields
         ],
-        tasks=[_task(task, summary.partition_id, snapshot, trend, needs) for task in summary.tasks],
+        tasks=[_task(task, summary.partition_id, scan, trend, needs) for task in summary.tasks],
         enums={name: list(values) for name, values in summary.enums.items()},
         put_per_s=trend.gained_per_s(trend.put),
         polled_ns=list(trend.times_ns),
@@ -120,10 +132,9 @@ def partition(summary: PartitionSummary, snapshot: Snapshot, needs: Needs) -> mo
 
 
 def _task(
-    task: TaskSummary, partition_id: str, snapshot: Snapshot, trend: Trend, known: Needs
+    task: TaskSummary, partition_id: str, scan: Scan | None, trend: Trend, known: Needs
 ) -> models.PartitionTask:
     needs = known.of(partition_id, task.name)
-    scan = snapshot.scans.get(partition_id)
     numbers = trend.tasks.get(task.name)
     ready = None
     if needs is not None and scan is not None:
@@ -159,13 +170,11 @@ def claim(summary: ClaimSummary) -> models.Claim:
     )
 
 
-def matrix(snapshot: Snapshot, partition_id: str, windows: int) -> models.Matrix:
-    """The partition's newest scan in windows. Raises NotFound, Unavailable."""
-    summary = found(snapshot, partition_id)
-    scan = snapshot.scans.get(partition_id)
+def matrix(summary: PartitionSummary, scan: Scan | None, windows: int) -> models.Matrix:
+    """A scan of a partition in windows; none without a scan."""
     if scan is None:
         return models.Matrix(
-            partition=partition_id,
+            partition=summary.partition_id,
             total=summary.present,
             scanned=0,
             at_ns=None,
@@ -174,7 +183,7 @@ def matrix(snapshot: Snapshot, partition_id: str, windows: int) -> models.Matrix
             windows=[],
         )
     return models.Matrix(
-        partition=partition_id,
+        partition=summary.partition_id,
         total=scan.total,
         scanned=scan.rows,
         at_ns=scan.at_ns,
@@ -184,6 +193,47 @@ def matrix(snapshot: Snapshot, partition_id: str, windows: int) -> models.Matrix
             models.Window(start=one.start, count=one.count, written=one.written, tasks=one.tasks)
             for one in scan.windows(windows)
         ],
+    )
+
+
+def view(
+    live: Live, partition_id: str, needs: Needs, *, start: int, limit: int, windows: int
+) -> models.PartitionView:
+    """A partition and what is in it as of one moment; asks the data plane.
+
+    Where it cannot be asked, the newest snapshot stands in, without samples and claims, and without
+    a scan of another moment. Raises NotFound, Unavailable.
+    """
+    snapshot = live.snapshot
+    try:
+        moment = ask(live, lambda plane: read_moment(plane, partition_id, start=start, limit=limit))
+    except (Late, Unavailable, Refused) as error:
+        summary = found(snapshot, partition_id)
+        scan = snapshot.scans.get(partition_id)
+        if scan is not None and scan.revision != summary.revision:
+            scan = None
+        assert snapshot.at_ns is not None  # else nothing was found
+        moment = Moment(snapshot.at_ns, 0.0, summary, scan, [], [])
+        problem = str(error)
+    else:
+        problem = ""
+    # A large partition is scanned page by page between polls; its matrix has a moment of its own.
+    scan = moment.scan
+    if scan is None and moment.summary.present > PAGE:
+        scan = snapshot.scans.get(partition_id)
+    return models.PartitionView(
+        at_ns=moment.at_ns,
+        spread_s=moment.spread_s,
+        partition=partition(moment.summary, snapshot, scan, needs),
+        matrix=matrix(moment.summary, scan, windows),
+        samples=models.SamplePage(
+            partition=partition_id,
+            start=start,
+            total=moment.summary.present,
+            samples=[sample(state, partition_id) for state in moment.samples],
+        ),
+        claims=[claim(one) for one in moment.claims],
+        problem=problem,
     )
 
 

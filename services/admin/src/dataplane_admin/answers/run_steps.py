@@ -34,7 +34,7 @@ def _range(rows: Sequence[StepRow]) -> models.StepRange:
         first_step=min(row.step for row in rows),
         last_step=max(row.step for row in rows),
         steps=len(rows),
-        start_ns=rows[0].start_ns,
+        start_ns=rows[0].start_ns or None,
         median_s=middle.seconds,
         most_s=slowest.seconds,
         failed=sum(row.errors > 0 for row in rows),

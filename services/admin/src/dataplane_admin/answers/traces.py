@@ -10,7 +10,6 @@ from urllib.parse import quote
 
 from dataplane_admin.answers import models
 from dataplane_admin.answers.errors import NotFound, Refused
-from dataplane_admin.ingest import unique_label
 from dataplane_admin.settings import Settings
 from dataplane_admin.store import StalenessRow, Store, TraceRow
 from observability.records import Event, Process, Records, Span
@@ -20,7 +19,6 @@ from observability.views import (
     bucket_seconds,
     bytes_by_stage,
     critical_path,
-    printable,
     process_times,
     step_of_trace,
     steps_of,
@@ -42,8 +40,9 @@ def facts(row: TraceRow) -> dict[str, Any]:
         "run_id": row.run_id,
         "step": row.step,
         "name": row.name,
-        "start_ns": row.start_ns,
-        "end_ns": row.end_ns,
+        "start_ns": row.start_ns or None,
+        "end_ns": row.end_ns or None,
+        "received_ns": row.updated_ns,
         "seconds": row.seconds,
         "has_root": row.has_root,
         "spans": row.spans,
@@ -189,13 +188,14 @@ def _step(row: TraceRow, records: Records) -> Step:
 
 def _incomplete(store: Store, row: TraceRow, step: Step) -> list[str]:
     reasons = list(step.incomplete)
-    processes = {unique_label(process) for process in step.processes}
+    labels = {process.identity: label for process, label in step.labels.items()}
     dropped: Counter[str] = Counter()
     for series in store.series(_DROPPED):
-        if series.process in processes and series.attributes.get("dataplane.signal") == "spans":
-            dropped[series.process] += int(series.value or 0)
+        is_here = series.process_id in labels
+        if is_here and series.attributes.get("dataplane.signal") == "spans":
+            dropped[labels[series.process_id]] += int(series.value or 0)
     reasons += [
-        f"{printable(process)} lost {count} spans since it began, perhaps some of these"
+        f"{process} lost {count} spans since it began, perhaps some of these"
         for process, count in sorted(dropped.items())
         if count
     ]
@@ -221,7 +221,7 @@ def _rows(step: Step, path: Iterable[Segment]) -> list[models.SpanRow]:
                 kind=span.kind,
                 process=step.labels[span.process],
                 start_s=(span.start_ns - step.start_ns) / 1e9,
-                seconds=span.seconds,
+                seconds=span.reported_seconds,
                 bucket=bucket if isinstance(bucket, str) and bucket else None,
                 outcome=span.outcome,
                 message=span.message,
@@ -240,7 +240,9 @@ def _rows(step: Step, path: Iterable[Segment]) -> list[models.SpanRow]:
 def _longest(rows: Sequence[models.SpanRow]) -> list[models.SpanRow]:
     if len(rows) <= MOST_ROWS:
         return list(rows)
-    places = heapq.nlargest(MOST_ROWS, range(len(rows)), key=lambda place: rows[place].seconds)
+    places = heapq.nlargest(
+        MOST_ROWS, range(len(rows)), key=lambda place: rows[place].seconds or 0.0
+    )
     return [rows[place] for place in sorted(places)]
 
 

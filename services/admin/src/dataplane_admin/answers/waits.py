@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterable, Mapping
 
 from dataplane_admin.answers import models
-from dataplane_admin.ingest import unique_label
 from dataplane_admin.live import Live, Stuck
 from dataplane_admin.store import Store
 from dataplane_admin.store.texts import storable
@@ -32,7 +31,7 @@ def waits(
     records = store.wait_records(run_id=run, silent_after_s=silent_after_s)
     partitions = snapshot.partitions if snapshot else None
     # The store knows when it received what was told, and metrics as well.
-    told = why(records, now_ns, partitions, silent_after_s=math.inf)
+    told = why(records.on_service_clock(), now_ns, partitions, silent_after_s=math.inf)
     found = [_wait(one, records.silent, now_ns) for one in told]
     known = {(one.partition, one.task) for one in found if one.silent_s is None}
     for stuck in snapshot.stuck if snapshot and run is None else ():
@@ -45,7 +44,7 @@ def waits(
 def _wait(wait: Wait, silent: Mapping[tuple[str, str], int], now_ns: int) -> models.Wait:
     examples = dict.fromkeys(one for lack in wait.lacks.values() for one in lack.examples)
     sentence, silent_s = str(wait), None
-    heard_ns = silent.get((storable(unique_label(wait.process)), storable(wait.run_id)))
+    heard_ns = silent.get((wait.process.identity, storable(wait.run_id)))
     if heard_ns is not None:
         silent_s = max(0, now_ns - heard_ns) / 1e9
         sentence = f"{wait}; nothing has been heard of it for {_about(silent_s)}"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections import Counter
 
 from opentelemetry.proto.common.v1.common_pb2 import AnyValue
 from opentelemetry.proto.logs.v1.logs_pb2 import LogRecord, LogsData, ResourceLogs, ScopeLogs
@@ -21,15 +21,22 @@ from dataplane_admin.ingest.values import (
     STEP,
     WEIGHT_VERSION,
     cut,
+    digest_of,
     find,
     int_of,
-    process_of,
     text_of,
-    unique_label,
 )
 from dataplane_admin.store import Batch, LifecycleEvent
+from dataplane_admin.store.batch import wait_digest
 from dataplane_admin.store.texts import bytes_of_id
-from observability.records import EVENT_PREFIX, Process
+from observability.records import (
+    EVENT_PREFIX,
+    SPAN_ID_BYTES,
+    TRACE_ID_BYTES,
+    Process,
+    process_of,
+    valid_id,
+)
 
 _PARTITION = "dataplane.partition"
 _TASK = "dataplane.task"
@@ -44,11 +51,18 @@ class _Refused(Exception):
     """A record that is not kept; says why."""
 
 
-def batch_of_logs(request: LogsData, limits: Limits) -> Batch:
-    """What a request brings; ``request`` is changed."""
+def batch_of_logs(request: LogsData, limits: Limits, now_ns: int) -> Batch:
+    """What a request brings.
+
+    Args:
+        request: decoded; it is changed.
+        limits: of a request.
+        now_ns: the present, in nanoseconds since 1970: the time of an event that reports none.
+    """
     events: list[LifecycleEvent] = []
-    reasons: dict[str, int] = {}
-    ignored = 0
+    reasons: Counter[str] = Counter()
+    refused: list[bytes] = []
+    ignored: list[bytes] = []
     for resource_logs in request.resource_logs:
         process = process_of(resource_logs.resource)
         told = find(resource_logs.resource.attributes, _TOLD)
@@ -57,18 +71,19 @@ def batch_of_logs(request: LogsData, limits: Limits) -> Batch:
             frame = _Frame(resource_logs, scope_logs)
             for record in scope_logs.log_records:
                 if not record.event_name.startswith(EVENT_PREFIX):
-                    ignored += 1
+                    ignored.append(digest_of(record))
                     continue
                 try:
                     if len(events) >= limits.events:
                         raise _Refused(f"a request may bring {limits.events}")
-                    events.append(_event(record, process, run_id, frame, limits))
-                except _Refused as refused:
-                    reasons[str(refused)] = reasons.get(str(refused), 0) + 1
+                    events.append(_event(record, process, run_id, frame, limits, now_ns))
+                except _Refused as reason:
+                    refused.append(digest_of(record))
+                    reasons[str(reason)] += 1
     return Batch(
         events=tuple(events),
-        refused=sum(reasons.values()),
-        ignored=ignored,
+        refused=tuple(refused),
+        ignored=tuple(ignored),
         reasons=tuple(f"{count} log records: {reason}" for reason, count in reasons.items()),
     )
 
@@ -91,13 +106,16 @@ class _Frame:
 
 
 def _event(
-    record: LogRecord, process: Process, run_id: str, frame: _Frame, limits: Limits
+    record: LogRecord,
+    process: Process,
+    run_id: str,
+    frame: _Frame,
+    limits: Limits,
+    now_ns: int,
 ) -> LifecycleEvent:
     time_ns = record.time_unix_nano or record.observed_time_unix_nano
     if time_ns > MOST_INT:
         raise _Refused("its time is after the year 2262")
-    if len(record.trace_id) not in (0, 16) or len(record.span_id) not in (0, 8):
-        raise _Refused("a trace id is not 16 bytes, or a span id not 8")
     sample_ids = _ids(record.body, limits)
     record.ClearField("body")
     cut(record, limits)
@@ -106,6 +124,10 @@ def _event(
     digest = hashlib.blake2b(blob, digest_size=16)
     for sample_id in sample_ids:
         digest.update(len(sample_id).to_bytes(4, "little") + sample_id)
+    if not time_ns:
+        # Not in the digest: sent again it comes at another time.
+        time_ns = record.observed_time_unix_nano = now_ns
+        blob = frame.encode(record)
     name = record.event_name.removeprefix(EVENT_PREFIX)
     wait = text_of(told.get(_WAIT, _NOTHING))
     samples = int_of(told.get(_SAMPLES, _NOTHING))
@@ -114,17 +136,18 @@ def _event(
         record=blob,
         sample_ids=sample_ids,
         name=name,
-        run_id=text_of(told[RUN_ID]) if RUN_ID in told else run_id,
+        run_id=(text_of(told[RUN_ID]) if RUN_ID in told else "") or run_id,
         partition=text_of(told.get(_PARTITION, _NOTHING)),
         task=text_of(told.get(_TASK, _NOTHING)),
         step=int_of(told.get(STEP, _NOTHING)),
         weight_version=int_of(told.get(WEIGHT_VERSION, _NOTHING)),
         samples=len(sample_ids) if samples is None else samples,
         time_ns=time_ns,
-        trace_id=record.trace_id or None,
-        span_id=record.span_id or None,
-        wait=_digest_of_wait(process, wait) if wait else None,
-        process=unique_label(process),
+        trace_id=valid_id(record.trace_id, TRACE_ID_BYTES) or None,
+        span_id=valid_id(record.span_id, SPAN_ID_BYTES) or None,
+        wait=wait_digest(process, wait) if wait else None,
+        process=process.full_label,
+        process_id=bytes.fromhex(process.identity),
         again=_AGAIN in told,
     )
 
@@ -147,9 +170,3 @@ def _ids(body: AnyValue, limits: Limits) -> tuple[bytes, ...]:
     if ids and max(map(len, ids)) > limits.id_bytes:
         raise _Refused(f"a sample id is longer than {limits.id_bytes} bytes")
     return ids
-
-
-def _digest_of_wait(process: Process, name: str) -> bytes:
-    """Names of waits are unique in their process only."""
-    told: Sequence[object] = (process.service, process.instance, process.host, process.pid, name)
-    return hashlib.blake2b(json.dumps(told).encode(), digest_size=16).digest()

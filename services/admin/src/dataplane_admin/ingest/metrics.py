@@ -1,44 +1,77 @@
-"""From an export request of metrics to what is stored: the newest value of every series."""
+"""From an export request of metrics to what is stored: data points of series.
+
+A series is of one resource, one scope, one metric and one set of attributes.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import math
-from collections.abc import Iterable
-from typing import Any  # Any: data points have no common type
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal  # Any: data points and attribute values have no common type
 
-from opentelemetry.proto.common.v1.common_pb2 import AnyValue
-from opentelemetry.proto.metrics.v1.metrics_pb2 import Metric, MetricsData
+from opentelemetry.proto.common.v1.common_pb2 import AnyValue, InstrumentationScope
+from opentelemetry.proto.metrics.v1.metrics_pb2 import (
+    AggregationTemporality,
+    DataPointFlags,
+    Metric,
+    MetricsData,
+)
 
 from dataplane_admin.ingest.limits import Limits
-from dataplane_admin.ingest.values import MOST_INT, process_of, unique_label
+from dataplane_admin.ingest.values import MOST_INT, digest_of
 from dataplane_admin.store import Batch, SeriesPoint
+from observability.records import Process, identity_of, process_of
+
+_TEMPORALITIES: Mapping[int, Literal["delta", "cumulative"]] = {
+    AggregationTemporality.AGGREGATION_TEMPORALITY_DELTA: "delta",
+    AggregationTemporality.AGGREGATION_TEMPORALITY_CUMULATIVE: "cumulative",
+}
+_SUMMED = ("sum", "histogram", "exponential_histogram")
+_NO_VALUE = DataPointFlags.DATA_POINT_FLAGS_NO_RECORDED_VALUE_MASK
+
+
+@dataclass(frozen=True)
+class _Source:
+    """Where metrics come from."""
+
+    process: Process
+    scope: str
+    identity: bytes
 
 
 def batch_of_metrics(request: MetricsData, limits: Limits) -> Batch:
     """What a request brings."""
-    series: dict[bytes, SeriesPoint] = {}
-    over = late = taken = 0
+    series: list[SeriesPoint] = []
+    refused: list[bytes] = []
+    reasons: Counter[str] = Counter()
     for resource_metrics in request.resource_metrics:
-        process = unique_label(process_of(resource_metrics.resource))
+        process = process_of(resource_metrics.resource)
         for scope_metrics in resource_metrics.scope_metrics:
+            scope = scope_metrics.scope
+            identity = bytes.fromhex(process.identity) + _identity(scope, scope_metrics.schema_url)
+            source = _Source(process, scope.name[: limits.attribute_length], identity)
             for metric in scope_metrics.metrics:
                 for point in _points(metric):
-                    if taken >= limits.points:
-                        over += 1
-                    elif point.time_unix_nano > MOST_INT:
-                        late += 1
+                    reason = _reason_against(metric, point, len(series), limits)
+                    if reason is None:
+                        series.append(_point(source, metric, point, limits))
                     else:
-                        taken += 1
-                        one = _series(process, metric, point, limits)
-                        series[one.digest] = one
-    reasons = []
-    if over:
-        reasons.append(f"{over} data points: a request may bring {limits.points}")
-    if late:
-        reasons.append(f"{late} data points: a time is after the year 2262")
-    return Batch(series=tuple(series.values()), refused=over + late, reasons=tuple(reasons))
+                        refused.append(digest_of(point))
+                        reasons[reason] += 1
+    return Batch(
+        series=tuple(series),
+        refused=tuple(refused),
+        reasons=tuple(f"{count} data points: {reason}" for reason, count in reasons.items()),
+    )
+
+
+def _identity(scope: InstrumentationScope, schema_url: str) -> bytes:
+    names = json.dumps([scope.name, scope.version, schema_url]).encode()
+    return hashlib.blake2b(names, digest_size=16).digest() + identity_of(scope.attributes)
 
 
 def _points(metric: Metric) -> Iterable[Any]:
@@ -46,55 +79,90 @@ def _points(metric: Metric) -> Iterable[Any]:
     return getattr(metric, kind).data_points if kind else ()
 
 
-def _series(process: str, metric: Metric, point: Any, limits: Limits) -> SeriesPoint:
-    pairs = sorted(
-        (pair.key[: limits.attribute_length], _scalar(pair.value, limits))
-        for pair in point.attributes[: limits.attributes]
-    )
-    attributes = json.dumps(dict(pairs))
-    name, unit = metric.name[: limits.attribute_length], metric.unit[: limits.attribute_length]
-    key = json.dumps([process, name, unit, attributes])
-    value, histogram = _value(metric, point, limits)
+def _reason_against(metric: Metric, point: Any, taken: int, limits: Limits) -> str | None:
+    if taken >= limits.points:
+        return f"a request may bring {limits.points}"
+    if max(point.time_unix_nano, point.start_time_unix_nano) > MOST_INT:
+        return "a time is after the year 2262"
+    kind = metric.WhichOneof("data")
+    if kind in _SUMMED and getattr(metric, kind).aggregation_temporality not in _TEMPORALITIES:
+        return "the aggregation temporality is neither delta nor cumulative"
+    return None
+
+
+def _point(source: _Source, metric: Metric, point: Any, limits: Limits) -> SeriesPoint:
+    kind = metric.WhichOneof("data")
+    data = getattr(metric, str(kind))
+    temporality: Literal["delta", "cumulative", "newest"] = "newest"
+    if kind in _SUMMED:
+        temporality = _TEMPORALITIES[data.aggregation_temporality]
+    monotonic = kind != "sum" or data.is_monotonic
+    key = json.dumps([metric.name, metric.unit, kind, temporality, monotonic]).encode()
+    digest = hashlib.blake2b(source.identity + identity_of(point.attributes), digest_size=16)
+    digest.update(key)
+    if temporality == "cumulative" and not monotonic:
+        temporality = "newest"  # what goes up and down begins at 0 with its process
+    attributes = {
+        pair.key[: limits.attribute_length]: plain(pair.value, limits)
+        for pair in sorted(point.attributes[: limits.attributes], key=lambda pair: pair.key)
+    }
     return SeriesPoint(
-        digest=hashlib.blake2b(key.encode(), digest_size=16).digest(),
-        process=process,
-        name=name,
-        unit=unit,
-        attributes=attributes,
-        value=value,
-        histogram=histogram,
+        digest=digest.digest(),
+        point=digest_of(point) if point.time_unix_nano else b"",
+        process=source.process.full_label,
+        process_id=bytes.fromhex(source.process.identity),
+        scope=source.scope,
+        name=metric.name[: limits.attribute_length],
+        unit=metric.unit[: limits.attribute_length],
+        attributes=json.dumps(attributes),
+        figures=None if point.flags & _NO_VALUE else _figures(str(kind), point, limits),
+        temporality=temporality,
+        start_ns=point.start_time_unix_nano,
         time_ns=point.time_unix_nano,
     )
 
 
-def _value(metric: Metric, point: Any, limits: Limits) -> tuple[float | None, str | None]:
-    kind = metric.WhichOneof("data")
+def _figures(kind: str, point: Any, limits: Limits) -> Mapping[str, Any] | None:
+    """The numbers of a point, without those that it does not set; None if it sets none."""
     if kind in ("gauge", "sum"):
-        number = float(
-            point.as_double if point.WhichOneof("value") == "as_double" else point.as_int
-        )
-        return (number if math.isfinite(number) else None), None
-    told: dict[str, object] = {"count": point.count, "sum": _finite(point.sum)}
-    if kind != "summary":
-        told |= {
-            name: _finite(getattr(point, name)) for name in ("min", "max") if point.HasField(name)
-        }
+        name = point.WhichOneof("value")
+        number = math.nan if name is None else float(getattr(point, name))
+        return {"value": number} if math.isfinite(number) else None
+    found: dict[str, Any] = {"count": point.count}
+    # The sum of a summary is always set.
+    optional = ("sum",) if kind == "summary" else _set(point, ("sum", "min", "max"))
+    numbers = {name: getattr(point, name) for name in optional}
+    found |= {name: number for name, number in numbers.items() if math.isfinite(number)}
     if kind == "histogram":
-        told["bounds"] = [_finite(one) for one in point.explicit_bounds[: limits.attributes]]
-        told["counts"] = list(point.bucket_counts[: limits.attributes + 1])
-    return None, json.dumps(told)
+        bounds, counts = list(point.explicit_bounds), list(point.bucket_counts)
+        # Without counts it has no buckets. Some of the buckets would be a wrong histogram.
+        fits = len(counts) == len(bounds) + 1 and len(bounds) <= limits.attributes
+        if fits and all(map(math.isfinite, bounds)):
+            found |= {"bounds": bounds, "counts": counts}
+    return found
 
 
-def _finite(number: float) -> float | None:
-    return number if math.isfinite(number) else None
+def _set(point: Any, names: Iterable[str]) -> Iterator[str]:
+    return (name for name in names if point.HasField(name))
 
 
-def _scalar(value: AnyValue, limits: Limits) -> str:
+def plain(value: AnyValue, limits: Limits) -> Any:
+    """A value of an attribute as JSON has it, cut to the limits."""
     kind = value.WhichOneof("value")
-    if kind == "string_value":
-        return value.string_value[: limits.attribute_length]
-    if kind == "bool_value":
-        return "true" if value.bool_value else "false"
-    if kind in ("int_value", "double_value"):
-        return str(getattr(value, kind))
-    return ""
+    match kind:
+        case "string_value":
+            return value.string_value[: limits.attribute_length]
+        case "bytes_value":
+            return value.bytes_value[: limits.attribute_length].hex()
+        case "double_value":
+            number = value.double_value
+            return number if math.isfinite(number) else str(number)
+        case "bool_value" | "int_value":
+            return getattr(value, kind)
+        case "array_value":
+            return [plain(one, limits) for one in value.array_value.values[: limits.attributes]]
+        case "kvlist_value":
+            pairs = value.kvlist_value.values[: limits.attributes]
+            length = limits.attribute_length
+            return {pair.key[:length]: plain(pair.value, limits) for pair in pairs}
+    return None

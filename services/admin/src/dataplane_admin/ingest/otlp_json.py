@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import base64
 import json
-from typing import Any, TypeVar  # Any: JSON values
+from typing import Any, TypeVar  # Any: JSON values and descriptors
 
 from google.protobuf import json_format
+from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
-_IDS = ("traceId", "spanId", "parentSpanId", "trace_id", "span_id", "parent_span_id")
-_DEEPEST = 60
+_IDS = frozenset({"trace_id", "span_id", "parent_span_id"})
+# Of an id that is no hexadecimal text: its length is wrong, so that its record alone is refused.
+_NO_ID = base64.b64encode(b"?").decode()
 
 _M = TypeVar("_M", bound=Message)
 
@@ -25,14 +27,16 @@ class NotOtlp(ValueError):
 def parse_json(body: bytes, message: _M) -> _M:
     """Fill a message from JSON; names that it does not have are passed over.
 
+    What is no UTF-8, and half a pair of surrogates, is U+FFFD in the message.
+
     Raises:
         NotOtlp: it is no JSON, or not of this message.
     """
     try:
-        told = json.loads(body)
+        told = json.loads(body.decode("utf-8-sig", "replace"))
         if not isinstance(told, dict):
             raise NotOtlp("expected a JSON object")
-        _hex_to_base64(told, 0)
+        _prepare(told, message.DESCRIPTOR)
         json_format.ParseDict(told, message, ignore_unknown_fields=True)
     except NotOtlp:
         raise
@@ -45,7 +49,8 @@ def parse_json(body: bytes, message: _M) -> _M:
         RecursionError,
         OverflowError,
     ) as error:
-        raise NotOtlp(f"not OTLP in JSON: {type(error).__name__}: {str(error)[:200]}") from error
+        reason = str(error).encode(errors="replace").decode()[:200]
+        raise NotOtlp(f"not OTLP in JSON: {type(error).__name__}: {reason}") from error
     return message
 
 
@@ -54,18 +59,39 @@ def write_json(message: Message) -> bytes:
     return json_format.MessageToJson(message, indent=None).encode()
 
 
-def _hex_to_base64(told: Any, depth: int) -> None:
-    if depth > _DEEPEST:
-        raise NotOtlp(f"nested deeper than {_DEEPEST} levels")
-    if isinstance(told, dict):
-        for name in _IDS:
-            value = told.get(name)
-            if isinstance(value, str) and value:
-                told[name] = base64.b64encode(bytes.fromhex(value)).decode()
-        for value in told.values():
-            if isinstance(value, dict | list):
-                _hex_to_base64(value, depth + 1)
-    elif isinstance(told, list):
-        for value in told:
-            if isinstance(value, dict | list):
-                _hex_to_base64(value, depth + 1)
+def _prepare(told: dict[str, Any], descriptor: Any) -> None:
+    """Take out what a message does not have, and write ids and texts as protobuf expects them."""
+    for name in list(told):
+        field = descriptor.fields_by_camelcase_name.get(name) or descriptor.fields_by_name.get(name)
+        if field is None:
+            del told[name]
+        elif isinstance(told[name], list):
+            told[name] = [_value(one, field) for one in told[name]]
+        else:
+            told[name] = _value(told[name], field)
+
+
+def _value(value: Any, field: Any) -> Any:
+    if field.type == FieldDescriptor.TYPE_MESSAGE and isinstance(value, dict):
+        _prepare(value, field.message_type)
+    elif isinstance(value, str):
+        if field.type == FieldDescriptor.TYPE_STRING:
+            return _text(value)
+        if field.type == FieldDescriptor.TYPE_BYTES and field.name in _IDS:
+            return _id(value)
+    return value
+
+
+def _text(value: str) -> str:
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return value
+
+
+def _id(value: str) -> str:
+    try:
+        return base64.b64encode(bytes.fromhex(value)).decode()
+    except ValueError:
+        return _NO_ID

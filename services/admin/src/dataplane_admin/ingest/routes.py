@@ -11,10 +11,10 @@ import asyncio
 import time
 from concurrent.futures import ThreadPoolExecutor
 from http import HTTPStatus
-from typing import Literal, TypeVar
+from typing import Literal
 
 from fastapi import APIRouter, Request
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError, Message
 from opentelemetry.proto.logs.v1.logs_pb2 import LogsData
 from opentelemetry.proto.metrics.v1.metrics_pb2 import MetricsData
 from opentelemetry.proto.trace.v1.trace_pb2 import TracesData
@@ -38,10 +38,9 @@ from dataplane_admin.store import (
     StoreUnavailable,
     WriteRefused,
 )
+from observability.wire import parse
 
 Kind = Literal["traces", "logs", "metrics"]
-
-_M = TypeVar("_M", TracesData, LogsData, MetricsData)
 
 _DECODERS = 2
 _COMMIT_S = 10.0
@@ -121,23 +120,25 @@ class _Taker:
             # what it has; 503 is what it keeps it for.
             message = "the service ends; send it to the next one"
             return refused(Refusal(HTTPStatus.SERVICE_UNAVAILABLE, message), media_type)
-        return accepted(kind, batch.refused, batch.reasons, media_type)
+        return accepted(kind, len(batch.refused), batch.reasons, media_type)
 
     def _decode(self, kind: Kind, body: bytes, encoding: str, media_type: str) -> Batch:
         plain = inflate(body, encoding, self._limits)
         removes = not self._keep_sample_text
         try:
             if kind == "traces":
-                traces = _parsed(plain, TracesData(), media_type)
-                quoted = removes and remove_sample_text(traces)
-                sent = plain if media_type == PROTOBUF and not quoted else None
-                return batch_of_spans(traces, sent, self._limits, time.time_ns())
+                traces = TracesData()
+                changed = _parse(plain, traces, media_type)
+                changed |= removes and remove_sample_text(traces)
+                return batch_of_spans(traces, None if changed else plain, self._limits)
             if kind == "logs":
-                logs = _parsed(plain, LogsData(), media_type)
+                logs = LogsData()
+                _parse(plain, logs, media_type)
                 if removes:
                     remove_sample_text(logs)
-                return batch_of_logs(logs, self._limits)
-            metrics = _parsed(plain, MetricsData(), media_type)
+                return batch_of_logs(logs, self._limits, time.time_ns())
+            metrics = MetricsData()
+            _parse(plain, metrics, media_type)
             if removes:
                 remove_sample_text(metrics)
             return batch_of_metrics(metrics, self._limits)
@@ -159,11 +160,12 @@ class _Taker:
             raise Refusal(HTTPStatus.INTERNAL_SERVER_ERROR, str(error)) from error
 
 
-def _parsed(body: bytes, message: _M, media_type: str) -> _M:
+def _parse(body: bytes, message: Message, media_type: str) -> bool:
+    """Fill a message; whether it is another one than the body holds as protobuf."""
     if media_type == JSON:
-        return parse_json(body, message)
-    message.ParseFromString(body)
-    return message
+        parse_json(body, message)
+        return True
+    return parse(message, body)
 
 
 def _body_in_openapi() -> dict[str, object]:

@@ -26,7 +26,7 @@ from opentelemetry.proto.logs.v1.logs_pb2 import LogsData
 from opentelemetry.proto.metrics.v1.metrics_pb2 import MetricsData
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, TracesData
 
-from dataplane_admin.ingest.values import Attributed
+from dataplane_admin.ingest.values import Attributed, add_dropped
 
 MAX_TEXT = 128
 """Characters of text under a key that no rule names, and of a span's or event's name."""
@@ -137,7 +137,6 @@ _HEADERS = (
     "During handling of the above exception, another exception occurred:",
     "The above exception was the direct cause of the following exception:",
 )
-_MAX_COUNT = 0xFFFF_FFFF
 
 
 def remove_sample_text(request: TracesData | LogsData | MetricsData) -> bool:
@@ -195,8 +194,7 @@ def _remove(record: Attributed) -> bool:
     for place in reversed(places):
         del attributes[place]
     if places and hasattr(record, "dropped_attributes_count"):  # data points have none
-        dropped = record.dropped_attributes_count + len(places)
-        record.dropped_attributes_count = min(dropped, _MAX_COUNT)
+        add_dropped(record, len(places))
     return changed or bool(places)
 
 

@@ -23,20 +23,25 @@ from opentelemetry.proto.trace.v1.trace_pb2 import (
 
 from dataplane_admin.ingest.limits import Limits
 from dataplane_admin.ingest.values import (
+    MOST_COUNT,
     MOST_INT,
     RUN_ID,
     STEP,
     Attributed,
     cut,
+    digest_of,
     find,
     int_of,
     text_of,
 )
 from dataplane_admin.store import Batch, Chunk
+from dataplane_admin.store.batch import span_state
+from observability.records import UNNAMED, identity_of
 
 _TOLD = frozenset({RUN_ID, STEP})
 _NO_TRACE = bytes(16)
 _NO_SPAN = bytes(8)
+_PROCESS_BYTES = 8
 _FAILED = Status.STATUS_CODE_ERROR
 
 
@@ -45,34 +50,40 @@ class _Trace:
     """What a request tells of one trace."""
 
     spans: int = 0
-    errors: int = 0
+    states: dict[bytes, int] = field(default_factory=dict)
     rejected: int = 0
     run_id: str = ""
     step: int | None = None
     name: str = ""
     named_at: int = 0
     has_root: bool = False
-    start_ns: int = MOST_INT
+    start_ns: int = 0
     end_ns: int = 0
     processes: set[bytes] = field(default_factory=set)
     links: set[bytes] = field(default_factory=set)
     kept: list[tuple[ResourceSpans, ScopeSpans, list[Span]]] = field(default_factory=list)
 
     def add(self, span: Span, run_id: str) -> None:
-        start_ns, end_ns = span.start_time_unix_nano, span.end_time_unix_nano
-        is_root = not span.parent_span_id
+        # A time of 0 was not set: the other one is what is known of it.
+        start, end = span.start_time_unix_nano, span.end_time_unix_nano
+        start_ns = start or end
+        parent_id = span.parent_span_id
+        is_root = end > 0 and (not parent_id or parent_id == _NO_SPAN)
         if not self.spans or (is_root, -start_ns) > (self.has_root, -self.named_at):
-            self.name, self.named_at = span.name, start_ns
+            self.name, self.named_at = span.name or UNNAMED, start_ns
         self.spans += 1
         self.has_root |= is_root
-        self.start_ns = min(self.start_ns, start_ns)
-        self.end_ns = max(self.end_ns, end_ns)
-        if span.status.code == _FAILED:
-            self.errors += 1
+        if start_ns:
+            self.start_ns = min(self.start_ns or start_ns, start_ns)
+            self.end_ns = max(self.end_ns, end or start)
+        state = span_state(times=(start > 0) + (end > 0), failed=span.status.code == _FAILED)
+        known = self.states.get(span.span_id)
+        if known is None or known >> 1 < state >> 1:
+            self.states[span.span_id] = state
         if not self.run_id or self.step is None:
             found = find(span.attributes, _TOLD)
             if not self.run_id:
-                self.run_id = text_of(found[RUN_ID]) if RUN_ID in found else run_id
+                self.run_id = (text_of(found[RUN_ID]) if RUN_ID in found else "") or run_id
             if self.step is None and STEP in found:
                 self.step = int_of(found[STEP])
         for link in span.links:
@@ -80,21 +91,21 @@ class _Trace:
                 self.links.add(link.trace_id)
 
 
-def batch_of_spans(request: TracesData, body: bytes | None, limits: Limits, now_ns: int) -> Batch:
+def batch_of_spans(request: TracesData, body: bytes | None, limits: Limits) -> Batch:
     """What a request brings.
 
     Args:
         request: decoded; it is changed where something is cut.
         body: the bytes that it was decoded from, if they were protobuf.
         limits: of a request.
-        now_ns: the present, in nanoseconds since 1970.
     """
     traces: dict[bytes, _Trace] = {}
     reasons: dict[str, int] = {}
+    refused: list[bytes] = []
     is_whole = True
     taken = 0
     for resource_spans in request.resource_spans:
-        digest = _digest_of_process(resource_spans.resource)
+        digest = identity_of(resource_spans.resource.attributes)[:_PROCESS_BYTES]
         run_id = _run_of(resource_spans.resource)
         for scope_spans in resource_spans.scope_spans:
             groups: dict[bytes, list[Span]] = {}
@@ -104,6 +115,7 @@ def batch_of_spans(request: TracesData, body: bytes | None, limits: Limits, now_
                 if reason is not None:
                     is_whole = False
                     reasons[reason] = reasons.get(reason, 0) + 1
+                    refused.append(digest_of(span))
                     if len(trace_id) == 16 and trace_id != _NO_TRACE:
                         traces.setdefault(trace_id, _Trace()).rejected += 1
                     continue
@@ -122,10 +134,8 @@ def batch_of_spans(request: TracesData, body: bytes | None, limits: Limits, now_
                 group.append(span)
     as_sent = body if is_whole and len(traces) == 1 else None
     return Batch(
-        chunks=tuple(
-            _chunk(trace_id, trace, as_sent, now_ns) for trace_id, trace in traces.items()
-        ),
-        refused=sum(reasons.values()),
+        chunks=tuple(_chunk(trace_id, trace, as_sent) for trace_id, trace in traces.items()),
+        refused=tuple(refused),
         reasons=tuple(f"{count} spans: {reason}" for reason, count in reasons.items()),
     )
 
@@ -147,11 +157,13 @@ def _reason_against(span: Span, trace_id: bytes, taken: int, limits: Limits) -> 
 def _cut_span(span: Span, limits: Limits) -> bool:
     changed = False
     if len(span.links) > limits.links:
-        span.dropped_links_count += len(span.links) - limits.links
+        over = len(span.links) - limits.links
+        span.dropped_links_count = min(span.dropped_links_count + over, MOST_COUNT)
         del span.links[limits.links :]
         changed = True
     if len(span.events) > limits.links:
-        span.dropped_events_count += len(span.events) - limits.links
+        over = len(span.events) - limits.links
+        span.dropped_events_count = min(span.dropped_events_count + over, MOST_COUNT)
         del span.events[limits.links :]
         changed = True
     # A value in it is no longer than the span as a whole.
@@ -176,7 +188,7 @@ def _has_many_attributes(span: Span, most: int) -> bool:
     )
 
 
-def _chunk(trace_id: bytes, trace: _Trace, body: bytes | None, now_ns: int) -> Chunk:
+def _chunk(trace_id: bytes, trace: _Trace, body: bytes | None) -> Chunk:
     if body is None:
         body = _encode(trace.kept)
     told = hashlib.blake2b(body, digest_size=16)
@@ -187,14 +199,14 @@ def _chunk(trace_id: bytes, trace: _Trace, body: bytes | None, now_ns: int) -> C
         digest=told.digest(),
         blob=body,
         spans=trace.spans,
-        errors=trace.errors,
+        states=trace.states,
         rejected=trace.rejected,
         run_id=trace.run_id,
         step=trace.step,
         name=trace.name,
         has_root=trace.has_root,
-        start_ns=trace.start_ns if trace.spans else now_ns,
-        end_ns=max(trace.end_ns, trace.start_ns) if trace.spans else now_ns,
+        start_ns=trace.start_ns,
+        end_ns=max(trace.end_ns, trace.start_ns),
         processes=frozenset(trace.processes),
         links=frozenset(trace.links),
     )
@@ -209,10 +221,6 @@ def _encode(kept: Sequence[tuple[ResourceSpans, ScopeSpans, list[Span]]]) -> byt
         scope.scope.CopyFrom(scope_spans.scope)
         scope.spans.extend(spans)
     return data.SerializeToString() if kept else b""
-
-
-def _digest_of_process(resource: Resource) -> bytes:
-    return hashlib.blake2b(resource.SerializeToString(deterministic=True), digest_size=8).digest()
 
 
 def _run_of(resource: Resource) -> str:

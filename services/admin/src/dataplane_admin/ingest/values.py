@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Mapping
 from typing import Any, Protocol  # Any: repeated fields have no common type
 
+from google.protobuf.message import Message
 from opentelemetry.proto.common.v1.common_pb2 import AnyValue, KeyValue
-from opentelemetry.proto.resource.v1.resource_pb2 import Resource
 
 from dataplane_admin.ingest.limits import Limits
-from observability.records import Process
 
 RUN_ID = "rl.run_id"
 STEP = "rl.step"
@@ -17,6 +17,9 @@ WEIGHT_VERSION = "rl.weight_version"
 
 MOST_INT = (1 << 63) - 1
 """That a database holds."""
+
+MOST_COUNT = (1 << 32) - 1
+"""That a field of what was dropped holds."""
 
 
 class Attributed(Protocol):
@@ -47,32 +50,24 @@ def int_of(value: AnyValue) -> int | None:
 
 
 def find(pairs: Iterable[KeyValue], names: frozenset[str]) -> Mapping[str, AnyValue]:
-    """The attributes of these names; of two of a name the later one."""
+    """The attributes of these names that have a value; of two of a name the later one."""
     found: dict[str, AnyValue] = {}
     for pair in pairs:
         key = pair.key
-        if key in names:
+        if key in names and pair.value.WhichOneof("value") is not None:
             found[key] = pair.value
     return found
 
 
-def process_of(resource: Resource) -> Process:
-    """Which process a resource is of, as `observability.records` tells them apart."""
-    names = frozenset({"service.name", "service.instance.id", "host.name", "process.pid"})
-    found = find(resource.attributes, names)
-    nothing = AnyValue()
-    pid = found.get("process.pid", nothing)
-    return Process(
-        service=text_of(found.get("service.name", nothing)) or "unknown",
-        instance=text_of(found.get("service.instance.id", nothing)),
-        host=text_of(found.get("host.name", nothing)),
-        pid=pid.int_value if pid.WhichOneof("value") == "int_value" else 0,
-    )
+def digest_of(record: Message) -> bytes:
+    """Eight bytes that are equal for equal records."""
+    encoded = record.SerializeToString(deterministic=True)
+    return hashlib.blake2b(encoded, digest_size=8).digest()
 
 
-def unique_label(process: Process) -> str:
-    """Short, and different for different processes."""
-    return f"{process.label} ({process.pid}@{process.host})" if process.pid else process.label
+def add_dropped(record: Attributed, count: int) -> None:
+    """Count attributes as dropped, up to the greatest number that the field holds."""
+    record.dropped_attributes_count = min(record.dropped_attributes_count + count, MOST_COUNT)
 
 
 def cut(record: Attributed, limits: Limits) -> bool:
@@ -82,7 +77,7 @@ def cut(record: Attributed, limits: Limits) -> bool:
     over = len(attributes) - limits.attributes
     if over > 0:
         del attributes[limits.attributes :]
-        record.dropped_attributes_count = min(record.dropped_attributes_count + over, 0xFFFF_FFFF)
+        add_dropped(record, over)
         changed = True
     for pair in attributes:
         changed |= _cut_value(pair.value, limits.attribute_length)

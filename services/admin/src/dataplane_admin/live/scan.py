@@ -166,7 +166,7 @@ class Scanner:
             if self._saved_s <= 0 or stop():
                 break
             began = self._clock()
-            scan = _scan(inspector, summary, stop)
+            scan = scan_partition(inspector, summary, stop)
             self._saved_s -= self._clock() - began
             if scan is not None:
                 kept[summary.partition_id] = scan
@@ -179,10 +179,10 @@ def _changed(summary: PartitionSummary, scan: Scan | None) -> bool:
     return scan is None or not summary.revision or scan.revision != summary.revision
 
 
-def _scan(
+def scan_partition(
     inspector: DataPlaneInspector, summary: PartitionSummary, stop: Callable[[], bool]
 ) -> Scan | None:
-    """Every page; None if the partition went away meanwhile, or there is no time."""
+    """Read every page of states; None if the partition is gone, or ``stop`` says so."""
     pages: list[StatePage] = []
     start = 0
     while start < MOST_ROWS:

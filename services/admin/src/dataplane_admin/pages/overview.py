@@ -107,8 +107,9 @@ def overview(
 ) -> Overview:
     """The first page; of one ``run`` only its waits and steps. Nothing counts as stuck before
     ``stuck_after_s`` seconds."""
-    status = answers.status()
     held = answers.partitions()
+    # What is said of the data plane is of the snapshot that is shown.
+    status = answers.status().model_copy(update={"live": held.live})
     told = answers.why(run=run)
     waits = [one for one in told if one.silent_s is None]
     silent = [one for one in told if one.silent_s is not None]

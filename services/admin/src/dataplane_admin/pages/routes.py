@@ -84,7 +84,7 @@ def _add_state(made: APIRouter, shell: Shell, answers: Answers, stuck_after_s: f
                 start=asked.integer("start"),
                 count=asked.integer("count"),
             )
-            return shell.page(request, "partition.html.j2", view=view)
+            return shell.page(request, "partition.html.j2", view=view, now_ns=time.time_ns())
 
         return shell.tell(request, make)
 

@@ -110,7 +110,7 @@ def trace_page(trace: models.Trace, *, span_id: str | None) -> TracePage:
                 span,
                 to("/trace", id=trace.trace_id, span=span.span_id),
                 kind_of(span),
-                *place(trace, span.start_s, span.seconds),
+                *place(trace, span.start_s, span.seconds or 0.0),
             )
             for span in trace.rows[:_TREE]
         ],
@@ -171,7 +171,7 @@ def _detail(
     return SpanDetail(
         span=span,
         kind=kind_of(span),
-        share=words.percent(span.seconds, trace.seconds),
+        share="" if span.seconds is None else words.percent(span.seconds, trace.seconds),
         parent=spans.get(span.parent_id or ""),
         children=children[:_CHILDREN],
         more_children=max(0, len(children) - _CHILDREN),

@@ -113,8 +113,8 @@ class Waterfall:
 
 def waterfall(trace: models.Trace, *, chosen: str | None) -> Waterfall:
     """A trace, drawn; ``chosen`` is the span that is looked at."""
-    spans = sorted(trace.rows, key=lambda span: -span.seconds)[:MOST_BARS]
-    spans.sort(key=lambda span: (span.start_s, -span.seconds, span.depth))
+    spans = sorted(trace.rows, key=lambda span: -(span.seconds or 0.0))[:MOST_BARS]
+    spans.sort(key=lambda span: (span.start_s, -(span.seconds or 0.0), span.depth))
     by_process: dict[str, list[models.SpanRow]] = {time.process: [] for time in trace.process_times}
     for span in spans:
         by_process.setdefault(span.process, []).append(span)
@@ -175,7 +175,7 @@ def _rows(spans: Sequence[models.SpanRow]) -> dict[str, int]:
         while row < len(ends) and ends[row] > span.start_s + 1e-9:
             row += 1
         ends += [span.start_s] * (row + 1 - len(ends))
-        ends[row] = span.start_s + max(0.0, span.seconds)
+        ends[row] = span.start_s + (span.seconds or 0.0)
         found[span.span_id] = row
     return found
 
@@ -183,7 +183,7 @@ def _rows(spans: Sequence[models.SpanRow]) -> dict[str, int]:
 def _bar(
     trace: models.Trace, span: models.SpanRow, where: tuple[int, int, int], chosen: bool
 ) -> Bar:
-    x, width = place(trace, span.start_s, span.seconds)
+    x, width = place(trace, span.start_s, span.seconds or 0.0)
     kind = kind_of(span)
     told = [span.name, span.process, words.duration(span.seconds)]
     told.append(f"from {words.duration(span.start_s)}")

@@ -37,8 +37,10 @@ def instant(time_ns: int) -> datetime:
     return datetime.fromtimestamp(min(max(0, time_ns), _LATEST_NS) / 1e9, UTC)
 
 
-def clock(time_ns: int, now_ns: int) -> str:
-    """``23:41:07.214`` of today, ``19 Nov 23:41:07`` of another day; UTC."""
+def clock(time_ns: int | None, now_ns: int) -> str:
+    """``23:41:07.214`` of today, ``19 Nov 23:41:07`` of another day; UTC. ``n/a`` of None."""
+    if time_ns is None:
+        return "n/a"
     moment, now = instant(time_ns), instant(now_ns)
     if moment.date() == now.date():
         return f"{moment:%H:%M:%S}.{moment.microsecond // 1000:03}"

@@ -259,6 +259,7 @@ def _track_waits(work: Work, rows: list[dict[str, Any]], events: Sequence[Lifecy
                 "wait": wait,
                 "place_id": row["place_id"],
                 "process": storable(event.process),
+                "process_id": event.process_id,
                 "again": event.again,
             }
             for wait, (row, event) in newest.items()

@@ -11,12 +11,14 @@ from dataplane_admin.store.work import Work, in_groups
 
 
 def apply_runs(work: Work, spans: Iterable[tuple[str, int, int]]) -> None:
-    """Widen each run by what was told of it: its name, and times in nanoseconds since 1970."""
+    """Widen each run by what was reported of it: its name, and times in nanoseconds since 1970,
+    which are 0 if no time was reported."""
     told: dict[str, tuple[int, int]] = {}
     for run_id, first_ns, last_ns in spans:
         if run_id:
-            before = told.get(run_id, (first_ns, last_ns))
-            told[run_id] = min(before[0], first_ns), max(before[1], last_ns)
+            times = first_ns or work.now_ns, last_ns or work.now_ns
+            before = told.get(run_id, times)
+            told[run_id] = min(before[0], times[0]), max(before[1], times[1])
     if not told:
         return
     there = {

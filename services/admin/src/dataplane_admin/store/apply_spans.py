@@ -1,44 +1,83 @@
-"""Chunks of spans: stored once, and their traces' rows brought up to date."""
+"""Chunks of spans: each span stored and counted once, and their traces' rows brought up to date.
+
+Exporters send again what was not answered, as a whole or in other portions. A chunk that was there
+already is known by its digest, a span by its id.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any  # Any: values of rows
 
 from sqlalchemy import select, tuple_
 
 from dataplane_admin.store.apply_runs import apply_runs
 from dataplane_admin.store.batch import Batch, Chunk
-from dataplane_admin.store.models import ChunkModel, LinkModel, TraceModel
+from dataplane_admin.store.models import ChunkModel, LinkModel, SpanModel, TraceModel
 from dataplane_admin.store.texts import storable
 from dataplane_admin.store.work import Work, in_groups
 
 MOST_PROCESSES = 1024
 """Of a trace that are told apart."""
 
+SPAN_BYTES = 40
+"""About what it takes to know a span by its id."""
+
 _DIGEST = 8
 _ROW_BYTES = 200
 
+_Row = dict[str, Any]
+_States = dict[bytes, dict[bytes, int]]
+
+
+@dataclass(frozen=True)
+class _Count:
+    """What a chunk adds: spans that are new, and failed ones."""
+
+    spans: int
+    errors: int
+    changed: bool
+
+    @property
+    def nbytes(self) -> int:
+        return self.spans * SPAN_BYTES
+
 
 def apply_spans(work: Work, batches: Sequence[Batch]) -> list[int]:
-    """Store the chunks that are not there yet; of each batch how many spans that were."""
+    """Store the spans that are not there yet; of each batch how many that were."""
     chunks = [chunk for batch in batches for chunk in batch.chunks]
     if not chunks:
         return [0] * len(batches)
     seen = _stored(work, chunks)
-    new: list[Chunk] = []
+    fresh = [one for one in chunks if (one.trace_id, one.digest) not in seen]
+    rows = _rows(work, fresh)
+    states = _states(work, (one for one in fresh if one.trace_id in rows))
+    changed: dict[tuple[bytes, bytes], int] = {}
+    new: list[tuple[Chunk, _Count]] = []
     spans = []
     for batch in batches:
-        count = 0
+        total = 0
         for chunk in batch.chunks:
-            if (chunk.trace_id, chunk.digest) not in seen:
-                seen.add((chunk.trace_id, chunk.digest))
-                new.append(chunk)
-                count += chunk.spans
-        spans.append(count)
-    _add_chunks(work, new)
-    _merge_traces(work, new)
-    apply_runs(work, ((storable(one.run_id), one.start_ns, one.end_ns) for one in new))
+            if (chunk.trace_id, chunk.digest) in seen:
+                continue
+            seen.add((chunk.trace_id, chunk.digest))
+            count = _count(chunk, states[chunk.trace_id], changed)
+            if count.changed:
+                new.append((chunk, count))
+                total += count.spans
+        spans.append(total)
+    work.put(
+        SpanModel,
+        [
+            {"trace_id": trace_id, "span_id": span_id, "state": state}
+            for (trace_id, span_id), state in changed.items()
+        ],
+    )
+    _add_chunks(work, [chunk for chunk, _ in new])
+    _merge_traces(work, rows, new)
+    apply_runs(work, ((storable(one.run_id), one.start_ns, one.end_ns) for one, _ in new))
     work.state.spans += sum(spans)
     return spans
 
@@ -52,6 +91,53 @@ def _stored(work: Work, chunks: list[Chunk]) -> set[tuple[bytes, bytes]]:
             select(ChunkModel.trace_id, ChunkModel.digest).where(key.in_(some))
         )
     }
+
+
+def _rows(work: Work, chunks: Iterable[Chunk]) -> dict[bytes, _Row]:
+    """The traces of these chunks that are there already."""
+    table = TraceModel.__table__
+    return {
+        row["trace_id"]: dict(row)
+        for some in in_groups({chunk.trace_id: None for chunk in chunks})
+        for row in work.connection.execute(
+            select(table).where(TraceModel.trace_id.in_(some))
+        ).mappings()
+    }
+
+
+def _states(work: Work, chunks: Iterable[Chunk]) -> _States:
+    """Of each trace, those of the chunks' spans that are there already."""
+    wanted: dict[bytes, set[bytes]] = defaultdict(set)
+    for chunk in chunks:
+        wanted[chunk.trace_id].update(chunk.states)
+    found: _States = defaultdict(dict)
+    for trace_id, span_ids in wanted.items():
+        known = select(SpanModel.span_id, SpanModel.state).where(SpanModel.trace_id == trace_id)
+        for some in in_groups(span_ids):
+            rows = work.connection.execute(known.where(SpanModel.span_id.in_(some)))
+            found[trace_id].update((row[0], row[1]) for row in rows)
+    return found
+
+
+def _count(
+    chunk: Chunk, states: dict[bytes, int], changed: dict[tuple[bytes, bytes], int]
+) -> _Count:
+    """What a chunk adds to the spans whose states are known; both mappings are brought up to
+    date."""
+    spans = errors = 0
+    better = False
+    for span_id, state in chunk.states.items():
+        known = states.get(span_id)
+        if known is None:
+            spans += 1
+            errors += state & 1
+        elif state >> 1 > known >> 1:
+            errors += (state & 1) - (known & 1)
+            better = True
+        else:
+            continue
+        states[span_id] = changed[chunk.trace_id, span_id] = state
+    return _Count(spans, errors, bool(spans or better or chunk.rejected))
 
 
 def _add_chunks(work: Work, chunks: list[Chunk]) -> None:
@@ -76,25 +162,27 @@ def _add_chunks(work: Work, chunks: list[Chunk]) -> None:
     )
 
 
-def _merge_traces(work: Work, chunks: list[Chunk]) -> None:
-    table = TraceModel.__table__
-    rows: dict[bytes, dict[str, Any]] = {}
-    for some in in_groups({chunk.trace_id: None for chunk in chunks}):
-        found = work.connection.execute(select(table).where(TraceModel.trace_id.in_(some)))
-        rows.update((row["trace_id"], dict(row)) for row in found.mappings())
+def _merge_traces(
+    work: Work, rows: dict[bytes, _Row], chunks: Iterable[tuple[Chunk, _Count]]
+) -> None:
     there = set(rows)
-    for chunk in chunks:
+    touched: dict[bytes, None] = {}
+    for chunk, count in chunks:
         before = rows.get(chunk.trace_id)
-        row = _row(chunk) if before is None else _merged(before, chunk)
+        if before is None:
+            row = _row(chunk, count) | {"arrival": work.state.next_id()}
+        else:
+            row = _merged(before, chunk, count)
         rows[chunk.trace_id] = row | {"updated_ns": work.now_ns}
-        work.state.nbytes += len(chunk.blob) + _ROW_BYTES
-    work.change(TraceModel, "trace_id", [row for key, row in rows.items() if key in there])
-    new = [row for key, row in rows.items() if key not in there]
+        touched[chunk.trace_id] = None
+        work.state.nbytes += len(chunk.blob) + _ROW_BYTES + count.nbytes
+    work.change(TraceModel, "trace_id", [rows[key] for key in touched if key in there])
+    new = [rows[key] for key in touched if key not in there]
     work.add(TraceModel, new)
     work.state.traces += len(new)
 
 
-def _row(chunk: Chunk) -> dict[str, Any]:
+def _row(chunk: Chunk, count: _Count) -> _Row:
     return {
         "trace_id": chunk.trace_id,
         "run_id": storable(chunk.run_id),
@@ -103,41 +191,35 @@ def _row(chunk: Chunk) -> dict[str, Any]:
         "start_ns": chunk.start_ns,
         "end_ns": chunk.end_ns,
         "has_root": chunk.has_root,
-        "spans": chunk.spans,
-        "errors": chunk.errors,
+        "spans": count.spans,
+        "errors": count.errors,
         "processes": min(len(chunk.processes), MOST_PROCESSES),
         "process_digests": b"".join(sorted(chunk.processes)[:MOST_PROCESSES]),
         "rejected": chunk.rejected,
-        "nbytes": len(chunk.blob) + _ROW_BYTES,
+        "nbytes": len(chunk.blob) + _ROW_BYTES + count.nbytes,
     }
 
 
-def _merged(row: dict[str, Any], chunk: Chunk) -> dict[str, Any]:
-    new = _row(chunk)
+def _merged(row: _Row, chunk: Chunk, count: _Count) -> _Row:
+    new = _row(chunk, count)
     known = row["process_digests"]
     processes = {known[at : at + _DIGEST] for at in range(0, len(known), _DIGEST)}
     processes = set(sorted(processes | chunk.processes)[:MOST_PROCESSES])
-    told = {
+    merged = {
         "trace_id": chunk.trace_id,
         "run_id": row["run_id"] or new["run_id"],
         "step": new["step"] if row["step"] is None else row["step"],
-        "errors": row["errors"] + chunk.errors,
-        "spans": row["spans"] + chunk.spans,
-        "rejected": row["rejected"] + chunk.rejected,
-        "nbytes": row["nbytes"] + new["nbytes"],
         "has_root": row["has_root"] or chunk.has_root,
         "processes": len(processes),
         "process_digests": b"".join(sorted(processes)),
-        **{name: row[name] for name in ("name", "start_ns", "end_ns")},
+        "name": row["name"],
+        "start_ns": min(filter(None, (row["start_ns"], chunk.start_ns)), default=0),
+        "end_ns": max(row["end_ns"], chunk.end_ns),
+        "arrival": row["arrival"],
+        **{name: row[name] + new[name] for name in ("spans", "errors", "rejected", "nbytes")},
     }
-    if not row["spans"]:  # so far only rejected ones, which tell no times
-        told |= {name: new[name] for name in ("name", "start_ns", "end_ns")}
-    elif chunk.spans:
-        earlier = chunk.start_ns < row["start_ns"]
-        if (chunk.has_root and not row["has_root"]) or (
-            earlier and chunk.has_root == row["has_root"]
-        ):
-            told["name"] = new["name"]
-        told["start_ns"] = min(row["start_ns"], chunk.start_ns)
-        told["end_ns"] = max(row["end_ns"], chunk.end_ns)
-    return told
+    earlier = 0 < chunk.start_ns < row["start_ns"] or not row["start_ns"]
+    is_first = not row["spans"] or (earlier and chunk.has_root == row["has_root"])
+    if chunk.spans and (is_first or (chunk.has_root and not row["has_root"])):
+        merged["name"] = new["name"]
+    return merged

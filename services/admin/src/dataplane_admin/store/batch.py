@@ -6,8 +6,28 @@ and insert.
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any, Literal  # Any: JSON values
+
+from observability.records import Process
+
+
+def span_state(*, times: int, failed: bool) -> int:
+    """What is known of a span: how many of its start and end (0 to 2), and whether it failed.
+
+    Of two copies of a span the one that knows more times counts.
+    """
+    return times << 1 | failed
+
+
+def wait_digest(process: Process, name: str) -> bytes:
+    """What the beginning and the end of a wait share: names of waits are unique in their process
+    only."""
+    told = json.dumps([process.identity, name]).encode()
+    return hashlib.blake2b(told, digest_size=16).digest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,15 +38,15 @@ class Chunk:
         trace_id: 16 bytes.
         digest: equal for equal chunks only; a retry brings the same one.
         blob: an OTLP TracesData with the spans; empty if there are none.
-        spans: how many.
-        errors: how many failed.
+        spans: how many, a repeated one each time.
+        states: id of each span to its `span_state`.
         rejected: spans of the trace that limits kept out.
         run_id: ``rl.run_id``, empty if none tells it.
         step: ``rl.step``, None if none tells it.
         name: of the root if it is here, else of the first span.
-        has_root: whether the root is here.
-        start_ns: of the earliest span, nanoseconds since 1970.
-        end_ns: of the last one to end.
+        has_root: whether the root is here, and has ended.
+        start_ns: of the earliest span, nanoseconds since 1970; 0 if no time was reported.
+        end_ns: of the last one to end, as ``start_ns``.
         processes: eight bytes of each.
         links: other traces that its spans link to.
     """
@@ -35,7 +55,7 @@ class Chunk:
     digest: bytes
     blob: bytes
     spans: int
-    errors: int
+    states: Mapping[bytes, int]
     rejected: int
     run_id: str
     step: int | None
@@ -62,11 +82,12 @@ class LifecycleEvent:
         step: ``rl.step``, None if not told.
         weight_version: ``rl.weight_version``, None if not told.
         samples: of the whole batch.
-        time_ns: nanoseconds since 1970.
+        time_ns: nanoseconds since 1970; when it was received if it reports no time.
         trace_id: 16 bytes or None.
         span_id: 8 bytes or None.
         wait: digest of process and name of the wait that it begins or ends; else None.
-        process: label of who told, as `SeriesPoint.process`.
+        process: label of who reported it, as `SeriesPoint.process`.
+        process_id: 16 bytes, equal for equal resources only.
         again: of a wait, whether it is told again while it lasts.
     """
 
@@ -85,20 +106,43 @@ class LifecycleEvent:
     span_id: bytes | None
     wait: bytes | None
     process: str
+    process_id: bytes
     again: bool
 
 
 @dataclass(frozen=True, slots=True)
 class SeriesPoint:
-    """The newest value of one metric series; ``histogram`` is JSON, ``value`` None then."""
+    """One data point of a metric series.
+
+    Attributes:
+        digest: of the series: equal for equal resources, scopes, metrics and attributes only.
+        point: eight bytes, equal for equal points only; empty of one without a time, which cannot
+            be told from the next one with the same value.
+        process: label of the process.
+        process_id: 16 bytes, equal for equal resources only.
+        scope: name of the instrumentation scope, empty if unknown.
+        name: of the metric.
+        unit: of the metric.
+        attributes: JSON.
+        figures: ``value`` of a number; ``count`` and what else is known of a histogram; None where
+            nothing was recorded.
+        temporality: how it adds to the points before it. "delta": on top of them. "cumulative": in
+            their place, until the counting starts anew. "newest": in their place.
+        start_ns: when the counting started, nanoseconds since 1970; 0 if unknown.
+        time_ns: of the point, as ``start_ns``.
+    """
 
     digest: bytes
+    point: bytes
     process: str
+    process_id: bytes
+    scope: str
     name: str
     unit: str
     attributes: str
-    value: float | None
-    histogram: str | None
+    figures: Mapping[str, Any] | None
+    temporality: Literal["delta", "cumulative", "newest"]
+    start_ns: int
     time_ns: int
 
 
@@ -134,16 +178,18 @@ class Batch:
         events: lifecycle events.
         series: metrics.
         audit: what a person did.
-        refused: spans, log records and data points that were kept out.
-        ignored: log records that are no lifecycle events.
+        refused: spans, log records and data points that were kept out: a digest of each, which
+            is equal for one that is sent again.
+        ignored: log records that are no lifecycle events, as ``refused``.
+        reasons: why some were refused.
     """
 
     chunks: tuple[Chunk, ...] = ()
     events: tuple[LifecycleEvent, ...] = ()
     series: tuple[SeriesPoint, ...] = ()
     audit: tuple[AuditEntry, ...] = ()
-    refused: int = 0
-    ignored: int = 0
+    refused: tuple[bytes, ...] = ()
+    ignored: tuple[bytes, ...] = ()
     reasons: tuple[str, ...] = field(default=())
 
     @property

@@ -74,13 +74,15 @@ class RunModel(Base):
 class TraceModel(Base):
     """What a list of traces shows of one.
 
+    ``start_ns`` and ``end_ns`` are 0 if no span reported a time. ``arrival`` grows in the order in
+    which traces came to this service, whatever the clocks of their senders say.
     ``process_digests`` are eight bytes of each process in it, ``nbytes`` those of its chunks.
     """
 
     __tablename__ = "traces"
     __table_args__ = (
-        Index(None, "start_ns", "trace_id"),
-        Index(None, "run_id", "start_ns", "trace_id"),
+        Index(None, "arrival"),
+        Index(None, "run_id", "arrival"),
         Index(None, "run_id", "step"),
         Index(None, "updated_ns"),
     )
@@ -99,6 +101,7 @@ class TraceModel(Base):
     rejected: Mapped[int]
     nbytes: Mapped[int]
     updated_ns: Mapped[int]
+    arrival: Mapped[int] = mapped_column(server_default="0")
 
 
 class ChunkModel(Base):
@@ -113,6 +116,17 @@ class ChunkModel(Base):
     spans: Mapped[int]
     received_ns: Mapped[int]
     blob: Mapped[bytes]
+
+
+class SpanModel(Base):
+    """A span has come, however often; ``state`` is that of `batch.span_state`."""
+
+    __tablename__ = "spans"
+    __table_args__ = ({"sqlite_with_rowid": False},)
+
+    trace_id: Mapped[bytes] = mapped_column(primary_key=True)
+    span_id: Mapped[bytes] = mapped_column(primary_key=True)
+    state: Mapped[int]
 
 
 class LinkModel(Base):
@@ -210,8 +224,8 @@ class EventSampleModel(Base):
 
 
 class OpenWaitModel(Base):
-    """A wait that was told of and has not ended; ``process`` is the label of who waits, empty of
-    waits told before it was kept. ``again``: who waits tells of it again while it lasts."""
+    """A wait that was told of and has not ended; ``process_id`` is the identity of who waits.
+    ``again``: who waits tells of it again while it lasts."""
 
     __tablename__ = "open_waits"
     __table_args__ = (Index(None, "wait"),)
@@ -220,11 +234,16 @@ class OpenWaitModel(Base):
     wait: Mapped[bytes]
     place_id: Mapped[int]
     process: Mapped[str] = mapped_column(server_default="")
+    process_id: Mapped[bytes] = mapped_column(server_default="")
     again: Mapped[bool] = mapped_column(server_default=false())
 
 
 class SeriesModel(Base):
-    """The newest value of a metric series: ``value``, or ``histogram`` as JSON."""
+    """What the points of a metric series come to: ``value``, or ``histogram`` as JSON.
+
+    ``sums`` is `series_sums.Sums` as JSON; ``points`` are eight bytes of each of the last points
+    that came, by which one that is sent again is recognised.
+    """
 
     __tablename__ = "series"
     __table_args__ = (Index(None, "name"), Index(None, "updated_ns"))
@@ -238,6 +257,10 @@ class SeriesModel(Base):
     histogram: Mapped[str | None]
     time_ns: Mapped[int]
     updated_ns: Mapped[int]
+    process_id: Mapped[bytes] = mapped_column(server_default="")
+    scope: Mapped[str] = mapped_column(server_default="")
+    sums: Mapped[str] = mapped_column(server_default="{}")
+    points: Mapped[bytes] = mapped_column(server_default="")
 
 
 class AuditModel(Base):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import islice
 from typing import Any  # Any: rows
 
-from sqlalchemy import Select, exists, func, select, tuple_
+from sqlalchemy import Select, exists, func, select
 
 from dataplane_admin.store.models import EventModel, LinkModel, RunModel, TraceModel
 from dataplane_admin.store.reader import EVENT_COLUMNS, Reader, trace_bytes
@@ -29,7 +29,8 @@ _COLUMNS = (
     TraceModel.updated_ns,
 )
 _ENDED = (TraceModel.step.is_not(None), TraceModel.has_root)
-_NEWEST_RUN = (RunModel.last_ns.desc(), RunModel.run_id)
+# By the clock of this service: those of senders may be a day ahead.
+_NEWEST_RUN = (RunModel.updated_ns.desc(), RunModel.last_ns.desc(), RunModel.run_id)
 _MOST_RUNS = 1000
 # Traces of a run among which its newest steps are looked for.
 _MOST_BESIDE = 1000
@@ -65,8 +66,7 @@ def read_run_steps(reader: Reader, run_id: str, limit: int) -> tuple[list[StepRo
     # Beside its step a trace of its own may tell the number: that of a validation.
     of_one_step = (
         (TraceModel.name == ROOT).desc(),
-        TraceModel.start_ns.desc(),
-        TraceModel.trace_id.desc(),
+        TraceModel.arrival.desc(),
     )
     place = func.row_number().over(partition_by=TraceModel.step, order_by=of_one_step)
     ended = (
@@ -76,21 +76,19 @@ def read_run_steps(reader: Reader, run_id: str, limit: int) -> tuple[list[StepRo
             TraceModel.start_ns,
             TraceModel.end_ns,
             TraceModel.errors,
+            TraceModel.arrival,
             place.label("place"),
         )
         .where(TraceModel.run_id == storable(run_id), *_ENDED)
         .subquery()
     )
     query = (
-        select(*ended.c)
-        .where(ended.c.place == 1)
-        .order_by(ended.c.start_ns.desc(), ended.c.trace_id.desc())
-        .limit(limit + 1)
+        select(*ended.c).where(ended.c.place == 1).order_by(ended.c.arrival.desc()).limit(limit + 1)
     )
     with reader.connect() as connection:
         rows = [
             StepRow(step, trace_id.hex(), start_ns, max(0, end_ns - start_ns) / 1e9, errors)
-            for step, trace_id, start_ns, end_ns, errors, _ in connection.execute(query)
+            for step, trace_id, start_ns, end_ns, errors, *_ in connection.execute(query)
         ]
     return rows[:limit][::-1], len(rows) > limit
 
@@ -99,17 +97,15 @@ def read_traces(
     reader: Reader, chosen: TraceFilter, before: Cursor | None, limit: int
 ) -> tuple[list[TraceRow], Cursor | None]:
     """Of `Store.traces`."""
-    query = _filtered(select(*_COLUMNS), chosen)
+    query = _filtered(select(*_COLUMNS, TraceModel.arrival), chosen)
     if before is not None:
-        place = tuple_(TraceModel.start_ns, TraceModel.trace_id)
-        query = query.where(place < (before.start_ns, trace_bytes(before.trace_id) or b""))
-    query = query.order_by(TraceModel.start_ns.desc(), TraceModel.trace_id.desc())
+        query = query.where(TraceModel.arrival < before.arrival)
+    query = query.order_by(TraceModel.arrival.desc())
     with reader.connect() as connection:
-        rows = [_row(row) for row in connection.execute(query.limit(limit + 1))]
-    if len(rows) <= limit:
-        return rows, None
-    rows = rows[:limit]
-    return rows, Cursor(rows[-1].start_ns, rows[-1].trace_id) if rows else None
+        found = connection.execute(query.limit(limit + 1)).all()
+    rows = [_row(row[:-1]) for row in found[:limit]]
+    more = len(found) > limit and bool(rows)
+    return rows, Cursor(found[limit - 1].arrival) if more else None
 
 
 def read_steps(reader: Reader, run_id: str, limit: int) -> list[TraceRow]:
@@ -117,7 +113,7 @@ def read_steps(reader: Reader, run_id: str, limit: int) -> list[TraceRow]:
     newest = (
         select(*_COLUMNS)
         .where(TraceModel.run_id == storable(run_id))
-        .order_by(TraceModel.start_ns.desc(), TraceModel.trace_id.desc())
+        .order_by(TraceModel.arrival.desc())
         .limit(_MOST_BESIDE)
         .execution_options(yield_per=_AT_ONCE)
     )

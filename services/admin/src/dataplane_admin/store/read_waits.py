@@ -53,7 +53,7 @@ def read_wait_records(reader: Reader, run_id: str | None, silent_after_s: float)
         select(
             OpenWaitModel.event_id,
             OpenWaitModel.place_id,
-            OpenWaitModel.process,
+            OpenWaitModel.process_id,
             OpenWaitModel.again,
             PlaceModel.run_id,
             EventModel.received_ns,
@@ -71,8 +71,9 @@ def read_wait_records(reader: Reader, run_id: str | None, silent_after_s: float)
         if not waits:
             return WaitRecords()
         silent = _silent(connection, waits, int(silent_after_s * 1e9))
-        chosen = sorted(waits, key=lambda row: ((row.process, row.run_id) in silent, -row.event_id))
+        chosen = sorted(waits, key=lambda row: (_who(row) in silent, -row.event_id))
         chosen = chosen[:_MOST_WAITS]
+        chosen.sort(key=lambda row: row.event_id)
         events = _of_ids(reader, connection, [row.event_id for row in chosen])
         places = select(PlaceModel.id, PlaceModel.cleared_ns).where(
             PlaceModel.id.in_({row.place_id for row in chosen}), PlaceModel.partition != ""
@@ -83,7 +84,8 @@ def read_wait_records(reader: Reader, run_id: str | None, silent_after_s: float)
     # Whose run it is says which run goes on; what it did is among the others if it matters here.
     last_ns = max(told_last.time_ns, *(event.time_ns for event in events))
     events.append(replace(told_last, name="", time_ns=last_ns))
-    return WaitRecords(events=events, silent=silent)
+    received_ns = [row.received_ns for row in chosen]
+    return WaitRecords(events=events, silent=silent, received_ns=received_ns)
 
 
 def _silent(
@@ -96,12 +98,12 @@ def _silent(
     ended if others were heard of that much later.
     """
     metrics = {
-        row.process: row.heard_ns
-        for some in in_groups({row.process for row in waits if row.process})
+        row.process_id.hex(): row.heard_ns
+        for some in in_groups({row.process_id for row in waits})
         for row in connection.execute(
-            select(SeriesModel.process, func.max(SeriesModel.updated_ns).label("heard_ns"))
-            .where(SeriesModel.process.in_(some))
-            .group_by(SeriesModel.process)
+            select(SeriesModel.process_id, func.max(SeriesModel.updated_ns).label("heard_ns"))
+            .where(SeriesModel.process_id.in_(some))
+            .group_by(SeriesModel.process_id)
         )
     }
     told = {
@@ -112,7 +114,7 @@ def _silent(
     heard: dict[tuple[str, str], int] = {}
     again: set[tuple[str, str]] = set()
     for row in waits:
-        who = (row.process, row.run_id)
+        who = _who(row)
         heard[who] = max(row.received_ns, heard.get(who, 0))
         if row.again:
             again.add(who)
@@ -125,6 +127,11 @@ def _silent(
         if now_ns - last_ns > after_ns:
             silent[process, run_id] = last_ns
     return silent
+
+
+def _who(row: Any) -> tuple[str, str]:
+    """Which process and run of `WaitRecords.silent` a wait is of."""
+    return row.process_id.hex(), row.run_id
 
 
 def _shape(reader: Reader, connection: Connection, place_id: int, cleared_ns: int) -> list[Event]:

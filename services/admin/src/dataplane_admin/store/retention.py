@@ -23,6 +23,7 @@ from dataplane_admin.store.models import (
     RunModel,
     SampleModel,
     SeriesModel,
+    SpanModel,
     TraceModel,
 )
 from dataplane_admin.store.packed import unpack_keys
@@ -107,7 +108,12 @@ def _drop_oldest(work: Work, before_ns: int) -> int:
         .limit(_TRACES_A_STEP)
     ).all()
     for some in in_groups([row.trace_id for row in traces]):
-        for column in (ChunkModel.trace_id, LinkModel.trace_id, TraceModel.trace_id):
+        for column in (
+            ChunkModel.trace_id,
+            LinkModel.trace_id,
+            SpanModel.trace_id,
+            TraceModel.trace_id,
+        ):
             work.connection.execute(delete(column.class_).where(column.in_(some)))
     work.state.traces -= len(traces)
     work.state.spans -= sum(row.spans for row in traces)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import starmap
 from typing import Any, TypeAlias  # Any: JSON values
 
-from observability.records import Records
+from observability.records import Event, Records
+
+_SINCE = "dataplane.since_ns"
 
 
 @dataclass(frozen=True)
@@ -21,7 +24,7 @@ class RunRow:
 
 @dataclass(frozen=True)
 class StepRow:
-    """A step that has ended: a trace of a run that tells a number and has its root."""
+    """A step that has ended: a trace of a run that tells a number and has its root, ended."""
 
     step: int
     trace_id: str
@@ -53,17 +56,19 @@ class TraceFilter:
 
 @dataclass(frozen=True)
 class Cursor:
-    """Where a page of traces ended."""
+    """Where a page of traces ended: `TraceModel.arrival` of the last one."""
 
-    start_ns: int
-    trace_id: str
+    arrival: int
 
 
 @dataclass(frozen=True)
 class TraceRow:
     """One trace; ``run_id`` is empty and ``step`` None if not told.
 
-    Without a root ``name`` is that of its first span. ``rejected`` spans were kept out by limits.
+    ``start_ns`` and ``end_ns`` are by the clocks of the senders, 0 if none reported a time;
+    ``updated_ns`` is when the service received something of it last. ``has_root``: its root has
+    ended. Without a root ``name`` is that of its first span. ``rejected`` spans were kept out by
+    limits.
     """
 
     trace_id: str
@@ -82,7 +87,7 @@ class TraceRow:
     @property
     def seconds(self) -> float:
         """How long it took so far."""
-        return (self.end_ns - self.start_ns) / 1e9
+        return max(0, self.end_ns - self.start_ns) / 1e9
 
 
 SampleCursor: TypeAlias = tuple[str, int]
@@ -129,11 +134,29 @@ class WaitRecords(Records):
     told last, without a name and ids: of the run that goes on.
 
     Attributes:
-        silent: of each process that waits and is not heard of any more, as (its unique label, the
+        silent: of each process that waits and is not heard of any more, as (its identity, the
             run), when it last was.
+        received_ns: of each of the first events, which are the waits, when this service received
+            it.
     """
 
     silent: Mapping[tuple[str, str], int] = field(default_factory=dict)
+    received_ns: Sequence[int] = ()
+
+    def on_service_clock(self) -> Records:
+        """The records with the times of the waits by the clock of this service, instead of by those
+        of their senders."""
+        waits = len(self.received_ns)
+        pairs = zip(self.events[:waits], self.received_ns, strict=True)
+        return Records(self.spans, [*starmap(_received_at, pairs), *self.events[waits:]])
+
+
+def _received_at(event: Event, received_ns: int) -> Event:
+    told = dict(event.attributes)
+    since_ns = told.get(_SINCE)
+    if isinstance(since_ns, int) and since_ns > 0:
+        told[_SINCE] = since_ns + received_ns - event.time_ns
+    return replace(event, time_ns=received_ns, attributes=told)
 
 
 @dataclass(frozen=True)
@@ -172,18 +195,24 @@ class EventRow:
 
 @dataclass(frozen=True)
 class SeriesRow:
-    """The newest value of a metric series: a ``value``, or a ``histogram``.
+    """What the points of a metric series come to: a ``value``, or a ``histogram``.
 
-    A histogram has ``count`` and ``sum``, and where told ``min``, ``max``, ``bounds``, ``counts``.
+    A histogram has ``count``, and where known ``sum``, ``min``, ``max``, ``bounds``, ``counts``.
+    ``process`` is a label that no other process among the rows has, ``process_id`` the identity of
+    the process. ``time_ns`` is by the clock of the sender, 0 if it reported none; ``received_ns``
+    is when the service received the last point.
     """
 
     process: str
+    process_id: str
+    scope: str
     name: str
     unit: str
     attributes: Mapping[str, Any]
     value: float | None
     histogram: Mapping[str, Any] | None
     time_ns: int
+    received_ns: int
 
 
 @dataclass(frozen=True)

@@ -157,7 +157,7 @@ class Store:
         return read_run_with_steps(self._reader)
 
     def run_steps(self, run_id: str, limit: int) -> tuple[list[StepRow], bool]:
-        """The newest ``limit`` steps of a run that have ended, in the order in which they began,
+        """The newest ``limit`` steps of a run that have ended, in the order in which they came,
         and whether there are older ones. Of one that was done again, when the run was resumed for
         example, the newest time."""
         return read_run_steps(self._reader, run_id, limit)
@@ -168,7 +168,7 @@ class Store:
         before: Cursor | None = None,
         limit: int = 50,
     ) -> tuple[list[TraceRow], Cursor | None]:
-        """A page of traces, the one that began last first, and where the next page goes on."""
+        """A page of traces, the one that came last first, and where the next page goes on."""
         return read_traces(self._reader, chosen, before, limit)
 
     def steps(self, run_id: str, limit: int = 10) -> list[TraceRow]:
@@ -258,18 +258,27 @@ class Store:
         if name is not None:
             query = query.where(SeriesModel.name == storable(name))
         with self._reader.connect() as connection:
-            return [
-                SeriesRow(
-                    process=row.process,
-                    name=row.name,
-                    unit=row.unit,
-                    attributes=json.loads(row.attributes),
-                    value=row.value,
-                    histogram=None if row.histogram is None else json.loads(row.histogram),
-                    time_ns=row.time_ns,
-                )
-                for row in connection.execute(query.limit(_MOST_SERIES))
-            ]
+            rows = connection.execute(query.limit(_MOST_SERIES)).all()
+        alike: dict[str, set[bytes]] = {}
+        for row in rows:
+            alike.setdefault(row.process, set()).add(row.process_id)
+        return [
+            SeriesRow(
+                process=row.process
+                if len(alike[row.process]) == 1
+                else f"{row.process} [{row.process_id.hex()[:8]}]",
+                process_id=row.process_id.hex(),
+                scope=row.scope,
+                name=row.name,
+                unit=row.unit,
+                attributes=json.loads(row.attributes),
+                value=row.value,
+                histogram=None if row.histogram is None else json.loads(row.histogram),
+                time_ns=row.time_ns,
+                received_ns=row.updated_ns,
+            )
+            for row in rows
+        ]
 
     def audit(self, before: int | None = None, limit: int = 50) -> list[AuditEntry]:
         """What people did, the newest first; ``before`` the id of the last one seen."""

@@ -68,6 +68,15 @@ class Work:
             made = sqlite.insert(table) if self.is_sqlite else postgresql.insert(table)
             self.connection.execute(made.on_conflict_do_nothing(), rows)
 
+    def put(self, model: type[Any], rows: list[dict[str, Any]]) -> None:
+        """Insert rows, in the place of those whose key is there already."""
+        if rows:
+            table = model.__table__
+            made = sqlite.insert(table) if self.is_sqlite else postgresql.insert(table)
+            key = [column.name for column in table.primary_key]
+            rest = {name: made.excluded[name] for name in rows[0] if name not in key}
+            self.connection.execute(made.on_conflict_do_update(index_elements=key, set_=rest), rows)
+
     def add(self, model: type[Any], rows: list[dict[str, Any]]) -> None:
         """Insert rows that are new."""
         if rows:

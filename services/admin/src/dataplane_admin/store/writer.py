@@ -10,9 +10,10 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from itertools import islice
 
 import structlog
 from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError, SQLAlchemyError
@@ -34,6 +35,8 @@ _IDLE_S = 1.0
 # Between looks at what is to be tidied, while something always waits.
 _BUSY_TIDY_S = 0.5
 _BUSY_TIDY_BYTES = 2 << 20
+# Records that were not stored, by which ones that are sent again are known.
+_MAX_RECENT = 65_536
 
 
 @dataclass
@@ -54,6 +57,22 @@ class Counts:
     ignored: int = 0
 
 
+class Recent:
+    """The last records that were not stored, so that one that is sent again is counted once."""
+
+    def __init__(self) -> None:
+        self._known: dict[bytes, None] = {}
+
+    def count(self, digests: Iterable[bytes]) -> int:
+        """How many of these did not come before."""
+        before = len(self._known)
+        self._known.update(dict.fromkeys(digests))
+        count = len(self._known) - before
+        for digest in list(islice(self._known, max(0, len(self._known) - _MAX_RECENT))):
+            del self._known[digest]
+        return count
+
+
 class Writer:
     """Starts with the thread running.
 
@@ -72,6 +91,7 @@ class Writer:
         self._nbytes = 0
         self._closing = False
         self._counts = Counts()
+        self._refused, self._ignored = Recent(), Recent()
         self._thread = threading.Thread(target=self._run, name="store-writer", daemon=True)
         self._thread.start()
 
@@ -182,8 +202,8 @@ class Writer:
                 self._counts.spans += result.spans
                 self._counts.events += result.events
                 self._counts.repeated += result.repeated
-                self._counts.refused += one.batch.refused
-                self._counts.ignored += one.batch.ignored
+                self._counts.refused += self._refused.count(one.batch.refused)
+                self._counts.ignored += self._ignored.count(one.batch.ignored)
         for one, result in zip(group, results, strict=True):
             one.done.set_result(result)
 

@@ -180,3 +180,20 @@ class SamplePage(Model):
     total: int
     """Samples in the partition."""
     samples: list[Sample]
+
+
+class PartitionView(Model):
+    """A partition and what is in it, as of one moment."""
+
+    at_ns: int
+    """When it was read."""
+    spread_s: float
+    """0 if every part is of one moment; else how long reading took while samples moved."""
+    partition: Partition
+    matrix: Matrix
+    """Of a partition of more than 10,000 samples, as of its own ``at_ns``."""
+    samples: SamplePage
+    claims: list[Claim]
+    """Under leases, oldest first, at most 1,000."""
+    problem: Text
+    """Why there are no samples and claims, and the rest is of the newest poll; else empty."""

@@ -31,17 +31,26 @@ class Audit(Model):
 
 
 class Series(Model):
-    """The newest value of one metric series."""
+    """What the points of one metric series come to: of one process, scope, metric and set of
+    attributes."""
 
     name: Text
     process: Text
+    """A label that no other process here has."""
+    scope: Text
+    """The instrumentation scope; empty if unknown."""
     unit: Text
     attributes: Values
     value: float | None
-    """Of a counter or gauge; None of a histogram."""
+    """Of a counter what it counted since it was first seen, whatever the temporality; of a gauge
+    its newest value; None of a histogram, and where nothing was recorded."""
     histogram: Values | None
-    """Count, sum, bounds and bucket counts; None of a single number."""
-    time_ns: int
+    """``count`` and, where known, ``sum``, ``min``, ``max``, ``bounds`` and ``counts``; None of a
+    single number."""
+    time_ns: int | None
+    """Of the last point, by the clock of its sender; None if it reported none."""
+    received_ns: int
+    """When the service received the last point."""
 
 
 class Changed(Model):

@@ -23,14 +23,14 @@ class Runs(Model):
 
 
 class StepRange(Model):
-    """Steps of a run that began one after the other."""
+    """Steps of a run that came one after the other."""
 
     first_step: int
     """The smallest number among them."""
     last_step: int
     steps: int
-    start_ns: int
-    """Of the first that began."""
+    start_ns: int | None
+    """Of the first of them; None if it was not reported."""
     median_s: float
     """Of the step in the middle by length, which there is: not a mean of two."""
     most_s: float
@@ -64,11 +64,14 @@ class TraceFacts(Model):
     step: int | None
     name: Text
     """Of its root, or else of its first span."""
-    start_ns: int
-    end_ns: int
+    start_ns: int | None
+    """By the clock of whoever reported it; None if nobody did. As ``end_ns``."""
+    end_ns: int | None
+    received_ns: int
+    """When the service last received something of it, by its own clock."""
     seconds: float
     has_root: bool
-    """Whether the span of the whole has arrived."""
+    """Whether the span of the whole has arrived, with its end."""
     spans: int
     errors: int
     """Spans that failed."""
@@ -78,7 +81,7 @@ class TraceFacts(Model):
 
 
 class Traces(Model):
-    """A page of traces, the newest first."""
+    """A page of traces, the one that the service received first is the last."""
 
     traces: list[TraceFacts]
     next: str | None
@@ -105,7 +108,8 @@ class SpanRow(Model):
     """Label of the process, one of the trace's ``processes``."""
     start_s: float
     """Since the trace's start; below 0 where clocks disagree."""
-    seconds: float
+    seconds: float | None
+    """None if its start or its end was not reported."""
     bucket: Text | None
     """``productive``, ``overhead``, ``idle``, ``wasted``; None if it only groups others."""
     outcome: Literal["unset", "ok", "error"]

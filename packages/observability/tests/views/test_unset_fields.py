@@ -1,0 +1,191 @@
+"""Zero and empty mean "not set" in OTLP: views never take them for values."""
+
+import json
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from opentelemetry.proto.logs.v1.logs_pb2 import LogsData
+from opentelemetry.proto.trace.v1.trace_pb2 import TracesData
+
+from observability.records import (
+    Process,
+    Records,
+    decode_logs,
+    decode_traces,
+    distinct_labels,
+)
+from observability.views import (
+    chrome_trace,
+    critical_path,
+    life_of,
+    page_of,
+    process_times,
+    steps_of,
+    why,
+)
+from observability.views.clocks import clocks_ahead
+from observability.views.tree import Tree
+
+BEGIN = 1_790_000_000_000_000_000
+END = BEGIN + 4_000_000_000
+TRACE = b"t" * 16
+
+
+def request(*spans, resource=()):
+    """A request with (id, parent, start, end) each."""
+    data = TracesData()
+    made = data.resource_spans.add()
+    for key, value in resource:
+        made.resource.attributes.add(key=key).value.string_value = value
+    scope = made.scope_spans.add()
+    for span_id, parent, start_ns, end_ns in spans:
+        span = scope.spans.add(
+            trace_id=TRACE,
+            span_id=span_id * 8,
+            parent_span_id=parent * 8,
+            name="grpo.step",
+            start_time_unix_nano=start_ns,
+            end_time_unix_nano=end_ns,
+        )
+        span.attributes.add(key="rl.step").value.int_value = 3
+        span.attributes.add(key="rl.bucket").value.string_value = "productive"
+    return data.SerializeToString()
+
+
+def step(*bodies):
+    [found] = steps_of(Records([one for body in bodies for one in decode_traces(body).spans]))
+    return found
+
+
+def test_a_finished_copy_wins_over_an_open_one():
+    opened, ended = request((b"r", b"", BEGIN, 0)), request((b"r", b"", BEGIN, END))
+    for order in ([opened, ended], [ended, opened], [opened, ended, opened]):
+        found = step(*order)
+        assert (found.seconds, found.incomplete) == (4.0, [])
+
+
+def test_an_open_root_ends_with_its_last_span():
+    found = step(request((b"r", b"", BEGIN, 0), (b"c", b"r", BEGIN, END)))
+    assert found.seconds == 4.0
+    assert found.root.reported_seconds is None
+    assert found.incomplete == ["no end was reported of 'grpo.step' of unknown"]
+
+
+def test_a_child_without_times_stands_where_its_parent_begins():
+    found = step(request((b"r", b"", BEGIN, END), (b"c", b"r", 0, 0), (b"d", b"c", 0, 0)))
+    assert (found.start_ns, found.end_ns) == (BEGIN, END)
+    assert {span.start_ns for span in found.spans} == {BEGIN}
+
+
+def test_a_span_without_a_start_does_not_begin_in_1970():
+    found = step(request((b"c", b"x", 0, END), (b"d", b"x", BEGIN, END)))
+    assert found.start_ns == BEGIN
+
+
+def test_a_parent_of_zeros_is_no_parent():
+    [span] = decode_traces(request((b"r", b"\0", BEGIN, END))).spans
+    assert span.parent_id is None
+
+
+def test_clocks_are_not_judged_by_times_that_were_not_reported():
+    caller = decode_traces(request((b"r", b"", BEGIN, END), resource=[("host.name", "a")])).spans
+    for start_ns, end_ns in ((BEGIN, 0), (0, END), (0, 0)):
+        body = request((b"c", b"r", start_ns, end_ns), resource=[("host.name", "b")])
+        tree = Tree([*caller, *decode_traces(body).spans])
+        assert clocks_ahead(tree, tree.roots[0]) == {}
+
+
+TIMES = st.sampled_from([0, 1, BEGIN, END, 2**63 - 1, 2**63, 2**64 - 1])
+IDS = st.sampled_from([b"", b"\0", b"a", b"b", b"c", b"d"])
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from([b"a", b"b", b"c", b"d"]), IDS, TIMES, TIMES), max_size=9)
+)
+def test_any_times_and_parents_can_be_shown(spans):
+    steps = steps_of(decode_traces(request(*spans)))
+    for one in steps:
+        assert one.seconds >= 0
+        assert all(segment.seconds > 0 for segment in critical_path(one))
+        assert all(time.bubble_seconds >= 0 for time in process_times(one))
+        known = [at for _, _, *times in spans for at in times if at]
+        assert not known or one.start_ns >= min(known)
+    json.dumps(chrome_trace(steps))
+
+
+def log(*records):
+    data = LogsData()
+    scope = data.resource_logs.add().scope_logs.add()
+    for name, time_ns, trace_id in records:
+        record = scope.log_records.add(
+            event_name=f"dataplane.{name}", time_unix_nano=time_ns, trace_id=trace_id
+        )
+        record.body.string_value = '["a"]'
+        record.attributes.add(key="dataplane.partition").value.string_value = "train"
+    return decode_logs(data.SerializeToString())
+
+
+def test_an_event_without_a_time_takes_that_of_the_one_before_it():
+    hops = life_of("a", log(("put", BEGIN, b""), ("claimed", 0, b""), ("trained", END, b"")))
+    assert [hop.seconds for hop in hops] == [0.0, 0.0, 4.0]
+    hops = life_of("a", log(("put", 0, b""), ("trained", END, b"")))
+    assert [hop.seconds for hop in hops] == [0.0, 0.0]
+
+
+def test_a_wait_without_a_time_has_not_lasted_since_1970():
+    assert [wait.seconds for wait in why(log(("waiting", 0, b"")), END)] == [0.0]
+
+
+@pytest.mark.parametrize("trace_id", [b"", bytes(16), b"short"])
+def test_an_event_with_an_invalid_trace_id_belongs_to_no_trace(trace_id):
+    assert log(("put", BEGIN, trace_id)).events[0].trace_id == ""
+
+
+def test_invalid_utf8_costs_that_string_only():
+    body = request((b"r", b"", BEGIN, END), resource=[("k8s.pod.name", "abcd")])
+    [span] = decode_traces(body.replace(b"abcd", b"a\xff\xfed")).spans
+    assert span.process.resource == {"k8s.pod.name": "a��d"}
+
+
+def test_processes_that_differ_anywhere_in_the_resource_are_two():
+    names = [("service.name", "rollout")]
+    found = [
+        decode_traces(request((b"r", b"", BEGIN, END), resource=[*names, *more])).spans[0].process
+        for more in ([("k8s.pod.name", "a")], [("k8s.pod.name", "b")], [("zone", "z")], [])
+    ]
+    assert len(set(found)) == 4
+    labels = distinct_labels(found)
+    assert list(labels.values())[:3] == ["rollout (a)", "rollout (b)", "rollout (zone=z)"]
+    assert len(set(labels.values())) == 4
+
+
+def test_attributes_in_another_order_are_the_same_process():
+    pairs = [("service.name", "rollout"), ("host.name", "a")]
+    one, two = (
+        decode_traces(request((b"r", b"", BEGIN, END), resource=those)).spans[0].process
+        for those in (pairs, pairs[::-1])
+    )
+    assert one == two
+
+
+def test_an_integer_instance_is_part_of_the_label():
+    data = TracesData()
+    made = data.resource_spans.add()
+    made.resource.attributes.add(key="service.instance.id").value.int_value = 7
+    made.resource.attributes.add(key="service.name").value.string_value = ""
+    made.scope_spans.add().spans.add(trace_id=TRACE)
+    [span] = decode_traces(data.SerializeToString()).spans
+    assert span.process.label == "unknown 7"
+
+
+def test_labels_differ_even_without_any_difference_to_show():
+    two = [Process("a", identity="1" * 32), Process("a", identity="2" * 32)]
+    assert len(set(distinct_labels(two).values())) == 2
+    assert distinct_labels([replace(two[0], pid=7), two[1]])[two[1]] != "a"
+
+
+def test_a_page_of_open_spans_says_so():
+    found = step(request((b"r", b"", BEGIN, END), (b"c", b"r", BEGIN, 0)))
+    assert "n/a, from 0 s on" in page_of([found])

@@ -1,0 +1,267 @@
+"""Any well-formed export request is taken, whatever stands in its fields, and can be shown.
+
+The requests are made from the descriptors of the protobuf messages: every field of every message,
+with the extreme values of its type.
+"""
+
+import asyncio
+import json
+import math
+import os
+
+import httpx
+import pytest
+from google.protobuf import json_format
+from google.protobuf.descriptor import FieldDescriptor as Field
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from opentelemetry.proto.collector.logs.v1.logs_service_pb2 import ExportLogsServiceResponse
+from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import (
+    ExportMetricsServiceResponse,
+)
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceResponse
+from opentelemetry.proto.logs.v1.logs_pb2 import LogsData
+from opentelemetry.proto.metrics.v1.metrics_pb2 import MetricsData
+from opentelemetry.proto.trace.v1.trace_pb2 import TracesData
+
+from dataplane_admin import Settings, create_app
+from dataplane_admin.ingest import Limits
+
+PROTOBUF, JSON = "application/x-protobuf", "application/json"
+KINDS = {
+    "traces": (TracesData, ExportTraceServiceResponse),
+    "logs": (LogsData, ExportLogsServiceResponse),
+    "metrics": (MetricsData, ExportMetricsServiceResponse),
+}
+WRONG = "\ue000"  # stands for bytes that are no UTF-8, or for half a pair of surrogates
+NAMES = ["rl.run_id", "rl.step", "rl.bucket", "service.name", "process.pid", "host.name"]
+NAMES += ["dataplane.wait", "dataplane.partition", "dataplane.samples", "dataplane.since_ns"]
+EVENTS = ["dataplane.put", "dataplane.waiting", "dataplane.cleared", "dataplane.trained"]
+TEXTS = ["", "\0", WRONG, "7", "\U0010ffff", "x" * 5_000, '["a"]', *NAMES, *EVENTS]
+DEEPEST = 9
+HERE = "http://localhost"
+
+
+def whole(bits, *, signed):
+    low, high = (-(1 << bits - 1), (1 << bits - 1) - 1) if signed else (0, (1 << bits) - 1)
+    special = {low, low + 1, -1, 0, 1, 7, (1 << 31) - 1, (1 << 63) - 1, (1 << 63), high - 1, high}
+    return st.sampled_from(sorted(one for one in special if low <= one <= high))
+
+
+DOUBLES = [0.0, -0.0, 1.5, 5e-324, 1.7e308, -1.7e308, math.inf, -math.inf, math.nan]
+IDS = [b"", bytes(8), bytes(16), b"\xff" * 8, b"t" * 16, b"x" * 99]
+VALUES = {
+    Field.TYPE_DOUBLE: st.sampled_from(DOUBLES),
+    Field.TYPE_FLOAT: st.sampled_from(DOUBLES[:4]),
+    Field.TYPE_BOOL: st.booleans(),
+    Field.TYPE_STRING: st.sampled_from(TEXTS),
+    Field.TYPE_BYTES: st.sampled_from(
+        [b"", bytes(8), bytes(16), b"\xff" * 8, b"t" * 16, b"x" * 99]
+    ),
+    Field.TYPE_ENUM: whole(32, signed=True),
+    **dict.fromkeys(
+        [Field.TYPE_INT32, Field.TYPE_SINT32, Field.TYPE_SFIXED32], whole(32, signed=True)
+    ),
+    **dict.fromkeys([Field.TYPE_UINT32, Field.TYPE_FIXED32], whole(32, signed=False)),
+    **dict.fromkeys(
+        [Field.TYPE_INT64, Field.TYPE_SINT64, Field.TYPE_SFIXED64], whole(64, signed=True)
+    ),
+    **dict.fromkeys([Field.TYPE_UINT64, Field.TYPE_FIXED64], whole(64, signed=False)),
+}
+
+
+def fill(draw, message, depth=0):
+    """Set any of the fields of a message; those by which one goes deeper more often."""
+    for field in message.DESCRIPTOR.fields:
+        is_message = field.type == Field.TYPE_MESSAGE
+        if depth > DEEPEST and is_message:
+            continue
+        likely = 3 if is_message and depth < 3 else 1
+        count = draw(st.sampled_from([0, *[1] * likely]))
+        if not count:
+            continue
+        if field.is_repeated:
+            for _ in range(draw(st.integers(1, 2))):
+                held = getattr(message, field.name)
+                if is_message:
+                    fill(draw, held.add(), depth + 1)
+                else:
+                    held.append(draw(VALUES[field.type]))
+        elif is_message:
+            inner = getattr(message, field.name)
+            inner.SetInParent()
+            fill(draw, inner, depth + 1)
+        else:
+            setattr(message, field.name, draw(VALUES[field.type]))
+
+
+@st.composite
+def requests(draw, kind):
+    message = KINDS[kind][0]()
+    fill(draw, message)
+    return message
+
+
+def with_good_spans(message):
+    """The request with a good span before and one behind everything, and their trace ids."""
+    data, ids = TracesData(), [os.urandom(16), os.urandom(16)]
+    for trace_id in ids:
+        if trace_id == ids[1]:
+            data.MergeFrom(message)
+        data.resource_spans.add().scope_spans.add().spans.add(
+            trace_id=trace_id, span_id=b"12345678", start_time_unix_nano=1, end_time_unix_nano=2
+        )
+    return data, ids
+
+
+def encode(message, content):
+    if content == PROTOBUF:
+        return message.SerializeToString().replace(WRONG.encode(), b"\xff\xfe\xfd")
+    told = json_format.MessageToDict(message)
+    return json.dumps(_with_hexadecimal_ids(message, told)).replace("\\ue000", "\\ud800").encode()
+
+
+def _with_hexadecimal_ids(message, told):
+    for field, value in message.ListFields():
+        name = field.json_name
+        if field.type == Field.TYPE_MESSAGE:
+            pairs = (
+                zip(value, told[name], strict=True) if field.is_repeated else [(value, told[name])]
+            )
+            for inner, held in pairs:
+                _with_hexadecimal_ids(inner, held)
+        elif field.type == Field.TYPE_BYTES and field.name.endswith("_id"):
+            told[name] = value.hex()
+    return told
+
+
+class Service:
+    def __init__(self, url, limits=None):
+        self.app = create_app(Settings(store_url=url, limits=limits or Limits()))
+        self.store = self.app.state.store
+
+    def ask(self, *requests):
+        async def all_of_them():
+            # An exception in the service is an answer of 500 here, as it is for who asks.
+            transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
+            async with httpx.AsyncClient(
+                transport=transport, base_url="http://localhost"
+            ) as client:
+                return [
+                    await client.request(method, path, **more) for method, path, more in requests
+                ]
+
+        return asyncio.run(all_of_them())
+
+    def post(self, kind, body, content):
+        more = {"content": body, "headers": {"content-type": content}}
+        [answer] = self.ask(("POST", f"/v1/{kind}", more))
+        return answer
+
+    def shown(self):
+        """Every page and answer that shows what came."""
+        rows, _ = self.store.traces(limit=5)
+        paths = ["/", "/traces", "/metrics"]
+        paths += [f"/api/v1/{name}" for name in ("traces", "runs", "series", "why", "status")]
+        for row in rows:
+            paths += [f"/trace?id={row.trace_id}", f"/api/v1/trace?id={row.trace_id}"]
+        return {
+            answer.url.path: answer.status_code
+            for answer in self.ask(*(("GET", path, {}) for path in paths))
+        }
+
+
+@pytest.fixture
+def service(url):
+    service = Service(url)
+    yield service
+    service.store.close()
+
+
+examples = settings(
+    max_examples=30,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+
+
+@pytest.mark.parametrize("content", [PROTOBUF, JSON])
+@pytest.mark.parametrize("kind", KINDS)
+def test_any_request_is_taken_and_shown(url, kind, content):
+    # So small that what is beyond is cut, in many of the requests.
+    service = Service(url, Limits(attributes=1, attribute_length=16, links=1))
+
+    @examples
+    @given(message=requests(kind))
+    def taken(message):
+        good = []
+        if kind == "traces":
+            message, good = with_good_spans(message)
+        answer = service.post(kind, encode(message, content), content)
+        assert answer.status_code == 200, answer.content
+        if content == PROTOBUF:
+            KINDS[kind][1].FromString(answer.content)
+        else:
+            answer.json()
+        for trace_id in good:
+            assert len(service.store.trace_records(trace_id.hex()).spans) == 1
+
+    try:
+        taken()
+        assert set(service.shown().values()) == {200}
+    finally:
+        service.store.close()
+
+
+def test_one_wrong_string_costs_that_string(service):
+    good = TracesData()
+    resource = good.resource_spans.add()
+    for key in ("service.name", "rl.run_id"):
+        resource.resource.attributes.add(key=key).value.string_value = f"a{WRONG}b"
+    resource.scope_spans.add().spans.add(trace_id=b"t" * 16, span_id=b"s" * 8, name=WRONG)
+    for content in (PROTOBUF, JSON):
+        assert service.post("traces", encode(good, content), content).status_code == 200
+    [span] = service.store.trace_records((b"t" * 16).hex()).spans[:1]
+    assert set(span.name) == {"\N{REPLACEMENT CHARACTER}"}
+    assert service.store.runs()[0].run_id.strip("ab") != ""
+
+
+def test_unknown_names_of_json_are_passed_over(service):
+    span = {"traceId": "74" * 16, "spanId": "73" * 8, "spanIds": ["zz"], "attributes": []}
+    unknown = {"traceId": "no hex", "spanId": 7, "deep": {"parentSpanId": "zz"}}
+    body = {
+        "resourceSpans": [{"scopeSpans": [{"spans": [span], **unknown}], "resource": unknown}],
+        **unknown,
+    }
+    assert service.post("traces", json.dumps(body).encode(), JSON).json() == {}
+    assert service.store.totals().spans == 1
+
+
+def test_an_id_that_is_no_hexadecimal_costs_its_span(service):
+    spans = [{"traceId": "74" * 16, "spanId": place * 8} for place in ("71", "72", "zz")]
+    spans.append({"traceId": "74" * 16, "spanId": "75" * 8, "parentSpanId": "no"})
+    body = json.dumps({"resourceSpans": [{"scopeSpans": [{"spans": spans}]}]}).encode()
+    partial = service.post("traces", body, JSON).json()["partialSuccess"]
+    assert partial["rejectedSpans"] == "2"
+    assert "span id is not 8 bytes" in partial["errorMessage"]
+    assert service.store.totals().spans == 2
+
+
+@pytest.mark.parametrize("content", [PROTOBUF, JSON])
+def test_a_time_after_2262_is_named_as_the_reason(service, content):
+    message, good = with_good_spans(TracesData())
+    late = message.resource_spans.add().scope_spans.add().spans
+    late.add(trace_id=b"t" * 16, span_id=b"s" * 8, end_time_unix_nano=2**63)
+    assert (
+        b"after the year 2262" in service.post("traces", encode(message, content), content).content
+    )
+    logs = LogsData()
+    logs.resource_logs.add().scope_logs.add().log_records.add(
+        event_name="dataplane.put", observed_time_unix_nano=2**64 - 1
+    )
+    assert b"after the year 2262" in service.post("logs", encode(logs, content), content).content
+    metrics = MetricsData()
+    gauge = metrics.resource_metrics.add().scope_metrics.add().metrics.add().gauge
+    gauge.data_points.add(time_unix_nano=2**63)
+    answer = service.post("metrics", encode(metrics, content), content)
+    assert b"after the year 2262" in answer.content
+    assert {len(service.store.trace_records(one.hex()).spans) for one in good} == {1}
