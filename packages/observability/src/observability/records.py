@@ -118,6 +118,21 @@ class Link:
 
 
 @dataclass(frozen=True)
+class SpanEvent:
+    """Something that happened within a span: an exception, for example.
+
+    Attributes:
+        name: what happened.
+        time_ns: nanoseconds since 1970, by the clock of its process; 0 if not reported.
+        attributes: name to value.
+    """
+
+    name: str
+    time_ns: int
+    attributes: Attributes
+
+
+@dataclass(frozen=True)
 class Span:
     """One span.
 
@@ -137,6 +152,8 @@ class Span:
         message: why it failed.
         has_start: whether its start was reported.
         has_end: whether its end was reported; a span that is still open has none.
+        events: what happened within it, in the order reported.
+        scope: the instrumentation that made it, with its version; empty if not reported.
     """
 
     trace_id: str
@@ -153,6 +170,8 @@ class Span:
     message: str = ""
     has_start: bool = True
     has_end: bool = True
+    events: tuple[SpanEvent, ...] = ()
+    scope: str = ""
 
     @property
     def is_timed(self) -> bool:
@@ -226,10 +245,11 @@ def decode_traces(body: bytes) -> Records:
     parse(request, body)
     return Records(
         spans=[
-            _span(span, process, run)
+            _span(span, process, run, scope)
             for resource_spans in request.resource_spans
             for process, run in [_process_and_run(resource_spans.resource)]
             for scope_spans in resource_spans.scope_spans
+            for scope in [f"{scope_spans.scope.name} {scope_spans.scope.version}".strip()]
             for span in scope_spans.spans
         ]
     )
@@ -263,7 +283,7 @@ def decode_logs(body: bytes) -> Records:
     )
 
 
-def _span(span: SpanMessage, process: Process, run: Any) -> Span:
+def _span(span: SpanMessage, process: Process, run: Any, scope: str) -> Span:
     start_ns, end_ns = span.start_time_unix_nano, span.end_time_unix_nano
     return Span(
         trace_id=span.trace_id.hex(),
@@ -284,6 +304,11 @@ def _span(span: SpanMessage, process: Process, run: Any) -> Span:
         message=span.status.message,
         has_start=start_ns > 0,
         has_end=end_ns > 0,
+        events=tuple(
+            SpanEvent(event.name or UNNAMED, event.time_unix_nano, _attributes(event.attributes))
+            for event in span.events
+        ),
+        scope=scope,
     )
 
 

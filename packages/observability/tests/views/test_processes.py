@@ -4,8 +4,10 @@ import pytest
 from hypothesis import given
 from told_runs import DRIVER, GENERATION, POLICIES, ROLLOUT, Teller, grpo_step, ns, trees
 
-from observability.views import bucket_seconds, process_times, steps_of
+from observability.views import attributes, bucket_seconds, process_times, steps_of
 from observability.views.intervals import length, union
+from observability.views.processes import BUCKETS
+from observability.views.tables import tables_of
 
 
 def times_of(records):
@@ -17,9 +19,15 @@ def times_of(records):
 def test_busy_and_bubble_are_the_step(records):
     (step,) = steps_of(records)
     for one in process_times(step):
+        if one.busy_seconds is None:
+            assert not any(
+                attributes.bucket(span) in BUCKETS
+                for span in step.spans
+                if span.process == one.process
+            )
+            continue
         assert 0 <= one.bubble_seconds <= step.seconds
         assert one.busy_seconds + one.bubble_seconds == pytest.approx(step.seconds)
-        assert 0 <= one.bubble_percent <= 100
         assert list(one.busy) == union(one.busy)
         assert length(one.busy) / 1e9 == pytest.approx(one.busy_seconds)
         assert all(step.start_ns <= start < end <= step.end_ns for start, end in one.busy)
@@ -30,6 +38,8 @@ def test_a_process_is_in_one_bucket_at_a_time(records):
     (step,) = steps_of(records)
     times = process_times(step)
     for one in times:
+        if one.busy_seconds is None:
+            continue
         assert sum(one.seconds.values()) <= step.seconds + 1e-9
         worked = sum(one.seconds[bucket] for bucket in ("productive", "overhead", "wasted"))
         assert worked == pytest.approx(one.busy_seconds)
@@ -40,7 +50,7 @@ def test_waiting_is_not_work():
     times = times_of(grpo_step())
     assert times[GENERATION].busy_seconds == pytest.approx(0.38 + 2 * 1.46)
     assert times[ROLLOUT].busy_seconds == pytest.approx(0.05 + 0.13)
-    assert times[DRIVER].bubble_percent > 90
+    assert times[DRIVER].bubble_seconds / times[DRIVER].step_seconds > 0.9
 
 
 def test_overlapping_work_counts_once():
@@ -75,3 +85,26 @@ def test_the_process_of_the_root_comes_first():
     labels = [one.label for one in process_times(step)]
     assert labels[0] == "grpo.driver"
     assert labels[1:] == sorted(labels[1:])
+
+
+def test_without_buckets_nobody_knows_when_a_process_worked():
+    tell = Teller()
+    root = tell.span("grpo.step", DRIVER, 0, 4)
+    tell.span("generate", GENERATION, 1, 2, root)
+    (step,) = steps_of(tell.records)
+    for one in process_times(step):
+        assert (one.busy, one.seconds) == ((), {})
+        assert one.busy_seconds is one.bubble_seconds is None
+    assert bucket_seconds(step) == {}
+    tables = {table.title: table for table in tables_of(step, ())}
+    assert all(list(row[1:]) == ["n/a"] * 4 for row in tables["Processes"].rows)
+    assert "Process-seconds" not in tables
+
+
+def test_a_process_without_buckets_leaves_those_of_others_alone():
+    tell = Teller()
+    root = tell.span("grpo.step", DRIVER, 0, 4, bucket="idle")
+    tell.span("generate", GENERATION, 1, 2, root)
+    times = times_of(tell.records)
+    assert times[GENERATION].bubble_seconds is None
+    assert times[DRIVER].bubble_seconds == 4.0

@@ -17,7 +17,7 @@ from observability.views.critical_path import critical_path
 from observability.views.figures import waste
 from observability.views.lanes import rows
 from observability.views.printable import printable
-from observability.views.processes import BUCKETS, ProcessTime, process_times
+from observability.views.processes import BUCKETS, ProcessTime, process_times, summed_buckets
 from observability.views.quantities import duration, percent
 from observability.views.steps import Step
 from observability.views.tables import Table, tables_of
@@ -107,7 +107,7 @@ def step_on_page(step: Step, *, anchor: str, is_open: bool) -> StepOnPage:
     """
     path = critical_path(step)
     times = process_times(step)
-    seconds = {bucket: sum(one.seconds[bucket] for one in times) for bucket in BUCKETS}
+    seconds = summed_buckets(times)
     spans = heapq.nlargest(MOST_BARS, step.spans, key=lambda span: span.end_ns - span.start_ns)
     hidden = len(step.spans) - len(spans)
     lanes, tops = _lanes(times, spans, lambda span: step.tree.line(span.span_id))
@@ -121,7 +121,7 @@ def step_on_page(step: Step, *, anchor: str, is_open: bool) -> StepOnPage:
         trace_id=printable(step.trace_id),
         took=duration(step.seconds),
         span_count=len(step.spans),
-        productive=percent(seconds["productive"], sum(seconds.values())),
+        productive=percent(seconds["productive"], sum(seconds.values())) if seconds else "n/a",
         wasted_share=percent(lost.share, 1),
         mean_staleness=f"{step.staleness.mean:.2f}" if step.staleness else "-",
         incomplete=step.incomplete,
@@ -158,7 +158,7 @@ def _lanes(
         for (_, span_id), row in placed.items():
             tops[span_id] = top + _MARGIN + row * _ROW
         height = 2 * _MARGIN + _ROW * (1 + max(placed.values(), default=0))
-        busy = percent(one.busy_seconds, one.step_seconds)
+        busy = "" if one.busy_seconds is None else percent(one.busy_seconds, one.step_seconds)
         lanes.append(Lane(one.label, busy, top, height))
         top += height
     return lanes, tops

@@ -29,9 +29,10 @@ class ProcessTime:
         process: which.
         label: its printable name.
         busy: when it worked, in nanoseconds since 1970, in order, within the step.
-        seconds: bucket to seconds; each moment of the process counts once.
-        busy_seconds: seconds of work.
-        bubble_seconds: the rest of the step.
+        seconds: bucket to seconds; each moment of the process counts once. Empty if no span of the
+            process has a bucket: of such a process nobody knows when it worked.
+        busy_seconds: seconds of work; None without a bucket.
+        bubble_seconds: the rest of the step; None without a bucket.
         step_seconds: the step; busy and bubble together.
     """
 
@@ -39,14 +40,9 @@ class ProcessTime:
     label: str
     busy: tuple[Interval, ...]
     seconds: Mapping[str, float]
-    busy_seconds: float
-    bubble_seconds: float
+    busy_seconds: float | None
+    bubble_seconds: float | None
     step_seconds: float
-
-    @property
-    def bubble_percent(self) -> float:
-        """The bubble in percent of the step; 0 of a step that took no time."""
-        return 100 * self.bubble_seconds / self.step_seconds if self.step_seconds else 0.0
 
 
 def process_times(step: Step) -> list[ProcessTime]:
@@ -55,16 +51,16 @@ def process_times(step: Step) -> list[ProcessTime]:
     found = []
     for process in step.processes:
         times = _times(step, step.spans, process)
-        busy = union(one for bucket in BUSY for one in times[bucket])
+        busy = union(one for bucket in BUSY for one in times.get(bucket, ()))
         worked = length(busy)
         found.append(
             ProcessTime(
                 process=process,
                 label=step.labels[process],
                 busy=tuple(busy),
-                seconds={bucket: length(times[bucket]) / 1e9 for bucket in BUCKETS},
-                busy_seconds=worked / 1e9,
-                bubble_seconds=(duration - worked) / 1e9,
+                seconds={bucket: length(times[bucket]) / 1e9 for bucket in times},
+                busy_seconds=worked / 1e9 if times else None,
+                bubble_seconds=(duration - worked) / 1e9 if times else None,
                 step_seconds=duration / 1e9,
             )
         )
@@ -72,9 +68,14 @@ def process_times(step: Step) -> list[ProcessTime]:
 
 
 def bucket_seconds(step: Step) -> dict[str, float]:
-    """Process-seconds of the step per bucket: the sum over its processes."""
-    times = process_times(step)
-    return {bucket: sum(one.seconds[bucket] for one in times) for bucket in BUCKETS}
+    """Process-seconds of the step per bucket, summed over its processes; empty without a bucket."""
+    return summed_buckets(process_times(step))
+
+
+def summed_buckets(times: Iterable[ProcessTime]) -> dict[str, float]:
+    """Seconds of all processes per bucket; empty if none of them has a bucket."""
+    known = [one.seconds for one in times if one.seconds]
+    return {bucket: sum(one[bucket] for one in known) for bucket in BUCKETS} if known else {}
 
 
 def busy_ns(
@@ -82,12 +83,14 @@ def busy_ns(
 ) -> int:
     """Nanoseconds that a process spent in the buckets, looking at some spans of a step only."""
     times = _times(step, spans, process)
-    return sum(length(times[bucket]) for bucket in BUCKETS if bucket in buckets)
+    return sum(length(times[bucket]) for bucket in times if bucket in buckets)
 
 
 def _times(step: Step, spans: Iterable[Span], process: Process) -> dict[str, list[Interval]]:
-    """Bucket to when, none at the same time as another, within the step."""
+    """Bucket to when, none at the same time as another, within the step; empty without a bucket."""
     own = [span for span in spans if span.process == process and attributes.bucket(span) in BUCKETS]
+    if not own:
+        return {}
     inner: dict[str, list[Interval]] = {span.span_id: [] for span in own}
     for span in own:
         for above in step.tree.line(span.span_id)[1:]:

@@ -9,7 +9,7 @@ from observability.views import attributes
 from observability.views.critical_path import Segment
 from observability.views.figures import bytes_by_stage, condensed, slowest, waste
 from observability.views.printable import printable
-from observability.views.processes import BUCKETS, process_times
+from observability.views.processes import bucket_seconds, process_times
 from observability.views.quantities import duration, percent, size
 from observability.views.steps import Step
 
@@ -52,14 +52,16 @@ def _processes(step: Step) -> Table:
         [
             _row(
                 one.label,
-                f"{one.busy_seconds:.3f}",
-                percent(one.busy_seconds, one.step_seconds),
-                f"{one.bubble_seconds:.3f}",
-                percent(one.bubble_seconds, one.step_seconds),
+                *_seconds_and_share(one.busy_seconds, one.step_seconds),
+                *_seconds_and_share(one.bubble_seconds, one.step_seconds),
             )
             for one in process_times(step)
         ],
     )
+
+
+def _seconds_and_share(seconds: float | None, whole: float) -> tuple[str, str]:
+    return ("n/a", "n/a") if seconds is None else (f"{seconds:.3f}", percent(seconds, whole))
 
 
 def _path(step: Step, path: Sequence[Segment]) -> Table:
@@ -90,8 +92,7 @@ def _bytes(step: Step) -> Table:
 
 
 def _buckets(step: Step) -> Table:
-    times = process_times(step)
-    seconds = {bucket: sum(one.seconds[bucket] for one in times) for bucket in BUCKETS}
+    seconds = bucket_seconds(step)
     total = sum(seconds.values())
     lost = waste(step)
     return Table(
@@ -99,7 +100,7 @@ def _buckets(step: Step) -> Table:
         _columns("bucket", "seconds", "share"),
         [
             _row(bucket, f"{seconds[bucket]:.3f}", percent(seconds[bucket], total))
-            for bucket in BUCKETS
+            for bucket in seconds
         ],
         (
             f"dropped: {lost.dropped} of {lost.put} samples, {percent(lost.share, 1)}, "

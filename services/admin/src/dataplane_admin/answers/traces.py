@@ -28,6 +28,7 @@ from observability.views.tree import Tree
 MOST_ROWS = 5_000
 MOST_EVENTS = 500
 MOST_COMPARED = 500
+MAX_SPAN_EVENTS = 32
 _DROPPED = "dataplane.telemetry.dropped"
 _EXAMPLES = 5
 _MOST_LINKS = 1_000
@@ -85,6 +86,7 @@ def trace(store: Store, settings: Settings, trace_id: str) -> models.Trace:
                 seconds=dict(one.seconds),
                 busy_s=one.busy_seconds,
                 bubble_s=one.bubble_seconds,
+                resource=dict(one.process.resource),
             )
             for one in process_times(step)
         ],
@@ -159,7 +161,9 @@ def compare(store: Store, a: str, b: str) -> models.TraceComparison:
 
 
 def _busy(step: Step) -> dict[str, float]:
-    return {one.label: one.busy_seconds for one in process_times(step)}
+    return {
+        one.label: one.busy_seconds for one in process_times(step) if one.busy_seconds is not None
+    }
 
 
 def _read(store: Store, trace_id: str, *, events: bool = True) -> tuple[TraceRow, Records]:
@@ -230,6 +234,16 @@ def _rows(step: Step, path: Iterable[Segment]) -> list[models.SpanRow]:
                     models.SpanLink(trace_id=link.trace_id, span_id=link.span_id)
                     for link in span.links
                 ],
+                events=[
+                    models.SpanEvent(
+                        name=event.name,
+                        time_s=(event.time_ns - step.start_ns) / 1e9 if event.time_ns else None,
+                        attributes=dict(event.attributes),
+                    )
+                    for event in span.events[:MAX_SPAN_EVENTS]
+                ],
+                events_left_out=max(0, len(span.events) - MAX_SPAN_EVENTS),
+                scope=span.scope,
                 critical=span.span_id in critical,
             )
         )

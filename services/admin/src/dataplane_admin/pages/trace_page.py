@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any  # Any: attribute values
 
 from dataplane_admin.answers import models
 from dataplane_admin.pages import marks, words
@@ -13,6 +14,7 @@ from dataplane_admin.pages.waterfall import Waterfall, kind_of, place, waterfall
 _PATH = 10
 _TREE = 400
 _EVENTS = 12
+_STACK = 60
 _CHILDREN = 12
 
 
@@ -50,6 +52,17 @@ class TreeRow:
 
 
 @dataclass(frozen=True)
+class EventInSpan:
+    """A span event: what it says first, a stack trace by lines, and its other attributes."""
+
+    name: str
+    time_s: float | None
+    words: str
+    stack: Sequence[str]
+    attributes: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
 class SpanDetail:
     """One span, with its neighbours and what it is about."""
 
@@ -59,7 +72,11 @@ class SpanDetail:
     parent: models.SpanRow | None
     children: Sequence[models.SpanRow]
     more_children: int
-    events: Sequence[models.TraceEvent]
+    events: Sequence[EventInSpan]
+    samples: Sequence[models.TraceEvent]
+    """Lifecycle events of the span."""
+    resource: Mapping[str, Any]
+    """What its process reported of itself."""
     links: Sequence[tuple[str, str]]
     """Words and address."""
     partition: str
@@ -100,7 +117,7 @@ def trace_page(trace: models.Trace, *, span_id: str | None) -> TracePage:
             ProcessRow(
                 time,
                 marks.of_buckets(time.seconds, trace.seconds),
-                words.percent(time.bubble_s, trace.seconds),
+                "n/a" if time.bubble_s is None else words.percent(time.bubble_s, trace.seconds),
             )
             for time in trace.process_times
         ],
@@ -175,7 +192,25 @@ def _detail(
         parent=spans.get(span.parent_id or ""),
         children=children[:_CHILDREN],
         more_children=max(0, len(children) - _CHILDREN),
-        events=[event for event in trace.events if event.span_id == span.span_id][:_EVENTS],
+        events=[_event(event) for event in span.events],
+        samples=[event for event in trace.events if event.span_id == span.span_id][:_EVENTS],
+        resource=next(
+            (one.resource for one in trace.process_times if one.process == span.process), {}
+        ),
         links=links,
         partition=str(partition),
+    )
+
+
+def _event(event: models.SpanEvent) -> EventInSpan:
+    rest = dict(event.attributes)
+    # https://opentelemetry.io/docs/specs/semconv/exceptions/exceptions-spans/
+    kind, message = (str(rest.pop(f"exception.{name}", "")) for name in ("type", "message"))
+    stack = str(rest.pop("exception.stacktrace", ""))
+    return EventInSpan(
+        name=event.name,
+        time_s=event.time_s,
+        words=": ".join(filter(None, (kind, message))),
+        stack=stack.splitlines()[-_STACK:],
+        attributes=rest,
     )

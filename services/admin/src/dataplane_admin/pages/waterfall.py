@@ -211,7 +211,9 @@ def _bar(
 
 
 def _busy(time: models.ProcessTime | None, trace: models.Trace) -> str:
-    return f"{words.percent(time.busy_s, trace.seconds)} busy" if time else ""
+    if time is None or time.busy_s is None:
+        return ""
+    return f"{words.percent(time.busy_s, trace.seconds)} busy"
 
 
 def _busy_marks(
@@ -228,7 +230,7 @@ def _bubbles(
 ) -> Iterable[Mark]:
     """The stretches in which a process did not work, with words on the long ones."""
     for lane in lanes:
-        if lane.label not in times:
+        if lane.label not in times or times[lane.label].busy_s is None:
             continue
         moment = 0.0
         for begin, end in [*times[lane.label].busy, (trace.seconds, trace.seconds)]:

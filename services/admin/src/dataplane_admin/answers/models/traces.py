@@ -95,6 +95,15 @@ class SpanLink(Model):
     span_id: Text
 
 
+class SpanEvent(Model):
+    """Something that happened within a span: an exception, for example."""
+
+    name: Text
+    time_s: float | None
+    """Since the trace's start; None if not reported."""
+    attributes: Values
+
+
 class SpanRow(Model):
     """One span of a waterfall; rows come parents first, siblings by start."""
 
@@ -117,6 +126,11 @@ class SpanRow(Model):
     """Why it failed."""
     attributes: Values
     links: list[SpanLink]
+    events: list[SpanEvent]
+    """At most 32, in the order reported."""
+    events_left_out: int
+    scope: Text
+    """The instrumentation that made it, with its version; empty if not reported."""
     critical: bool
     """Whether the critical path goes through it."""
 
@@ -139,9 +153,12 @@ class ProcessTime(Model):
     """When it worked: begin and end in seconds since the trace's start, in order."""
     seconds: dict[Text, float]
     """Bucket to seconds; each moment counts once."""
-    busy_s: float
-    bubble_s: float
-    """The rest of the trace."""
+    busy_s: float | None
+    """None if no span of the process says by ``rl.bucket`` whether it worked."""
+    bubble_s: float | None
+    """The rest of the trace; None as ``busy_s``."""
+    resource: Values
+    """Attributes that the process reported of itself."""
 
 
 class TraceEvent(Model):
@@ -204,7 +221,7 @@ class Trace(TraceFacts):
     process_times: list[ProcessTime]
     """That of the root first."""
     buckets: dict[Text, float]
-    """Bucket to process-seconds, over all processes."""
+    """Bucket to process-seconds, over all processes; empty if no span has a bucket."""
     links_out: list[Text]
     """Traces that it links to."""
     links_in: list[Text]
