@@ -13,7 +13,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
@@ -226,12 +226,41 @@ def test_a_length_that_is_none_is_refused(
     assert raw(receiver, head + headers + b"\r\n").startswith(b"HTTP/1.1 " + status + b" ")
 
 
+@pytest.mark.parametrize("sent", [b"", b"POST /v1/tra", b"POST /v1/traces HTTP/1.1\r\nHost: lo"])
 def test_a_client_that_goes_silent_is_hung_up_on(
+    receiver: Receiver, monkeypatch: pytest.MonkeyPatch, sent: bytes
+) -> None:
+    monkeypatch.setattr(receiver_http, "_IDLE_S", 0.1)
+    with socket.create_connection(("127.0.0.1", receiver.port), timeout=WAIT_S) as connection:
+        connection.sendall(sent)
+        assert connection.recv(1) == b""
+
+
+def test_a_client_that_trickles_has_one_deadline_for_its_headers(
     receiver: Receiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(receiver_http._Handler, "timeout", 0.1)
+    monkeypatch.setattr(receiver_http, "_IDLE_S", 0.5)
     with socket.create_connection(("127.0.0.1", receiver.port), timeout=WAIT_S) as connection:
-        assert connection.recv(1) == b""
+        connection.settimeout(0.05)
+        ends = time.monotonic() + WAIT_S
+        while time.monotonic() < ends:
+            with suppress(TimeoutError, ConnectionError):
+                connection.sendall(b"X")
+                if connection.recv(1) == b"":
+                    break
+        assert time.monotonic() < ends
+
+
+def test_silent_clients_keep_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(receiver_http, "MOST_CONNECTIONS", 8)
+    monkeypatch.setattr(receiver_http, "_SILENT_S", 0.0)
+    with Receiver() as receiver, capture_logs() as logged, ExitStack() as stack:
+        for _ in range(40):
+            silent = socket.create_connection(("127.0.0.1", receiver.port), timeout=WAIT_S)
+            stack.enter_context(silent).sendall(b"POST /the-secret HTTP/1.1\r\nHost: lo")
+        assert post(receiver, body=traces("a"))[0] == 200
+    assert [line["event"] for line in logged] == ["connection_dropped"]
+    assert "the-secret" not in str(logged)
 
 
 def test_a_connection_too_many_is_answered_503_and_room_comes_back(

@@ -7,17 +7,21 @@ address by DNS rebinding is refused by its Host header.
 
 from __future__ import annotations
 
+import errno
+import io
 import ipaddress
 import socket
 import socketserver
 import sys
 import threading
 import time
+import traceback
 import zlib
 from collections.abc import Callable
 from contextlib import suppress
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any  # Any: socketserver's own types of requests and addresses
 
 import structlog
@@ -28,18 +32,23 @@ from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import (
 )
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceResponse
 
+from observability.peer_log import PeerLog
 from observability.receiver_frames import Kind
 
 logger = structlog.get_logger("observability")
 
 MOST_CONNECTIONS = 256
-"""At once; every process that exports keeps up to three. Further ones are answered 503."""
+"""At once; every process that exports keeps up to three. For a further one the connection that has
+owed a request for longest is closed, if for `_SILENT_S`; else the further one is answered 503."""
 
 _PROTOBUF = "application/x-protobuf"
-_IDLE_S = 30.0
+_IDLE_S = 30.0  # from when a connection is free for a request until its headers are complete
+_SILENT_S = 1.0
+_ACCEPT_PAUSE_S = 0.1
 _BODY_S = 30.0
 _LINGER_S = 1.0
 _CHUNK = 1 << 16
+_FRAMES = 4
 
 _KINDS: dict[str, Kind] = {"/v1/traces": "traces", "/v1/logs": "logs", "/v1/metrics": "metrics"}
 _ANSWERS: dict[Kind, bytes] = {
@@ -80,9 +89,11 @@ class OtlpServer(ThreadingHTTPServer):
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self.max_body = max_body
         self.accept = accept
-        self._slots = threading.BoundedSemaphore(MOST_CONNECTIONS)
+        self._log = PeerLog(logger)
         self._changed = threading.Condition()
-        self._open: set[socket.socket] = set()
+        # Since when each connection owes a request; None while one is answered.
+        self._open: dict[socket.socket, float | None] = {}
+        self._dropped: set[socket.socket] = set()
         self._busy = 0
         self._closing = False
         super().__init__((host, port), _Handler)
@@ -92,9 +103,20 @@ class OtlpServer(ThreadingHTTPServer):
         socketserver.TCPServer.server_bind(self)
         self.server_name, self.server_port = str(self.server_address[0]), self.server_address[1]
 
+    def get_request(self) -> tuple[Any, Any]:
+        """Accept a connection; without descriptors for it, wait for some to become free."""
+        try:
+            return super().get_request()
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
+                self._log.warn("connection_not_accepted", "any", reason=error.strerror or "")
+                time.sleep(_ACCEPT_PAUSE_S)
+            raise
+
     def process_request(self, request: Any, client_address: Any) -> None:
         """Serve a connection in a thread of its own, if there is room for it."""
-        if not self._slots.acquire(blocking=False):
+        if not self._make_room(request):
+            self._log.warn("connection_refused", client_address[0], reason="too many connections")
             request.setblocking(False)
             with suppress(OSError):
                 request.send(
@@ -103,8 +125,6 @@ class OtlpServer(ThreadingHTTPServer):
                 )
             self.shutdown_request(request)
             return
-        with self._changed:
-            self._open.add(request)
         try:
             super().process_request(request, client_address)
         except RuntimeError:  # no thread to be had
@@ -119,9 +139,25 @@ class OtlpServer(ThreadingHTTPServer):
             self._let_go(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that went away is no news; anything else is a mistake of ours."""
-        if not isinstance(sys.exception(), OSError):
-            logger.error("receiver_failed", exc_info=True)
+        """Log a mistake of the receiver's, without its text, which may quote what was sent."""
+        error = sys.exception()
+        if isinstance(error, OSError):  # a client that went away is no news
+            return
+        where = traceback.extract_tb(error.__traceback__ if error else None)[-_FRAMES:]
+        frames = str([f"{Path(one.filename).name}:{one.lineno} {one.name}" for one in where])
+        self._log.warn("receiver_failed", "any", error=type(error).__name__, where=frames)
+
+    def owes(self, connection: socket.socket) -> None:
+        """The client owes a request from now on."""
+        with self._changed:
+            if connection in self._open:
+                self._open[connection] = time.monotonic()
+
+    def settled(self, connection: socket.socket) -> None:
+        """The client has sent its request."""
+        with self._changed:
+            if connection in self._open:
+                self._open[connection] = None
 
     def begin(self) -> None:
         """A request begins.
@@ -148,14 +184,32 @@ class OtlpServer(ThreadingHTTPServer):
         self.server_close()
         with self._changed:
             self._changed.wait_for(lambda: self._busy == 0, timeout_s)
-            for connection in self._open:
+            for connection in (*self._open, *self._dropped):
                 with suppress(OSError):
                     connection.shutdown(socket.SHUT_RDWR)
 
+    def _make_room(self, connection: socket.socket) -> bool:
+        """Count a connection, and hang up on a silent one if there are too many."""
+        now = time.monotonic()
+        with self._changed:
+            if len(self._open) >= MOST_CONNECTIONS:
+                owing = [(since, one) for one, since in self._open.items() if since is not None]
+                since, oldest = min(owing, key=lambda one: one[0], default=(now, None))
+                if oldest is None or now - since < _SILENT_S:
+                    return False
+                # Its thread ends by that, and closes it.
+                del self._open[oldest]
+                self._dropped.add(oldest)
+                with suppress(OSError):
+                    self._log.warn("connection_dropped", oldest.getpeername()[0])
+                    oldest.shutdown(socket.SHUT_RDWR)
+            self._open[connection] = now
+        return True
+
     def _let_go(self, connection: socket.socket) -> None:
         with self._changed:
-            self._open.discard(connection)
-        self._slots.release()
+            self._open.pop(connection, None)
+            self._dropped.discard(connection)
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -163,7 +217,19 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     server_version = "otlp-receiver"
     sys_version = ""
-    timeout = _IDLE_S  # of every wait for the client, also between two requests
+
+    def setup(self) -> None:
+        """Read with one deadline for all of a request's headers, and one for its body."""
+        super().setup()
+        self.rfile.close()
+        self._reader = _Timed(self.connection)
+        self.rfile = io.BufferedReader(self._reader)
+
+    def handle_one_request(self) -> None:
+        """Wait for a request and answer it."""
+        self.server.owes(self.connection)
+        self._reader.deadline = time.monotonic() + _IDLE_S
+        super().handle_one_request()
 
     def do_POST(self) -> None:
         """Take an export request."""
@@ -174,7 +240,9 @@ class _Handler(BaseHTTPRequestHandler):
             return
         try:
             kind = self._kind()
-            body = self._decompressed(self._body(self._length()))
+            sent = self._body(self._length())
+            self.server.settled(self.connection)
+            body = self._decompressed(sent)
             self.server.accept(kind, body)
             self._answer(HTTPStatus.OK, _ANSWERS[kind])
         except Refused as refused:
@@ -232,15 +300,15 @@ class _Handler(BaseHTTPRequestHandler):
         return length
 
     def _body(self, length: int) -> bytes:
-        deadline = time.monotonic() + _BODY_S
+        self._reader.deadline = time.monotonic() + _BODY_S
         body = bytearray()
         while len(body) < length:
             try:
                 chunk = self.rfile.read1(min(length - len(body), _CHUNK))
             except TimeoutError:
-                chunk = None
-            if chunk is None or time.monotonic() > deadline:
-                raise Refused(HTTPStatus.REQUEST_TIMEOUT, f"{len(body)} of {length} bytes came")
+                raise Refused(
+                    HTTPStatus.REQUEST_TIMEOUT, f"{len(body)} of {length} bytes came"
+                ) from None
             if not chunk:
                 raise Refused(HTTPStatus.BAD_REQUEST, f"{len(body)} of {length} bytes came")
             body += chunk
@@ -279,6 +347,7 @@ class _Handler(BaseHTTPRequestHandler):
                 continue
 
     def _answer(self, status: HTTPStatus, body: bytes) -> None:
+        self.connection.settimeout(_IDLE_S)
         self.send_response(status)
         self.send_header("Content-Type", _PROTOBUF)
         self.send_header("Content-Length", str(len(body)))
@@ -290,6 +359,30 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header("Connection", "close")
         self.end_headers()
         self.wfile.write(body if self.command != "HEAD" else b"")
+
+
+class _Timed(io.RawIOBase):
+    """Reads from a connection until a deadline, however little comes at a time."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self.deadline = 0.0
+
+    def readable(self) -> bool:
+        """It is."""
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """Read what is there.
+
+        Raises:
+            TimeoutError: nothing came until the deadline.
+        """
+        rest = self.deadline - time.monotonic()
+        if rest <= 0:
+            raise TimeoutError("the time for it has run out")
+        self._connection.settimeout(rest)
+        return self._connection.recv_into(buffer)
 
 
 def is_loopback(host: str) -> bool:
