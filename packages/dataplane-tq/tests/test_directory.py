@@ -227,7 +227,7 @@ def test_a_stopped_holder_that_wakes_after_its_lease_is_refused(served):
     stop(child)
     again = served.claim(2, timeout_s=PATIENCE_S, lease_s=PATIENCE_S)
     assert again.sample_ids == ["a", "b"]
-    with pytest.raises(LeaseLostError, match="ran out"):
+    with pytest.raises(LeaseLostError, match="expired"):
         served.ask(p.Settle("p", token, ["a", "b"], "acknowledge"), list[str])
     served.ask(p.Settle("p", again.token, ["a", "b"], "acknowledge"), list[str])
 

@@ -194,7 +194,7 @@ class AsyncDataPlaneClient(AsyncInspector):
                 self._inner.release(meta)
                 return
             except DataPlaneError as error:
-                reason = f"{error}; they come back when the lease runs out"
+                reason = f"{error}; they come back when the lease expires"
         logger.warning(
             "claimed_samples_lost",
             partition_id=meta.partition_id,

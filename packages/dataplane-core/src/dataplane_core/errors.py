@@ -130,7 +130,7 @@ class CapacityExceeded(DataPlaneError, TimeoutError, RuntimeError):
 
 
 class LeaseLostError(DataPlaneError, RuntimeError):
-    """The claim's lease ran out or was released, so its holder may no longer settle it.
+    """The claim's lease expired or was released, so its holder may no longer settle it.
 
     Attributes:
         sample_ids: those of the call that the claim no longer holds, all of them if its lease has

@@ -132,7 +132,7 @@ def places(meta: KVBatchMeta, sample_ids: Container[str]) -> list[int]:
 
 
 def release(client: DataPlaneClient, meta: KVBatchMeta) -> None:
-    """Give a claim back as far as that is possible; if not, its lease runs out."""
+    """Give a claim back as far as that is possible; if not, its lease expires."""
     if LEASE in meta.extra_info:
         with contextlib.suppress(DataPlaneError):
             _as_far_as_held(client.release, meta)

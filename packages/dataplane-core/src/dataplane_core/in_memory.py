@@ -285,7 +285,7 @@ class InMemoryDataPlaneClient(InMemoryInspector):
                 now = time.monotonic()
                 if now >= deadline:
                     raise partition.claim_timeout(request, call.timeout_s, now)
-                # A lease that runs out makes samples ready without anybody notifying.
+                # A lease that expires makes samples ready without anybody notifying.
                 expiry = partition.next_expiry()
                 wake_at = deadline if expiry is None else min(deadline, expiry)
                 self._store.changed.wait(max(0.0, wake_at - now))

@@ -140,21 +140,21 @@ class DataPlaneActions(Protocol):
         """
 
     def end_claim(self, partition_id: str, claim: str, *, expired_only: bool = True) -> int:
-        """End a claim as if its lease had run out: what it still holds can be claimed again.
+        """End a claim as if its lease had expired: what it still holds can be claimed again.
 
         Its holder's late acknowledge, and puts in the claim's name, are refused.
 
         Args:
             partition_id: the claim's partition.
             claim: its name, of `DataPlaneInspector.list_claims`.
-            expired_only: refuse a claim whose lease has not run out.
+            expired_only: refuse a claim whose lease has not expired.
 
         Returns:
             How many samples it still held; 0 if there is no such claim, or no more.
 
         Raises:
             PartitionNotFoundError: the partition is not registered.
-            SamplesLeasedError: (RuntimeError) its lease has not run out.
+            SamplesLeasedError: (RuntimeError) its lease has not expired.
         """
 
 

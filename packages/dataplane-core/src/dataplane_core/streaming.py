@@ -53,7 +53,7 @@ class StreamingDataLoader:
     - ``"commit"``: at `commit` alone; asking for the next batch, or `ack`, marks a batch as done.
       `state_dict` names the samples done; once it is on disk together with the model, call
       `commit`. After a crash the loop restarts from that state: what is not done in it comes again
-      (its leases run out), what is done in it never does, whether or not `commit` was reached. So
+      (its leases expire), what is done in it never does, whether or not `commit` was reached. So
       counted over the steps that the newest saved state contains, every sample was delivered to
       them exactly once. What is done, and comes back because its lease was lost, is held again
       until its `commit` and not delivered twice.
@@ -247,7 +247,7 @@ class StreamingDataLoader:
         """Mark a delivered batch as trained on, and settle it unless ``settle`` is ``"commit"``.
 
         Raises:
-            LeaseLostError: the lease ran out, or ended for some of the samples; these are or will
+            LeaseLostError: the lease expired, or ended for some of the samples; these are or will
                 be delivered again unless they were cleared. The others are marked all the same.
         """
         self._finish(meta)
@@ -273,7 +273,7 @@ class StreamingDataLoader:
         """Settle what the last `state_dict` named as done; call it once that state is durable.
 
         Raises:
-            LeaseLostError: leases ran out before; their samples may be delivered to others. All
+            LeaseLostError: leases expired before; their samples may be delivered to others. All
                 else is settled, and the loader does not come back to the lost ones.
             DataPlaneError: as `DataPlaneClient.acknowledge`, of a store that is away; what was not
                 settled is kept and renewed, and `commit` can be called again.
@@ -309,7 +309,7 @@ class StreamingDataLoader:
     def _loss(self, lost: Sequence[str], named: int) -> str:
         return (
             f"commit(partition={self.dataset.partition_id!r}, task={self.dataset.task_name!r}): "
-            f"the leases of {len(lost)} of {named} samples ran out or were ended before, and "
+            f"the leases of {len(lost)} of {named} samples expired or were ended before, and "
             f"others may hold them: {listed(lost)}"
         )
 

@@ -181,7 +181,7 @@ class Directory:
             del self.leftovers[partition_id]
 
     def _plan_expiry(self) -> None:
-        """Be there when the next lease runs out: nobody else would notice."""
+        """Be there when the next lease expires: nobody else would notice."""
         if self._expiry is not None:
             self._expiry.cancel()
             self._expiry = None

@@ -305,7 +305,7 @@ class ResetConsumption(msgspec.Struct, frozen=True, tag=True):
 
 
 class EndClaim(msgspec.Struct, frozen=True, tag=True):
-    """End a claim as if its lease had run out. Answer: how many samples it held."""
+    """End a claim as if its lease had expired. Answer: how many samples it held."""
 
     partition_id: str
     claim: str

@@ -424,7 +424,7 @@ class MadeUpAnswers:
             models.Wait(
                 kind="claim",
                 sentence=f"task 'train' holds 8 samples of partition '{HOSTILE}' since 640 s, "
-                "and its lease ran out 20.5 s ago",
+                "and its lease expired 20.5 s ago",
                 task="train",
                 process="node-2:4013",
                 partition="replay-100k",

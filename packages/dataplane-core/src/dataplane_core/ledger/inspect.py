@@ -54,7 +54,7 @@ class ClaimSummary:
         owner: "host:pid" of the process that claimed; empty if it did not say.
         samples: how many it still holds.
         age_s: since it was claimed, in seconds.
-        expires_in_s: until its lease runs out, in seconds, at least 0.
+        expires_in_s: until its lease expires, in seconds, at least 0.
         rank: data-parallel rank that claimed; None for a claim of no rank.
     """
 

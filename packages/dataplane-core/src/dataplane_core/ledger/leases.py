@@ -63,7 +63,7 @@ class LeaseBook:
         lease = self.leases.get(token)
         if lease is None:
             raise LeaseLostError(
-                f"partition {self.declaration.partition_id!r}: the claim's lease ran out or was "
+                f"partition {self.declaration.partition_id!r}: the claim's lease expired or was "
                 "ended; another claim may hold its samples",
                 sample_ids=sample_ids,
             )
@@ -103,7 +103,7 @@ class LeaseBook:
         if lease is None:
             raise LeaseLostError(
                 f"lease on {len(sample_ids)} samples of partition "
-                f"{self.declaration.partition_id!r} ran out or was ended; another claim may hold "
+                f"{self.declaration.partition_id!r} expired or was ended; another claim may hold "
                 "them",
                 sample_ids=sample_ids,
             )

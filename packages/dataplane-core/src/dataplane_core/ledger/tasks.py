@@ -32,7 +32,7 @@ class Lease:
         claimed: the ids of all samples that it began with.
         rows: the samples, by id.
         since: when it was claimed.
-        deadline: when it runs out unless it is renewed.
+        deadline: when it expires unless it is renewed.
         seconds: its length.
         rank: the data-parallel rank that claimed, in its group; None for a claim of no rank.
     """

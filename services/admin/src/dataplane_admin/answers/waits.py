@@ -117,10 +117,10 @@ def _claim(stuck: Stuck) -> str:
 
 def _lease(expires_in_s: float | None) -> str:
     if expires_in_s is None:
-        return "its lease never runs out"
+        return "its lease never expires"
     if expires_in_s <= 0:
-        return f"its lease ran out {_about(-expires_in_s)} ago"
-    return f"its lease runs out in {_about(expires_in_s)}"
+        return f"its lease expired {_about(-expires_in_s)} ago"
+    return f"its lease expires in {_about(expires_in_s)}"
 
 
 def _ids(stuck: Stuck) -> str:
