@@ -91,10 +91,11 @@ def test_each_batch_operation_is_one_event_with_its_samples(client, log):
     waited = events[2][2].pop("wait_s")
     assert waited >= 0
     own = {"partition": "train"}
+    claimed = {**own, "samples": 2, "task": "logprob"}
     assert events == [
         ("registered", [], {**own, "samples": 2, "fields": ("x",), "tasks": ("logprob",)}),
         ("put", ["a", "b"], {**own, "samples": 2, "fields": ("x",), "bytes": 8}),
-        ("claimed", ["a", "b"], {**own, "samples": 2, "fields": ("x",), "task": "logprob"}),
+        ("claimed", ["a", "b"], {**claimed, "fields": ("x",), "leased": True}),
         ("read", ["a", "b"], {**own, "samples": 2, "fields": ("x",), "bytes": 8}),
         ("acknowledged", ["a"], {**own, "samples": 1, "task": "logprob"}),
         ("released", ["b"], {**own, "samples": 1, "task": "logprob"}),

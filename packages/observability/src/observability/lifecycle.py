@@ -233,4 +233,5 @@ class Lifecycle(Observer):
                 fields=list(call.fields),
                 wait_s=call.wall_s,
                 wait=told,
+                leased=call.leased or None,
             )

@@ -29,6 +29,7 @@ from dataplane_core import (
     StorageSummary,
     TaskCounts,
 )
+from dataplane_core.client import LEASE
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -68,6 +69,7 @@ class Operation:
         tags: of a put, which an observer may replace; of a claim what it got.
         options: what else the caller asked for: ``batch_size`` and ``blocking`` of a claim;
             ``withdrawn`` of a clear that takes samples back.
+        leased: whether a claim got its samples under a lease.
         extra: further keywords of a put or a read, to which observers may add.
         wall_s: how long it took, in seconds; 0 while it runs.
         error: what it raised.
@@ -83,6 +85,7 @@ class Operation:
     put_bytes: Mapping[str, int] = field(default_factory=dict)
     tags: list[dict[str, Any]] | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
+    leased: bool = False
     extra: dict[str, Any] = field(default_factory=dict)
     wall_s: float = 0.0
     error: BaseException | None = None
@@ -214,6 +217,7 @@ class ObservedClient(DataPlaneClient):
                 **extra,
             )
             call.n_keys, call.sample_ids, call.tags = meta.size, meta.sample_ids, meta.tags
+            call.leased = LEASE in meta.extra_info
         if call.tags is not meta.tags:
             meta.tags = call.tags
         return meta

@@ -223,6 +223,40 @@ def test_released_samples_can_be_claimed_again():
     assert (wait.ready, wait.claimed) == (24, 8)
 
 
+def test_a_claim_blocked_on_leases_names_who_holds_them():
+    tell = stuck(put=512, advantages=512)
+    tell.event("claimed", POLICIES[0], 3, IDS[:500], task="train", leased=True)
+    tell.event("claimed", POLICIES[1], 3, IDS[500:], task="train", leased=True)
+    tell.event("acknowledged", POLICIES[0], 4, IDS[:480], task="train")
+    (wait,) = why(tell.records, ns(9))
+    assert wait.holders == {POLICIES[0].label: 20, POLICIES[1].label: 12}
+    assert str(wait).endswith(
+        "512 are there and none lacks a field; 512 are claimed by it already; it is blocked on "
+        "32 leased samples: 20 held by grpo.policy 0, 12 held by grpo.policy 1; "
+        "0 are still to be put"
+    )
+    tell.event("released", POLICIES[0], 5, IDS[480:500], task="train")
+    tell.event("cleared", DRIVER, 5, IDS[500:])
+    (wait,) = why(tell.records, ns(9))
+    assert (wait.holders, wait.ready) == ({}, 20)
+
+
+def test_live_holders_of_leases_win_over_folded_ones():
+    tell = stuck(put=512, advantages=512)
+    tell.event("claimed", POLICIES[0], 3, IDS, task="train", leased=True)
+    written = [
+        FieldSummary(name=name, kind="f", declared=True, written=512)
+        for name in ("input_ids", "advantages")
+    ]
+    task = TaskSummary(
+        name="train", unclaimed=0, leased=3, settled=509, leases=1, holders={"host:7": 3}
+    )
+    now = live(present=512, put=512, fields=tuple(written), tasks=(task,))
+    (wait,) = why(tell.records, ns(9), [now])
+    assert wait.holders == {"host:7": 3}
+    assert "it is blocked on 3 leased samples: 3 held by host:7" in str(wait)
+
+
 def test_a_partition_that_was_cleared_is_not_there():
     tell = stuck()
     tell.event("cleared", DRIVER, 7, [])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any  # Any: tags hold the caller's own primitives
@@ -105,6 +106,7 @@ class TaskSummary:
         oldest_unclaimed_s: age of the sample that was put first of those unclaimed or assigned, in
             seconds; None if there is none.
         oldest_claim: the claim under a lease that is held longest; None if there is none.
+        holders: process ("host:pid") to how many of the leased samples it holds.
     """
 
     name: str
@@ -115,6 +117,7 @@ class TaskSummary:
     leases: int
     oldest_unclaimed_s: float | None = None
     oldest_claim: ClaimSummary | None = None
+    holders: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,9 +216,11 @@ def summarise(partition: PartitionBook, now: float) -> PartitionSummary:
     declared = partition.declaration.fields
     counts = partition.field_counts
     leases: dict[str, int] = {}
+    holders: dict[str, Counter[str]] = defaultdict(Counter)
     oldest: dict[str, Lease] = {}
     for lease in partition.leases.values():  # in the order of their claims
         leases[lease.task_name] = leases.get(lease.task_name, 0) + 1
+        holders[lease.task_name][lease.owner] += len(lease.rows)
         oldest.setdefault(lease.task_name, lease)
     return PartitionSummary(
         partition_id=partition.declaration.partition_id,
@@ -245,6 +250,7 @@ def summarise(partition: PartitionBook, now: float) -> PartitionSummary:
                 leases=leases.get(name, 0),
                 oldest_unclaimed_s=_age(task.oldest_unclaimed(), now),
                 oldest_claim=describe(oldest[name], now) if name in oldest else None,
+                holders=dict(holders.get(name, {})),
             )
             for name, task in partition.tasks.items()
         ),

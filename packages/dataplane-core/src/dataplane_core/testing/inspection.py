@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from dataplane_core import (
+    ClaimTimeoutError,
     DataPlaneClient,
     DataPlaneInspector,
     InvalidRequestError,
@@ -211,6 +212,22 @@ class InspectionContract(StateMachineContract):
         leasing.release(second)
         assert peer.list_claims(partition) == []
         assert task(peer, partition).oldest_claim is None
+
+    def test_blocked_claim_of_another_process_names_the_holder(
+        self, leasing: DataPlaneClient, peer: DataPlaneClient, partition: str
+    ) -> None:
+        leasing.register_partition(partition, ["x"], 3, ["train"])
+        put(leasing, partition, list("abc"))
+        leasing.acknowledge(leasing.claim_meta(partition, "train", ["x"], 1))
+        leasing.claim_meta(partition, "train", ["x"], 2)
+        holders = task(peer, partition).holders
+        assert list(holders.values()) == [2]
+        assert next(iter(holders)).endswith(f":{os.getpid()}")
+        with pytest.raises(ClaimTimeoutError) as caught:
+            peer.claim_meta(partition, "train", ["x"], 1, timeout_s=0.05)
+        assert caught.value.holders == holders
+        assert not peer.check_consumption_status(partition, ["train"])
+        assert peer.claim_meta(partition, "train", ["x"], 1, blocking=False).size == 0
 
     def test_the_name_of_a_claim_does_not_tell_its_token(
         self, leasing: DataPlaneClient, partition: str

@@ -6,6 +6,7 @@ has claimed. It works on a run that goes on as on one that was killed.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -63,6 +64,8 @@ class Wait:
         lacks: field to the samples that lack it; fields that none lacks are left out.
         unput: declared samples that are still to be put.
         claimed: samples in the partition that the task has claimed.
+        holders: process to the samples that it holds for the task under leases; of live numbers
+            "host:pid", of events its label.
         assigned: those drawn for its data-parallel ranks that have not asked for them, of live
             numbers; events do not tell.
     """
@@ -85,6 +88,7 @@ class Wait:
     unput: int = 0
     claimed: int = 0
     assigned: int = 0
+    holders: Mapping[str, int] = field(default_factory=dict)
     silent_s: float = 0.0
 
     def __str__(self) -> str:
@@ -129,10 +133,26 @@ class Wait:
             parts.append(f"{self.ready} are ready")
         if self.claimed:
             parts.append(f"{self.claimed} are claimed by it already")
+        if self.holders:
+            blocked = not (self.lacks or self.ready or self.unput)
+            leased, named = sum(self.holders.values()), self._named_holders()
+            parts.append(
+                f"it is blocked on {leased} leased samples: {named}"
+                if blocked
+                else f"{leased} of them are leased: {named}"
+            )
         if self.assigned:
             parts.append(f"{self.assigned} wait for the ranks that they were drawn for")
         parts.append(f"{self.unput} are still to be put")
         return ": " + "; ".join(parts)
+
+    def _named_holders(self) -> str:
+        most = sorted(self.holders.items(), key=lambda each: (-each[1], each[0]))
+        named = [
+            f"{samples} held by {printable(process) or 'a process without a name'}"
+            for process, samples in most[:_EXAMPLES]
+        ]
+        return ", ".join(named) + (", and more" if len(most) > _EXAMPLES else "")
 
 
 def why(
@@ -210,6 +230,8 @@ class _Partition:
         self.put_total = 0
         self.rows: dict[str, set[str]] = {}
         self.claimed: dict[str, set[str]] = {}
+        self.leased: dict[str, dict[str, str]] = {}
+        """Task to the samples that are held for it under leases, each with who holds it."""
 
     def apply(self, event: Event) -> None:
         task = attributes.text(event.attributes, "dataplane.task")
@@ -220,6 +242,7 @@ class _Partition:
                 self.registered = True
                 tasks = attributes.names(event.attributes, "dataplane.tasks")
                 self.claimed = {name: self.claimed.get(name, set()) for name in tasks}
+                self.leased = {name: self.leased.get(name, {}) for name in tasks}
                 self.declared = attributes.count(event.attributes, "dataplane.samples")
                 self.put_total = len(self.rows)
             case "put":
@@ -231,8 +254,14 @@ class _Partition:
                     self.rows[sample_id].update(fields)
             case "claimed":
                 self.claimed.setdefault(task, set()).update(event.sample_ids)
+                if event.attributes.get("dataplane.leased") is True:
+                    holder = dict.fromkeys(event.sample_ids, event.process.label)
+                    self.leased.setdefault(task, {}).update(holder)
             case "released":
                 self.claimed.setdefault(task, set()).difference_update(event.sample_ids)
+                self._settled(event.sample_ids, [task])
+            case "acknowledged":
+                self._settled(event.sample_ids, [task])
             case "cleared":
                 withdrawn = event.attributes.get("dataplane.withdrawn") is True
                 for sample_id in event.sample_ids:
@@ -240,8 +269,16 @@ class _Partition:
                         self.put_total -= 1
                 for ids in self.claimed.values():
                     ids.difference_update(event.sample_ids)
+                self._settled(event.sample_ids, list(self.leased))
             case _:
                 pass
+
+    def _settled(self, sample_ids: Iterable[str], tasks: Iterable[str]) -> None:
+        """These samples are no longer held under leases of the tasks."""
+        for task in tasks:
+            leased = self.leased.get(task, {})
+            for sample_id in sample_ids:
+                leased.pop(sample_id, None)
 
     def about(self, wait: Wait, only: Sequence[str]) -> Wait:
         """The wait with its numbers; ``only`` these samples if there are any."""
@@ -264,6 +301,11 @@ class _Partition:
             lacks=lacks,
             unput=max(0, self.declared - self.put_total),
             claimed=len(rows) - len(open_rows),
+            holders=Counter(
+                holder
+                for one, holder in self.leased.get(wait.task, {}).items()
+                if wait.task and one in rows
+            ),
         )
 
 
@@ -294,10 +336,12 @@ def _with_live(wait: Wait, summary: PartitionSummary) -> Wait:
             examples = wait.lacks[name].examples if name in wait.lacks else ()
             lacks[name] = Lack(count, examples[:count])
     unclaimed, assigned, claimed = summary.present, 0, 0
+    holders: Mapping[str, int] = {}
     for task in summary.tasks:
         if task.name == wait.task:
             unclaimed, assigned = task.unclaimed, task.assigned
             claimed = task.leased + task.settled
+            holders = task.holders
     # Counts per field do not tell which samples lack several; they bound how many are ready.
     counts = [lack.count for lack in lacks.values()]
     fewest = max(0, unclaimed - sum(counts))
@@ -311,6 +355,7 @@ def _with_live(wait: Wait, summary: PartitionSummary) -> Wait:
         unput=max(0, summary.declared - summary.put),
         claimed=claimed,
         assigned=assigned,
+        holders=holders,
     )
 
 

@@ -110,7 +110,7 @@ def _claim(stuck: Stuck) -> str:
     return (
         f"claim {printable(claim.claim)} of task '{printable(stuck.task)}' is held by {owner} for "
         f"{_about(stuck.seconds)}: {stuck.samples} samples of partition "
-        f"'{printable(stuck.partition_id)}' are not settled{_ids(stuck)}; "
+        f"'{printable(stuck.partition_id)}' are not acknowledged{_ids(stuck)}; "
         f"{_lease(claim.expires_in_s)}"
     )
 

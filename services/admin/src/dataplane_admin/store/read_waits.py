@@ -35,7 +35,7 @@ from dataplane_admin.store.texts import id_of_bytes, storable
 from dataplane_admin.store.work import in_groups
 from observability.records import Event, decode_logs
 
-_SHAPING = ("put", "claimed", "released")
+_SHAPING = ("put", "claimed", "released", "acknowledged")
 """Events that say what there is of a sample, and who has claimed it."""
 
 _MOST_OPEN = 10_000
