@@ -35,7 +35,7 @@ from dataplane_admin.ingest.values import (
     text_of,
 )
 from dataplane_admin.store import Batch, Chunk
-from dataplane_admin.store.batch import span_state
+from dataplane_admin.store.batch import span_key, span_state
 from observability.records import UNNAMED, identity_of
 
 _TOLD = frozenset({RUN_ID, STEP})
@@ -50,7 +50,7 @@ class _Trace:
     """What a request tells of one trace."""
 
     spans: int = 0
-    states: dict[bytes, int] = field(default_factory=dict)
+    states: dict[int, int] = field(default_factory=dict)
     rejected: int = 0
     run_id: str = ""
     step: int | None = None
@@ -77,9 +77,10 @@ class _Trace:
             self.start_ns = min(self.start_ns or start_ns, start_ns)
             self.end_ns = max(self.end_ns, end or start)
         state = span_state(times=(start > 0) + (end > 0), failed=span.status.code == _FAILED)
-        known = self.states.get(span.span_id)
+        key = span_key(span.span_id)
+        known = self.states.get(key)
         if known is None or known >> 1 < state >> 1:
-            self.states[span.span_id] = state
+            self.states[key] = state
         if not self.run_id or self.step is None:
             found = find(span.attributes, _TOLD)
             if not self.run_id:

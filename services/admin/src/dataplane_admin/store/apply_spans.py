@@ -7,7 +7,7 @@ already is known by its digest, a span by its id.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any  # Any: values of rows
 
@@ -22,14 +22,14 @@ from dataplane_admin.store.work import Work, in_groups
 MOST_PROCESSES = 1024
 """Of a trace that are told apart."""
 
-SPAN_BYTES = 40
+SPAN_BYTES = 25
 """About what it takes to know a span by its id."""
 
 _DIGEST = 8
 _ROW_BYTES = 200
 
 _Row = dict[str, Any]
-_States = dict[bytes, dict[bytes, int]]
+_States = dict[bytes, dict[int, int]]
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,9 @@ def apply_spans(work: Work, batches: Sequence[Batch]) -> list[int]:
     seen = _stored(work, chunks)
     fresh = [one for one in chunks if (one.trace_id, one.digest) not in seen]
     rows = _rows(work, fresh)
-    states = _states(work, (one for one in fresh if one.trace_id in rows))
-    changed: dict[tuple[bytes, bytes], int] = {}
+    arrivals = {trace_id: int(row["arrival"]) for trace_id, row in rows.items()}
+    states = _states(work, fresh, arrivals)
+    changed: dict[tuple[int, int], int] = {}
     new: list[tuple[Chunk, _Count]] = []
     spans = []
     for batch in batches:
@@ -63,20 +64,17 @@ def apply_spans(work: Work, batches: Sequence[Batch]) -> list[int]:
             if (chunk.trace_id, chunk.digest) in seen:
                 continue
             seen.add((chunk.trace_id, chunk.digest))
-            count = _count(chunk, states[chunk.trace_id], changed)
+            if chunk.trace_id not in arrivals:
+                arrivals[chunk.trace_id] = work.state.next_id()
+            arrival = arrivals[chunk.trace_id]
+            count = _count(chunk, arrival, states[chunk.trace_id], changed)
             if count.changed:
                 new.append((chunk, count))
                 total += count.spans
         spans.append(total)
-    work.put(
-        SpanModel,
-        [
-            {"trace_id": trace_id, "span_id": span_id, "state": state}
-            for (trace_id, span_id), state in changed.items()
-        ],
-    )
+    work.put(SpanModel, [(*key, state) for key, state in changed.items()])
     _add_chunks(work, [chunk for chunk, _ in new])
-    _merge_traces(work, rows, new)
+    _merge_traces(work, rows, arrivals, new)
     apply_runs(work, ((storable(one.run_id), one.start_ns, one.end_ns) for one, _ in new))
     work.state.spans += sum(spans)
     return spans
@@ -105,29 +103,31 @@ def _rows(work: Work, chunks: Iterable[Chunk]) -> dict[bytes, _Row]:
     }
 
 
-def _states(work: Work, chunks: Iterable[Chunk]) -> _States:
+def _states(work: Work, chunks: Iterable[Chunk], arrivals: Mapping[bytes, int]) -> _States:
     """Of each trace, those of the chunks' spans that are there already."""
-    wanted: dict[bytes, set[bytes]] = defaultdict(set)
+    wanted: dict[bytes, set[int]] = defaultdict(set)
     for chunk in chunks:
-        wanted[chunk.trace_id].update(chunk.states)
+        if chunk.trace_id in arrivals:
+            wanted[chunk.trace_id].update(chunk.states)
     found: _States = defaultdict(dict)
-    for trace_id, span_ids in wanted.items():
-        known = select(SpanModel.span_id, SpanModel.state).where(SpanModel.trace_id == trace_id)
-        for some in in_groups(span_ids):
-            rows = work.connection.execute(known.where(SpanModel.span_id.in_(some)))
+    for trace_id, spans in wanted.items():
+        of_trace = SpanModel.trace == arrivals[trace_id]
+        known = select(SpanModel.span, SpanModel.state).where(of_trace)
+        for some in in_groups(spans):
+            rows = work.connection.execute(known.where(SpanModel.span.in_(some)))
             found[trace_id].update((row[0], row[1]) for row in rows)
     return found
 
 
 def _count(
-    chunk: Chunk, states: dict[bytes, int], changed: dict[tuple[bytes, bytes], int]
+    chunk: Chunk, arrival: int, states: dict[int, int], changed: dict[tuple[int, int], int]
 ) -> _Count:
     """What a chunk adds to the spans whose states are known; both mappings are brought up to
     date."""
     spans = errors = 0
     better = False
-    for span_id, state in chunk.states.items():
-        known = states.get(span_id)
+    for span, state in chunk.states.items():
+        known = states.get(span)
         if known is None:
             spans += 1
             errors += state & 1
@@ -136,7 +136,7 @@ def _count(
             better = True
         else:
             continue
-        states[span_id] = changed[chunk.trace_id, span_id] = state
+        states[span] = changed[arrival, span] = state
     return _Count(spans, errors, bool(spans or better or chunk.rejected))
 
 
@@ -163,14 +163,17 @@ def _add_chunks(work: Work, chunks: list[Chunk]) -> None:
 
 
 def _merge_traces(
-    work: Work, rows: dict[bytes, _Row], chunks: Iterable[tuple[Chunk, _Count]]
+    work: Work,
+    rows: dict[bytes, _Row],
+    arrivals: Mapping[bytes, int],
+    chunks: Iterable[tuple[Chunk, _Count]],
 ) -> None:
     there = set(rows)
     touched: dict[bytes, None] = {}
     for chunk, count in chunks:
         before = rows.get(chunk.trace_id)
         if before is None:
-            row = _row(chunk, count) | {"arrival": work.state.next_id()}
+            row = _row(chunk, count) | {"arrival": arrivals[chunk.trace_id]}
         else:
             row = _merged(before, chunk, count)
         rows[chunk.trace_id] = row | {"updated_ns": work.now_ns}

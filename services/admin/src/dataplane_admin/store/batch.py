@@ -15,6 +15,11 @@ from typing import Any, Literal  # Any: JSON values
 from observability.records import Process
 
 
+def span_key(span_id: bytes) -> int:
+    """The id of a span as a number that a database holds."""
+    return int.from_bytes(span_id, "big", signed=True)
+
+
 def span_state(*, times: int, failed: bool) -> int:
     """What is known of a span: how many of its start and end (0 to 2), and whether it failed.
 
@@ -39,7 +44,7 @@ class Chunk:
         digest: equal for equal chunks only; a retry brings the same one.
         blob: an OTLP TracesData with the spans; empty if there are none.
         spans: how many, a repeated one each time.
-        states: id of each span to its `span_state`.
+        states: `span_key` of each span to its `span_state`.
         rejected: spans of the trace that limits kept out.
         run_id: ``rl.run_id``, empty if none tells it.
         step: ``rl.step``, None if none tells it.
@@ -55,7 +60,7 @@ class Chunk:
     digest: bytes
     blob: bytes
     spans: int
-    states: Mapping[bytes, int]
+    states: Mapping[int, int]
     rejected: int
     run_id: str
     step: int | None

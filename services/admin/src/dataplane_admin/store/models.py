@@ -119,13 +119,17 @@ class ChunkModel(Base):
 
 
 class SpanModel(Base):
-    """A span has come, however often; ``state`` is that of `batch.span_state`."""
+    """A span has come, however often.
+
+    ``trace`` is the ``arrival`` of its trace, ``span`` its id as `batch.span_key`, and ``state``
+    that of `batch.span_state`: numbers, because there are so many of them.
+    """
 
     __tablename__ = "spans"
     __table_args__ = ({"sqlite_with_rowid": False},)
 
-    trace_id: Mapped[bytes] = mapped_column(primary_key=True)
-    span_id: Mapped[bytes] = mapped_column(primary_key=True)
+    trace: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    span: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     state: Mapped[int]
 
 

@@ -102,7 +102,7 @@ def _oldest_ns(work: Work) -> int | None:
 def _drop_oldest(work: Work, before_ns: int) -> int:
     """Some of the traces and events received before; how many."""
     traces = work.connection.execute(
-        select(TraceModel.trace_id, TraceModel.spans, TraceModel.nbytes)
+        select(TraceModel.trace_id, TraceModel.arrival, TraceModel.spans, TraceModel.nbytes)
         .where(TraceModel.updated_ns < before_ns)
         .order_by(TraceModel.updated_ns)
         .limit(_TRACES_A_STEP)
@@ -111,10 +111,11 @@ def _drop_oldest(work: Work, before_ns: int) -> int:
         for column in (
             ChunkModel.trace_id,
             LinkModel.trace_id,
-            SpanModel.trace_id,
             TraceModel.trace_id,
         ):
             work.connection.execute(delete(column.class_).where(column.in_(some)))
+    for arrivals in in_groups([row.arrival for row in traces]):
+        work.connection.execute(delete(SpanModel).where(SpanModel.trace.in_(arrivals)))
     work.state.traces -= len(traces)
     work.state.spans -= sum(row.spans for row in traces)
     work.state.nbytes -= sum(row.nbytes for row in traces)

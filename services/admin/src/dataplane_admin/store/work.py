@@ -68,14 +68,23 @@ class Work:
             made = sqlite.insert(table) if self.is_sqlite else postgresql.insert(table)
             self.connection.execute(made.on_conflict_do_nothing(), rows)
 
-    def put(self, model: type[Any], rows: list[dict[str, Any]]) -> None:
-        """Insert rows, in the place of those whose key is there already."""
+    def put(self, model: type[Any], rows: list[tuple[int, ...]]) -> None:
+        """Insert rows of numbers, in the place of those whose key is there already.
+
+        Past SQLAlchemy, whose share of the time is the largest where there are many short rows.
+        """
         if rows:
             table = model.__table__
-            made = sqlite.insert(table) if self.is_sqlite else postgresql.insert(table)
             key = [column.name for column in table.primary_key]
-            rest = {name: made.excluded[name] for name in rows[0] if name not in key}
-            self.connection.execute(made.on_conflict_do_update(index_elements=key, set_=rest), rows)
+            names = [column.name for column in table.columns]
+            mark = "?" if self.is_sqlite else "%s"
+            rest = ", ".join(f"{name} = excluded.{name}" for name in names if name not in key)
+            self.connection.exec_driver_sql(
+                f"INSERT INTO {table.name} ({', '.join(names)}) "  # noqa: S608  # names of ours
+                f"VALUES ({', '.join([mark] * len(names))}) "
+                f"ON CONFLICT ({', '.join(key)}) DO UPDATE SET {rest}",
+                rows,
+            )
 
     def add(self, model: type[Any], rows: list[dict[str, Any]]) -> None:
         """Insert rows that are new."""

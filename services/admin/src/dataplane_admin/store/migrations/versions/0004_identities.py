@@ -23,10 +23,10 @@ def upgrade() -> None:
     """Bring the tables to this version."""
     op.create_table(
         "spans",
-        sa.Column("trace_id", sa.LargeBinary(), nullable=False),
-        sa.Column("span_id", sa.LargeBinary(), nullable=False),
+        sa.Column("trace", sa.BigInteger(), autoincrement=False, nullable=False),
+        sa.Column("span", sa.BigInteger(), autoincrement=False, nullable=False),
         sa.Column("state", sa.BigInteger(), nullable=False),
-        sa.PrimaryKeyConstraint("trace_id", "span_id", name=op.f("pk_spans")),
+        sa.PrimaryKeyConstraint("trace", "span", name=op.f("pk_spans")),
         sqlite_with_rowid=False,
     )
     op.add_column(
