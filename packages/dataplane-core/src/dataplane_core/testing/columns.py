@@ -162,6 +162,10 @@ class ColumnContract(StoreFixtures):
         per_token: set[str] = set()
         client.get_columns(["b"], partition, list(fields.keys()), per_token=per_token)
         assert per_token == {"x", "token_mask"}
+        if client.capabilities.inspection:
+            summaries = {summary.partition_id: summary for summary in client.list_partitions()}
+            forms = {field.name: field.form for field in summaries[partition].fields}
+            assert (forms["x"], forms["y"], forms["images"]) == ("ragged", None, "shaped")
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.uint8, torch.float32], ids=str)
     def test_rows_of_any_shapes_keep_theirs(

@@ -128,7 +128,9 @@ def _encode_tensor(name: str, leaf: torch.Tensor, count: int) -> EncodedField:
         return _encode_jagged(name, *jagged)
     tensor = leaf.detach()
     if tensor.is_nested:
-        return _encode_rows(name, str(tensor.dtype), tensor.unbind())
+        rows_together = tensor.layout == torch.strided and tensor.is_contiguous()
+        flat = _raw(tensor.values()) if rows_together else None
+        return _encode_rows(name, str(tensor.dtype), tensor.unbind(), flat)
     item = tuple(tensor.shape[1:])
     nbytes = tensor.element_size() * math.prod(item)
     layout = FieldLayout(name, str(tensor.dtype), False, item, b"", nbytes, count)
@@ -161,15 +163,22 @@ def _encode_jagged(name: str, values: torch.Tensor, offsets: torch.Tensor) -> En
     return _whole(_ragged_layout(name, str(values.dtype), item, ends), _raw(values))
 
 
-def _encode_rows(name: str, kind: str, rows: Sequence[torch.Tensor]) -> EncodedField:
-    """Rows one by one: what is rare, such as strided nested tensors and jagged ones with holes."""
+def _encode_rows(
+    name: str, kind: str, rows: Sequence[torch.Tensor], flat: Bytes | None = None
+) -> EncodedField:
+    """Rows of any shapes: of strided nested tensors and of jagged ones with holes.
+
+    ``flat`` are their bytes if they lie one after the other, which spares a copy.
+    """
     buffers = [_raw(row) for row in rows]
     shapes = [tuple(row.shape) for row in rows]
     tail = shapes[0][1:] if shapes else ()
     alike = all(shape and shape[1:] == tail for shape in shapes) and math.prod(tail) > 0
     ends = np.cumsum([buffer.size for buffer in buffers], dtype="<i8")
     layout = _ragged_layout(name, kind, tail if alike else (), ends, None if alike else shapes)
-    return _whole(layout, np.concatenate(buffers) if buffers else np.empty(0, np.uint8))
+    if flat is None or flat.size != layout.nbytes:
+        flat = np.concatenate(buffers) if buffers else np.empty(0, np.uint8)
+    return _whole(layout, flat)
 
 
 def _whole(layout: FieldLayout, flat: Bytes) -> EncodedField:
