@@ -115,7 +115,7 @@ def test_an_observation_that_fills_the_sequence_is_cut_and_ends_the_row(play, ro
     assert metrics["max_turns_reached_rate"] == 0.0
 
 
-def test_an_observation_that_reaches_the_maximum_exactly_ends_the_row(play):
+def test_an_observation_that_reaches_the_maximum_ends_the_row(play):
     length = len("1+2=3. So it is. 4+4=")
     at_limit, metrics = play(
         batch_of(["1+2="], more=["4+4="]), Local(Arithmetic()), max_seq_len=length
@@ -132,7 +132,7 @@ def test_an_observation_that_reaches_the_maximum_exactly_ends_the_row(play):
     assert below_metrics["sequence_full_rate"] == 0.0
 
 
-def test_a_row_its_environment_ended_is_not_truncated_by_an_observation(play):
+def test_an_observation_after_the_end_truncates_no_row(play):
     length = len("1+2=3. So it is.")
     env = Scripted(lambda log, info: {"observation": "well done", "terminated": True})
     batch, metrics = play(batch_of(["1+2="]), env, max_seq_len=length + 2)
@@ -142,7 +142,7 @@ def test_a_row_its_environment_ended_is_not_truncated_by_an_observation(play):
     assert metrics["sequence_full_rate"] == metrics["truncation_rate"] == 0.0
 
 
-def test_a_truncated_response_counts_though_the_environment_ends_the_row(play):
+def test_a_truncated_response_counts_in_a_terminated_row(play):
     batch, metrics = play(batch_of(["1+2="]), Local(Arithmetic()), max_new_tokens=2)
     assert batch["truncated"].tolist() == [True]
     assert metrics["natural_termination_rate"] == 0.0

@@ -140,7 +140,7 @@ def word_tokenizer(words):
 
 @settings(max_examples=25)
 @given(st.data(), st.integers(0, 99))
-def test_a_response_ends_in_the_token_that_completes_a_stop_string(network, data, seed):
+def test_a_response_ends_in_the_token_completing_a_stop_string(network, data, seed):
     size = network.config.vocab_size - 2
     words = [f"{'abc'[i % 3]}.{'xyz'[i // 3 % 3]}{i}." for i in range(size)]
     tokenizer = word_tokenizer(words)

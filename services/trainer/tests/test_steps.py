@@ -207,7 +207,7 @@ def test_dynamic_sampling_drops_and_clears_groups_of_equal_rewards(run, likely):
     assert sorted(run.watch.missing(run.watch.generated, "train")) == sorted(run.watch.generated)
 
 
-def test_a_group_of_filtered_samples_is_dropped_if_they_do_not_count(run, likely):
+def test_a_group_of_filtered_samples_is_dropped_if_not_counted(run, likely):
     changes = {
         **SAMPLING,
         "grpo.overlong_filtering": True,
