@@ -18,7 +18,8 @@ REQUEST_S = 5.0
 """From the first byte of a call to the last one of its request."""
 _HANDSHAKE_MS = 2000
 """Of TLS and HTTP/2. A full server refuses new peers, so silent ones must not stay for long."""
-_IDLE_MS = 60_000
+_IDLE_MS = 15_000
+"""A connection without calls is closed, and opened again by the next call."""
 _KEEPALIVE_MS = 30_000
 _MAX_CONNECTIONS = 16_384
 _MAX_CALLS = 100

@@ -26,6 +26,7 @@ APPLICATION_ID = 0x52464D58
 SCHEMA_VERSION = 2
 # A server that is being replaced may still be closing the file.
 _BUSY_S = 2.0
+_CLOSE_S = 10.0
 KINDS: Mapping[str, type[Record]] = {
     "version": Version,
     "worker": Worker,
@@ -151,8 +152,9 @@ class SqliteStore:
         if not self._closed:
             self._closed = True
             self._queue.put(None)
-            self._thread.join()
-            self._connection.close()
+            self._thread.join(_CLOSE_S)
+            if not self._thread.is_alive():  # else the disk hangs, and closing would too
+                self._connection.close()
 
     def _open(self) -> None:
         run = self._connection.execute
