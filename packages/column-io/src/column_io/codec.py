@@ -26,10 +26,7 @@ from dataplane_core.columns import (
     object_column,
 )
 from dataplane_core.rows import form_of, jagged_from_rows
-from dataplane_core.schema import TOKEN_ALIGNED_FIELDS
-
-PER_SAMPLE_TOO = frozenset({"advantages", "sample_mask"})
-"""Token-aligned columns that may also hold one value per sample."""
+from dataplane_core.schema import PER_SAMPLE_TOO, TOKEN_ALIGNED_FIELDS
 
 
 def to_nested_by_length(

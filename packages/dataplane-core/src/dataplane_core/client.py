@@ -437,6 +437,8 @@ class DataPlaneClient(Opaque, ABC):
             nested tensor unless its rows have one shape. Without ids: empty.
 
         Raises:
+            InvalidRequestError: (a ValueError) ``advantages`` or ``sample_mask`` was put dense with
+                shape (n, 1), which may be per sample, and would be padded to ``width``.
             DataPlaneError: as `get_samples`.
         """
         from dataplane_core.boundary import check_read

@@ -36,7 +36,7 @@ from dataplane_core.arguments import (
 )
 from dataplane_core.errors import InvalidRequestError, InvalidTypeError, listed
 from dataplane_core.rows import are_ragged, form_of, jagged_from_rows, storable_tensor
-from dataplane_core.schema import TOKEN_ALIGNED_FIELDS, Form
+from dataplane_core.schema import PER_SAMPLE_TOO, TOKEN_ALIGNED_FIELDS, Form
 from dataplane_core.slices import Slices, copy_slices
 
 Bytes = NDArray[np.uint8]
@@ -173,6 +173,25 @@ def width_of(name: str, form: Form | None, width: int) -> int | None:
     return None if form == "shaped" else 0
 
 
+def check_width(name: str, form: Form | None, row: Sequence[int], width: int) -> None:
+    """Refuse to pad what may be one value per sample: with zeros it would read as no advantage.
+
+    Args:
+        name: the field.
+        form: its form; ragged rows of one token are no doubt per token.
+        row: shape of its rows, which were put dense.
+        width: to pad to.
+
+    Raises:
+        InvalidRequestError: (a ValueError) naming the field.
+    """
+    if name in PER_SAMPLE_TOO and form is None and width > 1 and row[:1] == (1,):
+        raise InvalidRequestError(
+            f"field {name!r} was put dense in rows of shape {tuple(row)} and is read {width} "
+            "tokens wide; put one value per sample as (rows,), or values per token ragged"
+        )
+
+
 def columns_of_fields(
     fields: TensorDictBase,
     *,
@@ -196,12 +215,15 @@ def columns_of_fields(
 
     Raises:
         TypeError: if a leaf is neither a tensor nor per-row values.
+        InvalidRequestError: (a ValueError) as `check_width`, with ``forms``.
     """
     count = fields.batch_size[0] if fields.batch_dims else 0
     columns: dict[str, Column] = {}
     for name, leaf in fields.items():
         if isinstance(leaf, torch.Tensor):
             form = form_of(leaf) if forms is None else forms.get(name)
+            if forms is not None and not leaf.is_nested:
+                check_width(name, form, leaf.shape[1:], width)
             pad_value = (pad_values or {}).get(name, 0)
             columns[name] = padded_tensor(leaf, pad_value, width_of(name, form, width))
         else:

@@ -38,6 +38,9 @@ TOKEN_ALIGNED_FIELDS: Final[frozenset[str]] = frozenset(
 )
 """Columns that hold one value per token from two dimensions on, and are then stored jagged."""
 
+PER_SAMPLE_TOO: Final[frozenset[str]] = frozenset({"advantages", SAMPLE_MASK})
+"""Those of them that may also hold one value per sample, with shape (rows,)."""
+
 DP_TRAIN_FIELDS: Final[tuple[str, ...]] = (
     INPUT_IDS,
     INPUT_LENGTHS,

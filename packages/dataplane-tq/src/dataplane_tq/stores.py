@@ -15,7 +15,7 @@ import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
 from dataplane_core.columns import Column as PaddedColumn
-from dataplane_core.columns import columns_of_fields, fields_of_columns, width_of
+from dataplane_core.columns import check_width, columns_of_fields, fields_of_columns, width_of
 from dataplane_core.object_codec import decode_object, encode_object
 from dataplane_core.rows import (
     OBJECT,
@@ -26,7 +26,7 @@ from dataplane_core.rows import (
     forms_of,
     split_rows,
 )
-from dataplane_core.schema import Form
+from dataplane_core.schema import PER_SAMPLE_TOO, Form
 from dataplane_tq import transfer_queue_rows as rows_in
 from dataplane_tq.engine import Engine
 from dataplane_tq.packed.access import UnitAccess
@@ -274,6 +274,9 @@ class PackedStore(Store):
         width: int,
     ) -> dict[str, PaddedColumn]:
         widths = {name: width_of(name, where.forms.get(name), width) for name in fields}
+        for name, part in zip(fields, where.parts, strict=True):
+            for layout in (block.layout for block in part.blocks if name in PER_SAMPLE_TOO):
+                check_width(name, where.forms.get(name), layout.item, width)
         return self._units.read_columns(fields, where.parts, pad_values, widths)
 
     def close(self) -> None:

@@ -125,6 +125,15 @@ class ColumnContract(StoreFixtures):
         assert found["advantages"].tolist() == [[1, 1, 1, 0, 0, 0]]
         assert found["sample_mask"].tolist() == [1]
 
+    def test_one_value_per_sample_is_not_padded_as_if_it_were_a_token(
+        self, client: DataPlaneClient, peer: DataPlaneClient, partition: str
+    ) -> None:
+        client.put_columns(["a", "b"], partition, {"advantages": torch.ones(2, 1)})
+        with pytest.raises(InvalidRequestError, match="'advantages' was put dense in rows"):
+            peer.get_columns(["a", "b"], partition, ["advantages"], width=WIDTH)
+        found: dict[str, Any] = peer.get_columns(["a", "b"], partition, ["advantages"])
+        assert found["advantages"].shape == (2, 1)
+
     @pytest.mark.parametrize("how", ["put_samples", "put_columns"])
     def test_rows_put_ragged_are_padded_though_they_have_one_length(
         self, client: DataPlaneClient, peer: DataPlaneClient, partition: str, how: str
