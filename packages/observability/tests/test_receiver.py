@@ -493,3 +493,18 @@ def test_a_request_that_is_sent_again_counts_once(tmp_path: Path) -> None:
         assert receiver.counts()["received"] == 2
         assert [span.name for span in receiver.snapshot().spans] == ["a", "b"]
     assert [span.name for span in read_folder(tmp_path).spans] == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("trace_id", "span_id"),
+    [(b"", b"s" * 8), (bytes(16), b"s" * 8), (b"t" * 16, bytes(8)), (b"t" * 15, b"s" * 8)],
+)
+def test_a_span_without_valid_ids_costs_itself_only(trace_id: bytes, span_id: bytes) -> None:
+    request = ExportTraceServiceRequest.FromString(traces("a", "b"))
+    request.resource_spans[0].scope_spans[0].spans.add(trace_id=trace_id, span_id=span_id)
+    with Receiver() as receiver:
+        status, body, _ = post(receiver, body=request.SerializeToString())
+        answer = ExportTraceServiceResponse.FromString(body).partial_success
+        assert (status, answer.rejected_spans) == (200, 1)
+        assert "all zero" in answer.error_message
+        assert len(receiver.snapshot().spans) == 2

@@ -181,10 +181,10 @@ class Receiver:
     ) -> None:
         self.close()
 
-    def _accept(self, kind: Kind, body: bytes) -> None:
+    def _accept(self, kind: Kind, body: bytes) -> int:
         told = decode(kind, body)
         if body and self._is_repeated(kind, body):
-            return
+            return told.refused
         if body:
             self._save(kind, body)
             if self._forwarder is not None:
@@ -193,6 +193,7 @@ class Receiver:
             self._received += 1
             self._records.add(told)
             self._arrived.notify_all()
+        return told.refused
 
     def _is_repeated(self, kind: Kind, body: bytes) -> bool:
         """Whether the same request came before: an exporter that got no answer sends it again."""
@@ -227,4 +228,6 @@ class Receiver:
             self._writers.clear()
 
     def _copy(self) -> Records:
-        return Records(spans=list(self._records.spans), events=list(self._records.events))
+        records = Records()
+        records.add(self._records)
+        return records

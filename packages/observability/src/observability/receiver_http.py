@@ -59,8 +59,11 @@ _ANSWERS: dict[Kind, bytes] = {
 # google.rpc.Code, of the message that tells a client what was wrong.
 _INVALID_ARGUMENT, _UNAVAILABLE = 3, 14
 
-Accept = Callable[[Kind, bytes], None]
-"""Takes the body of a request; raises DecodeError if it is none of this kind."""
+Accept = Callable[[Kind, bytes], int]
+"""Takes the body of a request; raises DecodeError if it is none of this kind.
+
+Returns how many spans of it were refused, because their ids are not valid.
+"""
 
 
 class Refused(Exception):
@@ -243,8 +246,8 @@ class _Handler(BaseHTTPRequestHandler):
             sent = self._body(self._length())
             self.server.settled(self.connection)
             body = self._decompressed(sent)
-            self.server.accept(kind, body)
-            self._answer(HTTPStatus.OK, _ANSWERS[kind])
+            count = self.server.accept(kind, body)
+            self._answer(HTTPStatus.OK, _without(count) if count else _ANSWERS[kind])
         except Refused as refused:
             self._refuse(refused)
         except DecodeError as error:
@@ -399,6 +402,14 @@ def _without_port(host: str) -> str:
     if host.startswith("["):
         return host[1:].partition("]")[0]
     return host.partition(":")[0]
+
+
+def _without(spans: int) -> bytes:
+    """The answer to a request of which so many spans were refused."""
+    answer = ExportTraceServiceResponse()
+    answer.partial_success.rejected_spans = spans
+    answer.partial_success.error_message = "a trace or span id is all zero or of a wrong length"
+    return answer.SerializeToString()
 
 
 def _status(code: int, message: str) -> bytes:

@@ -215,15 +215,23 @@ class Event:
 
 @dataclass
 class Records:
-    """What a run told so far."""
+    """What a run reported so far.
+
+    Attributes:
+        spans: in the order in which they came.
+        events: as ``spans``.
+        refused: spans that came without a valid trace or span id, and are not among ``spans``.
+    """
 
     spans: list[Span] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
+    refused: int = 0
 
     def add(self, other: Records) -> None:
         """Append what another holds."""
         self.spans += other.spans
         self.events += other.events
+        self.refused += other.refused
 
 
 _RUN_ID = "rl.run_id"
@@ -236,23 +244,24 @@ EVENT_PREFIX = "dataplane."
 
 
 def decode_traces(body: bytes) -> Records:
-    """The spans of an ``ExportTraceServiceRequest``.
+    """The spans of an ``ExportTraceServiceRequest``; those without valid ids are only counted.
 
     Raises:
         google.protobuf.message.DecodeError: ``body`` is not one.
     """
     request = ExportTraceServiceRequest()
     parse(request, body)
-    return Records(
-        spans=[
-            _span(span, process, run, scope)
-            for resource_spans in request.resource_spans
-            for process, run in [_process_and_run(resource_spans.resource)]
-            for scope_spans in resource_spans.scope_spans
-            for scope in [f"{scope_spans.scope.name} {scope_spans.scope.version}".strip()]
-            for span in scope_spans.spans
-        ]
-    )
+    records = Records()
+    for resource_spans in request.resource_spans:
+        process, run = _process_and_run(resource_spans.resource)
+        for scope_spans in resource_spans.scope_spans:
+            scope = f"{scope_spans.scope.name} {scope_spans.scope.version}".strip()
+            for span in scope_spans.spans:
+                if _has_ids(span):
+                    records.spans.append(_span(span, process, run, scope))
+                else:
+                    records.refused += 1
+    return records
 
 
 def decode_logs(body: bytes) -> Records:
@@ -281,6 +290,11 @@ def decode_logs(body: bytes) -> Records:
             if record.event_name.startswith(EVENT_PREFIX)
         ]
     )
+
+
+def _has_ids(span: SpanMessage) -> bool:
+    is_of_trace = valid_id(span.trace_id, TRACE_ID_BYTES)
+    return bool(is_of_trace and valid_id(span.span_id, SPAN_ID_BYTES))
 
 
 def _span(span: SpanMessage, process: Process, run: Any, scope: str) -> Span:

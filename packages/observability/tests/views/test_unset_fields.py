@@ -175,7 +175,7 @@ def test_an_integer_instance_is_part_of_the_label():
     made = data.resource_spans.add()
     made.resource.attributes.add(key="service.instance.id").value.int_value = 7
     made.resource.attributes.add(key="service.name").value.string_value = ""
-    made.scope_spans.add().spans.add(trace_id=TRACE)
+    made.scope_spans.add().spans.add(trace_id=TRACE, span_id=b"s" * 8)
     [span] = decode_traces(data.SerializeToString()).spans
     assert span.process.label == "unknown 7"
 
