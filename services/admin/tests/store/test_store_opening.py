@@ -1,9 +1,11 @@
 """Databases are made, brought up to date and refused."""
 
+import sqlite3
 import stat
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 
 import pytest
 from alembic import command
@@ -136,6 +138,34 @@ def test_a_file_that_is_no_database_is_refused_and_kept(tmp_path):
     with pytest.raises(StoreUnavailable, match="cannot be opened"):
         Store.open(f"sqlite:///{path}")
     assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("application_id", [0, 0x1234])
+@pytest.mark.parametrize("journal", ["delete", "wal"])
+def test_another_programs_file_is_refused_and_kept(tmp_path, application_id, journal):
+    path = tmp_path / "places.sqlite"
+    with closing(sqlite3.connect(path)) as other:
+        other.execute(f"PRAGMA journal_mode={journal}")
+        other.execute(f"PRAGMA application_id={application_id}")
+        other.execute("CREATE TABLE bookmarks (url TEXT)")
+        other.commit()
+        before = path.read_bytes()
+        with pytest.raises(StoreError, match="another program's database"):
+            Store.open(f"sqlite:///{path}")
+        assert path.read_bytes() == before
+        assert other.execute("PRAGMA journal_mode").fetchone()[0] == journal
+
+
+def test_a_file_that_was_made_before_files_were_marked_is_taken(tmp_path, otlp):
+    path = tmp_path / "admin.sqlite"
+    with Store.open(f"sqlite:///{path}") as store:
+        store.write(otlp.event("put", ["a"]))
+    with closing(sqlite3.connect(path)) as raw:
+        assert raw.execute("PRAGMA application_id").fetchone()[0]
+        raw.execute("PRAGMA application_id=0")
+        raw.commit()
+    with Store.open(f"sqlite:///{path}") as store:
+        assert store.totals().events == 1
 
 
 def test_an_unreachable_server_is_refused_without_telling_the_password():

@@ -118,6 +118,31 @@ def test_the_file_of_sqlite_really_shrinks(tmp_path, otlp):
     assert not Path(f"{path}-wal").exists() or Path(f"{path}-wal").stat().st_size == 0
 
 
+def test_the_log_of_sqlite_counts_as_well(tmp_path, otlp):
+    path = tmp_path / "admin.sqlite"
+    with Store.open(f"sqlite:///{path}", retention=Retention(max_bytes=3_000_000)) as store:
+        for _ in range(200):
+            store.write(large(otlp, 50_000))
+        # While the service runs: of the file and its log, not of the pages in use alone.
+        wait_until(lambda: store.totals().bytes_on_disk < 3_500_000, store)
+        assert store.totals().traces >= 15
+
+
+def test_what_is_stored_does_not_go_for_a_log_that_somebody_reads(tmp_path, otlp):
+    path = tmp_path / "admin.sqlite"
+    with Store.open(f"sqlite:///{path}", retention=Retention(max_bytes=4_000_000)) as store:
+        store.write(large(otlp, 100_000))
+        with closing(sqlite3.connect(path)) as reader:
+            reader.execute("BEGIN")
+            reader.execute("SELECT count(*) FROM traces").fetchall()
+            for _ in range(100):
+                store.write(large(otlp, 100_000))
+            wait_until(lambda: store.totals().traces < 45, store)
+            wal = Path(f"{path}-wal").stat().st_size
+            assert wal > 8_000_000
+            assert store.totals().traces >= 20
+
+
 def test_a_store_does_not_outgrow_its_limit_while_something_always_waits(url, otlp):
     limit = 4_000_000
     sizes = []

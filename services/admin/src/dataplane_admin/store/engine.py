@@ -14,13 +14,16 @@ import os
 import shutil
 import sqlite3
 import time
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any  # Any: DBAPI connections
 
+import structlog
 from sqlalchemy import Connection, Engine, create_engine, event, text
 from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import ArgumentError, SQLAlchemyError
+
+from dataplane_admin.store.errors import StoreError
 
 _BUSY_S = 10.0
 _READERS = 16
@@ -30,6 +33,15 @@ _WAL_BYTES = 64 << 20
 _LOCK = 0x6461_7461_706C_616E
 _CONNECT_S = 10
 _STATEMENT_MS = 30_000
+# Of a file's header: https://sqlite.org/fileformat2.html#application_id
+_APPLICATION_ID = 0x6470_6164  # "dpad"
+_APPLICATION_AT = 68
+# Of a file that was made before files were stamped.
+_FIRST_TABLES = frozenset({"alembic_version", "span_chunks", "open_waits"})
+_DAMAGED = frozenset({sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB})
+_SHORT_READ = sqlite3.SQLITE_IOERR_SHORT_READ
+
+logger = structlog.get_logger("dataplane_admin")
 
 
 class Database:
@@ -45,8 +57,11 @@ class Database:
     def __init__(self, url: str) -> None:
         self.url = _checked(url)
         self.is_sqlite = self.url.get_backend_name() == "sqlite"
+        self._damage: str | None = None
+        self._is_own = False
         if self.is_sqlite:
             _make_private(str(self.url.database))
+            self._identity = _identity(str(self.url.database))
             options: dict[str, Any] = {"connect_args": {"timeout": _BUSY_S}}
         else:
             options = {
@@ -70,6 +85,60 @@ class Database:
         else:
             # What one answer is made of is read as of one moment.
             self.readers = self.readers.execution_options(isolation_level="REPEATABLE READ")
+
+    def check_owner(self) -> None:
+        """Refuse a file of SQLite that another program made, without changing it.
+
+        Raises:
+            StoreError: it is one.
+            sqlite3.Error: it cannot be read.
+        """
+        if not self.is_sqlite:
+            return
+        path = Path(str(self.url.database)).absolute()
+        with path.open("rb") as file:
+            header = file.read(100)
+        application = int.from_bytes(header[_APPLICATION_AT : _APPLICATION_AT + 4], "big")
+        tables: list[str] = []
+        if header.startswith(b"SQLite format 3\0") and application == 0:
+            # Not stamped: empty, made before files were, or another program's.
+            with closing(sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True)) as connection:
+                [application] = connection.execute("PRAGMA application_id").fetchone()
+                found = connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")
+                tables = [str(name) for (name,) in found]
+        is_own = not tables or set(tables) >= _FIRST_TABLES
+        if header.startswith(b"SQLite format 3\0") and (
+            application not in (0, _APPLICATION_ID) or (application == 0 and not is_own)
+        ):
+            what = f"tables {', '.join(sorted(tables)[:3])}" if tables else f"id {application:#x}"
+            raise StoreError(
+                f"{self.url.render_as_string()}: another program's database, with {what}; expected "
+                "one of this service, or a file that is not there yet"
+            )
+        self._is_own = True
+
+    def stamp(self, connection: Connection) -> None:
+        """In a transaction of the writer: mark a file of SQLite as one of this service."""
+        if self.is_sqlite and _pragma(connection, "application_id") != _APPLICATION_ID:
+            connection.exec_driver_sql(f"PRAGMA application_id={_APPLICATION_ID}")
+
+    def note(self, error: BaseException | None) -> None:
+        """Remember if an error of the driver says that the database is damaged."""
+        code = getattr(error, "sqlite_errorcode", None) or 0
+        if self._damage is None and (code & 0xFF in _DAMAGED or code == _SHORT_READ):
+            self._damage = (
+                f"{self.url.render_as_string()} is damaged: {error}; restore it from a copy, or "
+                "move it away and start again"
+            )
+            logger.error("database_damaged", reason=str(error))
+
+    def trouble(self) -> str | None:
+        """Return why nothing that is written would be kept; None if nothing is known of that."""
+        if self._damage is None and self.is_sqlite:
+            path = str(self.url.database)
+            if _identity(path) != self._identity:
+                return f"{path} was removed or replaced while the service has it open; restart it"
+        return self._damage
 
     def lock(self, connection: Connection) -> None:
         """In a transaction of the writer: keep other writers out until it ends."""
@@ -104,6 +173,29 @@ class Database:
         )
         return int(found.scalar_one())
 
+    def file_bytes(self) -> int:
+        """Return what SQLite's file takes without its log; 0 for PostgreSQL."""
+        return Path(str(self.url.database)).stat().st_size if self.is_sqlite else 0
+
+    def log_bytes(self) -> int:
+        """Return what SQLite's write-ahead log takes; 0 for PostgreSQL."""
+        path = Path(f"{self.url.database}-wal")
+        return path.stat().st_size if self.is_sqlite and path.exists() else 0
+
+    def empty_log(self) -> bool:
+        """Write SQLite's log to its file and cut it to nothing; False while somebody reads it."""
+        raw = self.writer.raw_connection()
+        try:
+            cursor = raw.cursor()
+            cursor.execute("PRAGMA busy_timeout=0")
+            try:
+                row = cursor.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
+            finally:
+                cursor.execute(f"PRAGMA busy_timeout={int(_BUSY_S * 1000)}")
+            return row is not None and row[0] == 0
+        finally:
+            raw.close()
+
     def room_bytes(self) -> int | None:
         """What is left where the files of SQLite are; None for PostgreSQL."""
         if not self.is_sqlite:
@@ -130,7 +222,7 @@ class Database:
     def close(self) -> None:
         """Close every connection."""
         self.readers.dispose()
-        if self.is_sqlite:
+        if self.is_sqlite and self._is_own:
             # Somebody may read it, or it is no database at all; who opens it next does it.
             with suppress(sqlite3.Error, SQLAlchemyError):
                 raw = self.writer.raw_connection()
@@ -157,6 +249,15 @@ def _checked(given: str) -> URL:
     if url.drivername in ("postgresql", "postgresql+psycopg"):
         return url.set(drivername="postgresql+psycopg")
     raise ValueError(f"{url.drivername}: {expected}")
+
+
+def _identity(path: str) -> tuple[int, int] | None:
+    """What tells a file from another one of its name; None if there is none."""
+    try:
+        found = os.stat(path)
+    except FileNotFoundError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 def _make_private(path: str) -> None:

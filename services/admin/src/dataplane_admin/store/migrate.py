@@ -37,6 +37,7 @@ def migrate(database: Database) -> None:
             )
         if found != known.get_current_head():
             command.upgrade(config, "head")
+        database.stamp(connection)
 
 
 def configuration(connection: Connection) -> Config:

@@ -45,6 +45,7 @@ class Reader:
                 yield connection
         except (DBAPIError, PoolTimeout) as error:
             reason = error.orig if isinstance(error, DBAPIError) else error
+            self._database.note(reason)
             raise StoreUnavailable(f"the database cannot be read now: {reason}") from error
 
     def spans(self, connection: Connection, trace_ids: Iterable[bytes]) -> list[Span]:

@@ -34,6 +34,8 @@ _EVENTS_A_STEP = 128
 _SAMPLES_A_STEP = 8192
 _PAGES_A_STEP = 512
 _RUNS_A_STEP = 16
+# Of the limit, below which the log is left to SQLite.
+_LOG_SHARE = 64
 
 
 @dataclass(frozen=True)
@@ -43,8 +45,8 @@ class Retention:
     Attributes:
         max_age_s: what was received longer ago goes; None keeps it.
         max_bytes: past this the oldest goes, whatever its age; None keeps it. Of the SQLite file
-            without what is free in it; in PostgreSQL of what was written, without what its tables
-            take beside it.
+            without what is free in it, and of its write-ahead log; in PostgreSQL of what was
+            written, without what its tables take beside it.
     """
 
     max_age_s: float | None = 7 * 86_400.0
@@ -71,20 +73,32 @@ class Sweeper:
 
     def step(self) -> bool:
         """Let some of what is too old or too much go; whether there may be more."""
+        # While somebody reads, the log cannot be cut; what is stored must not go instead.
+        log_bytes = self._log_bytes()
         with self._database.writer.begin() as connection:
             self._database.lock(connection)
             work = Work.begin(connection, is_sqlite=self._database.is_sqlite)
-            before_ns = self._too_old(work)
+            before_ns = self._too_old(work, log_bytes)
             gone = bool(_drop_oldest(work, before_ns)) or _drop_rest(work, before_ns)
             if gone:
                 work.state.save(connection, changed=True)
         return self._database.shrink(_PAGES_A_STEP) or gone
 
-    def _too_old(self, work: Work) -> int:
+    def _log_bytes(self) -> int:
+        """Return what the log takes, cut if it and the file together pass the limit."""
+        most, log_bytes = self._retention.max_bytes, self._database.log_bytes()
+        if most is None or self._database.file_bytes() + log_bytes <= most:
+            return log_bytes
+        if log_bytes < most // _LOG_SHARE:  # not worth forcing the file to the disk
+            return log_bytes
+        return self._database.log_bytes() if self._database.empty_log() else 0
+
+    def _too_old(self, work: Work, log_bytes: int) -> int:
         """What was received before this, in nanoseconds since 1970, has to go."""
         state: State = work.state
         most, age = self._retention.max_bytes, self._retention.max_age_s
-        if most is not None and self._database.live_bytes(work.connection, state.nbytes) > most:
+        live_bytes = self._database.live_bytes(work.connection, state.nbytes)
+        if most is not None and live_bytes + log_bytes > most:
             oldest = _oldest_ns(work)
             if oldest is not None:
                 return oldest + 1

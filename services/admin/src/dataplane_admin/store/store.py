@@ -83,11 +83,12 @@ class Store:
         Raises:
             ValueError: ``url`` is neither of these.
             StoreUnavailable: the database cannot be opened.
-            StoreError: a newer version of this service made it.
+            StoreError: a newer version of this service made it, or another program.
             OSError: the file cannot be made.
         """
         database = Database(url)
         try:
+            database.check_owner()
             migrate(database)
         except (DBAPIError, sqlite3.Error) as error:
             database.close()

@@ -6,6 +6,7 @@ past that a batch is refused at once, so that the sender holds it back.
 
 from __future__ import annotations
 
+import sqlite3
 import threading
 import time
 import traceback
@@ -208,15 +209,21 @@ class Writer:
             one.done.set_result(result)
 
     def _commit(self, batches: list[Batch]) -> list[WriteResult]:
+        if trouble := self._database.trouble():
+            raise StoreUnavailable(trouble)
         try:
             with self._database.writer.begin() as connection:
                 self._database.lock(connection)
                 work = Work.begin(connection, is_sqlite=self._database.is_sqlite)
                 return apply(work, batches)
         except (OperationalError, InterfaceError) as error:
+            self._database.note(error.orig)
             logger.error("store_unavailable", reason=str(error.orig))
             raise StoreUnavailable(f"the database does not take it now: {error.orig}") from error
         except DBAPIError as error:
+            self._database.note(error.orig)
+            if trouble := self._database.trouble():
+                raise StoreUnavailable(trouble) from error
             logger.error("write_refused", reason=str(error.orig))
             raise WriteRefused(f"the database refuses it: {error.orig}") from error
         except Exception as error:
@@ -228,13 +235,16 @@ class Writer:
     def _tidy_up(self, share_s: float) -> bool:
         """Tidy until nothing is left, or something waits and ``share_s`` seconds are spent; whether
         there is more to do."""
+        if self._database.trouble():
+            return False
         until = time.monotonic() + share_s
         try:
             while self._tidy():
                 with self._changed:
                     if self._closing or (self._waiting and time.monotonic() >= until):
                         return True
-        except (SQLAlchemyError, OSError) as error:
+        except (SQLAlchemyError, sqlite3.Error, OSError) as error:
+            self._database.note(getattr(error, "orig", error))
             logger.warning("tidying_failed", reason=str(getattr(error, "orig", error)))
         except Exception:  # what comes in has to be written whatever is wrong with tidying
             logger.exception("tidying_failed")
