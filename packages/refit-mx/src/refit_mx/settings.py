@@ -61,7 +61,7 @@ class ReceiverSettings:
             transfer of at most 16 MiB (with RDMA 64) has ended. Then those that do not
             answer are left out, or else those that still owe something, and the next attempt reads
             from others.
-        connect_timeout_s: of one connection to a source.
+        connect_timeout_s: of one connection to a source, over NIXL at most half of the time left.
         connections_per_source: of the TCP transport.
         scratch_copies: scratch memory, in multiples of what all targets take; what is in quarantine
             counts.
