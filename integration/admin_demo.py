@@ -60,7 +60,9 @@ def main(steps: int = 1_000_000) -> int:
         ]
         run = stack.enter_context(_running(train, SOON, stdout=log, stderr=log))
         print(f"\n  {url}\n")
-        print(f"A demo run feeds it; its log is {FOLDER / 'run.log'}. Ctrl-C ends both.")
+        print(
+            f"A demo run feeds it; its log is {FOLDER / 'run.log'}. Ctrl-C ends both.", flush=True
+        )
         with contextlib.suppress(KeyboardInterrupt):
             run.wait()
             print(f"the run ended with status {run.returncode}; the service goes on until Ctrl-C")
