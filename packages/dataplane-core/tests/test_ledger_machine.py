@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 
-from dataplane_core import LeaseLostError, SamplesLeasedError
+from dataplane_core import LeaseLostError, SamplesLeasedError, TagFilter
 from dataplane_core.declaration import PartitionDeclaration
 from dataplane_core.ledger import ClaimRequest, Ledger
 from dataplane_core.ledger.actions import end_claim, reset_consumption
@@ -44,6 +44,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.cleared = 0
         self.where = {"a": {}, "b": {}}
         self.settled_by = {}
+        self.new = set()
         self.pinned = []
 
     @rule(
@@ -88,6 +89,13 @@ class LedgerMachine(RuleBasedStateMachine):
                     task[sample_id] = "open"
             self.written[sample_id] |= fields
 
+    @rule(ids=st.sets(st.sampled_from(IDS), min_size=1), new=st.booleans())
+    def tag(self, ids, new):
+        ids &= self.written.keys()
+        ticket = self.ledger.begin_put("p", sorted(ids), {})
+        self.ledger.commit_put(ticket, {}, [{"new": new}] * len(ids))
+        self.new = self.new | ids if new else self.new - ids
+
     @rule(ids=st.sets(st.sampled_from(IDS)))
     def give_up_a_put(self, ids):
         self.ledger.abort_put(self.ledger.begin_put("p", sorted(ids), {"z": "torch.bool"}))
@@ -99,15 +107,31 @@ class LedgerMachine(RuleBasedStateMachine):
         size=st.integers(1, 4),
         lease=st.sampled_from([None, 2.0]),
         seed=st.sampled_from([None, 7]),
+        newest=st.booleans(),
+        whole=st.booleans(),
     )
-    def claim(self, task, required, size, lease, seed):
-        request = ClaimRequest(task, tuple(sorted(required)), size, lease_s=lease, seed=seed)
-        claimed = self.ledger.partition("p").claim(request, self.now)
-        ready = {
-            sample_id
+    def claim(self, task, required, size, lease, seed, newest, whole):
+        where = (TagFilter("new", "==", True),) if newest else ()
+        request = ClaimRequest(
+            *(task, tuple(sorted(required)), size),
+            lease_s=lease,
+            seed=seed,
+            where=where,
+            whole=whole,
+        )
+        places = {
+            sample_id: place
             for sample_id, place in self.where[task].items()
-            if place == "open" and required <= self.written[sample_id]
+            if sample_id in self.new or not newest
         }
+        open_rows = {sample_id for sample_id, place in places.items() if place == "open"}
+        ready = {sample_id for sample_id in open_rows if required <= self.written[sample_id]}
+        leased = any(place not in ("open", "settled") for place in places.values())
+        claimed = self.ledger.partition("p").claim(request, self.now)
+        if whole and len(ready) < size and (ready < open_rows or (leased and not ready)):
+            assert claimed is None
+            return task, None, self.now, []
+        assert claimed is not None
         got = [row.sample_id for row in claimed.rows]
         assert set(got) <= ready
         assert len(got) == min(size, len(ready)) == len(set(got))
@@ -196,6 +220,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.ledger.clear("p", sorted(ids), force=force)
         for sample_id in ids & self.written.keys():
             del self.written[sample_id]
+            self.new.discard(sample_id)
             self.cleared += 1
             for places in self.where.values():
                 del places[sample_id]

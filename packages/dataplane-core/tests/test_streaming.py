@@ -105,6 +105,26 @@ def test_what_another_consumer_held_when_it_died_is_waited_for():
     assert counts(client) == (0, 0, 6)
 
 
+def test_dataset_delivers_what_a_crashed_consumer_held():
+    client = store(6)
+    leased(0.3)().claim_meta("p", "a", ["x"], 4)
+    consumer, got = leased()(), []
+    for batch, meta in dataset(leased()):
+        assert batch["x"].tolist() == [float(each[1:]) for each in meta.sample_ids]
+        got += meta.sample_ids
+        consumer.acknowledge(meta)
+    assert sorted(got) == [f"s{i:02d}" for i in range(6)]
+    assert client.check_consumption_status("p", ["a"])
+
+
+def test_dataset_whose_batches_are_not_acknowledged_says_so():
+    store(4)
+    batches = iter(dataset(leased(), timeout_s=0.1))
+    next(batches)
+    with pytest.raises(ClaimTimeoutError, match=r"4 are leased: 4 by '.*' \(this process\)"):
+        next(batches)
+
+
 def test_a_consumer_that_holds_for_ever_is_waited_for_until_the_deadline():
     store(4)
     leased()().claim_meta("p", "a", ["x"], 1)

@@ -7,7 +7,7 @@ import functools
 import pytest
 import torch
 from remote_store import Remote, serving
-from streaming_parts import counts, store
+from streaming_parts import counts, ids, leased, store
 from tensordict import TensorDict
 from worker_parts import Failing, stuck, summed, unpicklable
 
@@ -72,6 +72,23 @@ def test_tensors_of_all_workers_arrive_whatever_the_order_in_which_they_end(serv
         got = [(float(value), *ids) for value, ids in found]
     assert sorted(got) == [(float(i), f"s{i:02d}") for i in range(8)]
     assert counts(client) == (0, 0, 8)
+
+
+@pytest.mark.parametrize("settle", ["next", "commit"])
+def test_prefetching_loader_delivers_what_a_crashed_consumer_held(served, settle):
+    client, make_client = served
+    leased(2.0)().claim_meta("p", "a", ["x"], 3)
+    dataset = StreamingDataset(
+        make_client, "p", "a", required_fields=["x"], batch_size=1, timeout_s=30.0
+    )
+    with StreamingDataLoader(dataset, num_workers=1, settle=settle) as found:
+        got = ids(found)
+        if settle == "commit":
+            assert not client.check_consumption_status("p", ["a"])
+            found.state_dict()
+            found.commit()
+    assert sorted(got) == [f"s{i:02d}" for i in range(8)]
+    assert client.check_consumption_status("p", ["a"])
 
 
 @pytest.fixture
