@@ -297,3 +297,17 @@ def test_without_lengths_one_value_per_row_may_be_per_sample_or_per_token(
     write_columns(client, meta, {"advantages": torch.ones(3), "token_mask": torch.ones(3, 1)})
     with pytest.raises(ValueError, match="'advantages' has shape"):
         write_columns(client, meta, {"advantages": torch.ones(3, 1)})
+
+
+def test_images_of_batches_that_are_joined_keep_their_shapes(client: DataPlaneClient) -> None:
+    meta = first_write(client)
+    rows = [torch.ones(1, 2, 2), torch.ones(1, 2, 2), torch.ones(2, 2, 2)]
+    write_columns(client, meta, {"images": torch.nested.nested_tensor(rows, layout=torch.strided)})
+    parts = [
+        read_columns(client, part, ["images"]) for part in (meta.slice(0, 2), meta.slice(2, 3))
+    ]
+    assert [part["images"].shape for part in parts] == [(2, 1, 2, 2), (1, 2, 2, 2)]
+    joined = BatchedDataDict.from_batches(parts)
+    assert [row.shape for row in joined["images"].unbind()] == [row.shape for row in rows]
+    picked = joined.select_indices([2, 0])
+    assert [row.shape for row in picked["images"].unbind()] == [(2, 2, 2), (1, 2, 2)]

@@ -61,7 +61,7 @@ def test_a_pad_width_widens_columns_that_are_per_token_alone() -> None:
     assert batch["routed_experts"].shape == (2, 4, 1, 2)
     for name in ("score", "image_size", "advantages"):
         assert batch[name] is fields[name]
-    assert batch.per_token == set(fields.keys()) - {"score", "image_size"}
+    assert batch.forms == {"input_ids": "ragged", "values": "ragged"}
 
 
 def test_a_pad_width_never_cuts() -> None:

@@ -32,8 +32,9 @@ from column_io.shard_plan import (
     plan_sequence_packing,
 )
 from dataplane_core import INPUT_IDS, INPUT_LENGTHS, InvalidRequestError, MissingDataError
+from dataplane_core.columns import is_per_token
 from dataplane_core.errors import listed
-from dataplane_core.schema import TOKEN_ALIGNED_FIELDS
+from dataplane_core.schema import Form
 
 _ColumnsT = TypeVar("_ColumnsT")
 
@@ -50,8 +51,8 @@ class BatchedDataDict(UserDict[str, Any], Generic[_ColumnsT]):
         micro_batch_lengths: per global batch, the tokens (sequence packing) or the width (dynamic
             batching) of each micro-batch; None likewise.
         elem_counts_per_gb: rows per global batch, with sequence packing; else None.
-        per_token: names of columns whose dim 1 runs along the tokens, as a read or `materialize`
-            knows them; None if the batch was put together by hand.
+        forms: the `dataplane_core.schema.Form` of the columns that have one, as a read or
+            `materialize` knows them; None if the batch was put together by hand.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -59,7 +60,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[_ColumnsT]):
         self.micro_batch_indices: MicroBatchIndices | None = None
         self.micro_batch_lengths: list[list[int]] | None = None
         self.elem_counts_per_gb: list[int] | None = None
-        self.per_token: frozenset[str] | None = None
+        self.forms: Mapping[str, Form] | None = None
 
     @classmethod
     def from_batches(
@@ -91,17 +92,22 @@ class BatchedDataDict(UserDict[str, Any], Generic[_ColumnsT]):
                     fields=missing,
                 )
         pad_values = pad_value_dict or {}
+        forms: dict[str, Form] = {}
+        for batch in batches:
+            forms |= getattr(batch, "forms", None) or {}
         joined = cls(
             {
                 name: join_columns(
-                    name, [batch[name] for batch in batches], pad_values.get(name, 0)
+                    name,
+                    [batch[name] for batch in batches],
+                    pad_values.get(name, 0),
+                    shaped=forms.get(name) == "shaped",
                 )
                 for name in names
             }
         )
-        known: list[frozenset[str] | None] = [getattr(b, "per_token", None) for b in batches]
-        if None not in known:
-            joined.per_token = frozenset(name for names in known for name in names or ())
+        if all(getattr(batch, "forms", None) is not None for batch in batches):
+            joined.forms = forms
         return joined
 
     @property
@@ -137,7 +143,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[_ColumnsT]):
 
     def _like(self, columns: dict[str, Any]) -> Self:
         batch = type(self)(columns)
-        batch.per_token = self.per_token
+        batch.forms = self.forms
         return batch
 
     def select_indices(self, indices: Sequence[int] | torch.Tensor) -> Self:
@@ -352,8 +358,9 @@ class BatchedDataDict(UserDict[str, Any], Generic[_ColumnsT]):
     def make_microbatch_iterator_with_dynamic_shapes(self, sequence_dim: int = 1) -> Iterator[Self]:
         """The planned micro-batches, cut to their width along ``sequence_dim``.
 
-        Cut are the columns that are `per_token`. A batch that was put together by hand does not
-        know them: those of the width of ``input_ids`` are cut, without ``input_ids`` all.
+        Cut are the columns that are per token, by their name or form. A batch that was put together
+        by hand knows no forms: those of the width of ``input_ids`` are cut, without ``input_ids``
+        all.
 
         Raises:
             InvalidRequestError: (a ValueError) unless micro-batches of one global batch are
@@ -367,9 +374,9 @@ class BatchedDataDict(UserDict[str, Any], Generic[_ColumnsT]):
         )
 
     def _along_tokens(self, dim: int) -> list[str]:
-        if self.per_token is not None:
-            known = TOKEN_ALIGNED_FIELDS | self.per_token
-            return [name for name in self.data if name in known]
+        if self.forms is not None:
+            forms = self.forms
+            return [name for name in self.data if is_per_token(name, forms.get(name))]
         width = dense_width(self.data.get(INPUT_IDS), dim)
         return [name for name in self.data if width in (None, dense_width(self.data[name], dim))]
 

@@ -21,11 +21,10 @@ from dataplane_core.columns import (
     Column,
     columns_of_fields,
     fields_of_columns,
-    is_per_token,
     jagged_from_padded,
     object_column,
 )
-from dataplane_core.rows import form_of, jagged_from_rows
+from dataplane_core.rows import forms_of, jagged_from_rows
 from dataplane_core.schema import PER_SAMPLE_TOO, TOKEN_ALIGNED_FIELDS
 
 
@@ -275,7 +274,5 @@ def materialize(
             for name, leaf in fields.items()
         }
     batch: BatchedDataDict[Any] = BatchedDataDict(columns)
-    batch.per_token = frozenset(
-        name for name, leaf in fields.items() if is_per_token(name, form_of(leaf))
-    )
+    batch.forms = forms_of(fields)
     return batch

@@ -81,19 +81,19 @@ def repeat_rows(column: Any, times: int) -> Any:
     return [copy.deepcopy(value) for value in column for _ in range(times)]
 
 
-def join_columns(name: str, parts: Sequence[Any], pad_value: float) -> Any:
+def join_columns(name: str, parts: Sequence[Any], pad_value: float, *, shaped: bool = False) -> Any:
     """``parts`` one after the other.
 
     Dense tensors of two or more dimensions are right-padded along dim 1 to the widest part. A
-    nested part makes the whole nested: jagged, or strided if a part is or if rows differ elsewhere
-    than in their first dimension.
+    nested part, or rows of several shapes if the column is ``shaped``, make the whole nested:
+    jagged, or strided if a part is or if rows differ elsewhere than in their first dimension.
 
     Raises:
         InvalidRequestError: (a ValueError) if the parts are of different kinds, or tensors of
             different dtypes or shapes.
     """
     if all(isinstance(part, torch.Tensor) for part in parts):
-        return _join_tensors(name, parts, pad_value)
+        return _join_tensors(name, parts, pad_value, shaped)
     if all(isinstance(part, np.ndarray) for part in parts):
         return np.concatenate(parts)
     if any(isinstance(part, torch.Tensor | np.ndarray) for part in parts):
@@ -102,12 +102,16 @@ def join_columns(name: str, parts: Sequence[Any], pad_value: float) -> Any:
     return [value for part in parts for value in part]
 
 
-def _join_tensors(name: str, parts: Sequence[torch.Tensor], pad_value: float) -> torch.Tensor:
+def _join_tensors(
+    name: str, parts: Sequence[torch.Tensor], pad_value: float, shaped: bool
+) -> torch.Tensor:
     dtypes = {part.dtype for part in parts}
     if len(dtypes) > 1:
         found = ", ".join(sorted(str(dtype) for dtype in dtypes))
         raise InvalidRequestError(f"from_batches: column {name!r} has several dtypes: {found}")
     nested = [part for part in parts if part.is_nested]
+    if not nested and shaped and len({part.shape[1:] for part in parts}) > 1:
+        return shaped_from_rows([row for part in parts for row in part.unbind()])
     if nested:
         rows = [row for part in parts for row in part.unbind()]
         jagged = all(part.layout == torch.jagged for part in nested)

@@ -37,6 +37,7 @@ from dataplane_core import (
     MissingDataError,
 )
 from dataplane_core.errors import listed
+from dataplane_core.schema import Form
 from dataplane_core.telemetry import detail_span
 
 PAD_TO_MULTIPLE = "pad_to_multiple"
@@ -74,17 +75,17 @@ def read_columns(
     names = list(select_fields)
     batch: BatchedDataDict[Any]
     if layout == "padded":
-        per_token: set[str] = set()
+        forms: dict[str, Form] = {}
         columns = dp_client.get_columns(
             meta.sample_ids,
             meta.partition_id,
             names,
             pad_values=pad_value_dict,
             width=meta.extra_info.get(GLOBAL_FORWARD_PAD_SEQLEN) or 0,
-            per_token=per_token,
+            forms=forms,
         )
         batch = BatchedDataDict(columns)
-        batch.per_token = frozenset(per_token)
+        batch.forms = forms
     else:
         fetched = dp_client.get_samples(meta.sample_ids, meta.partition_id, names)
         batch = materialize(fetched, layout)

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from dataplane_core.columns import Column
     from dataplane_core.ledger.selection import TagFilter
     from dataplane_core.meta import KVBatchMeta
+    from dataplane_core.schema import Form
 
 _T = TypeVar("_T")
 
@@ -293,12 +294,12 @@ class AsyncDataPlaneClient(AsyncInspector):
         pad_values: Mapping[str, float] | None = None,
         width: int = 0,
         origins: dict[str, int] | None = None,
-        per_token: set[str] | None = None,
+        forms: dict[str, Form] | None = None,
     ) -> dict[str, Column]:
         """As `DataPlaneClient.get_columns`."""
         more: dict[str, Any] = _asked(origins)
-        if per_token is not None:
-            more["per_token"] = per_token
+        if forms is not None:
+            more["forms"] = forms
         return await self._run(
             self._reads,
             lambda: self._inner.get_columns(

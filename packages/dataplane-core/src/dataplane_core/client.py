@@ -411,7 +411,7 @@ class DataPlaneClient(Opaque, ABC):
         pad_values: Mapping[str, float] | None = None,
         width: int = 0,
         origins: dict[str, int] | None = None,
-        per_token: set[str] | None = None,
+        forms: dict[str, Form] | None = None,
     ) -> dict[str, Column]:
         """`get_samples` as padded columns; clients may spare it a copy.
 
@@ -428,7 +428,7 @@ class DataPlaneClient(Opaque, ABC):
                 least this. All others keep their shape; those whose rows differ in their first
                 dimension are padded to the longest row.
             origins: see `get_samples`.
-            per_token: gains the names of the fields that are per token.
+            forms: gains the `dataplane_core.schema.Form` of the fields that have one.
 
         Returns:
             Field, in the order asked, to a dense tensor (n, ...) or a numpy object array (n,), in
@@ -446,7 +446,6 @@ class DataPlaneClient(Opaque, ABC):
             check_padding,
             columns_of_fields,
             count_rows,
-            is_per_token,
         )
         from dataplane_core.rows import forms_of
 
@@ -457,8 +456,8 @@ class DataPlaneClient(Opaque, ABC):
         answer = self.get_samples(read.sample_ids, read.partition_id, read.fields, **extra)
         if not read.sample_ids:
             return {}
-        forms = self._field_forms(read.partition_id)
-        columns = columns_of_fields(answer, pad_values=pad_values, width=width, forms=forms)
+        kept = self._field_forms(read.partition_id)
+        columns = columns_of_fields(answer, pad_values=pad_values, width=width, forms=kept)
         for name in read.fields:
             rows = count_rows(columns[name]) if name in columns else 0
             if rows != len(read.sample_ids):
@@ -467,9 +466,9 @@ class DataPlaneClient(Opaque, ABC):
                     f"{len(read.sample_ids)}",
                     fields=[name],
                 )
-        if per_token is not None:
-            known = forms_of(answer) if forms is None else forms
-            per_token.update(name for name in columns if is_per_token(name, known.get(name)))
+        if forms is not None:
+            known = forms_of(answer) if kept is None else kept
+            forms.update((name, known[name]) for name in columns if name in known)
         return {name: columns[name] for name in read.fields}
 
     def _field_forms(self, partition_id: str) -> Mapping[str, Form] | None:

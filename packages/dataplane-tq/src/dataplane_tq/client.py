@@ -46,7 +46,6 @@ from dataplane_core.columns import (
     check_columns,
     check_padding,
     fields_of_columns,
-    is_per_token,
 )
 from dataplane_core.config import REQUIRED_OF_STORES, require_keys
 from dataplane_core.declaration import (
@@ -56,6 +55,7 @@ from dataplane_core.declaration import (
 )
 from dataplane_core.process import process_name
 from dataplane_core.rows import Column, split_rows
+from dataplane_core.schema import Form
 from dataplane_core.telemetry import detail_span
 from dataplane_tq import protocol as p
 from dataplane_tq import topology, transfer_queue_rows
@@ -279,14 +279,14 @@ class TQDataPlaneClient(Onlooker):
         pad_values: Mapping[str, float] | None = None,
         width: int = 0,
         origins: dict[str, int] | None = None,
-        per_token: set[str] | None = None,
+        forms: dict[str, Form] | None = None,
     ) -> dict[str, PaddedColumn]:
         self._check_open()
         read = check_read("get_columns", sample_ids, partition_id, select_fields, origins=origins)
         padding, width = check_padding(read.where, pad_values, width)
         with self._reading(read, origins) as where:
-            if per_token is not None:
-                per_token.update(n for n in read.fields if is_per_token(n, where.forms.get(n)))
+            if forms is not None:
+                forms.update(where.forms)
             if not read.sample_ids or not read.fields:
                 return {}
             with detail_span("storage_read", "overhead"):

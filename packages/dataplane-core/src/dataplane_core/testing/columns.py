@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dataplane_core import DataPlaneClient, InvalidRequestError, MissingDataError
+from dataplane_core.schema import Form
 from dataplane_core.testing.storage import StoreFixtures, batch, jagged, same_bits
 
 WIDTH = 6
@@ -157,7 +158,7 @@ class ColumnContract(StoreFixtures):
         assert found["x"].tolist() == [[1, 1, 1, 0]]
         assert found["y"].tolist() == [[1, 1, 1]]
 
-    def test_a_read_reports_which_fields_are_per_token(
+    def test_a_read_reports_the_forms_that_fields_have(
         self, client: DataPlaneClient, partition: str
     ) -> None:
         fields = batch(
@@ -168,13 +169,13 @@ class ColumnContract(StoreFixtures):
             token_mask=torch.ones(2, 2),
         )
         client.put_samples(["a", "b"], partition, fields)
-        per_token: set[str] = set()
-        client.get_columns(["b"], partition, list(fields.keys()), per_token=per_token)
-        assert per_token == {"x", "token_mask"}
+        forms: dict[str, Form] = {}
+        client.get_columns(["b"], partition, list(fields.keys()), forms=forms)
+        assert forms == {"x": "ragged", "images": "shaped"}
         if client.capabilities.inspection:
             summaries = {summary.partition_id: summary for summary in client.list_partitions()}
-            forms = {field.name: field.form for field in summaries[partition].fields}
-            assert (forms["x"], forms["y"], forms["images"]) == ("ragged", None, "shaped")
+            kept = {field.name: field.form for field in summaries[partition].fields}
+            assert {name: form for name, form in kept.items() if form} == forms
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.uint8, torch.float32], ids=str)
     def test_rows_of_any_shapes_keep_theirs(
