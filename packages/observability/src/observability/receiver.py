@@ -6,6 +6,7 @@ import hashlib
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import TypedDict, get_args
@@ -183,6 +184,8 @@ class Receiver:
 
     def _accept(self, kind: Kind, body: bytes) -> int:
         told = decode(kind, body)
+        received_ns = time.time_ns()
+        told.events = [replace(event, received_ns=received_ns) for event in told.events]
         if body and self._is_repeated(kind, body):
             return told.refused
         if body:

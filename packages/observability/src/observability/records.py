@@ -202,6 +202,7 @@ class Event:
         process: which made it.
         trace_id: of the span it belongs to; empty if there is none.
         span_id: as ``trace_id``.
+        received_ns: when it was received, by the clock of the receiver; 0 if unknown.
     """
 
     name: str
@@ -211,6 +212,7 @@ class Event:
     process: Process
     trace_id: str = ""
     span_id: str = ""
+    received_ns: int = field(default=0, compare=False)
 
 
 @dataclass

@@ -7,7 +7,7 @@ import pytest
 from told_runs import DRIVER, HOSTILE, POLICIES, ROLLOUT, Teller, grpo_step, ns
 
 from dataplane_core import FieldSummary, PartitionSummary, TaskSummary
-from observability.records import Records
+from observability.records import Event, Records
 from observability.views import Lack, why
 
 IDS = [f"abc_g{i}" for i in range(512)]
@@ -344,3 +344,16 @@ def test_a_sentence_is_printable_whatever_the_names(hostile):
 
 def test_nothing_waits_where_nothing_was_told():
     assert why(Records(), ns(0)) == []
+
+
+@pytest.mark.parametrize("ahead_s", [0, 60, 86_400, -86_400])
+def test_a_wait_lasts_since_it_was_received_whatever_its_clock(ahead_s):
+    ahead, second = ahead_s * 10**9, 10**9
+    received = 1_790_000_000 * second
+    told = {"dataplane.wait": "w", "dataplane.again_s": 30}
+    told |= {"dataplane.task": "train", "dataplane.since_ns": received + ahead - 10 * second}
+    event = Event("waiting", received + ahead, told, (), DRIVER, received_ns=received)
+    [wait] = why(Records(events=[event]), received + 50 * second)
+    assert (wait.seconds, wait.silent_s) == (60, 0)
+    [wait] = why(Records(events=[event]), received + 200 * second)
+    assert wait.silent_s == 200

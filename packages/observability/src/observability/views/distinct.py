@@ -30,13 +30,16 @@ def _times(span: Span) -> int:
 
 
 def timed_events(events: Iterable[Event]) -> Iterator[Event]:
-    """The events, of which one without a time takes that of the one received before it.
+    """The events, of which one without a time has that at which it was received.
 
-    Those before the first time take that one.
+    Where that is unknown it takes the time of the one received before it; those before the first
+    time take that one.
     """
     waiting: list[Event] = []
     last_ns = 0
     for event in events:
+        if not event.time_ns and event.received_ns:
+            event = replace(event, time_ns=event.received_ns)
         if event.time_ns:
             last_ns = event.time_ns
             yield from (replace(one, time_ns=last_ns) for one in waiting)

@@ -49,7 +49,7 @@ class Wait:
         label: its printable name.
         task: that claims; empty for a call.
         on: the call that is waited for; empty for a claim.
-        since_ns: when it began, in nanoseconds since 1970.
+        since_ns: when it began, in nanoseconds since 1970, by the clock of its process.
         seconds: how long it has waited.
         silent_s: how long nothing has been heard of it, where it would be told again by a process
             that is alive; 0 if that is no longer than `why` was to bear.
@@ -173,8 +173,10 @@ def why(
             ready is exact unless several fields are lacking; then it is the folded number, kept
             within what the live numbers allow.
         silent_after_s: for how long a wait that would be told again was not told when its process
-            counts as gone, by the tellers' clocks. Infinity for who knows better when something
-            was heard.
+            counts as gone. Infinity for who knows better when something was heard.
+
+    Where it is known when an event was received, that moment counts instead of the time reported:
+    clocks of hosts may be wrong.
     """
     events = sorted(distinct_events(timed_events(records.events)), key=lambda event: event.time_ns)
     folds: dict[tuple[str, str], _Partition] = {}
@@ -211,13 +213,13 @@ def why(
         if wait.run_id == last_run and wait.partition in summaries:
             wait = _with_live(wait, summaries[wait.partition])
         found.append(wait)
-    return sorted(found, key=lambda wait: (wait.silent_s > 0, wait.since_ns))
+    return sorted(found, key=lambda wait: (wait.silent_s > 0, -wait.seconds, wait.since_ns))
 
 
 def _silent_s(first: Event, last: Event, now_ns: int, after_s: float) -> float:
     """`Wait.silent_s` of a wait that was told by these first and last."""
     again = "dataplane.again_s" in first.attributes or last.time_ns > first.time_ns
-    seconds = (now_ns - last.time_ns) / 1e9
+    seconds = (now_ns - (last.received_ns or last.time_ns)) / 1e9
     return seconds if again and seconds > after_s else 0.0
 
 
@@ -312,13 +314,14 @@ class _Partition:
 def _told(event: Event, now_ns: int) -> Wait:
     told = event.attributes
     since_ns = attributes.count(told, "dataplane.since_ns") or event.time_ns
+    ahead_ns = event.time_ns - event.received_ns if event.received_ns else 0
     return Wait(
         process=event.process,
         label=printable(event.process.label),
         task=attributes.text(told, "dataplane.task"),
         on=attributes.text(told, "dataplane.on"),
         since_ns=since_ns,
-        seconds=max(0, now_ns - since_ns) / 1e9 if since_ns else 0.0,
+        seconds=max(0, now_ns + ahead_ns - since_ns) / 1e9 if since_ns else 0.0,
         run_id=_run(event),
         step=attributes.integer(told, "rl.step"),
         partition=attributes.text(told, "dataplane.partition"),

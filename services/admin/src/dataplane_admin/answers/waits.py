@@ -31,14 +31,14 @@ def waits(
     records = store.wait_records(run_id=run, silent_after_s=silent_after_s)
     partitions = snapshot.partitions if snapshot else None
     # The store knows when it received what was told, and metrics as well.
-    told = why(records.on_service_clock(), now_ns, partitions, silent_after_s=math.inf)
+    told = why(records.with_receipts(), now_ns, partitions, silent_after_s=math.inf)
     found = [_wait(one, records.silent, now_ns) for one in told]
     known = {(one.partition, one.task) for one in found if one.silent_s is None}
     for stuck in snapshot.stuck if snapshot and run is None else ():
         # A task that says itself that it waits has said it better.
         if stuck.claim is not None or (stuck.partition_id, stuck.task) not in known:
             found.append(_standing(stuck, now_ns))
-    return sorted(found, key=lambda one: (one.silent_s is not None, one.since_ns))[:_MOST]
+    return sorted(found, key=lambda one: (one.silent_s is not None, -one.seconds))[:_MOST]
 
 
 def _wait(wait: Wait, silent: Mapping[tuple[str, str], int], now_ns: int) -> models.Wait:

@@ -206,7 +206,7 @@ class Batch:
     def nbytes(self) -> int:
         """About what it takes in memory."""
         return (
-            sum(len(chunk.blob) + 500 for chunk in self.chunks)
+            sum(len(chunk.blob) + 500 + 100 * len(chunk.states) for chunk in self.chunks)
             + sum(
                 len(event.record) + 500 + sum(len(one) + 50 for one in event.sample_ids)
                 for event in self.events

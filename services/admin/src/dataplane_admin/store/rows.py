@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import starmap
 from typing import Any, TypeAlias  # Any: JSON values
 
-from observability.records import Event, Records
-
-_SINCE = "dataplane.since_ns"
+from observability.records import Records
 
 
 @dataclass(frozen=True)
@@ -143,20 +140,12 @@ class WaitRecords(Records):
     silent: Mapping[tuple[str, str], int] = field(default_factory=dict)
     received_ns: Sequence[int] = ()
 
-    def on_service_clock(self) -> Records:
-        """The records with the times of the waits by the clock of this service, instead of by those
-        of their senders."""
+    def with_receipts(self) -> Records:
+        """The records, of which the waits have the times at which they were received."""
         waits = len(self.received_ns)
         pairs = zip(self.events[:waits], self.received_ns, strict=True)
-        return Records(self.spans, [*starmap(_received_at, pairs), *self.events[waits:]])
-
-
-def _received_at(event: Event, received_ns: int) -> Event:
-    told = dict(event.attributes)
-    since_ns = told.get(_SINCE)
-    if isinstance(since_ns, int) and since_ns > 0:
-        told[_SINCE] = since_ns + received_ns - event.time_ns
-    return replace(event, time_ns=received_ns, attributes=told)
+        events = [replace(event, received_ns=received_ns) for event, received_ns in pairs]
+        return Records(self.spans, [*events, *self.events[waits:]])
 
 
 @dataclass(frozen=True)
