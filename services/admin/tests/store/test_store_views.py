@@ -89,7 +89,7 @@ def run_steps(count):
                 with tracer.start_as_current_span("rollout"):
                     client.put_samples(ids, "train", batch)
                 with tracer.start_as_current_span("train"):
-                    client.claim_meta("train", "train", ["x"], 4, "dp0")
+                    client.claim_meta("train", "train", ["x"], 4, dp_rank=0)
                     client.get_samples(ids, "train", ["x"])
                     emit("trained", "train", ids, task="train")
                 if step < count - 1:
