@@ -67,9 +67,9 @@ NOT_IMPORTED = {
     "grpo_trainer": {"dataplane-tq", "observability"},  # found by entry points
 }
 WITH_EXTRA = {
+    ("dataplane_admin", "dataplane_tq"),
     ("dataplane_admin", "ray"),
     ("dataplane_core", "hypothesis"),
-    ("dataplane_core", "msgspec"),
     ("dataplane_core", "pytest"),
     ("dataplane_core", "safetensors"),
     ("observability", "google"),  # protobuf, of opentelemetry-proto
