@@ -469,3 +469,86 @@ def test_a_page_that_is_too_large_is_refused():
     for look in (scan, lambda book, start, limit: page(book, start, limit, 0.0)):
         with pytest.raises(InvalidRequestError, match=rf"expected an int of 0 to {LARGEST_PAGE}"):
             look(ledger.partition("p"), 0, LARGEST_PAGE + 1)
+
+
+KINDS = ["put", "write", "clear", "claim", "claim y", "release"]
+CHANGES = st.lists(st.tuples(st.sampled_from(KINDS), st.integers(0, 299)), max_size=12)
+
+
+@given(CHANGES, st.sampled_from([None, 2]), st.sampled_from([(), (TagFilter("even", "==", 1),)]))
+def test_a_queue_built_in_parts_is_as_one_built_at_once(changes, group_size, where):
+    ledger = books(num_samples=1000, group_size=group_size)
+    ids = [f"p{i // 2}_g{i % 2}" for i in range(300)]
+    put(ledger, ids, fields=("x",), tags=[{"even": (i // 2 + 1) % 2} for i in range(300)])
+    put(ledger, ids[::3], fields=("y",))
+    partition = ledger.partition("p")
+    wanted = ClaimRequest("a", ("x", "y"), 2, where=where)
+    leases = []
+    ready = partition.prepare(wanted)
+    for change, at in changes:
+        if change == "put":
+            put(ledger, [f"n{at}_g0", f"n{at}_g1"], fields=("x", "y"), tags=[{"even": at % 2}] * 2)
+        elif change == "write" and ids[at] in partition.rows:
+            put(ledger, [ids[at]], fields=("y",))
+        elif change == "clear":
+            ledger.clear("p", [ids[at]], force=True)
+        elif change.startswith("claim"):
+            required = ("y",) if change == "claim y" else ("x",)
+            claimed = partition.claim(ClaimRequest("a", required, 2, lease_s=9.0), 0.0)
+            leases += [claimed] if claimed.rows else []
+        elif leases:
+            lease = leases.pop()
+            if lease.token in partition.leases:
+                held = list(partition.leases[lease.token].rows)
+                partition.settle(lease.token, held, acknowledge=False)
+        ready = partition.prepare(wanted) or ready
+    while not partition.prepare(wanted):
+        pass
+    in_parts = dict(partition.tasks["a"].queues)
+    partition.tasks["a"].queues.clear()
+    got = partition.claim(ClaimRequest("a", ("x", "y"), 1000, where=where), 0.0)
+    at_once = [row.sample_id for row in got.rows]
+    key = frozenset(("x", "y")), frozenset(where), None
+    taken = in_parts[key].take(1000, unit=1000, partial=False)
+    assert [row.sample_id for row in taken] == at_once
+
+
+def test_a_claim_that_is_prepared_in_parts_looks_at_few_samples_at_once(monkeypatch):
+    ledger = books()
+    put(ledger, [f"s{i}" for i in range(1000)], tags=[{"v": 0}] * 1000)
+    looked = []
+    matches = TagFilter.matches
+    monkeypatch.setattr(
+        TagFilter, "matches", lambda self, tags: looked.append(tags) or matches(self, tags)
+    )
+    request = ClaimRequest("a", ("x",), 5, where=(TagFilter("v", "==", 0),))
+    most, done = 0, False
+    while not done:
+        looked.clear()
+        done = ledger.partition("p").prepare(request)
+        most = max(most, len(looked))
+    assert 0 < most <= 128
+    assert len(claim(ledger, 5, where=request.where)) == 5
+
+
+def test_a_detached_partition_is_gone_at_once_and_freed_in_parts():
+    freed = []
+    ledger = books(capacity=300, discard=freed.extend)
+    ids = [f"s{i}" for i in range(300)]
+    put(ledger, ids)
+    held = ledger.partition("p").lookup(ids[:2], ["x"])
+    ledger.pin(held)
+    claim(ledger, 100, lease_s=9.0, required=("x",))
+    with pytest.raises(SamplesLeasedError, match="100 samples are leased by 'a'"):
+        ledger.detach("p", force=False)
+    partition = ledger.detach("p", force=True)
+    assert (ledger.held, ledger.totals["samples_cleared"]) == (0, 300)
+    with pytest.raises(PartitionNotFoundError):
+        ledger.partition("p")
+    parts = []
+    while rows := ledger.dismantle(partition, 64):
+        parts.append(len(rows))
+    assert parts == [64, 64, 64, 64, 44]
+    assert sorted(freed) == sorted(("x", sample_id) for sample_id in ids[2:])
+    ledger.unpin(held)
+    assert sorted(freed) == sorted(("x", sample_id) for sample_id in ids)

@@ -112,8 +112,12 @@ class Served:
     def clear(self, ids, timeout_s=PATIENCE_S, name="p"):
         with self.link.session("clear") as session:
             answer = session.ask(p.Clear(name, ids, False, timeout_s), p.ClearAnswer)
+            groups = list(answer.leftovers)
+            while answer.more:
+                answer = session.ask(p.NextLeftovers(), p.ClearAnswer)
+                groups += answer.leftovers
             session.ask(p.Dropped(), type(None))
-        return sorted(name for group in answer.leftovers for name in group.sample_ids)
+        return sorted(name for group in groups for name in group.sample_ids)
 
     def counts(self):
         return self.ask(p.Count("p", "train", ["x"]), TaskCounts)
@@ -439,6 +443,32 @@ def test_a_malformed_request_is_refused_and_the_server_goes_on(served, body):
     answer = exchange(served, served.address.token + HEADER.pack(len(body)) + body)
     assert b"InvalidRequestError" in answer
     assert served.counts().put == 0
+
+
+def test_a_clear_whose_client_dies_between_pages_frees_the_rest(serve):
+    rows = 3000
+    served = serve(capacity=2 * rows, unit_bytes=[64 * rows])
+    ids = [f"s{i}" for i in range(rows)]
+    layout = FieldLayout("x", "torch.uint8", False, (1,), b"", 1, rows)
+    served.put(ids, kind="torch.uint8", layouts=[layout])
+    child = served.child("session.ask(p.Clear('p', None, False, 5.0), p.ClearAnswer)")
+    wait_for(child)
+    with pytest.raises(PartitionNotFoundError):
+        served.counts()
+    child.kill()
+    child.wait(PATIENCE_S)
+    served.register()
+    layout = FieldLayout("x", "torch.uint8", False, (1,), b"", 1, 1)
+    served.put(["again"], kind="torch.uint8", layouts=[layout])
+    assert served.counts().put == 1
+    assert served.usage() <= 64
+    assert len(served.clear(None)) == rows + 1
+
+
+def test_a_whole_clear_tells_of_every_sample_page_by_page(served):
+    ids = [f"s{i}" for i in range(100)]
+    served.put(ids)
+    assert served.clear(None) == sorted(ids)
 
 
 def test_a_thousand_malformed_requests_log_one_line_without_ids(served):

@@ -393,10 +393,14 @@ class TQDataPlaneClient(Onlooker):
         """How many samples were there."""
         client = self._engine.client
         with self._link.session(what) as session:
-            cleared = session.ask(request, p.ClearAnswer)
-            self._engine.run(
-                what, transfer_queue_rows.drop, client, request.partition_id, cleared.leftovers
-            )
+            answer = cleared = session.ask(request, p.ClearAnswer)
+            while True:
+                self._engine.run(
+                    what, transfer_queue_rows.drop, client, request.partition_id, answer.leftovers
+                )
+                if not answer.more:
+                    break
+                answer = session.ask(p.NextLeftovers(), p.ClearAnswer)
             if request.sample_ids is None:
                 self._engine.run(what, transfer_queue_rows.forget, client, request.partition_id)
             session.ask(p.Dropped(), type(None))

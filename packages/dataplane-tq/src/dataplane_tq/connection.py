@@ -54,6 +54,10 @@ class Early:
     rest: Callable[[], None]
 
 
+DISMANTLED_AT_ONCE = 64
+"""Samples of a cleared partition that are dropped between two requests."""
+_PAGE = 1024
+"""Samples that a client is told to drop in TransferQueue by one answer."""
 _REQUEST_S = 60.0
 """How long a request may take to arrive after its header, in seconds."""
 
@@ -75,6 +79,9 @@ class Connection:
         self._pinned: list[Row] = []
         self._dropping: tuple[str, Drop] | None = None
         self._closing: Leftovers | None = None
+        self._dismantling: PartitionBook | None = None
+        self._held: set[str] = set()
+        self._clear_timeout_s = 0.0
         self._entering: tuple[str, list[str]] | None = None
         self._tied = ""
         self.peer = str((writer.get_extra_info("peername") or ("unknown",))[0])
@@ -136,6 +143,9 @@ class Connection:
             left = self._directory.leftovers[partition_id]
             left.dropping.difference_update(drop)
             left.orphans.update(drop)
+            if self._dismantling is not None:
+                self._directory.dismantle(partition_id, self._dismantling)
+                self._closing = None
             self._end_closing()
             self._directory.tidy(partition_id)
             self._directory.changed(partition_id)
@@ -375,6 +385,9 @@ class Connection:
             partition = self._ledger.partition(request.partition_id)
             if self._reader.at_eof() or self._reader.exception() is not None:
                 raise ConnectionError("the claimer went away")
+            if not partition.prepare(wanted):
+                await asyncio.sleep(0)  # others are served between the parts of a long look
+                continue
             revision = partition.revision
             claimed = partition.claim(wanted, time.monotonic())
             if partition.revision != revision:
@@ -385,7 +398,10 @@ class Connection:
                 break
             remaining = deadline - time.monotonic()
             if remaining <= 0:
-                raise partition.claim_timeout(wanted, request.timeout_s, time.monotonic())
+                tally = partition.tally(wanted)
+                while not tally.step():
+                    await asyncio.sleep(0)
+                raise partition.claim_timeout(wanted, request.timeout_s, time.monotonic(), tally)
             await self._directory.wait(request.partition_id, remaining)
         tags = [row.tags for row in claimed.rows]
         ids = [row.sample_id for row in claimed.rows]
@@ -417,31 +433,67 @@ class Connection:
         if self._dropping is not None:
             raise InvalidRequestError("this connection already has a clear under way")
         self._directory.expire()
-        rows = self._ledger.clear(
-            request.partition_id,
-            request.sample_ids,
-            force=request.force,
-            withdrawn=request.withdrawn,
-        )
         left = self._directory.leftovers[request.partition_id]
-        for row in rows:
-            left.pinned[row.sample_id] = row
-        if request.sample_ids is None:
-            # Nothing may be put before TransferQueue has forgotten the partition as well.
-            left.closing += 1
-            self._closing = left
+        self._held, self._clear_timeout_s = set(), request.timeout_s
+        try:
+            if request.sample_ids is None:
+                # The partition is gone at once; it is taken apart page by page.
+                self._dismantling = self._ledger.detach(request.partition_id, force=request.force)
+                dropped = 0 if self._dismantling is None else len(self._dismantling.rows)
+                # Nothing may be put before TransferQueue has forgotten the partition as well.
+                left.closing += 1
+                self._closing = left
+            else:
+                rows = self._ledger.clear(
+                    request.partition_id,
+                    request.sample_ids,
+                    force=request.force,
+                    withdrawn=request.withdrawn,
+                )
+                dropped = len(rows)
+                left.drop(rows, self._held)
+        except DataPlaneError:
+            self._directory.tidy(request.partition_id)
+            raise
+        self._dropping = request.partition_id, {}
         self._directory.everything_changed()
-        deadline = time.monotonic() + request.timeout_s
-        mine = {row.sample_id for row in rows}
-        while any(left.pinned[i].pins for i in mine & left.pinned.keys()):
+        return await self._next_page(request.partition_id, dropped)
+
+    async def _next_page(self, partition_id: str, dropped: int = 0) -> p.ClearAnswer:
+        """Hand the next orphans to the client, which drops them in TransferQueue."""
+        left = self._directory.leftovers[partition_id]
+        for _ in range(_PAGE // DISMANTLED_AT_ONCE):
+            if self._dismantling is None:
+                break
+            rows = self._ledger.dismantle(self._dismantling, DISMANTLED_AT_ONCE)
+            left.drop(rows, self._held)
+            if not rows:
+                self._dismantling = None
+            await asyncio.sleep(0)  # others are served meanwhile
+        if self._dismantling is None:
+            await self._until_read(partition_id, left)
+        taken = left.take(limit=_PAGE)
+        self._dropping = partition_id, taken
+        more = self._dismantling is not None or bool(left.orphans)
+        return p.ClearAnswer(dropped, grouped(taken), more)
+
+    async def _until_read(self, partition_id: str, left: Leftovers) -> None:
+        """Wait for the reads of cleared samples that are under way."""
+        deadline = time.monotonic() + self._clear_timeout_s
+        while any(left.pinned[i].pins for i in self._held & left.pinned.keys()):
             remaining = deadline - time.monotonic()
             if remaining <= 0:
                 break  # a read that does not end keeps its rows; a later clear drops them
-            await self._directory.wait(request.partition_id, remaining)
+            await self._directory.wait(partition_id, remaining)
             self._check_failure()
-        taken = left.take()
-        self._dropping = request.partition_id, taken
-        return p.ClearAnswer(len(rows), grouped(taken))
+
+    async def _next_leftovers(self, request: p.NextLeftovers) -> p.ClearAnswer:
+        if self._dropping is None:
+            raise InvalidRequestError("this connection has no clear under way")
+        partition_id, drop = self._dropping
+        self._directory.leftovers[partition_id].dropping.difference_update(drop)
+        self._dropping = partition_id, {}
+        return await self._next_page(partition_id)
 
     def _dropped(self, request: p.Dropped) -> None:
         if self._dropping is not None:
@@ -497,5 +549,6 @@ _HANDLERS: dict[type[Any], Callable[[Connection, Any], Any]] = {
     p.Claim: Connection._claim,
     p.Settle: Connection._settle,
     p.Clear: Connection._clear,
+    p.NextLeftovers: Connection._next_leftovers,
     p.Dropped: Connection._dropped,
 }

@@ -22,8 +22,8 @@ from typing import Any  # Any: answers differ by request
 import structlog
 
 from dataplane_core import DataPlaneError, UnavailableError
-from dataplane_core.ledger import ClaimOrder, Ledger
-from dataplane_tq.connection import Connection
+from dataplane_core.ledger import ClaimOrder, Ledger, PartitionBook
+from dataplane_tq.connection import DISMANTLED_AT_ONCE, Connection
 from dataplane_tq.leftovers import Leftovers
 from dataplane_tq.packed.catalogue import Catalogue, UnitSpec, bytes_of
 from dataplane_tq.packed.lifeline import until_gone
@@ -64,6 +64,7 @@ class Directory:
         self._expiry: asyncio.TimerHandle | None = None
         self._watching: list[futures.Future[None]] = []
         self.log = PeerLog(structlog.get_logger("dataplane_tq.directory"))
+        self._tasks: set[asyncio.Task[None]] = set()
         self._known = 0
         self._unknown: dict[asyncio.StreamWriter, None] = {}
         """Connections that have not brought the token yet, the oldest first."""
@@ -91,7 +92,7 @@ class Directory:
         # Full collections over the ledger's many small objects would be its worst latencies.
         gc.collect()
         gc.freeze()
-        gc.set_threshold(50_000, 20, 1_000)
+        gc.set_threshold(5_000, 5, 40_000)
         listening.set()
         self._loop.run_forever()
 
@@ -174,6 +175,22 @@ class Directory:
         finally:
             if partition_id in self._changed:
                 self._changed[partition_id].discard(future)
+
+    def dismantle(self, partition_id: str, partition: PartitionBook) -> None:
+        """Go on with a clear whose client is gone: drop the rest of a detached partition."""
+
+        async def go_on() -> None:
+            left = self.leftovers[partition_id]
+            while rows := self.ledger.dismantle(partition, DISMANTLED_AT_ONCE):
+                left.drop(rows, set())
+                await asyncio.sleep(0)
+            left.closing -= 1
+            self.tidy(partition_id)
+            self.changed(partition_id)
+
+        task = self._loop.create_task(go_on())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     def tidy(self, partition_id: str) -> None:
         """Forget a partition's leftovers if there are none."""

@@ -9,7 +9,7 @@ what was claimed of them meanwhile.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from dataplane_core.ledger import Row
 from dataplane_tq.protocol import Consumption, Leftover
@@ -81,15 +81,26 @@ class Leftovers:
             del self.pinned[row.sample_id]
             self.orphans[row.sample_id] = tuple(row.cells)
 
-    def take(self, only: Sequence[str] | None = None) -> Drop:
-        """Hand orphans to a connection to drop: all, or those among ``only``."""
+    def drop(self, rows: Iterable[Row], held: set[str]) -> None:
+        """Rows were cleared; those that a read still needs are added to ``held``."""
+        for row in rows:
+            if row.pins:
+                self.pinned[row.sample_id] = row
+                held.add(row.sample_id)
+            else:
+                self.orphans[row.sample_id] = tuple(row.cells)
+
+    def take(self, only: Sequence[str] | None = None, *, limit: int = 0) -> Drop:
+        """Hand orphans to a connection to drop: those among ``only``, or up to ``limit`` of all."""
         self.settle()
-        asked = list(self.orphans) if only is None else only
-        taken = {
-            sample_id: self.orphans.pop(sample_id)
-            for sample_id in asked
-            if sample_id in self.orphans
-        }
+        if only is None:
+            taken = dict(self.orphans.popitem() for _ in range(min(limit, len(self.orphans))))
+        else:
+            taken = {
+                sample_id: self.orphans.pop(sample_id)
+                for sample_id in only
+                if sample_id in self.orphans
+            }
         self.dropping.update(taken)
         return taken
 

@@ -6,6 +6,7 @@ none may take longer than a page of samples does.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any  # Any: answers differ by request
@@ -38,8 +39,11 @@ def _consumed(directory: Directory, request: p.Consumed) -> bool:
     return partition is not None and partition.consumed(request.task_names)
 
 
-def _count(directory: Directory, request: p.Count) -> TaskCounts:
+async def _count(directory: Directory, request: p.Count) -> TaskCounts:
     partition = _partition(directory, request.partition_id)
+    while not partition.prepare_counts(request.task_name, request.required_fields):
+        await asyncio.sleep(0)
+        partition = _partition(directory, request.partition_id)
     return partition.counts(request.task_name, request.required_fields)
 
 

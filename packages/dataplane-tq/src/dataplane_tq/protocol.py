@@ -226,10 +226,19 @@ class ClearAnswer(msgspec.Struct, frozen=True):
     Attributes:
         dropped: number of samples that were there.
         leftovers: samples whose rows are to be dropped there.
+        more: whether there are others, to be asked for by `NextLeftovers`.
     """
 
     dropped: int
     leftovers: list[Leftover]
+    more: bool = False
+
+
+class NextLeftovers(msgspec.Struct, frozen=True, tag=True):
+    """Those of the last `ClearAnswer` are gone from TransferQueue. Answer: the next one.
+
+    Its ``dropped`` is 0.
+    """
 
 
 class Dropped(msgspec.Struct, frozen=True, tag=True):
@@ -335,6 +344,7 @@ Request = (
     | Count
     | ReadOrigins
     | Clear
+    | NextLeftovers
     | Dropped
     | ListPartitions
     | ListSamples

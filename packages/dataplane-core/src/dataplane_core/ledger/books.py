@@ -300,7 +300,7 @@ class Ledger:
         if partition is None:
             return []
         if not force:
-            partition.refuse_leased(partition.rows if sample_ids is None else sample_ids)
+            partition.refuse_leased(sample_ids)
         rows = partition.drop(list(partition.rows) if sample_ids is None else sample_ids)
         if withdrawn:
             partition.put_total -= len(rows)
@@ -308,6 +308,31 @@ class Ledger:
             del self.partitions[partition_id]
         self.totals["clears"] += 1
         self.totals["samples_cleared"] += len(rows)
+        self._discard([cell for row in rows if not row.pins for cell in row.cells.values()])
+        return rows
+
+    def detach(self, partition_id: str, *, force: bool) -> PartitionBook | None:
+        """Forget a partition at once, as `clear` does; its samples are left to `dismantle`.
+
+        Returns:
+            The partition; None if it is not registered.
+
+        Raises:
+            SamplesLeasedError: as `clear`.
+        """
+        partition = self.partitions.get(partition_id)
+        if partition is None:
+            return None
+        if not force:
+            partition.refuse_leased()
+        del self.partitions[partition_id]
+        self.totals["clears"] += 1
+        self.totals["samples_cleared"] += len(partition.rows)
+        return partition
+
+    def dismantle(self, partition: PartitionBook, count: int) -> list[Row]:
+        """Drop up to ``count`` samples of a detached partition; returns their rows."""
+        rows = partition.dismantle(count)
         self._discard([cell for row in rows if not row.pins for cell in row.cells.values()])
         return rows
 

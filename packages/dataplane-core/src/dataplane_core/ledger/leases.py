@@ -137,16 +137,16 @@ class LeaseBook:
         task.tell(rows)
         self.touch()
 
-    def refuse_leased(self, sample_ids: Iterable[str]) -> None:
-        """Raise `SamplesLeasedError` if a task holds one of the samples under a lease."""
+    def refuse_leased(self, sample_ids: Iterable[str] | None = None) -> None:
+        """Raise `SamplesLeasedError` if a task holds one of the samples, or any, under a lease."""
         if not self.leases:
             return
-        asked = list(sample_ids)
+        asked = None if sample_ids is None else list(sample_ids)
         held = {
             sample_id: name
             for name, task in self.tasks.items()
             if task.leased
-            for sample_id in asked
+            for sample_id in (task.leased if asked is None else asked)
             if sample_id in task.leased
         }
         if held:

@@ -21,10 +21,11 @@ from dataplane_core.errors import (
 from dataplane_core.ledger.order import ClaimOrder, Places
 from dataplane_core.ledger.origins import count_origins, note_origin
 from dataplane_core.ledger.queues import GroupQueue, Queue, SampleQueue, Terms
-from dataplane_core.ledger.rows import Row
+from dataplane_core.ledger.rows import Row, RowChunks
 from dataplane_core.ledger.selection import ClaimRequest, RankGroup, balance
 from dataplane_core.ledger.shares import ShareBook
 from dataplane_core.ledger.sizes import FieldBytes, Measure
+from dataplane_core.ledger.tally import Tally
 from dataplane_core.ledger.tasks import Claimed, Lease, Share, Task
 from dataplane_core.schema import Form
 
@@ -33,6 +34,10 @@ _MAX_QUEUES = 32
 
 Most go before, see `Task.tell`.
 """
+
+
+_MAX_COUNTED_AT_ONCE = 10_000
+"""Open samples that are counted one by one; of more a queue is made, which knows its length."""
 
 
 class PartitionBook(ShareBook):
@@ -54,6 +59,7 @@ class PartitionBook(ShareBook):
         self.forms: dict[str, Form] = {}
         self.pending_kinds: dict[str, list[str]] = {}
         self.rows: dict[str, Row] = {}
+        self._chunks = RowChunks()
         self.reserved: dict[str, int] = {}
         self.field_counts: dict[str, int] = {}
         self.tasks: dict[str, Task] = {name: Task() for name in declaration.consumer_tasks}
@@ -156,6 +162,8 @@ class PartitionBook(ShareBook):
         for name in names:
             self.field_counts[name] = self.field_counts.get(name, 0) + len(new)
         self.rows.update(new)
+        for row in new.values():
+            self._chunks.add(row)
         self.put_total += len(new)
         if tags is not None:
             self._tag(written, tags)
@@ -226,7 +234,40 @@ class PartitionBook(ShareBook):
         found = (self.rows[sample_id] for sample_id in sample_ids if sample_id in self.rows)
         return count_origins(found, fields)
 
+    def prepare(self, request: ClaimRequest) -> bool:
+        """Do a bounded part of what the first claim on its terms needs; whether all is done.
+
+        Only that first claim looks at every open sample. Who serves others meanwhile calls this
+        until it says True, and then `claim`, without anything in between.
+        """
+        task = self.task(request.task_name)
+        return self._extend(task, self._begun_queue(task, request))
+
     def _queue(self, task: Task, request: ClaimRequest) -> Queue:
+        queue = self._begun_queue(task, request)
+        while not self._extend(task, queue):
+            pass
+        return queue
+
+    @staticmethod
+    def _extend(task: Task, queue: Queue) -> bool:
+        """Tell a queue of the next of the rows that it was not built from yet.
+
+        Of what changes meanwhile it is told like any other queue, and telling it twice changes
+        nothing.
+        """
+        unseen = queue.terms.unseen
+        if unseen is not None:
+            rows = next(unseen, None)
+            if rows is None:
+                queue.terms.unseen, queue.terms.told = None, 0
+            else:
+                for row in rows:
+                    if row.sample_id in task.open:
+                        queue.add(row)
+        return queue.terms.unseen is None
+
+    def _begun_queue(self, task: Task, request: ClaimRequest) -> Queue:
         terms = Terms(frozenset(request.required_fields), request.where)
         key = terms.required, frozenset(request.where), request.seed
         queue = task.queues.pop(key, None)
@@ -234,8 +275,7 @@ class PartitionBook(ShareBook):
             size = self.declaration.grpo_group_size
             places = Places(request.seed, self._order)
             queue = SampleQueue(terms, places) if size is None else GroupQueue(terms, places, size)
-            for row in task.open.values():
-                queue.add(row)
+            terms.unseen = iter(self._chunks)
             if len(task.queues) >= _MAX_QUEUES:
                 del task.queues[next(iter(task.queues))]
         queue.terms.told = 0
@@ -357,19 +397,25 @@ class PartitionBook(ShareBook):
         task.leased.update((row.sample_id, token) for row in rows)
         return Claimed(rows, token)
 
+    def tally(self, request: ClaimRequest) -> Tally:
+        """What a claim could have had, counted bit by bit."""
+        return Tally(iter(self._chunks), self.task(request.task_name), request)
+
     def claim_timeout(
-        self, request: ClaimRequest, timeout_s: float, now: float
+        self, request: ClaimRequest, timeout_s: float, now: float, tally: Tally | None = None
     ) -> ClaimTimeoutError:
-        """The error of a claim that waited in vain, with what is missing."""
+        """The error of a claim that waited in vain, with what is missing.
+
+        Args:
+            request: the claim.
+            timeout_s: how long it waited, in seconds.
+            now: the time.
+            tally: of the claim, counted to its end; None to count it now.
+        """
         task = self.task(request.task_name)
-        required = frozenset(request.required_fields)
-        candidates = [row for row in task.open.values() if request.matches(row.tags)]
-        ready = sum(required <= row.cells.keys() for row in candidates)
-        lacking = {
-            name: count
-            for name in request.required_fields
-            if (count := sum(name not in row.cells for row in candidates))
-        }
+        tally = tally or self.tally(request)
+        while not tally.step():
+            pass
         leases = [lease for lease in self.leases.values() if lease.task_name == request.task_name]
         holders: Counter[str] = Counter()
         for lease in leases:
@@ -378,14 +424,14 @@ class PartitionBook(ShareBook):
         first_expiry = min([*timed, *(lease.deadline for lease in leases)], default=None)
         return self.declaration.claim_timeout(
             request.task_name,
-            ready=ready,
-            present=len(candidates),
+            ready=tally.ready,
+            present=tally.present,
             holders=holders,
             first_expiry_s=None if first_expiry is None else max(0.0, first_expiry - now),
             claimer=request.owner,
             assigned=len(task.assigned),
             unput=self.unput,
-            lacking=lacking,
+            lacking={name: count for name, count in tally.lacking.items() if count},
             batch_size=request.batch_size,
             timeout_s=timeout_s,
         )
@@ -397,6 +443,7 @@ class PartitionBook(ShareBook):
             row = self.rows.pop(sample_id, None)
             if row is None:
                 continue
+            self._chunks.discard(row)
             row.dropped = True
             dropped.append(row)
             for task in self.tasks.values():
@@ -421,6 +468,25 @@ class PartitionBook(ShareBook):
         self._forget_kinds_if_empty()
         self.touch()
         return dropped
+
+    def dismantle(self, count: int) -> list[Row]:
+        """Take up to ``count`` samples out of a partition that is no longer registered."""
+        rows: list[Row] = []
+        while self.rows and len(rows) < count:
+            sample_id, row = self.rows.popitem()
+            self._chunks.discard(row)
+            row.dropped = True
+            rows.append(row)
+            for task in self.tasks.values():
+                task.open.pop(sample_id, None)
+                task.settled.pop(sample_id, None)
+                token = task.leased.pop(sample_id, None)
+                if token is not None and token in self.leases:
+                    self.leases[token].rows.pop(sample_id, None)
+        for task in self.tasks.values():
+            for queue in task.queues.values():
+                queue.shed(len(rows))
+        return rows
 
     def _forget_kinds_if_empty(self) -> None:
         if not self.rows:
@@ -449,9 +515,18 @@ class PartitionBook(ShareBook):
             cleared=self.put_total - len(self.rows),
         )
 
+    def prepare_counts(self, task_name: str, required_fields: Sequence[str]) -> bool:
+        """Do a bounded part of what `counts` needs; whether all is done, as `prepare`."""
+        task, required = self.task(task_name), frozenset(required_fields)
+        quick = len(task.open) <= _MAX_COUNTED_AT_ONCE or task.counted[:2] == (
+            self.revision,
+            required,
+        )
+        return quick or self.prepare(ClaimRequest(task_name, tuple(required_fields), 1))
+
     def _count_ready(self, task: Task, required: frozenset[str]) -> int:
         for (fields, where, _), queue in task.queues.items():
-            if fields == required and not where:
+            if fields == required and not where and queue.terms.unseen is None:
                 return len(queue)
         if task.counted[:2] == (self.revision, required):
             return task.counted[2]

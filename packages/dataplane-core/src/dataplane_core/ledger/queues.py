@@ -8,7 +8,7 @@ before. A queue with conditions on tags looks at a sample's tags then, not at ev
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Protocol
 
 from dataplane_core.ledger.order import Places
@@ -27,6 +27,8 @@ class Terms:
         awaited: open samples, by their places in the order of puts, that meet ``where`` and lack a
             field; kept only if there are conditions.
         told: how many samples the queue was told of since it was claimed from last.
+        unseen: the partition's rows, as far as the queue was not built from them yet; None once it
+            is complete.
     """
 
     def __init__(self, required: frozenset[str], where: Iterable[TagFilter] = ()) -> None:
@@ -34,6 +36,7 @@ class Terms:
         self.where = tuple(where)
         self.awaited: set[int] = set()
         self.told = 0
+        self.unseen: Iterator[list[Row]] | None = None
 
     def meets(self, row: Row) -> bool:
         """Whether the sample's tags meet the conditions."""
@@ -74,6 +77,9 @@ class Queue(Protocol):
 
         ``partial`` takes incomplete groups too.
         """
+
+    def shed(self, count: int) -> None:
+        """Free what ``count`` samples take, of a queue that nobody claims from any more."""
 
 
 class SampleQueue:
@@ -123,6 +129,11 @@ class SampleQueue:
                 del self._ready[sequence]
                 taken.append(found[1])
         return taken
+
+    def shed(self, count: int) -> None:
+        del self._heap[-2 * count :]
+        for _ in range(min(count, len(self._ready))):
+            self._ready.popitem()
 
 
 class GroupQueue:
@@ -226,3 +237,9 @@ class GroupQueue:
 
     def _place(self, group: str) -> float:
         return min(place for place, _ in self._groups[group].values())
+
+    def shed(self, count: int) -> None:
+        del self._heap[-2 * count :]
+        for held in (self._groups, self._group_of, self._misfits, self._complete):
+            for _ in range(min(count, len(held))):
+                held.popitem()

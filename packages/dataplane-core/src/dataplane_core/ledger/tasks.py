@@ -154,7 +154,7 @@ class Task:
         stays.
         """
         for key, queue in list(self.queues.items())[:-1]:
-            if queue.terms.told > len(self.open) * _IDLE:
+            if queue.terms.unseen is None and queue.terms.told > len(self.open) * _IDLE:
                 del self.queues[key]
         for queue in self.queues.values():
             for row in rows:
