@@ -6,6 +6,7 @@ import signal
 import time
 import urllib.error
 import urllib.request
+from urllib.parse import urlencode
 
 import pytest
 from typer.testing import CliRunner
@@ -58,6 +59,41 @@ def test_a_command_shows_what_the_api_answers(running, token_file, arguments, sh
     status, out, _ = command(*asked, "--json")
     assert status == 0
     assert json.loads(out)
+
+
+def test_a_trace_id_is_taken_however_it_was_copied(running, token_file):
+    asked = ["--url", running.url, "--token-file", token_file]
+    _, listed, _ = command("traces", "--json", *asked)
+    trace_id = json.loads(listed)["traces"][0]["trace_id"]
+    spaced = f" {trace_id[:16]} {trace_id[16:]}"
+    for given in (trace_id, trace_id.upper(), f"{trace_id[:8]}-{trace_id[8:]}", spaced):
+        status, out, err = command("trace", given, *asked)
+        assert (status, err) == (0, "")
+        assert out.startswith(f"{trace_id}  ")
+        request = urllib.request.Request(
+            f"{running.url}/compare?{urlencode({'a': given, 'b': given})}",
+            headers={"authorization": f"Bearer {TOKEN}"},
+        )
+        with urllib.request.urlopen(request, timeout=PATIENCE_S) as answer:
+            assert trace_id in answer.read().decode()
+
+
+@pytest.mark.parametrize("columns", ["20", "60", "80"])
+def test_a_table_never_breaks_an_id(running, token_file, columns):
+    asked = ["--url", running.url, "--token-file", token_file]
+    _, listed, _ = command("traces", "--json", *asked)
+    ids = [one["trace_id"] for one in json.loads(listed)["traces"]]
+    _, life, _ = command("sample", "step0_p0_g0", "--json", *asked)
+    named = [hop["trace_id"] for hop in json.loads(life)["hops"] if hop["trace_id"]]
+    for arguments, expected in (
+        (["traces"], ids),
+        (["sample", "step0_p0_g0"], ["step0_p0_g0", "input_ids", *named]),
+        (["trace", ids[0]], ids[:1]),
+        (["partitions"], ["input_ids", "advantages"]),
+    ):
+        done = CliRunner(env={"COLUMNS": columns}).invoke(app, [*arguments, *asked])
+        for one in expected:
+            assert one in done.stdout
 
 
 def test_what_has_no_answer_is_one_line_and_status_1(running, token_file):

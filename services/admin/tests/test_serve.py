@@ -2,6 +2,7 @@
 
 import signal
 import socket
+import subprocess
 import sys
 import urllib.error
 import urllib.request
@@ -111,13 +112,49 @@ def test_a_wrong_option_is_one_line_that_names_it(refused, arguments, named):
     assert named in said
 
 
+def test_wrong_options_are_reported_together_each_by_its_name(refused):
+    wrong = {
+        "--token-file": ("nofile", "nofile: No such file"),
+        "--db": ("/etc", "found a folder"),
+        "--tempo-url": ("http://tempo/{traceid}", "placeholder {traceid}"),
+        "--jaeger-url": ("jaeger:16686", "expected http://"),
+        "--port": ("x", "integer"),
+        "--poll": ("0", "0.05"),
+        "--allowed-host": ("a:80", "without a port"),
+        "--allowed-origin": ("x", "expected a scheme"),
+        "--root-path": ("/a b", "expected a path"),
+    }
+    status, said = refused(
+        *(text for option, (value, _) in wrong.items() for text in (option, value))
+    )
+    lines = said.splitlines()
+    assert (status, len(lines)) == (1, len(wrong)), said
+    for option, (_, reason) in wrong.items():
+        [line] = [one for one in lines if one.startswith(f"dataplane-admin: {option}: ")]
+        assert reason in line
+
+
+def test_a_missing_driver_is_one_line(tmp_path):
+    program = (
+        "import sys, importlib.util as util; find = util.find_spec\n"
+        "util.find_spec = lambda name, *rest: None if name == 'psycopg' else find(name, *rest)\n"
+        "from dataplane_admin.cli import app\n"
+        "app(['serve', '--db', 'postgresql://a:secret@localhost/x'])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1)
+    assert "dataplane-admin: --db: PostgreSQL needs psycopg" in done.stderr
+
+
 def test_a_port_in_use_is_one_clear_error(refused):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         status, said = refused("--port", str(port))
     assert status == 1
     in_use = "Address already in use"
-    assert said == f"dataplane-admin: cannot listen on 127.0.0.1:{port}: {in_use}\n"
+    assert said == f"dataplane-admin: --port: cannot listen on 127.0.0.1:{port}: {in_use}\n"
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -116,6 +116,21 @@ def test_a_sample_is_followed_from_its_put_to_its_clear(traced, records):
     assert what.count("read") == 3  # logprobs, reference, train
 
 
+def test_wrong_options_are_reported_together_before_a_run(tmp_path):
+    (tmp_path / "file").write_text("")
+    wrong = {"--html": ".", "--perfetto": "file/x.json", "--folder": "file", "--otlp": "nonsense"}
+    done = run(*(text for pair in wrong.items() for text in pair), folder=tmp_path)
+    assert done.returncode == 1
+    lines = done.stderr.splitlines()
+    assert [line.split(":")[1].strip() for line in lines] == list(wrong), done.stderr
+
+
+def test_a_folder_without_a_recording_is_named_by_its_option(tmp_path):
+    done = run("show", "--folder", "nofile", folder=tmp_path)
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1)
+    assert done.stderr.startswith("error: --folder: nofile: no recording")
+
+
 def test_a_sample_that_nobody_names_is_an_error_with_the_nearest_ones(traced, records):
     folder, _ = traced
     trained = next(event for event in records.events if event.name == "trained")

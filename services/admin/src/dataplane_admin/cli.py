@@ -12,7 +12,9 @@ import typer
 
 from dataplane_admin.host import LOOPBACK_HOSTS, canonical_host
 from dataplane_admin.listen import listen, resolve
+from dataplane_admin.options import OptionsCommand, check_link, checked
 from dataplane_admin.origin import canonical_origin
+from dataplane_admin.root_path import canonical_root_path
 from dataplane_admin.server import end_in_peace_on_signals, run
 from dataplane_admin.token import read_token
 
@@ -27,11 +29,26 @@ Url = Annotated[
 ]
 TokenFile = Annotated[
     Path | None,
-    typer.Option(help="File with the service's bearer token.", envvar="DATAPLANE_ADMIN_TOKEN_FILE"),
+    typer.Option(
+        help="File with the service's bearer token.",
+        envvar="DATAPLANE_ADMIN_TOKEN_FILE",
+        callback=checked(read_token),
+    ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the answer of the API as it is.")]
 
 DEFAULT_URL = "http://127.0.0.1:8080"
+
+
+def _store_url(db: str) -> str:
+    return db if "://" in db else f"sqlite:///{db}"
+
+
+def _check_db(db: str) -> None:
+    if db != DEFAULT_DB:
+        from dataplane_admin.store.engine import checked_url
+
+        checked_url(_store_url(db))
 
 
 @app.callback()
@@ -39,7 +56,7 @@ def main() -> None:
     """The admin service of a data plane."""
 
 
-@app.command()
+@app.command(cls=OptionsCommand)
 def serve(
     host: Annotated[
         str, typer.Option(help="Address to listen on. Not loopback: needs --token-file.")
@@ -49,30 +66,39 @@ def serve(
     ] = 8080,
     token_file: Annotated[
         Path | None,
-        typer.Option(help="File with the bearer token that every route but probes asks for."),
+        typer.Option(
+            help="File with the bearer token that every route but probes asks for.",
+            callback=checked(read_token),
+        ),
     ] = None,
     allowed_host: Annotated[
         list[str] | None,
         typer.Option(
-            help="Further host that the Host header may name, without a port. Can be repeated."
+            help="Further host that the Host header may name, without a port. Can be repeated.",
+            callback=checked(canonical_host),
         ),
     ] = None,
     allowed_origin: Annotated[
         list[str] | None,
         typer.Option(
             help="Further origin, such as https://admin.example, whose pages may send requests; "
-            "for a proxy that changes the Host header. Can be repeated."
+            "for a proxy that changes the Host header. Can be repeated.",
+            callback=checked(canonical_origin),
         ),
     ] = None,
     root_path: Annotated[
         str,
-        typer.Option(help="Path below which a proxy serves the pages, such as /rl."),
+        typer.Option(
+            help="Path below which a proxy serves the pages, such as /rl.",
+            callback=checked(canonical_root_path),
+        ),
     ] = "",
     db: Annotated[
         str,
         typer.Option(
             help="Where what arrives is kept: a file of SQLite, or postgresql+psycopg://...",
             envvar="DATAPLANE_ADMIN_DB",
+            callback=checked(_check_db),
         ),
     ] = DEFAULT_DB,
     ray_address: Annotated[
@@ -114,11 +140,17 @@ def serve(
         ),
     ] = False,
     jaeger_url: Annotated[
-        str | None, typer.Option(help="Base of Jaeger's pages, to link traces to.")
+        str | None,
+        typer.Option(
+            help="Base of Jaeger's pages, to link traces to.", callback=checked(check_link)
+        ),
     ] = None,
     tempo_url: Annotated[
         str | None,
-        typer.Option(help="Page of a trace in Tempo or Grafana, with {trace_id} in it."),
+        typer.Option(
+            help="Page of a trace in Tempo or Grafana, with {trace_id} in it.",
+            callback=checked(check_link),
+        ),
     ] = None,
     shutdown_timeout_s: Annotated[
         int, typer.Option(min=1, help="Seconds that requests have to finish after SIGTERM.")
@@ -128,31 +160,20 @@ def serve(
     end_in_peace_on_signals()
     # Standard output is for the URL alone.
     structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
-    try:
-        token = None if token_file is None else read_token(token_file)
-    except (OSError, ValueError) as error:
-        _refuse(str(error))
+    token = None if token_file is None else read_token(token_file)
     try:
         asked = resolve(host, port)
     except OSError as error:
-        _refuse(f"cannot listen on {host!r}: {error.strerror}")
+        _refuse(f"--host: cannot listen on {host!r}: {error.strerror}")
     if token is None and not asked.is_loopback:
         _refuse(
-            f"{host!r} is reachable from other machines; give --token-file, or a loopback address"
+            f"--host: {host!r} is reachable from other machines; give --token-file, or a loopback "
+            "address"
         )
-    for option, check, given in (
-        ("--allowed-host", canonical_host, allowed_host),
-        ("--allowed-origin", canonical_origin, allowed_origin),
-    ):
-        try:
-            for one in given or []:
-                check(one)
-        except ValueError as error:
-            _refuse(f"{option}: {error}")
     try:
         listener, bound = listen(asked)
     except OSError as error:
-        _refuse(f"cannot listen on {asked}: {error.strerror}")
+        _refuse(f"--port: cannot listen on {asked}: {error.strerror}")
     # These take their time to be imported, which whoever asked wrongly need not wait for.
     from dataplane_admin.app import create_app
     from dataplane_admin.settings import Settings
@@ -160,7 +181,7 @@ def serve(
 
     try:
         settings = Settings(
-            store_url=db if "://" in db else f"sqlite:///{db}",
+            store_url=_store_url(db),
             token=token,
             allowed_hosts=(*LOOPBACK_HOSTS, *asked.hosts, *(allowed_host or [])),
             allowed_origins=tuple(allowed_origin or []),
@@ -178,14 +199,20 @@ def serve(
             tempo_url=tempo_url,
         )
         service = create_app(settings)
-    except (ValueError, StoreError, OSError) as error:
+    except ValueError as error:
         listener.close()
         _refuse(str(error))
+    except StoreError as error:
+        listener.close()
+        _refuse(f"--db: {error}")
+    except OSError as error:
+        listener.close()
+        _refuse(f"--db: {error.filename or db}: {error.strerror or error}")
     typer.echo(f"http://{bound}{settings.root_path}")
     run(service, listener, shutdown_timeout_s=shutdown_timeout_s)
 
 
-@app.command()
+@app.command(cls=OptionsCommand)
 def partitions(
     url: Url = DEFAULT_URL, token_file: TokenFile = None, as_json: AsJson = False
 ) -> None:
@@ -193,7 +220,7 @@ def partitions(
     _show("/api/v1/partitions", {}, url, token_file, as_json=as_json)
 
 
-@app.command()
+@app.command(cls=OptionsCommand)
 def sample(
     sample_id: Annotated[str, typer.Argument(metavar="ID", help="Id of the sample.")],
     partition: Annotated[str | None, typer.Option(help="Only in this partition.")] = None,
@@ -206,7 +233,7 @@ def sample(
     _show("/api/v1/sample", asked, url, token_file, as_json=as_json)
 
 
-@app.command()
+@app.command(cls=OptionsCommand)
 def traces(
     run_id: Annotated[str | None, typer.Option("--run", help="Only of this run.")] = None,
     step: Annotated[int | None, typer.Option(min=0, help="Only of this step.")] = None,
@@ -235,7 +262,21 @@ def traces(
     _show("/api/v1/traces", asked, url, token_file, as_json=as_json)
 
 
-@app.command()
+@app.command(cls=OptionsCommand)
+def trace(
+    trace_id: Annotated[
+        str,
+        typer.Argument(metavar="ID", help="Id of the trace; any case, dashes and spaces will do."),
+    ],
+    url: Url = DEFAULT_URL,
+    token_file: TokenFile = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show one trace: its facts and its critical path."""
+    _show("/api/v1/trace", {"id": trace_id}, url, token_file, as_json=as_json)
+
+
+@app.command(cls=OptionsCommand)
 def why(
     run_id: Annotated[str | None, typer.Option("--run", help="Only of this run.")] = None,
     url: Url = DEFAULT_URL,

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from dataplane_admin.host import LOOPBACK_HOSTS
 from dataplane_admin.ingest import Limits
+from dataplane_admin.options import check_link
 from dataplane_admin.root_path import canonical_root_path
 from dataplane_admin.store import Retention
 
@@ -72,6 +73,8 @@ class Settings:
         object.__setattr__(self, "root_path", canonical_root_path(self.root_path))
         for name in ("jaeger_url", "tempo_url"):
             url = getattr(self, name)
-            if url is not None and not url.lower().startswith(("http://", "https://")):
-                option = f"--{name.replace('_', '-')}"
-                raise ValueError(f"{option}: found {url!r}; expected http://... or https://...")
+            if url is not None:
+                try:
+                    check_link(url)
+                except ValueError as error:
+                    raise ValueError(f"{name}: {error}") from None

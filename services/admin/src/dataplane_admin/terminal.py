@@ -7,12 +7,13 @@ from collections.abc import Callable, Iterable, Sequence
 
 from pydantic import TypeAdapter, ValidationError
 from rich import box
+from rich.cells import cell_len
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from dataplane_admin.answers import models
-from observability.views import printable
+from observability.views import print_view, printable
 
 _DASH = "-"
 
@@ -29,7 +30,7 @@ def show(path: str, body: str, console: Console | None = None) -> None:
         raise ValueError(
             "the answer is none of this version of dataplane-admin; --json prints it as it is"
         ) from None
-    (console or Console()).print(shown)
+    print_view(shown, console or Console())
 
 
 def _partitions(body: str) -> RenderableType:
@@ -135,7 +136,7 @@ def _sample(body: str) -> RenderableType:
                         hop.task,
                         hop.weight_version,
                         hop.step,
-                        ", ".join(hop.fields),
+                        tuple(hop.fields),
                         hop.trace_id,
                     )
                     for hop in told.hops
@@ -151,6 +152,29 @@ def _sample(body: str) -> RenderableType:
             )
         )
     parts += [Text(_one_line(note), "yellow") for note in told.notes]
+    return Group(*parts)
+
+
+def _trace(body: str) -> RenderableType:
+    one = models.Trace.model_validate_json(body)
+    parts: list[RenderableType] = [
+        Text.assemble(
+            (printable(one.trace_id), "bold"),
+            f"  {printable(one.name)}, {_seconds(one.seconds)}, {one.spans} spans, "
+            f"{one.errors} failed, {one.processes} processes",
+        )
+    ]
+    parts += [Text(_one_line(note), "yellow") for note in (*one.incomplete, *one.clocks)]
+    if one.critical_path:
+        parts.append(
+            _table(
+                ("critical path", "process", "at", "duration"),
+                [
+                    (part.name, part.process, _seconds(part.start_s), _seconds(part.seconds))
+                    for part in one.critical_path
+                ],
+            )
+        )
     return Group(*parts)
 
 
@@ -193,6 +217,7 @@ def _why(body: str) -> RenderableType:
 _VIEWS: dict[str, Callable[[str], RenderableType]] = {
     "/api/v1/partitions": _partitions,
     "/api/v1/sample": _sample,
+    "/api/v1/trace": _trace,
     "/api/v1/traces": _traces,
     "/api/v1/why": _why,
 }
@@ -200,11 +225,20 @@ _VIEWS: dict[str, Callable[[str], RenderableType]] = {
 
 def _table(names: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in names:
-        table.add_column(name, overflow="fold")
-    for row in rows:
-        table.add_row(*(Text(_DASH if cell in (None, "") else printable(cell)) for cell in row))
+    shown = [[_cell(cell) for cell in row] for row in rows]
+    for place, name in enumerate(names):
+        # An id in two lines can neither be copied nor searched for.
+        lines = [line for row in [names, *shown] for line in row[place].split("\n")]
+        table.add_column(name, no_wrap=True, min_width=max(map(cell_len, lines)))
+    for cells in shown:
+        table.add_row(*map(Text, cells))
     return table
+
+
+def _cell(cell: object) -> str:
+    if isinstance(cell, tuple):
+        return ",\n".join(map(printable, cell)) or _DASH
+    return _DASH if cell in (None, "") else printable(cell)
 
 
 def _one_line(text: str) -> str:

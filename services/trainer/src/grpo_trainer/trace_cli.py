@@ -71,6 +71,7 @@ def trace_command(
     if context.invoked_subcommand is not None:
         _refuse_options(context)
     else:
+        _refuse_wrong_options(html=html, perfetto=perfetto, folder=folder, otlp=otlp)
         kept = folder or TRACES / datetime.now().strftime("%Y%m%d-%H%M%S")
         overrides = [
             f"grpo.num_steps={steps}",
@@ -94,9 +95,35 @@ def _refuse_options(context: typer.Context) -> None:
             )
 
 
+def _refuse_wrong_options(
+    *, html: Path | None, perfetto: Path | None, folder: Path | None = None, otlp: str | None = None
+) -> None:
+    """Refuse before a run what would fail after it, everything at once."""
+    wrong = []
+    for option, path in (("--html", html), ("--perfetto", perfetto)):
+        if path is not None and path.is_dir():
+            wrong.append(f"{option}: {path}: found a folder; expected a file")
+        elif path is not None and not _can_be_written(path):
+            wrong.append(f"{option}: {path}: cannot be written")
+    if folder is not None and folder.exists() and not folder.is_dir():
+        wrong.append(f"--folder: {folder}: found a file; expected a folder")
+    if otlp is not None and not otlp.startswith(("http://", "https://")):
+        wrong.append(f"--otlp: found {otlp!r}; expected one such as http://127.0.0.1:4318")
+    if wrong:
+        for line in wrong:
+            typer.echo(f"error: {line}", err=True)
+        raise typer.Exit(1)
+
+
+def _can_be_written(path: Path) -> bool:
+    existing = next(one for one in (path, *path.absolute().parents) if one.exists())
+    return os.access(existing, os.W_OK) and (existing == path or existing.is_dir())
+
+
 @app.command("show")
 def show_command(folder: Folder = None, html: Html = None, perfetto: Perfetto = None) -> None:
     """Show the steps of a traced run."""
+    _refuse_wrong_options(html=html, perfetto=perfetto)
     _guarded(lambda: _show(_read(folder), html, perfetto))
 
 
@@ -137,7 +164,7 @@ def _run(
     config: TrainerConfig, kept: Path, html: Path | None, perfetto: Path | None, otlp: str | None
 ) -> None:
     from grpo_trainer.run import train
-    from observability.receiver import Receiver
+    from observability.receiver import BrokenRecording, Receiver
 
     console = Console()
     display = TerminalDisplay(console)
@@ -146,8 +173,10 @@ def _run(
     try:
         kept.mkdir(parents=True, exist_ok=True)
         receiver = Receiver(kept, forward=otlp)
-    except (OSError, ValueError) as error:
-        raise ConfigurationError(f"{kept}: {error}") from None
+    except (OSError, BrokenRecording) as error:
+        raise ConfigurationError(f"--folder: {_reason(error)}") from None
+    except ValueError as error:
+        raise ConfigurationError(f"--otlp: {error}") from None
     with receiver:
         traced = config.tracing.model_copy(update={"endpoint": receiver.endpoint})
         try:
@@ -171,13 +200,19 @@ def _show(
     records: Records, html: Path | None, perfetto: Path | None, *, last: bool = False
 ) -> None:
     """Print the steps, the last one only if asked, and write all of them."""
-    from observability.views import steps_of, steps_view, write_page, write_perfetto
+    from observability.views import (
+        print_view,
+        steps_of,
+        steps_view,
+        write_page,
+        write_perfetto,
+    )
 
     steps = steps_of(records)
     console = Console()
     if not steps:
         raise ConfigurationError("no step was traced")
-    console.print(steps_view(steps[-1:] if last else steps))
+    print_view(steps_view(steps[-1:] if last else steps), console)
     for path, write in ((html, write_page), (perfetto, write_perfetto)):
         if path is not None:
             try:
@@ -189,20 +224,20 @@ def _show(
 
 
 def _sample(sample_id: str, records: Records) -> None:
-    from observability.views import SampleNotFound, life_of, lineage_view
+    from observability.views import SampleNotFound, life_of, lineage_view, print_view
 
     try:
         hops = life_of(sample_id, records)
     except SampleNotFound as error:
         raise ConfigurationError(str(error)) from None
-    Console().print(lineage_view(sample_id, hops))
+    print_view(lineage_view(sample_id, hops), Console())
 
 
 def _why(records: Records, *, live: bool) -> None:
-    from observability.views import waits_view, why
+    from observability.views import print_view, waits_view, why
 
     summaries = _live_partitions() if live else None
-    Console().print(waits_view(why(records, time.time_ns(), summaries)))
+    print_view(waits_view(why(records, time.time_ns(), summaries)), Console())
 
 
 def _live_partitions() -> list[PartitionSummary]:
@@ -238,7 +273,13 @@ def _read(folder: Path | None) -> Records:
     try:
         return read_folder(folder)
     except (OSError, ValueError) as error:
-        raise ConfigurationError(str(error)) from None
+        raise ConfigurationError(f"--folder: {_reason(error)}") from None
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, OSError) and error.filename and error.strerror:
+        return f"{error.filename}: {error.strerror}"
+    return str(error)
 
 
 def _modified(path: Path) -> float:

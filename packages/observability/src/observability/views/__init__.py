@@ -12,7 +12,7 @@ from observability.views.perfetto import chrome_trace, write_perfetto
 from observability.views.printable import printable
 from observability.views.processes import ProcessTime, bucket_seconds, process_times
 from observability.views.steps import Staleness, Step, step_of_trace, steps_of
-from observability.views.terminal import lineage_view, step_view, steps_view, waits_view
+from observability.views.terminal import lineage_view, print_view, step_view, steps_view, waits_view
 from observability.views.why import Lack, Wait, why
 
 __all__ = [
@@ -33,6 +33,7 @@ __all__ = [
     "life_of",
     "lineage_view",
     "page_of",
+    "print_view",
     "printable",
     "process_times",
     "slowest",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.measure import Measurement
 from rich.segment import Segment
 
 # Each for one character of the same width, so that columns stay where they are.
@@ -17,6 +18,9 @@ class Encodable:
 
     def __init__(self, shown: RenderableType) -> None:
         self._shown = shown
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        return Measurement.get(console, options, self._shown)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         for segment in console.render(self._shown, options):

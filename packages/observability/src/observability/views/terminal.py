@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from rich.cells import cell_len, set_cell_size
-from rich.console import Group, RenderableType
+from rich.console import Console, Group, RenderableType
+from rich.measure import Measurement
 from rich.padding import Padding
 from rich.table import Table as Grid
 from rich.text import Text
@@ -25,6 +26,8 @@ from observability.views.steps import Step
 from observability.views.tables import Table, tables_of
 from observability.views.waterfall import WaterfallLine, legend, lines_of
 from observability.views.why import Wait
+
+_MAX_WIDTH = 10_000
 
 
 def step_view(step: Step) -> RenderableType:
@@ -96,6 +99,19 @@ def waits_view(waits: Sequence[Wait]) -> RenderableType:
     return Encodable(table)
 
 
+def print_view(view: RenderableType, console: Console) -> None:
+    """Print a view, wider than the console where an id would be broken or cut otherwise.
+
+    Args:
+        view: one of those here, or another one whose columns with ids do not wrap.
+        console: where to.
+    """
+    needed = Measurement.get(console, console.options.update(max_width=_MAX_WIDTH), view).minimum
+    # A console cuts what is printed to its own width.
+    console.width = max(console.width, needed)
+    console.print(view)
+
+
 def _title(step: Step) -> Text:
     run = f" of run {printable(step.run_id)}" if step.run_id else ""
     what = step.root.name.removeprefix("grpo.") if step.root is not None else "step"
@@ -138,12 +154,12 @@ def _waterfall_row(line: WaterfallLine) -> list[RenderableType]:
 
 def _drawn(table: Table) -> RenderableType:
     drawn = _columns_of(table.title)
-    for column in table.columns:
+    for place, column in enumerate(table.columns):
         drawn.add_column(
             Text(column.name),
             justify="right" if column.number else "left",
-            no_wrap=column.number,
-            overflow="fold",
+            no_wrap=True,
+            min_width=max(cell_len(row[place]) for row in table.rows),
         )
     for row in table.rows:
         _row(drawn, *row)

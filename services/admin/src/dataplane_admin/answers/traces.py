@@ -63,8 +63,14 @@ def _facts(row: TraceRow, step: Step) -> dict[str, Any]:
     return found
 
 
+def canonical_trace_id(given: str) -> str:
+    """Return a trace id as it is stored: people copy it in any case, with dashes or spaces."""
+    return "".join(given.split()).replace("-", "").lower()
+
+
 def trace(store: Store, settings: Settings, trace_id: str) -> models.Trace:
     """The whole trace. Raises NotFound, Refused."""
+    trace_id = canonical_trace_id(trace_id)
     row, records = _read(store, trace_id)
     step = _step(row, records)
     path = critical_path(step)
@@ -119,6 +125,7 @@ def _staleness(row: StalenessRow) -> models.TraceStaleness | None:
 
 def compare(store: Store, a: str, b: str) -> models.TraceComparison:
     """Two traces side by side. Raises NotFound, Refused."""
+    a, b = canonical_trace_id(a), canonical_trace_id(b)
     row_a, records_a = _read(store, a, events=False)
     row_b, records_b = _read(store, b, events=False)
     step_a, step_b = _step(row_a, records_a), _step(row_b, records_b)

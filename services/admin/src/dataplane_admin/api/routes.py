@@ -6,6 +6,7 @@ from typing import Annotated, Any  # Any: FastAPI's description of responses
 
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import Response
+from pydantic import BeforeValidator
 
 from dataplane_admin.answers import Answers, models
 from dataplane_admin.answers.answers import (
@@ -17,6 +18,7 @@ from dataplane_admin.answers.answers import (
     NAME,
 )
 from dataplane_admin.answers.cursors import MOST as MOST_CURSOR
+from dataplane_admin.answers.traces import canonical_trace_id
 from dataplane_admin.api.actions import actions_router
 from dataplane_admin.api.metrics import metrics_router
 from dataplane_admin.api.openapi import problems
@@ -24,7 +26,14 @@ from dataplane_admin.api.replies import json_reply, kept_reply
 from dataplane_admin.api.updates import LiveUpdates
 
 Id = Annotated[str, Query(min_length=1, max_length=MOST_ID)]
-TraceId = Annotated[str, Query(pattern="^[0-9a-f]{32}$", description="32 hexadecimal digits")]
+TraceId = Annotated[
+    str,
+    BeforeValidator(lambda given: canonical_trace_id(given) if isinstance(given, str) else given),
+    Query(
+        pattern="^[0-9a-f]{32}$",
+        description="32 hexadecimal digits; also in upper case, with dashes or spaces",
+    ),
+]
 Limit = Annotated[int, Query(ge=1, le=MOST_PAGE)]
 Cursor = Annotated[str | None, Query(max_length=MOST_CURSOR, description="`next` of a page")]
 Seconds = Annotated[float | None, Query(ge=0, le=1e9, allow_inf_nan=False)]

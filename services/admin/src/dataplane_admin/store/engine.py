@@ -15,6 +15,7 @@ import shutil
 import sqlite3
 import time
 from contextlib import closing, suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any  # Any: DBAPI connections
 
@@ -55,7 +56,7 @@ class Database:
     """
 
     def __init__(self, url: str) -> None:
-        self.url = _checked(url)
+        self.url = checked_url(url)
         self.is_sqlite = self.url.get_backend_name() == "sqlite"
         self._damage: str | None = None
         self._is_own = False
@@ -233,7 +234,12 @@ class Database:
         self.writer.dispose()
 
 
-def _checked(given: str) -> URL:
+def checked_url(given: str) -> URL:
+    """Return the URL of a database of this service.
+
+    Raises:
+        ValueError: it is none, its folder is not there, or its driver is not installed.
+    """
     expected = "expected sqlite:///path or postgresql+psycopg://user@host/database"
     try:
         url = make_url(given)
@@ -245,8 +251,14 @@ def _checked(given: str) -> URL:
         folder = Path(str(url.database)).parent
         if not folder.is_dir():
             raise ValueError(f"{url.render_as_string()}: there is no folder {folder}")
+        if Path(str(url.database)).is_dir():
+            raise ValueError(f"{url.render_as_string()}: found a folder; expected a file")
         return url
     if url.drivername in ("postgresql", "postgresql+psycopg"):
+        if find_spec("psycopg") is None:
+            raise ValueError(
+                "PostgreSQL needs psycopg, which is not installed: dataplane-admin[postgres]"
+            )
         return url.set(drivername="postgresql+psycopg")
     raise ValueError(f"{url.drivername}: {expected}")
 
