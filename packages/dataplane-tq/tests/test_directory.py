@@ -445,6 +445,19 @@ def test_a_malformed_request_is_refused_and_the_server_goes_on(served, body):
     assert served.counts().put == 0
 
 
+def test_a_put_that_fragmentation_keeps_out_says_so(serve):
+    served = serve(unit_bytes=[1 << 16])
+    ids = [f"s{i}" for i in range(8)]
+    for sample_id in ids:
+        layout = FieldLayout("x", "torch.uint8", False, (8192,), b"", 8192, 1)
+        served.put([sample_id], kind="torch.uint8", layouts=[layout])
+    served.clear(ids[::2])
+    layout = FieldLayout("x", "torch.uint8", False, (16384,), b"", 16384, 1)
+    said = r"16384 bytes, 32768 of 65536 free in pieces of at most 8192: the free memory is frag"
+    with pytest.raises(CapacityExceeded, match=said):
+        served.put(["large"], kind="torch.uint8", layouts=[layout], timeout_s=0.05)
+
+
 def test_a_clear_whose_client_dies_between_pages_frees_the_rest(serve):
     rows = 3000
     served = serve(capacity=2 * rows, unit_bytes=[64 * rows])

@@ -6,6 +6,7 @@ Nothing is started and nothing is written before all input was read.
 from __future__ import annotations
 
 import json
+import shutil
 import socket
 import tempfile
 from pathlib import Path
@@ -181,6 +182,17 @@ def test_a_damaged_checkpoint(refused, saved, tmp_path):
     (saved / "optimizer.safetensors").write_bytes(b"1234")
     assert refused("resume", tmp_path) == (
         f"checkpoint file {saved / 'optimizer.safetensors'}: its content changed since it was saved"
+    )
+
+
+def test_a_damaged_newest_checkpoint_names_the_intact_one(refused, saved, tmp_path):
+    newest = saved.with_name("step-000003")
+    for name in ("step-000002", newest.name):
+        shutil.copytree(saved, saved.with_name(name))
+        (saved.with_name(name) / "optimizer.safetensors").write_bytes(b"1234")
+    assert refused("resume", tmp_path) == (
+        f"checkpoint file {newest / 'optimizer.safetensors'}: its content changed since it was "
+        f"saved; {saved} is intact: move {newest} away to resume from there"
     )
 
 

@@ -257,10 +257,16 @@ class Connection:
 
     def _no_bytes(self, request: p.BeginPut) -> CapacityExceeded:
         usage = self._catalogue.usage()
+        wanted = sum(layout.nbytes for layout in request.layouts)
+        free = sum(unit.free for unit in usage)
+        pieces = (
+            f" in pieces of at most {self._catalogue.largest_free}: the free memory is fragmented"
+            if wanted <= free
+            else ""
+        )
         return CapacityExceeded(
-            f"put_samples(partition={request.partition_id!r}): "
-            f"{sum(layout.nbytes for layout in request.layouts)} bytes, "
-            f"{sum(unit.free for unit in usage)} of {sum(unit.capacity for unit in usage)} free; "
+            f"put_samples(partition={request.partition_id!r}): {wanted} bytes, "
+            f"{free} of {sum(unit.capacity for unit in usage)} free{pieces}; "
             "nothing was cleared in time: clear samples or raise global_segment_size"
         )
 

@@ -138,6 +138,18 @@ def latest_checkpoint(folder: Path) -> Path | None:
     return found[-1] if found else None
 
 
+def intact_before(checkpoint: Path) -> Path | None:
+    """The newest intact checkpoint that is older than ``checkpoint``, None if there is none."""
+    found = _checkpoints(checkpoint.parent)
+    for older in reversed(found[: found.index(checkpoint)]):
+        try:
+            load_state(older)
+        except CheckpointError:
+            continue
+        return older
+    return None
+
+
 def load_state(checkpoint: Path) -> RunState:
     """Read a checkpoint's state, after verifying every file of it.
 

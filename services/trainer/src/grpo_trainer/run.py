@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any  # Any: metrics of a step
 
-from grpo_trainer.checkpoint import RunState, latest_checkpoint, load_state
+from grpo_trainer.checkpoint import RunState, intact_before, latest_checkpoint, load_state
 from grpo_trainer.config import TrainerConfig
 from grpo_trainer.errors import CheckpointError, ConfigurationError
 from grpo_trainer.resumed_config import ResumedConfig, resumed_config
@@ -141,7 +141,15 @@ class _Found:
 
 def _find(folder: Path, overrides: Sequence[str]) -> _Found:
     checkpoint = _newest(folder)
-    state = load_state(checkpoint)
+    try:
+        state = load_state(checkpoint)
+    except CheckpointError as error:
+        older = intact_before(checkpoint)
+        if older is None:
+            raise
+        raise CheckpointError(
+            f"{error}; {older} is intact: move {checkpoint} away to resume from there"
+        ) from error
     resumed = resumed_config(state.config, overrides, source=str(checkpoint))
     return _Found(checkpoint, state, resumed)
 

@@ -120,6 +120,11 @@ class Catalogue:
                 ]
         return self._place_apart(layouts, sizes, near)
 
+    @property
+    def largest_free(self) -> int:
+        """Bytes of the largest piece of free memory in any unit."""
+        return max(memory.largest_free for memory in self._memory.values())
+
     def _check_possible(self, layouts: Sequence[FieldLayout], sizes: Sequence[int]) -> None:
         capacity = sum(memory.capacity for memory in self._memory.values())
         if sum(sizes) > capacity:
