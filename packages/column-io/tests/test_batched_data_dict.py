@@ -112,7 +112,7 @@ def test_a_chunk_pickles_without_the_rest_of_the_batch() -> None:
 
 
 def test_a_rank_outside_the_chunks_is_refused() -> None:
-    with pytest.raises(ValueError, match="rank 2 of 2"):
+    with pytest.raises(ValueError, match="rank is 2; expected an int of 0 to 1"):
         batch_of(4).chunk(2, 2)
 
 

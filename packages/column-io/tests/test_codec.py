@@ -179,8 +179,10 @@ def test_columns_of_different_row_counts_are_refused() -> None:
     [
         (torch.ones(3), [1, 1, 1], "shape"),
         (torch.ones(3, 2), [1, 1], "2 lengths for 3 rows"),
-        (torch.ones(2, 2), [1, 3], "1 to 3"),
-        (torch.ones(2, 2), [-1, 2], "-1 to 2"),
+        (torch.ones(2, 2), [1, 3], "row 1 has a length of 3; expected 0 to the width 2"),
+        (torch.ones(2, 2), [-1, 2], r"lengths\[0\] is -1"),
+        (torch.ones(2, 2), [1.5, 2], r"lengths\[0\] is 1.5 of type float"),
+        (torch.ones(2, 2), torch.ones(2), r"lengths\[0\] is 1.0 of type float"),
     ],
 )
 def test_nesting_refuses_what_does_not_fit(

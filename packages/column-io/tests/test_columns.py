@@ -20,6 +20,7 @@ from column_io import (
 from dataplane_core import (
     DataPlaneClient,
     InMemoryDataPlaneClient,
+    InvalidRequestError,
     KVBatchMeta,
     MissingDataError,
 )
@@ -311,3 +312,33 @@ def test_images_of_batches_that_are_joined_keep_their_shapes(client: DataPlaneCl
     assert [row.shape for row in joined["images"].unbind()] == [row.shape for row in rows]
     picked = joined.select_indices([2, 0])
     assert [row.shape for row in picked["images"].unbind()] == [(2, 2, 2), (1, 2, 2)]
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"lengths": [9, 1]}, "9"),
+        ({"lengths": [-9, 1]}, r"input_lengths\[0\] is -9"),
+        ({"lengths": [1.5, 1.0]}, r"input_lengths\[0\] is 1.5 of type float"),
+        ({"pad_to_multiple": -4}, "pad_to_multiple is -4"),
+        ({"pad_to_multiple": 0}, "pad_to_multiple is 0"),
+        ({"pad_to_multiple": "16"}, "pad_to_multiple is '16' of type str"),
+    ],
+)
+def test_nonsense_numbers_are_refused_before_the_put(changed: dict[str, Any], message: str) -> None:
+    with InMemoryDataPlaneClient() as client:
+        client.register_partition("train", ["input_ids"], 2, ["train"])
+        batch: BatchedDataDict[Any] = BatchedDataDict(
+            input_ids=torch.ones(2, 5, dtype=torch.int64),
+            input_lengths=torch.tensor(changed.get("lengths", [5, 1])),
+            sample_mask=torch.ones(2),
+        )
+        with pytest.raises(InvalidRequestError, match=message):
+            kv_first_write(
+                batch,
+                sample_ids=["a", "b"],
+                dp_client=client,
+                partition_id="train",
+                pad_to_multiple=changed.get("pad_to_multiple", 1),
+            )
+        assert client.count_samples("train", "train", []).put == 0

@@ -175,3 +175,41 @@ def test_attaching_does_nothing_without_all_columns(missing: str) -> None:
     del columns[missing]
     attach_message_log_view(columns)
     assert "message_log" not in columns
+
+
+def test_the_form_with_the_columns_as_arguments_gives_the_same() -> None:
+    columns = {
+        **decompose_message_log([LOG]),
+        "input_ids": torch.tensor([[1, 2, 3, 0]]),
+        "generation_logprobs": torch.tensor([[0.0, 0.0, -0.5, 0.0]]),
+    }
+    expected = plain(reconstruct_message_log(columns))
+    order = ["input_ids", "turn_lengths", "turn_roles", "turn_contents", "generation_logprobs"]
+    in_place = [columns[name] for name in order]
+    assert plain(reconstruct_message_log(*in_place)) == expected
+    assert plain(reconstruct_message_log(**{name: columns[name] for name in order})) == expected
+    without = plain(reconstruct_message_log({name: columns[name] for name in order[:4]}))
+    assert plain(reconstruct_message_log(*in_place[:4])) == without
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (([[1]],), "no columns"),
+        ((torch.ones(1, 2), torch.ones(1, 1), [["user"]], [["q"]]), "expected integers"),
+        ((torch.ones(2, 2), torch.ones(1, 1, dtype=int), [["user"]], [["q"]]), "1 rows; expected"),
+        (({"input_ids": 1}, torch.ones(1, 1)), "besides"),
+        (([[1]], torch.ones(1, 1, dtype=int), [["user"]], [["q"]]), "input_ids is"),
+    ],
+)
+def test_columns_that_are_no_message_logs_are_refused(
+    arguments: tuple[Any, ...], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        reconstruct_message_log(*arguments)
+
+
+LOG: list[dict[str, Any]] = [
+    {"role": "user", "content": "q", "token_ids": torch.tensor([1, 2])},
+    {"role": "assistant", "content": "a", "token_ids": torch.tensor([3])},
+]

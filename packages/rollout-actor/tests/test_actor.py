@@ -34,6 +34,7 @@ from dataplane_core import (
     MissingDataError,
     UnsupportedError,
 )
+from dataplane_core.testing import MinimalClient
 from rollout_actor import OPT_IN_CARRY_KEYS, SyncRolloutActor
 
 CARRY = [
@@ -98,7 +99,7 @@ def test_generation_is_not_finished_when_told_not_to(actor_of):
 @pytest.mark.parametrize("group_size", [0, -1, 2])
 def test_a_group_size_that_does_not_fit_is_refused_before_anything(actor_of, store, group_size):
     generator = Adder()
-    with pytest.raises(ValueError, match=f"3 rows in groups of {group_size}"):
+    with pytest.raises(ValueError, match=rf"(groups of|group_size is) {group_size}"):
         actor_of(generator).rollout_to_tq(
             batch_of(["1+2="] * 3), partition_id="train", group_size=group_size
         )
@@ -476,3 +477,14 @@ def test_a_late_environment_is_named_after_the_configured_time(store):
     with pytest.raises(TimeoutError, match=r"task 'sum'.*0\.05 s"):
         actor.rollout_to_tq(batch_of(["1+2="]), partition_id="train")
     actor.shutdown()
+
+
+def test_a_client_with_the_documented_methods_alone_is_enough(actor_of, store, monkeypatch):
+    attached = MinimalClient(InMemoryDataPlaneClient(bootstrap=False))
+    monkeypatch.setattr(
+        "rollout_actor.actor.build_data_plane_client", lambda cfg, bootstrap: attached
+    )
+    meta, carry, _, _ = actor_of().rollout_to_tq(batch_of(["1+1=", "2+3="]), partition_id="train")
+    assert list(carry["total_reward"].shape) == [2]
+    read = read_columns(attached, meta, ["input_ids", "sample_mask"])
+    assert read["sample_mask"].tolist() == [1.0, 1.0]

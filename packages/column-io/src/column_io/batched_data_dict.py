@@ -15,7 +15,6 @@ import torch
 
 from column_io.batching_args import DynamicBatchingArgs, SequencePackingArgs
 from column_io.column_rows import (
-    as_ints,
     count_rows,
     dense_width,
     join_columns,
@@ -32,6 +31,7 @@ from column_io.shard_plan import (
     plan_sequence_packing,
 )
 from dataplane_core import INPUT_IDS, INPUT_LENGTHS, InvalidRequestError, MissingDataError
+from dataplane_core.arguments import checked_int, checked_ints
 from dataplane_core.columns import is_per_token
 from dataplane_core.errors import listed
 from dataplane_core.schema import Form
@@ -194,17 +194,24 @@ class BatchedDataDict(UserDict[str, Any], Generic[_ColumnsT]):
         self._attach(None)
 
     def repeat_interleave(self, num_repeats: int) -> Self:
-        """Each row ``num_repeats`` times in a row; Python values are deep copies."""
-        return self._like(
-            {name: repeat_rows(column, num_repeats) for name, column in self.data.items()}
-        )
+        """Each row ``num_repeats`` times in a row; Python values are deep copies.
+
+        Raises:
+            InvalidRequestError: (a ValueError) if ``num_repeats`` is no int of at least 0.
+        """
+        times = checked_int("repeat_interleave", "num_repeats", num_repeats)
+        return self._like({name: repeat_rows(column, times) for name, column in self.data.items()})
 
     def truncate_tensors(self, dim: int, truncated_len: int) -> None:
         """Cut every dense tensor that has dimension ``dim`` to ``truncated_len`` there, in place.
 
         Narrower tensors stay as they are.
+
+        Raises:
+            InvalidRequestError: (a ValueError) if ``truncated_len`` is no int of at least 0.
         """
-        self._truncate(dim, truncated_len, list(self.data))
+        length = checked_int("truncate_tensors", "truncated_len", truncated_len)
+        self._truncate(dim, length, list(self.data))
 
     def _truncate(self, dim: int, length: int, names: Sequence[str]) -> Self:
         for name in names:
@@ -219,8 +226,8 @@ class BatchedDataDict(UserDict[str, Any], Generic[_ColumnsT]):
         Raises:
             InvalidRequestError: (a ValueError) unless 0 <= ``rank`` < ``chunks``.
         """
-        if not 0 <= rank < chunks:
-            raise InvalidRequestError(f"chunk: rank {rank} of {chunks}; expected 0 to {chunks - 1}")
+        chunks = checked_int("chunk", "chunks", chunks, least=1)
+        rank = checked_int("chunk", "rank", rank, most=chunks - 1)
         return self.select_indices(
             plan_even_shards(self.size, chunks, allow_uneven=True)[rank].rows
         )
@@ -288,7 +295,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[_ColumnsT]):
                 "input_lengths_key names the column of the lengths",
                 fields=[name],
             )
-        return as_ints(self.data[name])
+        return checked_ints("shard_by_batch_size", name, self.data[name])
 
     def _planned(self, plan: RankPlan) -> Self:
         shard = self.select_indices(plan.rows)
@@ -345,10 +352,11 @@ class BatchedDataDict(UserDict[str, Any], Generic[_ColumnsT]):
         Raises:
             UnevenShardsError: (a ValueError and an AssertionError) if the rows do not divide.
         """
-        size = self.size
-        if microbatch_size < 1 or size % microbatch_size:
+        size, where = self.size, "make_microbatch_iterator"
+        microbatch_size = checked_int(where, "microbatch_size", microbatch_size)
+        if microbatch_size == 0 or size % microbatch_size:
             raise UnevenShardsError(
-                f"make_microbatch_iterator: {size} rows in micro-batches of {microbatch_size}; "
+                f"{where}: {size} rows in micro-batches of {microbatch_size}; "
                 "expected a divisor of the rows"
             )
         return (

@@ -9,6 +9,7 @@ from typing import Any, Literal, NotRequired, TypedDict  # Any: the values come 
 
 from column_io.packing import PACKERS
 from dataplane_core import InvalidRequestError
+from dataplane_core.arguments import checked_int, refused, shown
 from dataplane_core.errors import listed
 
 ORDERS = ("packer", "largest_first")
@@ -59,7 +60,8 @@ class DynamicBatchingArgs(TypedDict):
 def check_sequence_packing_args(args: Mapping[str, Any]) -> None:
     """Raise `InvalidRequestError` naming the key of ``args`` that is missing, unknown or wrong."""
     _check_keys("sequence_packing_args", args, SequencePackingArgs)
-    _check_counts("sequence_packing_args", args, "max_tokens_per_microbatch")
+    for key in ("max_tokens_per_microbatch", "sequence_length_pad_multiple"):
+        checked_int("sequence_packing_args", key, args[key], least=1)
     _check_choice("sequence_packing_args", "algorithm", args["algorithm"], tuple(PACKERS))
     _check_choice("sequence_packing_args", "order", args.get("order", ORDERS[0]), ORDERS)
 
@@ -67,10 +69,13 @@ def check_sequence_packing_args(args: Mapping[str, Any]) -> None:
 def check_dynamic_batching_args(args: Mapping[str, Any]) -> None:
     """Raise `InvalidRequestError` naming the key of ``args`` that is missing, unknown or wrong."""
     _check_keys("dynamic_batching_args", args, DynamicBatchingArgs)
-    _check_counts("dynamic_batching_args", args, "max_tokens_per_microbatch")
+    for key in ("max_tokens_per_microbatch", "sequence_length_round"):
+        checked_int("dynamic_batching_args", key, args[key], least=1)
 
 
 def _check_keys(name: str, args: Mapping[str, Any], declared: Any) -> None:
+    if not isinstance(args, Mapping):
+        raise refused("sharding", name, args, "a dict")
     required, optional = declared.__required_keys__, declared.__optional_keys__
     for what, keys in (
         ("missing", required - args.keys()),
@@ -78,16 +83,13 @@ def _check_keys(name: str, args: Mapping[str, Any], declared: Any) -> None:
     ):
         if keys:
             raise InvalidRequestError(
-                f"{name}: {what} {listed(sorted(keys))}; expected {listed(sorted(required))}, "
-                f"optionally {listed(sorted(optional))}"
+                f"{name}: {what} {listed(sorted(map(str, keys)))}; expected "
+                f"{listed(sorted(required))}, optionally {listed(sorted(optional))}"
             )
 
 
-def _check_counts(name: str, args: Mapping[str, Any], key: str) -> None:
-    if args[key] < 1:
-        raise InvalidRequestError(f"{name}: {key} {args[key]!r}; expected at least 1")
-
-
 def _check_choice(name: str, key: str, found: object, expected: tuple[str, ...]) -> None:
-    if found not in expected:
-        raise InvalidRequestError(f"{name}: {key} {found!r}; expected one of {listed(expected)}")
+    if not isinstance(found, str) or found not in expected:
+        raise InvalidRequestError(
+            f"{name}: {key} {shown(found)}; expected one of {listed(expected)}"
+        )

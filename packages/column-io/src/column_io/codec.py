@@ -15,10 +15,12 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 
 from column_io.batched_data_dict import BatchedDataDict
-from column_io.column_rows import as_ints, count_rows
-from dataplane_core import InvalidRequestError, Layout
+from column_io.column_rows import count_rows
+from dataplane_core import InvalidRequestError, InvalidTypeError, Layout
+from dataplane_core.arguments import checked_ints
 from dataplane_core.columns import (
     Column,
+    check_padding,
     columns_of_fields,
     fields_of_columns,
     jagged_from_padded,
@@ -44,7 +46,7 @@ def to_nested_by_length(
         InvalidRequestError: (a ValueError) if ``padded`` has no width, or the number of lengths or
             one of them does not fit.
     """
-    cuts = as_ints(lengths)
+    cuts = checked_ints("to_nested_by_length", "lengths", lengths)
     if padded.dim() < 2:
         raise InvalidRequestError(
             f"to_nested_by_length: tensor of shape {tuple(padded.shape)}; expected (rows, width, "
@@ -55,10 +57,10 @@ def to_nested_by_length(
             f"to_nested_by_length: {len(cuts)} lengths for {padded.shape[0]} rows; expected one "
             "per row"
         )
-    if cuts and not 0 <= min(cuts) <= max(cuts) <= padded.shape[1]:
+    if cuts and max(cuts) > padded.shape[1]:
         raise InvalidRequestError(
-            f"to_nested_by_length: lengths from {min(cuts)} to {max(cuts)}; expected 0 to the "
-            f"width {padded.shape[1]}"
+            f"to_nested_by_length: row {cuts.index(max(cuts))} has a length of {max(cuts)}; "
+            f"expected 0 to the width {padded.shape[1]}"
         )
     return jagged_from_padded(padded, cuts)
 
@@ -70,15 +72,18 @@ def pack_per_token_field(
 
     Cannot be cut: a tensor that is nested already, of one dimension, with another number of rows,
     or narrower than the longest row.
+
+    Raises:
+        InvalidRequestError: (a ValueError) if a length is no int of at least 0.
     """
-    cuts = as_ints(lengths)
+    cuts = checked_ints("pack_per_token_field", "lengths", lengths)
     return to_nested_by_length(values, cuts) if _can_be_cut(values, cuts) else values
 
 
 def _can_be_cut(values: torch.Tensor, cuts: Sequence[int]) -> bool:
     if values.is_nested or values.dim() < 2 or values.shape[0] != len(cuts):
         return False
-    return min(cuts, default=0) < 0 or values.shape[1] >= max(cuts, default=0)
+    return int(values.shape[1]) >= max(cuts, default=0)
 
 
 def pack_jagged_fields(
@@ -99,11 +104,13 @@ def pack_jagged_fields(
         A TensorDict whose batch size is the number of rows.
 
     Raises:
-        TypeError: if a column is neither a tensor nor an object array.
-        InvalidRequestError: (a ValueError) if the columns differ in their number of rows.
+        InvalidTypeError: (a TypeError) if a column is neither a tensor nor an object array.
+        InvalidRequestError: (a ValueError) if the columns differ in their number of rows, or a
+            length is no int of at least 0.
     """
-    count = count_columns("pack_jagged_fields", fields)
-    cuts = None if lengths is None else as_ints(lengths)
+    where = "pack_jagged_fields"
+    count = count_columns(where, fields)
+    cuts = None if lengths is None else checked_ints(where, "lengths", lengths)
     ragged = ragged_columns(fields, cuts, token_aligned_fields)
     return fields_of_columns(fields, count, cuts, ragged)
 
@@ -112,14 +119,14 @@ def count_columns(where: str, fields: Mapping[str, Column]) -> int:
     """The number of rows that all columns have.
 
     Raises:
-        TypeError: if a column is neither a tensor nor an object array.
+        InvalidTypeError: (a TypeError) if a column is neither a tensor nor an object array.
         InvalidRequestError: (a ValueError) if the columns differ in their number of rows.
     """
     counts: dict[str, int] = {}
     for name, column in fields.items():
         if not is_storable(column):
             kind = getattr(column, "dtype", None) or type(column).__name__
-            raise TypeError(
+            raise InvalidTypeError(
                 f"{where}: column {name!r} is {kind}; expected a torch.Tensor or a numpy array of "
                 "dtype object"
             )
@@ -135,23 +142,16 @@ def ragged_columns(
     lengths: Sequence[int] | None,
     token_aligned_fields: Collection[str] = TOKEN_ALIGNED_FIELDS,
 ) -> list[str]:
-    """Which columns are to be cut to ``lengths``: those per token that can be.
-
-    Raises:
-        InvalidRequestError: (a ValueError) if a length is negative.
-    """
+    """Which columns are to be cut to ``lengths``: those per token that can be."""
     if lengths is None:
         return []
-    ragged = [
+    return [
         name
         for name, column in fields.items()
         if name in token_aligned_fields
         and isinstance(column, torch.Tensor)
         and _can_be_cut(column, lengths)
     ]
-    if ragged and min(lengths, default=0) < 0:
-        raise InvalidRequestError(f"columns {ragged}: a length of {min(lengths)}; expected >= 0")
-    return ragged
 
 
 def check_token_axis(
@@ -216,7 +216,7 @@ def response_from_nested(
     if isinstance(response_lengths, torch.Tensor) and response_lengths.is_nested:
         responses = [row.shape[0] for row in response_lengths.unbind()]
     else:
-        responses = as_ints(response_lengths)
+        responses = checked_ints("response_from_nested", "response_lengths", response_lengths)
     rows = values.unbind()
     if len(rows) != len(responses):
         raise InvalidRequestError(
@@ -226,7 +226,7 @@ def response_from_nested(
     parts = []
     for place, (row, response) in enumerate(zip(rows, responses, strict=True)):
         stop = row.shape[0] - 1
-        if response and not 0 <= response <= stop:
+        if response > max(stop, 0):
             raise InvalidRequestError(
                 f"response_from_nested: row {place} has {row.shape[0]} tokens and a response of "
                 f"{response}; expected at least one token of prompt before it"
@@ -259,14 +259,16 @@ def materialize(
         which None stands for a value that its transport stripped to an empty TensorDict.
 
     Raises:
-        InvalidRequestError: (a ValueError) on an unknown layout.
-        TypeError: if a leaf is neither a tensor nor per-row values.
+        InvalidRequestError: (a ValueError) on an unknown layout, a width that is no int of at least
+            0, or a pad value that is no number.
+        InvalidTypeError: (a TypeError) if a leaf is neither a tensor nor per-row values.
     """
     if layout not in ("padded", "jagged"):
         raise InvalidRequestError(f"materialize: layout {layout!r}; expected 'padded' or 'jagged'")
     columns: dict[str, Column]
     if layout == "padded":
-        columns = columns_of_fields(fields, pad_values=pad_value_dict, width=pad_to_seqlen)
+        padding, width = check_padding("materialize", pad_value_dict, pad_to_seqlen)
+        columns = columns_of_fields(fields, pad_values=padding, width=width)
     else:
         count = fields.batch_size[0] if fields.batch_dims else 0
         columns = {

@@ -130,12 +130,6 @@ def _join_tensors(
     return torch.cat([pad_width(part, width, pad_value) for part in parts])
 
 
-def as_ints(lengths: torch.Tensor | Sequence[int]) -> list[int]:
-    """Lengths as Python integers, with one transfer if they are on a device."""
-    values = lengths.tolist() if isinstance(lengths, torch.Tensor) else lengths
-    return [int(length) for length in values]
-
-
 def _nested_from_rows(rows: Sequence[torch.Tensor], *, like: torch.Tensor) -> torch.Tensor:
     """A nested tensor of ``rows`` in the layout of ``like``.
 

@@ -20,7 +20,7 @@ from column_io.codec import (
     materialize,
     ragged_columns,
 )
-from column_io.column_rows import as_ints, count_rows
+from column_io.column_rows import count_rows
 from column_io.message_log import attach_message_log_view
 from column_io.sharding import is_planned_for
 from dataplane_core import (
@@ -36,6 +36,8 @@ from dataplane_core import (
     Layout,
     MissingDataError,
 )
+from dataplane_core.arguments import checked_int, checked_ints, checked_names
+from dataplane_core.documented_client import as_client
 from dataplane_core.errors import listed
 from dataplane_core.schema import Form
 from dataplane_core.telemetry import detail_span
@@ -55,7 +57,8 @@ def read_columns(
     """Fetch ``select_fields`` of the rows of ``meta``.
 
     Args:
-        dp_client: the client to read from.
+        dp_client: the client to read from; any object with the documented methods will do, see
+            `dataplane_core.documented_client`.
         meta: names the rows; row i of the batch is ``meta.sample_ids[i]``. If its ``extra_info``
             has ``global_forward_pad_seqlen``, columns that are per token are padded to that width,
             else to their longest row; see `DataPlaneClient.get_columns`. If it has a plan of
@@ -76,7 +79,7 @@ def read_columns(
     batch: BatchedDataDict[Any]
     if layout == "padded":
         forms: dict[str, Form] = {}
-        columns = dp_client.get_columns(
+        columns = as_client(dp_client).get_columns(
             meta.sample_ids,
             meta.partition_id,
             names,
@@ -112,7 +115,7 @@ def write_columns(
     """Write columns for the rows of ``meta``, in one put; none if ``fields`` is empty.
 
     Args:
-        dp_client: the client to write to.
+        dp_client: the client to write to, as for `read_columns`.
         meta: names the rows. Its ``sequence_lengths`` cut token columns to the lengths that the
             first put gave them; without them every column is stored as wide as it is.
         fields: column name to a tensor or an object array with a row per sample. One that is per
@@ -122,24 +125,27 @@ def write_columns(
     Raises:
         InvalidRequestError: (a ValueError) if rows or lengths do not fit the ids, or a column that
             is per token has no axis of tokens.
-        TypeError: if a column is of another type.
+        InvalidTypeError: (a TypeError) if a column is of another type.
     """
     if not fields:
         return
-    lengths = meta.sequence_lengths
-    if lengths is not None and len(lengths) != meta.size:
+    where = f"write_columns(partition={meta.partition_id!r})"
+    samples, lengths = len(meta.sample_ids), meta.sequence_lengths
+    if lengths is not None:
+        lengths = checked_ints(where, "sequence_lengths", lengths)
+        if len(lengths) != samples:
+            raise InvalidRequestError(
+                f"{where}: {len(lengths)} sequence_lengths for {samples} samples; expected one "
+                "per sample, or None"
+            )
+    count = count_columns(where, fields)
+    if count != samples:
         raise InvalidRequestError(
-            f"write_columns(partition={meta.partition_id!r}): {len(lengths)} sequence_lengths for "
-            f"{meta.size} samples; expected one per sample, or None"
+            f"{where}: columns {listed(fields)} of {count} rows for {samples} samples; expected "
+            "one row per sample"
         )
-    count = count_columns("write_columns", fields)
-    if count != meta.size:
-        raise InvalidRequestError(
-            f"write_columns(partition={meta.partition_id!r}): columns {listed(fields)} of {count} "
-            f"rows for {meta.size} samples; expected one row per sample"
-        )
-    check_token_axis(f"write_columns(partition={meta.partition_id!r})", fields, lengths)
-    dp_client.put_columns(
+    check_token_axis(where, fields, lengths)
+    as_client(dp_client).put_columns(
         meta.sample_ids,
         meta.partition_id,
         fields,
@@ -166,7 +172,7 @@ def kv_first_write(
             ``input_lengths``; columns of other types (``message_log``) are not. Has
             ``sample_mask``, whose rows count, and ``input_lengths``, in tokens.
         sample_ids: one distinct id per row.
-        dp_client: the client to write to.
+        dp_client: the client to write to, as for `read_columns`.
         partition_id: a registered partition.
         extra_info: goes into the meta.
         task_name: goes into the meta.
@@ -182,10 +188,12 @@ def kv_first_write(
         MissingDataError: (a KeyError and a ValueError) without ``sample_mask`` or
             ``input_lengths``.
         InvalidRequestError: (a ValueError) if there are no rows, if ids, lengths, tags or a column
-            have another number of rows, or if a column that is per token by its name has no axis
+            have another number of rows, if a length is no int of at least 0, if ``pad_to_multiple``
+            is none of at least 1, or if a column that is per token by its name has no axis
             of tokens; see `write_columns`.
     """
     where = f"kv_first_write(partition={partition_id!r})"
+    alignment = checked_int(where, "pad_to_multiple", pad_to_multiple, least=1)
     missing = [name for name in (SAMPLE_MASK, INPUT_LENGTHS) if name not in final_batch_cpu]
     if missing:
         raise MissingDataError(
@@ -195,9 +203,10 @@ def kv_first_write(
     rows = count_rows(SAMPLE_MASK, final_batch_cpu[SAMPLE_MASK])
     if rows == 0:
         raise InvalidRequestError(f"{where}: no rows; expected at least one")
-    lengths = as_ints(final_batch_cpu[INPUT_LENGTHS])
+    ids = checked_names(where, "sample_ids", sample_ids)
+    lengths = checked_ints(where, INPUT_LENGTHS, final_batch_cpu[INPUT_LENGTHS])
     for what, count in (
-        ("sample_ids", len(sample_ids)),
+        ("sample_ids", len(ids)),
         ("input_lengths", len(lengths)),
         ("tags", rows if tags is None else len(tags)),
     ):
@@ -208,8 +217,8 @@ def kv_first_write(
     written = {name: column for name, column in final_batch_cpu.items() if is_storable(column)}
     count_columns(where, written)
     check_token_axis(where, written, lengths)
-    meta = dp_client.put_columns(
-        list(sample_ids),
+    as_client(dp_client).put_columns(
+        ids,
         partition_id,
         written,
         tags,
@@ -217,12 +226,12 @@ def kv_first_write(
         ragged=ragged_columns(written, lengths),
     )
     info = dict(extra_info or {})
-    if pad_to_multiple > 1:
-        info[PAD_TO_MULTIPLE] = pad_to_multiple
+    if alignment > 1:
+        info[PAD_TO_MULTIPLE] = alignment
     return KVBatchMeta(
         partition_id=partition_id,
         task_name=task_name,
-        sample_ids=meta.sample_ids,
+        sample_ids=ids,
         fields=list(written),
         sequence_lengths=lengths,
         extra_info=info,

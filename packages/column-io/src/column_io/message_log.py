@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from dataplane_core import INPUT_IDS, InvalidRequestError, MissingDataError
+from dataplane_core.arguments import refused
 from dataplane_core.errors import listed
 
 MESSAGE_LOG_BULK_FIELDS: Final[tuple[str, ...]] = ("turn_lengths", "turn_roles", "turn_contents")
@@ -73,12 +74,28 @@ def decompose_message_log(message_logs: Sequence[Sequence[Mapping[str, Any]]]) -
     }
 
 
-def reconstruct_message_log(columns: Mapping[str, Any]) -> list[MessageLog]:
+def reconstruct_message_log(
+    columns: Mapping[str, Any] | torch.Tensor | None = None,
+    turn_lengths: torch.Tensor | None = None,
+    turn_roles: Sequence[Sequence[str]] | None = None,
+    turn_contents: Sequence[Sequence[Any]] | None = None,
+    generation_logprobs: torch.Tensor | None = None,
+    *,
+    input_ids: torch.Tensor | None = None,
+) -> list[MessageLog]:
     """The message logs of which ``columns`` hold the turns; undoes `decompose_message_log`.
+
+    Also takes the columns as arguments of their own, in place or by name, ``input_ids`` first.
 
     Args:
         columns: ``input_ids`` (n, width) or jagged, ``turn_lengths``, ``turn_roles`` and
             ``turn_contents``; ``generation_logprobs`` like ``input_ids`` if there are any.
+            Or ``input_ids`` alone, with the others as arguments.
+        turn_lengths: int (n, most turns), in tokens.
+        turn_roles: n lists of roles.
+        turn_contents: n lists of contents.
+        generation_logprobs: like ``input_ids``; None if there are none.
+        input_ids: (n, width) or jagged, in place of ``columns``.
 
     Returns:
         Per row the turns, each with ``role`` and ``content``; with ``token_ids``, a view of
@@ -88,8 +105,30 @@ def reconstruct_message_log(columns: Mapping[str, Any]) -> list[MessageLog]:
     Raises:
         MissingDataError: (a KeyError and a ValueError) if a column is missing.
         InvalidRequestError: (a ValueError) if a row's roles, contents, lengths and ids do not fit
-            together.
+            together, columns differ in their number of rows, or both forms are mixed.
     """
+    given = {
+        INPUT_IDS: columns if input_ids is None else input_ids,
+        "turn_lengths": turn_lengths,
+        "turn_roles": turn_roles,
+        "turn_contents": turn_contents,
+        _GENERATION_LOGPROBS: generation_logprobs,
+    }
+    if isinstance(columns, Mapping):
+        mixed = [name for name in given if name != INPUT_IDS and given[name] is not None]
+        mixed += [] if input_ids is None else [INPUT_IDS]
+        if mixed:
+            raise InvalidRequestError(
+                f"reconstruct_message_log: a mapping of columns and {listed(mixed)} besides; "
+                "expected one or the other"
+            )
+        return _reconstruct(columns)
+    if columns is not None and input_ids is not None:
+        raise InvalidRequestError("reconstruct_message_log: input_ids is given twice")
+    return _reconstruct({name: column for name, column in given.items() if column is not None})
+
+
+def _reconstruct(columns: Mapping[str, Any]) -> list[MessageLog]:
     needed = (INPUT_IDS, *MESSAGE_LOG_BULK_FIELDS)
     missing = [name for name in needed if name not in columns]
     if missing:
@@ -97,16 +136,32 @@ def reconstruct_message_log(columns: Mapping[str, Any]) -> list[MessageLog]:
             f"reconstruct_message_log: no columns {listed(missing)}; expected {listed(needed)}",
             fields=missing,
         )
+    for name in (INPUT_IDS, "turn_lengths", _GENERATION_LOGPROBS):
+        column = columns.get(name)
+        if column is not None and not isinstance(column, torch.Tensor):
+            raise refused("reconstruct_message_log", name, column, "a tensor with a row per sample")
+    lengths = columns["turn_lengths"]
+    if lengths.dtype.is_floating_point:
+        raise refused("reconstruct_message_log", "turn_lengths", lengths, "integers")
     token_rows = columns[INPUT_IDS].unbind()
     logprobs = columns.get(_GENERATION_LOGPROBS)
     logprob_rows = [None] * len(token_rows) if logprobs is None else logprobs.unbind()
+    counts = {name: len(columns[name]) for name in MESSAGE_LOG_BULK_FIELDS} | {
+        _GENERATION_LOGPROBS: len(logprob_rows)
+    }
+    for name, count in counts.items():
+        if count != len(token_rows):
+            raise InvalidRequestError(
+                f"reconstruct_message_log: column {name!r} has {count} rows; expected "
+                f"{len(token_rows)}, as {INPUT_IDS}"
+            )
     return [
         _rebuild(row, *parts)
         for row, parts in enumerate(
             zip(
                 token_rows,
                 logprob_rows,
-                [lengths.tolist() for lengths in columns["turn_lengths"].unbind()],
+                [row.tolist() for row in lengths.unbind()],
                 columns["turn_roles"],
                 columns["turn_contents"],
                 strict=True,

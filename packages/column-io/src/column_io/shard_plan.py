@@ -20,6 +20,7 @@ from column_io.batching_args import (
 from column_io.packing import PACKERS, split_to_multiple
 from column_io.rounding import round_up
 from dataplane_core import InvalidRequestError
+from dataplane_core.arguments import checked_int, checked_ints
 
 
 class UnevenShardsError(InvalidRequestError, AssertionError):
@@ -113,6 +114,7 @@ def plan_sequence_packing(
         UnevenShardsError: if the chunks do not divide the rows.
     """
     check_sequence_packing_args(args)
+    lengths = checked_ints("sharding", "lengths", lengths)
     capacity = args["max_tokens_per_microbatch"]
     packer = PACKERS[args["algorithm"]]
     padded = [round_up(length, args["sequence_length_pad_multiple"]) for length in lengths]
@@ -163,6 +165,7 @@ def plan_dynamic_batching(
         UnevenShardsError: (a ValueError and an AssertionError) if the rows do not divide.
     """
     check_dynamic_batching_args(args)
+    lengths = checked_ints("sharding", "lengths", lengths)
     capacity = args["max_tokens_per_microbatch"]
     _check_fit(lengths, capacity, "unrounded")
     shares: list[list[_ChunkShare]] = []
@@ -222,8 +225,7 @@ def _chunks(count: int, shards: int, batch_size: int | None) -> list[range]:
 
 def _check_at_least_one(**numbers: int) -> None:
     for name, number in numbers.items():
-        if number < 1:
-            raise InvalidRequestError(f"sharding: {name} {number}; expected at least 1")
+        checked_int("sharding", name, number, least=1)
 
 
 def _check_divisible(rows: int, shards: int) -> None:

@@ -20,6 +20,7 @@ from dataplane_core import (
     InvalidRequestError,
     KVBatchMeta,
 )
+from dataplane_core.arguments import checked_ints
 
 MICRO_BATCH_IDS_DIGEST: Final = "micro_batch_ids_digest"
 """``extra_info`` key: digest of the ids, in their order, that the micro-batches are planned for."""
@@ -70,6 +71,7 @@ def shard_meta_for_dp(
         raise InvalidRequestError(
             f"{where}: {found} sequence_lengths for {meta.size} samples; expected one per sample"
         )
+    lengths = checked_ints(where, "sequence_lengths", lengths)
     if sequence_packing_args is not None and dynamic_batching_args is not None:
         raise InvalidRequestError(
             f"{where}: both sequence_packing_args and dynamic_batching_args; expected at most one"

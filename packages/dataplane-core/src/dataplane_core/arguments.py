@@ -10,7 +10,7 @@ from __future__ import annotations
 import operator
 import reprlib
 from collections import Counter
-from collections.abc import KeysView, Sequence
+from collections.abc import KeysView, Mapping, Sequence
 from typing import Any  # Any: whatever a caller gives as an argument
 
 from dataplane_core.errors import (
@@ -176,7 +176,7 @@ def scalar_of(value: Any) -> object:
         return value
     try:
         scalar: object = value.item()
-    except (TypeError, ValueError, RuntimeError):  # a tensor without data, for example
+    except (AttributeError, TypeError, ValueError, RuntimeError):  # one without data, or values
         return value
     return scalar
 
@@ -191,13 +191,24 @@ def checked_items(where: str, argument: str, value: Any, expected: str) -> list[
         return value[:]
     if isinstance(value, Sequence | KeysView) and not isinstance(value, str | bytes | bytearray):
         return list(value)
-    if getattr(value, "ndim", None) == 1:
+    if getattr(value, "ndim", None) == 1 and not hasattr(value, "batch_size"):  # no TensorDict
         try:
             items: object = value.tolist()
         except (TypeError, ValueError, RuntimeError):  # a sparse tensor, for example
             items = None
         if isinstance(items, list):
             return items
+    raise refused(where, argument, value, expected)
+
+
+def checked_mapping(where: str, argument: str, value: Any, expected: str) -> Mapping[Any, Any]:
+    """``value``, if it is a mapping and no TensorDict, whose items may be unwrapped.
+
+    Raises:
+        InvalidTypeError: (a ValueError and a TypeError) it is not.
+    """
+    if isinstance(value, Mapping) and not hasattr(value, "batch_size"):
+        return value
     raise refused(where, argument, value, expected)
 
 

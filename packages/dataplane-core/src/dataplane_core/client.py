@@ -355,10 +355,13 @@ class DataPlaneClient(Opaque, ABC):
         never put: a blocking claim waits for what comes in their place. To a client without
         ``capabilities.withdrawal`` they are cleared samples like others, which were put.
         """
+        from dataplane_core.boundary import check_clear
+
+        ids, partition, _ = check_clear("withdraw_samples", sample_ids, partition_id)
         try:
-            self.clear_samples(sample_ids, partition_id)
+            self.clear_samples(ids, partition)
         except SamplesLeasedError:
-            self.clear_samples(sample_ids, partition_id, force=True)
+            self.clear_samples(ids, partition, force=True)
 
     def put_columns(
         self,
@@ -394,8 +397,8 @@ class DataPlaneClient(Opaque, ABC):
 
         put = check_put("put_columns", sample_ids, partition_id, tags, claim=claim, origin=origin)
         count = len(put.sample_ids)
-        cuts = check_columns(put.where, columns, count, lengths, ragged)
-        fields = fields_of_columns(columns, count, cuts, ragged)
+        cuts, cut = check_columns(put.where, columns, count, lengths, ragged)
+        fields = fields_of_columns(columns, count, cuts, cut)
         # An adapter written for the published contract does not know these.
         extra: dict[str, Any] = {} if claim is None else {"claim": claim}
         if origin is not None:

@@ -10,7 +10,7 @@ work over threads that wait for each other on a busy machine.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence, Set
 from typing import Any  # Any: torch does not type what only nested tensors have
 
 import numpy as np
@@ -29,7 +29,9 @@ from dataplane_core import pages
 from dataplane_core.arguments import (
     checked_int,
     checked_ints,
+    checked_mapping,
     checked_name,
+    checked_names,
     refused,
     scalar_of,
     shown,
@@ -43,6 +45,7 @@ Bytes = NDArray[np.uint8]
 Column = torch.Tensor | NDArray[np.object_]
 
 _PLAIN = (str, bytes, int, float, bool, type(None))
+_COMMON = (*_PLAIN, list, dict)
 
 
 def check_columns(
@@ -51,19 +54,18 @@ def check_columns(
     count: int,
     lengths: Sequence[int] | None,
     ragged: Collection[str],
-) -> list[int] | None:
+) -> tuple[list[int] | None, frozenset[str]]:
     """Refuse columns that do not fit ``count`` samples or the lengths that they are to be cut to.
 
     Returns:
-        The lengths as plain ints.
+        The lengths as plain ints, and the names of ``ragged``.
 
     Raises:
         InvalidRequestError: (a ValueError) naming the column or the lengths.
     """
-    if not isinstance(columns, Mapping):
-        raise refused(what, "columns", columns, "a dict of name to column")
-    if isinstance(ragged, str) or not isinstance(ragged, Collection):
-        raise refused(what, "ragged", ragged, "a collection of column names")
+    checked_mapping(what, "columns", columns, "a dict of name to column")
+    unordered = list(ragged) if isinstance(ragged, Set) else ragged
+    names = frozenset(checked_names(what, "ragged", unordered))
     cuts = None if lengths is None else checked_ints(what, "lengths", lengths)
     for name, column in columns.items():
         checked_name(what, "a column's name", name)
@@ -74,9 +76,16 @@ def check_columns(
             raise InvalidRequestError(f"{what}: column {name!r} has {rows} rows; expected {count}")
         if isinstance(column, torch.Tensor):
             storable_tensor(f"{what}: column {name!r}", column)
-    cut = [name for name in columns if name in ragged]
+            continue
+        for value in column:
+            # As the leaf of a TensorDict it would be taken for the column itself.
+            if type(value) not in _COMMON and is_tensor_collection(value):
+                raise refused(
+                    what, f"column {name!r}", value, "Python values; put its leaves as columns"
+                )
+    cut = [name for name in columns if name in names]
     if not cut:
-        return cuts
+        return cuts, names
     if cuts is None or len(cuts) != count:
         found = "no" if cuts is None else len(cuts)
         raise InvalidRequestError(
@@ -95,7 +104,7 @@ def check_columns(
                 f"{what}: row {row} has a length of {cuts[row]}; expected 0 to {column.shape[1]}, "
                 f"the width of column {name!r}"
             )
-    return cuts
+    return cuts, names
 
 
 def count_rows(column: Column) -> int:
@@ -119,10 +128,11 @@ def check_padding(what: str, pad_values: object, width: object) -> tuple[dict[st
         InvalidRequestError: (a ValueError) pad values are no dict of numbers, or the width is no
             int of at least 0.
     """
-    if pad_values is not None and not isinstance(pad_values, Mapping):
-        raise refused(what, "pad_values", pad_values, "a dict of field to number, or None")
+    if pad_values is None:
+        return {}, checked_int(what, "width", width)
     numbers: dict[str, float] = {}
-    for name, value in (pad_values or {}).items():
+    given = checked_mapping(what, "pad_values", pad_values, "a dict of field to number, or None")
+    for name, value in given.items():
         number = scalar_of(value)
         if not isinstance(number, int | float):
             raise refused(what, f"pad_values[{shown(name)}]", value, "a number")

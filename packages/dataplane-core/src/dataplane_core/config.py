@@ -68,7 +68,9 @@ class DataPlaneConfig(TypedDict):
         observability: optional middleware.
     """
 
-    __pydantic_config__ = ConfigDict(extra="forbid", strict=True)  # type: ignore[misc]
+    __pydantic_config__ = ConfigDict(  # type: ignore[misc]
+        extra="forbid", strict=True, allow_inf_nan=False
+    )
 
     enabled: bool
     impl: str
@@ -99,6 +101,7 @@ REQUIRED_OF_STORES: tuple[str, ...] = (
 )
 """The keys that every client over an external store needs, besides ``enabled`` and ``impl``."""
 
+_NOT_NEGATIVE = ("global_segment_size", "local_buffer_size")
 _POSITIVE = (
     "storage_capacity",
     "num_storage_units",
@@ -134,6 +137,15 @@ def validate_config(cfg: Mapping[str, Any] | None) -> DataPlaneConfig:
         value = valid.get(key)
         if isinstance(value, int | float) and value <= 0:
             raise ConfigError(f"data-plane config: {key}: found {value!r}; expected more than 0")
+    for key in _NOT_NEGATIVE:
+        value = valid.get(key)
+        if isinstance(value, int | float) and value < 0:
+            raise ConfigError(f"data-plane config: {key}: found {value!r}; expected at least 0")
+    for name, amount in valid.get("unit_resources", {}).items():
+        if amount < 0:
+            raise ConfigError(
+                f"data-plane config: unit_resources.{name}: found {amount!r}; expected at least 0"
+            )
     return valid
 
 

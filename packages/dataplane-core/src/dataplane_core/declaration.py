@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any  # Any: tags hold the caller's own primiti
 
 from dataplane_core.arguments import (
     checked_int,
+    checked_mapping,
     checked_name,
     checked_names,
-    refused,
     shown,
 )
 from dataplane_core.errors import (
@@ -55,8 +55,10 @@ class PartitionDeclaration:
         """The declaration, or `InvalidRequestError` naming the argument that is wrong."""
         partition = checked_name("register_partition", "partition_id", partition_id)
         where = f"register_partition({partition!r})"
-        if enums is not None and not isinstance(enums, Mapping):
-            raise refused(where, "enums", enums, "a dict of field to allowed values, or None")
+        vocabularies: Mapping[Any, Any] = {}
+        if enums is not None:
+            expected = "a dict of field to allowed values, or None"
+            vocabularies = checked_mapping(where, "enums", enums, expected)
         return cls(
             partition_id=partition,
             fields=_distinct(where, "fields", fields),
@@ -71,7 +73,7 @@ class PartitionDeclaration:
                 checked_name(where, "a field of enums", name): tuple(
                     checked_names(where, f"enums[{name!r}]", values, empty=True)
                 )
-                for name, values in (enums or {}).items()
+                for name, values in vocabularies.items()
             },
         )
 

@@ -6,11 +6,11 @@ that a driver can shard, filter and merge batches without ever fetching a tensor
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar  # Any: tags and extra_info hold the caller's own values
 
-from dataplane_core.arguments import checked_items, checked_name, refused
+from dataplane_core.arguments import checked_items, checked_mapping, checked_name
 from dataplane_core.errors import InvalidRequestError
 from dataplane_core.tags import checked_column
 
@@ -70,10 +70,9 @@ class KVBatchMeta:
             InvalidRequestError: (a ValueError) if a sequence has another length, or a value is
                 none that a tag can hold (`dataplane_core.tags.primitive`); no tag is written then.
         """
-        if not isinstance(scalars, Mapping):
-            raise refused("stamp_tags", "scalars", scalars, "a dict of tag name to values")
+        given = checked_mapping("stamp_tags", "scalars", scalars, "a dict of name to values")
         stamped: dict[str, list[Any]] = {}
-        for key, values in scalars.items():
+        for key, values in given.items():
             name = checked_name("stamp_tags", "a tag's name", key)
             column = checked_items("stamp_tags", repr(name), values, "one value per sample")
             if len(column) != self.size:

@@ -5,10 +5,10 @@ Needs neither numpy nor torch; their scalars are known by what they offer.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any  # Any: whatever a caller gives as a tag
 
-from dataplane_core.arguments import is_utf8, refused, scalar_of, shown
+from dataplane_core.arguments import checked_mapping, is_utf8, scalar_of, shown
 from dataplane_core.errors import InvalidRequestError, InvalidTypeError
 
 LENGTH_TAG = "input_lengths"
@@ -69,8 +69,8 @@ def checked_tags(where: str, sample_id: str, tags: object) -> dict[str, Any]:
     Raises:
         InvalidRequestError: (a ValueError) names the tag that holds something else.
     """
-    if not isinstance(tags, Mapping):
-        raise refused(f"{where}: sample {sample_id!r}", "tags", tags, "a dict of primitives")
+    own = f"{where}: sample {sample_id!r}"
+    tags = checked_mapping(own, "tags", tags, "a dict of primitives")
     checked: dict[str, Any] = {}
     for name, value in tags.items():
         try:
@@ -81,6 +81,6 @@ def checked_tags(where: str, sample_id: str, tags: object) -> dict[str, Any]:
                 raise InvalidRequestError(f"{found!r}; expected an int of at least 0")
         except InvalidRequestError as error:
             shown_name = repr(name) if isinstance(name, str) else shown(name)
-            raise type(error)(f"{where}: sample {sample_id!r}, tag {shown_name}: {error}") from None
+            raise type(error)(f"{own}, tag {shown_name}: {error}") from None
         checked[key] = found
     return checked

@@ -189,8 +189,8 @@ class TQDataPlaneClient(Onlooker):
         self._check_open()
         put = check_put("put_columns", sample_ids, partition_id, tags, claim=claim, origin=origin)
         count = len(put.sample_ids)
-        cuts = check_columns(put.where, columns, count, lengths, ragged)
-        encoded = self._store.encode_columns(columns, count, cuts, ragged)
+        cuts, cut = check_columns(put.where, columns, count, lengths, ragged)
+        encoded = self._store.encode_columns(columns, count, cuts, cut)
 
         def rows() -> dict[str, Column]:
             return split_rows(fields_of_columns(columns, count), count)

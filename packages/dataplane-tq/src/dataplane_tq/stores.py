@@ -147,7 +147,8 @@ class TransferQueueStore(Store):
             if isinstance(leaf, torch.Tensor):
                 kinds[name] = str(leaf.dtype)
                 if not self._rows_as_bytes:
-                    stored[name] = leaf
+                    # TransferQueue's units take no strides.
+                    stored[name] = leaf if leaf.is_nested else leaf.contiguous()
                     continue
                 rows: Iterable[Any] = leaf.unbind()
             else:

@@ -40,6 +40,7 @@ from dataplane_core import (
     UnsupportedError,
     telemetry,
 )
+from dataplane_core.documented_client import as_client
 from observability.lane import later
 from observability.lifecycle import emit
 from observability.metrics import Account
@@ -127,8 +128,9 @@ class Meters(Observer):
     """
 
     def __init__(self, client: DataPlaneClient) -> None:
+        client = as_client(client)
         self._client = client
-        self._store = _innermost(client)
+        self._store = as_client(_innermost(client))
         self._store_key = self._store.store_key
         self._failed = False
         self._classes = PartitionClasses()
@@ -378,6 +380,7 @@ def trained(client: DataPlaneClient, meta: KVBatchMeta, *, field: str, task: str
     """
     emit("trained", meta.partition_id, meta.sample_ids, task=task)
     version = telemetry.step_facts().get(telemetry.WEIGHT_VERSION)
+    client = as_client(client)
     if not isinstance(version, int) or not client.capabilities.origins or not _listened():
         return
     try:

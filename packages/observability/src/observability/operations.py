@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal  # Any: tags and extra keywords are the caller's own
@@ -30,6 +30,7 @@ from dataplane_core import (
     TaskCounts,
 )
 from dataplane_core.client import LEASE
+from dataplane_core.documented_client import as_client
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -140,12 +141,14 @@ class ObservedClient(DataPlaneClient):
     Every call is passed on as it came, with any further keyword that ``inner`` understands.
 
     Args:
-        inner: the client that does the work.
+        inner: the client that does the work; any object with the documented methods, see
+            `dataplane_core.documented_client`.
         observers: told in this order.
     """
 
     def __init__(self, inner: DataPlaneClient, observers: Sequence[Observer]) -> None:
-        self._inner = inner
+        self._given = inner
+        self._inner = as_client(inner)
         self._observers = tuple(observers)
         self._failures = 0
         self._failures_lock = threading.Lock()
@@ -153,7 +156,7 @@ class ObservedClient(DataPlaneClient):
     @property
     def inner(self) -> DataPlaneClient:
         """The wrapped client."""
-        return self._inner
+        return self._given
 
     @property
     def capabilities(self) -> Capabilities:  # type: ignore[override]  # as the inner instance says
@@ -216,8 +219,8 @@ class ObservedClient(DataPlaneClient):
                 timeout_s,
                 **extra,
             )
-            call.n_keys, call.sample_ids, call.tags = meta.size, meta.sample_ids, meta.tags
-            call.leased = LEASE in meta.extra_info
+            call.n_keys, call.sample_ids = len(meta.sample_ids), meta.sample_ids
+            call.tags, call.leased = meta.tags, LEASE in meta.extra_info
         if call.tags is not meta.tags:
             meta.tags = call.tags
         return meta
@@ -227,10 +230,10 @@ class ObservedClient(DataPlaneClient):
     ) -> TensorDict:
         call = Operation(
             "get_data",
-            meta.partition_id,
-            n_keys=meta.size,
-            sample_ids=meta.sample_ids,
-            fields=(meta.fields or ()) if select_fields is None else select_fields,
+            getattr(meta, "partition_id", ""),
+            n_keys=_count(getattr(meta, "sample_ids", ())),
+            sample_ids=getattr(meta, "sample_ids", ()),
+            fields=(getattr(meta, "fields", ()) or ()) if select_fields is None else select_fields,
             extra=extra,
         )
         with self._observed(call):
@@ -303,7 +306,7 @@ class ObservedClient(DataPlaneClient):
         call = Operation(
             "put",
             partition_id,
-            n_keys=len(sample_ids),
+            n_keys=_count(sample_ids),
             n_bytes=sum(put_bytes.values()),
             sample_ids=sample_ids,
             fields=list(put_bytes),
@@ -348,7 +351,7 @@ class ObservedClient(DataPlaneClient):
         return answer
 
     def clear_samples(self, sample_ids: list[str] | None, partition_id: str, **extra: Any) -> None:
-        n_keys = 0 if sample_ids is None else len(sample_ids)
+        n_keys = _count(sample_ids)
         with self._observed(Operation("clear", partition_id, n_keys, sample_ids=sample_ids)):
             self._inner.clear_samples(sample_ids, partition_id, **extra)
 
@@ -356,7 +359,7 @@ class ObservedClient(DataPlaneClient):
         call = Operation(
             "clear",
             partition_id,
-            n_keys=len(sample_ids),
+            n_keys=_count(sample_ids),
             sample_ids=sample_ids,
             options={"withdrawn": True},
         )
@@ -471,7 +474,7 @@ def _get(
     return Operation(
         "get",
         partition_id,
-        n_keys=len(sample_ids),
+        n_keys=_count(sample_ids),
         sample_ids=sample_ids,
         fields=fields,
         extra=extra,
@@ -481,11 +484,19 @@ def _get(
 def _settle(op: Literal["acknowledge", "release", "renew"], meta: KVBatchMeta) -> Operation:
     return Operation(
         op,
-        meta.partition_id,
-        n_keys=meta.size,
-        sample_ids=meta.sample_ids,
-        tasks=[] if meta.task_name is None else [meta.task_name],
+        getattr(meta, "partition_id", ""),
+        n_keys=_count(getattr(meta, "sample_ids", ())),
+        sample_ids=getattr(meta, "sample_ids", ()),
+        tasks=[task] if isinstance(task := getattr(meta, "task_name", None), str) else [],
     )
+
+
+def _count(sample_ids: object) -> int:
+    """How many ids there are; 0 of what the inner client is going to refuse."""
+    try:
+        return len(sample_ids) if isinstance(sample_ids, Sized) else 0
+    except Exception:  # noqa: BLE001  # len() of whatever was given may raise
+        return 0
 
 
 # Whoever only looks at what was told needs no torch, whoever puts or gets has imported it.

@@ -26,6 +26,7 @@ from dataplane_core import (
     UnavailableError,
     build_data_plane_client,
 )
+from dataplane_core.documented_client import as_client
 from dataplane_core.telemetry import attached, span
 from rollout_actor.environment_step import check_tasks
 from rollout_actor.flatten import flatten_rollout_message_log
@@ -87,7 +88,7 @@ class SyncRolloutActor(RayClass):
                 f"{type(policy_generation).__name__} has no generate_async; set async_engine to "
                 "false"
             )
-        self._dp_client = build_data_plane_client(dp_cfg, bootstrap=False)
+        self._dp_client = as_client(build_data_plane_client(dp_cfg, bootstrap=False))
         self._media: MediaForms = {}
         self._closed = False
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import inf
 from typing import Any  # Any: a configuration from YAML
 
 from dataplane_core import ConfigError, UnsupportedError
@@ -52,7 +53,7 @@ class RolloutSettings:
         """
         config = _Section("", _as_mapping(master_config))
         policy, grpo, env = config.section("policy"), config.section("grpo"), config.section("env")
-        if env.get("should_use_nemo_gym", False):
+        if env.flag("should_use_nemo_gym"):
             raise UnsupportedError(
                 "master_config: env.should_use_nemo_gym is true, and this rollout has no NeMo-Gym "
                 "path; set it to false and give the environments as task_to_env"
@@ -64,15 +65,15 @@ class RolloutSettings:
             max_new_tokens=generation.optional_positive_int("max_new_tokens"),
             max_turns=grpo.positive_int("max_rollout_turns"),
             async_generation=_is_async(generation),
-            router_replay=bool(policy.section("router_replay").get("enabled", False)),
-            share_group_media=bool(grpo.get("deduplicate_multimodal_data", False)),
+            router_replay=policy.section("router_replay").flag("enabled"),
+            share_group_media=grpo.flag("deduplicate_multimodal_data"),
             step_timeout_s=env.positive_seconds("step_timeout_s", DEFAULT_STEP_TIMEOUT_S),
         )
 
 
 def _is_async(generation: _Section) -> bool:
     engine = generation.section(f"{generation.get('backend', 'vllm')}_cfg")
-    return bool(generation.get("async_engine", False) or engine.get("async_engine", False))
+    return generation.flag("async_engine") or engine.flag("async_engine")
 
 
 def _as_mapping(section: Any) -> Mapping[str, Any]:
@@ -102,6 +103,14 @@ class _Section:
             )
         return _Section(f"{self._path}{key}.", values)
 
+    def flag(self, key: str) -> bool:
+        value = self.get(key, False)
+        if not isinstance(value, bool):
+            raise ConfigError(
+                f"master_config: {self._path}{key}: found {value!r}; expected true or false"
+            )
+        return value
+
     def positive_int(self, key: str) -> int:
         value = self.get(key, _MISSING)
         if value is _MISSING:
@@ -117,7 +126,7 @@ class _Section:
 
     def positive_seconds(self, key: str, default: float) -> float:
         value = self.get(key, default)
-        if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < inf:
             raise ConfigError(
                 f"master_config: {self._path}{key}: found {value!r}; expected seconds above 0"
             )

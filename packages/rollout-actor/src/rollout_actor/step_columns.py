@@ -23,6 +23,7 @@ from dataplane_core import (
     PartitionNotFoundError,
     PartitionSummary,
 )
+from dataplane_core.arguments import checked_int
 from dataplane_core.declaration import PartitionDeclaration, check_enums, check_kinds
 from dataplane_core.errors import listed
 from dataplane_core.rows import OBJECT, Column
@@ -76,7 +77,8 @@ def check_input(input_batch: Mapping[str, Any], *, group_size: int) -> int:
             fields=missing,
         )
     rows = len(input_batch["message_log"])
-    if group_size < 1 or rows == 0 or rows % group_size:
+    group_size = checked_int("rollout_to_tq", "group_size", group_size, least=1)
+    if rows == 0 or rows % group_size:
         raise InvalidRequestError(
             f"rollout_to_tq: {rows} rows in groups of {group_size}; expected a group size of at "
             "least 1 that divides the rows, of which there is at least one"

@@ -15,7 +15,8 @@ A subclass provides two fixtures and inherits every test::
             ...  # a second client of the same store, best in another process
 
 `LeaseContract`, `BackpressureContract`, `OriginContract` and `InspectionContract` are for clients
-whose capabilities name those promises. Needs the extra ``dataplane-core[testing]``.
+whose capabilities name those promises. `MinimalClient` is for tests of layers above clients. Needs
+the extra ``dataplane-core[testing]``.
 """
 
 import pytest
@@ -23,6 +24,7 @@ import pytest
 for _module in (
     "claims",
     "columns",
+    "hostile",
     "inspection",
     "lease_waits",
     "leases",
@@ -34,14 +36,18 @@ for _module in (
 
 from dataplane_core.testing.claims import ClaimContract  # noqa: E402
 from dataplane_core.testing.columns import ColumnContract  # noqa: E402
+from dataplane_core.testing.hostile import HostileContract  # noqa: E402
 from dataplane_core.testing.inspection import InspectionContract  # noqa: E402
 from dataplane_core.testing.leases import BackpressureContract, LeaseContract  # noqa: E402
 from dataplane_core.testing.machine import StateMachineContract  # noqa: E402
+from dataplane_core.testing.minimal import MinimalClient  # noqa: E402
 from dataplane_core.testing.origins import OriginContract  # noqa: E402
 from dataplane_core.testing.storage import StorageContract  # noqa: E402
 
 
-class DataPlaneClientContract(StorageContract, ColumnContract, ClaimContract, StateMachineContract):
+class DataPlaneClientContract(
+    StorageContract, ColumnContract, ClaimContract, HostileContract, StateMachineContract
+):
     """Everything that every client promises, whatever its capabilities."""
 
 
@@ -50,5 +56,6 @@ __all__ = [
     "DataPlaneClientContract",
     "InspectionContract",
     "LeaseContract",
+    "MinimalClient",
     "OriginContract",
 ]

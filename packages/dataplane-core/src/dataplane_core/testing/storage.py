@@ -55,8 +55,8 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Equal dtype, shape and bytes, so that NaN equals itself."""
     if a.dtype != b.dtype or a.shape != b.shape:
         return False
-    return bytes(a.contiguous().view(torch.uint8).flatten().tolist()) == bytes(
-        b.contiguous().view(torch.uint8).flatten().tolist()
+    return bytes(a.contiguous().flatten().view(torch.uint8).tolist()) == bytes(
+        b.contiguous().flatten().view(torch.uint8).tolist()
     )
 
 

@@ -1,0 +1,77 @@
+"""Columns go through any object with the documented methods."""
+
+import numpy as np
+import pytest
+import torch
+
+from column_io import BatchedDataDict, kv_first_write, read_columns, write_columns
+from dataplane_core import GLOBAL_FORWARD_PAD_SEQLEN, InMemoryDataPlaneClient, InvalidTypeError
+from dataplane_core.documented_client import as_client
+from dataplane_core.testing import MinimalClient
+
+FIELDS = ["input_ids", "input_lengths", "sample_mask", "text", "logits"]
+
+
+def rollout():
+    return BatchedDataDict(
+        {
+            "input_ids": torch.tensor([[1, 2, 3], [4, 5, 0]]),
+            "input_lengths": torch.tensor([3, 2]),
+            "sample_mask": torch.ones(2),
+            "text": np.array([{"a": 1}, None], dtype=object),
+        }
+    )
+
+
+def step(client):
+    """What a step of training makes of a client: the columns read, and what is left at the end."""
+    client.register_partition("train", FIELDS, 2, ["train"])
+    tags = [{"std": 0.5}, {"std": 0.0}]
+    meta = kv_first_write(
+        rollout(), sample_ids=["a", "b"], dp_client=client, partition_id="train", tags=tags
+    )
+    meta.extra_info[GLOBAL_FORWARD_PAD_SEQLEN] = 4
+    write_columns(client, meta, {"logits": torch.arange(6.0).reshape(2, 3)})
+    write_columns(client, meta, {"advantages": torch.ones(2, 3)})
+    padded = read_columns(client, meta, [*FIELDS, "advantages"], pad_value_dict={"input_ids": 9})
+    jagged = read_columns(client, meta, ["input_ids"], layout="jagged")
+    return meta, padded, [row.tolist() for row in jagged["input_ids"].unbind()]
+
+
+def test_a_client_with_the_documented_methods_alone_is_enough():
+    ours, theirs = step(InMemoryDataPlaneClient()), step(MinimalClient())
+    assert theirs[0] == ours[0]
+    assert theirs[2] == ours[2] == [[1, 2, 3], [4, 5]]
+    assert theirs[1].keys() == ours[1].keys()
+    assert theirs[1]["input_ids"].tolist() == [[1, 2, 3, 9], [4, 5, 9, 9]]
+    for name, column in ours[1].items():
+        assert theirs[1][name].tolist() == column.tolist(), name
+
+
+def test_own_methods_of_such_a_client_are_used():
+    class WithColumns(MinimalClient):
+        put = None
+
+        def put_columns(self, sample_ids, partition_id, columns, tags=None, **options):
+            self.put = [sample_ids, partition_id, list(columns), options["lengths"]]
+
+    client = WithColumns()
+    kv_first_write(rollout(), sample_ids=["a", "b"], dp_client=client, partition_id="train")
+    assert client.put == [["a", "b"], "train", list(rollout()), [3, 2]]
+
+
+def test_an_object_without_a_documented_method_is_refused_by_its_name():
+    with pytest.raises(InvalidTypeError, match="object with the method 'check_consumption_status'"):
+        as_client(object())
+
+
+def test_an_answer_that_lacks_a_field_is_refused():
+    class Shortening(MinimalClient):
+        def get_samples(self, sample_ids, partition_id, select_fields):
+            return super().get_samples(sample_ids, partition_id, select_fields[:1])
+
+    client = Shortening()
+    client.register_partition("train", FIELDS, 2, ["train"])
+    meta = kv_first_write(rollout(), sample_ids=["a", "b"], dp_client=client, partition_id="train")
+    with pytest.raises(KeyError, match="0 rows of field 'input_lengths'"):
+        read_columns(client, meta, ["input_ids", "input_lengths"])

@@ -1,0 +1,392 @@
+"""Contract tests of arguments that no caller should give: every client answers as another does.
+
+The client in memory is the reference. A call is made on both, and either both take it and answer
+alike, or both refuse it with errors of one type, and nothing is stored.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import uuid
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any  # Any: these tests pass whatever there is
+
+import numpy as np
+import torch
+from hypothesis import HealthCheck, given, note, settings
+from hypothesis import strategies as st
+from tensordict import NonTensorData, NonTensorStack, TensorDict
+
+from dataplane_core import (
+    DataPlaneClient,
+    DataPlaneError,
+    InMemoryDataPlaneClient,
+    KVBatchMeta,
+    MissingDataError,
+    PartitionNotFoundError,
+    UnsupportedError,
+)
+from dataplane_core.testing.storage import StoreFixtures, batch, same_bits
+
+HALF = "\ud800"
+"""Half a surrogate pair: a str that UTF-8 cannot hold."""
+
+
+class Role(enum.StrEnum):
+    USER = "user"
+
+
+class Raising:
+    """A value whose every face raises."""
+
+    def __repr__(self) -> str:
+        raise RuntimeError("no repr")
+
+    def __len__(self) -> int:
+        raise RuntimeError("no len")
+
+    def __bool__(self) -> bool:
+        raise RuntimeError("no bool")
+
+
+@dataclass
+class Point:
+    x: int
+    y: list[int]
+
+
+def _deep(levels: int) -> Any:
+    value: Any = 1
+    for _ in range(levels):
+        value = [value]
+    return value
+
+
+_NO_DICT: Any = None
+COMPLEX = torch.tensor([1 + 2j, 3 - 1j])
+# Values as they are made anew for each call: some are used up, or could be changed.
+VALUES: dict[str, Callable[[], Any]] = {
+    "None": lambda: None,
+    "half a surrogate": lambda: HALF,
+    "empty": lambda: "",
+    "str": lambda: "a",
+    "np.str_": lambda: np.str_("a"),
+    "str enum": lambda: Role.USER,
+    "bytes": lambda: b"a",
+    "int": lambda: 3,
+    "zero": lambda: 0,
+    "negative": lambda: -4,
+    "65 bits": lambda: 2**64,
+    "a thousand bits": lambda: 2**1000,
+    "bool": lambda: True,
+    "np.bool_": lambda: np.bool_(True),
+    "float": lambda: 2.0,
+    "NaN": lambda: float("nan"),
+    "infinity": lambda: float("inf"),
+    "number in a str": lambda: "16",
+    "np.int64": lambda: np.int64(2),
+    "np.float32": lambda: np.float32(1.5),
+    "np.longdouble": lambda: np.longdouble(1.5),
+    "np.datetime64": lambda: np.datetime64("2026-01-01T00:00:00.000000001"),
+    "complex": lambda: 1 + 2j,
+    "slice": lambda: slice(1, 2),
+    "function": lambda: len,
+    "lambda": lambda: lambda: 1,
+    "class": lambda: KVBatchMeta,
+    "object": object,
+    "raising": Raising,
+    "generator": lambda: (name for name in ("a", "b")),
+    "set": lambda: {"a"},
+    "list": lambda: ["a"],
+    "tuple": lambda: ("a", "b"),
+    "repeats": lambda: ["a", "a"],
+    "list of half a surrogate": lambda: ["a", HALF],
+    "list of np.str_": lambda: [np.str_("a"), np.str_("b")],
+    "array of str": lambda: np.array(["a", "b"]),
+    "list of ints": lambda: [1, 2],
+    "list of None": lambda: [None],
+    "list of bytes": lambda: [b"a"],
+    "empty list": list,
+    "dict": lambda: {"x": 1},
+    "dict of tensors": lambda: {"x": torch.ones(2)},
+    "dict with int keys": lambda: {1: "a"},
+    "dict with tuple keys": lambda: {(1, 2): 3},
+    "dict with a list inside a tuple key": lambda: {"x": {((1,), "b"): None}},
+    "list of dicts": lambda: [{"k": 1}, {"k": HALF}],
+    "keys": lambda: {"a": 1, "b": 2}.keys(),
+    "deep": lambda: _deep(400),
+    "too deep": lambda: _deep(100_000),
+    "dataclass": lambda: Point(1, [2]),
+    "array": lambda: np.arange(4, dtype=np.int16).reshape(2, 2),
+    "big-endian array": lambda: np.arange(3, dtype=">i4"),
+    "array of floats": lambda: np.array([1.5, np.nan]),
+    "array of datetimes": lambda: np.array(["2026-01-01"], dtype="M8[ns]"),
+    "array of objects": lambda: np.array([{"a": 1}, None], dtype=object),
+    "array of records": lambda: np.zeros(2, dtype=[("a", "i4")]),
+    "masked array": lambda: np.ma.masked_array([1, 2], mask=[False, True]),
+    "scalar array": lambda: np.array(2),
+    "tensor": lambda: torch.arange(2),
+    "scalar tensor": lambda: torch.tensor(2),
+    "float tensor": lambda: torch.tensor([1.0, 2.0]),
+    "bool tensor": lambda: torch.tensor(True),
+    "bfloat16": lambda: torch.ones(2, dtype=torch.bfloat16),
+    "tracked": lambda: torch.ones(2, requires_grad=True),
+    "parameter": lambda: torch.nn.Parameter(torch.ones(2)),
+    "sparse": lambda: torch.eye(2).to_sparse(),
+    "compressed sparse": lambda: torch.eye(2).to_sparse_csr(),
+    "quantized": lambda: torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8),
+    "without data": lambda: torch.ones(2, device="meta"),
+    "complex tensor": lambda: COMPLEX,
+    "conjugated": lambda: COMPLEX.conj(),
+    "negated": lambda: COMPLEX.conj().imag,
+    "every second": lambda: torch.arange(4)[::2],
+    "expanded": lambda: torch.ones(1).expand(2),
+    "jagged": lambda: torch.nested.nested_tensor(
+        [torch.ones(1), torch.ones(2)], layout=torch.jagged
+    ),
+    "nested": lambda: torch.nested.nested_tensor([torch.ones(1, 2), torch.ones(2, 1)]),
+    "TensorDict": lambda: TensorDict({"x": torch.ones(2)}, [2]),
+    "TensorDict without batch size": lambda: TensorDict({"x": torch.ones(2)}, []),
+    "TensorDict of another batch size": lambda: TensorDict({"x": torch.ones(3)}, [3]),
+    "TensorDict of TensorDicts": lambda: TensorDict({"x": {"y": torch.ones(2)}}, [2]),
+    "TensorDict with half a surrogate": lambda: TensorDict({HALF: torch.ones(2)}, [2]),
+    "TensorDict with a scalar": lambda: TensorDict({"x": torch.tensor(1)}, []),
+    "NonTensorStack": lambda: NonTensorStack("a", "b"),
+    "NonTensorData": lambda: NonTensorData("a", batch_size=[2]),
+    "meta": lambda: KVBatchMeta("p", "train", ["a"], ["x"]),
+    "meta of half a surrogate": lambda: KVBatchMeta("p", "train", [HALF], ["x"]),
+    "meta with other extra_info": lambda: KVBatchMeta("p", "t", ["a"], extra_info=_NO_DICT),
+    "meta with half a token": lambda: KVBatchMeta("p", "t", ["a"], extra_info={"lease": HALF}),
+}
+GOOD: dict[str, dict[str, Callable[[], Any]]] = {
+    "register_partition": {
+        "fields": lambda: ["x", "y"],
+        "num_samples": lambda: 8,
+        "consumer_tasks": lambda: ["logprob", "train"],
+        "grpo_group_size": lambda: None,
+        "enums": lambda: None,
+    },
+    "put_samples": {
+        "sample_ids": lambda: ["a", "b"],
+        "fields": lambda: batch(2, x=torch.ones(2)),
+        "tags": lambda: [{"k": 1}, {}],
+        "claim": lambda: None,
+        "origin": lambda: None,
+    },
+    "put_columns": {
+        "sample_ids": lambda: ["a", "b"],
+        "columns": lambda: {"x": torch.ones(2, 3)},
+        "tags": lambda: None,
+        "lengths": lambda: [1, 3],
+        "ragged": lambda: ["x"],
+    },
+    "get_samples": {"sample_ids": lambda: ["a"], "select_fields": lambda: ["x"]},
+    "get_columns": {
+        "sample_ids": lambda: ["a"],
+        "select_fields": lambda: ["x"],
+        "pad_values": lambda: {"x": 1},
+        "width": lambda: 4,
+    },
+    "get_data": {
+        "meta": lambda: KVBatchMeta("unknown", None, ["a"], ["x"]),
+        "select_fields": lambda: ["x"],
+    },
+    "claim_meta": {
+        "task_name": lambda: "train",
+        "required_fields": lambda: ["x"],
+        "batch_size": lambda: 1,
+        "dp_rank": lambda: None,
+        "blocking": lambda: False,
+        "timeout_s": lambda: 5.0,
+        "where": lambda: (),
+    },
+    "check_consumption_status": {"task_names": lambda: ["train"]},
+    "clear_samples": {"sample_ids": lambda: ["a"], "force": lambda: False},
+    "withdraw_samples": {"sample_ids": lambda: ["a"]},
+    "acknowledge": {"meta": lambda: None},
+    "renew": {"meta": lambda: None},
+    "release": {"meta": lambda: None},
+    "count_samples": {"task_name": lambda: "train", "required_fields": lambda: ["x"]},
+    "list_samples": {"start": lambda: 0, "limit": lambda: 3},
+    "read_sample": {"sample_id": lambda: "a"},
+    "find_samples": {"tag": lambda: "k", "value": lambda: 1, "limit": lambda: 3},
+}
+"""Arguments besides ``partition_id`` with which a call is fine, by method."""
+
+CALLS = [
+    (method, name)
+    for method, good in GOOD.items()
+    for name in (("partition_id", *good) if "meta" not in good else good)
+]
+
+objects_within: st.SearchStrategy[Any] = st.recursive(
+    st.sampled_from(sorted(VALUES)).map(VALUES.__getitem__),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3).map(lambda made: lambda: [make() for make in made]),
+        inner.map(lambda make: lambda: {"x": make()}),
+    ),
+    max_leaves=4,
+)
+"""Makers of Python values, hostile ones among them and inside them."""
+
+
+def outcome(call: Callable[..., Any], arguments: dict[str, Any]) -> tuple[type | None, Any]:
+    """The type of the error that a call raises, or None, and what it answers.
+
+    Raises:
+        Exception: the error is none of the data plane's.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)  # nothing to clear
+            return None, call(**arguments)
+    except DataPlaneError as error:
+        return type(error), None
+
+
+def alike(a: Any, b: Any) -> bool:
+    """Whether two answers hold the same values, of the same types and bits."""
+    if isinstance(a, TensorDict) and isinstance(b, TensorDict):
+        return alike({n: a.get(n) for n in a.keys()}, {n: b.get(n) for n in b.keys()})  # noqa: SIM118
+    if isinstance(a, NonTensorStack) and isinstance(b, NonTensorStack):
+        return alike(a.tolist(), b.tolist())
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, torch.Tensor):
+        if a.is_nested != b.is_nested:
+            return False
+        return alike(list(a.unbind()), list(b.unbind())) if a.is_nested else same_bits(a, b)
+    if isinstance(a, np.ndarray):
+        if a.dtype == object:
+            return alike(a.tolist(), b.tolist())
+        return (a.dtype, a.shape, a.tobytes()) == (b.dtype, b.shape, b.tobytes())
+    if isinstance(a, dict):
+        return list(a) == list(b) and all(alike(a[key], b[key]) for key in a)
+    if isinstance(a, list):
+        return len(a) == len(b) and all(map(alike, a, b))
+    return bool(a == b or (a != a and b != b))  # NaN is like NaN
+
+
+def told(answer: Any) -> Any:
+    """What of an answer is the same on every store."""
+    if isinstance(answer, KVBatchMeta):
+        return [answer.task_name, sorted(answer.sample_ids), answer.fields, answer.tags]
+    if isinstance(answer, list):
+        return [getattr(each, "sample_id", each) for each in answer]
+    return getattr(answer, "sample_id", answer)
+
+
+def stored(client: DataPlaneClient, partition: str) -> dict[str, Any]:
+    """What a partition holds: sample to its tags and the fields among x and y."""
+    try:
+        client.register_partition(partition, ["x"], 0, ["look"])
+        meta = client.claim_meta(partition, "look", [], 100, blocking=False)
+    except PartitionNotFoundError:
+        return {}
+    found: dict[str, Any] = {}
+    for place, sample_id in enumerate(meta.sample_ids):
+        found[sample_id] = [meta.tags[place] if meta.tags else {}]
+        for name in ("x", "y"):
+            with contextlib.suppress(MissingDataError):
+                found[sample_id].append(client.get_samples([sample_id], partition, [name]))
+    return {sample_id: found[sample_id] for sample_id in sorted(found)}
+
+
+class HostileContract(StoreFixtures):
+    """Whatever a caller gives, clients take and refuse the same, and store nothing of a refusal."""
+
+    hostile_examples = 100
+
+    def _walk(self, strategy: st.SearchStrategy[Any], check: Callable[[Any], None]) -> None:
+        settings(
+            max_examples=self.hostile_examples,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
+        )(given(strategy)(check))()
+
+    def _compare(
+        self,
+        client: DataPlaneClient,
+        reference: DataPlaneClient,
+        method: str,
+        arguments: Callable[[str], dict[str, Any]],
+    ) -> None:
+        partition = f"hostile-{uuid.uuid4().hex[:8]}"
+        answers, states = [], []
+        for each in (reference, client):
+            each.register_partition(partition, ["x", "y"], 8, ["logprob", "train"])
+            each.put_samples(["a"], partition, batch(1, x=torch.tensor([7.0])), [{"k": 1}])
+            answers.append(outcome(getattr(each, method), arguments(partition)))
+            states.append(stored(each, partition))
+            each.clear_samples(None, partition, force=True)
+            with contextlib.suppress(DataPlaneError), warnings.catch_warnings():
+                warnings.simplefilter("ignore", RuntimeWarning)
+                other_partition = arguments(partition).get("partition_id")
+                each.clear_samples(None, other_partition)  # type: ignore[arg-type]  # it may be hostile
+        (expected, answer), (found, other) = answers
+        if found is UnsupportedError:
+            return  # a capability that the client does not have
+        assert found is expected
+        assert alike(told(other), told(answer))
+        assert alike(states[1], states[0])
+        if found is not None:
+            assert list(states[1]) == ["a"]
+            assert states[1]["a"][0] == {"k": 1}
+            assert states[1]["a"][1]["x"].tolist() == [7.0]
+
+    def test_hostile_arguments_are_answered_as_by_any_other_client(
+        self, client: DataPlaneClient
+    ) -> None:
+        with InMemoryDataPlaneClient() as reference:
+
+            def check(drawn: tuple[tuple[str, str], str]) -> None:
+                (method, argument), value = drawn
+                note(f"{method}({argument}={value})")
+
+                def arguments(partition: str) -> dict[str, Any]:
+                    made = {name: make() for name, make in GOOD[method].items()}
+                    if "meta" not in made:
+                        made["partition_id"] = partition
+                    return made | {argument: VALUES[value]()}
+
+                self._compare(client, reference, method, arguments)
+
+            self._walk(st.tuples(st.sampled_from(CALLS), st.sampled_from(sorted(VALUES))), check)
+
+    def test_hostile_values_in_columns_are_carried_as_by_any_other_client(
+        self, client: DataPlaneClient
+    ) -> None:
+        with InMemoryDataPlaneClient() as reference:
+
+            def check(make: Callable[[], Any]) -> None:
+                def arguments(partition: str) -> dict[str, Any]:
+                    column = np.empty(1, dtype=object)
+                    column[0] = make()
+                    columns = {"y": column}
+                    return {"sample_ids": ["b"], "partition_id": partition, "columns": columns}
+
+                self._compare(client, reference, "put_columns", arguments)
+
+            self._walk(objects_within, check)
+
+    def test_hostile_tensors_are_stored_as_by_any_other_client(
+        self, client: DataPlaneClient
+    ) -> None:
+        tensors = [name for name, make in VALUES.items() if isinstance(make(), torch.Tensor)]
+        with InMemoryDataPlaneClient() as reference:
+            for name in tensors:
+
+                def fields(partition: str, name: str = name) -> dict[str, Any]:
+                    leaf = TensorDict({}, [2])
+                    leaf._set_str("y", VALUES[name](), inplace=False, validated=True)
+                    return {"sample_ids": ["b", "c"], "partition_id": partition, "fields": leaf}
+
+                def columns(partition: str, name: str = name) -> dict[str, Any]:
+                    column = {"y": VALUES[name]()}
+                    return {"sample_ids": ["b", "c"], "partition_id": partition, "columns": column}
+
+                self._compare(client, reference, "put_samples", fields)
+                self._compare(client, reference, "put_columns", columns)
