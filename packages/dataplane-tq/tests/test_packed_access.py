@@ -75,7 +75,8 @@ def test_columns_come_back_padded_whatever_rows_are_asked_for(access, data):
         )
         parts = [parts_of(block, rows) for block in blocks]
         names = [block.layout.name for block in blocks]
-        found = access.read_columns(names, parts, {"tokens": 1}, least)
+        widths = {"tokens": least, "dense": 0, "texts": 0}
+        found = access.read_columns(names, parts, {"tokens": 1}, widths)
         assert found["texts"].tolist() == expected["texts"].tolist()
         for name in ("tokens", "dense"):
             assert found[name].dtype == expected[name].dtype
@@ -95,7 +96,9 @@ def test_more_runs_of_rows_than_one_request_takes_arrive(access, monkeypatch):
     blocks = catalogue.place([field.layout for field in encoded], near=None)
     access.write(blocks, encoded)
     rows = list(range(0, 60, 2))
-    found = access.read_columns(["tokens"], [parts_of(blocks[0], rows)], {}, 0)["tokens"]
+    found = access.read_columns(["tokens"], [parts_of(blocks[0], rows)], {}, {"tokens": 0})[
+        "tokens"
+    ]
     for row, values in zip(rows, found.tolist(), strict=True):
         kept = columns["tokens"][row, : lengths[row]].tolist()
         assert values == kept + [0] * (3 - len(kept))
