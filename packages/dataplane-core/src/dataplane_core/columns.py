@@ -360,6 +360,7 @@ def padded_from_nested(nested: torch.Tensor, pad_value: float) -> torch.Tensor:
     if not are_ragged(rows):
         return nested
     longest = max(row.shape[0] for row in rows)
+    pad_value = checked_pad_value(pad_value, nested.dtype)
     padded = rows[0].new_full((len(rows), longest, *rows[0].shape[1:]), pad_value)
     for place, row in enumerate(rows):
         padded[place, : row.shape[0]] = row
@@ -422,15 +423,39 @@ class Padded:
         self.begins = range(0, len(sizes) * stride, stride)
         rests = (stride - sizes).tolist()
         # Only the rows' ends are filled: writing every byte twice costs more than many copies.
+        pad_value = checked_pad_value(pad_value, dtype)
         padding = _bytes(torch.full((max(rests) // dtype.itemsize,), pad_value, dtype=dtype))
         after = (np.arange(len(sizes)) * stride + sizes).tolist()
         copy_slices(self.raw, after, padding, [0] * len(rests), rests)
 
 
 def pad_width(tensor: torch.Tensor, width: int, pad_value: float) -> torch.Tensor:
-    """``tensor`` (n, w, ...) right-padded along dim 1 to ``width``; unchanged if it is as wide."""
+    """``tensor`` (n, w, ...) right-padded along dim 1 to ``width``; unchanged if it is as wide.
+
+    Raises:
+        InvalidRequestError: (a ValueError) as `checked_pad_value`.
+    """
+    pad_value = checked_pad_value(pad_value, tensor.dtype)
     if tensor.shape[1] >= width:
         return tensor
     padded = tensor.new_full((tensor.shape[0], width, *tensor.shape[2:]), pad_value)
     padded[:, : tensor.shape[1]] = tensor
     return padded
+
+
+def checked_pad_value(pad_value: float, dtype: torch.dtype) -> float:
+    """``pad_value`` if ``dtype`` holds it; torch cuts 1.5 to 1 in integers.
+
+    Raises:
+        InvalidRequestError: (a ValueError) if it does not.
+    """
+    if pad_value == 0:
+        return pad_value
+    try:
+        held: Any = torch.full((), pad_value, dtype=dtype).item()
+    except (RuntimeError, OverflowError):
+        held = None
+    inexact = dtype.is_floating_point or dtype.is_complex
+    if held is None or (not inexact and held != pad_value):
+        raise InvalidRequestError(f"pad value {pad_value}; expected a number that {dtype} holds")
+    return pad_value

@@ -73,6 +73,18 @@ class ColumnContract(StoreFixtures):
         assert answer["text"].tolist() == [{"two": [2]}, "one", {"two": [2]}]
         assert peer.get_columns([], partition, names) == {}
 
+    @pytest.mark.parametrize("lengths", [[1, 3], [3, 3]], ids=["ragged", "of one length"])
+    @pytest.mark.parametrize("pad_value", [1.5, float("nan"), 2**70])
+    def test_pad_value_that_a_dtype_cannot_hold_is_refused(
+        self, client: DataPlaneClient, partition: str, pad_value: float, lengths: list[int]
+    ) -> None:
+        tokens = {"tokens": torch.ones(2, 3, dtype=torch.int64)}
+        client.put_columns(["a", "b"], partition, tokens, lengths=lengths, ragged=["tokens"])
+        with pytest.raises(InvalidRequestError, match=r"that torch\.int64 holds"):
+            client.get_columns(
+                ["a", "b"], partition, ["tokens"], pad_values={"tokens": pad_value}, width=4
+            )
+
     @pytest.mark.parametrize(
         ("columns", "lengths", "named"),
         [
