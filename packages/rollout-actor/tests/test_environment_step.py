@@ -131,6 +131,13 @@ def test_lists_serve_where_tensors_do(step):
         (answer(2, rewards={"x": torch.zeros(3)}), r"reward 'x' of shape \(3,\)"),
         (answer(2, observations=[]), "observations is a list of 0"),
         (answer(2, observations=None), "observations is a NoneType"),
+        (answer(2, metadata="ab"), "metadata is a str of 2; expected one value for each"),
+        (answer(2, metadata={"x": 1, "y": 2}), "metadata is a dict of 2"),
+        (answer(2, metadata=torch.tensor(2)), "metadata is a Tensor; expected one value"),
+        (
+            answer(2, observations=[{"role": "user", "content": "\ud800"}] * 2),
+            "observation of row 5 has half a surrogate pair in its content",
+        ),
         (answer(2, observations=["a", "b"]), "observation of row 5 is a str of 1"),
         (answer(2, observations=[{"content": ""}] * 2), "observation of row 5 is a dict of 1"),
         (

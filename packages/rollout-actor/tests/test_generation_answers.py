@@ -103,6 +103,11 @@ def negative_token(output, row, start, stop):
     output["output_ids"][row, stop - 1] = -100
 
 
+def beyond_float32(output, row, start, stop):
+    output["logprobs"] = output["logprobs"].double()
+    output["logprobs"][row, stop - 1] = -1e39
+
+
 FAULTS = {
     "begin token": (begin_token, "expected the first two to differ by the prompt"),
     "begin token, counted": (begin_token_counted, "token 7 at place 0 of the prompt; expected 49"),
@@ -113,6 +118,7 @@ FAULTS = {
     "NaN": (log_probability(math.nan), "log-probability nan at place .*expected a finite"),
     "infinite": (log_probability(math.inf), "log-probability inf at place"),
     "impossible": (log_probability(-math.inf), "log-probability -inf at place"),
+    "beyond float32": (beyond_float32, r"log-probability -1e\+39 at place"),
     "positive": (log_probability(0.25), "log-probability 0.25 at place .*of at most 0"),
     "lengths": (longer_response_than_told, "generation_lengths .*differ by the prompt"),
     "too wide": (longer_than_its_columns, "wide; expected at least"),

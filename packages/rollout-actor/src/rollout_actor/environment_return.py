@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from math import isfinite
 from typing import Any  # Any: metadata and answers are the environment's own values
@@ -10,6 +10,7 @@ from typing import Any  # Any: metadata and answers are the environment's own va
 import torch
 
 from dataplane_core import InvalidRequestError
+from dataplane_core.arguments import is_utf8
 from dataplane_core.errors import listed
 from rollout_actor.interfaces import EnvironmentReturn, Observation
 
@@ -95,7 +96,9 @@ def read_stop_strings(strings: Any, what: str) -> list[str] | None:
 def _check_length(column: Any, name: str, where: str, count: int) -> None:
     if column is None and name != "observations":
         return
-    if not hasattr(column, "__len__") or len(column) != count:
+    # A text or a mapping of n parts would deal its letters or names to the rows, a set any order.
+    listing = _is_sized(column) and not isinstance(column, str | bytes | Mapping | Set)
+    if not listing or len(column) != count:
         raise InvalidRequestError(
             f"{where}: {name} is {_described(column)}; expected one value for each of {count} rows"
         )
@@ -110,6 +113,10 @@ def _check_observation(observation: Any, where: str) -> None:
         if not isinstance(observation[name], str):
             raise InvalidRequestError(
                 f"{where} has {_described(observation[name])} as {name}; expected a text"
+            )
+        if not is_utf8(observation[name]):
+            raise InvalidRequestError(
+                f"{where} has half a surrogate pair in its {name}; expected text that UTF-8 holds"
             )
 
 
@@ -177,5 +184,10 @@ def _column(values: Any, dtype: torch.dtype, what: str, count: int) -> list[Any]
 
 
 def _described(value: Any) -> str:
-    size = f" of {len(value)}" if hasattr(value, "__len__") else ""
+    size = f" of {len(value)}" if _is_sized(value) else ""
     return f"a {type(value).__name__}{size}"
+
+
+def _is_sized(value: Any) -> bool:
+    """Whether ``value`` has a length; an array or tensor of no dimension has none."""
+    return hasattr(value, "__len__") and getattr(value, "ndim", 1) != 0

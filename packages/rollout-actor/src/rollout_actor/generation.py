@@ -254,7 +254,7 @@ def _check_tokens(columns: Mapping[str, torch.Tensor], request: GenerationReques
         ),
     )
     # A comparison with NaN is false, so NaN is refused as well.
-    possible = (logprobs <= MAX_LOGPROB) & (logprobs > -torch.inf)
+    possible = (logprobs <= MAX_LOGPROB) & (logprobs.float() > -torch.inf)  # float32 is stored
     _refuse_places(
         in_row[:, : logprobs.shape[1]] & ~possible,
         request,
