@@ -35,23 +35,24 @@ def connect(host: str, port: int, deadline: Deadline) -> socket.socket:
         OSError: it has no address, or none can be connected to; a TimeoutError: not in time.
         RefitTimeoutError: the deadline has passed.
     """
-    addresses = _addresses(host, port, deadline)
-    failed: OSError | None = None
-    for tried, (family, kind, protocol, _, address) in enumerate(addresses):
-        sock = socket.socket(family, kind, protocol)
-        try:
-            sock.settimeout(deadline.check("connecting") / (len(addresses) - tried))
-            sock.connect(address)
-        except OSError as error:
-            sock.close()
-            failed = error
-        except BaseException:
-            sock.close()
-            raise
-        else:
-            return sock
-    assert failed is not None
-    raise failed
+    *others, last = _addresses(host, port, deadline)
+    # No error is kept: with its frames it would keep alive what their callers hold.
+    for tried, address in enumerate(others):
+        with contextlib.suppress(OSError):
+            return _connect_to(address, deadline.check("connecting") / (len(others) + 1 - tried))
+    return _connect_to(last, deadline.check("connecting"))
+
+
+def _connect_to(found: tuple[Any, ...], timeout_s: float) -> socket.socket:
+    family, kind, protocol, _, address = found
+    sock = socket.socket(family, kind, protocol)
+    try:
+        sock.settimeout(timeout_s)
+        sock.connect(address)
+    except BaseException:
+        sock.close()
+        raise
+    return sock
 
 
 # An entry is as `socket.getaddrinfo` has it, and an address differs by family.
