@@ -38,7 +38,7 @@ TESTED_WITH = {  # what a package's own tests need besides the package
     "observability": ["dataplane-core[testing]", "observability[sdk,views]"],
     "refit-mx": ["refit-mx[fleet,nixl]", "opentelemetry-sdk>=1.30", "psutil>=5.9"],
 }
-TIMEOUT_S = 900
+TIMEOUT_S = 1800
 LANES = 3
 LONGEST = "dataplane-tq"
 
