@@ -19,14 +19,14 @@ class Listener(NamedTuple):
 
     @property
     def is_loopback(self) -> bool:
-        """Whether only processes of this machine reach it."""
+        """True where only processes of this machine reach the socket."""
         address = ipaddress.ip_address(self.address.partition("%")[0])
         mapped = getattr(address, "ipv4_mapped", None)
         return (mapped or address).is_loopback
 
 
 def listeners(pid: int) -> list[Listener]:
-    """What process ``pid`` and its descendants listen on."""
+    """Return the sockets that process ``pid`` and its descendants listen on."""
     found = []
     root = psutil.Process(pid)
     for process in [root, *root.children(recursive=True)]:

@@ -74,7 +74,7 @@ def running(command: list[str], folder: Path, out: IO[str]) -> Iterator[subproce
 
 
 def listening_in_the_first_step(process: subprocess.Popen[str], folder: Path) -> list[Listener]:
-    """What the run listens on once a step has passed through all of its parts."""
+    """Return the run's listening sockets once a step has passed through all of its parts."""
     until = time.monotonic() + PATIENCE_S
     while not any(path.stat().st_size for path in folder.glob("**/metrics.jsonl")):
         assert process.poll() is None, (folder / "log").read_text()

@@ -1,4 +1,4 @@
-"""How long one request holds the directory, as another client's claims see it.
+"""Measure how long one request holds the directory, by another client's claim latency.
 
 ``python -m integration.benchmarks.stalls [ROWS]`` starts a directory in a process of its own, puts
 ``ROWS`` samples of eight fields, and times claims of one client while another makes the requests

@@ -112,7 +112,7 @@ def test_a_peer_without_a_greeting_is_dropped(caplog, sent):
 
 def test_the_oldest_silent_peer_makes_room_for_a_new_one(caplog):
     with (
-        SourceServer(incarnation="life-1", most_connections=2) as server,
+        SourceServer(incarnation="life-1", max_connections=2) as server,
         connections(server.endpoint, 3) as peers,
     ):
         assert closed(peers[:1], within_s=20) == 1

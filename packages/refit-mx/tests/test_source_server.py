@@ -363,7 +363,7 @@ def test_a_client_that_takes_nothing_is_cut_off():
 
 
 def test_one_connection_too_many_waits_for_room_until_its_deadline():
-    with serving(most_connections=1) as (_, _, source), raw(source) as first:
+    with serving(max_connections=1) as (_, _, source), raw(source) as first:
         greeted(first, source)  # and idle only after a second
         second = SourceClient(source)
         with pytest.raises(RefitTimeoutError, match="is full: too many connections are open"):
@@ -378,7 +378,7 @@ def test_one_connection_too_many_waits_for_room_until_its_deadline():
 
 def test_the_connection_that_was_idle_for_longest_makes_room_and_is_opened_again(monkeypatch):
     monkeypatch.setattr("refit_mx.threaded_listener._IDLE_S", 0.0)
-    with serving(most_connections=2) as (server, _, source):
+    with serving(max_connections=2) as (server, _, source):
         clients = [SourceClient(source) for _ in range(3)]
         for client in clients:
             client.check_held(version_id="v1", deadline=soon())

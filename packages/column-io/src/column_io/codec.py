@@ -142,7 +142,7 @@ def ragged_columns(
     lengths: Sequence[int] | None,
     token_aligned_fields: Collection[str] = TOKEN_ALIGNED_FIELDS,
 ) -> list[str]:
-    """Which columns are to be cut to ``lengths``: those per token that can be."""
+    """Return the columns to cut to ``lengths``: those per token that can be cut."""
     if lengths is None:
         return []
     return [

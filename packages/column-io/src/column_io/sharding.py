@@ -90,7 +90,7 @@ def shard_meta_for_dp(
 
 
 def is_planned_for(meta: KVBatchMeta) -> bool:
-    """Whether the plan of micro-batches in ``meta`` was made for its ids in their order.
+    """Return True if the plan of micro-batches in ``meta`` was made for its ids in this order.
 
     Only the number of rows can tell where somebody else planned, without a digest.
     """

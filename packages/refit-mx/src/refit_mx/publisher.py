@@ -163,7 +163,7 @@ class MxV2TrainingPublisher:
                 advertised_host=advertised_host,
                 incarnation=self.incarnation,
                 timeout_s=self._settings.source_timeout_s,
-                most_connections=self._settings.most_connections,
+                max_connections=self._settings.max_connections,
             )
             stack.callback(self._server.close)
             self._nixl = _nixl_source() if "nixl" in wanted else None

@@ -20,7 +20,7 @@ class PublisherSettings:
         control_patience_s: for a control plane that cannot be reached, before anything is copied.
         poll_s: between two looks at a version whose lease is waited for.
         source_timeout_s: after which the source server gives up a receiver that takes no bytes.
-        most_connections: to the source server at a time, each a thread of this process. Beyond it
+        max_connections: to the source server at a time, each a thread of this process. Beyond it
             the one that was idle for longest is closed, which its receiver opens again when it
             needs it; if none is idle, receivers wait. A receiver has one, over TCP
             ``connections_per_source``, one for manifests, and one more while it asks for digests.
@@ -35,7 +35,7 @@ class PublisherSettings:
     control_patience_s: float = PATIENCE_S
     poll_s: float = 0.05
     source_timeout_s: float = 30.0
-    most_connections: int = 1024
+    max_connections: int = 1024
     most_manifest_bytes: int = MOST_MANIFEST_BYTES
     copy_threads: int | None = None
     stale_on_sigterm: bool = True

@@ -80,7 +80,7 @@ class SourceServer:
         timeout_s: for a peer to send a request it has begun, or to take a chunk.
         handshake_timeout_s: for a peer to send its greeting.
         idle_timeout_s: for a peer to send its next request.
-        most_connections: at a time, and no more than half of the file descriptors that this process
+        max_connections: at a time, and no more than half of the file descriptors that this process
             may open. For a further one the oldest without a greeting is closed, else the one
             without a request for longest, if for a second; else it is told so, and closed.
 
@@ -99,7 +99,7 @@ class SourceServer:
         timeout_s: float = 30.0,
         handshake_timeout_s: float = HANDSHAKE_S,
         idle_timeout_s: float = 600.0,
-        most_connections: int = 1024,
+        max_connections: int = 1024,
     ) -> None:
         if not incarnation:
             raise RefitConfigError("SourceServer: the incarnation is empty; expected a random one")
@@ -117,7 +117,7 @@ class SourceServer:
                 port,
                 serve=self._serve,
                 refusal=frame(Answer("full", "too many connections are open; try again later")),
-                max_connections=most_connections,
+                max_connections=max_connections,
                 share=_SHARE,
                 handshake_timeout_s=handshake_timeout_s,
             )

@@ -251,10 +251,10 @@ class PartitionBook(ShareBook):
 
     @staticmethod
     def _extend(task: Task, queue: Queue) -> bool:
-        """Tell a queue of the next of the rows that it was not built from yet.
+        """Add the next rows that a queue was not built from yet.
 
-        Of what changes meanwhile it is told like any other queue, and telling it twice changes
-        nothing.
+        Changes made meanwhile reach it as they reach any other queue. A change that arrives twice
+        has no effect the second time.
         """
         unseen = queue.terms.unseen
         if unseen is not None:
