@@ -42,7 +42,8 @@ def test_storage_tests_of_transfer_queue_pass_on_packed(tmp_path, capsys):
         [
             *(sys.executable, "-m", "pytest", *(str(folder / module) for module in MODULES)),
             *("-p", "packed_backend", "-p", "no:cacheprovider", "--import-mode=importlib"),
-            *("-c", os.devnull, "--rootdir", str(folder), f"--junitxml={report}", "--timeout=180"),
+            *("-c", os.devnull, "--rootdir", str(folder), "--confcutdir", str(folder)),
+            *(f"--junitxml={report}", "--timeout=180"),
         ],
         cwd=tmp_path,
         env={

@@ -11,7 +11,7 @@ from dataplane_core.arguments import checked_bool, checked_names
 from dataplane_core.boundary import check_look, check_read
 from dataplane_core.client import DataPlaneClient, TaskCounts
 from dataplane_core.ledger import Ledger, actions, inspect
-from dataplane_core.ledger.scan import checked_value, scan, search
+from dataplane_core.ledger.scan import check_search, scan, search
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -80,7 +80,7 @@ class InMemoryInspector(DataPlaneClient):
         self, partition_id: str, *, tag: str, value: object, limit: int = 100
     ) -> list[SampleState]:
         partition_id, tag = check_look("find_samples", partition_id, tag=tag)
-        value = checked_value(tag, value, limit)
+        value, limit = check_search(tag, value, limit)
         found: list[SampleState] = []
         start: int | None = 0
         while start is not None:

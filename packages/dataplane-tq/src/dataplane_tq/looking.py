@@ -21,7 +21,7 @@ from dataplane_core import (
     TaskCounts,
 )
 from dataplane_core.ledger import PartitionBook, actions, inspect
-from dataplane_core.ledger.scan import checked_value, scan, search
+from dataplane_core.ledger.scan import check_search, scan, search
 from dataplane_tq import protocol as p
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def _read_sample(directory: Directory, request: p.ReadSample) -> SampleState | N
 
 
 def _find_samples(directory: Directory, request: p.FindSamples) -> p.FoundSamples:
-    checked_value(request.tag, request.value, request.limit)
+    check_search(request.tag, request.value, request.limit)
     found, after = search(
         _partition(directory, request.partition_id),
         request.tag,

@@ -19,7 +19,7 @@ from dataplane_core import (
 from dataplane_core.arguments import checked_bool, checked_names
 from dataplane_core.boundary import check_consumption, check_look, check_read
 from dataplane_core.ledger.inspect import check_page, in_steps
-from dataplane_core.ledger.scan import checked_value
+from dataplane_core.ledger.scan import check_search
 from dataplane_tq import protocol as p
 
 T = TypeVar("T")
@@ -77,7 +77,7 @@ class Onlooker(DataPlaneClient):
         self, partition_id: str, *, tag: str, value: object, limit: int = 100
     ) -> list[SampleState]:
         partition_id, tag = check_look("find_samples", partition_id, tag=tag)
-        wanted = checked_value(tag, value, limit)
+        wanted, limit = check_search(tag, value, limit)
         what = f"find_samples(partition={partition_id!r})"
         found: list[SampleState] = []
         start: int | None = 0
@@ -100,7 +100,7 @@ class Onlooker(DataPlaneClient):
 
     def scan_states(self, partition_id: str, *, start: int = 0, limit: int = 10_000) -> StatePage:
         (partition_id,) = check_look("scan_states", partition_id)
-        check_page("scan_states", start, limit)
+        start, limit = check_page("scan_states", start, limit)
         what = f"scan_states(partition={partition_id!r})"
         return self._look(what, p.ScanStates(partition_id, start, limit), StatePage)
 

@@ -308,10 +308,13 @@ def _describe_shares(task: str, waiting: list[Share], now: float) -> ShareSummar
     )
 
 
-def check_page(what: str, start: int, limit: int) -> None:
-    """Raise `InvalidRequestError` on a page that starts before the first row or is too large."""
-    checked_int(what, "start", start)
-    checked_int(what, "limit", limit, most=LARGEST_PAGE)
+def check_page(what: str, start: object, limit: object) -> tuple[int, int]:
+    """Return ``start`` and ``limit`` as plain ints.
+
+    Raises:
+        InvalidRequestError: (a ValueError) one is no int, or out of bounds.
+    """
+    return checked_int(what, "start", start), checked_int(what, "limit", limit, most=LARGEST_PAGE)
 
 
 def page(partition: PartitionBook, start: int, limit: int, now: float) -> list[SampleState]:
@@ -322,7 +325,7 @@ def page(partition: PartitionBook, start: int, limit: int, now: float) -> list[S
     Raises:
         InvalidRequestError: as `check_page`.
     """
-    check_page("list_samples", start, limit)
+    start, limit = check_page("list_samples", start, limit)
     rows = itertools.islice(partition.rows.values(), start, start + limit)
     return [state_of(partition, row, now) for row in rows]
 
@@ -340,7 +343,7 @@ def in_steps(
     Raises:
         InvalidRequestError: as `check_page`.
     """
-    check_page("list_samples", start, limit)
+    start, limit = check_page("list_samples", start, limit)
     found = ask(start, min(limit, _STEP))
     while len(found) < limit:
         more = ask(start + len(found), min(limit - len(found), _STEP))

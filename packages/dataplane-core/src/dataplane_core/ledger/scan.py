@@ -26,7 +26,7 @@ _LEASED = bytes([0, 2]) + bytes(254)
 
 def scan(partition: PartitionBook, start: int, limit: int) -> StatePage:
     """As `DataPlaneInspector.scan_states`."""
-    check_page("scan_states", start, limit)
+    start, limit = check_page("scan_states", start, limit)
     rows = list(islice(partition.rows.values(), start, start + limit))
     fields, tasks = field_names(partition), tuple(partition.tasks)
     written = bytearray(len(rows) * len(fields))
@@ -67,11 +67,15 @@ def _states(task: Task, ids: Sequence[str]) -> bytes:
     return column
 
 
-def checked_value(tag: str, value: object, limit: int) -> str | int | float | None:
-    """``value``, if a tag can have it; see `DataPlaneInspector.find_samples`."""
-    check_page("find_samples", 0, limit)
+def check_search(tag: str, value: object, limit: object) -> tuple[str | int | float | None, int]:
+    """Return ``value`` as a tag holds it, and ``limit`` as a plain int.
+
+    Raises:
+        InvalidRequestError: (a ValueError) as `DataPlaneInspector.find_samples`.
+    """
+    _, most = check_page("find_samples", 0, limit)
     try:
-        return primitive(value)
+        return primitive(value), most
     except InvalidRequestError as error:
         raise type(error)(f"find_samples: tag {tag!r}: {error}") from None
 
