@@ -33,12 +33,13 @@ def narrowing(
     does not ask for one.
     """
     asked: dict[str, Any] = {} if dp_world is None else {"dp_world": dp_world}
-    if where:
+    # The client checks what is passed on, so nothing here may fail on a value of another type.
+    if not isinstance(where, list | tuple) or where:
         asked["where"] = where
     if seed is not None:
         asked["seed"] = seed
-    if not wait_for_leased:
-        asked["wait_for_leased"] = False
+    if wait_for_leased is not True:
+        asked["wait_for_leased"] = wait_for_leased
     return asked
 
 
