@@ -92,7 +92,8 @@ class PhaseBarrier:
             RefitTimeoutError: the store did not answer in time.
         """
         deadline = Deadline(timeout_s, f"refit: the point {point.value!r}")
-        self._bounded(lambda: self._say([point], _OK), deadline)
+        number = self._round
+        self._bounded(lambda: self._say(number, [point], _OK), deadline)
 
     def meet(self, point: Point, deadline: Deadline) -> None:
         """Say that this rank is there, and wait for the others.
@@ -102,7 +103,8 @@ class PhaseBarrier:
             RefitTimeoutError: ranks did not come in time; names them. They may have died. Or the
                 store did not answer in time.
         """
-        self._bounded(lambda: self._meet(point, deadline), deadline, _NAMING_S)
+        number = self._round
+        self._bounded(lambda: self._meet(number, point, deadline), deadline, _NAMING_S)
 
     def fail(self, point: Point, why: str, *, timeout_s: float = _TELL_S) -> None:
         """Say that this rank failed, at this point and all that follow, so that none waits for it.
@@ -119,7 +121,8 @@ class PhaseBarrier:
         points = list(Point)
         deadline = Deadline(timeout_s, "refit: telling other ranks of a failure")
         value = _FAILED + why[:_MOST_TEXT].encode()
-        self._bounded(lambda: self._say(points[points.index(point) :], value), deadline)
+        number = self._round
+        self._bounded(lambda: self._say(number, points[points.index(point) :], value), deadline)
 
     def _bounded(
         self, call: Callable[[], _Found], deadline: Deadline, more_s: float = 0.0
@@ -134,17 +137,20 @@ class PhaseBarrier:
             # torch's stores say refusals and lost connections so.
             raise FleetError(f"refit: the store of the barrier: {error}", {}) from error
 
-    def _say(self, points: Iterable[Point], value: bytes) -> None:
+    # An abandoned call may still run in a later round, so each call keeps the number of its own:
+    # else the failure of one round would fail the next.
+
+    def _say(self, number: int, points: Iterable[Point], value: bytes) -> None:
         for point in points:
             # What this rank wrote two rounds ago; none reads it now.
-            self._store.delete_key(self._key(self._round - 2, point, self._rank))
-            self._store.set(self._key(self._round, point, self._rank), value)
+            self._store.delete_key(self._key(number - 2, point, self._rank))
+            self._store.set(self._key(number, point, self._rank), value)
 
-    def _meet(self, point: Point, deadline: Deadline) -> None:
-        self._say([point], _OK)
+    def _meet(self, number: int, point: Point, deadline: Deadline) -> None:
+        self._say(number, [point], _OK)
         failed: dict[str, str] = {}
         for rank in self._others():
-            key = self._key(self._round, point, rank)
+            key = self._key(number, point, rank)
             try:
                 self._store.wait([key], timedelta(seconds=max(0.001, deadline.left_s)))
             except RuntimeError:
@@ -159,7 +165,7 @@ class PhaseBarrier:
                 + "; ".join(f"{rank}: {why}" for rank, why in failed.items()),
                 failed,
             )
-        missing = self._missing(point)
+        missing = self._missing(number, point)
         if missing:
             raise deadline.error(
                 f"waiting at the point {point.value!r} for ranks {', '.join(map(str, missing))}"
@@ -168,11 +174,11 @@ class PhaseBarrier:
     def _others(self) -> Iterable[int]:
         return (rank for rank in range(self._world_size) if rank != self._rank)
 
-    def _missing(self, point: Point) -> list[int]:
+    def _missing(self, number: int, point: Point) -> list[int]:
         return [
             rank
             for rank in self._others()
-            if not self._store.check([self._key(self._round, point, rank)])
+            if not self._store.check([self._key(number, point, rank)])
         ]
 
     def _key(self, number: int, point: Point, rank: int) -> str:
