@@ -39,7 +39,7 @@ def imports(module: Path) -> set[str]:
 
 def test_the_engines_below_the_packages_are_not_touched() -> None:
     imported = set().union(*(imports(module) for module in SOURCE.glob("*.py")))
-    assert not imported & {"transfer_queue", "dataplane_tq", "modelexpress", "nixl", "pickle"}
+    assert not imported & {"transfer_queue", "modelexpress", "nixl", "pickle"}
 
 
 def test_no_error_is_defined_outside_the_one_tree() -> None:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any  # Any: transformers' tokenizers
-
-import ray
 
 from grpo_trainer.chat_turn import chat_turn
 from grpo_trainer.config import TrainerConfig
@@ -107,7 +106,8 @@ def _check_follow_ups(path: Path, tokenizer: Any, encode: Encode, config: Traine
 def _check_address(address: str | None) -> None:
     """Refuse an address that nobody listens on; Ray would try for minutes."""
     key, named = "cluster.address", os.environ.get("RAY_ADDRESS")
-    if named and address is None and not ray.is_initialized():
+    ray = sys.modules.get("ray")  # who runs in a Ray of its own has imported it; it is slow to
+    if named and address is None and not (ray and ray.is_initialized()):
         raise ConfigurationError(
             f"RAY_ADDRESS: found {named!r}, while cluster.address is null, which starts a Ray for "
             "the run; unset RAY_ADDRESS, or join that cluster with --set cluster.address=auto"
