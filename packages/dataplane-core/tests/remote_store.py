@@ -1,4 +1,4 @@
-"""A store in memory that consumers in other processes use: every call runs where it is served."""
+"""Store in memory for consumers in other processes: calls run in the serving process."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ KEY = b"test"
 
 
 class Served(BaseManager):
-    """What a client connects with."""
+    """Manager that a client connects with."""
 
 
 Served.register("store")
 
 
 class Serving(BaseManager):
-    """What the store's own process serves with."""
+    """Manager with which the store's process serves."""
 
 
 class Remote(InMemoryDataPlaneClient):
-    """A client of a store that another process serves at an address."""
+    """Client of a store that another process serves at an address."""
 
     def __init__(self, address):
         multiprocessing.current_process().authkey = KEY
@@ -53,13 +53,13 @@ for _name in (
     "release",
     "count_samples",
     "list_claims",
-    "list_shares",
+    "list_assignments",
 ):
     setattr(Remote, _name, _forward(_name))
 
 
 class Bytes:
-    """A client whose arguments and answers are bytes, so that no tensor travels by descriptor."""
+    """Client whose arguments and results are bytes, so that no tensor is sent by descriptor."""
 
     def __init__(self, client: InMemoryDataPlaneClient) -> None:
         self._client = client

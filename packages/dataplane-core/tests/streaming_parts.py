@@ -1,4 +1,4 @@
-"""A partition in memory, consumers of it under leases, and what they got."""
+"""Partition in memory, consumers with leases, and the samples that they got."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SETUP = {"enabled": True, "impl": "in_memory"}
 
 
 def store(count=10, **config):
-    """Samples ``s00``, ``s01`` and so on, whose field is their number; ``odd`` is a tag."""
+    """Put samples ``s00``, ``s01``, ...; the field is their number, ``odd`` is a tag."""
     client = InMemoryDataPlaneClient({**SETUP, **config})
     client.register_partition("p", ["x"], count, ["a"])
     put(client, "p", count)
@@ -27,7 +27,7 @@ def put(client, partition, count):
 
 
 def leased(lease_s=1000.0):
-    """Makes clients of the store that was made last."""
+    """Return a factory of clients of the newest store."""
     return functools.partial(
         InMemoryDataPlaneClient, {**SETUP, "claim_lease_s": lease_s}, bootstrap=False
     )
@@ -38,5 +38,5 @@ def ids(batches):
 
 
 def counts(client):
-    found = client.count_samples("p", "a", ["x"])
-    return found.ready, found.leased, found.acknowledged
+    counts = client.count_samples("p", "a", ["x"])
+    return counts.ready, counts.leased, counts.acknowledged

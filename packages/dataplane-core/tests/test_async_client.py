@@ -1,4 +1,7 @@
-"""The awaited client keeps the contract of the one inside it, and loses nothing when cancelled."""
+"""The awaited client keeps the contract of the one inside it, and loses nothing when cancelled.
+
+Imports internals: the log of a lost claim is captured by a patch of the logger.
+"""
 
 import asyncio
 import inspect
@@ -13,29 +16,23 @@ import torch
 from tensordict import TensorDict
 
 from dataplane_core import (
-    CapacityExceeded,
+    AsyncDataPlaneClient,
     ClaimTimeoutError,
     ClosedError,
     DataPlaneClient,
     DeadlineExceededError,
     InMemoryDataPlaneClient,
     InvalidRequestError,
-    async_client,
+    async_client,  # noqa: TID251
 )
-from dataplane_core.async_client import AsyncDataPlaneClient
-from dataplane_core.testing import (
-    BackpressureContract,
-    DataPlaneClientContract,
-    InspectionContract,
-    LeaseContract,
-    OriginContract,
-)
+from dataplane_core.testing import BackpressureContract, LeaseContract, OriginContract
+from dataplane_core.testing.claims import ClaimContract
 
 PATIENCE_S = 20.0
 
 
 class Driven(DataPlaneClient):
-    """An awaited client behind the synchronous interface."""
+    """Async client behind the synchronous interface."""
 
     def __init__(self, inner: DataPlaneClient, loop: asyncio.AbstractEventLoop) -> None:
         self._client = AsyncDataPlaneClient(inner)
@@ -77,10 +74,7 @@ def loop() -> Iterator[asyncio.AbstractEventLoop]:
     thread.join(PATIENCE_S)
 
 
-class TestAwaited(DataPlaneClientContract, OriginContract, InspectionContract):
-    walk_examples = 10
-    walk_steps = 15
-
+class TestAwaited(ClaimContract, OriginContract):
     @pytest.fixture
     def client(self, loop) -> Iterator[DataPlaneClient]:
         with Driven(InMemoryDataPlaneClient(), loop) as client:
@@ -90,12 +84,6 @@ class TestAwaited(DataPlaneClientContract, OriginContract, InspectionContract):
     def peer(self, client, loop) -> Iterator[DataPlaneClient]:
         with Driven(InMemoryDataPlaneClient(bootstrap=False), loop) as peer:
             yield peer
-
-    @pytest.fixture
-    def leasing(self, client, loop) -> Iterator[DataPlaneClient]:
-        config = {"enabled": True, "impl": "in_memory", "claim_lease_s": 1000.0}
-        with Driven(InMemoryDataPlaneClient(config, bootstrap=False), loop) as leasing:
-            yield leasing
 
 
 class MakeAwaited:
@@ -132,7 +120,7 @@ def ones(count: int) -> TensorDict:
 
 
 def begun(calls: set[Future]) -> bool:
-    """Whether one is under way in its thread, where a cancellation does not reach it any more."""
+    """Return whether a call runs in its thread, where a cancellation cannot stop it."""
     return any(call.running() for call in calls)
 
 
@@ -149,14 +137,14 @@ def test_every_method_has_the_signature_of_the_synchronous_one():
         assert inspect.signature(awaited) == inspect.signature(sync)
 
 
-def test_a_hundred_blocked_claims_keep_nobody_waiting_and_all_get_their_sample():
+def test_hundred_blocked_claims_block_no_other_call():
     async def scenario():
         async with AsyncDataPlaneClient(store(), threads=2) as client:
             claims = [
                 asyncio.create_task(client.claim_meta("train", "train", ["x"], 1))
                 for _ in range(100)
             ]
-            await until(lambda: client._claim_turns._value <= 156)
+            await until(lambda: client._claim_slots._value <= 156)
             ids = [f"s{i}" for i in range(100)]
             await asyncio.wait_for(client.put_samples(ids, "train", ones(100)), PATIENCE_S)
             answer = await client.get_samples(ids, "train", ["x"])
@@ -168,7 +156,7 @@ def test_a_hundred_blocked_claims_keep_nobody_waiting_and_all_get_their_sample()
     asyncio.run(scenario())
 
 
-def test_puts_that_wait_for_room_do_not_keep_the_clear_waiting_that_makes_it():
+def test_blocked_puts_do_not_block_the_clear_that_frees_capacity():
     async def scenario():
         inner = store(storage_capacity=1, ack_timeout_ms=int(PATIENCE_S * 1000))
         async with AsyncDataPlaneClient(inner, threads=1) as client:
@@ -181,12 +169,12 @@ def test_puts_that_wait_for_room_do_not_keep_the_clear_waiting_that_makes_it():
     asyncio.run(scenario())
 
 
-def test_a_claim_past_the_limit_of_waiting_claims_ends_at_its_own_deadline():
+def test_claim_beyond_claim_threads_ends_at_its_deadline():
     async def scenario():
         inner = store()
         async with AsyncDataPlaneClient(inner, claim_threads=1) as client:
             first = asyncio.create_task(client.claim_meta("train", "train", ["x"], 1))
-            await until(client._claim_turns.locked)
+            await until(client._claim_slots.locked)
             with pytest.raises(ClaimTimeoutError, match="raise claim_threads"):
                 await client.claim_meta("train", "train", ["x"], 1, timeout_s=0.02)
             now = await client.claim_meta("train", "train", ["x"], 1, blocking=False)
@@ -198,7 +186,7 @@ def test_a_claim_past_the_limit_of_waiting_claims_ends_at_its_own_deadline():
     asyncio.run(scenario())
 
 
-def test_a_cancelled_claim_returns_at_once_and_is_given_back_when_it_succeeds_later():
+def test_cancelled_claim_is_released_when_it_succeeds_later():
     async def scenario():
         inner = store(claim_lease_s=1000.0)
         async with AsyncDataPlaneClient(inner) as client:
@@ -208,7 +196,7 @@ def test_a_cancelled_claim_returns_at_once_and_is_given_back_when_it_succeeds_la
                     await client.claim_meta("train", "train", ["x"], 2, timeout_s=PATIENCE_S)
             assert time.monotonic() - before < PATIENCE_S / 4
             inner.put_samples(["a", "b"], "train", ones(2))
-            # Both the cancelled claim and its release are over when nothing runs any more.
+            # When nothing runs, the cancelled claim and its release are finished.
             await until(lambda: not client._running)
             again = await client.claim_meta("train", "train", ["x"], 2, timeout_s=PATIENCE_S)
             assert sorted(again.sample_ids) == ["a", "b"]
@@ -217,7 +205,7 @@ def test_a_cancelled_claim_returns_at_once_and_is_given_back_when_it_succeeds_la
     asyncio.run(scenario())
 
 
-def test_a_claim_cancelled_between_its_success_and_its_delivery_is_given_back():
+def test_claim_cancelled_before_its_delivery_is_released():
     async def scenario():
         inner = store(claim_lease_s=1000.0)
         inner.put_samples(["a"], "train", ones(1))
@@ -225,7 +213,7 @@ def test_a_claim_cancelled_between_its_success_and_its_delivery_is_given_back():
             claim = asyncio.create_task(client.claim_meta("train", "train", ["x"], 1))
             await asyncio.sleep(0)
             deadline = time.monotonic() + PATIENCE_S
-            # The loop does not run meanwhile, so the task cannot have seen the answer.
+            # The loop does not run meanwhile, so the task cannot have got the result.
             while inner.count_samples("train", "train", ["x"]).leased == 0:
                 assert time.monotonic() < deadline
             claim.cancel()
@@ -237,7 +225,7 @@ def test_a_claim_cancelled_between_its_success_and_its_delivery_is_given_back():
 
 
 def test_a_cancelled_claim_without_a_lease_is_logged_with_its_ids(monkeypatch):
-    # A logger of its own: others in this process may have configured structlog to keep theirs.
+    # A separate logger, because structlog may be configured to cache loggers in this process.
     capturing = structlog.testing.CapturingLogger()
     monkeypatch.setattr(async_client, "logger", capturing)
 
@@ -245,7 +233,7 @@ def test_a_cancelled_claim_without_a_lease_is_logged_with_its_ids(monkeypatch):
         inner = store()
         async with AsyncDataPlaneClient(inner) as client:
             claim = asyncio.create_task(client.claim_meta("train", "train", ["x"], 2))
-            await until(lambda: begun(client._waiting))
+            await until(lambda: begun(client._blocked))
             claim.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await claim
@@ -258,7 +246,7 @@ def test_a_cancelled_claim_without_a_lease_is_logged_with_its_ids(monkeypatch):
     asyncio.run(scenario())
 
 
-def test_a_cancelled_put_returns_at_once_and_stores_all_or_nothing():
+def test_cancelled_put_stores_all_or_nothing():
     async def scenario():
         inner = store(storage_capacity=2, ack_timeout_ms=int(PATIENCE_S * 1000))
         async with AsyncDataPlaneClient(inner) as client:
@@ -279,7 +267,7 @@ def test_closing_lets_calls_finish_and_ends_blocked_claims():
     async def scenario():
         client = AsyncDataPlaneClient(store())
         claim = asyncio.create_task(client.claim_meta("train", "train", ["x"], 1))
-        await until(lambda: bool(client._waiting))
+        await until(lambda: bool(client._blocked))
         put = asyncio.create_task(client.put_samples(["a"], "other-partition"))
         await client.close()
         await client.close()
@@ -292,7 +280,7 @@ def test_closing_lets_calls_finish_and_ends_blocked_claims():
     asyncio.run(scenario())
 
 
-def test_closing_beside_a_call_that_does_not_end_raises_at_the_deadline():
+def test_close_with_a_hanging_call_raises_at_the_deadline():
     class Stuck(InMemoryDataPlaneClient):
         over = threading.Event()
 
@@ -308,16 +296,6 @@ def test_closing_beside_a_call_that_does_not_end_raises_at_the_deadline():
             await client.close()
         Stuck.over.set()
         assert await stuck == []
-
-    asyncio.run(scenario())
-
-
-def test_a_full_store_is_the_same_error_as_without_awaiting():
-    async def scenario():
-        inner = store(storage_capacity=1, ack_timeout_ms=20)
-        async with AsyncDataPlaneClient(inner) as client:
-            with pytest.raises(CapacityExceeded):
-                await client.put_samples(["a", "b"], "train", ones(2))
 
     asyncio.run(scenario())
 

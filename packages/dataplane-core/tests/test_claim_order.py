@@ -1,4 +1,4 @@
-"""Claims in a user's own order."""
+"""Claims in a user's order."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def books(group_size=None):
 
 
 def put(ledger, priorities):
-    """Put samples, or change the priority of those that are there."""
+    """Put samples, or change the priority of present ones."""
     ids = list(priorities)
     ticket = ledger.begin_put("p", ids, {"x": "torch.int64"})
     tags = [{"priority": priorities[sample_id]} for sample_id in ids]
@@ -30,7 +30,7 @@ def put(ledger, priorities):
 
 
 def lease(ledger, size, required=("x",), **more):
-    """The token of a claim, and what it got."""
+    """Claim; return the token and the sample ids."""
     claimed = ledger.partition("p").claim(ClaimRequest("a", required, size, **more), 0.0)
     return claimed.token, [row.sample_id for row in claimed.rows]
 
@@ -51,8 +51,8 @@ some_claim = st.tuples(st.integers(1, 4), st.sampled_from([("x",), ()]))
 @example(
     [{"s0": 0, "s1": 1, "s2": 2}, (1, ("x",)), (1, ()), {"s1": 9}, "release", "release"],
 )
-def test_a_claim_takes_the_smallest_of_what_is_there_also_after_tags_changed(steps):
-    """Claims of two queues, and some are released, with other tags than before."""
+def test_claim_takes_the_smallest_also_after_tags_changed(steps):
+    """Claims of two queues, some of them released with other tags than before."""
     ledger, now, held = books(), {f"later {i}": 2000 + i for i in range(100)}, []
     put(ledger, now)
     for step in [*steps, (12, ("x",))]:
@@ -61,15 +61,15 @@ def test_a_claim_takes_the_smallest_of_what_is_there_also_after_tags_changed(ste
             now |= step
         elif step == "release":
             if held:
-                token, found = held.pop(0)
-                ledger.partition("p").settle(token, found, acknowledge=False)
+                token, ids = held.pop(0)
+                ledger.partition("p").release(token, ids)
         else:
             size, required = step
-            taken = {sample_id for _, found in held for sample_id in found}
-            token, found = lease(ledger, size, required, lease_s=9.0)
+            taken = {sample_id for _, ids in held for sample_id in ids}
+            token, ids = lease(ledger, size, required, lease_s=9.0)
             free = sorted(now[i] for i in now if i not in taken)
-            assert [now[i] for i in found] == free[:size]
-            held += [(token, found)] if found else []
+            assert [now[i] for i in ids] == free[:size]
+            held += [(token, ids)] if ids else []
 
 
 def test_a_group_stands_where_its_first_sample_stands():
@@ -79,16 +79,16 @@ def test_a_group_stands_where_its_first_sample_stands():
 
 
 @pytest.mark.parametrize("group_size", [None, 2], ids=["samples", "groups"])
-def test_what_comes_back_with_other_tags_stands_where_these_put_it(group_size):
+def test_released_sample_with_new_tags_has_a_new_position(group_size):
     ledger = books(group_size)
     size = group_size or 1
     first, second, third, fourth = ([f"p{i}_g{j}" for j in range(size)] for i in range(4))
     put(ledger, {sample_id: int(sample_id[1]) for sample_id in first + second + third + fourth})
     assert claim(ledger, size) == first  # the others wait in this queue, and in another:
-    token, found = lease(ledger, size, required=(), lease_s=9.0)
-    assert found == second
+    token, ids = lease(ledger, size, required=(), lease_s=9.0)
+    assert ids == second
     put(ledger, dict.fromkeys(second, 9))
-    ledger.partition("p").settle(token, second, acknowledge=False)
+    ledger.partition("p").release(token, second)
     assert claim(ledger, 3 * size) == third + fourth + second
 
 
@@ -98,7 +98,7 @@ def test_a_seed_goes_before_the_order():
     assert claim(ledger, 50, seed=1) != [f"s{i}" for i in range(50)]
 
 
-def test_an_order_that_fails_is_named_by_the_claim_and_mended_by_new_tags():
+def test_failing_order_is_named_and_recovers_with_new_tags():
     ledger = books()
     for wrong in ("high", None, float("nan")):
         put(ledger, {"good": 1, "bad": wrong})

@@ -1,4 +1,7 @@
-"""Configuration is refused by name; clients and middleware are found through entry points."""
+"""Configuration is refused by name; clients and middleware are found through entry points.
+
+Imports internals: entry points are replaced, so that nothing has to be installed.
+"""
 
 from importlib.metadata import EntryPoint
 
@@ -9,10 +12,10 @@ from dataplane_core import (
     DataPlaneConfig,
     InMemoryDataPlaneClient,
     build_data_plane_client,
-    factory,
+    factory,  # noqa: TID251
     validate_config,
 )
-from dataplane_core.config import REQUIRED_OF_STORES, require_keys
+from dataplane_core.config import REQUIRED_OF_STORES, require_keys  # noqa: TID251
 
 IN_MEMORY = {"enabled": True, "impl": "in_memory"}
 
@@ -76,6 +79,30 @@ def test_third_parties_add_clients_and_middleware_without_touching_core(monkeypa
     assert build_data_plane_client(wrapped) == ("client(bootstrap=True)", {"enabled": True})
     off = {**plain, "observability": {"enabled": False}}
     assert build_data_plane_client(off) == "client(bootstrap=True)"
+
+
+class Theirs:
+    """Client with the published methods and without capabilities."""
+
+    closed = False
+
+    def __init__(self, cfg, *, bootstrap):
+        type(self).closed = False
+
+    def close(self):
+        type(self).closed = True
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("claim_lease_s", 1.0), ("claim_order", "builtins:len")]
+)
+def test_a_key_that_a_client_would_ignore_is_refused(monkeypatch, key, value):
+    entry = EntryPoint("theirs", f"{__name__}:Theirs", factory.CLIENT_GROUP)
+    monkeypatch.setattr(factory, "entry_points", lambda group: [entry])
+    monkeypatch.setattr(EntryPoint, "load", lambda self: Theirs)
+    with pytest.raises(ConfigError, match=f"{key}.*'theirs' lacks"):
+        build_data_plane_client({"enabled": True, "impl": "theirs", key: value})
+    assert Theirs.closed
 
 
 def test_enabled_observability_without_any_middleware_is_refused(monkeypatch):

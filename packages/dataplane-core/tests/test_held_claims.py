@@ -1,4 +1,8 @@
-"""What is held is renewed until it is settled or lost, sample by sample, whatever comes between."""
+"""Each held sample is renewed until it is acknowledged, released or lost.
+
+Imports internals: interleavings of renewals and acknowledgements, which a loader makes only by
+chance.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +10,11 @@ import pytest
 from streaming_parts import SETUP, counts, leased, store
 
 from dataplane_core import InMemoryDataPlaneClient, LeaseLostError, UnavailableError
-from dataplane_core.held_claims import HeldClaims, release
+from dataplane_core.streaming.held_claims import HeldClaims, release  # noqa: TID251
 
 
 class Disturbed(InMemoryDataPlaneClient):
-    """Runs a function once, before or after what is done to a claim."""
+    """Client that runs a function once, before or after a call on a claim."""
 
     def __init__(self):
         super().__init__({**SETUP, "claim_lease_s": 1000.0}, bootstrap=False)
@@ -31,7 +35,7 @@ class Disturbed(InMemoryDataPlaneClient):
 
 
 class Silent(Disturbed):
-    """Does not say which samples of a claim were lost."""
+    """Client that does not report which samples of a claim were lost."""
 
     def renew(self, meta):
         try:
@@ -42,7 +46,7 @@ class Silent(Disturbed):
 
 @pytest.fixture(params=[Disturbed, Silent])
 def holder(request):
-    """A client of a store of four samples, and what holds them all in one claim."""
+    """Return a client of a store of four samples, and `HeldClaims` with one claim of them."""
     with store(4) as client:
         holder = request.param()
         held = HeldClaims(holder)
@@ -52,7 +56,7 @@ def holder(request):
 
 
 def renewed(client, held):
-    """Samples of the claim in the store, once it was seen that what is held renews it."""
+    """Return the claim's samples in the store, after checking that its renewal works."""
     [claim] = client.list_claims("p")
     reach = claim.age_s + claim.expires_in_s
     held.renew()
@@ -61,14 +65,14 @@ def renewed(client, held):
     return claim.samples
 
 
-def test_the_rest_of_a_claim_is_held_when_a_renewal_follows_the_acknowledgement(holder):
+def test_rest_is_held_if_renewed_after_the_acknowledgement(holder):
     client, store_client, held, meta = holder
     store_client.after = held.renew
     held.acknowledge(meta.slice(0, 1))
     assert held.samples == renewed(client, held) == 3
 
 
-def test_the_rest_of_a_claim_is_held_when_the_acknowledgement_overtakes_a_renewal(holder):
+def test_rest_is_held_if_acknowledged_during_a_renewal(holder):
     client, store_client, held, meta = holder
     store_client.before = lambda: held.acknowledge(meta.slice(0, 1))
     held.renew()
@@ -80,7 +84,7 @@ def away():
 
 
 @pytest.mark.parametrize("stop", [1, 4])
-def test_what_could_not_be_acknowledged_is_held_on(holder, stop):
+def test_unacknowledged_samples_stay_held(holder, stop):
     client, store_client, held, meta = holder
 
     def late():
@@ -94,7 +98,7 @@ def test_what_could_not_be_acknowledged_is_held_on(holder, stop):
 
 
 @pytest.mark.parametrize("holder", [Disturbed], indirect=True)
-def test_a_sample_that_was_withdrawn_costs_no_other_its_lease(holder):
+def test_withdrawn_sample_costs_no_other_its_lease(holder):
     client, holder_client, held, meta = holder
     client.withdraw_samples([meta.sample_ids[0]], "p")
     held.renew()
@@ -109,14 +113,14 @@ def test_a_sample_that_was_withdrawn_costs_no_other_its_lease(holder):
 
 
 @pytest.mark.parametrize("holder", [Silent], indirect=True)
-def test_where_a_store_does_not_say_what_was_lost_the_claim_is_forgotten(holder):
+def test_claim_is_forgotten_if_lost_samples_are_unknown(holder):
     client, _, held, meta = holder
     client.withdraw_samples([meta.sample_ids[0]], "p")
     assert held.renewed(meta)[0] is None
     assert held.samples == 0
 
 
-def test_a_partition_that_is_gone_is_not_taken_for_a_store_that_is_away(holder):
+def test_cleared_partition_differs_from_unavailable_store(holder):
     client, store_client, held, _ = holder
     store_client.before = away
     held.renew()
@@ -126,7 +130,7 @@ def test_a_partition_that_is_gone_is_not_taken_for_a_store_that_is_away(holder):
     assert held.samples == 0
 
 
-def test_what_is_known_to_be_lost_is_not_held_when_its_turn_comes():
+def test_samples_known_to_be_lost_are_not_held():
     client = store(2)
     maker = leased()()
     held = HeldClaims(maker)
@@ -137,7 +141,7 @@ def test_what_is_known_to_be_lost_is_not_held_when_its_turn_comes():
     assert held.samples == 0
 
 
-def test_what_is_left_of_a_claim_is_renewed_whatever_is_reported_late():
+def test_rest_of_a_claim_is_renewed_despite_late_reports():
     client = store(4)
     holder = leased()()
     meta = holder.claim_meta("p", "a", ["x"], 3)

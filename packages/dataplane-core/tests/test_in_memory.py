@@ -1,4 +1,4 @@
-"""The in-memory client keeps the whole contract."""
+"""The in-memory client fulfils the complete contract."""
 
 import enum
 import time
@@ -69,11 +69,11 @@ class TestInMemoryBackpressure(MakeInMemory, BackpressureContract):
 def until_somebody_waits(client):
     deadline = time.monotonic() + 20
     while not client._store.changed._waiters:
-        assert time.monotonic() < deadline, "nobody waits"
+        assert time.monotonic() < deadline, "no claim is blocked"
         time.sleep(0.001)
 
 
-def test_a_claim_that_waits_is_told_of_shares_that_a_claim_that_waits_too_has_opened():
+def test_blocked_claim_wakes_when_another_opens_assignments():
     with InMemoryDataPlaneClient() as client, ThreadPoolExecutor(1) as pool:
         client.register_partition("p", ["x", "y"], 3, ["train"])
         client.put_samples(["a", "b"], "p", TensorDict({"y": torch.ones(2)}, [2]), [{"v": 2}] * 2)
@@ -82,13 +82,13 @@ def test_a_claim_that_waits_is_told_of_shares_that_a_claim_that_waits_too_has_op
         where = [TagFilter("v", "<=", 2)]
         waiting = pool.submit(client.claim_meta, "p", "train", ["y"], 1, where=where, timeout_s=20)
         until_somebody_waits(client)
-        # This one opens what waits for rank 1, and then waits for its z.
+        # This claim opens the assignment of rank 1, and is then blocked on its z.
         other = [TagFilter("v", "==", 2)]
         assert client.claim_meta("p", "train", ["z"], 1, where=other, timeout_s=5).sample_ids == []
         assert waiting.result(5).sample_ids == ["b"]
 
 
-def test_a_put_that_waits_for_room_does_not_land_in_a_partition_registered_meanwhile():
+def test_blocked_put_does_not_enter_a_newer_partition():
     config = {"enabled": True, "impl": "in_memory", "storage_capacity": 1}
     fields = TensorDict({"x": torch.ones(1)}, [1])
     with InMemoryDataPlaneClient(config) as client, ThreadPoolExecutor(1) as pool:
@@ -121,7 +121,7 @@ class Stage(enum.IntEnum):
     EASY = 4
 
 
-def test_scalars_of_numpy_and_torch_become_tags_that_any_process_can_read():
+def test_numpy_and_torch_scalars_become_plain_tags():
     given = {
         "input_lengths": np.int32(3),
         "reward": np.float32(0.5),

@@ -1,4 +1,4 @@
-"""The contract on a store that can do nothing but get, set, delete and scan in a transaction."""
+"""The contract on a store with get, set, delete and scan in transactions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dataplane_core.testing import DataPlaneClientContract
 
 
 class DictStore:
-    """What several clients share. A transaction works on a copy, which takes the place of all."""
+    """Store of several clients. A transaction works on a copy, which replaces the content."""
 
     def __init__(self):
         self.values = {}
@@ -32,7 +32,7 @@ class DictTransaction:
         self.values.pop(key, None)
 
     def scan(self, prefix):
-        # Of a store without any order.
+        # As of a store without any order.
         return (
             (key, self.values[key])
             for key in sorted(self.values, reverse=True)
@@ -100,12 +100,12 @@ def test_no_name_is_taken_for_another(client):
         kept = [each for each in HOSTILE if (partition, each) != ("a", "a")]
         taken = client.claim_meta(partition, "t", ["x"], 100)
         assert taken.sample_ids == kept
-        found = client.get_data(taken)["x"].tolist()
-        assert found == [HOSTILE.index(each) for each in kept]
+        values = client.get_data(taken)["x"].tolist()
+        assert values == [HOSTILE.index(each) for each in kept]
         assert client.claim_meta(partition, 't", "u', ["x"], 100).sample_ids == kept
 
 
-def test_a_put_of_which_one_value_cannot_be_stored_leaves_nothing(client, store):
+def test_put_with_one_invalid_value_stores_nothing(client, store):
     client.register_partition("p", ["x", "text"], 2, ["t"])
     before = dict(store.values)
     values = TensorDict({"text": NonTensorData(["fine", object()])}, batch_size=[2])
@@ -114,7 +114,7 @@ def test_a_put_of_which_one_value_cannot_be_stored_leaves_nothing(client, store)
     assert store.values == before
 
 
-def test_a_field_changes_its_kind_once_nobody_has_it(client):
+def test_field_can_change_kind_once_no_sample_has_it(client):
     client.register_partition("p", ["x"], 2, ["t"])
     client.put_samples(["a"], "p", row(1))
     client.put_samples(["a"], "p", row(2))
@@ -125,11 +125,11 @@ def test_a_field_changes_its_kind_once_nobody_has_it(client):
     assert client.get_samples(["b"], "p", ["x"])["x"].tolist() == [0.5]
 
 
-@pytest.mark.parametrize("asked", [{"dp_world": 2, "dp_rank": 0}, {"seed": 1}])
-def test_what_is_not_offered_is_refused_by_name(client, asked):
+@pytest.mark.parametrize("keywords", [{"dp_world": 2, "dp_rank": 0}, {"seed": 1}])
+def test_unsupported_keywords_are_named(client, keywords):
     client.register_partition("p", ["x"], 1, ["t"])
-    with pytest.raises(errors.UnsupportedError, match=next(iter(asked))):
-        client.claim_meta("p", "t", ["x"], 1, **asked)
+    with pytest.raises(errors.UnsupportedError, match=next(iter(keywords))):
+        client.claim_meta("p", "t", ["x"], 1, **keywords)
 
 
 def test_a_cleared_partition_leaves_no_key(client, store):

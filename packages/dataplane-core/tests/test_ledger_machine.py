@@ -19,7 +19,7 @@ FIELDS = ("x", "y")
 
 
 def nbytes(cells):
-    """Of cells (field, sample, bytes), as the machine writes them."""
+    """Return the bytes of cells (field, sample, bytes)."""
     return sum(cell[2] for cell in cells)
 
 
@@ -30,7 +30,7 @@ def books(discard, measure):
 
 
 class LedgerMachine(RuleBasedStateMachine):
-    """Every sample is in one place, and what is handed out was ready and free."""
+    """Every sample is in one state, and claimed samples were ready and open."""
 
     leases = Bundle("leases")
 
@@ -43,7 +43,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.put_total = 0
         self.cleared = 0
         self.where = {"a": {}, "b": {}}
-        self.settled_by = {}
+        self.acknowledged_by = {}
         self.new = set()
         self.pinned = []
 
@@ -62,8 +62,8 @@ class LedgerMachine(RuleBasedStateMachine):
 
         def its(sample_id):
             place = places.get(sample_id, "open")
-            if place == "settled":
-                return self.settled_by[task, sample_id] == token
+            if place == "acknowledged":
+                return self.acknowledged_by[task, sample_id] == token
             return place == token or (place == "open" and sample_id not in got)
 
         if token is None or (token in places.values() and all(map(its, ids))):
@@ -108,16 +108,16 @@ class LedgerMachine(RuleBasedStateMachine):
         lease=st.sampled_from([None, 2.0]),
         seed=st.sampled_from([None, 7]),
         newest=st.booleans(),
-        whole=st.booleans(),
+        blocking=st.booleans(),
     )
-    def claim(self, task, required, size, lease, seed, newest, whole):
+    def claim(self, task, required, size, lease, seed, newest, blocking):
         where = (TagFilter("new", "==", True),) if newest else ()
         request = ClaimRequest(
             *(task, tuple(sorted(required)), size),
             lease_s=lease,
             seed=seed,
             where=where,
-            whole=whole,
+            blocking=blocking,
         )
         places = {
             sample_id: place
@@ -126,9 +126,9 @@ class LedgerMachine(RuleBasedStateMachine):
         }
         open_rows = {sample_id for sample_id, place in places.items() if place == "open"}
         ready = {sample_id for sample_id in open_rows if required <= self.written[sample_id]}
-        leased = any(place not in ("open", "settled") for place in places.values())
+        leased = any(place not in ("open", "acknowledged") for place in places.values())
         claimed = self.ledger.partition("p").claim(request, self.now)
-        if whole and len(ready) < size and (ready < open_rows or (leased and not ready)):
+        if blocking and len(ready) < size and (ready < open_rows or (leased and not ready)):
             assert claimed is None
             return task, None, self.now, []
         assert claimed is not None
@@ -136,34 +136,34 @@ class LedgerMachine(RuleBasedStateMachine):
         assert set(got) <= ready
         assert len(got) == min(size, len(ready)) == len(set(got))
         for sample_id in got:
-            self.where[task][sample_id] = "settled" if lease is None else claimed.token
-            self.settled_by[task, sample_id] = None
+            self.where[task][sample_id] = "acknowledged" if lease is None else claimed.token
+            self.acknowledged_by[task, sample_id] = None
         return task, claimed.token, self.now + 2.0, got
 
     @rule(
         lease=leases,
         how=st.sampled_from(["acknowledge", "release", "renew"]),
-        some=st.sets(st.sampled_from(IDS)),
+        subset=st.sets(st.sampled_from(IDS)),
     )
-    def settle(self, lease, how, some):
+    def call_on_lease(self, lease, how, subset):
         task, token, _, got = lease
-        got = [sample_id for sample_id in got if sample_id in some] or got
+        got = [sample_id for sample_id in got if sample_id in subset] or got
         alive = token is not None and all(self.where[task].get(i) == token for i in got)
         book = self.ledger.partition("p")
 
         def act():
             if how == "renew":
-                # Renewed for no longer than it had, so that the model need not follow it.
+                # The deadline stays the same, so that the model need not follow it.
                 book.renew(token, got, book.leases[token].deadline - 2.0 if alive else 0.0)
             else:
-                book.settle(token, got, acknowledge=how == "acknowledge")
+                getattr(book, how)(token, got)
 
         if alive:
             act()
             if how != "renew":
-                place = "settled" if how == "acknowledge" else "open"
+                place = "acknowledged" if how == "acknowledge" else "open"
                 self.where[task].update(dict.fromkeys(got, place))
-                self.settled_by.update(((task, sample_id), token) for sample_id in got)
+                self.acknowledged_by.update(((task, sample_id), token) for sample_id in got)
         else:
             with pytest.raises(LeaseLostError):
                 act()
@@ -171,11 +171,11 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule(task=st.sampled_from(["a", "b"]), ids=st.sets(st.sampled_from(IDS)))
     def reset(self, task, ids):
         book, places = self.ledger.partition("p"), self.where[task]
-        if any(places.get(each, "open") not in ("open", "settled") for each in ids):
+        if any(places.get(each, "open") not in ("open", "acknowledged") for each in ids):
             with pytest.raises(SamplesLeasedError):
                 reset_consumption(book, task, sorted(ids))
             return
-        consumed = [each for each in sorted(ids) if places.get(each) == "settled"]
+        consumed = [each for each in sorted(ids) if places.get(each) == "acknowledged"]
         assert reset_consumption(book, task, sorted(ids)) == consumed
         places.update(dict.fromkeys(consumed, "open"))
 
@@ -209,7 +209,7 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule(ids=st.sets(st.sampled_from(IDS)), force=st.booleans())
     def clear(self, ids, force):
         leased = any(
-            places.get(sample_id, "open") not in ("open", "settled")
+            places.get(sample_id, "open") not in ("open", "acknowledged")
             for places in self.where.values()
             for sample_id in ids
         )
@@ -242,7 +242,7 @@ class LedgerMachine(RuleBasedStateMachine):
             counts = self.ledger.partition("p").counts(task, ["x"])
             assert counts.put == self.put_total
             assert counts.cleared == self.cleared
-            assert counts.acknowledged == sum(place == "settled" for place in places.values())
+            assert counts.acknowledged == sum(place == "acknowledged" for place in places.values())
             assert counts.ready == sum(
                 place == "open" and "x" in self.written[sample_id]
                 for sample_id, place in places.items()
@@ -260,26 +260,26 @@ class LedgerMachine(RuleBasedStateMachine):
         book = self.ledger.partition("p")
         for field in FIELDS:
             cells = [row.cells[field] for row in book.rows.values() if field in row.cells]
-            assert book.sizes.of(field, len(cells)) == nbytes(cells)
-            assert book.field_counts.get(field, 0) == len(cells)
+            assert book.samples.sizes.of(field, len(cells)) == nbytes(cells)
+            assert book.samples.field_counts.get(field, 0) == len(cells)
 
     @invariant()
     def the_oldest_unclaimed_sample_is_the_one_put_first(self):
         book = self.ledger.partition("p")
         for name, places in self.where.items():
             oldest = next((each for each in book.rows if places[each] == "open"), None)
-            found = book.tasks[name].oldest_unclaimed()
-            assert (found and found.sample_id) == oldest
+            row = book.tasks[name].oldest_unclaimed(book.rows)
+            assert (row and row.sample_id) == oldest
 
     @invariant()
-    def a_scan_tells_the_same_as_the_places(self):
+    def scan_agrees_with_the_states(self):
         book = self.ledger.partition("p")
-        found = scan(book, 0, 10)
-        code = {"open": 0, "settled": 3}
+        page = scan(book, 0, 10)
+        code = {"open": 0, "acknowledged": 3}
         expected = [code.get(self.where[task][each], 2) for each in book.rows for task in "ab"]
-        assert (found.tasks, list(found.states)) == (("a", "b"), expected)
-        written = [field in self.written[each] for each in book.rows for field in found.fields]
-        assert list(found.written) == written
+        assert (page.tasks, list(page.states)) == (("a", "b"), expected)
+        written = [field in self.written[each] for each in book.rows for field in page.fields]
+        assert list(page.written) == written
 
     @invariant()
     def claims_hold_what_is_leased(self):
@@ -288,7 +288,9 @@ class LedgerMachine(RuleBasedStateMachine):
         for claim in claims(book, self.now):
             held[claim.task] += claim.samples
         for task, places in self.where.items():
-            assert held[task] == sum(place not in ("open", "settled") for place in places.values())
+            assert held[task] == sum(
+                place not in ("open", "acknowledged") for place in places.values()
+            )
 
     @invariant()
     def what_is_being_read_is_not_discarded(self):

@@ -2,13 +2,15 @@
 
 import pickle
 from dataclasses import fields
+from typing import Any  # Any: these tests pass values of all types
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dataplane_core import KVBatchMeta
+from dataplane_core import InvalidRequestError, KVBatchMeta
 
 
 @st.composite
@@ -59,13 +61,9 @@ def test_there_are_seven_fields_of_which_three_are_required():
     assert second.extra_info == {}
 
 
-def test_tags_that_are_not_one_per_id_are_refused_at_construction():
+def test_tags_of_another_length_are_refused_at_construction():
     with pytest.raises(ValueError, match="1 tags for 2 sample_ids"):
         KVBatchMeta("p", None, ["a", "b"], tags=[{}])
-
-
-def test_sequence_lengths_are_not_checked():
-    assert KVBatchMeta("p", None, ["a"], sequence_lengths=[1, 2]).size == 1
 
 
 @pytest.mark.parametrize(
@@ -91,7 +89,7 @@ def test_a_meta_survives_pickling(meta):
 
 
 @given(metas_with_indices())
-def test_subset_carries_rows_in_the_order_asked(case):
+def test_subset_returns_rows_in_the_given_order(case):
     meta, indices = case
     taken = meta.subset(indices)
     assert rows(taken) == [rows(meta)[i] for i in indices]
@@ -106,7 +104,7 @@ def test_slice_is_a_half_open_range(meta, start, stop):
 
 
 @given(st.lists(metas(), min_size=1, max_size=4))
-def test_concat_joins_rows_and_loses_lengths_or_tags_that_one_input_lacks(parts):
+def test_concat_drops_lengths_or_tags_that_one_input_lacks(parts):
     joined = parts[0].concat(*parts[1:])
     assert joined.sample_ids == [i for part in parts for i in part.sample_ids]
     for name in ("sequence_lengths", "tags"):
@@ -156,14 +154,14 @@ def test_transforms_never_share_lists_or_extra_info(meta):
             assert other.sequence_lengths is not meta.sequence_lengths
 
 
-def test_tag_dicts_are_shared_by_subset_slice_and_concat_but_copied_by_with_fields():
+def test_only_with_fields_copies_tag_dicts():
     meta = KVBatchMeta("p", None, ["a"], tags=[{"v": 1}])
     for other in (meta.subset([0]), meta.slice(0, 1), meta.concat()):
         assert other.tags[0] is meta.tags[0]
     assert meta.with_fields(["x"]).tags[0] is not meta.tags[0]
 
 
-def test_stamp_tags_starts_from_nothing_and_adds_to_what_is_there():
+def test_stamp_tags_creates_tags_or_adds_to_them():
     meta = KVBatchMeta("p", None, ["a", "b"])
     meta.stamp_tags({"std": torch.tensor([0.5, 1.5])})
     meta.stamp_tags({"baseline": [1, 2]})
@@ -175,3 +173,38 @@ def test_stamp_tags_of_a_wrong_length_writes_nothing():
     with pytest.raises(ValueError, match=r"'baseline'.*1 values for 2"):
         meta.stamp_tags({"std": [1, 2], "baseline": [1]})
     assert meta.tags is None
+
+
+NOT_PLACES = [1.9, True, "1", None, np.bool_(True), torch.tensor(1.0), torch.tensor(True)]
+
+
+@pytest.mark.parametrize("wrong", NOT_PLACES, ids=repr)
+def test_index_that_is_not_an_int_is_refused(wrong: Any) -> None:
+    meta = KVBatchMeta("p", None, ["a", "b", "c"])
+    for call in (meta.subset, meta.drop):
+        with pytest.raises(InvalidRequestError, match=r"indices\[1\].*expected an int"):
+            call([0, wrong])
+    for bounds in ((wrong, 2), (0, wrong)):
+        if wrong is not None:
+            with pytest.raises(InvalidRequestError, match=r"slice: (start|stop).*expected an int"):
+                meta.slice(*bounds)
+
+
+def test_places_may_be_integers_of_any_library() -> None:
+    meta = KVBatchMeta("p", None, ["a", "b", "c"])
+    for places in ([2, 0], torch.tensor([2, 0]), np.array([2, 0]), (np.int8(2), torch.tensor(-3))):
+        assert meta.subset(places).sample_ids == ["c", "a"]  # type: ignore[arg-type]  # such too
+        rest = meta.drop(places)  # type: ignore[arg-type]  # likewise
+        assert rest is not None
+        assert rest.sample_ids == ["b"]
+    with pytest.raises(IndexError, match="subset: index 3 outside a batch of 3 samples"):
+        meta.subset([3])
+
+
+def test_transforms_make_plain_ints_of_lengths() -> None:
+    lengths: Any = torch.tensor([3, 1, 2])
+    meta = KVBatchMeta("p", None, ["a", "b", "c"], sequence_lengths=lengths)
+    for derived in (meta.subset([0, 2]), meta.slice(0, 2), meta.concat(meta), meta.drop([1])):
+        assert derived is not None
+        assert derived.sequence_lengths is not None
+        assert set(map(type, derived.sequence_lengths)) == {int}

@@ -1,4 +1,4 @@
-"""Importing the package is cheap, and errors are what the contract says they are."""
+"""Imports are cheap, and errors have the classes of the contract."""
 
 import inspect
 import pickle
@@ -15,6 +15,34 @@ def test_importing_the_package_imports_neither_torch_nor_ray():
     code = "import sys, dataplane_core; print({'torch', 'ray', 'tensordict'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
+
+
+NEED_TENSORS = [
+    "from dataplane_core import InMemoryDataPlaneClient",
+    "from dataplane_core import StreamingDataLoader",
+    "from dataplane_core import save_partition",
+    "import dataplane_core.key_value",
+    "import dataplane_core.testing",
+    "dataplane_core.build_data_plane_client({'enabled': True, 'impl': 'in_memory'})",
+]
+
+
+def test_missing_tensors_extra_is_named():
+    program = """
+import sys
+sys.modules["torch"] = None  # as if not installed
+import dataplane_core
+for line in sys.argv[1:]:
+    try:
+        exec(line)
+    except ImportError as error:
+        print(error)
+"""
+    command = [sys.executable, "-c", program, *NEED_TENSORS]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    messages = done.stdout.splitlines()
+    assert len(messages) == len(NEED_TENSORS)
+    assert all("'torch'" in each and "dataplane-core[tensors]" in each for each in messages)
 
 
 def test_every_public_name_exists_and_is_listed_in_order():

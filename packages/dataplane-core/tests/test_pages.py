@@ -1,4 +1,7 @@
-"""Buffers are used again, and never while something refers to them."""
+"""Buffers are reused, but never while something refers to them.
+
+Imports internals: which memory is used again no tensor shows.
+"""
 
 import gc
 
@@ -6,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from dataplane_core import pages
+from dataplane_core.tensors import pages  # noqa: TID251
 
 MIB = 1 << 20
 
@@ -35,14 +38,14 @@ def test_a_buffer_is_used_again_once_nothing_refers_to_it():
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, MIB - 1, MIB, 2 * MIB + 1, 100 * MIB + 5])
-def test_a_buffer_has_the_size_asked_for_and_is_writable(nbytes):
+def test_buffer_has_the_requested_size_and_is_writable(nbytes):
     buffer = pages.empty(nbytes)
     assert (buffer.shape, buffer.dtype) == ((nbytes,), np.uint8)
     buffer[-1:] = 1
 
 
 def test_no_more_than_the_limit_is_kept(monkeypatch):
-    monkeypatch.setattr(pages, "MOST_IDLE", 8 * MIB)
+    monkeypatch.setattr(pages, "MAX_IDLE_BYTES", 8 * MIB)
     buffers = [pages.empty(size * MIB) for size in (2, 4, 2, 20, 4)]
     while buffers:
         buffers.pop()

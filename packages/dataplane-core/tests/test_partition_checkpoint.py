@@ -1,4 +1,4 @@
-"""A partition comes back as it was saved, or a clear error and nothing at all."""
+"""A restore returns the partition as it was saved, or raises and leaves nothing."""
 
 import os
 import random
@@ -19,13 +19,13 @@ from hypothesis import strategies as st
 from dataplane_core import (
     CapacityExceeded,
     CheckpointError,
-    DataPlaneError,
     InMemoryDataPlaneClient,
     InvalidRequestError,
     PartitionNotFoundError,
     UnsupportedError,
+    restore_partition,
+    save_partition,
 )
-from dataplane_core.partition_checkpoint import restore_partition, save_partition
 from dataplane_core.testing.storage import DTYPES, batch, jagged, objects, same_bits
 
 
@@ -34,8 +34,8 @@ def store(**config) -> InMemoryDataPlaneClient:
 
 
 def state_of(client: InMemoryDataPlaneClient, name: str = "train") -> Any:
-    """All that can be seen of a partition; what is leased or assigned counts as not claimed."""
-    [summary] = [found for found in client.list_partitions() if found.partition_id == name]
+    """Return the observable state of a partition; leased and assigned samples are unclaimed."""
+    [summary] = [each for each in client.list_partitions() if each.partition_id == name]
     samples = []
     for sample in client.list_samples(name, limit=10_000):
         values = {}
@@ -47,8 +47,8 @@ def state_of(client: InMemoryDataPlaneClient, name: str = "train") -> Any:
                 values[field] = (str(row.dtype), tuple(row.shape), raw)
             else:
                 values[field] = repr(row.data)
-        settled = {task: how == "settled" for task, how in sample.tasks.items()}
-        samples.append((sample.sample_id, values, repr(sample.tags), settled))
+        acknowledged = {task: how == "acknowledged" for task, how in sample.tasks.items()}
+        samples.append((sample.sample_id, values, repr(sample.tags), acknowledged))
     declared = [field.name for field in summary.fields if field.declared]
     kinds = {field.name: field.kind for field in summary.fields if field.written}
     return declared, kinds, summary.group_size, samples
@@ -66,7 +66,7 @@ def filled(**config) -> InMemoryDataPlaneClient:
     return client
 
 
-def settle(client: InMemoryDataPlaneClient, task: str, count: int) -> None:
+def acknowledge(client: InMemoryDataPlaneClient, task: str, count: int) -> None:
     meta = client.claim_meta("train", task, ["x"], count, blocking=False)
     if "lease" in meta.extra_info:
         client.acknowledge(meta)
@@ -74,8 +74,8 @@ def settle(client: InMemoryDataPlaneClient, task: str, count: int) -> None:
 
 def test_a_restored_partition_is_the_one_that_was_saved(tmp_path: Path):
     client = filled()
-    settle(client, "train", 3)
-    settle(client, "logprob", 5)
+    acknowledge(client, "train", 3)
+    acknowledge(client, "logprob", 5)
     save_partition(client, "train", tmp_path / "p", batch=3)
     target = store()
     assert restore_partition(target, tmp_path / "p") == 9
@@ -83,18 +83,18 @@ def test_a_restored_partition_is_the_one_that_was_saved(tmp_path: Path):
     assert sorted(os.listdir(tmp_path)) == ["p"]
 
 
-def test_it_can_come_back_under_another_name_beside_the_first(tmp_path: Path):
+def test_partition_can_be_restored_under_another_name(tmp_path: Path):
     client = filled()
-    settle(client, "train", 3)
+    acknowledge(client, "train", 3)
     save_partition(client, "train", tmp_path / "p")
     restore_partition(client, tmp_path / "p", "again")
     assert state_of(client, "again") == state_of(client)
 
 
 @pytest.mark.parametrize("lease", [{}, {"claim_lease_s": 1000.0}])
-def test_settled_samples_stay_settled_and_leased_ones_come_back_unclaimed(tmp_path: Path, lease):
+def test_restore_keeps_acknowledgements_but_not_leases(tmp_path: Path, lease):
     client = filled(claim_lease_s=1000.0)
-    settle(client, "train", 2)
+    acknowledge(client, "train", 2)
     client.claim_meta("train", "train", ["x"], 2)
     save_partition(client, "train", tmp_path / "p")
     target = store(**lease)
@@ -118,7 +118,7 @@ def test_a_blocking_claim_knows_how_many_samples_are_still_to_come(tmp_path: Pat
     assert target.claim_meta("train", "train", ["x"], 100).size == 10
 
 
-def test_groups_come_back_as_groups_also_when_part_of_one_was_settled(tmp_path: Path):
+def test_restore_keeps_partly_acknowledged_groups(tmp_path: Path):
     client = store()
     client.register_partition("train", ["x"], 5, ["train"], grpo_group_size=2)
     ids = ["a_g0", "a_g1", "b_g0", "b_g1", "c_g0"]
@@ -133,15 +133,6 @@ def test_groups_come_back_as_groups_also_when_part_of_one_was_settled(tmp_path: 
         target.claim_meta("train", "train", ["x"], 3)
     assert target.claim_meta("train", "train", ["x"], 2).sample_ids == ids[2:4]
     assert target.claim_meta("train", "train", ["x"], 2).sample_ids == ["c_g0"]
-
-
-def test_an_empty_partition_can_be_saved(tmp_path: Path):
-    client = store()
-    client.register_partition("train", ["x"], 4, ["train"])
-    save_partition(client, "train", tmp_path / "p")
-    target = store()
-    assert restore_partition(target, tmp_path / "p") == 0
-    assert state_of(target) == state_of(client)
 
 
 @pytest.mark.parametrize(
@@ -161,7 +152,7 @@ def test_every_dtype_keeps_its_bits(tmp_path: Path, dtype: torch.dtype):
     assert state_of(target) == state_of(client)
 
 
-def test_what_is_padded_is_the_same_after_a_restore(tmp_path: Path):
+def test_padding_is_the_same_after_a_restore(tmp_path: Path):
     rows = [torch.ones(1, 2), torch.ones(3, 2), torch.ones(0, 2)]
     with InMemoryDataPlaneClient() as first, InMemoryDataPlaneClient() as second:
         first.register_partition("train", [], 3, ["t"])
@@ -173,13 +164,13 @@ def test_what_is_padded_is_the_same_after_a_restore(tmp_path: Path):
         save_partition(first, "train", tmp_path / "p")
         restore_partition(second, tmp_path / "p")
         for ids in ("abc", "bc"):
-            found = [
+            reads = [
                 client.get_columns(list(ids), "train", ["tokens", "images", "turns"], width=4)
                 for client in (first, second)
             ]
-            assert all(columns["tokens"].shape == (len(ids), 4) for columns in found)
-            assert all(columns["turns"].shape == (len(ids), 2) for columns in found)
-            images = [columns["images"].unbind() for columns in found]
+            assert all(columns["tokens"].shape == (len(ids), 4) for columns in reads)
+            assert all(columns["turns"].shape == (len(ids), 2) for columns in reads)
+            images = [columns["images"].unbind() for columns in reads]
             assert [row.shape for row in images[0]] == [row.shape for row in images[1]]
 
 
@@ -215,21 +206,21 @@ sample = st.fixed_dictionaries(
     st.integers(0, 6),
     st.integers(0, 6),
 )
-def test_any_partition_survives_the_way_through_files(samples, size, settled, leased):
+def test_any_partition_survives_save_and_restore(samples, size, acknowledged, leased):
     client, target = store(claim_lease_s=1000.0), store()
     client.register_partition("train", ["x"], 9, ["train", "other"])
     for i, (fields, tags) in enumerate(samples):
-        made: dict[str, Any] = {}
+        values: dict[str, Any] = {}
         if "x" in fields:
-            made["x"] = torch.randn(1, *fields["x"])
+            values["x"] = torch.randn(1, *fields["x"])
         if "y" in fields:
-            made["y"] = torch.arange(fields["y"])[None]
+            values["y"] = torch.arange(fields["y"])[None]
         if "o" in fields:
-            made["o"] = objects(fields["o"])
+            values["o"] = objects(fields["o"])
         tags = {key: value for key, value in tags.items() if value != 2**64}
-        client.put_samples([f"s{i}"], "train", batch(1, **made), [_small(tags)])
-    if settled:
-        client.acknowledge(client.claim_meta("train", "train", [], settled, blocking=False))
+        client.put_samples([f"s{i}"], "train", batch(1, **values), [_small(tags)])
+    if acknowledged:
+        client.acknowledge(client.claim_meta("train", "train", [], acknowledged, blocking=False))
     if leased:
         client.claim_meta("train", "other", [], leased, blocking=False)
     with tempfile.TemporaryDirectory() as folder:
@@ -243,7 +234,7 @@ def _small(tags: dict[str, Any]) -> dict[str, Any]:
 
 
 def damage(folder: Path, how: str) -> str:
-    """Damage a checkpoint; the name of the file that the error has to name."""
+    """Damage a checkpoint; return the name of the damaged file."""
     name = "batch-000001.safetensors" if "manifest" not in how else "manifest.json"
     path = folder / name
     if how.startswith("missing"):
@@ -279,7 +270,7 @@ def test_a_damaged_checkpoint_is_one_error_that_names_the_file(tmp_path: Path, h
     assert target.list_partitions() == []
 
 
-def test_a_file_that_changes_during_the_restore_leaves_nothing_half_restored(tmp_path: Path):
+def test_file_changed_during_restore_leaves_nothing(tmp_path: Path):
     save_partition(filled(), "train", tmp_path / "p", batch=3)
 
     class Meddling(InMemoryDataPlaneClient):
@@ -293,7 +284,7 @@ def test_a_file_that_changes_during_the_restore_leaves_nothing_half_restored(tmp
     assert target.list_partitions() == []
 
 
-def test_a_store_too_small_is_an_error_and_holds_nothing_afterwards(tmp_path: Path):
+def test_restore_into_a_too_small_store_leaves_nothing(tmp_path: Path):
     save_partition(filled(), "train", tmp_path / "p", batch=3)
     target = store(storage_capacity=5, ack_timeout_ms=20)
     with pytest.raises(CapacityExceeded):
@@ -303,7 +294,7 @@ def test_a_store_too_small_is_an_error_and_holds_nothing_afterwards(tmp_path: Pa
     target.put_samples(list("abcde"), "other", batch(5, x=torch.ones(5)))
 
 
-def test_a_client_whose_claims_do_not_filter_is_refused_and_holds_nothing(tmp_path: Path):
+def test_restore_needs_claims_that_filter(tmp_path: Path):
     class Plain(InMemoryDataPlaneClient):
         def claim_meta(self, *args, where=(), **kwargs):
             return super().claim_meta(*args, **kwargs)
@@ -312,7 +303,7 @@ def test_a_client_whose_claims_do_not_filter_is_refused_and_holds_nothing(tmp_pa
     client.claim_meta("train", "train", ["extra"], 1, blocking=False)
     save_partition(client, "train", tmp_path / "p")
     target = Plain()
-    with pytest.raises(UnsupportedError, match="'s0' where 's3'"):
+    with pytest.raises(UnsupportedError, match="claimed 's0'; expected 's3'"):
         restore_partition(target, tmp_path / "p")
     assert target.list_partitions() == []
 
@@ -326,7 +317,7 @@ def test_a_partition_that_is_there_already_is_not_touched(tmp_path: Path):
     assert state_of(client) == before
 
 
-def test_what_is_not_there_is_an_error(tmp_path: Path):
+def test_missing_checkpoint_is_an_error(tmp_path: Path):
     with pytest.raises(CheckpointError, match="no such folder"):
         restore_partition(store(), tmp_path / "p")
     with pytest.raises(InvalidRequestError, match="'nowhere' is not registered; registered: 'tr"):
@@ -337,7 +328,7 @@ def test_what_is_not_there_is_an_error(tmp_path: Path):
         store().list_samples("train")
 
 
-def test_a_partition_that_changes_during_the_save_is_refused_and_the_old_one_stays(tmp_path: Path):
+def test_change_during_save_raises_and_keeps_the_old_checkpoint(tmp_path: Path):
     class Busy(InMemoryDataPlaneClient):
         def get_samples(self, sample_ids, partition_id, select_fields):
             self.put_samples([f"late-{random.random()}"], partition_id)
@@ -347,7 +338,7 @@ def test_a_partition_that_changes_during_the_save_is_refused_and_the_old_one_sta
     busy = Busy()
     busy.register_partition("train", ["x"], 9, [])
     busy.put_samples(["a"], "train", batch(1, x=torch.ones(1)))
-    with pytest.raises(CheckpointError, match="changed while it was saved"):
+    with pytest.raises(CheckpointError, match="changed during the save"):
         save_partition(busy, "train", tmp_path / "p")
     assert restore_partition(store(), tmp_path / "p") == 9
     assert os.listdir(tmp_path) == ["p"]
@@ -356,13 +347,13 @@ def test_a_partition_that_changes_during_the_save_is_refused_and_the_old_one_sta
 def test_a_folder_with_something_else_is_not_replaced(tmp_path: Path):
     (tmp_path / "p").mkdir()
     (tmp_path / "p" / "thesis.txt").write_text("years of work")
-    with pytest.raises(CheckpointError, match="is no checkpoint"):
+    with pytest.raises(CheckpointError, match="is not a checkpoint"):
         save_partition(filled(), "train", tmp_path / "p")
     assert (tmp_path / "p" / "thesis.txt").read_text() == "years of work"
     assert os.listdir(tmp_path) == ["p"]
 
 
-def test_a_full_disk_is_one_error_and_the_old_checkpoint_stays(tmp_path: Path):
+def test_full_disk_raises_and_keeps_the_old_checkpoint(tmp_path: Path):
     save_partition(filled(), "train", tmp_path / "p")
     done = run_script(FULL_DISK, tmp_path / "p", tmp_path)
     assert "cannot be written" in done.stdout
@@ -378,7 +369,7 @@ PREAMBLE = textwrap.dedent("""
     from tensordict import TensorDict
     from dataplane_core import InMemoryDataPlaneClient
     from dataplane_core import CheckpointError
-    from dataplane_core.partition_checkpoint import save_partition
+    from dataplane_core import save_partition
 
     client = InMemoryDataPlaneClient()
     client.register_partition("train", ["x"], 40, ["train"])
@@ -396,7 +387,7 @@ FULL_DISK = textwrap.dedent("""
 
 
 def run_script(text: str, folder: Path, place: Path, *args: str) -> subprocess.CompletedProcess:
-    """In a process of its own: forking one that has used torch can hang."""
+    """Run a separate process, because forking one that has used torch can hang."""
     script = place / "script.py"
     script.write_text(PREAMBLE + text)
     command = [sys.executable, str(script), str(folder), *args]
@@ -408,7 +399,7 @@ KILLED = textwrap.dedent("""
     import torch
     from tensordict import TensorDict
     from dataplane_core import InMemoryDataPlaneClient
-    from dataplane_core.partition_checkpoint import save_partition
+    from dataplane_core import save_partition
 
     def filled(generation):
         client = InMemoryDataPlaneClient()
@@ -477,8 +468,8 @@ def generation_in(folder: Path) -> float:
 
 
 @pytest.mark.slow
-def test_a_writer_killed_at_any_moment_leaves_one_whole_checkpoint(tmp_path: Path):
-    """Before each sync and rename in turn, and at random; the next save leaves nothing beside."""
+def test_killed_writer_leaves_a_complete_checkpoint(tmp_path: Path):
+    """Kill before each sync and rename, and at random; the next save leaves no other files."""
     script, place = tmp_path / "killed.py", tmp_path / "checkpoints"
     place.mkdir()
     script.write_text(KILLED)
@@ -486,8 +477,8 @@ def test_a_writer_killed_at_any_moment_leaves_one_whole_checkpoint(tmp_path: Pat
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=120, check=True)
     assert done.stdout.split() == [str(-signal.SIGKILL)] * 21
     # Five files and the folder are synced, then come the two renames and the last sync.
-    found = [generation_in(place / f"step{step}") for step in range(9)]
-    assert found == [0.0] * 8 + [1.0]
+    generations = [generation_in(place / f"step{step}") for step in range(9)]
+    assert generations == [0.0] * 8 + [1.0]
     assert all(generation_in(place / f"moment{number}") in (0.0, 1.0) for number in range(12))
     names = [f"step{step}" for step in range(9)] + [f"moment{number}" for number in range(12)]
     for name in names:
@@ -500,7 +491,7 @@ def test_two_writers_of_one_folder_do_not_mix(tmp_path: Path):
 
     class Nested(InMemoryDataPlaneClient):
         def list_samples(self, *args, **kwargs):
-            with pytest.raises(CheckpointError, match="another process writes it"):
+            with pytest.raises(CheckpointError, match="another process is writing it"):
                 save_partition(client, "train", tmp_path / "p")
             return super().list_samples(*args, **kwargs)
 
@@ -508,7 +499,3 @@ def test_two_writers_of_one_folder_do_not_mix(tmp_path: Path):
     nested.register_partition("train", [], 0, [])
     save_partition(nested, "train", tmp_path / "p")
     assert restore_partition(store(), tmp_path / "p") == 0
-
-
-def test_checkpoint_errors_are_data_plane_errors():
-    assert issubclass(CheckpointError, DataPlaneError)

@@ -1,4 +1,4 @@
-"""A client that knows nothing but the published contract serves what is built above clients."""
+"""Layers above clients work with a client of the published contract alone."""
 
 import asyncio
 import functools
@@ -6,15 +6,18 @@ import functools
 import torch
 from tensordict import TensorDict
 
-from dataplane_core import InMemoryDataPlaneClient
-from dataplane_core.async_client import AsyncDataPlaneClient
-from dataplane_core.streaming import StreamingDataLoader, StreamingDataset
+from dataplane_core import (
+    AsyncDataPlaneClient,
+    InMemoryDataPlaneClient,
+    StreamingDataLoader,
+    StreamingDataset,
+)
 
 IDS = ["a", "b", "c", "d"]
 
 
 class Published(InMemoryDataPlaneClient):
-    """Claims as the published contract has it, without keywords beyond it."""
+    """Client whose claims have the published keywords only."""
 
     def claim_meta(
         self,
@@ -57,10 +60,10 @@ def test_the_streaming_loader_is_fed_by_it():
             batch_size=2,
             timeout_s=20.0,
         )
-        found = []
+        claimed = []
         with StreamingDataLoader(dataset) as loader:
             for _, meta in loader:
-                found += meta.sample_ids
-                if len(found) == len(IDS):
+                claimed += meta.sample_ids
+                if len(claimed) == len(IDS):
                     break
-        assert sorted(found) == IDS
+        assert sorted(claimed) == IDS

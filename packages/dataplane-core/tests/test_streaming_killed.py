@@ -14,15 +14,14 @@ import pytest
 from remote_store import serving
 from streaming_parts import counts, leased, store
 
-from dataplane_core import InMemoryDataPlaneClient
-from dataplane_core.streaming import StreamingDataLoader, StreamingDataset
+from dataplane_core import InMemoryDataPlaneClient, StreamingDataLoader, StreamingDataset
 
 ATTACH = functools.partial(InMemoryDataPlaneClient, bootstrap=False)
 
 CONSUMER = """
 import functools, json, os, signal, sys
 import remote_store
-from dataplane_core.streaming import StreamingDataLoader, StreamingDataset
+from dataplane_core import StreamingDataLoader, StreamingDataset
 
 def main():
     setup = json.loads(sys.argv[1])
@@ -31,7 +30,7 @@ def main():
         required_fields=["x"], batch_size=3, timeout_s=20.0,
     )
     loader = StreamingDataLoader(
-        dataset, num_workers=setup["workers"], settle="commit", renew_every_s=0.1
+        dataset, num_workers=setup["workers"], acknowledge_on="commit", renew_every_s=0.1
     )
     path, trained, step = setup["path"], [], 0
     with loader:
@@ -85,14 +84,14 @@ def served(tmp_path: Path):
     [("before save", 0), ("between", 0), ("before commit", 2)],
 )
 @pytest.mark.slow
-def test_after_a_kill_the_committed_steps_saw_every_sample_exactly_once(served, die, workers):
+def test_killed_consumer_leaves_every_sample_committed_once(served, die, workers):
     client, run = served
     code, saved = run(workers=workers, die=die)
     assert code == -signal.SIGKILL
     trained = saved["trained"]
     assert len(trained) in (6, 12)
     # This process resumes: it knows nothing of the dead one but the file, as a new one would.
-    with StreamingDataLoader(dataset(ATTACH), settle="commit") as loader:
+    with StreamingDataLoader(dataset(ATTACH), acknowledge_on="commit") as loader:
         loader.load_state_dict(saved["loader"])
         for batch, meta in loader:
             assert batch["x"].tolist() == [float(i[1:]) for i in meta.sample_ids]
@@ -103,11 +102,13 @@ def test_after_a_kill_the_committed_steps_saw_every_sample_exactly_once(served, 
 
 
 @pytest.mark.slow
-def test_what_a_killed_rank_had_not_committed_reaches_one_that_still_iterates(served):
+def test_samples_of_a_killed_rank_reach_an_iterating_one(served):
     client, run = served
     with (
         ThreadPoolExecutor(1) as threads,
-        StreamingDataLoader(dataset(leased(1.0)), settle="commit", renew_every_s=0.1) as loader,
+        StreamingDataLoader(
+            dataset(leased(1.0)), acknowledge_on="commit", renew_every_s=0.1
+        ) as loader,
     ):
         killed = threads.submit(run, workers=0, die="between")
         while counts(client)[2] < 6:  # it commits two steps and dies in the third

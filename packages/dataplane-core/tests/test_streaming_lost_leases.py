@@ -1,4 +1,4 @@
-"""Whatever leases are lost, a loader delivers once and settles what a saved state has, no more."""
+"""Despite lost leases, a loader delivers once, and acknowledges samples of saved states only."""
 
 from __future__ import annotations
 
@@ -12,12 +12,23 @@ from hypothesis import strategies as st
 from streaming_parts import SETUP, counts, ids, leased, store
 from tensordict import TensorDict
 
-from dataplane_core import InMemoryDataPlaneClient, LeaseLostError, UnavailableError
-from dataplane_core.streaming import StreamingDataLoader, StreamingDataset
+from dataplane_core import (
+    InMemoryDataPlaneClient,
+    LeaseLostError,
+    StreamingDataLoader,
+    StreamingDataset,
+    UnavailableError,
+)
 
 
 def loader(
-    make_client=None, *, size=2, settle="commit", kind=StreamingDataset, timeout_s=20.0, **more
+    make_client=None,
+    *,
+    size=2,
+    acknowledge_on="commit",
+    kind=StreamingDataset,
+    timeout_s=20.0,
+    **more,
 ):
     dataset = kind(
         make_client or leased(),
@@ -27,30 +38,30 @@ def loader(
         batch_size=size,
         timeout_s=timeout_s,
     )
-    return StreamingDataLoader(dataset, settle=settle, renew_every_s=1000.0, **more)
+    return StreamingDataLoader(dataset, acknowledge_on=acknowledge_on, renew_every_s=1000.0, **more)
 
 
 def lose(client, place=0):
-    """End a claim, by default the oldest, as if its lease had run out."""
+    """End a claim, by default the oldest, as if its lease had expired."""
     claims = client.list_claims("p")
     if claims:
         client.end_claim("p", claims[place % len(claims)].claim, expired_only=False)
 
 
-def test_what_is_done_in_no_saved_state_is_not_settled_when_it_comes_back():
+def test_unsaved_done_samples_are_not_acknowledged():
     client = store(4)
     with loader() as trained:
         assert len(ids(trained)) == 4
         lose(client)
         assert ids(trained) == []
         assert counts(client) == (0, 4, 0)
-    with loader() as restarted:  # from no state
+    with loader() as restarted:  # without a saved state
         assert len(ids(restarted)) == 4
     assert counts(client) == (4, 0, 0)
 
 
 @pytest.mark.parametrize("saved", ["before", "after"])
-def test_what_came_back_is_settled_by_the_commit_whose_state_names_it(saved):
+def test_reclaimed_samples_are_acknowledged_by_their_commit(saved):
     client = store(4)
     with loader() as trained:
         assert len(ids(trained)) == 4
@@ -66,7 +77,7 @@ def test_what_came_back_is_settled_by_the_commit_whose_state_names_it(saved):
         assert counts(client) == (0, 0, 4)
 
 
-def test_of_a_claim_that_came_back_a_commit_settles_no_more_than_its_state_names():
+def test_commit_acknowledges_only_samples_of_its_state():
     client = store(4)
     with loader(leased(1.0)) as trained:
         batches = iter(trained)
@@ -87,7 +98,7 @@ def test_of_a_claim_that_came_back_a_commit_settles_no_more_than_its_state_names
         assert counts(client) == (0, 0, 4)
 
 
-def test_a_commit_in_one_partition_settles_nothing_in_the_next_of_the_same_names():
+def test_commit_acknowledges_nothing_in_the_next_partition():
     client = store(2)
     client.register_partition("q", ["x"], 2, ["a"])
     fields = TensorDict({"x": torch.zeros(2)}, [2])
@@ -98,11 +109,11 @@ def test_a_commit_in_one_partition_settles_nothing_in_the_next_of_the_same_names
         trained.commit()
         trained.next_partition("q")
         assert len(ids(trained)) == 2
-        trained.commit()  # of no state that has them
+        trained.commit()  # no saved state has them
         assert client.count_samples("q", "a", ["x"]).acknowledged == 0
 
 
-def test_a_sample_that_is_done_is_not_delivered_again_in_the_same_iteration():
+def test_done_sample_is_not_delivered_again():
     client = store(6)
     with loader() as trained:
         batches = iter(trained)
@@ -119,7 +130,7 @@ def test_a_sample_that_is_done_is_not_delivered_again_in_the_same_iteration():
 
 
 @pytest.mark.parametrize("collated", [False, True])
-def test_of_a_batch_that_is_done_in_part_the_rest_is_delivered(collated):
+def test_partly_done_batch_delivers_the_rest(collated):
     client = store(5)
     collate = (lambda batch, meta: (batch, meta)) if collated else None
     with loader(collate=collate) as trained:
@@ -131,13 +142,13 @@ def test_of_a_batch_that_is_done_in_part_the_rest_is_delivered(collated):
         batch, rest = next(batches)
         assert (rest.sample_ids, batch["x"].tolist()) == (["s02"], [2.0])
         batches.close()
-        assert counts(client) == (3, 2, 0)  # what was in hand was given back, not what is done
+        assert counts(client) == (3, 2, 0)  # the current batch was released, done samples were not
         assert ids(trained) == ["s02", "s03", "s04"]
 
 
 def test_a_part_of_a_batch_can_be_acknowledged_before_the_rest():
     client = store(4)
-    with loader(settle="next") as trained:
+    with loader(acknowledge_on="next") as trained:
         batches = iter(trained)
         _, first = next(batches)
         trained.ack(first.slice(0, 1))
@@ -146,7 +157,7 @@ def test_a_part_of_a_batch_can_be_acknowledged_before_the_rest():
         assert counts(client) == (0, 2, 2)
 
 
-def test_a_loader_that_goes_back_to_an_older_state_delivers_what_was_done_after_it():
+def test_older_state_delivers_later_samples_again():
     client = store(4)
     with loader() as trained:
         batches = iter(trained)
@@ -164,7 +175,7 @@ def test_a_loader_that_goes_back_to_an_older_state_delivers_what_was_done_after_
 
 
 class Losing(StreamingDataset):
-    """Loses the lease of the first claim of a round after it was fetched."""
+    """Dataset that loses the first lease of a round after the fetch."""
 
     def batches(self, client, claimed, **options):
         for number, (batch, meta) in enumerate(super().batches(client, claimed, **options)):
@@ -173,7 +184,7 @@ class Losing(StreamingDataset):
             yield batch, meta
 
 
-def test_what_is_lost_before_it_could_be_settled_is_settled_when_it_comes_again():
+def test_lost_done_samples_are_acknowledged_when_reclaimed():
     client = store(4)
     with loader() as trained:
         batches = iter(trained)
@@ -186,7 +197,7 @@ def test_what_is_lost_before_it_could_be_settled_is_settled_when_it_comes_again(
 
 
 class Overtaken(StreamingDataset):
-    """Another consumer trains on each batch before its turn has come."""
+    """Dataset whose batches another consumer trains on before their turn."""
 
     def batches(self, client, claimed, **options):
         for batch, meta in super().batches(client, claimed, **options):
@@ -196,17 +207,17 @@ class Overtaken(StreamingDataset):
             yield batch, meta
 
 
-@pytest.mark.parametrize("settle", ["next", "commit"])
-def test_a_batch_whose_lease_was_lost_before_its_turn_is_not_delivered(settle):
+@pytest.mark.parametrize("acknowledge_on", ["next", "commit"])
+def test_batch_that_lost_its_lease_is_not_delivered(acknowledge_on):
     client = store(4)
-    with loader(kind=Overtaken, settle=settle) as trained:
+    with loader(kind=Overtaken, acknowledge_on=acknowledge_on) as trained:
         assert ids(trained) == []
         assert trained.state_dict()["done"] == []
     assert counts(client) == (0, 0, 4)
 
 
 class Interrupted(StreamingDataset):
-    """Stops at the first claim, which is lost, and goes on when it is asked again."""
+    """Dataset that stops at its first claim, which is lost, and continues at the next call."""
 
     stopped = False
 
@@ -220,10 +231,10 @@ class Interrupted(StreamingDataset):
             yield batch, meta
 
 
-@pytest.mark.parametrize("settle", ["next", "commit"])
-def test_what_was_lost_before_its_turn_is_claimed_again(settle):
+@pytest.mark.parametrize("acknowledge_on", ["next", "commit"])
+def test_batch_lost_before_its_turn_is_claimed_again(acknowledge_on):
     client = store(4)
-    with loader(kind=Interrupted, settle=settle, size=4) as trained:
+    with loader(kind=Interrupted, acknowledge_on=acknowledge_on, size=4) as trained:
         assert ids(trained) == ["s00", "s01", "s02", "s03"]
         trained.state_dict()
         trained.commit()
@@ -231,7 +242,7 @@ def test_what_was_lost_before_its_turn_is_claimed_again(settle):
 
 
 class Hopeless(StreamingDataset):
-    """Loses every lease."""
+    """Dataset that loses every lease."""
 
     def batches(self, client, claimed, **options):
         for batch, meta in super().batches(client, claimed, **options):
@@ -250,7 +261,7 @@ def test_a_loader_that_loses_every_batch_says_so():
 
 
 class Clearing(StreamingDataset):
-    """A sample of each batch is cleared before its turn has come."""
+    """Dataset of which a sample per batch is cleared before its turn."""
 
     def batches(self, client, claimed, **options):
         for batch, meta in super().batches(client, claimed, **options):
@@ -258,32 +269,32 @@ class Clearing(StreamingDataset):
             yield batch, meta
 
 
-def test_of_a_batch_in_which_a_sample_was_cleared_the_rest_is_delivered():
+def test_batch_with_a_cleared_sample_delivers_the_rest():
     client = store(4)
     with loader(kind=Clearing) as trained:
-        found = [(batch["x"].tolist(), meta.sample_ids) for batch, meta in trained]
-        assert found == [([1.0], ["s01"]), ([3.0], ["s03"])]
+        delivered = [(batch["x"].tolist(), meta.sample_ids) for batch, meta in trained]
+        assert delivered == [([1.0], ["s01"]), ([3.0], ["s03"])]
         trained.state_dict()
         trained.commit()
     assert counts(client) == (0, 0, 2)
 
 
 class Away(InMemoryDataPlaneClient):
-    """Cannot be reached for a renewal."""
+    """Client that is unavailable for renewals."""
 
     def renew(self, meta):
         raise UnavailableError("away")
 
 
-def test_a_batch_is_delivered_while_the_store_cannot_say_whether_it_is_held():
+def test_batch_is_delivered_while_the_store_is_unavailable():
     client = store(4)
     away = functools.partial(Away, {**SETUP, "claim_lease_s": 1000.0}, bootstrap=False)
-    with loader(away, settle="next") as trained:
+    with loader(away, acknowledge_on="next") as trained:
         assert ids(trained) == ["s00", "s01", "s02", "s03"]
     assert counts(client) == (0, 0, 4)
 
 
-def test_a_sample_withdrawn_after_its_training_costs_no_other_its_commit():
+def test_sample_withdrawn_after_training_spares_the_commit():
     client = store(8)
     with loader(leased(1.0), size=4) as trained:
         assert len(ids(trained)) == 8
@@ -295,10 +306,10 @@ def test_a_sample_withdrawn_after_its_training_costs_no_other_its_commit():
         trained.commit()
 
 
-@pytest.mark.parametrize("settle", ["next", "commit"])
-def test_of_a_batch_in_hand_what_was_not_withdrawn_is_marked_as_done(settle):
+@pytest.mark.parametrize("acknowledge_on", ["next", "commit"])
+def test_rest_of_a_batch_is_done_after_a_withdrawal(acknowledge_on):
     client = store(4)
-    with loader(settle=settle, size=4) as trained:
+    with loader(acknowledge_on=acknowledge_on, size=4) as trained:
         batches = iter(trained)
         _, meta = next(batches)
         client.withdraw_samples(["s01"], "p")
@@ -311,7 +322,7 @@ def test_of_a_batch_in_hand_what_was_not_withdrawn_is_marked_as_done(settle):
 
 
 class Late(StreamingDataset):
-    """Reports claims once more when they are over, as a worker's report may come."""
+    """Dataset that reports claims again after they ended, like a late worker's report."""
 
     def batches(self, client, claimed, **options):
         metas = []
@@ -322,17 +333,17 @@ class Late(StreamingDataset):
             claimed(meta)
 
 
-def test_a_report_that_comes_too_late_hides_no_consumer_that_died():
+def test_late_report_hides_no_dead_consumer():
     client = store(8)
     dead = leased(1.0)().claim_meta("p", "a", ["x"], 4)
-    with loader(settle="next", kind=Late) as alive:
+    with loader(acknowledge_on="next", kind=Late) as alive:
         got = ids(alive)
     assert sorted(got) == [f"s{i:02d}" for i in range(8)]
     assert set(got[-4:]) == {*dead.sample_ids}
     assert counts(client) == (0, 0, 8)
 
 
-def test_a_lease_that_another_has_now_is_not_counted_as_ones_own():
+def test_lease_taken_by_another_is_not_counted():
     client = store(4)
     with loader() as trained:
         batches = iter(trained)
@@ -344,7 +355,7 @@ def test_a_lease_that_another_has_now_is_not_counted_as_ones_own():
         assert len(ids(batches)) == 2
         assert counts(client) == (0, 4, 0)
         trained.state_dict()
-        trained.commit()  # of what came back from who died, too
+        trained.commit()  # also samples of the dead consumer
     assert counts(client) == (0, 0, 4)
 
 
@@ -358,7 +369,7 @@ STEPS = st.lists(
 
 
 @given(steps=STEPS)
-def test_the_steps_of_the_newest_saved_state_saw_every_sample_once_whatever_was_lost(steps):
+def test_saved_steps_saw_every_sample_once_despite_losses(steps):
     client = store(12)
     first = loader(size=3)
     batches, trained, saved = iter(first), [], ([], first.state_dict())
@@ -371,7 +382,7 @@ def test_the_steps_of_the_newest_saved_state_saw_every_sample_once_whatever_was_
         elif step == "save":
             saved = list(trained), first.state_dict()
         elif step == "commit":
-            # What was lost is in a saved state: it comes back here and is settled then.
+            # The lost samples are in a saved state: they are claimed here and acknowledged.
             with contextlib.suppress(LeaseLostError):
                 first.commit()
         elif step == "lose":

@@ -1,4 +1,7 @@
-"""What a live rank holds, or what waits for it, is its own; what a dead one leaves is delivered."""
+"""A live rank retains its samples; those of a dead rank are delivered to the others.
+
+Imports internals: looks for signs of life are hooked, so that ranks die between two of them.
+"""
 
 from __future__ import annotations
 
@@ -11,57 +14,51 @@ from itertools import chain
 import pytest
 from streaming_parts import SETUP, counts, ids, leased, store
 
-from dataplane_core import ClaimTimeoutError, InMemoryDataPlaneClient
+from dataplane_core import (
+    ClaimTimeoutError,
+    InMemoryDataPlaneClient,
+    StreamingDataLoader,
+    StreamingDataset,
+)
 from dataplane_core.declaration import PartitionDeclaration
-from dataplane_core.lease_watch import LeaseWatch
 from dataplane_core.ledger import ClaimRequest, Ledger
-from dataplane_core.ledger.inspect import shares
-from dataplane_core.streaming import StreamingDataLoader, StreamingDataset
+from dataplane_core.ledger.inspect import assignments
+from dataplane_core.streaming.lease_watch import LeaseWatch  # noqa: TID251
 from dataplane_core.testing.claims import put
 
 PATIENCE_S = 20.0
 
 
-def loader(make_client, *, size=2, timeout_s=PATIENCE_S, renew_every_s=0.05, settle="commit", **of):
+def loader(
+    make_client, *, size=2, timeout_s=PATIENCE_S, renew_every_s=0.05, acknowledge_on="commit", **of
+):
     return StreamingDataLoader(
         StreamingDataset(
             make_client, "p", "a", required_fields=["x"], batch_size=size, timeout_s=timeout_s, **of
         ),
-        settle=settle,
+        acknowledge_on=acknowledge_on,
         renew_every_s=renew_every_s,
     )
 
 
-def test_what_is_drawn_for_a_dead_rank_comes_to_ranks_that_commit_after_their_loops():
-    client = store(6)
+@pytest.mark.parametrize("count", [6, 5], ids=["even", "the last ones"])
+def test_samples_assigned_to_a_dead_rank_reach_live_ranks(count):
+    client = store(count)
     with (
-        loader(leased(1.0), size=1, dp_rank=0, dp_world=3) as one,
-        loader(leased(1.0), size=1, dp_rank=1, dp_world=3) as other,
+        loader(leased(1.0), size=1, dp_rank=1, dp_world=3) as first,
+        loader(leased(1.0), size=1, dp_rank=2, dp_world=3) as second,
         ThreadPoolExecutor(2) as threads,
     ):
-        found = [threads.submit(ids, rank) for rank in (one, other)]
-        trained = sorted(chain(*(rank.result() for rank in found)))
-        assert trained == [f"s{i:02d}" for i in range(6)]
-        for rank in (one, other):
+        running = [threads.submit(ids, rank) for rank in (first, second)]
+        trained = sorted(chain(*(rank.result(PATIENCE_S) for rank in running)))
+        assert trained == [f"s{i:02d}" for i in range(count)]
+        for rank in (first, second):
             rank.state_dict()
             rank.commit()
-    assert counts(client) == (0, 0, 6)
+    assert counts(client) == (0, 0, count)
 
 
-def test_the_last_samples_are_not_drawn_for_a_dead_rank_for_ever():
-    client = store(5)
-    with (
-        loader(leased(1.0), size=1, dp_rank=1, dp_world=3) as one,
-        loader(leased(1.0), size=1, dp_rank=2, dp_world=3) as other,
-        ThreadPoolExecutor(2) as threads,
-    ):
-        found = [threads.submit(ids, rank) for rank in (one, other)]
-        trained = sorted(chain(*(rank.result(PATIENCE_S) for rank in found)))
-        assert trained == [f"s{i:02d}" for i in range(5)]
-    assert counts(client) == (5, 0, 0)
-
-
-def test_a_rank_that_is_ahead_ends_beside_live_ranks_that_work_their_shares_off():
+def test_fast_rank_ends_while_slow_ranks_are_live():
     store(600)
     ended = threading.Event()
 
@@ -85,29 +82,29 @@ def test_a_rank_that_is_ahead_ends_beside_live_ranks_that_work_their_shares_off(
         ThreadPoolExecutor(3) as threads,
     ):
         late = [threads.submit(slow, rank) for rank in (second, third)]
-        early = threads.submit(fast, first)
-        got = [early.result(), *(rank.result() for rank in late)]
+        first_rank = threads.submit(fast, first)
+        got = [first_rank.result(), *(rank.result() for rank in late)]
     assert [len(each) for each in got] == [200, 200, 200]
     assert len(set(chain(*got))) == 600
 
 
 @pytest.fixture
 def looks(monkeypatch):
-    """Functions to call before each look for signs of life, and after each with what it found."""
-    hooks = {"before": lambda: None, "after": lambda found: None}
+    """Return hooks that run before each check of live ranks, and after it with the result."""
+    hooks = {"before": lambda: None, "after": lambda is_live: None}
     all_live = LeaseWatch.all_live
 
     def look(watch):
         hooks["before"]()
-        found = all_live(watch)
-        hooks["after"](found)
-        return found
+        is_live = all_live(watch)
+        hooks["after"](is_live)
+        return is_live
 
     monkeypatch.setattr(LeaseWatch, "all_live", look)
     return hooks
 
 
-def test_a_rank_that_dies_while_another_trains_on_a_batch_is_waited_for(looks):
+def test_rank_waits_for_one_that_died_during_its_batch(looks):
     client = store(6)
     dying, live = leased(3.0)(), leased(1000.0)()
     held = dying.claim_meta("p", "a", ["x"], 2)
@@ -117,10 +114,10 @@ def test_a_rank_that_dies_while_another_trains_on_a_batch_is_waited_for(looks):
         dying.renew(held)
         live.renew(other)
 
-    def after(found):
-        if found:
+    def after(is_live):
+        if is_live:
             looks["before"] = lambda: None
-            looks["after"] = lambda found: None
+            looks["after"] = lambda is_live: None
             live.release(other)
 
     looks.update(before=before, after=after)
@@ -132,41 +129,41 @@ def test_a_rank_that_dies_while_another_trains_on_a_batch_is_waited_for(looks):
     assert counts(client) == (6, 0, 0)
 
 
-def test_a_rank_that_dies_while_another_waits_is_waited_for(looks):
+def test_rank_waits_for_one_that_died_during_its_wait(looks):
     client = store(6)
     dying, silent = leased(3.0)(), leased(1000.0)()
     held = dying.claim_meta("p", "a", ["x"], 2)
     other = silent.claim_meta("p", "a", ["x"], 2)
-    told = []
+    answers = []
 
     def before():
-        if len(told) < 6:
+        if len(answers) < 6:
             dying.renew(held)
 
-    def after(found):
-        told.append(found)
-        if len(told) == 6:
+    def after(is_live):
+        answers.append(is_live)
+        if len(answers) == 6:
             silent.acknowledge(other)
 
     looks.update(before=before, after=after)
     with loader(leased(1000.0)) as alive:
         assert ids(alive) == ["s04", "s05", *held.sample_ids]
-    assert told[:6] == [False] * 6
+    assert answers[:6] == [False] * 6
     assert counts(client) == (4, 0, 2)
 
 
-def test_a_rank_that_waits_notices_what_comes_back_though_others_claim_more(looks):
+def test_waiting_rank_notices_released_samples(looks):
     client = store(4)
     silent, busy = leased(1000.0)(), leased(1000.0)()
     held = silent.claim_meta("p", "a", ["x"], 2)
-    told, later = [], []
+    answers, later = [], []
 
-    def after(found):
-        told.append(found)
-        if len(told) == 2:
+    def after(is_live):
+        answers.append(is_live)
+        if len(answers) == 2:
             put(client, "p", ["new0", "new1"])
             later.append(busy.claim_meta("p", "a", ["x"], 2))
-        elif len(told) == 4:
+        elif len(answers) == 4:
             silent.release(held)
 
     looks["after"] = after
@@ -179,7 +176,7 @@ def test_a_rank_that_waits_notices_what_comes_back_though_others_claim_more(look
     assert got == ["s02", "s03", *held.sample_ids]
 
 
-def test_a_claim_is_a_live_ones_if_renewed_or_made_by_a_rank_under_watch_and_so_is_a_share():
+def test_watch_distinguishes_live_from_dead_claims():
     store(9)
     client = leased(1000.0)()
 
@@ -188,30 +185,30 @@ def test_a_claim_is_a_live_ones_if_renewed_or_made_by_a_rank_under_watch_and_so_
         return client.claim_meta("p", "a", ["x"], 1, **more)
 
     def finds_all_live():
-        # A sign shortly after the first look may show at the next only.
+        # Activity shortly after the first check may show at the next check only.
         until = time.monotonic() + PATIENCE_S
         while not watch.all_live() and time.monotonic() < until:
             pass
         return watch.all_live()
 
     watch = LeaseWatch(client, "p", "a")
-    assert not any(watch.all_live() for _ in range(2))  # nobody is there
+    assert not any(watch.all_live() for _ in range(2))  # there is no claim
     held = [claim(0), claim(0), claim(0)]
-    client.acknowledge(claim(1))  # two wait for it
+    client.acknowledge(claim(1))  # two are assigned to it
     watch = LeaseWatch(client, "p", "a")
     assert not any(watch.all_live() for _ in range(2))
     for meta in held:
         client.renew(meta)
-    assert not any(watch.all_live() for _ in range(2))  # rank 1 gave no sign since
+    assert not any(watch.all_live() for _ in range(2))  # rank 1 was not active since
     held.append(claim(1))
     assert finds_all_live()
-    held.append(claim(1))  # nothing waits for it any more
+    held.append(claim(1))  # nothing is assigned to it any more
 
     watch = LeaseWatch(client, "p", "a")
     assert not any(watch.all_live() for _ in range(2))
     for meta in held[1:]:
         client.renew(meta)
-    # The first may be of a process that is gone, though its rank lives.
+    # The first claim may belong to a dead process of a live rank.
     assert not any(watch.all_live() for _ in range(2))
     client.renew(held[0])
     assert finds_all_live()
@@ -221,33 +218,36 @@ def test_a_claim_is_a_live_ones_if_renewed_or_made_by_a_rank_under_watch_and_so_
     assert finds_all_live()
 
 
-def test_without_leases_the_error_of_a_rank_names_the_ranks_that_it_waited_for():
+def test_timeout_without_leases_reports_assigned_samples():
     client = store(4)
     alone = functools.partial(InMemoryDataPlaneClient, SETUP, bootstrap=False)
-    with loader(alone, dp_rank=0, dp_world=2, timeout_s=0.1, settle="next") as rank:
+    with loader(alone, dp_rank=0, dp_world=2, timeout_s=0.1, acknowledge_on="next") as rank:
         batches = iter(rank)
         next(batches)
-        with pytest.raises(ClaimTimeoutError, match="2 samples still wait for") as caught:
+        with pytest.raises(
+            ClaimTimeoutError, match="2 samples are still assigned to data-parallel ranks"
+        ) as caught:
             next(batches)
-        assert "the data-parallel ranks that they were drawn for" in str(caught.value)
         assert "reset_consumption" in str(caught.value)
         assert "leased" not in str(caught.value)
         client.register_partition("p", ["x"], 4, ["a"])
     assert client.claim_meta("p", "a", ["x"], 4, blocking=False).size == 2
 
 
-def test_leases_and_samples_that_wait_for_a_rank_are_told_apart():
+def test_timeout_counts_leased_and_assigned_apart():
     store(6)
     leased(1000.0)().claim_meta("p", "a", ["x"], 1)
-    with loader(leased(1000.0), dp_rank=0, dp_world=2, timeout_s=0.1, settle="next") as rank:
+    with loader(
+        leased(1000.0), dp_rank=0, dp_world=2, timeout_s=0.1, acknowledge_on="next"
+    ) as rank:
         batches = iter(rank)
         with pytest.raises(ClaimTimeoutError, match="1 are leased: 1 by") as caught:
             list(batches)
-        assert "2 wait for the data-parallel ranks" in str(caught.value)
+        assert "2 are assigned to data-parallel ranks" in str(caught.value)
         assert (caught.value.leased, caught.value.missing) == (1, 2)
 
 
-def test_of_little_that_came_back_from_a_rank_who_asks_gets_some_rather_than_nothing():
+def test_claiming_rank_gets_part_of_few_reopened_samples():
     ledger = Ledger(None)
     ledger.register(PartitionDeclaration.checked("p", ["x"], 0, ["a"]))
     book = ledger.partition("p")
@@ -261,17 +261,17 @@ def test_of_little_that_came_back_from_a_rank_who_asks_gets_some_rather_than_not
         return [row.sample_id for row in book.claim(request, now).rows]
 
     put_more("a", "b")
-    assert claim(2, 0.0) == []  # they are of ranks 0 and 1
+    assert claim(2, 0.0) == []  # they are assigned to ranks 0 and 1
     ledger.expire(10.0)
     assert claim(2, 10.0) == ["a"]
-    assert [each.rank for each in shares(book, 10.0)] == [1]
+    assert [each.rank for each in assignments(book, 10.0)] == [1]
     put_more("c")
     assert claim(2, 10.0) == []
     ledger.clear("p", ["a", "b", "c"], force=True)
-    assert book.tasks["a"].missed == set()
+    assert book.tasks["a"].assignments.missed == set()
 
 
-def test_a_share_tells_whose_it_is_and_when_its_rank_gave_a_sign_of_life():
+def test_assignment_summary_has_rank_and_activity():
     ledger = Ledger(None)
     ledger.register(PartitionDeclaration.checked("p", ["x"], 9, ["a"]))
     ticket = ledger.begin_put("p", [f"s{i:02d}" for i in range(9)], {"x": "torch.int64"})
@@ -281,18 +281,18 @@ def test_a_share_tells_whose_it_is_and_when_its_rank_gave_a_sign_of_life():
     def claim(rank, now):
         return book.claim(ClaimRequest("a", ("x",), 1, dp_rank=rank, dp_world=3, lease_s=10.0), now)
 
-    def told(now):
-        found = shares(book, now)
-        assert {(each.task, each.world) for each in found} <= {("a", 3)}
-        return {each.rank: (each.samples, each.expires_in_s, each.seen_s) for each in found}
+    def summaries(now):
+        current = assignments(book, now)
+        assert {(each.task, each.world) for each in current} <= {("a", 3)}
+        return {each.rank: (each.samples, each.expires_in_s, each.seen_s) for each in current}
 
     claim(0, 0.0)
     claim(0, 1.0)
-    assert told(2.0) == {1: (2, 8.0, None), 2: (2, 8.0, None)}
+    assert summaries(2.0) == {1: (2, 8.0, None), 2: (2, 8.0, None)}
     held = claim(1, 3.0)
-    assert told(4.0) == {1: (1, 9.0, 1.0), 2: (2, 6.0, None)}
+    assert summaries(4.0) == {1: (1, 9.0, 1.0), 2: (2, 6.0, None)}
     book.renew(held.token, [row.sample_id for row in held.rows], 5.0)
     claim(0, 6.0)
-    assert told(7.0) == {1: (2, 8.0, 2.0), 2: (3, 3.0, None)}
+    assert summaries(7.0) == {1: (2, 8.0, 2.0), 2: (3, 3.0, None)}
     ledger.expire(11.5)
-    assert told(11.5) == {1: (2, 3.5, 6.5), 2: (1, 4.5, None)}
+    assert summaries(11.5) == {1: (2, 3.5, 6.5), 2: (1, 4.5, None)}

@@ -1,4 +1,8 @@
-"""What a worker cannot hand over is an error of the loop, never a loop that waits for ever."""
+"""A batch that a worker cannot deliver raises in the loop; the loop never hangs.
+
+Imports internals: pinning is seen on what a worker delivers, as a machine without a GPU pins
+nothing.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +20,11 @@ from dataplane_core import (
     DeadlineExceededError,
     InvalidRequestError,
     KVBatchMeta,
+    StreamingDataLoader,
+    StreamingDataset,
 )
-from dataplane_core.streaming import StreamingDataLoader, StreamingDataset
-from dataplane_core.streaming_feed import Delivered
+from dataplane_core.streaming.feed import Delivered  # noqa: TID251
+from dataplane_core.tensors.rows import form_of, is_form_known
 
 pytestmark = pytest.mark.slow
 
@@ -35,65 +41,83 @@ def loader(make_client, *, timeout_s=30.0, kind=StreamingDataset, **more):
     return StreamingDataLoader(dataset, num_workers=1, **more)
 
 
-def test_a_batch_that_cannot_be_pickled_is_said_and_given_back(served):
+def test_batch_that_cannot_be_pickled_raises_and_is_released(served):
     client, make_client = served
     with (
-        loader(make_client, collate=unpicklable) as found,
+        loader(make_client, collate=unpicklable) as batches,
         pytest.raises(InvalidRequestError, match="4 samples, a function, cannot be pickled"),
     ):
-        list(found)
+        list(batches)
     assert counts(client) == (8, 0, 0)
 
 
 def test_an_error_that_cannot_be_pickled_is_said_in_words(served):
     _, make_client = served
     with (
-        loader(make_client, kind=Failing) as found,
+        loader(make_client, kind=Failing) as batches,
         pytest.raises(DataPlaneError, match="Local: the store's own reason"),
     ):
-        list(found)
+        list(batches)
 
 
-def test_a_worker_that_is_stuck_ends_the_loop_at_its_deadline(served):
+def test_a_batch_of_a_worker_keeps_the_forms_of_its_fields(served):
+    client, make_client = served
+    nested = torch.nested.nested_tensor(list(torch.ones(8, 5)), layout=torch.jagged)
+    names = sorted(client.claim_meta("p", "a", ["x"], 8).sample_ids)
+    client.put_samples(names, "p", TensorDict({"tokens": nested}, [8]))
+    client.register_partition("p", ["x", "tokens"], 8, ["b"])
+    fields = ["x", "tokens"]
+    dataset = StreamingDataset(make_client, "p", "b", required_fields=fields, batch_size=4)
+    with StreamingDataLoader(dataset, num_workers=1) as batches:
+        for delivered, meta in batches:
+            assert {name: form_of(delivered[name]) for name in fields} == {
+                "x": None,
+                "tokens": "ragged",
+            }
+            assert is_form_known(delivered["x"])
+            batches.ack(meta)
+
+
+def test_stuck_worker_ends_the_loop_at_its_deadline(served):
     _, make_client = served
     with (
-        loader(make_client, collate=stuck, timeout_s=2.0, batch_timeout_s=3.0) as found,
+        loader(make_client, collate=stuck, timeout_s=2.0, batch_timeout_s=3.0) as batches,
         pytest.raises(DeadlineExceededError, match="batch_timeout_s=3"),
     ):
-        list(found)
+        list(batches)
 
 
-def test_tensors_of_all_workers_arrive_whatever_the_order_in_which_they_end(served):
+def test_tensors_of_all_workers_arrive_in_any_order(served):
     client, make_client = served
     dataset = StreamingDataset(
         make_client, "p", "a", required_fields=["x"], batch_size=1, timeout_s=30.0
     )
-    with StreamingDataLoader(dataset, num_workers=2, collate=summed) as found:
-        got = [(float(value), *ids) for value, ids in found]
+    with StreamingDataLoader(dataset, num_workers=2, collate=summed) as batches:
+        got = [(float(value), *ids) for value, ids in batches]
     assert sorted(got) == [(float(i), f"s{i:02d}") for i in range(8)]
     assert counts(client) == (0, 0, 8)
 
 
-@pytest.mark.parametrize("settle", ["next", "commit"])
-def test_prefetching_loader_delivers_what_a_crashed_consumer_held(served, settle):
+@pytest.mark.parametrize("acknowledge_on", ["next", "commit"])
+def test_prefetching_loader_delivers_what_a_crashed_consumer_held(served, acknowledge_on):
     client, make_client = served
     leased(2.0)().claim_meta("p", "a", ["x"], 3)
     dataset = StreamingDataset(
         make_client, "p", "a", required_fields=["x"], batch_size=1, timeout_s=30.0
     )
-    with StreamingDataLoader(dataset, num_workers=1, settle=settle) as found:
-        got = ids(found)
-        if settle == "commit":
+    with StreamingDataLoader(dataset, num_workers=1, acknowledge_on=acknowledge_on) as batches:
+        got = ids(batches)
+        if acknowledge_on == "commit":
             assert not client.check_consumption_status("p", ["a"])
-            found.state_dict()
-            found.commit()
+            batches.state_dict()
+            batches.commit()
     assert sorted(got) == [f"s{i:02d}" for i in range(8)]
     assert client.check_consumption_status("p", ["a"])
 
 
 @pytest.fixture
 def is_pinned(monkeypatch):
-    """Whether a tensor's memory is pinned; without a GPU, whether torch was told to pin it."""
+    """Return a check for pinned memory; without a GPU, whether torch was called to pin it."""
     if torch.cuda.is_available():
         return torch.Tensor.is_pinned
     pinned = []
@@ -103,7 +127,7 @@ def is_pinned(monkeypatch):
         return pinned[-1]
 
     monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
-    return lambda tensor: any(tensor.data_ptr() == one.data_ptr() for one in pinned)
+    return lambda tensor: any(tensor.data_ptr() == each.data_ptr() for each in pinned)
 
 
 def test_a_batch_is_pinned_as_it_is_and_as_it_was_collated(is_pinned):

@@ -1,9 +1,8 @@
-"""What tests have the workers of a loader do; a worker imports it by name."""
+"""Functions that loader workers run in tests; a worker imports them by name."""
 
 import threading
 
-from dataplane_core import DataPlaneError
-from dataplane_core.streaming import StreamingDataset
+from dataplane_core import DataPlaneError, StreamingDataset
 
 
 def unpicklable(batch, meta):
@@ -19,7 +18,7 @@ def summed(batch, meta):
 
 
 class Local(DataPlaneError):
-    """An error that cannot be pickled."""
+    """Error that cannot be pickled."""
 
     def __reduce__(self):
         raise TypeError("not for pickling")

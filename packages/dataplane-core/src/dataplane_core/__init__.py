@@ -1,7 +1,6 @@
-"""The data-plane contract: configuration, metadata, client, errors, and a client in memory.
+"""The data-plane contract: configuration, metadata, client, errors, and an in-memory client.
 
-Importing this package imports neither torch nor ray: the names that need torch are loaded when they
-are first used.
+Importing this package imports neither torch nor ray: names that need torch load at first use.
 """
 
 from __future__ import annotations
@@ -9,7 +8,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
-from dataplane_core.client import Capabilities, DataPlaneClient, TaskCounts
+from dataplane_core.capabilities import Capabilities, TaskCounts
+from dataplane_core.client import DataPlaneClient
 from dataplane_core.config import DataPlaneConfig, ObservabilityConfig, validate_config
 from dataplane_core.errors import (
     CapacityExceeded,
@@ -34,11 +34,11 @@ from dataplane_core.errors import (
 from dataplane_core.factory import build_data_plane_client
 from dataplane_core.inspector import DataPlaneActions, DataPlaneInspector
 from dataplane_core.ledger import (
+    AssignmentSummary,
     ClaimSummary,
     FieldSummary,
     PartitionSummary,
     SampleState,
-    ShareSummary,
     StatePage,
     StorageSummary,
     TagFilter,
@@ -62,10 +62,10 @@ from dataplane_core.schema import (
 
 if TYPE_CHECKING:
     from dataplane_core.async_client import AsyncDataPlaneClient
+    from dataplane_core.checkpoint import restore_partition, save_partition
     from dataplane_core.in_memory import InMemoryDataPlaneClient
-    from dataplane_core.partition_checkpoint import restore_partition, save_partition
-    from dataplane_core.streaming import StreamingDataLoader
-    from dataplane_core.streaming_dataset import StreamingDataset
+    from dataplane_core.streaming import StreamingDataLoader, StreamingDataset
+
 
 __all__ = [
     "DP_TRAIN_FIELDS",
@@ -79,6 +79,7 @@ __all__ = [
     "MICRO_BATCH_LENGTHS",
     "ROUTED_EXPERTS_FIELD",
     "SAMPLE_MASK",
+    "AssignmentSummary",
     "AsyncDataPlaneClient",
     "Capabilities",
     "CapacityExceeded",
@@ -108,7 +109,6 @@ __all__ = [
     "SampleState",
     "SamplesLeasedError",
     "SchemaMismatchError",
-    "ShareSummary",
     "StatePage",
     "StorageSummary",
     "StreamingDataLoader",
@@ -130,9 +130,9 @@ _LAZY = {
     "AsyncDataPlaneClient": "async_client",
     "InMemoryDataPlaneClient": "in_memory",
     "StreamingDataLoader": "streaming",
-    "StreamingDataset": "streaming_dataset",
-    "restore_partition": "partition_checkpoint",
-    "save_partition": "partition_checkpoint",
+    "StreamingDataset": "streaming",
+    "restore_partition": "checkpoint",
+    "save_partition": "checkpoint",
 }
 
 

@@ -1,8 +1,8 @@
 """Checks of single arguments: names, counts, durations and flags.
 
-Every check returns the plain Python value, so that scalars of numpy and torch, subclasses and enums
-go no further than the boundary. What it refuses is named with what was found and what was expected.
-Needs neither numpy nor torch; their scalars are known by what they offer.
+Every check returns a plain Python value, so that scalars of numpy and torch, subclasses and enums
+stop at the boundary. An error names the argument, what was found and what was expected. The module
+imports neither numpy nor torch; it recognises their scalars by their attributes.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from __future__ import annotations
 import operator
 import reprlib
 from collections import Counter
-from collections.abc import KeysView, Mapping, Sequence
-from typing import Any  # Any: whatever a caller gives as an argument
+from collections.abc import Iterator, KeysView, Mapping, Sequence, Set
+from typing import Any  # Any: callers may pass any type
 
 from dataplane_core.errors import (
     DuplicateSampleError,
@@ -21,7 +21,10 @@ from dataplane_core.errors import (
 )
 
 MAX_INT = 2**63 - 1
-"""Largest integer argument: it has to fit the wire and the columns of a database."""
+"""Largest integer argument: it must fit the wire format and database columns."""
+
+MIN_INT = -(2**63)
+"""Smallest integer argument, for arguments that may be negative."""
 
 MAX_SECONDS = 1e8
 """Longest deadline, three years; beyond it the clocks of the operating system overflow."""
@@ -31,20 +34,20 @@ _brief.maxstring = _brief.maxother = _brief.maxlong = 60
 
 
 def shown(value: object) -> str:
-    """``value`` and its type for an error message: short, and safe if its repr raises."""
+    """Return ``value`` and its type as short text for an error message, even if its repr raises."""
     return f"{_brief.repr(value)} of type {type(value).__name__}"
 
 
 def refused(where: str, argument: str, value: object, expected: str) -> InvalidTypeError:
-    """The error that names an argument of a wrong type, what was found and what was expected."""
+    """Return the error of an argument of a wrong type, with what was found and expected."""
     return InvalidTypeError(f"{where}: {argument} is {shown(value)}; expected {expected}")
 
 
 def checked_name(where: str, argument: str, value: object, *, empty: bool = False) -> str:
-    """``value`` as a plain str without half a surrogate pair, not empty unless ``empty``.
+    """Return ``value`` as a plain str that UTF-8 can encode; it may be empty only with ``empty``.
 
     Raises:
-        InvalidRequestError: (a ValueError) it is nothing of that.
+        InvalidRequestError: (a ValueError) it is something else.
     """
     if not isinstance(value, str):
         raise refused(where, argument, value, "a str")
@@ -59,19 +62,19 @@ def checked_name(where: str, argument: str, value: object, *, empty: bool = Fals
 
 
 def checked_names(where: str, argument: str, value: object, *, empty: bool = False) -> list[str]:
-    """``value`` as a list of its own of plain names, each as `checked_name` has it.
+    """Return ``value`` as a new list of names, each checked as by `checked_name`.
 
     Args:
         where: names the call in the error.
         argument: names the argument.
         value: a list, a tuple, another sequence, the keys of a dict, or an array of one dimension.
-        empty: take empty names too.
+        empty: accept empty names too.
 
     Raises:
-        InvalidRequestError: (a ValueError) it is a single str, or has no order or no names.
+        InvalidRequestError: (a ValueError) it is a single str, is unordered, or has other items.
     """
     names: list[Any] = checked_items(where, argument, value, "a list of str")
-    # Looked at as a whole first: a put of many ids pays for one pass, not for a call each.
+    # The fast path checks all names at once: a put of many ids pays one pass, not a call per id.
     if set(map(type, names)) <= {str} and (empty or all(names)) and is_utf8("".join(names)):
         return names
     return [
@@ -80,7 +83,7 @@ def checked_names(where: str, argument: str, value: object, *, empty: bool = Fal
 
 
 def checked_distinct_ids(where: str, value: object) -> list[str]:
-    """Sample ids as `checked_names` has them, each once.
+    """Return distinct sample ids, checked as by `checked_names`.
 
     Raises:
         InvalidRequestError: (a ValueError) as `checked_names`.
@@ -96,54 +99,96 @@ def checked_distinct_ids(where: str, value: object) -> list[str]:
 
 
 def checked_int(
-    where: str, argument: str, value: object, *, least: int = 0, most: int = MAX_INT
+    where: str, argument: str, value: object, *, minimum: int = 0, maximum: int = MAX_INT
 ) -> int:
-    """``value`` as a plain int between ``least`` and ``most``.
+    """Return ``value`` as a plain int between ``minimum`` and ``maximum``.
 
-    Integers of numpy and torch are taken; a bool, a float or a str is not.
+    Integers of numpy and torch are accepted; a bool, a float or a str is not.
 
     Raises:
         InvalidRequestError: (a ValueError) it is something else, or out of bounds.
     """
-    expected = f"an int of at least {least}" if most == MAX_INT else f"an int of {least} to {most}"
+    expected = (
+        f"an int of at least {minimum}"
+        if maximum == MAX_INT
+        else f"an int of {minimum} to {maximum}"
+    )
+    if minimum == MIN_INT and maximum == MAX_INT:
+        expected = "an int of 64 bits"
     if isinstance(value, bool) or "bool" in str(getattr(value, "dtype", "")):
         raise refused(where, argument, value, expected)
     try:
         number = operator.index(value)  # type: ignore[arg-type]  # whatever it is
-    except (TypeError, ValueError, RuntimeError):  # torch raises any of them
+    except (TypeError, ValueError, RuntimeError):  # torch raises any of these
         raise refused(where, argument, value, expected) from None
-    if not least <= number <= most:
+    if not minimum <= number <= maximum:
         raise InvalidRequestError(
             f"{where}: {argument} is {_brief.repr(number)}; expected {expected}"
         )
     return number
 
 
-def checked_ints(where: str, argument: str, value: object, *, least: int = 0) -> list[int]:
-    """``value`` as a list of its own of plain ints, each as `checked_int` has it.
+def checked_ints(where: str, argument: str, value: object, *, minimum: int = 0) -> list[int]:
+    """Return ``value`` as a new list of plain ints, each checked as by `checked_int`.
 
     Args:
         where: names the call in the error.
         argument: names the argument.
         value: a list, another sequence, or an array or tensor of one dimension.
-        least: the smallest.
+        minimum: smallest value allowed.
 
     Raises:
-        InvalidRequestError: (a ValueError) one is something else or smaller; names its place.
+        InvalidRequestError: (a ValueError) an item is something else or smaller; names its index.
     """
     numbers: list[Any] = checked_items(where, argument, value, "a list of ints")
     if set(map(type, numbers)) <= {int} and (
-        not numbers or (least <= min(numbers) and max(numbers) <= MAX_INT)
+        not numbers or (minimum <= min(numbers) and max(numbers) <= MAX_INT)
     ):
         return numbers
     return [
-        checked_int(where, f"{argument}[{i}]", number, least=least)
+        checked_int(where, f"{argument}[{i}]", number, minimum=minimum)
         for i, number in enumerate(numbers)
     ]
 
 
+def checked_indices(where: str, value: object, rows: int) -> list[int]:
+    """Return ``value`` as a new list of row indices; negative ones count from the end.
+
+    Args:
+        where: names the call in the error.
+        value: as for `checked_ints`, or a set or an iterator.
+        rows: number of rows.
+
+    Returns:
+        The indices, each from 0 to ``rows - 1``.
+
+    Raises:
+        InvalidRequestError: (a ValueError) an index is not an int; neither 1.9 nor True is one.
+        IndexError: an index is outside the rows.
+    """
+    ordered = list(value) if isinstance(value, Set | Iterator) else value
+    indices = checked_ints(where, "indices", ordered, minimum=MIN_INT)
+    for index in indices:
+        if not -rows <= index < rows:
+            raise IndexError(f"{where}: index {index} outside a batch of {rows} samples")
+    return [index % rows for index in indices]
+
+
+def checked_slice(where: str, start: object, stop: object) -> slice:
+    """Return the slice ``[start, stop)`` with Python's rules; None leaves a side open.
+
+    Raises:
+        InvalidRequestError: (a ValueError) a bound is neither an int nor None.
+    """
+    start, stop = (
+        None if bound is None else checked_int(where, name, bound, minimum=MIN_INT)
+        for name, bound in (("start", start), ("stop", stop))
+    )
+    return slice(start, stop)
+
+
 def checked_seconds(where: str, argument: str, value: object) -> float:
-    """``value`` as a duration: an int or float from 0 to `MAX_SECONDS`, so no NaN or infinity.
+    """Return ``value`` as a duration in seconds, from 0 to `MAX_SECONDS`; NaN is refused.
 
     Raises:
         InvalidRequestError: (a ValueError) it is something else.
@@ -151,7 +196,7 @@ def checked_seconds(where: str, argument: str, value: object) -> float:
     number = scalar_of(value)
     if isinstance(number, bool) or not isinstance(number, int | float):
         raise refused(where, argument, value, "a number of seconds")
-    if not 0 <= number <= MAX_SECONDS:  # NaN compares to nothing
+    if not 0 <= number <= MAX_SECONDS:  # False for NaN
         raise InvalidRequestError(
             f"{where}: {argument} is {number}; expected 0 to {MAX_SECONDS:g} seconds"
         )
@@ -159,10 +204,10 @@ def checked_seconds(where: str, argument: str, value: object) -> float:
 
 
 def checked_bool(where: str, argument: str, value: object) -> bool:
-    """``value`` as a plain bool; numbers and text, whose truth says little, are refused.
+    """Return ``value`` as a plain bool; numbers and text are refused.
 
     Raises:
-        InvalidRequestError: (a ValueError) it is no bool, of Python, numpy or torch.
+        InvalidRequestError: (a ValueError) it is not a bool of Python, numpy or torch.
     """
     flag = scalar_of(value)
     if not isinstance(flag, bool):
@@ -171,21 +216,21 @@ def checked_bool(where: str, argument: str, value: object) -> bool:
 
 
 def scalar_of(value: Any) -> object:
-    """What a scalar of numpy or torch stands for; any other value as it is."""
+    """Return a scalar of numpy or torch as a Python value; return any other value unchanged."""
     if getattr(value, "ndim", None) != 0:
         return value
     try:
         scalar: object = value.item()
-    except (AttributeError, TypeError, ValueError, RuntimeError):  # one without data, or values
+    except (AttributeError, TypeError, ValueError, RuntimeError):  # a meta tensor, for example
         return value
     return scalar
 
 
 def checked_items(where: str, argument: str, value: Any, expected: str) -> list[Any]:
-    """``value`` as a list of its own, if it is something in order: no str, set or scalar.
+    """Return the items of an ordered ``value`` as a new list; a str, set or scalar is refused.
 
     Raises:
-        InvalidTypeError: (a ValueError and a TypeError) it is not.
+        InvalidTypeError: (a ValueError and a TypeError) it is not ordered.
     """
     if type(value) is list:
         return value[:]
@@ -202,10 +247,10 @@ def checked_items(where: str, argument: str, value: Any, expected: str) -> list[
 
 
 def checked_mapping(where: str, argument: str, value: Any, expected: str) -> Mapping[Any, Any]:
-    """``value``, if it is a mapping and no TensorDict, whose items may be unwrapped.
+    """Return ``value`` if it is a mapping; a TensorDict, which may unwrap its items, is refused.
 
     Raises:
-        InvalidTypeError: (a ValueError and a TypeError) it is not.
+        InvalidTypeError: (a ValueError and a TypeError) it is something else.
     """
     if isinstance(value, Mapping) and not hasattr(value, "batch_size"):
         return value
@@ -213,7 +258,7 @@ def checked_mapping(where: str, argument: str, value: Any, expected: str) -> Map
 
 
 def is_utf8(text: str) -> bool:
-    """Whether ``text`` has no half of a surrogate pair."""
+    """Return whether UTF-8 can encode ``text``: it has no lone surrogate."""
     if text.isascii():
         return True
     try:

@@ -1,10 +1,10 @@
-"""The one check of what callers hand to a client, for every method of the contract.
+"""Argument checks for every method of the contract, shared by all clients.
 
-Each client passes its arguments through here before it does anything else, so all of them take and
-refuse the same, with the same words, and store nothing of what is refused. What comes back is
-plain: lists of their own of str, ints, floats, and tags of primitives. Values inside fields are
-checked by `dataplane_core.rows.checked_leaves`, padded columns by
-`dataplane_core.columns.check_columns`.
+Each client checks its arguments here before it does anything else. So all clients accept and refuse
+the same arguments with the same messages, and a refused call stores nothing. The results are plain:
+new lists of str, ints, floats, and tags of primitives.
+`dataplane_core.tensors.rows.checked_leaves` checks the values of fields, and
+`dataplane_core.tensors.columns.check_columns` checks padded columns.
 
 Public to authors of adapters. Needs no torch.
 """
@@ -13,9 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any  # Any: whatever a caller gives as an argument
+from typing import Any  # Any: callers may pass any type
 
 from dataplane_core.arguments import (
+    MIN_INT,
     checked_bool,
     checked_distinct_ids,
     checked_int,
@@ -24,9 +25,9 @@ from dataplane_core.arguments import (
     checked_seconds,
     refused,
 )
-from dataplane_core.client import LEASE, lease_token
 from dataplane_core.errors import InvalidRequestError
 from dataplane_core.ledger.selection import ClaimRequest, TagFilter
+from dataplane_core.meta import LEASE, lease_token
 from dataplane_core.tags import checked_tags
 
 
@@ -39,7 +40,7 @@ class PutRequest:
         sample_ids: distinct ids.
         partition_id: their partition.
         tags: one dict of primitives per id, or None.
-        token: of the lease under which the caller writes, or None.
+        token: token of the lease under which the caller writes, or None.
         origin: name of the put, or None.
     """
 
@@ -51,7 +52,7 @@ class PutRequest:
     origin: str | None
 
     def copied_tags(self) -> list[dict[str, Any]] | None:
-        """The tags in dicts that the caller may change."""
+        """Return copies of the tags, which the caller may change."""
         return None if self.tags is None else [dict(tag) for tag in self.tags]
 
 
@@ -63,7 +64,7 @@ class ReadRequest:
         where: names the call in errors.
         sample_ids: ids, which may repeat.
         partition_id: their partition.
-        fields: the fields to read, each once.
+        fields: the fields to read, without repeats.
     """
 
     where: str
@@ -79,8 +80,8 @@ class ClaimCall:
     Attributes:
         where: names the call in errors.
         partition_id: the partition.
-        request: what is claimed.
-        timeout_s: how long to wait, in seconds; 0 of a claim that does not block.
+        request: the claim.
+        timeout_s: how long to wait, in seconds; 0 for a claim that does not block.
     """
 
     where: str
@@ -90,15 +91,15 @@ class ClaimCall:
 
 
 @dataclass(frozen=True, slots=True)
-class SettleRequest:
+class LeaseCall:
     """A checked `DataPlaneClient.acknowledge`, ``renew`` or ``release``.
 
     Attributes:
         where: names the call in errors.
-        sample_ids: the claim's samples that are meant.
+        sample_ids: samples of the claim to which the call applies.
         partition_id: their partition.
         task_name: the claiming task, or None.
-        token: of the lease.
+        token: token of the lease; empty without samples.
     """
 
     where: str
@@ -117,11 +118,11 @@ def check_put(
     claim: object = None,
     origin: object = None,
 ) -> PutRequest:
-    """The arguments of a put besides its values.
+    """Check the arguments of a put, except the values of its fields.
 
     Raises:
         DuplicateSampleError: (a ValueError) an id is given twice.
-        InvalidRequestError: (a ValueError) ids, tags, claim or origin are something else.
+        InvalidRequestError: (a ValueError) ids, tags, claim or origin are invalid.
     """
     partition = checked_name(method, "partition_id", partition_id)
     where = f"{method}(partition={partition!r})"
@@ -154,25 +155,25 @@ def check_read(
     *,
     origins: object = None,
 ) -> ReadRequest:
-    """The arguments of a read.
+    """Check the arguments of a read.
 
     Raises:
-        InvalidRequestError: (a ValueError) one is something else.
+        InvalidRequestError: (a ValueError) an argument is invalid.
     """
     partition = checked_name(method, "partition_id", partition_id)
     where = f"{method}(partition={partition!r})"
     if origins is not None and not isinstance(origins, dict):
-        raise refused(where, "origins", origins, "a dict that is filled, or None")
+        raise refused(where, "origins", origins, "a dict to fill, or None")
     ids = checked_names(where, "sample_ids", sample_ids)
     fields = checked_names(where, "select_fields", select_fields)
     return ReadRequest(where, ids, partition, list(dict.fromkeys(fields)))
 
 
 def fields_to_read(meta: Any, select_fields: object) -> Any:
-    """The fields that ``get_data`` reads: the selected ones, else those of ``meta``.
+    """Return the fields that ``get_data`` reads: ``select_fields``, or without it ``meta.fields``.
 
     Raises:
-        InvalidRequestError: (a ValueError) ``meta`` is no meta, or neither names the fields.
+        InvalidRequestError: (a ValueError) ``meta`` is not a meta, or neither names the fields.
     """
     checked_meta("get_data", "meta", meta)
     names = meta.fields if select_fields is None else select_fields
@@ -200,40 +201,40 @@ def check_claim(
     lease_s: float | None = None,
     owner: str = "",
 ) -> ClaimCall:
-    """The arguments of a claim, and what the client adds: its lease and its process.
+    """Check the arguments of a claim, and add the client's lease length and process name.
 
     Raises:
-        InvalidRequestError: (a ValueError) one is something else, or they do not fit together.
+        InvalidRequestError: (a ValueError) an argument is invalid, or two contradict each other.
     """
     call = "claim_meta"
     partition = checked_name(call, "partition_id", partition_id)
     task = checked_name(call, "task_name", task_name)
     call = f"claim_meta(partition={partition!r}, task={task!r})"
-    whole = checked_bool(call, "blocking", blocking)
+    blocks = checked_bool(call, "blocking", blocking)
     limit_s = checked_seconds(call, "timeout_s", timeout_s)
     if not isinstance(where, list | tuple) or not all(isinstance(c, TagFilter) for c in where):
         raise refused(call, "where", where, "a list of TagFilter")
     request = ClaimRequest(
         task_name=task,
         required_fields=tuple(checked_names(call, "required_fields", required_fields)),
-        batch_size=checked_int(call, "batch_size", batch_size, least=1),
-        whole=whole,
+        batch_size=checked_int(call, "batch_size", batch_size, minimum=1),
+        blocking=blocks,
         where=tuple(where),
-        seed=None if seed is None else checked_int(call, "seed", seed, least=-(2**63)),
+        seed=None if seed is None else checked_int(call, "seed", seed, minimum=MIN_INT),
         dp_rank=None if dp_rank is None else checked_int(call, "dp_rank", dp_rank),
-        dp_world=None if dp_world is None else checked_int(call, "dp_world", dp_world, least=1),
+        dp_world=None if dp_world is None else checked_int(call, "dp_world", dp_world, minimum=1),
         lease_s=lease_s,
         owner=owner,
         wait_for_leased=checked_bool(call, "wait_for_leased", wait_for_leased),
     )
-    return ClaimCall(call, partition, request, limit_s if whole else 0.0)
+    return ClaimCall(call, partition, request, limit_s if blocks else 0.0)
 
 
 def check_consumption(partition_id: object, task_names: object) -> tuple[str, list[str]]:
-    """The arguments of ``check_consumption_status``.
+    """Check the arguments of ``check_consumption_status``.
 
     Raises:
-        InvalidRequestError: (a ValueError) one is something else.
+        InvalidRequestError: (a ValueError) an argument is invalid.
     """
     call = "check_consumption_status"
     partition = checked_name(call, "partition_id", partition_id)
@@ -243,26 +244,26 @@ def check_consumption(partition_id: object, task_names: object) -> tuple[str, li
 def check_clear(
     method: str, sample_ids: object, partition_id: object, force: object = False
 ) -> tuple[list[str] | None, str, bool]:
-    """The arguments of ``clear_samples``, or of ``withdraw_samples``.
+    """Check the arguments of ``clear_samples`` or ``withdraw_samples``.
 
     Raises:
-        InvalidRequestError: (a ValueError) one is something else.
+        InvalidRequestError: (a ValueError) an argument is invalid.
     """
     partition = checked_name(method, "partition_id", partition_id)
     where = f"{method}(partition={partition!r})"
     ids = None
-    if sample_ids is not None or method != "clear_samples":  # only there None means all
+    if sample_ids is not None or method != "clear_samples":  # only a clear accepts None, for all
         ids = checked_names(where, "sample_ids", sample_ids)
     return ids, partition, checked_bool(where, "force", force)
 
 
-def check_settle(method: str, meta: object) -> SettleRequest:
-    """The argument of ``acknowledge``, ``renew`` or ``release``.
+def check_lease_call(method: str, meta: object) -> LeaseCall:
+    """Check the argument of ``acknowledge``, ``renew`` or ``release``.
 
-    Without samples there is nothing to settle, and no lease is asked for.
+    A meta without samples needs no lease.
 
     Raises:
-        InvalidRequestError: (a ValueError) it is no meta, or carries no lease.
+        InvalidRequestError: (a ValueError) it is not a meta, or carries no lease.
     """
     claim: Any = checked_meta(method, "meta", meta)
     partition = checked_name(method, "meta.partition_id", claim.partition_id)
@@ -271,21 +272,21 @@ def check_settle(method: str, meta: object) -> SettleRequest:
         task = checked_name(method, "meta.task_name", task)
     where = f"{method}(partition={partition!r}, task={task!r})"
     ids = checked_names(where, "meta.sample_ids", claim.sample_ids)
-    return SettleRequest(where, ids, partition, task, _token(where, claim) if ids else "")
+    return LeaseCall(where, ids, partition, task, _token(where, claim) if ids else "")
 
 
 def _token(where: str, claim: Any) -> str:
     return checked_name(where, f"extra_info[{LEASE!r}]", lease_token(claim))
 
 
-def check_look(method: str, partition_id: object, **names: object) -> tuple[str, ...]:
-    """The partition and the other names that an inspector's method is asked for.
+def check_inspection(method: str, partition_id: object, **names: object) -> tuple[str, ...]:
+    """Check the partition and the other names of an inspection.
 
     Returns:
         The partition, and the names in the order given.
 
     Raises:
-        InvalidRequestError: (a ValueError) one is something else.
+        InvalidRequestError: (a ValueError) an argument is invalid.
     """
     return (
         checked_name(method, "partition_id", partition_id),
@@ -294,13 +295,13 @@ def check_look(method: str, partition_id: object, **names: object) -> tuple[str,
 
 
 def checked_meta(where: str, argument: str, meta: Any) -> Any:
-    """``meta`` if it has what a `KVBatchMeta` has; a class of another package may stand for it.
+    """Return ``meta`` if it has the attributes of a `KVBatchMeta`; its class does not matter.
 
     Raises:
-        InvalidRequestError: (a ValueError) it has not.
+        InvalidRequestError: (a ValueError) it lacks one.
     """
-    wanted = ("partition_id", "task_name", "sample_ids", "fields", "extra_info")
-    if isinstance(meta, type) or not all(hasattr(meta, name) for name in wanted):
+    attributes = ("partition_id", "task_name", "sample_ids", "fields", "extra_info")
+    if isinstance(meta, type) or not all(hasattr(meta, name) for name in attributes):
         raise refused(where, argument, meta, "a KVBatchMeta")
     if not isinstance(meta.extra_info, dict):
         raise refused(where, f"{argument}.extra_info", meta.extra_info, "a dict")

@@ -1,8 +1,8 @@
 """Configuration types and their validation.
 
-The types are plain TypedDicts, because a trainer's YAML carries them as they are. `validate_config`
-checks one against its type and refuses unknown keys by name; an adapter says with `require_keys`
-which optional-by-type keys it cannot run without.
+The types are plain TypedDicts, as a trainer's YAML holds them. `validate_config` checks a config
+against its type and names unknown keys. With `require_keys` an adapter demands keys that the type
+leaves optional.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from dataplane_core.errors import ConfigError
 
 
 class ObservabilityConfig(TypedDict):
-    """Optional middleware that records what each operation did.
+    """Configuration of the middleware that records each operation.
 
     Attributes:
         enabled: wrap the client in every installed middleware.
-        callback: receives one dict per operation. Set in code; it does not come from YAML.
+        callback: receives one dict per operation. It is set in code, not in YAML.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid", strict=True)  # type: ignore[misc]
@@ -35,36 +35,39 @@ class ObservabilityConfig(TypedDict):
 
 
 class DataPlaneConfig(TypedDict):
-    """Which client to build, and how it is sized.
+    """Configuration of a data-plane client: which client to build, and its sizes.
 
-    The shipped YAML of a trainer sets every key of the first block; nothing is defaulted in code.
+    A trainer's YAML sets every key of the first block; the code has no defaults for them.
 
     Attributes:
-        enabled: False makes the factory refuse, so that a run never starts on half a data plane.
+        enabled: False makes the factory raise, so that no run starts without its data plane.
         impl: name of the client, an entry point in the group ``dataplane_core.clients``.
-        backend: storage engine inside the client.
-        storage_capacity: samples the store holds at most, over all its units.
-        num_storage_units: storage processes.
-        claim_meta_poll_interval_s: how often a client that has to poll looks again, in seconds.
-            Our clients are woken and do not poll.
+        backend: storage engine of the client.
+        storage_capacity: maximum samples in the store, over all its units.
+        num_storage_units: number of storage processes.
+        claim_meta_poll_interval_s: interval of clients that poll, in seconds. The clients of this
+            repository are notified and do not poll.
         global_segment_size: bytes of each storage unit (``packed``) or of the store's segment
             (``mooncake_cpu``); other backends ignore it.
-        local_buffer_size: bytes per local buffer, read by ``mooncake_cpu`` only.
-        controller_address: where a client that attaches from outside the cluster finds it; ours
-            attach through Ray and do not read it.
+        local_buffer_size: bytes per local buffer, for ``mooncake_cpu`` only.
+        controller_address: address of the store, for clients that attach from outside the cluster.
+            The clients of this repository attach through Ray and ignore it.
         ack_timeout_ms: deadline of one store operation, in milliseconds.
         claim_lease_s: how long a claim stays exclusive without being acknowledged or renewed, in
             seconds. Without it a claim is final.
-        unit_resources: custom Ray resources and how much of each a storage unit asks for, so that
-            it is placed on a node that has them (``packed`` and ``simple``). Without it units are
-            spread over the nodes.
+        unit_resources: custom Ray resource to the amount that a storage unit requires, which
+            selects its node (``packed`` and ``simple``). Without it units are spread over the
+            nodes.
         packed_transport: how clients of backend ``packed`` reach its units: ``shm``, ``tcp``, or
             ``auto`` (the default), which is ``shm`` on the unit's own node.
-        claim_order: ``module:function`` that takes a sample's id and tags and returns a number; of
-            the samples that could be claimed those with the smallest are, where a claim gives no
-            seed. Without it the order is that of first puts.
-        sampler: ``module:Class`` of a TransferQueue sampler that serves what TransferQueue's own
-            clients ask the controller for; without it rows are handed out in order.
+        claim_order: ``module:function`` that maps a sample's id and tags to a number. Claims
+            without a seed take the samples with the smallest numbers first. Without it the order
+            is that of first puts.
+        sampler: ``module:Class`` of a TransferQueue sampler, which serves TransferQueue's own
+            clients. Without it the controller serves rows in order.
+        transfer_queue_mirror: whether rows, tags and consumption are mirrored to TransferQueue's
+            controller, for readers through TransferQueue's own API (the default). False, with
+            backend ``packed``, starts no controller.
         observability: optional middleware.
     """
 
@@ -88,6 +91,7 @@ class DataPlaneConfig(TypedDict):
     packed_transport: NotRequired[str]
     claim_order: NotRequired[str]
     sampler: NotRequired[str]
+    transfer_queue_mirror: NotRequired[bool]
     observability: NotRequired[ObservabilityConfig]
 
 
@@ -99,7 +103,7 @@ REQUIRED_OF_STORES: tuple[str, ...] = (
     "global_segment_size",
     "local_buffer_size",
 )
-"""The keys that every client over an external store needs, besides ``enabled`` and ``impl``."""
+"""Keys that every client of an external store needs, besides ``enabled`` and ``impl``."""
 
 _NOT_NEGATIVE = ("global_segment_size", "local_buffer_size")
 _POSITIVE = (
@@ -120,19 +124,19 @@ def validate_config(cfg: Mapping[str, Any] | None) -> DataPlaneConfig:
     """Check ``cfg`` against `DataPlaneConfig`.
 
     Raises:
-        ConfigError: (a ValueError) naming every unknown key, missing key and wrong value.
+        ConfigError: (a ValueError) names every unknown key, missing key and wrong value.
     """
     if cfg is None:
         raise ConfigError("data-plane config: found None; expected a mapping like DataPlaneConfig")
     try:
         valid = _adapter().validate_python(dict(cfg))
     except ValidationError as error:
-        found = "; ".join(
+        problems = "; ".join(
             f"{'.'.join(str(part) for part in item['loc'])}: {item['msg']}"
             f" (found {item['input']!r})"
             for item in error.errors(include_url=False)
         )
-        raise ConfigError(f"data-plane config: {found}") from None
+        raise ConfigError(f"data-plane config: {problems}") from None
     for key in _POSITIVE:
         value = valid.get(key)
         if isinstance(value, int | float) and value <= 0:

@@ -1,4 +1,4 @@
-"""A deadline for calls into libraries that have none, or do not keep theirs."""
+"""Deadlines for calls into libraries that have no deadlines, or exceed their own."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ T = TypeVar("T")
 
 
 def call_within(timeout_s: float, function: Callable[[], T]) -> T:
-    """Call ``function`` in a thread of its own and return its result.
+    """Call ``function`` in a separate thread and return its result.
 
-    A call that is late is left behind: its thread goes on, and ends with the process at the latest.
+    After the deadline the thread keeps running until the call returns or the process ends.
 
     Args:
         timeout_s: deadline in seconds.
-        function: what is called, in a copy of the caller's context.
+        function: runs in a copy of the caller's context.
 
     Raises:
         TimeoutError: the deadline passed.
-        BaseException: whatever ``function`` raises.
+        BaseException: the error that ``function`` raised.
     """
     results: list[T] = []
     errors: list[BaseException] = []
@@ -29,7 +29,7 @@ def call_within(timeout_s: float, function: Callable[[], T]) -> T:
     def call() -> None:
         try:
             results.append(function())
-        except BaseException as error:  # noqa: BLE001  # it is raised in the caller
+        except BaseException as error:  # noqa: BLE001  # raised again in the caller
             errors.append(error)
 
     context = contextvars.copy_context()

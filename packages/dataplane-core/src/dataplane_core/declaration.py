@@ -1,7 +1,7 @@
-"""A partition's declaration, and what every client answers from its books the same way.
+"""A partition's declaration, and the errors that every client derives from it.
 
-Public to authors of adapters, so that all clients refuse the same requests with the same words.
-Needs no torch: a control process can use it without.
+Public to authors of adapters, so that all clients refuse the same requests with the same messages.
+It needs no torch, so that a control process can use it.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from dataplane_core.errors import (
 from dataplane_core.tags import LENGTH_TAG
 
 if TYPE_CHECKING:
-    from dataplane_core.rows import Column
+    from dataplane_core.tensors.rows import Column
 
 
 @dataclass(frozen=True)
 class PartitionDeclaration:
-    """What `DataPlaneClient.register_partition` declared."""
+    """A partition as `DataPlaneClient.register_partition` declared it."""
 
     partition_id: str
     fields: tuple[str, ...]
@@ -52,7 +52,7 @@ class PartitionDeclaration:
         grpo_group_size: int | None = None,
         enums: Mapping[str, Sequence[str]] | None = None,
     ) -> PartitionDeclaration:
-        """The declaration, or `InvalidRequestError` naming the argument that is wrong."""
+        """Return the declaration; raise `InvalidRequestError` that names an invalid argument."""
         partition = checked_name("register_partition", "partition_id", partition_id)
         where = f"register_partition({partition!r})"
         vocabularies: Mapping[Any, Any] = {}
@@ -67,7 +67,7 @@ class PartitionDeclaration:
             grpo_group_size=(
                 None
                 if grpo_group_size is None
-                else checked_int(where, "grpo_group_size", grpo_group_size, least=1)
+                else checked_int(where, "grpo_group_size", grpo_group_size, minimum=1)
             ),
             enums={
                 checked_name(where, "a field of enums", name): tuple(
@@ -91,21 +91,23 @@ class PartitionDeclaration:
         first_expiry_s: float | None = None,
         claimer: str = "",
         assigned: int = 0,
+        large_group: tuple[str, int] | None = None,
     ) -> ClaimTimeoutError:
-        """The error of a blocking claim whose deadline passed.
+        """Return the error of a blocking claim whose deadline passed.
 
         Args:
             task_name: the claiming task.
-            ready: samples that could be claimed.
-            present: unclaimed samples, ready or not.
-            unput: declared samples that were never put.
+            ready: number of samples that could be claimed.
+            present: number of unclaimed samples, ready or not.
+            unput: number of declared samples that were never put.
             lacking: required field to the number of present samples without it.
-            batch_size: samples the claim asked for.
+            batch_size: number of samples that the claim requested.
             timeout_s: its deadline, in seconds.
             holders: process to the number of samples that it holds under leases of the task.
             first_expiry_s: seconds until the first of the task's leases expires.
-            claimer: the process that claims, as ``holders`` names it.
-            assigned: samples of the task that wait for another data-parallel rank.
+            claimer: the claiming process, as ``holders`` names it.
+            assigned: number of the task's samples assigned to data-parallel ranks.
+            large_group: name and size of a group too large for the claim.
         """
         holders = dict(holders or {})
         leased = sum(holders.values())
@@ -116,17 +118,19 @@ class PartitionDeclaration:
         if leased:
             reasons.append(f"{leased} are leased: {named_holders(holders, claimer)}")
         if assigned:
-            reasons.append(f"{assigned} wait for the data-parallel ranks that they were drawn for")
+            reasons.append(f"{assigned} are assigned to data-parallel ranks")
+        if large_group is not None:
+            reasons.append(describe_large_group(large_group, batch_size))
         if first_expiry_s is not None:
             reasons.append(f"the first lease expires in {round(first_expiry_s, 1):g} s")
         if claimer and claimer in holders:
             reasons.append(
-                "acknowledge or release what this process holds before it claims again, or claim "
+                "acknowledge or release this process's claims before it claims again, or claim "
                 "with blocking=False"
             )
         return ClaimTimeoutError(
             f"claim_meta(partition={self.partition_id!r}, task={task_name!r}): {ready} of {wanted} "
-            f"samples ready after {timeout_s:g} s; {'; '.join(reasons) or 'none was put'}",
+            f"samples ready after {timeout_s:g} s; {'; '.join(reasons) or 'none were put'}",
             ready=ready,
             missing=max(0, wanted - ready),
             missing_fields=dict(lacking),
@@ -136,19 +140,28 @@ class PartitionDeclaration:
         )
 
 
-_NAMED_HOLDERS = 10
+_MAX_NAMED_HOLDERS = 10
+
+
+def describe_large_group(group: tuple[str, int], batch_size: int) -> str:
+    """Return why a claim cannot take a group, given as its name and size."""
+    name, size = group
+    return (
+        f"group {name!r} has {size} samples and batch_size is {batch_size}; a claim takes complete "
+        f"groups, so claim with a batch_size of at least {size}"
+    )
 
 
 def named_holders(holders: Mapping[str, int], claimer: str) -> str:
-    """Name the processes that hold leases, ``claimer`` first, then whoever holds the most."""
+    """Return the processes that hold leases as text: ``claimer`` first, then by sample count."""
     order = sorted(holders, key=lambda owner: (owner != claimer, -holders[owner], owner))
     named = [
         f"{holders[owner]} by {repr(owner) if owner else 'a process without a name'}"
         f"{' (this process)' if owner and owner == claimer else ''}"
-        for owner in order[:_NAMED_HOLDERS]
+        for owner in order[:_MAX_NAMED_HOLDERS]
     ]
-    if len(order) > _NAMED_HOLDERS:
-        named.append(f"others by {len(order) - _NAMED_HOLDERS} more processes")
+    if len(order) > _MAX_NAMED_HOLDERS:
+        named.append(f"others by {len(order) - _MAX_NAMED_HOLDERS} more processes")
     return ", ".join(named)
 
 
@@ -160,7 +173,7 @@ def _distinct(where: str, argument: str, value: object) -> tuple[str, ...]:
 
 
 def capacity_exceeded(partition_id: str, *, new: int, held: int, capacity: int) -> CapacityExceeded:
-    """The error of a put that found no room until its deadline, or never can."""
+    """Return the error of a put that found no free capacity before its deadline, or never can."""
     cause = "no put that large can succeed" if new > capacity else "nothing was cleared in time"
     return CapacityExceeded(
         f"put_samples(partition={partition_id!r}): {new} new samples, {held} of {capacity} held; "
@@ -183,15 +196,15 @@ def check_enums(columns: Mapping[str, Column], declaration: PartitionDeclaration
     for name, vocabulary in declaration.enums.items():
         if name not in columns:
             continue
-        strange = [
+        undeclared = [
             value
             for value in columns[name].rows
             if not isinstance(value, str) or value not in vocabulary
         ]
-        if strange:
+        if undeclared:
             raise InvalidRequestError(
                 f"put_samples(partition={declaration.partition_id!r}): field {name!r} holds "
-                f"{shown(strange[0])}; declared values: {listed(vocabulary)}"
+                f"{shown(undeclared[0])}; declared values: {listed(vocabulary)}"
             )
 
 
@@ -201,13 +214,13 @@ def missing_data(
     select_fields: Sequence[str],
     fields_of: Callable[[str], Iterable[str] | None],
 ) -> MissingDataError:
-    """The error of a read that cannot be answered whole.
+    """Return the error of a read whose samples or fields are missing.
 
     Args:
         partition_id: partition that was read.
-        sample_ids: ids that were asked for.
-        select_fields: fields that were asked for.
-        fields_of: the fields that are written for an id, or None if the id is not known.
+        sample_ids: requested ids.
+        select_fields: requested fields.
+        fields_of: returns the fields written for an id; None if the id is unknown.
     """
     unknown: list[str] = []
     lacking: list[str] = []
@@ -221,24 +234,24 @@ def missing_data(
         if missing:
             lacking.append(sample_id)
             absent.update(dict.fromkeys(name for name in select_fields if name in missing))
-    found = []
+    reasons = []
     if unknown:
-        found.append(f"{len(unknown)} ids are unknown or cleared: {listed(unknown)}")
+        reasons.append(f"{len(unknown)} ids are unknown or cleared: {listed(unknown)}")
     if lacking:
-        found.append(
+        reasons.append(
             f"{len(absent)} fields are not written for {len(lacking)} ids: fields "
             f"{listed(absent)}; ids {listed(lacking)}"
         )
     return MissingDataError(
-        f"get_samples(partition={partition_id!r}): of {len(sample_ids)} ids asked for, "
-        + "; ".join(found),
+        f"get_samples(partition={partition_id!r}): of {len(sample_ids)} requested ids, "
+        + "; ".join(reasons),
         sample_ids=unknown + lacking,
         fields=absent,
     )
 
 
 def tagged_lengths(tags: Sequence[Mapping[str, Any]]) -> list[int] | None:
-    """``input_lengths`` of each tag, 0 where it is absent; None if no tag has it."""
+    """Return ``input_lengths`` of each tag, 0 where it is absent; None if no tag has it."""
     if not any(LENGTH_TAG in tag for tag in tags):
         return None
     return [int(tag.get(LENGTH_TAG, 0)) for tag in tags]

@@ -1,9 +1,8 @@
-"""Any client with the documented methods, as a `DataPlaneClient`.
+"""`as_client`: adapts any client with the documented methods to `DataPlaneClient`.
 
-The documented ones are ``register_partition``, ``claim_meta``, ``get_data``,
+The documented methods are ``register_partition``, ``claim_meta``, ``get_data``,
 ``check_consumption_status``, ``put_samples``, ``get_samples``, ``clear_samples`` and ``close``.
-Layers above clients take whatever has them: what goes beyond is used where a client has it, and is
-made of these as `DataPlaneClient` makes it where it does not.
+Other methods that the client has are used as they are; `DataPlaneClient` provides the rest.
 """
 
 from __future__ import annotations
@@ -11,7 +10,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any  # Any: a client of another package
 
 from dataplane_core.arguments import refused
-from dataplane_core.client import Capabilities, DataPlaneClient
+from dataplane_core.capabilities import Capabilities
+from dataplane_core.client import DataPlaneClient
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
@@ -24,30 +24,30 @@ _METHODS = tuple(
 
 
 def as_client(client: Any) -> DataPlaneClient:
-    """``client`` itself if it derives from `DataPlaneClient`, else one that passes calls on to it.
+    """Return ``client`` if it is a `DataPlaneClient`, else a `DataPlaneClient` that wraps it.
 
     Args:
-        client: has the documented methods, with the documented arguments.
+        client: an object with the documented methods and their documented arguments.
 
     Raises:
-        InvalidTypeError: (a ValueError and a TypeError) it lacks one of them; names it.
+        InvalidTypeError: (a ValueError and a TypeError) it lacks a method; names it.
     """
     if isinstance(client, DataPlaneClient):
         return client
-    for name in sorted(DataPlaneClient.__abstractmethods__):
+    for name in sorted({*DataPlaneClient.__abstractmethods__, "get_data"}):
         if not callable(getattr(client, name, None)):
             raise refused("data-plane client", "it", client, f"an object with the method {name!r}")
     return _Documented(client)  # type: ignore[abstract]  # see below the class
 
 
 class _Documented(DataPlaneClient):
-    """A client with the documented methods, and what `DataPlaneClient` makes of these."""
+    """Wrapper of a client with the documented methods."""
 
     def __init__(self, client: Any) -> None:
         self._client = client
         own = getattr(client, "capabilities", None)
         if isinstance(own, Capabilities):
-            self.capabilities = own  # type: ignore[misc]  # each client says its own
+            self.capabilities = own  # type: ignore[misc]  # a class variable there
         for name in _METHODS:
             method = getattr(client, name, None)
             if callable(method):
@@ -55,9 +55,9 @@ class _Documented(DataPlaneClient):
 
     @property
     def store_key(self) -> Hashable:
-        """See `DataPlaneClient.store_key`."""
+        """Key of the wrapped client's store; see `DataPlaneClient.store_key`."""
         key: Hashable = getattr(self._client, "store_key", self._client)
         return key
 
 
-_Documented.__abstractmethods__ = frozenset()  # `as_client` saw to it that each is there
+_Documented.__abstractmethods__ = frozenset()  # `as_client` checked that the client has them

@@ -1,8 +1,8 @@
-"""Every exception that a data-plane client raises.
+"""The exceptions that data-plane clients raise.
 
-One tree, rooted at `DataPlaneError`. Each class also derives from the built-in that the contract
-names for its case, so both ``except MissingDataError`` and ``except KeyError`` work. A message says
-which call failed, what was found and what was expected; attributes carry the same facts for code.
+All derive from `DataPlaneError`, and each also from the built-in that the contract names, so both
+``except MissingDataError`` and ``except KeyError`` work. A message says which call failed, what was
+found and what was expected; attributes carry the same facts for code.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ _LISTED = 10
 
 
 def listed(names: Iterable[str]) -> str:
-    """At most ten of ``names``, quoted, and how many more there are.
+    """Return up to ten of ``names``, quoted, and the number of the others.
 
-    Identifiers can come from outside, so they are shown by ``repr``, which keeps control characters
-    out of logs and terminals.
+    Names can come from outside, so they are quoted by ``repr``, which keeps control characters out
+    of logs and terminals.
     """
     items = list(names)
     shown = ", ".join(repr(name) for name in items[:_LISTED])
@@ -41,7 +41,7 @@ class ClosedError(DataPlaneError, RuntimeError):
 
 
 class UnsupportedError(DataPlaneError, NotImplementedError):
-    """The client declares by its capabilities that it does not offer this operation."""
+    """The client does not support this operation, as its capabilities declare."""
 
 
 class UnavailableError(DataPlaneError, RuntimeError):
@@ -53,7 +53,7 @@ class InvalidRequestError(DataPlaneError, ValueError):
 
 
 class InvalidTypeError(InvalidRequestError, TypeError):
-    """An argument or a value is of a type that the contract does not take; nothing was changed."""
+    """An argument or a value has a type that the contract does not accept; nothing was changed."""
 
 
 class DuplicateSampleError(InvalidRequestError):
@@ -65,7 +65,7 @@ class SchemaMismatchError(InvalidRequestError, TypeError):
 
 
 class PartitionNotFoundError(DataPlaneError, KeyError, ValueError):
-    """The partition is not registered, or was cleared as a whole."""
+    """The partition is not registered, or was cleared."""
 
 
 class UnknownTaskError(DataPlaneError, KeyError):
@@ -73,11 +73,11 @@ class UnknownTaskError(DataPlaneError, KeyError):
 
 
 class MissingDataError(DataPlaneError, KeyError, ValueError):
-    """A read names samples or fields that are not there; nothing is returned in their place.
+    """A read names samples or fields that do not exist; the read returns nothing.
 
     Attributes:
         sample_ids: the ids that are unknown, cleared, or lack a field.
-        fields: the fields that at least one of the asked rows lacks; empty if only ids are unknown.
+        fields: the fields that at least one requested row lacks; empty if only ids are unknown.
     """
 
     def __init__(
@@ -97,12 +97,12 @@ class ClaimTimeoutError(DeadlineExceededError):
 
     Attributes:
         ready: number of samples that could have been claimed.
-        missing: number of samples that the claim still waited for.
-        missing_fields: how many of the present samples lack each required field.
+        missing: number of samples that the claim still needed.
+        missing_fields: required field to the number of present samples without it.
         leased: number of samples that claims of the task hold under leases.
-        holders: process ("host:pid", the caller's own included) to how many of those it holds.
-        first_expiry_s: seconds until the first lease of the task expires, those under which
-            samples wait for other data-parallel ranks included; None if there is none.
+        holders: process ("host:pid", the caller included) to the number that it holds.
+        first_expiry_s: seconds until the first lease of the task, or the first assignment to
+            another data-parallel rank, expires; None if there is none.
     """
 
     def __init__(
@@ -130,11 +130,12 @@ class CapacityExceeded(DataPlaneError, TimeoutError, RuntimeError):
 
 
 class LeaseLostError(DataPlaneError, RuntimeError):
-    """The claim's lease expired or was released, so its holder may no longer settle it.
+    """The claim's lease expired or was released, so its holder may no longer acknowledge it.
 
     Attributes:
-        sample_ids: those of the call that the claim no longer holds, all of them if its lease has
-            ended; the others can still be renewed and settled. Empty if the store does not say.
+        sample_ids: the call's samples that the claim no longer holds; all of them if the lease
+            expired. The others can still be renewed and acknowledged. Empty if the store does not
+            report them.
     """
 
     def __init__(self, message: str, *, sample_ids: Iterable[str] = ()) -> None:
@@ -143,8 +144,8 @@ class LeaseLostError(DataPlaneError, RuntimeError):
 
 
 class SamplesLeasedError(DataPlaneError, RuntimeError):
-    """A clear, a reset or the end of a claim met samples under a lease; nothing was changed."""
+    """A clear, a reset or `end_claim` found samples under a lease; nothing was changed."""
 
 
 class CheckpointError(DataPlaneError, RuntimeError):
-    """A partition's checkpoint cannot be written, or is not whole; names the folder or file."""
+    """A partition's checkpoint cannot be written, or is incomplete; names the folder or file."""

@@ -1,9 +1,8 @@
-"""Builds clients by name. Adapters and middleware are found through entry points.
+"""Builds clients by name; adapters and middleware register through entry points.
 
-A distribution adds an ``impl`` by declaring an entry point in the group ``dataplane_core.clients``
-(called as ``factory(cfg, bootstrap=...)``), and a middleware by one in
-``dataplane_core.middleware`` (called as ``wrap(client, observability_cfg)``); core needs no change
-for either.
+A distribution adds an ``impl`` by an entry point in the group ``dataplane_core.clients`` (called as
+``factory(cfg, bootstrap=...)``), and a middleware by one in ``dataplane_core.middleware`` (called
+as ``wrap(client, observability_cfg)``).
 """
 
 from __future__ import annotations
@@ -12,12 +11,15 @@ from collections.abc import Mapping
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, cast  # Any: configuration from YAML
 
+from dataplane_core.capabilities import Capabilities
 from dataplane_core.client import DataPlaneClient
 from dataplane_core.config import DataPlaneConfig, validate_config
 from dataplane_core.errors import ConfigError
 
 CLIENT_GROUP = "dataplane_core.clients"
 MIDDLEWARE_GROUP = "dataplane_core.middleware"
+_PROMISES = {"claim_lease_s": "leases", "claim_order": "claim_order"}
+"""Optional configuration key to the capability without which a client would ignore it."""
 
 
 def build_data_plane_client(
@@ -27,16 +29,25 @@ def build_data_plane_client(
 
     Args:
         cfg: see `DataPlaneConfig`.
-        bootstrap: True on the one process that brings the store up, False to attach to it.
+        bootstrap: True in the one process that starts the store, False to attach to it.
 
     Raises:
-        ConfigError: (a ValueError) if ``cfg`` is None, not enabled, not valid, or names an impl
-            that no installed distribution offers.
+        ConfigError: (a ValueError) ``cfg`` is None, not enabled or invalid, names an impl that no
+            installed distribution provides, or sets a key that this client does not support.
     """
     valid = validate_config(cfg)
     if not valid["enabled"]:
         raise ConfigError("data-plane config: enabled is false; set it to true to build a client")
     client = _load_client(valid["impl"])(valid, bootstrap=bootstrap)
+    for key, promise in _PROMISES.items():
+        capabilities = getattr(client, "capabilities", Capabilities())
+        value = valid.get(key)
+        if value is not None and not getattr(capabilities, promise):
+            client.close()
+            raise ConfigError(
+                f"data-plane config: {key}: found {value!r}; {valid['impl']!r} lacks "
+                f"capabilities.{promise}, so remove the key"
+            )
     observability = valid.get("observability")
     if observability is not None and observability["enabled"]:
         wrappers = sorted(entry_points(group=MIDDLEWARE_GROUP), key=lambda entry: entry.name)
@@ -52,10 +63,12 @@ def build_data_plane_client(
 
 
 def _load_client(impl: str) -> Any:
-    found: dict[str, EntryPoint] = {entry.name: entry for entry in entry_points(group=CLIENT_GROUP)}
-    if impl not in found:
+    clients: dict[str, EntryPoint] = {
+        entry.name: entry for entry in entry_points(group=CLIENT_GROUP)
+    }
+    if impl not in clients:
         raise ConfigError(
             f"data-plane config: impl: found {impl!r}; expected one of the installed clients "
-            f"{', '.join(repr(name) for name in sorted(found))}"
+            f"{', '.join(repr(name) for name in sorted(clients))}"
         )
-    return found[impl].load()
+    return clients[impl].load()

@@ -1,9 +1,9 @@
-"""`KeyValueClient`: the contract on any store that has transactions over keys and bytes.
+"""`KeyValueClient`: the contract on any store with transactions over keys and bytes.
 
-SQLite, LMDB, PostgreSQL or FoundationDB: an adapter brings `KeyValueClient.transaction` and
-`DataPlaneClient.close`, and this class the contract. One record tells of a partition, one of each
-sample, one of each claimed sample of a task, and one of each value. Reads and puts cost a key for
-each sample and field, a claim a look at every sample of its partition.
+For SQLite, LMDB, PostgreSQL or FoundationDB, an adapter implements `KeyValueClient.transaction` and
+`DataPlaneClient.close`; this class implements the rest. Each partition, each sample, each value,
+and each claim of a sample by a task is one record. Reads and puts access one key per sample and
+field; a claim scans all samples of its partition.
 """
 
 from __future__ import annotations
@@ -12,12 +12,16 @@ import json
 import time
 import warnings
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, ClassVar, Protocol  # Any: tags hold the caller's own primitives
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    ClassVar,
+    Protocol,
+)  # Any: tags hold the caller's own primitives
 
 import msgspec
-from tensordict import TensorDict
 
 from dataplane_core import declaration as rules
 from dataplane_core.boundary import (
@@ -26,9 +30,9 @@ from dataplane_core.boundary import (
     check_consumption,
     check_put,
     check_read,
-    fields_to_read,
 )
-from dataplane_core.client import Capabilities, DataPlaneClient
+from dataplane_core.capabilities import Capabilities
+from dataplane_core.client import DataPlaneClient
 from dataplane_core.errors import (
     PartitionNotFoundError,
     UnknownTaskError,
@@ -37,27 +41,30 @@ from dataplane_core.errors import (
 )
 from dataplane_core.ledger.selection import TagFilter
 from dataplane_core.meta import KVBatchMeta
-from dataplane_core.object_codec import decode_object, decode_struct, encode_object
-from dataplane_core.rows import Column, collate, split_rows
 from dataplane_core.schema import Form
+from dataplane_core.tensors.object_codec import decode_object, decode_struct, encode_object
+from dataplane_core.tensors.rows import Column, collate, keep_forms, split_rows
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
 
 __all__ = ["KeyValueClient", "KeyValueTransaction"]
 
 
 class KeyValueTransaction(Protocol):
-    """What is read and written between the begin and the end of a transaction."""
+    """Reads and writes of one transaction."""
 
     def get(self, key: str) -> bytes | None:
-        """The value of a key; None if it has none."""
+        """Return the value of a key; None if it has none."""
 
     def set(self, key: str, value: bytes) -> None:
-        """Give a key a value, its first or another."""
+        """Set the value of a key, replacing an older one."""
 
     def delete(self, key: str) -> None:
-        """Forget a key, which need not be there."""
+        """Delete a key, if it exists."""
 
     def scan(self, prefix: str) -> Iterable[tuple[str, bytes]]:
-        """Every key that begins with ``prefix``, and its value, in any order."""
+        """Return every key that starts with ``prefix``, and its value, in any order."""
 
 
 class _Field(msgspec.Struct):
@@ -80,29 +87,28 @@ class _Sample(msgspec.Struct):
 
 
 class KeyValueClient(DataPlaneClient):
-    """A data-plane client on a transactional key-value store; for subclasses.
+    """Base class of data-plane clients on a transactional key-value store.
 
-    It reads a put's values as bytes without pickle (`dataplane_core.object_codec`). Keys are ASCII,
-    a JSON array each, so that no partition, id or field can be taken for another's. Claims are
-    final: a claimer that crashes loses its samples for that task.
+    Values are stored as bytes without pickle (`tensors.object_codec`). Each key is a JSON array in
+    ASCII, so that names of partitions, samples and fields cannot collide. Claims have no leases:
+    the samples of a consumer that crashes are lost for its task.
     """
 
     capabilities: ClassVar[Capabilities] = Capabilities(
         read_your_writes=True, no_torn_rows=True, exclusive_claims=True, bounded_waits=True
     )
     poll_s: ClassVar[float] = 0.002
-    """Between two looks of a claim that waits; no other process can wake this one."""
+    """Seconds between two tries of a blocked claim, which other processes cannot wake."""
 
     @abstractmethod
     def transaction(self) -> AbstractContextManager[KeyValueTransaction]:
-        """Read and write with no other transaction of the store in between, of any process.
+        """Return a transaction that is serialised with those of all processes.
 
-        What was written is there for everybody once the block has ended, and nothing of it if it
-        raised.
+        Its writes become visible together when the block ends, and not at all if it raises.
 
         Raises:
-            DeadlineExceededError: (TimeoutError) the store did not begin it in time.
-            ClosedError: (RuntimeError) after `close`.
+            DeadlineExceededError: (TimeoutError) the store did not begin the transaction in time.
+            ClosedError: (RuntimeError) the client was closed.
         """
 
     def register_partition(
@@ -114,7 +120,7 @@ class KeyValueClient(DataPlaneClient):
         grpo_group_size: int | None = None,
         enums: dict[str, list[str]] | None = None,
     ) -> None:
-        """See `DataPlaneClient.register_partition`."""
+        """Declare a partition; see `DataPlaneClient.register_partition`."""
         declared = rules.PartitionDeclaration.checked(
             partition_id, fields, num_samples, consumer_tasks, grpo_group_size, enums
         )
@@ -124,7 +130,7 @@ class KeyValueClient(DataPlaneClient):
             record.declared = declared
             record.put = len(list(store.scan(_under("sample", partition_id))))
             _save(store, record, "partition", partition_id)
-            # What a task that is declared again has claimed stays claimed.
+            # Tasks that are declared again keep their claims.
             for key, _ in list(store.scan(_under("claim", partition_id))):
                 if json.loads(key)[2] not in declared.consumer_tasks:
                     store.delete(key)
@@ -139,7 +145,7 @@ class KeyValueClient(DataPlaneClient):
         claim: KVBatchMeta | None = None,
         origin: str | None = None,
     ) -> KVBatchMeta:
-        """See `DataPlaneClient.put_samples`. ``claim`` and ``origin`` are refused."""
+        """Write samples; see `DataPlaneClient`. ``claim`` and ``origin`` are refused."""
         put = check_put("put_samples", sample_ids, partition_id, tags, claim=claim, origin=origin)
         _refuse("put_samples", claim=claim, origin=origin)
         sample_ids, partition_id, tags = put.sample_ids, put.partition_id, put.tags
@@ -179,16 +185,19 @@ class KeyValueClient(DataPlaneClient):
         *,
         origins: dict[str, int] | None = None,
     ) -> TensorDict:
-        """See `DataPlaneClient.get_samples`. ``origins`` is refused."""
+        """Fetch samples; see `DataPlaneClient.get_samples`. ``origins`` is refused."""
         read = check_read("get_samples", sample_ids, partition_id, select_fields, origins=origins)
         _refuse("get_samples", origins=origins)
         sample_ids, partition_id, select_fields = read.sample_ids, read.partition_id, read.fields
         with self.transaction() as store:
             record = _partition(store, partition_id)
-            found = {each: _sample(store, partition_id, each) for each in sample_ids}
-            written = {each: sample.fields for each, sample in found.items() if sample is not None}
-            whole = len(written) == len(found)
-            if not whole or any(not {*select_fields} <= {*fields} for fields in written.values()):
+            samples = {each: _sample(store, partition_id, each) for each in sample_ids}
+            written = {
+                each: sample.fields for each, sample in samples.items() if sample is not None
+            }
+            if len(written) < len(samples) or any(
+                not {*select_fields} <= {*fields} for fields in written.values()
+            ):
                 raise rules.missing_data(partition_id, sample_ids, select_fields, written.get)
             values = {
                 name: [store.get(_key("value", partition_id, each, name)) for each in sample_ids]
@@ -199,23 +208,8 @@ class KeyValueClient(DataPlaneClient):
             for name, rows in values.items()
             if rows
         }
-        return collate(columns, len(sample_ids))
-
-    def _field_forms(self, partition_id: str) -> Mapping[str, Form]:
-        with self.transaction() as store:
-            fields = _partition(store, partition_id).fields
-        return {name: field.form for name, field in fields.items() if field.form is not None}
-
-    def get_data(
-        self,
-        meta: KVBatchMeta,
-        select_fields: list[str] | None = None,
-        *,
-        origins: dict[str, int] | None = None,
-    ) -> TensorDict:
-        """See `DataPlaneClient.get_data`."""
-        names = fields_to_read(meta, select_fields)
-        return self.get_samples(meta.sample_ids, meta.partition_id, names, origins=origins)
+        forms = {name: own.form for name, own in record.fields.items() if own.form is not None}
+        return keep_forms(collate(columns, len(sample_ids)), forms)
 
     def claim_meta(
         self,
@@ -232,7 +226,10 @@ class KeyValueClient(DataPlaneClient):
         seed: int | None = None,
         wait_for_leased: bool = True,
     ) -> KVBatchMeta:
-        """See `DataPlaneClient.claim_meta`. ``dp_world``, ``where`` and ``seed`` are refused."""
+        """Claim samples; see `DataPlaneClient.claim_meta`.
+
+        ``dp_world``, ``where`` and ``seed`` are refused.
+        """
         call = check_claim(
             partition_id,
             task_name,
@@ -249,10 +246,10 @@ class KeyValueClient(DataPlaneClient):
         _refuse("claim_meta", dp_world=dp_world, where=where or None, seed=seed)
         partition_id, task_name = call.partition_id, call.request.task_name
         required_fields, batch_size = list(call.request.required_fields), call.request.batch_size
-        blocking, timeout_s = call.request.whole, call.timeout_s
+        blocking, timeout_s = call.request.blocking, call.timeout_s
         deadline = time.monotonic() + timeout_s
         while True:
-            late = time.monotonic() >= deadline
+            is_timed_out = time.monotonic() >= deadline
             with self.transaction() as store:
                 record = _partition(store, partition_id)
                 declared = record.declared
@@ -264,13 +261,13 @@ class KeyValueClient(DataPlaneClient):
                 present = _unclaimed(store, partition_id, task_name)
                 ready = [each for each in present if {*required_fields} <= {*each[1].fields}]
                 unput = max(0, declared.num_samples - record.put)
-                is_rest = not unput and len(ready) == len(present)
-                if len(ready) >= batch_size or is_rest or not blocking:
+                is_remainder = not unput and len(ready) == len(present)
+                if len(ready) >= batch_size or is_remainder or not blocking:
                     taken = ready[:batch_size]
                     for sample_id, _ in taken:
                         store.set(_key("claim", partition_id, task_name, sample_id), b"")
                     break
-            if late:
+            if is_timed_out:
                 lacking = {
                     name: sum(name not in sample.fields for _, sample in present)
                     for name in required_fields
@@ -296,7 +293,7 @@ class KeyValueClient(DataPlaneClient):
         )
 
     def check_consumption_status(self, partition_id: str, task_names: list[str]) -> bool:
-        """See `DataPlaneClient.check_consumption_status`."""
+        """Return whether tasks consumed all samples; see `DataPlaneClient`."""
         partition_id, task_names = check_consumption(partition_id, task_names)
         with self.transaction() as store:
             put = len(list(store.scan(_under("sample", partition_id))))
@@ -308,21 +305,21 @@ class KeyValueClient(DataPlaneClient):
     def clear_samples(
         self, sample_ids: list[str] | None, partition_id: str, *, force: bool = False
     ) -> None:
-        """See `DataPlaneClient.clear_samples`. Without leases ``force`` changes nothing."""
+        """Drop samples; see `DataPlaneClient.clear_samples`. ``force`` has no effect."""
         ids, partition_id, _ = check_clear("clear_samples", sample_ids, partition_id, force)
         with self.transaction() as store:
-            found = store.get(_key("partition", partition_id))
-            if found is not None and ids is None:
+            encoded = store.get(_key("partition", partition_id))
+            if encoded is not None and ids is None:
                 store.delete(_key("partition", partition_id))
-                for what in ("sample", "value", "claim"):
-                    for key, _ in list(store.scan(_under(what, partition_id))):
+                for record_type in ("sample", "value", "claim"):
+                    for key, _ in list(store.scan(_under(record_type, partition_id))):
                         store.delete(key)
-            elif found is not None:
-                record = decode_struct(found, _Partition)
+            elif encoded is not None:
+                record = decode_struct(encoded, _Partition)
                 for sample_id in ids or ():
                     _forget(store, record, partition_id, sample_id)
                 _save(store, record, "partition", partition_id)
-        if found is None and ids is None:
+        if encoded is None and ids is None:
             warnings.warn(
                 f"clear_samples(None, partition={partition_id!r}): nothing to clear",
                 RuntimeWarning,
@@ -335,7 +332,7 @@ def _key(*parts: str) -> str:
 
 
 def _under(*parts: str) -> str:
-    """What the keys begin with that have these parts and more."""
+    """Return the prefix of all keys that begin with these parts and have more."""
     return json.dumps(parts)[:-1] + ", "
 
 
@@ -344,30 +341,30 @@ def _save(store: KeyValueTransaction, record: _Partition | _Sample, *parts: str)
 
 
 def _partition(store: KeyValueTransaction, partition_id: str) -> _Partition:
-    found = store.get(_key("partition", partition_id))
-    if found is None:
+    encoded = store.get(_key("partition", partition_id))
+    if encoded is None:
         raise PartitionNotFoundError(f"partition {partition_id!r} is not registered")
-    return decode_struct(found, _Partition)
+    return decode_struct(encoded, _Partition)
 
 
 def _sample(store: KeyValueTransaction, partition_id: str, sample_id: str) -> _Sample | None:
-    found = store.get(_key("sample", partition_id, sample_id))
-    return None if found is None else decode_struct(found, _Sample)
+    encoded = store.get(_key("sample", partition_id, sample_id))
+    return None if encoded is None else decode_struct(encoded, _Sample)
 
 
 def _unclaimed(
     store: KeyValueTransaction, partition_id: str, task_name: str
 ) -> list[tuple[str, _Sample]]:
-    """Ids and records, in the order in which they were first put."""
+    """Return ids and records of unclaimed samples, in the order of first puts."""
     claimed = {
         json.loads(key)[3] for key, _ in store.scan(_under("claim", partition_id, task_name))
     }
-    found = [
+    unclaimed = [
         (sample_id, decode_struct(value, _Sample))
         for key, value in store.scan(_under("sample", partition_id))
         if (sample_id := json.loads(key)[2]) not in claimed
     ]
-    return sorted(found, key=lambda each: each[1].number)
+    return sorted(unclaimed, key=lambda each: each[1].number)
 
 
 def _forget(
@@ -384,7 +381,7 @@ def _forget(
         store.delete(_key("claim", partition_id, task, sample_id))
 
 
-def _refuse(method: str, **asked: object) -> None:
-    named = [name for name, value in asked.items() if value is not None]
-    if named:
-        raise UnsupportedError(f"{method}: {listed(named)}: not offered by a key-value client")
+def _refuse(method: str, **keywords: object) -> None:
+    given = [name for name, value in keywords.items() if value is not None]
+    if given:
+        raise UnsupportedError(f"{method}: {listed(given)}: a key-value client does not support it")

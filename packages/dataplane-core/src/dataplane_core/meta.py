@@ -1,7 +1,7 @@
-"""`KVBatchMeta`: what travels between processes instead of the bulk.
+"""`KVBatchMeta`: a reference to rows of a partition, which processes exchange instead of tensors.
 
-A meta names rows of one partition and carries per-row facts that routing needs (lengths, tags), so
-that a driver can shard, filter and merge batches without ever fetching a tensor.
+It carries the per-row facts that routing needs (lengths, tags), so that a driver can shard, filter
+and merge batches without fetching a tensor.
 """
 
 from __future__ import annotations
@@ -10,9 +10,19 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar  # Any: tags and extra_info hold the caller's own values
 
-from dataplane_core.arguments import checked_items, checked_mapping, checked_name
+from dataplane_core.arguments import (
+    checked_indices,
+    checked_ints,
+    checked_items,
+    checked_mapping,
+    checked_name,
+    checked_slice,
+)
 from dataplane_core.errors import InvalidRequestError
 from dataplane_core.tags import checked_column
+
+LEASE = "lease"
+"""``extra_info`` key of the lease token that a claim carries."""
 
 _T = TypeVar("_T")
 
@@ -21,22 +31,22 @@ _T = TypeVar("_T")
 class KVBatchMeta:
     """Names of rows in a partition, with the facts needed to route them.
 
-    Returned by `DataPlaneClient.claim_meta` and `DataPlaneClient.put_samples`, accepted by
-    `DataPlaneClient.get_data` and by every stage that works on a shard of a batch. All transforms
-    return new objects whose lists and ``extra_info`` are copies.
+    `DataPlaneClient.claim_meta` and `DataPlaneClient.put_samples` return one;
+    `DataPlaneClient.get_data` and every stage that works on a shard of a batch accept one. All
+    transforms return new objects whose lists and ``extra_info`` are copies.
 
     Attributes:
         partition_id: the partition that holds the rows.
         task_name: the consumer task the batch was claimed for, or None.
         sample_ids: one id per row, in batch order; may be empty and may repeat.
-        fields: names of the columns the batch is about, or None if not decided.
-        sequence_lengths: valid tokens per row, or None if not known. Checked against
-            ``sample_ids`` by the transforms alone, because stages fill it at different times.
-        extra_info: facts about the batch as a whole (pad width, micro-batch plan, metrics).
+        fields: names of the batch's columns, or None if not decided.
+        sequence_lengths: valid tokens per row, or None if unknown. Only the transforms check its
+            length against ``sample_ids``, because stages fill it at different times.
+        extra_info: facts about the batch (pad width, micro-batch plan, metrics).
         tags: one dict of primitives per row, or None.
 
     Raises:
-        InvalidRequestError: (a ValueError) if ``tags`` has another length than ``sample_ids``.
+        InvalidRequestError: (a ValueError) ``tags`` has another length than ``sample_ids``.
     """
 
     partition_id: str
@@ -67,8 +77,8 @@ class KVBatchMeta:
                 Elements of tensors and arrays become Python scalars.
 
         Raises:
-            InvalidRequestError: (a ValueError) if a sequence has another length, or a value is
-                none that a tag can hold (`dataplane_core.tags.primitive`); no tag is written then.
+            InvalidRequestError: (a ValueError) a sequence has another length, or a tag cannot hold
+                a value (`dataplane_core.tags.primitive`); no tag is written.
         """
         given = checked_mapping("stamp_tags", "scalars", scalars, "a dict of name to values")
         stamped: dict[str, list[Any]] = {}
@@ -87,11 +97,15 @@ class KVBatchMeta:
                 tag[name] = value
 
     def _lengths(self) -> list[int] | None:
-        """``sequence_lengths``, for a transform: row i's must be at place i."""
-        lengths = self.sequence_lengths
-        if lengths is not None and len(lengths) != self.size:
+        """Return ``sequence_lengths`` as plain ints; a transform needs one per row."""
+        if self.sequence_lengths is None:
+            return None
+        where = f"KVBatchMeta(partition={self.partition_id!r})"
+        # Items of a tensor are tensors, which messages between processes cannot carry.
+        lengths = checked_ints(where, "sequence_lengths", self.sequence_lengths)
+        if len(lengths) != self.size:
             raise InvalidRequestError(
-                f"KVBatchMeta(partition={self.partition_id!r}): {len(lengths)} sequence_lengths "
+                f"{where}: {len(lengths)} sequence_lengths "
                 f"for {self.size} sample_ids; expected one per id, or None, before rows are "
                 "picked, moved or joined"
             )
@@ -114,8 +128,13 @@ class KVBatchMeta:
         )
 
     def subset(self, indices: Sequence[int]) -> KVBatchMeta:
-        """The rows at ``indices``, in that order. Tag dicts are shared with this meta."""
-        picked = [int(i) for i in indices]
+        """Return the rows at ``indices``, in that order. Tag dicts are shared with this meta.
+
+        Raises:
+            InvalidRequestError: (a ValueError) an index is not an int.
+            IndexError: an index is outside the batch.
+        """
+        picked = checked_indices("subset", indices, self.size)
         return self._replace(
             sample_ids=[self.sample_ids[i] for i in picked],
             sequence_lengths=_pick(self._lengths(), picked),
@@ -123,22 +142,26 @@ class KVBatchMeta:
         )
 
     def slice(self, start: int, stop: int) -> KVBatchMeta:
-        """The rows in ``[start, stop)``. Tag dicts are shared with this meta."""
-        lengths = self._lengths()
+        """Return the rows in ``[start, stop)``. Tag dicts are shared with this meta.
+
+        Raises:
+            InvalidRequestError: (a ValueError) a bound is not an int.
+        """
+        rows, lengths = checked_slice("slice", start, stop), self._lengths()
         return self._replace(
-            sample_ids=self.sample_ids[start:stop],
-            sequence_lengths=None if lengths is None else lengths[start:stop],
-            tags=None if self.tags is None else self.tags[start:stop],
+            sample_ids=self.sample_ids[rows],
+            sequence_lengths=None if lengths is None else lengths[rows],
+            tags=None if self.tags is None else self.tags[rows],
         )
 
     def concat(self, *others: KVBatchMeta) -> KVBatchMeta:
-        """This batch followed by ``others``.
+        """Return this batch followed by ``others``.
 
-        Task, fields and ``extra_info`` come from this meta. ``sequence_lengths`` (and, on its own,
-        ``tags``) becomes None as soon as one input has None.
+        Task, fields and ``extra_info`` come from this meta. ``sequence_lengths`` becomes None if
+        any input has None, and so does ``tags``.
 
         Raises:
-            InvalidRequestError: (a ValueError) if another partition is among the inputs.
+            InvalidRequestError: (a ValueError) an input names another partition.
         """
         metas = (self, *others)
         for other in others:
@@ -154,24 +177,20 @@ class KVBatchMeta:
         )
 
     def drop(self, indices: Iterable[int]) -> KVBatchMeta | None:
-        """All rows but those at ``indices``; the complement of `subset`, None if nothing is left.
+        """Return all rows except those at ``indices``; None if no row remains.
 
         Order and repeats in ``indices`` do not matter. Negative indices count from the end.
 
         Raises:
-            IndexError: if an index is outside the batch.
+            InvalidRequestError: (a ValueError) an index is not an int.
+            IndexError: an index is outside the batch.
         """
-        dropped: set[int] = set()
-        for index in indices:
-            place = int(index)
-            if not -self.size <= place < self.size:
-                raise IndexError(f"drop: index {place} outside a batch of {self.size} samples")
-            dropped.add(place % self.size)
+        dropped = set(checked_indices("drop", indices, self.size))
         kept = [i for i in range(self.size) if i not in dropped]
         return self.subset(kept) if kept else None
 
     def with_fields(self, names: Iterable[str]) -> KVBatchMeta:
-        """A copy with ``names`` appended to ``fields``, each name once. Tag dicts are copied."""
+        """Return a copy with ``names`` appended to ``fields``, each once. Tag dicts are copied."""
         copied = self._replace(
             sample_ids=self.sample_ids,
             sequence_lengths=self.sequence_lengths,
@@ -192,3 +211,18 @@ def _join(parts: Iterable[list[_T] | None]) -> list[_T] | None:
             return None
         joined.extend(part)
     return joined
+
+
+def lease_token(meta: KVBatchMeta) -> str:
+    """Return the token of the lease under which ``meta`` was claimed.
+
+    Raises:
+        InvalidRequestError: (a ValueError) the claim carries no lease.
+    """
+    token = meta.extra_info.get(LEASE)
+    if not isinstance(token, str):
+        raise InvalidRequestError(
+            f"claim of {len(meta.sample_ids)} samples of partition {meta.partition_id!r} carries "
+            "no lease; set claim_lease_s in the data-plane config before claiming"
+        )
+    return token

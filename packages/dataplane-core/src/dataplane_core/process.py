@@ -1,4 +1,4 @@
-"""What this process is called when it claims."""
+"""`process_name`: the name under which this process claims."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import socket
 
 
 def process_name() -> str:
-    """This process as host:pid."""
+    """Return this process as host:pid."""
     return f"{_host()}:{os.getpid()}"
 
 

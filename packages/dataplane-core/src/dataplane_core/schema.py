@@ -1,7 +1,7 @@
-"""Names that producers, consumers and the driver agree on.
+"""Field names that producers, consumers and the driver share.
 
-The values are wire names: they appear as field names in partitions and as keys in
-``KVBatchMeta.extra_info``. Changing one breaks every peer that runs another version.
+The values are wire names: field names of partitions and keys of ``KVBatchMeta.extra_info``.
+Changing one breaks every peer that runs another version.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Final, Literal
 
 Layout = Literal["padded", "jagged"]
-"""How `column_io.materialize` returns variable-length columns."""
+"""Layout in which `column_io.materialize` returns variable-length columns."""
 
 INPUT_IDS: Final = "input_ids"
 INPUT_LENGTHS: Final = "input_lengths"
@@ -18,10 +18,10 @@ META_IDX: Final = "meta_idx"
 ROUTED_EXPERTS_FIELD: Final = "routed_experts"
 
 Form = Literal["ragged", "shaped"]
-"""How the rows of a field relate, where its first rows that were not dense said so.
+"""Form of a field's rows, set by the first put that is not dense.
 
 ``ragged``: put as a jagged tensor; a row holds one value per token. ``shaped``: put as a nested
-tensor of strided layout; each row (the images of a sample) has a shape of its own.
+tensor of strided layout; rows (the images of a sample) differ in shape.
 """
 
 TOKEN_ALIGNED_FIELDS: Final[frozenset[str]] = frozenset(
@@ -36,10 +36,10 @@ TOKEN_ALIGNED_FIELDS: Final[frozenset[str]] = frozenset(
         ROUTED_EXPERTS_FIELD,
     }
 )
-"""Columns that hold one value per token from two dimensions on, and are then stored jagged."""
+"""Columns that hold one value per token if they have two or more dimensions; stored jagged."""
 
 PER_SAMPLE_TOO: Final[frozenset[str]] = frozenset({"advantages", SAMPLE_MASK})
-"""Those of them that may also hold one value per sample, with shape (rows,)."""
+"""Token-aligned columns that may also hold one value per sample, with shape (rows,)."""
 
 DP_TRAIN_FIELDS: Final[tuple[str, ...]] = (
     INPUT_IDS,
@@ -51,13 +51,13 @@ DP_TRAIN_FIELDS: Final[tuple[str, ...]] = (
     "token_mask",
     SAMPLE_MASK,
 )
-"""The columns that the training stage reads, in the order in which they come to exist."""
+"""Columns that the training stage reads, in the order in which they are written."""
 
 LP_SEED_FIELDS: Final[tuple[str, ...]] = (INPUT_IDS, INPUT_LENGTHS, "token_mask", SAMPLE_MASK)
-"""The columns that a logprob stage needs before it can run."""
+"""Columns that a logprob stage needs."""
 
 GLOBAL_FORWARD_PAD_SEQLEN: Final = "global_forward_pad_seqlen"
-"""``extra_info`` key: the one sequence width that every reader of the batch pads to."""
+"""``extra_info`` key of the sequence width to which every reader of the batch pads."""
 
 MICRO_BATCH_INDICES: Final = "micro_batch_indices"
 MICRO_BATCH_LENGTHS: Final = "micro_batch_lengths"

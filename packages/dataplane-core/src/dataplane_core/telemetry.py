@@ -1,7 +1,7 @@
-"""Spans of a step, and the context that travels with it between processes.
+"""Spans of a step, and their context, which is passed between processes.
 
-Only OpenTelemetry's API is used, so all of it costs next to nothing until a process sets up an SDK.
-What a step is (`rl.step`) travels as baggage beside the trace context.
+It uses OpenTelemetry's API only, so that it costs almost nothing unless a process sets up an SDK.
+Run, step and weight version (`rl.step`) are passed as baggage, together with the trace context.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from opentelemetry.util.types import AttributeValue
 
 Bucket = Literal["productive", "overhead", "idle", "wasted"]
-"""What a process does during a span; docs/telemetry.md says which is which."""
+"""Kind of time that a process spends in a span; docs/telemetry.md defines the buckets."""
 
 BUCKET = "rl.bucket"
 RUN_ID = "rl.run_id"
@@ -29,13 +29,13 @@ ERROR_TYPE = "error.type"
 
 _VERBOSE = "rl.verbose"
 _SCOPE = "rl-dataplane"
-# Fixed, whatever OTEL_PROPAGATORS says: both ends of a carrier are ours.
+# Fixed instead of OTEL_PROPAGATORS: both ends of a carrier are data-plane processes.
 _trace_context, _baggage = TraceContextTextMapPropagator(), W3CBaggagePropagator()
 _BAGGAGE = "baggage"
 
 
 def inject() -> dict[str, str]:
-    """The current context as a carrier: a small dict that travels as an argument."""
+    """Return the current context as a carrier: a small dict to pass to another process."""
     carrier: dict[str, str] = {}
     _trace_context.inject(carrier)
     pairs = tuple((name, str(value)) for name, value in baggage.get_all().items())
@@ -45,13 +45,13 @@ def inject() -> dict[str, str]:
 
 
 def extract(carrier: Mapping[str, str] | None) -> Context:
-    """The context that `inject` put into ``carrier``; of None or an empty one the current."""
+    """Return the context that `inject` put into ``carrier``; if empty, the current context."""
     if not carrier:
         return context.get_current()
     return _trace_context.extract(carrier, _carried(carrier.get(_BAGGAGE, "")))
 
 
-# The baggage of a step is that of its run, step and weight version: the same for every call.
+# The caches are small: all calls of a step have the same baggage.
 
 
 @lru_cache(maxsize=16)
@@ -82,13 +82,13 @@ def attached(carrier: Mapping[str, str] | None) -> Iterator[None]:
 def step_context(
     run_id: str, step: int, weight_version: int, *, verbose: bool = False
 ) -> Iterator[None]:
-    """Let everything below know its run and step.
+    """Set run, step and weight version in the context of a block.
 
     Args:
-        run_id: of the run.
-        step: completed steps before this one.
-        weight_version: of the weights that this step generates and trains with.
-        verbose: `detail_span` makes spans too.
+        run_id: id of the run.
+        step: number of completed steps before this one.
+        weight_version: version of the weights with which the step generates and trains.
+        verbose: let `detail_span` record spans.
     """
     current = context.get_current()
     for name, value in ((RUN_ID, run_id), (STEP, step), (WEIGHT_VERSION, weight_version)):
@@ -103,7 +103,7 @@ def step_context(
 
 
 def step_facts(of: Context | None = None) -> dict[str, str | int]:
-    """Run, step and weight version of a context, the current one if None, as attributes."""
+    """Return run, step and weight version of a context as attributes; None is the current one."""
     facts: dict[str, str | int] = {}
     carried = baggage.get_all(of)
     for name in (RUN_ID, STEP, WEIGHT_VERSION):
@@ -121,24 +121,24 @@ def span(
     kind: SpanKind = SpanKind.INTERNAL,
     attributes: Mapping[str, AttributeValue] | None = None,
 ) -> Iterator[Span]:
-    """A span around a block, the current one inside it.
+    """Record a span of a block, and make it the current span in the block.
 
-    An error that leaves the block is recorded by its class, and what it cost counts as wasted.
+    An error that leaves the block is recorded by its class, and sets the span's bucket to wasted.
     """
     own = dict(attributes or {})
     if bucket is not None:
         own[BUCKET] = bucket
-    # By hand what `start_as_current_span` does, in half the time.
-    made = tracer().start_span(name, kind=kind, attributes=own)
-    token = context.attach(trace.set_span_in_context(made))
+    # The same as `start_as_current_span`, in half the time.
+    started = tracer().start_span(name, kind=kind, attributes=own)
+    token = context.attach(trace.set_span_in_context(started))
     try:
-        yield made
-    except BaseException as error:
-        record_error(made, error)
+        yield started
+    except BaseException as error:  # interrupts and cancelled tasks too
+        record_error(started, error)
         raise
     finally:
         context.detach(token)
-        made.end()
+        started.end()
 
 
 @contextmanager
@@ -148,7 +148,7 @@ def detail_span(
     *,
     attributes: Mapping[str, AttributeValue] | None = None,
 ) -> Iterator[None]:
-    """A `span` that only a verbose `step_context` makes."""
+    """Record a `span` if the `step_context` is verbose."""
     if baggage.get_baggage(_VERBOSE) is None:
         yield
         return
@@ -157,14 +157,14 @@ def detail_span(
 
 
 def record_error(failed: Span, error: BaseException) -> None:
-    """Mark a span as failed; its text is left out, which may hold what samples say."""
+    """Mark a span as failed, without the error's message, which may contain sample values."""
     failed.set_attribute(ERROR_TYPE, type(error).__qualname__)
     failed.set_attribute(BUCKET, "wasted")
     failed.set_status(Status(StatusCode.ERROR, type(error).__qualname__))
 
 
 def tracer() -> trace.Tracer:
-    """Ours, of the provider that is set now."""
+    """Return the data plane's tracer of the current provider."""
     global _tracer
     provider = trace.get_tracer_provider()
     if provider is not _tracer[0]:
@@ -172,5 +172,5 @@ def tracer() -> trace.Tracer:
     return _tracer[1]
 
 
-# Kept with its provider: making one takes as long as the rest of a span.
+# Cached with its provider: creating one takes as long as the rest of a span.
 _tracer: tuple[trace.TracerProvider | None, trace.Tracer] = None, trace.NoOpTracer()

@@ -1,7 +1,6 @@
-"""What is changed by hand: consumption taken back, and claims ended.
+"""Changes by an operator: consumption reset and claims ended.
 
-A person who looks at a stuck run does this, not the run itself; every promise of claims holds over
-it.
+They are for the operator of a stuck run, not for the run itself. All promises of claims still hold.
 """
 
 from __future__ import annotations
@@ -9,34 +8,32 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dataplane_core.errors import SamplesLeasedError, listed
-from dataplane_core.ledger.partition import PartitionBook
+from dataplane_core.ledger.assignments import Assignment
+from dataplane_core.ledger.partition import Partition
 
 
-def reset_consumption(
-    partition: PartitionBook, task_name: str, sample_ids: Sequence[str]
-) -> list[str]:
-    """As `DataPlaneActions.reset_consumption`; returns the samples that are claimable again."""
+def reset_consumption(partition: Partition, task_name: str, sample_ids: Sequence[str]) -> list[str]:
+    """Reset consumption as `DataPlaneActions.reset_consumption`; return the samples reset."""
     task = partition.task(task_name)
-    leased = [sample_id for sample_id in sample_ids if sample_id in task.leased]
+    known = (partition.rows.get(sample_id) for sample_id in dict.fromkeys(sample_ids))
+    rows = [row for row in known if row is not None and task in row.states]
+    leased = [row.sample_id for row in rows if task.lease_of(row) is not None]
     if leased:
         raise SamplesLeasedError(
             f"reset_consumption(partition={partition.declaration.partition_id!r}, "
             f"task={task_name!r}): {len(leased)} samples are leased: {listed(leased)}; end their "
-            "claims first, or leave them out"
+            "claims first, or omit them"
         )
-    asked = dict.fromkeys(sample_ids)
-    reset = [each for each in asked if each in task.settled or each in task.assigned]
-    for sample_id in reset:
-        task.settled.pop(sample_id, None)
-        share = task.assigned.get(sample_id)
-        if share is not None:
-            partition.unassign(task, share, [sample_id])
-    partition.reopen(task, [partition.rows[sample_id] for sample_id in reset])
-    return reset
+    for row in rows:
+        state = row.states[task]
+        if isinstance(state, Assignment):
+            task.assignments.take(state, [row.sample_id])
+    partition.reopen(task, rows)
+    return [row.sample_id for row in rows]
 
 
-def end_claim(partition: PartitionBook, claim: str, now: float, *, expired_only: bool) -> int:
-    """As `DataPlaneActions.end_claim`."""
+def end_claim(partition: Partition, claim: str, now: float, *, expired_only: bool) -> int:
+    """End a claim as `DataPlaneActions.end_claim`; return how many samples it still held."""
     lease = next((lease for lease in partition.leases.values() if lease.name == claim), None)
     if lease is None:
         return 0
@@ -47,4 +44,4 @@ def end_claim(partition: PartitionBook, claim: str, now: float, *, expired_only:
             f"{len(lease.rows)} samples are leased by {lease.owner!r} for {left_s:.3g} s more; "
             "wait, or end it with expired_only=False"
         )
-    return partition.end_early(lease)
+    return partition.end_lease(lease)

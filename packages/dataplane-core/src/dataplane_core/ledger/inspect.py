@@ -1,7 +1,6 @@
-"""What an onlooker sees of a ledger: summaries that cost nothing, claims, and pages of samples.
+"""Views of a ledger for inspectors: summaries, claims, and pages of samples.
 
-Ages are seconds at the moment of looking, on the clock of the ledger's own process, so that they
-mean the same wherever they are sent.
+Ages are in seconds and computed by the ledger's process, so that they need no shared clock.
 """
 
 from __future__ import annotations
@@ -14,27 +13,31 @@ from dataclasses import dataclass, field
 from typing import Any  # Any: tags hold the caller's own primitives
 
 from dataplane_core.arguments import checked_int
-from dataplane_core.ledger.partition import PartitionBook
+from dataplane_core.ledger.assignments import Assignment
+from dataplane_core.ledger.leases import Lease
+from dataplane_core.ledger.partition import Partition
 from dataplane_core.ledger.rows import Row
-from dataplane_core.ledger.tasks import Lease, Share
 from dataplane_core.schema import Form
 
-LARGEST_PAGE = 10_000
-"""Rows of one page of samples or states."""
+MAX_PAGE_ROWS = 10_000
+"""Maximum rows of one page of samples or states."""
 
 _STEP = 1_000
 
-MOST_CLAIMS = 1_000
-"""Claims, or shares, of one answer."""
+_STATES = ("unclaimed", "assigned", "leased", "acknowledged")
+"""Names of the states, indexed by `Task.code`."""
+
+MAX_CLAIMS = 1_000
+"""Maximum claims, or assignments, of one list."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FieldSummary:
     """One field of a partition: its kind (None until written) and how many samples have it.
 
-    ``nbytes`` are the bytes of its values, without padding; None where the store cannot tell, as of
-    Python values in memory. ``form`` is that of `dataplane_core.schema.Form`, None for fields whose
-    rows are dense or Python values.
+    ``nbytes`` is the size of its values without padding; None if the store does not know it, as for
+    Python values in memory. ``form`` is a `dataplane_core.schema.Form`; None if the rows are dense
+    or Python values.
     """
 
     name: str
@@ -47,16 +50,16 @@ class FieldSummary:
 
 @dataclass(frozen=True, kw_only=True)
 class ClaimSummary:
-    """One claim under a lease that was not settled yet.
+    """One claim under a lease that was not acknowledged yet.
 
     Attributes:
-        claim: its name, for `DataPlaneActions.end_claim`; not the token that settles it.
+        claim: its name, for `DataPlaneActions.end_claim`; not the token that acknowledges it.
         task: the claiming task.
-        owner: "host:pid" of the process that claimed; empty if it did not say.
-        samples: how many it still holds.
-        age_s: since it was claimed, in seconds.
-        expires_in_s: until its lease expires, in seconds, at least 0.
-        rank: data-parallel rank that claimed; None for a claim of no rank.
+        owner: "host:pid" of the claiming process; empty if unknown.
+        samples: number of samples that it still holds.
+        age_s: seconds since it was claimed.
+        expires_in_s: seconds until its lease expires, at least 0.
+        rank: data-parallel rank that claimed; None for a claim without a rank.
     """
 
     claim: str
@@ -69,18 +72,18 @@ class ClaimSummary:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ShareSummary:
-    """What waits for one data-parallel rank, which has not asked for it since it was drawn.
+class AssignmentSummary:
+    """Samples assigned to one data-parallel rank, which has not claimed them yet.
 
     Attributes:
         task: the claiming task.
-        rank: whose it is.
-        world: ranks that share what is drawn.
-        samples: how many wait for it.
-        expires_in_s: until the first of them are open to all unless the rank gives a sign of life,
-            in seconds, at least 0; None of final claims, which no time opens.
-        seen_s: since the rank last claimed, or renewed a claim, in seconds; None if it did neither
-            since the first of them were drawn.
+        rank: the rank to which the samples are assigned.
+        world: number of ranks that share each drawn batch.
+        samples: number of samples.
+        expires_in_s: seconds until the first of the samples become open to all, at least 0; a claim
+            or renewal by the rank restarts the time. None if they were drawn without a lease.
+        seen_s: seconds since the rank last claimed or renewed; None if it did neither since the
+            first of the samples were drawn.
     """
 
     task: str
@@ -93,27 +96,26 @@ class ShareSummary:
 
 @dataclass(frozen=True, kw_only=True)
 class TaskSummary:
-    """One task of a partition: how many present samples are where.
+    """One task of a partition: the number of present samples in each state, and its leases.
 
     Attributes:
-        name: the task's.
-        unclaimed: could be claimed, now or once they have their fields.
-        assigned: drawn for data-parallel ranks that have not asked for them yet;
-            `TaskCounts.leased` counts them as leased.
+        name: name of the task.
+        unclaimed: can be claimed, now or once they have their fields.
+        assigned: assigned to data-parallel ranks; `TaskCounts.leased` counts them as leased.
         leased: held under a lease.
-        settled: claimed for good.
-        leases: claims that hold the leased ones.
-        oldest_unclaimed_s: age of the sample that was put first of those unclaimed or assigned, in
-            seconds; None if there is none.
-        oldest_claim: the claim under a lease that is held longest; None if there is none.
-        holders: process ("host:pid") to how many of the leased samples it holds.
+        acknowledged: acknowledged, or claimed without a lease.
+        leases: number of claims that hold the leased samples.
+        oldest_unclaimed_s: age of the oldest unclaimed or assigned sample, in seconds; None if
+            there is none.
+        oldest_claim: the oldest claim under a lease; None if there is none.
+        holders: process ("host:pid") to the number of leased samples that it holds.
     """
 
     name: str
     unclaimed: int
     assigned: int = 0
     leased: int
-    settled: int
+    acknowledged: int
     leases: int
     oldest_unclaimed_s: float | None = None
     oldest_claim: ClaimSummary | None = None
@@ -122,20 +124,20 @@ class TaskSummary:
 
 @dataclass(frozen=True, kw_only=True)
 class PartitionSummary:
-    """One partition in numbers; making it costs fields, tasks and claims, not samples.
+    """Summary of one partition; its cost grows with fields, tasks and claims, not with samples.
 
     Attributes:
-        partition_id: its name.
-        declared: samples that are to be put.
-        put: samples put since the registration.
-        present: samples that are there.
-        reserved: samples of puts under way.
+        partition_id: name of the partition.
+        declared: number of samples that will be put, as declared.
+        put: number of samples put since the registration.
+        present: number of samples in the store.
+        reserved: number of samples of running puts.
         group_size: samples per prompt, or None.
-        fields: those declared and those written.
-        tasks: those declared.
+        fields: the declared and the written fields.
+        tasks: the declared tasks.
         enums: vocabularies of string columns.
-        nbytes: of the fields of which it is known; None where the store cannot tell of any.
-        revision: grows with every change; of equal ones only ages and times to go differ.
+        nbytes: bytes of the fields whose size is known; None if the store knows none.
+        revision: grows with every change; between equal revisions only ages and expiries differ.
     """
 
     partition_id: str
@@ -153,15 +155,15 @@ class PartitionSummary:
 
 @dataclass(frozen=True, kw_only=True)
 class SampleState:
-    """One sample.
+    """One sample: its fields, tags, and state for each task.
 
     Attributes:
-        sample_id: its id.
-        fields: those written.
+        sample_id: the sample's id.
+        fields: the written fields.
         tags: the caller's primitives.
-        tasks: task to its state of the sample: unclaimed, assigned, leased or settled.
+        tasks: task to the sample's state: unclaimed, assigned, leased or acknowledged.
         origins: field to the name of the put that wrote it.
-        age_s: since it was first put, in seconds; None if that is not known.
+        age_s: seconds since it was first put; None if unknown.
         claims: task to the name of the claim that holds the sample.
     """
 
@@ -176,15 +178,15 @@ class SampleState:
 
 @dataclass(frozen=True, kw_only=True)
 class StatePage:
-    """Where samples stand, a byte for each, in the order of first puts.
+    """Fields and states of samples, one byte each, in the order of first puts.
 
     Attributes:
-        total: samples of the partition.
-        start: place of the page's first sample.
+        total: number of samples of the partition.
+        start: position of the page's first sample.
         fields: names of the columns of ``written``.
         tasks: names of the columns of ``states``.
         written: row-major, samples x fields: 1 if the sample has the field, else 0.
-        states: row-major, samples x tasks: 0 unclaimed, 1 assigned, 2 leased, 3 settled.
+        states: row-major, samples x tasks: 0 unclaimed, 1 assigned, 2 leased, 3 acknowledged.
     """
 
     total: int
@@ -197,7 +199,7 @@ class StatePage:
 
 @dataclass(frozen=True, kw_only=True)
 class StorageSummary:
-    """One storage unit: its name, its node, and its bytes; of a full one little is ``free``."""
+    """One storage unit: its name, its node, and its bytes."""
 
     name: str
     node: str
@@ -206,22 +208,22 @@ class StorageSummary:
     free: int
 
 
-def field_names(partition: PartitionBook) -> tuple[str, ...]:
-    """The declared fields and then the others that are written."""
-    return tuple(dict.fromkeys([*partition.declaration.fields, *partition.field_counts]))
+def field_names(partition: Partition) -> tuple[str, ...]:
+    """Return the declared fields, then the other written ones."""
+    return tuple(dict.fromkeys([*partition.declaration.fields, *partition.samples.field_counts]))
 
 
-def summarise(partition: PartitionBook, now: float) -> PartitionSummary:
-    """The numbers of one partition at the moment ``now`` of `time.monotonic`."""
+def summarise(partition: Partition, now: float) -> PartitionSummary:
+    """Return the summary of one partition at the time ``now`` of `time.monotonic`."""
     declared = partition.declaration.fields
-    counts = partition.field_counts
+    counts = partition.samples.field_counts
     leases: dict[str, int] = {}
     holders: dict[str, Counter[str]] = defaultdict(Counter)
     oldest: dict[str, Lease] = {}
-    for lease in partition.leases.values():  # in the order of their claims
-        leases[lease.task_name] = leases.get(lease.task_name, 0) + 1
-        holders[lease.task_name][lease.owner] += len(lease.rows)
-        oldest.setdefault(lease.task_name, lease)
+    for lease in partition.leases.values():  # oldest first
+        leases[lease.task.name] = leases.get(lease.task.name, 0) + 1
+        holders[lease.task.name][lease.owner] += len(lease.rows)
+        oldest.setdefault(lease.task.name, lease)
     return PartitionSummary(
         partition_id=partition.declaration.partition_id,
         declared=partition.declaration.num_samples,
@@ -232,30 +234,30 @@ def summarise(partition: PartitionBook, now: float) -> PartitionSummary:
         fields=tuple(
             FieldSummary(
                 name=name,
-                kind=partition.kinds.get(name),
+                kind=partition.samples.kinds.get(name),
                 declared=name in declared,
                 written=counts.get(name, 0),
-                nbytes=partition.sizes.of(name, counts.get(name, 0)),
-                form=partition.forms.get(name),
+                nbytes=partition.samples.sizes.of(name, counts.get(name, 0)),
+                form=partition.samples.forms.get(name),
             )
             for name in field_names(partition)
         ),
         tasks=tuple(
             TaskSummary(
                 name=name,
-                unclaimed=len(task.open),
-                assigned=len(task.assigned),
-                leased=len(task.leased),
-                settled=len(task.settled),
+                unclaimed=task.open,
+                assigned=task.assigned,
+                leased=task.leased,
+                acknowledged=task.acknowledged,
                 leases=leases.get(name, 0),
-                oldest_unclaimed_s=_age(task.oldest_unclaimed(), now),
+                oldest_unclaimed_s=_age(task.oldest_unclaimed(partition.rows), now),
                 oldest_claim=describe(oldest[name], now) if name in oldest else None,
                 holders=dict(holders.get(name, {})),
             )
             for name, task in partition.tasks.items()
         ),
         enums=partition.declaration.enums,
-        nbytes=partition.sizes.total,
+        nbytes=partition.samples.sizes.total,
         revision=partition.revision,
     )
 
@@ -265,10 +267,10 @@ def _age(row: Row | None, now: float) -> float | None:
 
 
 def describe(lease: Lease, now: float) -> ClaimSummary:
-    """A lease as an onlooker sees it."""
+    """Return the summary of a lease."""
     return ClaimSummary(
         claim=lease.name,
-        task=lease.task_name,
+        task=lease.task.name,
         owner=lease.owner,
         samples=len(lease.rows),
         age_s=max(0.0, now - lease.since),
@@ -277,32 +279,32 @@ def describe(lease: Lease, now: float) -> ClaimSummary:
     )
 
 
-def claims(partition: PartitionBook, now: float) -> list[ClaimSummary]:
-    """The claims under leases, the oldest first, at most `MOST_CLAIMS`."""
-    oldest = itertools.islice(partition.leases.values(), MOST_CLAIMS)
+def claims(partition: Partition, now: float) -> list[ClaimSummary]:
+    """Return up to `MAX_CLAIMS` claims under leases, oldest first."""
+    oldest = itertools.islice(partition.leases.values(), MAX_CLAIMS)
     return [describe(lease, now) for lease in oldest]
 
 
-def shares(partition: PartitionBook, now: float) -> list[ShareSummary]:
-    """What waits for ranks, by task, terms of the claims, and rank; at most `MOST_CLAIMS`."""
-    waiting = (
-        _describe_shares(name, list(ranked), now)
+def assignments(partition: Partition, now: float) -> list[AssignmentSummary]:
+    """Return up to `MAX_CLAIMS` summaries of assignments, by task, group and rank."""
+    assigned = (
+        _describe_assigned(name, list(ranked), now)
         for name, task in partition.tasks.items()
-        for ranks in task.shares.values()
+        for ranks in task.assignments.by_group.values()
         for ranked in ranks
         if ranked
     )
-    return list(itertools.islice(waiting, MOST_CLAIMS))
+    return list(itertools.islice(assigned, MAX_CLAIMS))
 
 
-def _describe_shares(task: str, waiting: list[Share], now: float) -> ShareSummary:
-    first = waiting[0]  # drawn first, so that it has every later sign of life of the rank
-    deadline = min(share.deadline for share in waiting)
-    return ShareSummary(
+def _describe_assigned(task: str, assigned: list[Assignment], now: float) -> AssignmentSummary:
+    first = assigned[0]  # drawn first, so its ``seen`` covers all activity of the rank
+    deadline = min(each.deadline for each in assigned)
+    return AssignmentSummary(
         task=task,
         rank=first.rank,
         world=first.group.world,
-        samples=sum(len(share.rows) for share in waiting),
+        samples=sum(len(each.rows) for each in assigned),
         expires_in_s=None if deadline == math.inf else max(0.0, deadline - now),
         seen_s=None if first.seen is None else max(0.0, now - first.seen),
     )
@@ -312,66 +314,63 @@ def check_page(what: str, start: object, limit: object) -> tuple[int, int]:
     """Return ``start`` and ``limit`` as plain ints.
 
     Raises:
-        InvalidRequestError: (a ValueError) one is no int, or out of bounds.
+        InvalidRequestError: (a ValueError) one is not an int, or out of bounds.
     """
-    return checked_int(what, "start", start), checked_int(what, "limit", limit, most=LARGEST_PAGE)
+    return checked_int(what, "start", start), checked_int(
+        what, "limit", limit, maximum=MAX_PAGE_ROWS
+    )
 
 
-def page(partition: PartitionBook, start: int, limit: int, now: float) -> list[SampleState]:
-    """Up to ``limit`` samples from place ``start`` on, in the order of first puts.
+def page(partition: Partition, start: int, limit: int, now: float) -> list[SampleState]:
+    """Return up to ``limit`` samples from position ``start`` on, in the order of first puts.
 
-    Some microseconds each: see `in_steps`.
+    A sample takes some microseconds; `in_steps` reads large pages.
 
     Raises:
         InvalidRequestError: as `check_page`.
     """
     start, limit = check_page("list_samples", start, limit)
-    rows = itertools.islice(partition.rows.values(), start, start + limit)
-    return [state_of(partition, row, now) for row in rows]
+    return [state_of(partition, row, now) for row in partition.rows.page(start, limit)]
 
 
 def in_steps(
-    start: int, limit: int, ask: Callable[[int, int], list[SampleState]]
+    start: int, limit: int, read_page: Callable[[int, int], list[SampleState]]
 ) -> list[SampleState]:
-    """A page put together from smaller ones, between which others use the books.
+    """Return a page that is read in smaller ones, between which others use the ledger.
 
     Args:
-        start: place of the first sample.
-        limit: most samples.
-        ask: gives a page from a start and a limit.
+        start: position of the first sample.
+        limit: maximum number of samples.
+        read_page: returns a page from a start and a limit.
 
     Raises:
         InvalidRequestError: as `check_page`.
     """
     start, limit = check_page("list_samples", start, limit)
-    found = ask(start, min(limit, _STEP))
-    while len(found) < limit:
-        more = ask(start + len(found), min(limit - len(found), _STEP))
+    samples = read_page(start, min(limit, _STEP))
+    while len(samples) < limit:
+        more = read_page(start + len(samples), min(limit - len(samples), _STEP))
         if not more:
             break
-        found += more
-    return found
+        samples += more
+    return samples
 
 
-def sample(partition: PartitionBook, sample_id: str, now: float) -> SampleState | None:
-    """One sample; None if it is not there."""
+def sample(partition: Partition, sample_id: str, now: float) -> SampleState | None:
+    """Return one sample; None if it is not present."""
     row = partition.rows.get(sample_id)
     return None if row is None else state_of(partition, row, now)
 
 
-def state_of(partition: PartitionBook, row: Row, now: float) -> SampleState:
-    """What is known of a sample of ``partition``."""
+def state_of(partition: Partition, row: Row, now: float) -> SampleState:
+    """Return the state of a sample of ``partition``."""
     tasks: dict[str, str] = {}
     held: dict[str, str] = {}
     for name, task in partition.tasks.items():
-        token = task.leased.get(row.sample_id)
-        if token is not None:
-            tasks[name] = "leased"
-            held[name] = partition.leases[token].name
-        elif row.sample_id in task.open:
-            tasks[name] = "unclaimed"
-        else:
-            tasks[name] = "assigned" if row.sample_id in task.assigned else "settled"
+        tasks[name] = _STATES[task.code(row)]
+        lease = task.lease_of(row)
+        if lease is not None:
+            held[name] = lease.name
     return SampleState(
         sample_id=row.sample_id,
         fields=tuple(row.cells),

@@ -1,166 +1,144 @@
-"""`LeaseBook`: the claims of one partition that are not settled yet, and how they end."""
+"""`Leases`: the unacknowledged claims of one partition."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from dataplane_core.declaration import PartitionDeclaration
-from dataplane_core.errors import LeaseLostError, SamplesLeasedError, listed
-from dataplane_core.ledger.rows import Row
-from dataplane_core.ledger.tasks import Lease, Task
+from dataplane_core.errors import InvalidRequestError, LeaseLostError, SamplesLeasedError, listed
+from dataplane_core.ledger.rows import Row, Rows
+from dataplane_core.ledger.selection import RankGroup
+
+if TYPE_CHECKING:
+    from dataplane_core.ledger.tasks import Task
 
 
-class LeaseBook:
-    """What of a `PartitionBook` concerns leases.
+@dataclass(eq=False)
+class Lease:
+    """A claim that is not fully acknowledged yet.
 
     Attributes:
-        declaration: of the partition.
-        totals: of the store.
-        tasks: by name.
-        leases: by token, in the order of their claims.
-        revision: grows with every change.
+        token: secret that acknowledges or releases it, known to the claimer alone.
+        name: public name, which does not reveal the token.
+        task: the claiming task.
+        owner: the claiming process, as the claim named it.
+        claimed: ids of all samples that were claimed.
+        rows: samples that it still holds, by id.
+        since: when it was claimed.
+        deadline: when it expires unless it is renewed.
+        seconds: length of the lease.
+        rank: group and number of the data-parallel rank that claimed; None without a rank.
     """
 
-    declaration: PartitionDeclaration
-    totals: Counter[str]
-    tasks: dict[str, Task]
-    leases: dict[str, Lease]
-    revision: int
-    _revisions: Iterator[int]
+    token: str
+    name: str
+    task: Task
+    owner: str
+    claimed: frozenset[str]
+    rows: dict[str, Row]
+    since: float
+    deadline: float
+    seconds: float
+    rank: tuple[RankGroup, int] | None = None
 
-    def touch(self) -> None:
-        """Something changed: ``revision`` grows."""
-        self.revision = next(self._revisions)
+    def may_write(self, sample_id: str, row: Row | None) -> bool:
+        """Return whether a put under the lease may write a sample, present or not."""
+        state = None if row is None else row.states.get(self.task)
+        if isinstance(state, Lease):
+            return state is self
+        if isinstance(state, str) and state:
+            return state == self.token
+        # The sample is absent, open, assigned, or claimed without a lease (""), which refuses.
+        return sample_id not in self.claimed and state != ""
 
-    def expire(self, now: float) -> bool:
-        """End the leases whose time is over; True if there were any."""
-        over = [lease for lease in self.leases.values() if lease.deadline <= now]
-        for lease in over:
-            self.end_early(lease)
-        return bool(over)
 
-    def end_early(self, lease: Lease) -> int:
-        """A lease is over before its claim was settled; returns how many samples it still held."""
-        count = len(lease.rows)
-        self.totals["leases_expired"] += 1
-        self.totals["samples_redelivered"] += count
-        self._end(lease, list(lease.rows), settle=False)
-        return count
+class Leases(dict[str, Lease]):
+    """Leases by token, in the order of their claims."""
 
-    def next_expiry(self) -> float | None:
-        """When the next lease ends, on the caller's clock."""
-        return min((lease.deadline for lease in self.leases.values()), default=None)
+    def __init__(self, partition_id: str) -> None:
+        super().__init__()
+        self._partition_id = partition_id
 
-    def check_token(self, token: str | None, sample_ids: Iterable[str]) -> None:
-        """Raise `LeaseLostError` if a claim's lease has ended, for all or some of the samples.
+    def of(self, task: Task) -> list[Lease]:
+        """Return the leases of a task."""
+        return [lease for lease in self.values() if lease.task is task]
 
-        What the claim holds or has acknowledged may be put under it, and what it never held unless
-        another claim of its task holds or has settled that.
+    def take(self, lease: Lease, sample_ids: Iterable[str]) -> list[Row]:
+        """Remove samples from a lease, which ends with its last one; return their rows."""
+        rows = [lease.rows.pop(sample_id) for sample_id in dict.fromkeys(sample_ids)]
+        if not lease.rows:
+            del self[lease.token]
+        return rows
+
+    def check_token(self, token: str | None, sample_ids: Iterable[str], rows: Rows) -> None:
+        """Raise `LeaseLostError` if a put under a claim may not write all of the samples.
+
+        It may write samples that the claim holds or has acknowledged, and samples that it never
+        held, unless another claim of the task holds or has acknowledged them.
         """
         if token is None:
             return
-        lease = self.leases.get(token)
+        lease = self.get(token)
         if lease is None:
             raise LeaseLostError(
-                f"partition {self.declaration.partition_id!r}: the claim's lease expired or was "
-                "ended; another claim may hold its samples",
+                f"partition {self._partition_id!r}: the claim's lease expired or was ended; "
+                "another claim may hold its samples",
                 sample_ids=sample_ids,
             )
-        task = self.tasks[lease.task_name]
-        lost = [sample_id for sample_id in sample_ids if not _may_write(lease, task, sample_id)]
+        lost = [each for each in sample_ids if not lease.may_write(each, rows.get(each))]
         if lost:
             raise LeaseLostError(
-                f"partition {self.declaration.partition_id!r}: {len(lost)} of the samples were "
-                f"given up by the claim, or belong to another of task {lease.task_name!r}: "
-                f"{listed(lost)}",
+                f"partition {self._partition_id!r}: the claim released {len(lost)} of the samples, "
+                f"or another claim of task {lease.task.name!r} has them: {listed(lost)}",
                 sample_ids=lost,
             )
 
-    def settle(self, token: str, sample_ids: Sequence[str], *, acknowledge: bool) -> str:
-        """Acknowledge or release the given samples of a lease; the rest stays leased.
-
-        Returns:
-            The task that held them.
+    def holding(self, token: str, sample_ids: Sequence[str], task_name: str | None) -> Lease:
+        """Return the lease that holds the samples.
 
         Raises:
-            LeaseLostError: the lease ended, or it does not hold one of the samples.
+            InvalidRequestError: (a ValueError) the lease belongs to another task.
+            LeaseLostError: the lease expired, or it does not hold one of the samples.
         """
-        lease = self._lease(token, sample_ids)
-        self._end(lease, sample_ids, settle=acknowledge)
-        kind = "samples_acknowledged" if acknowledge else "samples_released"
-        self.totals[kind] += len(sample_ids)
-        return lease.task_name
-
-    def renew(self, token: str, sample_ids: Sequence[str], now: float) -> None:
-        """Start a lease anew. Raises as `settle`."""
-        lease = self._lease(token, sample_ids)
-        lease.deadline = now + lease.seconds
-        self.touch()
-
-    def _lease(self, token: str, sample_ids: Sequence[str]) -> Lease:
-        lease = self.leases.get(token)
+        lease = self.get(token)
         if lease is None:
             raise LeaseLostError(
-                f"lease on {len(sample_ids)} samples of partition "
-                f"{self.declaration.partition_id!r} expired or was ended; another claim may hold "
-                "them",
+                f"lease on {len(sample_ids)} samples of partition {self._partition_id!r} expired "
+                "or was ended; another claim may hold them",
                 sample_ids=sample_ids,
+            )
+        if task_name is not None and lease.task.name != task_name:
+            raise InvalidRequestError(
+                f"partition {self._partition_id!r}: the meta names task {task_name!r}, but "
+                f"its lease belongs to a claim of task {lease.task.name!r}; expected the meta that "
+                "claim_meta returned, or a part of it"
             )
         lost = [sample_id for sample_id in sample_ids if sample_id not in lease.rows]
         if lost:
             raise LeaseLostError(
-                f"partition {self.declaration.partition_id!r}: {len(lost)} of {len(sample_ids)} "
-                "samples were settled, given back or cleared before, so the claim no longer "
+                f"partition {self._partition_id!r}: {len(lost)} of {len(sample_ids)} "
+                "samples were acknowledged, released or cleared before, so the claim no longer "
                 f"holds them: {listed(lost)}",
                 sample_ids=lost,
             )
         return lease
 
-    def _end(self, lease: Lease, sample_ids: Iterable[str], *, settle: bool) -> None:
-        task = self.tasks[lease.task_name]
-        ids = dict.fromkeys(sample_ids)
-        rows = [lease.rows.pop(sample_id) for sample_id in ids]
-        for sample_id in ids:
-            del task.leased[sample_id]
-        if settle:
-            task.settled.update(dict.fromkeys(ids, lease.token))
-            self.touch()
+    def refuse_leased(self, tasks: Iterable[Task], rows: Sequence[Row] | None = None) -> None:
+        """Raise `SamplesLeasedError` if a lease holds one of the rows; None means all rows."""
+        held: dict[str, str] = {}
+        if rows is None:
+            for task in tasks:
+                for lease in self.of(task):
+                    held.update(dict.fromkeys(lease.rows, task.name))
         else:
-            self.reopen(task, rows)
-        if not lease.rows:
-            del self.leases[lease.token]
-
-    def reopen(self, task: Task, rows: list[Row]) -> None:
-        """Make rows that a task had claimed claimable again."""
-        task.reopen(rows)
-        task.tell(rows)
-        self.touch()
-
-    def refuse_leased(self, sample_ids: Iterable[str] | None = None) -> None:
-        """Raise `SamplesLeasedError` if a task holds one of the samples, or any, under a lease."""
-        if not self.leases:
-            return
-        asked = None if sample_ids is None else list(sample_ids)
-        held = {
-            sample_id: name
-            for name, task in self.tasks.items()
-            if task.leased
-            for sample_id in (task.leased if asked is None else asked)
-            if sample_id in task.leased
-        }
+            for task in tasks:
+                if task.leased:
+                    leased = (row.sample_id for row in rows if task.lease_of(row) is not None)
+                    held.update(dict.fromkeys(leased, task.name))
         if held:
             raise SamplesLeasedError(
-                f"clear_samples(partition={self.declaration.partition_id!r}): {len(held)} samples "
+                f"clear_samples(partition={self._partition_id!r}): {len(held)} samples "
                 f"are leased by {listed(sorted(set(held.values())))}: {listed(held)}; acknowledge "
                 "or release them first, or clear with force=True"
             )
-
-
-def _may_write(lease: Lease, task: Task, sample_id: str) -> bool:
-    """Whether a put under the lease may write the sample."""
-    holder = task.leased.get(sample_id) or task.settled.get(sample_id)
-    if holder is not None:
-        return holder == lease.token
-    # Given up, or settled by a final claim, or nobody's.
-    return sample_id not in lease.claimed and sample_id not in task.settled

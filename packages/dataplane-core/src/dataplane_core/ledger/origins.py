@@ -1,6 +1,6 @@
-"""Which put wrote which field of a sample.
+"""Origins: the put that wrote each field of a sample.
 
-The samples of one put share one mapping, so that a put costs one, however many samples it has.
+The samples of one put share one mapping, so its memory does not grow with the samples.
 """
 
 from __future__ import annotations
@@ -12,29 +12,30 @@ from dataplane_core.ledger.rows import NO_ORIGINS, Row
 
 
 def note_origin(rows: Iterable[Row], fields: Sequence[str], origin: str | None) -> None:
-    """``fields`` of ``rows`` were written by the put named ``origin``, or by one without a name."""
+    """Record that the put ``origin`` wrote ``fields`` of ``rows``; None is a put without a name."""
     if not fields:
         return
     own = {} if origin is None else dict.fromkeys(fields, origin)
-    # By identity, with what is replaced kept alive so that no new mapping takes its identity.
-    made: dict[int, tuple[Mapping[str, str], Mapping[str, str]]] = {}
+    # Keyed by the id() of the old mapping. The value keeps that mapping alive, so that no new one
+    # gets the same id().
+    replacements: dict[int, tuple[Mapping[str, str], Mapping[str, str]]] = {}
     for row in rows:
         before = row.origins
-        pair = made.get(id(before))
+        pair = replacements.get(id(before))
         if pair is None:
             others = {name: put for name, put in before.items() if name not in fields}
-            pair = made[id(before)] = before, {**others, **own} or NO_ORIGINS
+            pair = replacements[id(before)] = before, {**others, **own} or NO_ORIGINS
         row.origins = pair[1]
 
 
 def count_origins(rows: Iterable[Row], fields: Sequence[str]) -> dict[str, int]:
-    """Origin to the number of rows of which it wrote one of ``fields``, the most first."""
+    """Return origin to the number of rows in which it wrote one of ``fields``, largest first."""
     mappings = [row.origins for row in rows]
-    alike = dict(zip(map(id, mappings), mappings, strict=True))
-    counts = Counter(map(id, mappings))
-    found: Counter[str] = Counter()
-    for identity, count in counts.items():
-        mapping = alike[identity]
+    # Rows share mappings: each distinct one is read once.
+    distinct = dict(zip(map(id, mappings), mappings, strict=True))
+    rows_of: Counter[str] = Counter()
+    for identity, count in Counter(map(id, mappings)).items():
+        mapping = distinct[identity]
         for origin in {mapping[name] for name in fields if name in mapping}:
-            found[origin] += count
-    return dict(found.most_common())
+            rows_of[origin] += count
+    return dict(rows_of.most_common())

@@ -1,245 +1,269 @@
-"""Queues of the samples that one task could claim, so that a claim costs what it takes.
+"""Queues of the samples that one task can claim, so that a claim's cost grows with its batch only.
 
-A queue is told of each open sample when it is put or gains a field, and forgets it when it is
-claimed or cleared; it never scans the partition, so its cost does not grow with what was consumed
-before. A queue with conditions on tags looks at a sample's tags then, not at every claim.
+An open sample enters a queue when it is put or gains a field, and leaves it when it is claimed or
+cleared. A queue never scans the partition, so its cost does not grow with the samples consumed
+before. Conditions on tags are evaluated when a sample enters, not at every claim.
+
+Queues hold sequence numbers, not rows, so that a queue that is no longer used keeps no sample alive
+until it is freed.
 """
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Iterable, Iterator
-from typing import Protocol
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
 
-from dataplane_core.ledger.order import Places
+from dataplane_core.ledger.order import Positions
+from dataplane_core.ledger.ordered_keys import OrderedKeys
+from dataplane_core.ledger.parted_dict import PartedDict
 from dataplane_core.ledger.rows import Row
 from dataplane_core.ledger.selection import TagFilter
+from dataplane_core.ledger.sequence_set import SequenceSet
 
 
 class Terms:
-    """What a sample needs to be in a queue, and which samples may still come to meet it.
+    """Conditions under which a sample enters a queue, and the samples that may still meet them.
 
     Args:
-        required: fields that it must have.
+        required: fields that a sample must have.
         where: conditions that its tags must all meet.
 
     Attributes:
-        awaited: open samples, by their places in the order of puts, that meet ``where`` and lack a
-            field; kept only if there are conditions.
-        told: how many samples the queue was told of since it was claimed from last.
-        unseen: the partition's rows, as far as the queue was not built from them yet; None once it
-            is complete.
+        awaited: sequences of open samples that meet ``where`` but lack a field; recorded only if
+            there are conditions.
+        added: number of samples added since the last claim from the queue.
+        unseen: iterator over the partition's rows that the queue has not seen yet; None once the
+            queue is complete.
     """
 
     def __init__(self, required: frozenset[str], where: Iterable[TagFilter] = ()) -> None:
         self.required = required
         self.where = tuple(where)
-        self.awaited: set[int] = set()
-        self.told = 0
+        self.awaited = SequenceSet()
+        self.added = 0
         self.unseen: Iterator[list[Row]] | None = None
 
     def meets(self, row: Row) -> bool:
-        """Whether the sample's tags meet the conditions."""
+        """Return whether the sample's tags meet the conditions."""
         return all(condition.matches(row.tags) for condition in self.where)
 
-    def ready(self, row: Row) -> bool:
-        """Whether the sample has the fields; if not, it is awaited if its tags will do."""
-        self.told += 1
-        ready = self.required <= row.cells.keys()
+    def ready(self, rows: Sequence[Row]) -> list[Row]:
+        """Return the samples that have the fields; await the others that meet ``where``."""
+        self.added += len(rows)
+        required = self.required
+        ready = [row for row in rows if required <= row.cells.keys()]
         if self.where:
-            if not ready and self.meets(row):
-                self.awaited.add(row.sequence)
-            else:
-                self.awaited.discard(row.sequence)
+            self.awaited.discard(row.sequence for row in rows)
+            if len(ready) < len(rows):
+                lacking = (row for row in rows if not required <= row.cells.keys())
+                self.awaited.add(row.sequence for row in lacking if self.meets(row))
         return ready
 
 
-class Queue(Protocol):
-    """The ready samples of one task, for claims on the same terms."""
+class SampleQueue:
+    """Queue of one task's ready samples, for claims with the same terms."""
 
-    terms: Terms
-    places: Places
+    def __init__(self, terms: Terms, positions: Positions) -> None:
+        self.terms = terms
+        self.positions = positions
+        self._ready: SequenceSet | OrderedKeys[int] = (
+            SequenceSet() if positions.by_sequence else OrderedKeys()
+        )
 
     def __len__(self) -> int:
-        """Ready samples, those of incomplete groups and of groups that do not match included."""
+        return len(self._ready)
 
-    def add(self, row: Row) -> None:
-        """An open sample was put or changed; telling it again changes nothing."""
+    def add(self, rows: Sequence[Row]) -> None:
+        """Add open samples that were put or changed; idempotent."""
+        ready = self.terms.ready(rows)
+        if self.terms.where:
+            before = {row.sequence for row in ready}
+            ready = [row for row in ready if self.terms.meets(row)]
+            self._ready.discard(before.difference(row.sequence for row in ready))
+        if isinstance(self._ready, SequenceSet):
+            self._ready.add(row.sequence for row in ready)
+        else:
+            for row in ready:
+                if row.sequence not in self._ready:
+                    self._ready.put(row.sequence, self.positions.of(row))
 
-    def discard(self, row: Row) -> None:
-        """A sample is no longer open, or never was."""
+    def discard(self, rows: Sequence[Row]) -> None:
+        """Remove samples that are no longer open; others are ignored."""
+        sequences = [row.sequence for row in rows]
+        self.terms.awaited.discard(sequences)
+        self._ready.discard(sequences)
 
     def count(self, unit: int) -> int:
-        """How many samples `take` could give without ``partial``."""
+        """Return how many samples `take` can return without ``partial``."""
+        return len(self._ready)
 
-    def take(self, limit: int, *, unit: int, partial: bool) -> list[Row]:
-        """Remove and return up to ``limit`` samples, of no group of more than ``unit``.
+    def too_large(self, unit: int) -> tuple[str, int] | None:
+        """Return name and size of the largest complete group of more than ``unit`` samples."""
+        return None
 
-        ``partial`` takes incomplete groups too.
+    def take(self, limit: int, *, unit: int, partial: bool) -> list[int]:
+        """Remove and return the sequences of up to ``limit`` samples.
+
+        Groups of more than ``unit`` samples are left; ``partial`` takes incomplete groups too.
         """
+        return self._ready.take(limit)
 
-    def shed(self, count: int) -> None:
-        """Free what ``count`` samples take, of a queue that nobody claims from any more."""
+    def shed(self, count: int) -> bool:
+        """Free about ``count`` entries of an unused queue; return whether it is empty."""
+        return self._ready.shed(count) and self.terms.awaited.shed(count)
 
 
-class SampleQueue:
-    """Samples one by one: a heap whose entries may be out of date, and the truth beside it.
+@dataclass(eq=False)
+class _Group:
+    """The ready samples of one group.
 
-    A sample that leaves and comes back with other tags may stand elsewhere than before, so an entry
-    counts only where its sample stands now.
+    Attributes:
+        name: name of the group.
+        positions: sequence of each sample to its position.
+        misfits: sequences of samples whose tags do not meet the conditions.
+        takeable: the list that contains the group; None if it has misfits or no samples.
+        size: number of its samples when it was listed.
     """
 
-    def __init__(self, terms: Terms, places: Places) -> None:
-        self.terms = terms
-        self.places = places
-        self._ready: dict[int, tuple[float, Row]] = {}
-        self._heap: list[tuple[float, int]] = []
+    name: str
+    positions: dict[int, float] = field(default_factory=dict)
+    misfits: set[int] = field(default_factory=set)
+    takeable: _Takeable | None = None
+    size: int = 0
 
-    def __len__(self) -> int:
-        return len(self._ready)
 
-    def add(self, row: Row) -> None:
-        if not self.terms.ready(row):
-            return
-        if self.terms.where and not self.terms.meets(row):
-            self._ready.pop(row.sequence, None)
-            return
-        if row.sequence in self._ready:
-            return
-        place = self.places.of(row)
-        self._ready[row.sequence] = place, row
-        heapq.heappush(self._heap, (place, row.sequence))
-        if len(self._heap) > 2 * len(self._ready) + 64:
-            self._heap = [(place, sequence) for sequence, (place, _) in self._ready.items()]
-            heapq.heapify(self._heap)
+class _Takeable:
+    """List of groups that can be taken.
 
-    def discard(self, row: Row) -> None:
-        self.terms.awaited.discard(row.sequence)
-        self._ready.pop(row.sequence, None)
+    Attributes:
+        names: names of the groups, by the position of their first sample.
+        sizes: number of samples to the number of groups of that size.
+    """
 
-    def count(self, unit: int) -> int:
-        return len(self._ready)
+    def __init__(self) -> None:
+        self.names: OrderedKeys[str] = OrderedKeys()
+        self.sizes: Counter[int] = Counter()
 
-    def take(self, limit: int, *, unit: int, partial: bool) -> list[Row]:
-        taken: list[Row] = []
-        while self._heap and len(taken) < limit:
-            place, sequence = heapq.heappop(self._heap)
-            found = self._ready.get(sequence)
-            if found is not None and found[0] == place:
-                del self._ready[sequence]
-                taken.append(found[1])
-        return taken
+    def add(self, group: _Group) -> None:
+        """Add a group that is in no list."""
+        self.names.put(group.name, min(group.positions.values()))
+        group.takeable, group.size = self, len(group.positions)
+        self.sizes[group.size] += 1
 
-    def shed(self, count: int) -> None:
-        del self._heap[-2 * count :]
-        for _ in range(min(count, len(self._ready))):
-            self._ready.popitem()
+    def remove(self, group: _Group) -> None:
+        """Remove a group from the list."""
+        self.names.discard([group.name])
+        group.takeable = None
+        self.sizes[group.size] -= 1
+        if not self.sizes[group.size]:
+            del self.sizes[group.size]
 
 
 class GroupQueue:
-    """Samples by group: a group is taken when all of its ``group_size`` samples are ready.
+    """Queue of samples by group: a group is taken when all its ``group_size`` samples are ready.
 
-    A group with a ready sample whose tags do not meet the conditions is not taken.
+    A group is not taken while a ready sample of it has tags that do not meet the conditions. The
+    methods are those of `SampleQueue`.
     """
 
-    def __init__(self, terms: Terms, places: Places, group_size: int) -> None:
+    def __init__(self, terms: Terms, positions: Positions, group_size: int) -> None:
         self.terms = terms
-        self.places = places
+        self.positions = positions
         self._size = group_size
-        self._groups: dict[str, dict[int, tuple[float, Row]]] = {}
-        self._group_of: dict[int, str] = {}
-        self._misfits: dict[str, set[int]] = {}
-        self._complete: dict[str, float] = {}
-        self._heap: list[tuple[float, str]] = []
+        self._group_of: PartedDict[int, _Group] = PartedDict()
+        self._groups: PartedDict[str, _Group] = PartedDict()
+        self._complete = _Takeable()
+        self._incomplete = _Takeable()
 
     def __len__(self) -> int:
+        """Return the number of samples, including those of incomplete or misfit groups."""
         return len(self._group_of)
 
-    def add(self, row: Row) -> None:
-        if not self.terms.ready(row):
-            return
-        # Tags may have changed since the row was queued, and with them its group.
-        group = row.group
-        known = self._group_of.get(row.sequence)
-        if known is None or known != group:
-            self.discard(row)
-            self._group_of[row.sequence] = group
-            self._groups.setdefault(group, {})[row.sequence] = self.places.of(row), row
-        elif not self.terms.where:
-            return
-        if self.terms.meets(row):
-            self._fits(group, row)
-        else:
-            self._misfits.setdefault(group, set()).add(row.sequence)
-        self._judge(group)
+    def add(self, rows: Sequence[Row]) -> None:
+        changed: dict[_Group, None] = {}
+        for row in self.terms.ready(rows):
+            # Tags may have changed since the row was queued, and with them its group.
+            name = row.group
+            group = self._group_of.get(row.sequence)
+            if group is None or group.name != name:
+                self._remove(row, changed)
+                group = self._groups.get(name)
+                if group is None:
+                    group = self._groups[name] = _Group(name)
+                self._group_of[row.sequence] = group
+                group.positions[row.sequence] = self.positions.of(row)
+            elif not self.terms.where:
+                continue
+            if self.terms.meets(row):
+                group.misfits.discard(row.sequence)
+            else:
+                group.misfits.add(row.sequence)
+            changed[group] = None
+        self._list(changed)
 
-    def discard(self, row: Row) -> None:
-        self.terms.awaited.discard(row.sequence)
-        group = self._group_of.pop(row.sequence, None)
-        if group is None:
-            return
-        members = self._groups[group]
-        del members[row.sequence]
-        if not members:
-            del self._groups[group]
-        self._fits(group, row)
-        self._judge(group)
+    def discard(self, rows: Sequence[Row]) -> None:
+        self.terms.awaited.discard(row.sequence for row in rows)
+        changed: dict[_Group, None] = {}
+        for row in rows:
+            self._remove(row, changed)
+        self._list(changed)
 
-    def _fits(self, group: str, row: Row) -> None:
-        misfits = self._misfits.get(group)
-        if misfits is not None:
-            misfits.discard(row.sequence)
-            if not misfits:
-                del self._misfits[group]
+    def _remove(self, row: Row, changed: dict[_Group, None]) -> None:
+        group = self._group_of.pop(row.sequence)
+        if group is not None:
+            del group.positions[row.sequence]
+            group.misfits.discard(row.sequence)
+            changed[group] = None
 
-    def _judge(self, group: str) -> None:
-        """A group gained or lost something: can it be taken now?"""
-        if len(self._groups.get(group, ())) < self._size or group in self._misfits:
-            self._complete.pop(group, None)
-            return
-        place = self._place(group)
-        if self._complete.get(group) != place:
-            self._complete[group] = place
-            heapq.heappush(self._heap, (place, group))
-            if len(self._heap) > 2 * len(self._complete) + 64:
-                self._heap = [(place, group) for group, place in self._complete.items()]
-                heapq.heapify(self._heap)
+    def _list(self, changed: Iterable[_Group]) -> None:
+        """Move changed groups to the list to which they belong now, if any."""
+        for group in changed:
+            if group.takeable is not None:
+                group.takeable.remove(group)
+            if not group.positions:
+                del self._groups[group.name]
+            elif not group.misfits:
+                is_complete = len(group.positions) >= self._size
+                (self._complete if is_complete else self._incomplete).add(group)
 
     def count(self, unit: int) -> int:
-        sizes = (len(self._groups[group]) for group in self._complete)
-        return sum(size for size in sizes if size <= unit)
+        sizes = self._complete.sizes
+        return sum(size * count for size, count in sizes.items() if size <= unit)
 
-    def take(self, limit: int, *, unit: int, partial: bool) -> list[Row]:
-        taken: list[Row] = []
-        passed: list[tuple[float, str]] = []
-        while self._heap and len(taken) < limit:
-            place, group = heapq.heappop(self._heap)
-            if self._complete.get(group) != place:
-                continue
-            if len(self._groups[group]) > min(unit, limit - len(taken)):
-                passed.append((place, group))
-            else:
-                taken.extend(self._remove(group))
-        for entry in passed:
-            heapq.heappush(self._heap, entry)
-        if partial:
-            rest = self._groups.keys() - self._complete.keys() - self._misfits.keys()
-            for _, group in sorted((self._place(group), group) for group in rest):
-                if len(taken) + len(self._groups[group]) <= limit:
-                    taken.extend(self._remove(group))
+    def too_large(self, unit: int) -> tuple[str, int] | None:
+        size = max(self._complete.sizes, default=0)
+        if size <= unit:
+            return None
+        complete = (each for each in self._groups.values() if each.takeable is self._complete)
+        return max(group.name for group in complete if group.size == size), size
+
+    def take(self, limit: int, *, unit: int, partial: bool) -> list[int]:
+        taken: list[int] = []
+        for groups in (self._complete, self._incomplete) if partial else (self._complete,):
+            skipped: list[_Group] = []  # too large for the remaining capacity; listed again below
+            free = min(unit, limit - len(taken))
+            while groups.sizes and free >= min(groups.sizes):
+                [name] = groups.names.take(1)
+                group = self._groups[name]
+                groups.remove(group)
+                if group.size > free:
+                    skipped.append(group)
+                    continue
+                for sequence in group.positions:
+                    del self._group_of[sequence]
+                del self._groups[name]
+                taken += sorted(group.positions)
+                free = min(unit, limit - len(taken))
+            for group in skipped:
+                groups.add(group)
         return taken
 
-    def _remove(self, group: str) -> list[Row]:
-        rows = [row for _, (_, row) in sorted(self._groups[group].items())]
-        for row in rows:
-            self.discard(row)
-        return rows
+    def shed(self, count: int) -> bool:
+        names = self._complete.names, self._incomplete.names
+        parts = (self._group_of, self._groups, *names, self.terms.awaited)
+        return all(part.shed(count) for part in parts)
 
-    def _place(self, group: str) -> float:
-        return min(place for place, _ in self._groups[group].values())
 
-    def shed(self, count: int) -> None:
-        del self._heap[-2 * count :]
-        for held in (self._groups, self._group_of, self._misfits, self._complete):
-            for _ in range(min(count, len(held))):
-                held.popitem()
+Queue: TypeAlias = SampleQueue | GroupQueue

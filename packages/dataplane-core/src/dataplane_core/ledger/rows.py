@@ -1,68 +1,41 @@
-"""`Row`: what the ledger knows of one sample."""
+"""`Row`: the ledger's record of one sample; `Rows`: the rows of a partition."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain, islice
 from types import MappingProxyType
-from typing import Any  # Any: cells belong to the storage, tags to the caller
+from typing import TYPE_CHECKING, Any  # Any: cells belong to the storage, tags to the caller
 
+from dataplane_core.ledger.parted_dict import PartedDict
+from dataplane_core.ledger.sequence_set import CHUNK_BITS
 from dataplane_core.tags import LENGTH_TAG
+
+if TYPE_CHECKING:
+    from dataplane_core.ledger.tasks import State, Task
 
 GROUP_TAG = "group"
 """Tag that names a sample's group; without it the group is the id up to its last ``_g<number>``."""
 
 NO_ORIGINS: Mapping[str, str] = MappingProxyType({})
-"""Of samples that only puts without a name wrote."""
-
-
-_CHUNK_BITS = 7
-"""A chunk has the rows of up to 128 places: work on one takes well below a millisecond."""
-
-
-class RowChunks:
-    """A partition's rows by their places, to visit them bit by bit while others change them."""
-
-    def __init__(self) -> None:
-        self._chunks: dict[int, dict[str, Row]] = {}
-
-    def add(self, row: Row) -> None:
-        """A row was put."""
-        self._chunks.setdefault(row.sequence >> _CHUNK_BITS, {})[row.sample_id] = row
-
-    def discard(self, row: Row) -> None:
-        """A row was cleared."""
-        number = row.sequence >> _CHUNK_BITS
-        chunk = self._chunks[number]
-        del chunk[row.sample_id]
-        if not chunk:
-            del self._chunks[number]
-
-    def __iter__(self) -> Iterator[list[Row]]:
-        """The rows chunk by chunk, each as it is when it is reached.
-
-        Every row that stays from the first to the last chunk is visited; what is put meanwhile may
-        be left out.
-        """
-        for number in list(self._chunks):
-            chunk = self._chunks.get(number)
-            if chunk is not None:
-                yield list(chunk.values())
+"""Origins of samples whose puts had no origin."""
 
 
 class Row:
-    """One sample that was put.
+    """The record of one sample that was put.
 
     Attributes:
-        sample_id: its id.
-        sequence: its place in the order of first puts; never used again for another row.
-        cells: field to where the storage keeps the value.
+        sample_id: the sample's id.
+        sequence: number in the order of first puts; never reused.
+        cells: field to the storage's cell of its value.
         origins: field to the name of the put that wrote it; shared by the samples of a put, hence
             replaced and never changed.
         tags: the caller's primitives.
-        put_at: when it was first put, on the clock of claims; shared by the samples of a put.
-        pins: how many reads are under way; what a pinned row held is discarded when the last ends.
+        put_at: when it was first put, on the clock of claims.
+        states: task to its state of the sample; without an entry the sample is open.
+        pins: number of running reads; cells of a pinned row are discarded when the last read ends.
         stale: cells that were overwritten while the row was pinned.
-        dropped: the row was cleared, and is no longer part of its partition.
+        dropped: whether the row was cleared, and is no longer part of its partition.
     """
 
     __slots__ = (
@@ -74,6 +47,7 @@ class Row:
         "sample_id",
         "sequence",
         "stale",
+        "states",
         "tags",
     )
 
@@ -84,13 +58,14 @@ class Row:
         self.cells: dict[str, Any] = {}
         self.origins: Mapping[str, str] = NO_ORIGINS
         self.tags: dict[str, Any] = {}
+        self.states: dict[Task, State] = {}
         self.pins = 0
-        self.stale: list[Any] = []
+        self.stale: Sequence[Any] = ()
         self.dropped = False
 
     @property
     def group(self) -> str:
-        """The group (one prompt's samples) that the row belongs to."""
+        """Group (one prompt's samples) to which the row belongs."""
         tagged = self.tags.get(GROUP_TAG)
         if tagged is not None:
             return str(tagged)
@@ -99,6 +74,70 @@ class Row:
 
     @property
     def length(self) -> int:
-        """Tokens, from the tag ``input_lengths``; 1 without it."""
+        """Number of tokens, from the tag ``input_lengths``; 1 without it."""
         value = self.tags.get(LENGTH_TAG, 1)
         return value if isinstance(value, int) else 1
+
+
+class Rows(PartedDict[str, Row]):
+    """A partition's rows, by id and in chunks by sequence; they may change during iteration.
+
+    The order is that of first puts. A chunk has the rows of 128 sequences. Empty chunks are
+    removed, so that iteration skips cleared ranges::
+
+        sequences 0..299, of which 128..255 were cleared:   chunks  {0: {0: a, ..., 127: b},
+                                                                     2: {256: c, ..., 299: d}}
+
+    Attributes:
+        chunks: chunk number to its rows by sequence, both in the order of first puts.
+    """
+
+    __slots__ = ("chunks",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.chunks: dict[int, dict[int, Row]] = {}
+
+    def __iter__(self) -> Iterator[str]:
+        return (row.sample_id for chunk in self.chunks.values() for row in chunk.values())
+
+    def add(self, row: Row) -> None:
+        """Add a row, whose sequence is larger than any other."""
+        self[row.sample_id] = row
+        chunk = self.chunks.get(row.sequence >> CHUNK_BITS)
+        if chunk is None:
+            chunk = self.chunks[row.sequence >> CHUNK_BITS] = {}
+        chunk[row.sequence] = row
+
+    def remove(self, row: Row) -> None:
+        """Remove a row."""
+        del self[row.sample_id]
+        number = row.sequence >> CHUNK_BITS
+        chunk = self.chunks[number]
+        del chunk[row.sequence]
+        if not chunk:
+            del self.chunks[number]
+
+    def at(self, sequence: int) -> Row:
+        """Return the row with this sequence."""
+        return self.chunks[sequence >> CHUNK_BITS][sequence]
+
+    def in_chunks(self) -> Iterator[list[Row]]:
+        """Yield the rows chunk by chunk, each chunk as it is when it is reached.
+
+        Every row that is present throughout is visited; rows put meanwhile may be missed.
+        """
+        for number in list(self.chunks):
+            chunk = self.chunks.get(number)
+            if chunk is not None:
+                yield list(chunk.values())
+
+    def page(self, start: int, limit: int) -> list[Row]:
+        """Return up to ``limit`` rows from position ``start`` on, in the order of first puts."""
+        chunks = iter(self.chunks.values())
+        for chunk in chunks:
+            if start < len(chunk):
+                rest = chain(chunk.values(), *(each.values() for each in islice(chunks, limit)))
+                return list(islice(rest, start, start + limit))
+            start -= len(chunk)
+        return []

@@ -1,7 +1,8 @@
-"""What a claim asks for, and how a drawn batch is split over data-parallel ranks."""
+"""Requests of claims, and the split of a drawn batch over data-parallel ranks."""
 
 from __future__ import annotations
 
+import heapq
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ _OPERATORS: dict[str, Callable[[Any, Any], bool]] = {
     "<=": operator.le,
     ">": operator.gt,
     ">=": operator.ge,
-    "in": lambda found, wanted: found in wanted,
+    "in": lambda value, allowed: value in allowed,
 }
 
 
@@ -27,20 +28,20 @@ def narrowing(
     seed: int | None,
     wait_for_leased: bool = True,
 ) -> dict[str, Any]:
-    """What narrows a claim, as keywords of `claim_meta`: those alone that are given.
+    """Return the optional keywords of `claim_meta` that differ from their defaults.
 
-    An adapter written for the published contract knows none of them, and serves every claim that
-    does not ask for one.
+    An adapter written for the published contract has none of them, so that it serves every claim
+    that uses the defaults.
     """
-    asked: dict[str, Any] = {} if dp_world is None else {"dp_world": dp_world}
-    # The client checks what is passed on, so nothing here may fail on a value of another type.
+    keywords: dict[str, Any] = {} if dp_world is None else {"dp_world": dp_world}
+    # The client checks the values, so nothing here may fail on a wrong type.
     if not isinstance(where, list | tuple) or where:
-        asked["where"] = where
+        keywords["where"] = where
     if seed is not None:
-        asked["seed"] = seed
+        keywords["seed"] = seed
     if wait_for_leased is not True:
-        asked["wait_for_leased"] = wait_for_leased
-    return asked
+        keywords["wait_for_leased"] = wait_for_leased
+    return keywords
 
 
 @dataclass(frozen=True)
@@ -52,11 +53,11 @@ class TagFilter:
     Attributes:
         tag: name of the tag.
         op: one of ``== != < <= > >= in``.
-        value: what the tag is compared with, a primitive as tags are; for ``in`` a list of them,
-            which is kept as a tuple.
+        value: the primitive to compare the tag with; for ``in`` a list of primitives, which
+            becomes a tuple.
 
     Raises:
-        InvalidRequestError: (a ValueError) on another operator, or a value that no tag can have.
+        InvalidRequestError: (a ValueError) the operator is unknown, or no tag can hold the value.
     """
 
     tag: str
@@ -86,7 +87,7 @@ class TagFilter:
         object.__setattr__(self, "value", value)
 
     def matches(self, tags: Mapping[str, Any]) -> bool:
-        """Whether a sample with these tags passes."""
+        """Return whether a sample with these tags matches."""
         if self.tag not in tags:
             return False
         try:
@@ -97,9 +98,9 @@ class TagFilter:
 
 @dataclass(frozen=True)
 class RankGroup:
-    """Data-parallel ranks that ask for the same, and so share what one of them draws.
+    """Data-parallel ranks whose claims have the same terms, and so share each drawn batch.
 
-    In whatever order each of them names fields and conditions.
+    The order in which a claim names fields and conditions does not matter.
     """
 
     required: frozenset[str]
@@ -110,26 +111,27 @@ class RankGroup:
 
 @dataclass(frozen=True)
 class ClaimRequest:
-    """One claim, as `PartitionBook.claim` decides it.
+    """One claim, as `Partition.claim` serves it.
 
     Attributes:
         task_name: the claiming task.
         required_fields: fields that a sample must have.
-        batch_size: most samples to claim; with groups a multiple of the group's size.
-        whole: take a full batch or, once nothing more can come, the remainder; else what is ready.
+        batch_size: maximum samples to claim; with groups a multiple of the group size.
+        blocking: wait for a full batch or, once nothing more can come, take the remainder; False
+            takes the samples that are ready.
         where: conditions that a sample's tags must all meet.
         seed: claim in an order that depends on this and the ids alone; None is the order of puts.
-        dp_rank: the caller's data-parallel rank; with ``dp_world`` it gets the rank's share.
-        dp_world: ranks that share each drawn batch of ``dp_world * batch_size`` samples.
-        lease_s: seconds after which the claim ends unless settled; None is a final claim.
-        owner: "host:pid" of the claiming process, for who looks at its lease.
-        wait_for_leased: with ``whole`` and nothing ready, wait for samples that are leased.
+        dp_rank: the caller's data-parallel rank.
+        dp_world: number of ranks that share each drawn batch of ``dp_world * batch_size`` samples.
+        lease_s: length of the claim's lease in seconds; None is a claim without a lease.
+        owner: "host:pid" of the claiming process, for inspectors.
+        wait_for_leased: with ``blocking`` and nothing ready, wait for leased samples.
     """
 
     task_name: str
     required_fields: tuple[str, ...]
     batch_size: int
-    whole: bool = False
+    blocking: bool = False
     where: tuple[TagFilter, ...] = ()
     seed: int | None = None
     dp_rank: int | None = None
@@ -152,12 +154,12 @@ class ClaimRequest:
             )
 
     def matches(self, tags: Mapping[str, Any]) -> bool:
-        """Whether a sample with these tags passes every condition."""
+        """Return whether a sample with these tags meets every condition."""
         return all(condition.matches(tags) for condition in self.where)
 
     @property
     def group(self) -> RankGroup | None:
-        """The ranks that share what this claim draws; None without ``dp_world``."""
+        """Group of the ranks that share the drawn batch; None without ``dp_world``."""
         if self.dp_world is None:
             return None
         required, where = frozenset(self.required_fields), frozenset(self.where)
@@ -165,28 +167,29 @@ class ClaimRequest:
 
 
 def balance(lengths: Sequence[int], world: int) -> list[list[int]]:
-    """Split items over ranks so that counts are even and lengths add up about equally.
+    """Split items over ranks with even counts and about equal total lengths.
 
-    Longest first, each to the lightest rank that still has room (LPT with a cap on the count).
+    Items go longest first, each to the rank with the smallest total among those that may take more
+    (LPT scheduling with a cap on the count).
 
     Args:
-        lengths: the weight of each item, tokens for example.
+        lengths: weight of each item, for example its tokens.
         world: number of ranks.
 
     Returns:
         For each rank the indices of its items, ascending. Counts differ by at most one.
     """
     small, larger = divmod(len(lengths), world)
-    shares: list[list[int]] = [[] for _ in range(world)]
-    loads = [0] * world
+    # ``larger`` ranks get ``small + 1`` items, the others ``small``.
+    parts: list[list[int]] = [[] for _ in range(world)]
+    lightest = [(0, rank) for rank in range(world)]  # heap of the ranks that may take more
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        full = sum(len(share) > small for share in shares)
-        roomy = [
-            rank
-            for rank, share in enumerate(shares)
-            if len(share) < small or (len(share) == small and full < larger)
-        ]
-        rank = min(roomy, key=lambda rank: (loads[rank], rank))
-        shares[rank].append(index)
-        loads[rank] += lengths[index]
-    return [sorted(share) for share in shares]
+        load, rank = heapq.heappop(lightest)
+        while not larger and len(parts[rank]) == small:
+            load, rank = heapq.heappop(lightest)
+        parts[rank].append(index)
+        if len(parts[rank]) <= small:
+            heapq.heappush(lightest, (load + lengths[index], rank))
+        else:
+            larger -= 1
+    return [sorted(part) for part in parts]

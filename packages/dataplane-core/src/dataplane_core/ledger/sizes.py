@@ -1,4 +1,4 @@
-"""How many bytes each field of a partition holds, kept up to date put by put."""
+"""`FieldBytes`: the bytes of each field of a partition, updated by every put."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias  # Any: cells belong to the storage
 
 Measure: TypeAlias = Callable[[Sequence[Any]], int]
-"""A store's own: bytes of these cells, which are of one field and not none."""
+"""A store's function: returns the bytes of cells of one field, at least one cell."""
 
 
 class FieldBytes:
-    """Bytes by field: a put costs an addition per field, only what goes is looked at cell by cell.
+    """Bytes by field. A put costs one addition per field; only removed cells are measured.
 
     Args:
-        measure: None if the store cannot tell; then nothing is kept.
+        measure: returns the bytes of cells; None if the store does not know them.
 
     Attributes:
-        known: whether the store can tell.
+        known: whether the store knows the bytes of cells.
     """
 
     def __init__(self, measure: Measure | None) -> None:
@@ -25,27 +25,27 @@ class FieldBytes:
         self._held: dict[str, int] = {}
 
     def add(self, nbytes: Mapping[str, int]) -> None:
-        """A put wrote this many bytes by field; of fields that it leaves out nothing is known."""
+        """Add the bytes that a put wrote, by field; the bytes of other fields are unknown."""
         if self.known:
             for name, count in nbytes.items():
                 self._held[name] = self._held.get(name, 0) + count
 
     def remove(self, name: str, cells: Sequence[Any]) -> None:
-        """Cells of a field are overwritten or cleared."""
+        """Subtract cells of a field that are overwritten or cleared."""
         if self._measure is not None and cells and name in self._held:
             self._held[name] -= self._measure(cells)
 
     def forget(self) -> None:
-        """No field has a value any more."""
+        """Reset all fields to no bytes."""
         self._held.clear()
 
     def of(self, name: str, written: int) -> int | None:
-        """Bytes of a field that ``written`` samples have; None if that is not known."""
+        """Return the bytes of a field that ``written`` samples have; None if unknown."""
         if not written:
             return 0 if self.known else None
         return self._held.get(name)
 
     @property
     def total(self) -> int | None:
-        """Bytes of the fields of which they are known; None if the store cannot tell."""
+        """Bytes of the fields whose size is known; None if the store knows none."""
         return sum(self._held.values()) if self.known else None

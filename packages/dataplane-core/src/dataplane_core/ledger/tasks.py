@@ -1,84 +1,58 @@
-"""What one task of a partition has claimed, and under which leases."""
+"""`Task`: the state of a partition's samples for one task, and its queues of ready samples."""
 
 from __future__ import annotations
 
-import heapq
-import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from itertools import compress, repeat
+from operator import contains
+from typing import Any, TypeAlias  # Any: cells belong to the storage
 
 from dataplane_core.declaration import tagged_lengths
-from dataplane_core.ledger.queues import Queue
-from dataplane_core.ledger.rows import Row
-from dataplane_core.ledger.selection import RankGroup, TagFilter
+from dataplane_core.ledger.assignments import Assignment, Assignments
+from dataplane_core.ledger.leases import Lease
+from dataplane_core.ledger.order import ClaimOrder, Positions
+from dataplane_core.ledger.queues import GroupQueue, Queue, SampleQueue, Terms
+from dataplane_core.ledger.rows import Row, Rows
+from dataplane_core.ledger.samples import Samples
+from dataplane_core.ledger.selection import ClaimRequest, TagFilter
+from dataplane_core.ledger.sequence_set import CHUNK_BITS
 
 _IDLE = 0.25
-"""The part of what is open of which a queue may be told in vain."""
+"""Fraction of the open samples that may be added to an unused queue before it counts as idle."""
+
+_MAX_QUEUES = 32
+"""Maximum queues of a task; a claim that needs another drops the least recently used one.
+
+Most are dropped earlier, see `Task.enqueue`.
+"""
 
 QueueKey: TypeAlias = tuple[frozenset[str], frozenset[TagFilter], int | None]
-"""Required fields, conditions and seed of claims."""
+"""Terms of claims: required fields, conditions and seed."""
 
 
-@dataclass
-class Lease:
-    """A claim that is not settled yet; ``rows`` shrinks as parts of it are.
+State: TypeAlias = Assignment | Lease | str
+"""State of a sample that is not open: assigned, leased, or acknowledged (a str).
 
-    Attributes:
-        token: what settles it, known to the claimer alone.
-        name: what everybody may know it by; it does not tell the token.
-        task_name: the claiming task.
-        owner: the claiming process, as the claim gave it.
-        claimed: the ids of all samples that it began with.
-        rows: the samples, by id.
-        since: when it was claimed.
-        deadline: when it expires unless it is renewed.
-        seconds: its length.
-        rank: the data-parallel rank that claimed, in its group; None for a claim of no rank.
-    """
+The str is the lease's token; it is empty for a claim without a lease.
+"""
 
-    token: str
-    name: str
-    task_name: str
-    owner: str
-    claimed: frozenset[str]
-    rows: dict[str, Row]
-    since: float
-    deadline: float
-    seconds: float
-    rank: tuple[RankGroup, int] | None = None
-
-
-@dataclass(eq=False)
-class Share:
-    """A batch that was drawn for a data-parallel rank that has not asked for it yet.
-
-    Attributes:
-        task_name: the claiming task.
-        group: the ranks that share what is drawn.
-        rank: whose it is.
-        rows: the samples, by id; those that are claimed, cleared or reopened leave it.
-        deadline: when they are open to all again, on the caller's clock.
-        seconds: from the rank's last sign of life to ``deadline``; infinite if a final claim drew.
-        seen: when the rank last gave a sign of life; None if it gave none since the draw.
-    """
-
-    task_name: str
-    group: RankGroup
-    rank: int
-    rows: dict[str, Row]
-    deadline: float = math.inf
-    seconds: float = math.inf
-    seen: float | None = None
+OPEN, ASSIGNED, LEASED, ACKNOWLEDGED = range(4)
+_CODES: dict[type, int] = {
+    type(None): OPEN,
+    Assignment: ASSIGNED,
+    Lease: LEASED,
+    str: ACKNOWLEDGED,
+}
 
 
 @dataclass
 class Claimed:
-    """What a claim got.
+    """Result of a claim.
 
     Attributes:
-        rows: the samples.
-        token: of the lease, None for a final claim or an empty one.
+        rows: the claimed samples.
+        token: token of the lease; None for a claim without a lease or without samples.
     """
 
     rows: list[Row]
@@ -86,102 +60,227 @@ class Claimed:
 
     @property
     def sequence_lengths(self) -> list[int] | None:
-        """As `KVBatchMeta` has them: from the tags."""
+        """Lengths from the tags, as in `KVBatchMeta`."""
         return tagged_lengths([row.tags for row in self.rows])
 
 
-@dataclass
+@dataclass(eq=False)
 class Task:
-    """One task's view; a present sample is in exactly one of open, assigned, leased, settled.
+    """One task's states of samples; a present sample is open, assigned, leased or acknowledged.
+
+    The sample's row holds the state, so that a task needs no memory until it claims.
+
+    Args:
+        name: name of the task.
+        retired: list to which dropped queues are added, to be freed step by step.
+        order: order of claims without a seed; None is the order of first puts.
+        group_size: samples per group, or None.
 
     Attributes:
-        open: not claimed.
-        assigned: drawn for a data-parallel rank that has not asked for it yet, with its share.
-        leased: claimed under a lease, by the lease's token.
-        settled: claimed for good, with the token of the lease, None for a final claim.
-        queues: the ready ones of ``open``, by required fields, conditions and seed; the one that
-            was claimed from last comes last.
-        counted: the last count of ready samples: at which revision, which fields, and how many.
-        shares: those of ``assigned`` by group and rank, in the order of their draws.
-        missed: present samples that were drawn once for a rank that did not ask for them in time.
+        totals: number of samples by state: open, assigned, leased and acknowledged.
+        queues: queues of open and ready samples by the terms of claims, most recently used last.
+        counted: revision, fields and result of the last count of ready samples.
+        assignments: samples assigned to data-parallel ranks.
     """
 
-    open: dict[str, Row] = field(default_factory=dict)
-    assigned: dict[str, Share] = field(default_factory=dict)
-    leased: dict[str, str] = field(default_factory=dict)
-    settled: dict[str, str | None] = field(default_factory=dict)
+    name: str
+    retired: list[Queue]
+    order: ClaimOrder | None
+    group_size: int | None
+    totals: list[int] = field(default_factory=lambda: [0, 0, 0, 0])
     queues: dict[QueueKey, Queue] = field(default_factory=dict)
     counted: tuple[int, frozenset[str], int] = (0, frozenset(), 0)
-    shares: dict[RankGroup, list[dict[Share, None]]] = field(default_factory=dict)
-    missed: set[str] = field(default_factory=set)
-    _returned: list[tuple[int, str]] = field(default_factory=list)
+    assignments: Assignments = field(default_factory=Assignments)
+    _claimed: dict[int, int] = field(default_factory=dict)
+    """Chunk number to the number of its rows that are leased or acknowledged."""
+    _first: int = 0
+    """Lower bound of the first chunk with an open or assigned row."""
 
-    def assign(self, share: Share) -> None:
-        """Rows that were drawn wait for their rank."""
-        self.assigned.update(dict.fromkeys(share.rows, share))
-        waiting = self.shares.setdefault(share.group, [{} for _ in range(share.group.world)])
-        waiting[share.rank][share] = None
-        self._note(list(share.rows.values()))
+    @property
+    def open(self) -> int:
+        """Number of samples that can be claimed, once they have the fields."""
+        return self.totals[OPEN]
 
-    def unassign(self, share: Share, sample_ids: list[str]) -> list[Row]:
-        """Rows of a share wait no longer; one that is empty then is forgotten."""
-        rows = [share.rows.pop(sample_id) for sample_id in sample_ids]
-        for sample_id in sample_ids:
-            del self.assigned[sample_id]
-        if not share.rows:
-            waiting = self.shares[share.group]
-            del waiting[share.rank][share]
-            if not any(waiting):
-                del self.shares[share.group]
-        return rows
+    @property
+    def assigned(self) -> int:
+        """Number of samples assigned to data-parallel ranks."""
+        return self.totals[ASSIGNED]
 
-    def first_share(self, group: RankGroup, rank: int) -> Share | None:
-        """What was drawn for a rank first, of what waits for it."""
-        waiting = self.shares.get(group)
-        return next(iter(waiting[rank]), None) if waiting else None
+    @property
+    def leased(self) -> int:
+        """Number of samples claimed under a lease."""
+        return self.totals[LEASED]
 
-    def reopen(self, rows: list[Row]) -> None:
-        """Rows that were claimed can be claimed again; the queues are the caller's business."""
-        self.open.update((row.sample_id, row) for row in rows)
-        self._note(rows)
+    @property
+    def acknowledged(self) -> int:
+        """Number of samples acknowledged, or claimed without a lease."""
+        return self.totals[ACKNOWLEDGED]
 
-    def tell(self, rows: Sequence[Row]) -> None:
-        """Tell the queues of open rows, new or changed, after those that idle have been dropped.
+    def code(self, row: Row) -> int:
+        """Return `OPEN`, `ASSIGNED`, `LEASED` or `ACKNOWLEDGED`."""
+        return _CODES[type(row.states.get(self))]
 
-        A filter that moves, as one on the weights' version does, leaves a queue behind with every
-        step. To make one anew costs a look at all that is open: one idles when it was told of a
-        part of that since it was claimed from last. The one that was claimed from last of all
-        stays.
+    def lease_of(self, row: Row) -> Lease | None:
+        """Return the lease under which the sample is claimed; None if it is not leased."""
+        state = row.states.get(self)
+        return state if isinstance(state, Lease) else None
+
+    def put(self, count: int) -> None:
+        """Count new samples as open."""
+        self.totals[OPEN] += count
+
+    def move(self, rows: Iterable[Row], to: State | None) -> None:
+        """Set the state of samples, None for open, without changing queues and assignments."""
+        after = _CODES[type(to)]
+        moved = 0
+        claimed: dict[int, int] = {}
+        for row in rows:
+            states = row.states
+            before = _CODES[type(states.get(self))]
+            if to is not None:
+                states[self] = to
+            elif before:
+                del states[self]
+            self.totals[before] -= 1
+            moved += 1
+            if (before > ASSIGNED) is not (after > ASSIGNED):
+                chunk = row.sequence >> CHUNK_BITS
+                claimed[chunk] = claimed.get(chunk, 0) + 1
+        self.totals[after] += moved
+        for chunk, count in claimed.items():
+            self._count(chunk, count if after > ASSIGNED else -count)
+
+    def remove(self, row: Row) -> State | None:
+        """Remove a cleared sample; return its state."""
+        state = row.states.pop(self, None)
+        before = _CODES[type(state)]
+        self.totals[before] -= 1
+        if before > ASSIGNED:
+            self._count(row.sequence >> CHUNK_BITS, -1)
+        self.assignments.missed.discard(row.sample_id)
+        return state
+
+    def _count(self, chunk: int, step: int) -> None:
+        count = self._claimed.get(chunk, 0) + step
+        if count:
+            self._claimed[chunk] = count
+        else:
+            del self._claimed[chunk]
+        if step < 0 and chunk < self._first:
+            self._first = chunk
+
+    def begun_queue(self, request: ClaimRequest, rows: Rows) -> Queue:
+        """Return the queue for a claim, and mark it as most recently used.
+
+        A new queue is empty: `extend` fills it with ``rows``.
+        """
+        key = frozenset(request.required_fields), frozenset(request.where), request.seed
+        queue = self.queues.pop(key, None)
+        if queue is None:
+            terms = Terms(key[0], request.where)
+            positions = Positions(request.seed, self.order)
+            size = self.group_size
+            queue = (
+                SampleQueue(terms, positions)
+                if size is None
+                else GroupQueue(terms, positions, size)
+            )
+            terms.unseen = rows.in_chunks()
+            if len(self.queues) >= _MAX_QUEUES:
+                self.retired.append(self.queues.pop(next(iter(self.queues))))
+        self.queues[key] = queue
+        queue.terms.added = 0
+        return queue
+
+    def extend(self, queue: Queue) -> bool:
+        """Add the next chunk of rows that a queue has not seen; return whether it is complete.
+
+        An incomplete queue gets changes like any other. A row that arrives twice has no effect the
+        second time.
+        """
+        if queue.terms.unseen is not None:
+            chunk = next(queue.terms.unseen, None)
+            if chunk is None:
+                queue.terms.unseen, queue.terms.added = None, 0
+            else:
+                queue.add([row for row in chunk if self not in row.states])
+        return queue.terms.unseen is None
+
+    def queue(self, request: ClaimRequest, rows: Rows) -> Queue:
+        """Return the queue for a claim, complete."""
+        queue = self.begun_queue(request, rows)
+        while not self.extend(queue):
+            pass
+        return queue
+
+    def regroup(self, group_size: int | None) -> None:
+        """Set the group size; build the queues anew if it changes."""
+        if group_size != self.group_size:
+            self.group_size = group_size
+            self.drop_queues()
+
+    def drop_queues(self) -> None:
+        """Drop all queues; the next claims build them anew."""
+        self.retired += self.queues.values()
+        self.queues.clear()
+
+    def enqueue(self, rows: Sequence[Row]) -> None:
+        """Drop idle queues, then add open rows, new or changed, to the others.
+
+        A filter that changes with every step, for example on the weight version, leaves an unused
+        queue behind each time. Building a queue costs a scan of the open samples, so a queue is
+        idle once the samples added since its last claim exceed a fraction of those (`_IDLE`). The
+        most recently used queue stays.
         """
         for key, queue in list(self.queues.items())[:-1]:
-            if queue.terms.unseen is None and queue.terms.told > len(self.open) * _IDLE:
-                del self.queues[key]
+            if queue.terms.unseen is None and queue.terms.added > self.open * _IDLE:
+                self.retired.append(self.queues.pop(key))
         for queue in self.queues.values():
-            for row in rows:
-                queue.add(row)
+            queue.add(rows)
 
-    def oldest_unclaimed(self) -> Row | None:
-        """The row of ``open`` and ``assigned`` that was put first."""
-        # Rows enter ``open`` in the order of first puts, so its first row is the oldest of those
-        # that never left; those that came back, or wait, are in a heap.
-        first = next(iter(self.open.values()), None)
-        while self._returned:
-            sequence, sample_id = self._returned[0]
-            row = self._unclaimed(sample_id)
-            if row is not None and row.sequence == sequence:
-                return row if first is None or sequence < first.sequence else first
-            heapq.heappop(self._returned)
-        return first
+    def dequeue(self, rows: Sequence[Row], taken_from: Queue | None = None) -> None:
+        """Remove rows that are no longer open from all queues except ``taken_from``."""
+        for queue in self.queues.values():
+            if queue is not taken_from:
+                queue.discard(rows)
 
-    def _unclaimed(self, sample_id: str) -> Row | None:
-        share = self.assigned.get(sample_id)
-        return self.open.get(sample_id) if share is None else share.rows[sample_id]
+    def retire(self) -> None:
+        """Free the state of a task that is no longer declared; rows may still refer to it."""
+        self.drop_queues()
+        self.assignments.missed.clear()
+        self._claimed.clear()
 
-    def _note(self, rows: list[Row]) -> None:
-        for row in rows:
-            heapq.heappush(self._returned, (row.sequence, row.sample_id))
-        if len(self._returned) > 2 * (len(self.open) + len(self.assigned)) + 64:
-            # Entries may be out of date, or there twice.
-            found = (self._unclaimed(sample_id) for _, sample_id in self._returned)
-            valid = {(row.sequence, row.sample_id) for row in found if row is not None}
-            self._returned = sorted(valid)
+    def open_rows(self, rows: Rows) -> Iterator[Row]:
+        """Yield the open samples."""
+        for number, chunk in rows.chunks.items():
+            if self._claimed.get(number, 0) < len(chunk):
+                yield from (row for row in chunk.values() if self not in row.states)
+
+    def oldest_unclaimed(self, rows: Rows) -> Row | None:
+        """Return the oldest open or assigned row; None if there is none."""
+        if not (self.open or self.assigned):
+            return None
+        for number, chunk in rows.chunks.items():
+            if number >= self._first and self._claimed.get(number, 0) < len(chunk):
+                self._first = number
+                return next(row for row in chunk.values() if self.code(row) <= ASSIGNED)
+        return None
+
+    def count_ready(self, required: frozenset[str], samples: Samples, revision: int) -> int:
+        """Return how many open samples have the fields; ``revision`` is the partition's."""
+        for (fields, where, _), queue in self.queues.items():
+            if fields == required and not where and queue.terms.unseen is None:
+                return len(queue)
+        if self.counted[:2] == (revision, required):
+            return self.counted[2]
+        # Filter column by column with C-implemented builtins, the rarest field first; skip fields
+        # that every sample has.
+        counts = {name: samples.field_counts.get(name, 0) for name in required}
+        if 0 in counts.values():
+            return 0
+        cells: list[Mapping[str, Any]] = [row.cells for row in self.open_rows(samples.rows)]
+        for name in sorted(required, key=lambda name: counts[name]):
+            if counts[name] < len(samples.rows):
+                cells = list(compress(cells, map(contains, cells, repeat(name))))
+        self.counted = revision, required, len(cells)
+        return len(cells)

@@ -1,4 +1,4 @@
-"""The contract as pytest classes that an adapter's author subclasses.
+"""Contract tests as pytest classes, from which authors of adapters derive.
 
 A subclass provides two fixtures and inherits every test::
 
@@ -12,14 +12,16 @@ A subclass provides two fixtures and inherits every test::
 
         @pytest.fixture
         def peer(self, client):
-            ...  # a second client of the same store, best in another process
+            ...  # a second client of the same store, preferably in another process
 
 `LeaseContract`, `BackpressureContract`, `OriginContract` and `InspectionContract` are for clients
-whose capabilities name those promises. `MinimalClient` is for tests of layers above clients. Needs
-the extra ``dataplane-core[testing]``.
+with those capabilities. `MinimalClient` is for tests of layers that use clients. Needs the extra
+``dataplane-core[testing]``.
 """
 
 import pytest
+
+import dataplane_core.tensors  # noqa: F401  # first: names the extra where torch is missing
 
 for _module in (
     "claims",
@@ -48,7 +50,7 @@ from dataplane_core.testing.storage import StorageContract  # noqa: E402
 class DataPlaneClientContract(
     StorageContract, ColumnContract, ClaimContract, HostileContract, StateMachineContract
 ):
-    """Everything that every client promises, whatever its capabilities."""
+    """Contract of every client, whatever its capabilities."""
 
 
 __all__ = [

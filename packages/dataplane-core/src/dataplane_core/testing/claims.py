@@ -1,11 +1,11 @@
-"""Contract tests of claims: who gets which sample, when, and what a wait ends with."""
+"""Contract tests of claims: which samples a claim gets, and how blocked claims end."""
 
 from __future__ import annotations
 
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any  # Any: tags that are none
+from typing import Any  # Any: invalid tags
 
 import numpy as np
 import pytest
@@ -23,7 +23,7 @@ from dataplane_core.testing.storage import StoreFixtures, batch
 
 
 def put(client: DataPlaneClient, partition: str, ids: list[str], *fields: str) -> None:
-    """Put ones under the given fields, 'x' if none is named."""
+    """Put ones in the given fields; 'x' if none are given."""
     names = fields or ("x",)
     client.put_samples(
         ids, partition, batch(len(ids), **{name: torch.ones(len(ids)) for name in names})
@@ -31,12 +31,12 @@ def put(client: DataPlaneClient, partition: str, ids: list[str], *fields: str) -
 
 
 class ClaimContract(StoreFixtures):
-    """Each ready sample goes to one caller of each task; waits end, and say why."""
+    """Contract: each task claims a ready sample once; blocked claims end with a reason."""
 
     patience_s = 20.0
-    """How long a test waits for what must happen; generous, as it only bounds failures."""
+    """Maximum seconds that a test waits for an event; only failing tests wait so long."""
 
-    def test_a_claim_hands_out_each_sample_once(
+    def test_a_task_claims_each_sample_once(
         self, client: DataPlaneClient, peer: DataPlaneClient, partition: str
     ) -> None:
         put(client, partition, list("abcd"))
@@ -82,7 +82,7 @@ class ClaimContract(StoreFixtures):
         ],
         ids=str,
     )
-    def test_a_tag_that_is_no_primitive_or_no_length_is_refused_and_nothing_is_stored(
+    def test_invalid_tag_is_refused_and_nothing_is_stored(
         self, client: DataPlaneClient, partition: str, tag: str, value: object
     ) -> None:
         tags: list[Any] = [{"input_lengths": 3}, {"input_lengths": 5, tag: value}]
@@ -91,18 +91,18 @@ class ClaimContract(StoreFixtures):
             client.put_samples(["a", "b"], partition, batch(2, x=torch.ones(2)), tags)
         assert client.claim_meta(partition, "train", ["x"], 2, blocking=False).size == 0
 
-    def test_scalars_of_numpy_and_torch_are_stored_as_the_primitives_that_they_are(
+    def test_numpy_and_torch_scalars_are_stored_as_primitives(
         self, client: DataPlaneClient, partition: str
     ) -> None:
         given = {"input_lengths": np.int32(3), "v": np.float32(0.5), "task": np.str_("math")}
-        found = client.put_samples(["a"], partition, batch(1, x=torch.ones(1)), [given])
-        assert found.tags == [{"input_lengths": 3, "v": 0.5, "task": "math"}]
+        put_meta = client.put_samples(["a"], partition, batch(1, x=torch.ones(1)), [given])
+        assert put_meta.tags == [{"input_lengths": 3, "v": 0.5, "task": "math"}]
         meta = client.claim_meta(partition, "train", ["x"], 1, blocking=False)
-        assert meta.tags == found.tags
+        assert meta.tags == put_meta.tags
         assert meta.tags is not None
         assert [type(value) for value in meta.tags[0].values()] == [int, float, str]
 
-    def test_tags_are_replaced_by_a_put_with_tags_and_kept_by_one_without(
+    def test_put_with_tags_replaces_them_and_without_keeps_them(
         self, client: DataPlaneClient, peer: DataPlaneClient, partition: str
     ) -> None:
         client.put_samples(["a", "b"], partition, tags=[{"v": 1, "old": 1}, {"v": 2}])
@@ -144,7 +144,7 @@ class ClaimContract(StoreFixtures):
         claimed = client.claim_meta(partition, "train", ["x"], 8, blocking=False)
         assert claimed.sample_ids == ["b"]
 
-    def test_a_put_after_a_claim_does_not_make_a_sample_claimable_again(
+    def test_put_does_not_make_a_claimed_sample_claimable(
         self, client: DataPlaneClient, partition: str
     ) -> None:
         put(client, partition, ["a"])
@@ -152,7 +152,7 @@ class ClaimContract(StoreFixtures):
         put(client, partition, ["a"])
         assert client.claim_meta(partition, "train", ["x"], 1, blocking=False).size == 0
 
-    def test_an_unregistered_task_is_an_error_that_names_the_registered_ones(
+    def test_unknown_task_error_names_the_registered_ones(
         self, client: DataPlaneClient, peer: DataPlaneClient, partition: str
     ) -> None:
         with pytest.raises(KeyError, match="'logprob', 'train'") as caught:
@@ -166,7 +166,7 @@ class ClaimContract(StoreFixtures):
         with pytest.raises(InvalidRequestError, match="batch_size"):
             client.claim_meta(partition, "train", ["x"], 0, blocking=False)
 
-    def test_a_blocking_claim_returns_the_remainder_once_nothing_more_can_come(
+    def test_blocking_claim_returns_the_remainder_at_the_end(
         self, client: DataPlaneClient, peer: DataPlaneClient, partition: str
     ) -> None:
         put(client, partition, [f"s{i}" for i in range(8)])
@@ -174,7 +174,7 @@ class ClaimContract(StoreFixtures):
         assert peer.claim_meta(partition, "train", ["x"], 5, timeout_s=self.patience_s).size == 3
         assert client.claim_meta(partition, "train", ["x"], 5, timeout_s=self.patience_s).size == 0
 
-    def test_withdrawn_samples_are_gone_and_a_claim_waits_for_others_if_the_client_promises_it(
+    def test_claim_waits_for_replacements_of_withdrawn_samples(
         self, client: DataPlaneClient, peer: DataPlaneClient, partition: str
     ) -> None:
         client.register_partition(partition, ["x"], 3, ["train"])
@@ -189,7 +189,7 @@ class ClaimContract(StoreFixtures):
         claim = client.claim_meta(partition, "train", ["x"], 3, timeout_s=self.patience_s)
         assert claim.size == (3 if client.capabilities.withdrawal else 1)
 
-    def test_a_claim_beside_a_put_is_never_short(
+    def test_claim_concurrent_with_a_put_is_never_short(
         self, client: DataPlaneClient, peer: DataPlaneClient, partition: str
     ) -> None:
         with ThreadPoolExecutor(1) as pool:
@@ -202,7 +202,7 @@ class ClaimContract(StoreFixtures):
                 assert claim.result(self.patience_s).size == 2
                 client.clear_samples(None, partition)
 
-    def test_a_claim_that_times_out_says_what_is_missing_and_claims_nothing(
+    def test_timed_out_claim_reports_what_is_missing(
         self, client: DataPlaneClient, partition: str
     ) -> None:
         put(client, partition, [f"s{i}" for i in range(5)])
@@ -239,10 +239,10 @@ class ClaimContract(StoreFixtures):
             put(peer, partition, ["b"], "y")
             assert sorted(claim.result(self.patience_s).sample_ids) == ["a", "b"]
 
-    def test_a_blocked_claim_ends_when_another_takes_what_it_waited_for(
+    def test_blocked_claim_ends_when_another_takes_its_samples(
         self, client: DataPlaneClient, peer: DataPlaneClient, partition: str
     ) -> None:
-        """Final claims too must be told: nobody settles them, so nothing else tells of them."""
+        """A claim without a lease must wake others itself, because no acknowledgement follows."""
         with ThreadPoolExecutor(1) as pool:
             for _ in range(3):  # in case the other claim was first
                 client.register_partition(partition, ["x", "y"], 2, ["train"])
@@ -284,7 +284,7 @@ class ClaimContract(StoreFixtures):
                 consumer.result(self.patience_s)
         assert sorted(claimed) == sorted(ids)
 
-    def test_consumption_is_complete_once_every_task_has_claimed_every_sample(
+    def test_consumption_is_complete_once_all_tasks_claimed_all(
         self, client: DataPlaneClient, peer: DataPlaneClient, partition: str
     ) -> None:
         both = ["logprob", "train"]
@@ -299,12 +299,12 @@ class ClaimContract(StoreFixtures):
         put(client, partition, ["c"])
         assert not client.check_consumption_status(partition, ["train"])
 
-    def test_consumption_of_what_is_not_known_is_not_complete(
+    def test_consumption_of_unknown_tasks_is_incomplete(
         self, client: DataPlaneClient, partition: str
     ) -> None:
         put(client, partition, ["a"])
         client.claim_meta(partition, "train", ["x"], 1)
-        assert not client.check_consumption_status(partition, ["train", "nobody"])
+        assert not client.check_consumption_status(partition, ["train", "unknown"])
         assert not client.check_consumption_status("nowhere", ["train"])
 
     def test_operations_outside_the_capabilities_say_so(
@@ -313,9 +313,9 @@ class ClaimContract(StoreFixtures):
         put(client, partition, ["a"])
         meta = client.claim_meta(partition, "train", ["x"], 1)
         if not client.capabilities.leases:
-            for settle in (client.acknowledge, client.renew, client.release):
+            for method in (client.acknowledge, client.renew, client.release):
                 with pytest.raises(UnsupportedError, match="leases"):
-                    settle(meta)
+                    method(meta)
         if client.capabilities.conservation:
             counts = client.count_samples(partition, "train", ["x"])
             assert (counts.put, counts.ready, counts.not_ready) == (1, 0, 0)

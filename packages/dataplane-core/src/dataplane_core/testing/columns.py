@@ -1,4 +1,4 @@
-"""Contract tests of columns: what is padded, and to which width, is known and never guessed."""
+"""Contract tests of columns: padding depends on recorded forms, not on shapes."""
 
 from __future__ import annotations
 
@@ -11,23 +11,24 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dataplane_core import DataPlaneClient, InvalidRequestError, MissingDataError
+from dataplane_core import DataPlaneClient, InvalidRequestError, KVBatchMeta, MissingDataError
 from dataplane_core.schema import Form
+from dataplane_core.tensors.rows import form_of
 from dataplane_core.testing.storage import StoreFixtures, batch, jagged, same_bits
 
 WIDTH = 6
 IMAGES = ((1, 2, 3), (2, 2, 3), (0, 2, 3), (1, 4, 2))
-"""Shapes of the images of one sample: one, two, none, one of another resolution."""
+"""Shapes of a sample's images: one, two, none, one of another resolution."""
 
 
 def shaped(*rows: torch.Tensor) -> torch.Tensor:
-    """A nested tensor whose rows have shapes of their own."""
+    """Return a strided nested tensor, whose rows may differ in shape."""
     return torch.nested.nested_tensor(list(rows), layout=torch.strided)
 
 
 @st.composite
 def batches(draw: st.DrawFn) -> list[dict[str, Any]]:
-    """Puts of three samples each: lengths, images, scores per sample."""
+    """Draw puts of three samples each, with lengths and images."""
     return [
         {
             "lengths": draw(st.lists(st.integers(0, 4), min_size=3, max_size=3)),
@@ -38,7 +39,7 @@ def batches(draw: st.DrawFn) -> list[dict[str, Any]]:
 
 
 class ColumnContract(StoreFixtures):
-    """`put_columns` and `get_columns` know which fields are per token."""
+    """Contract: `put_columns` and `get_columns` know which fields are per token."""
 
     form_examples = 25
 
@@ -80,7 +81,7 @@ class ColumnContract(StoreFixtures):
     ) -> None:
         tokens = {"tokens": torch.ones(2, 3, dtype=torch.int64)}
         client.put_columns(["a", "b"], partition, tokens, lengths=lengths, ragged=["tokens"])
-        with pytest.raises(InvalidRequestError, match=r"that torch\.int64 holds"):
+        with pytest.raises(InvalidRequestError, match=r"that torch\.int64 can hold"):
             client.get_columns(
                 ["a", "b"], partition, ["tokens"], pad_values={"tokens": pad_value}, width=4
             )
@@ -125,18 +126,18 @@ class ColumnContract(StoreFixtures):
     ) -> None:
         values = torch.rand(2, *shape)
         client.put_columns(["a", "b"], partition, {"image_size": values})
-        found = peer.get_columns(["a", "b"], partition, ["image_size"], width=WIDTH)["image_size"]
-        assert isinstance(found, torch.Tensor)
-        assert same_bits(found, values)
+        padded = peer.get_columns(["a", "b"], partition, ["image_size"], width=WIDTH)["image_size"]
+        assert isinstance(padded, torch.Tensor)
+        assert same_bits(padded, values)
 
     def test_a_field_that_is_per_token_by_name_is_padded_to_the_width(
         self, client: DataPlaneClient, peer: DataPlaneClient, partition: str
     ) -> None:
         columns = {"advantages": torch.ones(2, 3), "sample_mask": torch.ones(2)}
         client.put_columns(["a", "b"], partition, columns)
-        found: dict[str, Any] = peer.get_columns(["a"], partition, list(columns), width=WIDTH)
-        assert found["advantages"].tolist() == [[1, 1, 1, 0, 0, 0]]
-        assert found["sample_mask"].tolist() == [1]
+        padded: dict[str, Any] = peer.get_columns(["a"], partition, list(columns), width=WIDTH)
+        assert padded["advantages"].tolist() == [[1, 1, 1, 0, 0, 0]]
+        assert padded["sample_mask"].tolist() == [1]
 
     def test_one_value_per_sample_is_not_padded_as_if_it_were_a_token(
         self, client: DataPlaneClient, peer: DataPlaneClient, partition: str
@@ -144,8 +145,8 @@ class ColumnContract(StoreFixtures):
         client.put_columns(["a", "b"], partition, {"advantages": torch.ones(2, 1)})
         with pytest.raises(InvalidRequestError, match="'advantages' was put dense in rows"):
             peer.get_columns(["a", "b"], partition, ["advantages"], width=WIDTH)
-        found: dict[str, Any] = peer.get_columns(["a", "b"], partition, ["advantages"])
-        assert found["advantages"].shape == (2, 1)
+        padded: dict[str, Any] = peer.get_columns(["a", "b"], partition, ["advantages"])
+        assert padded["advantages"].shape == (2, 1)
 
     @pytest.mark.parametrize("how", ["put_samples", "put_columns"])
     def test_rows_put_ragged_are_padded_though_they_have_one_length(
@@ -156,8 +157,8 @@ class ColumnContract(StoreFixtures):
             client.put_samples(["a", "b"], partition, batch(2, x=jagged(*rows)))
         else:
             client.put_columns(["a", "b"], partition, {"x": rows}, lengths=[2, 2], ragged=["x"])
-        found: dict[str, Any] = peer.get_columns(["b"], partition, ["x"], width=4)
-        assert found["x"].tolist() == [[3, 4, 0, 0]]
+        padded: dict[str, Any] = peer.get_columns(["b"], partition, ["x"], width=4)
+        assert padded["x"].tolist() == [[3, 4, 0, 0]]
         assert same_bits(peer.get_samples(["a", "b"], partition, ["x"])["x"], rows)
 
     def test_a_field_stays_per_token_for_later_batches_and_declarations(
@@ -166,9 +167,9 @@ class ColumnContract(StoreFixtures):
         client.put_samples(["a"], partition, batch(1, x=jagged(torch.ones(2))))
         client.put_samples(["b"], partition, batch(1, x=torch.ones(1, 3), y=torch.ones(1, 3)))
         client.register_partition(partition, ["x", "y"], 8, ["logprob", "train"])
-        found: dict[str, Any] = peer.get_columns(["b"], partition, ["x", "y"], width=4)
-        assert found["x"].tolist() == [[1, 1, 1, 0]]
-        assert found["y"].tolist() == [[1, 1, 1]]
+        padded: dict[str, Any] = peer.get_columns(["b"], partition, ["x", "y"], width=4)
+        assert padded["x"].tolist() == [[1, 1, 1, 0]]
+        assert padded["y"].tolist() == [[1, 1, 1]]
 
     def test_a_read_reports_the_forms_that_fields_have(
         self, client: DataPlaneClient, partition: str
@@ -189,6 +190,31 @@ class ColumnContract(StoreFixtures):
             kept = {field.name: field.form for field in summaries[partition].fields}
             assert {name: form for name, form in kept.items() if form} == forms
 
+    def test_every_read_carries_the_forms_of_fields(
+        self, client: DataPlaneClient, peer: DataPlaneClient, partition: str
+    ) -> None:
+        images = [torch.ones(1, 4), torch.ones(0, 4), torch.ones(1, 4)]
+        tokens = jagged(*torch.ones(3, 5))
+        dense = torch.ones(3, 2)
+        fields = batch(3, images=shaped(*images), tokens=tokens, dense=dense)
+        client.put_samples(["a", "b", "c"], partition, fields)
+        meta = KVBatchMeta(partition, None, [], ["images", "tokens", "dense"])
+        for ids in (["a", "b"], ["a", "c"], ["b"]):  # of several lengths, and of one
+            meta.sample_ids = ids
+            reads = [
+                peer.get_samples(ids, partition, list(fields.keys())),
+                peer.get_data(meta),
+                peer.get_columns(ids, partition, list(fields.keys()), width=WIDTH),
+            ]
+            for read in reads:
+                forms = {name: form_of(read[name]) for name in fields.keys()}  # noqa: SIM118
+                assert forms == {"images": "shaped", "tokens": "ragged", "dense": None}
+                rows = [tuple(row.shape) for row in read["images"].unbind()]
+                assert rows == [(0 if each == "b" else 1, 4) for each in ids]
+                assert not read["images"].is_nested or read["images"].layout == torch.strided
+            # What was read can be put again as it is.
+            client.put_samples(ids, partition, reads[0])
+
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.uint8, torch.float32], ids=str)
     def test_rows_of_any_shapes_keep_theirs(
         self, client: DataPlaneClient, peer: DataPlaneClient, partition: str, dtype: torch.dtype
@@ -202,8 +228,8 @@ class ColumnContract(StoreFixtures):
             column = peer.get_columns(named, partition, ["images"], width=WIDTH)["images"]
             assert isinstance(column, torch.Tensor)
             for answer in (read, column):
-                found = answer.unbind()
-                assert all(same_bits(a, rows[i]) for a, i in zip(found, picked, strict=True))
+                unbound = answer.unbind()
+                assert all(same_bits(a, rows[i]) for a, i in zip(unbound, picked, strict=True))
 
     def test_any_sequence_of_batches_reads_back_in_its_shapes(
         self, client: DataPlaneClient, peer: DataPlaneClient
@@ -227,22 +253,22 @@ class ColumnContract(StoreFixtures):
                     images=shaped(*(torch.rand(shape) for shape in put["images"])),
                     score=torch.rand(3, 1),
                 )
-                client.put_samples([f"{number}{place}" for place in "abc"], partition, fields)
+                client.put_samples([f"{number}{letter}" for letter in "abc"], partition, fields)
                 tokens += rows
                 images += fields["images"].unbind()
                 scores += fields["score"].unbind()
-            ids = [f"{number}{place}" for number in range(len(puts)) for place in "abc"]
+            ids = [f"{number}{letter}" for number in range(len(puts)) for letter in "abc"]
             picked = data.draw(st.lists(st.integers(0, len(ids) - 1), min_size=1, max_size=5))
-            found: dict[str, Any] = peer.get_columns(
+            padded: dict[str, Any] = peer.get_columns(
                 [ids[i] for i in picked], partition, ["tokens", "images", "score"], width=WIDTH
             )
-            assert found["tokens"].shape == (len(picked), WIDTH)
-            assert found["score"].shape == (len(picked), 1)
-            for place, i in enumerate(picked):
+            assert padded["tokens"].shape == (len(picked), WIDTH)
+            assert padded["score"].shape == (len(picked), 1)
+            for row_number, i in enumerate(picked):
                 row = torch.nn.functional.pad(tokens[i], (0, WIDTH - len(tokens[i])))
-                assert same_bits(found["tokens"][place], row)
-                assert same_bits(found["score"][place], scores[i])
-            for image, i in zip(found["images"].unbind(), picked, strict=True):
+                assert same_bits(padded["tokens"][row_number], row)
+                assert same_bits(padded["score"][row_number], scores[i])
+            for image, i in zip(padded["images"].unbind(), picked, strict=True):
                 assert same_bits(image, images[i])
             client.clear_samples(None, partition)
 

@@ -1,4 +1,4 @@
-"""Contract tests of looking into a store and of changing it by hand."""
+"""Contract tests of inspection, and of changes by an operator."""
 
 from __future__ import annotations
 
@@ -21,28 +21,28 @@ from dataplane_core import (
     TaskSummary,
     UnknownTaskError,
 )
-from dataplane_core.client import lease_token
+from dataplane_core.meta import lease_token
 from dataplane_core.testing.claims import put
 from dataplane_core.testing.machine import StateMachineContract
 from dataplane_core.testing.storage import batch, jagged
 
-STATES = ("unclaimed", "assigned", "leased", "settled")
+STATES = ("unclaimed", "assigned", "leased", "acknowledged")
 
 
 def summary(client: DataPlaneClient, partition: str) -> PartitionSummary:
-    """The partition's numbers."""
-    [found] = [each for each in client.list_partitions() if each.partition_id == partition]
-    return found
+    """Return the summary of a partition."""
+    [match] = [each for each in client.list_partitions() if each.partition_id == partition]
+    return match
 
 
 def task(client: DataPlaneClient, partition: str, name: str = "train") -> TaskSummary:
-    """A task's numbers."""
-    [found] = [each for each in summary(client, partition).tasks if each.name == name]
-    return found
+    """Return the summary of a task."""
+    [match] = [each for each in summary(client, partition).tasks if each.name == name]
+    return match
 
 
 def age(client: DataPlaneClient, partition: str, sample_id: str) -> float:
-    """A sample's age in seconds."""
+    """Return a sample's age in seconds."""
     state = client.read_sample(partition, sample_id)
     assert state is not None
     assert state.age_s is not None
@@ -50,10 +50,10 @@ def age(client: DataPlaneClient, partition: str, sample_id: str) -> float:
 
 
 class InspectionContract(StateMachineContract):
-    """For clients with ``capabilities.inspection``.
+    """Contract of clients with ``capabilities.inspection``.
 
-    Besides ``client`` and ``peer`` a subclass provides ``leasing``, a client of the same store, in
-    this process, whose claims are leases of 1000 s.
+    In addition to ``client`` and ``peer``, a subclass provides ``leasing``: a client of the same
+    store, in this process, with leases of 1000 s.
     """
 
     patience_s = 20.0
@@ -63,24 +63,34 @@ class InspectionContract(StateMachineContract):
         raise NotImplementedError("override the fixture 'leasing'")
 
     @pytest.fixture
-    def tells_bytes(self) -> bool:
-        """Whether the store can tell how many bytes a field holds."""
+    def reports_bytes(self) -> bool:
+        """Return whether the store reports the bytes of its fields."""
         return True
 
     def test_the_client_is_an_inspector_and_says_so(self, client: DataPlaneClient) -> None:
         assert client.capabilities.inspection
         assert isinstance(client, DataPlaneInspector)
+        assert isinstance(client.inspector, DataPlaneInspector)
+
+    def test_the_inspector_answers_as_the_client(
+        self, client: DataPlaneClient, partition: str
+    ) -> None:
+        put(client, partition, ["a", "b"])
+        client.claim_meta(partition, "train", ["x"], 1)
+        assert client.inspector.scan_states(partition) == client.scan_states(partition)
+        assert client.inspector.reset_consumption(partition, "train", ["a", "b"]) == 1
+        assert client.count_samples(partition, "train", ["x"]).ready == 2
 
     def test_bytes_of_fields_follow_puts_overwrites_and_clears(
-        self, client: DataPlaneClient, peer: DataPlaneClient, partition: str, tells_bytes: bool
+        self, client: DataPlaneClient, peer: DataPlaneClient, partition: str, reports_bytes: bool
     ) -> None:
         def held() -> tuple[int | None, int | None, int | None]:
-            found = summary(peer, partition)
-            by_name = {each.name: each.nbytes for each in found.fields}
-            return by_name["x"], by_name["y"], found.nbytes
+            current = summary(peer, partition)
+            by_name = {each.name: each.nbytes for each in current.fields}
+            return by_name["x"], by_name["y"], current.nbytes
 
         def expected(x: int, y: int) -> tuple[int | None, int | None, int | None]:
-            return (x, y, x + y) if tells_bytes else (None, None, None)
+            return (x, y, x + y) if reports_bytes else (None, None, None)
 
         assert held() == expected(0, 0)
         y = jagged(*(torch.arange(n) for n in (3, 0, 2)))
@@ -159,7 +169,7 @@ class InspectionContract(StateMachineContract):
         assert task(peer, partition).oldest_unclaimed_s is None
         assert task(peer, partition, "logprob").oldest_unclaimed_s is not None
 
-    def test_a_sample_that_waits_for_its_rank_is_assigned(
+    def test_sample_drawn_for_another_rank_is_assigned(
         self,
         client: DataPlaneClient,
         leasing: DataPlaneClient,
@@ -167,21 +177,21 @@ class InspectionContract(StateMachineContract):
         partition: str,
     ) -> None:
         put(client, partition, list("abcd"))
-        mine = client.claim_meta(partition, "train", ["x"], 2, dp_rank=0, dp_world=2)
+        claimed = client.claim_meta(partition, "train", ["x"], 2, dp_rank=0, dp_world=2)
         assert (task(peer, partition).unclaimed, task(peer, partition).assigned) == (0, 2)
-        [share] = peer.list_shares(partition)
+        [share] = peer.list_assignments(partition)
         assert (share.task, share.rank, share.world, share.samples) == ("train", 1, 2, 2)
         assert (share.expires_in_s, share.seen_s) == (None, None)
         assert task(peer, partition).oldest_unclaimed_s is not None
         states = peer.scan_states(partition)
         column = dict(zip("abcd", states.states[states.tasks.index("train") :: 2], strict=True))
-        assert column == {each: 3 if each in mine.sample_ids else 1 for each in "abcd"}
+        assert column == {each: 3 if each in claimed.sample_ids else 1 for each in "abcd"}
         client.claim_meta(partition, "train", ["x"], 2, dp_rank=1, dp_world=2)
         assert task(peer, partition).oldest_unclaimed_s is None
-        assert (task(peer, partition).assigned, peer.list_shares(partition)) == (0, [])
+        assert (task(peer, partition).assigned, peer.list_assignments(partition)) == (0, [])
         for rank in (1, 1, 0):
             leasing.claim_meta(partition, "logprob", ["x"], 1, dp_rank=rank, dp_world=2)
-        [share] = peer.list_shares(partition)
+        [share] = peer.list_assignments(partition)
         assert (share.task, share.rank, share.samples) == ("logprob", 0, 1)
         assert share.expires_in_s is not None
         assert 900 < share.expires_in_s <= 1000
@@ -189,7 +199,7 @@ class InspectionContract(StateMachineContract):
         assert 0 <= share.seen_s < 100
         assert [each.rank for each in peer.list_claims(partition)] == [1, 1, 0]
 
-    def test_a_claim_under_a_lease_tells_who_holds_how_much_and_how_long(
+    def test_claim_summary_has_owner_samples_and_ages(
         self, leasing: DataPlaneClient, peer: DataPlaneClient, partition: str
     ) -> None:
         put(leasing, partition, list("abc"))
@@ -229,7 +239,7 @@ class InspectionContract(StateMachineContract):
         assert not peer.check_consumption_status(partition, ["train"])
         assert peer.claim_meta(partition, "train", ["x"], 1, blocking=False).size == 0
 
-    def test_the_name_of_a_claim_does_not_tell_its_token(
+    def test_name_of_a_claim_does_not_reveal_its_token(
         self, leasing: DataPlaneClient, partition: str
     ) -> None:
         put(leasing, partition, ["a"])
@@ -247,7 +257,7 @@ class InspectionContract(StateMachineContract):
         state = peer.read_sample(partition, "a")
         assert state is not None
         assert (state.sample_id, state.fields, state.tags) == ("a", ("x",), {"v": 1})
-        assert state.tasks == {"logprob": "unclaimed", "train": "settled"}
+        assert state.tasks == {"logprob": "unclaimed", "train": "acknowledged"}
         assert peer.read_sample(partition, "b") is None
 
     def test_samples_are_found_by_an_equal_tag_in_the_order_of_puts(
@@ -263,23 +273,23 @@ class InspectionContract(StateMachineContract):
         ]
         client.put_samples(list("abcdef"), partition, batch(6, x=torch.ones(6)), tags)
 
-        def found(value: object, limit: int = 100) -> str:
+        def find(value: object, limit: int = 100) -> str:
             states = peer.find_samples(partition, tag="v", value=value, limit=limit)
             return "".join(state.sample_id for state in states)
 
-        assert found(1) == "ad"
-        assert found(1, 1) == "a"
-        assert found(1, 0) == ""
-        assert found("1") == "e"
-        assert found(None) == "f"
-        assert found(3) == ""
+        assert find(1) == "ad"
+        assert find(1, 1) == "a"
+        assert find(1, 0) == ""
+        assert find("1") == "e"
+        assert find(None) == "f"
+        assert find(3) == ""
         assert peer.find_samples(partition, tag="unknown", value=1) == []
         with pytest.raises(InvalidRequestError, match="'v'"):
             peer.find_samples(partition, tag="v", value=[1])
         with pytest.raises(InvalidRequestError, match="limit"):
             peer.find_samples(partition, tag="v", value=1, limit=-1)
 
-    def test_a_scan_says_in_bytes_what_a_list_says_in_words(
+    def test_scan_has_the_same_states_as_the_listing(
         self,
         client: DataPlaneClient,
         peer: DataPlaneClient,
@@ -294,19 +304,17 @@ class InspectionContract(StateMachineContract):
         client.claim_meta(partition, "train", ["x"], 2, dp_rank=1, dp_world=2)
         listed = peer.list_samples(partition, limit=20)
         for start, limit in ((0, 10_000), (0, 7), (7, 7), (14, 7), (20, 7)):
-            found = peer.scan_states(partition, start=start, limit=limit)
+            page = peer.scan_states(partition, start=start, limit=limit)
             rows = listed[start : start + limit]
-            assert (found.total, found.start) == (20, start)
-            assert sorted(found.fields) == ["x", "y", "z"]
-            assert sorted(found.tasks) == ["logprob", "train"]
-            assert found.written == bytes(
-                name in row.fields for row in rows for name in found.fields
-            )
-            words = [STATES[code] for code in found.states]
-            assert words == [row.tasks[name] for row in rows for name in found.tasks]
+            assert (page.total, page.start) == (20, start)
+            assert sorted(page.fields) == ["x", "y", "z"]
+            assert sorted(page.tasks) == ["logprob", "train"]
+            assert page.written == bytes(name in row.fields for row in rows for name in page.fields)
+            words = [STATES[code] for code in page.states]
+            assert words == [row.tasks[name] for row in rows for name in page.tasks]
         assert {row.tasks["train"] for row in listed} == set(STATES)
 
-    def test_a_large_page_is_whole(
+    def test_large_page_is_complete(
         self, client: DataPlaneClient, peer: DataPlaneClient, partition: str
     ) -> None:
         ids = [f"s{i}" for i in range(2_500)]
@@ -338,8 +346,8 @@ class InspectionContract(StateMachineContract):
         put(client, partition, list("abcd"))
         client.claim_meta(partition, "train", ["x"], 3)
         client.claim_meta(partition, "logprob", ["x"], 4)
-        asked = ["a", "b", "a", "d", "unknown"]
-        assert peer.reset_consumption(partition, "train", asked) == 2
+        ids = ["a", "b", "a", "d", "unknown"]
+        assert peer.reset_consumption(partition, "train", ids) == 2
         counts = client.count_samples(partition, "train", ["x"])
         assert (counts.put, counts.ready, counts.acknowledged) == (4, 3, 1)
         assert not client.check_consumption_status(partition, ["train"])
@@ -367,13 +375,13 @@ class InspectionContract(StateMachineContract):
         put(client, partition, ["a"])
         client.claim_meta(partition, "train", ["x"], 1)
         with ThreadPoolExecutor(1) as pool:
-            waiting = pool.submit(
+            blocked = pool.submit(
                 client.claim_meta, partition, "train", ["x"], 1, timeout_s=self.patience_s
             )
             assert peer.reset_consumption(partition, "train", ["a"]) == 1
-            assert waiting.result(self.patience_s).sample_ids == ["a"]
+            assert blocked.result(self.patience_s).sample_ids == ["a"]
 
-    def test_a_claim_that_is_ended_is_as_one_whose_lease_ran_out(
+    def test_ended_claim_is_like_an_expired_one(
         self,
         client: DataPlaneClient,
         peer: DataPlaneClient,
@@ -411,13 +419,13 @@ class InspectionContract(StateMachineContract):
         leasing.claim_meta(partition, "train", ["x"], 1)
         [claim] = client.list_claims(partition)
         with ThreadPoolExecutor(1) as pool:
-            waiting = pool.submit(
+            blocked = pool.submit(
                 client.claim_meta, partition, "train", ["x"], 1, timeout_s=self.patience_s
             )
             assert peer.end_claim(partition, claim.claim, expired_only=False) == 1
-            assert waiting.result(self.patience_s).sample_ids == ["a"]
+            assert blocked.result(self.patience_s).sample_ids == ["a"]
 
-    def test_what_is_not_known_is_refused_by_name(
+    def test_unknown_names_are_refused_and_named(
         self, client: DataPlaneClient, partition: str
     ) -> None:
         for look in (
@@ -425,7 +433,7 @@ class InspectionContract(StateMachineContract):
             lambda: client.read_sample("nowhere", "a"),
             lambda: client.find_samples("nowhere", tag="v", value=1),
             lambda: client.list_claims("nowhere"),
-            lambda: client.list_shares("nowhere"),
+            lambda: client.list_assignments("nowhere"),
             lambda: client.scan_states("nowhere"),
             lambda: client.reset_consumption("nowhere", "train", ["a"]),
             lambda: client.end_claim("nowhere", "claim"),

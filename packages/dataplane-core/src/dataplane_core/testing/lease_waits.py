@@ -1,4 +1,4 @@
-"""Contract tests of what a blocking claim does about samples that are leased."""
+"""Contract tests of claims that are blocked on leased samples."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import torch
 from dataplane_core import (
     ClaimTimeoutError,
     DataPlaneClient,
+    InvalidRequestError,
     KVBatchMeta,
     LeaseLostError,
     TagFilter,
@@ -25,17 +26,17 @@ from dataplane_core.testing.storage import batch
 MakeClient = Callable[..., DataPlaneClient]
 
 SOON_S = 0.05
-"""A deadline that is meant to pass."""
+"""A deadline that is expected to pass."""
 
 
 def claim(client: DataPlaneClient, size: int = 2, **options: Any) -> KVBatchMeta:
-    """Claim of the partition 'train' for the task 'train', unless ``options`` name another."""
+    """Claim from the partition 'train', for the task 'train' unless ``options`` name another."""
     task_name = options.pop("task_name", "train")
     return client.claim_meta("train", task_name, ["x"], size, **options)
 
 
 class LeaseWaitContract:
-    """A row held under a lease, by whomever, is neither ready nor consumed."""
+    """Contract: a leased sample is neither ready nor consumed."""
 
     patience_s = 20.0
 
@@ -45,7 +46,7 @@ class LeaseWaitContract:
 
     @pytest.fixture
     def leasing(self, make_client: MakeClient) -> DataPlaneClient:
-        """A client whose leases outlast the test, with all of the declared a and b put."""
+        """Return a client with 1000 s leases, and the declared samples a and b put."""
         client = make_client(claim_lease_s=1000.0)
         client.register_partition("train", ["x"], 2, ["train", "logprob"])
         put(client, "train", ["a", "b"])
@@ -54,7 +55,7 @@ class LeaseWaitContract:
     def wakes(
         self, client: DataPlaneClient, held: KVBatchMeta, change: Callable[[], object]
     ) -> KVBatchMeta:
-        """The answer of a claim that was blocked on ``held`` when ``change`` was made."""
+        """Return the result of a claim that is blocked on ``held`` while ``change`` runs."""
         with ThreadPoolExecutor(1) as pool:
             started = time.monotonic()
             blocked = pool.submit(claim, client, timeout_s=self.patience_s)
@@ -75,7 +76,7 @@ class LeaseWaitContract:
             try:
                 client.acknowledge(meta)
             except LeaseLostError:
-                continue  # this machine was too slow; the sample comes again
+                continue  # the machine was too slow; the sample is claimed again
             acknowledged += meta.sample_ids
         assert sorted(acknowledged) == ["a", "b"]
         assert acknowledged[-1:] == crashed.sample_ids
@@ -88,7 +89,7 @@ class LeaseWaitContract:
         held = claim(client)
         again = self.wakes(client, held, lambda: None)
         assert sorted(again.sample_ids) == ["a", "b"]
-        with pytest.raises(LeaseLostError):
+        with pytest.raises(LeaseLostError, match="expired"):
             client.acknowledge(held)
         client.acknowledge(again)
 
@@ -180,7 +181,7 @@ class LeaseWaitContract:
         clear = partial(leasing.clear_samples, held.sample_ids, "train", force=True)
         assert self.wakes(leasing, held, clear).size == 0
 
-    def test_leased_group_is_claimed_whole_when_released(self, make_client: MakeClient) -> None:
+    def test_released_group_is_claimed_completely(self, make_client: MakeClient) -> None:
         client = make_client(claim_lease_s=1000.0)
         client.register_partition("train", ["x"], 4, ["train"], grpo_group_size=2)
         put(client, "train", ["p0_g0", "p0_g1", "p1_g0", "p1_g1"])
@@ -191,6 +192,18 @@ class LeaseWaitContract:
         client.acknowledge(other)
         again = self.wakes(client, held, partial(client.release, held))
         assert sorted(again.sample_ids) == sorted(held.sample_ids)
+
+    def test_group_larger_than_the_batch_is_named(self, make_client: MakeClient) -> None:
+        client = make_client(claim_lease_s=1000.0)
+        client.register_partition("train", ["x"], 3, ["train"], grpo_group_size=2)
+        put(client, "train", ["p0_g0", "p0_g1", "p0_g2"])
+        for blocking in (True, False):
+            with pytest.raises(InvalidRequestError, match=r"group 'p0' has 3 .* batch_size is 2"):
+                claim(client, blocking=blocking)
+        client.register_partition("train", ["x"], 9, ["train"], grpo_group_size=2)
+        with pytest.raises(ClaimTimeoutError, match=r"group 'p0' has 3 .* batch_size is 2"):
+            claim(client, timeout_s=SOON_S)
+        assert claim(client, 4, blocking=False).size == 3
 
     def test_only_leases_that_match_the_filter_are_waited_for(
         self, make_client: MakeClient
@@ -206,16 +219,16 @@ class LeaseWaitContract:
             claim(client, where=[TagFilter("version", ">=", 2)], timeout_s=SOON_S)
 
     def test_rank_waits_for_what_another_rank_holds(self, leasing: DataPlaneClient) -> None:
-        of = [{"dp_rank": rank, "dp_world": 2} for rank in (0, 1)]
-        mine, theirs = claim(leasing, 1, **of[0]), claim(leasing, 1, **of[1])
-        leasing.acknowledge(mine)
+        ranks = [{"dp_rank": rank, "dp_world": 2} for rank in (0, 1)]
+        first, second = claim(leasing, 1, **ranks[0]), claim(leasing, 1, **ranks[1])
+        leasing.acknowledge(first)
         with pytest.raises(ClaimTimeoutError) as caught:
-            claim(leasing, 1, **of[0], timeout_s=SOON_S)
+            claim(leasing, 1, **ranks[0], timeout_s=SOON_S)
         assert (caught.value.leased, caught.value.missing) == (1, 1)
-        leasing.acknowledge(theirs)
-        assert claim(leasing, 1, **of[0], timeout_s=self.patience_s).size == 0
+        leasing.acknowledge(second)
+        assert claim(leasing, 1, **ranks[0], timeout_s=self.patience_s).size == 0
 
-    def test_rank_gets_the_share_of_a_rank_that_never_asks(self, make_client: MakeClient) -> None:
+    def test_rank_gets_the_samples_of_a_dead_rank(self, make_client: MakeClient) -> None:
         client = make_client(claim_lease_s=0.5)
         client.register_partition("train", ["x"], 3, ["train"])
         put(client, "train", ["a", "b", "c"])
@@ -241,7 +254,7 @@ class LeaseWaitContract:
             done: list[str] = []
             while (meta := claim(client, 4, timeout_s=self.patience_s)).size:
                 if number == 0 and not done:
-                    client.release(meta.slice(0, 1))  # gives one back and processes the rest
+                    client.release(meta.slice(0, 1))  # release one sample, process the others
                     meta = meta.drop([0]) or meta.slice(0, 0)
                 client.acknowledge(meta)
                 done += meta.sample_ids

@@ -1,9 +1,10 @@
-"""Contract tests of the promises that a client may declare: leases and backpressure."""
+"""Contract tests of two capabilities: leases and backpressure."""
 
 from __future__ import annotations
 
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from dataplane_core.testing.storage import batch
 
 
 class LeaseContract(LeaseWaitContract):
-    """For clients with ``capabilities.leases``; ``make_client(**config)`` builds a fresh store."""
+    """Contract of clients with ``capabilities.leases``; ``make_client(**config)`` makes a store."""
 
     patience_s = 20.0
     short_lease_s = 0.05
@@ -33,46 +34,34 @@ class LeaseContract(LeaseWaitContract):
 
     @pytest.fixture
     def held(self, make_client: MakeClient) -> DataPlaneClient:
-        """A client whose leases outlast the test, with the samples a and b put."""
+        """Return a client with 1000 s leases, and the samples a and b put."""
         client = make_client(claim_lease_s=1000.0)
         client.register_partition("train", ["x"], 2, ["train"])
         put(client, "train", ["a", "b"])
         return client
 
-    def test_an_expired_claim_is_handed_out_again_and_its_holder_is_refused(
-        self, make_client: MakeClient
-    ) -> None:
-        client = make_client(claim_lease_s=self.short_lease_s)
-        client.register_partition("train", ["x"], 3, ["train"])
-        put(client, "train", ["a", "b"])
-        first = client.claim_meta("train", "train", ["x"], 2)
-        second = client.claim_meta("train", "train", ["x"], 2, timeout_s=self.patience_s)
-        assert sorted(second.sample_ids) == ["a", "b"]
-        with pytest.raises(LeaseLostError, match="expired"):
-            client.acknowledge(first)
-
-    def test_a_share_that_its_rank_never_asks_for_is_handed_out_when_the_lease_ends(
+    def test_unclaimed_assignment_opens_when_its_lease_expires(
         self, make_client: MakeClient
     ) -> None:
         client = make_client(claim_lease_s=self.short_lease_s)
         client.register_partition("train", ["x"], 5, ["train"])
         put(client, "train", ["a", "b", "c", "d"])
-        mine = client.claim_meta("train", "train", ["x"], 2, dp_rank=0, dp_world=2)
-        assert mine.size == 2
+        drawn = client.claim_meta("train", "train", ["x"], 2, dp_rank=0, dp_world=2)
+        assert drawn.size == 2
         both = client.claim_meta("train", "train", ["x"], 4, timeout_s=self.patience_s)
         assert sorted(both.sample_ids) == ["a", "b", "c", "d"]
 
-    def test_a_rank_that_waits_gets_its_share_as_soon_as_another_rank_draws_it(
+    def test_blocked_rank_gets_its_part_once_another_rank_draws_it(
         self, make_client: MakeClient
     ) -> None:
-        client = make_client()  # final claims: nobody settles them, so nothing else tells of them
+        client = make_client()  # without leases, only the claim itself can wake the other rank
         with ThreadPoolExecutor(1) as pool:
             for _ in range(3):  # in case the other rank was first
                 client.clear_samples(["a", "b"], "train")
                 client.register_partition("train", ["x"], 4, ["train"])
                 put(client, "train", ["a", "b"])
                 started = time.monotonic()
-                waiting = pool.submit(
+                blocked = pool.submit(
                     client.claim_meta,
                     *("train", "train", ["x"], 2),
                     dp_rank=1,
@@ -80,15 +69,15 @@ class LeaseContract(LeaseWaitContract):
                     timeout_s=self.patience_s,
                 )
                 client.get_samples(["a"], "train", ["x"])  # meanwhile it begins to wait
-                mine = client.claim_meta(
+                rank0 = client.claim_meta(
                     "train", "train", ["x"], 2, dp_rank=0, dp_world=2, blocking=False
                 )
-                theirs = waiting.result(2 * self.patience_s)
-                assert sorted(mine.sample_ids + theirs.sample_ids) == ["a", "b"]
-                assert (mine.size, theirs.size) == (1, 1)
+                rank1 = blocked.result(2 * self.patience_s)
+                assert sorted(rank0.sample_ids + rank1.sample_ids) == ["a", "b"]
+                assert (rank0.size, rank1.size) == (1, 1)
                 assert time.monotonic() - started < self.patience_s / 2
 
-    def test_a_share_is_open_when_its_time_is_over_also_if_whoever_drew_it_got_nothing(
+    def test_expired_assignment_opens_even_if_the_drawing_rank_got_nothing(
         self, make_client: MakeClient
     ) -> None:
         client = make_client(claim_lease_s=0.5)
@@ -100,7 +89,7 @@ class LeaseContract(LeaseWaitContract):
         assert (drew.sample_ids, got.sample_ids) == ([], ["a"])
         assert time.monotonic() - started < self.patience_s / 2
 
-    def test_a_claim_of_a_waiting_share_hands_out_at_most_its_batch_size(
+    def test_claim_of_an_assignment_is_limited_to_its_batch_size(
         self, make_client: MakeClient
     ) -> None:
         client = make_client()
@@ -113,30 +102,22 @@ class LeaseContract(LeaseWaitContract):
             got += more.sample_ids
         assert sorted(got) == ["a", "b", "c", "d"]
 
-    def test_a_put_under_a_claim_cannot_write_what_another_claim_holds(
-        self, held: DataPlaneClient
+    @pytest.mark.parametrize("acknowledged", [False, True])
+    def test_put_under_a_claim_cannot_write_what_another_claim_has(
+        self, held: DataPlaneClient, acknowledged: bool
     ) -> None:
         first = held.claim_meta("train", "train", ["x"], 2)
         held.release(first.subset([first.sample_ids.index("b")]))
         second = held.claim_meta("train", "train", ["x"], 1)
         assert second.sample_ids == ["b"]
+        held.put_samples(["b"], "train", batch(1, x=torch.full((1,), 2.0)), claim=second)
+        if acknowledged:
+            held.acknowledge(second)
         late = batch(2, x=torch.zeros(2))
         with pytest.raises(LeaseLostError, match="'b'"):
             held.put_samples(["a", "b"], "train", late, claim=first)
-        assert held.get_samples(["a", "b"], "train", ["x"])["x"].tolist() == [1.0, 1.0]
-        held.put_samples(["a"], "train", batch(1, x=torch.zeros(1)), claim=first)
-
-    def test_a_put_under_a_claim_cannot_write_what_another_claim_has_acknowledged(
-        self, held: DataPlaneClient
-    ) -> None:
-        first = held.claim_meta("train", "train", ["x"], 2)
-        held.release(first.subset([first.sample_ids.index("b")]))
-        second = held.claim_meta("train", "train", ["x"], 1)
-        held.put_samples(["b"], "train", batch(1, x=torch.full((1,), 2.0)), claim=second)
-        held.acknowledge(second)
-        with pytest.raises(LeaseLostError, match="'b'"):
-            held.put_samples(["a", "b"], "train", batch(2, x=torch.zeros(2)), claim=first)
         assert held.get_samples(["a", "b"], "train", ["x"])["x"].tolist() == [1.0, 2.0]
+        held.put_samples(["a"], "train", batch(1, x=torch.zeros(1)), claim=first)
 
     def test_an_acknowledged_claim_never_returns(self, held: DataPlaneClient) -> None:
         meta = held.claim_meta("train", "train", ["x"], 2)
@@ -145,27 +126,31 @@ class LeaseContract(LeaseWaitContract):
         with pytest.raises(LeaseLostError):
             held.acknowledge(meta)
 
-    def test_a_released_claim_is_handed_out_at_once(self, held: DataPlaneClient) -> None:
-        held.release(held.claim_meta("train", "train", ["x"], 2))
-        assert held.claim_meta("train", "train", ["x"], 2, blocking=False).size == 2
-
-    def test_a_renewed_lease_still_belongs_to_its_holder(self, held: DataPlaneClient) -> None:
-        meta = held.claim_meta("train", "train", ["x"], 2)
-        held.renew(meta)
-        held.acknowledge(meta)
-
-    def test_settling_a_claim_without_a_lease_is_refused(self, make_client: MakeClient) -> None:
+    def test_acknowledging_a_claim_without_a_lease_is_refused(
+        self, make_client: MakeClient
+    ) -> None:
         client = make_client()
         client.register_partition("train", ["x"], 1, ["train"])
         put(client, "train", ["a"])
         with pytest.raises(InvalidRequestError, match="claim_lease_s"):
             client.acknowledge(client.claim_meta("train", "train", ["x"], 1))
 
+    def test_meta_that_names_another_task_than_its_lease_is_refused(
+        self, held: DataPlaneClient
+    ) -> None:
+        meta = held.claim_meta("train", "train", ["x"], 2)
+        other = replace(meta, task_name="other")
+        for method in (held.acknowledge, held.release, held.renew):
+            with pytest.raises(InvalidRequestError, match=r"names task 'other'.* task 'train'"):
+                method(other)
+        assert held.count_samples("train", "train", ["x"]).leased == 2
+        held.acknowledge(meta)
+
     def test_clearing_leased_samples_is_refused_unless_forced(self, held: DataPlaneClient) -> None:
         meta = held.claim_meta("train", "train", ["x"], 1)
-        for asked in (meta.sample_ids, ["a", "b"], None):
+        for ids in (meta.sample_ids, ["a", "b"], None):
             with pytest.raises(SamplesLeasedError, match="leased by 'train'"):
-                held.clear_samples(asked, "train")
+                held.clear_samples(ids, "train")
         assert held.get_samples(["a", "b"], "train", ["x"]).batch_size == (2,)
         held.clear_samples(["a", "b"], "train", force=True)
         with pytest.raises(MissingDataError):
@@ -184,7 +169,7 @@ class LeaseContract(LeaseWaitContract):
         assert caught.value.sample_ids == ["a"]
         held.acknowledge(meta.subset([meta.sample_ids.index("b")]))
 
-    def test_every_sample_put_is_counted_in_exactly_one_place(self, held: DataPlaneClient) -> None:
+    def test_every_sample_is_counted_in_exactly_one_state(self, held: DataPlaneClient) -> None:
         held.register_partition("train", ["x"], 6, ["train"])
         put(held, "train", ["c", "d", "e"])
         put(held, "train", ["f"], "other")
@@ -220,7 +205,7 @@ class LeaseContract(LeaseWaitContract):
 
 
 class BackpressureContract:
-    """For clients with ``capabilities.backpressure``."""
+    """Contract of clients with ``capabilities.backpressure``."""
 
     patience_s = 20.0
 
@@ -238,7 +223,7 @@ class BackpressureContract:
             put(client, "train", ["b", "c"])
         assert client.claim_meta("train", "train", ["x"], 4, blocking=False).sample_ids == ["a"]
 
-    def test_a_waiting_put_goes_on_when_room_is_made(self, make_client: MakeClient) -> None:
+    def test_blocked_put_continues_when_capacity_is_freed(self, make_client: MakeClient) -> None:
         client = make_client(storage_capacity=2, ack_timeout_ms=int(self.patience_s * 1000))
         client.register_partition("train", ["x"], 3, ["train"])
         put(client, "train", ["a", "b"])
@@ -248,7 +233,7 @@ class BackpressureContract:
             waiting.result(self.patience_s)
         assert client.get_samples(["b", "c"], "train", ["x"]).batch_size == (2,)
 
-    def test_overwriting_in_a_full_store_needs_no_room(self, make_client: MakeClient) -> None:
+    def test_overwriting_in_a_full_store_needs_no_capacity(self, make_client: MakeClient) -> None:
         client = make_client(storage_capacity=1, ack_timeout_ms=50)
         client.register_partition("train", ["x"], 1, ["train"])
         put(client, "train", ["a"])

@@ -1,4 +1,4 @@
-"""A random walk over the whole contract, compared with a model of a few dicts after each step."""
+"""A random walk over the contract's operations, compared with a model after each step."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ from dataplane_core import (
     MissingDataError,
     SamplesLeasedError,
 )
-from dataplane_core.client import LEASE, TaskCounts
+from dataplane_core.capabilities import TaskCounts
 from dataplane_core.ledger import ClaimSummary
+from dataplane_core.meta import LEASE
 from dataplane_core.testing.storage import StoreFixtures, batch
 
 IDS = [f"s{i}" for i in range(6)]
@@ -39,7 +40,7 @@ some_fields = st.lists(st.sampled_from(FIELDS), min_size=1, unique=True)
 
 @dataclass
 class _Held:
-    """A claim under a lease; ``ids`` is what it still holds."""
+    """A claim under a lease; ``ids`` are the samples that it still holds."""
 
     meta: KVBatchMeta
     task: str
@@ -84,8 +85,7 @@ class _Walk(RuleBasedStateMachine):
 
     @rule(who=st.integers(0, 1), ids=some_ids, fields=some_fields)
     def get(self, who: int, ids: list[str], fields: list[str]) -> None:
-        whole = all(set(fields) <= self.rows.get(sample_id, {}).keys() for sample_id in ids)
-        if not whole:
+        if not all(set(fields) <= self.rows.get(sample_id, {}).keys() for sample_id in ids):
             with pytest.raises(MissingDataError):
                 self.clients[who].get_samples(ids, self.partition, fields)
             return
@@ -136,7 +136,7 @@ class _Walk(RuleBasedStateMachine):
 
     @rule(who=st.integers(0, 1), task=st.sampled_from(TASKS))
     def claim_until_empty(self, who: int, task: str) -> None:
-        """Nothing is ready then, so that a blocking claim waits for leases or ends."""
+        """Claim everything ready, so that a blocking claim waits for leases or ends."""
         self.claim(who, task, [], len(IDS), blocking=False)
         self.claim(who, task, [], 1, blocking=True)
         self.check(who, [task])
@@ -147,7 +147,7 @@ class _Walk(RuleBasedStateMachine):
     def leased(self, task: str) -> set[str]:
         return {each for held in self.held if held.task == task for each in held.ids}
 
-    def give_back(self, held: _Held, ids: set[str]) -> None:
+    def release(self, held: _Held, ids: set[str]) -> None:
         self.claimed[held.task] -= ids
         self.end(held, ids)
 
@@ -158,7 +158,7 @@ class _Walk(RuleBasedStateMachine):
 
     @precondition(lambda self: self.held)
     @rule(who=st.integers(0, 1), acknowledge=st.booleans(), part=st.booleans(), data=st.data())
-    def settle(self, who: int, acknowledge: bool, part: bool, data: Any) -> None:
+    def end_lease(self, who: int, acknowledge: bool, part: bool, data: Any) -> None:
         held = data.draw(st.sampled_from(self.held))
         ids = sorted(held.ids)[:1] if part else sorted(held.ids)
         meta = held.meta.subset([held.meta.sample_ids.index(each) for each in ids])
@@ -167,7 +167,7 @@ class _Walk(RuleBasedStateMachine):
             self.end(held, set(ids))
         else:
             self.clients[who].release(meta)
-            self.give_back(held, set(ids))
+            self.release(held, set(ids))
 
     @precondition(lambda self: self.held)
     @rule(who=st.integers(0, 1), data=st.data())
@@ -178,7 +178,7 @@ class _Walk(RuleBasedStateMachine):
             client.end_claim(self.partition, held.name)
         ended = client.end_claim(self.partition, held.name, expired_only=False)
         assert ended == len(held.ids)
-        self.give_back(held, set(held.ids))
+        self.release(held, set(held.ids))
         with pytest.raises(LeaseLostError):
             client.acknowledge(held.meta)
 
@@ -243,14 +243,14 @@ class _Walk(RuleBasedStateMachine):
 
     @precondition(lambda self: self.clients[0].capabilities.inspection)
     @rule(who=st.integers(0, 1))
-    def look(self, who: int) -> None:
+    def inspect(self, who: int) -> None:
         claims = self.clients[who].list_claims(self.partition)
         expected = {held.name: (held.task, len(held.ids)) for held in self.held}
         assert {each.claim: (each.task, each.samples) for each in claims} == expected
         page = self.clients[who].scan_states(self.partition)
         assert page.total == len(self.rows)
-        for place, task in enumerate(page.tasks):
-            column = page.states[place :: len(page.tasks)]
+        for index, task in enumerate(page.tasks):
+            column = page.states[index :: len(page.tasks)]
             leased = len(self.leased(task))
             assert column.count(2) == leased
             assert column.count(3) == len(self.claimed[task]) - leased
@@ -261,7 +261,7 @@ class _Walk(RuleBasedStateMachine):
 
 
 class StateMachineContract(StoreFixtures):
-    """Any sequence of operations from two clients does what the model does."""
+    """Contract: any sequence of operations from two clients agrees with the model."""
 
     walk_examples = 40
     walk_steps = 30

@@ -1,4 +1,4 @@
-"""`MinimalClient`: a data plane with the documented methods and nothing else."""
+"""`MinimalClient`: a client with the documented methods only."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ if TYPE_CHECKING:
 
 
 class MinimalClient:
-    """The eight documented methods with the documented arguments; it derives from nothing.
+    """Client with the eight documented methods and their documented arguments; no base class.
 
-    For tests of layers that work on any client. A method beyond these is an AttributeError, and a
-    keyword beyond the documented ones a TypeError.
+    For tests of layers that work with any client. Any other method raises AttributeError, any other
+    keyword TypeError.
 
     Args:
-        store: the client in memory that does the work; a new one without it.
+        store: the in-memory client that does the work; None creates one.
     """
 
     def __init__(self, store: InMemoryDataPlaneClient | None = None) -> None:

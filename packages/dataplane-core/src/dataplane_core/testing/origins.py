@@ -1,4 +1,4 @@
-"""Contract tests of the origins of puts, for clients whose capabilities name them."""
+"""Contract tests of the origins of puts, for clients with ``capabilities.origins``."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ FIRST, SECOND = "00-" + "a" * 32 + "-" + "b" * 16 + "-01", "second"
 
 
 class OriginContract(StoreFixtures):
-    """A put's origin is told by every client of the store, and disturbs nothing."""
+    """Contract: every client of the store reads a put's origin, which changes nothing else."""
 
-    def test_the_origin_of_a_put_is_told_for_what_it_wrote(
+    def test_origin_of_a_put_is_read_for_the_fields_it_wrote(
         self, client: DataPlaneClient, peer: DataPlaneClient, partition: str
     ) -> None:
         x = torch.arange(3)
@@ -25,22 +25,22 @@ class OriginContract(StoreFixtures):
         assert client.read_origins(["a", "c"], partition, ["x", "y"]) == {FIRST: 2, SECOND: 1}
         assert client.read_origins(["d", "unknown"], partition, ["x", "z"]) == {}
 
-    def test_a_read_brings_the_origins_of_what_it_reads(
+    def test_read_returns_the_origins_of_its_fields(
         self, client: DataPlaneClient, partition: str
     ) -> None:
         x = torch.arange(3)
         client.put_samples(["a", "b", "c"], partition, batch(3, x=x), origin=FIRST)
         client.put_samples(["a"], partition, batch(1, y=x[:1]), origin=SECOND)
-        found: dict[str, int] = {}
-        client.get_samples(["a", "b"], partition, ["x"], origins=found)
-        assert found == {FIRST: 2}
-        found.clear()
-        client.get_columns(["a"], partition, ["x", "y"], origins=found)
-        assert found == {FIRST: 1, SECOND: 1}
-        found.clear()
+        origins: dict[str, int] = {}
+        client.get_samples(["a", "b"], partition, ["x"], origins=origins)
+        assert origins == {FIRST: 2}
+        origins.clear()
+        client.get_columns(["a"], partition, ["x", "y"], origins=origins)
+        assert origins == {FIRST: 1, SECOND: 1}
+        origins.clear()
         claimed = client.claim_meta(partition, "train", ["x"], 3, blocking=False)
-        client.get_data(claimed, origins=found)
-        assert found == {FIRST: 3}
+        client.get_data(claimed, origins=origins)
+        assert origins == {FIRST: 3}
 
     def test_overwriting_a_field_replaces_its_origin(
         self, client: DataPlaneClient, partition: str

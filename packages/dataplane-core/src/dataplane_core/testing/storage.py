@@ -21,6 +21,7 @@ from dataplane_core import (
     PartitionNotFoundError,
     SchemaMismatchError,
 )
+from dataplane_core.tensors.columns import bytes_of
 
 DTYPES = (
     torch.bfloat16,
@@ -36,32 +37,30 @@ DTYPES = (
 
 
 def jagged(*rows: torch.Tensor) -> torch.Tensor:
-    """A jagged tensor of the given rows, zero-length ones included."""
+    """Return a jagged tensor of the given rows, which may be empty."""
     offsets = torch.tensor([0, *np.cumsum([len(row) for row in rows])])
     return torch.nested.nested_tensor_from_jagged(torch.cat(rows), offsets)
 
 
 def objects(*values: Any) -> NonTensorStack:
-    """A per-row column of Python values."""
+    """Return a per-row column of Python values."""
     return NonTensorStack(*(NonTensorData(value) for value in values))
 
 
 def batch(count: int, **fields: Any) -> TensorDict:
-    """A TensorDict of ``count`` rows."""
+    """Return a TensorDict of ``count`` rows."""
     return TensorDict(fields, batch_size=[count])
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Equal dtype, shape and bytes, so that NaN equals itself."""
+    """Return whether dtype, shape and bytes are equal; NaN equals itself."""
     if a.dtype != b.dtype or a.shape != b.shape:
         return False
-    return bytes(a.contiguous().flatten().view(torch.uint8).tolist()) == bytes(
-        b.contiguous().flatten().view(torch.uint8).tolist()
-    )
+    return bytes_of(a).tobytes() == bytes_of(b).tobytes()
 
 
 class StoreFixtures:
-    """What a subclass provides: ``client``, and ``peer``, a second client of the same store."""
+    """Fixtures that a subclass overrides: ``client``, and ``peer``, a client of the same store."""
 
     @pytest.fixture
     def client(self) -> DataPlaneClient:
@@ -73,14 +72,14 @@ class StoreFixtures:
 
     @pytest.fixture
     def partition(self, client: DataPlaneClient) -> str:
-        """A registered partition of eight declared samples and the tasks 'logprob' and 'train'."""
+        """Register a partition of eight declared samples with the tasks 'logprob' and 'train'."""
         name = f"train-{uuid.uuid4().hex[:8]}"
         client.register_partition(name, ["x", "y"], 8, ["logprob", "train"])
         return name
 
 
 class StorageContract(StoreFixtures):
-    """Reads return what was put, whole, and refuse everything else."""
+    """Contract: reads return exactly what was put, or raise."""
 
     @pytest.mark.parametrize("dtype", DTYPES, ids=str)
     @pytest.mark.parametrize("shape", [(), (1,), (3,), (2, 3)], ids=str)
@@ -135,13 +134,13 @@ class StorageContract(StoreFixtures):
         assert same_bits(answer[0], rows[1])
         assert same_bits(answer[1], rows[0])
 
-    def test_row_i_belongs_to_id_i_in_the_order_asked(
+    def test_row_i_belongs_to_id_i_in_the_requested_order(
         self, client: DataPlaneClient, peer: DataPlaneClient, partition: str
     ) -> None:
         ids = [f"s{i}" for i in range(20)]
         client.put_samples(ids, partition, batch(20, x=torch.arange(20)))
-        asked = [ids[i] for i in (13, 2, 19, 2, 0)]
-        assert peer.get_samples(asked, partition, ["x"])["x"].tolist() == [13, 2, 19, 2, 0]
+        selected = [ids[i] for i in (13, 2, 19, 2, 0)]
+        assert peer.get_samples(selected, partition, ["x"])["x"].tolist() == [13, 2, 19, 2, 0]
 
     def test_python_values_come_back_per_row(
         self, client: DataPlaneClient, peer: DataPlaneClient, partition: str
@@ -255,7 +254,7 @@ class StorageContract(StoreFixtures):
             peer.get_samples(["a", "b"], partition, ["x", "y"])
         assert (caught.value.sample_ids, caught.value.fields) == (["b"], ["y"])
 
-    def test_an_error_lists_at_most_ten_ids_and_counts_all(
+    def test_error_lists_ten_ids_and_counts_all(
         self, client: DataPlaneClient, partition: str
     ) -> None:
         ghosts = [f"ghost{i:02}" for i in range(25)]
@@ -400,7 +399,7 @@ class StorageContract(StoreFixtures):
         client.clear_samples(["a"], partition)
         assert client.get_samples(["a"], other, ["x"])["x"].tolist() == [2]
 
-    def test_closing_twice_is_fine_and_using_a_closed_client_is_an_error(
+    def test_close_is_idempotent_and_a_closed_client_raises(
         self, client: DataPlaneClient, partition: str
     ) -> None:
         client.close()

@@ -1,0 +1,65 @@
+"""The capabilities of a client, and the counts of a task's samples."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Capabilities:
+    """Promises that a client makes; False for each that it does not make.
+
+    Attributes:
+        read_your_writes: once put_samples returned, every process reads those fields.
+        no_torn_rows: a (sample, field) is visible to claims only after its bytes are readable.
+        exclusive_claims: two claims of one task never share a sample.
+        leases: with ``claim_lease_s``, samples whose lease expired can be claimed again.
+        conservation: `DataPlaneClient.count_samples` accounts for every sample ever put.
+        safe_clear: clearing leased samples is refused unless forced.
+        backpressure: a put past capacity waits, then raises `CapacityExceeded`.
+        bounded_waits: every blocking call has a deadline and a typed error.
+        survivable: a dead controller, unit or peer gives a typed error within seconds.
+        group_claims: with ``grpo_group_size``, a claim takes complete groups.
+        origins: `DataPlaneClient.read_origins` returns the puts that wrote a field.
+        inspection: the client is a `DataPlaneInspector` and has `DataPlaneActions`.
+        withdrawal: a blocking claim waits for replacements of withdrawn samples.
+        claim_order: samples are claimed in the order that ``claim_order`` configures.
+    """
+
+    read_your_writes: bool = False
+    no_torn_rows: bool = False
+    exclusive_claims: bool = False
+    bounded_waits: bool = False
+    leases: bool = False
+    conservation: bool = False
+    safe_clear: bool = False
+    backpressure: bool = False
+    survivable: bool = False
+    group_claims: bool = False
+    origins: bool = False
+    inspection: bool = False
+    withdrawal: bool = False
+    claim_order: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskCounts:
+    """Number of samples in each state for one task, over every sample ever put in a partition.
+
+    At every moment ``put == ready + not_ready + leased + acknowledged + cleared``.
+
+    Attributes:
+        put: samples put since the partition was registered, without those withdrawn.
+        ready: could be claimed now.
+        not_ready: unclaimed, and lacking a required field.
+        leased: claimed and not yet acknowledged, or assigned to a data-parallel rank.
+        acknowledged: acknowledged, or claimed without a lease, and still present.
+        cleared: dropped from the store, in whatever state they were.
+    """
+
+    put: int
+    ready: int
+    not_ready: int
+    leased: int
+    acknowledged: int
+    cleared: int

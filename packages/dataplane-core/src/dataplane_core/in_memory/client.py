@@ -1,0 +1,390 @@
+"""`InMemoryDataPlaneClient`: the contract inside one process.
+
+For notebooks and tests, and the reference for other clients. Its store is a `Ledger` whose cells
+are the values, guarded by one condition variable. Every change notifies it, so that blocked claims
+and puts wake on changes instead of polling.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import warnings
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, ClassVar, Literal  # Any: rows, tags
+
+import torch
+
+from dataplane_core.boundary import (
+    PutRequest,
+    check_claim,
+    check_clear,
+    check_consumption,
+    check_lease_call,
+    check_put,
+    check_read,
+)
+from dataplane_core.capabilities import Capabilities
+from dataplane_core.client import DataPlaneClient
+from dataplane_core.config import DataPlaneConfig, validate_config
+from dataplane_core.declaration import PartitionDeclaration, check_enums
+from dataplane_core.errors import ClosedError, ConfigError
+from dataplane_core.in_memory.inspector import InMemoryInspector
+from dataplane_core.ledger import (
+    ClaimOrder,
+    Ledger,
+    PutTicket,
+    Shortage,
+    load_order,
+)
+from dataplane_core.ledger.origins import count_origins
+from dataplane_core.meta import LEASE, KVBatchMeta
+from dataplane_core.process import process_name
+from dataplane_core.tensors import rows as row_codec
+from dataplane_core.tensors.object_codec import decode_object, encode_object
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
+
+    from dataplane_core.ledger import TagFilter
+    from dataplane_core.schema import Form
+
+_DEFAULT_PUT_TIMEOUT_S = 60.0
+
+
+class Store:
+    """The store that the clients of one process share."""
+
+    def __init__(self, capacity: int | None, order: ClaimOrder | None) -> None:
+        self.ledger = Ledger(capacity, order=order, measure=_bytes_of)
+        self.changed = threading.Condition()
+        self.closed = False
+
+
+_attachable: Store | None = None
+_attachable_lock = threading.Lock()
+
+
+class InMemoryDataPlaneClient(DataPlaneClient):
+    """Client with the full contract, including leases and backpressure, inside one process.
+
+    Args:
+        cfg: uses ``storage_capacity`` (samples; default unlimited), ``ack_timeout_ms`` (how long a
+            put waits for free capacity; default 60 s), ``claim_lease_s`` and ``claim_order``. None
+            is an unlimited store without leases.
+        bootstrap: True creates a store, which closes with this client; False attaches to the
+            newest store of this process.
+
+    Raises:
+        ConfigError: (a ValueError) the configuration is invalid, or there is no open store for
+            ``bootstrap=False``.
+    """
+
+    capabilities: ClassVar[Capabilities] = Capabilities(
+        read_your_writes=True,
+        no_torn_rows=True,
+        exclusive_claims=True,
+        bounded_waits=True,
+        leases=True,
+        conservation=True,
+        safe_clear=True,
+        backpressure=True,
+        survivable=True,
+        group_claims=True,
+        origins=True,
+        inspection=True,
+        withdrawal=True,
+        claim_order=True,
+    )
+
+    def __init__(
+        self, cfg: DataPlaneConfig | Mapping[str, Any] | None = None, *, bootstrap: bool = True
+    ) -> None:
+        global _attachable
+        valid = validate_config({"enabled": True, "impl": "in_memory"} if cfg is None else cfg)
+        self._lease_s = valid.get("claim_lease_s")
+        timeout_ms = valid.get("ack_timeout_ms")
+        self._put_timeout_s = _DEFAULT_PUT_TIMEOUT_S if timeout_ms is None else timeout_ms / 1000
+        self._owner = bootstrap
+        self._closed = False
+        with _attachable_lock:
+            if bootstrap:
+                self._store = _attachable = Store(
+                    valid.get("storage_capacity"), load_order(valid.get("claim_order"))
+                )
+            elif _attachable is None or _attachable.closed:
+                raise ConfigError(
+                    "in_memory client with bootstrap=False: no open store in this process; "
+                    "build a client with bootstrap=True first"
+                )
+            else:
+                self._store = _attachable
+
+    @property
+    def store_key(self) -> Hashable:
+        return self._store
+
+    @property
+    def inspector(self) -> InMemoryInspector:
+        return InMemoryInspector(self._ledger)
+
+    def register_partition(
+        self,
+        partition_id: str,
+        fields: list[str],
+        num_samples: int,
+        consumer_tasks: list[str],
+        grpo_group_size: int | None = None,
+        enums: dict[str, list[str]] | None = None,
+    ) -> None:
+        declaration = PartitionDeclaration.checked(
+            partition_id, fields, num_samples, consumer_tasks, grpo_group_size, enums
+        )
+        with self._ledger(change=True) as ledger:
+            ledger.register(declaration)
+
+    def put_samples(
+        self,
+        sample_ids: list[str],
+        partition_id: str,
+        fields: TensorDict | None = None,
+        tags: list[dict[str, Any]] | None = None,
+        *,
+        claim: KVBatchMeta | None = None,
+        origin: str | None = None,
+    ) -> KVBatchMeta:
+        put = check_put("put_samples", sample_ids, partition_id, tags, claim=claim, origin=origin)
+        columns = {} if fields is None else row_codec.split_rows(fields, len(put.sample_ids))
+        kinds = {name: column.kind for name, column in columns.items()}
+        forms = {name: column.form for name, column in columns.items() if column.form is not None}
+        # Copy before taking the lock: copies take most of the time.
+        cells = {name: _own(name, column) for name, column in columns.items()}
+        nbytes = {
+            name: _bytes_of(own) for name, own in cells.items() if kinds[name] != row_codec.OBJECT
+        }
+        deadline = time.monotonic() + self._put_timeout_s
+        with self._store.changed:
+            ticket = self._admit(put, kinds, forms, deadline)
+            try:
+                check_enums(columns, self._store.ledger.partition(put.partition_id).declaration)
+                self._store.ledger.commit_put(ticket, cells, put.tags, put.origin, nbytes=nbytes)
+            finally:
+                self._store.ledger.abort_put(ticket)
+            self._store.changed.notify_all()
+        return KVBatchMeta(
+            partition_id=put.partition_id,
+            task_name=None,
+            sample_ids=put.sample_ids,
+            fields=list(columns) or None,
+            tags=put.copied_tags(),
+        )
+
+    def _admit(
+        self, put: PutRequest, kinds: dict[str, str], forms: dict[str, Form], deadline: float
+    ) -> PutTicket:
+        """Wait until the store has capacity for the new samples."""
+        self._check_open()
+        partition = self._store.ledger.partition(put.partition_id)
+        while True:
+            self._check_open()
+            self._expire()
+            self._store.ledger.check_registered(partition)
+            ticket = self._store.ledger.begin_put(
+                put.partition_id, put.sample_ids, kinds, put.token, forms
+            )
+            if ticket is not None:
+                return ticket
+            remaining = deadline - time.monotonic()
+            if remaining <= 0:
+                raise self._store.ledger.full(put.partition_id, put.sample_ids)
+            self._store.changed.wait(remaining)
+
+    def get_samples(
+        self,
+        sample_ids: list[str],
+        partition_id: str,
+        select_fields: list[str],
+        *,
+        origins: dict[str, int] | None = None,
+    ) -> TensorDict:
+        read = check_read("get_samples", sample_ids, partition_id, select_fields, origins=origins)
+        with self._store.changed:
+            self._check_open()
+            partition = self._store.ledger.partition(read.partition_id)
+            rows = partition.samples.lookup(read.sample_ids, read.fields)
+            columns = {
+                name: row_codec.Column(
+                    partition.samples.kinds[name], [row.cells[name] for row in rows]
+                )
+                for name in read.fields
+                if rows
+            }
+            forms = dict(partition.samples.forms)
+            if origins is not None:
+                origins.update(count_origins(rows, read.fields))
+        # Stored values are never changed in place, so they are copied outside the lock.
+        for column in columns.values():
+            if column.kind == row_codec.OBJECT:
+                column.rows[:] = map(decode_object, column.rows)
+        return row_codec.keep_forms(row_codec.collate(columns, len(read.sample_ids)), forms)
+
+    def claim_meta(
+        self,
+        partition_id: str,
+        task_name: str,
+        required_fields: list[str],
+        batch_size: int,
+        dp_rank: int | None = None,
+        blocking: bool = True,
+        timeout_s: float = 60.0,
+        *,
+        dp_world: int | None = None,
+        where: Sequence[TagFilter] = (),
+        seed: int | None = None,
+        wait_for_leased: bool = True,
+    ) -> KVBatchMeta:
+        call = check_claim(
+            partition_id,
+            task_name,
+            required_fields,
+            batch_size,
+            dp_rank,
+            blocking,
+            timeout_s,
+            dp_world=dp_world,
+            where=where,
+            seed=seed,
+            lease_s=self._lease_s,
+            owner=process_name(),
+            wait_for_leased=wait_for_leased,
+        )
+        request = call.request
+        deadline = time.monotonic() + call.timeout_s
+        with self._store.changed:
+            while True:
+                self._check_open()
+                self._expire()
+                partition = self._store.ledger.partition(call.partition_id)
+                revision = partition.revision
+                try:
+                    claimed = partition.claim(request, time.monotonic())
+                finally:
+                    if partition.revision != revision:
+                        self._store.changed.notify_all()
+                if claimed is not None:
+                    break
+                now = time.monotonic()
+                if now >= deadline:
+                    raise Shortage(partition, request).error(call.timeout_s, now)
+                # An expiring lease makes samples ready without a notification.
+                expiry = partition.next_expiry()
+                wake_at = deadline if expiry is None else min(deadline, expiry)
+                self._store.changed.wait(max(0.0, wake_at - now))
+            tags = [dict(row.tags) for row in claimed.rows]
+        return KVBatchMeta(
+            partition_id=call.partition_id,
+            task_name=request.task_name,
+            sample_ids=[row.sample_id for row in claimed.rows],
+            fields=list(request.required_fields),
+            sequence_lengths=claimed.sequence_lengths,
+            extra_info={} if claimed.token is None else {LEASE: claimed.token},
+            tags=tags if any(tags) else None,
+        )
+
+    def check_consumption_status(self, partition_id: str, task_names: list[str]) -> bool:
+        partition_id, task_names = check_consumption(partition_id, task_names)
+        with self._ledger() as ledger:
+            partition = ledger.partitions.get(partition_id)
+            return partition is not None and partition.consumed(task_names)
+
+    def clear_samples(
+        self, sample_ids: list[str] | None, partition_id: str, *, force: bool = False
+    ) -> None:
+        ids, partition_id, force = check_clear("clear_samples", sample_ids, partition_id, force)
+        with self._ledger(change=True) as ledger:
+            dropped = ledger.clear(partition_id, ids, force=force)
+        if ids is None and not dropped:
+            warnings.warn(
+                f"clear_samples(None, partition={partition_id!r}): nothing to clear",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+    def withdraw_samples(self, sample_ids: list[str], partition_id: str) -> None:
+        ids, partition_id, _ = check_clear("withdraw_samples", sample_ids, partition_id)
+        with self._ledger(change=True) as ledger:
+            ledger.clear(partition_id, ids, force=True, withdrawn=True)
+
+    def read_origins(
+        self, sample_ids: Sequence[str], partition_id: str, fields: Sequence[str]
+    ) -> dict[str, int]:
+        read = check_read("read_origins", sample_ids, partition_id, fields)
+        with self._ledger() as ledger:
+            return ledger.partition(read.partition_id).samples.origins(read.sample_ids, read.fields)
+
+    def acknowledge(self, meta: KVBatchMeta) -> None:
+        self._on_lease("acknowledge", meta)
+
+    def release(self, meta: KVBatchMeta) -> None:
+        self._on_lease("release", meta)
+
+    def renew(self, meta: KVBatchMeta) -> None:
+        self._on_lease("renew", meta)
+
+    def _on_lease(
+        self, method: Literal["acknowledge", "release", "renew"], meta: KVBatchMeta
+    ) -> None:
+        call = check_lease_call(method, meta)
+        if not call.sample_ids:
+            return
+        with self._ledger(change=True) as ledger:
+            partition = ledger.partition(call.partition_id)
+            if method == "renew":
+                partition.renew(call.token, call.sample_ids, time.monotonic(), call.task_name)
+            elif method == "acknowledge":
+                partition.acknowledge(call.token, call.sample_ids, call.task_name)
+            else:
+                partition.release(call.token, call.sample_ids, call.task_name)
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        with self._store.changed:
+            if self._owner:
+                self._store.closed = True
+                self._store.ledger.close()
+            self._store.changed.notify_all()
+
+    @contextmanager
+    def _ledger(self, *, change: bool = False, expire: bool = True) -> Iterator[Ledger]:
+        with self._store.changed:
+            self._check_open()
+            if expire:
+                self._expire()
+            yield self._store.ledger
+            if change:
+                self._store.changed.notify_all()
+
+    def _check_open(self) -> None:
+        if self._closed or self._store.closed:
+            raise ClosedError("the in_memory client was closed; build a new one")
+
+    def _expire(self) -> None:
+        if self._store.ledger.expire(time.monotonic()):
+            self._store.changed.notify_all()
+
+
+def _own(name: str, column: row_codec.Column) -> list[Any]:
+    """Return the rows as cells, which share no memory with them.
+
+    Python values are encoded as in every other store, so that all clients return the same values.
+    """
+    if column.kind == row_codec.OBJECT:
+        return [encode_object(f"field {name!r}", row) for row in column.rows]
+    return [row.clone() for row in column.rows]
+
+
+def _bytes_of(cells: Sequence[torch.Tensor]) -> int:
+    return sum(cell.nbytes for cell in cells)

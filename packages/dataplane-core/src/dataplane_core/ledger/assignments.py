@@ -1,0 +1,122 @@
+"""`Assignments`: samples of one task that are assigned to data-parallel ranks.
+
+One rank's claim draws a batch for all ranks of its group and assigns their parts to the others::
+
+    rank 0 claims 4 of world 2:   drawn  [s0 s1 s2 s3 s4 s5 s6 s7]
+                                  claimed by rank 0 [s0 s3 s4 s7], assigned to rank 1 [s1 s2 s5 s6]
+
+Assigned samples become open to all again:
+
+- when their rank neither claims nor renews for the length of the drawing claim's lease;
+- when the partition is registered again, or an operator resets them;
+- when they were drawn without a lease, and a claim with other fields, filter, seed or world finds
+  nothing else.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from dataplane_core.ledger.rows import Row
+from dataplane_core.ledger.selection import RankGroup
+
+
+@dataclass(eq=False)
+class Assignment:
+    """Samples assigned to a data-parallel rank, which has not claimed them yet.
+
+    Attributes:
+        group: the ranks that share each drawn batch.
+        rank: the rank to which the samples are assigned.
+        rows: the samples, by id; claimed, cleared and reopened ones are removed.
+        deadline: when they become open to all, on the caller's clock.
+        seconds: time from the rank's last activity to ``deadline``; infinite without a lease.
+        seen: when the rank was last active; None if it was not active since the draw.
+    """
+
+    group: RankGroup
+    rank: int
+    rows: dict[str, Row]
+    deadline: float = math.inf
+    seconds: float = math.inf
+    seen: float | None = None
+
+
+class Assignments:
+    """Assignments of one task, by group and rank, in the order of the draws.
+
+    Attributes:
+        by_group: group to the set of assignments of each rank.
+        missed: present samples that were once assigned to a rank that did not claim them in time.
+    """
+
+    def __init__(self) -> None:
+        self.by_group: dict[RankGroup, list[dict[Assignment, None]]] = {}
+        self.missed: set[str] = set()
+        self._timed: dict[Assignment, None] = {}
+
+    def __iter__(self) -> Iterator[Assignment]:
+        return (each for ranks in self.by_group.values() for rank in ranks for each in rank)
+
+    @property
+    def timed(self) -> Iterable[Assignment]:
+        """Assignments with a deadline."""
+        return self._timed
+
+    def untimed(self, excluded: RankGroup | None) -> list[Assignment]:
+        """Return the assignments without a deadline, except those of the group ``excluded``."""
+        return [each for each in self if each.group != excluded and each not in self._timed]
+
+    def add(self, assignment: Assignment) -> None:
+        """Add an assignment; `take` removes it with its last sample."""
+        group = assignment.group
+        ranks = self.by_group.setdefault(group, [{} for _ in range(group.world)])
+        ranks[assignment.rank][assignment] = None
+        if assignment.deadline < math.inf:
+            self._timed[assignment] = None
+
+    def take(self, assignment: Assignment, sample_ids: Iterable[str]) -> list[Row]:
+        """Remove samples from an assignment; return their rows."""
+        rows = [assignment.rows.pop(sample_id) for sample_id in sample_ids]
+        if not assignment.rows:
+            ranks = self.by_group[assignment.group]
+            del ranks[assignment.rank][assignment]
+            self._timed.pop(assignment, None)
+            if not any(ranks):
+                del self.by_group[assignment.group]
+        return rows
+
+    def first(self, group: RankGroup, rank: int) -> Assignment | None:
+        """Return the oldest assignment of a rank."""
+        ranks = self.by_group.get(group)
+        return next(iter(ranks[rank]), None) if ranks else None
+
+    def extend(self, group: RankGroup, rank: int, now: float) -> None:
+        """Restart the period of a rank's assignments, because the rank was active."""
+        ranks = self.by_group.get(group)
+        for assignment in ranks[rank] if ranks else ():
+            assignment.seen = now
+            assignment.deadline = now + assignment.seconds
+
+
+def indivisible(rows: Iterable[Row], by_group: bool) -> list[list[Row]]:
+    """Return the rows in units that must stay together: groups, or single samples."""
+    if not by_group:
+        return [[row] for row in rows]
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(row.group, []).append(row)
+    return list(groups.values())
+
+
+def split(rows: list[Row], limit: int, by_group: bool) -> tuple[list[Row], list[Row]]:
+    """Return up to ``limit`` of the rows without splitting a group, and the remaining rows."""
+    if len(rows) <= limit:
+        return rows, []
+    taken: list[Row] = []
+    rest: list[Row] = []
+    for unit in indivisible(rows, by_group):
+        (taken if len(taken) + len(unit) <= limit else rest).extend(unit)
+    return taken, rest

@@ -1,0 +1,147 @@
+"""`Samples`: the stored samples of a partition, independent of tasks."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any  # Any: cells belong to the storage
+
+from dataplane_core.declaration import missing_data
+from dataplane_core.ledger.origins import count_origins, note_origin
+from dataplane_core.ledger.rows import Row, Rows
+from dataplane_core.ledger.sizes import FieldBytes, Measure
+from dataplane_core.schema import Form
+
+
+class Samples:
+    """The rows of one partition, and the kinds, forms and sizes of its fields.
+
+    Attributes:
+        rows: the rows.
+        kinds: field to kind.
+        forms: field to form, for fields that have one.
+        field_counts: field to the number of samples that have it.
+        sizes: bytes by field.
+    """
+
+    def __init__(self, partition_id: str, measure: Measure | None) -> None:
+        self._partition_id = partition_id
+        self.rows = Rows()
+        self.kinds: dict[str, str] = {}
+        self.forms: dict[str, Form] = {}
+        self.field_counts: dict[str, int] = {}
+        self.sizes = FieldBytes(measure)
+        self._has_origins = False
+
+    def write(
+        self,
+        sample_ids: Sequence[str],
+        cells: Mapping[str, Sequence[Any]],
+        sequence: Iterator[int],
+        origin: str | None,
+        *,
+        nbytes: Mapping[str, int] | None,
+        now: float,
+    ) -> tuple[list[Row], list[Row], list[Any]]:
+        """Write fields of samples.
+
+        Args:
+            sample_ids: the samples.
+            cells: field to one cell per sample.
+            sequence: yields the sequences of new samples.
+            origin: name of the put, or None.
+            nbytes: field to the bytes of ``cells``, if the store knows them.
+            now: time of the put.
+
+        Returns:
+            The rows, those of them that were present before, and cells that can be discarded.
+        """
+        names = tuple(cells)
+        by_sample = zip(*cells.values(), strict=True) if names else itertools.repeat(())
+        replaced: list[Any] = []
+        written: list[Row] = []
+        known = [self.rows.get(sample_id) for sample_id in sample_ids]
+        present = [row for row in known if row is not None]
+        new: dict[str, Row] = {}
+        if present:
+            self._forget_bytes(present, [name for name in names if self.field_counts.get(name)])
+        for sample_id, row, values in zip(sample_ids, known, by_sample, strict=False):
+            if row is None:
+                row = new[sample_id] = Row(sample_id, next(sequence), now)
+                row.cells = dict(zip(names, values, strict=True))
+            else:
+                replaced += self._overwrite(row, dict(zip(names, values, strict=True)))
+            written.append(row)
+        for row in new.values():
+            self.rows.add(row)
+        if nbytes is not None:
+            self.sizes.add(nbytes)
+        if origin is not None or self._has_origins:
+            self._has_origins = True
+            note_origin(written, names, origin)
+        for name in names:
+            self.field_counts[name] = self.field_counts.get(name, 0) + len(new)
+        return written, present, replaced
+
+    def _forget_bytes(self, rows: Sequence[Row], fields: Iterable[str]) -> None:
+        """Subtract the bytes of cells that are about to be replaced or removed."""
+        if self.sizes.known:
+            for name in fields:
+                self.sizes.remove(name, [row.cells[name] for row in rows if name in row.cells])
+
+    def _overwrite(self, row: Row, cells: Mapping[str, Any]) -> list[Any]:
+        """Write fields of a present sample; return the cells that can be discarded."""
+        replaced = []
+        for name, cell in cells.items():
+            if name in row.cells:
+                replaced.append(row.cells[name])
+            else:
+                self.field_counts[name] = self.field_counts.get(name, 0) + 1
+            row.cells[name] = cell
+        if row.pins:
+            row.stale = [*row.stale, *replaced]
+            return []
+        return replaced
+
+    def remove(self, rows: Sequence[Row]) -> None:
+        """Remove rows that were cleared."""
+        for row in rows:
+            self.rows.remove(row)
+            row.dropped = True
+        if self.rows:
+            self._forget_bytes(rows, self.field_counts)
+            for name in self.field_counts:
+                self.field_counts[name] -= sum(name in row.cells for row in rows)
+        self.forget_fields_if_empty()
+
+    def forget_fields_if_empty(self) -> None:
+        """Let the next put decide the kinds of fields if there are no samples."""
+        if not self.rows:
+            self.kinds, self.forms, self.field_counts = {}, {}, {}
+            self.sizes.forget()
+
+    def lookup(self, sample_ids: Sequence[str], fields: Sequence[str]) -> list[Row]:
+        """Return the rows in the order of ``sample_ids``.
+
+        Raises:
+            MissingDataError: a sample is not present, or lacks one of ``fields``.
+        """
+        rows = self.rows
+        known = [rows.get(sample_id) for sample_id in sample_ids]
+        partial = {name for name in fields if self.field_counts.get(name) != len(rows)}
+        present = [row for row in known if row is not None]
+        if partial:  # some samples of the partition lack these fields
+            present = [row for row in present if partial <= row.cells.keys()]
+        if len(present) != len(known):
+            raise missing_data(
+                self._partition_id,
+                sample_ids,
+                fields,
+                lambda sample_id: rows[sample_id].cells if sample_id in rows else None,
+            )
+        return present
+
+    def origins(self, sample_ids: Sequence[str], fields: Sequence[str]) -> dict[str, int]:
+        """Return the origins of fields; see `DataPlaneClient.read_origins`."""
+        known = (self.rows[sample_id] for sample_id in sample_ids if sample_id in self.rows)
+        return count_origins(known, fields)

@@ -1,0 +1,256 @@
+"""`OptionalMethods`: client methods beyond the published contract, with their defaults.
+
+Authors of adapters override the methods that their store supports and set the flags of
+`Capabilities`. By default the column methods use ``put_samples`` and ``get_samples``; most others
+raise `UnsupportedError`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar  # Any: tags
+
+from dataplane_core.boundary import check_clear, check_put, check_read
+from dataplane_core.errors import MissingDataError, SamplesLeasedError, UnsupportedError
+from dataplane_core.inspector import ConsumptionActions, DataPlaneInspector, StoreInspector
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Hashable, Mapping, Sequence
+
+    from tensordict import TensorDict
+
+    from dataplane_core.meta import KVBatchMeta
+    from dataplane_core.schema import Form
+    from dataplane_core.tensors.columns import Column
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class SampleStore(Protocol):
+    """The methods of a client that the optional ones call."""
+
+    @property
+    def put_samples(self) -> Callable[..., KVBatchMeta]: ...
+
+    @property
+    def get_samples(self) -> Callable[..., TensorDict]: ...
+
+    @property
+    def clear_samples(self) -> Callable[..., None]: ...
+
+
+class PaddedColumns:
+    """`put_samples` and `get_samples` for padded columns; override them to avoid a copy."""
+
+    def put_columns(
+        self: SampleStore,
+        sample_ids: list[str],
+        partition_id: str,
+        columns: Mapping[str, Column],
+        tags: list[dict[str, Any]] | None = None,
+        *,
+        lengths: Sequence[int] | None = None,
+        ragged: Collection[str] = (),
+        claim: KVBatchMeta | None = None,
+        origin: str | None = None,
+    ) -> KVBatchMeta:
+        """Put padded columns without their padding.
+
+        Args:
+            sample_ids: distinct ids.
+            partition_id: a registered partition.
+            columns: name to a tensor with a row per id, or a numpy object array (n,).
+            tags: one dict of primitives per id.
+            lengths: length of each row along dim 1, no larger than the columns' width.
+            ragged: names of columns of shape (n, width, ...) whose row i is stored only up to
+                ``lengths[i]``. They are per token from then on, see `get_columns`.
+            claim: see `put_samples`.
+            origin: see `put_samples`.
+
+        Raises:
+            InvalidRequestError: (a ValueError) columns or lengths do not fit.
+            DataPlaneError: as `put_samples`.
+        """
+        from dataplane_core.tensors.columns import check_columns, fields_of_columns
+
+        put = check_put("put_columns", sample_ids, partition_id, tags, claim=claim, origin=origin)
+        count = len(put.sample_ids)
+        cuts, cut = check_columns(put.where, columns, count, lengths, ragged)
+        fields = fields_of_columns(columns, count, cuts, cut)
+        keywords = _given(claim=claim, origin=origin)
+        return self.put_samples(put.sample_ids, put.partition_id, fields, put.tags, **keywords)
+
+    def get_columns(
+        self: SampleStore,
+        sample_ids: list[str],
+        partition_id: str,
+        select_fields: list[str],
+        *,
+        pad_values: Mapping[str, float] | None = None,
+        width: int = 0,
+        origins: dict[str, int] | None = None,
+        forms: dict[str, Form] | None = None,
+    ) -> dict[str, Column]:
+        """Get samples as padded columns.
+
+        Shapes do not decide whether a field is per token. The fields of
+        `dataplane_core.schema.TOKEN_ALIGNED_FIELDS` are per token. So are fields that were put
+        ragged, with `put_columns` or as a jagged tensor, even if the rows read have one length.
+
+        Args:
+            sample_ids: ids, which may repeat.
+            partition_id: their partition.
+            select_fields: the fields to read.
+            pad_values: field to its pad value; 0 if absent.
+            width: minimum size of dim 1, to which per-token tensors of two or more dims are
+                right-padded. Other tensors keep their shape; if their rows differ in the first
+                dimension, they are padded to the longest row.
+            origins: see `get_samples`.
+            forms: a dict to which the `dataplane_core.schema.Form` of each field that has one is
+                added.
+
+        Returns:
+            Field, in the order of ``select_fields``, to a dense tensor (n, ...) or a numpy object
+            array (n,); the caller owns their memory. Two kinds of fields are not padded: those put
+            as a nested tensor of strided layout (images), and those whose rows differ beyond their
+            first dimension. They are nested tensors unless their rows have one shape. Without ids
+            the dict is empty.
+
+        Raises:
+            InvalidRequestError: (a ValueError) ``advantages`` or ``sample_mask`` was put dense with
+                shape (n, 1), which is ambiguous: it may be per sample, but would be padded.
+            DataPlaneError: as `get_samples`.
+        """
+        from dataplane_core.tensors.columns import check_padding, columns_of_fields, count_rows
+        from dataplane_core.tensors.rows import forms_of
+
+        read = check_read("get_columns", sample_ids, partition_id, select_fields, origins=origins)
+        pad_values, width = check_padding(read.where, pad_values, width)
+        keywords = _given(origins=origins)
+        samples = self.get_samples(read.sample_ids, read.partition_id, read.fields, **keywords)
+        if not read.sample_ids:
+            return {}
+        columns = columns_of_fields(samples, pad_values=pad_values, width=width)
+        for name in read.fields:
+            rows = count_rows(columns[name]) if name in columns else 0
+            if rows != len(read.sample_ids):
+                raise MissingDataError(
+                    f"{read.where}: get_samples returned {rows} rows of field {name!r}; expected "
+                    f"{len(read.sample_ids)}",
+                    fields=[name],
+                )
+        if forms is not None:
+            forms.update(forms_of(samples))
+        return {name: columns[name] for name in read.fields}
+
+
+class LeasedClaims:
+    """Methods that acknowledge, renew and release claims; for ``capabilities.leases``."""
+
+    def acknowledge(self, meta: KVBatchMeta) -> None:
+        """Acknowledge a leased claim, or a subset of it: its samples never return to the task.
+
+        Raises:
+            InvalidRequestError: (a ValueError) ``meta`` names another task than its claim.
+            LeaseLostError: the lease expired or was ended for one of the samples.
+            UnsupportedError: the client has no leases.
+        """
+        raise _unsupported(self, "leases")
+
+    def renew(self, meta: KVBatchMeta) -> None:
+        """Restart the lease of a claim; raise as `acknowledge`."""
+        raise _unsupported(self, "leases")
+
+    def release(self, meta: KVBatchMeta) -> None:
+        """Release a leased claim: its samples can be claimed again; raise as `acknowledge`."""
+        raise _unsupported(self, "leases")
+
+
+def _inspected(
+    method: Callable[Concatenate[Any, P], T],
+) -> Callable[Concatenate[OptionalMethods, P], T]:
+    """Return a client's method that calls the same method of its inspector."""
+
+    @functools.wraps(method)
+    def inspect(self: OptionalMethods, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        result: T = getattr(self.inspector, method.__name__)(*args, **kwargs)
+        return result
+
+    return inspect
+
+
+class OptionalMethods(PaddedColumns, LeasedClaims):
+    """All optional methods of a client: columns, leases, origins, withdrawal, and its inspector."""
+
+    @property
+    def inspector(self) -> StoreInspector:
+        """The inspector of the store; for ``capabilities.inspection``.
+
+        The client has the same methods, so that it is itself a `DataPlaneInspector` and has
+        `DataPlaneActions`.
+
+        Raises:
+            UnsupportedError: the store cannot be inspected.
+        """
+        raise _unsupported(self, "inspection, nor capabilities.conservation")
+
+    list_partitions = _inspected(DataPlaneInspector.list_partitions)
+    list_storage = _inspected(DataPlaneInspector.list_storage)
+    read_totals = _inspected(DataPlaneInspector.read_totals)
+    count_samples = _inspected(DataPlaneInspector.count_samples)
+    list_samples = _inspected(DataPlaneInspector.list_samples)
+    read_sample = _inspected(DataPlaneInspector.read_sample)
+    find_samples = _inspected(DataPlaneInspector.find_samples)
+    list_claims = _inspected(DataPlaneInspector.list_claims)
+    list_assignments = _inspected(DataPlaneInspector.list_assignments)
+    scan_states = _inspected(DataPlaneInspector.scan_states)
+    reset_consumption = _inspected(ConsumptionActions.reset_consumption)
+    end_claim = _inspected(ConsumptionActions.end_claim)
+
+    @property
+    def store_key(self) -> Hashable:
+        """Key of the store, equal for all its clients in this process.
+
+        Telemetry reports each key once. By default the key is the client itself.
+        """
+        return self
+
+    def withdraw_samples(self: SampleStore, sample_ids: list[str], partition_id: str) -> None:
+        """Undo a put whose samples will be put again under other ids.
+
+        The samples are dropped as by a forced `clear_samples`, ignoring unknown ids, and count as
+        never put, so that a blocking claim waits for their replacements. Without
+        ``capabilities.withdrawal`` they count as put and cleared.
+        """
+        ids, partition, _ = check_clear("withdraw_samples", sample_ids, partition_id)
+        try:
+            self.clear_samples(ids, partition)
+        except SamplesLeasedError:
+            self.clear_samples(ids, partition, force=True)
+
+    def read_origins(
+        self, sample_ids: Sequence[str], partition_id: str, fields: Sequence[str]
+    ) -> dict[str, int]:
+        """Return the origins of the puts that wrote ``fields`` of ``sample_ids``.
+
+        Returns:
+            ``origin`` of a put to the number of samples of which it wrote at least one of the
+            fields, largest number first. Values put without an origin, and unknown ids and fields,
+            are left out.
+
+        Raises:
+            PartitionNotFoundError: the partition is not registered.
+            UnsupportedError: the client stores no origins; see ``capabilities.origins``.
+        """
+        raise _unsupported(self, "origins")
+
+
+def _given(**keywords: Any) -> dict[str, Any]:
+    """Return the keywords that are not None: adapters of the published contract accept none."""
+    return {name: value for name, value in keywords.items() if value is not None}
+
+
+def _unsupported(client: object, promise: str) -> UnsupportedError:
+    return UnsupportedError(f"{type(client).__name__} lacks capabilities.{promise}")

@@ -1,0 +1,169 @@
+"""`Feed`: the dataset that a worker of a `StreamingDataLoader` runs, and the items it yields."""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from multiprocessing.reduction import ForkingPickler
+from typing import Any  # Any: the result of a collate callable
+
+from tensordict import TensorDict
+from torch.utils.data import IterableDataset
+
+from dataplane_core.client import DataPlaneClient
+from dataplane_core.errors import DataPlaneError, DeadlineExceededError, InvalidRequestError
+from dataplane_core.meta import KVBatchMeta
+from dataplane_core.schema import Form
+from dataplane_core.streaming.dataset import StreamingDataset
+from dataplane_core.tensors.rows import keep_forms, kept_forms
+
+_MAX_WAIT_S = 1e6  # limit of the poll that reads a worker's queue
+
+
+@dataclass
+class Delivered:
+    """A collated batch, and the claim it belongs to."""
+
+    content: Any
+    meta: KVBatchMeta
+
+    def pin_memory(self) -> Delivered:
+        from torch.utils.data._utils.pin_memory import pin_memory
+
+        batch = self._batch()
+        if batch is not None:
+            content = (batch.pin_memory(), *self.content[1:])
+            return _with_forms(content, self.meta, kept_forms(batch))
+        return Delivered(pin_memory(self.content), self.meta)  # type: ignore[no-untyped-call]
+
+    def _batch(self) -> TensorDict | None:
+        """Return the content's first item if that is a TensorDict, as `get_data` returns it."""
+        content = self.content
+        is_batch = isinstance(content, tuple) and content and isinstance(content[0], TensorDict)
+        return content[0] if is_batch else None
+
+    def __reduce__(self) -> tuple[Callable[..., Delivered], tuple[Any, ...]]:
+        batch = self._batch()
+        forms = None if batch is None else kept_forms(batch)
+        return _with_forms, (self.content, self.meta, forms)
+
+
+def _with_forms(content: Any, meta: KVBatchMeta, forms: dict[str, Form] | None) -> Delivered:
+    """Return a batch with its tensors' forms, which pinning and pickling lose."""
+    if forms is not None:
+        keep_forms(content[0], forms)
+    return Delivered(content, meta)
+
+
+def collated(
+    batch: TensorDict,
+    meta: KVBatchMeta,
+    collate: Callable[[TensorDict, KVBatchMeta], Any] | None,
+) -> Delivered:
+    """Return a fetched batch as the loop gets it, collated if ``collate`` is given."""
+    return Delivered((batch, meta) if collate is None else collate(batch, meta), meta)
+
+
+@dataclass
+class Failed:
+    """An error of a worker as a value, so that pickling keeps its class and attributes."""
+
+    error: DataPlaneError
+
+
+class _Packed:
+    """An item pickled in advance, which unpickles to the item itself.
+
+    A DataLoader's queue pickles in a thread that drops what it cannot pickle, and the loop would
+    wait for it forever. Here the error is raised in the worker.
+    """
+
+    def __init__(self, item: Delivered | Failed) -> None:
+        self._pickled = bytes(ForkingPickler.dumps(item))
+
+    def __reduce__(self) -> tuple[Callable[[bytes], Any], tuple[bytes]]:
+        return pickle.loads, (self._pickled,)
+
+
+class Feed(IterableDataset[Any]):
+    """Dataset of collated batches; with ``client`` it runs in the training process."""
+
+    def __init__(
+        self,
+        dataset: StreamingDataset,
+        collate: Callable[[TensorDict, KVBatchMeta], Any] | None,
+        claimed: Callable[[KVBatchMeta], None],
+        client: DataPlaneClient | None,
+        *,
+        wait_for_leased: bool = False,
+    ) -> None:
+        self._dataset = dataset
+        self._collate = collate
+        self._claimed = claimed
+        self._client = client
+        self._wait_for_leased = wait_for_leased
+
+    def __iter__(self) -> Iterator[Delivered | Failed | _Packed]:
+        return self._items() if self._client is not None else self._packed()
+
+    def _items(self) -> Iterator[Delivered | Failed]:
+        try:
+            with contextlib.ExitStack() as stack:
+                client = self._client or stack.enter_context(self._dataset.make_client())
+                batches = self._dataset.batches(
+                    client, self._claimed, wait_for_leased=self._wait_for_leased
+                )
+                for batch, meta in batches:
+                    yield collated(batch, meta, self._collate)
+        except DataPlaneError as error:
+            yield Failed(error)
+
+    def _packed(self) -> Iterator[_Packed]:
+        for item in self._items():
+            try:
+                packed = _Packed(item)
+            except Exception as error:  # noqa: BLE001  # pickling user values can raise anything
+                yield _Packed(self._refused(item, error))
+                return
+            yield packed
+
+    def _refused(self, item: Delivered | Failed, error: Exception) -> Failed:
+        if isinstance(item, Failed):
+            return Failed(DataPlaneError(f"{type(item.error).__name__}: {item.error}"))
+        content = "the batch" if self._collate is None else "the result of collate"
+        return Failed(
+            InvalidRequestError(
+                f"StreamingDataLoader(partition={self._dataset.partition_id!r}, "
+                f"task={self._dataset.task_name!r}): {content} for {item.meta.size} samples, a "
+                f"{type(item.content).__name__}, cannot be pickled to leave a worker: {error}; "
+                "use num_workers=0 or collate to tensors and plain values"
+            )
+        )
+
+
+def in_time(
+    items: Iterable[Any], dataset: StreamingDataset, batch_timeout_s: float
+) -> Iterator[Any]:
+    """Yield the items of a DataLoader whose ``timeout`` is `max_wait_s`.
+
+    Raises:
+        DeadlineExceededError: no item arrived within that time.
+    """
+    try:
+        yield from items
+    except RuntimeError as error:
+        if not str(error).startswith("DataLoader timed out"):
+            raise
+        raise DeadlineExceededError(
+            f"StreamingDataLoader(partition={dataset.partition_id!r}, "
+            f"task={dataset.task_name!r}): no worker delivered a batch within timeout_s="
+            f"{dataset.timeout_s:g} and batch_timeout_s={batch_timeout_s:g}; it is stuck in "
+            "make_client, get_data or collate, or needs a longer batch_timeout_s"
+        ) from error
+
+
+def max_wait_s(dataset: StreamingDataset, batch_timeout_s: float) -> float:
+    """Return how long a worker may take for an item: its claim's timeout plus the batch's."""
+    return min(dataset.timeout_s + batch_timeout_s, _MAX_WAIT_S)
