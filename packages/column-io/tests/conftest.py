@@ -15,6 +15,6 @@ def client() -> Iterator[DataPlaneClient]:
         yield client
 
 
-# How long an example takes depends on what else the machine does.
+# The duration of an example depends on the load of the machine.
 settings.register_profile("no deadline", deadline=None)
 settings.load_profile("no deadline")

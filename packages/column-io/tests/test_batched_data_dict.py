@@ -1,4 +1,4 @@
-"""What a batch does to its rows, whatever its columns are made of."""
+"""Row operations of a batch, for every type of column."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from column_io import BatchedDataDict, to_nested_by_length
-from dataplane_core import MissingDataError
+from dataplane_core import InvalidRequestError, MissingDataError
 
 
 def batch_of(rows: int) -> BatchedDataDict[Any]:
@@ -75,13 +75,13 @@ def test_select_indices_takes_rows_of_every_column(data: st.DataObject, size: in
     check_rows(batch_of(size).select_indices(as_asked(rows)), rows)
 
 
-def test_select_indices_takes_masks_and_negative_places() -> None:
+def test_select_indices_takes_masks_and_negative_indices() -> None:
     check_rows(batch_of(3).select_indices(torch.tensor([True, False, True])), [0, 2])
     check_rows(batch_of(3).select_indices([-1, 0]), [2, 0])
 
 
 def test_select_indices_refuses_places_outside_the_batch() -> None:
-    with pytest.raises(IndexError, match="3 outside a batch of 3 rows"):
+    with pytest.raises(IndexError, match="3 outside a batch of 3 samples"):
         batch_of(3).select_indices([3])
     with pytest.raises(ValueError, match="mask"):
         batch_of(3).select_indices(torch.tensor([True]))
@@ -155,8 +155,8 @@ def test_from_batches_joins_jagged_with_dense() -> None:
         ([], "no batches"),
         ([{"x": torch.ones(1)}, {"x": torch.ones(1).int()}], "several dtypes"),
         ([{"x": torch.ones(1)}, {"x": [1]}], "different kinds: Tensor, list"),
-        ([{"x": torch.ones(1, 2, 3)}, {"x": torch.ones(1, 2, 4)}], "dim 0 and 1 only"),
-        ([{"x": torch.ones(1)}, {"x": torch.ones(1, 2)}], "dim 0 and 1 only"),
+        ([{"x": torch.ones(1, 2, 3)}, {"x": torch.ones(1, 2, 4)}], "dims 0 and 1 only"),
+        ([{"x": torch.ones(1)}, {"x": torch.ones(1, 2)}], "dims 0 and 1 only"),
     ],
 )
 def test_from_batches_refuses_what_cannot_be_joined(batches: Any, message: str) -> None:
@@ -181,7 +181,7 @@ def test_reorder_data_moves_row_i_to_the_given_place(order: list[int]) -> None:
 
 
 @pytest.mark.parametrize("order", [[0, 0, 1], [0, 1], [0, 1, 3]])
-def test_reorder_data_refuses_what_is_no_permutation(order: list[int]) -> None:
+def test_reorder_data_needs_a_permutation(order: list[int]) -> None:
     with pytest.raises(ValueError, match="permutation"):
         batch_of(3).reorder_data(order)
 
@@ -202,7 +202,7 @@ def test_repeated_python_values_share_no_state() -> None:
     assert batch["objects"][0] == {"row": 0}
 
 
-def test_truncate_tensors_cuts_what_has_the_dim_and_is_wider() -> None:
+def test_truncate_tensors_cuts_wider_tensors_only() -> None:
     batch = batch_of(2)
     batch["narrow"] = torch.ones(2, 1)
     batch.truncate_tensors(dim=1, truncated_len=2)
@@ -224,3 +224,20 @@ def test_a_copy_and_a_pickle_keep_columns_and_plan() -> None:
     for twin in (copy.copy(batch), pickle.loads(pickle.dumps(batch))):
         check_rows(twin, [0, 1])
         assert twin.micro_batch_indices == [[[0, 2]]]
+
+
+@pytest.mark.parametrize("wrong", [1.9, True, "1", None, torch.tensor(1.0)], ids=repr)
+def test_index_that_is_not_an_int_is_refused(wrong: Any) -> None:
+    batch = BatchedDataDict(x=torch.arange(3))
+    for call in (
+        lambda: batch.select_indices([0, wrong]),
+        lambda: batch.reorder_data([0, wrong, 2]),
+        lambda: batch.get_batch(wrong, 1),
+    ):
+        with pytest.raises(InvalidRequestError, match="expected an int"):
+            call()
+    if wrong is not None:
+        for other in (lambda: batch.slice(wrong, 3), lambda: batch.get_batch(0, wrong)):
+            with pytest.raises(InvalidRequestError, match="expected an int"):
+                other()
+    assert batch["x"].tolist() == [0, 1, 2]

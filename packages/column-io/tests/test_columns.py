@@ -1,8 +1,7 @@
-"""First write, write back, read: one call of the client each."""
+"""First write, write back and read are one client call each."""
 
 from __future__ import annotations
 
-import pickle
 from typing import Any
 
 import numpy as np
@@ -110,12 +109,6 @@ def test_tags_go_to_the_store_and_into_the_meta(client: DataPlaneClient) -> None
     assert sorted(claimed.sequence_lengths or []) == sorted(LENGTHS)
 
 
-def test_stamping_the_meta_leaves_the_callers_tags_alone(client: DataPlaneClient) -> None:
-    tags: list[dict[str, Any]] = [{}, {}, {}]
-    first_write(client, tags=tags).stamp_tags({"std": [0, 1, 2]})
-    assert tags == [{}, {}, {}]
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -147,7 +140,7 @@ def test_first_write_names_the_column_that_it_needs(client: DataPlaneClient, mis
         first_write(client, batch)
 
 
-def test_a_read_has_the_asked_fields_only(client: DataPlaneClient) -> None:
+def test_read_returns_the_selected_fields_only(client: DataPlaneClient) -> None:
     meta = first_write(client)
     assert set(read_columns(client, meta, ["sample_mask"])) == {"sample_mask"}
 
@@ -204,7 +197,7 @@ def test_the_message_log_is_attached_when_all_its_columns_are_read(client: DataP
     assert log[0][1]["token_ids"].tolist() == [2, 3]
 
 
-def test_what_is_written_back_is_read_with_the_rows_lengths(client: DataPlaneClient) -> None:
+def test_columns_written_back_keep_the_rows_lengths(client: DataPlaneClient) -> None:
     meta = first_write(client)
     logprobs = torch.arange(24.0).view(3, 8)  # padded wider than the first put
     write_columns(client, meta, {"prev_logprobs": logprobs, "advantages": torch.ones(3)})
@@ -248,12 +241,6 @@ def test_a_write_refuses_other_types(client: DataPlaneClient) -> None:
         write_columns(client, first_write(client), {"advantages": [1, 2, 3]})  # type: ignore[dict-item]
 
 
-def test_a_shard_pickles_on_its_way_to_a_worker(client: DataPlaneClient) -> None:
-    meta = first_write(client)
-    batch = read_columns(client, meta, ["input_ids"])
-    assert pickle.loads(pickle.dumps(batch))["input_ids"].equal(batch["input_ids"])
-
-
 @pytest.mark.parametrize("shape", [(3,), (3, 1), (3, 2), (3, 3, 2)], ids=str)
 def test_a_per_sample_column_is_read_in_its_shape_at_a_stamped_width(
     client: DataPlaneClient, shape: tuple[int, ...]
@@ -278,7 +265,7 @@ def test_a_per_sample_column_is_read_in_its_shape_at_a_stamped_width(
         ("routed_experts", (3, 2, 4), r"\(rows, >= 4, ...\)"),
     ],
 )
-def test_a_token_column_without_an_axis_of_tokens_is_refused_at_the_write(
+def test_token_column_without_token_axis_is_refused(
     client: DataPlaneClient, name: str, shape: tuple[int, ...], expected: str
 ) -> None:
     with pytest.raises(ValueError, match=f"kv_first_write.*{name}.*{expected}"):

@@ -1,14 +1,22 @@
-"""What comes back from a store as columns to compute with."""
+"""Columns materialized from a store's reads."""
 
 from __future__ import annotations
+
+from typing import Any  # Any: classes of clients
 
 import numpy as np
 import pytest
 import torch
 from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, TensorDict
 
-from column_io import BatchedDataDict, materialize, to_nested_by_length
-from dataplane_core import DataPlaneClient
+from column_io import BatchedDataDict, materialize, read_columns, to_nested_by_length
+from dataplane_core import (
+    DataPlaneClient,
+    InMemoryDataPlaneClient,
+    InvalidRequestError,
+    KVBatchMeta,
+)
+from dataplane_core.testing import MinimalClient
 
 
 def jagged() -> torch.Tensor:
@@ -131,5 +139,35 @@ def test_an_unknown_layout_is_refused() -> None:
         materialize(TensorDict({}, [0]), layout="ragged")  # type: ignore[arg-type]
 
 
-def test_what_a_client_answers_without_rows_is_an_empty_batch(client: DataPlaneClient) -> None:
+def test_read_without_rows_is_an_empty_batch(client: DataPlaneClient) -> None:
     assert materialize(client.get_samples([], "train", ["input_ids"])).size == 0
+
+
+@pytest.mark.parametrize("make_client", [InMemoryDataPlaneClient, MinimalClient])
+def test_a_read_and_materialize_know_what_is_per_token(make_client: Any) -> None:
+    client = make_client()
+    client.register_partition("p", [], 2, [])
+    images = torch.nested.nested_tensor([torch.ones(1, 4), torch.ones(0, 4)], layout=torch.strided)
+    tokens = to_nested_by_length(torch.ones(2, 5), [5, 5])
+    fields = TensorDict({"images": images, "tokens": tokens, "size": torch.ones(2, 2)}, [2])
+    client.put_samples(["a", "b"], "p", fields)
+    names = ["images", "tokens", "size"]
+    meta = KVBatchMeta("p", None, ["a", "b"], extra_info={"global_forward_pad_seqlen": 64})
+    fetched = client.get_samples(["a", "b"], "p", names)
+    for columns, width in (
+        (materialize(fetched, pad_to_seqlen=64), 64),
+        (read_columns(client, meta, names), 64),
+        (read_columns(client, meta, names, layout="jagged"), 5),
+    ):
+        assert columns["tokens"].shape == (2, width)
+        assert columns["size"].shape == (2, 2)
+        assert [tuple(row.shape) for row in columns["images"].unbind()] == [(1, 4), (0, 4)]
+        assert columns.forms == {"images": "shaped", "tokens": "ragged"}
+
+
+def test_one_value_per_sample_is_not_padded_as_tokens_after_a_read(client: DataPlaneClient) -> None:
+    client.register_partition("p", [], 2, [])
+    client.put_samples(["a", "b"], "p", TensorDict({"advantages": torch.ones(2, 1)}, [2]))
+    fetched = client.get_samples(["a", "b"], "p", ["advantages"])
+    with pytest.raises(InvalidRequestError, match="'advantages' was put dense"):
+        materialize(fetched, pad_to_seqlen=8)

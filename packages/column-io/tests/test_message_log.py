@@ -1,4 +1,4 @@
-"""Conversations as columns, and back."""
+"""Conversion of conversations to columns and back."""
 
 from __future__ import annotations
 
@@ -198,7 +198,7 @@ def test_the_form_with_the_columns_as_arguments_gives_the_same() -> None:
         (([[1]],), "no columns"),
         ((torch.ones(1, 2), torch.ones(1, 1), [["user"]], [["q"]]), "expected integers"),
         ((torch.ones(2, 2), torch.ones(1, 1, dtype=int), [["user"]], [["q"]]), "1 rows; expected"),
-        (({"input_ids": 1}, torch.ones(1, 1)), "besides"),
+        (({"input_ids": 1}, torch.ones(1, 1)), "both a mapping"),
         (([[1]], torch.ones(1, 1, dtype=int), [["user"]], [["q"]]), "input_ids is"),
     ],
 )

@@ -196,7 +196,7 @@ def test_without_input_ids_every_tensor_of_the_dim_is_cut() -> None:
     assert first["tokens"].shape == first["more"].shape == (2, 2)
 
 
-def test_plain_micro_batches_have_the_asked_number_of_rows() -> None:
+def test_plain_micro_batches_have_the_requested_rows() -> None:
     micro_batches = batch_of([1] * 6).make_microbatch_iterator(2)
     rows = [micro_batch["row"].tolist() for micro_batch in micro_batches]
     assert rows == [[0, 1], [2, 3], [4, 5]]
@@ -213,7 +213,7 @@ def test_get_batch_without_a_plan_takes_rows_by_number() -> None:
     assert batch.get_batch(1, batch_size=2)["row"].tolist() == [2, 3]
     with pytest.raises(IndexError, match="rows 6 to 8"):
         batch.get_batch(3, batch_size=2)
-    with pytest.raises(ValueError, match="batch_size None"):
+    with pytest.raises(ValueError, match="no batch_size and no planned"):
         batch.get_batch(0)
 
 
@@ -288,7 +288,7 @@ def test_a_plan_stays_with_the_ids_it_was_made_for(
     moved = read_columns(client, move(shard), ["row"])
     assert moved.micro_batch_indices is None
     assert moved.elem_counts_per_gb is None
-    with pytest.raises(ValueError, match="plan for its rows in their order"):
+    with pytest.raises(ValueError, match="plan for its rows in this order"):
         moved.make_microbatch_iterator_for_packable_sequences()
 
 

@@ -5,8 +5,12 @@ import pytest
 import torch
 
 from column_io import BatchedDataDict, kv_first_write, read_columns, write_columns
-from dataplane_core import GLOBAL_FORWARD_PAD_SEQLEN, InMemoryDataPlaneClient, InvalidTypeError
-from dataplane_core.documented_client import as_client
+from dataplane_core import (
+    GLOBAL_FORWARD_PAD_SEQLEN,
+    InMemoryDataPlaneClient,
+    InvalidTypeError,
+    KVBatchMeta,
+)
 from dataplane_core.testing import MinimalClient
 
 FIELDS = ["input_ids", "input_lengths", "sample_mask", "text", "logits"]
@@ -24,7 +28,7 @@ def rollout():
 
 
 def step(client):
-    """What a step of training makes of a client: the columns read, and what is left at the end."""
+    """Run a training step on a client; return the results of its reads."""
     client.register_partition("train", FIELDS, 2, ["train"])
     tags = [{"std": 0.5}, {"std": 0.0}]
     meta = kv_first_write(
@@ -39,13 +43,13 @@ def step(client):
 
 
 def test_a_client_with_the_documented_methods_alone_is_enough():
-    ours, theirs = step(InMemoryDataPlaneClient()), step(MinimalClient())
-    assert theirs[0] == ours[0]
-    assert theirs[2] == ours[2] == [[1, 2, 3], [4, 5]]
-    assert theirs[1].keys() == ours[1].keys()
-    assert theirs[1]["input_ids"].tolist() == [[1, 2, 3, 9], [4, 5, 9, 9]]
-    for name, column in ours[1].items():
-        assert theirs[1][name].tolist() == column.tolist(), name
+    full, minimal = step(InMemoryDataPlaneClient()), step(MinimalClient())
+    assert minimal[0] == full[0]
+    assert minimal[2] == full[2] == [[1, 2, 3], [4, 5]]
+    assert minimal[1].keys() == full[1].keys()
+    assert minimal[1]["input_ids"].tolist() == [[1, 2, 3, 9], [4, 5, 9, 9]]
+    for name, column in full[1].items():
+        assert minimal[1][name].tolist() == column.tolist(), name
 
 
 def test_own_methods_of_such_a_client_are_used():
@@ -62,7 +66,7 @@ def test_own_methods_of_such_a_client_are_used():
 
 def test_an_object_without_a_documented_method_is_refused_by_its_name():
     with pytest.raises(InvalidTypeError, match="object with the method 'check_consumption_status'"):
-        as_client(object())
+        read_columns(object(), KVBatchMeta("train", None, ["a"]), ["x"])
 
 
 def test_an_answer_that_lacks_a_field_is_refused():

@@ -1,15 +1,16 @@
-"""`shard_meta_for_dp`: every row to one rank, planned from lengths alone."""
+"""`shard_meta_for_dp` assigns every row to one rank, from lengths alone."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from column_io import round_up, shard_meta_for_dp
-from dataplane_core import KVBatchMeta
+from dataplane_core import InvalidRequestError, KVBatchMeta
 
 CAPACITY = 32
 
@@ -77,7 +78,7 @@ def check_rows(meta: KVBatchMeta, metas: list[KVBatchMeta], inverse: list[int] |
 def check_plan(
     metas: list[KVBatchMeta], original: list[str], batch_size: int
 ) -> list[list[tuple[list[int], int]]]:
-    """The micro-batches of each rank as (lengths of the rows, planned length)."""
+    """Return the micro-batches of each rank as (lengths of the rows, planned length)."""
     counts = {tuple(map(len, shard.extra_info["micro_batch_indices"])) for shard in metas}
     assert len(counts) == 1, "ranks differ in their number of micro-batches"
     ranks = []
@@ -278,7 +279,7 @@ def test_rows_that_do_not_divide_are_refused(kind: dict[str, Any], error: type[E
         shard_meta_for_dp(meta_of([1, 2, 3]), dp_world=2, batch_size=2, **kind)
 
 
-def test_packing_takes_rows_that_do_not_divide_as_long_as_micro_batches_do() -> None:
+def test_packing_needs_divisible_micro_batches_not_rows() -> None:
     meta = meta_of([30, 1, 1])
     metas, inverse = shard_meta_for_dp(meta, dp_world=2, sequence_packing_args=packing())
     check_rows(meta, metas, inverse)
@@ -345,3 +346,20 @@ def test_wrong_dynamic_arguments_are_named(args: Any, message: str) -> None:
 def test_numbers_below_one_are_refused(numbers: dict[str, int]) -> None:
     with pytest.raises(ValueError, match="at least 1"):
         shard_meta_for_dp(meta_of([1]), **numbers)
+
+
+def test_shards_have_plain_ints_whatever_the_lengths_came_in() -> None:
+    lengths: Any = torch.tensor([3, 1, 2, 4])
+    meta = KVBatchMeta("p", None, list("abcd"), sequence_lengths=lengths)
+    shards, _ = shard_meta_for_dp(meta, dp_world=2)
+    lengths = [shard.sequence_lengths for shard in shards]
+    assert lengths == [[3, 1], [2, 4]]
+    assert {type(length) for own in lengths for length in own or ()} == {int}
+
+
+@pytest.mark.parametrize(
+    ("value", "multiple"), [(-9, 4), (5.5, 4), (True, 4), ("5", 4), (5, 2.0), (5, True), (5, None)]
+)
+def test_round_up_takes_lengths_alone(value: Any, multiple: Any) -> None:
+    with pytest.raises(InvalidRequestError, match="round_up"):
+        round_up(value, multiple)

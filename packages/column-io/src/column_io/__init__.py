@@ -1,4 +1,4 @@
-"""Columns above a data-plane client: jagged codec, reads and writes, sharding over ranks."""
+"""Columns on top of a data-plane client: jagged codec, reads and writes, sharding over ranks."""
 
 from __future__ import annotations
 

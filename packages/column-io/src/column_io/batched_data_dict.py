@@ -1,8 +1,7 @@
-"""`BatchedDataDict`: the columns of a batch, with what training does to a batch's rows.
+"""`BatchedDataDict`: the columns of a batch, and the row operations that training needs.
 
-The plan of micro-batches travels as three attributes beside the columns. It refers to rows by
-place, so every operation that changes places leaves a batch without it; only `get_batch` carries
-the part that belongs to its rows.
+Three attributes hold the plan of micro-batches. It refers to rows by index, so every operation that
+moves rows returns a batch without it; only `get_batch` keeps the part for its rows.
 """
 
 from __future__ import annotations
@@ -31,10 +30,16 @@ from column_io.shard_plan import (
     plan_sequence_packing,
 )
 from dataplane_core import INPUT_IDS, INPUT_LENGTHS, InvalidRequestError, MissingDataError
-from dataplane_core.arguments import checked_int, checked_ints
-from dataplane_core.columns import is_per_token
+from dataplane_core.arguments import (
+    MIN_INT,
+    checked_indices,
+    checked_int,
+    checked_ints,
+    checked_slice,
+)
 from dataplane_core.errors import listed
 from dataplane_core.schema import Form
+from dataplane_core.tensors.columns import is_per_token
 
 _ColumnsT = TypeVar("_ColumnsT")
 
@@ -46,13 +51,13 @@ class BatchedDataDict(UserDict[str, Any], Generic[_ColumnsT]):
     The type parameter names a TypedDict of the columns, for readers and editors only.
 
     Attributes:
-        micro_batch_indices: per global batch a list of [start, stop) relative to its first row, or
-            None if no micro-batches are planned.
+        micro_batch_indices: per global batch a list of [start, stop) relative to its first row;
+            None without a plan.
         micro_batch_lengths: per global batch, the tokens (sequence packing) or the width (dynamic
-            batching) of each micro-batch; None likewise.
+            batching) of each micro-batch; None without a plan.
         elem_counts_per_gb: rows per global batch, with sequence packing; else None.
-        forms: the `dataplane_core.schema.Form` of the columns that have one, as a read or
-            `materialize` knows them; None if the batch was put together by hand.
+        forms: column to its `dataplane_core.schema.Form`, if it has one; set by reads and
+            `materialize`. None if the batch was built by other code.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -68,26 +73,26 @@ class BatchedDataDict(UserDict[str, Any], Generic[_ColumnsT]):
         batches: Sequence[Mapping[str, Any]],
         pad_value_dict: Mapping[str, float] | None = None,
     ) -> Self:
-        """One batch with the rows of ``batches`` one after the other.
+        """Return one batch with the rows of all ``batches``, in order.
 
         Args:
             batches: at least one; all have the same columns.
-            pad_value_dict: column to the value that fills dim 1 of narrower tensors (of two or
-                more dims) up to the widest; 0 if absent.
+            pad_value_dict: column to the value that pads dim 1 of narrower tensors (of two or more
+                dims) to the widest; 0 if absent.
 
         Raises:
-            MissingDataError: (a KeyError and a ValueError) if a batch lacks a column of another.
-            InvalidRequestError: (a ValueError) if there is no batch, or if a column's parts differ
-                in kind, dtype or shape beyond dims 0 and 1.
+            MissingDataError: (a KeyError and a ValueError) a batch lacks a column of another.
+            InvalidRequestError: (a ValueError) there is no batch, or a column's parts differ in
+                kind, dtype or shape beyond dims 0 and 1.
         """
         if not batches:
             raise InvalidRequestError("from_batches: no batches; expected at least one")
         names = list(dict.fromkeys(name for batch in batches for name in batch))
-        for place, batch in enumerate(batches):
+        for index, batch in enumerate(batches):
             missing = [name for name in names if name not in batch]
             if missing:
                 raise MissingDataError(
-                    f"from_batches: batch {place} of {len(batches)} lacks columns "
+                    f"from_batches: batch {index} of {len(batches)} lacks columns "
                     f"{listed(missing)}; drop them from the others or add them",
                     fields=missing,
                 )
@@ -115,16 +120,16 @@ class BatchedDataDict(UserDict[str, Any], Generic[_ColumnsT]):
         """Number of rows; 0 without columns.
 
         Raises:
-            InvalidRequestError: (a ValueError) if the columns disagree.
+            InvalidRequestError: (a ValueError) the columns differ in their number of rows.
         """
         counts = {name: count_rows(name, column) for name, column in self.data.items()}
         if len(set(counts.values())) > 1:
-            found = ", ".join(f"{name}: {count}" for name, count in list(counts.items())[:10])
-            raise InvalidRequestError(f"batch: columns differ in their number of rows ({found})")
+            rows = ", ".join(f"{name}: {count}" for name, count in list(counts.items())[:10])
+            raise InvalidRequestError(f"batch: columns differ in their number of rows ({rows})")
         return next(iter(counts.values()), 0)
 
     def get_dict(self) -> dict[str, Any]:
-        """The columns as a plain dict, which this batch keeps using."""
+        """Return the columns as a plain dict, which is not a copy."""
         return self.data
 
     def to(self, device: str | torch.device) -> Self:
@@ -135,8 +140,12 @@ class BatchedDataDict(UserDict[str, Any], Generic[_ColumnsT]):
         return self
 
     def slice(self, start: int, end: int) -> Self:
-        """The rows in ``[start, end)``, by Python's slice rules; dense tensors are views."""
-        start, end, _ = slice(start, end).indices(self.size)
+        """Return the rows in ``[start, end)`` with Python's slice rules; dense tensors are views.
+
+        Raises:
+            InvalidRequestError: (a ValueError) a bound is not an int.
+        """
+        start, end, _ = checked_slice("slice", start, end).indices(self.size)
         return self._like(
             {name: slice_rows(column, start, end) for name, column in self.data.items()}
         )
@@ -147,13 +156,14 @@ class BatchedDataDict(UserDict[str, Any], Generic[_ColumnsT]):
         return batch
 
     def select_indices(self, indices: Sequence[int] | torch.Tensor) -> Self:
-        """The rows at ``indices``, copied, in that order; repeats are fine.
+        """Return copies of the rows at ``indices``, in that order; repeats are allowed.
 
         Args:
-            indices: places in this batch; a tensor is 1-D, of integers or a bool mask of the rows.
+            indices: row indices; a tensor is 1-D, of integers or a bool mask of the rows.
 
         Raises:
-            IndexError: if an index is outside the batch.
+            InvalidRequestError: (a ValueError) an index is not an int, or a mask has another size.
+            IndexError: an index is outside the batch.
         """
         picked = self._checked_indices(indices)
         return self._like({name: take_rows(column, picked) for name, column in self.data.items()})
@@ -166,50 +176,47 @@ class BatchedDataDict(UserDict[str, Any], Generic[_ColumnsT]):
                     f"select_indices: mask of shape {tuple(indices.shape)}; expected ({size},)"
                 )
             indices = indices.nonzero().flatten()
-        picked = [int(index) for index in indices]
-        for index in picked:
-            if not -size <= index < size:
-                raise IndexError(f"select_indices: index {index} outside a batch of {size} rows")
-        return [index % size for index in picked]
+        return checked_indices("select_indices", indices, size)
 
     def reorder_data(self, reorded_indices: Sequence[int]) -> None:
-        """Move row i to place ``reorded_indices[i]``, in place; a plan of micro-batches is dropped.
+        """Move row i to index ``reorded_indices[i]``, in place, and drop a plan of micro-batches.
 
-        Undoes the order that `shard_by_batch_size` returns: the concatenated shards, reordered by
-        that list, are in the order of the batch that was sharded.
+        With the order that `shard_by_batch_size` returns, it restores the original order of the
+        concatenated shards.
 
         Raises:
-            InvalidRequestError: (a ValueError) if the list is no permutation of the rows.
+            InvalidRequestError: (a ValueError) the list is not a permutation of the rows.
         """
         size = self.size
-        targets = [int(index) for index in reorded_indices]
+        targets = checked_ints("reorder_data", "reorded_indices", reorded_indices, minimum=MIN_INT)
         if sorted(targets) != list(range(size)):
             raise InvalidRequestError(
-                f"reorder_data: {len(targets)} places {targets[:10]}; expected a permutation of "
+                f"reorder_data: {len(targets)} indices {targets[:10]}; expected a permutation of "
                 f"the {size} rows"
             )
-        sources = sorted(range(size), key=lambda place: targets[place])
+        sources = sorted(range(size), key=lambda row: targets[row])
         for name, column in self.data.items():
             self.data[name] = take_rows(column, sources)
         self._attach(None)
 
     def repeat_interleave(self, num_repeats: int) -> Self:
-        """Each row ``num_repeats`` times in a row; Python values are deep copies.
+        """Return each row ``num_repeats`` times consecutively; Python values are deep copies.
 
         Raises:
-            InvalidRequestError: (a ValueError) if ``num_repeats`` is no int of at least 0.
+            InvalidRequestError: (a ValueError) ``num_repeats`` is not an int of at least 0.
         """
         times = checked_int("repeat_interleave", "num_repeats", num_repeats)
         return self._like({name: repeat_rows(column, times) for name, column in self.data.items()})
 
     def truncate_tensors(self, dim: int, truncated_len: int) -> None:
-        """Cut every dense tensor that has dimension ``dim`` to ``truncated_len`` there, in place.
+        """Cut every dense tensor to ``truncated_len`` along ``dim``, in place.
 
-        Narrower tensors stay as they are.
+        Tensors that are narrower, or lack the dimension, stay as they are.
 
         Raises:
-            InvalidRequestError: (a ValueError) if ``truncated_len`` is no int of at least 0.
+            InvalidRequestError: (a ValueError) an argument is not an int of at least 0.
         """
+        dim = checked_int("truncate_tensors", "dim", dim)
         length = checked_int("truncate_tensors", "truncated_len", truncated_len)
         self._truncate(dim, length, list(self.data))
 
@@ -221,13 +228,13 @@ class BatchedDataDict(UserDict[str, Any], Generic[_ColumnsT]):
         return self
 
     def chunk(self, rank: int, chunks: int) -> Self:
-        """Part ``rank`` of ``chunks`` contiguous parts, copied; the last ones may be smaller.
+        """Return a copy of part ``rank`` of ``chunks`` contiguous parts; the last may be smaller.
 
         Raises:
             InvalidRequestError: (a ValueError) unless 0 <= ``rank`` < ``chunks``.
         """
-        chunks = checked_int("chunk", "chunks", chunks, least=1)
-        rank = checked_int("chunk", "rank", rank, most=chunks - 1)
+        chunks = checked_int("chunk", "chunks", chunks, minimum=1)
+        rank = checked_int("chunk", "rank", rank, maximum=chunks - 1)
         return self.select_indices(
             plan_even_shards(self.size, chunks, allow_uneven=True)[rank].rows
         )
@@ -240,28 +247,30 @@ class BatchedDataDict(UserDict[str, Any], Generic[_ColumnsT]):
         dynamic_batching_args: DynamicBatchingArgs | None = None,
         sequence_packing_args: SequencePackingArgs | None = None,
     ) -> list[Self] | tuple[list[Self], list[int]]:
-        """Deal the rows to ``shards`` ranks, global batch by global batch.
+        """Distribute the rows over ``shards`` ranks, global batch by global batch.
 
-        The batch is cut into global batches of ``batch_size`` rows; each is dealt on its own, and a
-        rank's shard has its rows of the first, then of the second, and so on.
+        The batch is cut into global batches of ``batch_size`` rows, and each is distributed
+        separately. A shard has its rank's rows of the first global batch, then of the second, and
+        so on.
 
         Args:
             shards: number of ranks.
-            batch_size: rows in a global batch; None is the whole batch.
-            allow_uneven_shards: the last ranks may get fewer rows; without ``batch_size`` and
-                micro-batches only.
+            batch_size: rows in a global batch; None is one global batch with all rows.
+            allow_uneven_shards: the last ranks may get fewer rows; cannot be combined with
+                ``batch_size`` or micro-batches.
             dynamic_batching_args: group rows of similar length into micro-batches of one width.
             sequence_packing_args: pack rows into micro-batches of bounded tokens.
 
         Returns:
-            The shards. With either kind of micro-batches a tuple of the shards, with their plan
-            attached, and the order: ``order[j]`` is the row of this batch that stands at place j
-            of the concatenated shards. `reorder_data` takes it.
+            The shards. With micro-batches a tuple: the shards, with their plans attached, and the
+            order for `reorder_data`: ``order[j]`` is the row of this batch at index j of the
+            concatenated shards.
 
         Raises:
-            InvalidRequestError: (a ValueError) if the arguments exclude each other or a row exceeds
-                a micro-batch.
-            UnevenShardsError: (a ValueError and an AssertionError) if the rows do not divide.
+            InvalidRequestError: (a ValueError) two arguments exclude each other, or a row exceeds a
+                micro-batch.
+            UnevenShardsError: (a ValueError and an AssertionError) the rows cannot be divided
+                evenly.
         """
         exclusive = [allow_uneven_shards, dynamic_batching_args, sequence_packing_args]
         if sum(bool(argument) for argument in exclusive) > 1:
@@ -308,23 +317,26 @@ class BatchedDataDict(UserDict[str, Any], Generic[_ColumnsT]):
         self.elem_counts_per_gb = None if plan is None else plan.elem_counts_per_gb
 
     def get_batch(self, batch_idx: int, batch_size: int | None = None) -> Self:
-        """Global batch ``batch_idx`` of this shard, with its micro-batches if planned.
+        """Return global batch ``batch_idx`` of this shard, with its micro-batches if planned.
 
         Args:
-            batch_idx: which one, from 0.
-            batch_size: rows in a global batch on this rank. With planned micro-batches the plan
-                says it, and this is not read.
+            batch_idx: index of the global batch.
+            batch_size: rows in a global batch on this rank; ignored with planned micro-batches,
+                whose plan determines it.
 
         Raises:
-            InvalidRequestError: (a ValueError) without a plan and without ``batch_size``.
-            IndexError: if there is no such global batch.
+            InvalidRequestError: (a ValueError) there is neither a plan nor ``batch_size``, or a
+                number is not an int.
+            IndexError: there is no such global batch.
         """
+        batch_idx = checked_int("get_batch", "batch_idx", batch_idx, minimum=MIN_INT)
         if self.micro_batch_indices is None:
-            if batch_size is None or batch_size < 1:
+            if batch_size is None:
                 raise InvalidRequestError(
-                    f"get_batch: batch_size {batch_size} and no planned micro-batches; expected "
-                    "the rows of a global batch"
+                    "get_batch: no batch_size and no planned micro-batches; expected the rows of a "
+                    "global batch"
                 )
+            batch_size = checked_int("get_batch", "batch_size", batch_size, minimum=1)
             start, stop = batch_idx * batch_size, (batch_idx + 1) * batch_size
             if batch_idx < 0 or stop > self.size:
                 raise IndexError(
@@ -347,10 +359,11 @@ class BatchedDataDict(UserDict[str, Any], Generic[_ColumnsT]):
         return batch
 
     def make_microbatch_iterator(self, microbatch_size: int) -> Iterator[Self]:
-        """Micro-batches of ``microbatch_size`` rows, in order.
+        """Yield micro-batches of ``microbatch_size`` rows, in order.
 
         Raises:
-            UnevenShardsError: (a ValueError and an AssertionError) if the rows do not divide.
+            UnevenShardsError: (a ValueError and an AssertionError) the rows cannot be divided
+                evenly.
         """
         size, where = self.size, "make_microbatch_iterator"
         microbatch_size = checked_int(where, "microbatch_size", microbatch_size)
@@ -364,17 +377,18 @@ class BatchedDataDict(UserDict[str, Any], Generic[_ColumnsT]):
         )
 
     def make_microbatch_iterator_with_dynamic_shapes(self, sequence_dim: int = 1) -> Iterator[Self]:
-        """The planned micro-batches, cut to their width along ``sequence_dim``.
+        """Yield the planned micro-batches, cut to their width along ``sequence_dim``.
 
-        Cut are the columns that are per token, by their name or form. A batch that was put together
-        by hand knows no forms: those of the width of ``input_ids`` are cut, without ``input_ids``
-        all.
+        It cuts the columns that are per token, by their name or form. In a batch without forms it
+        cuts the columns that have the width of ``input_ids``; without ``input_ids``, all columns.
 
         Raises:
-            InvalidRequestError: (a ValueError) unless micro-batches of one global batch are
-                planned, for as many rows as there are; see `get_batch`.
+            InvalidRequestError: (a ValueError) micro-batches of exactly one global batch must be
+                planned, for the batch's number of rows; see `get_batch`.
         """
-        cuts, lengths = self._single_plan("make_microbatch_iterator_with_dynamic_shapes")
+        where = "make_microbatch_iterator_with_dynamic_shapes"
+        sequence_dim = checked_int(where, "sequence_dim", sequence_dim)
+        cuts, lengths = self._single_plan(where)
         names = self._along_tokens(sequence_dim)
         return (
             self.slice(start, stop)._truncate(sequence_dim, width, names)
@@ -389,21 +403,21 @@ class BatchedDataDict(UserDict[str, Any], Generic[_ColumnsT]):
         return [name for name in self.data if width in (None, dense_width(self.data[name], dim))]
 
     def get_microbatch_iterator_dynamic_shapes_len(self) -> int:
-        """How many micro-batches `make_microbatch_iterator_with_dynamic_shapes` yields."""
+        """Return the length of `make_microbatch_iterator_with_dynamic_shapes`."""
         return len(self._single_plan("get_microbatch_iterator_dynamic_shapes_len")[0])
 
     def make_microbatch_iterator_for_packable_sequences(self) -> Iterator[Self]:
-        """The planned micro-batches at full width; the consumer packs each into one sequence.
+        """Yield the planned micro-batches at full width; the consumer packs each into one sequence.
 
         Raises:
-            InvalidRequestError: (a ValueError) unless micro-batches of one global batch are
+            InvalidRequestError: (a ValueError) micro-batches of exactly one global batch must be
                 planned; see `get_batch`.
         """
         cuts, _ = self._single_plan("make_microbatch_iterator_for_packable_sequences")
         return (self.slice(start, stop) for start, stop in cuts)
 
     def get_microbatch_iterator_for_packable_sequences_len(self) -> tuple[int, int]:
-        """How many micro-batches there are, and the tokens of the largest."""
+        """Return the number of micro-batches, and the tokens of the largest."""
         cuts, lengths = self._single_plan("get_microbatch_iterator_for_packable_sequences_len")
         return len(cuts), max(lengths)
 
@@ -420,13 +434,13 @@ class BatchedDataDict(UserDict[str, Any], Generic[_ColumnsT]):
         if indices is None or lengths is None:
             raise InvalidRequestError(
                 f"{caller}: no micro-batches are planned; shard with sequence_packing_args or "
-                "dynamic_batching_args, or read a shard whose meta has a plan for its rows in "
-                "their order"
+                "dynamic_batching_args, or read a shard whose meta has a plan for its rows in this "
+                "order"
             )
         if len(indices) != 1 or len(lengths) != 1:
             raise InvalidRequestError(
-                f"{caller}: micro-batches of {len(indices)} global batches; expected one, "
-                "take it with get_batch"
+                f"{caller}: micro-batches of {len(indices)} global batches; expected one, from "
+                "get_batch"
             )
         self._check_planned(caller, indices)
         return indices[0], lengths[0]

@@ -1,8 +1,8 @@
-"""Padded columns to the jagged form that is stored, and back.
+"""Conversions between padded columns and the jagged form in which they are stored.
 
-Stored per row, a token column costs what its rows hold and not what the widest row of the batch
-needs. Which columns are per token is a matter of their name (`TOKEN_ALIGNED_FIELDS`): a shape of
-(rows, width) alone does not tell a mask over tokens from an image feature.
+In jagged form a row takes memory for its tokens only. Names decide which columns are per token
+(`TOKEN_ALIGNED_FIELDS`), because the shape (rows, width) does not distinguish a mask over tokens
+from an image feature.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from column_io.batched_data_dict import BatchedDataDict
 from column_io.column_rows import count_rows
 from dataplane_core import InvalidRequestError, InvalidTypeError, Layout
 from dataplane_core.arguments import checked_ints
-from dataplane_core.columns import (
+from dataplane_core.schema import PER_SAMPLE_TOO, TOKEN_ALIGNED_FIELDS
+from dataplane_core.tensors.columns import (
     Column,
     check_padding,
     columns_of_fields,
@@ -26,8 +27,7 @@ from dataplane_core.columns import (
     jagged_from_padded,
     object_column,
 )
-from dataplane_core.rows import forms_of, jagged_from_rows
-from dataplane_core.schema import PER_SAMPLE_TOO, TOKEN_ALIGNED_FIELDS
+from dataplane_core.tensors.rows import forms_of, jagged_from_rows
 
 
 def to_nested_by_length(
@@ -43,8 +43,8 @@ def to_nested_by_length(
         A jagged tensor of n rows with the dtype and bits of ``padded``.
 
     Raises:
-        InvalidRequestError: (a ValueError) if ``padded`` has no width, or the number of lengths or
-            one of them does not fit.
+        InvalidRequestError: (a ValueError) ``padded`` has no width, or a length or the number of
+            lengths does not fit.
     """
     cuts = checked_ints("to_nested_by_length", "lengths", lengths)
     if padded.dim() < 2:
@@ -68,13 +68,13 @@ def to_nested_by_length(
 def pack_per_token_field(
     values: torch.Tensor, lengths: torch.Tensor | Sequence[int]
 ) -> torch.Tensor:
-    """`to_nested_by_length` where ``values`` can be cut, else ``values`` as they are.
+    """Return ``values`` cut by `to_nested_by_length`, or unchanged if they cannot be cut.
 
-    Cannot be cut: a tensor that is nested already, of one dimension, with another number of rows,
-    or narrower than the longest row.
+    A tensor cannot be cut if it is nested or one-dimensional, has another number of rows, or is
+    narrower than the longest row.
 
     Raises:
-        InvalidRequestError: (a ValueError) if a length is no int of at least 0.
+        InvalidRequestError: (a ValueError) a length is not an int of at least 0.
     """
     cuts = checked_ints("pack_per_token_field", "lengths", lengths)
     return to_nested_by_length(values, cuts) if _can_be_cut(values, cuts) else values
@@ -92,21 +92,21 @@ def pack_jagged_fields(
     *,
     token_aligned_fields: Collection[str] = TOKEN_ALIGNED_FIELDS,
 ) -> TensorDict:
-    """The TensorDict that a put takes, token columns jagged.
+    """Return the TensorDict for a put, with jagged token columns.
 
     Args:
         fields: column name to a tensor or an object array, all with the same number of rows.
         lengths: tokens per row; None leaves every column dense.
-        token_aligned_fields: the columns to cut to ``lengths``. Wider ones (padded for sequence
-            parallelism) are cut; what cannot be cut stays dense, see `pack_per_token_field`.
+        token_aligned_fields: the columns to cut to ``lengths``, also if they are wider (padded for
+            sequence parallelism). Others stay dense, see `pack_per_token_field`.
 
     Returns:
         A TensorDict whose batch size is the number of rows.
 
     Raises:
-        InvalidTypeError: (a TypeError) if a column is neither a tensor nor an object array.
-        InvalidRequestError: (a ValueError) if the columns differ in their number of rows, or a
-            length is no int of at least 0.
+        InvalidTypeError: (a TypeError) a column is neither a tensor nor an object array.
+        InvalidRequestError: (a ValueError) the columns differ in their number of rows, or a length
+            is not an int of at least 0.
     """
     where = "pack_jagged_fields"
     count = count_columns(where, fields)
@@ -116,11 +116,11 @@ def pack_jagged_fields(
 
 
 def count_columns(where: str, fields: Mapping[str, Column]) -> int:
-    """The number of rows that all columns have.
+    """Return the number of rows that all columns have.
 
     Raises:
-        InvalidTypeError: (a TypeError) if a column is neither a tensor nor an object array.
-        InvalidRequestError: (a ValueError) if the columns differ in their number of rows.
+        InvalidTypeError: (a TypeError) a column is neither a tensor nor an object array.
+        InvalidRequestError: (a ValueError) the columns differ in their number of rows.
     """
     counts: dict[str, int] = {}
     for name, column in fields.items():
@@ -132,8 +132,8 @@ def count_columns(where: str, fields: Mapping[str, Column]) -> int:
             )
         counts[name] = count_rows(name, column)
     if len(set(counts.values())) > 1:
-        found = ", ".join(f"{name}: {count}" for name, count in list(counts.items())[:10])
-        raise InvalidRequestError(f"{where}: columns differ in their number of rows ({found})")
+        rows = ", ".join(f"{name}: {count}" for name, count in list(counts.items())[:10])
+        raise InvalidRequestError(f"{where}: columns differ in their number of rows ({rows})")
     return next(iter(counts.values()), 0)
 
 
@@ -142,7 +142,7 @@ def ragged_columns(
     lengths: Sequence[int] | None,
     token_aligned_fields: Collection[str] = TOKEN_ALIGNED_FIELDS,
 ) -> list[str]:
-    """Return the columns to cut to ``lengths``: those per token that can be cut."""
+    """Return the names of the token columns that can be cut to ``lengths``."""
     if lengths is None:
         return []
     return [
@@ -157,14 +157,14 @@ def ragged_columns(
 def check_token_axis(
     where: str, fields: Mapping[str, Column], lengths: Sequence[int] | None
 ) -> None:
-    """Refuse token-aligned columns that have no axis of tokens.
+    """Refuse token-aligned columns without a token axis.
 
-    `PER_SAMPLE_TOO` may have one value per sample instead, with shape (n,). Without lengths their
-    shape (n, 1) may mean either, and a reader would pad it with zeros.
+    Columns of `PER_SAMPLE_TOO` may have one value per sample instead, with shape (n,). For them the
+    shape (n, 1) is ambiguous without lengths, and a reader would pad it with zeros.
 
     Raises:
-        InvalidRequestError: (a ValueError) if a column has no dim 1, or one that is narrower than
-            the longest row.
+        InvalidRequestError: (a ValueError) a column has no dim 1, or its dim 1 is narrower than the
+            longest row.
     """
     width = 0 if lengths is None else max(lengths, default=0)
     for name in TOKEN_ALIGNED_FIELDS.intersection(fields):
@@ -183,7 +183,7 @@ def check_token_axis(
 
 
 def is_storable(column: object) -> bool:
-    """Whether a put takes ``column``: a tensor, or a numpy array of Python values."""
+    """Return whether ``column`` is a tensor or a numpy array of Python values."""
     return isinstance(column, torch.Tensor) or (
         isinstance(column, np.ndarray) and column.dtype == object
     )
@@ -192,10 +192,10 @@ def is_storable(column: object) -> bool:
 def response_from_nested(
     values: torch.Tensor, response_lengths: torch.Tensor | Sequence[int]
 ) -> torch.Tensor:
-    """The part of a model's output that belongs to the response, row by row.
+    """Return the part of a model's output that belongs to the response, row by row.
 
-    A model's output at a token is about the next token, so the response's part is its length's last
-    values shifted one to the left: ``row[-r - 1 : -1]``.
+    A model's output at a token predicts the next token, so the part for a response of length r is
+    shifted by one to the left: ``row[-r - 1 : -1]``.
 
     Args:
         values: jagged (n, length, ...), e.g. log-probabilities over prompt and response.
@@ -205,8 +205,8 @@ def response_from_nested(
         A jagged tensor (n, response length, ...).
 
     Raises:
-        InvalidRequestError: (a ValueError) if ``values`` is not nested, the number of lengths does
-            not fit, or a row is not longer than its response.
+        InvalidRequestError: (a ValueError) ``values`` is not nested, the number of lengths does not
+            fit, or a row is not longer than its response.
     """
     if not values.is_nested:
         raise InvalidRequestError(
@@ -224,12 +224,12 @@ def response_from_nested(
             "expected one per row"
         )
     parts = []
-    for place, (row, response) in enumerate(zip(rows, responses, strict=True)):
+    for index, (row, response) in enumerate(zip(rows, responses, strict=True)):
         stop = row.shape[0] - 1
         if response > max(stop, 0):
             raise InvalidRequestError(
-                f"response_from_nested: row {place} has {row.shape[0]} tokens and a response of "
-                f"{response}; expected at least one token of prompt before it"
+                f"response_from_nested: row {index} has {row.shape[0]} tokens and a response of "
+                f"{response}; expected at least one prompt token before it"
             )
         parts.append(row[stop - response : stop] if response else row[:0])
     return jagged_from_rows(parts, like=values.values())
@@ -242,26 +242,28 @@ def materialize(
     pad_value_dict: Mapping[str, Any] | None = None,
     pad_to_seqlen: int = 0,
 ) -> BatchedDataDict[Any]:
-    """Columns to compute with, from what a read returned or `pack_jagged_fields` made.
+    """Return the columns of a read, or of `pack_jagged_fields`, as a batch.
 
     Args:
         fields: leaves are tensors and per-row Python values.
-        layout: "padded" makes jagged leaves dense, right-padded to their longest row; nested ones
-            of strided layout hold rows of other shapes (images) and stay as they are. "jagged"
-            leaves every tensor as it is.
+        layout: "padded" makes jagged leaves dense, right-padded to their longest row; strided
+            nested leaves, whose rows differ in shape (images), stay as they are. "jagged" leaves
+            every tensor as it is.
         pad_value_dict: column to its pad value; 0 if absent.
-        pad_to_seqlen: with layout "padded" and above 0, tensors of two or more dims that are per
-            token, those that were dense included, are right-padded along dim 1 to this width, in
-            tokens. Per token are `TOKEN_ALIGNED_FIELDS` and jagged leaves. Wider ones are not cut.
+        pad_to_seqlen: with layout "padded", the minimum width in tokens to which per-token tensors
+            of two or more dims are right-padded along dim 1; 0 is the longest row. Per token are
+            `TOKEN_ALIGNED_FIELDS`, jagged leaves, and fields that were put jagged
+            (`dataplane_core.tensors.rows.form_of`). Wider tensors are not cut.
 
     Returns:
-        A batch with every leaf: tensors with their dtype, Python values as an object array (n,), in
-        which None stands for a value that its transport stripped to an empty TensorDict.
+        A batch with every leaf: tensors with their dtype, Python values as an object array (n,).
+        None replaces a value that a transport reduced to an empty TensorDict.
 
     Raises:
-        InvalidRequestError: (a ValueError) on an unknown layout, a width that is no int of at least
-            0, or a pad value that is no number.
-        InvalidTypeError: (a TypeError) if a leaf is neither a tensor nor per-row values.
+        InvalidRequestError: (a ValueError) the layout is unknown, the width is not an int of at
+            least 0, or a pad value is not a number. Also if ``advantages`` or ``sample_mask`` was
+            put dense with shape (n, 1): it may be per sample, but would be padded.
+        InvalidTypeError: (a TypeError) a leaf is neither a tensor nor per-row values.
     """
     if layout not in ("padded", "jagged"):
         raise InvalidRequestError(f"materialize: layout {layout!r}; expected 'padded' or 'jagged'")

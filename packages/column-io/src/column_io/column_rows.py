@@ -1,4 +1,4 @@
-"""What a batch does to the rows of one column, whatever the column is made of.
+"""Row operations on one column of a batch, for every type of column.
 
 A column is a tensor (dense or nested), a numpy array, or a list with one Python value per row.
 """
@@ -13,15 +13,15 @@ import numpy as np
 import torch
 
 from dataplane_core import InvalidRequestError
-from dataplane_core.columns import pad_width
-from dataplane_core.rows import are_ragged, jagged_from_rows, shaped_from_rows
+from dataplane_core.tensors.columns import pad_width
+from dataplane_core.tensors.rows import are_ragged, jagged_from_rows, shaped_from_rows
 
 
 def count_rows(name: str, column: Any) -> int:
-    """Number of rows of ``column``.
+    """Return the number of rows of ``column``.
 
     Raises:
-        InvalidRequestError: (a ValueError) if the column has no rows to speak of (a scalar).
+        InvalidRequestError: (a ValueError) the column has no rows: it is a scalar or another type.
     """
     if isinstance(column, torch.Tensor | np.ndarray):
         if column.ndim == 0:
@@ -39,13 +39,13 @@ def count_rows(name: str, column: Any) -> int:
 
 
 def dense_width(column: Any, dim: int) -> int | None:
-    """The size of a dense tensor along ``dim``; None of anything that has no such dimension."""
+    """Return the size of a dense tensor along ``dim``; None if it has no such dimension."""
     dense = isinstance(column, torch.Tensor) and not column.is_nested and column.dim() > dim
     return int(column.shape[dim]) if dense else None
 
 
 def take_rows(column: Any, indices: Sequence[int]) -> Any:
-    """The rows at ``indices``, in that order; tensors and arrays are copied."""
+    """Return the rows at ``indices``, in that order; tensors and arrays are copied."""
     if isinstance(column, torch.Tensor):
         if column.is_nested:
             rows = column.unbind()
@@ -59,14 +59,14 @@ def take_rows(column: Any, indices: Sequence[int]) -> Any:
 
 
 def slice_rows(column: Any, start: int, end: int) -> Any:
-    """The rows in ``[start, end)``; dense tensors and arrays are views."""
+    """Return the rows in ``[start, end)``; dense tensors and arrays are views."""
     if isinstance(column, torch.Tensor) and column.is_nested:
         return _nested_from_rows(column.unbind()[start:end], like=column)
     return column[start:end]
 
 
 def repeat_rows(column: Any, times: int) -> Any:
-    """Each row ``times`` times in a row; Python values are copied, so that no two share state."""
+    """Return each row ``times`` times consecutively; Python values are deep copies."""
     if isinstance(column, torch.Tensor):
         if column.is_nested:
             rows = [row for row in column.unbind() for _ in range(times)]
@@ -75,21 +75,22 @@ def repeat_rows(column: Any, times: int) -> Any:
     if isinstance(column, np.ndarray):
         repeated = column.repeat(times, axis=0)
         if column.dtype == object:
-            # One by one: a deep copy of the array would keep repeats of one value the same.
+            # A deep copy of the array would let all repeats of a value share one copy.
             repeated[:] = [copy.deepcopy(value) for value in repeated]
         return repeated
     return [copy.deepcopy(value) for value in column for _ in range(times)]
 
 
 def join_columns(name: str, parts: Sequence[Any], pad_value: float, *, shaped: bool = False) -> Any:
-    """``parts`` one after the other.
+    """Return the concatenation of ``parts``.
 
-    Dense tensors of two or more dimensions are right-padded along dim 1 to the widest part. A
-    nested part, or rows of several shapes if the column is ``shaped``, make the whole nested:
-    jagged, or strided if a part is or if rows differ elsewhere than in their first dimension.
+    Dense tensors of two or more dimensions are right-padded along dim 1 to the widest part. The
+    result is nested if a part is nested, or if the column is ``shaped`` and rows differ in shape.
+    A nested result is strided if a part is strided, or if rows differ in another dimension than
+    their first; otherwise it is jagged.
 
     Raises:
-        InvalidRequestError: (a ValueError) if the parts are of different kinds, or tensors of
+        InvalidRequestError: (a ValueError) the parts are of different kinds, or tensors of
             different dtypes or shapes.
     """
     if all(isinstance(part, torch.Tensor) for part in parts):
@@ -107,8 +108,8 @@ def _join_tensors(
 ) -> torch.Tensor:
     dtypes = {part.dtype for part in parts}
     if len(dtypes) > 1:
-        found = ", ".join(sorted(str(dtype) for dtype in dtypes))
-        raise InvalidRequestError(f"from_batches: column {name!r} has several dtypes: {found}")
+        names = ", ".join(sorted(str(dtype) for dtype in dtypes))
+        raise InvalidRequestError(f"from_batches: column {name!r} has several dtypes: {names}")
     nested = [part for part in parts if part.is_nested]
     if not nested and shaped and len({part.shape[1:] for part in parts}) > 1:
         return shaped_from_rows([row for part in parts for row in part.unbind()])
@@ -120,9 +121,10 @@ def _join_tensors(
         return _nested_from_rows(rows, like=nested[0])
     shapes = {part.shape[2:] if part.dim() > 1 else None for part in parts}
     if len(shapes) > 1:
-        found = ", ".join(str(tuple(part.shape)) for part in parts[:10])
+        listed = ", ".join(str(tuple(part.shape)) for part in parts[:10])
         raise InvalidRequestError(
-            f"from_batches: column {name!r} has shapes {found}; they may differ in dim 0 and 1 only"
+            f"from_batches: column {name!r} has shapes {listed}; expected shapes that differ in "
+            "dims 0 and 1 only"
         )
     if parts[0].dim() < 2:
         return torch.cat(list(parts))
@@ -131,9 +133,9 @@ def _join_tensors(
 
 
 def _nested_from_rows(rows: Sequence[torch.Tensor], *, like: torch.Tensor) -> torch.Tensor:
-    """A nested tensor of ``rows`` in the layout of ``like``.
+    """Return a nested tensor of ``rows`` in the layout of ``like``.
 
-    Nested tensors of strided layout hold rows that differ in more than their first dimension.
+    Strided nested tensors hold rows that differ in more than their first dimension.
     """
     if like.layout == torch.jagged:
         return jagged_from_rows(rows, like=like.values())

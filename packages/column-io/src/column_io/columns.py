@@ -1,7 +1,7 @@
-"""Columns in and out of a data-plane client.
+"""Reads and writes of columns through a data-plane client.
 
-Thin on purpose: a read is one ``get_samples``, a write is one ``put_samples``. What is added is the
-codec, and the one width that all readers of a batch pad to.
+A read is one ``get_columns`` or ``get_samples``, a write one ``put_columns``. This module adds the
+codec, and the common width to which all readers of a batch pad.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from dataplane_core.schema import Form
 from dataplane_core.telemetry import detail_span
 
 PAD_TO_MULTIPLE = "pad_to_multiple"
-"""``extra_info`` key: the alignment of the sequence width that back ends ask for, in tokens."""
+"""``extra_info`` key of the alignment in tokens that backends require of the sequence width."""
 
 
 def read_columns(
@@ -57,23 +57,23 @@ def read_columns(
     """Fetch ``select_fields`` of the rows of ``meta``.
 
     Args:
-        dp_client: the client to read from; any object with the documented methods will do, see
+        dp_client: the client to read from; any object with the documented methods, see
             `dataplane_core.documented_client`.
-        meta: names the rows; row i of the batch is ``meta.sample_ids[i]``. If its ``extra_info``
-            has ``global_forward_pad_seqlen``, columns that are per token are padded to that width,
-            else to their longest row; see `DataPlaneClient.get_columns`. If it has a plan of
-            micro-batches for these ids in this order, the batch carries it.
-        select_fields: the columns to read; no others are.
-        layout: "padded" for dense tensors, "jagged" for what the store returned.
+        meta: names the rows; row i of the batch is ``meta.sample_ids[i]``. If ``extra_info`` has
+            ``global_forward_pad_seqlen``, columns that are per token are padded to that width, or
+            else to their longest row; see `DataPlaneClient.get_columns`. The batch gets its plan of
+            micro-batches, if that was made for these ids in this order.
+        select_fields: the columns to read.
+        layout: "padded" returns dense tensors, "jagged" the tensors of the store.
         pad_value_dict: column to its pad value (``input_ids``: the pad token's id); 0 if absent.
 
     Returns:
-        The columns, and ``message_log`` if ``input_ids`` and the three turn columns are all asked
-        for. Without rows: no columns.
+        The columns, and ``message_log`` if ``select_fields`` has ``input_ids`` and the three turn
+        columns. Without rows there are no columns.
 
     Raises:
         MissingDataError: (a KeyError and a ValueError) as ``get_samples``.
-        PartitionNotFoundError: likewise.
+        PartitionNotFoundError: as ``get_samples``.
     """
     names = list(select_fields)
     batch: BatchedDataDict[Any]
@@ -116,16 +116,16 @@ def write_columns(
 
     Args:
         dp_client: the client to write to, as for `read_columns`.
-        meta: names the rows. Its ``sequence_lengths`` cut token columns to the lengths that the
-            first put gave them; without them every column is stored as wide as it is.
-        fields: column name to a tensor or an object array with a row per sample. One that is per
-            token by its name (`TOKEN_ALIGNED_FIELDS`) is at least as wide as the longest row;
+        meta: names the rows. Token columns are cut to its ``sequence_lengths``; without them every
+            column is stored at full width.
+        fields: column name to a tensor or an object array with a row per sample. A token-aligned
+            column (`TOKEN_ALIGNED_FIELDS`) must be at least as wide as the longest row;
             ``advantages`` and ``sample_mask`` may hold one value per sample, (n,).
 
     Raises:
-        InvalidRequestError: (a ValueError) if rows or lengths do not fit the ids, or a column that
-            is per token has no axis of tokens.
-        InvalidTypeError: (a TypeError) if a column is of another type.
+        InvalidRequestError: (a ValueError) rows or lengths do not fit the ids, or a token-aligned
+            column has no token axis.
+        InvalidTypeError: (a TypeError) a column has another type.
     """
     if not fields:
         return
@@ -165,35 +165,35 @@ def kv_first_write(
     pad_to_multiple: int = 1,
     tags: list[dict[str, Any]] | None = None,
 ) -> KVBatchMeta:
-    """Write a rollout's first columns, in one put, and return their meta.
+    """Write the first columns of a rollout in one put, and return their meta.
 
     Args:
-        final_batch_cpu: tensors and object arrays are written, token columns cut to
-            ``input_lengths``; columns of other types (``message_log``) are not. Has
-            ``sample_mask``, whose rows count, and ``input_lengths``, in tokens.
+        final_batch_cpu: a batch with at least ``sample_mask``, which determines the number of rows,
+            and ``input_lengths``, in tokens. Tensors and object arrays are written, token columns
+            cut to ``input_lengths``; columns of other types (``message_log``) are not written.
         sample_ids: one distinct id per row.
         dp_client: the client to write to, as for `read_columns`.
         partition_id: a registered partition.
-        extra_info: goes into the meta.
-        task_name: goes into the meta.
-        pad_to_multiple: alignment of the width that readers pad to, in tokens. Above 1 it is noted
-            in the meta's ``extra_info``; nothing is padded here.
-        tags: one dict of primitives per row; stored with the samples and in the meta.
+        extra_info: ``extra_info`` of the meta.
+        task_name: ``task_name`` of the meta.
+        pad_to_multiple: alignment in tokens of the width to which readers pad. Above 1 it is added
+            to the meta's ``extra_info``; nothing is padded here.
+        tags: one dict of primitives per row, for the samples and the meta.
 
     Returns:
-        A meta of the rows: ``fields`` are the columns written, ``sequence_lengths`` the input
+        A meta of the rows: ``fields`` are the written columns, ``sequence_lengths`` the input
         lengths.
 
     Raises:
-        MissingDataError: (a KeyError and a ValueError) without ``sample_mask`` or
-            ``input_lengths``.
-        InvalidRequestError: (a ValueError) if there are no rows, if ids, lengths, tags or a column
-            have another number of rows, if a length is no int of at least 0, if ``pad_to_multiple``
-            is none of at least 1, or if a column that is per token by its name has no axis
-            of tokens; see `write_columns`.
+        MissingDataError: (a KeyError and a ValueError) ``sample_mask`` or ``input_lengths`` is
+            missing.
+        InvalidRequestError: (a ValueError) there are no rows, or ids, lengths, tags or a column
+            have another number of rows. A length is not an int of at least 0, or
+            ``pad_to_multiple`` is not one of at least 1. A token-aligned column has no token axis,
+            see `write_columns`.
     """
     where = f"kv_first_write(partition={partition_id!r})"
-    alignment = checked_int(where, "pad_to_multiple", pad_to_multiple, least=1)
+    alignment = checked_int(where, "pad_to_multiple", pad_to_multiple, minimum=1)
     missing = [name for name in (SAMPLE_MASK, INPUT_LENGTHS) if name not in final_batch_cpu]
     if missing:
         raise MissingDataError(
@@ -205,14 +205,14 @@ def kv_first_write(
         raise InvalidRequestError(f"{where}: no rows; expected at least one")
     ids = checked_names(where, "sample_ids", sample_ids)
     lengths = checked_ints(where, INPUT_LENGTHS, final_batch_cpu[INPUT_LENGTHS])
-    for what, count in (
+    for name, count in (
         ("sample_ids", len(ids)),
         ("input_lengths", len(lengths)),
         ("tags", rows if tags is None else len(tags)),
     ):
         if count != rows:
             raise InvalidRequestError(
-                f"{where}: {count} {what} for {rows} rows of sample_mask; expected one per row"
+                f"{where}: {count} {name} for {rows} rows of sample_mask; expected one per row"
             )
     written = {name: column for name, column in final_batch_cpu.items() if is_storable(column)}
     count_columns(where, written)

@@ -1,8 +1,8 @@
-"""Conversations as columns, and columns as conversations again.
+"""Conversions between message logs (conversations) and columns.
 
-A message log is a list of turns, each a dict with ``role``, ``content`` and ``token_ids``. The
-token ids of all turns of a row stand end to end in ``input_ids``, so a log is stored as the
-lengths, roles and contents of its turns, and rebuilt without copying a token.
+A message log is a list of turns, each a dict with ``role``, ``content`` and ``token_ids``. The row
+of ``input_ids`` holds the token ids of all turns end to end, so only the lengths, roles and
+contents of the turns are stored in addition. Rebuilding a log copies no tokens.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataplane_core.arguments import refused
 from dataplane_core.errors import listed
 
 MESSAGE_LOG_BULK_FIELDS: Final[tuple[str, ...]] = ("turn_lengths", "turn_roles", "turn_contents")
-"""The columns that, with ``input_ids``, hold a batch's message logs."""
+"""Columns that, together with ``input_ids``, hold the message logs of a batch."""
 
 _GENERATION_LOGPROBS = "generation_logprobs"
 _ASSISTANT = "assistant"
@@ -27,19 +27,22 @@ MessageLog = list[dict[str, Any]]
 
 
 def decompose_message_log(message_logs: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
-    """The turns of ``message_logs`` as columns.
+    """Return the turns of ``message_logs`` as columns.
 
     Args:
-        message_logs: per row the turns; each has ``role``, may have ``content`` ("" if absent) and
-            ``token_ids`` (a 1-D tensor or a sequence; no tokens if absent).
+        message_logs: list of turns per row. A turn has ``role``, and may have ``content`` (default
+            "") and ``token_ids`` (a 1-D tensor or a sequence; default no tokens).
 
     Returns:
-        ``turn_lengths``, int64 (n, most turns), zero-filled, in tokens; ``turn_roles`` and
-        ``turn_contents``, object arrays (n,) of lists; ``response_token_lengths``, int64 (n,), the
-        tokens of the first assistant turn that has any, else 0.
+        Column by name.
+
+        - ``turn_lengths``, int64 (n, maximum turns), in tokens, padded with 0;
+        - ``turn_roles`` and ``turn_contents``, object arrays (n,) of lists;
+        - ``response_token_lengths``, int64 (n,), the tokens of the first assistant turn that has
+            any, or 0.
 
     Raises:
-        MissingDataError: (a KeyError and a ValueError) if a turn has no role.
+        MissingDataError: (a KeyError and a ValueError) a turn has no role.
     """
     count = len(message_logs)
     turn_lengths = torch.zeros((count, max(map(len, message_logs), default=0)), dtype=torch.int64)
@@ -47,10 +50,10 @@ def decompose_message_log(message_logs: Sequence[Sequence[Mapping[str, Any]]]) -
     turn_roles = np.empty(count, dtype=object)
     turn_contents = np.empty(count, dtype=object)
     for row, turns in enumerate(message_logs):
-        for place, turn in enumerate(turns):
+        for index, turn in enumerate(turns):
             if "role" not in turn:
                 raise MissingDataError(
-                    f"decompose_message_log: turn {place} of row {row} has {listed(turn)}; "
+                    f"decompose_message_log: turn {index} of row {row} has {listed(turn)}; "
                     "expected 'role' among them",
                     fields=["role"],
                 )
@@ -83,28 +86,30 @@ def reconstruct_message_log(
     *,
     input_ids: torch.Tensor | None = None,
 ) -> list[MessageLog]:
-    """The message logs of which ``columns`` hold the turns; undoes `decompose_message_log`.
+    """Return the message logs of ``columns``; the inverse of `decompose_message_log`.
 
-    Also takes the columns as arguments of their own, in place or by name, ``input_ids`` first.
+    The older form of this function takes the columns as separate arguments; the published documents
+    name them, but not their order. Here ``input_ids`` is first, then `MESSAGE_LOG_BULK_FIELDS`,
+    then ``generation_logprobs``. Pass them by name if another implementation may differ.
 
     Args:
-        columns: ``input_ids`` (n, width) or jagged, ``turn_lengths``, ``turn_roles`` and
-            ``turn_contents``; ``generation_logprobs`` like ``input_ids`` if there are any.
+        columns: ``input_ids`` (n, width) or jagged, ``turn_lengths``, ``turn_roles``,
+            ``turn_contents``, and optionally ``generation_logprobs``, shaped like ``input_ids``.
             Or ``input_ids`` alone, with the others as arguments.
-        turn_lengths: int (n, most turns), in tokens.
+        turn_lengths: int (n, maximum turns), in tokens.
         turn_roles: n lists of roles.
         turn_contents: n lists of contents.
-        generation_logprobs: like ``input_ids``; None if there are none.
-        input_ids: (n, width) or jagged, in place of ``columns``.
+        generation_logprobs: shaped like ``input_ids``; None if there are none.
+        input_ids: (n, width) or jagged, instead of ``columns``.
 
     Returns:
-        Per row the turns, each with ``role`` and ``content``; with ``token_ids``, a view of
-        ``input_ids``, if it has tokens; and with ``generation_logprobs``, a view likewise, if it
-        is moreover an assistant's.
+        A list of turns per row. Each turn has ``role`` and ``content``; if it has tokens, also
+        ``token_ids``, a view of ``input_ids``; an assistant's turn with tokens also
+        ``generation_logprobs``, likewise a view.
 
     Raises:
-        MissingDataError: (a KeyError and a ValueError) if a column is missing.
-        InvalidRequestError: (a ValueError) if a row's roles, contents, lengths and ids do not fit
+        MissingDataError: (a KeyError and a ValueError) a column is missing.
+        InvalidRequestError: (a ValueError) a row's roles, contents, lengths and ids do not fit
             together, columns differ in their number of rows, or both forms are mixed.
     """
     given = {
@@ -119,7 +124,7 @@ def reconstruct_message_log(
         mixed += [] if input_ids is None else [INPUT_IDS]
         if mixed:
             raise InvalidRequestError(
-                f"reconstruct_message_log: a mapping of columns and {listed(mixed)} besides; "
+                f"reconstruct_message_log: both a mapping of columns and {listed(mixed)}; "
                 "expected one or the other"
             )
         return _reconstruct(columns)
@@ -181,8 +186,8 @@ def _rebuild(
     if len(lengths) < len(roles) or len(contents) != len(roles) or sum(lengths) > tokens.shape[0]:
         raise InvalidRequestError(
             f"reconstruct_message_log: row {row} has {len(roles)} roles, {len(contents)} contents, "
-            f"turn_lengths {lengths[:10]} and {tokens.shape[0]} token ids; expected a content and "
-            "a length per role, and an id per token"
+            f"turn_lengths {lengths[:10]} and {tokens.shape[0]} token ids; expected one content "
+            "and one length per role, and one id per token"
         )
     log: MessageLog = []
     start = 0
@@ -202,7 +207,7 @@ def _rebuild(
 def attach_message_log_view(batch: MutableMapping[str, Any]) -> None:
     """Set ``batch["message_log"]`` from its columns, in place.
 
-    Does nothing if ``input_ids`` or one of `MESSAGE_LOG_BULK_FIELDS` is absent; may be repeated.
+    It does nothing if ``input_ids`` or one of `MESSAGE_LOG_BULK_FIELDS` is absent.
 
     Args:
         batch: a `BatchedDataDict` or dict of columns.

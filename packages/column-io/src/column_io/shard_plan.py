@@ -1,9 +1,8 @@
-"""Which row goes to which rank, and how each rank cuts its rows into micro-batches.
+"""Plans that distribute rows over ranks and cut each rank's rows into micro-batches.
 
-Planned from row lengths alone, so that the driver can plan a batch whose tensors it never holds.
-`BatchedDataDict.shard_by_batch_size` and `shard_meta_for_dp` carry out the same plan. Every rank
-gets the same number of micro-batches: ranks that run a different number would wait for each other
-in a collective forever.
+A plan needs row lengths only, so that the driver can plan without the tensors.
+`BatchedDataDict.shard_by_batch_size` and `shard_meta_for_dp` apply the same plan. Every rank gets
+the same number of micro-batches, because otherwise the ranks would deadlock in a collective.
 """
 
 from __future__ import annotations
@@ -24,22 +23,22 @@ from dataplane_core.arguments import checked_int, checked_ints
 
 
 class UnevenShardsError(InvalidRequestError, AssertionError):
-    """The rows cannot be divided as asked. Also an AssertionError, which the contract names."""
+    """The rows cannot be divided evenly. Also an AssertionError, as the contract requires."""
 
 
 MicroBatchIndices = list[list[list[int]]]
-"""Per chunk of the global batch a list of [start, stop), relative to the chunk's first row."""
+"""Per chunk (global batch) a list of [start, stop), relative to the chunk's first row."""
 
 
 @dataclass(frozen=True)
 class RankPlan:
-    """What one rank gets.
+    """The rows and micro-batches of one rank.
 
     Attributes:
-        rows: places in the whole batch, in the order in which the rank holds them.
+        rows: indices into the batch, in the rank's order.
         micro_batch_indices: see `MicroBatchIndices`; None without packing or dynamic batching.
         micro_batch_lengths: per chunk, the tokens (packing) or the width (dynamic batching) of
-            each micro-batch; None likewise.
+            each micro-batch; None without packing or dynamic batching.
         elem_counts_per_gb: rows per chunk, with sequence packing only.
     """
 
@@ -50,7 +49,9 @@ class RankPlan:
 
 
 @dataclass
-class _ChunkShare:
+class _ChunkPlan:
+    """The rows and micro-batches of one rank in one chunk."""
+
     rows: list[int]
     indices: list[list[int]]
     lengths: list[int]
@@ -62,28 +63,29 @@ def plan_even_shards(
     """Cut each chunk of ``batch_size`` rows into ``shards`` contiguous parts, one per rank.
 
     Args:
-        count: rows in the whole batch.
+        count: number of rows of the batch.
         shards: number of ranks.
         batch_size: rows in a chunk (a global batch); None is one chunk.
         allow_uneven: the last ranks may get fewer rows, or none.
 
     Raises:
-        InvalidRequestError: (a ValueError) if a number is below 1, or ``batch_size`` is combined
-            with ``allow_uneven``.
-        UnevenShardsError: (a ValueError and an AssertionError) if the rows do not divide.
+        InvalidRequestError: (a ValueError) a number is below 1, or ``batch_size`` is combined with
+            ``allow_uneven``.
+        UnevenShardsError: (a ValueError and an AssertionError) the rows cannot be divided evenly.
     """
     if allow_uneven:
         if batch_size is not None:
             raise InvalidRequestError(
                 f"sharding: batch_size {batch_size} with uneven shards; expected one of the two"
             )
-        _check_at_least_one(shards=shards)
+        shards = checked_int("sharding", "shards", shards, minimum=1)
         width = -(-count // shards)
         return [
             RankPlan(list(range(min(rank * width, count), min((rank + 1) * width, count))))
             for rank in range(shards)
         ]
-    chunks = _chunks(count, shards, batch_size)
+    shards = checked_int("sharding", "shards", shards, minimum=1)
+    chunks = _chunks(count, batch_size)
     _check_divisible(len(chunks[0]), shards)
     width = len(chunks[0]) // shards
     return [
@@ -99,7 +101,7 @@ def plan_sequence_packing(
     *,
     batch_size: int | None = None,
 ) -> list[RankPlan]:
-    """Pack each chunk into micro-batches and deal those to the ranks in turn.
+    """Pack each chunk into micro-batches, and assign those to the ranks round-robin.
 
     Args:
         lengths: tokens per row.
@@ -108,38 +110,44 @@ def plan_sequence_packing(
         batch_size: rows in a chunk (a global batch); None is one chunk.
 
     Raises:
-        InvalidRequestError: (a ValueError) on an unknown algorithm, order or key, on a row that
-            exceeds a micro-batch, or if a chunk has too few rows to give each rank as many
-            micro-batches.
-        UnevenShardsError: if the chunks do not divide the rows.
+        InvalidRequestError: (a ValueError) an algorithm, order or key is unknown, a row exceeds a
+            micro-batch, or a chunk has too few rows for equally many micro-batches per rank.
+        UnevenShardsError: the number of rows is not a multiple of ``batch_size``.
     """
     check_sequence_packing_args(args)
     lengths = checked_ints("sharding", "lengths", lengths)
-    capacity = args["max_tokens_per_microbatch"]
+    capacity = int(args["max_tokens_per_microbatch"])  # may be a numpy integer
     packer = PACKERS[args["algorithm"]]
     padded = [round_up(length, args["sequence_length_pad_multiple"]) for length in lengths]
     _check_fit(padded, capacity, "rounded up to sequence_length_pad_multiple")
-    shares: list[list[_ChunkShare]] = []
-    for chunk in _chunks(len(lengths), shards, batch_size):
+    # Lengths 5 2 3 4 of one chunk, 8 tokens a bin, 2 ranks, algorithm largest_first:
+    #   bins                 [0, 2] (5 + 3)   [3, 1] (4 + 2)       indices into the chunk
+    #   assigned to          rank 0           rank 1
+    #   rows of the rank     0, 2             3, 1
+    #   micro_batch_indices  [0, 2)           [0, 2)               indices into the rank's rows
+    #   micro_batch_lengths  8                6
+    plans: list[list[_ChunkPlan]] = []
+    shards = checked_int("sharding", "shards", shards, minimum=1)
+    for chunk in _chunks(len(lengths), batch_size):
         sizes = padded[chunk.start : chunk.stop]
         bins = split_to_multiple(packer(sizes, capacity), sizes, shards)
         if args.get("order") == "largest_first":
-            bins.sort(key=lambda members: -sum(sizes[place] for place in members))
-        shares.append([_share_of_bins(bins[rank::shards], sizes, chunk) for rank in range(shards)])
+            bins.sort(key=lambda members: -sum(sizes[index] for index in members))
+        plans.append([_plan_of_bins(bins[rank::shards], sizes, chunk) for rank in range(shards)])
     return [
-        _joined([chunk_shares[rank] for chunk_shares in shares], with_counts=True)
+        _joined([chunk_plans[rank] for chunk_plans in plans], with_counts=True)
         for rank in range(shards)
     ]
 
 
-def _share_of_bins(bins: list[list[int]], sizes: Sequence[int], chunk: range) -> _ChunkShare:
-    share = _ChunkShare([], [], [])
+def _plan_of_bins(bins: list[list[int]], sizes: Sequence[int], chunk: range) -> _ChunkPlan:
+    plan = _ChunkPlan([], [], [])
     for members in bins:
-        start = len(share.rows)
-        share.rows.extend(chunk[place] for place in members)
-        share.indices.append([start, len(share.rows)])
-        share.lengths.append(sum(sizes[place] for place in members))
-    return share
+        start = len(plan.rows)
+        plan.rows.extend(chunk[index] for index in members)
+        plan.indices.append([start, len(plan.rows)])
+        plan.lengths.append(sum(sizes[index] for index in members))
+    return plan
 
 
 def plan_dynamic_batching(
@@ -149,10 +157,10 @@ def plan_dynamic_batching(
     *,
     batch_size: int | None = None,
 ) -> list[RankPlan]:
-    """Sort each chunk by length, deal the rows to the ranks in turn, and cut at common places.
+    """Sort each chunk by length, assign the rows to the ranks round-robin, and cut micro-batches.
 
-    A micro-batch is as wide as its longest row over all ranks, rounded up, but no wider than
-    ``max_tokens_per_microbatch``; all ranks cut at the same places.
+    All ranks cut at the same indices. The width of a micro-batch is that of its longest row over
+    all ranks, rounded up, but at most ``max_tokens_per_microbatch``.
 
     Args:
         lengths: tokens per row.
@@ -161,71 +169,74 @@ def plan_dynamic_batching(
         batch_size: rows in a chunk (a global batch); None is one chunk.
 
     Raises:
-        InvalidRequestError: (a ValueError) on an unknown key or a row that exceeds a micro-batch.
-        UnevenShardsError: (a ValueError and an AssertionError) if the rows do not divide.
+        InvalidRequestError: (a ValueError) a key is unknown, or a row exceeds a micro-batch.
+        UnevenShardsError: (a ValueError and an AssertionError) the rows cannot be divided evenly.
     """
     check_dynamic_batching_args(args)
     lengths = checked_ints("sharding", "lengths", lengths)
-    capacity = args["max_tokens_per_microbatch"]
+    capacity = int(args["max_tokens_per_microbatch"])  # may be a numpy integer
     _check_fit(lengths, capacity, "unrounded")
-    shares: list[list[_ChunkShare]] = []
-    for chunk in _chunks(len(lengths), shards, batch_size):
+    # Lengths 1 2 3 4 5 6, 2 ranks, 8 tokens a micro-batch, rounded to 1:
+    #   rank 0        1   3 | 5        every second row of the ascending order
+    #   rank 1        2   4 | 6
+    #   widths        2   4   6        longest row over the ranks at each index
+    #   [0, 2) has 2 rows of width 4 = 8 tokens; 3 rows of width 6 would be 18
+    plans: list[list[_ChunkPlan]] = []
+    shards = checked_int("sharding", "shards", shards, minimum=1)
+    for chunk in _chunks(len(lengths), batch_size):
         _check_divisible(len(chunk), shards)
         ascending = sorted(chunk, key=lambda row: lengths[row])
-        # Neighbours of equal place on all ranks: the last is the longest of them.
+        # In ascending order, ``shards`` consecutive rows go to one index of all ranks; the last of
+        # them is the longest.
         widths = [
             min(round_up(lengths[row], args["sequence_length_round"]), capacity)
             for row in ascending[shards - 1 :: shards]
         ]
         indices, micro_lengths = _cut(widths, capacity)
-        shares.append(
+        plans.append(
             [
-                _ChunkShare(ascending[rank::shards], [list(cut) for cut in indices], micro_lengths)
+                _ChunkPlan(ascending[rank::shards], [list(cut) for cut in indices], micro_lengths)
                 for rank in range(shards)
             ]
         )
     return [
-        _joined([chunk_shares[rank] for chunk_shares in shares], with_counts=False)
+        _joined([chunk_plans[rank] for chunk_plans in plans], with_counts=False)
         for rank in range(shards)
     ]
 
 
 def _cut(widths: Sequence[int], capacity: int) -> tuple[list[list[int]], list[int]]:
-    """Consecutive places, as many as fit: rows times the width of the widest <= capacity."""
+    """Return [start, stop) of consecutive rows, and their widths: rows * width <= capacity."""
     indices: list[list[int]] = []
     lengths: list[int] = []
-    for place, width in enumerate(widths):
-        if indices and (place + 1 - indices[-1][0]) * width <= capacity:
-            indices[-1][1] = place + 1
+    for index, width in enumerate(widths):
+        if indices and (index + 1 - indices[-1][0]) * width <= capacity:
+            indices[-1][1] = index + 1
             lengths[-1] = width
         else:
-            indices.append([place, place + 1])
+            indices.append([index, index + 1])
             lengths.append(width)
     return indices, lengths
 
 
-def _joined(shares: list[_ChunkShare], *, with_counts: bool) -> RankPlan:
+def _joined(plans: list[_ChunkPlan], *, with_counts: bool) -> RankPlan:
     return RankPlan(
-        rows=[row for share in shares for row in share.rows],
-        micro_batch_indices=[share.indices for share in shares],
-        micro_batch_lengths=[list(share.lengths) for share in shares],
-        elem_counts_per_gb=[len(share.rows) for share in shares] if with_counts else None,
+        rows=[row for plan in plans for row in plan.rows],
+        micro_batch_indices=[plan.indices for plan in plans],
+        micro_batch_lengths=[list(plan.lengths) for plan in plans],
+        elem_counts_per_gb=[len(plan.rows) for plan in plans] if with_counts else None,
     )
 
 
-def _chunks(count: int, shards: int, batch_size: int | None) -> list[range]:
+def _chunks(count: int, batch_size: int | None) -> list[range]:
+    count = checked_int("sharding", "rows", count, minimum=1)
     size = count if batch_size is None else batch_size
-    _check_at_least_one(rows=count, shards=shards, batch_size=size)
+    size = checked_int("sharding", "batch_size", size, minimum=1)
     if count % size:
         raise UnevenShardsError(
             f"sharding: {count} rows in global batches of {size}; expected a multiple of {size}"
         )
     return [range(start, start + size) for start in range(0, count, size)]
-
-
-def _check_at_least_one(**numbers: int) -> None:
-    for name, number in numbers.items():
-        checked_int("sharding", name, number, least=1)
 
 
 def _check_divisible(rows: int, shards: int) -> None:

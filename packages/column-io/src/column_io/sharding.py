@@ -1,4 +1,4 @@
-"""A batch's meta, dealt to data-parallel ranks without fetching a tensor."""
+"""Sharding of a batch's meta over data-parallel ranks, without fetching a tensor."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from dataplane_core import (
 from dataplane_core.arguments import checked_ints
 
 MICRO_BATCH_IDS_DIGEST: Final = "micro_batch_ids_digest"
-"""``extra_info`` key: digest of the ids, in their order, that the micro-batches are planned for."""
+"""``extra_info`` key of the digest of the ordered ids for which micro-batches were planned."""
 
 
 def shard_meta_for_dp(
@@ -34,42 +34,50 @@ def shard_meta_for_dp(
     sequence_packing_args: SequencePackingArgs | None = None,
     dynamic_batching_args: DynamicBatchingArgs | None = None,
 ) -> tuple[list[KVBatchMeta], list[int] | None]:
-    """Deal the rows of ``meta`` to ``dp_world`` ranks.
+    """Distribute the rows of ``meta`` over ``dp_world`` ranks.
 
     Args:
-        meta: the batch; ``sequence_lengths`` says the tokens of each row.
+        meta: the batch; ``sequence_lengths`` are the tokens of each row.
         dp_world: number of data-parallel ranks.
-        batch_size: rows in a global batch (one optimiser step), each dealt on its own; None is the
-            whole batch.
+        batch_size: rows in a global batch (one optimizer step), each distributed separately; None
+            is one global batch with all rows.
         sequence_packing_args: pack rows into micro-batches of bounded tokens.
         dynamic_batching_args: group rows of similar length into micro-batches of one width.
 
     Returns:
-        One meta per rank, and the inverse. Each id of ``meta`` is in exactly one of them, with its
-        length; partition, task, fields and ``extra_info`` are kept, tags are not carried. With
-        micro-batches, ``extra_info`` has their plan: ``micro_batch_indices`` (per global batch a
-        list of [start, stop) relative to its first row), ``micro_batch_lengths`` (tokens of a
-        packed one, width of a dynamic one), and with packing ``elem_counts_per_gb`` (rows per
-        global batch); all ranks have the same number of micro-batches. The plan names rows by
-        place, so ``micro_batch_ids_digest`` says for which ids in which order it was made:
-        `read_columns` leaves the plan of a meta out whose rows were picked or moved since.
-        ``inverse[i]`` is the place of row i in the rank-by-rank concatenation, so that
-        ``concatenated.select_indices(inverse)`` is in the order of ``meta``; None if it is already.
+        One meta per rank, and the inverse order.
+
+        Each id of ``meta`` is in exactly one of the metas, with its length. Partition, task, fields
+        and ``extra_info`` are kept, tags are dropped. With micro-batches, ``extra_info`` also
+        has the keys of their plan.
+
+        - ``micro_batch_indices``: per global batch a list of [start, stop) relative to its first
+            row;
+        - ``micro_batch_lengths``: tokens of each packed micro-batch, width of each dynamic one;
+        - ``elem_counts_per_gb``, with packing: rows per global batch;
+        - ``micro_batch_ids_digest``: digest of the ordered ids. The plan refers to rows by index,
+            so `read_columns` ignores it if rows were picked or moved since.
+
+        All ranks have the same number of micro-batches.
+
+        ``inverse[i]`` is the index of row i in the rank-by-rank concatenation, so that
+        ``concatenated.select_indices(inverse)`` restores the order of ``meta``; None if the order
+        is unchanged.
 
     Raises:
-        InvalidRequestError: (a ValueError) without ids, without one length per id, with both kinds
-            of micro-batches, on a wrong argument, on a row that exceeds a micro-batch, or with too
-            few rows to give each rank as many micro-batches.
-        UnevenShardsError: (a ValueError and an AssertionError) if the rows do not divide.
+        InvalidRequestError: (a ValueError) there are no ids, not one length per id, both kinds of
+            micro-batches, an invalid argument, a row that exceeds a micro-batch, or too few rows
+            for equally many micro-batches per rank.
+        UnevenShardsError: (a ValueError and an AssertionError) the rows cannot be divided evenly.
     """
     where = f"shard_meta_for_dp(partition={meta.partition_id!r})"
     lengths = meta.sequence_lengths
     if not meta.sample_ids:
         raise InvalidRequestError(f"{where}: no sample_ids; expected at least one")
     if lengths is None or len(lengths) != meta.size:
-        found = "no" if lengths is None else len(lengths)
+        given = "no" if lengths is None else len(lengths)
         raise InvalidRequestError(
-            f"{where}: {found} sequence_lengths for {meta.size} samples; expected one per sample"
+            f"{where}: {given} sequence_lengths for {meta.size} samples; expected one per sample"
         )
     lengths = checked_ints(where, "sequence_lengths", lengths)
     if sequence_packing_args is not None and dynamic_batching_args is not None:
@@ -90,9 +98,9 @@ def shard_meta_for_dp(
 
 
 def is_planned_for(meta: KVBatchMeta) -> bool:
-    """Return True if the plan of micro-batches in ``meta`` was made for its ids in this order.
+    """Return whether the plan of micro-batches in ``meta`` was made for its ids in this order.
 
-    Only the number of rows can tell where somebody else planned, without a digest.
+    A plan by other code has no digest; then only the number of rows is compared.
     """
     rows = sum(cuts[-1][1] for cuts in meta.extra_info[MICRO_BATCH_INDICES] if cuts)
     digest = meta.extra_info.get(MICRO_BATCH_IDS_DIGEST)
@@ -100,7 +108,7 @@ def is_planned_for(meta: KVBatchMeta) -> bool:
 
 
 def _digest(sample_ids: list[str]) -> str:
-    # JSON, so that no two lists of ids have the same bytes.
+    # JSON, because different lists of ids must have different bytes.
     return hashlib.blake2b(json.dumps(sample_ids).encode(), digest_size=16).hexdigest()
 
 
@@ -116,7 +124,7 @@ def _shard(meta: KVBatchMeta, plan: RankPlan) -> KVBatchMeta:
         ),
     }
     for key, value in planned.items():
-        # What an earlier sharding left refers to other places.
+        # A plan of an earlier sharding refers to other rows.
         shard.extra_info.pop(key, None)
         if value is not None:
             shard.extra_info[key] = value
@@ -126,6 +134,6 @@ def _shard(meta: KVBatchMeta, plan: RankPlan) -> KVBatchMeta:
 def _inverse(plans: list[RankPlan]) -> list[int] | None:
     order = [row for plan in plans for row in plan.rows]
     inverse = [0] * len(order)
-    for place, row in enumerate(order):
-        inverse[row] = place
+    for position, row in enumerate(order):
+        inverse[row] = position
     return None if order == list(range(len(order))) else inverse
