@@ -1,8 +1,11 @@
-"""Per module a real Ray with a real TransferQueue, and a client in another process.
+"""Fixtures: per module a real Ray with a real TransferQueue, and a client in another process.
 
-Not per session: the tests of other packages, run in the same process, start a Ray of their own.
-Tests that stop processes half-way have a directory and a unit without Ray.
+They are not per session, because tests of other packages in the same process start their own Ray.
+Tests that stop processes half-way use a directory and a unit without Ray.
+
+Imports internals: the stepped store executes a client's protocol step by step.
 """
+# ruff: noqa: TID251
 
 from __future__ import annotations
 
@@ -11,7 +14,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from pathlib import Path
 
@@ -21,16 +23,20 @@ import pytest
 import ray
 from hypothesis import settings
 
-from dataplane_core import PartitionSummary, StorageSummary, TaskCounts
-from dataplane_core.declaration import PartitionDeclaration
-from dataplane_core.ledger import ClaimRequest
-from dataplane_core.slices import Slices
+# Tests are imported by path, so their folder is not on sys.path.
+sys.path.insert(0, str(Path(__file__).parent))
+
+from directory_calls import Calls, stop, until  # needs the line above
+
+from dataplane_core import ConfigError, PartitionSummary
 from dataplane_tq import TQDataPlaneClient, start_local_ray
-from dataplane_tq import protocol as p
+from dataplane_tq.directory import protocol as p
+from dataplane_tq.directory.wire import Address, Link
 from dataplane_tq.packed.layout import FieldLayout
+from dataplane_tq.packed.slices import Slices
 from dataplane_tq.packed.unit_client import UnitClient
 from dataplane_tq.packed.unit_wire import UnitAddress
-from dataplane_tq.wire import Address, Link
+from dataplane_tq.storage import BACKENDS
 
 CONFIG = {
     "enabled": True,
@@ -43,6 +49,13 @@ CONFIG = {
     "local_buffer_size": 16 << 20,
     "ack_timeout_ms": 20_000,
 }
+
+
+def config_of(backend):
+    """Return the configuration of a backend; "unmirrored" is packed without the mirror."""
+    if backend == "unmirrored":
+        return {**CONFIG, "transfer_queue_mirror": False}
+    return {**CONFIG, "backend": backend}
 
 
 @pytest.fixture(scope="module")
@@ -62,13 +75,13 @@ def cluster():
 
 @pytest.fixture(scope="module")
 def backend():
-    """The storage backend of a module's tests; a module parametrises it."""
+    """Return the storage backend of a module's tests; a module may parametrise it."""
     return "packed"
 
 
 @pytest.fixture(scope="session")
 def stop_process():
-    """Stops a process that is not a child, and returns when all of it has stopped."""
+    """Return a function that stops a process, and waits until all its threads have stopped."""
 
     def stopped(pid):
         stats = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/stat")]
@@ -78,24 +91,21 @@ def stop_process():
         os.kill(pid, signal.SIGSTOP)
         deadline = time.monotonic() + 20
         while not stopped(pid):
-            assert time.monotonic() < deadline, f"process {pid} goes on"
+            assert time.monotonic() < deadline, f"process {pid} does not stop"
 
     return stop
 
 
 @pytest.fixture(scope="module")
 def require_backend():
-    """Skips what needs a backend whose extra is not installed."""
+    """Return a function that skips the test if a backend's extra is not installed."""
 
     def require(name):
-        if name == "mooncake_cpu":
-            pytest.importorskip(
-                "mooncake.store",
-                reason="needs the packages mooncake-transfer-engine-non-cuda, libibverbs1 (Debian)",
-                exc_type=ImportError,
-            )
-        if name == "yuanrong":
-            pytest.importorskip("yr", reason="needs the package openyuanrong-datasystem")
+        if name in BACKENDS:
+            try:
+                BACKENDS[name].check(config_of(name))
+            except ConfigError as error:
+                pytest.skip(str(error))
         return name
 
     return require
@@ -103,11 +113,11 @@ def require_backend():
 
 @pytest.fixture
 def config(backend):
-    return {**CONFIG, "backend": backend}
+    return config_of(backend)
 
 
 class Host:
-    """Runs an attached client in a process of its own."""
+    """Ray actor that hosts an attached client."""
 
     def __init__(self, config):
         self.client = TQDataPlaneClient(config, bootstrap=False)
@@ -117,17 +127,20 @@ class Host:
 
 
 class Peer:
-    """A client whose every call runs in another process."""
+    """Client that runs every call in another process."""
 
     capabilities = TQDataPlaneClient.capabilities
 
     def __init__(self, config):
         self._host = ray.remote(Host).options(num_cpus=0.1, max_concurrency=8).remote(config)
 
+    def kill(self):
+        ray.kill(self._host)
+
     def __getattr__(self, method):
         def call(*args, **kwargs):
             try:
-                return ray.get(self._host.call.remote(method, args, kwargs), timeout=60)
+                return ray.get(self._host.call.remote(method, args, kwargs), timeout=180)
             except ray.exceptions.RayTaskError as error:
                 raise error.cause from None
 
@@ -136,26 +149,26 @@ class Peer:
 
 @pytest.fixture(scope="module")
 def owner(cluster, backend):
-    with TQDataPlaneClient({**CONFIG, "backend": backend}) as client:
+    with TQDataPlaneClient(config_of(backend)) as client:
         yield client
 
 
 @pytest.fixture(scope="module")
 def attach(owner, backend):
-    """Builds an attached client."""
+    """Return a function that builds an attached client."""
 
     def attach(**changes):
-        return TQDataPlaneClient({**CONFIG, "backend": backend, **changes}, bootstrap=False)
+        return TQDataPlaneClient({**config_of(backend), **changes}, bootstrap=False)
 
     return attach
 
 
 @pytest.fixture(scope="module")
 def other_process(owner, backend):
-    return Peer({**CONFIG, "backend": backend})
+    return Peer(config_of(backend))
 
 
-_PATIENCE_S = 20.0
+TIMEOUT_S = 20.0
 _SOON_S = 5.0
 _TOKEN = b"secret"
 _ROW = 64 << 10
@@ -170,8 +183,8 @@ if kind == "unit":
     from dataplane_tq.packed.unit import UnitServer
     address = UnitServer(Arena.create("u0", size), b"secret", "127.0.0.1").address
 else:
-    from dataplane_tq.directory import Directory
-    from dataplane_tq.packed.catalogue import UnitSpec
+    from dataplane_tq.directory.server import Directory
+    from dataplane_tq.packed.unit_wire import UnitSpec
     address = Directory(100, [UnitSpec("u0", "node", size)], "127.0.0.1").start()
 sys.stdout.buffer.write(msgspec.json.encode(address) + b"\\n")
 sys.stdout.flush()
@@ -183,12 +196,12 @@ import sys
 import msgspec, numpy as np
 from dataplane_core import DataPlaneError
 from dataplane_core.ledger import ClaimRequest
-from dataplane_core.slices import Slices
-from dataplane_tq import protocol as p
+from dataplane_tq.packed.slices import Slices
+from dataplane_tq.directory import protocol as p
 from dataplane_tq.packed.layout import FieldLayout
 from dataplane_tq.packed.unit_client import UnitClient
 from dataplane_tq.packed.unit_wire import UnitAddress
-from dataplane_tq.wire import Address, Link
+from dataplane_tq.directory.wire import Address, Link
 
 link = Link(msgspec.json.decode(sys.argv[1], type=Address), timeout_s=1.0)
 unit = UnitClient(msgspec.json.decode(sys.argv[2], type=UnitAddress), b"secret",
@@ -206,7 +219,7 @@ def pieces(at, rows):
     return [(at, Slices(values, [0], [values.size]))]
 
 
-def put(token=None, entering=False):
+def put(token=None):
     with link.session("put") as session:
         begin = p.BeginPut("p", ["a", "b"], {"x": "torch.uint8"}, [layout], "node", token, 1.0)
         (block,) = session.ask(begin, p.PutAnswer).blocks
@@ -215,14 +228,12 @@ def put(token=None, entering=False):
         step("half written")
         unit.write(pieces(block.offset + 65536, 1), 1.0)
         step("written")
-        session.ask(p.CommitPut(None, entering), type(None))
+        session.ask(p.CommitPut(None), type(None))
         step("committed")
-        if entering:  # TransferQueue is told here
-            session.ask(p.Entered(), list)
 
 
 def claim(timeout_s, lease_s=None):
-    wanted = ClaimRequest("train", ("x",), 2, whole=timeout_s > 0, lease_s=lease_s)
+    wanted = ClaimRequest("train", ("x",), 2, blocking=timeout_s > 0, lease_s=lease_s)
     link.ask("warm up", p.ListPartitions(), list)
     print("waiting", flush=True)
     return link.ask("claim", p.Claim("p", wanted, timeout_s), p.ClaimAnswer)
@@ -236,7 +247,7 @@ def get():
         first = unit.read([(block.offset, block.offset + 65536)], 2.0).copy()
         step("half read")
         second = unit.read([(block.offset + 65536, block.offset + 131072)], 2.0).copy()
-        session.tell(p.Unpin())
+        session.send(p.Unpin())
     step("values " + str(sorted(set(first.tolist() + second.tolist()))))
 
 
@@ -259,7 +270,7 @@ sys.stdin.read()
 
 
 class Child:
-    """A process that is ended with the test, stopped or not."""
+    """Child process that is killed at the end of the test, stopped or not."""
 
     def __init__(self, code, *arguments):
         command = [sys.executable, "-c", code, *map(str, arguments)]
@@ -268,60 +279,52 @@ class Child:
         )
         self.pid = self.process.pid
 
-    def says(self):
+    def read_line(self):
         return self.process.stdout.readline().strip()
 
-    def go_on(self):
+    def advance(self):
         self.process.stdin.write("\n")
         self.process.stdin.flush()
 
-    def go_to(self, step):
-        """Let it work up to a step, where it waits."""
-        while (said := self.says()) != step:
-            assert said not in ("done", "")
-            assert not is_error(said)
-            self.go_on()
+    def run_to(self, step):
+        """Let the process run to a step, where it waits."""
+        while (line := self.read_line()) != step:
+            assert line not in ("done", "")
+            assert not is_error(line)
+            self.advance()
 
     def finish(self):
-        """Let it work to its end; what it says there: done, or the name of an error."""
-        while not ((said := self.says()) == "done" or is_error(said)):
-            assert said, "it died"
-            self.go_on()
-        return said
+        """Let the process run to its end; return "done" or the name of an error."""
+        while not ((line := self.read_line()) == "done" or is_error(line)):
+            assert line, "the process died"
+            self.advance()
+        return line
 
-    def until_it_sleeps(self):
-        """Until its only thread waits for an answer: it has asked."""
+    def wait_until_blocked(self):
+        """Wait until the process's only thread has sent a request and sleeps."""
         until(lambda: state_of(self.pid) == "S")
 
     def stop(self):
-        os.kill(self.pid, signal.SIGSTOP)
-        assert os.WIFSTOPPED(os.waitpid(self.pid, os.WUNTRACED)[1])
+        stop(self.pid)
 
-    def wake(self):
+    def resume(self):
         os.kill(self.pid, signal.SIGCONT)
 
     def kill(self):
         self.process.kill()
-        self.process.wait(_PATIENCE_S)
+        self.process.wait(TIMEOUT_S)
 
     def close(self):
         self.process.kill()
-        self.process.communicate(timeout=_PATIENCE_S)
+        self.process.communicate(timeout=TIMEOUT_S)
 
 
-def is_error(said):
-    return said.endswith(("Error", "Exceeded"))
+def is_error(line):
+    return line.endswith(("Error", "Exceeded"))
 
 
 def state_of(pid):
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-
-
-def until(condition):
-    deadline = time.monotonic() + _PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline, "the state did not come"
-        threading.Event().wait(0.005)
 
 
 def filled(value, rows):
@@ -329,11 +332,10 @@ def filled(value, rows):
     return Slices(values, [0], [values.size])
 
 
-class SteppedStore:
-    """A directory and a unit, each a process, and a client of both in this one. No Ray.
+class SteppedStore(Calls):
+    """Directory and unit in one process each, and a client of both in this process. No Ray.
 
-    Other clients go on from step to step when they are told to, so that a signal arrives exactly
-    where a test wants it.
+    Other clients advance one step at a time, so a test can send a signal at any step.
     """
 
     row_nbytes = _ROW
@@ -344,12 +346,12 @@ class SteppedStore:
         self.children = []
         self.unit_process = self._child(_SERVERS, "unit", _UNIT)
         self.directory = self._child(_SERVERS, "directory", _UNIT)
-        self.unit_address = self.unit_process.says()
-        self.address = self.directory.says()
-        self.link = Link(msgspec.json.decode(self.address, type=Address), timeout_s=_SOON_S)
+        self.unit_address = self.unit_process.read_line()
+        self.address = self.directory.read_line()
+        super().__init__(Link(msgspec.json.decode(self.address, type=Address), timeout_s=_SOON_S))
         address = msgspec.json.decode(self.unit_address, type=UnitAddress)
         self.unit = UnitClient(address, _TOKEN, transport="shm")
-        self.unit.connect(_PATIENCE_S)
+        self.unit.connect(TIMEOUT_S)
         self.over_tcp = UnitClient(address, _TOKEN, transport="tcp")
         self.register("p")
 
@@ -368,12 +370,6 @@ class SteppedStore:
         for child in reversed(self.children):
             child.close()
 
-    def ask(self, request, answer=object, timeout_s=_SOON_S):
-        return self.link.ask("test", request, answer, timeout_s)
-
-    def register(self, name):
-        self.ask(p.Register(PartitionDeclaration.checked(name, ["x"], 100, ["train"])))
-
     def put(self, ids, value=2, *, partition="p", timeout_s=_SOON_S, unit=None):
         layout = FieldLayout("x", "torch.uint8", False, (_ROW,), b"", _ROW, len(ids))
         kinds = {"x": "torch.uint8"}
@@ -386,19 +382,15 @@ class SteppedStore:
             session.ask(p.CommitPut(None), type(None))
 
     def get(self, sample_id, partition="p"):
-        """The distinct bytes of a sample's row."""
+        """Return the distinct bytes of a sample's row."""
         with self.link.session("get") as session:
             (part,) = session.ask(p.Read(partition, [sample_id], ["x"]), p.ReadAnswer).parts
             (block,) = part.blocks
             row = int(np.frombuffer(part.rows, np.int64)[0]) if part.rows else 0
             start = block.offset + row * _ROW
             values = set(self.unit.read([(start, start + _ROW)], _SOON_S).tolist())
-            session.tell(p.Unpin())
+            session.send(p.Unpin())
         return values
-
-    def claim(self, size, *, timeout_s=0.0, lease_s=None):
-        wanted = ClaimRequest("train", ("x",), size, whole=timeout_s > 0, lease_s=lease_s)
-        return self.ask(p.Claim("p", wanted, timeout_s), p.ClaimAnswer, timeout_s + _SOON_S)
 
     def clear(self, ids, *, partition="p", timeout_s=_SOON_S):
         with self.link.session("clear") as session:
@@ -407,14 +399,8 @@ class SteppedStore:
             session.ask(p.Dropped(), type(None))
         return dropped
 
-    def counts(self):
-        return self.ask(p.Count("p", "train", ["x"]), TaskCounts)
-
-    def used(self):
-        return self.ask(p.ListStorage(), list[StorageSummary])[0].used
-
-    def others_go_on(self):
-        """Put, get, claim and clear of other samples, each within its deadline."""
+    def check_other_samples(self):
+        """Put, get, claim and clear other samples, each within its deadline."""
         started = time.monotonic()
         self.put(["c", "d"], 3)
         assert self.get("d") == {3}
@@ -431,6 +417,6 @@ def stepped():
     store.close()
 
 
-# How long an example takes depends on what else the machine does.
+# The duration of an example depends on the machine's load.
 settings.register_profile("no deadline", deadline=None)
 settings.load_profile("no deadline")

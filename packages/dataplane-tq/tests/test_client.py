@@ -1,4 +1,7 @@
-"""What the client promises beyond the contract suite, on one shared TransferQueue."""
+"""Promises of the client beyond the contract suite, on one shared TransferQueue.
+
+Imports internals: one test patches the wire to lose an answer.
+"""
 
 from __future__ import annotations
 
@@ -25,12 +28,12 @@ from dataplane_core import (
     DataPlaneError,
     DeadlineExceededError,
     InMemoryDataPlaneClient,
-    InvalidRequestError,
     MissingDataError,
     UnavailableError,
 )
-from dataplane_tq import TQDataPlaneClient, topology, wire
-from dataplane_tq import protocol as p
+from dataplane_tq import TQDataPlaneClient
+from dataplane_tq.directory import protocol as p  # noqa: TID251
+from dataplane_tq.directory import wire  # noqa: TID251
 
 
 def batch(count):
@@ -49,7 +52,7 @@ def partition(owner):
     return name
 
 
-def test_a_process_without_ray_is_told_so(config):
+def test_process_without_ray_gets_a_hint(config):
     code = f"""
 from dataplane_core import UnavailableError
 from dataplane_tq import TQDataPlaneClient
@@ -77,18 +80,18 @@ for bootstrap in (True, False):
         ({"sampler": "collections:OrderedDict"}, "not a subclass"),
     ],
 )
-def test_a_wrong_configuration_is_refused_by_name(cluster, config, change, named):
+def test_wrong_configuration_is_refused_by_name(cluster, config, change, named):
     with pytest.raises(ValueError, match=named):
         TQDataPlaneClient({**config, **change})
 
 
-def test_a_missing_key_is_refused_by_name(config):
+def test_missing_key_is_refused_by_name(config):
     del config["storage_capacity"]
     with pytest.raises(ConfigError, match="storage_capacity"):
         TQDataPlaneClient(config)
 
 
-def test_all_parts_on_a_local_ray_listen_on_loopback_alone(owner, partition):
+def test_all_parts_of_a_local_ray_listen_on_loopback_only(owner, partition):
     listening = {}
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -99,21 +102,17 @@ def test_all_parts_on_a_local_ray_listen_on_loopback_alone(owner, partition):
     assert set().union(*listening.values()) <= {"127.0.0.1", "::ffff:127.0.0.1", "::1"}
 
 
-@pytest.mark.parametrize("part", [topology.DIRECTORY, "DataPlanePackedUnit#0"])
-def test_the_processes_that_need_neither_torch_nor_transfer_queue_import_neither(
-    owner, partition, part
-):
+@pytest.mark.parametrize("part", ["DataPlaneDirectory", "DataPlanePackedUnit#0"])
+def test_directory_and_units_import_neither_torch_nor_tq(owner, partition, part):
     owner.get_samples(["a", "b"], partition, ["x"])
-    actor = ray.get_actor(part, namespace=topology.NAMESPACE)
+    actor = ray.get_actor(part, namespace="transfer_queue")
     imported = ray.get(actor.__ray_call__.remote(lambda self: list(sys.modules)))
     assert not {"torch", "tensordict", "transfer_queue"} & set(imported)
 
 
-def test_a_stopped_controller_ends_puts_at_their_deadline_and_reads_go_on(
-    owner, partition, config, stop_process
-):
+def test_stopped_controller_fails_puts_but_not_reads(owner, partition, config, stop_process):
     config["ack_timeout_ms"] = 1500
-    pid = pid_of(ray.get_actor(topology.CONTROLLER, namespace=topology.NAMESPACE))
+    pid = pid_of(ray.get_actor("TransferQueueController", namespace="transfer_queue"))
     ids = []
     with TQDataPlaneClient(config, bootstrap=False) as client:
         stop_process(pid)
@@ -121,7 +120,7 @@ def test_a_stopped_controller_ends_puts_at_their_deadline_and_reads_go_on(
             started = time.monotonic()
 
             def put_on() -> None:
-                for number in range(100):  # some need not wait for the controller
+                for number in range(100):  # the first puts do not wait for the controller
                     client.put_samples([f"s{number}"], partition, batch(1))
                     ids.append(f"s{number}")
 
@@ -135,13 +134,13 @@ def test_a_stopped_controller_ends_puts_at_their_deadline_and_reads_go_on(
     assert owner.get_samples(ids, partition, ["x"]).batch_size == (len(ids),)
 
 
-def test_a_stopped_controller_ends_clears_at_their_deadline_and_gets_and_claims_go_on(
+def test_stopped_controller_fails_clears_but_not_gets_and_claims(
     owner, partition, config, stop_process
 ):
     config["ack_timeout_ms"] = 500
-    pid = pid_of(ray.get_actor(topology.CONTROLLER, namespace=topology.NAMESPACE))
-    # Of a put that the controller was not told of yet, its client clears what is left.
-    futures.wait(owner._entries._waiting, timeout=20)
+    pid = pid_of(ray.get_actor("TransferQueueController", namespace="transfer_queue"))
+    # Else the owner would still be reporting the fixture's put.
+    futures.wait(owner._reporter._waiting, timeout=20)
     with TQDataPlaneClient(config, bootstrap=False) as client:
         stop_process(pid)
         try:
@@ -161,9 +160,7 @@ def test_a_stopped_controller_ends_clears_at_their_deadline_and_gets_and_claims_
     assert owner.count_samples(partition, "train", ["x"]).ready == 0
 
 
-def test_a_put_that_transfer_queue_could_not_be_told_of_stands_and_the_next_put_says_so(
-    owner, partition, config, monkeypatch
-):
+def test_failed_report_of_a_put_is_raised_by_the_next_put(owner, partition, config, monkeypatch):
     async def refuse(*arguments):
         raise RuntimeError("not now")
 
@@ -171,7 +168,7 @@ def test_a_put_that_transfer_queue_could_not_be_told_of_stands_and_the_next_put_
         with monkeypatch.context() as patch:
             patch.setattr(client._engine.client.storage_manager, "notify_data_update", refuse)
             client.put_samples(["a"], partition, batch(1))
-            futures.wait(client._entries._waiting, timeout=20)
+            futures.wait(client._reporter._waiting, timeout=20)
         with pytest.raises(UnavailableError, match=r"earlier put .* can be read.*not now"):
             client.put_samples(["b"], partition, batch(1))
         client.put_samples(["c"], partition, batch(1))
@@ -180,9 +177,7 @@ def test_a_put_that_transfer_queue_could_not_be_told_of_stands_and_the_next_put_
 
 
 @pytest.mark.parametrize("committed", [True, False])
-def test_a_put_whose_answer_is_lost_can_be_withdrawn_whether_it_was_committed_or_not(
-    owner, partition, monkeypatch, committed
-):
+def test_put_with_a_lost_answer_can_be_withdrawn(owner, partition, monkeypatch, committed):
     ask = wire.Session.ask
 
     def unanswered(session, request, answer, timeout_s=None):
@@ -204,25 +199,25 @@ def test_a_put_whose_answer_is_lost_can_be_withdrawn_whether_it_was_committed_or
     assert owner.count_samples(partition, "train", ["x"]).put == 3
 
 
-def test_a_second_bootstrap_is_refused_and_harms_nothing(owner, partition, config):
+def test_second_bootstrap_is_refused_and_harms_nothing(owner, partition, config):
     with pytest.raises(ConfigError, match="already runs"):
         TQDataPlaneClient(config)
     assert owner.get_samples(["a"], partition, ["x"]).batch_size == (1,)
 
 
-def test_clients_of_one_store_are_known_by_an_equal_key(owner, config):
+def test_clients_of_one_store_have_equal_store_keys(owner, config):
     with TQDataPlaneClient(config, bootstrap=False) as attached:
         assert attached.store_key == owner.store_key
         assert hash(attached.store_key) == hash(owner.store_key)
         assert attached.store_key != InMemoryDataPlaneClient().store_key
 
 
-def test_an_attached_client_that_closes_takes_nothing_down(owner, partition, config):
+def test_closing_an_attached_client_stops_nothing(owner, partition, config):
     TQDataPlaneClient(config, bootstrap=False).close()
     assert owner.get_samples(["a"], partition, ["x"]).batch_size == (1,)
 
 
-def test_a_client_that_closes_ends_its_claims_that_wait(owner, partition, config):
+def test_closing_a_client_ends_its_blocked_claims(owner, partition, config):
     client = TQDataPlaneClient(config, bootstrap=False)
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(client.claim_meta, partition, "train", ["x"], 8, timeout_s=600)
@@ -235,7 +230,7 @@ def test_a_client_that_closes_ends_its_claims_that_wait(owner, partition, config
     assert owner.claim_meta(partition, "train", ["x"], 8, blocking=False).size == 2
 
 
-def test_a_fork_is_told_so_at_once_and_takes_nothing_down(owner, partition):
+def test_forked_client_fails_at_once_and_stops_nothing(owner, partition):
     owner.put_samples(["a"], partition, batch(1))
     child = os.fork()
     if child == 0:
@@ -252,7 +247,7 @@ def test_a_fork_is_told_so_at_once_and_takes_nothing_down(owner, partition):
     assert owner.get_samples(["a"], partition, ["x"]).batch_size == (1,)
 
 
-def test_sixteen_threads_may_make_the_first_call_of_a_client(owner, partition, config):
+def test_sixteen_threads_make_the_first_call_of_a_client(owner, partition, config):
     with TQDataPlaneClient(config, bootstrap=False) as client:
         barrier = threading.Barrier(16)
 
@@ -265,7 +260,7 @@ def test_sixteen_threads_may_make_the_first_call_of_a_client(owner, partition, c
             assert all(call.result(30) == (2,) for call in calls)
 
 
-def test_the_callers_torch_threads_are_left_alone(owner, partition):
+def test_torch_thread_count_of_the_caller_is_unchanged(owner, partition):
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(1)
@@ -276,18 +271,8 @@ def test_the_callers_torch_threads_are_left_alone(owner, partition):
         torch.set_num_threads(before)
 
 
-def test_values_that_cannot_be_stored_without_pickle_are_refused_by_name(owner, partition):
-    class Opaque:
-        pass
-
-    fields = TensorDict({"x": torch.ones(1, 4), "o": [Opaque()]}, batch_size=[1])
-    with pytest.raises(InvalidRequestError, match=r"field 'o'.*Opaque"):
-        owner.put_samples(["c"], partition, fields)
-    assert owner.claim_meta(partition, "train", ["x"], 8, blocking=False).size == 2
-
-
-def test_a_read_never_returns_another_samples_row_while_the_store_churns(owner, partition, config):
-    """TransferQueue reuses row numbers as soon as rows are cleared, also during a read."""
+def test_reads_during_churn_never_return_another_samples_row(owner, partition, config):
+    """TransferQueue reuses row numbers as soon as rows are cleared, even during a read."""
     stop = threading.Event()
     config["ack_timeout_ms"] = 20_000
 
@@ -308,11 +293,11 @@ def test_a_read_never_returns_another_samples_row_while_the_store_churns(owner, 
             for serial in range(100):
                 value = -1.0 - serial
                 fields = TensorDict({"x": torch.full((1, 4), value)}, batch_size=[1])
-                owner.put_samples(["mine"], partition, fields)
-                clearing = threading.Thread(target=owner.clear_samples, args=(["mine"], partition))
+                owner.put_samples(["own"], partition, fields)
+                clearing = threading.Thread(target=owner.clear_samples, args=(["own"], partition))
                 clearing.start()
                 try:
-                    answer = owner.get_samples(["mine"], partition, ["x"])["x"]
+                    answer = owner.get_samples(["own"], partition, ["x"])["x"]
                     assert answer.tolist() == [[value] * 4]
                     seen += 1
                 except DataPlaneError:
@@ -326,7 +311,7 @@ def test_a_read_never_returns_another_samples_row_while_the_store_churns(owner, 
 
 @pytest.mark.parametrize("emptied_first", [True, False])
 @pytest.mark.filterwarnings("ignore:.*nothing to clear:RuntimeWarning")
-def test_a_forgotten_partition_is_gone_from_the_controller(owner, partition, emptied_first):
+def test_cleared_partition_is_gone_from_the_controller(owner, partition, emptied_first):
     if emptied_first:
         owner.clear_samples(["a", "b"], partition)
     owner.clear_samples(None, partition)

@@ -1,4 +1,4 @@
-"""The consumer loop of the pages processes every sample although a consumer is killed."""
+"""The documented consumer loop processes every sample although a consumer is killed."""
 
 from __future__ import annotations
 
@@ -20,15 +20,19 @@ from dataplane_tq import TQDataPlaneClient
 pytestmark = pytest.mark.slow
 
 DOCS = Path(__file__).parents[3] / "docs"
-PATIENCE_S = 30.0
+TIMEOUT_S = 30.0
 LEASE_S = 2.0
 SAMPLES = 9
-LOOPS = {"concepts": ("scored", "score", ["x"]), "quickstart": ("train", "train", ["advantages"])}
+LOOPS = {
+    "concepts": ("scored", "score", ["x"]),
+    "quickstart": ("train", "train", ["advantages"]),
+    "recipes/consumer-with-leases": ("train", "score", ["input_ids"]),
+}
 """Page to partition, task and fields of its loop."""
 
 
 def loop_of(page: str) -> str:
-    """The function `consume` of a page, with what it imports."""
+    """Return the source of a page's function `consume`, with its imports."""
     text = (DOCS / f"{page}.md").read_text()
     blocks = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     [block] = [block for block in blocks if "def consume(" in block]
@@ -38,7 +42,7 @@ def loop_of(page: str) -> str:
 
 
 class Consumer:
-    """Runs the loop of a page with a client of its own; ``stops_at`` is the batch it hangs on."""
+    """Ray actor that runs a page's loop; it hangs at batch number ``stops_at``."""
 
     def __init__(self, config):
         self.client = TQDataPlaneClient(config, bootstrap=False)
@@ -63,7 +67,7 @@ class Consumer:
 
 
 def until(condition):
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + TIMEOUT_S
     while not condition():
         assert time.monotonic() < deadline, "the state did not come"
         threading.Event().wait(0.01)
@@ -82,7 +86,7 @@ def test_documented_loop_processes_all_after_a_kill(owner, config, page):
     victim, survivor = start(leasing), start(leasing)
     source = loop_of(page)
     victim.run.remote(source, field, stops_at=2)
-    pid = ray.get(victim.pid.remote(), timeout=PATIENCE_S)
+    pid = ray.get(victim.pid.remote(), timeout=TIMEOUT_S)
 
     def holds_second_batch():
         counts = owner.count_samples(partition, task, fields)
@@ -92,14 +96,14 @@ def test_documented_loop_processes_all_after_a_kill(owner, config, page):
     os.kill(pid, signal.SIGKILL)
     [held] = owner.list_claims(partition)
     assert held.owner.endswith(f":{pid}")
-    # One more is declared, so that this claim takes nothing of what is ready.
+    # Declare one more sample, so that this claim is blocked and takes no ready sample.
     owner.register_partition(partition, [*columns, "score"], SAMPLES + 1, [task])
     with pytest.raises(ClaimTimeoutError, match=re.escape(held.owner)) as caught:
         owner.claim_meta(partition, task, fields, SAMPLES, timeout_s=0.01)
     assert caught.value.holders == {held.owner: 2}
     owner.register_partition(partition, [*columns, "score"], SAMPLES, [task])
-    processed = ray.get(survivor.run.remote(source, field), timeout=PATIENCE_S)
+    processed = ray.get(survivor.run.remote(source, field), timeout=TIMEOUT_S)
     assert owner.check_consumption_status(partition, [task])
-    # All but the one batch that the victim had acknowledged, each once.
+    # Each sample once, except for the batch that the victim had acknowledged.
     assert len(processed) == len(set(processed)) == SAMPLES - 2
     owner.clear_samples(None, partition)

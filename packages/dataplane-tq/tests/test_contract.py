@@ -1,4 +1,4 @@
-"""TransferQueue keeps the contract, between an attached client here and one in another process."""
+"""Contract suite on TransferQueue, with one attached client here and one in another process."""
 
 from collections.abc import Callable, Iterator
 
@@ -12,17 +12,20 @@ from dataplane_core.testing import (
     OriginContract,
 )
 from dataplane_tq import TQDataPlaneClient
+from dataplane_tq.storage import BACKENDS
 
 Attach = Callable[..., TQDataPlaneClient]
-KEY_VALUE = ["ray", "mooncake_cpu", "yuanrong"]
+QUICK = ("packed", "simple")
 
 
 @pytest.fixture(
     scope="module",
     params=[
-        "packed",
-        "simple",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in KEY_VALUE),
+        *QUICK,
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("unmirrored", *sorted(BACKENDS.keys() - {*QUICK}))
+        ),
     ],
 )
 def backend(request: pytest.FixtureRequest, require_backend: Callable[[str], str]) -> str:
@@ -30,14 +33,14 @@ def backend(request: pytest.FixtureRequest, require_backend: Callable[[str], str
 
 
 class Attached:
-    """One attached client for many tests, because attaching to Mooncake takes a second."""
+    """Attached client that many tests share, because attaching to Mooncake takes a second."""
 
     def __init__(self, attach: Attach) -> None:
         self._attach = attach
         self.client = attach()
 
     def open(self) -> TQDataPlaneClient:
-        """The client; a new one after a test that closed it."""
+        """Return the client; a new one if a test closed it."""
         if self.client.closed:
             self.client = self._attach()
         return self.client
@@ -74,14 +77,14 @@ class TestTransferQueue(DataPlaneClientContract, OriginContract, InspectionContr
         return attached_with_leases
 
     @pytest.fixture
-    def tells_bytes(self, backend: str) -> bool:
-        return backend == "packed"
+    def reports_bytes(self, backend: str) -> bool:
+        return backend in ("packed", "unmirrored")
 
 
 class TestLeases(LeaseContract):
     @pytest.fixture
     def make_client(self, attach: Attach) -> Iterator[Callable]:
-        """A lease's length belongs to the client that claims, so one store serves all."""
+        """Return a builder of clients; each has its own lease duration, so one store serves all."""
         clients = []
 
         def make(**changes: float) -> DataPlaneClient:

@@ -1,4 +1,4 @@
-"""The Python blocks of the pages run as they stand; their tables agree with the code."""
+"""Python blocks of the pages run unchanged, and their tables match the code."""
 
 import re
 from dataclasses import asdict
@@ -17,8 +17,8 @@ EXAMPLES = [page for page in (README, DOCS_PAGE) if page.exists()]
 
 
 @pytest.mark.parametrize("page", EXAMPLES, ids=lambda page: page.name)
-def test_the_python_examples_run(cluster: None, page: Path) -> None:
-    """Each page brings up a TransferQueue of its own, on the Ray that is there."""
+def test_python_examples_run(cluster: None, page: Path) -> None:
+    """Run a page's blocks in order; each page starts its own TransferQueue on the running Ray."""
     blocks = re.findall(r"^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
     assert blocks
     names: dict[str, object] = {"__name__": "__main__"}  # so that Ray ships functions by value
@@ -31,8 +31,8 @@ def test_the_python_examples_run(cluster: None, page: Path) -> None:
                 value.close()
 
 
-@pytest.mark.slow  # in the workspace: another release of the core may have other keys
-def test_the_page_lists_every_configuration_key() -> None:
+@pytest.mark.slow  # only in the workspace: another release of the core may have other keys
+def test_page_lists_every_configuration_key() -> None:
     table = DOCS_PAGE.read_text().split("## Configuration\n")[1].split("\n## ")[0]
     listed = [
         key
@@ -43,7 +43,7 @@ def test_the_page_lists_every_configuration_key() -> None:
     assert sorted(listed) == sorted(DataPlaneConfig.__annotations__)
 
 
-def test_the_promises_are_listed_as_the_clients_declare_them() -> None:
+def test_documented_capabilities_are_those_of_the_clients() -> None:
     page = (DOCS / "architecture.md").read_text()
     rows = re.findall(r"^\| `(\w+)` \| .* \| (yes|no) \| (yes|no) \|$", page, re.MULTILINE)
     clients = (InMemoryDataPlaneClient, TQDataPlaneClient)

@@ -1,4 +1,7 @@
-"""A killed part gives a typed error within seconds; capacity is exact; closing leaves nothing."""
+"""Faults: killed parts, exhausted capacity, and what is left after closing.
+
+Imports internals: a patch holds a producer in the step that reports its rows.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,8 @@ import torch
 from tensordict import TensorDict
 
 from dataplane_core import CapacityExceeded, ConfigError, UnavailableError
-from dataplane_tq import TQDataPlaneClient, topology, transfer_queue_rows
+from dataplane_tq import TQDataPlaneClient
+from dataplane_tq.mirror import rows as rows_in  # noqa: TID251
 
 pytestmark = pytest.mark.slow
 
@@ -29,7 +33,7 @@ def batch(count):
 
 @pytest.fixture
 def make_store(cluster, config):
-    """Builds a TransferQueue of its own, before the module's one is started or after it ended."""
+    """Return a function that starts a separate TransferQueue; a test uses it or ``owner``."""
     stores = []
 
     def make(**changes):
@@ -66,32 +70,30 @@ def pid_of(actor):
 
 
 def until_unavailable(operation, client):
-    """Repeat an operation until it says what is dead; its error."""
+    """Repeat an operation until it raises `UnavailableError`; return the error."""
     deadline = time.monotonic() + 15
     while time.monotonic() < deadline:
         try:
             operation(client)
         except UnavailableError as error:
             return error
-    raise AssertionError("the operation goes on working")
+    raise AssertionError("the operation does not fail")
 
 
 @pytest.mark.parametrize(
     ("backend", "part"),
     [
-        ("packed", topology.CONTROLLER),
-        ("packed", topology.DIRECTORY),
+        ("packed", "TransferQueueController"),
+        ("packed", "DataPlaneDirectory"),
         ("packed", "DataPlanePackedUnit#1"),
         ("simple", "TransferQueueStorageUnit#0"),
     ],
 )
-def test_a_killed_part_ends_every_operation_with_a_typed_error_within_seconds(
-    make_store, backend, part
-):
+def test_killed_part_fails_every_operation_within_seconds(make_store, backend, part):
     store = make_store(backend=backend)
     with ThreadPoolExecutor(len(OPERATIONS)) as pool:
         waiting = pool.submit(OPERATIONS["blocked claim"], store)
-        os.kill(pid_of(ray.get_actor(part, namespace=topology.NAMESPACE)), signal.SIGKILL)
+        os.kill(pid_of(ray.get_actor(part, namespace="transfer_queue")), signal.SIGKILL)
         started = time.monotonic()
         running = [
             pool.submit(until_unavailable, operation, store) for operation in OPERATIONS.values()
@@ -105,7 +107,7 @@ def test_a_killed_part_ends_every_operation_with_a_typed_error_within_seconds(
 
 
 class Producer:
-    """Puts in a process of its own, and stops for ever at the moment asked for."""
+    """Ray actor that puts, and hangs at a given place of the put."""
 
     def __init__(self, config):
         self.client = TQDataPlaneClient(config, bootstrap=False)
@@ -124,15 +126,15 @@ class Producer:
         if place == "write":
             self.client._store.write = hang
         else:
-            transfer_queue_rows.enter = hang_after_the_put
+            rows_in.enter = hang_after_the_put
         self.client.put_samples(["c", "d"], "train", batch(2))
         threading.Event().wait()
 
 
 @pytest.mark.parametrize("place", ["write", "enter"])
-def test_a_producer_killed_in_a_put_loses_and_leaves_nothing(store, config, tmp_path, place):
+def test_producer_killed_in_a_put_loses_and_leaves_nothing(store, config, tmp_path, place):
     producer = ray.remote(Producer).options(num_cpus=0.1).remote(config)
-    pid = ray.get(producer.pid.remote(), timeout=60)
+    pid = ray.get(producer.pid.remote(), timeout=180)
     marker = tmp_path / "there"
     hanging = producer.hang_in.remote(place, str(marker))
     deadline = time.monotonic() + 30
@@ -141,10 +143,10 @@ def test_a_producer_killed_in_a_put_loses_and_leaves_nothing(store, config, tmp_
         time.sleep(0.01)
     os.kill(pid, signal.SIGKILL)
     with pytest.raises(ray.exceptions.RayActorError):
-        ray.get(hanging, timeout=30)
+        ray.get(hanging, timeout=180)
     if place == "enter":
         assert store.get_samples(["c", "d"], "train", ["x"]).batch_size == (2,)
-    # Eight fit: what the dead producer had reserved is free, and its ids can be put.
+    # Eight fit: the dead producer's reservation is free, and its ids can be put.
     store.put_samples(list("cdefgh"), "train", batch(6))
     assert store.get_samples(list("abcdefgh"), "train", ["x"]).batch_size == (8,)
     counts = store.count_samples("train", "train", ["x"])
@@ -171,19 +173,15 @@ threading.Event().wait()
 """
 
 
-def stop(process):
-    process.send_signal(signal.SIGSTOP)
-    assert os.WIFSTOPPED(os.waitpid(process.pid, os.WUNTRACED)[1])
-
-
-def test_others_go_on_while_the_driver_is_stopped_and_end_when_it_dies(cluster, config):
+def test_clients_survive_a_stopped_driver_but_not_a_dead_one(cluster, config):
     address = ray.get_runtime_context().gcs_address
     command = [sys.executable, "-c", DRIVER, address, repr(config)]
     driver = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         assert driver.stdout.readline().strip() == "ready"
         with TQDataPlaneClient(config, bootstrap=False) as client:
-            stop(driver)
+            os.kill(driver.pid, signal.SIGSTOP)
+            assert os.WIFSTOPPED(os.waitpid(driver.pid, os.WUNTRACED)[1])
             client.put_samples(["c"], "train", batch(1))
             assert client.get_samples(["a", "c"], "train", ["x"]).batch_size == (2,)
             assert client.claim_meta("train", "train", ["x"], 3, timeout_s=5).size == 3
@@ -205,13 +203,14 @@ def test_others_go_on_while_the_driver_is_stopped_and_end_when_it_dies(cluster, 
             assert time.monotonic() < deadline
 
 
-def test_five_hundred_steps_end_where_they_began(make_store):
-    """No bytes, rows, connections, descriptors or memory are left over."""
+@pytest.mark.long
+def test_five_hundred_steps_leak_nothing(make_store):
+    """No bytes, rows, connections, descriptors or memory remain."""
     store = make_store(storage_capacity=64)
     store.clear_samples(None, "train")
     units = [
-        pid_of(ray.get_actor(name, namespace=topology.NAMESPACE))
-        for name in (topology.DIRECTORY, "DataPlanePackedUnit#0", "DataPlanePackedUnit#1")
+        pid_of(ray.get_actor(name, namespace="transfer_queue"))
+        for name in ("DataPlaneDirectory", "DataPlanePackedUnit#0", "DataPlanePackedUnit#1")
     ]
     ids = [f"s{i}" for i in range(32)]
     rng = torch.Generator().manual_seed(0)
@@ -237,9 +236,12 @@ def test_five_hundred_steps_end_where_they_began(make_store):
     before = footprint()
     for _ in range(450):
         step()
-    after = footprint()
     assert bytes_used(store) == 0
     assert store.list_partitions() == []
+    # On a busy machine connections of the last steps close a moment later; a leak would stay.
+    deadline = time.monotonic() + 30
+    while (after := footprint())[0] > before[0] + 2 and time.monotonic() < deadline:
+        threading.Event().wait(0.1)
     assert after[0] <= before[0] + 2
     assert after[1] <= before[1] + 8
 
@@ -249,7 +251,7 @@ def resident_mb(pid):
     return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
-def test_attaching_without_a_bootstrap_ends_at_the_deadline(cluster, config):
+def test_attach_without_a_bootstrap_ends_at_the_deadline(cluster, config):
     config["ack_timeout_ms"] = 300
     with pytest.raises(UnavailableError, match="bootstrap=True on the driver"):
         TQDataPlaneClient(config, bootstrap=False)
@@ -258,12 +260,12 @@ def test_attaching_without_a_bootstrap_ends_at_the_deadline(cluster, config):
 def test_closing_the_owner_leaves_no_actor_behind(cluster, config):
     client = TQDataPlaneClient(config)
     client.close()
-    for name in (topology.CONTROLLER, topology.DIRECTORY, "DataPlanePackedUnit#0"):
+    for name in ("TransferQueueController", "DataPlaneDirectory", "DataPlanePackedUnit#0"):
         with pytest.raises(ValueError, match=name):
-            ray.get_actor(name, namespace=topology.NAMESPACE)
+            ray.get_actor(name, namespace="transfer_queue")
 
 
-def test_capacity_is_exact_and_a_waiting_put_goes_on_when_room_is_made(store, config):
+def test_capacity_is_exact_and_a_clear_unblocks_a_put(store, config):
     config["ack_timeout_ms"] = 100
     with (
         TQDataPlaneClient(config, bootstrap=False) as hasty,

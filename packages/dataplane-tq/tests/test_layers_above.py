@@ -1,4 +1,4 @@
-"""What dataplane-core builds on any client, over TransferQueue."""
+"""Layers of dataplane-core above the client, over TransferQueue."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def partition(owner):
     owner.clear_samples(None, "train", force=True)
 
 
-def test_a_saved_partition_comes_back_in_another_kind_of_store(owner, partition, tmp_path):
+def test_saved_partition_is_restored_into_another_store(owner, partition, tmp_path):
     pytest.importorskip("safetensors", reason="needs the package safetensors")
     from dataplane_core import restore_partition, save_partition
 
@@ -58,7 +58,7 @@ def test_a_saved_partition_comes_back_in_another_kind_of_store(owner, partition,
     owner.clear_samples(None, "again")
 
 
-def test_a_rank_streams_a_partition_by_claims_of_its_own(owner, partition, config):
+def test_rank_streams_a_partition_with_its_own_claims(owner, partition, config):
     leasing = {**config, "claim_lease_s": 60.0}
     dataset = StreamingDataset(
         partial(TQDataPlaneClient, leasing, bootstrap=False),

@@ -1,4 +1,4 @@
-"""Ray ends and starts again under a client, and nodes of it go."""
+"""Clients while Ray is restarted, or loses a node."""
 
 from __future__ import annotations
 
@@ -61,23 +61,22 @@ def first_put(client):
     assert client.get_samples(["a", "b"], "train", ["x"])["x"].sum() == 8.0
 
 
-def put_that_transfer_queue_is_not_told_of(client, monkeypatch):
-    """The next put would tell of its deadline, but for something worse."""
-
-    asked = threading.Event()
+def put_with_a_stuck_report(client, monkeypatch):
+    """Put a sample whose report to TransferQueue never finishes."""
+    reporting = threading.Event()
 
     async def never(*arguments):
-        asked.set()
+        reporting.set()
         await asyncio.Event().wait()
 
     with monkeypatch.context() as patch:
         patch.setattr(client._engine.client.storage_manager, "notify_data_update", never)
         client.put_samples(["late"], "train", batch(1, 0.0))
-        assert asked.wait(10)
+        assert reporting.wait(10)
 
 
 def assert_unavailable(client):
-    """Every operation, all at once, says so soon."""
+    """Check that all operations, started at once, raise `UnavailableError` soon."""
     started = time.monotonic()
     with ThreadPoolExecutor(len(OPERATIONS)) as pool:
         calls = {name: pool.submit(call, client) for name, call in OPERATIONS.items()}
@@ -99,17 +98,17 @@ def start_ray():
         ray.shutdown()
 
 
-def test_a_client_of_a_ray_that_ended_says_so_and_a_new_one_works_beside_it(start_ray, monkeypatch):
+def test_new_client_works_after_a_ray_restart_and_old_one_fails(start_ray, monkeypatch):
     start_ray()
     before = TQDataPlaneClient(CONFIG)
     first_put(before)
-    put_that_transfer_queue_is_not_told_of(before, monkeypatch)
+    put_with_a_stuck_report(before, monkeypatch)
     ray.shutdown()
     assert_unavailable(before)
     assert not ray.is_initialized()
     start_ray()
-    _, late = futures.wait(before._entries._waiting, timeout=20)
-    assert not late
+    _, unfinished = futures.wait(before._reporter._waiting, timeout=20)
+    assert not unfinished
     assert_unavailable(before)
     after = TQDataPlaneClient(CONFIG)
     first_put(after)
@@ -122,7 +121,7 @@ def test_a_client_of_a_ray_that_ended_says_so_and_a_new_one_works_beside_it(star
 
 @pytest.fixture
 def nodes():
-    """A cluster of two nodes on this machine; the second one."""
+    """Yield a cluster of two nodes on this machine, and its second node."""
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, **BARE})
     try:
         second = cluster.add_node(num_cpus=2, **BARE)
@@ -134,7 +133,7 @@ def nodes():
 
 
 class Host:
-    """An attached client on a node of one's choice."""
+    """Ray actor that hosts an attached client on a given node."""
 
     def __init__(self, config):
         self.client = TQDataPlaneClient(config, bootstrap=False)
@@ -146,7 +145,7 @@ class Host:
         return self.client.get_samples(ids, "train", ["x"])["x"][:, 0].tolist()
 
 
-def test_rows_of_every_node_are_read_on_every_node_until_one_of_them_goes(nodes):
+def test_rows_are_read_on_every_node_until_a_node_is_lost(nodes):
     cluster, second = nodes
     with TQDataPlaneClient(CONFIG) as here:
         put_and_get_on_both(here, CONFIG, second)
@@ -159,7 +158,7 @@ def test_rows_of_every_node_are_read_on_every_node_until_one_of_them_goes(nodes)
 
 
 def remove(cluster, node):
-    """Take a node away with all that runs on it; Ray's simulated nodes leave their workers."""
+    """Remove a node and kill its workers, which Ray's simulated nodes leave running."""
     (raylet,) = node.all_processes["raylet"]
     processes = psutil.Process(raylet.process.pid).children(recursive=True)
     cluster.remove_node(node, allow_graceful=False)
@@ -182,7 +181,7 @@ def until_noticed(client):
 
 
 def put_and_get_on_both(here, config, second):
-    """One client per node, and each finds what the other put."""
+    """Put with one client per node, and read with each the other's rows."""
     there = (
         ray.remote(Host)
         .options(
@@ -193,10 +192,10 @@ def put_and_get_on_both(here, config, second):
     )
     here.register_partition("train", ["x"], 8, ["train"])
     here.put_samples(["a", "b"], "train", batch(2, 1.0))
-    ray.get(there.put.remote(["c", "d"], 2.0), timeout=60)
+    ray.get(there.put.remote(["c", "d"], 2.0), timeout=180)
     units = here.list_storage()
     assert len({unit.node for unit in units}) == 2
-    assert all(unit.used > 0 for unit in units)  # each node's rows lie on that node
+    assert all(unit.used > 0 for unit in units)  # each node stores its own rows
     ids, values = ["d", "a", "c", "b"], [2.0, 1.0, 2.0, 1.0]
     assert here.get_samples(ids, "train", ["x"])["x"][:, 0].tolist() == values
-    assert ray.get(there.get.remote(ids), timeout=60) == values
+    assert ray.get(there.get.remote(ids), timeout=180) == values

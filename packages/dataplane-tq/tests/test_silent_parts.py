@@ -1,6 +1,6 @@
-"""Every operation ends at its deadline while a part is stopped, or its packets are dropped.
+"""Operations while a part is stopped, or its packets are dropped.
 
-Needs root, for a network namespace and a firewall rule in it.
+Needs root, for a network namespace with a firewall rule.
 """
 
 from __future__ import annotations
@@ -14,52 +14,75 @@ from pathlib import Path
 
 import pytest
 
+from dataplane_tq.storage import BACKENDS
+
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.debian("iproute2", "nftables"),
     pytest.mark.skipif(
         os.geteuid() != 0 or not all(map(shutil.which, ("ip", "nft", "unshare"))),
         reason="needs root, and ip, nft and unshare of Debian's iproute2, nftables and util-linux",
     ),
 ]
 
-SILENCES = [
-    "packed/directory/stopped",
-    "packed/directory/dropped",
-    "packed/unit/stopped",
-    "packed/unit/dropped",
-    "packed/controller/stopped",
-    "simple/simple unit/dropped",
-    "packed/gcs/stopped",
-    "packed/raylet/stopped",
-]
+SILENCES = {
+    "packed": [
+        "directory/stopped",
+        "directory/dropped",
+        "unit/stopped",
+        "unit/dropped",
+        "controller/stopped",
+        "gcs/stopped",
+        "raylet/stopped",
+    ],
+    "simple": ["simple unit/dropped"],
+    "mooncake_cpu": ["master/stopped", "master/dropped", "segment/stopped", "segment/dropped"],
+    "yuanrong": ["worker/stopped", "worker/dropped"],
+}
 SCRIPT = Path(__file__).with_name("silent_parts.py")
 DEADLINE_S = 2.0
-NOISE_S = 6.0
-"""What a claim waits besides, closing takes, and a busy machine adds."""
+NOISE_S = 10.0
+"""Additional time for claims, for closing, and for a busy machine."""
 TYPED = {"DeadlineExceededError", "UnavailableError", "ClaimTimeoutError"}
 
 
+@pytest.fixture(
+    scope="module",
+    params=[
+        # Each of the other backends takes minutes.
+        pytest.param(name, marks=() if name in ("packed", "simple") else pytest.mark.long)
+        for name in BACKENDS
+    ],
+)
+def backend(request, require_backend):
+    return require_backend(request.param)
+
+
 @pytest.fixture(scope="module")
-def timed(tmp_path_factory):
+def timed(backend, tmp_path_factory):
     result = tmp_path_factory.mktemp("silent") / "result.json"
     inside = 'ip link set lo up && exec "$@"'
     command = ["unshare", "--net", "--", "sh", "-c", inside, "sh", sys.executable, str(SCRIPT)]
-    subprocess.run([*command, str(result), *SILENCES], check=True, timeout=420)
+    silences = [f"{backend}/{silence}" for silence in SILENCES.get(backend, ["controller/stopped"])]
+    subprocess.run([*command, str(result), *silences], check=True, timeout=600)
     return json.loads(result.read_text())
 
 
-@pytest.mark.timeout(450)
-@pytest.mark.parametrize("silence", SILENCES)
-def test_every_operation_ends_at_its_deadline(timed, silence):
-    late = {name: end for name, end in timed[silence].items() if end[0] > DEADLINE_S + NOISE_S}
-    assert late == {}
-    outcomes = {name: end[1] for name, end in timed[silence].items()}
-    for name, outcome in outcomes.items():
-        assert outcome == "done" or outcome.partition(":")[0] in TYPED, (name, outcome)
-    assert outcomes["close the owner"] == "done"
+@pytest.mark.timeout(650)
+def test_every_operation_ends_at_its_deadline(timed):
+    ends = {(part, name): end for part, outcomes in timed.items() for name, end in outcomes.items()}
+    assert {each: end for each, end in ends.items() if end[0] > DEADLINE_S + NOISE_S} == {}
+    for (part, name), (_, outcome) in ends.items():
+        kind = outcome.partition(":")[0]
+        assert outcome == "done" or (kind in TYPED and name != "close the owner"), (
+            part,
+            name,
+            outcome,
+        )
 
 
-def test_a_claim_that_does_not_block_waits_for_one_answer_alone(timed):
+@pytest.mark.parametrize("backend", ["packed"], indirect=True, scope="module")
+def test_nonblocking_claim_waits_for_one_answer_only(timed):
     seconds, outcome = timed["packed/directory/stopped"]["claim"]
     assert outcome.startswith(
         "DeadlineExceededError: claim_meta(partition='p', task='t'): no answer"

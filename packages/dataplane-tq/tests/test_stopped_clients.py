@@ -14,176 +14,145 @@ transports = pytest.mark.parametrize("transport", ["shm", "tcp"])
 
 
 @transports
-def test_a_producer_stopped_at_any_step_of_a_put_shows_nothing_until_it_is_continued(
-    stepped, transport
-):
+def test_stopped_producer_shows_nothing_until_it_commits(stepped, transport):
     producer = stepped.client("put()", transport)
     for step in ("begun", "half written", "written"):
-        producer.go_to(step)
+        producer.run_to(step)
         producer.stop()
         with pytest.raises(MissingDataError):
             stepped.get("a")
         assert stepped.claim(2).sample_ids == []
-        stepped.others_go_on()
+        stepped.check_other_samples()
         assert stepped.counts().put - stepped.counts().cleared == 0
-        producer.wake()
-        producer.go_on()
+        producer.resume()
+        producer.advance()
     assert producer.finish() == "done"
     assert stepped.get("a") == stepped.get("b") == {1}
 
 
 @pytest.mark.parametrize("step", ["begun", "half written", "written"])
-def test_a_producer_killed_before_its_commit_leaves_neither_rows_nor_bytes(stepped, step):
+def test_producer_killed_before_commit_leaves_nothing(stepped, step):
     producer = stepped.client("put()")
-    producer.go_to(step)
+    producer.run_to(step)
     assert stepped.used() == 2 * stepped.row_nbytes
     producer.kill()
     stepped.until(lambda: stepped.used() == 0)
     with pytest.raises(MissingDataError):
         stepped.get("a")
-    stepped.others_go_on()
+    stepped.check_other_samples()
 
 
-def test_a_put_that_was_committed_outlives_its_producer(stepped):
+def test_committed_put_outlives_its_producer(stepped):
     producer = stepped.client("put()")
-    producer.go_to("committed")
+    producer.run_to("committed")
     producer.kill()
     assert stepped.claim(2, timeout_s=SOON_S).sample_ids == ["a", "b"]
     assert stepped.get("a") == stepped.get("b") == {1}
 
 
-def test_a_producer_stopped_before_it_told_transfer_queue_holds_up_nothing_but_the_ids(stepped):
-    producer = stepped.client("put(entering=True)")
-    producer.go_to("committed")
-    producer.stop()
-    assert stepped.get("a") == {1}
-    assert stepped.claim(2).sample_ids == ["a", "b"]
-    stepped.others_go_on()
-    stepped.put(["b"], 3)
-    assert stepped.clear(["a"], timeout_s=0.1) == 1
-    with pytest.raises(DeadlineExceededError, match="still being cleared"):
-        stepped.put(["a"], timeout_s=0.1)
-    producer.wake()
-    producer.go_on()
-    assert producer.finish() == "done"
-    stepped.put(["a"], 4)
-    assert (stepped.get("a"), stepped.get("b")) == ({4}, {3})
-
-
-def test_a_producer_killed_before_it_told_transfer_queue_loses_nothing(stepped):
-    producer = stepped.client("put(entering=True)")
-    producer.go_to("committed")
-    producer.kill()
-    assert stepped.claim(2, timeout_s=SOON_S).sample_ids == ["a", "b"]
-    assert stepped.get("a") == stepped.get("b") == {1}
-    assert stepped.clear(["a", "b"]) == 2
-    stepped.put(["a", "b"], 4)
-    assert stepped.get("a") == {4}
-
-
-def test_the_room_of_a_stopped_producer_stays_its_own(stepped):
+def test_capacity_of_a_stopped_producer_stays_reserved(stepped):
     producer = stepped.client("put()")
-    producer.go_to("half written")
+    producer.run_to("half written")
     producer.stop()
     with pytest.raises(CapacityExceeded):
         stepped.put([f"s{i}" for i in range(15)], timeout_s=0.1)
     stepped.put([f"s{i}" for i in range(14)], 5)
-    producer.wake()
-    producer.go_on()
+    producer.resume()
+    producer.advance()
     assert producer.finish() == "done"
     assert stepped.get("a") == stepped.get("b") == {1}
     assert stepped.get("s0") == stepped.get("s13") == {5}
 
 
-def test_two_puts_of_one_sample_never_mix_though_one_is_stopped_in_between(stepped):
+def test_overlapping_puts_of_one_sample_never_mix(stepped):
     producer = stepped.client("put()")
-    producer.go_to("half written")
+    producer.run_to("half written")
     producer.stop()
     stepped.put(["b"], 7)
     assert stepped.get("b") == {7}
-    producer.wake()
-    producer.go_on()
+    producer.resume()
+    producer.advance()
     assert producer.finish() == "done"  # the later commit counts
     assert stepped.get("a") == stepped.get("b") == {1}
     assert stepped.clear(["a", "b"]) == 2
     assert stepped.used() == 0
 
 
-def test_a_stopped_producer_whose_partition_is_cleared_meanwhile_gets_a_typed_error(stepped):
+def test_producer_of_a_cleared_partition_gets_a_typed_error(stepped):
     producer = stepped.client("put()")
-    producer.go_to("written")
+    producer.run_to("written")
     producer.stop()
     stepped.clear(None)
     stepped.register("p")
     stepped.clear(None)
-    producer.wake()
-    producer.go_on()
+    producer.resume()
+    producer.advance()
     assert producer.finish() == "PartitionNotFoundError"
     stepped.until(lambda: stepped.used() == 0)
 
 
-def test_a_producer_stopped_for_longer_than_its_lease_cannot_overwrite(stepped):
+def test_producer_with_an_expired_lease_cannot_overwrite(stepped):
     stepped.put(["a", "b"], 7)
-    # It claims when it has started, so that the lease has only its put to outlast.
+    # The child claims after its start-up, so the lease expires during its put.
     producer = stepped.client("put(claim(1.0, lease_s=2.0).token)")
-    assert producer.says() == "waiting"
-    producer.go_to("written")
+    assert producer.read_line() == "waiting"
+    producer.run_to("written")
     producer.stop()
     assert stepped.claim(2, timeout_s=SOON_S).sample_ids == ["a", "b"]
-    producer.wake()
-    producer.go_on()
+    producer.resume()
+    producer.advance()
     assert producer.finish() == "LeaseLostError"
     assert stepped.get("a") == stepped.get("b") == {7}
     stepped.until(lambda: stepped.used() == 2 * stepped.row_nbytes)
 
 
-def test_what_a_claimer_was_given_while_it_was_stopped_is_there_when_it_is_continued(stepped):
+def test_stopped_claimer_keeps_what_it_was_assigned(stepped):
     claimer = stepped.client("step(' '.join(claim(1.0).sample_ids))")
-    assert claimer.says() == "waiting"
-    claimer.until_it_sleeps()
+    assert claimer.read_line() == "waiting"
+    claimer.wait_until_blocked()
     claimer.stop()
     stepped.put(["a", "b"])
-    assert stepped.claim(2).sample_ids == []  # they are its own
-    claimer.wake()
-    assert claimer.says() == "a b"
+    assert stepped.claim(2).sample_ids == []  # assigned to the stopped claimer
+    claimer.resume()
+    assert claimer.read_line() == "a b"
 
 
-def test_what_a_stopped_claimer_was_given_under_a_lease_goes_to_others(stepped):
+def test_expired_lease_of_a_stopped_claimer_is_redelivered(stepped):
     claimer = stepped.client(
         "c = claim(60.0, lease_s=0.3); step('claimed'); "
-        "link.ask('acknowledge', p.Settle('p', c.token, c.sample_ids, 'acknowledge'), object)"
+        "link.ask('acknowledge', p.UpdateLease('p', c.token, c.sample_ids, 'acknowledge'), object)"
     )
-    assert claimer.says() == "waiting"
-    claimer.until_it_sleeps()
+    assert claimer.read_line() == "waiting"
+    claimer.wait_until_blocked()
     claimer.stop()
     stepped.put(["a", "b"])
     assert stepped.claim(2, timeout_s=SOON_S).sample_ids == ["a", "b"]
-    claimer.wake()
+    claimer.resume()
     assert claimer.finish() == "LeaseLostError"
 
 
-def test_a_claimer_stopped_past_its_deadline_is_told_so_and_takes_nothing(stepped):
+def test_claimer_stopped_past_its_deadline_takes_nothing(stepped):
     claimer = stepped.client("claim(0.2)")
-    assert claimer.says() == "waiting"
-    claimer.until_it_sleeps()
+    assert claimer.read_line() == "waiting"
+    claimer.wait_until_blocked()
     claimer.stop()
-    threading.Event().wait(0.5)  # the passing of its deadline is what this is about
+    threading.Event().wait(0.5)  # until its deadline passes
     stepped.put(["a", "b"])
     assert stepped.claim(2).sample_ids == ["a", "b"]
-    claimer.wake()
+    claimer.resume()
     assert claimer.finish() == "ClaimTimeoutError"
 
 
 @transports
-def test_a_reader_stopped_at_any_step_of_a_get_reads_what_it_asked_for(stepped, transport):
-    """Though it is overwritten or cleared, and others use the room, meanwhile."""
+def test_stopped_reader_reads_the_rows_it_pinned(stepped, transport):
+    """Even if the rows are overwritten or cleared and others use the free memory."""
     stepped.put(["a", "b"], 7)
     stepped.claim(2)
     reader = stepped.client("get()", transport)
     for step in ("pinned", "half read"):
-        reader.go_to(step)
+        reader.run_to(step)
         reader.stop()
-        stepped.others_go_on()
+        stepped.check_other_samples()
         if step == "pinned":
             stepped.put(["a"], 8)
         else:
@@ -191,17 +160,17 @@ def test_a_reader_stopped_at_any_step_of_a_get_reads_what_it_asked_for(stepped, 
         for _ in range(3):
             stepped.put(["full"] + [f"s{i}" for i in range(11)], 9)
             assert stepped.clear(["full"] + [f"s{i}" for i in range(11)], timeout_s=0.1) == 12
-        reader.wake()
-        reader.go_on()
-    assert reader.says() == "values [7]"
+        reader.resume()
+        reader.advance()
+    assert reader.read_line() == "values [7]"
     stepped.until(lambda: stepped.clear(["nothing"]) == 0 and stepped.used() == 0)
 
 
 @pytest.mark.parametrize("step", ["pinned", "half read"])
-def test_a_reader_killed_in_a_get_keeps_no_bytes(stepped, step):
+def test_reader_killed_in_a_get_keeps_no_bytes(stepped, step):
     stepped.put(["a", "b"])
     reader = stepped.client("get()")
-    reader.go_to(step)
+    reader.run_to(step)
     stepped.clear(["a", "b"], timeout_s=0.0)
     assert stepped.used() == 2 * stepped.row_nbytes
     reader.kill()
@@ -209,33 +178,33 @@ def test_a_reader_killed_in_a_get_keeps_no_bytes(stepped, step):
     stepped.put(["a", "b"])
 
 
-def test_a_clearer_stopped_half_way_holds_up_only_the_ids_that_it_clears(stepped):
+def test_stopped_clear_blocks_only_its_own_ids(stepped):
     stepped.put(["a", "b"])
     stepped.claim(2)
     clearer = stepped.client("clear(['a'])")
-    clearer.go_to("waiting")
-    clearer.go_to("cleared")
+    clearer.run_to("waiting")
+    clearer.run_to("cleared")
     clearer.stop()
     with pytest.raises(MissingDataError):
         stepped.get("a")
     assert stepped.get("b") == {2}
-    stepped.others_go_on()
+    stepped.check_other_samples()
     with pytest.raises(DeadlineExceededError, match="still being cleared"):
         stepped.put(["a"], timeout_s=0.1)
     assert stepped.clear(["a"]) == 0
-    clearer.wake()
-    clearer.go_on()
+    clearer.resume()
+    clearer.advance()
     stepped.put(["a"], 4)
     assert stepped.get("a") == {4}
     assert clearer.finish() == "done"
 
 
-def test_a_clearer_of_a_whole_partition_that_is_stopped_holds_up_no_other_partition(stepped):
+def test_stopped_partition_clear_blocks_no_other_partition(stepped):
     stepped.register("q")
     stepped.put(["a", "b"])
     clearer = stepped.client("clear(None)")
-    clearer.go_to("waiting")
-    clearer.go_to("cleared")
+    clearer.run_to("waiting")
+    clearer.run_to("cleared")
     clearer.stop()
     stepped.put(["a"], 4, partition="q")
     assert stepped.get("a", "q") == {4}
@@ -243,30 +212,30 @@ def test_a_clearer_of_a_whole_partition_that_is_stopped_holds_up_no_other_partit
     stepped.register("p")
     with pytest.raises(DeadlineExceededError, match="still being cleared"):
         stepped.put(["z"], timeout_s=0.1)
-    clearer.wake()
-    clearer.go_on()
+    clearer.resume()
+    clearer.advance()
     assert clearer.finish() == "done"
     stepped.put(["z"], 4)
     assert stepped.get("z") == {4}
 
 
-def test_a_clearer_stopped_while_it_waits_for_a_reader_finishes_when_both_go_on(stepped):
+def test_clear_blocked_on_a_reader_finishes_after_both_resume(stepped):
     stepped.put(["a", "b"])
     reader = stepped.client("get()")
-    reader.go_to("pinned")
+    reader.run_to("pinned")
     clearer = stepped.client("clear(['a', 'b'])")
-    assert clearer.says() == "waiting"
+    assert clearer.read_line() == "waiting"
     stepped.until(lambda: stepped.counts().cleared == 2)
     clearer.stop()
     reader.stop()
-    stepped.others_go_on()
-    clearer.wake()
-    reader.wake()
-    reader.go_on()
-    reader.go_to("half read")
-    reader.go_on()
-    clearer.go_to("cleared")
-    clearer.go_on()
+    stepped.check_other_samples()
+    clearer.resume()
+    reader.resume()
+    reader.advance()
+    reader.run_to("half read")
+    reader.advance()
+    clearer.run_to("cleared")
+    clearer.advance()
     assert clearer.finish() == "done"
     stepped.put(["a", "b"], 4)
     assert stepped.get("a") == {4}

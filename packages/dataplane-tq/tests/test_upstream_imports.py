@@ -1,4 +1,4 @@
-"""TransferQueue's optional libraries stay out of a process that does not use them."""
+"""Imports of TransferQueue's optional libraries: only in processes that use them."""
 
 import subprocess
 import sys
@@ -8,7 +8,7 @@ import pytest
 
 pytestmark = [
     pytest.mark.skipif(find_spec("yr") is None, reason="needs the package openyuanrong-datasystem"),
-    pytest.mark.slow,  # so that they run where the package is
+    pytest.mark.slow,  # the job of slow tests has the package
 ]
 
 
@@ -19,29 +19,29 @@ def printed(code):
     return done.stdout.strip().splitlines()[-1]
 
 
-def test_transfer_queue_itself_loads_yuanrongs_libraries_wherever_they_are_installed():
+def test_transfer_queue_loads_yuanrong_if_installed():
     code = "import sys, transfer_queue; print('yr.datasystem' in sys.modules)"
     assert printed(code) == "True"
 
 
-def test_a_client_of_another_backend_loads_none_of_yuanrongs_libraries():
+def test_client_of_another_backend_does_not_load_yuanrong():
     code = "import sys, dataplane_tq.client; print([m for m in sys.modules if m[:2] == 'yr'])"
     assert printed(code) == "[]"
 
 
-def test_yuanrong_is_loaded_when_it_is_first_used():
+def test_yuanrong_is_loaded_on_first_use():
     code = (
         "import sys; from dataplane_tq.upstream import yuanrong_client; "
-        "print(yuanrong_client.datasystem.KVClient.__name__, 'yr.datasystem' in sys.modules)"
+        "print(yuanrong_client.datasystem.KVClient.func.__name__, 'yr.datasystem' in sys.modules)"
     )
     assert printed(code) == "KVClient True"
 
 
-def test_yuanrong_is_refused_where_nixl_is_loaded_instead_of_ending_the_process():
+def test_yuanrong_is_refused_if_nixl_is_loaded():
     code = (
         "import sys, types; sys.modules['nixl_cu12._bindings'] = types.ModuleType('x')\n"
         "from dataplane_tq.upstream import yuanrong_client\n"
         "try: yuanrong_client.datasystem.KVClient\n"
-        "except ImportError as error: print('holds nixl_cu12._bindings' in str(error))"
+        "except ImportError as error: print('loaded nixl_cu12._bindings' in str(error))"
     )
     assert printed(code) == "True"

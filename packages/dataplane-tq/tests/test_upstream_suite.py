@@ -1,7 +1,7 @@
-"""TransferQueue's own storage tests, from its installed wheel, run on our backend.
+"""TransferQueue's own storage tests, from its installed wheel, run on the packed backend.
 
-They are the modules that take a backend by configuration; `upstream_suite/packed_backend.py` gives
-them ours. What does not pass is listed here with the reason.
+They are the modules with a configurable backend; `upstream_suite/packed_backend.py` configures the
+packed one. Tests that do not pass are listed here with the reason.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ EXCEPTIONS = {
 
 def outcome(case):
     for kind in ("failure", "error", "skipped"):
-        found = case.find(kind)
-        if found is not None:
-            return f"{kind}: {found.get('message')}"
+        element = case.find(kind)
+        if element is not None:
+            return f"{kind}: {element.get('message')}"
     return "passed"
 
 
@@ -49,7 +49,7 @@ def test_storage_tests_of_transfer_queue_pass_on_packed(tmp_path, capsys):
         env={
             **os.environ,
             "PYTHONPATH": str(Path(__file__).parent / "upstream_suite"),
-            "PYTHONDONTWRITEBYTECODE": "1",  # next to their files
+            "PYTHONDONTWRITEBYTECODE": "1",  # not into the installed wheel
             "TQ_TEST_BACKEND": "PackedStorage",
         },
         capture_output=True,
@@ -62,7 +62,7 @@ def test_storage_tests_of_transfer_queue_pass_on_packed(tmp_path, capsys):
         (case.get("name", ""), outcome(case))
         for case in ElementTree.parse(report).getroot().iter("testcase")
     ]
-    others = {name: found for name, found in outcomes if found != "passed"}
+    others = {name: result for name, result in outcomes if result != "passed"}
     passed = len(outcomes) - len(others)
     with capsys.disabled():
         sys.stdout.write(
@@ -70,6 +70,6 @@ def test_storage_tests_of_transfer_queue_pass_on_packed(tmp_path, capsys):
             "tests pass on packed\n"
         )
     assert others.keys() == EXCEPTIONS.keys(), "\n".join(
-        f"{name}: {found}" for name, found in others.items() if name not in EXCEPTIONS
+        f"{name}: {result}" for name, result in others.items() if name not in EXCEPTIONS
     )
     assert (len(outcomes), passed) == (TESTS, TESTS - len(EXCEPTIONS))

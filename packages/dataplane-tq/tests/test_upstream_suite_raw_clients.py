@@ -1,4 +1,8 @@
-"""What TransferQueue's own clients get from the packed backend beyond upstream's tests."""
+"""TransferQueue's own clients on the packed backend, beyond upstream's tests.
+
+Imports internals: TransferQueue loads the modules of the packed backend by name.
+"""
+# ruff: noqa: TID251
 
 from __future__ import annotations
 
@@ -15,9 +19,10 @@ from transfer_queue.metadata import BatchMeta
 from transfer_queue.storage.managers.simple_storage_manager import AsyncSimpleStorageManager
 
 from dataplane_core import ConfigError, MissingDataError, StorageSummary, UnavailableError
-from dataplane_core.rows import collate_rows
-from dataplane_tq import protocol
-from dataplane_tq.packed import bootstrap, manager
+from dataplane_core.tensors.rows import collate_rows
+from dataplane_tq.directory import protocol
+from dataplane_tq.storage import packed_bootstrap as bootstrap
+from dataplane_tq.storage import packed_manager as manager
 
 pytestmark = pytest.mark.slow
 
@@ -69,7 +74,7 @@ def used_bytes(client):
 
 @pytest.fixture
 def stale(client, partition_id):
-    """A meta whose rows were cleared, and their indexes given to other samples."""
+    """Return a meta whose rows were cleared, and whose indexes other samples now have."""
     client.put(column([[1, 1], [2, 2]]), partition_id=partition_id)
     meta = fetched(client, partition_id)
     client.clear_samples(fetched(client, partition_id))
@@ -110,14 +115,14 @@ def test_meta_of_cleared_rows_is_refused(client, partition_id):
         client.get_data(meta)
 
 
-def test_meta_reads_on_while_one_of_its_values_is_left(client, partition_id):
+def test_partly_overwritten_meta_is_still_readable(client, partition_id):
     both = TensorDict({"x": torch.ones(2, 3), "y": torch.ones(2, 3)}, batch_size=[2])
     meta = client.put(both, partition_id=partition_id)
     older = meta.select_samples([0, 1])
     client.put(column([[5.0], [6.0]]), metadata=meta)
-    found = client.get_data(older)
-    assert [row.tolist() for row in found["x"]] == [[5.0], [6.0]]
-    assert [row.tolist() for row in found["y"]] == [[1.0] * 3] * 2
+    fields = client.get_data(older)
+    assert [row.tolist() for row in fields["x"]] == [[5.0], [6.0]]
+    assert [row.tolist() for row in fields["y"]] == [[1.0] * 3] * 2
 
 
 def test_meta_from_before_the_put_is_refused(client, partition_id):
@@ -141,23 +146,23 @@ def test_raw_clients_see_dtypes_and_shapes(client, partition_id):
     assert schema["n"]["dtype"] == torch.int64
 
 
-def test_rows_of_several_partitions_are_read_and_cleared_in_one_call(client, partition_id):
+def test_one_call_reads_or_clears_rows_of_several_partitions(client, partition_id):
     data = TensorDict(
         {"x": torch.arange(4).view(2, 2), "text": NonTensorStack("a", "b")}, batch_size=[2]
     )
     there = client.put(data, partition_id=f"{partition_id}-there")
     here = client.put(data, partition_id=partition_id)
     mixed = BatchMeta.concat([there.select_samples([1]), here.select_samples([0])])
-    found = client.get_data(mixed)
-    assert [row.tolist() for row in found["x"]] == [[2, 3], [0, 1]]
-    assert list(found["text"]) == ["b", "a"]
+    fields = client.get_data(mixed)
+    assert [row.tolist() for row in fields["x"]] == [[2, 3], [0, 1]]
+    assert list(fields["text"]) == ["b", "a"]
     client.clear_samples(mixed)
     with pytest.raises(MissingDataError):
         client.get_data(mixed)
     client.clear_partition(f"{partition_id}-there")
 
 
-def test_clearing_gives_back_the_bytes(client, partition_id):
+def test_clear_frees_the_bytes(client, partition_id):
     before = used_bytes(client)
     client.put(column([[1.0] * 1000] * 8), partition_id=partition_id)
     assert used_bytes(client) > before
@@ -193,7 +198,7 @@ def test_wrong_configuration_is_refused_by_name(section, message):
         bootstrap.start(config(**section))
 
 
-def test_configuration_that_is_logged_shows_no_token():
+def test_logged_configuration_shows_no_token():
     connection = manager.RawConnection(None, {"unit": None}, b"secret", "auto", 1.0)
     assert "secret" not in repr(connection)
 
@@ -215,25 +220,25 @@ def test_configuration_that_is_logged_shows_no_token():
     ],
     ids=lambda rows: "-".join(str(tuple(row.shape)) for row in rows),
 )
-def test_forms_are_those_of_simple_storage(rows):
-    theirs = AsyncSimpleStorageManager._pack_field_values(rows)
-    ours = manager._as_transfer_queue(collate_rows(str(rows[0].dtype), rows))
-    assert (ours.is_nested, ours.layout, ours.dtype) == (
-        theirs.is_nested,
-        theirs.layout,
-        theirs.dtype,
+def test_forms_equal_those_of_simple_storage(rows):
+    expected = AsyncSimpleStorageManager._pack_field_values(rows)
+    packed = manager._as_transfer_queue(collate_rows(str(rows[0].dtype), rows))
+    assert (packed.is_nested, packed.layout, packed.dtype) == (
+        expected.is_nested,
+        expected.layout,
+        expected.dtype,
     )
-    pairs = list(zip(ours.unbind(), theirs.unbind(), strict=True))
+    pairs = list(zip(packed.unbind(), expected.unbind(), strict=True))
     assert len(pairs) == len(rows)
-    assert all(torch.equal(mine, other) for mine, other in pairs)
+    assert all(torch.equal(row, expected_row) for row, expected_row in pairs)
 
 
 def test_dead_unit_gives_an_error_within_seconds(client):
-    """Last of those that need the queue: it does not come back."""
+    """Kill a unit; it stays dead, so no test with the queue may follow."""
     actors = interface._TQ_STORAGE["PackedStorage"]
     ray.kill(actors["DataPlanePackedUnit#0"])
     deadline = time.monotonic() + 20
-    # The first put may still find room in the unit that lives.
+    # The first puts may still fit into the other unit.
     with pytest.raises(UnavailableError):  # noqa: PT012
         while time.monotonic() < deadline:
             client.put(column([[1, 2]]), partition_id="dead")

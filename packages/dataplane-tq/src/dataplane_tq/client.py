@@ -1,10 +1,10 @@
 """`TQDataPlaneClient`: the data-plane contract on TransferQueue.
 
-Every operation asks the directory first, which decides it: what may be put and where, what is
-readable, who gets which sample. Values then move between this process and the store, and
-TransferQueue's controller learns of the rows, if need be afterwards. An operation owns one
-connection to the directory; if it fails half-way, or its process dies, the connection ends and the
-directory undoes it.
+The directory decides every operation: what may be put and where, what is readable, and which
+consumer gets which sample. Values then move between this process and the store. Unless the mirror
+is off, the rows are reported to TransferQueue's controller. An operation owns one connection to the
+directory. If it fails half-way, or its process dies, the connection closes and the directory undoes
+the operation.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import warnings
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Any, ClassVar, TypeVar  # Any: tags and Ray handles
 
 import ray
@@ -23,6 +22,7 @@ from tensordict import TensorDict
 from dataplane_core import (
     Capabilities,
     ClosedError,
+    DataPlaneClient,
     DataPlaneConfig,
     DataPlaneError,
     KVBatchMeta,
@@ -35,17 +35,10 @@ from dataplane_core.boundary import (
     ReadRequest,
     check_claim,
     check_clear,
+    check_consumption,
+    check_lease_call,
     check_put,
     check_read,
-    check_settle,
-    fields_to_read,
-)
-from dataplane_core.client import LEASE
-from dataplane_core.columns import Column as PaddedColumn
-from dataplane_core.columns import (
-    check_columns,
-    check_padding,
-    fields_of_columns,
 )
 from dataplane_core.config import REQUIRED_OF_STORES, require_keys
 from dataplane_core.declaration import (
@@ -53,38 +46,47 @@ from dataplane_core.declaration import (
     check_enums,
     tagged_lengths,
 )
+from dataplane_core.meta import LEASE
 from dataplane_core.process import process_name
-from dataplane_core.rows import Column, split_rows
 from dataplane_core.schema import Form
 from dataplane_core.telemetry import detail_span
-from dataplane_tq import protocol as p
-from dataplane_tq import topology, transfer_queue_rows
-from dataplane_tq.engine import Engine
-from dataplane_tq.entries import Entries
-from dataplane_tq.onlooker import Onlooker
+from dataplane_core.tensors.columns import Column as PaddedColumn
+from dataplane_core.tensors.columns import (
+    check_columns,
+    check_padding,
+    fields_of_columns,
+)
+from dataplane_core.tensors.rows import Column, split_rows
+from dataplane_tq import topology
+from dataplane_tq.directory import protocol as p
+from dataplane_tq.directory.wire import Link
+from dataplane_tq.inspector import DirectoryInspector
+from dataplane_tq.mirror.engine import Engine
+from dataplane_tq.mirror.reporter import Reporter
+from dataplane_tq.storage import BACKENDS
 from dataplane_tq.stores import Encoded, PackedStore, Store, TransferQueueStore
-from dataplane_tq.wire import Link
 
 T = TypeVar("T")
 
 _DEFAULT_TIMEOUT_MS = 30_000
-_FLUSH_S = 5.0
 _CLAIM_ANSWER_S = 5.0
-"""How long past its own deadline a claim's answer may take; not less than a busy directory needs,
-since a claim without a lease that was granted and not received is lost."""
+"""Time for a claim's answer after the claim's own deadline, in seconds.
+
+It must suffice for a busy directory: if the answer to a final claim is lost, so are its samples.
+"""
 
 
-class TQDataPlaneClient(Onlooker):
-    """A data plane on TransferQueue, over the Ray cluster this process is connected to.
+class TQDataPlaneClient(DataPlaneClient):
+    """Client of a data plane on TransferQueue, over the Ray cluster of this process.
 
     Args:
         cfg: see `DataPlaneConfig`; ``backend`` names the storage. ``ack_timeout_ms`` is the
-            deadline of each operation (30 s if not set).
-        bootstrap: True starts TransferQueue, which then lives as long as this client; False
-            attaches to the one that runs, and leaves it running.
+            deadline of each operation (default 30 s).
+        bootstrap: True starts TransferQueue, and `close` stops it. False attaches to the running
+            one and leaves it running.
 
     Raises:
-        ConfigError: (a ValueError) on a wrong configuration or a second bootstrap.
+        ConfigError: (a ValueError) the configuration is wrong, or TransferQueue already runs.
         UnavailableError: Ray is not initialised, or there is nothing to attach to.
     """
 
@@ -102,6 +104,7 @@ class TQDataPlaneClient(Onlooker):
         origins=True,
         inspection=True,
         withdrawal=True,
+        claim_order=True,
     )
 
     def __init__(self, cfg: DataPlaneConfig | Mapping[str, Any], *, bootstrap: bool = True) -> None:
@@ -113,29 +116,43 @@ class TQDataPlaneClient(Onlooker):
         self._pid = os.getpid()
         self._owned = topology.bootstrap(valid) if bootstrap else None
         try:
-            found = self._owned or topology.attach(self._timeout_s)
-            self._link = Link(found.connection.directory, timeout_s=self._timeout_s)
-            self._engine = Engine(found.connection, found.actors, timeout_s=self._timeout_s)
+            running = self._owned or topology.attach(self._timeout_s)
+            connection = running.connection
+            self._link = Link(connection.directory, timeout_s=self._timeout_s)
+            self._engine = self._connect_engine(running)
         except DataPlaneError:
             if self._owned is not None:
                 self._owned.stop()
             raise
         self.capabilities = replace(  # type: ignore[misc]  # it depends on the backend
-            type(self).capabilities, survivable=found.connection.survivable
+            type(self).capabilities, survivable=connection.survivable
         )
-        self._entries = Entries(self._engine, self._link)
+        self._reporter = None if self._engine is None else Reporter(self._engine, self._link)
         self._node = ray.get_runtime_context().get_node_id()
-        self._store: Store = (
-            PackedStore(found.connection.storage, self._timeout_s)
-            if found.connection.backend == "packed"
-            else TransferQueueStore(self._engine, rows_as_bytes=found.connection.rows_as_bytes)
-        )
-        directory = found.connection.directory
-        self._store_key = (directory.host, directory.port)
+        self._store = self._store_of(connection)
+        self._store_key = connection.directory.host, connection.directory.port
+
+    def _connect_engine(self, running: topology.Topology) -> Engine | None:
+        """Connect to TransferQueue's controller; None if there is none, as the mirror is off."""
+        to = running.connection
+        if to.controller is None:
+            return None
+        storage = BACKENDS[to.backend].bounded(to.storage, self._timeout_s)
+        return Engine(to.controller, to.manager, storage, running.actors, timeout_s=self._timeout_s)
+
+    def _store_of(self, connection: topology.Connection) -> Store:
+        if connection.backend == "packed":
+            return PackedStore(connection.storage, self._timeout_s)
+        assert self._engine is not None  # `topology.bootstrap` ensures it
+        return TransferQueueStore(self._engine, rows_as_bytes=connection.rows_as_bytes)
 
     @property
     def store_key(self) -> Hashable:
         return self._store_key
+
+    @property
+    def inspector(self) -> DirectoryInspector:
+        return DirectoryInspector(self._ask_open)
 
     def register_partition(
         self,
@@ -200,11 +217,12 @@ class TQDataPlaneClient(Onlooker):
     def _put(
         self, put: PutRequest, encoded: Encoded, rows: Callable[[], Mapping[str, Column]]
     ) -> KVBatchMeta:
-        """Put what is encoded; ``rows`` gives its values one by one, for fields with enums."""
+        """Put encoded values; ``rows`` returns them row by row, to check fields with enums."""
         what, sample_ids, partition_id = put.where, put.sample_ids, put.partition_id
-        self._entries.make_room(what)
+        if self._reporter is not None:
+            self._reporter.wait_for_turn(what)
         with self._link.session(what) as session:
-            where = session.ask(
+            answer = session.ask(
                 p.BeginPut(
                     partition_id,
                     sample_ids,
@@ -217,33 +235,21 @@ class TQDataPlaneClient(Onlooker):
                 ),
                 p.PutAnswer,
             )
-            if where.enums:
-                declared = PartitionDeclaration(partition_id, (), 0, (), enums=where.enums)
+            if answer.enums:
+                declared = PartitionDeclaration(partition_id, (), 0, (), enums=answer.enums)
                 check_enums(rows(), declared)
             if sample_ids:
                 with detail_span("storage_write", "overhead"):
                     self._store.write(
-                        what,
-                        encoded,
-                        where,
-                        sample_ids,
-                        partition_id,
-                        put.tags,
-                        lambda: session.ask(p.CheckPut(), type(None)),
+                        put, encoded, answer, lambda: session.ask(p.CheckPut(), type(None))
                     )
-            entering = bool(sample_ids) and not self._store.registers
-            session.ask(p.CommitPut(put.tags, entering, put.origin), type(None))
-            if entering:
-                tell = partial(
-                    transfer_queue_rows.enter,
-                    self._engine.client,
-                    list(sample_ids),  # those of the meta are the caller's to change
-                    partition_id,
-                    put.copied_tags(),
-                    where.leftovers,
-                    list(encoded.kinds),
-                )
-                self._entries.add(session, partition_id, tell)
+            # A store that registers has reported the rows already.
+            reporter = None if self._store.registers or not sample_ids else self._reporter
+            session.ask(p.CommitPut(put.tags, reporter is not None, put.origin), type(None))
+            if reporter is not None:
+                tags = put.copied_tags()
+                fields = list(encoded.kinds)
+                reporter.report_put(session, partition_id, sample_ids, tags, answer.orphans, fields)
         return KVBatchMeta(
             partition_id=partition_id,
             task_name=None,
@@ -262,13 +268,11 @@ class TQDataPlaneClient(Onlooker):
     ) -> TensorDict:
         self._check_open()
         read = check_read("get_samples", sample_ids, partition_id, select_fields, origins=origins)
-        with self._reading(read, origins) as where:
+        with self._reading(read, origins) as answer:
             if not read.sample_ids or not read.fields:
                 return TensorDict({}, batch_size=[len(read.sample_ids)])
             with detail_span("storage_read", "overhead"):
-                return self._store.read(
-                    read.where, where, read.sample_ids, read.partition_id, read.fields
-                )
+                return self._store.read(read, answer)
 
     def get_columns(
         self,
@@ -284,42 +288,24 @@ class TQDataPlaneClient(Onlooker):
         self._check_open()
         read = check_read("get_columns", sample_ids, partition_id, select_fields, origins=origins)
         padding, width = check_padding(read.where, pad_values, width)
-        with self._reading(read, origins) as where:
+        with self._reading(read, origins) as answer:
             if forms is not None:
-                forms.update(where.forms)
+                forms.update(answer.forms)
             if not read.sample_ids or not read.fields:
                 return {}
             with detail_span("storage_read", "overhead"):
-                return self._store.read_columns(
-                    read.where,
-                    where,
-                    read.sample_ids,
-                    read.partition_id,
-                    read.fields,
-                    padding,
-                    width,
-                )
+                return self._store.read_columns(read, answer, padding, width)
 
     @contextmanager
     def _reading(self, read: ReadRequest, origins: dict[str, int] | None) -> Iterator[p.ReadAnswer]:
-        """Keep rows where they are until the block ends."""
+        """Pin the rows of a read until the block ends; yield their locations."""
         with self._link.session(read.where) as session:
             request = p.Read(read.partition_id, read.sample_ids, read.fields, origins is not None)
-            where = session.ask(request, p.ReadAnswer)
+            answer = session.ask(request, p.ReadAnswer)
             if origins is not None:
-                origins.update(where.origins)
-            yield where
-            session.tell(p.Unpin())
-
-    def get_data(
-        self,
-        meta: KVBatchMeta,
-        select_fields: list[str] | None = None,
-        *,
-        origins: dict[str, int] | None = None,
-    ) -> TensorDict:
-        names = fields_to_read(meta, select_fields)
-        return self.get_samples(meta.sample_ids, meta.partition_id, names, origins=origins)
+                origins.update(answer.origins)
+            yield answer
+            session.send(p.Unpin())
 
     def claim_meta(
         self,
@@ -359,7 +345,8 @@ class TQDataPlaneClient(Onlooker):
             p.ClaimAnswer,
             call.timeout_s + min(self._timeout_s, _CLAIM_ANSWER_S),
         )
-        self._entries.claimed(claimed.entered, call.partition_id, request.task_name)
+        if self._reporter is not None:
+            self._reporter.report_claim(claimed.known, call.partition_id, request.task_name)
         return KVBatchMeta(
             partition_id=call.partition_id,
             task_name=request.task_name,
@@ -390,46 +377,59 @@ class TQDataPlaneClient(Onlooker):
             self._clear(what, p.Clear(partition_id, ids, True, self._timeout_s, withdrawn=True))
 
     def _clear(self, what: str, request: p.Clear) -> int:
-        """How many samples were there."""
-        client = self._engine.client
+        """Clear in the directory, then in TransferQueue; return the number of samples."""
+        partition_id, reporter = request.partition_id, self._reporter
         with self._link.session(what) as session:
             answer = cleared = session.ask(request, p.ClearAnswer)
             while True:
-                self._engine.run(
-                    what, transfer_queue_rows.drop, client, request.partition_id, answer.leftovers
-                )
+                if reporter is not None:
+                    reporter.drop(what, partition_id, answer.orphans)
                 if not answer.more:
                     break
-                answer = session.ask(p.NextLeftovers(), p.ClearAnswer)
-            if request.sample_ids is None:
-                self._engine.run(what, transfer_queue_rows.forget, client, request.partition_id)
+                answer = session.ask(p.NextOrphans(), p.ClearAnswer)
+            if reporter is not None and request.sample_ids is None:
+                reporter.forget(what, partition_id)
             session.ask(p.Dropped(), type(None))
         return cleared.dropped
 
     def acknowledge(self, meta: KVBatchMeta) -> None:
-        self._settle(meta, "acknowledge")
+        self._update_lease(meta, "acknowledge")
 
     def release(self, meta: KVBatchMeta) -> None:
-        self._settle(meta, "release")
+        self._update_lease(meta, "release")
 
     def renew(self, meta: KVBatchMeta) -> None:
-        self._settle(meta, "renew")
+        self._update_lease(meta, "renew")
 
-    def _settle(self, meta: KVBatchMeta, how: p.HowToSettle) -> None:
+    def check_consumption_status(self, partition_id: str, task_names: list[str]) -> bool:
+        partition_id, task_names = check_consumption(partition_id, task_names)
+        what = f"check_consumption_status(partition={partition_id!r})"
+        return self._ask_open(what, p.Consumed(partition_id, task_names), bool)
+
+    def read_origins(
+        self, sample_ids: Sequence[str], partition_id: str, fields: Sequence[str]
+    ) -> dict[str, int]:
+        read = check_read("read_origins", sample_ids, partition_id, fields)
+        request = p.ReadOrigins(read.partition_id, read.sample_ids, read.fields)
+        return self._ask_open(read.where, request, dict[str, int])
+
+    def _update_lease(self, meta: KVBatchMeta, action: p.LeaseAction) -> None:
         self._check_open()
-        claim = check_settle(how, meta)
+        claim = check_lease_call(action, meta)
         if claim.sample_ids:
-            entered = self._ask(
+            known = self._ask(
                 claim.where,
-                p.Settle(claim.partition_id, claim.token, claim.sample_ids, how),
+                p.UpdateLease(
+                    claim.partition_id, claim.token, claim.sample_ids, action, claim.task_name
+                ),
                 list[str],
             )
-            if claim.task_name is not None:
-                self._entries.claimed(entered, claim.partition_id, claim.task_name)
+            if self._reporter is not None and claim.task_name is not None:
+                self._reporter.report_claim(known, claim.partition_id, claim.task_name)
 
     @property
     def closed(self) -> bool:
-        """Whether `close` was called."""
+        """True after `close`."""
         return self._closed
 
     def close(self) -> None:
@@ -437,9 +437,9 @@ class TQDataPlaneClient(Onlooker):
             return
         self._closed = True
         self._link.close()
-        self._entries.flush(min(self._timeout_s, _FLUSH_S))
+        if self._reporter is not None:
+            self._reporter.close()
         self._store.close()
-        self._engine.close()
         if self._owned is not None:
             self._owned.stop()
 
@@ -448,7 +448,7 @@ class TQDataPlaneClient(Onlooker):
     ) -> T:
         return self._link.ask(what, request, answer, timeout_s)
 
-    def _look(self, what: str, request: p.Request, answer: type[T]) -> T:
+    def _ask_open(self, what: str, request: p.Request, answer: type[T]) -> T:
         self._check_open()
         return self._ask(what, request, answer)
 
@@ -457,6 +457,6 @@ class TQDataPlaneClient(Onlooker):
             raise ClosedError("the TransferQueue client was closed; build a new one")
         if os.getpid() != self._pid:
             raise UnavailableError(
-                f"the TransferQueue client belongs to process {self._pid}, of which this is a "
-                "fork; Ray and its connections do not survive that, so start a process instead"
+                f"the TransferQueue client belongs to process {self._pid}, and this process is a "
+                "fork of it; Ray does not survive a fork, so spawn a process instead"
             )

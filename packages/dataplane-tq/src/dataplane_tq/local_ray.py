@@ -1,9 +1,8 @@
-"""Starts and joins a Ray whose every part listens on loopback alone.
+"""Starts and joins a Ray that listens on loopback only.
 
-Each part of Ray listens on all interfaces unless the node's address is a loopback one, and Ray
-replaces a loopback address that it is given by the machine's own. What keeps it from that is a
-switch that Ray reads from ``RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER`` when it is imported; here it is set
-after the import, and only while Ray starts.
+Each part of Ray listens on all interfaces unless the node's address is a loopback address, and Ray
+replaces a given loopback address by the machine's own. A switch prevents that. Ray reads it from
+``RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER`` on import; this module sets it later, only while Ray starts.
 """
 
 from __future__ import annotations
@@ -21,27 +20,27 @@ from ray._private import ray_constants, services
 from dataplane_core import UnavailableError
 
 ANSWER_S = 5.0
-"""How long the control store of a running Ray may take to answer `join_ray`, in seconds."""
+"""Deadline of the answer to `join_ray` from a running Ray's control store, in seconds."""
 
 _LOOPBACK = "127.0.0.1"
 _HTTP2 = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
-"""Connection preface and an empty SETTINGS frame (RFC 9113, 3.4); a server answers with its own."""
+"""Connection preface and an empty SETTINGS frame (RFC 9113, 3.4); a server sends its own back."""
 
 
 def start_local_ray(**options: Any) -> None:
-    """Start a Ray for this process on this machine; no other machine can connect to it.
+    """Start a Ray for this process to which no other machine can connect.
 
-    What its actors listen on is loopback as well, as far as they go by the address of their node:
-    the data plane's parts and TransferQueue's do. ``RAY_ADDRESS`` does not matter.
+    Actors that listen on their node's address listen on loopback too: the data plane's and
+    TransferQueue's do. ``RAY_ADDRESS`` is ignored.
 
     Args:
-        options: of `ray.init`, other than ``address``.
+        options: options of `ray.init`, except ``address``.
 
     Raises:
         UnavailableError: this version of Ray does not stay on loopback; it is shut down again.
-        Exception: whatever `ray.init` raises.
+        Exception: any error of `ray.init`.
     """
-    with _loopback_stays():
+    with _keep_loopback():
         ray.init(address="local", _node_ip_address=_LOOPBACK, **options)
     address = ray.util.get_node_ip_address()
     if not ipaddress.ip_address(address).is_loopback:
@@ -53,27 +52,27 @@ def start_local_ray(**options: Any) -> None:
 
 
 def join_ray(address: str, **options: Any) -> None:
-    """Connect this process to a running Ray, also to one that listens on loopback alone.
+    """Connect this process to a running Ray, also to one that listens on loopback only.
 
-    Ray would wait for minutes for one that does not answer, and might end the process.
+    Without the check here, Ray would wait minutes for an answer, and might exit the process.
 
     Args:
-        address: of the cluster, as `ray.init` takes it; "auto" for the one on this machine.
-        options: of `ray.init`, other than ``address``.
+        address: address of the cluster, as for `ray.init`; "auto" for the one on this machine.
+        options: options of `ray.init`, except ``address``.
 
     Raises:
-        UnavailableError: nobody listens there, or does not answer in `ANSWER_S` seconds.
-        Exception: whatever `ray.init` raises.
+        UnavailableError: no Ray answers at the address within `ANSWER_S` seconds.
+        Exception: any error of `ray.init`.
     """
-    with _loopback_stays():
+    with _keep_loopback():
         _check_answers(address)
         ray.init(address=address, **options)
 
 
 def _check_answers(address: str) -> None:
-    """Raise `UnavailableError` unless a control store speaks HTTP/2 there, as gRPC does."""
+    """Raise `UnavailableError` unless the address speaks HTTP/2, as a control store's gRPC does."""
     if "://" in address:
-        return  # a Ray client's server, which has a time-out of its own
+        return  # Ray Client, which has its own time-out
     where = services.canonicalize_bootstrap_address(address)
     host, _, port = (where or "").rpartition(":")
     if not host:
@@ -88,8 +87,8 @@ def _check_answers(address: str) -> None:
 
 
 @contextmanager
-def _loopback_stays() -> Iterator[None]:
-    """Let Ray use a loopback address as it is given, instead of the machine's own address."""
+def _keep_loopback() -> Iterator[None]:
+    """Keep Ray from replacing a loopback address by the machine's own."""
     before = ray_constants.ENABLE_RAY_CLUSTER
     ray_constants.ENABLE_RAY_CLUSTER = False
     try:

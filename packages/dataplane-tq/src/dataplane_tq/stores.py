@@ -1,50 +1,60 @@
-"""Where a client's values go: into packed memory, or through TransferQueue's storage managers.
+"""Stores of a client's values: packed memory, or TransferQueue's storage managers.
 
-TransferQueue's controller learns of every row either way; they differ in who moves the bytes, and
-in whether the controller has to know before the values can be read.
+They differ in who moves the bytes, and in whether TransferQueue's controller must have a row before
+its values can be read. The storage managers require that. Rows in packed memory are reported after
+the commit, unless the mirror is off.
 """
 
 from __future__ import annotations
 
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar  # Any: tags, and what a store keeps between encode and write
+from typing import Any, ClassVar  # Any: tags, and a store's values between encode and write
 
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
-from dataplane_core.columns import Column as PaddedColumn
-from dataplane_core.columns import check_width, columns_of_fields, fields_of_columns, width_of
-from dataplane_core.object_codec import decode_object, encode_object
-from dataplane_core.rows import (
+from dataplane_core import UnavailableError
+from dataplane_core.boundary import PutRequest, ReadRequest
+from dataplane_core.schema import PER_SAMPLE_TOO, Form
+from dataplane_core.tensors.columns import Column as PaddedColumn
+from dataplane_core.tensors.columns import (
+    check_width,
+    columns_of_fields,
+    fields_of_columns,
+    width_of,
+)
+from dataplane_core.tensors.object_codec import decode_object, encode_object
+from dataplane_core.tensors.rows import (
     OBJECT,
     Column,
     checked_leaves,
     collate,
     form_of,
     forms_of,
+    keep_form,
+    keep_forms,
     split_rows,
 )
-from dataplane_core.schema import PER_SAMPLE_TOO, Form
-from dataplane_tq import transfer_queue_rows as rows_in
-from dataplane_tq.engine import Engine
+from dataplane_tq.directory.protocol import PutAnswer, ReadAnswer
+from dataplane_tq.mirror import rows as rows_in
+from dataplane_tq.mirror.engine import Engine
 from dataplane_tq.packed.access import UnitAccess
 from dataplane_tq.packed.encoding import EncodedField, encode, encode_columns
 from dataplane_tq.packed.layout import FieldLayout
-from dataplane_tq.protocol import PutAnswer, ReadAnswer
-from dataplane_tq.seal import seal, unseal
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """A put's values in the form that the store writes.
+    """Values of a put in the form that the store writes.
 
     Attributes:
         kinds: field to kind.
-        values: the store's own.
-        layouts: of the fields that the directory places.
-        forms: field to form, for those that have one.
+        values: values in a form private to the store.
+        layouts: layouts of the fields that the directory places.
+        forms: field to form, for fields that have one.
     """
 
     kinds: dict[str, str]
@@ -54,17 +64,18 @@ class Encoded:
 
 
 class Store(ABC):
-    """One process's way to the values.
+    """Store of values, as one process accesses it.
 
     Attributes:
-        registers: whether `write` registers the rows; else it is done after the commit.
+        registers: whether `write` reports the rows to TransferQueue; if False, the client reports
+            them after the commit.
     """
 
     registers: ClassVar[bool] = True
 
     @abstractmethod
     def encode(self, fields: TensorDict, count: int) -> Encoded:
-        """Take a put's values apart, or refuse them with an `InvalidRequestError`."""
+        """Encode a put's values; raise an `InvalidRequestError` if one cannot be stored."""
 
     def encode_columns(
         self,
@@ -73,63 +84,46 @@ class Store(ABC):
         lengths: Sequence[int] | None,
         ragged: Collection[str],
     ) -> Encoded:
-        """The same for columns that `dataplane_core.columns.check_columns` passed."""
+        """Encode columns that `dataplane_core.tensors.columns.check_columns` accepted."""
         return self.encode(fields_of_columns(columns, count, lengths, ragged), count)
 
     @abstractmethod
     def write(
-        self,
-        what: str,
-        encoded: Encoded,
-        where: PutAnswer,
-        sample_ids: list[str],
-        partition_id: str,
-        tags: Sequence[dict[str, Any]] | None,
-        check: Callable[[], None],
+        self, put: PutRequest, encoded: Encoded, answer: PutAnswer, check: Callable[[], None]
     ) -> None:
-        """Make the values readable by every process, and register the rows if it `registers`.
+        """Make the values readable by every process, and report the rows if `registers` is set.
 
-        ``check`` raises if the put cannot be committed any more. A store that overwrites values
-        where they are calls it right before.
+        ``check`` raises if the put cannot be committed any more. A store that overwrites values in
+        place calls it right before the write.
         """
 
     @abstractmethod
-    def read(
-        self,
-        what: str,
-        where: ReadAnswer,
-        sample_ids: list[str],
-        partition_id: str,
-        fields: list[str],
-    ) -> TensorDict:
-        """Values of pinned samples, in the order of ``sample_ids``, in memory of their own."""
+    def read(self, read: ReadRequest, answer: ReadAnswer) -> TensorDict:
+        """Return copies of the values of pinned samples, in the order of the request."""
 
     def read_columns(
         self,
-        what: str,
-        where: ReadAnswer,
-        sample_ids: list[str],
-        partition_id: str,
-        fields: list[str],
+        read: ReadRequest,
+        answer: ReadAnswer,
         pad_values: Mapping[str, float],
         width: int,
     ) -> dict[str, PaddedColumn]:
-        """The same as padded columns, see `DataPlaneClient.get_columns`."""
-        answer = self.read(what, where, sample_ids, partition_id, fields)
-        columns = columns_of_fields(answer, pad_values=pad_values, width=width, forms=where.forms)
-        return {name: columns[name] for name in fields}
+        """Return the values as padded columns: see `DataPlaneClient.get_columns`."""
+        rows = self.read(read, answer)
+        columns = columns_of_fields(rows, pad_values=pad_values, width=width)
+        return {name: columns[name] for name in read.fields}
 
     def close(self) -> None:  # noqa: B027  # most stores hold nothing
-        """End what this store holds open."""
+        """Close the store's connections."""
 
 
 class TransferQueueStore(Store):
-    """Values go through the storage manager of TransferQueue's client.
+    """Store that uses the storage manager of TransferQueue's client.
 
     Args:
         engine: the process's connection.
-        rows_as_bytes: the backend changes tensors, or mixes them up; each row goes as bytes with a
-            checksum.
+        rows_as_bytes: whether to store each row as bytes with a checksum, because the backend
+            changes tensors or returns the wrong ones.
     """
 
     def __init__(self, engine: Engine, *, rows_as_bytes: bool) -> None:
@@ -147,71 +141,62 @@ class TransferQueueStore(Store):
             if isinstance(leaf, torch.Tensor):
                 kinds[name] = str(leaf.dtype)
                 if not self._rows_as_bytes:
-                    # TransferQueue's units take no strides.
+                    # TransferQueue's units store contiguous tensors only.
                     stored[name] = leaf if leaf.is_nested else leaf.contiguous()
                     continue
                 rows: Iterable[Any] = leaf.unbind()
             else:
                 kinds[name], rows = OBJECT, leaf
-            # As bytes they pass TransferQueue untouched; it would change some types.
+            # TransferQueue does not change bytes; it would change some other types.
             values = (encode_object(f"field {name!r}", row) for row in rows)
             if self._rows_as_bytes:
-                values = (seal(value) for value in values)
+                values = (_with_checksum(value) for value in values)
             stored[name] = NonTensorStack(*(NonTensorData(value) for value in values))
         return Encoded(kinds, TensorDict(stored, batch_size=[count]), forms=forms)
 
     def write(
-        self,
-        what: str,
-        encoded: Encoded,
-        where: PutAnswer,
-        sample_ids: list[str],
-        partition_id: str,
-        tags: Sequence[dict[str, Any]] | None,
-        check: Callable[[], None],
+        self, put: PutRequest, encoded: Encoded, answer: PutAnswer, check: Callable[[], None]
     ) -> None:
-        client = self._engine.client
+        client, what, ids, partition_id = (
+            self._engine.client,
+            put.where,
+            put.sample_ids,
+            put.partition_id,
+        )
         rows = self._engine.run(
-            what, rows_in.register, client, sample_ids, partition_id, tags, where.leftovers
+            what, rows_in.register, client, ids, partition_id, put.tags, answer.orphans
         )
         if encoded.kinds:
             check()
-            self._engine.run(
-                what, rows_in.store, client, encoded.values, rows, sample_ids, partition_id, what
-            )
+            values = encoded.values
+            self._engine.run(what, rows_in.store, client, values, rows, ids, partition_id, what)
 
-    def read(
-        self,
-        what: str,
-        where: ReadAnswer,
-        sample_ids: list[str],
-        partition_id: str,
-        fields: list[str],
-    ) -> TensorDict:
-        distinct = list(dict.fromkeys(sample_ids))
-        names = list(dict.fromkeys(fields))
-        answer = self._engine.run(
-            what, rows_in.read, self._engine.client, distinct, partition_id, names, what
+    def read(self, read: ReadRequest, answer: ReadAnswer) -> TensorDict:
+        distinct = list(dict.fromkeys(read.sample_ids))
+        names = list(dict.fromkeys(read.fields))
+        client, what = self._engine.client, read.where
+        fields = self._engine.run(
+            what, rows_in.read, client, distinct, read.partition_id, names, what
         )
         places = {sample_id: i for i, sample_id in enumerate(distinct)}
-        order = [places[sample_id] for sample_id in sample_ids]
-        kinds = dict(zip(fields, where.kinds, strict=True))
+        order = [places[sample_id] for sample_id in read.sample_ids]
+        kinds = dict(zip(read.fields, answer.kinds, strict=True))
         columns: dict[str, Column] = {}
-        for name, column in split_rows(answer, len(distinct)).items():
+        for name, column in split_rows(fields, len(distinct)).items():
             values = [column.rows[i] for i in order]
             if self._rows_as_bytes:
-                values = [unseal(name, value) for value in values]
+                values = [_without_checksum(name, value) for value in values]
             if self._rows_as_bytes or kinds[name] == OBJECT:
                 values = [decode_object(value) for value in values]
             columns[name] = Column(kinds[name], values)
-        return collate(columns, len(sample_ids))
+        return keep_forms(collate(columns, len(order)), answer.forms)
 
 
 class PackedStore(Store):
-    """Values lie in the storage units' memory, where this process writes and reads them itself.
+    """Store of the packed backend: this process accesses the storage units' memory itself.
 
     Args:
-        connection: of the storage backend ``packed``.
+        connection: connection of the storage backend ``packed``.
         timeout_s: deadline of each exchange with a unit, in seconds.
     """
 
@@ -243,42 +228,31 @@ class PackedStore(Store):
         return _encoded(encode_columns(columns, lengths, ragged), forms)
 
     def write(
-        self,
-        what: str,
-        encoded: Encoded,
-        where: PutAnswer,
-        sample_ids: list[str],
-        partition_id: str,
-        tags: Sequence[dict[str, Any]] | None,
-        check: Callable[[], None],
+        self, put: PutRequest, encoded: Encoded, answer: PutAnswer, check: Callable[[], None]
     ) -> None:
-        self._units.write(where.blocks, encoded.values or ())
+        self._units.write(answer.blocks, encoded.values or ())
 
-    def read(
-        self,
-        what: str,
-        where: ReadAnswer,
-        sample_ids: list[str],
-        partition_id: str,
-        fields: list[str],
-    ) -> TensorDict:
-        return TensorDict(self._units.read(fields, where.parts), batch_size=[len(sample_ids)])
+    def read(self, read: ReadRequest, answer: ReadAnswer) -> TensorDict:
+        leaves = self._units.read(read.fields, answer.parts)
+        return keep_forms(TensorDict(leaves, batch_size=[len(read.sample_ids)]), answer.forms)
 
     def read_columns(
         self,
-        what: str,
-        where: ReadAnswer,
-        sample_ids: list[str],
-        partition_id: str,
-        fields: list[str],
+        read: ReadRequest,
+        answer: ReadAnswer,
         pad_values: Mapping[str, float],
         width: int,
     ) -> dict[str, PaddedColumn]:
-        widths = {name: width_of(name, where.forms.get(name), width) for name in fields}
-        for name, part in zip(fields, where.parts, strict=True):
+        fields, forms = read.fields, answer.forms
+        widths = {name: width_of(name, forms.get(name), width) for name in fields}
+        for name, part in zip(fields, answer.parts, strict=True):
             for layout in (block.layout for block in part.blocks if name in PER_SAMPLE_TOO):
-                check_width(name, where.forms.get(name), layout.item, width)
-        return self._units.read_columns(fields, where.parts, pad_values, widths)
+                check_width(name, forms.get(name), layout.item, width)
+        columns = self._units.read_columns(fields, answer.parts, pad_values, widths)
+        return {
+            name: keep_form(column, forms.get(name)) if isinstance(column, torch.Tensor) else column
+            for name, column in columns.items()
+        }
 
     def close(self) -> None:
         self._units.close()
@@ -287,3 +261,21 @@ class PackedStore(Store):
 def _encoded(fields: list[EncodedField], forms: dict[str, Form]) -> Encoded:
     kinds = {item.layout.name: item.layout.kind for item in fields}
     return Encoded(kinds, fields, [item.layout for item in fields], forms)
+
+
+def _with_checksum(data: bytes) -> bytes:
+    """Prepend the checksum of ``data``."""
+    return zlib.crc32(data).to_bytes(4, "little") + data
+
+
+def _without_checksum(field: str, data: Any) -> bytes:
+    """Check and remove the checksum of `_with_checksum`.
+
+    Raises:
+        UnavailableError: the bytes are not those that were stored.
+    """
+    if not isinstance(data, bytes) or zlib.crc32(data[4:]).to_bytes(4, "little") != data[:4]:
+        raise UnavailableError(
+            f"field {field!r}: the storage backend returned other bytes than were put"
+        )
+    return data[4:]

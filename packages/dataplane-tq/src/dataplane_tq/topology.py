@@ -1,9 +1,9 @@
-"""Brings a TransferQueue up on a Ray cluster, finds it again, and takes it down.
+"""Starts, finds and stops a TransferQueue on a Ray cluster.
 
 The actors are TransferQueue's own controller, those of a storage backend, and the partition
-directory. They are started here and not by ``transfer_queue.init``, which keeps one client per
-process, takes a whole CPU for each actor, and whose ``close`` kills the controller from any
-process. The controller keeps its usual name, so that TransferQueue's own tools find it.
+directory. ``transfer_queue.init`` is not used: it allows one client per process and reserves one
+CPU per actor, and its ``close`` kills the controller from any process. The controller has its
+usual name, so TransferQueue's own tools find it.
 """
 
 from __future__ import annotations
@@ -19,15 +19,14 @@ from ray.exceptions import GetTimeoutError, RayError
 from dataplane_core import ConfigError, DataPlaneConfig, DataPlaneError, UnavailableError
 from dataplane_core.deadlines import call_within
 from dataplane_core.ledger import load_order
-from dataplane_tq.directory_actor import DirectoryActor
-from dataplane_tq.sampler import ConsumptionSampler, load_sampler
+from dataplane_tq.directory.actor import DirectoryActor, bind_actor
+from dataplane_tq.directory.wire import Address
+from dataplane_tq.mirror.sampler import ConsumptionSampler, load_sampler
 from dataplane_tq.storage import BACKENDS
 from dataplane_tq.storage.base import StorageBackend, end_actor
 from dataplane_tq.storage.packed import Packed
 from dataplane_tq.storage.simple import defaults
-from dataplane_tq.tether import tie
 from dataplane_tq.upstream import TransferQueueController
-from dataplane_tq.wire import Address
 
 NAMESPACE = "transfer_queue"
 CONTROLLER = "TransferQueueController"
@@ -35,7 +34,7 @@ DIRECTORY = "DataPlaneDirectory"
 
 _START_TIMEOUT_S = 120.0
 _RAY_GRACE_S = 1.0
-# The actors mostly wait; a whole CPU for each would leave none to a small machine's workers.
+# The actors are mostly idle; one CPU for each would leave none to a small machine's workers.
 _ACTOR_CPUS = 0.1
 _FOREIGN = (
     f"this Ray cluster runs a TransferQueue that dataplane-tq did not start: there is a "
@@ -45,16 +44,17 @@ _FOREIGN = (
 
 @dataclass(frozen=True)
 class Connection:
-    """What a process needs to be a client.
+    """Data with which a client connects.
 
     Attributes:
         backend: name of the storage backend, as in the configuration.
         manager: name of TransferQueue's storage manager for it.
-        controller: TransferQueue's description of the controller's sockets.
         rows_as_bytes: whether the backend takes rows as bytes only.
-        survivable: whether the death of each of its parts is noticed within seconds.
+        survivable: whether the death of each part is detected within seconds.
+        controller: TransferQueue's description of the controller's sockets; None if the mirror is
+            off.
         storage: configuration of the storage manager.
-        directory: where the directory listens.
+        directory: address of the directory.
     """
 
     backend: str
@@ -68,26 +68,27 @@ class Connection:
 
 @dataclass(frozen=True)
 class Topology:
-    """The actors of one TransferQueue, and how to connect to them."""
+    """Actors of one TransferQueue, and the data to connect to them."""
 
     actors: dict[str, Any]
     connection: Connection
     storage: StorageBackend | None = None
 
     def stop(self) -> None:
-        """Kill every actor that was started here; what they hold goes with them."""
+        """Kill every actor that was started here; their data is lost."""
         for name in (DIRECTORY, CONTROLLER):
-            end_actor(self.actors[name])
+            if name in self.actors:
+                end_actor(self.actors[name])
         if self.storage is not None:
             self.storage.stop()
 
 
 def bootstrap(cfg: DataPlaneConfig) -> Topology:
-    """Start TransferQueue as ``cfg`` sizes it.
+    """Start TransferQueue according to ``cfg``.
 
     Raises:
-        ConfigError: (a ValueError) on a backend that is not offered or lacks what it needs, or if
-            this Ray cluster already has a TransferQueue.
+        ConfigError: (a ValueError) the backend is unknown or lacks a requirement, or this Ray
+            cluster already has a TransferQueue.
         UnavailableError: Ray is not initialised, or the actors do not start in time.
     """
     _require_ray()
@@ -97,33 +98,43 @@ def bootstrap(cfg: DataPlaneConfig) -> Topology:
             f"data-plane config: backend: found {backend!r}; expected one of {', '.join(BACKENDS)}"
         )
     BACKENDS[backend].check(cfg)
-    sampler = ConsumptionSampler(load_sampler(cfg.get("sampler")))
-    load_order(cfg.get("claim_order"))  # refused here rather than in the directory's process
-    if _find(CONTROLLER) is not None:
-        if _find(DIRECTORY) is None:
-            raise ConfigError(f"{_FOREIGN}; start this one in a Ray cluster of its own")
+    mirrored = cfg.get("transfer_queue_mirror", True)
+    if not mirrored and (backend != "packed" or "sampler" in cfg):
         raise ConfigError(
-            "this Ray cluster already runs a TransferQueue controller; attach to it with "
-            "bootstrap=False, or close the client that started it"
+            "data-plane config: transfer_queue_mirror: found False; backend 'packed' works "
+            "without TransferQueue's controller, other backends and the key sampler do not"
         )
+    sampler = ConsumptionSampler(load_sampler(cfg.get("sampler")))
+    load_order(cfg.get("claim_order"))  # fail here rather than in the directory's process
+    if _find(DIRECTORY) is not None:
+        raise ConfigError(
+            "this Ray cluster already runs a data plane; attach to it with bootstrap=False, or "
+            "close the client that started it"
+        )
+    if mirrored and _find(CONTROLLER) is not None:
+        raise ConfigError(f"{_FOREIGN}; start the data plane in a separate Ray cluster")
     storage = BACKENDS[backend]()
     options = {"num_cpus": _ACTOR_CPUS, "namespace": NAMESPACE}
     actors: dict[str, Any] = {}
     try:
-        controller = TransferQueueController.options(name=CONTROLLER, **options).remote(
-            sampler=sampler, polling_mode=True
-        )
-        actors[CONTROLLER] = controller
+        if mirrored:
+            actors[CONTROLLER] = TransferQueueController.options(name=CONTROLLER, **options).remote(
+                sampler=sampler, polling_mode=True
+            )
         storage.start(cfg, namespace=NAMESPACE, actor_cpus=_ACTOR_CPUS, timeout_s=_START_TIMEOUT_S)
         units = storage.units if isinstance(storage, Packed) else []
         directory = (
             ray.remote(DirectoryActor)
             .options(name=DIRECTORY, **options)
-            .remote(cfg["storage_capacity"], units, cfg.get("claim_order"))
+            .remote(cfg["storage_capacity"], units, cfg.get("claim_order"), mirrored=mirrored)
         )
         actors[DIRECTORY] = directory
-        zmq_info, address = ray.get(
-            [controller.get_zmq_server_info.remote(), directory.address.remote()],
+        controller = actors.get(CONTROLLER)
+        address, zmq_info = ray.get(
+            [
+                directory.address.remote(),
+                ray.put(None) if controller is None else controller.get_zmq_server_info.remote(),
+            ],
             timeout=_START_TIMEOUT_S,
         )
         connection = Connection(
@@ -136,20 +147,18 @@ def bootstrap(cfg: DataPlaneConfig) -> Topology:
             directory=address,
         )
         actors.update(storage.actors)
-        # Packed units are watched by connections to them.
-        lifelines = storage.lifelines if isinstance(storage, Packed) else ()
-        tied = {CONTROLLER: controller, **({} if lifelines else storage.actors)}
-        ray.get(
-            [
-                controller.store_config.remote(_for_transfer_queue(connection)),
-                *(
-                    actor.__ray_call__.remote(tie, address, name, _START_TIMEOUT_S)
-                    for name, actor in tied.items()
-                ),
-                directory.publish.remote([ray.put((connection, list(actors)))], *lifelines),
-            ],
-            timeout=_START_TIMEOUT_S,
-        )
+        # The directory connects to packed units; all other actors connect to the directory.
+        watched = storage.watched if isinstance(storage, Packed) else ()
+        bound = {} if watched else dict(storage.actors)
+        started = [directory.publish.remote([ray.put((connection, list(actors)))], *watched)]
+        if controller is not None:
+            bound[CONTROLLER] = controller
+            started.append(controller.store_config.remote(_for_transfer_queue(connection)))
+        started += [
+            actor.__ray_call__.remote(bind_actor, address, name, _START_TIMEOUT_S)
+            for name, actor in bound.items()
+        ]
+        ray.get(started, timeout=_START_TIMEOUT_S)
     except (RayError, ValueError, DataPlaneError) as error:
         for actor in actors.values():
             end_actor(actor)
@@ -164,7 +173,7 @@ def bootstrap(cfg: DataPlaneConfig) -> Topology:
 
 
 def _for_transfer_queue(connection: Connection) -> Any:
-    """The configuration by which a process attaches with ``transfer_queue.init`` itself."""
+    """Return the configuration with which ``transfer_queue.init`` itself attaches."""
     config = OmegaConf.create({}, flags={"allow_objects": True})
     shipped = {"controller": {"polling_mode": True, "zmq_info": connection.controller}}
     backend = {"storage_backend": connection.manager, connection.manager: connection.storage}
@@ -174,19 +183,19 @@ def _for_transfer_queue(connection: Connection) -> Any:
 
 
 def attach(timeout_s: float) -> Topology:
-    """Find the TransferQueue of this Ray cluster; wait for one that is still starting.
+    """Find the TransferQueue of this Ray cluster, waiting up to ``timeout_s`` for its start.
 
     Raises:
-        UnavailableError: there is none, or it did not come up within ``timeout_s``.
+        UnavailableError: there is none after ``timeout_s``.
     """
     _require_ray()
     try:
-        # Ray's own time-outs are not kept where a process of Ray itself does not answer.
+        # Ray exceeds its own time-outs if a process of Ray does not answer.
         return call_within(timeout_s + _RAY_GRACE_S, lambda: _attach(timeout_s))
     except TimeoutError:
         raise UnavailableError(
             f"no TransferQueue found: Ray did not answer after {timeout_s:g} s; its control store "
-            "(GCS) or this node's raylet is stopped or out of reach"
+            "(GCS) or this node's raylet is stopped or unreachable"
         ) from None
 
 
@@ -219,7 +228,7 @@ def _attached(connection: Connection, names: list[str]) -> Topology:
     actors = {name: _find(name) for name in names}
     gone = [name for name, actor in actors.items() if actor is None]
     if gone:
-        raise UnavailableError(f"TransferQueue is incomplete: {', '.join(gone)} are gone")
+        raise UnavailableError(f"TransferQueue is incomplete; gone actors: {', '.join(gone)}")
     return Topology(actors, connection)
 
 

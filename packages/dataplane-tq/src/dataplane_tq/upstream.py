@@ -1,8 +1,8 @@
-"""What is used of TransferQueue, and how it is imported.
+"""Imports from TransferQueue.
 
-TransferQueue imports Yuanrong's libraries wherever they are installed. They bring a gRPC and a
-protobuf of their own that end a process in which another library's are loaded, those of NIXL for
-one. So here they are imported when a client of that backend first uses them.
+TransferQueue imports Yuanrong's libraries wherever they are installed. These contain their own gRPC
+and protobuf, which crash a process that has loaded another library's copies, such as NIXL's. So
+here they are imported only when a client of that backend first uses them.
 """
 
 from __future__ import annotations
@@ -11,19 +11,21 @@ import importlib
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from importlib.util import find_spec
+from math import ceil
 from types import ModuleType
 
-_IN_THE_WAY = ("nixl_cu12._bindings", "nixl_cu13._bindings")
+_CONFLICTING = ("nixl_cu12._bindings", "nixl_cu13._bindings")
 
 
 @contextmanager
 def _without(name: str) -> Iterator[None]:
-    """Let a package look as if it were not installed, unless it is imported already."""
+    """Hide a package from imports in the block, unless it is imported already."""
     if name in sys.modules:
         yield
         return
-    sys.modules[name] = None  # type: ignore[assignment]  # what importlib takes for "not there"
+    sys.modules[name] = None  # type: ignore[assignment]  # importlib then raises ImportError
     try:
         yield
     finally:
@@ -55,20 +57,36 @@ __all__ = [
     "StorageManager",
     "StorageManagerFactory",
     "TransferQueueController",
+    "bound_yuanrong",
     "extract_field_schema",
 ]
 
 
 class _YuanrongWhenUsed(ModuleType):
+    timeout_ms = 60_000
+    """Deadline of a connection and of a call; the library's default."""
+
     def __getattr__(self, name: str) -> object:
         if self.__name__ not in sys.modules:
-            for other in _IN_THE_WAY:
+            for other in _CONFLICTING:
                 if other in sys.modules:
                     raise ImportError(
-                        f"{self.__name__} cannot be loaded into a process that holds {other}: it "
-                        "would end by a segmentation fault; take another backend, or keep NIXL out"
+                        f"{self.__name__} cannot be loaded into a process that has loaded {other}: "
+                        "it would crash; use another backend, or do not import NIXL"
                     )
-        return getattr(importlib.import_module(self.__name__), name)
+        value = getattr(importlib.import_module(self.__name__), name)
+        if name == "KVClient":
+            return partial(
+                value, connect_timeout_ms=self.timeout_ms, req_timeout_ms=self.timeout_ms
+            )
+        return value
+
+
+def bound_yuanrong(timeout_s: float) -> None:
+    """Set the deadline of each call, for Yuanrong clients that this process creates from now on."""
+    datasystem = _YuanrongWhenUsed("yr.datasystem")
+    datasystem.timeout_ms = ceil(timeout_s * 1000)
+    yuanrong_client.datasystem = datasystem
 
 
 if not yuanrong_client.YUANRONG_DATASYSTEM_IMPORTED and find_spec("yr") is not None:

@@ -1,7 +1,7 @@
-"""A pytest plugin that has TransferQueue's own tests run on our storage backend.
+"""Pytest plugin that runs TransferQueue's own tests on the packed backend.
 
-Their modules choose a backend by name, ``TQ_TEST_BACKEND``, from the module's `BACKEND_CONFIGS`;
-the plugin adds an entry there and changes nothing else. Load it with ``-p packed_backend``.
+The test modules select a backend from their `BACKEND_CONFIGS` by the name in ``TQ_TEST_BACKEND``.
+The plugin only adds an entry there. Load it with ``-p packed_backend``.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import pytest
 import ray
 
 from dataplane_tq import start_local_ray
-from dataplane_tq.packed import bootstrap  # noqa: F401  # enters TransferQueue's registries
+from dataplane_tq.storage import packed_bootstrap  # noqa: F401, TID251
 
 CONFIG = {
     "controller": {"polling_mode": True},
@@ -21,7 +21,7 @@ CONFIG = {
         "PackedStorage": {
             "num_storage_units": 2,
             "global_segment_size": 64 << 20,
-            "storage_capacity": 200,  # as theirs
+            "storage_capacity": 200,  # as in TransferQueue's own configurations
         },
     },
 }
@@ -33,8 +33,8 @@ def pytest_collection_modifyitems(items):
 
 
 @pytest.fixture(scope="module", autouse=True)
-def ray_before_theirs():
-    """Theirs takes as many CPUs as the machine has, which two may be; their actors need three."""
+def start_ray():
+    """Start a Ray of four CPUs: the tests' own has the machine's, and their actors need three."""
     with tempfile.TemporaryDirectory(prefix="tq-") as folder:
         start_local_ray(
             num_cpus=4,

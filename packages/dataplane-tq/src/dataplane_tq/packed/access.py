@@ -1,7 +1,7 @@
-"""`UnitAccess`: the values of fields, written to and read from the storage units by one process.
+"""`UnitAccess`: one process's reads and writes of fields in the storage units.
 
-Where they lie is the directory's business; this only follows what it answered. A read's rows must
-be pinned in the directory until `UnitAccess.read` returned.
+The directory decides the location of values. A read's rows must be pinned in the directory until
+`UnitAccess.read` returns.
 """
 
 from __future__ import annotations
@@ -15,16 +15,14 @@ import torch
 from tensordict import NonTensorStack
 
 from dataplane_core import UnavailableError
-from dataplane_core.columns import Column
-from dataplane_core.slices import Slices
-from dataplane_tq.packed.catalogue import Block
+from dataplane_core.tensors.columns import Column
 from dataplane_tq.packed.decoding import Piece, decode, decode_column, padded_of
 from dataplane_tq.packed.encoding import EncodedField, writes
-from dataplane_tq.packed.layout import FieldLayout, Indices
-from dataplane_tq.packed.side_by_side import run_all, worth_it
+from dataplane_tq.packed.layout import Block, FieldLayout, FieldParts, Indices
+from dataplane_tq.packed.parallel import is_large, run_all
+from dataplane_tq.packed.slices import Slices
 from dataplane_tq.packed.unit_client import Transport, UnitClient
 from dataplane_tq.packed.unit_wire import UnitAddress
-from dataplane_tq.protocol import FieldParts
 
 T = TypeVar("T")
 
@@ -32,11 +30,11 @@ _ROW_NUMBER = np.dtype(np.int64).itemsize
 
 
 class UnitAccess:
-    """One process's way to all units. Building it does no I/O; threads may share it.
+    """Access of one process to all units. Building it does no I/O; threads may share it.
 
     Args:
         units: name to address.
-        token: the units'.
+        token: secret that opens the units.
         transport: see `UnitClient`.
         timeout_s: deadline of each exchange with a unit, in seconds.
     """
@@ -59,7 +57,7 @@ class UnitAccess:
 
         Raises:
             UnavailableError: a unit is gone.
-            DeadlineExceededError: a unit did not take its part in time.
+            DeadlineExceededError: a unit did not confirm its writes in time.
         """
         for unit, pieces in writes(blocks, fields).items():
             self._unit(unit).write(pieces, self._timeout_s)
@@ -67,7 +65,7 @@ class UnitAccess:
     def read(
         self, fields: Sequence[str], parts: Sequence[FieldParts]
     ) -> dict[str, torch.Tensor | NonTensorStack]:
-        """The rows at ``parts``, one for each of ``fields``, in memory of their own.
+        """Return the rows at ``parts`` by field, as copies.
 
         Raises:
             UnavailableError: a unit is gone.
@@ -82,7 +80,7 @@ class UnitAccess:
         pad_values: Mapping[str, float],
         widths: Mapping[str, int | None],
     ) -> dict[str, Column]:
-        """The same as columns padded to ``widths``, see `dataplane_core.columns.width_of`."""
+        """Return the rows as columns padded to ``widths``: see `dataplane_core.tensors.columns`."""
         return self._each(
             fields,
             parts,
@@ -95,19 +93,19 @@ class UnitAccess:
         parts: Sequence[FieldParts],
         read: Callable[[str, FieldParts], T],
     ) -> dict[str, T]:
-        """What ``read`` makes of each field; several at once where much goes over TCP."""
-        where = dict(zip(fields, parts, strict=True))
-        sizes = {name: _about_bytes(part) for name, part in where.items()}
-        if not worth_it(sum(sizes.values())) or self._all_mapped(parts):
-            return {name: read(name, part) for name, part in where.items()}
-        found: dict[str, T] = {}
+        """Read each field with ``read``; large TCP reads run in parallel."""
+        by_name = dict(zip(fields, parts, strict=True))
+        sizes = {name: _estimated_nbytes(part) for name, part in by_name.items()}
+        if not is_large(sum(sizes.values())) or self._all_mapped(parts):
+            return {name: read(name, part) for name, part in by_name.items()}
+        results: dict[str, T] = {}
 
         def into(name: str) -> None:
-            found[name] = read(name, where[name])
+            results[name] = read(name, by_name[name])
 
-        # The largest first, so that all end at about the same time.
+        # Largest first, so that all connections finish at about the same time.
         run_all(partial(into, name) for name in sorted(fields, key=lambda name: -sizes[name]))
-        return {name: found[name] for name in fields}
+        return {name: results[name] for name in fields}
 
     def _all_mapped(self, parts: Sequence[FieldParts]) -> bool:
         units = [
@@ -122,7 +120,7 @@ class UnitAccess:
         unit = self._unit(block.unit)
         unit.connect(self._timeout_s)
         if width is not None and not parts.source and not unit.zero_copy:
-            # The rows go from the socket to where they belong.
+            # Receive the rows directly at their places in the padded tensor.
             layout, spans = _wanted(block, _numbers(parts))
             padded = padded_of(layout, pad_value, width)
             if padded is not None:
@@ -148,8 +146,8 @@ class UnitAccess:
         unit = self._unit(block.unit)
         unit.connect(self._timeout_s)
         if unit.zero_copy:
-            whole = [(block.offset, block.offset + block.layout.nbytes)]
-            return Piece(block.layout, unit.read(whole, self._timeout_s), rows, positions)
+            extent = [(block.offset, block.offset + block.layout.nbytes)]
+            return Piece(block.layout, unit.read(extent, self._timeout_s), rows, positions)
         layout, spans = _wanted(block, rows)
         return Piece(layout, unit.read(spans, self._timeout_s), None, positions, owned=True)
 
@@ -165,13 +163,13 @@ class UnitAccess:
             unit.close()
 
 
-def _about_bytes(parts: FieldParts) -> int:
-    """Size of the rows asked, as if all in a block were alike."""
+def _estimated_nbytes(parts: FieldParts) -> int:
+    """Estimate the size of the requested rows from the mean size in the first block."""
     first = parts.blocks[0].layout
     if not parts.rows:
         return first.nbytes
-    asked = len(parts.rows) // _ROW_NUMBER
-    return first.nbytes * asked // max(1, first.rows)
+    count = len(parts.rows) // _ROW_NUMBER
+    return first.nbytes * count // max(1, first.rows)
 
 
 def _numbers(parts: FieldParts) -> Indices | None:
@@ -179,7 +177,7 @@ def _numbers(parts: FieldParts) -> Indices | None:
 
 
 def _wanted(block: Block, rows: Indices | None) -> tuple[FieldLayout, list[tuple[int, int]]]:
-    """The layout of some rows of a block, by themselves, and where their bytes lie in its unit."""
+    """Return a layout for copies of a block's rows, and the rows' byte ranges in the unit."""
     layout, start = block.layout, block.offset
     if rows is None:
         return layout, [(start, start + layout.nbytes)]

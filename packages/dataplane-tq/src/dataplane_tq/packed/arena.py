@@ -1,7 +1,7 @@
 """Anonymous shared memory of fixed size.
 
-The memory has no name in the file system: it lives as long as a process has it open or mapped, so
-nothing is left behind by processes that are killed. Pages appear when they are first written to.
+The memory has no name in the file system. It exists as long as a process has it open or mapped, so
+killed processes leave nothing behind. Pages are allocated on the first write.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from numpy.typing import NDArray
 
 
 class Arena:
-    """A mapping of shared memory. Built by `create` or `attach`.
+    """Mapping of shared memory; `create` or `attach` builds one.
 
     Attributes:
-        name: for messages.
+        name: name for messages.
         fd: the memory's file descriptor, owned by the arena.
-        nbytes: its size.
-        buffer: uint8 array over the whole memory.
+        nbytes: size of the memory.
+        buffer: uint8 array over all of the memory.
     """
 
     def __init__(self, name: str, fd: int, nbytes: int) -> None:
@@ -33,21 +33,21 @@ class Arena:
 
     @classmethod
     def create(cls, name: str, nbytes: int) -> Arena:
-        """New memory of ``nbytes`` zeros, shown as ``name`` in /proc."""
+        """Create memory of ``nbytes`` zeros, listed as ``name`` in /proc."""
         if nbytes <= 0:
             raise ValueError(f"arena {name!r}: {nbytes} bytes; expected at least 1")
         fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(fd, nbytes)
-            # Whoever is given the descriptor could otherwise shrink the file, and touching a
-            # mapping beyond the end of its file kills the process.
+            # Without the seals a client could shrink the file, and access to a mapping beyond the
+            # end of its file kills the process.
             fcntl.fcntl(
                 fd,
                 fcntl.F_ADD_SEALS,
                 fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL,
             )
             return cls(name, fd, nbytes)
-        except BaseException:
+        except BaseException:  # also an interrupt must not leak the descriptor
             os.close(fd)
             raise
 
@@ -56,12 +56,12 @@ class Arena:
         """Map memory that another process created; takes ownership of ``fd``."""
         try:
             return cls(f"fd {fd}", fd, nbytes)
-        except BaseException:
+        except BaseException:  # also an interrupt must not leak the descriptor
             os.close(fd)
             raise
 
     def close(self) -> None:
-        """Close the descriptor. The mapping goes with the last array that views it."""
+        """Close the descriptor; the mapping ends with the last array that views it."""
         if self.fd < 0:
             return
         os.close(self.fd)

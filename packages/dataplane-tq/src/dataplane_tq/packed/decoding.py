@@ -1,7 +1,7 @@
-"""Rows of one field, from the flat buffers of one or several blocks, as the tensor of an answer.
+"""Decodes rows of one field, from the flat buffers of one or several blocks, into one tensor.
 
-What a field becomes is what `dataplane_core.rows.collate_rows` says. The result owns its memory:
-blocks may be freed and reused as soon as `decode` returns.
+The result has the form that `collate_rows` defines. It owns its memory: blocks may be freed and
+reused as soon as `decode` returns.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ import torch
 from numpy.typing import NDArray
 from tensordict import NonTensorData, NonTensorStack
 
-from dataplane_core import InvalidRequestError, pages
-from dataplane_core.columns import Column, Padded, object_array, padded_tensor, tensor_on
-from dataplane_core.object_codec import decode_object
-from dataplane_core.rows import OBJECT, collate_rows
-from dataplane_core.slices import copy_slices
+from dataplane_core import InvalidRequestError
+from dataplane_core.tensors import pages
+from dataplane_core.tensors.columns import Column, Padded, object_array, padded_tensor, tensor_on
+from dataplane_core.tensors.object_codec import decode_object
+from dataplane_core.tensors.pages import copy_slices
+from dataplane_core.tensors.rows import OBJECT, collate_rows
 from dataplane_tq.packed.layout import FieldLayout, Indices
 
 Bytes = NDArray[np.uint8]
@@ -30,14 +31,14 @@ _PLAIN = (str, bytes, int, float, bool, type(None))
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Some rows of one block, and where they go in the answer.
+    """Rows of one block, and their positions in the answer, the tensor that `decode` returns.
 
     Attributes:
-        layout: of the rows in ``flat``.
+        layout: layout of the rows in ``flat``.
         flat: the flat buffer of ``layout``.
-        rows: which rows of ``layout``, in the order wanted; None for all in their order.
-        positions: the answer's row for each of them; None if they follow those of the piece before.
-        owned: ``flat`` is nobody else's, and may become the answer.
+        rows: requested rows of ``layout``, in this order; None for all in their order.
+        positions: row of the answer for each; None if they follow those of the previous piece.
+        owned: whether the answer may take over ``flat``, because nothing else uses it.
     """
 
     layout: FieldLayout
@@ -48,25 +49,25 @@ class Piece:
 
     @property
     def count(self) -> int:
-        """Number of rows that the piece gives to the answer."""
+        """Number of rows of the answer that come from the piece."""
         return self.layout.rows if self.rows is None else len(self.rows)
 
 
 def decode(pieces: Sequence[Piece]) -> torch.Tensor | NonTensorStack:
-    """The rows of ``pieces`` as one field.
+    """Decode the rows of ``pieces`` as one field.
 
     Args:
-        pieces: at least one row in total, all of one kind; if positions are given, they name every
-            row of the answer once.
+        pieces: pieces of one kind with at least one row in total. If they have positions, these
+            name every row of the answer once.
 
     Returns:
-        Rows of one shape as a dense tensor ``(n, *shape)``; rows that differ in their first
-        dimension as a jagged tensor; others as a strided nested tensor; objects as a
-        NonTensorStack.
+        A dense tensor ``(n, *shape)`` for rows of one shape; a jagged tensor for rows that differ
+        in their first dimension; a strided nested tensor for other tensors; a NonTensorStack for
+        objects.
 
     Raises:
-        InvalidRequestError: (a ValueError) if pieces are of several kinds, lack bytes or leave a
-            row of the answer open.
+        InvalidRequestError: (a ValueError) the pieces are of several kinds, lack bytes, or do not
+            fill every row of the answer.
     """
     pieces, places = _placed(pieces)
     layout = pieces[0].layout
@@ -88,12 +89,12 @@ def _decode_tensor(pieces: Sequence[Piece], places: Sequence[slice | Indices]) -
 
 
 def decode_column(pieces: Sequence[Piece], pad_value: float, width: int | None) -> Column:
-    """The rows of ``pieces`` as one column, padded as `dataplane_core.columns.padded_tensor` does.
+    """Decode the rows of ``pieces`` as one column, padded as by `padded_tensor`.
 
     Args:
-        pieces: as `decode` takes them.
-        pad_value: for rows that are shorter than others.
-        width: tensors of two or more dims are at least as wide along dim 1; None pads nothing.
+        pieces: see `decode`.
+        pad_value: value that fills shorter rows.
+        width: minimum size of dim 1, for tensors of two or more dims; None disables padding.
 
     Returns:
         A tensor, or an object array of Python values.
@@ -113,7 +114,7 @@ def decode_column(pieces: Sequence[Piece], pad_value: float, width: int | None) 
 
 
 def _placed(pieces: Sequence[Piece]) -> tuple[Sequence[Piece], list[slice | Indices]]:
-    """The pieces that have rows, checked, and where these go."""
+    """Check pieces; return those that have rows, and their places in the answer."""
     pieces = [piece for piece in pieces if piece.count]
     if not pieces:
         raise InvalidRequestError("decode: no rows")
@@ -129,16 +130,15 @@ def _check(pieces: Sequence[Piece]) -> None:
             raise InvalidRequestError(
                 f"field {first.name!r}: rows of {first.kind} and of {layout.kind} in one answer"
             )
-        found = piece.flat.size
-        if found != layout.nbytes:
+        if piece.flat.size != layout.nbytes:
             raise InvalidRequestError(
-                f"field {layout.name!r}: {found} bytes for {layout.rows} rows; expected "
+                f"field {layout.name!r}: {piece.flat.size} bytes for {layout.rows} rows; expected "
                 f"{layout.nbytes}"
             )
 
 
 def _places(pieces: Sequence[Piece]) -> list[slice | Indices]:
-    """Where each piece's rows go: a slice for a run of consecutive rows of the answer."""
+    """Return the answer's rows for each piece; a slice if they are consecutive."""
     total = sum(piece.count for piece in pieces)
     places: list[slice | Indices] = []
     at = 0
@@ -162,13 +162,13 @@ def _places(pieces: Sequence[Piece]) -> list[slice | Indices]:
             filled[place] = True
         if not filled.all():
             raise InvalidRequestError(
-                f"decode: not every one of the answer's {total} rows is given"
+                f"decode: the positions do not cover all of the answer's {total} rows"
             )
     return places
 
 
 def _run(rows: Indices) -> slice | None:
-    """``rows`` as a slice if they are consecutive."""
+    """Return ``rows`` as a slice if they are consecutive; else None."""
     first = int(rows[0])
     if int(rows[-1]) - first + 1 != len(rows) or (rows[1:] - rows[:-1] != 1).any():
         return None
@@ -183,6 +183,7 @@ def _dtype(layout: FieldLayout) -> torch.dtype:
 
 
 def _same_item(layout: FieldLayout, other: FieldLayout) -> bool:
+    """Return whether all rows of both layouts have one shape."""
     return (
         not layout.ends
         and layout.shapes is None
@@ -193,10 +194,12 @@ def _same_item(layout: FieldLayout, other: FieldLayout) -> bool:
 
 
 def _tail(layout: FieldLayout) -> tuple[int, ...]:
+    """Return the shape of a row without its first dimension."""
     return layout.item if layout.ragged else layout.item[1:]
 
 
 def _has_tail(layout: FieldLayout, tail: tuple[int, ...]) -> bool:
+    """Return whether every row has the shape (any length, *tail), and ``tail`` has elements."""
     return (
         layout.shapes is None
         and (layout.ragged or bool(layout.item))
@@ -206,6 +209,7 @@ def _has_tail(layout: FieldLayout, tail: tuple[int, ...]) -> bool:
 
 
 def _shape(layout: FieldLayout, dtype: torch.dtype, row: int, nbytes: int) -> tuple[int, ...]:
+    """Return the shape of a row of ``nbytes``."""
     if layout.shapes is not None:
         return layout.shapes[row]
     if not layout.ragged:
@@ -214,18 +218,18 @@ def _shape(layout: FieldLayout, dtype: torch.dtype, row: int, nbytes: int) -> tu
 
 
 def _decode_uniform(pieces: Sequence[Piece], places: Sequence[slice | Indices]) -> torch.Tensor:
-    """All rows have one shape, which the layouts tell."""
+    """Decode rows of one shape into a dense tensor."""
     layout = pieces[0].layout
     dtype = _dtype(layout)
     total = sum(piece.count for piece in pieces)
     size = layout.row_nbytes
     shape = (total, *_shape(layout, dtype, 0, size))
     if size == 0:
-        return torch.empty(shape, dtype=dtype)  # there may be rows, but nothing to copy
+        return torch.empty(shape, dtype=dtype)  # rows without elements: nothing to copy
     if _is_answer(pieces, places):
         return tensor_on(pieces[0].flat, dtype, shape)
     data = pages.empty(total * size)
-    # The widest integer that a row consists of moves more bytes at a time.
+    # Copy in the widest integers that divide a row: more bytes at a time.
     lane = next(f"u{width}" for width in (8, 4, 2, 1) if size % width == 0)
     into = data.view(lane).reshape(total, -1)
     for piece, place in zip(pieces, places, strict=True):
@@ -236,12 +240,13 @@ def _decode_uniform(pieces: Sequence[Piece], places: Sequence[slice | Indices]) 
         if piece.rows is None:
             into[place] = flat
             continue
+        # Raises an IndexError if a row is out of range.
         piece.layout.row_ranges(piece.rows[[piece.rows.argmin(), piece.rows.argmax()]])
         run = _run(piece.rows)
         if run is not None:
             into[place] = flat[run]
         elif isinstance(place, slice):
-            # mode="clip", after the check above, lets numpy write into `out` directly.
+            # mode="clip" lets numpy write into `out` directly; the range was checked above.
             np.take(flat, piece.rows, axis=0, out=into[place], mode="clip")
         else:
             into[place] = flat[piece.rows]
@@ -249,14 +254,14 @@ def _decode_uniform(pieces: Sequence[Piece], places: Sequence[slice | Indices]) 
 
 
 def _decode_ragged(pieces: Sequence[Piece], places: Sequence[slice | Indices]) -> torch.Tensor:
-    """Rows differ in their first dimension at most."""
+    """Decode rows that differ at most in their first dimension."""
     spans, sizes = _spans(pieces, places)
     ends = np.cumsum(sizes)
     begins = ends - sizes
-    whole = _is_answer(pieces, places)
-    data = pieces[0].flat if whole else pages.empty(int(ends[-1]))
+    complete = _is_answer(pieces, places)
+    data = pieces[0].flat if complete else pages.empty(int(ends[-1]))
     for piece, place, (starts, stops) in zip(pieces, places, spans, strict=True):
-        if whole:
+        if complete:
             break
         if piece.rows is None and isinstance(place, slice):
             data[begins[place.start] : ends[place.stop - 1]] = piece.flat
@@ -276,16 +281,16 @@ def _decode_ragged(pieces: Sequence[Piece], places: Sequence[slice | Indices]) -
 
 
 def _is_answer(pieces: Sequence[Piece], places: Sequence[slice | Indices]) -> bool:
-    """Whether the only piece is the answer as it stands."""
+    """Return True if the only piece can become the answer without a copy."""
     [first, *others] = pieces
     return not others and first.owned and first.rows is None and isinstance(places[0], slice)
 
 
 def padded_of(layout: FieldLayout, pad_value: float, width: int) -> Padded | None:
-    """What `decode_column` makes of ``layout``, still to be filled; None if nothing is padded.
+    """Return the unfilled padded tensor of `decode_column`; None if nothing is padded.
 
     Args:
-        layout: of all rows of the answer.
+        layout: layout of all rows of the answer.
         pad_value: see `decode_column`.
         width: see `decode_column`.
     """
@@ -303,7 +308,7 @@ def _decode_padded(
     pad_value: float,
     width: int,
 ) -> torch.Tensor:
-    """Rows differ in their first dimension at most, and are padded there."""
+    """Decode rows that differ at most in their first dimension, and pad them there."""
     spans, sizes = _spans(pieces, places)
     dtype, tail = _dtype(pieces[0].layout), _tail(pieces[0].layout)
     width = max(width, int(sizes.max()) // (dtype.itemsize * math.prod(tail)))
@@ -319,7 +324,7 @@ def _decode_padded(
 def _spans(
     pieces: Sequence[Piece], places: Sequence[slice | Indices]
 ) -> tuple[list[tuple[Indices, Indices]], Indices]:
-    """Where each piece's rows start and stop in its buffer, and the sizes of the answer's rows."""
+    """Return the starts and stops of each piece's rows, and the sizes of the answer's rows."""
     spans = [piece.layout.row_ranges(piece.rows) for piece in pieces]
     sizes = np.empty(sum(piece.count for piece in pieces), np.int64)
     for place, (starts, stops) in zip(places, spans, strict=True):
@@ -328,7 +333,7 @@ def _spans(
 
 
 def _copy_rows(into: Bytes, begins: Indices, flat: Bytes, starts: Indices, stops: Indices) -> None:
-    """Copy rows to where they begin in ``into``; one copy for rows that are adjacent in both."""
+    """Copy rows to ``begins`` in ``into``; rows that are adjacent in both take one copy."""
     after = begins[:-1] + (stops[:-1] - starts[:-1])
     breaks = np.flatnonzero((starts[1:] != stops[:-1]) | (begins[1:] != after))
     firsts = np.concatenate(([0], breaks + 1))
@@ -338,7 +343,7 @@ def _copy_rows(into: Bytes, begins: Indices, flat: Bytes, starts: Indices, stops
 
 
 def _decode_rows(pieces: Sequence[Piece], places: Sequence[slice | Indices]) -> torch.Tensor:
-    """Rows of any shapes."""
+    """Decode rows of any shapes."""
     dtype = _dtype(pieces[0].layout)
     rows: list[Any] = [None] * sum(piece.count for piece in pieces)
     for piece, place in zip(pieces, places, strict=True):

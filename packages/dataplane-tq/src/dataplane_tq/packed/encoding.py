@@ -1,8 +1,15 @@
-"""Fields of a put as flat buffers, and back.
+"""Encodes the fields of a put as flat buffers.
 
-The cost must be per byte, not per row: dense and jagged tensors are taken and given by views of
-their storage and a handful of memcpys. Bytes are copied by numpy, because torch splits a copy over
-threads, which on a busy machine wait for each other for longer than the copy takes.
+The cost must be per byte, not per row: dense and jagged tensors are encoded as views of their
+storage and copied by a few memcpys. Numpy copies the bytes, because torch splits a copy over
+threads, and on a busy machine these wait for each other longer than the copy takes.
+
+A padded column with lengths [3, 1] is not cut before the copy; its slices are::
+
+    column   a b c 0        slices of flat = a b c 0 d 0 0 0    starts [0, 4], sizes [3, 1]
+             d 0 0 0        in the unit    = a b c d            layout.ends [3, 4]  (times itemsize)
+
+If a field is split over two blocks, rows 0..3 and 4..5, they are written from slices 0..3 and 4..5.
 """
 
 from __future__ import annotations
@@ -18,31 +25,30 @@ from numpy.typing import NDArray
 from tensordict import TensorDictBase
 
 from dataplane_core import InvalidRequestError
-from dataplane_core.columns import Column, jagged_from_padded, slices_of_padded
-from dataplane_core.object_codec import encode_object
-from dataplane_core.rows import OBJECT, checked_leaves
-from dataplane_core.slices import Slices
-from dataplane_tq.packed.catalogue import Block
-from dataplane_tq.packed.layout import FieldLayout
+from dataplane_core.tensors.columns import Column, bytes_of, jagged_from_padded
+from dataplane_core.tensors.object_codec import encode_object
+from dataplane_core.tensors.rows import OBJECT, checked_leaves
+from dataplane_tq.packed.layout import Block, FieldLayout
+from dataplane_tq.packed.slices import Slices
 
 Bytes = NDArray[np.uint8]
 
 
 @dataclass(frozen=True, slots=True)
 class EncodedField:
-    """One field of a put.
+    """Encoded field of a put.
 
     Attributes:
-        layout: of its rows.
-        slices: one after the other they are the field's flat buffer: all of it, or row by row. They
-            may share memory with the tensors they came from.
+        layout: layout of the rows.
+        slices: the field's flat buffer, as one slice or as one slice per row. They may share memory
+            with the put's tensors.
     """
 
     layout: FieldLayout
     slices: Slices
 
     def rows(self, first: int, count: int) -> Slices:
-        """The bytes of ``count`` rows, without copying."""
+        """Return the bytes of ``count`` rows from row ``first`` on, without a copy."""
         layout, slices = self.layout, self.slices
         if count == layout.rows:
             return slices
@@ -56,7 +62,7 @@ class EncodedField:
 def writes(
     blocks: Iterable[Block], fields: Iterable[EncodedField]
 ) -> dict[str, list[tuple[int, Slices]]]:
-    """What to write where, per unit, so that ``blocks`` hold the rows of ``fields``."""
+    """Return per unit the offsets and bytes to write, so that ``blocks`` hold ``fields``."""
     encoded = {field.layout.name: field for field in fields}
     pieces: dict[str, list[tuple[int, Slices]]] = {}
     for block in blocks:
@@ -69,15 +75,15 @@ def writes(
 def encode_columns(
     columns: Mapping[str, Column], lengths: Sequence[int] | None, ragged: Collection[str]
 ) -> list[EncodedField]:
-    """Take padded columns apart, those in ``ragged`` without what is beyond ``lengths``.
+    """Encode padded columns; cut those in ``ragged`` to ``lengths``.
 
     Args:
-        columns: checked by `dataplane_core.columns.check_columns`.
-        lengths: of each row.
-        ragged: the columns to cut.
+        columns: columns that `dataplane_core.tensors.columns.check_columns` accepted.
+        lengths: length of each row.
+        ragged: names of the columns to cut.
 
     Raises:
-        InvalidRequestError: (a ValueError) if a column holds a value that cannot be stored.
+        InvalidRequestError: (a ValueError) a column holds a value that cannot be stored.
     """
     encoded = []
     for name, column in columns.items():
@@ -91,25 +97,28 @@ def encode_columns(
 
 
 def _encode_cut(name: str, padded: torch.Tensor, lengths: Sequence[int]) -> EncodedField:
-    slices = slices_of_padded(padded.detach().cpu(), lengths)
-    assert slices is not None  # it is in main memory and has no gradient
     item = tuple(padded.shape[2:])
     if 0 in item:
         return _encode_tensor(name, jagged_from_padded(padded, lengths), len(lengths))
+    # Row i is the first lengths[i] values at i * stride; the padding is never copied.
+    step = padded.element_size() * math.prod(item)
+    stride = padded.shape[1] * step
+    starts = range(0, len(lengths) * stride, stride) if stride else [0] * len(lengths)
+    sizes = [length * step for length in lengths]
+    slices = Slices(bytes_of(padded.detach().cpu()), starts, sizes)
     ends = np.cumsum(slices.sizes, dtype="<i8")
     return EncodedField(_ragged_layout(name, str(padded.dtype), item, ends), slices)
 
 
 def encode(fields: TensorDictBase, count: int) -> list[EncodedField]:
-    """Take ``fields`` apart into one flat buffer each.
+    """Encode each of ``fields`` as one flat buffer.
 
     Args:
-        fields: as `dataplane_core.rows.split_rows` takes them.
+        fields: see `dataplane_core.tensors.rows.split_rows`.
         count: expected number of rows.
 
     Raises:
-        InvalidRequestError: (a ValueError) as `dataplane_core.rows.checked_leaves`, or if a leaf
-            holds a value that cannot be stored.
+        InvalidRequestError: (a ValueError) as `checked_leaves`, or a value cannot be stored.
     """
     return [
         _encode_tensor(name, leaf, count)
@@ -134,12 +143,12 @@ def _encode_tensor(name: str, leaf: torch.Tensor, count: int) -> EncodedField:
     item = tuple(tensor.shape[1:])
     nbytes = tensor.element_size() * math.prod(item)
     layout = FieldLayout(name, str(tensor.dtype), False, item, b"", nbytes, count)
-    return _whole(layout, _raw(tensor))
+    return _one_slice(layout, _raw(tensor))
 
 
 def _plain_jagged(leaf: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Values and offsets of a jagged tensor whose rows lie back to back; None for others."""
-    nested: Any = leaf  # torch does not type what jagged tensors have besides
+    """Return values and offsets of a jagged tensor with contiguous rows; None for others."""
+    nested: Any = leaf  # torch has no types for the methods of jagged tensors
     if not nested.is_nested or nested.layout != torch.jagged:
         return None
     if nested.lengths() is not None or nested._ragged_idx != 1:
@@ -155,20 +164,20 @@ def _encode_jagged(name: str, values: torch.Tensor, offsets: torch.Tensor) -> En
         return _encode_rows(
             name, str(values.dtype), torch.split(values, (bounds[1:] - bounds[:-1]).tolist())
         )
-    # Offsets need not cover the values, as in a jagged tensor that is a part of another.
+    # Offsets need not cover all values: a jagged tensor may be a part of another.
     first, last = int(bounds[0]), int(bounds[-1])
     ends = (bounds[1:] - first).astype("<i8") * step
     if first or last != values.shape[0]:
         values = values[first:last]
-    return _whole(_ragged_layout(name, str(values.dtype), item, ends), _raw(values))
+    return _one_slice(_ragged_layout(name, str(values.dtype), item, ends), _raw(values))
 
 
 def _encode_rows(
     name: str, kind: str, rows: Sequence[torch.Tensor], flat: Bytes | None = None
 ) -> EncodedField:
-    """Rows of any shapes: of strided nested tensors and of jagged ones with holes.
+    """Encode rows of any shapes: of strided nested tensors, or jagged ones with holes.
 
-    ``flat`` are their bytes if they lie one after the other, which spares a copy.
+    ``flat`` is the rows' bytes if they are contiguous, which saves a copy.
     """
     buffers = [_raw(row) for row in rows]
     shapes = [tuple(row.shape) for row in rows]
@@ -178,10 +187,10 @@ def _encode_rows(
     layout = _ragged_layout(name, kind, tail if alike else (), ends, None if alike else shapes)
     if flat is None or flat.size != layout.nbytes:
         flat = np.concatenate(buffers) if buffers else np.empty(0, np.uint8)
-    return _whole(layout, flat)
+    return _one_slice(layout, flat)
 
 
-def _whole(layout: FieldLayout, flat: Bytes) -> EncodedField:
+def _one_slice(layout: FieldLayout, flat: Bytes) -> EncodedField:
     return EncodedField(layout, Slices(flat, [0], [flat.size]))
 
 
@@ -192,7 +201,7 @@ def _ragged_layout(
     ends: NDArray[np.int64],
     shapes: list[tuple[int, ...]] | None = None,
 ) -> FieldLayout:
-    """A layout without ``ends`` if all rows turn out to have one size."""
+    """Return a layout with ``ragged`` set, without ``ends`` if all rows have one size."""
     size = int(ends[0]) if ends.size else 0
     if (ends[1:] - ends[:-1] == size).all():
         return FieldLayout(name, kind, True, item, b"", size, ends.size, shapes)
@@ -200,11 +209,11 @@ def _ragged_layout(
 
 
 def _raw(tensor: torch.Tensor) -> Bytes:
-    """The tensor's bytes; a view where it is contiguous and in main memory."""
+    """Return the tensor's bytes; a view if it is contiguous and in main memory."""
     if not tensor.numel():
         return np.empty(0, np.uint8)
     plain = tensor.cpu().resolve_conj().resolve_neg().contiguous().as_subclass(torch.Tensor)
-    # A contiguous tensor of one element may have any strides, which view() refuses.
+    # A contiguous tensor of one element may have any strides, and view() refuses some.
     raw: Bytes = plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy()
     return raw
 
@@ -213,4 +222,4 @@ def _encode_objects(name: str, values: Sequence[Any]) -> EncodedField:
     encoded = [encode_object(f"field {name!r}", value) for value in values]
     ends = np.cumsum([len(data) for data in encoded], dtype="<i8")
     layout = _ragged_layout(name, OBJECT, (), ends)
-    return _whole(layout, np.frombuffer(b"".join(encoded), np.uint8))
+    return _one_slice(layout, np.frombuffer(b"".join(encoded), np.uint8))

@@ -1,8 +1,14 @@
-"""Where each row of a field lies inside the field's flat buffer.
+"""`FieldLayout`: the position of each row of a field in the field's flat buffer.
 
-A put's rows of one field are stored back to back. The layout is all that is needed to find a row
-again, so it travels with every answer: it holds no tensors, and ``ends`` is one `bytes` object,
-because 512 integers in a msgpack list cost more than the rows' memcpy.
+A put's rows of one field are stored back to back. The layout alone locates a row, so every answer
+contains it: it holds no tensors, and ``ends`` is one `bytes` object, because 512 integers in a
+msgpack list cost more than the memcpy of the rows. An example::
+
+    rows  "ab" "" "cde"      flat  a b c d e      ends  [2, 2, 5]
+                                   0 1 2 3 4 5    row i is flat[ends[i - 1]:ends[i]]
+
+    take([2, 0])   flat  c d e a b    ends  [3, 5]
+    runs([2, 0])   [(2, 5), (0, 2)]   ranges of the old buffer that make up the new one
 """
 
 from __future__ import annotations
@@ -21,18 +27,18 @@ _PAIR = struct.Struct("<qq")
 
 
 class FieldLayout(msgspec.Struct, frozen=True, gc=False, array_like=True):
-    """Rows of one field in one flat buffer.
+    """Layout of one field's rows in one flat buffer.
 
     Attributes:
-        name: the field.
-        kind: dtype of its tensors, as ``torch.int64``, or ``object``.
+        name: name of the field.
+        kind: dtype of its tensors, such as ``torch.int64``, or ``object``.
         ragged: whether ``item`` lacks the rows' first dimension.
         item: shape of a row; if ``ragged``, without its first dimension.
-        ends: little-endian int64 array, where each row ends, in bytes; empty if all rows have
+        ends: little-endian int64 array with the end of each row, in bytes; empty if all rows have
             ``row_nbytes``.
-        row_nbytes: size of each row; 0 if ``ends`` tells.
+        row_nbytes: size of each row; 0 if ``ends`` is set.
         rows: number of rows.
-        shapes: shape of each row, only where ``item`` and sizes in bytes cannot tell it.
+        shapes: shape of each row; only if it does not follow from ``item`` and the row's size.
     """
 
     name: str
@@ -69,10 +75,10 @@ class FieldLayout(msgspec.Struct, frozen=True, gc=False, array_like=True):
         return self.rows * self.row_nbytes
 
     def row_range(self, row: int) -> tuple[int, int]:
-        """Where ``row`` starts and stops in the flat buffer.
+        """Return the start and stop of ``row`` in the flat buffer.
 
         Raises:
-            IndexError: if there is no such row.
+            IndexError: there is no such row.
         """
         if not 0 <= row < self.rows:
             raise IndexError(f"{self.name!r}: row {row} of {self.rows}")
@@ -84,10 +90,10 @@ class FieldLayout(msgspec.Struct, frozen=True, gc=False, array_like=True):
         return start, stop
 
     def row_ranges(self, rows: Indices | Sequence[int] | None = None) -> tuple[Indices, Indices]:
-        """Where each of ``rows`` (default: every row) starts and stops, as two int64 arrays.
+        """Return the starts and the stops of ``rows`` (default: all rows), as two int64 arrays.
 
         Raises:
-            IndexError: if there is no such row.
+            IndexError: there is no such row.
         """
         if rows is None:
             if self.ends:
@@ -108,14 +114,14 @@ class FieldLayout(msgspec.Struct, frozen=True, gc=False, array_like=True):
         index = np.asarray(rows, dtype=np.int64)
         if index.size and (index.min() < 0 or index.max() >= self.rows):
             raise IndexError(
-                f"{self.name!r}: rows {index.min()}..{index.max()} asked for, of {self.rows}"
+                f"{self.name!r}: requested rows {index.min()}..{index.max()} of {self.rows}"
             )
         return index
 
     def runs(self, rows: Indices | Sequence[int]) -> list[tuple[int, int]]:
-        """Byte ranges that hold ``rows`` in this order, adjacent rows joined.
+        """Return the byte ranges that hold ``rows`` in this order, with adjacent rows merged.
 
-        Read one after the other they are the flat buffer of `take`.
+        Concatenated they are the flat buffer of `take`.
         """
         starts, stops = self.row_ranges(rows)
         if not starts.size:
@@ -128,7 +134,7 @@ class FieldLayout(msgspec.Struct, frozen=True, gc=False, array_like=True):
         ]
 
     def slice(self, start: int, stop: int) -> FieldLayout:
-        """The layout of rows ``start`` to ``stop`` (exclusive) in a buffer of their own."""
+        """Return the layout of a copy of rows ``start`` to ``stop`` (exclusive)."""
         if not 0 <= start <= stop <= self.rows:
             raise IndexError(f"{self.name!r}: rows {start}..{stop} of {self.rows}")
         if start == 0 and stop == self.rows:
@@ -140,7 +146,7 @@ class FieldLayout(msgspec.Struct, frozen=True, gc=False, array_like=True):
         return self._with(ends, stop - start, self.shapes and self.shapes[start:stop])
 
     def take(self, rows: Indices | Sequence[int]) -> FieldLayout:
-        """The layout of ``rows``, in this order, in a buffer of their own."""
+        """Return the layout of a copy of ``rows``, in this order."""
         index = self._checked(rows)
         ends = b""
         if self.ends and index.size:
@@ -153,3 +159,36 @@ class FieldLayout(msgspec.Struct, frozen=True, gc=False, array_like=True):
         return FieldLayout(
             self.name, self.kind, self.ragged, self.item, ends, self.row_nbytes, rows, shapes
         )
+
+
+class Block(msgspec.Struct, frozen=True, gc=False, array_like=True):
+    """Contiguous run of rows of one field in one unit.
+
+    Attributes:
+        id: number of the block, never reused in a catalogue.
+        unit: name of the unit.
+        offset: start of the block in the unit's memory, in bytes.
+        layout: layout of these rows; its byte ranges are relative to ``offset``.
+        first_row: number of the first row within the put.
+    """
+
+    id: int
+    unit: str
+    offset: int
+    layout: FieldLayout
+    first_row: int
+
+
+class FieldParts(msgspec.Struct, frozen=True, array_like=True):
+    """Location of the requested rows of one field.
+
+    Attributes:
+        blocks: blocks that hold the rows.
+        source: int32 array with the index in ``blocks`` of each row; empty if there is one block.
+        rows: int64 array with the number in its block of each row; empty for all rows of the only
+            block, in order.
+    """
+
+    blocks: list[Block]
+    source: bytes
+    rows: bytes

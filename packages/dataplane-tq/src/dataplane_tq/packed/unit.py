@@ -1,10 +1,10 @@
-"""A storage unit: the process-side of one `Arena`, for clients of its node and of others.
+"""Storage unit: the server of one `Arena`, for local and remote clients.
 
-Clients of the same node get the memory itself, by descriptor passing, and the unit has no part in
-what they read and write. Others send `unit_wire` frames over TCP, whose bytes move between socket
-and mapping without a copy in between.
+Clients on the same node receive the memory's descriptor, then read and write without the unit.
+Remote clients send `unit_wire` frames over TCP; their bytes move between socket and mapping without
+an extra copy.
 
-Each connection has a thread of its own, so a slow or stopped peer holds up nobody else.
+Each connection has a separate thread, so a slow or stopped peer does not block other clients.
 """
 
 from __future__ import annotations
@@ -20,31 +20,33 @@ from collections.abc import Callable
 from contextlib import suppress
 
 import numpy as np
+import ray
 import structlog
 
+from dataplane_core.peer_log import PeerLog
 from dataplane_tq.packed import unit_wire as wire
 from dataplane_tq.packed.arena import Arena
 from dataplane_tq.packed.unit_wire import UnitAddress
-from dataplane_tq.peer_log import PeerLog, max_connections
+from dataplane_tq.sockets import max_connections
 
 _HANDSHAKE_S = 5.0
 _BACKLOG = 128
 _MAX_CONNECTIONS = 1024
-_MAX_UNKNOWN = 128
-"""Of those, ones that have not brought the token yet; each has a thread."""
+_MAX_PENDING = 128
+"""Maximum number of connections that have not sent the token yet; each has a thread."""
 _MAX_BUDGET_S = 600.0
 
 
 class UnitServer:
-    """Serves an arena from construction until `close`.
+    """Server of an arena, from construction until `close`.
 
     Args:
-        arena: the memory; the caller closes it, after the server.
-        token: what clients must know.
-        host: interface to listen on for clients of other nodes.
+        arena: the memory; the caller closes it after the server.
+        token: secret that clients must send.
+        host: interface to listen on for remote clients.
 
     Attributes:
-        address: what a `UnitClient` needs besides the token.
+        address: address for `UnitClient`.
     """
 
     def __init__(self, arena: Arena, token: bytes, host: str) -> None:
@@ -53,8 +55,8 @@ class UnitServer:
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self._connections: dict[socket.socket, threading.Thread] = {}
-        self._unknown: dict[socket.socket, None] = {}
-        """Those that have not brought the token yet, the oldest first."""
+        self._pending: dict[socket.socket, None] = {}
+        """Connections that have not sent the token yet, oldest first."""
         self._max_connections = min(_MAX_CONNECTIONS, max_connections())
         self._log = PeerLog(structlog.get_logger("dataplane_tq.unit"))
         name = f"dataplane-tq-{secrets.token_hex(16)}"
@@ -81,8 +83,7 @@ class UnitServer:
             try:
                 sock, _ = listener.accept()
             except OSError:
-                # Other than by `close`: out of descriptors or memory, which connections that end
-                # give back.
+                # Unless `close` was called, descriptors or memory ran out: retry later.
                 if self._closed.wait(0.05):
                     return
                 continue
@@ -90,7 +91,7 @@ class UnitServer:
                 if self._closed.is_set() or not self._admit():
                     sock.close()
                     continue
-                self._unknown[sock] = None
+                self._pending[sock] = None
                 thread = threading.Thread(
                     target=self._attend, args=(sock, serve), name="unit-connection", daemon=True
                 )
@@ -98,39 +99,39 @@ class UnitServer:
                 thread.start()
 
     def _admit(self) -> bool:
-        """Make room for a connection, if need be of the one that has been silent longest."""
+        """Admit a connection; at the limit, close the oldest one that has not sent the token."""
         full = len(self._connections) >= self._max_connections
-        if full or len(self._unknown) >= _MAX_UNKNOWN:
-            if not self._unknown:
+        if full or len(self._pending) >= _MAX_PENDING:
+            if not self._pending:
                 return False
-            oldest = next(iter(self._unknown))
-            del self._unknown[oldest]
-            _shut(oldest)  # its thread ends by that
+            oldest = next(iter(self._pending))
+            del self._pending[oldest]
+            _shut(oldest)  # this also ends its thread
         return True
 
     def _attend(self, sock: socket.socket, serve: Callable[[socket.socket], None]) -> None:
         try:
             deadline = time.monotonic() + _HANDSHAKE_S
-            said = wire.receive(sock, wire.HELLO_NBYTES, deadline)
+            hello = wire.receive(sock, wire.HELLO_NBYTES, deadline)
             with self._lock:
-                self._unknown.pop(sock, None)
-            if hmac.compare_digest(said, self._hello):
+                self._pending.pop(sock, None)
+            if hmac.compare_digest(hello, self._hello):
                 serve(sock)
             else:
                 self._log.warn("connection_refused", _peer(sock), error="wrong token")
                 wire.send(sock, [memoryview(wire.REFUSED)], deadline)
-        except (OSError, wire.Late):
-            pass  # the peer is gone, or so slow that it is treated as gone
+        except (OSError, wire.DeadlinePassed):
+            pass  # the peer is gone, or too slow
         finally:
             with self._lock:
                 del self._connections[sock]
-                self._unknown.pop(sock, None)
+                self._pending.pop(sock, None)
             sock.close()
 
     def _serve_local(self, sock: socket.socket) -> None:
         wire.limit(sock, socket.SO_SNDTIMEO, time.monotonic() + _HANDSHAKE_S)
         socket.send_fds(sock, [wire.ACCEPTED], [self._arena.fd])
-        # The client sends nothing more; the connection's end tells each side of the other's.
+        # The client sends nothing more; this returns when it closes the connection.
         wire.receive(sock, 1, math.inf)
 
     def _serve_remote(self, sock: socket.socket) -> None:
@@ -141,17 +142,17 @@ class UnitServer:
         self._log.warn("connection_refused", _peer(sock), error="malformed frame")
 
     def _serve_frame(self, sock: socket.socket) -> bool:
-        """Serve the next frame; whether it was well-formed."""
+        """Serve the next frame; return False if it is malformed."""
         header = wire.receive(sock, wire.FRAME.size, math.inf)
         command, count, budget_ms, nbytes = wire.FRAME.unpack(header)
-        if command not in (wire.WRITE, wire.READ) or not 0 < count <= wire.MOST_RANGES:
+        if command not in (wire.WRITE, wire.READ) or not 0 < count <= wire.MAX_RANGES:
             return False
-        # A client that has given up may have its ranges given to others: nothing is written then.
+        # After the deadline the client's ranges may belong to others, so nothing is written then.
         deadline = time.monotonic() + min(budget_ms / 1000, _MAX_BUDGET_S)
         ranges = np.frombuffer(wire.receive(sock, 16 * count, deadline), wire.RANGES)
         offsets, sizes = ranges[::2], ranges[1::2]
         capacity = self._arena.nbytes
-        # In this order: offset + size may wrap around, capacity - size does not.
+        # Written so because offset + size may wrap around; capacity - size does not.
         if (sizes > capacity).any() or (offsets > capacity - sizes).any():
             return False
         pairs = list(zip(offsets.tolist(), sizes.tolist(), strict=True))
@@ -160,8 +161,8 @@ class UnitServer:
         memory = self._arena.buffer.data
         views = [memory[offset : offset + size] for offset, size in pairs]
         if command == wire.WRITE:
-            # A client that is gone may have been so for long, if this process was stopped: then the
-            # ranges are others' by now.
+            # If this process was stopped, the client may be long gone, and its ranges may belong to
+            # others: so the bytes of a client that disconnected are not written.
             wire.receive_into(sock, views, deadline, unread=False)
             wire.send(sock, [memoryview(wire.ACCEPTED)], deadline)
         else:
@@ -169,7 +170,7 @@ class UnitServer:
         return True
 
     def close(self) -> None:
-        """Stop listening, end all connections and wait for their threads."""
+        """Stop listening, close all connections and wait for their threads."""
         with self._lock:
             if self._closed.is_set():
                 return
@@ -192,7 +193,7 @@ class UnitServer:
 
 
 def _peer(sock: socket.socket) -> str:
-    """The other side's address; processes of this node on the Unix socket are one peer."""
+    """Return the peer's address; all processes on the Unix socket are one peer."""
     if sock.family == socket.AF_UNIX:
         return "local"
     with suppress(OSError):
@@ -201,5 +202,23 @@ def _peer(sock: socket.socket) -> str:
 
 
 def _shut(sock: socket.socket) -> None:
-    with suppress(OSError):  # the peer was faster
+    with suppress(OSError):  # the peer has closed it already
         sock.shutdown(socket.SHUT_RDWR)
+
+
+class UnitActor:
+    """Ray actor that owns a unit's memory for its lifetime; its process imports no torch.
+
+    Args:
+        name: name of the unit.
+        nbytes: size of its memory; pages are allocated on the first write.
+        token: secret that clients must send.
+    """
+
+    def __init__(self, name: str, nbytes: int, token: bytes) -> None:
+        self._arena = Arena.create(name, nbytes)
+        self._server = UnitServer(self._arena, token, ray.util.get_node_ip_address())
+
+    def describe(self) -> tuple[UnitAddress, str]:
+        """Return the unit's address, and the id of its node."""
+        return self._server.address, ray.get_runtime_context().get_node_id()

@@ -1,10 +1,10 @@
-"""Reads and writes of a storage unit's memory, from any process on any node.
+"""Client of a storage unit's memory, for any process on any node.
 
-On the unit's node the client maps the unit's memory, and reads are views of it; from elsewhere
-bytes go over TCP. Which of the two, the first connection decides.
+On the unit's node the client maps the memory, and reads are views of it. On other nodes the bytes
+go over TCP. The first connection selects the transport.
 
-A client may be used by several threads and after a fork: connections belong to the process that
-made them.
+Threads may share a client. It also works after a fork: connections belong to the process that
+opened them.
 """
 
 from __future__ import annotations
@@ -21,53 +21,54 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from dataplane_core import DeadlineExceededError, InvalidRequestError, UnavailableError, pages
-from dataplane_core.slices import Slices
+from dataplane_core import DeadlineExceededError, InvalidRequestError, UnavailableError
+from dataplane_core.tensors import pages
 from dataplane_tq.packed import unit_wire as wire
 from dataplane_tq.packed.arena import Arena
-from dataplane_tq.packed.side_by_side import Piece, run_all, shares
+from dataplane_tq.packed.parallel import Piece, run_all, split
+from dataplane_tq.packed.slices import Slices
 from dataplane_tq.packed.unit_wire import UnitAddress
 
 Transport = Literal["auto", "shm", "tcp"]
 Bytes = NDArray[np.uint8]
 
-_MOST_IDLE = 8
+_MAX_IDLE = 8
 
 
-class _Refused(Exception):
-    """The unit does not know the token."""
+class _TokenRefused(Exception):
+    """Refusal of the token by the unit."""
 
 
 class _Connections:
-    """What one process has open to the unit."""
+    """Connections of one process to the unit."""
 
     def __init__(self) -> None:
         self.pid = os.getpid()
         self.lock = threading.Lock()
         self.memory: Arena | None = None
-        self.lifeline: socket.socket | None = None
+        self.liveness: socket.socket | None = None
         self.idle: list[socket.socket] = []
 
     def close(self) -> None:
         for sock in self.idle:
             sock.close()
         self.idle = []
-        if self.lifeline is not None:
-            self.lifeline.close()
-            self.lifeline = None
+        if self.liveness is not None:
+            self.liveness.close()
+            self.liveness = None
         if self.memory is not None:
             self.memory.close()
             self.memory = None
 
 
 class UnitClient:
-    """Access to one storage unit. Building one does no I/O; the first call connects.
+    """Client of one storage unit. Building one does no I/O; the first call connects.
 
     Args:
-        address: of the unit.
-        token: the unit's.
-        transport: ``shm`` for its node only, ``tcp`` from anywhere, ``auto`` for ``shm`` where the
-            unit's Unix socket is found and ``tcp`` elsewhere.
+        address: address of the unit.
+        token: secret that opens the unit.
+        transport: ``shm`` works on the unit's node only, ``tcp`` anywhere; ``auto`` is ``shm`` if
+            the unit's Unix socket exists on this node, else ``tcp``.
     """
 
     def __init__(
@@ -80,33 +81,33 @@ class UnitClient:
 
     @property
     def zero_copy(self) -> bool:
-        """Whether `read` returns views of the unit's memory; known once `connect` returned."""
+        """True if `read` returns views of the unit's memory; valid once `connect` returned."""
         return self._transport == "shm"
 
     def connect(self, timeout_s: float) -> None:
-        """Settle the transport; `write` and `read` do it by themselves.
+        """Select the transport; `write` and `read` do so too.
 
         Raises:
-            UnavailableError: if the unit is gone or refuses the token.
-            DeadlineExceededError: at the deadline.
+            UnavailableError: the unit is gone or refuses the token.
+            DeadlineExceededError: the deadline passed.
         """
         deadline = time.monotonic() + timeout_s
         with self._errors("connect", timeout_s):
             if self._memory(deadline) is None:
-                self._give(self._take(deadline))
+                self._return(self._take(deadline))
 
     def write(self, pieces: Sequence[Piece], timeout_s: float) -> None:
-        """Write each piece at its offset. Returns when all bytes are in the unit's memory.
+        """Write each piece at its offset; return when all bytes are in the unit's memory.
 
         Args:
-            pieces: offsets and the slices that go there, one after the other.
-            timeout_s: seconds to wait at most.
+            pieces: offsets, each with the slices to write there contiguously.
+            timeout_s: deadline in seconds.
 
         Raises:
-            InvalidRequestError: if a piece lies outside the unit's memory; nothing was written.
-            UnavailableError: if the unit is gone; some bytes may have been written.
-            DeadlineExceededError: at the deadline; some bytes may have been written, and those
-                under way may still be until a moment later.
+            InvalidRequestError: a piece is outside the unit's memory; nothing was written.
+            UnavailableError: the unit is gone; some bytes may have been written.
+            DeadlineExceededError: the deadline passed; some bytes may have been written, and bytes
+                under way may still be written a moment later.
         """
         deadline = time.monotonic() + timeout_s
         ranges = [(offset, offset + piece.nbytes) for offset, piece in pieces]
@@ -118,18 +119,18 @@ class UnitClient:
                     piece.copy_into(memory[start:stop])
                 self._check_alive()
                 return
-            run_all(partial(self._send, share, deadline) for share in shares(pieces))
+            run_all(partial(self._send, part, deadline) for part in split(pieces))
 
     def read(self, ranges: Sequence[tuple[int, int]], timeout_s: float) -> Bytes:
-        """The bytes of the ranges ``(start, stop)``, one after the other.
+        """Return the concatenated bytes of the ranges ``(start, stop)``.
 
-        With `zero_copy` a single range is a read-only view of the unit's memory, which shows what
-        is written there later. Otherwise the answer is the caller's own.
+        With `zero_copy` a single range is returned as a read-only view of the unit's memory, which
+        also shows later writes. Otherwise the result is a copy.
 
         Raises:
-            InvalidRequestError: if a range lies outside the unit's memory.
-            UnavailableError: if the unit is gone.
-            DeadlineExceededError: at the deadline.
+            InvalidRequestError: a range is outside the unit's memory.
+            UnavailableError: the unit is gone.
+            DeadlineExceededError: the deadline passed.
         """
         deadline = time.monotonic() + timeout_s
         self._check(ranges)
@@ -142,22 +143,22 @@ class UnitClient:
                 return data
             data = pages.empty(sum(sizes))
             at = 0
-            for first in range(0, len(ranges), wire.MOST_RANGES):
-                asked = ranges[first : first + wire.MOST_RANGES]
-                size = sum(sizes[first : first + wire.MOST_RANGES])
-                self._fetch_frame(asked, [data[at : at + size].data], deadline)
+            for first in range(0, len(ranges), wire.MAX_RANGES):
+                batch = ranges[first : first + wire.MAX_RANGES]
+                size = sum(sizes[first : first + wire.MAX_RANGES])
+                self._read_frame(batch, [data[at : at + size].data], deadline)
                 at += size
             return data
 
     def read_into(
         self, ranges: Sequence[tuple[int, int]], into: Sequence[memoryview], timeout_s: float
     ) -> None:
-        """Fill ``into``, one after the other, with the bytes of the ranges. Raises as `read`."""
+        """Fill the views ``into`` in sequence with the bytes of the ranges; raise as `read`."""
         deadline = time.monotonic() + timeout_s
         self._check(ranges)
         with self._errors("read", timeout_s):
-            if self._memory(deadline) is None and len(ranges) <= wire.MOST_RANGES:
-                self._fetch_frame(ranges, into, deadline)
+            if self._memory(deadline) is None and len(ranges) <= wire.MAX_RANGES:
+                self._read_frame(ranges, into, deadline)
                 return
         data, at = self.read(ranges, timeout_s).data, 0
         for view in into:
@@ -165,14 +166,15 @@ class UnitClient:
             at += view.nbytes
 
     def close(self) -> None:
-        """Close the connections of this process. Views that `read` returned stay valid."""
+        """Close the connections of this process; views that `read` returned stay valid."""
         connections = self._current()
         with connections.lock:
             connections.close()
 
     def _current(self) -> _Connections:
         if self._connections.pid != os.getpid():
-            # Forked: what was inherited is the parent's, and its lock may be held for ever.
+            # After a fork the inherited connections are the parent's, and their lock may be held
+            # by a thread that does not exist here.
             inherited, self._connections = self._connections, _Connections()
             inherited.close()
         return self._connections
@@ -186,9 +188,9 @@ class UnitClient:
         )
         try:
             yield
-        except wire.Late:
+        except wire.DeadlinePassed:
             raise DeadlineExceededError(f"{what}: no answer within {timeout_s} s") from None
-        except _Refused:
+        except _TokenRefused:
             raise UnavailableError(f"{what}: the unit refused the token") from None
         except OSError as error:
             raise UnavailableError(f"{what}: the unit is gone: {error}") from None
@@ -198,23 +200,23 @@ class UnitClient:
         for start, stop in ranges:
             if not 0 <= start <= stop <= capacity:
                 raise InvalidRequestError(
-                    f"bytes {start}..{stop} of storage unit {self._address.unit!r}, which has "
-                    f"{capacity}"
+                    f"bytes {start}..{stop} are outside of storage unit {self._address.unit!r} "
+                    f"with {capacity} bytes"
                 )
 
     def _memory(self, deadline: float) -> Bytes | None:
-        """The unit's memory, or None if it is reached over TCP."""
+        """Return the unit's memory, or None if the transport is TCP."""
         if self._transport == "tcp":
             return None
         connections = self._current()
         if not connections.lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
-            raise wire.Late
+            raise wire.DeadlinePassed
         try:
             if connections.memory is None:
                 try:
                     self._attach(connections, deadline)
                 except ConnectionRefusedError:
-                    # Nobody on this node listens by that name.
+                    # The unit's Unix socket is not on this node.
                     if self._transport == "shm":
                         raise
                     self._transport = "tcp"
@@ -229,55 +231,49 @@ class UnitClient:
 
     def _attach(self, connections: _Connections, deadline: float) -> None:
         sock = self._open(socket.AF_UNIX, "\0" + self._address.unix, deadline)
-        try:
+        with wire.closed_on_error(sock):
             wire.limit(sock, socket.SO_RCVTIMEO, deadline)
             try:
                 answer, fds, _, _ = socket.recv_fds(sock, 1, 1, socket.MSG_CMSG_CLOEXEC)
             except BlockingIOError:
-                raise wire.Late from None
+                raise wire.DeadlinePassed from None
             _check_answer(answer)
             arena = Arena.attach(fds[0], self._address.capacity)
-        except BaseException:
-            sock.close()
-            raise
-        connections.memory, connections.lifeline = arena, sock
+        connections.memory, connections.liveness = arena, sock
 
     def _check_alive(self) -> None:
-        """Raise ConnectionResetError if the unit has closed the connection that shows it lives."""
+        """Raise ConnectionResetError if the unit has closed the liveness connection."""
         connections = self._current()
-        lifeline = connections.lifeline
+        liveness = connections.liveness
         try:
-            alive = lifeline is not None and lifeline.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+            alive = liveness is not None and liveness.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
         except BlockingIOError:
             return
         if not alive:
             with connections.lock:
-                if connections.lifeline is lifeline:
+                if connections.liveness is liveness:
                     connections.close()
-            raise ConnectionResetError("it closed the connection")
+            raise ConnectionResetError("the unit closed the connection")
 
     def _open(
         self, family: socket.AddressFamily, address: str | tuple[str, int], deadline: float
     ) -> socket.socket:
         sock = socket.socket(family, socket.SOCK_STREAM)
-        try:
+        with wire.closed_on_error(sock):
             if family != socket.AF_UNIX:
                 wire.enlarge(sock)
                 wire.tune(sock)
-                wire.reset_on_close(sock)  # a write that is given up must not be done later
+                wire.reset_on_close(sock)  # the unit must not apply an abandoned write later
             wire.limit(sock, socket.SO_SNDTIMEO, deadline)
             try:
                 sock.connect(address)
             except BlockingIOError:
-                raise wire.Late from None
+                raise wire.DeadlinePassed from None
             wire.send(sock, [memoryview(self._hello)], deadline)
-        except BaseException:
-            sock.close()
-            raise
         return sock
 
     def _take(self, deadline: float) -> socket.socket:
-        """A TCP connection for one exchange."""
+        """Take an idle TCP connection, or open one."""
         try:
             return self._current().idle.pop()
         except IndexError:
@@ -285,16 +281,13 @@ class UnitClient:
         host = self._address.host
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         sock = self._open(family, (host, self._address.port), deadline)
-        try:
+        with wire.closed_on_error(sock):
             _check_answer(wire.receive(sock, 1, deadline))
-        except BaseException:
-            sock.close()
-            raise
         return sock
 
-    def _give(self, sock: socket.socket) -> None:
+    def _return(self, sock: socket.socket) -> None:
         idle = self._current().idle
-        if len(idle) < _MOST_IDLE:
+        if len(idle) < _MAX_IDLE:
             idle.append(sock)
         else:
             sock.close()
@@ -302,16 +295,13 @@ class UnitClient:
     @contextmanager
     def _exchange(self, deadline: float) -> Iterator[socket.socket]:
         sock = self._take(deadline)
-        try:
+        with wire.closed_on_error(sock):  # an interrupted frame makes the connection unusable
             yield sock
-        except BaseException:
-            sock.close()  # half a frame may be under way
-            raise
-        self._give(sock)
+        self._return(sock)
 
     def _send(self, pieces: Sequence[Piece], deadline: float) -> None:
-        for at in range(0, len(pieces), wire.MOST_RANGES):
-            self._send_frame(pieces[at : at + wire.MOST_RANGES], deadline)
+        for at in range(0, len(pieces), wire.MAX_RANGES):
+            self._send_frame(pieces[at : at + wire.MAX_RANGES], deadline)
 
     def _send_frame(self, pieces: Sequence[Piece], deadline: float) -> None:
         header = _frame(wire.WRITE, [(offset, piece.nbytes) for offset, piece in pieces], deadline)
@@ -320,7 +310,7 @@ class UnitClient:
             wire.send(sock, [memoryview(header), *views], deadline)
             wire.receive(sock, 1, deadline)
 
-    def _fetch_frame(
+    def _read_frame(
         self, ranges: Sequence[tuple[int, int]], into: Sequence[memoryview], deadline: float
     ) -> None:
         if not any(view.nbytes for view in into):
@@ -340,6 +330,6 @@ def _frame(command: bytes, ranges: list[tuple[int, int]], deadline: float) -> by
 
 def _check_answer(answer: bytes | bytearray) -> None:
     if answer == wire.REFUSED:
-        raise _Refused
+        raise _TokenRefused
     if answer != wire.ACCEPTED:
         raise ConnectionResetError("the unit closed the connection")

@@ -14,6 +14,6 @@ BACKENDS: dict[str, type[StorageBackend]] = {
     "simple": Simple,
     "yuanrong": Yuanrong,
 }
-"""The values of the configuration key ``backend``, and what starts each."""
+"""Value of the configuration key ``backend`` to the class that starts the backend."""
 
 __all__ = ["BACKENDS", "StorageBackend"]

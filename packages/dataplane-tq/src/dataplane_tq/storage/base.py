@@ -1,7 +1,7 @@
-"""`StorageBackend`: the seam between our bootstrap and one of TransferQueue's storage backends.
+"""`StorageBackend`: interface between the bootstrap and a storage backend of TransferQueue.
 
 A backend belongs to the process that started it. Every other process needs only `connection`, and
-the names in `actors` to notice when a part died: an actor that owns a daemon dies with it.
+the names in `actors` to detect that a part died. An actor that owns a daemon dies with it.
 """
 
 from __future__ import annotations
@@ -26,16 +26,17 @@ _OWN_RESOURCES = ("CPU", "GPU", "memory", "object_store_memory")
 
 
 class StorageBackend(ABC):
-    """One storage backend, started once per TransferQueue.
+    """Storage backend, started once per TransferQueue.
 
     Attributes:
         manager: the storage manager's name in TransferQueue's registry.
-        rows_as_bytes: tensors do not come back as they were put, or do not go in at all; columns
-            of ``bytes`` do, so each row is to be shipped as one.
-        survivable: its parts are actors, whose death is noticed within seconds; a daemon's is not.
-        actors: name to Ray handle of every actor that operations depend on; filled by `start`.
+        rows_as_bytes: whether each row is stored as ``bytes``, because the backend changes or
+            refuses some tensors.
+        survivable: whether all parts are actors. The death of an actor is detected within seconds,
+            that of a daemon is not.
+        actors: name to Ray handle of every actor that operations depend on; set by `start`.
         connection: the ``config`` of ``initialize_storage_manager`` in every process; picklable,
-            filled by `start`.
+            set by `start`.
     """
 
     manager: ClassVar[str]
@@ -58,79 +59,96 @@ class StorageBackend(ABC):
         """Start the actors and wait until they answer.
 
         Args:
-            cfg: a configuration that `check` accepted.
+            cfg: configuration that `check` accepted.
             namespace: Ray namespace of the named actors.
-            actor_cpus: Ray CPUs that each actor takes.
+            actor_cpus: Ray CPUs that each actor reserves.
             timeout_s: deadline of each step, in seconds.
 
         Raises:
-            UnavailableError: a part did not start; nothing is left running.
+            UnavailableError: a part did not start; the others were stopped.
         """
 
+    @classmethod
+    def bounded(cls, connection: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+        """Bound the waits of the backend's library in this process, before it connects.
+
+        Args:
+            connection: `connection` of the started backend.
+            timeout_s: deadline of one call, in seconds.
+
+        Returns:
+            The ``config`` of ``initialize_storage_manager``.
+
+        Raises:
+            UnavailableError: a part is gone.
+            DeadlineExceededError: a part does not answer.
+        """
+        return connection
+
     def stop(self) -> None:
-        """Kill every actor; what they hold in memory goes with them."""
+        """Kill every actor; the data in their memory is lost."""
         for actor in self.actors.values():
             end_actor(actor)
         self.actors = {}
 
 
 def end_actor(actor: Any) -> None:
-    """Kill an actor, unless the Ray that it belonged to has ended already or does not answer."""
-    if ray.is_initialized():  # else Ray would start one to kill it in
-        # A ValueError says that the handle is of an earlier Ray.
+    """Kill an actor, unless its Ray was shut down already or does not answer."""
+    if ray.is_initialized():  # `ray.kill` would start a Ray
+        # A handle of an earlier Ray raises a ValueError.
         with suppress(RayError, ValueError, TimeoutError):
             call_within(_KILL_S, lambda: ray.kill(actor))
 
 
 def require_module(module: str, *, backend: str, extra: str) -> None:
-    """Raise `ConfigError` that names ``extra`` if ``module`` cannot be found."""
+    """Raise a `ConfigError` that names ``extra`` if ``module`` is not installed."""
     try:
-        found = find_spec(module)
+        spec = find_spec(module)
     except ModuleNotFoundError:  # a parent package is missing
-        found = None
-    if found is None:
+        spec = None
+    if spec is None:
         raise ConfigError(
             f"data-plane config: backend {backend!r} needs the module {module!r}, which is not "
             f"installed; it comes with the extra dataplane-tq[{extra}]"
         )
 
 
-def require_bytes(cfg: DataPlaneConfig, key: str, *, backend: str, at_least: int) -> None:
-    """Raise `ConfigError` if the size ``cfg[key]`` is missing or below ``at_least`` bytes."""
-    found = dict(cfg).get(key)
-    if not isinstance(found, int) or found < at_least:
+def require_bytes(cfg: DataPlaneConfig, key: str, *, backend: str, min_bytes: int) -> None:
+    """Raise `ConfigError` if the size ``cfg[key]`` is missing or below ``min_bytes``."""
+    size = dict(cfg).get(key)
+    if not isinstance(size, int) or size < min_bytes:
         raise ConfigError(
-            f"data-plane config: {key}: found {found!r}; backend {backend!r} needs at least "
-            f"{at_least} bytes"
+            f"data-plane config: {key}: found {size!r}; backend {backend!r} needs at least "
+            f"{min_bytes} bytes"
         )
 
 
 def require_resources(cfg: DataPlaneConfig) -> None:
-    """Raise `ConfigError` if the nodes do not have the ``unit_resources`` of all storage units."""
-    found = ray.cluster_resources() if ray.is_initialized() else {}
+    """Raise `ConfigError` if the nodes lack the ``unit_resources`` of all storage units."""
+    available = ray.cluster_resources() if ray.is_initialized() else {}
     for name, amount in cfg.get("unit_resources", {}).items():
         what = f"data-plane config: unit_resources.{name}: found {amount!r}; "
         if name in _OWN_RESOURCES:
             raise ConfigError(f"{what}expected a custom resource of Ray's nodes")
         if not amount > 0:
             raise ConfigError(f"{what}expected more than 0")
-        if found.get(name, 0.0) < amount * cfg["num_storage_units"]:
+        if available.get(name, 0.0) < amount * cfg["num_storage_units"]:
             raise ConfigError(
                 f"{what}{cfg['num_storage_units']} units need {amount * cfg['num_storage_units']:g}"
-                f" of it, the nodes of this Ray have {found.get(name, 0.0):g}"
+                f" of it, the nodes of this Ray have {available.get(name, 0.0):g}"
             )
 
 
 def answers(what: str, calls: Mapping[str, Any], *, timeout_s: float) -> dict[str, Any]:
-    """The results of actor calls by name.
+    """Return the results of actor calls by name.
 
     Args:
         what: the backend, for error messages.
         calls: name to object reference.
-        timeout_s: deadline of all of them, in seconds.
+        timeout_s: deadline of all calls together, in seconds.
 
     Raises:
-        UnavailableError: a call failed or did not end in time.
+        UnavailableError: a call failed or did not finish in time.
     """
     try:
         return dict(zip(calls, ray.get(list(calls.values()), timeout=timeout_s), strict=True))

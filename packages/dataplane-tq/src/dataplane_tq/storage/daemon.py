@@ -1,7 +1,7 @@
-"""`DaemonActor`: a Ray actor that owns an external daemon, and lives exactly as long as it.
+"""`DaemonActor`: a Ray actor that owns an external daemon and has the same lifetime.
 
-A daemon that dies ends its actor, so that whoever watches the actors of a data plane notices; an
-actor that dies, in whatever way, ends its daemon (see `dataplane_tq.storage.supervise`).
+A daemon that dies ends its actor, so clients, which check the actors, detect it. An actor that
+dies in any way ends its daemon (see `dataplane_tq.storage.supervise`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _STOP_TIMEOUT_S = 10.0
 
 
 class DaemonActor:
-    """Base of the actors that run one daemon; a subclass adds a ``start`` of its own."""
+    """Base class of actors that run one daemon; a subclass adds ``start``."""
 
     def __init__(self) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="dataplane-tq-"))
@@ -53,15 +53,15 @@ class DaemonActor:
         Args:
             command: the daemon and its arguments; it must stay in the foreground.
             env: environment variables to add.
-            ready: asked again and again until it says True.
+            ready: predicate that is polled until it returns True.
             timeout_s: deadline in seconds.
 
         Raises:
-            UnavailableError: the daemon ended, or is not ready in time; it is stopped, and the
-                message has the last lines it wrote.
+            UnavailableError: the daemon exited, or is not ready in time. It is stopped, and the
+                message contains its last lines of output.
         """
         name = Path(command[0]).name
-        self._supervisor = subprocess.Popen(  # noqa: S603 - the commands are our own
+        self._supervisor = subprocess.Popen(  # noqa: S603 - the commands come from subclasses
             [sys.executable, "-I", supervise.__file__, str(self.folder), *command],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -71,23 +71,23 @@ class DaemonActor:
             env={**os.environ, **(env or {})},
         )
         self._reader.start()
-        self._supervisor.wait()  # it goes on as an orphan; the pipes stay
+        self._supervisor.wait()  # it forks; the child continues with the pipes
         deadline = time.monotonic() + timeout_s
         while not ready():
             self._reader.join(_POLL_S)
             ended = not self._reader.is_alive()
             if ended or time.monotonic() > deadline:
                 self.stop()
-                found = "ended while it started" if ended else f"not ready after {timeout_s:g} s"
-                raise UnavailableError(f"{name}: {found}; its last output:\n{self._tail()}")
+                problem = "ended while it started" if ended else f"not ready after {timeout_s:g} s"
+                raise UnavailableError(f"{name}: {problem}; its last output:\n{self._tail()}")
         threading.Thread(target=self._watch, args=(name,), name="daemon-end", daemon=True).start()
 
     def pids(self) -> list[int]:
-        """Process ids of the supervisor and the daemon."""
+        """Return the process ids of the supervisor and the daemon."""
         return self._pids
 
     def stop(self) -> None:
-        """End the daemon and wait until it and `folder` are gone."""
+        """Stop the daemon, and wait until it and `folder` are gone."""
         self._stopping.set()
         if self._supervisor is not None and self._supervisor.stdin is not None:
             self._supervisor.stdin.close()
@@ -95,7 +95,7 @@ class DaemonActor:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _read(self) -> None:
-        """Keep the last lines of the output; it ends with the daemon and its supervisor."""
+        """Keep the last lines of the output, until the daemon and its supervisor exit."""
         assert self._supervisor is not None
         assert self._supervisor.stdout is not None
         for line in self._supervisor.stdout:
@@ -108,7 +108,7 @@ class DaemonActor:
     def _watch(self, name: str) -> None:
         self._reader.join()
         if not self._stopping.is_set():
-            shutil.rmtree(self.folder, ignore_errors=True)  # if it was the supervisor that ended
+            shutil.rmtree(self.folder, ignore_errors=True)  # a killed supervisor leaves it
             sys.stderr.write(f"{name} ended; its last output:\n{self._tail()}\n")
             sys.stderr.flush()
             os._exit(1)
@@ -118,20 +118,20 @@ class DaemonActor:
 
 
 def end_daemon(actor: Any) -> None:
-    """Have a `DaemonActor` end its daemon, and wait; one that is dead or hangs is left as it is."""
+    """Have a `DaemonActor` stop its daemon, and wait for at most 20 s."""
     ray.wait([actor.stop.remote()], timeout=2 * _STOP_TIMEOUT_S)
 
 
 def free_port(host: str) -> int:
-    """A TCP port of ``host`` that nobody listens on now."""
-    with socket.socket() as found:
-        found.bind((host, 0))
-        port: int = found.getsockname()[1]
+    """Return a TCP port of ``host`` that is free now."""
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        port: int = probe.getsockname()[1]
         return port
 
 
 def listens(host: str, port: int) -> bool:
-    """Whether somebody accepts connections at ``host:port``."""
+    """Return True if ``host:port`` accepts connections."""
     with socket.socket() as probe:
         probe.settimeout(1.0)
         return probe.connect_ex((host, port)) == 0

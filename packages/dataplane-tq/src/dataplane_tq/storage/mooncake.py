@@ -1,7 +1,7 @@
 """Mooncake's store over TCP: a master that knows where rows are, and actors that hold them.
 
-Clients lend no memory of their own. In Mooncake's usual way each of them lends a segment to all,
-and the rows that happened to be placed there are lost when that process ends.
+Clients contribute no memory. In Mooncake's default setup each client contributes a segment, and the
+rows in it are lost when that process exits.
 """
 
 from __future__ import annotations
@@ -9,41 +9,52 @@ from __future__ import annotations
 import ctypes
 import os
 import shutil
+from http.client import HTTPConnection, HTTPException
 from importlib import import_module
 from importlib.util import find_spec
+from ipaddress import ip_address
+from math import ceil
 from pathlib import Path
 from typing import Any  # Any: the store has no static types
 
 import ray
+import structlog
 
-from dataplane_core import ConfigError, DataPlaneConfig, UnavailableError
+from dataplane_core import (
+    ConfigError,
+    DataPlaneConfig,
+    DeadlineExceededError,
+    UnavailableError,
+)
 from dataplane_core.config import require_keys
 from dataplane_tq.storage.base import StorageBackend, answers, require_bytes, require_module
 from dataplane_tq.storage.daemon import DaemonActor, end_daemon, free_port, listens
 
+logger = structlog.get_logger("dataplane_tq.storage")
+
 _MASTER = "MooncakeMaster"
 _LIBRARY = "libibverbs.so.1"
 _MEBIBYTE = 1 << 20
-_SMALLEST_SEGMENT = 16 * _MEBIBYTE
-# A segment serves others and sends nothing by itself.
-_SEGMENT_BUFFER = 16 * _MEBIBYTE
+_MIN_SEGMENT_BYTES = 16 * _MEBIBYTE
+# Small, because a segment only answers requests.
+_SEGMENT_BUFFER_BYTES = 16 * _MEBIBYTE
 
 
 class Mooncake(StorageBackend):
-    """One master and ``num_storage_units`` segments of ``global_segment_size`` bytes each."""
+    """Backend of one master and ``num_storage_units`` segments of ``global_segment_size`` bytes."""
 
     manager = "MooncakeStore"
     survivable = False
-    # A row without elements is refused, a scalar comes back with one dimension, and bytes put under
-    # another dtype are read as the first.
+    # Mooncake refuses a row without elements, returns a scalar with one dimension, and reads a row
+    # that was overwritten with another dtype as the first dtype.
     rows_as_bytes = True
 
     @classmethod
     def check(cls, cfg: DataPlaneConfig) -> None:
         require_keys(cfg, ["num_storage_units"], impl=cfg["impl"])
         backend = "mooncake_cpu"
-        require_bytes(cfg, "global_segment_size", backend=backend, at_least=_SMALLEST_SEGMENT)
-        require_bytes(cfg, "local_buffer_size", backend=backend, at_least=_MEBIBYTE)
+        require_bytes(cfg, "global_segment_size", backend=backend, min_bytes=_MIN_SEGMENT_BYTES)
+        require_bytes(cfg, "local_buffer_size", backend=backend, min_bytes=_MEBIBYTE)
         require_module("mooncake", backend=backend, extra="mooncake")
         try:
             ctypes.CDLL(_LIBRARY)
@@ -56,6 +67,12 @@ class Mooncake(StorageBackend):
     def start(
         self, cfg: DataPlaneConfig, *, namespace: str, actor_cpus: float, timeout_s: float
     ) -> None:
+        if ip_address(ray.util.get_node_ip_address()).is_loopback:
+            logger.warning(
+                "mooncake_listens_on_all_interfaces",
+                hint="its library cannot be restricted to loopback; close its ports by firewall, "
+                "or use another backend",
+            )
         what = "backend 'mooncake_cpu'"
         options = {"namespace": namespace, "num_cpus": actor_cpus}
         master = ray.remote(MooncakeMaster).options(name=_MASTER, **options).remote()
@@ -69,9 +86,9 @@ class Mooncake(StorageBackend):
             self.actors[name] = segments[name] = segment.remote()
         try:
             started = {_MASTER: master.start.remote(timeout_s)}
-            address = answers(what, started, timeout_s=2 * timeout_s)[_MASTER]
+            address, health = answers(what, started, timeout_s=2 * timeout_s)[_MASTER]
             mounted = {
-                name: segment.mount.remote(address, cfg["global_segment_size"])
+                name: segment.mount.remote(address, cfg["global_segment_size"], timeout_s)
                 for name, segment in segments.items()
             }
             answers(what, mounted, timeout_s=timeout_s)
@@ -81,6 +98,7 @@ class Mooncake(StorageBackend):
         self.connection = {
             "client_name": "MooncakeStoreClient",
             "master_server_address": address,
+            "master_health_address": health,  # for `bounded`
             "metadata_server": "P2PHANDSHAKE",
             "local_hostname": "",  # each process takes its own Ray node's address
             "protocol": "tcp",
@@ -91,30 +109,70 @@ class Mooncake(StorageBackend):
             "use_gdr": False,
         }
 
+    @classmethod
+    def bounded(cls, connection: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+        # The library holds the GIL while it connects: a master that does not answer would block
+        # every thread of this process.
+        address = connection["master_health_address"]
+        probe = HTTPConnection(address, timeout=timeout_s)
+        try:
+            probe.request("GET", "/health")
+            probe.getresponse()
+        except TimeoutError:
+            raise DeadlineExceededError(
+                f"connect: no answer from Mooncake's master at {address} after {timeout_s:g} s"
+            ) from None
+        except (OSError, HTTPException) as error:
+            raise UnavailableError(
+                f"connect: Mooncake's master at {address} is gone: {error}"
+            ) from error
+        finally:
+            probe.close()
+        _bound_calls(timeout_s)
+        return connection
+
     def stop(self) -> None:
         if _MASTER in self.actors:
             end_daemon(self.actors[_MASTER])
         super().stop()
 
 
-class MooncakeMaster(DaemonActor):
-    """Runs ``mooncake_master``, which knows every key and every segment."""
+def _bound_calls(timeout_s: float) -> None:
+    """Set the library's deadlines in the environment, unless set already.
 
-    def start(self, timeout_s: float) -> str:
-        """Start it on this node.
+    The library reads them when it loads and when it connects; its defaults are 30 s and more.
+    """
+    milliseconds, seconds = str(ceil(timeout_s * 1000)), str(ceil(timeout_s))
+    for name, value in {
+        "MC_LOG_LEVEL": "ERROR",
+        "MC_RPC_CONNECT_TIMEOUT_MS": milliseconds,
+        "MC_RPC_TIMEOUT_MS": milliseconds,
+        "MC_HANDSHAKE_CONNECT_TIMEOUT": seconds,
+        "MC_TCP_PROGRESS_TIMEOUT_SEC": seconds,
+        # The library retries when a random port is in use; each attempt may take the full time.
+        "MC_STORE_CLIENT_SETUP_RETRIES": "3",
+    }.items():
+        os.environ.setdefault(name, value)
+
+
+class MooncakeMaster(DaemonActor):
+    """Actor that runs ``mooncake_master``, which knows every key and every segment."""
+
+    def start(self, timeout_s: float) -> tuple[str, str]:
+        """Start the master on this node.
 
         Returns:
-            Its address, host:port.
+            The address of the master, and of its page ``/health``; both as host:port.
         """
         host = ray.util.get_node_ip_address()
-        port = free_port(host)
+        port, health_port = free_port(host), free_port(host)
         self.run(
             [
                 str(self._executable()),
                 f"--rpc_address={host}",
                 f"--rpc_port={port}",
                 f"--metrics_host={host}",
-                f"--metrics_port={free_port(host)}",
+                f"--metrics_port={health_port}",
                 "--enable_metric_reporting=false",
                 # As TransferQueue starts it: rows stay until they are cleared.
                 "--client_ttl=30",
@@ -127,10 +185,10 @@ class MooncakeMaster(DaemonActor):
             ready=lambda: listens(host, port),
             timeout_s=timeout_s,
         )
-        return f"{host}:{port}"
+        return f"{host}:{port}", f"{host}:{health_port}"
 
     def _executable(self) -> Path:
-        """The program in the wheel, which some installers leave without its run bit."""
+        """Return the program in the wheel; some installers drop its executable bit."""
         spec = find_spec("mooncake")
         assert spec is not None
         assert spec.submodule_search_locations is not None
@@ -143,27 +201,30 @@ class MooncakeMaster(DaemonActor):
 
 
 class MooncakeSegment:
-    """Lends memory to the store and serves what is placed there, until its process ends."""
+    """Actor that contributes memory to the store and serves the rows in it."""
 
     def __init__(self) -> None:
         self._store: Any = None
 
-    def mount(self, master: str, size: int) -> None:
+    def mount(self, master: str, size: int, timeout_s: float) -> None:
         """Join the store.
 
         Args:
             master: address of the master, host:port.
-            size: bytes to lend.
+            size: memory to contribute, in bytes.
+            timeout_s: deadline of one call to the master, in seconds.
 
         Raises:
             UnavailableError: the store refused.
         """
         host = ray.util.get_node_ip_address()
-        os.environ.setdefault("MC_LOG_LEVEL", "ERROR")  # read when the module loads
+        _bound_calls(timeout_s)
         self._store = import_module("mooncake.store").MooncakeDistributedStore()
-        code = self._store.setup(host, "P2PHANDSHAKE", size, _SEGMENT_BUFFER, "tcp", "", master)
+        code = self._store.setup(
+            host, "P2PHANDSHAKE", size, _SEGMENT_BUFFER_BYTES, "tcp", "", master
+        )
         if code != 0:
             raise UnavailableError(
-                f"Mooncake on {host} could not lend {size} bytes to the store of the master at "
+                f"Mooncake on {host} could not mount a segment of {size} bytes at the master "
                 f"{master}: error code {code}"
             )

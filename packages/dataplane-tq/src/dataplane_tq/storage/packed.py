@@ -1,4 +1,4 @@
-"""Our own storage units: Ray actors that own shared memory, written and read by the clients."""
+"""The packed backend's storage units: Ray actors with shared memory that clients access."""
 
 from __future__ import annotations
 
@@ -8,35 +8,35 @@ import ray
 
 from dataplane_core import ConfigError, DataPlaneConfig, UnavailableError
 from dataplane_core.config import require_keys
-from dataplane_tq.packed.catalogue import UnitSpec
-from dataplane_tq.packed.unit_actor import UnitActor
-from dataplane_tq.packed.unit_wire import UnitAddress
+from dataplane_tq.directory.wire import TOKEN_BYTES
+from dataplane_tq.packed.unit import UnitActor
+from dataplane_tq.packed.unit_wire import UnitAddress, UnitSpec
 from dataplane_tq.storage.base import StorageBackend, answers, require_bytes, require_resources
-from dataplane_tq.wire import TOKEN_BYTES
+from dataplane_tq.storage.packed_manager import BACKEND
 
-_LEAST_BYTES = 1 << 20
+_MIN_BYTES = 1 << 20
 _TRANSPORTS = ("auto", "shm", "tcp")
 
 
 class Packed(StorageBackend):
-    """``num_storage_units`` units of ``global_segment_size`` bytes each, spread over the nodes."""
+    """Backend of ``num_storage_units`` units with ``global_segment_size`` bytes each."""
 
-    manager = "PackedStorage"
+    manager = BACKEND
 
     def __init__(self) -> None:
         super().__init__()
         self.units: list[UnitSpec] = []
 
     @property
-    def lifelines(self) -> tuple[list[UnitAddress], bytes]:
-        """The started units and what opens them, for who watches whether they live."""
+    def watched(self) -> tuple[list[UnitAddress], bytes]:
+        """Addresses of the started units and their token, for the directory to watch them."""
         return list(self.connection["units"].values()), self.connection["token"]
 
     @classmethod
     def check(cls, cfg: DataPlaneConfig) -> None:
         require_keys(cfg, ["num_storage_units"], impl=cfg["impl"])
         require_resources(cfg)
-        require_bytes(cfg, "global_segment_size", backend="packed", at_least=_LEAST_BYTES)
+        require_bytes(cfg, "global_segment_size", backend="packed", min_bytes=_MIN_BYTES)
         transport = cfg.get("packed_transport", "auto")
         if transport not in _TRANSPORTS:
             raise ConfigError(
@@ -64,13 +64,13 @@ class Packed(StorageBackend):
             )
         calls = {name: unit.describe.remote() for name, unit in self.actors.items()}
         try:
-            found = answers("backend 'packed'", calls, timeout_s=timeout_s)
+            units = answers("backend 'packed'", calls, timeout_s=timeout_s)
         except UnavailableError:
             self.stop()
             raise
-        self.units = [UnitSpec(name, node, nbytes) for name, (_, node) in found.items()]
+        self.units = [UnitSpec(name, node, nbytes) for name, (_, node) in units.items()]
         self.connection = {
-            "units": {name: address for name, (address, _) in found.items()},
+            "units": {name: address for name, (address, _) in units.items()},
             "token": token,
             "transport": cfg.get("packed_transport", "auto"),
         }

@@ -1,8 +1,8 @@
-"""Ray's object store: one Ray object per row and field, and an actor that knows their references.
+"""Ray's object store: one Ray object per row and field, and an actor with their references.
 
-The process that put a row owns its objects: when it ends, the rows are lost. TransferQueue sends
-tensors, and nothing else, over NIXL, which this backend does without: a put of one tensor took a
-hundred times longer, and reading a tensor without elements ended the reading process.
+The process that put a row owns its objects: when it exits, the rows are lost. TransferQueue would
+send tensors over NIXL. This backend stores bytes to avoid that: over NIXL a put of one tensor took
+a hundred times longer, and a read of a tensor without elements crashed the reader.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from __future__ import annotations
 from dataplane_core import ConfigError, DataPlaneConfig, UnavailableError
 from dataplane_tq.storage.base import StorageBackend, answers
 
-# The client finds or creates the actor by these, and neither can be configured.
+# TransferQueue's client finds or creates the actor by these fixed names.
 _ACTOR = "RayObjectRefStorage"
 _NAMESPACE = "transfer_queue"
 
 
 class RayStore(StorageBackend):
-    """The actor that maps keys to object references."""
+    """Backend with one actor, which maps keys to object references."""
 
     manager = "RayStore"
     rows_as_bytes = True
@@ -33,7 +33,7 @@ class RayStore(StorageBackend):
                 f"backend 'ray': found namespace {namespace!r}; TransferQueue's client looks for "
                 f"its actor in {_NAMESPACE!r} only"
             )
-        # Not with the module, which the actors of other backends load, too.
+        # Imported here, because the actors of other backends import this module too.
         from transfer_queue.storage.clients.ray_storage_client import RayObjectRefStorage
 
         actor = RayObjectRefStorage.options(

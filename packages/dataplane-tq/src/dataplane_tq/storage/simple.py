@@ -14,7 +14,7 @@ from dataplane_tq.storage.base import StorageBackend, answers, require_resources
 
 
 class Simple(StorageBackend):
-    """``num_storage_units`` storage units, spread over the nodes."""
+    """Backend of ``num_storage_units`` storage units, spread over the nodes."""
 
     manager = "SimpleStorage"
 
@@ -26,7 +26,7 @@ class Simple(StorageBackend):
     def start(
         self, cfg: DataPlaneConfig, *, namespace: str, actor_cpus: float, timeout_s: float
     ) -> None:
-        # Not with the module, which the actors of other backends load, too.
+        # Imported here, because the actors of other backends import this module too.
         from transfer_queue.storage.simple_storage import SimpleStorageUnit
 
         options: dict[str, Any] = {
@@ -53,7 +53,7 @@ class Simple(StorageBackend):
 
 
 def defaults(manager: str) -> dict[str, Any]:
-    """What TransferQueue's shipped configuration says about one storage manager."""
+    """Return TransferQueue's default options of one storage manager."""
     config = OmegaConf.load(str(resources.files("transfer_queue") / "config.yaml"))
     options: dict[str, Any] = OmegaConf.to_container(config.backend[manager])
     return options

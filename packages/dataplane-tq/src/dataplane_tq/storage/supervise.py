@@ -1,10 +1,10 @@
-"""Runs a command in a folder until standard input ends; then neither is left.
+"""Runs a command in a folder until standard input closes; then kills it and removes the folder.
 
-Started by path, as ``supervise.py FOLDER COMMAND...``, from the process that owns the pipe: the
-kernel closes it however the owner ends, so a ``kill -9`` of the owner ends the command, too. The
-first line written is the two process ids, the rest is the command's output.
+The owner runs ``supervise.py FOLDER COMMAND...`` with a pipe as standard input. The kernel closes
+the pipe when the owner exits in any way, so a ``kill -9`` of the owner ends the command too. The
+first line of output is the two process ids; the rest is the command's output.
 
-Only the standard library: this must start fast and must not load what the owner loads.
+The script uses only the standard library, to start fast and to load nothing of the owner's.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def _die_with_parent() -> None:
 
 
 def main(folder: str, command: list[str]) -> None:
-    # Ray kills the children of a worker that ends; an orphan still gets to remove the folder.
+    # Ray kills the children of an exiting worker; an orphan survives to remove the folder.
     if os.fork():
         os._exit(0)
     os.setsid()

@@ -1,8 +1,7 @@
 """Yuanrong's data system: a worker process that keeps rows in memory shared with its clients.
 
-The worker is run itself and not through ``dscli start``, which leaves it to nobody: it would
-outlive a driver that crashed. A client looks for the worker on its own node, so one worker serves
-one node.
+The worker is started directly and not by ``dscli start``, with which it would outlive a crashed
+driver. A client looks for the worker on its own node, so one worker serves one node.
 """
 
 from __future__ import annotations
@@ -10,12 +9,14 @@ from __future__ import annotations
 import os
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any  # Any: TransferQueue's options have no static types
 
 import ray
 
 from dataplane_core import ConfigError, DataPlaneConfig, UnavailableError
 from dataplane_tq.storage.base import StorageBackend, answers, require_bytes, require_module
 from dataplane_tq.storage.daemon import DaemonActor, end_daemon, free_port
+from dataplane_tq.upstream import bound_yuanrong
 
 _WORKER = "YuanrongWorker"
 _HOST = "127.0.0.1"
@@ -23,7 +24,7 @@ _MEBIBYTE = 1 << 20
 
 
 class Yuanrong(StorageBackend):
-    """One worker with ``global_segment_size`` bytes of shared memory, on a Ray of one node."""
+    """Backend of one worker with ``global_segment_size`` bytes, on a Ray of one node."""
 
     manager = "Yuanrong"
     survivable = False
@@ -31,7 +32,7 @@ class Yuanrong(StorageBackend):
     @classmethod
     def check(cls, cfg: DataPlaneConfig) -> None:
         backend = "yuanrong"
-        require_bytes(cfg, "global_segment_size", backend=backend, at_least=64 * _MEBIBYTE)
+        require_bytes(cfg, "global_segment_size", backend=backend, min_bytes=64 * _MEBIBYTE)
         require_module("yr.datasystem", backend=backend, extra="yuanrong")
 
     def start(
@@ -51,16 +52,21 @@ class Yuanrong(StorageBackend):
         self.actors[_WORKER] = worker
         started = {_WORKER: worker.start.remote(cfg["global_segment_size"], timeout_s)}
         try:
-            found = answers("backend 'yuanrong'", started, timeout_s=2 * timeout_s)
+            ports = answers("backend 'yuanrong'", started, timeout_s=2 * timeout_s)
         except UnavailableError:
             self.stop()
             raise
         self.connection = {
             "client_name": "YuanrongStorageClient",
-            "worker_port": found[_WORKER],
+            "worker_port": ports[_WORKER],
             "enable_yr_npu_transport": False,
             "ds_max_workers": 1,
         }
+
+    @classmethod
+    def bounded(cls, connection: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+        bound_yuanrong(timeout_s)
+        return connection
 
     def stop(self) -> None:
         if _WORKER in self.actors:
@@ -69,17 +75,17 @@ class Yuanrong(StorageBackend):
 
 
 class YuanrongWorker(DaemonActor):
-    """Runs ``datasystem_worker`` with the metastore inside."""
+    """Actor that runs ``datasystem_worker`` with an embedded metastore."""
 
     def start(self, size: int, timeout_s: float) -> int:
-        """Start it on loopback.
+        """Start the worker on loopback.
 
         Args:
-            size: bytes of shared memory.
+            size: size of the shared memory, in bytes.
             timeout_s: deadline in seconds.
 
         Returns:
-            Its port.
+            The worker's port.
         """
         spec = find_spec("yr.datasystem")
         assert spec is not None
@@ -98,7 +104,7 @@ class YuanrongWorker(DaemonActor):
             "log_dir": self.folder / "logs",
             "monitor_config_file": self.folder / "datasystem.config",
             "rocksdb_store_dir": self.folder / "rocksdb",
-            "rocksdb_write_mode": "none",  # nothing is recovered after an end
+            "rocksdb_write_mode": "none",  # nothing is recovered after an exit
             "unix_domain_socket_dir": self.folder / "sockets",
         }
         libraries = f"{package / 'lib'}:{os.environ.get('LD_LIBRARY_PATH', '')}"

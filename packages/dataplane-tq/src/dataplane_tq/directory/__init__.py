@@ -1,0 +1,1 @@
+"""The partition directory: each sample's fields, claims and storage location."""

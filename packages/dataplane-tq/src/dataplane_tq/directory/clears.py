@@ -1,0 +1,103 @@
+"""A clear: it drops samples in the directory at once, and page by page in TransferQueue."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from dataplane_core import DataPlaneError
+from dataplane_core.ledger import Partition
+from dataplane_tq.directory import protocol as p
+from dataplane_tq.directory.backlog import grouped
+from dataplane_tq.directory.books import DISMANTLED_AT_ONCE, Books
+from dataplane_tq.directory.operations import Drops, Operation, State
+
+_PAGE = 1024
+"""Maximum number of samples to drop in TransferQueue that one answer lists."""
+
+
+class Clearing(Operation):
+    """Clear under way: the directory has dropped the samples, and a client drops their rows.
+
+    The client drops them in TransferQueue. A request without sample ids clears the partition.
+
+    Raises:
+        DataPlaneError: the samples cannot be cleared, and none of them is.
+    """
+
+    state = State.CLEARING
+
+    def __init__(self, books: Books, request: p.Clear) -> None:
+        books.expire()
+        self._books = books
+        self._partition_id = request.partition_id
+        self._timeout_s = request.timeout_s
+        self._held: set[str] = set()
+        self._dismantling: Partition | None = None
+        self._closing = request.sample_ids is None
+        backlog = books.backlog[request.partition_id]
+        try:
+            if request.sample_ids is None:
+                # The partition disappears at once; its rows are dropped page by page.
+                self._dismantling = books.ledger.detach(request.partition_id, force=request.force)
+                self.dropped = 0 if self._dismantling is None else len(self._dismantling.rows)
+                # Puts are blocked until TransferQueue has dropped the partition as well.
+                backlog.closing += 1
+            else:
+                rows = books.ledger.clear(
+                    request.partition_id,
+                    request.sample_ids,
+                    force=request.force,
+                    withdrawn=request.withdrawn,
+                )
+                self.dropped = len(rows)
+                backlog.drop(rows, self._held)
+        except DataPlaneError:
+            books.tidy(request.partition_id)
+            raise
+        self._drops = Drops(books, request.partition_id, {})
+        books.everything_changed()
+
+    async def next_page(self, dropped: int = 0) -> p.ClearAnswer:
+        """Return the next page of orphans; the client has dropped those of the page before."""
+        backlog = self._books.backlog[self._partition_id]
+        backlog.dropping.difference_update(self._drops.samples)
+        self._drops = Drops(self._books, self._partition_id, {})
+        for _ in range(_PAGE // DISMANTLED_AT_ONCE):
+            if self._dismantling is None:
+                break
+            rows = self._books.ledger.dismantle(self._dismantling, DISMANTLED_AT_ONCE)
+            backlog.drop(rows, self._held)
+            if not rows:
+                self._dismantling = None
+            await asyncio.sleep(0)  # serve other connections
+        if self._dismantling is None:
+            await self._until_read()
+        samples = backlog.take(limit=_PAGE)
+        self._drops = Drops(self._books, self._partition_id, samples)
+        more = self._dismantling is not None or bool(backlog.orphans)
+        return p.ClearAnswer(dropped, grouped(samples), more)
+
+    async def _until_read(self) -> None:
+        """Wait until the reads of cleared samples end, or the timeout expires."""
+        pinned = self._books.backlog[self._partition_id].pinned
+        deadline = time.monotonic() + self._timeout_s
+        while any(pinned[i].pins for i in self._held & pinned.keys()):
+            remaining = deadline - time.monotonic()
+            if remaining <= 0:
+                break  # the read keeps its rows; a later clear drops them
+            await self._books.wait(self._partition_id, remaining)
+            self._books.check_failure()
+
+    def end(self) -> None:
+        """Finish the clear, as TransferQueue has dropped everything."""
+        if self._closing:
+            self._books.backlog[self._partition_id].closing -= 1
+        self._drops.end()
+
+    def undo(self) -> None:
+        if self._dismantling is not None:
+            self._books.dismantle(self._partition_id, self._dismantling)  # decrements `closing`
+        elif self._closing:
+            self._books.backlog[self._partition_id].closing -= 1
+        self._drops.undo()

@@ -1,0 +1,120 @@
+"""Handlers of the directory for inspectors: queries, and changes by an operator.
+
+The directory's only thread runs each handler, and serves no other request meanwhile. So no handler
+may take longer than the one for a page of samples.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any  # Any: answers differ by request
+
+import msgspec
+
+from dataplane_core import PartitionSummary, StatePage, StorageSummary, TaskCounts
+from dataplane_core.ledger import Partition, actions, inspect
+from dataplane_core.ledger.scan import check_search, scan, search
+from dataplane_tq.directory import protocol as p
+from dataplane_tq.directory.books import Books
+
+
+def _partition(books: Books, partition_id: str) -> Partition:
+    books.expire()
+    return books.ledger.partition(partition_id)
+
+
+def _handler(query: Callable[..., Any]) -> Callable[[Books, Any], Any]:
+    """Make a handler of a query that takes the partition, the request's other fields and now."""
+
+    def answer(books: Books, request: Any) -> Any:
+        fields = msgspec.structs.asdict(request)
+        return query(
+            _partition(books, fields.pop("partition_id")), *fields.values(), time.monotonic()
+        )
+
+    return answer
+
+
+def _consumed(books: Books, request: p.Consumed) -> bool:
+    books.expire()
+    partition = books.ledger.partitions.get(request.partition_id)
+    return partition is not None and partition.consumed(request.task_names)
+
+
+async def _count(books: Books, request: p.Count) -> TaskCounts:
+    partition = _partition(books, request.partition_id)
+    while not partition.prepare_counts(request.task_name, request.required_fields):
+        await asyncio.sleep(0)
+        partition = _partition(books, request.partition_id)
+    return partition.counts(request.task_name, request.required_fields)
+
+
+def _read_origins(books: Books, request: p.ReadOrigins) -> dict[str, int]:
+    partition = books.ledger.partition(request.partition_id)
+    return partition.samples.origins(request.sample_ids, request.fields)
+
+
+def _list_partitions(books: Books, request: p.ListPartitions) -> list[PartitionSummary]:
+    books.expire()
+    now = time.monotonic()
+    return [inspect.summarise(book, now) for book in books.ledger.partitions.values()]
+
+
+def _find_samples(books: Books, request: p.FindSamples) -> p.FoundSamples:
+    check_search(request.tag, request.value, request.limit)
+    partition = _partition(books, request.partition_id)
+    place = request.start, request.limit, time.monotonic()
+    return p.FoundSamples(*search(partition, request.tag, request.value, *place))
+
+
+def _scan_states(books: Books, request: p.ScanStates) -> StatePage:
+    return scan(_partition(books, request.partition_id), request.start, request.limit)
+
+
+def _list_storage(books: Books, request: p.ListStorage) -> list[StorageSummary]:
+    return [] if books.catalogue is None else books.catalogue.usage()
+
+
+def _read_totals(books: Books, request: p.ReadTotals) -> dict[str, int]:
+    books.expire()
+    return dict(books.ledger.totals)
+
+
+def _reset_consumption(books: Books, request: p.ResetConsumption) -> int:
+    partition = _partition(books, request.partition_id)
+    reset = actions.reset_consumption(partition, request.task_name, request.sample_ids)
+    if (backlog := books.backlog.get(request.partition_id)) is not None:
+        backlog.unconsume(request.task_name, reset)
+    books.changed(request.partition_id)
+    return len(reset)
+
+
+def _end_claim(books: Books, request: p.EndClaim) -> int:
+    # `_partition` would expire a lease that is due, but the lease must be counted here.
+    partition = books.ledger.partition(request.partition_id)
+    count = actions.end_claim(
+        partition, request.claim, time.monotonic(), expired_only=request.expired_only
+    )
+    books.changed(request.partition_id)
+    return count
+
+
+INSPECTIONS: dict[type[Any], Callable[[Books, Any], Any]] = {
+    p.Consumed: _consumed,
+    p.Count: _count,
+    p.ReadOrigins: _read_origins,
+    p.ListPartitions: _list_partitions,
+    p.ListSamples: _handler(inspect.page),
+    p.ReadSample: _handler(inspect.sample),
+    p.FindSamples: _find_samples,
+    p.ListClaims: _handler(inspect.claims),
+    p.ListAssignments: _handler(inspect.assignments),
+    p.ScanStates: _scan_states,
+    p.ListStorage: _list_storage,
+    p.ReadTotals: _read_totals,
+    p.ResetConsumption: _reset_consumption,
+    p.EndClaim: _end_claim,
+}
+"""Request type to handler, for requests that belong to no put, read, claim or clear."""

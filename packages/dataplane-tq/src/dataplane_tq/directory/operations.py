@@ -1,0 +1,109 @@
+"""Operations of a connection: one class per state, each of which can undo its operation.
+
+A connection has one operation at a time. Closing the connection undoes it, so a process that fails
+or dies half-way leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from enum import Enum
+from typing import ClassVar
+
+from dataplane_core import UnavailableError
+from dataplane_core.ledger import Row
+from dataplane_tq.directory.backlog import Fields
+from dataplane_tq.directory.books import Books
+
+
+class State(Enum):
+    """State of a connection; the value names its operation in errors."""
+
+    IDLE = "nothing"
+    PUTTING = "a put"
+    REPORTING = "the report of a put"
+    READING = "a read"
+    CLEARING = "a clear"
+    BOUND = "an actor's life"
+
+
+class Operation(ABC):
+    """Operation under way in one `State`."""
+
+    state: ClassVar[State]
+
+    @abstractmethod
+    def undo(self) -> None:
+        """End the operation and remove its effects."""
+
+
+class Idle(Operation):
+    """No operation is under way."""
+
+    state = State.IDLE
+
+    def undo(self) -> None:
+        pass
+
+
+class Bound(Operation):
+    """Connection of an actor: when its process dies, every request fails from then on."""
+
+    state = State.BOUND
+
+    def __init__(self, books: Books, name: str) -> None:
+        self._books = books
+        self._name = name
+
+    def undo(self) -> None:
+        self._books.fail(
+            UnavailableError(
+                f"{self._name} is dead: its process ended, or its machine is unreachable"
+            )
+        )
+
+
+class Pins:
+    """Rows whose memory stays allocated until `release`, even if they are cleared."""
+
+    def __init__(self, books: Books, rows: list[Row]) -> None:
+        self._books = books
+        self._rows = rows
+        books.ledger.pin(rows)
+
+    def release(self) -> None:
+        self._books.ledger.unpin(self._rows)
+        if any(row.dropped for row in self._rows):
+            self._books.everything_changed()
+
+
+class Reading(Operation):
+    """Read under way: its rows are pinned."""
+
+    state = State.READING
+
+    def __init__(self, books: Books, rows: list[Row]) -> None:
+        self._pins = Pins(books, rows)
+
+    def undo(self) -> None:
+        self._pins.release()
+
+
+class Drops:
+    """Rows of a partition that one client drops in TransferQueue."""
+
+    def __init__(self, books: Books, partition_id: str, samples: Fields) -> None:
+        self._books = books
+        self._partition_id = partition_id
+        self.samples = samples
+
+    def end(self) -> None:
+        """Record that TransferQueue has dropped the rows."""
+        self._books.backlog[self._partition_id].dropping.difference_update(self.samples)
+        self._books.tidy(self._partition_id)
+        self._books.changed(self._partition_id)
+
+    def undo(self) -> None:
+        """Leave the rows to the next put or clear."""
+        self._books.backlog[self._partition_id].orphans.update(self.samples)
+        self.end()

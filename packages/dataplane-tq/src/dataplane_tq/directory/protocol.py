@@ -1,0 +1,352 @@
+"""Requests of clients to the directory, and its answers: one struct each."""
+
+from __future__ import annotations
+
+from typing import Any, Literal  # Any: tags hold the caller's own primitives
+
+import msgspec
+
+from dataplane_core.declaration import PartitionDeclaration
+from dataplane_core.ledger import ClaimRequest, SampleState
+from dataplane_core.schema import Form
+from dataplane_tq.packed.layout import Block, FieldLayout, FieldParts
+
+LeaseAction = Literal["acknowledge", "release", "renew"]
+
+
+class BindActor(msgspec.Struct, frozen=True, tag=True):
+    """Bind an actor to the connection: when it closes, every request fails from then on.
+
+    Answer: None.
+    """
+
+    name: str
+
+
+class Register(msgspec.Struct, frozen=True, tag=True):
+    """Declare a partition. Answer: None."""
+
+    declaration: PartitionDeclaration
+
+
+class BeginPut(msgspec.Struct, frozen=True, tag=True):
+    """Reserve capacity for a put. Answer: `PutAnswer`. The put belongs to the connection.
+
+    Attributes:
+        partition_id: target partition.
+        sample_ids: samples to put.
+        kinds: field to kind.
+        layouts: layouts of the fields whose bytes the directory places; empty for other backends.
+        node: the producer's node.
+        token: lease under which the producer writes.
+        timeout_s: maximum wait for free space, in seconds.
+        forms: field to form, for fields that have one.
+    """
+
+    partition_id: str
+    sample_ids: list[str]
+    kinds: dict[str, str]
+    layouts: list[FieldLayout]
+    node: str
+    token: str | None
+    timeout_s: float
+    forms: dict[str, Form] = {}
+
+
+class Orphans(msgspec.Struct, frozen=True):
+    """Samples to drop in TransferQueue, and the fields that all of them have there."""
+
+    sample_ids: list[str]
+    fields: list[str]
+
+
+class PutAnswer(msgspec.Struct, frozen=True):
+    """Memory that a put may write.
+
+    Attributes:
+        enums: field to its allowed values, for fields with a vocabulary.
+        blocks: one or more blocks per layout.
+        orphans: samples that an earlier put or clear left in TransferQueue; drop them first.
+    """
+
+    enums: dict[str, tuple[str, ...]]
+    blocks: list[Block]
+    orphans: list[Orphans]
+
+
+class CheckPut(msgspec.Struct, frozen=True, tag=True):
+    """Fail if the connection's put could not be committed any more. Answer: None."""
+
+
+class CommitPut(msgspec.Struct, frozen=True, tag=True):
+    """Make the connection's put visible. Answer: None.
+
+    Attributes:
+        tags: one dict per sample; None leaves their tags as they are.
+        reported: True if the client will report the rows to TransferQueue and then send `Reported`.
+            Until then no client drops them there.
+        origin: name of the put.
+    """
+
+    tags: list[dict[str, Any]] | None
+    reported: bool = False
+    origin: str | None = None
+
+
+class Reported(msgspec.Struct, frozen=True, tag=True):
+    """Say that TransferQueue has the put. Answer: list of `Consumption`, to report now."""
+
+
+class Consumption(msgspec.Struct, frozen=True, array_like=True):
+    """Samples that a task has consumed."""
+
+    task_name: str
+    sample_ids: list[str]
+
+
+class Read(msgspec.Struct, frozen=True, tag=True):
+    """Find and pin rows. Answer: `ReadAnswer`. The pins belong to the connection."""
+
+    partition_id: str
+    sample_ids: list[str]
+    fields: list[str]
+    origins: bool = False
+
+
+class ReadAnswer(msgspec.Struct, frozen=True):
+    """Kinds and locations of the requested fields, in the order of the request.
+
+    Attributes:
+        kinds: kind of each field.
+        parts: location of each field, if the directory places the bytes; else empty.
+        origins: the answer to `ReadOrigins`, if requested.
+        forms: field to form, for fields that have one.
+    """
+
+    kinds: list[str]
+    parts: list[FieldParts]
+    origins: dict[str, int] = {}
+    forms: dict[str, Form] = {}
+
+
+class Unpin(msgspec.Struct, frozen=True, tag=True):
+    """End the connection's read. No answer."""
+
+
+class Claim(msgspec.Struct, frozen=True, tag=True):
+    """Claim a batch, waiting up to ``timeout_s`` until it is complete. Answer: `ClaimAnswer`."""
+
+    partition_id: str
+    wanted: ClaimRequest
+    timeout_s: float
+
+
+class ClaimAnswer(msgspec.Struct, frozen=True):
+    """Claimed samples.
+
+    Attributes:
+        sample_ids: ids of the samples.
+        tags: tags of the samples; None if none has any.
+        token: token of the lease; None for a final claim.
+        known: samples of a final claim that TransferQueue has. The client that reports the other
+            samples reports their consumption too.
+    """
+
+    sample_ids: list[str]
+    tags: list[dict[str, Any]] | None
+    token: str | None
+    known: list[str]
+
+
+class UpdateLease(msgspec.Struct, frozen=True, tag=True):
+    """Acknowledge, release or renew a lease. Answer: as `ClaimAnswer.known`, if acknowledged.
+
+    ``task_name`` must be the claim's task; None skips that check.
+    """
+
+    partition_id: str
+    token: str
+    sample_ids: list[str]
+    action: LeaseAction
+    task_name: str | None = None
+
+
+class Consumed(msgspec.Struct, frozen=True, tag=True):
+    """Check that the tasks have claimed every sample. Answer: bool."""
+
+    partition_id: str
+    task_names: list[str]
+
+
+class Count(msgspec.Struct, frozen=True, tag=True):
+    """Count a task's samples by state. Answer: `TaskCounts`."""
+
+    partition_id: str
+    task_name: str
+    required_fields: list[str]
+
+
+class ReadOrigins(msgspec.Struct, frozen=True, tag=True):
+    """List the puts that wrote fields. Answer: dict of `DataPlaneClient.read_origins`."""
+
+    partition_id: str
+    sample_ids: list[str]
+    fields: list[str]
+
+
+class Clear(msgspec.Struct, frozen=True, tag=True):
+    """Drop samples, or the partition. Answer: `ClearAnswer`.
+
+    Attributes:
+        partition_id: partition of the samples.
+        sample_ids: samples to drop; None drops the partition.
+        force: also drop leased samples.
+        timeout_s: maximum wait for their readers, in seconds.
+        withdrawn: count the samples as never put.
+    """
+
+    partition_id: str
+    sample_ids: list[str] | None
+    force: bool
+    timeout_s: float
+    withdrawn: bool = False
+
+
+class ClearAnswer(msgspec.Struct, frozen=True):
+    """Rows to drop in TransferQueue before the client sends `Dropped`.
+
+    Attributes:
+        dropped: number of samples that were cleared.
+        orphans: samples whose rows to drop.
+        more: whether to request another page by `NextOrphans`.
+    """
+
+    dropped: int
+    orphans: list[Orphans]
+    more: bool = False
+
+
+class NextOrphans(msgspec.Struct, frozen=True, tag=True):
+    """Request the next page, after dropping the last one in TransferQueue. Answer: `ClearAnswer`.
+
+    Its ``dropped`` is 0.
+    """
+
+
+class Dropped(msgspec.Struct, frozen=True, tag=True):
+    """Say that the connection's orphans are dropped in TransferQueue. Answer: None."""
+
+
+class ListPartitions(msgspec.Struct, frozen=True, tag=True):
+    """List all partitions. Answer: list of `PartitionSummary`."""
+
+
+class ListSamples(msgspec.Struct, frozen=True, tag=True):
+    """List a page of samples. Answer: list of `SampleState`."""
+
+    partition_id: str
+    start: int
+    limit: int
+
+
+class ReadSample(msgspec.Struct, frozen=True, tag=True):
+    """Read one sample. Answer: `MaybeSample`."""
+
+    partition_id: str
+    sample_id: str
+
+
+MaybeSample: Any = SampleState | None
+"""Optional sample; declared as Any because a union is a type to msgspec, but not to mypy."""
+
+
+class FindSamples(msgspec.Struct, frozen=True, tag=True):
+    """Search one step by tag, from position ``start`` on. Answer: `FoundSamples`."""
+
+    partition_id: str
+    tag: str
+    value: str | int | float | bool | None
+    start: int
+    limit: int
+
+
+class FoundSamples(msgspec.Struct, frozen=True, array_like=True):
+    """Matches of one search step, and the position of the next step; None at the end."""
+
+    samples: list[SampleState]
+    after: int | None
+
+
+class ListClaims(msgspec.Struct, frozen=True, tag=True):
+    """List the leased claims. Answer: list of `ClaimSummary`."""
+
+    partition_id: str
+
+
+class ListAssignments(msgspec.Struct, frozen=True, tag=True):
+    """List the samples assigned to data-parallel ranks. Answer: list of `AssignmentSummary`."""
+
+    partition_id: str
+
+
+class ScanStates(msgspec.Struct, frozen=True, tag=True):
+    """Read the states of a page of samples as bytes. Answer: `StatePage`."""
+
+    partition_id: str
+    start: int
+    limit: int
+
+
+class ResetConsumption(msgspec.Struct, frozen=True, tag=True):
+    """Make consumed samples claimable again. Answer: their number."""
+
+    partition_id: str
+    task_name: str
+    sample_ids: list[str]
+
+
+class EndClaim(msgspec.Struct, frozen=True, tag=True):
+    """End a claim as if its lease had expired. Answer: the number of samples it held."""
+
+    partition_id: str
+    claim: str
+    expired_only: bool
+
+
+class ListStorage(msgspec.Struct, frozen=True, tag=True):
+    """List the packed backend's units with their bytes. Answer: list of `StorageSummary`."""
+
+
+class ReadTotals(msgspec.Struct, frozen=True, tag=True):
+    """Read totals since the directory's start. Answer: dict of `DataPlaneClient.read_totals`."""
+
+
+Request = (
+    BindActor
+    | Register
+    | BeginPut
+    | CheckPut
+    | CommitPut
+    | Reported
+    | Read
+    | Unpin
+    | Claim
+    | UpdateLease
+    | Consumed
+    | Count
+    | ReadOrigins
+    | Clear
+    | NextOrphans
+    | Dropped
+    | ListPartitions
+    | ListSamples
+    | ReadSample
+    | FindSamples
+    | ListClaims
+    | ListAssignments
+    | ScanStates
+    | ResetConsumption
+    | EndClaim
+    | ListStorage
+    | ReadTotals
+)

@@ -1,0 +1,215 @@
+"""A put, from its reservation to the report of its rows to TransferQueue."""
+
+from __future__ import annotations
+
+import time
+from itertools import repeat
+from typing import Any  # Any: cells are the catalogue's
+
+from dataplane_core import (
+    CapacityExceeded,
+    DataPlaneError,
+    DeadlineExceededError,
+    InvalidRequestError,
+)
+from dataplane_core.ledger import Partition, PutTicket
+from dataplane_tq.directory import protocol as p
+from dataplane_tq.directory.backlog import grouped
+from dataplane_tq.directory.books import Books
+from dataplane_tq.directory.catalogue import Catalogue
+from dataplane_tq.directory.operations import Drops, Idle, Operation, Pins, State
+from dataplane_tq.packed.layout import Block
+
+
+class Putting(Operation):
+    """Put under way: ids, capacity and bytes are reserved, and nothing is visible yet."""
+
+    state = State.PUTTING
+
+    def __init__(self, books: Books, ticket: PutTicket, blocks: list[Block], drops: Drops) -> None:
+        self._books = books
+        self._ticket = ticket
+        self._blocks = blocks
+        self._drops = drops
+
+    def check(self) -> None:
+        """Raise a `DataPlaneError` if the put could not be committed now."""
+        self._books.expire()
+        self._books.ledger.check_commit(self._ticket)
+
+    def check_commit(self, request: p.CommitPut) -> None:
+        """Raise a `DataPlaneError` if `commit` would fail."""
+        ticket = self._ticket
+        self._books.ledger.check_commit(ticket)
+        if request.tags is not None and len(request.tags) != len(ticket.sample_ids):
+            raise InvalidRequestError(
+                f"put_samples(partition={ticket.partition_id!r}): {len(request.tags)} tags "
+                f"for {len(ticket.sample_ids)} samples"
+            )
+
+    def commit(self, request: p.CommitPut) -> Operation:
+        """Make the put visible in one step that cannot fail; return the next operation."""
+        ticket, books = self._ticket, self._books
+        partition = books.ledger.partition(ticket.partition_id)
+        cells: dict[str, list[Any]] = {
+            name: [None] * (0 if self._blocks else len(ticket.sample_ids)) for name in ticket.kinds
+        }
+        nbytes: dict[str, int] = {}
+        for block in self._blocks:
+            name = block.layout.name
+            cells[name].extend(zip(repeat(block), range(block.layout.rows)))
+            nbytes[name] = nbytes.get(name, 0) + block.layout.nbytes
+        if books.catalogue is not None:
+            _disown(books.catalogue, partition, ticket)
+        books.ledger.commit_put(ticket, cells, request.tags, request.origin, nbytes=nbytes)
+        rows = [partition.rows[sample_id] for sample_id in ticket.sample_ids]
+        if books.catalogue is not None:
+            for block in self._blocks:
+                if block.layout.rows == len(rows):
+                    books.catalogue.own(block, rows)
+        if request.reported:
+            books.backlog[ticket.partition_id].reporting.update(ticket.sample_ids)
+            then: Operation = Reporting(books, ticket, Pins(books, rows), self._drops)
+        else:
+            self._drops.end()
+            then = Idle()
+        books.changed(ticket.partition_id)
+        return then
+
+    def undo(self) -> None:
+        books = self._books
+        books.ledger.abort_put(self._ticket)
+        if books.catalogue is not None:
+            for block in self._blocks:
+                books.catalogue.free_block(block)
+        else:  # the packed backend reports to TransferQueue only after the commit
+            self._leave_orphans()
+        self._drops.undo()
+        books.everything_changed()
+
+    def _leave_orphans(self) -> None:
+        """Remember what the put may have written to TransferQueue."""
+        ticket = self._ticket
+        partition = self._books.ledger.partitions.get(ticket.partition_id)
+        backlog = self._books.backlog[ticket.partition_id]
+        # Also check samples that existed when the put began: since then the samples or their
+        # partition may have been cleared, and its name may have been registered again.
+        for sample_id in ticket.sample_ids:
+            exists = partition is not None and (
+                sample_id in partition.rows or sample_id in partition.reserved
+            )
+            if not exists and sample_id not in backlog.pinned:
+                backlog.orphans.setdefault(sample_id, tuple(ticket.kinds))
+
+
+class Reporting(Operation):
+    """Report under way: the put is visible, and its client reports the rows to TransferQueue.
+
+    The rows are pinned, so that they are neither dropped there nor, after a clear, put again.
+    """
+
+    state = State.REPORTING
+
+    def __init__(self, books: Books, ticket: PutTicket, pins: Pins, drops: Drops) -> None:
+        self._books = books
+        self._ticket = ticket
+        self._pins = pins
+        self._drops = drops
+
+    def end(self) -> list[p.Consumption]:
+        """Finish the report; return the consumption of the rows in the meantime."""
+        consumed = self._unpin()
+        self._drops.end()
+        return consumed
+
+    def undo(self) -> None:
+        self._unpin()
+        self._drops.undo()
+
+    def _unpin(self) -> list[p.Consumption]:
+        self._pins.release()
+        return self._books.backlog[self._ticket.partition_id].reported(self._ticket.sample_ids)
+
+
+async def begin_put(books: Books, request: p.BeginPut) -> tuple[p.PutAnswer, Putting]:
+    """Reserve ids, capacity and bytes for a put, waiting for them up to its timeout."""
+    deadline = time.monotonic() + request.timeout_s
+    partition = books.ledger.partition(request.partition_id)
+    while True:
+        books.check_failure()
+        books.ledger.check_registered(partition)
+        backlog = books.backlog.get(request.partition_id)
+        busy = backlog is not None and backlog.blocks(request.sample_ids)
+        ticket = None
+        if not busy:
+            ticket = books.ledger.begin_put(
+                request.partition_id,
+                request.sample_ids,
+                request.kinds,
+                request.token,
+                request.forms,
+            )
+        if ticket is not None:
+            blocks = _place(books, ticket, request)
+            if blocks is not None:
+                # Rows that an interrupted clear left must go before their ids are put again.
+                orphans = {} if backlog is None else backlog.take(request.sample_ids)
+                drops = Drops(books, request.partition_id, orphans)
+                answer = p.PutAnswer(partition.declaration.enums, blocks, grouped(orphans))
+                return answer, Putting(books, ticket, blocks, drops)
+        remaining = deadline - time.monotonic()
+        if remaining <= 0:
+            if busy:
+                raise DeadlineExceededError(
+                    f"put_samples(partition={request.partition_id!r}): some of the ids were still "
+                    f"being cleared or read after {request.timeout_s:g} s"
+                )
+            if ticket is None:
+                raise books.ledger.full(request.partition_id, request.sample_ids)
+            assert books.catalogue is not None
+            raise _no_bytes(books.catalogue, request)
+        await books.wait(request.partition_id, remaining)
+
+
+def _place(books: Books, ticket: PutTicket, request: p.BeginPut) -> list[Block] | None:
+    """Place the put's bytes; abort its reservation and return None if they do not fit now."""
+    blocks: list[Block] | None = []
+    if request.layouts:
+        assert books.catalogue is not None
+        try:
+            blocks = books.catalogue.place(request.layouts, preferred_node=request.node)
+        except DataPlaneError:
+            books.ledger.abort_put(ticket)
+            raise
+        if blocks is None:
+            books.ledger.abort_put(ticket)
+    return blocks
+
+
+def _no_bytes(catalogue: Catalogue, request: p.BeginPut) -> CapacityExceeded:
+    usage = catalogue.usage()
+    wanted = sum(layout.nbytes for layout in request.layouts)
+    free = sum(unit.free for unit in usage)
+    fragmented = (
+        f" in pieces of at most {catalogue.largest_free}: the free memory is fragmented"
+        if wanted <= free
+        else ""
+    )
+    return CapacityExceeded(
+        f"put_samples(partition={request.partition_id!r}): {wanted} bytes, "
+        f"{free} of {sum(unit.capacity for unit in usage)} free{fragmented}; "
+        "nothing was cleared in time: clear samples or raise global_segment_size"
+    )
+
+
+def _disown(catalogue: Catalogue, partition: Partition, ticket: PutTicket) -> None:
+    """Forget the owners of the blocks in which the put overwrites a row."""
+    overwritten = [name for name in ticket.kinds if partition.samples.field_counts.get(name)]
+    if not overwritten:
+        return
+    for sample_id in ticket.sample_ids:
+        row = partition.rows.get(sample_id)  # another put may have added it since this one began
+        if row is not None:
+            for name in overwritten:
+                if name in row.cells:
+                    catalogue.disown(row.cells[name][0])

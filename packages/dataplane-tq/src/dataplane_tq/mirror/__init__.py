@@ -1,0 +1,1 @@
+"""The mirror: reports the directory's rows to TransferQueue's controller."""

@@ -1,0 +1,86 @@
+"""TransferQueue's own API on a data plane, with and without the mirror."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import ray
+import torch
+from tensordict import TensorDict
+
+from dataplane_core import ConfigError
+from dataplane_tq import TQDataPlaneClient
+
+
+def put(client, ids, tags=None):
+    client.register_partition("train", ["x"], 8, ["train"])
+    fields = TensorDict({"x": torch.ones(len(ids), 4)}, batch_size=[len(ids)])
+    client.put_samples(list(ids), "train", fields, tags)
+
+
+@ray.remote(num_cpus=0, max_calls=1)  # TransferQueue allows one client per process
+def listed():
+    """List all keys through TransferQueue's own API, in a separate process."""
+    import transfer_queue
+
+    import dataplane_tq.storage  # noqa: F401  # registers the packed backend
+
+    transfer_queue.init()
+    return transfer_queue.kv_list()
+
+
+def test_raw_clients_get_samples_of_the_configured_sampler(cluster, config):
+    """They also see the claims of `TQDataPlaneClient` as consumed."""
+    path = "transfer_queue.sampler:GRPOGroupNSampler"
+    with TQDataPlaneClient({**config, "sampler": path}) as client:
+        put(client, "abcdef")
+        claimed = client.claim_meta("train", "train", ["x"], 2)
+        engine = client._engine
+
+        def unclaimed():
+            status = engine.client.async_get_consumption_status("train", "train")
+            consumed = engine.run("status", lambda: status)[1]
+            # None: not reported yet.
+            return None if consumed is None else int((consumed == 0).sum())
+
+        deadline = time.monotonic() + 20
+        while unclaimed() != 4:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        rows = engine.run(
+            "raw",
+            engine.client.async_get_meta,
+            data_fields=["x"],
+            batch_size=4,
+            partition_id="train",
+            mode="fetch",
+            task_name="train",
+            sampling_config={"n_samples_per_prompt": 2},
+        )
+        assert rows.size == 4
+        assert claimed.sample_ids == ["a", "b"]
+
+
+def test_transfer_queues_own_api_lists_rows_and_tags(cluster, config):
+    with TQDataPlaneClient(config) as client:
+        put(client, "ab", [{"v": 1}, {"v": 2}])
+        client.clear_samples(["a"], "train")  # waits until the put is reported
+        assert ray.get(listed.remote(), timeout=180) == {"train": {"b": {"v": 2}}}
+
+
+def test_without_the_mirror_transfer_queue_runs_separately(cluster, config):
+    with TQDataPlaneClient({**config, "transfer_queue_mirror": False}) as client:
+        put(client, "ab")
+        with pytest.raises(ValueError, match="TransferQueueController"):
+            ray.get_actor("TransferQueueController", namespace="transfer_queue")
+        assert ray.get(listed.remote(), timeout=180) == {}
+        assert client.get_samples(["b"], "train", ["x"])["x"].tolist() == [[1.0] * 4]
+
+
+@pytest.mark.parametrize(
+    "changes", [{"backend": "simple"}, {"sampler": "transfer_queue.sampler:SequentialSampler"}]
+)
+def test_mirror_cannot_be_disabled_where_it_is_needed(cluster, config, changes):
+    with pytest.raises(ConfigError, match="transfer_queue_mirror"):
+        TQDataPlaneClient({**config, "transfer_queue_mirror": False, **changes})

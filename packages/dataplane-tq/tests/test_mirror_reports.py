@@ -1,0 +1,114 @@
+"""Puts that are visible, but not yet reported to TransferQueue's controller.
+
+Imports internals: tests pause between a put and its report.
+"""
+# ruff: noqa: TID251
+
+import threading
+
+import pytest
+from directory_calls import TIMEOUT_S, Calls, until
+
+from dataplane_core import MissingDataError
+from dataplane_tq.directory import protocol as p
+from dataplane_tq.directory.server import Directory
+from dataplane_tq.directory.wire import Link
+
+
+class DirectoryClient(Calls):
+    """Directory in this process, and a client that puts without a report."""
+
+    def __init__(self):
+        self.directory = Directory(100, (), "127.0.0.1")
+        address = self.directory.start()
+        super().__init__(Link(address, timeout_s=TIMEOUT_S))
+        self.register(tasks=["train", "score"])
+
+    def put(self, ids):
+        """Commit a put without its report; return the session."""
+        with self.link.session("put") as session:
+            kinds = {"x": "torch.int64"}
+            session.ask(p.BeginPut("p", ids, kinds, [], "n", None, TIMEOUT_S), p.PutAnswer)
+            session.ask(p.CommitPut(None, reported=True), type(None))
+            session.keep()
+        return session
+
+    def report(self, session):
+        """Report the put; return the consumption to report with it."""
+        consumed = session.ask(p.Reported(), list[p.Consumption])
+        self.link.end(session)
+        return {item.task_name: item.sample_ids for item in consumed}
+
+
+@pytest.fixture
+def client():
+    client = DirectoryClient()
+    yield client
+    client.link.close()
+
+
+def test_put_under_report_is_read_and_claimed(client):
+    client.put(["a", "b"])
+    with client.link.session("get") as session:
+        session.ask(p.Read("p", ["a", "b"], ["x"]), p.ReadAnswer)
+        session.send(p.Unpin())
+    assert client.claim(2).sample_ids == ["a", "b"]
+
+
+def test_report_of_a_put_includes_claims_made_meanwhile(client):
+    first, second = client.put(["a", "b"]), client.put(["b", "c"])
+    assert client.claim(3).known == []
+    lease = client.claim(2, task="score", lease_s=60.0)
+    assert lease.known == []
+    settle = p.UpdateLease("p", lease.token, ["b"], "acknowledge")
+    assert client.ask(settle, list[str]) == []
+    assert client.report(first) == {"train": ["a"]}  # the second put will report "b"
+    assert client.report(second) == {"train": ["b", "c"], "score": ["b"]}
+    assert client.claim(1, task="score").known == ["c"]
+    settle = p.UpdateLease("p", lease.token, ["a"], "acknowledge")
+    assert client.ask(settle, list[str]) == ["a"]
+    assert not client.directory.books.backlog
+
+
+def test_reset_consumption_is_not_reported_with_the_put(client):
+    session = client.put(["a", "b", "c"])
+    client.claim(3)
+    client.claim(1, task="score")
+    reset = p.ResetConsumption("p", "train", ["a", "c"])
+    assert client.ask(reset, int) == 2
+    assert client.claim(1).sample_ids == ["a"]
+    reset = p.ResetConsumption("p", "score", ["a", "b"])
+    assert client.ask(reset, int) == 1
+    assert client.report(session) == {"train": ["a", "b"]}
+    assert client.claim(1).known == ["c"]
+
+
+def test_clear_waits_for_the_report_of_a_put(client):
+    session = client.put(["a"])
+    cleared = []
+    clearer = threading.Thread(target=lambda: cleared.extend(client.clear(["a"])))
+    clearer.start()
+    until(lambda: client.counts().cleared)  # the clear is applied, and blocked on the report
+    assert cleared == []
+    client.report(session)
+    clearer.join(TIMEOUT_S)
+    assert cleared == ["a"]
+    assert not client.directory.books.backlog
+
+
+def test_expired_clear_leaves_its_rows_to_the_next_clear(client):
+    session = client.put(["a"])
+    assert client.clear(["a"], timeout_s=0.0) == []
+    with client.link.session("get") as reading, pytest.raises(MissingDataError):
+        reading.ask(p.Read("p", ["a"], ["x"]), p.ReadAnswer)
+    client.report(session)
+    assert client.clear(["nothing"]) == ["a"]
+
+
+def test_client_that_dies_in_its_report_blocks_no_other(client):
+    session = client.put(["a", "b"])
+    client.claim(1)
+    session.close()
+    assert client.clear(["a"]) == ["a"]
+    assert client.claim(1).known == ["b"]
+    assert not client.directory.books.backlog
