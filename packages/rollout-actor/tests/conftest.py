@@ -1,4 +1,4 @@
-"""What the tests share: a store in this process, a Ray of their own, and `rollout_doubles`."""
+"""Fixtures: a store in this process, a local Ray, and `rollout_doubles`."""
 
 import shutil
 import sys
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-# Tests are imported by path, so their shared module has to be found.
+# Tests are imported by path, so put their shared module on the path.
 FOLDER = str(Path(__file__).parent)
 sys.path.insert(0, FOLDER)
 
@@ -27,7 +27,7 @@ from rollout_actor import SyncRolloutActor  # noqa: E402  # likewise
 
 @pytest.fixture
 def store():
-    """The store that actors of this process attach to, with the partition "train"."""
+    """Return the store of this process's actors, with the partition "train"."""
     with InMemoryDataPlaneClient(DP_CFG) as client:
         client.register_partition("train", list(DP_TRAIN_FIELDS), 64, ["train"])
         yield client
@@ -35,8 +35,8 @@ def store():
 
 @pytest.fixture
 def actor_of(store):
-    """Makes actors that are shut down with the test."""
-    made = []
+    """Return a factory of actors that are shut down with the test."""
+    actors = []
 
     def make(generator=None, env=None, **options):
         generator = generator or Adder()
@@ -44,22 +44,23 @@ def actor_of(store):
         actor = SyncRolloutActor(
             generator, CharTokenizer(), {"sum": env}, config(**options), DP_CFG
         )
-        made.append(actor)
+        actors.append(actor)
         return actor
 
     yield make
-    for actor in made:
+    for actor in actors:
         actor.shutdown()
 
 
 @pytest.fixture(scope="module")
 def ray_session():
-    """A local Ray with two CPUs; actors ask for fractions of one."""
+    """Start a local Ray with two CPUs, of which actors need fractions."""
     import ray
 
     # Ray's sockets live below this folder, and their paths may have about a hundred characters.
     folder = tempfile.mkdtemp(prefix="ra-", dir="/tmp")
     ray.init(
+        address="local",
         num_cpus=2,
         include_dashboard=False,
         namespace="rollout-actor-tests",
@@ -72,6 +73,6 @@ def ray_session():
     shutil.rmtree(folder, ignore_errors=True)
 
 
-# How long an example takes depends on what else the machine does.
+# The duration of an example depends on the load of the machine.
 settings.register_profile("no deadline", deadline=None)
 settings.load_profile("no deadline")

@@ -1,4 +1,4 @@
-"""A tokenizer, generation back ends and environments that really compute, in a few lines each."""
+"""A tokenizer, generation backends and environments that compute real answers."""
 
 import asyncio
 import re
@@ -20,7 +20,7 @@ class CharTokenizer:
 
     def __call__(self, text, *, return_tensors, add_special_tokens):
         assert (return_tensors, add_special_tokens) == ("pt", False)
-        # An empty text gives floats, as Hugging Face's tokenizers do.
+        # An empty text returns floats, as from Hugging Face's tokenizers.
         return {"input_ids": torch.tensor([[ord(char) for char in text]])}
 
     def batch_decode(self, sequences, *, skip_special_tokens):
@@ -37,7 +37,7 @@ def decode(tokens):
 
 
 def logprobs_of(tokens):
-    """What `Adder` gives as log-probabilities: a function of the token, never 0."""
+    """Return the log-probabilities of `Adder`: a function of the token, never 0."""
     return -(1.0 + tokens % 7) / 10
 
 
@@ -69,11 +69,13 @@ class Adder:
             for row, length in zip(data["input_ids"], data["input_lengths"], strict=True)
         ]
         self.seen.append({"prompts": prompts, "greedy": greedy, **data})
-        found = [
+        responses = [
             self.respond(prompt, stops)
             for prompt, stops in zip(prompts, data["stop_strings"], strict=True)
         ]
-        rows = [tokens_of(prompt + text) for prompt, (text, _) in zip(prompts, found, strict=True)]
+        rows = [
+            tokens_of(prompt + text) for prompt, (text, _) in zip(prompts, responses, strict=True)
+        ]
         lengths = torch.tensor([len(row) for row in rows])
         output_ids = torch.zeros(len(rows), int(lengths.max()) + 2, dtype=torch.int64)
         logprobs = torch.zeros(output_ids.shape)
@@ -86,7 +88,7 @@ class Adder:
             generation_lengths=lengths - data["input_lengths"],
             unpadded_sequence_lengths=lengths,
             logprobs=logprobs,
-            truncated=torch.tensor([cut for _, cut in found]),
+            truncated=torch.tensor([cut for _, cut in responses]),
         )
 
     def snapshot_step_metrics(self):
@@ -116,7 +118,7 @@ class AsyncAdder(Adder):
 
 
 class PlainAdder:
-    """An `Adder` without ``snapshot_step_metrics``, which not every back end has."""
+    """An `Adder` without ``snapshot_step_metrics``, which not every backend has."""
 
     def __init__(self):
         adder = Adder()
@@ -127,7 +129,7 @@ class PlainAdder:
 
 
 class Arithmetic:
-    """Asks ``info["more"]`` further sums; 1 for each right answer, 0 else."""
+    """Environment that asks ``info["more"]`` further sums; reward 1 for a right answer, else 0."""
 
     def step(self, message_logs, extra_env_info):
         observations, metadata, rewards, ends = [], [], [], []
@@ -147,21 +149,21 @@ class Arithmetic:
 
 
 class Method:
-    """What a method of a Ray actor looks like, run in this process."""
+    """A method with a Ray actor's interface, which runs in this process."""
 
     def __init__(self, function):
         self.remote = function
 
 
 class Local:
-    """An environment of this process: ``step.remote`` returns the answer itself."""
+    """Environment of this process whose ``step.remote`` returns the result itself."""
 
     def __init__(self, environment):
         self.step = Method(environment.step)
 
 
 class Threaded:
-    """An environment of this process: ``step.remote`` returns a future."""
+    """Environment of this process whose ``step.remote`` returns a future."""
 
     def __init__(self, environment):
         self._threads = ThreadPoolExecutor(4)
@@ -171,14 +173,14 @@ class Threaded:
 class Scripted:
     """An environment that answers from ``script(message_log, info)``, one dict per row.
 
-    The dict has ``EnvironmentReturn``'s names in the singular; what it lacks is harmless. ``whole``
-    replaces parts of the return as they are.
+    The dict has ``EnvironmentReturn``'s names in the singular; missing ones have neutral defaults.
+    ``parts`` replace parts of the return unchanged.
     """
 
-    def __init__(self, script, **whole):
+    def __init__(self, script, **parts):
         self.step = Method(self._step)
         self._script = script
-        self._whole = whole
+        self._parts = parts
         self.calls = []
 
     def _step(self, message_logs, extra_env_info):
@@ -196,7 +198,7 @@ class Scripted:
             "terminateds": torch.tensor([row.get("terminated", True) for row in rows]),
             "answers": None,
         }
-        return answer | self._whole
+        return answer | self._parts
 
     def _rewards(self, rewards):
         if not isinstance(rewards[0], dict):
@@ -209,7 +211,7 @@ def turn(role, text, **more):
 
 
 def batch_of(questions, *, tasks="sum", more=(), **columns):
-    """A batch with one user turn per question; ``more`` are the sums to be asked afterwards."""
+    """Return a batch with one user turn per question; ``more`` are the following sums."""
     count = len(questions)
     logs = [[turn("user", question)] for question in questions]
     tasks = [tasks] * count if isinstance(tasks, str) else list(tasks)
@@ -227,7 +229,7 @@ def batch_of(questions, *, tasks="sum", more=(), **columns):
 
 
 def config(*, max_turns=4, max_seq_len=200, multiple=1, **sections):
-    """A trainer's configuration, as far as a rollout reads it."""
+    """Return the part of a trainer's configuration that a rollout uses."""
     master = {
         "policy": {
             "generation": {"backend": "vllm", "vllm_cfg": {"async_engine": False}},
@@ -243,7 +245,7 @@ def config(*, max_turns=4, max_seq_len=200, multiple=1, **sections):
 
 
 class HostingActor(SyncRolloutActor):
-    """An actor that brings up the in-memory store of its own process, and reads from it."""
+    """Actor that starts the in-memory store of its process, and reads from it."""
 
     def __init__(self, *args):
         self.store = InMemoryDataPlaneClient(DP_CFG)

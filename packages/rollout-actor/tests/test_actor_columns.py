@@ -1,4 +1,7 @@
-"""`SyncRolloutActor`: media of any batch fit one partition, and what does not is refused early."""
+"""`SyncRolloutActor`: media of all batches fit one partition; others are refused in time.
+
+Imports internals: the kinds checked ahead are compared with those put.
+"""
 
 import pytest
 import torch
@@ -14,7 +17,7 @@ from dataplane_core import (
     SchemaMismatchError,
 )
 from rollout_actor import SyncRolloutActor
-from rollout_actor.step_columns import PAYLOAD_KINDS
+from rollout_actor.step_columns import PAYLOAD_KINDS  # noqa: TID251
 
 
 def test_media_are_put(actor_of, store):
@@ -50,13 +53,13 @@ def test_batches_with_any_images_can_follow_each_other(batches):
             metas.append(actor.rollout_to_tq(batch, partition_id="train")[0])
         meta = metas[0].concat(*metas[1:])
         meta.extra_info["global_forward_pad_seqlen"] = 64
-        found = read_columns(store, meta, ["pixel_values", "input_ids"])
-        assert found["input_ids"].shape == (len(images), 64)
-        for row, image in zip(found["pixel_values"].unbind(), images, strict=True):
+        columns = read_columns(store, meta, ["pixel_values", "input_ids"])
+        assert columns["input_ids"].shape == (len(images), 64)
+        for row, image in zip(columns["pixel_values"].unbind(), images, strict=True):
             assert torch.equal(row, image) if len(image) else not len(row)
 
 
-def test_what_the_partition_cannot_take_is_refused_before_generation(actor_of, store):
+def test_unfit_columns_are_refused_before_generation(actor_of, store):
     generator = Adder()
     actor = actor_of(generator)
     batch = batch_of(["1+2="], score=torch.tensor([1.0]))
@@ -81,3 +84,36 @@ def test_the_kinds_that_are_checked_are_those_that_are_put(actor_of, store):
     (summary,) = store.list_partitions()
     put = {field.name: field.kind for field in summary.fields if field.kind is not None}
     assert PAYLOAD_KINDS.items() <= put.items()
+
+
+class Versioned(Adder):
+    """An `Adder` whose weights change after the first token of every response."""
+
+    def generate(self, data, *, greedy):
+        output = super().generate(data, greedy=greedy)
+        spans = [
+            [{"version": "a", "start": 0, "end": 1}, {"version": "b", "start": 1, "end": length}]
+            for length in output["generation_lengths"].tolist()
+        ]
+        return {**output, "weight_versions": spans}
+
+
+def test_weight_versions_are_put_and_carried(actor_of, store):
+    actor = actor_of(Versioned(), grpo={"max_rollout_turns": 2})
+    batch = batch_of(["1+2=", "13+4="], more=["5+6="])
+    meta, carry, metrics, _ = actor.rollout_to_tq(batch, partition_id="train")
+    columns = read_columns(store, meta, ["weight_versions", "token_mask"])
+    assert list(columns["weight_versions"]) == list(carry["weight_versions"])
+    for spans, mask in zip(columns["weight_versions"], columns["token_mask"], strict=True):
+        places = [place for span in spans for place in range(span["start"], span["end"])]
+        assert places == mask.nonzero()[:, 0].tolist()
+    assert [span["version"] for span in carry["weight_versions"][0]] == ["a", "b", "a", "b"]
+    assert metrics["mixed_weight_version_rate"] == 1
+
+
+def test_back_end_without_weight_versions_has_no_column(actor_of, store):
+    _, carry, metrics, _ = actor_of().rollout_to_tq(batch_of(["1+2="]), partition_id="train")
+    assert "weight_versions" not in carry
+    assert "mixed_weight_version_rate" not in metrics
+    (summary,) = store.list_partitions()
+    assert "weight_versions" not in {field.name for field in summary.fields}

@@ -1,4 +1,4 @@
-"""What a put without an answer or a failure after it leaves behind, and what is said of it."""
+"""Failures at or after the put: nothing remains, and the error is clear."""
 
 import pytest
 from rollout_doubles import DP_CFG, Adder, batch_of
@@ -37,9 +37,7 @@ class FailingTail(Adder):
 
 @pytest.mark.parametrize("fails", ["finish", "metrics"])
 @pytest.mark.parametrize("lease", [{}, {"claim_lease_s": 1000.0}], ids=["final", "leased"])
-def test_a_failure_after_the_put_leaves_nothing_for_a_retry_to_double(
-    actor_of, store, fails, lease
-):
+def test_failure_after_the_put_withdraws_the_samples(actor_of, store, fails, lease):
     consumer = InMemoryDataPlaneClient(DP_CFG | lease, bootstrap=False)
     claimed = []
 
@@ -57,9 +55,7 @@ def test_a_failure_after_the_put_leaves_nothing_for_a_retry_to_double(
     assert [sample.sample_id for sample in store.list_samples("train")] == meta.sample_ids
 
 
-def test_a_claim_between_a_failure_and_its_retry_waits_for_the_samples_of_the_retry(
-    actor_of, store
-):
+def test_claim_after_a_failure_waits_for_the_retry(actor_of, store):
     store.register_partition("two", list(DP_TRAIN_FIELDS), 2, ["train"])
     wanted = ("two", "train", ["input_ids"], 2)
     actor = actor_of(FailingTail("metrics"))
@@ -73,7 +69,7 @@ def test_a_claim_between_a_failure_and_its_retry_waits_for_the_samples_of_the_re
 
 
 def lose_answer(monkeypatch, error):
-    """Let puts be made, and raise all the same."""
+    """Make puts succeed and raise."""
     real = InMemoryDataPlaneClient.put_columns
 
     def put_columns(self, *args, **options):
@@ -86,9 +82,7 @@ def lose_answer(monkeypatch, error):
 @pytest.mark.parametrize(
     "error", [DeadlineExceededError("late"), UnavailableError("away"), KeyboardInterrupt("now")]
 )
-def test_a_put_whose_answer_is_lost_leaves_nothing_for_a_retry_to_double(
-    actor_of, store, monkeypatch, error
-):
+def test_put_with_a_lost_answer_is_withdrawn(actor_of, store, monkeypatch, error):
     actor = actor_of()
     with monkeypatch.context() as patched:
         lose_answer(patched, error)
@@ -114,9 +108,7 @@ def test_nothing_is_withdrawn_of_a_put_that_the_store_refused(actor_of, store, m
 
 
 @pytest.mark.parametrize("fails", ["metrics", None], ids=["after the put", "the put"])
-def test_samples_that_cannot_be_withdrawn_after_a_failure_are_told(
-    actor_of, store, monkeypatch, fails
-):
+def test_failed_withdrawal_is_noted_on_the_error(actor_of, store, monkeypatch, fails):
     def away(self, sample_ids, partition_id):
         raise UnavailableError("away")
 
@@ -130,7 +122,7 @@ def test_samples_that_cannot_be_withdrawn_after_a_failure_are_told(
     ]
 
 
-def test_a_back_end_that_cannot_finish_either_does_not_hide_why_generation_failed(actor_of):
+def test_failing_finish_does_not_hide_the_first_error(actor_of):
     class Broken(FailingTail):
         def generate(self, data, *, greedy):
             raise MemoryError("no room")

@@ -1,4 +1,7 @@
-"""Environments of this process: when steps start, how long they may take, what they may return."""
+"""Environments of this process: when steps start, how long they may take, what they may return.
+
+Imports internals: what is awaited when, and places of rows, end as one batch in a rollout.
+"""
 
 import asyncio
 import threading
@@ -11,8 +14,8 @@ from rollout_doubles import Method, Scripted, batch_of
 
 from dataplane_core import DeadlineExceededError, InvalidRequestError
 from rollout_actor import EnvironmentReturn
-from rollout_actor.conversation import start_conversations
-from rollout_actor.environment_step import step_environments, step_environments_async
+from rollout_actor.conversation import start_conversations  # noqa: TID251
+from rollout_actor.environment_step import step_environments, step_environments_async  # noqa: TID251
 
 
 def step_async(rows, task_to_env, *, timeout_s):
@@ -142,7 +145,7 @@ def test_lists_serve_where_tensors_do(step):
         (answer(2, observations=[{"content": ""}] * 2), "observation of row 5 is a dict of 1"),
         (
             answer(2, observations=[{"role": "user", "content": None}] * 2),
-            "observation of row 5 has a NoneType as content; expected a text",
+            "observation of row 5 has a NoneType as content; expected a str",
         ),
         (answer(2, metadata=[None]), "metadata is a list of 1"),
         (answer(2, next_stop_strings=[None] * 3), "next_stop_strings is a list of 3"),
@@ -152,10 +155,10 @@ def test_lists_serve_where_tensors_do(step):
         (answer(2, terminateds=torch.tensor(True)), r"terminateds of shape \(\)"),
         (answer(2, terminateds=torch.ones(2)), "torch.float32.*expected booleans of shape"),
         (answer(2, terminateds=[0, 1]), r"torch.int64.*expected booleans of shape \(2,\)"),
-        (answer(2, terminateds=[None, True]), "terminateds is a list of 2, which is no tensor"),
-        (answer(2, rewards=[None, 1.0]), "reward 'rewards' is a list of 2, which is no tensor"),
+        (answer(2, terminateds=[None, True]), "terminateds is a list of 2, not a tensor"),
+        (answer(2, rewards=[None, 1.0]), "reward 'rewards' is a list of 2, not a tensor"),
         (answer(2, rewards=[1j, 1.0]), "torch.complex64.*expected numbers of shape"),
-        (answer(2, rewards={3: [1.0, 1.0]}), "reward component 3 is a int; expected a text"),
+        (answer(2, rewards={3: [1.0, 1.0]}), "reward component 3 is a int; expected a str"),
         (answer(2, rewards=torch.tensor([0.0, torch.nan])), "reward 'rewards' of row 6 is nan"),
         (answer(2, rewards={"x": [torch.inf, 1.0]}), "reward 'x' of row 5 is inf"),
         (answer(2, rewards=[0.0, -torch.inf]), "reward 'rewards' of row 6 is -inf"),

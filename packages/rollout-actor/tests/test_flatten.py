@@ -1,4 +1,4 @@
-"""Flat columns say the same as the message logs they come from."""
+"""Flat columns have the same content as their message logs."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from rollout_doubles import tokens_of, turn
 
 from column_io import BatchedDataDict, reconstruct_message_log
-from dataplane_core import InvalidRequestError, MissingDataError
+from dataplane_core import InvalidRequestError
 from rollout_actor import flatten_rollout_message_log
 
 PAD = 0
@@ -94,20 +94,6 @@ def flat(logs, lengths, *, multiple=1, **options):
     )
 
 
-def test_assistant_history_belongs_to_the_prompt_and_is_not_trained_on():
-    log = [turn("user", "ab"), turn("assistant", "cd"), turn("user", "e"), generated("fg")]
-    payload, _, carried = flat([log], [5])
-    assert carried["prompt_ids_for_adv"].tolist() == [tokens_of("abcde").tolist()]
-    assert payload["token_mask"].tolist() == [[0, 0, 0, 0, 0, 1, 1]]
-    assert payload["generation_logprobs"].tolist() == [[0, 0, 0, 0, 0, -1, -2]]
-
-
-def test_observations_are_masked_even_between_responses():
-    log = [turn("user", "a"), generated("b"), turn("environment", "cd"), generated("e")]
-    payload, _, _ = flat([log], [1])
-    assert payload["token_mask"].tolist() == [[0, 1, 0, 0, 1]]
-
-
 def test_logprobs_on_a_turn_that_is_no_assistants_do_not_count():
     log = [turn("user", "a"), generated("b") | {"role": "tool"}]
     payload, _, _ = flat([log], [1])
@@ -115,22 +101,10 @@ def test_logprobs_on_a_turn_that_is_no_assistants_do_not_count():
     assert payload["generation_logprobs"].tolist() == [[0, 0]]
 
 
-def test_prompts_are_right_padded():
-    logs = [[turn("user", "abc"), generated("d")], [turn("user", "a"), generated("bcd")]]
-    _, _, carried = flat(logs, [3, 1])
-    assert carried["prompt_ids_for_adv"].tolist() == [tokens_of("abc").tolist(), [97, PAD, PAD]]
-
-
 def test_the_turns_end_where_the_prompt_length_is_reached():
     log = [turn("system", "ab"), turn("user", "cd"), turn("user", "ef"), generated("g")]
     _, _, carried = flat([log], [3])
     assert carried["prompt_ids_for_adv"].tolist() == [tokens_of("abcd").tolist()]
-
-
-def test_the_width_is_rounded_up():
-    payload, input_lengths, _ = flat([[turn("user", "abc"), generated("de")]], [3], multiple=4)
-    assert payload["input_ids"].shape == (1, 8)
-    assert input_lengths.tolist() == [5]
 
 
 def test_rows_of_media_keep_their_shapes():
@@ -185,16 +159,6 @@ def test_routed_experts_are_aligned_and_zero_where_there_are_none():
     assert payload["routed_experts"].shape == (1, 4, 2, 3)
     assert payload["routed_experts"].dtype == torch.int16
     assert payload["routed_experts"][0, :, 0, 0].tolist() == [5, 5, 6, 0]
-
-
-def test_routed_experts_are_left_out_unless_asked_for():
-    payload, _, _ = flat([[turn("user", "ab", routed_experts=routing("ab", 5))]], [2])
-    assert "routed_experts" not in payload
-
-
-def test_router_replay_without_routing_is_refused():
-    with pytest.raises(MissingDataError, match="no turn has 'routed_experts'"):
-        flat([[turn("user", "ab"), generated("c")]], [2], routed_experts=True)
 
 
 def test_logprobs_of_another_length_than_the_tokens_are_refused():

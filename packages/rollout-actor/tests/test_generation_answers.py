@@ -1,4 +1,4 @@
-"""What a generation back end answers is compared with what it was sent before it is believed."""
+"""A generation backend's output is checked against the request."""
 
 import math
 
@@ -84,7 +84,7 @@ def log_probability(value):
     return lambda output, row, start, stop: output["logprobs"][row, stop - 1 : stop].fill_(value)
 
 
-def longer_response_than_told(output, row, start, stop):
+def longer_response_than_reported(output, row, start, stop):
     output["generation_lengths"][row] -= 1
 
 
@@ -110,20 +110,20 @@ def beyond_float32(output, row, start, stop):
 
 FAULTS = {
     "begin token": (begin_token, "expected the first two to differ by the prompt"),
-    "begin token, counted": (begin_token_counted, "token 7 at place 0 of the prompt; expected 49"),
-    "other prompt token": (other_prompt_token, "of the prompt; expected 61, as it was sent"),
+    "begin token, counted": (begin_token_counted, "token 7 at index 0 of the prompt; expected 49"),
+    "other prompt token": (other_prompt_token, "of the prompt; expected 61, as in the request"),
     "shifted": (shifted_log_probabilities, "of the prompt; expected 0"),
-    "prompt scored": (prompt_log_probability(-0.5), "-0.5 at place 0 of the prompt; expected 0"),
-    "prompt NaN": (prompt_log_probability(math.nan), "nan at place 0 of the prompt; expected 0"),
-    "NaN": (log_probability(math.nan), "log-probability nan at place .*expected a finite"),
-    "infinite": (log_probability(math.inf), "log-probability inf at place"),
-    "impossible": (log_probability(-math.inf), "log-probability -inf at place"),
-    "beyond float32": (beyond_float32, r"log-probability -1e\+39 at place"),
-    "positive": (log_probability(0.25), "log-probability 0.25 at place .*of at most 0"),
-    "lengths": (longer_response_than_told, "generation_lengths .*differ by the prompt"),
+    "prompt scored": (prompt_log_probability(-0.5), "-0.5 at index 0 of the prompt; expected 0"),
+    "prompt NaN": (prompt_log_probability(math.nan), "nan at index 0 of the prompt; expected 0"),
+    "NaN": (log_probability(math.nan), "log-probability nan at index .*expected a finite"),
+    "infinite": (log_probability(math.inf), "log-probability inf at index"),
+    "impossible": (log_probability(-math.inf), "log-probability -inf at index"),
+    "beyond float32": (beyond_float32, r"log-probability -1e\+39 at index"),
+    "positive": (log_probability(0.25), "log-probability 0.25 at index .*of at most 0"),
+    "lengths": (longer_response_than_reported, "generation_lengths .*differ by the prompt"),
     "too wide": (longer_than_its_columns, "wide; expected at least"),
     "too short": (shorter_than_its_prompt, "generation_lengths -1"),
-    "negative token": (negative_token, "token -100 at place"),
+    "negative token": (negative_token, "token -100 at index"),
 }
 
 
@@ -139,7 +139,7 @@ def test_a_wrong_answer_is_refused_by_back_end_and_row(form, fault):
                 alter(output, row, length, int(output["unpadded_sequence_lengths"][row]))
 
     with pytest.raises(
-        InvalidRequestError, match=f"^generation back end Altering: row 2: .*{message}"
+        InvalidRequestError, match=f"^generation backend Altering: row 2: .*{message}"
     ):
         play(alter_one, ["1+2=", "20+30=", wrong, "3+4="], form=form)
 
@@ -150,7 +150,7 @@ def test_a_wrong_answer_is_refused_by_back_end_and_row(form, fault):
     st.sampled_from([math.nan, math.inf, 5.0, -1.0]),
     st.sampled_from([-1, 5]),
 )
-def test_what_stands_beyond_a_row_is_not_looked_at(digits, more, logprob, token):
+def test_padding_of_an_output_is_not_checked(digits, more, logprob, token):
     def fill_padding(output, data):
         for name, value in (("output_ids", token), ("logprobs", logprob)):
             column = torch.nn.functional.pad(output[name], (0, more))
@@ -187,7 +187,7 @@ def test_a_log_probability_rounded_above_zero_is_kept(logprob):
 def test_a_response_beyond_its_budget_is_refused(form, limits, budget):
     with pytest.raises(
         InvalidRequestError,
-        match=f"Altering: row 0: a response of 13 tokens; expected at most {budget}, by",
+        match=f"Altering: row 0: a response of 13 tokens; expected at most {budget}, see",
     ):
         play(lambda output, data: None, ["13+4="], form=form, **limits)
 
@@ -212,7 +212,7 @@ def test_the_actor_takes_the_budget_from_the_configuration(store):
     actor.shutdown()
 
 
-def test_a_back_end_may_write_to_what_it_is_given():
+def test_backend_may_write_to_its_request():
     def overwrite(output, data):
         data["input_ids"].zero_()
         data["input_lengths"].zero_()
@@ -227,7 +227,7 @@ def test_a_back_end_may_write_to_what_it_is_given():
         ("output_ids", lambda it: it.float(), r"output_ids has floats \(torch.float32\)"),
         ("output_ids", lambda it: it[:1], r"of shape \(1, .*for the n = 2 rows"),
         ("output_ids", lambda it: it[0], r"output_ids has integers .*of shape \(\d+,\)"),
-        ("output_ids", lambda it: [[1], [1, 2]], "output_ids is a list, which is no tensor"),
+        ("output_ids", lambda it: [[1], [1, 2]], "output_ids is a list, not a tensor"),
         ("logprobs", lambda it: it[..., None], r"of shape \(2, \d+, 1\)"),
         ("logprobs", lambda it: it.long(), "logprobs has integers"),
         ("logprobs", lambda it: it.to_sparse(), "is not a dense tensor"),
@@ -241,7 +241,7 @@ def test_a_back_end_may_write_to_what_it_is_given():
     ],
 )
 def test_a_column_of_another_kind_is_refused_by_name(name, column, message):
-    with pytest.raises(InvalidRequestError, match=f"^generation back end Altering: .*{message}"):
+    with pytest.raises(InvalidRequestError, match=f"^generation backend Altering: .*{message}"):
         play(lambda output, data: output.update({name: column(output[name])}))
 
 
@@ -249,7 +249,7 @@ def test_a_column_of_another_kind_is_refused_by_name(name, column, message):
     "name", ["output_ids", "generation_lengths", "unpadded_sequence_lengths", "logprobs"]
 )
 def test_a_missing_column_is_named(name):
-    with pytest.raises(MissingDataError, match=f"back end Altering: no '{name}' in its answer"):
+    with pytest.raises(MissingDataError, match=f"backend Altering: no '{name}' in its output"):
         play(lambda output, data: output.pop(name))
 
 
@@ -275,3 +275,29 @@ def test_an_asynchronous_answer_for_another_place_is_refused(places):
             max_seq_len=99,
             max_rollout_turns=2,
         )
+
+
+@pytest.mark.parametrize(
+    "borders", [[], [(1, 9)], [(0, 3), (4, 9)], [(0, 3), (2, 9)], [(0, 8)], [(0, 9), (9, 9)]]
+)
+def test_weight_versions_that_leave_tokens_out_are_refused(borders):
+    def alter(output, data):
+        length = int(output["generation_lengths"][0])
+        spans = [
+            {"version": "a", "start": start, "end": end - 9 + length}
+            if end > 4
+            else {"version": "a", "start": start, "end": end}
+            for start, end in borders
+        ]
+        output["weight_versions"] = [spans, None]
+
+    with pytest.raises(InvalidRequestError, match="Altering: row 0: weight_versions"):
+        play(alter)
+
+
+@pytest.mark.parametrize(
+    "versions", [7, [None], [7, None], [["a"], None], [[{"start": 0, "end": 9}], None]]
+)
+def test_weight_versions_of_another_form_are_refused(versions):
+    with pytest.raises(InvalidRequestError, match=r"Altering: .*weight_versions is "):
+        play(lambda output, data: output.update(weight_versions=versions))

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("ray_session")
 
 
 class Troubled(Arithmetic):
-    """An environment that gets into the trouble that the row's info asks for."""
+    """Environment that fails in the way that the row's info names."""
 
     def step(self, message_logs, extra_env_info):
         trouble = extra_env_info[0].get("trouble")
@@ -43,7 +43,7 @@ class Troubled(Arithmetic):
 
 @pytest.fixture(scope="module")
 def environment(ray_session):
-    """An environment actor; it goes on serving while some of its steps hang."""
+    """Start an environment actor, which keeps serving while some of its steps hang."""
     return ray_session.remote(Troubled).options(num_cpus=0.1, max_concurrency=8).remote()
 
 
@@ -54,7 +54,7 @@ def mortal_environment(ray_session):
 
 @pytest.fixture(scope="module", params=["remote", "options"])
 def actor(request, ray_session, environment):
-    """The actor form, started in each of its two ways; the second has an asynchronous engine."""
+    """Start the actor form in each of its two ways; the second with an asynchronous engine."""
     is_async = request.param == "options"
     master = config(
         policy={"generation": {"backend": "x", "async_engine": is_async}},
@@ -104,7 +104,7 @@ def test_a_hanging_actor_is_an_error_naming_the_task(play, environment):
         play(troubled("hangs"), environment, step_timeout_s=0.2)
 
 
-def test_what_the_environment_raises_keeps_its_type_and_names_the_task(play, environment):
+def test_environment_error_keeps_its_type_and_names_the_task(play, environment):
     with pytest.raises(ValueError, match="without an answer") as caught:
         play(troubled("raises"), environment)
     assert "raised by the environment of task 'sum'" in caught.value.__notes__

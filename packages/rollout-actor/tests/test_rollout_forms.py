@@ -1,4 +1,4 @@
-"""The asynchronous form ends with what the synchronous one does."""
+"""The asynchronous form returns the same as the synchronous one."""
 
 import asyncio
 
@@ -19,7 +19,7 @@ from rollout_actor import run_async_multi_turn_rollout, run_multi_turn_rollout
 
 
 @pytest.mark.parametrize("kind", [Local, Threaded])
-def test_the_asynchronous_form_ends_with_what_the_synchronous_one_does(kind):
+def test_asynchronous_form_returns_the_same_as_the_synchronous(kind):
     def run(form, generator):
         questions = batch_of(
             [f"{n}+{n * 3}=" for n in range(9)], stop_strings=[None, ["."], []] * 3
@@ -45,10 +45,10 @@ def test_the_asynchronous_form_ends_with_what_the_synchronous_one_does(kind):
             assert column == other[name]
     for log, other_log in zip(batch["message_log"], other["message_log"], strict=True):
         assert texts(log) == texts(other_log)
-        for one, other_one in zip(log, other_log, strict=True):
-            assert one.keys() == other_one.keys()
-            for name in one.keys() - {"role", "content"}:
-                assert torch.equal(one[name], other_one[name])
+        for turn, other_turn in zip(log, other_log, strict=True):
+            assert turn.keys() == other_turn.keys()
+            for name in turn.keys() - {"role", "content"}:
+                assert torch.equal(turn[name], other_turn[name])
 
 
 def test_rows_go_ahead_on_their_own_when_asynchronous():

@@ -1,37 +1,15 @@
-"""What is read of the trainer's configuration."""
+"""Reading of the trainer's configuration; `test_actor.py` tests the effect of each key."""
 
 import pytest
 from pydantic import BaseModel
-from rollout_doubles import config
+from rollout_doubles import DP_CFG, Adder, Arithmetic, CharTokenizer, Local, batch_of, config
 
-from dataplane_core import ConfigError, UnsupportedError
-from rollout_actor.settings import RolloutSettings
-
-
-def test_optional_keys_are_off_when_missing():
-    settings = RolloutSettings.from_master_config(config(multiple=8))
-    assert settings == RolloutSettings(
-        max_seq_len=200,
-        pad_to_multiple=8,
-        max_new_tokens=None,
-        max_turns=4,
-        async_generation=False,
-        router_replay=False,
-        share_group_media=False,
-        step_timeout_s=300.0,
-    )
+from dataplane_core import ConfigError
+from rollout_actor import SyncRolloutActor
 
 
-def test_optional_keys_are_read():
-    settings = RolloutSettings.from_master_config(
-        config(
-            policy={"router_replay": {"enabled": True}},
-            grpo={"deduplicate_multimodal_data": True},
-            env={"step_timeout_s": 5},
-        )
-    )
-    assert (settings.router_replay, settings.share_group_media) == (True, True)
-    assert settings.step_timeout_s == 5.0
+def configured(master):
+    return SyncRolloutActor(Adder(), CharTokenizer(), {"sum": Local(Arithmetic())}, master, DP_CFG)
 
 
 @pytest.mark.parametrize(
@@ -47,25 +25,25 @@ def test_optional_keys_are_read():
         (None, False),
     ],
 )
-def test_the_engine_flags_of_the_back_end_pick_the_form(generation, expected):
+def test_the_engine_flags_of_the_back_end_pick_the_form(store, generation, expected):
     master = config(policy={"generation": generation})
-    assert RolloutSettings.from_master_config(master).async_generation is expected
+    if expected:
+        with pytest.raises(ConfigError, match="Adder has no generate_async"):
+            configured(master)
+    else:
+        configured(master).shutdown()
 
 
-def test_a_pydantic_model_serves_as_configuration():
+def test_a_pydantic_model_serves_as_configuration(store):
     class Master(BaseModel):
         policy: dict
         grpo: dict
         env: dict
 
-    assert RolloutSettings.from_master_config(
-        Master(**config())
-    ) == RolloutSettings.from_master_config(config())
-
-
-def test_nemo_gym_is_refused():
-    with pytest.raises(UnsupportedError, match=r"env\.should_use_nemo_gym is true"):
-        RolloutSettings.from_master_config(config(env={"should_use_nemo_gym": True}))
+    actor = configured(Master(**config(multiple=8)))
+    meta, *_ = actor.rollout_to_tq(batch_of(["1+2="]), partition_id="train")
+    assert meta.extra_info["pad_to_multiple"] == 8
+    actor.shutdown()
 
 
 @pytest.mark.parametrize(
@@ -82,11 +60,11 @@ def test_nemo_gym_is_refused():
         ({"env": {"step_timeout_s": 0}}, r"env\.step_timeout_s: found 0"),
     ],
 )
-def test_a_wrong_key_is_named_by_its_path(sections, message):
+def test_a_wrong_key_is_named_by_its_path(store, sections, message):
     with pytest.raises(ConfigError, match=message):
-        RolloutSettings.from_master_config(config(**sections))
+        configured(config(**sections))
 
 
-def test_something_else_than_a_mapping_is_refused():
+def test_a_configuration_that_is_no_mapping_is_refused(store):
     with pytest.raises(ConfigError, match="found list; expected a mapping"):
-        RolloutSettings.from_master_config([])
+        configured([])

@@ -1,4 +1,4 @@
-"""Multi-turn rollouts that write their bulk straight into a data plane."""
+"""Multi-turn rollouts that write their bulk data directly to a data plane."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from rollout_actor.interfaces import (
     RemoteStep,
     TokenizerInterface,
     VisibleTurn,
+    WeightVersionSpan,
 )
 from rollout_actor.rollout import run_async_multi_turn_rollout, run_multi_turn_rollout
 
@@ -33,6 +34,7 @@ __all__ = [
     "SyncRolloutActor",
     "TokenizerInterface",
     "VisibleTurn",
+    "WeightVersionSpan",
     "flatten_rollout_message_log",
     "run_async_multi_turn_rollout",
     "run_multi_turn_rollout",

@@ -1,9 +1,8 @@
 """`SyncRolloutActor`: one step's generation, from prompts to columns in the data plane.
 
-The order in `SyncRolloutActor.rollout_to_tq` is the contract. Whatever can be refused is refused
-before generation, the rest before the put; after the put nothing is left that can fail but the
-generation back end's own tail calls. If one does, or the store does not say whether it put, the
-samples are withdrawn.
+The order of operations in `SyncRolloutActor.rollout_to_tq` is the contract. Checks run before
+generation where possible, otherwise before the put. After the put, only the backend's final calls
+can fail. If one does, or if the result of the put is unknown, the samples are withdrawn.
 """
 
 from __future__ import annotations
@@ -31,7 +30,13 @@ from dataplane_core.telemetry import attached, span
 from rollout_actor.environment_step import check_tasks
 from rollout_actor.flatten import flatten_rollout_message_log
 from rollout_actor.interfaces import EnvironmentInterface, GenerationInterface, TokenizerInterface
-from rollout_actor.media import MediaForms, media_without_items
+from rollout_actor.media import (
+    MediaForms,
+    check_declared,
+    check_media,
+    held_media,
+    media_without_items,
+)
 from rollout_actor.ray_class import RayClass
 from rollout_actor.rollout import run_async_multi_turn_rollout, run_multi_turn_rollout
 from rollout_actor.settings import RolloutSettings
@@ -46,27 +51,24 @@ from rollout_actor.step_columns import (
 
 
 class SyncRolloutActor(RayClass):
-    """Runs the rollouts of a synchronous GRPO job and writes their bulk to the data plane.
+    """Actor that runs rollouts of synchronous GRPO and writes their bulk data to the data plane.
 
-    A plain class: ``SyncRolloutActor(...)`` works in the caller's process,
-    ``SyncRolloutActor.remote(...)`` and ``SyncRolloutActor.options(...).remote(...)`` start it as a
-    Ray actor.
+    ``SyncRolloutActor(...)`` works in the caller's process; ``SyncRolloutActor.remote(...)`` and
+    ``SyncRolloutActor.options(...).remote(...)`` start it as a Ray actor.
 
     Args:
-        policy_generation: the back end. For the Ray form it travels to the actor, so it is made of
-            handles rather than of weights.
+        policy_generation: the backend. The Ray form sends it to the actor, so it should hold
+            handles, not weights.
         tokenizer: the policy's tokenizer.
         task_to_env: task name to environment.
-        master_config: nested mappings; `rollout_actor.settings.RolloutSettings` says which keys
-            are read.
-        dp_cfg: a `dataplane_core.DataPlaneConfig`. The store is brought up elsewhere; this attaches
-            to it.
+        master_config: nested mappings; see `rollout_actor.settings.RolloutSettings` for the keys.
+        dp_cfg: a `dataplane_core.DataPlaneConfig` of a running store, to which the actor attaches.
 
     Raises:
-        ConfigError: (a ValueError) if a key is missing or wrong, if the store cannot be attached
-            to, or if the configuration asks for an asynchronous engine and the back end has no
+        ConfigError: (a ValueError) a key is missing or invalid, the actor cannot attach to the
+            store, or the configuration requires an asynchronous engine and the backend has no
             ``generate_async``.
-        UnsupportedError: (a NotImplementedError) if ``env.should_use_nemo_gym`` is on.
+        UnsupportedError: (a NotImplementedError) ``env.should_use_nemo_gym`` is on.
     """
 
     def __init__(
@@ -84,7 +86,7 @@ class SyncRolloutActor(RayClass):
         self._settings = RolloutSettings.from_master_config(master_config)
         if self._settings.async_generation and not hasattr(policy_generation, "generate_async"):
             raise ConfigError(
-                "master_config: policy.generation asks for an asynchronous engine, and "
+                "master_config: policy.generation requires an asynchronous engine, but "
                 f"{type(policy_generation).__name__} has no generate_async; set async_engine to "
                 "false"
             )
@@ -104,17 +106,18 @@ class SyncRolloutActor(RayClass):
         carry_keys: list[str] | None = None,
         carrier: Mapping[str, str] | None = None,
     ) -> tuple[KVBatchMeta, dict[str, Any], dict[str, Any], dict[str, Any] | None]:
-        """Generate, flatten and put one batch; return its meta and what the driver computes with.
+        """Generate, flatten and put one batch; return its meta and the driver's columns.
 
-        In order: snapshot of the back end's metrics (if ``first_iter``), clear of the metrics,
-        rollout, flatten, one put, ``finish_generation``, metrics. Should any of it up to the put
-        raise, ``finish_generation`` is still called. Should one of the last two raise, or the put
-        without the store having refused it, the samples are withdrawn, also from under a lease:
-        blocking claims wait for those of a retry. What fails on top of an error is a note on it,
-        a withdrawal too, and only then may samples be left.
+        In order: snapshot of the backend's metrics (if ``first_iter``), clear of the metrics,
+        rollout, flatten, one put, ``finish_generation``, metrics.
+
+        If an operation up to the put raises, ``finish_generation`` is still called. If a later one
+        raises, or the result of the put is unknown, the samples are withdrawn, even leased ones;
+        blocking claims then wait for the samples of a retry. If cleaning up fails as well, the
+        error gets a note. Samples can only remain if the withdrawal fails.
 
         Args:
-            input_batch: n rows, each prompt repeated ``group_size`` times in a row.
+            input_batch: n rows, with each prompt in ``group_size`` consecutive rows.
                 ``message_log``: turns with ``role``, ``content`` and ``token_ids`` (int64, 1-D);
                 ``length``: tokens of the prompt, int (n,); ``loss_multiplier``: (n,);
                 ``task_name``; ``extra_env_info``; optionally ``stop_strings`` and any other
@@ -122,38 +125,40 @@ class SyncRolloutActor(RayClass):
             partition_id: a registered partition to put into.
             group_size: rollouts per prompt. A prompt gets one uuid, its rows the suffixes ``_g0``,
                 ``_g1`` and so on.
-            first_iter: this is the first rollout of a step; calls ``snapshot_step_metrics`` if the
-                back end has it.
-            finish_generation: let the back end release its inference state at the end.
+            first_iter: this is the first rollout of a step; call ``snapshot_step_metrics`` if the
+                backend has it.
+            finish_generation: let the backend release its inference state at the end.
             task_to_env_override: environments for this call, instead of ``task_to_env``.
-            carry_keys: what to return for the driver. None is everything but `OPT_IN_CARRY_KEYS`.
-            carrier: the caller's trace context, of `dataplane_core.telemetry.inject`.
+            carry_keys: names of the columns for the driver; None is all but `OPT_IN_CARRY_KEYS`.
+            carrier: the caller's trace context, from `dataplane_core.telemetry.inject`.
 
         Returns:
-            The meta: ``task_name`` is the partition's, ``sequence_lengths`` are set, ``extra_info``
-            has ``rollout_metrics`` and, above 1, ``pad_to_multiple``; no tags.
+            A tuple of four:
 
-            The carry, by name: ``total_reward`` and ``loss_multiplier`` float32 (n,), ``truncated``
-            bool (n,), ``length`` int (n,), ``input_lengths`` and ``response_token_lengths`` int64
-            (n,), ``prompt_ids_for_adv`` int64 (n, longest prompt) right-padded, reward components
-            that start with "reward/" float32 (n,); on demand ``turn_roles`` and
-            ``turn_contents``, object arrays (n,) of lists.
-
-            The rollout's metrics; see `rollout_actor.metrics.rollout_metrics`.
-
-            The back end's metrics, as ``get_logger_metrics`` returned them.
+            - The meta: ``task_name`` is ``partition_id``, ``sequence_lengths`` are set,
+                ``extra_info`` has ``rollout_metrics``, and ``pad_to_multiple`` if it is above 1; no
+                tags.
+            - The driver's columns by name: ``total_reward`` and ``loss_multiplier`` float32 (n,),
+                ``truncated`` bool (n,), ``length`` int (n,), ``input_lengths`` and
+                ``response_token_lengths`` int64 (n,), ``prompt_ids_for_adv`` int64 (n, longest
+                prompt) right-padded, reward components that start with "reward/" float32 (n,); on
+                request ``turn_roles`` and ``turn_contents``, object arrays (n,) of lists.
+            - The rollout's metrics; see `rollout_actor.metrics.rollout_metrics`.
+            - The backend's metrics, as ``get_logger_metrics`` returned them.
 
         Raises:
-            ClosedError: (a RuntimeError) after `shutdown`.
-            InvalidRequestError: (a ValueError) before generation, if there are no rows, columns
-                differ in their number of rows, ``group_size`` is below 1 or does not divide the
-                rows, a task has no environment, or media of one name differ in dtype or dimensions.
-            PartitionNotFoundError, SchemaMismatchError: before generation if the store can be
-                inspected: there is no such partition, or it holds a column in another dtype.
-            MissingDataError: (a KeyError and a ValueError) before generation, if a column is
-                missing or a carry key cannot exist; before the put, if a "reward/" key does not.
-            DeadlineExceededError: (a TimeoutError) naming the task whose environment is late.
-            UnavailableError: (a RuntimeError) naming the task whose environment is dead.
+            ClosedError: (a RuntimeError) the actor was shut down.
+            InvalidRequestError: (a ValueError) before generation: there are no rows, columns differ
+                in their number of rows, ``group_size`` is below 1 or does not divide the rows, a
+                task has no environment, or media of one name differ in dtype or dimensions.
+            PartitionNotFoundError, SchemaMismatchError: before generation, if the store can be
+                inspected: there is no such partition, or it holds a column in another dtype, media
+                of other dimensions, or samples without media that this batch has. With any store:
+                media differ from ``policy.media``.
+            MissingDataError: (a KeyError and a ValueError) before generation: a column is missing,
+                or a carry key is unknown; before the put: a "reward/" key does not exist.
+            DeadlineExceededError: (a TimeoutError) an environment is late; names its task.
+            UnavailableError: (a RuntimeError) an environment is dead; names its task.
             DataPlaneError: as ``put_samples``.
         """
         with attached(carrier), span("rollout_to_tq", kind=SpanKind.SERVER):
@@ -179,7 +184,7 @@ class SyncRolloutActor(RayClass):
         carry_keys: list[str] | None,
     ) -> tuple[KVBatchMeta, dict[str, Any], dict[str, Any], dict[str, Any] | None]:
         if self._closed:
-            raise ClosedError("rollout_to_tq: the actor was shut down; make a new one")
+            raise ClosedError("rollout_to_tq: the actor was shut down; create a new one")
         rows = check_input(input_batch, group_size=group_size)
         check_carry_keys(carry_keys)
         task_to_env = self.task_to_env if task_to_env is None else task_to_env
@@ -200,7 +205,7 @@ class SyncRolloutActor(RayClass):
                     pad_token_id=self.tokenizer.pad_token_id,
                     make_sequence_length_divisible_by=self._settings.pad_to_multiple,
                     routed_experts=self._settings.router_replay,
-                    media=media,
+                    media=self._media_now(media, partition_id),
                 )
                 carry = carry_columns(final_batch, flattened, input_lengths, carry_keys=carry_keys)
                 bulk = bulk_columns(
@@ -216,11 +221,11 @@ class SyncRolloutActor(RayClass):
                     task_name=partition_id,
                     pad_to_multiple=self._settings.pad_to_multiple,
                 )
-            except BaseException as error:
+            except BaseException as error:  # an interrupt can arrive after the put
                 if not _is_refusal(error):
-                    self._take_back(sample_ids, partition_id, error)
+                    self._withdraw(sample_ids, partition_id, error)
                 raise
-        except BaseException as error:
+        except BaseException as error:  # the engine keeps its memory until finish_generation
             if finish_generation:
                 with _noted(error, "finish_generation failed as well"):
                     generation.finish_generation()
@@ -229,33 +234,45 @@ class SyncRolloutActor(RayClass):
             if finish_generation:
                 generation.finish_generation()
             return meta, carry, metrics, generation.get_logger_metrics()
-        except BaseException as error:
-            self._take_back(sample_ids, partition_id, error)
+        except BaseException as error:  # a retry puts other ids, also after an interrupt
+            self._withdraw(sample_ids, partition_id, error)
             raise
 
     def _check_columns(self, input_batch: BatchedDataDict[Any], partition_id: str) -> MediaForms:
-        """Refuse what the put would refuse, where it is known before generation.
+        """Refuse columns that the put would refuse, as far as they are known before generation.
 
         Returns:
-            The media of this batch, and of earlier ones where the partition can take them: a row
-            without images is put without items, so that it can be read with rows that have some.
+            The media of this batch, of the configuration and of the partition, and those of earlier
+            batches that fit the partition. Rows without such media are put with zero items, so that
+            they can be read together with rows that have some.
         """
-        media = media_without_items(input_batch["message_log"])
-        found = find_partition(self._dp_client, partition_id)
-        if found is not None:
-            check_columns(found, input_batch, {name: str(own.dtype) for name, own in media.items()})
-        known = {} if found is None else {field.name: field.kind for field in found.fields}
+        media, declared = media_without_items(input_batch["message_log"]), self._settings.media
+        check_declared(media, declared)
+        partition = find_partition(self._dp_client, partition_id)
+        held: MediaForms = {}
+        kinds: dict[str, str | None] = {}
+        if partition is not None:
+            columns = {name: str(own.dtype) for name, own in (declared | media).items()}
+            check_columns(partition, input_batch, columns)
+            held = held_media(self._dp_client, partition)
+            check_media(partition, media, held, declared)
+            kinds = {field.name: field.kind for field in partition.fields}
         for name, own in self._media.items():
-            if known.get(name) in (None, str(own.dtype)):
-                media.setdefault(name, own)
+            if kinds.get(name) in (None, str(own.dtype)):
+                held.setdefault(name, own)
         self._media |= media
-        return media
+        return held | declared | media
 
-    def _take_back(self, sample_ids: list[str], partition_id: str, error: BaseException) -> None:
-        """Withdraw what nobody will get the ids of: a retry puts the same rows under new ones."""
+    def _media_now(self, media: MediaForms, partition_id: str) -> MediaForms:
+        """Return ``media`` and the media that other actors put during generation."""
+        partition = find_partition(self._dp_client, partition_id)
+        return media if partition is None else held_media(self._dp_client, partition) | media
+
+    def _withdraw(self, sample_ids: list[str], partition_id: str, error: BaseException) -> None:
+        """Withdraw samples whose ids the caller does not get; a retry uses other ids."""
         count = len(sample_ids)
-        left = f"the {count} samples put into partition {partition_id!r} may still be there"
-        with _noted(error, left):
+        note = f"the {count} samples put into partition {partition_id!r} may still be there"
+        with _noted(error, note):
             self._dp_client.withdraw_samples(sample_ids, partition_id)
 
     def _roll_out(
@@ -265,7 +282,7 @@ class SyncRolloutActor(RayClass):
         group_size: int,
     ) -> tuple[BatchedDataDict[Any], dict[str, Any]]:
         settings = self._settings
-        play: Any = (  # the constructor checked that the back end fits the asynchronous form
+        play: Any = (  # the constructor checked that the backend has generate_async
             run_async_multi_turn_rollout if settings.async_generation else run_multi_turn_rollout
         )
         played: tuple[BatchedDataDict[Any], dict[str, Any]] = play(
@@ -282,26 +299,26 @@ class SyncRolloutActor(RayClass):
         return played
 
     def shutdown(self) -> None:
-        """Detach from the data plane. Calling it twice is fine."""
+        """Detach from the data plane; calling it twice is allowed."""
         self._closed = True
         self._dp_client.close()
 
 
 @contextmanager
-def _noted(error: BaseException, what: str) -> Iterator[None]:
-    """Let what fails while ``error`` is handled be a note on it."""
+def _noted(error: BaseException, note: str) -> Iterator[None]:
+    """Turn an error of the block into a note on ``error``."""
     try:
         yield
-    except Exception as another:  # noqa: BLE001  # whatever it is, the first error is raised
-        error.add_note(f"{what}: {type(another).__name__}: {another}")
+    except Exception as another:  # noqa: BLE001  # the caller raises the first error
+        error.add_note(f"{note}: {type(another).__name__}: {another}")
 
 
 def _is_refusal(error: BaseException) -> bool:
-    """Whether a put that raised this stored nothing; else only its answer may have been lost."""
-    unanswered = (ClosedError, DeadlineExceededError, UnavailableError)
-    return isinstance(error, DataPlaneError) and not isinstance(error, unanswered)
+    """Return whether a put that raised ``error`` stored nothing; otherwise it may have stored."""
+    unknown = (ClosedError, DeadlineExceededError, UnavailableError)
+    return isinstance(error, DataPlaneError) and not isinstance(error, unknown)
 
 
 def _new_sample_ids(rows: int, group_size: int) -> list[str]:
     prompts = [str(uuid.uuid4()) for _ in range(rows // group_size)]
-    return [f"{prompt}_g{place}" for prompt in prompts for place in range(group_size)]
+    return [f"{prompt}_g{number}" for prompt in prompts for number in range(group_size)]

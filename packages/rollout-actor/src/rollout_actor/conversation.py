@@ -1,7 +1,6 @@
 """`Conversation`: one row of a rollout while it is played.
 
-The synchronous and the asynchronous rollout differ in who waits for what; what a response and an
-observation do to a row is here, once.
+The synchronous and the asynchronous rollout share it: it adds responses and observations to a row.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from dataplane_core import InvalidRequestError, MissingDataError
 from dataplane_core.errors import listed
 from rollout_actor.environment_return import StepOutcome, read_stop_strings
 from rollout_actor.generation import Response
-from rollout_actor.interfaces import MessageLog, TokenizerInterface
+from rollout_actor.interfaces import MessageLog, TokenizerInterface, WeightVersionSpan
 from rollout_actor.media import media_of, share_equal_media
 
 _NEEDED_COLUMNS = ("message_log", "task_name", "extra_env_info")
@@ -25,7 +24,7 @@ _NEEDED_COLUMNS = ("message_log", "task_name", "extra_env_info")
 
 @dataclass(frozen=True)
 class TurnRecord:
-    """One turn's share of the metrics: tokens generated, tokens observed, reward."""
+    """One turn's values for the metrics: tokens generated, tokens observed, reward."""
 
     generated: int
     observed: int
@@ -37,17 +36,18 @@ class Conversation:
     """A row of the batch.
 
     Attributes:
-        row: its place in the batch.
-        task: the environment that judges it.
-        turns: the message log; a copy, so that the input batch stays as it was.
-        env_info: what the environment wants back at its next step.
-        stop_strings: of the next response.
-        media: name to tensor, for the generation back end.
-        truncated: a response ran into its token budget.
-        terminated: the environment ended it.
-        full: it was to go on, and the observation left no room for a response.
+        row: index of the row in the batch.
+        task: task whose environment judges it.
+        turns: the message log; a copy, so that the input batch is not changed.
+        env_info: ``extra_env_info`` for the environment's next step.
+        stop_strings: stop strings of the next response.
+        media: name to tensor, for the generation backend.
+        truncated: whether a response reached its token budget.
+        terminated: whether the environment ended the row.
+        full: whether the row ended because an observation left no space for a response.
         rewards: reward component to its sum over the turns.
         history: one record per turn played.
+        weight_versions: spans over the row's generated tokens; None once a response has none.
     """
 
     row: int
@@ -62,10 +62,11 @@ class Conversation:
     full: bool = False
     rewards: dict[str, float] = field(default_factory=dict)
     history: list[TurnRecord] = field(default_factory=list)
+    weight_versions: list[WeightVersionSpan] | None = field(default_factory=list)
 
     @property
     def active(self) -> bool:
-        """Whether another response is to be generated."""
+        """True if the row needs another response."""
         return not (self.terminated or self.full)
 
     @property
@@ -76,11 +77,12 @@ class Conversation:
 
     @property
     def length(self) -> int:
-        """Tokens so far."""
+        """Number of tokens so far."""
         return sum(len(turn["token_ids"]) for turn in self.turns)
 
     def add_response(self, response: Response, text: str) -> None:
-        """Append what was generated."""
+        """Append a response as a turn."""
+        self._add_weight_versions(response)
         self.turns.append(
             {
                 "role": "assistant",
@@ -93,19 +95,33 @@ class Conversation:
         if response.routed_experts is not None:
             self._add_routing(response.routed_experts)
 
+    def _add_weight_versions(self, response: Response) -> None:
+        if self.weight_versions is None or response.weight_versions is None:
+            self.weight_versions = None
+            return
+        offset = self.length
+        self.weight_versions += [
+            {
+                "version": span["version"],
+                "start": offset + span["start"],
+                "end": offset + span["end"],
+            }
+            for span in response.weight_versions
+        ]
+
     def _add_routing(self, routed_experts: torch.Tensor) -> None:
-        # A later response's prefill routes earlier turns again; what their own generation used is
-        # what training has to replay, so the first routing of a turn stays.
+        # The prefill of a later response routes earlier turns again. Training must replay the
+        # routing with which a turn was generated, so its first routing stays.
         start = 0
         for turn in self.turns:
             stop = start + len(turn["token_ids"])
             turn.setdefault("routed_experts", routed_experts[start:stop])
             start = stop
 
-    def settle(
+    def add_outcome(
         self, outcome: StepOutcome, tokenizer: TokenizerInterface, *, max_seq_len: int
     ) -> None:
-        """Take over what the environment said about the last response.
+        """Add the environment's result for the last response.
 
         An observation that would fill the sequence is cut, which ends the row.
         """
@@ -136,16 +152,16 @@ class Conversation:
 def start_conversations(
     input_batch: Mapping[str, Any], *, media_group_size: int = 1
 ) -> list[Conversation]:
-    """The conversations of ``input_batch``, none of whose values they share for writing.
+    """Return the conversations of ``input_batch``, with copies of all values that may change.
 
     Args:
         input_batch: ``message_log``, ``task_name``, ``extra_env_info``, maybe ``stop_strings``.
-        media_group_size: rows that repeat one prompt and may share its media.
+        media_group_size: number of consecutive rows that repeat one prompt and share its media.
 
     Raises:
-        MissingDataError: (a KeyError and a ValueError) if a column or a turn's tokens are missing.
-        InvalidRequestError: (a ValueError) if the columns differ in their number of rows, or a
-            row's ``stop_strings`` are not a list of strings.
+        MissingDataError: (a KeyError and a ValueError) a column or a turn's tokens are missing.
+        InvalidRequestError: (a ValueError) the columns differ in their number of rows, or a row's
+            ``stop_strings`` are not a list of strings.
     """
     missing = [name for name in _NEEDED_COLUMNS if name not in input_batch]
     if missing:
@@ -169,8 +185,8 @@ def start_conversations(
         Conversation(
             row=row,
             task=str(task),
-            turns=[_own_turn(turn, row, place) for place, turn in enumerate(log)],
-            # Repeated prompts often share one dict, which an environment may write to.
+            turns=[_copied_turn(turn, row, index) for index, turn in enumerate(log)],
+            # Repeated prompts often share one dict, to which an environment may write.
             env_info=copy.deepcopy(env_info),
             stop_strings=read_stop_strings(stop_strings, f"rollout: stop_strings of row {row}"),
             media=media_of(log),
@@ -183,25 +199,25 @@ def start_conversations(
 
 
 def check_tokenizer(tokenizer: TokenizerInterface) -> None:
-    """Refuse a tokenizer that adds tokens to a text; they would stand in each observation.
+    """Refuse a tokenizer that adds tokens to a text, because it would add them to observations.
 
     Raises:
-        InvalidRequestError: (a ValueError) naming the tokenizer and what it adds.
+        InvalidRequestError: (a ValueError) names the tokenizer and the tokens that it adds.
     """
     added = _tokenize(tokenizer, "").tolist()
     if added:
         raise InvalidRequestError(
-            f"rollout: tokenizer {type(tokenizer).__name__} makes the tokens {added} of an empty "
-            "text, called with add_special_tokens=False; expected none, since what it adds would "
-            "stand around every observation"
+            f"rollout: tokenizer {type(tokenizer).__name__} returns the tokens {added} for an "
+            "empty text, called with add_special_tokens=False; expected none, because they would "
+            "be added to every observation"
         )
 
 
-def _own_turn(turn: Mapping[str, Any], row: int, place: int) -> dict[str, Any]:
+def _copied_turn(turn: Mapping[str, Any], row: int, index: int) -> dict[str, Any]:
     missing = [name for name in ("role", "token_ids") if name not in turn]
     if missing:
         raise MissingDataError(
-            f"rollout: turn {place} of row {row} has no {listed(missing)}; found {listed(turn)}",
+            f"rollout: turn {index} of row {row} has no {listed(missing)}; found {listed(turn)}",
             fields=missing,
         )
     token_ids = torch.as_tensor(turn["token_ids"]).to("cpu", torch.int64)
@@ -211,5 +227,5 @@ def _own_turn(turn: Mapping[str, Any], row: int, place: int) -> dict[str, Any]:
 def _tokenize(tokenizer: TokenizerInterface, text: str) -> torch.Tensor:
     encoded = tokenizer(text, return_tensors="pt", add_special_tokens=False)
     ids = encoded["input_ids"] if isinstance(encoded, Mapping) else encoded.input_ids
-    # Tokenizers answer an empty text with an empty tensor of floats.
+    # Tokenizers return an empty float tensor for an empty text.
     return torch.as_tensor(ids).to("cpu", torch.int64).reshape(-1)

@@ -1,4 +1,4 @@
-"""What an environment's step returned, checked and taken apart by row."""
+"""Checks of an environment's result, and its split into one outcome per row."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _OPTIONAL = "answers"
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """What an environment said about one row."""
+    """An environment's result for one row."""
 
     observation: Observation
     metadata: Any
@@ -30,22 +30,22 @@ class StepOutcome:
     terminated: bool
 
 
-def read_return(answer: Any, task: str, rows: Sequence[int]) -> list[StepOutcome]:
-    """Check the return of a step and take it apart.
+def read_return(result: Any, task: str, rows: Sequence[int]) -> list[StepOutcome]:
+    """Check the result of a step, and return one outcome per row.
 
     Args:
-        answer: what the environment returned.
+        result: the value that the environment returned.
         task: names the environment in errors.
-        rows: places, in the rollout's batch, of the n rows that it was given.
+        rows: indices, in the rollout's batch, of the n rows of the step.
 
     Raises:
-        InvalidRequestError: (a ValueError) naming the task, and the row where there is one, if
-            ``answer`` has none of the forms of an `EnvironmentReturn`, a part of it is not one
-            value per row, an observation has no text, a reward is not finite, ``terminateds`` are
-            not booleans, or a row's stop strings are not a list of texts.
+        InvalidRequestError: (a ValueError) ``result`` is not an `EnvironmentReturn`, a part of it
+            is not one value per row, an observation has no text, a reward is not finite,
+            ``terminateds`` are not booleans, or a row's stop strings are not a list of str. It
+            names the task, and the row where there is one.
     """
     where = f"environment of task {task!r}"
-    parts = _as_return(answer, where)
+    parts = _as_return(result, where)
     for name in ("observations", "metadata", "next_stop_strings", _OPTIONAL):
         _check_length(getattr(parts, name), name, where, len(rows))
     for row, observation in zip(rows, parts.observations, strict=True):
@@ -65,22 +65,24 @@ def read_return(answer: Any, task: str, rows: Sequence[int]) -> list[StepOutcome
             metadata=metadata,
             sets_stop_strings=parts.next_stop_strings is not None,
             stop_strings=read_stop_strings(stops, f"{where}: next_stop_strings of row {row}"),
-            reward=rewards[place],
-            components={name: values[place] for name, values in components.items()},
+            reward=rewards[index],
+            components={name: values[index] for name, values in components.items()},
             terminated=terminated,
         )
-        for place, (row, observation, metadata, stops, terminated) in enumerate(
+        for index, (row, observation, metadata, stops, terminated) in enumerate(
             zip(*columns, strict=True)
         )
     ]
 
 
 def read_stop_strings(strings: Any, what: str) -> list[str] | None:
-    """The stop strings of one row, as a list of their own.
+    """Return the stop strings of one row, as a new list.
+
+    A single str is refused, because it would stop at each of its letters, and so is an empty stop
+    string, which ends every text.
 
     Raises:
-        InvalidRequestError: (a ValueError) starting with ``what``; a string by itself would stop
-            at each of its letters, and an empty one ends every text.
+        InvalidRequestError: (a ValueError) they are invalid; the message begins with ``what``.
     """
     if strings is None:
         return None
@@ -96,7 +98,7 @@ def read_stop_strings(strings: Any, what: str) -> list[str] | None:
 def _check_length(column: Any, name: str, where: str, count: int) -> None:
     if column is None and name != "observations":
         return
-    # A text or a mapping of n parts would deal its letters or names to the rows, a set any order.
+    # From a str or a mapping of n items, the rows would get letters or keys; a set is unordered.
     listing = _is_sized(column) and not isinstance(column, str | bytes | Mapping | Set)
     if not listing or len(column) != count:
         raise InvalidRequestError(
@@ -112,7 +114,7 @@ def _check_observation(observation: Any, where: str) -> None:
     for name in ("role", "content"):
         if not isinstance(observation[name], str):
             raise InvalidRequestError(
-                f"{where} has {_described(observation[name])} as {name}; expected a text"
+                f"{where} has {_described(observation[name])} as {name}; expected a str"
             )
         if not is_utf8(observation[name]):
             raise InvalidRequestError(
@@ -120,22 +122,22 @@ def _check_observation(observation: Any, where: str) -> None:
             )
 
 
-def _as_return(answer: Any, where: str) -> EnvironmentReturn:
+def _as_return(result: Any, where: str) -> EnvironmentReturn:
     names = EnvironmentReturn._fields
-    found: dict[str, Any]
-    if isinstance(answer, Mapping):
-        found = dict(answer)
-    elif isinstance(answer, tuple | list) and not hasattr(answer, "_fields"):
-        found = dict(zip(names, answer, strict=False))
+    parts: dict[str, Any]
+    if isinstance(result, Mapping):
+        parts = dict(result)
+    elif isinstance(result, tuple | list) and not hasattr(result, "_fields"):
+        parts = dict(zip(names, result, strict=False))
     else:
-        found = {name: getattr(answer, name) for name in names if hasattr(answer, name)}
-    missing = [name for name in names if name not in found and name != _OPTIONAL]
+        parts = {name: getattr(result, name) for name in names if hasattr(result, name)}
+    missing = [name for name in names if name not in parts and name != _OPTIONAL]
     if missing:
         raise InvalidRequestError(
-            f"{where}: its step returned {_described(answer)} without "
+            f"{where}: its step returned {_described(result)} without "
             f"{listed(missing)}; expected an EnvironmentReturn"
         )
-    return EnvironmentReturn._make(found.get(name) for name in names)
+    return EnvironmentReturn._make(parts.get(name) for name in names)
 
 
 def _read_rewards(
@@ -146,7 +148,7 @@ def _read_rewards(
     for name, values in named.items():
         if not isinstance(name, str):
             raise InvalidRequestError(
-                f"{where}: reward component {name!r} is {_described(name)}; expected a text"
+                f"{where}: reward component {name!r} is {_described(name)}; expected a str"
             )
         column = _column(values, torch.float32, f"{where}: reward {name!r}", len(rows))
         for row, value in zip(rows, column, strict=True):
@@ -155,22 +157,22 @@ def _read_rewards(
                     f"{where}: reward {name!r} of row {row} is {value}; expected a finite number"
                 )
         columns[name] = column
-    totals = [sum(column[place] for column in columns.values()) for place in range(len(rows))]
+    totals = [sum(column[index] for column in columns.values()) for index in range(len(rows))]
     return totals, columns if isinstance(rewards, Mapping) else {}
 
 
 def _column(values: Any, dtype: torch.dtype, what: str, count: int) -> list[Any]:
-    """Read a number or, for ``torch.bool``, a boolean per row.
+    """Return a number or, for ``torch.bool``, a boolean per row.
 
-    Booleans are not made of numbers: a probability of 0.3 is no decision. A column of shape (n, 1)
-    is not one of (n,): its rows would be lists, and a list with an element is true.
+    Numbers are not accepted as booleans, because a probability of 0.3 is not a decision. Neither is
+    the shape (n, 1): its rows would be lists, and a non-empty list is true.
     """
     expected = "booleans" if dtype == torch.bool else "numbers"
     try:
         tensor = torch.as_tensor(values)
     except (TypeError, ValueError, RuntimeError) as error:
         raise InvalidRequestError(
-            f"{what} is {_described(values)}, which is no tensor: {error}; expected {expected}, "
+            f"{what} is {_described(values)}, not a tensor: {error}; expected {expected}, "
             f"one for each of {count} rows"
         ) from error
     fits = tensor.dtype == torch.bool if dtype == torch.bool else not tensor.is_complex()
@@ -189,5 +191,5 @@ def _described(value: Any) -> str:
 
 
 def _is_sized(value: Any) -> bool:
-    """Whether ``value`` has a length; an array or tensor of no dimension has none."""
+    """Return whether ``value`` has a length; zero-dimensional arrays and tensors have none."""
     return hasattr(value, "__len__") and getattr(value, "ndim", 1) != 0

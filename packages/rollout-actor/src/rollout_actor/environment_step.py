@@ -1,7 +1,7 @@
-"""Steps of environments: started together, awaited with a deadline, taken apart by row.
+"""Concurrent steps of environments, with a deadline.
 
-An environment is somebody else's code in somebody else's process, so everything that can go wrong
-there ends here as an error that names the task.
+An environment is the user's code, usually in another process. Every failure there raises an error
+that names the task.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class _Step:
     task: str
-    places: list[int]
+    indices: list[int]
     future: Future[Any]
 
 
@@ -39,7 +39,7 @@ def check_tasks(task_names: Sequence[str], task_to_env: Mapping[str, Environment
     """Refuse rows whose task has no environment.
 
     Raises:
-        InvalidRequestError: (a ValueError) naming the tasks and those that have one.
+        InvalidRequestError: (a ValueError) names the tasks without an environment, and the others.
     """
     unknown = dict.fromkeys(str(name) for name in task_names if name not in task_to_env)
     if unknown:
@@ -55,22 +55,22 @@ def step_environments(
     *,
     timeout_s: float,
 ) -> list[StepOutcome]:
-    """Step each row in the environment of its task, one call per task, all started at once.
+    """Step each row in the environment of its task, with one concurrent call per task.
 
     Args:
         rows: conversations that end with the response to judge.
         task_to_env: task to environment.
-        timeout_s: how long the steps may take from when all are started, in seconds.
+        timeout_s: how long the steps may take once all are started, in seconds.
 
     Returns:
         One outcome per row, in order.
 
     Raises:
-        DeadlineExceededError: (a TimeoutError) naming the task whose step did not finish.
-        UnavailableError: (a RuntimeError) naming the task whose actor is dead or out of reach.
-        InvalidRequestError: (a ValueError) naming the task whose answer is not an
-            `EnvironmentReturn` of its rows.
-        Exception: what the environment raised, with a note naming the task.
+        DeadlineExceededError: (a TimeoutError) a task's step did not finish in time.
+        UnavailableError: (a RuntimeError) a task's actor is dead or unreachable.
+        InvalidRequestError: (a ValueError) a task's result is not an `EnvironmentReturn` of its
+            rows.
+        Exception: the error that the environment raised, with a note that names the task.
     """
     steps = _start(rows, task_to_env)
     wait([step.future for step in steps], timeout_s, return_when=FIRST_EXCEPTION)
@@ -83,7 +83,7 @@ async def step_environments_async(
     *,
     timeout_s: float,
 ) -> list[StepOutcome]:
-    """`step_environments` without blocking the event loop."""
+    """Step each row as `step_environments`, without blocking the event loop."""
     steps = _start(rows, task_to_env)
     done, _ = await asyncio.wait(
         [asyncio.wrap_future(step.future) for step in steps],
@@ -92,7 +92,7 @@ async def step_environments_async(
     )
     for future in done:
         if not future.cancelled():
-            future.exception()  # marks it as seen; _outcomes raises it
+            future.exception()  # marks it as retrieved; _outcomes raises it
     return _outcomes(steps, rows, timeout_s)
 
 
@@ -100,18 +100,18 @@ def _start(
     rows: Sequence[Conversation], task_to_env: Mapping[str, EnvironmentInterface]
 ) -> list[_Step]:
     check_tasks([row.task for row in rows], task_to_env)
-    places: dict[str, list[int]] = {}
-    for place, row in enumerate(rows):
-        places.setdefault(row.task, []).append(place)
+    members_of: dict[str, list[int]] = {}
+    for index, row in enumerate(rows):
+        members_of.setdefault(row.task, []).append(index)
     steps = []
-    for task, members in places.items():
+    for task, members in members_of.items():
         logs: list[list[VisibleTurn]] = [
-            [{"role": turn["role"], "content": turn["content"]} for turn in rows[place].turns]
-            for place in members
+            [{"role": turn["role"], "content": turn["content"]} for turn in rows[index].turns]
+            for index in members
         ]
         with _named(task):
             started = task_to_env[task].step.remote(
-                logs, [rows[place].env_info for place in members]
+                logs, [rows[index].env_info for index in members]
             )
             steps.append(_Step(task, members, _as_future(started)))
     return steps
@@ -130,31 +130,31 @@ def _as_future(started: Any) -> Future[Any]:
 def _outcomes(
     steps: Sequence[_Step], rows: Sequence[Conversation], timeout_s: float
 ) -> list[StepOutcome]:
-    by_place: dict[int, StepOutcome] = {}
-    # Finished ones first: a failure says more than the wait that it cut short.
+    by_index: dict[int, StepOutcome] = {}
+    # Finished steps first: the failure that ended the wait explains more than unfinished steps.
     for step in sorted(steps, key=lambda step: not step.future.done()):
         if not step.future.done():
             raise DeadlineExceededError(
-                f"environment of task {step.task!r}: step of {len(step.places)} rows not finished "
-                f"after {timeout_s:g} s; see what it waits for, or raise env.step_timeout_s"
+                f"environment of task {step.task!r}: step of {len(step.indices)} rows not finished "
+                f"after {timeout_s:g} s; check what it is blocked on, or raise env.step_timeout_s"
             )
         with _named(step.task):
-            answer = step.future.result()
-            outcomes = read_return(answer, step.task, [rows[place].row for place in step.places])
-        by_place.update(zip(step.places, outcomes, strict=True))
-    return [by_place[place] for place in sorted(by_place)]
+            result = step.future.result()
+            outcomes = read_return(result, step.task, [rows[index].row for index in step.indices])
+        by_index.update(zip(step.indices, outcomes, strict=True))
+    return [by_index[index] for index in sorted(by_index)]
 
 
 @contextmanager
 def _named(task: str) -> Iterator[None]:
-    """Let every error say which task's environment it comes from."""
+    """Add the task's name to every error of its environment."""
     try:
         yield
-    except Exception as error:
-        # A RayTaskError is what the environment's own code raised; the others are Ray's.
+    except Exception as error:  # the user's code can raise anything
+        # A RayTaskError wraps an error of the environment's code; other RayErrors are Ray's.
         if isinstance(error, RayError) and not isinstance(error, RayTaskError):
             raise UnavailableError(
-                f"environment of task {task!r}: its actor is dead or out of reach: {error}"
+                f"environment of task {task!r}: its actor is dead or unreachable: {error}"
             ) from error
         error.add_note(f"raised by the environment of task {task!r}")
         raise

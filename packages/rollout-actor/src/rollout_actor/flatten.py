@@ -1,7 +1,7 @@
-"""Message logs to the flat columns that are put, and to what the driver keeps.
+"""Conversion of message logs to flat columns: for the put, and for the driver.
 
-The tokens of a row's turns stand end to end; masks and log-probabilities are aligned with them.
-Only what a generation back end sampled, and gave log-probabilities for, is ever trained on.
+A row holds the tokens of its turns end to end; masks and log-probabilities are aligned with them.
+Only tokens that a generation backend sampled with log-probabilities are trained on.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from dataplane_core import (
     InvalidRequestError,
     MissingDataError,
 )
+from dataplane_core.tensors.columns import object_array
 from rollout_actor.interfaces import MessageLog
 from rollout_actor.media import MediaForms, media_columns
-from rollout_actor.object_column import object_column
 
 OPT_IN_CARRY_KEYS: tuple[str, ...] = ("turn_roles", "turn_contents")
-"""Carry keys that are returned only when asked for by name: text is large, and seldom needed."""
+"""Carry keys that are returned only on request, because text is large and seldom needed."""
 
 _LOGPROBS = "generation_logprobs"
 
@@ -42,34 +42,32 @@ def flatten_rollout_message_log(
     Args:
         message_logs: per row the turns, each with ``role`` and ``token_ids`` (int64, 1-D);
             generated ones with ``generation_logprobs`` (float, as long).
-        prompt_lengths: int (n,), tokens of each prompt. The prompt is the leading turns until they
-            hold so many, so assistant turns of a history belong to it.
-        pad_token_id: fills ``input_ids`` and ``prompt_ids_for_adv`` on the right.
-        make_sequence_length_divisible_by: the width is rounded up to a multiple of it, in tokens.
+        prompt_lengths: int (n,), tokens of each prompt. The prompt consists of the leading turns up
+            to this length, including assistant turns of a history.
+        pad_token_id: pads ``input_ids`` and ``prompt_ids_for_adv`` on the right.
+        make_sequence_length_divisible_by: alignment of the width, in tokens.
         routed_experts: also flatten ``routed_experts`` of the turns, (length, layers, experts per
-            token); 0 for turns after the last response, on which nothing depends.
-        media: media that earlier batches had, so that these rows have them too, without items.
+            token); 0 for turns after the last response, which are not trained on.
+        media: media of earlier batches; rows without them get zero items of each.
 
     Returns:
-        A tuple of three.
+        A tuple of three:
 
-        The payload of a put: ``input_ids`` int64, ``generation_logprobs`` float32 (0 outside
-        generated turns) and ``token_mask`` int64 (1 on assistant turns with generation
-        log-probabilities, else 0), all (n, width); ``routed_experts`` (n, width, layers, experts
-        per token) if asked for; media of the turns by name, nested tensors of strided layout, see
-        `rollout_actor.media`; ``content``, per row the texts of its turns; ``turn_lengths``,
-        ``turn_roles`` and ``turn_contents`` as `column_io.decompose_message_log`.
-
-        The valid tokens per row, int64 (n,).
-
-        The part for the driver: ``prompt_ids_for_adv`` int64 (n, longest prompt),
-        ``response_token_lengths`` int64 (n,), ``turn_roles`` and ``turn_contents``.
+        - The payload of a put. Of shape (n, width): ``input_ids`` int64, ``generation_logprobs``
+            float32 (0 outside generated turns), ``token_mask`` int64 (1 on assistant turns with
+            generation log-probabilities, else 0). On request ``routed_experts`` (n, width, layers,
+            experts per token). Media of the turns by name, as strided nested tensors, see
+            `rollout_actor.media`. ``content``, per row the texts of its turns. ``turn_lengths``,
+            ``turn_roles`` and ``turn_contents`` as in `column_io.decompose_message_log`.
+        - The valid tokens per row, int64 (n,).
+        - The part for the driver: ``prompt_ids_for_adv`` int64 (n, longest prompt),
+            ``response_token_lengths`` int64 (n,), ``turn_roles`` and ``turn_contents``.
 
     Raises:
-        InvalidRequestError: (a ValueError) if a turn has another number of log-probabilities or
+        InvalidRequestError: (a ValueError) a turn has another number of log-probabilities or
             routings than tokens, or the number of prompt lengths is wrong.
-        MissingDataError: (a KeyError and a ValueError) if a turn has no role, or if no turn has the
-            ``routed_experts`` that are asked for.
+        MissingDataError: (a KeyError and a ValueError) a turn has no role, or no turn has the
+            requested ``routed_experts``.
     """
     if len(prompt_lengths) != len(message_logs):
         raise InvalidRequestError(
@@ -95,7 +93,7 @@ def flatten_rollout_message_log(
             if stop > start:
                 _fill(payload, row, slice(start, stop), turn)
             start = stop
-    payload["content"] = object_column([list(texts) for texts in turn_columns["turn_contents"]])
+    payload["content"] = object_array([list(texts) for texts in turn_columns["turn_contents"]])
     payload.update(turn_columns)
     carried: BatchedDataDict[Any] = BatchedDataDict(
         {
@@ -131,7 +129,7 @@ def _empty_routing(message_logs: Sequence[MessageLog], width: int) -> torch.Tens
                 routing: torch.Tensor = turn[ROUTED_EXPERTS_FIELD]
                 return routing.new_zeros((len(message_logs), width, *routing.shape[1:]))
     raise MissingDataError(
-        f"flatten: no turn has {ROUTED_EXPERTS_FIELD!r}; router replay needs a generation back end "
+        f"flatten: no turn has {ROUTED_EXPERTS_FIELD!r}; router replay needs a generation backend "
         "that returns it (policy.router_replay.enabled)",
         fields=[ROUTED_EXPERTS_FIELD],
     )

@@ -1,33 +1,36 @@
-"""Batches to a generation back end, and its answers checked and taken apart by row.
+"""Requests to a generation backend, and checks of its output.
 
-An answer is compared with the request before any of it is believed. A prompt token more or less
-shifts every mask after it, and nothing later would notice.
+The output is compared with the request, because a missing or extra prompt token would shift every
+mask after it, which nothing later detects.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any  # Any: a back end's answer is a mapping of its own columns
+from typing import TYPE_CHECKING, Any  # Any: a backend's output maps names to columns
 
+import numpy as np
 import torch
 
 from column_io import BatchedDataDict
 from dataplane_core import INPUT_IDS, INPUT_LENGTHS, ROUTED_EXPERTS_FIELD, MissingDataError
 from dataplane_core.errors import InvalidRequestError, listed
+from rollout_actor.interfaces import WeightVersionSpan
 
 if TYPE_CHECKING:
     from rollout_actor.conversation import Conversation
 
 MAX_LOGPROB = 1e-3
-"""Largest log-probability that is taken for rounding; values up to it are kept as they are.
+"""Largest log-probability accepted as a rounding error; such values are kept unchanged.
 
 An engine that subtracts a rounded normalizer exceeds 0 by about 1e-5 in float32."""
 
 _OUTPUT_IDS, _LENGTHS, _GENERATED = "output_ids", "unpadded_sequence_lengths", "generation_lengths"
 _LOGPROBS, _TRUNCATED = "logprobs", "truncated"
+WEIGHT_VERSIONS = "weight_versions"
 _NEEDED_OUTPUTS = (_OUTPUT_IDS, _GENERATED, _LENGTHS, _LOGPROBS)
-# Kind, number of dimensions, and how an error writes the shape.
+# Column to its kind, its number of dimensions, and its shape in error messages.
 _FORMS = {
     _OUTPUT_IDS: ("integers", 2, "(n, any width)"),
     _LOGPROBS: ("floats", 2, "(n, any width)"),
@@ -40,33 +43,35 @@ _FORMS = {
 
 @dataclass(frozen=True)
 class Response:
-    """What was generated for one row.
+    """The response generated for one row.
 
     Attributes:
         token_ids: int64 (r,).
         logprobs: float32 (r,).
-        truncated: the token budget ended it.
+        truncated: whether the token budget ended the response.
         routed_experts: (prompt + r, layers, experts per token) or None.
+        weight_versions: spans over the response's tokens; None if unknown.
     """
 
     token_ids: torch.Tensor
     logprobs: torch.Tensor
     truncated: bool
     routed_experts: torch.Tensor | None
+    weight_versions: list[WeightVersionSpan] | None
 
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """The prompts of n rows as they were sent.
+    """A request with the prompts of n rows.
 
     Attributes:
-        backend: names the back end in errors.
-        rows: places of the rows in the rollout's batch.
+        backend: names the backend in errors.
+        rows: indices of the rows in the rollout's batch.
         input_ids: int64 (n, width), right-padded.
         lengths: int64 (n,), tokens of each prompt.
-        budgets: int64 (n,), tokens that each response may have.
-        data: what `GenerationInterface.generate` takes. It shares no token tensor with this, so
-            that a back end may write to its own.
+        budgets: int64 (n,), maximum tokens of each response.
+        data: argument of `GenerationInterface.generate`. Its token tensors are copies, because a
+            backend may write to them.
     """
 
     backend: str
@@ -89,10 +94,10 @@ def generation_request(
 
     Args:
         rows: conversations to continue.
-        backend: names the back end in errors.
-        pad_token_id: fills ``input_ids`` on the right.
-        max_seq_len: tokens of a conversation.
-        max_new_tokens: tokens of a response, None for as many as the conversation may have.
+        backend: names the backend in errors.
+        pad_token_id: pads ``input_ids`` on the right.
+        max_seq_len: maximum tokens of a conversation.
+        max_new_tokens: maximum tokens of a response; None is limited by ``max_seq_len`` only.
     """
     token_rows = [row.token_ids for row in rows]
     lengths = torch.tensor([len(tokens) for tokens in token_rows], dtype=torch.int64)
@@ -119,45 +124,48 @@ def generation_request(
 
 
 def responses(output: Any, request: GenerationRequest) -> list[Response]:
-    """Check a back end's answer and take it apart.
+    """Check a backend's output, and return one response per row.
 
     Args:
         output: `GenerationOutput` of n rows.
-        request: what was asked for.
+        request: the request that it answers.
 
     Raises:
-        MissingDataError: (a KeyError and a ValueError) if a column is missing.
-        InvalidRequestError: (a ValueError) naming the back end, the row, what was found and what
-            was expected: if a column has another type or shape, a row does not begin with its
-            prompt, the lengths contradict each other or the budget, or a log-probability is not
-            finite, above `MAX_LOGPROB`, or not 0 on the prompt.
+        MissingDataError: (a KeyError and a ValueError) a column is missing.
+        InvalidRequestError: (a ValueError) a column has another type or shape, a row does not begin
+            with its prompt, or the lengths contradict each other or the budget. A log-probability
+            is not finite, above `MAX_LOGPROB`, or not 0 on the prompt. The spans of weight versions
+            do not cover a response. The error names the backend, the row, what was found and what
+            was expected.
     """
     columns = _read_columns(output, request)
     _check_lengths(columns, request)
     _check_tokens(columns, request)
     routing, truncated = columns.get(ROUTED_EXPERTS_FIELD), columns.get(_TRUNCATED)
     spans = zip(request.lengths.tolist(), columns[_LENGTHS].tolist(), strict=True)
+    versions = _read_weight_versions(output, columns[_GENERATED].tolist(), request)
     return [
         Response(
-            # Copies: a view would keep the whole padded batch of this turn alive.
+            # Copies, because views would keep the padded batch of this turn alive.
             token_ids=columns[_OUTPUT_IDS][row, start:stop].to(torch.int64, copy=True),
             logprobs=columns[_LOGPROBS][row, start:stop].to(torch.float32, copy=True),
             truncated=truncated is not None and bool(truncated[row]),
             routed_experts=None if routing is None else routing[row, :stop].clone(),
+            weight_versions=versions[row],
         )
         for row, (start, stop) in enumerate(spans)
     ]
 
 
 def _read_columns(output: Any, request: GenerationRequest) -> dict[str, torch.Tensor]:
-    """The columns as CPU tensors of the right type and shape."""
-    where = f"generation back end {request.backend}"
+    """Return the columns as CPU tensors of the right type and shape."""
+    where = f"generation backend {request.backend}"
     if not isinstance(output, Mapping):
         raise InvalidRequestError(f"{where}: a {type(output).__name__}; expected a mapping")
     missing = [name for name in _NEEDED_OUTPUTS if name not in output]
     if missing:
         raise MissingDataError(
-            f"{where}: no {listed(missing)} in its answer; found {listed(output)}", fields=missing
+            f"{where}: no {listed(missing)} in its output; found {listed(output)}", fields=missing
         )
     columns = {}
     for name, (kind, dimensions, shape) in _FORMS.items():
@@ -167,7 +175,7 @@ def _read_columns(output: Any, request: GenerationRequest) -> dict[str, torch.Te
             column = torch.as_tensor(output[name]).detach().cpu()
         except (TypeError, ValueError, RuntimeError) as error:
             raise InvalidRequestError(
-                f"{where}: {name} is a {type(output[name]).__name__}, which is no tensor: {error}"
+                f"{where}: {name} is a {type(output[name]).__name__}, not a tensor: {error}"
             ) from error
         dense = column.layout == torch.strided and not column.is_nested
         fits = dense and column.dim() == dimensions and len(column) == len(request.rows)
@@ -175,10 +183,46 @@ def _read_columns(output: Any, request: GenerationRequest) -> dict[str, torch.Te
             size = f"of shape {tuple(column.shape)}" if dense else "not a dense tensor"
             raise InvalidRequestError(
                 f"{where}: {name} has {_kind_of(column)} ({column.dtype}) and is {size}; expected "
-                f"{kind} of shape {shape} for the n = {len(request.rows)} rows that it was given"
+                f"{kind} of shape {shape} for the n = {len(request.rows)} rows of the request"
             )
         columns[name] = column
     return columns
+
+
+def _read_weight_versions(
+    output: Mapping[str, Any], generated: Sequence[int], request: GenerationRequest
+) -> list[list[WeightVersionSpan] | None]:
+    """Return per row the spans over its response, checked to be contiguous."""
+    rows = output.get(WEIGHT_VERSIONS)
+    if rows is None:
+        return [None] * len(generated)
+    where = f"generation backend {request.backend}"
+    count = len(rows) if isinstance(rows, Sequence) else None
+    if count != len(generated):
+        raise InvalidRequestError(
+            f"{where}: {WEIGHT_VERSIONS} is a {type(rows).__name__} of {count} rows; expected a "
+            f"list of {len(generated)}"
+        )
+    for row, spans, length in zip(request.rows, rows, generated, strict=True):
+        if spans is None:
+            continue
+        try:
+            borders = [(int(span["start"]), int(span["end"])) for span in spans]
+            named = all(isinstance(span["version"], str) for span in spans)
+        except (LookupError, TypeError, ValueError):
+            named = False
+        if not named:
+            raise InvalidRequestError(
+                f"{where}: row {row}: {WEIGHT_VERSIONS} is {spans!r:.300}; expected a list of "
+                "version (a str), start and end"
+            )
+        starts, ends = [start for start, _ in borders], [end for _, end in borders]
+        if [*starts, length] != [0, *ends] or any(start >= end for start, end in borders):
+            raise InvalidRequestError(
+                f"{where}: row {row}: {WEIGHT_VERSIONS} has the spans {borders}; expected spans "
+                f"that cover the response of {length} tokens without gaps"
+            )
+    return [None if spans is None else list(spans) for spans in rows]
 
 
 def _kind_of(column: torch.Tensor) -> str:
@@ -204,7 +248,7 @@ def _check_lengths(columns: Mapping[str, torch.Tensor], request: GenerationReque
         generated > budgets,
         request,
         lambda row: (
-            f"a response of {generated[row]} tokens; expected at most {budgets[row]}, by "
+            f"a response of {generated[row]} tokens; expected at most {budgets[row]}, see "
             "policy.generation.max_new_tokens and policy.max_total_sequence_length"
         ),
     )
@@ -222,63 +266,61 @@ def _check_width(name: str, width: int, stops: torch.Tensor, request: Generation
 
 
 def _check_tokens(columns: Mapping[str, torch.Tensor], request: GenerationRequest) -> None:
-    ids, logprobs = columns[_OUTPUT_IDS], columns[_LOGPROBS]
-    sent = request.input_ids
-    # A row's prompt and response lie within every column: their lengths were checked.
-    width = min(ids.shape[1], sent.shape[1])
-    in_prompt = torch.arange(sent.shape[1]) < request.lengths[:, None]
-    _refuse_places(
-        in_prompt[:, :width] & (ids[:, :width] != sent[:, :width]),
-        request,
-        lambda row, place: (
-            f"{_OUTPUT_IDS} has token {ids[row, place]} at place {place} of the prompt; expected "
-            f"{sent[row, place]}, as it was sent"
-        ),
-    )
-    places = torch.arange(max(ids.shape[1], logprobs.shape[1]))
-    in_row = places < columns[_LENGTHS][:, None]
-    _refuse_places(
-        in_row[:, : ids.shape[1]] & (ids < 0),
-        request,
-        lambda row, place: (
-            f"{_OUTPUT_IDS} has token {ids[row, place]} at place {place}; expected at least 0"
-        ),
-    )
-    width = min(logprobs.shape[1], sent.shape[1])
-    _refuse_places(
-        in_prompt[:, :width] & (logprobs[:, :width] != 0),
-        request,
-        lambda row, place: (
-            f"log-probability {logprobs[row, place]} at place {place} of the prompt; expected 0 "
-            f"on its {request.lengths[row]} tokens"
-        ),
-    )
-    # A comparison with NaN is false, so NaN is refused as well.
-    possible = (logprobs <= MAX_LOGPROB) & (logprobs.float() > -torch.inf)  # float32 is stored
-    _refuse_places(
-        in_row[:, : logprobs.shape[1]] & ~possible,
-        request,
-        lambda row, place: (
-            f"log-probability {logprobs[row, place]} at place {place}; expected a finite number "
-            f"of at most 0 (up to {MAX_LOGPROB:g} for rounding)"
-        ),
+    # Row by row, so that each row is read once, from the CPU cache: masks over the padded columns
+    # take thirty times as long. The lengths were checked, so every slice is inside its column.
+    ids, sent = columns[_OUTPUT_IDS].numpy(), request.input_ids.numpy()
+    given = columns[_LOGPROBS]
+    logprobs = given.float().numpy()  # the dtype in which they are stored
+    spans = zip(request.lengths.tolist(), columns[_LENGTHS].tolist(), strict=True)
+    for row, (start, stop) in enumerate(spans):
+        tokens, prompt, logs = ids[row, :stop], sent[row, :start], logprobs[row, :stop]
+        if not stop:
+            continue
+        wrong = tokens[:start] != prompt
+        if wrong.any():
+            index = int(wrong.argmax())
+            raise _refused(
+                request,
+                row,
+                f"{_OUTPUT_IDS} has token {tokens[index]} at index {index} of the prompt; expected "
+                f"{prompt[index]}, as in the request",
+            )
+        if tokens.min() < 0:
+            index = int((tokens < 0).argmax())
+            raise _refused(
+                request,
+                row,
+                f"{_OUTPUT_IDS} has token {tokens[index]} at index {index}; expected at least 0",
+            )
+        if logs[:start].any():  # true for NaN too
+            index = int((logs[:start] != 0).argmax())
+            raise _refused(
+                request,
+                row,
+                f"log-probability {given[row, index]} at index {index} of the prompt; expected 0 "
+                f"on its {start} tokens",
+            )
+        # With a NaN in the row, min and max are NaN, and the comparisons are false.
+        if not (logs.min() > -np.inf and logs.max() <= MAX_LOGPROB):
+            index = int((~((logs > -np.inf) & (logs <= MAX_LOGPROB))).argmax())
+            raise _refused(
+                request,
+                row,
+                f"log-probability {given[row, index]} at index {index}; expected a finite number "
+                f"of at most 0 (up to {MAX_LOGPROB:g} for rounding)",
+            )
+
+
+def _refused(request: GenerationRequest, row: int, problem: str) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"generation backend {request.backend}: row {request.rows[row]}: {problem}"
     )
 
 
 def _refuse(
     wrong: torch.Tensor, request: GenerationRequest, describe: Callable[[int], str]
 ) -> None:
-    """Raise for the first row that is ``wrong``, bool (n,)."""
+    """Raise an error for the first row that is ``wrong``, bool (n,)."""
     if wrong.any():
         row = int(wrong.int().argmax())
-        raise InvalidRequestError(
-            f"generation back end {request.backend}: row {request.rows[row]}: {describe(row)}"
-        )
-
-
-def _refuse_places(
-    wrong: torch.Tensor, request: GenerationRequest, describe: Callable[[int, int], str]
-) -> None:
-    """Raise for the first place that is ``wrong``, bool (n, width), of the first such row."""
-    if wrong.any():
-        _refuse(wrong.any(1), request, lambda row: describe(row, int(wrong[row].int().argmax())))
+        raise _refused(request, row, describe(row))

@@ -1,8 +1,7 @@
-"""What the rollout expects of the parts it is given: generation back ends and environments.
+"""Interfaces of generation backends and environments.
 
-These are typing protocols: a back end or an environment written elsewhere fits without deriving
-from anything here. Environments get their arguments by position, back ends ``data`` by position and
-``greedy`` by name, which is what existing implementations take.
+They are typing protocols, so existing implementations fit without deriving from them. Environments
+get their arguments by position; backends get ``data`` by position and ``greedy`` by name.
 """
 
 from __future__ import annotations
@@ -22,16 +21,16 @@ from column_io import BatchedDataDict
 
 MessageLog = list[dict[str, Any]]
 """The turns of one conversation. Each has ``role``, ``content`` and ``token_ids`` (int64, 1-D);
-generated ones also ``generation_logprobs`` (float32, as long as ``token_ids``). Any other tensor is
-media of the turn, such as ``pixel_values`` (items, ...)."""
+generated ones also ``generation_logprobs`` (float32, one per token). Any other tensor is media of
+the turn, such as ``pixel_values`` (items, ...)."""
 
 
 class Observation(TypedDict):
-    """What an environment says after a response; the next turn of the conversation.
+    """An environment's observation after a response: the next turn of the conversation.
 
     Attributes:
         role: role of the turn, such as "environment", "user" or "tool".
-        content: its text; empty is fine.
+        content: text of the turn; may be empty.
     """
 
     role: str
@@ -39,29 +38,28 @@ class Observation(TypedDict):
 
 
 class VisibleTurn(TypedDict):
-    """What an environment sees of a turn."""
+    """The part of a turn that an environment gets."""
 
     role: str
     content: str
 
 
 class EnvironmentReturn(NamedTuple):
-    """What ``step`` returns for n rows, in the order in which it was given them.
+    """The result of ``step`` for n rows, in the order of the arguments.
 
-    An object with these attributes, a mapping with these keys, or a tuple in this order serves as
-    well.
+    It may also be an object with these attributes, a mapping with these keys, or a tuple in this
+    order.
 
     Attributes:
-        observations: n observations. Also a row that ends may have one; it is not trained on.
-        metadata: n values, the ``extra_env_info`` of the next step. None, for a row or as a whole,
-            leaves what the row has.
-        next_stop_strings: per row the stop strings of the next response, None for no stop strings.
-            None as a whole leaves what each row has.
-        rewards: float (n,), finite, or name to such a tensor. Named components are summed to the
-            row's reward and also kept under their names. Both add up over the turns.
+        observations: n observations, also for rows that end; they are not trained on.
+        metadata: n values for ``extra_env_info`` of the next step. None, for a row or for all,
+            keeps the row's present value.
+        next_stop_strings: per row the stop strings of the next response; None for a row removes
+            them. None for all rows keeps the present ones.
+        rewards: float (n,), finite, or a mapping of name to such a tensor. The components add up to
+            the row's reward, and are also recorded by name. Both are summed over the turns.
         terminateds: bool (n,); True ends the row.
-        answers: n extracted answers, or None as a whole. Read by evaluation loops, not by a
-            rollout.
+        answers: n extracted answers, or None. Evaluation loops use them, rollouts do not.
     """
 
     observations: Sequence[Observation]
@@ -84,46 +82,64 @@ class EnvironmentReturnDict(TypedDict):
 
 
 class RemoteStep(Protocol):
-    """A Ray actor's method, or anything with the same ``remote``."""
+    """A Ray actor's method, or an object with the same ``remote``."""
 
     def remote(self, message_logs: list[list[VisibleTurn]], extra_env_info: list[Any], /) -> Any:
         """Start the step.
 
         Args:
-            message_logs: n conversations so far, the last turn being the response to judge.
-            extra_env_info: n values; at first the input batch's, later ``metadata``.
+            message_logs: n conversations, whose last turn is the response to judge.
+            extra_env_info: n values, first those of the input batch, then ``metadata``.
 
         Returns:
             A Ray ObjectRef or a `concurrent.futures.Future` of an `EnvironmentReturn`, or the
-            return itself. Only a reference or a future can be waited for with a deadline.
+            `EnvironmentReturn` itself. Deadlines need a reference or a future.
         """
 
 
 class EnvironmentInterface(Protocol):
-    """An environment: a handle of a Ray actor, or a local object that looks like one."""
+    """An environment: a handle of a Ray actor, or a local object with the same interface."""
 
     @property
     def step(self) -> RemoteStep:
-        """Judge responses and say how the conversations go on."""
+        """Method that judges responses and returns the next observations."""
+
+
+class WeightVersionSpan(TypedDict):
+    """Tokens ``[start, end)`` that one version of the weights sampled.
+
+    Attributes:
+        version: name of the version in the generation backend.
+        start: index of the first token.
+        end: index after the last token.
+    """
+
+    version: str
+    start: int
+    end: int
 
 
 class GenerationOutput(TypedDict):
-    """What ``generate`` returns for n rows, in the order in which it was given them.
+    """The result of ``generate`` for n rows, in the order of the request.
 
-    A rollout checks every answer against this and the prompts it sent.
+    A rollout checks it against this description and against the request.
 
     Attributes:
-        output_ids: int (n, any width), each row the prompt followed by the response, right-padded.
-        generation_lengths: int (n,), tokens of the response, the stop token included.
+        output_ids: int (n, any width); each row is the prompt followed by the response,
+            right-padded.
+        generation_lengths: int (n,), tokens of the response, including the stop token.
         unpadded_sequence_lengths: int (n,), tokens of prompt and response.
-        logprobs: float (n, any width); 0 on the prompt, the log-probability of the sampled token on
-            the response: finite and at most 0.
-        truncated: bool (n,); the response ran into its token budget. One that stopped by itself is
-            not truncated, not even where its last token is the last of the budget. It marks the row
-            as truncated and does not end it: the environment decides that. Without this column no
-            row counts as truncated.
+        logprobs: float (n, any width); 0 on the prompt, and on the response the log-probability of
+            each sampled token, finite and at most 0.
+        truncated: bool (n,); whether the response reached its token budget. A response that ends
+            with a stop is not truncated, even if it used the last token of the budget. True marks
+            the row as truncated, but the environment decides whether the row ends. Without this
+            column no row counts as truncated.
         routed_experts: int (n, width, layers, experts per token), width at least that of the
-            longest row; the experts that computed each token. Needed for router replay only.
+            longest row; the experts that computed each token. For router replay only.
+        weight_versions: per row the contiguous spans over its response's tokens, in order; None if
+            the backend does not know them. There is one span unless the weights changed during the
+            response.
     """
 
     output_ids: torch.Tensor
@@ -132,13 +148,14 @@ class GenerationOutput(TypedDict):
     logprobs: torch.Tensor
     truncated: NotRequired[torch.Tensor]
     routed_experts: NotRequired[torch.Tensor]
+    weight_versions: NotRequired[Sequence[Sequence[WeightVersionSpan] | None]]
 
 
 class GenerationInterface(Protocol):
-    """A generation back end.
+    """A generation backend.
 
-    A back end that also has ``snapshot_step_metrics()`` is asked for a snapshot at the start of
-    each step; one whose engine is asynchronous is an `AsyncGenerationInterface`.
+    ``snapshot_step_metrics()``, if the backend has it, is called at the start of each step. A
+    backend with an asynchronous engine is an `AsyncGenerationInterface`.
     """
 
     def generate(self, data: BatchedDataDict[Any], *, greedy: bool) -> Mapping[str, Any]:
@@ -146,39 +163,39 @@ class GenerationInterface(Protocol):
 
         Args:
             data: ``input_ids`` int64 (n, width), right-padded with the pad token; ``input_lengths``
-                int64 (n,); ``stop_strings``, a list of n lists of strings or None. If turns have
-                media, each kind as a list of n tensors or None under its name.
-            greedy: take the likeliest token instead of sampling.
+                int64 (n,); ``stop_strings``, a list of n lists of strings or None; and for each
+                media name of the turns, a list of n tensors or None.
+            greedy: take the most likely token instead of sampling.
 
         Returns:
             `GenerationOutput`, as a dict or `BatchedDataDict`, on any device.
         """
 
     def clear_logger_metrics(self) -> None:
-        """Start the accumulation of metrics anew."""
+        """Reset the accumulated metrics."""
 
     def get_logger_metrics(self) -> dict[str, Any] | None:
-        """The metrics accumulated since the last clear (throughput and the like)."""
+        """Return the metrics accumulated since the last clear, for example throughput."""
 
     def finish_generation(self) -> Any:
         """Release caches and inference state, so that training can use the device."""
 
 
 class AsyncGenerationInterface(GenerationInterface, Protocol):
-    """A generation back end whose engine serves many requests at once."""
+    """A generation backend whose engine serves many requests at once."""
 
     def generate_async(
         self, data: BatchedDataDict[Any], *, greedy: bool
     ) -> AsyncIterator[tuple[int, Mapping[str, Any]]]:
-        """Generate responses as they get ready.
+        """Generate responses, and yield each as soon as it is ready.
 
         Args:
-            data: as for `GenerationInterface.generate`. The rollout gives one row a call and makes
-                the calls of all rows at once.
+            data: as for `GenerationInterface.generate`. The rollout passes one row per call, with
+                concurrent calls for all rows.
             greedy: as for `GenerationInterface.generate`.
 
         Yields:
-            The place of a row in ``data``, and its `GenerationOutput` of one row.
+            The index of a row in ``data``, and its `GenerationOutput` of one row.
         """
 
 
@@ -188,12 +205,12 @@ class TokenizerInterface(Protocol):
     pad_token_id: int
 
     def __call__(self, text: str, *, return_tensors: str, add_special_tokens: bool) -> Any:
-        """Called with "pt" and False; ``input_ids`` (1, length), as attribute or key.
+        """Return ``input_ids`` (1, length), as attribute or key.
 
-        Without special tokens: none for an empty text.
+        The rollout passes "pt" and False. An empty text must return no tokens.
         """
 
     def batch_decode(
         self, sequences: list[torch.Tensor], *, skip_special_tokens: bool
     ) -> list[str]:
-        """The text of each of ``sequences`` (int64, 1-D); called with True."""
+        """Return the text of each of ``sequences`` (int64, 1-D); the rollout passes True."""

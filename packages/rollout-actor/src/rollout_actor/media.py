@@ -1,9 +1,10 @@
-"""Tensors of turns that are not tokens: images, audio, whatever a model reads beside text.
+"""Media: tensors of turns that are not tokens, such as images and audio.
 
-A row may have one image, several or none, and images of any resolution. What a put makes of them
-must not depend on the batch that they happen to be in: a field keeps its dtype and form for as long
-as its partition lives. So media are always put as rows of their own shapes, and a row without media
-has no items instead of no value.
+A row may have any number of images, of any resolution. A field keeps its dtype and form while its
+partition exists, so the stored form must not depend on the batch. Media are therefore always put as
+nested tensors whose rows differ in shape, and a row without media has zero items. The names come
+from the configuration, the batch and the partition; a batch that does not fit is refused before
+generation.
 """
 
 from __future__ import annotations
@@ -14,35 +15,45 @@ from typing import Any  # Any: a turn holds the caller's own values
 import torch
 
 from column_io import TOKEN_ALIGNED_FIELDS
-from dataplane_core import InvalidRequestError
-from dataplane_core.rows import shaped_from_rows
+from dataplane_core import (
+    INPUT_IDS,
+    DataPlaneClient,
+    InvalidRequestError,
+    MissingDataError,
+    PartitionSummary,
+    SchemaMismatchError,
+)
+from dataplane_core.tensors.rows import shaped_from_rows
 
-_OF_TOKENS = TOKEN_ALIGNED_FIELDS | {"token_ids", "token_loss_mask"}
+NOT_MEDIA = TOKEN_ALIGNED_FIELDS | {"token_ids", "token_loss_mask"}
+"""Tensors of a turn that belong to its tokens."""
+
+_PAGE = 1000
 
 
 def media_of(turns: Iterable[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
-    """The media of one row: name to the tensors of its turns, joined along dim 0."""
-    found: dict[str, list[torch.Tensor]] = {}
+    """Return the media of one row: name to the tensors of its turns, joined along dim 0."""
+    by_name: dict[str, list[torch.Tensor]] = {}
     for name, value in _tensors(turns):
-        found.setdefault(name, []).append(value)
+        by_name.setdefault(name, []).append(value)
     return {
-        name: parts[0] if len(parts) == 1 else torch.cat(parts) for name, parts in found.items()
+        name: parts[0] if len(parts) == 1 else torch.cat(parts) for name, parts in by_name.items()
     }
 
 
 def _tensors(turns: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, torch.Tensor]]:
     for turn in turns:
         for name, value in turn.items():
-            if isinstance(value, torch.Tensor) and name not in _OF_TOKENS:
+            if isinstance(value, torch.Tensor) and name not in NOT_MEDIA:
                 yield name, value.reshape(1) if value.dim() == 0 else value
 
 
 def media_without_items(message_logs: Sequence[Iterable[Mapping[str, Any]]]) -> MediaForms:
-    """The media that a batch has: name to what a row without them holds, (0, ...).
+    """Return the media of a batch: name to the value (0, ...) of a row without items.
 
     Raises:
-        InvalidRequestError: (a ValueError) naming the row, if media of one name differ in dtype or
-            number of dimensions, or those of one row in more than their first dimension.
+        InvalidRequestError: (a ValueError) media of one name differ in dtype or number of
+            dimensions, or those of one row in more than their first dimension; names the row.
     """
     forms: MediaForms = {}
     for row, turns in enumerate(message_logs):
@@ -58,7 +69,7 @@ def media_without_items(message_logs: Sequence[Iterable[Mapping[str, Any]]]) -> 
             if shape != value.shape[1:]:
                 raise InvalidRequestError(
                     f"media {name!r} of row {row} have items of shapes {tuple(shape)} and "
-                    f"{tuple(value.shape[1:])}; expected one shape in a row"
+                    f"{tuple(value.shape[1:])}; expected one shape per row"
                 )
     return forms
 
@@ -67,27 +78,98 @@ MediaForms = dict[str, torch.Tensor]
 """Name of media to an empty tensor of their dtype and dimensions, (0, ...)."""
 
 
+def held_media(client: DataPlaneClient, partition: PartitionSummary) -> MediaForms:
+    """Return the media of a partition's samples, put by any process.
+
+    The store records a field's dtype and form only; the dimensions are read from one sample.
+    """
+    names = {each.name for each in partition.fields if each.form == "shaped" and each.written}
+    forms: MediaForms = {}
+    start = 0
+    while names and (page := client.list_samples(partition.partition_id, start=start, limit=_PAGE)):
+        start += len(page)
+        for sample in page:
+            for name in sorted(names.intersection(sample.fields)):
+                try:
+                    ids, where = [sample.sample_id], partition.partition_id
+                    row = client.get_samples(ids, where, [name])[name]
+                except MissingDataError:
+                    continue  # cleared since the listing
+                forms[name] = row.new_empty((0, *row.shape[2:]))
+                names.remove(name)
+            if not names:
+                break
+    return forms
+
+
+def check_media(
+    partition: PartitionSummary, media: MediaForms, held: MediaForms, declared: MediaForms
+) -> None:
+    """Refuse media that cannot be read together with the samples of a partition.
+
+    Args:
+        partition: summary of the partition.
+        media: media of the batch.
+        held: media of the partition.
+        declared: media of the configuration.
+
+    Raises:
+        SchemaMismatchError: (a ValueError and a TypeError) media have other dimensions, or the
+            samples of earlier rollouts lack them; names them.
+    """
+    where = f"rollout_to_tq: partition {partition.partition_id!r}"
+    for name, own in (declared | media).items():
+        if name in held and held[name].dim() != own.dim():
+            raise SchemaMismatchError(
+                f"{where} holds media {name!r} of {held[name].dim()} dimensions and cannot take "
+                f"{own.dim()}; clear the partition before changing them"
+            )
+    rollouts = next((each.written for each in partition.fields if each.name == INPUT_IDS), 0)
+    for name, own in media.items():
+        if rollouts and name not in held:
+            kind = str(own.dtype).removeprefix("torch.")
+            raise SchemaMismatchError(
+                f"{where} holds {rollouts} samples without media {name!r}, which cannot be read "
+                f"together with samples that have it; declare policy.media.{name} (dtype {kind}, "
+                f"dims {own.dim()}) from the first rollout on, or clear the partition first"
+            )
+
+
+def check_declared(media: MediaForms, declared: MediaForms) -> None:
+    """Refuse media whose dtype or number of dimensions differs from the declaration.
+
+    Raises:
+        SchemaMismatchError: (a ValueError and a TypeError) names the media that differ.
+    """
+    for name, own in media.items():
+        form = declared.get(name, own)
+        if (form.dtype, form.dim()) != (own.dtype, own.dim()):
+            raise SchemaMismatchError(
+                f"rollout_to_tq: media {name!r} are {own.dtype} of {own.dim()} dimensions; "
+                f"expected {form.dtype} of {form.dim()}, as policy.media declares"
+            )
+
+
 def share_equal_media(rows: Sequence[dict[str, torch.Tensor]], group_size: int) -> None:
-    """Let the rows of each group of ``group_size`` share what equals the first row's, in place."""
-    for place, media in enumerate(rows):
-        leader = rows[place - place % group_size]
+    """Make rows share the tensors of their group's first row where media are equal, in place."""
+    for index, media in enumerate(rows):
+        first = rows[index - index % group_size]
         for name, tensor in media.items():
-            if name in leader and torch.equal(tensor, leader[name]):
-                media[name] = leader[name]
+            if name in first and torch.equal(tensor, first[name]):
+                media[name] = first[name]
 
 
 def media_columns(
     message_logs: Sequence[Iterable[Mapping[str, Any]]], known: MediaForms | None = None
 ) -> dict[str, torch.Tensor]:
-    """The media of a batch as columns.
+    """Return the media of a batch as columns.
 
     Args:
-        message_logs: per row the turns.
-        known: media that other batches have; columns of theirs are added.
+        message_logs: list of turns per row.
+        known: media of other batches, which get columns too.
 
     Returns:
-        Per name a nested tensor of strided layout: row i holds the items of row i, of which there
-        may be none.
+        Name to a strided nested tensor, whose row i holds the items of row i, possibly none.
 
     Raises:
         InvalidRequestError: (a ValueError) as `media_without_items`.

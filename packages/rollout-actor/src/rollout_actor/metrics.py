@@ -1,6 +1,6 @@
-"""Numbers about a rollout, computed from what its conversations recorded.
+"""Metrics of a rollout, computed from the records of its conversations.
 
-All values are plain ints and floats, so that they go to a logger and through a meta as they are.
+All values are plain ints and floats, for loggers and for ``extra_info`` of a meta.
 """
 
 from __future__ import annotations
@@ -12,22 +12,28 @@ from rollout_actor.conversation import Conversation
 
 
 def rollout_metrics(rows: Sequence[Conversation]) -> dict[str, float | int]:
-    """The metrics of a rollout.
+    """Return the metrics of a rollout.
 
     Args:
         rows: finished conversations.
 
     Returns:
-        Over the batch: ``total_turns``, ``avg_turns_per_sample``, ``max_turns_per_sample``;
-        ``mean_gen_tokens_per_sample``, ``max_gen_tokens_per_sample``,
-        ``mean_env_tokens_per_sample``, ``mean_total_tokens_per_sample``, in tokens;
-        ``mean_total_reward``, ``min_total_reward``, ``max_total_reward``; and the shares of rows
-        ``truncation_rate`` (a response ran into its token budget), ``natural_termination_rate``
-        (ended by their environment, no response truncated), ``sequence_full_rate`` (ended by an
-        observation that left no room for a response) and ``max_turns_reached_rate`` (ended by
-        nothing but the number of turns).
-        Per turn n from 1, over the rows that played it: ``turn_<n>/active_samples``,
-        ``turn_<n>/mean_gen_tokens``, ``turn_<n>/mean_env_tokens``, ``turn_<n>/mean_reward``.
+        Metric to number.
+
+        - Turns: ``total_turns``, ``avg_turns_per_sample``, ``max_turns_per_sample``.
+        - Tokens: ``mean_gen_tokens_per_sample``, ``max_gen_tokens_per_sample``,
+            ``mean_env_tokens_per_sample``, ``mean_total_tokens_per_sample``.
+        - Rewards: ``mean_total_reward``, ``min_total_reward``, ``max_total_reward``.
+        - ``truncation_rate``: fraction of rows with a response that reached its token budget.
+        - ``natural_termination_rate``: fraction of rows that their environment ended, without a
+            truncated response.
+        - ``sequence_full_rate``: fraction of rows that ended because an observation left no space
+            for a response.
+        - ``max_turns_reached_rate``: fraction of rows that the maximum number of turns ended.
+        - ``mixed_weight_version_rate``: fraction of rows that more than one version generated, if
+            the backend reported weight versions for every row.
+        - Per turn n from 1, over the rows that played it: ``turn_<n>/active_samples``,
+            ``turn_<n>/mean_gen_tokens``, ``turn_<n>/mean_env_tokens``, ``turn_<n>/mean_reward``.
     """
     turns = [len(row.history) for row in rows]
     generated = [sum(turn.generated for turn in row.history) for row in rows]
@@ -50,9 +56,14 @@ def rollout_metrics(rows: Sequence[Conversation]) -> dict[str, float | int]:
         "sequence_full_rate": _mean(row.full for row in rows),
         "max_turns_reached_rate": _mean(row.active for row in rows),
     }
-    for place in range(max(turns, default=0)):
-        played = [row.history[place] for row in rows if len(row.history) > place]
-        name = f"turn_{place + 1}"
+    versions = [row.weight_versions for row in rows if row.weight_versions is not None]
+    if rows and len(versions) == len(rows):
+        metrics["mixed_weight_version_rate"] = _mean(
+            len({span["version"] for span in spans}) > 1 for spans in versions
+        )
+    for index in range(max(turns, default=0)):
+        played = [row.history[index] for row in rows if len(row.history) > index]
+        name = f"turn_{index + 1}"
         metrics[f"{name}/active_samples"] = len(played)
         metrics[f"{name}/mean_gen_tokens"] = _mean(turn.generated for turn in played)
         metrics[f"{name}/mean_env_tokens"] = _mean(turn.observed for turn in played)
@@ -61,5 +72,5 @@ def rollout_metrics(rows: Sequence[Conversation]) -> dict[str, float | int]:
 
 
 def _mean(values: Iterable[float]) -> float:
-    found = list(values)
-    return fmean(found) if found else 0.0
+    numbers = list(values)
+    return fmean(numbers) if numbers else 0.0

@@ -1,7 +1,7 @@
-"""Lets a plain class be used as if it were decorated with ``ray.remote``.
+"""`RayClass`: a base class whose subclasses also run as Ray actors.
 
-A decorated class cannot be called in-process any more. Here the plain class stays a plain class,
-and ``remote`` and ``options`` make the Ray form of it, or of a subclass, on demand.
+A class decorated with ``ray.remote`` cannot be used in-process. Here the class stays plain, and
+``remote`` and ``options`` create its Ray form on demand.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import ray
 
 
 class _Hidden:
-    """Makes an inherited attribute look absent."""
+    """Descriptor that makes an inherited attribute look absent."""
 
     def __get__(self, instance: object, owner: type) -> NoReturn:
         raise AttributeError
@@ -23,16 +23,16 @@ class RayClass:
 
     @classmethod
     def remote(cls, *args: Any, **kwargs: Any) -> Any:
-        """Start an actor of this class; returns its handle."""
+        """Start an actor of this class; return its handle."""
         return _ray_form(cls).remote(*args, **kwargs)
 
     @classmethod
     def options(cls, **ray_options: Any) -> Any:
-        """The class with Ray's actor options (``num_cpus``, ``name``, ...); has ``remote``."""
+        """Return the Ray form with actor options (``num_cpus``, ...), which has ``remote``."""
         return _ray_form(cls).options(**ray_options)
 
 
 def _ray_form(cls: type) -> Any:
-    # Ray adds `remote` and `options` of its own and warns about a class that has one already.
+    # Ray adds its own `remote` and `options`, and warns about a class that already has them.
     hidden = {"remote": _Hidden(), "options": _Hidden(), "__doc__": cls.__doc__}
     return ray.remote(type(cls.__name__, (cls,), {"__module__": cls.__module__, **hidden}))

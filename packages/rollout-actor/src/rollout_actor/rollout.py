@@ -1,8 +1,7 @@
-"""The multi-turn rollout: generate, let the environments judge, append what they say, repeat.
+"""The multi-turn rollout: generate, step the environments, append their observations, repeat.
 
-Both forms end with the same batch for a back end that answers the same. They differ in what waits
-for what: the synchronous one takes all active rows through a turn together, the asynchronous one
-lets each row go ahead on its own.
+The synchronous form plays each turn for all active rows together; in the asynchronous form each row
+proceeds at its own pace. Both return the same batch for a backend with the same responses.
 """
 
 from __future__ import annotations
@@ -20,13 +19,19 @@ from column_io import BatchedDataDict
 from dataplane_core import InvalidRequestError
 from dataplane_core.errors import listed
 from dataplane_core.telemetry import span
+from dataplane_core.tensors.columns import object_array
 from rollout_actor.conversation import Conversation, check_tokenizer, start_conversations
 from rollout_actor.environment_step import (
     check_tasks,
     step_environments,
     step_environments_async,
 )
-from rollout_actor.generation import GenerationRequest, generation_request, responses
+from rollout_actor.generation import (
+    WEIGHT_VERSIONS,
+    GenerationRequest,
+    generation_request,
+    responses,
+)
 from rollout_actor.interfaces import (
     AsyncGenerationInterface,
     EnvironmentInterface,
@@ -50,41 +55,45 @@ def run_multi_turn_rollout(
     step_timeout_s: float = DEFAULT_STEP_TIMEOUT_S,
     media_group_size: int = 1,
 ) -> tuple[BatchedDataDict[Any], dict[str, Any]]:
-    """Play every row until its environment ends it, its sequence is full, or its turns are used up.
+    """Play every row until its environment ends it, its sequence is full, or no turns remain.
 
-    Each turn generates for the rows that are still active, in one call, and steps them in their
-    environments, one call per task, all started before any is awaited.
+    Each turn generates for all active rows in one call, then steps them in their environments, with
+    one concurrent call per task.
 
     Args:
-        policy_generation: the back end.
-        input_batch: n rows. ``message_log`` (turns with ``role``, ``content`` and ``token_ids``),
-            ``task_name``, ``extra_env_info``, optionally ``stop_strings``; other columns are
-            carried along. It is not changed.
+        policy_generation: the backend.
+        input_batch: n rows with ``message_log`` (turns with ``role``, ``content`` and
+            ``token_ids``), ``task_name``, ``extra_env_info``, and optionally ``stop_strings``.
+            Other columns are copied to the result. It is not changed.
         tokenizer: decodes responses and encodes observations.
         task_to_env: task to environment.
-        max_seq_len: tokens of a conversation. An observation with which it would reach this is
-            cut and ends the row.
-        max_rollout_turns: responses per row at most.
-        max_new_tokens: tokens of a response at most, None for as many as the conversation may
-            have. The back end has to have the same limit; an answer beyond it is refused.
-        greedy: take the likeliest token instead of sampling.
+        max_seq_len: maximum tokens of a conversation. An observation that would reach it is cut,
+            and ends the row.
+        max_rollout_turns: maximum responses per row.
+        max_new_tokens: maximum tokens of a response; None is limited by ``max_seq_len`` only. The
+            backend needs the same limit; a longer response is refused.
+        greedy: take the most likely token instead of sampling.
         step_timeout_s: how long the steps of one turn may take, in seconds.
-        media_group_size: so many rows in a row repeat one prompt, and share its media in memory.
+        media_group_size: number of consecutive rows that repeat one prompt, and share its media in
+            memory.
 
     Returns:
         The batch and its metrics (`rollout_actor.metrics.rollout_metrics`). The batch has the
-        input's columns, with ``message_log`` and ``extra_env_info`` as they ended, and
-        ``total_reward`` float32 (n,), ``truncated`` bool (n,), True where a response ran into its
-        token budget, and, float32 (n,), each reward component that an environment named, 0 where
-        it did not.
+        input's columns, with the final ``message_log`` and ``extra_env_info``, and:
+
+        - ``total_reward``, float32 (n,);
+        - ``truncated``, bool (n,): whether a response reached its token budget;
+        - each reward component by its name, float32 (n,), 0 for rows without it;
+        - ``weight_versions``, if the backend reports them, objects (n,): lists of
+            `rollout_actor.WeightVersionSpan` over the row's tokens, None for rows without.
 
     Raises:
-        InvalidRequestError: (a ValueError) if a task has no environment, columns do not fit each
-            other, the tokenizer adds tokens to an observation, a reward component has the name of
-            a column, rewards add up to more than float32 has, or an answer of the back end or an
-            environment is not what its interface says (see `rollout_actor.generation.responses`).
-        MissingDataError: (a KeyError and a ValueError) if a column or a key is missing.
-        DeadlineExceededError, UnavailableError: as `step_environments`, naming the task.
+        InvalidRequestError: (a ValueError) a task has no environment, columns do not fit each
+            other, or the tokenizer adds tokens to an observation. A reward component has the name
+            of a column, or a sum of rewards exceeds float32. The output of the backend or of an
+            environment violates its interface (see `rollout_actor.generation.responses`).
+        MissingDataError: (a KeyError and a ValueError) a column or a key is missing.
+        DeadlineExceededError, UnavailableError: as `step_environments`; names the task.
     """
     rows = _start(input_batch, tokenizer, task_to_env, max_rollout_turns, media_group_size)
     for turn in range(max_rollout_turns):
@@ -105,7 +114,7 @@ def run_multi_turn_rollout(
             with span("environment_step", "idle", kind=SpanKind.CLIENT):
                 outcomes = step_environments(active, task_to_env, timeout_s=step_timeout_s)
             for row, outcome in zip(active, outcomes, strict=True):
-                row.settle(outcome, tokenizer, max_seq_len=max_seq_len)
+                row.add_outcome(outcome, tokenizer, max_seq_len=max_seq_len)
     return _final_batch(input_batch, rows), rollout_metrics(rows)
 
 
@@ -122,14 +131,13 @@ def run_async_multi_turn_rollout(
     step_timeout_s: float = DEFAULT_STEP_TIMEOUT_S,
     media_group_size: int = 1,
 ) -> tuple[BatchedDataDict[Any], dict[str, Any]]:
-    """`run_multi_turn_rollout` over ``generate_async``, each row at its own pace.
+    """Play every row as `run_multi_turn_rollout`, with ``generate_async``, at its own pace.
 
-    Not a coroutine: it runs an event loop of its own, in a thread of its own if the caller is
-    inside one (a notebook), and returns when every row has ended. ``generate_async`` and ``step``
-    are called with one row at a time, and ``step_timeout_s`` holds for each row's step. An
-    environment that computes inside ``step.remote`` itself keeps the other rows waiting; one that
-    returns a reference or a future does not. When a row fails, the others are cancelled and its
-    error is raised.
+    It is not a coroutine: it runs its own event loop, in a separate thread if the caller is in one
+    (a notebook), and returns when every row is finished. ``generate_async`` and ``step`` get one
+    row per call, and ``step_timeout_s`` applies to each row's step. An environment that computes in
+    ``step.remote`` itself blocks the other rows; one that returns a reference or a future does not.
+    When a row fails, the others are cancelled and its error is raised.
     """
     rows = _start(input_batch, tokenizer, task_to_env, max_rollout_turns, media_group_size)
 
@@ -144,22 +152,22 @@ def run_async_multi_turn_rollout(
             )
             stream = policy_generation.generate_async(request.data, greedy=greedy)
             answers = [answer async for answer in stream]
-            places = [place for place, _ in answers]
-            if places != [0]:
+            indices = [index for index, _ in answers]
+            if indices != [0]:
                 raise InvalidRequestError(
-                    f"generation back end {request.backend}: row {row.row}: generate_async yielded "
-                    f"answers for the places {places}; expected [0], the one row it was given"
+                    f"generation backend {request.backend}: row {row.row}: generate_async yielded "
+                    f"outputs for the rows {indices}; expected [0], the only row of the request"
                 )
             _add_responses([row], answers[0][1], request, tokenizer)
             outcomes = await step_environments_async([row], task_to_env, timeout_s=step_timeout_s)
-            row.settle(outcomes[0], tokenizer, max_seq_len=max_seq_len)
+            row.add_outcome(outcomes[0], tokenizer, max_seq_len=max_seq_len)
             if not row.active:
                 break
 
     async def play_all() -> None:
         await asyncio.gather(*map(play, rows))
 
-    # One span for all rows: each goes at its own pace, and a span per row would be one per sample.
+    # One span for all rows: rows do not share turns, and a span per row would be one per sample.
     with span("play", "idle", attributes={"rl.rows": len(rows)}):
         try:
             asyncio.get_running_loop()
@@ -215,12 +223,14 @@ def _final_batch(
             "truncated": torch.tensor([row.truncated for row in rows], dtype=torch.bool),
         }
     )
+    if any(row.weight_versions is not None for row in rows):
+        batch[WEIGHT_VERSIONS] = object_array([row.weight_versions for row in rows])
     components = sorted({name for row in rows for name in row.rewards})
     taken = [name for name in components if name in batch]
     if taken:
         raise InvalidRequestError(
             f"rollout: reward components {listed(taken)} have the names of columns; expected "
-            "names of their own, such as 'reward/<name>'"
+            "other names, such as 'reward/<name>'"
         )
     for name in components:
         batch[name] = _float32([row.rewards.get(name, 0.0) for row in rows], name)
@@ -228,7 +238,7 @@ def _final_batch(
 
 
 def _float32(sums: Sequence[float], name: str) -> torch.Tensor:
-    """Rewards as a column; each was finite, and still their sum may not be."""
+    """Return sums of finite rewards as a column; a sum that exceeds float32 is refused."""
     column = torch.tensor(sums, dtype=torch.float32)
     if not column.isfinite().all():
         row = int(column.isfinite().logical_not().int().argmax())

@@ -1,4 +1,4 @@
-"""What a rollout reads of the trainer's configuration, checked once at construction."""
+"""`RolloutSettings`: a rollout's part of the trainer's configuration, checked at construction."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ from dataclasses import dataclass
 from math import inf
 from typing import Any  # Any: a configuration from YAML
 
+import torch
+
 from dataplane_core import ConfigError, UnsupportedError
+from rollout_actor.media import NOT_MEDIA, MediaForms
 
 DEFAULT_STEP_TIMEOUT_S = 300.0
-"""How long an environment's step may take, in seconds, if ``env.step_timeout_s`` does not say."""
+"""Default of ``env.step_timeout_s``: how long an environment's step may take, in seconds."""
 
 _MISSING = object()
 
@@ -20,18 +23,20 @@ class RolloutSettings:
     """The settings of a rollout.
 
     Attributes:
-        max_seq_len: tokens of a conversation at most; ``policy.max_total_sequence_length``.
+        max_seq_len: maximum tokens of a conversation; ``policy.max_total_sequence_length``.
         pad_to_multiple: alignment of the sequence width, in tokens;
             ``policy.make_sequence_length_divisible_by``.
-        max_new_tokens: tokens of a response at most; ``policy.generation.max_new_tokens``, None if
+        max_new_tokens: maximum tokens of a response; ``policy.generation.max_new_tokens``, None if
             absent.
-        max_turns: responses per row at most; ``grpo.max_rollout_turns``.
+        max_turns: maximum responses per row; ``grpo.max_rollout_turns``.
         async_generation: generate row by row through ``generate_async``; ``async_engine`` in
-            ``policy.generation`` or in the back end's own section there (``vllm_cfg`` for vllm).
-        router_replay: put ``routed_experts``; ``policy.router_replay.enabled``, off if absent.
+            ``policy.generation`` or in the backend's section there (``vllm_cfg`` for vllm).
+        router_replay: put ``routed_experts``; ``policy.router_replay.enabled``, default off.
         share_group_media: rows of a group share equal media in memory;
-            ``grpo.deduplicate_multimodal_data``, off if absent.
+            ``grpo.deduplicate_multimodal_data``, default off.
         step_timeout_s: how long an environment's step may take; ``env.step_timeout_s``.
+        media: name of media to its value for a row without items; ``policy.media``, where each name
+            has a ``dtype`` and the ``dims`` of a row's tensor.
     """
 
     max_seq_len: int
@@ -42,21 +47,22 @@ class RolloutSettings:
     router_replay: bool
     share_group_media: bool
     step_timeout_s: float
+    media: MediaForms
 
     @classmethod
     def from_master_config(cls, master_config: Any) -> RolloutSettings:
         """Read the settings from nested mappings, or a pydantic model of them.
 
         Raises:
-            ConfigError: (a ValueError) naming the key that is missing or out of range.
-            UnsupportedError: (a NotImplementedError) if ``env.should_use_nemo_gym`` is on.
+            ConfigError: (a ValueError) a key is missing or out of range; names it.
+            UnsupportedError: (a NotImplementedError) ``env.should_use_nemo_gym`` is on.
         """
         config = _Section("", _as_mapping(master_config))
         policy, grpo, env = config.section("policy"), config.section("grpo"), config.section("env")
         if env.flag("should_use_nemo_gym"):
             raise UnsupportedError(
-                "master_config: env.should_use_nemo_gym is true, and this rollout has no NeMo-Gym "
-                "path; set it to false and give the environments as task_to_env"
+                "master_config: env.should_use_nemo_gym is true, but this rollout does not support "
+                "NeMo-Gym; set it to false and pass the environments as task_to_env"
             )
         generation = policy.section("generation")
         return cls(
@@ -68,12 +74,36 @@ class RolloutSettings:
             router_replay=policy.section("router_replay").flag("enabled"),
             share_group_media=grpo.flag("deduplicate_multimodal_data"),
             step_timeout_s=env.positive_seconds("step_timeout_s", DEFAULT_STEP_TIMEOUT_S),
+            media=_declared_media(policy.section("media")),
         )
 
 
 def _is_async(generation: _Section) -> bool:
     engine = generation.section(f"{generation.get('backend', 'vllm')}_cfg")
     return generation.flag("async_engine") or engine.flag("async_engine")
+
+
+def _declared_media(media: _Section) -> MediaForms:
+    forms: MediaForms = {}
+    for name in media.names():
+        own = media.section(name)
+        unknown = own.names() - {"dtype", "dims"}
+        if name in NOT_MEDIA or unknown:
+            problem = (
+                f"unknown key {sorted(unknown)[0]!r}" if unknown else "the name of a token column"
+            )
+            raise ConfigError(
+                f"master_config: policy.media.{name}: {problem}; expected the name of a tensor of "
+                "turns, with the keys dtype and dims"
+            )
+        dtype = getattr(torch, str(own.get("dtype", "")).removeprefix("torch."), None)
+        if not isinstance(dtype, torch.dtype):
+            raise ConfigError(
+                f"master_config: policy.media.{name}.dtype: found {own.get('dtype', None)!r}; "
+                "expected a dtype of torch, such as float32"
+            )
+        forms[name] = torch.empty((0,) * own.positive_int("dims"), dtype=dtype)
+    return forms
 
 
 def _as_mapping(section: Any) -> Mapping[str, Any]:
@@ -85,11 +115,14 @@ def _as_mapping(section: Any) -> Mapping[str, Any]:
 
 
 class _Section:
-    """A part of the configuration that knows its path. A key set to None is as good as absent."""
+    """A section of the configuration with its path. A key that is None counts as absent."""
 
     def __init__(self, path: str, values: Mapping[str, Any]) -> None:
         self._path = path
         self._values = values
+
+    def names(self) -> set[str]:
+        return set(map(str, self._values))
 
     def get(self, key: str, default: Any) -> Any:
         value = self._values.get(key)

@@ -1,7 +1,7 @@
-"""Which columns of a finished rollout are put, and which go to the driver.
+"""The columns of a finished rollout: those that are put, and those for the driver.
 
-The two hardly overlap: what is put is bulk that later stages read by sample id, what is carried is
-small and per row. Rewards are carried only, since the driver shapes them before anyone else may.
+Bulk columns are put, and later stages read them by sample id. The driver gets small columns with
+one value per row ("carried"). Rewards are only carried, because the driver shapes them first.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ from dataplane_core import (
 from dataplane_core.arguments import checked_int
 from dataplane_core.declaration import PartitionDeclaration, check_enums, check_kinds
 from dataplane_core.errors import listed
-from dataplane_core.rows import OBJECT, Column
+from dataplane_core.tensors.columns import object_array
+from dataplane_core.tensors.rows import OBJECT, Column
 from rollout_actor.flatten import OPT_IN_CARRY_KEYS
-from rollout_actor.object_column import object_column
+from rollout_actor.generation import WEIGHT_VERSIONS
 
 REWARD_PREFIX = "reward/"
-"""Reward components with this prefix are carried."""
+"""Prefix of reward components that are carried."""
 
 _INPUT_COLUMNS = ("message_log", "length", "loss_multiplier", "task_name", "extra_env_info")
 _NOT_PUT = frozenset({"message_log", "length", "loss_multiplier", "total_reward", "truncated"})
@@ -46,7 +47,7 @@ PAYLOAD_KINDS = {
     "turn_contents": OBJECT,
     "content": OBJECT,
 }
-"""Kinds of the columns that every rollout puts; that of ``routed_experts`` is the back end's."""
+"""Kinds of the columns that every rollout puts; the backend decides that of ``routed_experts``."""
 
 _ALWAYS_CARRIED = (
     "total_reward",
@@ -60,14 +61,14 @@ _ALWAYS_CARRIED = (
 
 
 def check_input(input_batch: Mapping[str, Any], *, group_size: int) -> int:
-    """Refuse a batch that cannot be rolled out, before anything is generated.
+    """Check an input batch before generation.
 
     Returns:
         The number of rows.
 
     Raises:
-        MissingDataError: (a KeyError and a ValueError) if a column is missing.
-        InvalidRequestError: (a ValueError) if there are no rows, columns differ in their number of
+        MissingDataError: (a KeyError and a ValueError) a column is missing.
+        InvalidRequestError: (a ValueError) there are no rows, columns differ in their number of
             rows, or ``group_size`` is below 1 or does not divide the rows.
     """
     missing = [name for name in _INPUT_COLUMNS if name not in input_batch]
@@ -77,29 +78,29 @@ def check_input(input_batch: Mapping[str, Any], *, group_size: int) -> int:
             fields=missing,
         )
     rows = len(input_batch["message_log"])
-    group_size = checked_int("rollout_to_tq", "group_size", group_size, least=1)
+    group_size = checked_int("rollout_to_tq", "group_size", group_size, minimum=1)
     if rows == 0 or rows % group_size:
         raise InvalidRequestError(
-            f"rollout_to_tq: {rows} rows in groups of {group_size}; expected a group size of at "
-            "least 1 that divides the rows, of which there is at least one"
+            f"rollout_to_tq: {rows} rows in groups of {group_size}; expected at least one row, and "
+            "a group size that divides the rows"
         )
     for name, column in input_batch.items():
-        found = _row_count(column)
-        if found != rows:
+        count = _row_count(column)
+        if count != rows:
             raise InvalidRequestError(
-                f"rollout_to_tq: column {name!r} has {'no' if found is None else found} rows; "
+                f"rollout_to_tq: column {name!r} has {'no' if count is None else count} rows; "
                 f"expected {rows}, as message_log"
             )
     return rows
 
 
 def check_carry_keys(carry_keys: Sequence[str] | None) -> None:
-    """Refuse carry keys that no rollout has. Which reward components there are is known later.
+    """Refuse carry keys that no rollout has; reward components are unknown before the rollout.
 
     Raises:
-        MissingDataError: (a KeyError and a ValueError) naming the keys there are.
+        MissingDataError: (a KeyError and a ValueError) names the available keys.
     """
-    known = (*_ALWAYS_CARRIED, *OPT_IN_CARRY_KEYS)
+    known = (*_ALWAYS_CARRIED, WEIGHT_VERSIONS, *OPT_IN_CARRY_KEYS)
     unknown = [
         key for key in carry_keys or () if key not in known and not key.startswith(REWARD_PREFIX)
     ]
@@ -108,10 +109,10 @@ def check_carry_keys(carry_keys: Sequence[str] | None) -> None:
 
 
 def find_partition(client: DataPlaneClient, partition_id: str) -> PartitionSummary | None:
-    """What a store says of a partition; None if it cannot be inspected.
+    """Return the summary of a partition; None if the store cannot be inspected.
 
     Raises:
-        PartitionNotFoundError: (a KeyError and a ValueError) if it is not registered.
+        PartitionNotFoundError: (a KeyError and a ValueError) it is not registered.
     """
     if not getattr(getattr(client, "capabilities", None), "inspection", False):
         return None
@@ -127,16 +128,16 @@ def find_partition(client: DataPlaneClient, partition_id: str) -> PartitionSumma
 def check_columns(
     partition: PartitionSummary, input_batch: Mapping[str, Any], media: Mapping[str, str]
 ) -> None:
-    """Refuse columns that a partition cannot take, before anything is generated.
+    """Check before generation that a partition can store the columns.
 
     Args:
-        partition: the partition that will be put into.
+        partition: summary of the target partition.
         input_batch: checked by `check_input`.
         media: name of media to the kind of their column.
 
     Raises:
-        SchemaMismatchError: (a ValueError and a TypeError) if it holds one in another kind.
-        InvalidRequestError: (a ValueError) if a value is outside a column's declared vocabulary.
+        SchemaMismatchError: (a ValueError and a TypeError) it holds a column in another kind.
+        InvalidRequestError: (a ValueError) a value is outside a column's declared vocabulary.
     """
     names = _put_of_input(list(input_batch))
     columns = {name: _as_column(input_batch[name]) for name in names}
@@ -153,7 +154,7 @@ def check_columns(
     texts = {
         name: Column(OBJECT, list(column))
         for name, column in columns.items()
-        if kinds[name] == OBJECT and name != "extra_env_info"  # which environments change
+        if kinds[name] == OBJECT and name != "extra_env_info"  # environments change it
     }
     declared = PartitionDeclaration(partition.partition_id, (), 0, (), enums=partition.enums)
     check_enums(texts, declared)
@@ -166,16 +167,16 @@ def carry_columns(
     *,
     carry_keys: Sequence[str] | None,
 ) -> dict[str, Any]:
-    """The columns for the driver.
+    """Return the columns for the driver.
 
     Args:
-        final_batch: what the rollout returned.
+        final_batch: batch that the rollout returned.
         flattened: the driver's part of `flatten_rollout_message_log`.
         input_lengths: valid tokens per row, int64 (n,).
-        carry_keys: the names to return, in this order; None for all but `OPT_IN_CARRY_KEYS`.
+        carry_keys: names to return, in this order; None for all but `OPT_IN_CARRY_KEYS`.
 
     Raises:
-        MissingDataError: (a KeyError and a ValueError) naming the keys there are.
+        MissingDataError: (a KeyError and a ValueError) a key is unknown; names the available ones.
     """
     available: dict[str, Any] = {
         "total_reward": final_batch["total_reward"],
@@ -184,6 +185,7 @@ def carry_columns(
         "length": torch.as_tensor(final_batch["length"]).cpu(),
         INPUT_LENGTHS: input_lengths,
         **flattened,
+        **_reported_versions(final_batch),
         **{name: final_batch[name] for name in _reward_components(final_batch)},
     }
     if carry_keys is None:
@@ -201,23 +203,28 @@ def bulk_columns(
     *,
     input_columns: Sequence[str],
 ) -> BatchedDataDict[Any]:
-    """The columns of the put.
+    """Return the columns of the put.
 
     Args:
-        final_batch: what the rollout returned.
+        final_batch: batch that the rollout returned.
         payload: the put's part of `flatten_rollout_message_log`.
         input_lengths: valid tokens per row, int64 (n,).
-        input_columns: the names that the input batch had. Those that the driver carries are left
-            out; one with the name of a payload column gives way to it.
+        input_columns: names of the input batch's columns. Carried ones are left out; a payload
+            column replaces one of the same name.
     """
     return BatchedDataDict(
         {
             **{name: _as_column(final_batch[name]) for name in _put_of_input(input_columns)},
             **payload,
+            **_reported_versions(final_batch),
             INPUT_LENGTHS: input_lengths,
             SAMPLE_MASK: loss_multiplier(final_batch),
         }
     )
+
+
+def _reported_versions(final_batch: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: final_batch[name] for name in (WEIGHT_VERSIONS,) if name in final_batch}
 
 
 def _put_of_input(names: Sequence[str]) -> list[str]:
@@ -225,7 +232,7 @@ def _put_of_input(names: Sequence[str]) -> list[str]:
 
 
 def loss_multiplier(batch: Mapping[str, Any]) -> torch.Tensor:
-    """``loss_multiplier`` as float32 (n,), the dtype in which the driver writes the mask again."""
+    """Return ``loss_multiplier`` as float32 (n,), the dtype in which the driver puts it later."""
     return torch.as_tensor(batch["loss_multiplier"]).to("cpu", torch.float32)
 
 
@@ -247,13 +254,13 @@ def _as_column(values: Any) -> torch.Tensor | np.ndarray:
         return values.cpu()
     if isinstance(values, np.ndarray) and values.dtype.kind in "biuf":
         return torch.as_tensor(values)
-    return object_column(values)
+    return object_array(values)
 
 
 def _unknown_carry_keys(unknown: Sequence[str], available: Sequence[str]) -> MissingDataError:
     return MissingDataError(
         f"rollout_to_tq: carry_keys {listed(unknown)} do not exist; available are "
-        # All of them: a listing cut short could hide the one that was meant.
+        # All of them, because a shortened list could hide the intended one.
         f"{', '.join(map(repr, available))}",
         fields=unknown,
     )

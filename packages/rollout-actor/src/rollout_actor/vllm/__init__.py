@@ -1,0 +1,7 @@
+"""A generation backend that uses vLLM's HTTP servers. It needs the extra ``vllm``, not vLLM."""
+
+from __future__ import annotations
+
+from rollout_actor.vllm.generation import VllmGeneration
+
+__all__ = ["VllmGeneration"]

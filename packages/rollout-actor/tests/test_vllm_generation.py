@@ -1,0 +1,172 @@
+"""The vLLM backend: arguments, and answers that a real vLLM cannot be made to give.
+
+What vLLM can be made to do is tested on vLLM itself, in ``integration/vllm``.
+"""
+
+import asyncio
+import json
+import pickle
+import threading
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from column_io import BatchedDataDict
+from dataplane_core import ConfigError, InvalidRequestError, UnavailableError
+from rollout_actor.vllm import VllmGeneration
+
+LIMITS = {"pad_token_id": 0, "max_total_sequence_length": 16, "max_new_tokens": 4}
+BATCH = BatchedDataDict(
+    input_ids=torch.tensor([[1, 2, 3], [4, 5, 0]]), input_lengths=torch.tensor([3, 2])
+)
+
+
+def answer_of(*tokens, logprob=-0.5, **choice):
+    """vLLM 0.32's answer."""
+    content = [{"token_id": token, "logprob": logprob} for token in tokens]
+    return 200, {
+        "choices": [
+            {
+                "token_ids": list(tokens),
+                "logprobs": {"content": content},
+                "finish_reason": "stop",
+                **choice,
+            }
+        ]
+    }
+
+
+class Handler:
+    """An HTTP server that answers generation with the next of ``answers``, the last one for good.
+
+    An answer of None closes the connection. Health and the model are always well.
+    """
+
+    def __init__(self, answers):
+        self.answers = list(answers)
+        self.bodies = []
+
+    async def __call__(self, reader, writer):
+        while request := await reader.readline():
+            length = 0
+            while (header := await reader.readline()) != b"\r\n":
+                if header.lower().startswith(b"content-length:"):
+                    length = int(header.split(b":")[1])
+            body = await reader.readexactly(length)
+            status, answer = 200, {"data": [{"max_model_len": 16}]}
+            if b"generate" in request:
+                self.bodies.append(json.loads(body))
+                next_answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+                if next_answer is None:
+                    break
+                status, answer = next_answer
+            content = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
+            writer.write(
+                f"HTTP/1.1 {status} -\r\ncontent-length: {len(content)}\r\n\r\n".encode() + content
+            )
+            await writer.drain()
+        writer.close()
+
+
+@contextmanager
+def serving(*answers):
+    """Return a backend with one row at a time, and the requests that its server gets."""
+    handler, ready, finished = Handler(answers), threading.Event(), asyncio.Event()
+    address = []
+
+    async def serve():
+        server = await asyncio.start_server(handler, "127.0.0.1", 0)
+        address.append(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+        loop.append(asyncio.get_running_loop())
+        ready.set()
+        await finished.wait()
+        server.close()
+
+    loop = []
+    thread = threading.Thread(target=asyncio.run, args=(serve(),))
+    thread.start()
+    assert ready.wait(10)
+    generation = VllmGeneration(address, **LIMITS, timeout_s=20, max_requests_per_server=1)
+    try:
+        yield generation, handler.bodies
+    finally:
+        generation.close()
+        loop[0].call_soon_threadsafe(finished.set)
+        thread.join(10)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"addresses": []}, "expected a list of at least one"),
+        ({"addresses": "http://localhost:1"}, "expected a list of at least one"),
+        ({"addresses": ["http://a:1", "http://a:1"]}, "expected each once"),
+        ({"addresses": ["localhost:8000"]}, "expected http"),
+        ({"addresses": ["http://localhost:8000/v1"]}, "expected http"),
+        ({"max_new_tokens": 0}, "max_new_tokens 0; expected a number above 0"),
+        ({"temperature": 0.0}, "temperature 0.0; expected a number above 0"),
+        ({"timeout_s": float("inf")}, "timeout_s inf; expected a number above 0"),
+        ({"top_p": 1.5}, "top_p 1.5"),
+    ],
+)
+def test_wrong_arguments_are_refused_by_name(arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        VllmGeneration(**{"addresses": ["http://localhost:8000"], **LIMITS, **arguments})
+
+
+def test_back_end_that_is_not_used_opens_nothing():
+    before = threading.active_count()
+    pickle.loads(pickle.dumps(VllmGeneration(["http://localhost:8000"], **LIMITS)))
+    assert threading.active_count() == before
+
+
+@pytest.mark.parametrize("failure", [None, (429, {}), (500, {}), (503, {}), (200, None)])
+def test_unanswered_requests_are_sent_again(failure):
+    aborted = answer_of(finish_reason="abort")
+    with serving(aborted if failure == (200, None) else failure, answer_of(7)) as (back_end, sent):
+        output = back_end.generate(BATCH, greedy=True)
+        assert back_end.get_logger_metrics()["retries"] == 1
+    assert output["output_ids"].tolist() == [[1, 2, 3, 7], [4, 5, 7, 0]]
+    assert len(sent) == 3
+    assert sent[0] in sent[1:]
+
+
+def test_server_that_keeps_failing_is_named_with_its_message():
+    with serving((500, {"error": {"message": "out of blocks"}})) as (back_end, sent):
+        with pytest.raises(UnavailableError, match=r"failed row . 4 times.*500 out of blocks"):
+            back_end.generate(BATCH, greedy=True)
+        assert len(sent) <= 8
+
+
+def test_route_that_is_off_is_named_with_its_option():
+    with (
+        serving((404, {"detail": "Not Found"})) as (back_end, _),
+        pytest.raises(ConfigError, match="--enable-scale-out"),
+    ):
+        back_end.generate(BATCH, greedy=True)
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (answer_of(7, logprob=-9999.0), "log-probability of token 0 of the response is -9999.0"),
+        (answer_of(7, logprob=None), "log-probability of token 0 of the response is None"),
+        (answer_of(7, logprobs=None), "no log-probabilities for 1 tokens"),
+        (answer_of(7, token_ids=["7"]), "token_ids is"),
+        (answer_of(7, weight_versions=[{"start": 0}]), "expected version, start and end"),
+        ((200, {"choices": []}), "expected one choice"),
+        ((200, b"<html>"), "the answer is not JSON"),
+    ],
+)
+def test_answers_that_training_cannot_use_are_refused(answer, message):
+    with serving(answer) as (back_end, _), pytest.raises(InvalidRequestError, match=message):
+        back_end.generate(BATCH, greedy=True)
+
+
+def test_server_that_reports_no_weight_versions_gives_no_column():
+    spans = [{"version": "a", "start": 0, "end": 1}]
+    with serving(answer_of(7, weight_versions=spans), answer_of(8)) as (back_end, _):
+        assert "weight_versions" not in back_end.generate(BATCH, greedy=True)
+    with serving(answer_of(7, weight_versions=spans)) as (back_end, _):
+        assert back_end.generate(BATCH, greedy=True)["weight_versions"] == [spans, spans]
