@@ -1,9 +1,9 @@
-"""fp8 quantisation once more, one value at a time, from the public descriptions alone.
+"""Reference fp8 quantisation, one value at a time, written from the public descriptions only.
 
-float8_e4m3fn after "FP8 Formats for Deep Learning" (Micikevicius et al., 2022): a sign, four bits
-of exponent with bias 7, three of mantissa, no infinities, NaN only where all of them are set.
-Block scales after ``per_block_cast_to_fp8`` of DeepGEMM, tensor and channel scales after
-``scaled_fp8_quant`` of vLLM.
+float8_e4m3fn follows "FP8 Formats for Deep Learning" (Micikevicius et al., 2022): a sign, four bits
+of exponent with bias 7, three bits of mantissa, no infinities, and NaN only if exponent and
+mantissa are all ones. Block scales follow ``per_block_cast_to_fp8`` of DeepGEMM; tensor and channel
+scales follow ``scaled_fp8_quant`` of vLLM.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 
 
 def e4m3_value(code: int) -> float:
-    """What a byte stands for."""
+    """Return the value of a byte."""
     sign = -1.0 if code & 0x80 else 1.0
     exponent, mantissa = (code >> 3) & 0xF, code & 0x7
     if exponent == 15 and mantissa == 7:
@@ -29,7 +29,7 @@ POSITIVE = [e4m3_value(code) for code in range(0x7F)]
 
 
 def to_e4m3(value: float) -> int:
-    """The byte whose value is nearest; of two as near, the even one; past the range, its end."""
+    """Return the byte with the nearest value; ties go to the even byte, overflow to the maximum."""
     sign = 0x80 if math.copysign(1.0, value) < 0 else 0
     magnitude = abs(float(value))
     if magnitude >= POSITIVE[-1]:
@@ -43,7 +43,7 @@ def to_e4m3(value: float) -> int:
 
 
 def block_scaled(matrix: np.ndarray, *, power_of_two: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Bytes and float32 scales of a float32 matrix in blocks of 128 x 128."""
+    """Return bytes and float32 scales of a float32 matrix, with a scale per 128 x 128 block."""
     rows, columns = matrix.shape
     codes = np.zeros((rows, columns), np.uint8)
     scales = np.zeros((math.ceil(rows / 128), math.ceil(columns / 128)), np.float32)
@@ -64,20 +64,18 @@ def block_scaled(matrix: np.ndarray, *, power_of_two: bool) -> tuple[np.ndarray,
     return codes, scales
 
 
-def row_scaled(matrix: np.ndarray, *, whole: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Bytes of a float32 matrix and a float32 scale a row; with ``whole`` the same for all rows."""
+def row_scaled(matrix: np.ndarray, *, per_tensor: bool) -> tuple[np.ndarray, np.ndarray]:
+    """Return bytes and float32 scales of a float32 matrix, with a scale per row.
+
+    With ``per_tensor``, all rows have the same scale.
+    """
     rows, columns = matrix.shape
-    least = np.float32(1.0 / (448.0 * 512.0))
+    minimum = np.float32(1.0 / (448.0 * 512.0))
     scales = np.zeros((rows, 1), np.float32)
     for i in range(rows):
-        part = matrix if whole else matrix[i]
-        scales[i, 0] = max(np.abs(part).max() / np.float32(448), least)
+        part = matrix if per_tensor else matrix[i]
+        scales[i, 0] = max(np.abs(part).max() / np.float32(448), minimum)
     codes = np.zeros((rows, columns), np.uint8)
     for i in range(rows):
         codes[i] = [to_e4m3(value) for value in matrix[i] / scales[i, 0]]
     return codes, scales
-
-
-def values_of(codes: np.ndarray) -> np.ndarray:
-    """What bytes stand for, as float64."""
-    return np.array([e4m3_value(code) for code in range(256)])[codes]

@@ -1,4 +1,4 @@
-"""Lets the tests import the programs that they run in other processes, and what several share."""
+"""Fixtures shared by several tests; also puts this folder on the path for the tests' programs."""
 
 import os
 import resource
@@ -15,43 +15,17 @@ if FOLDER not in sys.path:
 
 
 @pytest.fixture
-def no_vllm_is_left_behind():
-    """Other tests of this process must not find the stand-in."""
-    yield
-    for name in [n for n in sys.modules if n.partition(".")[0] == "vllm"]:
-        del sys.modules[name]
-    sys.modules.pop("refit_mx.engine.vllm", None)
-
-
-@pytest.fixture
-def trainer():
-    """Two ranks that publish versions of a model, see `engine_workers`."""
-    from engine_workers import Trainer
-
-    made = Trainer()
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def workers():
-    """The engines of one server of two ranks."""
-    from engine_workers import Workers
-
-    made = Workers()
-    yield made
-    made.close()
-
-
-@pytest.fixture
 def many_descriptors():
-    """Next ones are this high, as in a process with many connections; more than `select` takes."""
+    """Open many descriptors, so that the next one is larger than `select` accepts.
+
+    Yields a lower bound of the next descriptor.
+    """
     lowest = 1100
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = 2 * lowest
-    most = hard if hard == resource.RLIM_INFINITY else max(hard, needed)
+    maximum = hard if hard == resource.RLIM_INFINITY else max(hard, needed)
     try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, needed), most))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, needed), maximum))
     except ValueError:
         pytest.skip(f"needs the capability CAP_SYS_RESOURCE, for {needed} descriptors")
     opened = [os.open(os.devnull, os.O_RDONLY)]
@@ -65,17 +39,17 @@ def many_descriptors():
 
 @pytest.fixture
 def state():
-    """Of a control plane that keeps all versions."""
-    from refit_mx.control.limits import Limits
-    from refit_mx.control.state import ControlState
+    """Return the state of a control plane that retains all versions."""
+    from refit_mx.control import Limits
+    from refit_mx.control.state import ControlState  # noqa: TID251
 
     return ControlState(Limits(retention=0))
 
 
 @pytest.fixture
 def server():
-    """A control plane that keeps all versions."""
-    from refit_mx.control import EmbeddedControlServer
+    """Run a control plane that retains all versions."""
+    from refit_mx import EmbeddedControlServer
 
     with EmbeddedControlServer(retention=0) as running:
         yield running
@@ -83,8 +57,8 @@ def server():
 
 @pytest.fixture
 def client(server):
-    """Of that control plane."""
-    from refit_mx.control import ControlClient
+    """Connect a client to `server`."""
+    from refit_mx import ControlClient
 
     with ControlClient(server.address) as connected:
         yield connected
@@ -92,35 +66,35 @@ def client(server):
 
 @pytest.fixture
 def stack():
-    """What a test leaves to be closed."""
-    with ExitStack() as made:
-        yield made
+    """Yield an exit stack that closes a test's resources after it."""
+    with ExitStack() as resources:
+        yield resources
 
 
 @pytest.fixture
 def in_small_batches(monkeypatch):
-    """What happens in the middle of a fetch of some megabytes does."""
+    """Make fetches of a few megabytes arrive in several batches."""
     from refit_fixtures import small_batches
 
     small_batches(monkeypatch, 1 << 18)
 
 
-# How long an example takes depends on what else the machine does.
+# The duration of an example depends on the machine's load.
 settings.register_profile("no deadline", deadline=None)
 settings.load_profile("no deadline")
 
 
 @pytest.fixture
 def world():
-    """A control plane that releases no version by itself."""
+    """Yield a `World` whose control plane releases versions only on request."""
     from refit_fixtures import a_world
 
-    with a_world(retention=100) as made:
-        yield made
+    with a_world(retention=100) as fresh:
+        yield fresh
 
 
 @pytest.fixture
 def published(world):
-    """v1 from two FSDP ranks, and its weights."""
+    """Publish v1 from two FSDP ranks; return the publishers and the weights."""
     publishers = [world.publisher(f"fsdp-{rank}") for rank in range(2)]
     return publishers, world.publish(publishers, "v1", 1)

@@ -1,18 +1,15 @@
-"""What the tests of the control plane's client share."""
+"""Helpers for tests of the control plane's client."""
 
 import contextlib
 import time
 
+from refit_mx import ControlUnavailableError, RefitTimeoutError
 from refit_mx.control import (
     Shard,
     WorkerRole,
 )
-from refit_mx.errors import (
-    ControlUnavailableError,
-    RefitTimeoutError,
-)
 
-PATIENCE_S = 60.0
+TIMEOUT_S = 60.0
 
 
 TRAINER = WorkerRole.TRAINER
@@ -31,9 +28,9 @@ def publish(client, key="k", worker="w", slots=("a",)):
 
 
 def until(condition):
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + TIMEOUT_S
     while not condition():
-        assert time.monotonic() < deadline, f"not within {PATIENCE_S:g} s"
+        assert time.monotonic() < deadline, f"not within {TIMEOUT_S:g} s"
         time.sleep(0.02)
 
 

@@ -1,20 +1,22 @@
-"""A worker with a heartbeat, as a process of its own: it registers, says so, and waits."""
+"""A worker process with a heartbeat: it registers, prints "live", and waits."""
 
+import os
 import signal
 import sys
 import time
 
-from refit_mx.control import ControlClient, Heartbeat, WorkerRole
+from refit_mx import ControlClient
+from refit_mx.control import Heartbeat, WorkerRole
 
 
 def say(word):
-    sys.stdout.write(word + "\n")
-    sys.stdout.flush()
+    # Not through `sys.stdout`: a signal handler that interrupts a write to it must not write.
+    os.write(1, f"{word}\n".encode())
 
 
 def main(address, end):
     if end == "handler":
-        # The program's own handler, which the heartbeat's must call.
+        # The heartbeat's handler must call this one.
         def stop(number, frame):
             say("handled")
             raise SystemExit(7)
@@ -27,7 +29,7 @@ def main(address, end):
         sys.stdin.readline()
         return
     if end == "busy":
-        # Calls from the main thread all the time: the handler runs in the middle of one.
+        # Calls run all the time, so the handler interrupts one.
         while True:
             client.register_worker("x", WorkerRole.TRAINER, "m", ttl_s=60)
     if end == "closed":

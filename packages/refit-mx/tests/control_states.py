@@ -1,19 +1,12 @@
-"""What the tests of the control plane's rules share."""
+"""Helpers for tests of the control plane's rules."""
 
 import copy
 
 import pytest
 
-from refit_mx.control.limits import Limits
-from refit_mx.control.records import (
-    PayloadFormat,
-    Refusal,
-    Shard,
-    VersionBody,
-    VersionState,
-    WorkerRole,
-)
-from refit_mx.control.state import ControlState
+from refit_mx.control import Limits, PayloadFormat, Shard, VersionState, WorkerRole
+from refit_mx.control.records import Refusal, VersionBody  # noqa: TID251
+from refit_mx.control.state import ControlState  # noqa: TID251
 
 STAGING, READY, RELEASING = VersionState.STAGING, VersionState.READY, VersionState.RELEASING
 
@@ -67,3 +60,19 @@ def records_of(state):
         *(shard for shards in ledger.shards.values() for shard in shards.values()),
         *(lease for leases in ledger.leases.values() for lease in leases.values()),
     ]
+
+
+class Clock:
+    """A clock of the control plane, set by a test."""
+
+    def __init__(self):
+        self.now_ms = 1_000_000
+
+    def __call__(self):
+        return self.now_ms
+
+    def run(self, plane, ms):
+        """Advance the clock while the plane reads it every 500 ms."""
+        for _ in range(0, ms, 500):
+            self.now_ms += 500
+            plane.now_ms()

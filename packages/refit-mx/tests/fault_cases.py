@@ -1,8 +1,7 @@
-"""What the tests of faults share: phases, signals, and one refit that may fail.
+"""Helpers for tests of faults: phases, signals, and a refit that may fail.
 
-Each time: an error of ours within the deadline or the version that was asked for, never anything in
-between; and the same call made again succeeds once the fault is gone. Phases are reached by a hook,
-so nothing here depends on time.
+A refit raises a `RefitError` within the deadline or installs the requested version, and nothing in
+between. A retry succeeds after the fault. A hook reaches the phases, so nothing depends on time.
 """
 
 from __future__ import annotations
@@ -18,38 +17,38 @@ import torch
 from refit_fixtures import MODEL, TRANSPORTS, Halfway, Hook, new_transport
 from refit_processes import Process, fp8, fp8_pass, same, slice_of, targets_of, weights
 
-from refit_mx.errors import RefitError
-from refit_mx.receiver import MxV2RefitReceiver
-from refit_mx.settings import ReceiverSettings
+from refit_mx import MxV2RefitReceiver, ReceiverSettings, RefitError
 
-# 12 MB: more than the buffers of a connection, so that a stopped source really stops a transfer.
+# 12 MB, more than a connection's buffers, so that a stopped source also stops a transfer.
 SHAPES = {"large": ("float32", (1500, 2000)), "norm": ("float32", (333,)), "scale": ("float32", ())}
 COLUMNS = {"axis": 1, "ranks": 2, "rank": 1}
-"""What has to be asked for, so that the sources are needed in the phase of verifying, too."""
+"""Layout of the targets: strided reads, so that verifying needs the sources too."""
 DEADLINE_S = 6.0
 SLACK_S = 4.0
-"""For giving up, on a machine that does five other things."""
+"""Time allowed after the deadline, on a loaded machine."""
 SIGNALS = [signal.SIGKILL, signal.SIGSTOP]
 RECEIVER_PHASES = ("lease", "discover", "plan", "transfer", "part", "verify", "compile", "install")
-PUBLISHER_PHASES = ("stage", "serve", "offer")
+PUBLISHER_PHASES = ("stage", "serve", "register")
 
 
 def matrix(phases: Sequence[str], *, over_nixl: Collection[str]) -> list[Any]:
-    """Pairs of transport and phase: over TCP all, over NIXL those where it has a part in the phase;
-    the rest is left to `make test-long`."""
+    """Return pairs of transport and phase; some are `long`.
+
+    Not `long` are all phases over TCP, and ``over_nixl`` over NIXL.
+    """
     pairs = []
     for transport in TRANSPORTS:
         (name,) = getattr(transport, "values", (transport,))
         for phase in phases:
-            often = name == "tcp" or (name == "nixl" and phase in over_nixl)
-            marks = [*getattr(transport, "marks", ()), *[pytest.mark.long] * (not often)]
+            quick = name == "tcp" or (name == "nixl" and phase in over_nixl)
+            marks = [*getattr(transport, "marks", ()), *[pytest.mark.long] * (not quick)]
             pairs.append(pytest.param(name, phase, marks=marks))
     return pairs
 
 
 def a_publisher(stack: ExitStack, control: str, transport: str, **options: Any) -> Process:
-    """A publisher in a process, which a test may stop or kill."""
-    made = Process(
+    """Start a publisher in a process, which a test may stop or kill."""
+    process = Process(
         "publisher",
         model=MODEL,
         control=control,
@@ -57,8 +56,8 @@ def a_publisher(stack: ExitStack, control: str, transport: str, **options: Any) 
         shapes=SHAPES,
         **options,
     )
-    stack.callback(made.close)
-    return made
+    stack.callback(process.close)
+    return process
 
 
 def a_receiver(
@@ -80,7 +79,7 @@ def a_receiver(
 
 
 def zeros(phase: str = "") -> dict[str, torch.Tensor]:
-    """Live weights; of the phase of compiling, those of a compile pass."""
+    """Return zeroed live weights; in phase "compile" with the outputs of the compile pass."""
     live = {
         target.name: torch.zeros(target.shape, dtype=getattr(torch, target.dtype))
         for target in targets_of(SHAPES, **COLUMNS)
@@ -89,15 +88,15 @@ def zeros(phase: str = "") -> dict[str, torch.Tensor]:
 
 
 def of(seed: int, phase: str = "") -> dict[str, torch.Tensor]:
-    """What `zeros` become."""
-    found = slice_of(weights(seed, SHAPES), **COLUMNS)
-    return fp8(found) if phase == "compile" else found
+    """Return the live weights expected after a refit to a seed."""
+    live = slice_of(weights(seed, SHAPES), **COLUMNS)
+    return fp8(live) if phase == "compile" else live
 
 
 def attempt(
     receiver: MxV2RefitReceiver, version: str, live: dict[str, torch.Tensor], phase: str = ""
 ) -> Any:
-    """Refit; the error if there was one. Whatever happened, nothing is half way."""
+    """Refit and return the error, if any; check that a failed refit changed nothing."""
     before = {name: tensor.clone() for name, tensor in live.items()}
     compile_pass = fp8_pass() if phase == "compile" else None
     started = time.monotonic()

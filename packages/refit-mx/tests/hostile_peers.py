@@ -1,4 +1,4 @@
-"""Peers that mean no good, or are broken: they connect and say nothing, too little, or nonsense."""
+"""Hostile or broken peers: they connect and send nothing, too little, or garbage."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SILENT = 1200
 
 @contextlib.contextmanager
 def many_descriptors(needed: int) -> Iterator[None]:
-    """This process may open so many and no more; skips the test where it may not."""
+    """Limit this process to ``needed`` descriptors; skip the test if the hard limit is lower."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard < needed:
         pytest.skip(f"needs {needed} file descriptors")
@@ -29,7 +29,7 @@ def many_descriptors(needed: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def connections(endpoint: str, count: int, sent: bytes = b"") -> Iterator[list[socket.socket]]:
-    """To an address, each of which sends this and no more."""
+    """Open connections to an address; each sends ``sent`` and nothing more."""
     host, _, port = endpoint.rpartition(":")
     with contextlib.ExitStack() as stack:
         opened = []
@@ -42,13 +42,13 @@ def connections(endpoint: str, count: int, sent: bytes = b"") -> Iterator[list[s
 
 
 def closed(sockets: Sequence[socket.socket], *, within_s: float) -> int:
-    """How many of them the other end has closed by the end of this time, or all before."""
-    until = time.monotonic() + within_s
-    left = set(sockets)
+    """Wait until the other end has closed all sockets, or for a time; return how many it closed."""
+    deadline = time.monotonic() + within_s
+    remaining = set(sockets)
     with selectors.DefaultSelector() as readable:
         for sock in sockets:
             readable.register(sock, selectors.EVENT_READ)
-        while left and time.monotonic() < until:
+        while remaining and time.monotonic() < deadline:
             for key, _ in readable.select(0.1):
                 try:
                     ended = not key.fileobj.recv(1 << 16)
@@ -56,5 +56,5 @@ def closed(sockets: Sequence[socket.socket], *, within_s: float) -> int:
                     ended = True
                 if ended:
                     readable.unregister(key.fileobj)
-                    left.discard(key.fileobj)
-    return len(sockets) - len(left)
+                    remaining.discard(key.fileobj)
+    return len(sockets) - len(remaining)

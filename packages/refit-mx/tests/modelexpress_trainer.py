@@ -1,7 +1,6 @@
-"""One rank of a trainer with ModelExpress's own client, as a process of its own.
+"""A process that is one rank of a trainer with ModelExpress's own client.
 
-It publishes a version as soon as it is told its id on standard input, and says what it does on
-standard output, one word a line.
+It reads commands with version ids from standard input and answers on standard output, a line each.
 """
 
 import argparse
@@ -13,11 +12,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
 
-PATIENCE_S = 60.0
+TIMEOUT_S = 60.0
 
 
 def weight(name, shape, version):
-    """The whole tensor as every process computes it; bfloat16 holds each value exactly."""
+    """Compute a full tensor, equal in every process; bfloat16 holds each value exactly."""
     count = 1
     for size in shape:
         count *= size
@@ -55,16 +54,16 @@ def main():
         init_method=f"file://{arguments.rendezvous}",
         rank=arguments.rank,
         world_size=arguments.world,
-        timeout=timedelta(seconds=PATIENCE_S),
+        timeout=timedelta(seconds=TIMEOUT_S),
     )
-    from refit_mx.control.modelexpress_seams import modelexpress_on_cpu
+    from modelexpress_seams import modelexpress_on_cpu
 
     with modelexpress_on_cpu():
-        publish_until_told_to_stop(arguments)
+        serve_commands(arguments)
     dist.destroy_process_group()
 
 
-def publish_until_told_to_stop(arguments):
+def serve_commands(arguments):
     from modelexpress_rl import (
         FSDPTrainerContext,
         ModelExpressTrainerClient,

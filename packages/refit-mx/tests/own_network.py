@@ -1,7 +1,7 @@
-"""Tests in a network of their own, where a firewall drops packets and says nothing.
+"""Run tests in a separate network, where a firewall silently drops packets.
 
-To both ends a peer behind such a rule looks alive and silent. The network is a namespace of the
-kernel's that ends with the test's process; nothing of the host's is changed.
+To both ends, the peer looks alive and silent. The network is a kernel namespace that ends with the
+test's process; the host's network is not changed.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _LISTENING = "0A"
 
 @functools.cache
 def _command() -> tuple[str, ...] | None:
-    """What runs a program in a network of its own; None where that is not possible."""
+    """Return a command that runs a program in a separate network; None if that is impossible."""
     for command in _NAMESPACES:
         try:
             tried = subprocess.run([*command, "nft", "list", "ruleset"], capture_output=True)
@@ -48,7 +48,7 @@ def _command() -> tuple[str, ...] | None:
 
 
 def in_own_network(test: Callable[..., None]) -> Callable[..., None]:
-    """A test, run by its name and arguments in a process that has a network of its own."""
+    """Run a test in a process with a separate network, by its name and arguments."""
 
     @functools.wraps(test)
     def run(**arguments: object) -> None:
@@ -71,18 +71,18 @@ def in_own_network(test: Callable[..., None]) -> Callable[..., None]:
 
 
 def drop(*ports: int) -> None:
-    """From now on packets to and from these ports are lost, and no others."""
+    """Drop packets to and from these ports, and no others."""
     wanted = ", ".join(map(str, ports))
     _rules(f"tcp dport {{ {wanted} }} drop; tcp sport {{ {wanted} }} drop" if ports else "")
 
 
 def restore() -> None:
-    """No packet is lost any more."""
+    """Drop no more packets."""
     drop()
 
 
 def drop_name_service() -> None:
-    """Names are asked of a server whose answers are lost."""
+    """Make name resolution use a server whose packets are dropped."""
     resolver = Path("/tmp/own_network.resolv.conf")
     subprocess.run(["mount", "-t", "tmpfs", "tmpfs", "/tmp"], check=True)
     resolver.write_text("nameserver 127.0.0.1\n")
@@ -91,7 +91,7 @@ def drop_name_service() -> None:
 
 
 def listening_ports() -> set[int]:
-    """TCP ports that somebody listens on."""
+    """Return the TCP ports with a listening socket."""
     lines = [
         line.split()
         for table in ("tcp", "tcp6")

@@ -1,30 +1,22 @@
-"""A reference for plans: published tensors, sources that hold boxes of them, and reads carried out
-byte by byte. Slow and simple on purpose; it shares no code with the planner.
+"""A reference for plans: published tensors, sources that hold boxes, and reads byte by byte.
+
+It is slow and simple on purpose, and shares no code with the planner.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from refit_mx.manifest import (
-    BLOCK_BYTES,
-    Manifest,
-    Registry,
-    ShardColumns,
-    TensorTable,
-    encode_table,
-)
-from refit_mx.plan.planner import Plan, plan_reads
-from refit_mx.plan.shards import ShardTable
-from refit_mx.plan.targets import TargetTensor
-from refit_mx.tensor_types import Box, TensorSpec
+from refit_mx import Box, Manifest, Plan, Registry, ShardTable, TargetTensor, TensorSpec, plan_reads
+from refit_mx.manifest.format import BLOCK_BYTES, ShardColumns, TensorTable, encode_table  # noqa: TID251
 
 Bytes = npt.NDArray[np.uint8]
 Held = Sequence[tuple[str, Box]]
@@ -39,7 +31,7 @@ class Model:
 
     @classmethod
     def of(cls, specs: Iterable[TensorSpec], seed: int = 0) -> Model:
-        """Random bytes, so that an element in a wrong place is noticed."""
+        """Make a model of random bytes, so that a misplaced element is noticed."""
         rng = np.random.default_rng(seed)
         named = {spec.name: spec for spec in specs}
         return cls(
@@ -67,12 +59,11 @@ def manifest(
     arena: Bytes,
     *,
     number: int = 0,
-    host: str = "127.0.0.1",
     version_id: str = "v1",
     model_name: str = "model",
     registry: Registry | None = None,
 ) -> Manifest:
-    """Of a source that has ``held`` at ``offsets`` of its arena."""
+    """Return the manifest of a source that has ``held`` at ``offsets`` of its arena."""
     rows = {spec.name: row for row, spec in enumerate(specs)}
     axes = max((len(spec.shape) for spec in specs), default=0)
     start = [(*box.start, *(0,) * (axes - len(box.start))) for _, box in held]
@@ -96,7 +87,7 @@ def manifest(
         source_slot_id=f"slot-{number}",
         worker_id=f"worker-{number}",
         incarnation=f"life-{number}",
-        endpoint=f"{host}:{7000 + number}",
+        endpoint=f"127.0.0.1:{7000 + number}",
         registry=registry,
         arena_address=4096 * (number + 1),
         arena_bytes=len(arena),
@@ -114,10 +105,8 @@ def manifest(
     )
 
 
-def publish(
-    model: Model, held_by: Sequence[Held], *, seed: int = 0, hosts: Sequence[str] = ()
-) -> Sources:
-    """Lay the shards of each source into an arena of its own, with gaps of other bytes between."""
+def publish(model: Model, held_by: Sequence[Held], *, seed: int = 0) -> Sources:
+    """Copy the shards of each source into a separate arena, with random bytes between them."""
     rng = np.random.default_rng(seed)
     manifests = []
     arenas = []
@@ -130,18 +119,21 @@ def publish(
             memory.append(rng.integers(0, 256, int(rng.integers(0, 9)), dtype=np.uint8))
         arena = np.concatenate(memory)
         arenas.append(arena)
-        # A source names what it has, in an order of its own.
+        # Sources differ in the order of their tensors; odd ones list only what they hold.
         names = {name for name, _ in held}
         specs = [spec for spec in model.specs.values() if spec.name in names or number % 2 == 0]
         if number % 3 == 2:
             specs.reverse()
-        host = hosts[number] if hosts else "127.0.0.1"
-        manifests.append(manifest(specs, held, offsets, arena, number=number, host=host))
+        manifests.append(manifest(specs, held, offsets, arena, number=number))
     return Sources(manifests, arenas, list(held_by))
 
 
 def carried_out(plan: Plan, sources: Sources) -> tuple[Bytes, Bytes]:
-    """Scratch after the reads, and how often each of its bytes was written."""
+    """Carry out a plan's reads; return the scratch memory and the number of writes to each byte.
+
+    A row of reads copies ``run`` bytes at each of ``n1 * n2`` places: source offset
+    ``src + j * src2 + i * src1`` to scratch offset ``dst + j * dst2 + i * dst1``.
+    """
     scratch = np.zeros(plan.scratch_bytes, dtype=np.uint8)
     written = np.zeros(plan.scratch_bytes, dtype=np.uint8)
     for source, reads in plan.fetches:
@@ -157,47 +149,42 @@ def carried_out(plan: Plan, sources: Sources) -> tuple[Bytes, Bytes]:
     return scratch, written
 
 
-def wanted_bytes(target: TargetTensor, model: Model) -> Bytes:
-    """What a target has to hold, filled in element by element."""
-    item_size = model.specs[target.parts[0].tensor].item_size if target.parts else 1
-    content = np.zeros((*target.shape, item_size), dtype=np.uint8)
+def picked(target: TargetTensor, content: Mapping[str, npt.NDArray[Any]]) -> npt.NDArray[Any]:
+    """Return a target's expected content, from arrays with one axis more than their tensors."""
+    if not target.parts:
+        return np.zeros((*target.shape, 1), np.uint8)
+    like = content[target.parts[0].tensor]
+    expected = np.zeros((*target.shape, like.shape[-1]), like.dtype)
     for part in target.parts:
-        for element in np.ndindex(part.box.shape):
-            place = list(part.at)
-            for axis in range(1, min(len(place), len(element)) + 1):
-                place[-axis] += element[-axis]
-            of = tuple(a + b for a, b in zip(part.box.start, element, strict=True))
-            content[tuple(place)] = model.content[part.tensor][of]
-    return content.reshape(-1)
+        block = content[part.tensor][part.box.slices()]
+        # A part with more axes than the target has leading ones; one with fewer is in a stack.
+        more = len(target.shape) - len(part.box.shape)
+        shape = (1,) * more + part.box.shape[max(0, -more) :]
+        place = tuple(slice(a, a + n) for a, n in zip(part.at, shape, strict=True))
+        expected[place] = block.reshape(*shape, -1) if block.size else 0
+    return expected
 
 
 def is_held(
     targets: Sequence[TargetTensor], held_by: Sequence[Held], excluded: Iterable[int] = ()
 ) -> bool:
-    """Whether each wanted element is in some source that is not excluded."""
+    """Return whether each wanted element is in a source that is not excluded."""
     skipped = set(excluded)
-    for target in targets:
-        for part in target.parts:
-            for element in np.ndindex(part.box.shape):
-                at = [a + b for a, b in zip(part.box.start, element, strict=True)]
-                if not any(
-                    name == part.tensor
-                    and all(
-                        start <= i < start + size
-                        for i, start, size in zip(at, box.start, box.shape, strict=True)
-                    )
-                    for number, held in enumerate(held_by)
-                    if number not in skipped
-                    for name, box in held
-                ):
-                    return False
+    for part in (part for target in targets for part in target.parts):
+        missing = np.ones([a + n for a, n in zip(part.box.start, part.box.shape, strict=True)])
+        for number, held in enumerate(held_by):
+            for name, box in held if number not in skipped else ():
+                if name == part.tensor:
+                    missing[box.slices()] = 0
+        if missing[part.box.slices()].any():
+            return False
     return True
 
 
 def check_plan(
     plan: Plan, shards: ShardTable, targets: Sequence[TargetTensor], sources: Sources, model: Model
 ) -> None:
-    """That the plan reads each wanted byte once, and each from where it says."""
+    """Check that a plan reads each wanted byte once, from the shard that it names."""
     scratch, written = carried_out(plan, sources)
     once = np.zeros(plan.scratch_bytes, dtype=np.uint8)
     assert len(plan.offsets) == len(targets)
@@ -207,7 +194,7 @@ def check_plan(
         assert offset >= end
         end = offset + target.nbytes
         assert end <= plan.scratch_bytes
-        assert scratch[offset:end].tobytes() == wanted_bytes(target, model).tobytes(), target.name
+        assert scratch[offset:end].tobytes() == picked(target, model.content).tobytes(), target.name
         once[offset:end] = 1
     assert (written == once).all(), "a byte was written twice, never, or between targets"
     needed = sum(target.nbytes for target in targets)
@@ -237,28 +224,26 @@ def plan_checked(
     *,
     exclude: Iterable[int] = (),
     seed: int = 0,
-    prefer_local: str | None = None,
-    hosts: Sequence[str] = (),
 ) -> Plan:
-    """Publish, plan and check in one."""
-    sources = publish(model, held_by, seed=seed, hosts=hosts)
+    """Publish a model, plan reads, check the plan and return it."""
+    sources = publish(model, held_by, seed=seed)
     shards = ShardTable.of(sources.manifests)
     out = [f"worker-{number}" for number in exclude]
-    plan = plan_reads(shards, targets, exclude=out, seed=seed, prefer_local=prefer_local)
+    plan = plan_reads(shards, targets, exclude=out, seed=seed)
     assert not {source for source, _ in plan.fetches} & set(exclude)
     check_plan(plan, shards, targets, sources, model)
     return plan
 
 
 def chunks(size: int, ranks: int) -> list[tuple[int, int]]:
-    """First row and number of rows of each rank, divided as `torch.chunk` does."""
+    """Return the first row and the number of rows of each rank, like `torch.chunk`."""
     rows = math.ceil(size / ranks) if size else 0
     starts = [min(size, rank * rows) for rank in range(ranks)]
     return [(start, min(size, start + rows) - start) for start in starts]
 
 
 def sharded(spec: TensorSpec, axis: int, ranks: int) -> list[Box]:
-    """The box of each rank."""
+    """Return the box of each rank."""
     return [
         Box(
             tuple(start if a == axis else 0 for a in range(len(spec.shape))),

@@ -1,4 +1,4 @@
-"""Ports that a process of a test listens on later."""
+"""Reserve a port that a test's process listens on later."""
 
 import contextlib
 import socket
@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def held_port(host: str = "127.0.0.1") -> Iterator[int]:
-    """A port that the system gives to nobody else, and that a server can be given by its number.
+    """Reserve a port that the system assigns to no other socket.
 
-    A socket that is bound and does not listen holds it: connections and port 0 pass it by, and a
-    server that sets SO_REUSEADDR, as gRPC's and NIXL's do, gets it.
+    A bound socket that does not listen holds it: it gets no connections, and port 0 never picks it.
+    A server that sets SO_REUSEADDR, like gRPC's and NIXL's, can still bind it.
     """
     with socket.socket() as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

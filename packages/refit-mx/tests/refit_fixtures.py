@@ -1,7 +1,8 @@
-"""What the tests of publishers and receivers share."""
+"""Helpers for tests of publishers and receivers."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -10,21 +11,20 @@ import pytest
 import torch
 from refit_processes import SHAPES, fsdp_shards, targets_of, weights
 
-from refit_mx.control.client import ControlClient
-from refit_mx.control.embedded import EmbeddedControlServer
-from refit_mx.deadline import Deadline
-from refit_mx.publisher import MxV2TrainingPublisher
-from refit_mx.receiver import MxV2RefitReceiver
-from refit_mx.shared_memory import shared_memory_missing
-from refit_mx.spans import VERBOSE
-from refit_mx.transports import nixl, shm, tcp
-from refit_mx.transports.base import Fetch, FetchStats, Transport
-from refit_mx.transports.nixl import NixlTransport, nixl_available
-from refit_mx.transports.shm import ShmTransport
-from refit_mx.transports.tcp import TcpTransport
+from refit_mx import (
+    ControlClient,
+    Deadline,
+    EmbeddedControlServer,
+    MxV2RefitReceiver,
+    MxV2TrainingPublisher,
+    Transport,
+)
+from refit_mx.memory.mapping import shared_memory_missing  # noqa: TID251
+from refit_mx.transports import nixl, shm, tcp  # noqa: TID251
+from refit_mx.transports.base import Fetch, FetchStats
 
 MODEL = "tiny"
-NIXL_MISSING = nixl_available()
+NIXL_MISSING = nixl.nixl_available()
 NO_SHARED_MEMORY = shared_memory_missing()
 needs_nixl = pytest.mark.skipif(
     NIXL_MISSING is not None, reason=f"needs the package nixl-cu12: {NIXL_MISSING}"
@@ -41,16 +41,16 @@ TRANSPORTS = [
 
 
 def new_transport(name: str, **options: Any) -> Transport:
-    """A receiver's, which carries out large fetches in two threads."""
+    """Return a receiver's transport, which splits large fetches between two threads."""
     if name == "tcp":
-        return TcpTransport(**options)
+        return tcp.TcpTransport(**options)
     if name == "nixl":
-        return NixlTransport(lanes=2, **options)
-    return ShmTransport(lanes=2, **options)
+        return nixl.NixlTransport(lanes=2, **options)
+    return shm.ShmTransport(lanes=2, **options)
 
 
 def small_batches(patch: pytest.MonkeyPatch, nbytes: int) -> None:
-    """Let every transport of this process bring few bytes at a time, in all its threads."""
+    """Make every transport of this process fetch in small batches, with all its threads."""
     for module in (nixl, shm, tcp):
         patch.setattr(module, "BATCH_BYTES", nbytes)
     for module in (nixl, shm):
@@ -80,12 +80,12 @@ class World:
     def publish(
         self, publishers: Sequence[MxV2TrainingPublisher], version_id: str, seed: int
     ) -> dict[str, torch.Tensor]:
-        """Create a version and publish the weights of a seed, as FSDP does."""
+        """Create a version and publish a seed's weights like FSDP; return the full weights."""
         self.version(version_id, [f"fsdp-{rank}" for rank in range(len(publishers))])
-        whole = weights(seed)
+        tensors = weights(seed)
         for rank, publisher in enumerate(publishers):
-            publisher.publish(version_id, fsdp_shards(whole, len(publishers), rank))
-        return whole
+            publisher.publish(version_id, fsdp_shards(tensors, len(publishers), rank))
+        return tensors
 
     def state(self, version_id: str) -> str:
         return self.control.get_version(version_id).state.name
@@ -97,8 +97,17 @@ def a_world(**server: Any) -> Iterator[World]:
         yield World(stack, **server)
 
 
-class Meddling:
-    """A real transport, with something done to the scratch memory behind it, or before it."""
+class Wrapped:
+    """A real transport whose subclasses replace ``fetch``."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+        for attribute in ("name", "piece_bytes", "register", "unregister", "busy", "close"):
+            setattr(self, attribute, getattr(inner, attribute))
+
+
+class Meddling(Wrapped):
+    """A transport that calls functions of a test before, during and after a fetch."""
 
     def __init__(
         self,
@@ -107,29 +116,13 @@ class Meddling:
         before: Callable[[Sequence[Fetch]], None] | None = None,
         after: Callable[[torch.Tensor, Sequence[Fetch]], None] | None = None,
         stalling: Callable[[Sequence[Fetch], Deadline, Any], None] | None = None,
-        between: Callable[[], None] | None = None,
+        between: Callable[[], None] = lambda: None,
     ) -> None:
-        self._inner = inner
-        self._before = before
-        self._after = after
-        self._stalling = stalling
-        self._between = between
-        self.name = inner.name
-        self.piece_bytes = inner.piece_bytes
+        super().__init__(inner)
+        self._before, self._after = before, after
+        self._stalling, self._between = stalling, between
         self.fetched: list[tuple[str, ...]] = []
         self.nbytes = 0
-
-    def register(self, scratch: torch.Tensor) -> None:
-        self._inner.register(scratch)
-
-    def unregister(self, scratch: torch.Tensor) -> None:
-        self._inner.unregister(scratch)
-
-    def busy(self, scratch: torch.Tensor) -> bool:
-        return self._inner.busy(scratch)
-
-    def close(self) -> None:
-        self._inner.close()
 
     def fetch(
         self,
@@ -137,7 +130,7 @@ class Meddling:
         scratch: torch.Tensor,
         *,
         deadline: Deadline,
-        on_done: Callable[[int, int, int], None] | None = None,
+        on_done: Callable[[int, int, int], None],
     ) -> FetchStats:
         self.fetched.append(tuple(fetch.source.worker_id for fetch in fetches))
         if self._before is not None:
@@ -149,24 +142,19 @@ class Meddling:
         if self._after is not None:
             self._after(scratch, fetches)
         for index, fetch in enumerate(fetches):
-            for row in range(len(fetch.reads)) if on_done is not None else ():
-                if self._between is not None:
-                    self._between()
-                    deadline.check("receiving")
+            for row in range(len(fetch.reads)):
+                self._between()
+                deadline.check("receiving")
                 on_done(index, row, row + 1)
         return stats
 
 
-class Halfway:
-    """A real transport of small batches; calls back when the first of them has arrived."""
+class Halfway(Wrapped):
+    """A transport that calls back when the first batch of a fetch has arrived."""
 
     def __init__(self, inner: Any, reached: Callable[[str], None]) -> None:
-        self._inner = inner
+        super().__init__(inner)
         self._reached = reached
-        self.name = inner.name
-        self.piece_bytes = inner.piece_bytes
-        for method in ("register", "unregister", "busy", "close"):
-            setattr(self, method, getattr(inner, method))
 
     def fetch(
         self,
@@ -174,22 +162,21 @@ class Halfway:
         scratch: torch.Tensor,
         *,
         deadline: Deadline,
-        on_done: Callable[[int, int, int], None] | None = None,
+        on_done: Callable[[int, int, int], None],
     ) -> FetchStats:
-        told = []
+        lock, first_part = threading.Lock(), iter(["part"])
 
         def arrived(fetch: int, first: int, stop: int) -> None:
-            if not told:
-                told.append(fetch)
-                self._reached("part")
-            if on_done is not None:
-                on_done(fetch, first, stop)
+            with lock:  # other batches wait while the first one is reported
+                for phase in first_part:
+                    self._reached(phase)
+            on_done(fetch, first, stop)
 
         return self._inner.fetch(fetches, scratch, deadline=deadline, on_done=arrived)
 
 
 class Hook:
-    """Does something once, at one phase."""
+    """A phase hook that calls an action once, at one phase."""
 
     def __init__(self) -> None:
         self.phase = ""
@@ -205,7 +192,7 @@ class Hook:
 
 
 def zeros(shapes: dict[str, tuple[str, tuple[int, ...]]] = SHAPES) -> dict[str, torch.Tensor]:
-    """Live weights before the first refit."""
+    """Return live weights before the first refit."""
     return {
         name: torch.zeros(shape, dtype=getattr(torch, dtype))
         for name, (dtype, shape) in shapes.items()
@@ -214,7 +201,7 @@ def zeros(shapes: dict[str, tuple[str, tuple[int, ...]]] = SHAPES) -> dict[str, 
 
 @contextmanager
 def exported() -> Iterator[Callable[[], Sequence[Any]]]:
-    """Collects the spans that end meanwhile; skips the test where there is no SDK."""
+    """Collect the spans that end during the block; skip the test without the SDK."""
     pytest.importorskip("opentelemetry.sdk", reason="needs the package opentelemetry-sdk")
     from opentelemetry import trace
     from opentelemetry.sdk.trace import TracerProvider
@@ -233,10 +220,10 @@ def exported() -> Iterator[Callable[[], Sequence[Any]]]:
 
 @contextmanager
 def verbose() -> Iterator[None]:
-    """Asks for the span of every phase."""
+    """Request a span for every phase."""
     from opentelemetry import baggage, context
 
-    token = context.attach(baggage.set_baggage(VERBOSE, "1"))
+    token = context.attach(baggage.set_baggage("rl.verbose", "1"))
     try:
         yield
     finally:

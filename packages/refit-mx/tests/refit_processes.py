@@ -1,6 +1,6 @@
-"""Programs that the tests of faults run in other processes, and how a test talks to them.
+"""Programs that tests of faults run in other processes, and their `Process` in the test.
 
-Each reads commands from its standard input, one JSON a line, and answers on its standard output.
+A program reads commands from standard input, one JSON object a line, and prints its answers.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import torch
 
 WAIT_S = 60.0
-"""For a process to start, or to answer; far more than any takes."""
+"""Timeout for a start or an answer of a process, with a large margin."""
 
 SHAPES = {
     "embed": ("float32", (96, 40)),
@@ -34,34 +34,33 @@ SHAPES = {
 
 
 def weights(seed: int, shapes: dict[str, tuple[str, tuple[int, ...]]] = SHAPES) -> dict[str, Any]:
-    """The whole model of a seed: the same in every process."""
+    """Return the full tensors of a seed: the same in every process."""
     import torch
 
-    made = {}
+    tensors = {}
     for name, (dtype, shape) in shapes.items():
         generator = torch.Generator().manual_seed(seed * 1_000_003 + zlib.crc32(name.encode()))
-        whole = torch.randn(shape, generator=generator, dtype=torch.float32)
-        made[name] = whole.to(getattr(torch, dtype))
-    return made
+        tensor = torch.randn(shape, generator=generator, dtype=torch.float32)
+        tensors[name] = tensor.to(getattr(torch, dtype))
+    return tensors
 
 
 def rows_of(size: int, ranks: int, rank: int) -> tuple[int, int]:
-    """The rows of one of several ranks, as torch.chunk divides them."""
+    """Return first row and stop row of a rank, divided like torch.chunk."""
     step = -(-size // ranks)
     return min(rank * step, size), min((rank + 1) * step, size)
 
 
 def fsdp_shards(whole: dict[str, torch.Tensor], ranks: int, rank: int) -> list[Any]:
-    """One rank's shards along the first axis; tensors without axes belong to rank 0."""
-    from refit_mx.shard_sources import LocalShard
-    from refit_mx.tensor_types import Box
+    """Return a rank's shards along the first axis; tensors without axes belong to rank 0."""
+    from refit_mx import Box, LocalShard
 
     shards = []
     for name, tensor in whole.items():
         shape = tuple(tensor.shape)
         if not shape:
             if rank == 0:
-                shards.append(LocalShard.whole(name, tensor))
+                shards.append(LocalShard.full(name, tensor))
             continue
         first, stop = rows_of(shape[0], ranks, rank)
         box = Box((first, *[0] * (len(shape) - 1)), (stop - first, *shape[1:]))
@@ -76,10 +75,8 @@ def targets_of(
     ranks: int = 1,
     rank: int = 0,
 ) -> list[Any]:
-    """What one of several tensor-parallel receivers wants; tensors without that axis are whole."""
-    from refit_mx.layout import TargetTPLayout
-    from refit_mx.plan.targets import replicated_target, tp_target
-    from refit_mx.tensor_types import TensorSpec
+    """Return a tensor-parallel receiver's targets; tensors without that axis are replicated."""
+    from refit_mx import TargetTPLayout, TensorSpec, replicated_target, tp_target
 
     targets = []
     for name, (dtype, shape) in shapes.items():
@@ -94,40 +91,39 @@ def targets_of(
 def slice_of(
     whole: dict[str, torch.Tensor], *, axis: int = 0, ranks: int = 1, rank: int = 0
 ) -> dict[str, torch.Tensor]:
-    """What a receiver of `targets_of` has to get."""
-    found = {}
+    """Return the content that a receiver of `targets_of` must get."""
+    slices = {}
     for name, tensor in whole.items():
         if axis < tensor.dim():
             first, stop = rows_of(tensor.shape[axis], ranks, rank)
             tensor = tensor.narrow(axis, first, stop - first)
-        found[name] = tensor.contiguous()
-    return found
+        slices[name] = tensor.contiguous()
+    return slices
 
 
 def fp8_pass() -> Any:
-    """What compiles the tensor ``large`` alone."""
-    from refit_mx.compile.deep_gemm_fp8 import DeepGemmFp8
-    from refit_mx.compile.selection import names_matching
+    """Return a compile pass for the tensor ``large`` only."""
+    from refit_mx import compile_pass
 
-    return DeepGemmFp8(selection=names_matching("large"))
+    return compile_pass("deep_gemm_fp8", selection=lambda spec: spec.name == "large")
 
 
 def fp8(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """What `fp8_pass` makes of tensors."""
+    """Return tensors with the outputs of `fp8_pass` in place of its inputs."""
+    from refit_mx import TensorSpec
     from refit_mx.compile.base import allocate_outputs
-    from refit_mx.tensor_types import TensorSpec
 
     specs = [
         TensorSpec(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
         for name, tensor in tensors.items()
     ]
-    made = allocate_outputs(fp8_pass(), specs)
-    fp8_pass().run(tensors, made)
-    return tensors | made
+    outputs = allocate_outputs(fp8_pass(), specs)
+    fp8_pass().run(tensors, outputs)
+    return tensors | outputs
 
 
 def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
-    """Whether all tensors are equal byte for byte."""
+    """Return whether all tensors are equal byte for byte."""
     import torch
 
     return left.keys() == right.keys() and all(
@@ -142,18 +138,18 @@ def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
 
 
 def checksum(tensor: torch.Tensor) -> int:
-    """Of its bytes."""
+    """Return the CRC-32 of a tensor's bytes."""
     import torch
 
     return zlib.crc32(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
 
 
 class Process:
-    """One of the programs below, seen from a test.
+    """A process that runs one of the programs below.
 
     Args:
-        kind: ``publisher``, ``receiver`` or ``control``.
-        settings: of the program.
+        kind: ``publisher``, ``receiver``, ``control`` or ``soak``.
+        settings: settings of the program.
     """
 
     def __init__(self, kind: str, **settings: object) -> None:
@@ -170,23 +166,23 @@ class Process:
         self._answers.put(None)
 
     def send(self, **command: object) -> None:
-        """A command; `answer` waits for what it does."""
+        """Send a command without waiting for its answer."""
         self._process.stdin.write(json.dumps(command) + "\n")
         self._process.stdin.flush()
 
     def answer(self, timeout_s: float = WAIT_S) -> dict[str, Any]:
-        """The next answer."""
-        found = self._answers.get(timeout=timeout_s)
-        assert found is not None, f"the process {self.pid} ended"
-        return found
+        """Return the next answer."""
+        received = self._answers.get(timeout=timeout_s)
+        assert received is not None, f"the process {self.pid} ended"
+        return received
 
     def ask(self, timeout_s: float = WAIT_S, **command: object) -> dict[str, Any]:
-        """A command and its answer."""
+        """Send a command and return its answer."""
         self.send(**command)
         return self.answer(timeout_s)
 
     def signal(self, number: signal.Signals) -> None:
-        """To this process alone; returns once it has ended, or all its threads have stopped."""
+        """Signal the process; wait until it is dead or all its threads have stopped."""
         os.kill(self.pid, number)
         if number == signal.SIGKILL:
             self._process.wait(WAIT_S)
@@ -194,16 +190,21 @@ class Process:
             os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WNOWAIT)
 
     def wait(self) -> int:
-        """Its exit code."""
+        """Wait for its end and return its exit code."""
         return self._process.wait(WAIT_S)
 
     def end(self) -> int:
-        """Let it end by itself; its exit code."""
+        """Close its standard input, so that it exits; return its exit code."""
         self._process.stdin.close()
         return self.wait()
 
+    @property
+    def descriptors(self) -> tuple[int, int]:
+        """Descriptors of its pipes in this process."""
+        return self._process.stdin.fileno(), self._process.stdout.fileno()
+
     def close(self) -> None:
-        """End it, whatever state it is in."""
+        """Kill it in any state, and close its pipes."""
         if self._process.poll() is None:
             os.kill(self.pid, signal.SIGCONT)
             self._process.kill()
@@ -224,7 +225,7 @@ def _command() -> dict[str, Any] | None:
 
 
 class _Pauses:
-    """Stops once at each phase that a test names, until the test says go."""
+    """A phase hook that blocks once at each phase in ``at``, until the command "go"."""
 
     def __init__(self) -> None:
         self.at: set[str] = set()
@@ -244,8 +245,7 @@ def _failed(error: BaseException) -> None:
 
 
 def _publisher(settings: dict[str, Any]) -> None:
-    from refit_mx.errors import RefitError
-    from refit_mx.publisher import MxV2TrainingPublisher
+    from refit_mx import MxV2TrainingPublisher, RefitError
 
     pauses = _Pauses()
     publisher = MxV2TrainingPublisher(
@@ -285,9 +285,7 @@ def _publisher(settings: dict[str, Any]) -> None:
 def _receiver(settings: dict[str, Any]) -> None:
     import torch
 
-    from refit_mx.errors import RefitError
-    from refit_mx.receiver import MxV2RefitReceiver
-    from refit_mx.settings import ReceiverSettings
+    from refit_mx import MxV2RefitReceiver, ReceiverSettings, RefitError
 
     pauses = _Pauses()
     shapes = settings.get("shapes") or SHAPES
@@ -342,8 +340,8 @@ def _receiver(settings: dict[str, Any]) -> None:
 
 
 def _control(settings: dict[str, Any]) -> None:
-    from refit_mx.control.embedded import EmbeddedControlServer
-    from refit_mx.control.store import SqliteStore
+    from refit_mx import EmbeddedControlServer
+    from refit_mx.control import SqliteStore
 
     store = SqliteStore(Path(settings["state"])) if settings.get("state") else None
     port, retention = settings.get("port", 0), settings.get("retention", 2)
@@ -353,7 +351,27 @@ def _control(settings: dict[str, Any]) -> None:
             _say(leases=server.plane.counts().leases)
 
 
+def _soak(_: dict[str, Any]) -> None:
+    from soak_processes import Publishing
+
+    from refit_mx import RefitError
+
+    publishing = Publishing()
+    _say(ready=True)
+    while (command := _command()) is not None:
+        try:
+            _say(done=True, **getattr(publishing, command.pop("do"))(**command))
+        except RefitError as error:
+            _failed(error)
+    publishing.close()
+
+
 def main(kind: str, settings: str) -> None:
-    """A program, in a process of its own."""
-    programs = {"publisher": _publisher, "receiver": _receiver, "control": _control}
+    """Run a program with JSON settings."""
+    programs = {
+        "publisher": _publisher,
+        "receiver": _receiver,
+        "control": _control,
+        "soak": _soak,
+    }
     programs[kind](json.loads(settings))

@@ -1,7 +1,7 @@
-"""Models, layouts and slices drawn from a seed, and a reference for what comes out of them.
+"""Models, layouts and slices drawn from a seed, and a reference for their contents.
 
-The reference works on arrays of bytes, ``shape + (item size,)``, and shares no code with the
-package: not its layouts, not its planner, and not torch's casts.
+The reference copies the parts of a target one by one, on arrays of bytes ``shape + (item size,)``.
+It shares no code with the planner. Casts are torch's, as the package promises.
 """
 
 from __future__ import annotations
@@ -15,8 +15,23 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
+from refit_processes import rows_of
 
-Array = npt.NDArray[Any]  # Any: bytes, numbers or places, as the caller says
+from refit_mx import (
+    SliceRange,
+    TargetTensor,
+    TargetTPLayout,
+    TensorSpec,
+    expert_targets,
+    fused_gate_up_target,
+    fused_qkv_target,
+    mesh_target,
+    replicated_target,
+    tp_target,
+)
+
+Array = npt.NDArray[Any]  # Any: bytes, numbers or places, which depends on the caller
 Bounds = tuple[tuple[int, ...], tuple[int, ...]]
 """Start and shape of a box."""
 
@@ -28,32 +43,15 @@ NUMBERS = {"float32": np.float32, "int64": np.int64, "int8": np.int8}
 
 @dataclass(frozen=True)
 class Drawn:
-    """A tensor of a model: what the trainer has, and what travels."""
+    """A tensor of a model: the trainer's dtype, its shape, and its dtype on the wire."""
 
     dtype: str
     shape: tuple[int, ...]
     wire: str
 
 
-@dataclass(frozen=True)
-class Slice:
-    """What a receiver wants of some tensors.
-
-    Attributes:
-        name: of the target.
-        kind: whole, tp, range, mesh, experts, qkv or gate_up.
-        of: names of the tensors.
-        args: of the kind.
-    """
-
-    name: str
-    kind: str
-    of: tuple[str, ...]
-    args: tuple[Any, ...] = ()
-
-
 def draw_model(rng: Random) -> dict[str, Drawn]:
-    """A small model; one in five has a tensor of some megabytes."""
+    """Draw a small model; one in five has a tensor of a few megabytes."""
     hidden = rng.randint(3, 24)
     heads, kv_heads = rng.choice([4, 8]), rng.choice([1, 2, 4])
     middle = 4 * rng.randint(1, 8)
@@ -71,10 +69,10 @@ def draw_model(rng: Random) -> dict[str, Drawn]:
         "norm": (hidden,),
         "scale": (),
     }
-    one = rng.choice(WIRES)
+    wire = rng.choice(WIRES)
     mixed = rng.random() < 0.3
     model = {
-        name: Drawn("float32", shape, rng.choice(WIRES) if mixed else one)
+        name: Drawn("float32", shape, rng.choice(WIRES) if mixed else wire)
         for name, shape in shapes.items()
     }
     for fused in ("k", "v"):
@@ -86,84 +84,48 @@ def draw_model(rng: Random) -> dict[str, Drawn]:
 
 
 def numbers(seed: int, version: str, model: Mapping[str, Drawn]) -> dict[str, Array]:
-    """The weights of a version, as the trainer has them: the same in every process."""
-    made: dict[str, Array] = {}
+    """Return the trainer's weights of a version: the same in every process."""
+    weights: dict[str, Array] = {}
     for name, drawn in model.items():
         rng = np.random.default_rng([seed, zlib.crc32(version.encode()), zlib.crc32(name.encode())])
         if drawn.dtype == "float32":
-            made[name] = rng.standard_normal(drawn.shape, dtype=np.float32)
+            weights[name] = rng.standard_normal(drawn.shape, dtype=np.float32)
         else:
-            made[name] = rng.integers(-100, 100, drawn.shape).astype(NUMBERS[drawn.dtype])
-        made[name] = np.asarray(made[name])
-    return made
+            weights[name] = rng.integers(-100, 100, drawn.shape).astype(NUMBERS[drawn.dtype])
+        weights[name] = np.asarray(weights[name])
+    return weights
 
 
-# What travels
+# Bytes on the wire
 
 
 def published(seed: int, version: str, model: Mapping[str, Drawn]) -> dict[str, Array]:
-    """The bytes of every tensor in its wire dtype."""
+    """Return the bytes of every tensor in its wire dtype."""
     return {
-        name: bytes_of(_cast(whole, model[name].wire))
-        for name, whole in numbers(seed, version, model).items()
+        name: bytes_of(torch.from_numpy(values).to(getattr(torch, model[name].wire)))
+        for name, values in numbers(seed, version, model).items()
     }
 
 
-def bytes_of(array: Array) -> Array:
-    """``shape + (item size,)``."""
-    flat = np.frombuffer(array.tobytes(), np.uint8)
-    return flat.reshape(*array.shape, array.itemsize)
+def bytes_of(tensor: torch.Tensor) -> Array:
+    """Return a tensor's bytes as an array of ``shape + (item size,)``."""
+    flat = tensor.reshape(-1).view(torch.uint8).numpy()
+    return flat.reshape(*tensor.shape, tensor.itemsize)
 
 
 def widened(content: Array, wire: str) -> Array:
-    """The bytes of the same numbers as float32."""
-    codes = np.frombuffer(content.tobytes(), np.uint16).reshape(content.shape[:-1])
-    if wire == "bfloat16":
-        return bytes_of(np.asarray(codes.astype(np.uint32) << np.uint32(16)))
-    return bytes_of(np.asarray(codes.view(np.float16).astype(np.float32)))
+    """Return the bytes of the same numbers as float32."""
+    numbers = torch.from_numpy(np.ascontiguousarray(content)).view(getattr(torch, wire))
+    return bytes_of(numbers[..., 0].float())
 
 
-def _cast(whole: Array, wire: str) -> Array:
-    if wire == "float16":
-        return whole.astype(np.float16)
-    if wire == "bfloat16":
-        bits = np.ascontiguousarray(whole).view(np.uint32).reshape(whole.shape)
-        # To the nearest; ties to the even one.
-        odd = (bits >> np.uint32(16)) & np.uint32(1)
-        return np.asarray((bits + np.uint32(0x7FFF) + odd) >> np.uint32(16)).astype(np.uint16)
-    if wire == "float8_e4m3fn":
-        sized = np.abs(whole)
-        # Codes count up with the numbers that they stand for, so ties to even are on the code.
-        low = np.searchsorted(_E4M3, sized, side="right") - 1
-        high = np.minimum(low + 1, len(_E4M3) - 1)
-        under, over = sized - _E4M3[low], _E4M3[high] - sized
-        up = (over < under) | ((over == under) & (low % 2 == 1))
-        return np.asarray(np.where(up, high, low) | (np.signbit(whole) << 7)).astype(np.uint8)
-    return whole
-
-
-_E4M3 = np.array(
-    [
-        (code & 7) * 2.0**-9 if code < 8 else (1 + (code & 7) / 8) * 2.0 ** ((code >> 3) - 7)
-        for code in range(127)
-    ]
-)
-"""float8_e4m3fn's numbers of codes 0 to 126; 127 is no number."""
-
-
-# Where the sources have it
-
-
-def rows_of(size: int, ranks: int, rank: int) -> tuple[int, int]:
-    """As torch.chunk divides."""
-    step = -(-size // ranks)
-    return min(rank * step, size), min((rank + 1) * step, size)
+# Boxes of the sources
 
 
 def draw_held(
     rng: Random, layout: str, model: Mapping[str, Drawn], slots: int
 ) -> list[list[tuple[str, Bounds]]]:
-    """What each of some slots holds; together at least all of it."""
+    """Draw the boxes that each slot holds; together they cover all tensors."""
     held: list[list[tuple[str, Bounds]]] = [[] for _ in range(slots)]
     for name, drawn in model.items():
         for slot, boxes in enumerate(_divided(rng, layout, drawn.shape, slots)):
@@ -186,15 +148,15 @@ def _divided(rng: Random, layout: str, shape: tuple[int, ...], slots: int) -> li
         return [[_chunk(whole, min(1, len(shape) - 1), slots, slot)] for slot in range(slots)]
     if layout == "mesh":
         down, across = {1: (1, 1), 2: rng.choice([(1, 2), (2, 1)]), 3: (3, 1), 4: (2, 2)}[slots]
-        found = []
+        boxes = []
         for slot in range(slots):
             box = _chunk(whole, 0, down, slot // across)
-            # A tensor of one axis is replicated along the mesh's other dimension.
-            found.append([_chunk(box, 1, across, slot % across)] if len(shape) > 1 else [box])
-        return found
+            # A tensor with one axis is replicated along the mesh's other dimension.
+            boxes.append([_chunk(box, 1, across, slot % across)] if len(shape) > 1 else [box])
+        return boxes
     if layout == "experts" and len(shape) == 3:
-        one = [_cut(whole, 0, list(range(1, shape[0])))[expert] for expert in range(shape[0])]
-        return [one[slot::slots] for slot in range(slots)]
+        experts = [_cut(whole, 0, list(range(1, shape[0])))[expert] for expert in range(shape[0])]
+        return [experts[slot::slots] for slot in range(slots)]
     if layout == "pieces":
         dealt: list[list[Bounds]] = [[] for _ in range(slots)]
         for box in _cut(whole, 0, _cuts(rng, shape[0], rng.randint(0, 4))):
@@ -224,98 +186,74 @@ def _part(box: Bounds, axis: int, first: int, stop: int) -> Bounds:
     return tuple(start), tuple(shape)
 
 
-# What the receivers want
+# Targets of the receivers
 
 
-def draw_slices(rng: Random, model: Mapping[str, Drawn]) -> list[Slice]:
-    """What one receiver wants: of most tensors something."""
-    found = []
+def draw_targets(rng: Random, model: Mapping[str, Drawn]) -> dict[str, TargetTensor]:
+    """Draw the targets of a receiver: a part of most tensors."""
+    specs = {name: TensorSpec(name, drawn.wire, drawn.shape) for name, drawn in model.items()}
+    targets = []
     plain = [name for name in model if name not in ("q", "k", "v", "gate", "up")]
     if rng.random() < 0.6:
         tp = rng.choice([1, 2, 4])
-        found.append(Slice("qkv", "qkv", ("q", "k", "v"), (tp, rng.randrange(tp))))
+        q, k, v = (specs[name] for name in "qkv")
+        heads, kv_heads = q.shape[0] // HEAD_DIM, k.shape[0] // HEAD_DIM
+        sizes = {"num_heads": heads, "num_kv_heads": kv_heads, "head_dim": HEAD_DIM}
+        ranks = {"tp_size": tp, "tp_rank": rng.randrange(tp)}
+        targets.append(fused_qkv_target("qkv", q, k, v, **sizes, **ranks))
     else:
         plain += ["q", "k", "v"]
     if rng.random() < 0.6:
         tp = rng.choice([1, 2, 4])
-        found.append(Slice("gate_up", "gate_up", ("gate", "up"), (tp, rng.randrange(tp))))
+        rank = rng.randrange(tp)
+        targets.append(fused_gate_up_target("gate_up", specs["gate"], specs["up"], tp, rank))
     else:
         plain += ["gate", "up"]
     for name in plain:
         if rng.random() < 0.9 or name == "large":
-            found.append(_draw_slice(rng, name, model[name].shape))
-    return found
+            targets.append(_draw_target(rng, specs[name]))
+    return {target.name: target for target in targets}
 
 
-def _draw_slice(rng: Random, name: str, shape: tuple[int, ...]) -> Slice:
-    kinds = ["whole", "tp", "tp", "tp", "range", "mesh"] if shape else ["whole"]
-    if name == "experts":
+def _draw_target(rng: Random, spec: TensorSpec) -> TargetTensor:
+    shape = spec.shape
+    kinds = ["full", "tp", "tp", "tp", "range", "mesh"] if shape else ["full"]
+    if spec.name == "experts":
         kinds += ["experts"] * 6
     kind = rng.choice(kinds)
     axis = rng.randrange(len(shape)) if shape else 0
-    args: tuple[Any, ...] = ()
     if kind == "tp":
         ranks = rng.randint(1, 4)
-        args = (ranks, rng.randrange(ranks), axis)
-    elif kind == "range":
-        args = (axis, *_cuts(rng, shape[axis], 2))
-    elif kind == "mesh":
+        return tp_target(spec, TargetTPLayout(ranks, rng.randrange(ranks), axis))
+    if kind == "range":
+        rows = SliceRange(*_cuts(rng, shape[axis], 2))
+        return tp_target(spec, TargetTPLayout(1, 0, axis, target_range=rows))
+    if kind == "mesh":
         sizes = [(rng.randrange(len(shape)), rng.randint(1, 3)) for _ in range(2)]
-        args = tuple((along, size, rng.randrange(size)) for along, size in sizes)
-    elif kind == "experts":
-        args = tuple(rng.sample(range(shape[0]), rng.randint(1, shape[0])))
-    return Slice(name, kind, (name,), args)
-
-
-def picked(wanted: Slice, content: Mapping[str, Array]) -> Array:
-    """A slice of arrays that have one axis more than their tensors."""
-    arrays = [content[name] for name in wanted.of]
-    args = wanted.args
-    if wanted.kind == "tp":
-        ranks, rank, axis = args
-        return _rows(arrays[0], axis, *rows_of(arrays[0].shape[axis], ranks, rank))
-    if wanted.kind == "range":
-        return _rows(arrays[0], *args)
-    if wanted.kind == "mesh":
-        found = arrays[0]
-        for axis, size, rank in args:
-            found = _rows(found, axis, *rows_of(found.shape[axis], size, rank))
-        return found
-    if wanted.kind == "experts":
-        return np.stack([arrays[0][expert] for expert in args])
-    if wanted.kind == "qkv":
-        ranks, rank = args
-        heads = arrays[1].shape[0] // HEAD_DIM
-        first, own = rank * heads // ranks, max(1, heads // ranks)
-        kept = [array[first * HEAD_DIM : (first + own) * HEAD_DIM] for array in arrays[1:]]
-        return np.concatenate([np.split(arrays[0], ranks)[rank], *kept])
-    if wanted.kind == "gate_up":
-        ranks, rank = args
-        return np.concatenate([np.split(array, ranks)[rank] for array in arrays])
-    return arrays[0]
-
-
-def _rows(array: Array, axis: int, first: int, stop: int) -> Array:
-    index = [slice(None)] * array.ndim
-    index[axis] = slice(first, stop)
-    return array[tuple(index)]
+        return mesh_target(spec, [(along, size, rng.randrange(size)) for along, size in sizes])
+    if kind == "experts":
+        ids = rng.sample(range(shape[0]), rng.randint(1, shape[0]))
+        return expert_targets(spec.name, spec, ids)
+    return replicated_target(spec)
 
 
 def places(model: Mapping[str, Drawn]) -> dict[str, Array]:
-    """For `picked`: the flat place of every element of every tensor, in order over the tensors, so
-    that what is picked tells where it came from."""
-    found, first = {}, 0
+    """Return arrays for `picked` that hold each element's flat place, counted over all tensors.
+
+    So the picked values show where each element comes from.
+    """
+    numbered, first = {}, 0
     for name, drawn in model.items():
         size = int(np.prod(drawn.shape, dtype=np.int64))
-        found[name] = np.arange(first, first + size).reshape(*drawn.shape, 1)
+        numbered[name] = np.arange(first, first + size).reshape(*drawn.shape, 1)
         first += size
-    return found
+    return numbered
 
 
 def held_places(
     model: Mapping[str, Drawn], held: Sequence[tuple[str, Bounds]], of: Mapping[str, Array]
 ) -> npt.NDArray[np.bool_]:
-    """Which places some boxes hold."""
+    """Return a mask of the places that the boxes hold."""
     total = sum(int(np.prod(drawn.shape, dtype=np.int64)) for drawn in model.values())
     mask = np.zeros(total, np.bool_)
     for name, (start, shape) in held:

@@ -9,14 +9,14 @@ import textwrap
 import pytest
 import torch
 
-from refit_mx.compile.base import compile_pass, compile_pass_names, register_compile_pass
-from refit_mx.compile.hf_raw import HfRaw
-from refit_mx.errors import RefitConfigError
-from refit_mx.tensor_types import TensorSpec
+from refit_mx import RefitConfigError, TensorSpec, compile_pass, register_compile_pass
+from refit_mx.compile.base import compile_pass_names
+
+HfRaw = type(compile_pass("hf_raw"))
 
 
 class Halved(HfRaw):
-    """A third party's pass, which is easily told from the others."""
+    """A third party's pass with a recognizable result."""
 
     name = "halved_by_a_test"
 
@@ -24,52 +24,52 @@ class Halved(HfRaw):
         return frozenset()
 
     def run(self, tensors, out):
-        for name, made in out.items():
-            torch.mul(tensors[name], 0.5, out=made)
+        for name, output in out.items():
+            torch.mul(tensors[name], 0.5, out=output)
 
 
-def test_the_built_in_passes_are_made_by_name():
+def test_built_in_passes_are_made_by_name():
     for name in ("hf_raw", "deep_gemm_fp8", "cutlass_fp8"):
         assert compile_pass(name).name == name
         assert name in compile_pass_names()
 
 
-def test_an_unknown_name_says_which_are_known():
+def test_unknown_name_error_lists_the_known_ones():
     with pytest.raises(RefitConfigError, match=r"cutlass_fp8, deep_gemm_fp8, .*hf_raw"):
         compile_pass("marlin")
 
 
-def test_a_registered_pass_is_found_and_its_name_is_taken():
+def test_registered_pass_is_usable_and_its_name_is_taken():
     register_compile_pass("halved_by_a_test", Halved)
-    made = compile_pass("halved_by_a_test")
+    halved = compile_pass("halved_by_a_test")
     out = {"a": torch.empty(2)}
-    made.check([TensorSpec("a", "float32", (2,))])
-    made.run({"a": torch.tensor([1.0, 2.0])}, out)
+    halved.check([TensorSpec("a", "float32", (2,))])
+    halved.run({"a": torch.tensor([1.0, 2.0])}, out)
     assert out["a"].tolist() == [0.5, 1.0]
-    with pytest.raises(RefitConfigError, match="there is a pass of this name"):
+    with pytest.raises(RefitConfigError, match="this name is taken"):
         register_compile_pass("halved_by_a_test", Halved)
 
 
 @pytest.mark.parametrize("name", ["hf_raw", ""])
-def test_a_name_that_is_taken_or_empty_is_refused(name):
+def test_taken_or_empty_name_is_refused(name):
     with pytest.raises(RefitConfigError, match="register_compile_pass"):
         register_compile_pass(name, Halved)
 
 
-def test_a_factory_that_makes_another_target_is_refused():
+def test_factory_for_another_target_is_refused():
     register_compile_pass("not_what_it_says", Halved)
-    with pytest.raises(RefitConfigError, match="makes 'halved_by_a_test'"):
+    with pytest.raises(RefitConfigError, match="created 'halved_by_a_test'"):
         compile_pass("not_what_it_says")
 
 
 def install(folder, package, target, value="{package}:Pass"):
-    """A package as pip leaves it: a module and its metadata."""
+    """Write a package like an installed one: a module and its metadata."""
     value = value.format(package=package)
     (folder / f"{package}.py").write_text(
         textwrap.dedent(f"""
-            from refit_mx.compile.hf_raw import HfRaw
+            from refit_mx import compile_pass
 
-            class Pass(HfRaw):
+            class Pass(type(compile_pass("hf_raw"))):
                 name = {target!r}
         """)
     )
@@ -80,7 +80,7 @@ def install(folder, package, target, value="{package}:Pass"):
 
 
 def said_by(folder, code):
-    """What a fresh process with the packages of the folder prints."""
+    """Return the output of a new process that has the packages of the folder."""
     done = subprocess.run(
         [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(folder)!r})\n{code}"],
         capture_output=True,
@@ -90,15 +90,15 @@ def said_by(folder, code):
     return done.stdout + done.stderr
 
 
-MAKE = "from refit_mx.compile.base import compile_pass; print('made', compile_pass({!r}).name)"
+MAKE = "from refit_mx import compile_pass; print('made', compile_pass({!r}).name)"
 
 
-def test_an_installed_package_brings_a_pass(tmp_path):
+def test_installed_package_provides_a_pass(tmp_path):
     install(tmp_path, "marlin_for_refit", "marlin")
     assert "made marlin" in said_by(tmp_path, MAKE.format("marlin"))
 
 
-def test_two_packages_that_claim_one_name_are_refused(tmp_path):
+def test_two_packages_with_the_same_pass_name_are_refused(tmp_path):
     install(tmp_path, "one_package", "marlin")
     install(tmp_path, "other_package", "marlin")
     said = said_by(tmp_path, MAKE.format("marlin"))
@@ -107,7 +107,7 @@ def test_two_packages_that_claim_one_name_are_refused(tmp_path):
     assert "other_package:Pass" in said
 
 
-def test_a_package_cannot_take_the_name_of_a_built_in_pass(tmp_path):
+def test_package_cannot_take_the_name_of_a_built_in_pass(tmp_path):
     install(tmp_path, "usurper", "hf_raw")
     said = said_by(tmp_path, MAKE.format("hf_raw"))
     assert "RefitConfigError" in said

@@ -1,9 +1,15 @@
-"""What a process trusts and brings: where a token may come from, and that nothing shows it."""
+"""Access to the control plane: sources of the token, trusted certificates, and no leaked token."""
 
 import pytest
 
-from refit_mx.control import ControlAccess, ControlClient, EmbeddedControlServer
-from refit_mx.errors import ControlAccessError, RefitConfigError, VersionNotFoundError
+from refit_mx import (
+    ControlAccess,
+    ControlAccessError,
+    ControlClient,
+    EmbeddedControlServer,
+    RefitConfigError,
+    VersionNotFoundError,
+)
 
 TOKEN = "0123456789abcdef-0123456789abcdef"
 ELSEWHERE = "192.0.2.1:1"
@@ -11,8 +17,8 @@ ELSEWHERE = "192.0.2.1:1"
 
 @pytest.fixture
 def server():
-    with EmbeddedControlServer(token=TOKEN) as made:
-        yield made
+    with EmbeddedControlServer(token=TOKEN) as running:
+        yield running
 
 
 @pytest.fixture
@@ -27,22 +33,22 @@ def assert_let_in(access, server):
         client.get_version("x")
 
 
-def test_a_token_comes_from_a_file(server, token_file):
+def test_token_comes_from_a_file(server, token_file):
     assert_let_in(ControlAccess(token_file=token_file), server)
 
 
-def test_a_token_comes_from_an_environment_variable(server, monkeypatch):
+def test_token_comes_from_an_environment_variable(server, monkeypatch):
     monkeypatch.setenv("OF_A_TEST", TOKEN)
     assert_let_in(ControlAccess(token_env="OF_A_TEST"), server)
 
 
 @pytest.mark.parametrize("name", ["REFIT_MX_CONTROL_TOKEN", "REFIT_MX_CONTROL_TOKEN_FILE"])
-def test_the_environment_says_where_the_token_is(server, token_file, monkeypatch, name):
+def test_environment_sets_the_token(server, token_file, monkeypatch, name):
     monkeypatch.setenv(name, token_file if name.endswith("FILE") else TOKEN)
     assert_let_in(ControlAccess.from_environment(), server)
 
 
-def test_the_environment_says_whom_to_trust(monkeypatch):
+def test_environment_sets_the_trusted_authority(monkeypatch):
     assert ControlAccess.from_environment() == ControlAccess()
     monkeypatch.setenv("REFIT_MX_CONTROL_TLS_CA", "ca.pem")
     monkeypatch.setenv("REFIT_MX_CONTROL_TLS_NAME", "refit.example")
@@ -50,7 +56,7 @@ def test_the_environment_says_whom_to_trust(monkeypatch):
     assert ControlAccess.from_environment() == ControlAccess("ca.pem", "refit.example")
 
 
-def test_a_wrong_token_is_an_error_that_a_retry_does_not_cure(server, monkeypatch):
+def test_wrong_token_is_not_retryable(server, monkeypatch):
     monkeypatch.setenv("OF_A_TEST", TOKEN + "-of-another")
     with (
         ControlAccess(token_env="OF_A_TEST").connect(server.address) as client,
@@ -82,14 +88,14 @@ def test_settings_that_contradict_each_other_are_refused(arguments, named):
         ({"tls_ca": __file__}, "no certificate in PEM"),
     ],
 )
-def test_what_cannot_be_read_is_refused_by_name(arguments, named):
+def test_unreadable_file_or_variable_is_refused_by_name(arguments, named):
     with pytest.raises(RefitConfigError, match=named):
         ControlAccess(**arguments).connect("127.0.0.1:1")
 
 
 @pytest.mark.parametrize("text", ["", "short-secret", "two words-of-a-secret", "sécret" * 5])
 @pytest.mark.parametrize("place", ["file", "env"])
-def test_what_is_no_token_is_refused_and_not_shown(tmp_path, monkeypatch, place, text):
+def test_invalid_token_is_refused_and_not_shown(tmp_path, monkeypatch, place, text):
     file = tmp_path / "token"
     file.write_text(text)
     monkeypatch.setenv("OF_A_TEST", text)
@@ -104,14 +110,14 @@ def test_what_is_no_token_is_refused_and_not_shown(tmp_path, monkeypatch, place,
 
 
 @pytest.mark.parametrize("token", ["of\nsecrets", "sécrets", "of secrets"])
-def test_a_token_that_no_header_carries_is_refused_and_not_shown(token, capfd):
+def test_token_invalid_in_a_header_is_refused_and_not_shown(token, capfd):
     with pytest.raises(RefitConfigError, match="not visible ASCII") as caught:
         ControlClient("127.0.0.1:1", token=token)
     assert token not in str(caught.value) + "".join(capfd.readouterr())
 
 
-def test_a_token_never_travels_in_the_clear(token_file):
-    with pytest.raises(RefitConfigError, match="in the clear") as caught:
+def test_token_never_travels_in_the_clear(token_file):
+    with pytest.raises(RefitConfigError, match="unencrypted") as caught:
         ControlAccess(token_file=token_file).connect(ELSEWHERE)
     assert TOKEN not in str(caught.value)
 
@@ -128,17 +134,17 @@ def test_a_token_never_travels_in_the_clear(token_file):
         "dns://example.com/127.0.0.1:50051",
     ],
 )
-def test_only_this_machine_is_given_a_token_in_the_clear(address):
-    with pytest.raises(RefitConfigError, match="in the clear"):
+def test_remote_machine_never_gets_an_unencrypted_token(address):
+    with pytest.raises(RefitConfigError, match="unencrypted"):
         ControlClient(address, token=TOKEN)
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "127.9.9.9:1", "localhost:1", "[::1]:1"])
-def test_this_machine_is_given_a_token_without_tls(address):
+def test_local_machine_gets_a_token_without_tls(address):
     ControlClient(address, token=TOKEN).close()
 
 
-def test_a_proxy_of_the_environment_is_not_asked(server, token_file, monkeypatch):
+def test_proxy_variables_are_ignored(server, token_file, monkeypatch):
     for name in ("http_proxy", "https_proxy", "grpc_proxy", "HTTP_PROXY"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
     monkeypatch.delenv("no_proxy", raising=False)
@@ -146,8 +152,8 @@ def test_a_proxy_of_the_environment_is_not_asked(server, token_file, monkeypatch
     assert_let_in(ControlAccess(token_file=token_file), server)
 
 
-def test_nothing_that_is_shown_has_the_token(server, token_file):
+def test_representations_do_not_have_the_token(server, token_file):
     access = ControlAccess(token_file=token_file)
-    with access.connect(server.address) as client, client.another() as another:
+    with access.connect(server.address) as client, client.clone() as another:
         shown = [repr(each) for each in (access, client, another, client._connection)]
     assert not any(TOKEN in each for each in shown)

@@ -1,4 +1,7 @@
-"""The calls of the client, against a real server in this process."""
+"""The calls of the client, against a real server in this process.
+
+ModelExpress's protobuf modules are imported as the package does, without NIXL.
+"""
 
 import socket
 import threading
@@ -6,30 +9,25 @@ import time
 
 import grpc
 import pytest
-from control_clients import PATIENCE_S, TRAINER, publish, shard
+from control_clients import TIMEOUT_S, TRAINER, publish, shard
 
-from refit_mx.control import (
+from refit_mx import (
     ControlClient,
-    EmbeddedControlServer,
-    VersionState,
-)
-from refit_mx.control.protocol import (
-    refit_pb2,
-    refit_pb2_grpc,
-)
-from refit_mx.deadline import Deadline
-from refit_mx.errors import (
     ControlError,
     ControlUnavailableError,
+    Deadline,
+    EmbeddedControlServer,
     RefitConfigError,
     RefitTimeoutError,
     VersionLeasedError,
     VersionNotFoundError,
     VersionNotReadyError,
 )
+from refit_mx.control import VersionState
+from refit_mx.control.protocol import refit_pb2, refit_pb2_grpc  # noqa: TID251
 
 
-def test_a_version_through_its_life(client):
+def test_version_through_its_life(client):
     client.register_worker("w", TRAINER, "m", ttl_s=60)
     version = client.create_version("m", ["a", "b"], idempotency_key="k", version_id="v")
     assert (version.version_id, version.state) == ("v", VersionState.STAGING)
@@ -71,7 +69,7 @@ def test_refusals_are_typed(client):
     assert not client.delete_shard("forgotten", "a", "w")
 
 
-def test_waiting_names_the_slots_that_are_missing(client):
+def test_timed_out_wait_names_the_missing_slots(client):
     slots = [f"fsdp-{n}" for n in range(8)]
     client.register_worker("w", TRAINER, "m", ttl_s=60)
     uid = client.create_version("m", slots, idempotency_key="k").version_id
@@ -85,17 +83,17 @@ def test_waiting_names_the_slots_that_are_missing(client):
 def test_waiting_ends_when_the_last_slot_is_filled(client, server):
     client.register_worker("w", TRAINER, "m", ttl_s=60)
     uid = client.create_version("m", ["a"], idempotency_key="k").version_id
-    found = []
+    ready = []
     waiter = threading.Thread(
-        target=lambda: found.append(client.wait_ready(uid, Deadline(PATIENCE_S, "v")))
+        target=lambda: ready.append(client.wait_ready(uid, Deadline(TIMEOUT_S, "v")))
     )
     waiter.start()
     client.create_shard(shard(uid))
-    waiter.join(PATIENCE_S)
-    assert [version.state for version in found] == [VersionState.READY]
+    waiter.join(TIMEOUT_S)
+    assert [version.state for version in ready] == [VersionState.READY]
 
 
-def test_a_server_that_is_not_there_is_unavailable_at_once():
+def test_missing_server_is_unavailable_at_once():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
     with ControlClient(address) as client:
@@ -107,7 +105,7 @@ def test_a_server_that_is_not_there_is_unavailable_at_once():
         client.get_version("v")
 
 
-def test_a_server_that_does_not_answer_is_a_timeout():
+def test_silent_server_is_a_timeout():
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"127.0.0.1:{silent.getsockname()[1]}"
         with (
@@ -126,18 +124,18 @@ def test_a_server_that_does_not_answer_is_a_timeout():
         {"address": "192.0.2.1:1", "token": "t"},
     ],
 )
-def test_options_that_cannot_be_right_are_refused(wrong):
+def test_invalid_options_are_refused(wrong):
     with pytest.raises(RefitConfigError):
         ControlClient(**{"address": "127.0.0.1:1", **wrong})
 
 
-def test_the_address_of_an_embedded_server_is_taken_once(server):
+def test_address_of_an_embedded_server_is_taken_once(server):
     port = int(server.address.rpartition(":")[2])
     with pytest.raises(RefitConfigError, match="cannot listen"):
         EmbeddedControlServer(port=port)
 
 
-def test_an_embedded_server_asks_for_its_token():
+def test_embedded_server_asks_for_its_token():
     token = "0123456789abcdef"
     with EmbeddedControlServer(token=token) as server:
         with ControlClient(server.address, token=token) as client:
@@ -175,61 +173,37 @@ def test_calls_are_observed_before_they_are_answered():
     assert all(seconds > 0 for _, _, seconds in seen)
 
 
-@pytest.mark.parametrize(
-    "text", ["", " ", "x" * 513, "new\nline", "nul\0", "unit\x1fseparator", "\x1b[31m"]
-)
-def test_strings_that_cannot_be_names_are_refused(server, text):
-    with grpc.insecure_channel(server.address) as channel:
-        stub = refit_pb2_grpc.RefitServiceStub(channel)
-        worker = refit_pb2.WorkerRegistration(
-            worker_id=text, model_name="m", role=refit_pb2.WORKER_ROLE_TRAINER
+TEXTS = ["", " ", "x" * 513, "new\nline", "nul\0", "unit\x1fseparator", "\x1b[31m"]
+VERSION = {"model_name": "m", "idempotency_key": "k", "expected_source_slots": ["a"]}
+WORKER = {"worker_id": "w", "model_name": "m"}
+MANY = [str(number) for number in range(70_000)]
+WRONG = [
+    *(("GetWeightVersion", {"uid": text}) for text in TEXTS),
+    *(
+        ("RegisterWorker", {"worker": {**WORKER, "worker_id": text, "role": 1}, "ttl_seconds": 1})
+        for text in TEXTS
+    ),
+    *(
+        (
+            "CreateWeightVersion",
+            {**VERSION, "payload_format": 1, "expected_source_slots": ["a", text]},
         )
-        for call, request in (
-            (stub.GetWeightVersion, refit_pb2.GetWeightVersionRequest(uid=text)),
-            (
-                stub.RegisterWorker,
-                refit_pb2.RegisterWorkerRequest(worker=worker, ttl_seconds=1),
-            ),
-            (
-                stub.CreateWeightVersion,
-                refit_pb2.CreateWeightVersionRequest(
-                    model_name="m",
-                    idempotency_key="k",
-                    payload_format=1,
-                    expected_source_slots=["a", text],
-                ),
-            ),
-        ):
-            with pytest.raises(grpc.RpcError) as refusal:
-                call(request, timeout=PATIENCE_S)
-            assert refusal.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        for text in TEXTS
+    ),
+    ("CreateWeightVersion", VERSION),
+    ("CreateWeightVersion", {**VERSION, "expected_source_slots": MANY, "payload_format": 1}),
+    ("CreateWeightVersion", {**VERSION, "payload_format": 1, "state": 9}),
+    ("RegisterWorker", {"worker": WORKER, "ttl_seconds": 1}),
+    ("RegisterWorker", {"worker": {**WORKER, "role": 1}, "ttl_seconds": 2**31}),
+    ("CreateWeightVersionShard", {}),
+]
 
 
-def test_numbers_and_sizes_that_make_no_sense_are_refused(server):
+def test_malformed_requests_are_refused(server):
     with grpc.insecure_channel(server.address) as channel:
         stub = refit_pb2_grpc.RefitServiceStub(channel)
-        version = {"model_name": "m", "idempotency_key": "k", "expected_source_slots": ["a"]}
-        worker = {"worker_id": "w", "model_name": "m"}
-        many = [str(n) for n in range(70_000)]
-        for call, request in (
-            (stub.CreateWeightVersion, refit_pb2.CreateWeightVersionRequest(**version)),
-            (
-                stub.CreateWeightVersion,
-                refit_pb2.CreateWeightVersionRequest(
-                    **{**version, "expected_source_slots": many}, payload_format=1
-                ),
-            ),
-            (
-                stub.CreateWeightVersion,
-                refit_pb2.CreateWeightVersionRequest(**version, payload_format=1, state=9),
-            ),
-            (stub.RegisterWorker, refit_pb2.RegisterWorkerRequest(worker=worker, ttl_seconds=1)),
-            (
-                stub.RegisterWorker,
-                refit_pb2.RegisterWorkerRequest(worker={**worker, "role": 1}, ttl_seconds=2**31),
-            ),
-            (stub.CreateWeightVersionShard, refit_pb2.CreateWeightVersionShardRequest()),
-        ):
+        for method, fields in WRONG:
+            request = getattr(refit_pb2, f"{method}Request")(**fields)
             with pytest.raises(grpc.RpcError) as refusal:
-                call(request, timeout=PATIENCE_S)
-            assert refusal.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+                getattr(stub, method)(request, timeout=TIMEOUT_S)
+            assert refusal.value.code() is grpc.StatusCode.INVALID_ARGUMENT, method

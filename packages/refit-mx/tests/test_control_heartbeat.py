@@ -1,6 +1,8 @@
-"""Heartbeats, STALE and SIGTERM, against a real server in this process."""
+"""Heartbeats, STALE and SIGTERM, against a real server in this process.
 
-import os
+ModelExpress's protobuf modules are imported as the package does, without NIXL.
+"""
+
 import select
 import signal
 import subprocess
@@ -11,33 +13,28 @@ from pathlib import Path
 
 import grpc
 import pytest
-from control_clients import PATIENCE_S, TRAINER, publish, shard, until
+from control_clients import TIMEOUT_S, TRAINER, publish, shard, until
 
-from refit_mx.control import (
+from refit_mx import (
     ControlClient,
-    EmbeddedControlServer,
-    Heartbeat,
-    Limits,
-    VersionState,
+    ControlError,
+    ControlUnavailableError,
+    RefitConfigError,
 )
-from refit_mx.control.protocol import (
+from refit_mx.control import Heartbeat, VersionState
+from refit_mx.control.protocol import (  # noqa: TID251
     p2p_pb2,
     p2p_pb2_grpc,
     refit_pb2,
     refit_pb2_grpc,
     refit_source_id,
 )
-from refit_mx.errors import (
-    ControlError,
-    ControlUnavailableError,
-    RefitConfigError,
-)
 
 PROCESS = Path(__file__).with_name("control_process.py")
 
 
-def test_a_heartbeat_keeps_a_worker_alive_and_says_stale_on_close(server, client):
-    with Heartbeat(client, "w", TRAINER, "m", ttl_s=1, on_sigterm=False) as heartbeat:
+def test_heartbeat_keeps_a_worker_alive_until_close(server, client):
+    with Heartbeat(client, "w", TRAINER, "m", ttl_s=3, on_sigterm=False) as heartbeat:
         uid = client.create_version("m", ["a"], idempotency_key="k").version_id
         client.create_shard(shard(uid))
         first = heartbeat._until
@@ -48,13 +45,11 @@ def test_a_heartbeat_keeps_a_worker_alive_and_says_stale_on_close(server, client
     assert client.get_version(uid).state is VersionState.RELEASING
     assert not heartbeat.is_live
     heartbeat.close()
-    with pytest.raises(ControlError, match="said STALE"):
+    with pytest.raises(ControlError, match="is STALE"):
         Heartbeat(client, "w", TRAINER, "m", on_sigterm=False)
 
 
-def test_a_heartbeat_goes_on_where_a_process_has_more_than_a_thousand_descriptors(
-    client, many_descriptors
-):
+def test_heartbeat_works_with_descriptors_above_1024(client, many_descriptors):
     with Heartbeat(client, "w", TRAINER, "m", ttl_s=1, on_sigterm=False) as heartbeat:
         assert heartbeat._woken.fileno() >= many_descriptors
         first = heartbeat._until
@@ -62,7 +57,7 @@ def test_a_heartbeat_goes_on_where_a_process_has_more_than_a_thousand_descriptor
     assert not heartbeat._thread.is_alive()
 
 
-def test_a_worker_that_stops_its_heartbeat_takes_its_version_along(client):
+def test_version_of_a_worker_without_heartbeat_is_released(client):
     client.register_worker("w", TRAINER, "m", ttl_s=1)
     uid = client.create_version("m", ["a"], idempotency_key="k").version_id
     client.create_shard(shard(uid))
@@ -70,15 +65,15 @@ def test_a_worker_that_stops_its_heartbeat_takes_its_version_along(client):
     assert client.list_shards(uid) == []
 
 
-def test_a_heartbeat_notices_that_it_is_refused(client):
+def test_refused_heartbeat_reports_its_error(client):
     with Heartbeat(client, "w", TRAINER, "m", ttl_s=1, on_sigterm=False) as heartbeat:
         client.mark_stale("w", TRAINER, "m")
         until(lambda: heartbeat.error is not None)
-        assert "said STALE" in str(heartbeat.error)
+        assert "is STALE" in str(heartbeat.error)
         assert not heartbeat.is_live
 
 
-def test_a_heartbeat_without_a_control_plane_says_since_when(client, server):
+def test_heartbeat_without_a_control_plane_reports_its_error(client, server):
     with Heartbeat(client, "w", TRAINER, "m", ttl_s=1, on_sigterm=False) as heartbeat:
         server.close()
         until(lambda: not heartbeat.is_live)
@@ -86,11 +81,11 @@ def test_a_heartbeat_without_a_control_plane_says_since_when(client, server):
 
 
 @pytest.mark.parametrize("has_p2p", [True, False])
-def test_stale_is_said_to_a_server_that_knows_no_such_source_by_a_short_registration(has_p2p):
+def test_stale_reaches_servers_without_the_source(has_p2p):
     registered = []
 
     class Old(refit_pb2_grpc.RefitServiceServicer, p2p_pb2_grpc.P2pServiceServicer):
-        """Answers as a server that has never heard of the source."""
+        """A server that does not know the source."""
 
         def RegisterWorker(self, request, context):  # noqa: N802
             registered.append((request.worker.worker_id, request.ttl_seconds))
@@ -110,10 +105,10 @@ def test_stale_is_said_to_a_server_that_knows_no_such_source_by_a_short_registra
             client.mark_stale("w", TRAINER, "m")
         assert registered == [("w", 1)]
     finally:
-        server.stop(None).wait(PATIENCE_S)
+        server.stop(None).wait(TIMEOUT_S)
 
 
-def test_stale_is_believed_of_the_worker_s_own_model_alone(server, client):
+def test_stale_is_accepted_only_for_the_workers_model(server, client):
     publish(client)
     request = p2p_pb2.UpdateStatusRequest(
         mx_source_id=refit_source_id("another"),
@@ -122,14 +117,14 @@ def test_stale_is_believed_of_the_worker_s_own_model_alone(server, client):
     )
     with grpc.insecure_channel(server.address) as channel:
         stub = p2p_pb2_grpc.P2pServiceStub(channel)
-        assert not stub.UpdateStatus(request, timeout=PATIENCE_S).success
+        assert not stub.UpdateStatus(request, timeout=TIMEOUT_S).success
         assert server.plane.counts().workers == {"trainer": 1}
         request.mx_source_id = refit_source_id("m")
-        assert stub.UpdateStatus(request, timeout=PATIENCE_S).success
+        assert stub.UpdateStatus(request, timeout=TIMEOUT_S).success
     assert server.plane.counts().workers == {}
 
 
-def test_a_time_to_live_below_the_protocol_s_unit_is_refused(client):
+def test_time_to_live_below_the_protocol_s_unit_is_refused(client):
     with pytest.raises(RefitConfigError, match="at least 1"):
         Heartbeat(client, "w", TRAINER, "m", ttl_s=0.5)
 
@@ -147,7 +142,7 @@ def start(server):
             text=True,
         )
         started.append(process)
-        ready, _, _ = select.select([process.stdout], [], [], PATIENCE_S)
+        ready, _, _ = select.select([process.stdout], [], [], TIMEOUT_S)
         assert ready
         assert process.stdout.readline() == "live\n", process.stderr.read()
         return process
@@ -167,63 +162,40 @@ def is_stale(server):
 @pytest.mark.parametrize(
     ("end", "status"), [("wait", -signal.SIGTERM), ("handler", 7), ("busy", -signal.SIGTERM)]
 )
-def test_sigterm_says_stale_and_then_does_what_it_did_before(server, start, end, status):
+def test_sigterm_marks_stale_and_runs_the_earlier_handler(server, start, end, status):
     process = start(end)
     assert not is_stale(server)
     process.send_signal(signal.SIGTERM)
-    out, _ = process.communicate(timeout=PATIENCE_S)
+    out, _ = process.communicate(timeout=TIMEOUT_S)
     assert is_stale(server)
     assert process.returncode == status
     assert out == ("handled\n" if end == "handler" else "")
 
 
 @pytest.mark.slow
-def test_the_interpreter_s_exit_says_stale(server, start):
+def test_exit_of_the_interpreter_marks_stale(server, start):
     process = start("exit")
-    process.communicate("\n", timeout=PATIENCE_S)
+    process.communicate("\n", timeout=TIMEOUT_S)
     assert process.returncode == 0
     assert is_stale(server)
 
 
 @pytest.mark.slow
-def test_after_close_sigterm_ends_the_process_as_before(server, start):
+def test_sigterm_after_close_ends_the_process(server, start):
     process = start("closed")
     assert process.stdout.readline() == "closed\n"
     assert is_stale(server)
     process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=PATIENCE_S)
+    process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == -signal.SIGTERM
 
 
 @pytest.mark.slow
-def test_sigterm_is_not_held_up_by_a_control_plane_that_is_gone(server, start):
+def test_sigterm_is_not_delayed_by_a_missing_control_plane(server, start):
     process = start("wait")
     server.close()
-    asked = time.monotonic()
+    started = time.monotonic()
     process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=PATIENCE_S)
+    process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == -signal.SIGTERM
-    assert time.monotonic() - asked < 20
-
-
-@pytest.mark.slow
-def test_a_killed_worker_is_dead_after_its_time_to_live_and_not_before(tmp_path):
-    with EmbeddedControlServer(limits=Limits()) as server, ControlClient(server.address) as client:
-        process = subprocess.Popen(
-            [sys.executable, str(PROCESS), server.address, "wait"],
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        try:
-            assert process.stdout.readline() == "live\n"
-            uid = client.create_version("m", ["a"], idempotency_key="k").version_id
-            assert client.create_shard(shard(uid)).state is VersionState.READY
-            os.kill(process.pid, signal.SIGKILL)
-            process.wait(PATIENCE_S)
-            # The next registration that it would have made is a short one, made for it here.
-            client.register_worker("w", TRAINER, "m", ttl_s=1)
-            assert client.get_version(uid).state is VersionState.READY
-            until(lambda: client.get_version(uid).state is VersionState.RELEASING)
-        finally:
-            process.kill()
-            process.wait(PATIENCE_S)
+    assert time.monotonic() - started < 20

@@ -1,4 +1,7 @@
-"""The control plane after a restart, and a random walk through its rules beside a plain model."""
+"""The control plane after a restart, and a random walk through its rules against a simple model.
+
+These tests use internals: every transition of the rules, under a clock that the test sets.
+"""
 
 import msgspec
 from control_states import (
@@ -16,17 +19,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from refit_mx.control.limits import Limits
-from refit_mx.control.records import (
-    Refusal,
-    Shard,
-    VersionState,
-)
-from refit_mx.control.state import ControlState
-from refit_mx.control.store import KINDS
+from refit_mx.control import Limits, Shard, VersionState
+from refit_mx.control.records import Refusal  # noqa: TID251
+from refit_mx.control.state import ControlState  # noqa: TID251
+from refit_mx.control.store import KINDS  # noqa: TID251
 
 
-def test_what_was_live_gets_time_to_renew_after_a_restart(state):
+def test_live_records_get_time_to_renew_after_a_restart(state):
     version = publish(state, ttl_s=10)
     state.register_lease(version.uid, "g", ttl_s=4, now_ms=0)
     after = reload(records_of(state), now_ms=1_000_000, grace_s=5)
@@ -38,14 +37,14 @@ def test_what_was_live_gets_time_to_renew_after_a_restart(state):
     assert after.get_version(version.uid, now_ms=1_005_000).state is RELEASING
 
 
-def test_a_clock_that_was_set_back_makes_nothing_live_longer(state):
+def test_clock_set_back_extends_no_life(state):
     version = publish(state, ttl_s=10, now_ms=1_000_000)
     after = reload(records_of(state), now_ms=0, grace_s=1)
     assert after.get_version(version.uid, now_ms=9_999).state is READY
     assert after.get_version(version.uid, now_ms=10_000).state is RELEASING
 
 
-def test_a_worker_that_lapsed_before_the_restart_gets_no_grace(state):
+def test_worker_that_expired_before_the_restart_gets_no_grace(state):
     version = publish(state, ttl_s=10)
     state.register_worker("v", TRAINER, "m", ttl_s=60, now_ms=0)
     state.create_shard(shard(version, worker="v"), now_ms=0)
@@ -54,7 +53,7 @@ def test_a_worker_that_lapsed_before_the_restart_gets_no_grace(state):
     assert [each.worker_id for each in after.list_shards(version.uid, now_ms=10_001)] == ["v"]
 
 
-def test_a_stale_worker_gets_no_grace(state):
+def test_stale_worker_gets_no_grace(state):
     version = publish(state, ttl_s=10)
     state.register_lease(version.uid, "g", ttl_s=100, now_ms=0)
     state.mark_stale("w", now_ms=0)
@@ -77,7 +76,7 @@ RECEIVERS = ["g0", "g1"]
 
 
 class Walk(RuleBasedStateMachine):
-    """Every call in every order, with a plain model of what must never happen."""
+    """A state machine that makes calls in any order, with a model of the invariants."""
 
     @initialize(retention=st.sampled_from([1, 2, 0]))
     def begin(self, retention):
@@ -85,8 +84,8 @@ class Walk(RuleBasedStateMachine):
             retention=retention,
             forget_after_s=20,
             abandon_after_s=30,
-            most_released=2,
-            most_replicas=2,
+            max_released=2,
+            max_replicas=2,
         )
         self.state = ControlState(self.limits)
         self.now_ms = 0
@@ -94,13 +93,13 @@ class Walk(RuleBasedStateMachine):
         self.was_ready = set()
         self.kept = {}
         self.versions = {}
-        # (version, receiver) to when its lease ends; version to what it held when it was leased.
+        # End of the lease by (version, receiver), and shards at the time of the lease by version.
         self.leases = {}
         self.held = {}
         self.stale = set()
 
     def do(self, call, *arguments, **options):
-        """The call's result, or None if it was refused; keep what the store would."""
+        """Call, and apply the changes to a model of the store; return None if refused."""
         try:
             return call(*arguments, now_ms=self.now_ms, **options)
         except Refusal:
@@ -108,7 +107,7 @@ class Walk(RuleBasedStateMachine):
         finally:
             for (kind, key), record in self.state.take_changes().items():
                 if record is None:
-                    # Every change that undoes a record undoes one that the store has or had.
+                    # A deleted record may already be missing from the store.
                     self.kept.pop((kind, key), None)
                 else:
                     self.kept[kind, key] = msgspec.msgpack.encode(record)
@@ -246,12 +245,12 @@ class Walk(RuleBasedStateMachine):
 
     @invariant()
     def leases_are_those_of_the_model(self):
-        found = {
+        leases = {
             (uid, receiver): lease.expires_at_ms
             for uid, leases in self.state.ledger.leases.items()
             for receiver, lease in leases.items()
         }
-        assert found == self.leases
+        assert leases == self.leases
 
     @invariant()
     def retention_holds(self):
@@ -264,7 +263,7 @@ class Walk(RuleBasedStateMachine):
                 assert self.state.ledger.leases.get(version.uid)
         for version in self.state.ledger.versions.values():
             # A version that is released takes no new lease, so this one would have been there.
-            if version.reason.endswith("newer ones are READY"):
+            if version.reason.endswith("newer versions are READY"):
                 assert not self.state.ledger.leases.get(version.uid)
 
     @invariant()
@@ -273,7 +272,7 @@ class Walk(RuleBasedStateMachine):
         for table in (ledger.shards, ledger.leases):
             assert {uid for uid, rows in table.items() if rows} <= set(ledger.versions)
         assert set(ledger.by_idempotency.values()) == set(ledger.versions)
-        assert len(ledger.emptied) <= self.limits.most_released
+        assert len(ledger.emptied) <= self.limits.max_released
         for worker, keys in ledger.shards_of.items():
             assert keys == {
                 key for rows in ledger.shards.values() for key in rows if key[2] == worker

@@ -1,10 +1,13 @@
-"""The sources of P2pService: what is kept of them, for how long, and how much."""
+"""The sources of P2pService: which are stored, for how long, and how many.
+
+These tests use internals: times to the millisecond, and small bounds.
+"""
 
 import pytest
 
-from refit_mx.control import sources
-from refit_mx.control.records import Code, Refusal
-from refit_mx.control.sources import READY, SILENT_AFTER_MS, STALE, Source, SourceTable
+from refit_mx.control import sources  # noqa: TID251
+from refit_mx.control.records import Code, Refusal  # noqa: TID251
+from refit_mx.control.sources import READY, SILENT_AFTER_MS, STALE, Source, SourceTable  # noqa: TID251
 
 
 def source(worker="w", *, at_ms=0, nbytes=10, status=READY):
@@ -15,7 +18,7 @@ def beat(table, worker, now_ms, status=READY, load=None):
     return table.update("id", worker, status=status, source_load=load, now_ms=now_ms)
 
 
-def test_a_silent_source_is_stale_until_it_is_heard_again():
+def test_silent_source_is_stale_until_its_next_update():
     table = SourceTable()
     table.publish(source())
     assert table.ready(SILENT_AFTER_MS - 1) == 1
@@ -25,7 +28,7 @@ def test_a_silent_source_is_stale_until_it_is_heard_again():
     assert table.ready(SILENT_AFTER_MS) == 1
 
 
-def test_the_last_measured_load_stays():
+def test_last_reported_load_is_retained():
     table = SourceTable()
     table.publish(source())
     assert beat(table, "w", 1, load=0.0)
@@ -33,7 +36,7 @@ def test_the_last_measured_load_stays():
     assert table.get("id", "w").source_load == 0.0
 
 
-def test_the_source_heard_last_comes_first():
+def test_source_last_seen_comes_first():
     table = SourceTable()
     for n, worker in enumerate("abc"):
         table.publish(source(worker, at_ms=n))
@@ -47,8 +50,8 @@ def refused(call):
     assert refusal.value.code is Code.RESOURCE_EXHAUSTED
 
 
-def test_no_more_sources_are_kept_than_allowed_and_silent_ones_make_room(monkeypatch):
-    monkeypatch.setattr(sources, "MOST_SOURCES", 2)
+def test_silent_source_is_evicted_at_the_maximum(monkeypatch):
+    monkeypatch.setattr(sources, "MAX_SOURCES", 2)
     table = SourceTable()
     table.publish(source("a"))
     table.publish(source("b", at_ms=5))
@@ -58,8 +61,8 @@ def test_no_more_sources_are_kept_than_allowed_and_silent_ones_make_room(monkeyp
     assert {each.worker_id for each in table.all()} == {"b", "c"}
 
 
-def test_no_more_bytes_are_kept_than_allowed(monkeypatch):
-    monkeypatch.setattr(sources, "MOST_BYTES", 100)
+def test_stored_bytes_are_bounded(monkeypatch):
+    monkeypatch.setattr(sources, "MAX_BYTES", 100)
     table = SourceTable()
     table.publish(source("a", nbytes=60))
     refused(lambda: table.publish(source("b", nbytes=41)))

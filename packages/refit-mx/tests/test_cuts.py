@@ -1,4 +1,7 @@
-"""Shards that are cut as generators take them: the same tensor, read in long pieces."""
+"""Shards that are cut like the generators' slices: the same tensor, read in long pieces.
+
+These tests use internals: index arithmetic of shards and pieces.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +13,11 @@ from hypothesis import strategies as st
 from refit_fixtures import TRANSPORTS, a_world
 from refit_processes import fsdp_shards, same, slice_of, targets_of, weights
 
-from refit_mx.cuts import Cut, cut_shards
-from refit_mx.errors import RefitConfigError
-from refit_mx.manifest import BLOCK_BYTES
-from refit_mx.plan.pieces import _cut, in_pieces
-from refit_mx.plan.planner import plan_reads
-from refit_mx.plan.shards import ShardTable
-from refit_mx.shard_sources import LocalShard
-from refit_mx.tensor_types import Box
+from refit_mx import Box, Cut, LocalShard, RefitConfigError, ShardTable, plan_reads
+from refit_mx.plan.pieces import _cut, in_pieces  # noqa: TID251
+from refit_mx.source.shards import cut_shards  # noqa: TID251
 
+BLOCK_BYTES = 1 << 20
 SHAPES = {
     "down": ("bfloat16", (96, 1024)),
     "experts": ("float32", (4, 10, 24)),
@@ -28,7 +27,7 @@ CUTS = {"down": Cut(1, 4), "experts": Cut(2, 4)}
 
 
 @given(st.data())
-def test_the_parts_of_a_shard_are_the_shard(data):
+def test_parts_of_a_shard_are_the_shard(data):
     shape = tuple(data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=3)))
     start = tuple(data.draw(st.integers(0, size)) for size in shape)
     held = tuple(
@@ -54,7 +53,7 @@ def test_the_parts_of_a_shard_are_the_shard(data):
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("axis", [0, 1, 2])
 @pytest.mark.parametrize("ranks", [1, 3, 4])
-def test_every_layout_comes_out_of_cut_shards_byte_for_byte(transport, axis, ranks):
+def test_cut_shards_arrive_byte_for_byte_in_every_layout(transport, axis, ranks):
     whole = weights(5, SHAPES)
     with a_world() as world:
         world.version("v1", ["fsdp-0", "fsdp-1"])
@@ -70,18 +69,18 @@ def test_every_layout_comes_out_of_cut_shards_byte_for_byte(transport, axis, ran
                 assert same(dict(got), slice_of(whole, **layout))
 
 
-def test_who_takes_the_parts_asks_no_source_for_digests():
+def test_receiver_of_cut_parts_requests_no_digests():
     whole = weights(5, SHAPES)
     wanted = targets_of({"down": SHAPES["down"]}, axis=1, ranks=4, rank=2)
-    asked = {}
-    for named, cuts in (("cut", CUTS), ("as it is", None)):
+    requested_bytes = {}
+    for name, cuts in (("cut", CUTS), ("as it is", None)):
         with a_world() as world:
             world.version("v1")
             world.publisher(cuts=cuts).publish("v1", whole)
             receiver = world.receiver(wanted)
             with receiver.receive_weights_scratch("v1") as got:
-                asked[named] = got.stats.asked_bytes
-    assert asked == {"cut": 0, "as it is": wanted[0].nbytes}
+                requested_bytes[name] = got.stats.asked_bytes
+    assert requested_bytes == {"cut": 0, "as it is": wanted[0].nbytes}
 
 
 def test_publishing_again_with_cuts_changes_nothing():
@@ -93,12 +92,12 @@ def test_publishing_again_with_cuts_changes_nothing():
 
 
 @pytest.mark.parametrize(("axis", "parts"), [(-1, 2), (0, 0)])
-def test_a_cut_that_is_none_is_refused(axis, parts):
+def test_invalid_cut_is_refused(axis, parts):
     with pytest.raises(RefitConfigError, match="expected an axis of 0 or more"):
         Cut(axis, parts)
 
 
-def test_a_cut_along_an_axis_that_is_not_there_names_the_tensor():
+def test_cut_along_a_missing_axis_names_the_tensor():
     with a_world() as world:
         world.version("v1")
         publisher = world.publisher(cuts={"norm": Cut(1, 2)})
@@ -118,7 +117,7 @@ def test_a_cut_along_an_axis_that_is_not_there_names_the_tensor():
     ),
     st.integers(1, 8).map(lambda blocks: blocks * BLOCK_BYTES),
 )
-def test_pieces_are_the_read_and_end_where_blocks_end(reads, piece_bytes):
+def test_pieces_cover_the_read_and_end_at_block_ends(reads, piece_bytes):
     rows = np.array(
         [
             (1000 + begin, 7, run, n1, 2 * run if n1 > 1 else 0, run if n1 > 1 else 0, 1, 0, 0)
@@ -127,23 +126,23 @@ def test_pieces_are_the_read_and_end_where_blocks_end(reads, piece_bytes):
         np.int64,
     ).reshape(-1, 9)
     begin = np.array([begin for begin, _, _ in reads], np.int64)
-    made, origin = _cut(rows, begin, piece_bytes)
+    cut_rows, origin = _cut(rows, begin, piece_bytes)
     for row in range(len(rows)):
-        mine = made[origin == row]
+        pieces = cut_rows[origin == row]
         if rows[row, 3] > 1:
-            assert (mine == rows[row]).all()
-            assert len(mine) == 1
+            assert (pieces == rows[row]).all()
+            assert len(pieces) == 1
             continue
-        ends = mine[:, :2] + mine[:, 2:3]
-        assert (mine[0, :2] == rows[row, :2]).all()
-        assert (mine[1:, :2] == ends[:-1]).all()
+        ends = pieces[:, :2] + pieces[:, 2:3]
+        assert (pieces[0, :2] == rows[row, :2]).all()
+        assert (pieces[1:, :2] == ends[:-1]).all()
         assert (ends[-1] == rows[row, :2] + rows[row, 2]).all()
-        assert (mine[:, 2] <= piece_bytes).all()
+        assert (pieces[:, 2] <= piece_bytes).all()
         assert ((ends[:-1, 0] - 1000) % BLOCK_BYTES == 0).all()
 
 
 @pytest.mark.parametrize("piece_bytes", [0, -BLOCK_BYTES, BLOCK_BYTES - 1, BLOCK_BYTES + 1])
-def test_pieces_that_would_end_within_a_block_are_refused(piece_bytes):
+def test_pieces_that_end_within_a_block_are_refused(piece_bytes):
     with a_world() as world:
         world.version("v1")
         shards = ShardTable.of([world.publisher().publish("v1", weights(5, SHAPES))])

@@ -1,379 +1,263 @@
-"""A fleet of stand-in servers, over real HTTP: all at one version, or none resumed with another."""
+"""Errors and bounds of a fleet's client; integration/vllm has refits of real vLLM servers."""
 
 from __future__ import annotations
 
 import asyncio
-import signal
-import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
-from functools import cache
 
 import pytest
-from stand_in_model import TinyConfig, TinyForCausalLM, checkpoint, digest_of
-from vllm_servers import StandIn
+from scripted_server import ScriptedServer, json_answer
 
-from refit_mx.errors import FleetError, RefitConfigError
-from refit_mx.fleet.client import RefitFleet
+from refit_mx import FleetError, RefitConfigError, RefitFleet
 
-TP = (2, 1)
-CONFIG = TinyConfig(layers=1)
+RANK = {"vllm": "0.32.0", "backend": "mx", "session": False, "rank": 0}
 
 
-@cache
-def digests(version, tp):
-    """Of each rank, when it holds ``v<n>``; 0 is what servers are launched with."""
-    tensors = checkpoint(CONFIG, version)
-    made = []
-    for rank in range(tp):
-        model = TinyForCausalLM(CONFIG, tp, rank)
-        model.load_weights(tensors.items())
-        made.append(digest_of(model))
-    return made
-
-
-@pytest.fixture(scope="module")
-def started():
-    servers = [StandIn("--tp", str(tp), "--config", '{"layers": 1}') for tp in TP]
-    try:
-        for server in servers:
-            server.ready()
-        yield servers
-    finally:
-        for server in servers:
-            server.kill()
+def fleet_of(addresses, **options):
+    return RefitFleet(addresses, init_info={"control_address": "127.0.0.1:9"}, **options)
 
 
 @pytest.fixture
-def servers(started):
-    """Two servers, of two ranks and of one, that serve."""
-    yield started
-    for server in started:
-        server.revive()
-        server.post("/resume")
+def scripted():
+    """Start servers that are closed after the test."""
+    servers = []
+
+    def start(answer):
+        servers.append(ScriptedServer(answer))
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.close()
 
 
-@pytest.fixture
-def fresh(started):
-    """Two servers as launched."""
-    for server in started:
-        server.restart()
-    yield started
-    for server in started:
-        server.revive()
-        server.post("/resume")
+def vllm(changes):
+    """Answers of a server, by path; one of the changes is an iterable, or makes one of the body."""
+
+    def answer(method, path, body):
+        changed = changes.get(path.partition("?")[0])
+        if changed is not None:
+            return changed(body) if callable(changed) else changed
+        if path == "/version":
+            return [json_answer({"version": "0.32.0"})]
+        if path == "/collective_rpc":
+            return [json_answer({"results": [{**RANK, "nonce": body["args"][0]}]})]
+        if path == "/get_world_size":
+            return [json_answer({"world_size": 1})]
+        return [json_answer({"error": path}, "500 Internal Server Error")]
+
+    return answer
 
 
-def fleet_of(servers, **options):
-    return RefitFleet([server.url for server in servers], **{"timeout_s": 60.0, **options})
+def refit(*servers, **options):
+    fleet_of([server.url for server in servers], **{"timeout_s": 20.0, **options}).refit("v1")
 
 
-def assert_serve(servers, version):
-    for server, tp in zip(servers, TP, strict=True):
-        state = server.state
-        assert state["digests"] == digests(version, tp)
-        assert state["version"] == f"v{version}"
-        assert not state["is_paused"]
+def assert_only_asked(*servers):
+    """Nothing was called that changes a server."""
+    for server in servers:
+        paths = {path for _, path in server.requests}
+        assert paths <= {"/version", "/collective_rpc", "/get_world_size"}
 
 
-def assert_none_serves_another(servers, old, new):
-    """None was resumed, and each rank holds one of the two, whole."""
-    for server, tp in zip(servers, TP, strict=True):
-        if server.process.poll() is not None:
-            continue
-        state = server.state
-        assert state["is_paused"] or state["digests"] == digests(old, tp)
-        for rank in range(tp):
-            assert state["digests"][rank] in (digests(old, tp)[rank], digests(new, tp)[rank])
+@pytest.mark.parametrize("version", ["0.22.1", "0.24.0", "0.34.0", "1.0.0", "dev", "", None, 32])
+def test_unsupported_vllm_is_refused_before_the_pause(scripted, version):
+    other = scripted(vllm({"/version": [json_answer({"version": version})]}))
+    known = scripted(vllm({}))
+    with pytest.raises(RefitConfigError, match=r"supports vLLM 0\.25 to 0\.33") as caught:
+        refit(known, other)
+    assert other.url in str(caught.value)
+    assert repr(version) in str(caught.value)
+    assert known.url not in str(caught.value)
+    assert_only_asked(known, other)
 
 
-def test_every_server_holds_the_version_and_serves_it(servers):
-    fleet = fleet_of(servers)
-    for version in (1, 2):
-        stats = fleet.refit(f"v{version}")
-        assert_serve(servers, version)
-        assert stats.servers == 2
-        assert stats.workers == 3
-        assert set(stats.seconds) == {"pause", "init", "start", "update", "finish", "resume"}
-        assert set(fleet.holds.values()) == {f"v{version}"}
+@pytest.mark.parametrize("version", ["0.25.0", "0.28.1.dev3+cpu", "0.33.0rc1"])
+def test_supported_vllm_is_initialised(scripted, version):
+    server = scripted(vllm({"/version": [json_answer({"version": version})]}))
+    with pytest.raises(FleetError, match="/init_weight_transfer_engine"):
+        refit(server)
 
 
-def test_asynchronous_callers_await_the_same(servers):
-    fleet = fleet_of(servers)
-
-    async def refit():
-        with pytest.raises(RefitConfigError, match="await the asynchronous method"):
-            fleet.refit("v3")
-        task = asyncio.create_task(fleet.refit_async("v3"))
-        while not fleet._under_way:
-            await asyncio.sleep(0)
-        with pytest.raises(RefitConfigError, match="under way"):
-            await fleet.refit_async("v4")
-        return await task
-
-    asyncio.run(refit())
-    assert_serve(servers, 3)
+def without(body):
+    text = "Worker failed with error ''CPUWorker' object has no attribute 'refit_status''"
+    return [json_answer({"error": {"message": text}}, "500 Internal Server Error")]
 
 
-def test_a_request_that_runs_is_frozen_and_goes_on_with_the_new_weights(fresh):
-    server = fresh[0]
-    with ThreadPoolExecutor(1) as pool:
-        running = pool.submit(
-            server.post, "/v1/completions", {"prompt": [1, 2, 3], "max_tokens": 400}
-        )
-        server.wait_for("a request that runs", lambda state: state["running"] == 1)
-        fleet_of(fresh).refit("v1")
-        answer = running.result(120)
-    assert answer["finish_reason"] == "length"
-    assert len(answer["tokens"]) == 400
-    seen = [
-        digest
-        for i, digest in enumerate(answer["weights_seen"])
-        if i == 0 or (digest != answer["weights_seen"][i - 1])
+def with_backend(name):
+    return lambda body: [
+        json_answer({"results": [{**RANK, "backend": name, "nonce": body["args"][0]}]})
     ]
-    assert seen == [digests(0, 2), digests(1, 2)]
-    assert server.state["pauses"][-1] == ["keep", "true"]
-
-
-def test_the_pause_mode_can_be_chosen(servers):
-    server = servers[0]
-    with ThreadPoolExecutor(1) as pool:
-        running = pool.submit(
-            server.post, "/v1/completions", {"prompt": [1], "max_tokens": 100_000}
-        )
-        server.wait_for("a request that runs", lambda state: state["running"] == 1)
-        fleet_of(servers, pause_mode="abort", clear_cache=False).refit("v2")
-        assert running.result(60)["finish_reason"] == "abort"
-    assert server.state["pauses"][-1] == ["abort", "false"]
-
-
-ROUTES = [
-    "pause",
-    "is_paused",
-    "get_world_size",
-    "init_weight_transfer_engine",
-    "start_weight_update",
-    "update_weights",
-    "finish_weight_update",
-    "update_weight_version",
-    "resume",
-]
-KINDS = ["redirect", "flood", "not_json"]
 
 
 @pytest.mark.parametrize(
-    ("route", "kind"),
+    ("changes", "advice"),
     [
-        *((route, "error") for route in ROUTES),
-        *((route, kind) for route in ("is_paused", "update_weights", "resume") for kind in KINDS),
-        ("start_weight_update", "not_json"),
-        ("finish_weight_update", "redirect"),
+        ({"/collective_rpc": [json_answer({}, "404 Not Found")]}, "VLLM_SERVER_DEV_MODE=1"),
+        ({"/collective_rpc": without}, "--worker-extension-cls refit_mx.engine.status.RefitStatus"),
+        ({"/collective_rpc": with_backend(None)}, "--weight-transfer-config"),
+        ({"/collective_rpc": with_backend("NCCLWeightTransferEngine")}, "'NCCLWeight.*start vLLM"),
+        ({"/get_world_size": [json_answer({"world_size": 4})]}, "for each data-parallel replica"),
+        ({"/get_world_size": [json_answer({"world_size": True})]}, "is True, but 1 workers answer"),
+        ({"/get_world_size": [json_answer({})]}, "None"),
     ],
 )
-def test_invariant_9_a_server_that_fails_leaves_none_with_another_version(fresh_once, route, kind):
-    servers, fleet, old = fresh_once
-    new = old + 1
-    if route == "init_weight_transfer_engine":
-        fleet = fleet_of(servers)
-    servers[1].fault(**{route: kind})
-    if route == "start_weight_update":
-        # An engine that refuses to start was restarted; it is initialised once more.
-        fleet.refit(f"v{new}")
-    else:
-        with pytest.raises(FleetError) as caught:
-            fleet.refit(f"v{new}")
-        assert list(caught.value.failed) == [servers[1].url]
-        assert f"/{route}" in caught.value.failed[servers[1].url]
-        assert "No server was resumed with another version" in str(caught.value)
-        assert_none_serves_another(servers, old, new)
-        fleet.refit(f"v{new}")
-    assert_serve(servers, new)
+def test_server_with_wrong_options_gets_advice(scripted, changes, advice):
+    other, known = scripted(vllm(changes)), scripted(vllm({}))
+    with pytest.raises(RefitConfigError, match=advice) as caught:
+        refit(known, other)
+    assert other.url in str(caught.value)
+    assert_only_asked(known, other)
 
 
-@pytest.fixture(scope="module")
-def counted(started):
-    """Servers that all tests of a group bring from version to version."""
-    return {"version": 100}
+REDIRECT = b"HTTP/1.1 302 Found\r\nLocation: http://127.0.0.1:9/\r\nContent-Length: 0\r\n\r\n"
+HOSTILE = {
+    "a redirect": ([REDIRECT], "redirects elsewhere"),
+    "no JSON": ([b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n<>"], "not JSON"),
+    "no object": ([json_answer([1])], "refit_status"),
+    "other fields": ([json_answer({"results": [{"rank": "first"}]})], "refit_status"),
+    "no ranks": ([json_answer({"results": []})], "no rank has answered"),
+    "old answers": (
+        [json_answer({"results": [{**RANK, "nonce": "of an earlier call"}]})],
+        "keeps answering earlier queries",
+    ),
+    "no HTTP": ([b"\x00" * 100], "RemoteProtocolError"),
+    "a flood": (
+        [b"HTTP/1.1 200 OK\r\nContent-Length: 99999999\r\n\r\n", b"x" * (3 << 20)],
+        "more than 1048576 bytes",
+    ),
+    "a failure": ([json_answer({"error": "of the test"}, "500 Internal")], "500.*of the test"),
+}
 
 
-@pytest.fixture
-def fresh_once(started, counted):
-    """Two servers at one version, a fleet that knows them, and the version's number."""
-    counted["version"] += 2
-    fleet = fleet_of(started)
-    for server in started:
-        server.revive()
-    fleet.refit(f"v{counted['version']}")
-    yield started, fleet, counted["version"]
-    for server in started:
-        server.revive()
+@pytest.mark.parametrize("name", HOSTILE)
+def test_invalid_answer_is_a_clear_error(scripted, name):
+    answer, named = HOSTILE[name]
+    server = scripted(vllm({"/collective_rpc": answer}))
+    with pytest.raises(FleetError, match=named) as caught:
+        refit(server, timeout_s=3.0)
+    assert list(caught.value.failed) == [server.url]
+    assert_only_asked(server)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("route", "kind"),
+    "parts",
     [
-        *(
-            (route, kind)
-            for route in (
-                "pause",
-                "start_weight_update",
-                "update_weights",
-                "finish_weight_update",
-                "update_weight_version",
-                "resume",
-            )
-            for kind in ("kill", "stop")
-        ),
-        ("update_weights", "kill_after"),
-        ("finish_weight_update", "kill_after"),
-        ("resume", "kill_after"),
-        ("update_weights", "trickle"),
+        [30.0],
+        [b"HTTP/1.1 200 OK\r\nContent-Length: 600\r\n\r\n", *[b" ", 0.1] * 300],
+        [b"HTTP/1.1 200 OK\r\n", *[b"X-Header: of many\r\n", 0.1] * 300],
     ],
+    ids=["silent", "trickling body", "trickling headers"],
 )
-def test_a_server_killed_or_stopped_in_any_phase(fresh_once, route, kind):
-    servers, _, old = fresh_once
-    new, timeout_s, cleanup_s = old + 1, 3.0, 2.0
-    fleet = fleet_of(servers, timeout_s=timeout_s, cleanup_timeout_s=cleanup_s)
-    servers[0].fault(**{route: kind})
+def test_endless_answer_ends_at_the_deadline(scripted, parts):
+    server = scripted(vllm({"/version": parts}))
     began = time.monotonic()
-    with pytest.raises(FleetError) as caught:
-        fleet.refit(f"v{new}")
-    assert time.monotonic() - began < timeout_s + 2 * cleanup_s + 2
-    assert servers[0].url in caught.value.failed
-    servers[0].revive()
-    if kind == "stop":
-        # What a stopped server had been sent it does late; nothing resumes it but `/resume`.
-        servers[0].wait_for("an answer", lambda state: True)
-    state = servers[1].state
-    assert state["is_paused"]
-    assert state["digests"] in (digests(old, 1), digests(new, 1))
-    with pytest.raises(FleetError):
-        fleet.resume()
-    assert servers[1].state["is_paused"]
-    fleet = fleet_of(servers)
-    fleet.refit(f"v{new}")
-    assert_serve(servers, new)
+    with pytest.raises(FleetError, match="no answer"):
+        refit(server, timeout_s=1.0, cleanup_timeout_s=1.0)
+    assert time.monotonic() - began < 15
 
 
-def test_an_install_that_fails_half_way_resumes_none_and_a_retry_heals(fresh_once):
-    servers, fleet, old = fresh_once
-    servers[0].fault(tear=True)
-    with pytest.raises(FleetError, match="half way"):
-        fleet.refit(f"v{old + 1}")
-    states = [server.state for server in servers]
-    assert all(state["is_paused"] for state in states)
-    torn = states[0]["digests"][-1]
-    assert torn not in (digests(old, 2)[1], digests(old + 1, 2)[1])
-    assert fleet.holds == {servers[1].url: f"v{old + 1}"}
-    with pytest.raises(FleetError, match="not all hold one version"):
-        fleet.resume()
-    assert all(server.state["is_paused"] for server in servers)
-    fleet.refit(f"v{old + 1}")
-    assert_serve(servers, old + 1)
+def test_query_is_retried_after_a_closed_connection(scripted):
+    closed = iter(range(3))
+
+    def version(body):
+        return [] if next(closed, None) is not None else [json_answer({"version": "0.24.0"})]
+
+    server = scripted(vllm({"/version": version}))
+    with pytest.raises(RefitConfigError, match=r"'0\.24\.0'"):
+        refit(server)
+    assert server.requests == [("GET", "/version")] * 4
 
 
-def test_the_old_version_can_be_resumed_when_nothing_was_installed(fresh_once):
-    servers, fleet, old = fresh_once
-    servers[1].fault(update_weights="error")
-    with pytest.raises(FleetError):
-        fleet.refit(f"v{old + 1}")
-    fleet.resume()
-    assert_serve(servers, old)
-    fleet.refit(f"v{old + 1}")
-    assert_serve(servers, old + 1)
+def test_modifying_call_is_not_retried(scripted):
+    session = []
+
+    def status(body):
+        rank = {**RANK, "initialised": True, "session": bool(session), "nonce": body["args"][0]}
+        return [json_answer({"results": [rank]})]
+
+    server = scripted(
+        vllm(
+            {
+                "/collective_rpc": status,
+                "/init_weight_transfer_engine": [json_answer({})],
+                "/start_weight_update": [],
+            }
+        )
+    )
+    with pytest.raises(FleetError, match=r"/start_weight_update: rank 0: .* no session.*Protocol"):
+        refit(server)
+    assert server.requests.count(("POST", "/start_weight_update")) == 1
+    assert not any(path == "/pause" for _, path in server.requests)
 
 
-def test_the_old_version_can_be_resumed_when_one_could_not_even_be_paused(fresh_once):
-    servers, fleet, old = fresh_once
-    servers[0].fault(pause="error")
-    with pytest.raises(FleetError):
-        fleet.refit(f"v{old + 1}")
-    assert not servers[0].state["is_paused"]
-    assert servers[1].state["is_paused"]
-    fleet.resume()
-    assert_serve(servers, old)
+def test_missing_server_is_named_and_none_is_paused(scripted):
+    here, gone = scripted(vllm({})), ScriptedServer(vllm({}))
+    gone.close()
+    began = time.monotonic()
+    fleet = fleet_of([here.url, gone.url], timeout_s=60)
+    with pytest.raises(FleetError, match="ConnectError") as caught:
+        fleet.refit("v1")
+    assert time.monotonic() - began < 30
+    assert list(caught.value.failed) == [gone.url]
+    assert fleet.holds == {here.url: None}
+    assert_only_asked(here)
 
 
-@pytest.mark.slow
-def test_a_server_that_was_restarted_meanwhile_is_not_taken_for_the_old_one(fresh_once):
-    servers, fleet, old = fresh_once
-    servers[0].fault(pause="error")
-    servers[1].restart()
-    with pytest.raises(FleetError):
-        fleet.refit(f"v{old + 1}")
-    assert digests(0, 1) == servers[1].state["digests"]
-    with pytest.raises(FleetError) as caught:
-        fleet.resume()
-    assert servers[1].url in caught.value.failed
-    assert servers[1].state["is_paused"]
-    assert servers[0].state["digests"] == digests(old, 2)
-    fleet.refit(f"v{old + 1}")
-    assert_serve(servers, old + 1)
+@pytest.mark.parametrize(
+    "answer",
+    [
+        [json_answer({"error": "EngineDeadError"}, "500 Internal Server Error")],
+        [json_answer({"results": []})],
+        [],
+    ],
+    ids=["a dead engine", "no ranks", "a closed connection"],
+)
+def test_silent_workers_leave_no_claim_about_their_server(scripted, answer):
+    changes = {}
+    server = scripted(vllm(changes))
+    fleet = fleet_of([server.url], timeout_s=1.0)
+    with pytest.raises(FleetError, match="/init_weight_transfer_engine"):
+        fleet.refit("v1")
+    assert fleet.holds == {server.url: None}
+    changes["/collective_rpc"] = answer
+    assert list(fleet.check()) == [server.url]
+    assert fleet.holds == {}
 
 
-@pytest.mark.slow
-def test_a_server_that_was_restarted_between_two_refits_is_brought_to_the_version(fresh_once):
-    servers, fleet, old = fresh_once
-    servers[1].restart()
-    fleet.refit(f"v{old + 1}")
-    assert_serve(servers, old + 1)
-
-
-def test_what_a_driver_that_died_left_is_dropped(fresh_once):
-    servers, _, old = fresh_once
-    for server in servers:
-        server.post("/pause?mode=keep")
-        server.post("/start_weight_update", {})
-        server.post("/update_weights", {"update_info": {"version_id": "v999"}})
-    fleet_of(servers).refit(f"v{old + 1}")
-    assert_serve(servers, old + 1)
-
-
-def test_a_server_that_somebody_resumed_is_noticed_before_anything_is_installed(fresh_once):
-    servers, fleet, old = fresh_once
-
-    # The first server stops within its update, which holds the fleet before its last look.
-    servers[0].fault(update_weights="stop")
-
-    def resume_the_other():
-        servers[0].wait_until_stopped()
-        servers[1].wait_for("its update", lambda state: not state["busy"])
-        servers[1].post("/resume")
-        servers[0].process.send_signal(signal.SIGCONT)
-
-    thread = threading.Thread(target=resume_the_other)
-    thread.start()
-    with pytest.raises(FleetError, match="restarted, or somebody resumed it"):
-        fleet.refit(f"v{old + 1}")
-    thread.join(60)
-    for server, tp in zip(servers, TP, strict=True):
-        assert server.state["digests"] == digests(old, tp)
-    fleet.refit(f"v{old + 1}")
-    assert_serve(servers, old + 1)
-
-
-def test_another_number_of_workers_is_refused(servers):
-    with pytest.raises(FleetError, match="3 workers in all; expected 4"):
-        fleet_of(servers, world_size=4).refit("v1")
-    for server in servers:
-        assert server.state["is_paused"]
-
-
-def test_routes_that_a_server_lacks_are_told(started):
-    server = StandIn(dev_mode=False)
-    try:
-        with pytest.raises(FleetError, match="/pause: 404"):
-            RefitFleet([server.ready().url], timeout_s=30).refit("v1")
-    finally:
-        server.kill()
-
-
-def test_only_the_given_addresses_are_called(servers, monkeypatch):
+def test_only_the_given_addresses_are_called(scripted, monkeypatch):
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
     monkeypatch.setenv("ALL_PROXY", "http://127.0.0.1:9")
-    fleet_of(servers).refit("v5")
-    assert_serve(servers, 5)
+    server = scripted(vllm({"/version": [json_answer({"version": "0.24.0"})]}))
+    with pytest.raises(RefitConfigError, match=r"'0\.24\.0'"):
+        refit(server)
+
+
+def test_headers_reach_no_error(scripted):
+    server = scripted(vllm({}))
+    fleet = fleet_of([server.url], timeout_s=5, headers={"Authorization": "Bearer of-secrets"})
+    with pytest.raises(FleetError) as caught:
+        fleet.refit("v1")
+    assert "of-secrets" not in str(caught.value)
+    assert "of-secrets" not in repr(fleet)
+
+
+def test_async_methods_return_the_same(scripted):
+    server = scripted(vllm({"/version": [1.0, json_answer({"version": "0.24.0"})]}))
+    fleet = fleet_of([server.url], timeout_s=20)
+
+    async def refit_twice():
+        with pytest.raises(RefitConfigError, match="await the asynchronous method"):
+            fleet.refit("v1")
+        task = asyncio.create_task(fleet.refit_async("v1"))
+        while not server.requests:
+            await asyncio.sleep(0.01)
+        with pytest.raises(RefitConfigError, match="in progress"):
+            await fleet.refit_async("v2")
+        with pytest.raises(RefitConfigError, match=r"'0\.24\.0'"):
+            await task
+
+    asyncio.run(refit_twice())
 
 
 @pytest.mark.parametrize(
@@ -393,41 +277,29 @@ def test_only_the_given_addresses_are_called(servers, monkeypatch):
 )
 def test_addresses_with_more_than_a_host_and_a_port_are_refused(address):
     with pytest.raises(RefitConfigError, match="address"):
-        RefitFleet([address])
+        fleet_of([address])
 
 
 @pytest.mark.parametrize(
-    "arguments",
+    ("arguments", "named"),
     [
-        {"addresses": []},
-        {"addresses": ["http://a:1", "http://a:1/"]},
-        {"addresses": ["http://a:1"], "pause_mode": "later"},
-        {"addresses": ["http://a:1"], "timeout_s": 0},
-        {"addresses": ["http://a:1"], "cleanup_timeout_s": -1},
+        ({"addresses": []}, "no addresses"),
+        ({"addresses": ["http://a:1", "http://a:1/"]}, "is repeated"),
+        ({"pause_mode": "later"}, "'later'"),
+        ({"timeout_s": 0}, "timeout_s 0"),
+        ({"cleanup_timeout_s": -1}, "cleanup_timeout_s -1"),
+        ({"init_info": {}}, "control_address is missing"),
+        ({"init_info": {"control_address": "a:1", "transports": "nixl"}}, "'transports'"),
+        ({"init_info": {"control_address": "a:1", "errors": "raise"}}, "'errors', which the fleet"),
+        ({"init_info": {"control_address": "a:1", "timeout_s": 0}}, "timeout_s 0"),
     ],
 )
-def test_wrong_arguments_are_refused(arguments):
-    with pytest.raises(RefitConfigError, match="fleet"):
-        RefitFleet(**arguments)
+def test_wrong_arguments_are_refused(arguments, named):
+    usual = {"addresses": ["http://a:1"], "init_info": {"control_address": "a:1"}}
+    with pytest.raises(RefitConfigError, match=named):
+        RefitFleet(**{**usual, **arguments})
 
 
-def test_a_version_without_a_name_is_refused():
+def test_version_without_a_name_is_refused():
     with pytest.raises(RefitConfigError, match="version_id"):
-        RefitFleet(["http://127.0.0.1:9"]).refit("")
-
-
-def test_a_port_where_nobody_listens_is_an_error_at_once():
-    began = time.monotonic()
-    with pytest.raises(FleetError, match="ConnectError"):
-        RefitFleet(["http://127.0.0.1:9"], timeout_s=60).refit("v1")
-    assert time.monotonic() - began < 30
-
-
-def test_headers_reach_the_servers_and_no_error(servers):
-    fleet = RefitFleet(
-        ["http://127.0.0.1:9"], timeout_s=5, headers={"Authorization": "Bearer of-secrets"}
-    )
-    with pytest.raises(FleetError) as caught:
-        fleet.refit("v1")
-    assert "of-secrets" not in str(caught.value)
-    assert "of-secrets" not in repr(fleet)
+        fleet_of(["http://127.0.0.1:9"]).refit("")

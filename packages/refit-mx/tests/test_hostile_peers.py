@@ -1,4 +1,7 @@
-"""One bad peer stops no other: listeners drop silent peers, and say so in one short line."""
+"""A bad peer blocks no other: listeners drop silent peers and log one short line.
+
+These tests use internals: peers that violate the wire protocol, and small bounds.
+"""
 
 from __future__ import annotations
 
@@ -9,17 +12,17 @@ import time
 
 import grpc
 import pytest
+import torch
 from hostile_peers import SILENT, closed, connections, many_descriptors
 from refit_fixtures import a_world, zeros
 from refit_processes import same
 
-from refit_mx import source_protocol as protocol
-from refit_mx.arena import Arena
-from refit_mx.control.embedded import THREADS
-from refit_mx.control.records import WorkerRole
-from refit_mx.grpc_listening import host_of
-from refit_mx.listening import PeerLog, bounded_connections
-from refit_mx.source_server import SourceServer
+from refit_mx.control import WorkerRole
+from refit_mx.control.embedded import THREADS  # noqa: TID251
+from refit_mx.listening.grpc_server import host_of  # noqa: TID251
+from refit_mx.listening.peers import PeerLog, bounded_connections  # noqa: TID251
+from refit_mx.source.server import SourceServer  # noqa: TID251
+from refit_mx.transports import source_protocol as protocol  # noqa: TID251
 
 DEADLINE_S = 10.0
 METHOD = "/model_express.refit.RefitService/GetWeightVersion"
@@ -31,7 +34,7 @@ def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("listener", ["source server", "manifest service", "control plane"])
-def test_a_receiver_fetches_while_1200_peers_are_silent(stack, listener, caplog):
+def test_receiver_fetches_while_1200_peers_are_silent(stack, listener, caplog):
     # Listeners take their share of what a process has by default.
     stack.enter_context(many_descriptors(1024))
     world = stack.enter_context(a_world())
@@ -74,7 +77,7 @@ def test_half_sent_calls_hold_up_no_other_and_end(server, client, caplog):
     assert len(lines(caplog)) == 1
 
 
-def test_malformed_calls_cost_one_line_and_none_of_their_content(server, caplog):
+def test_malformed_calls_are_one_line_without_content(server, caplog):
     with grpc.insecure_channel(server.address) as channel:
         for _ in range(30):
             with pytest.raises(grpc.RpcError) as raised:
@@ -92,7 +95,7 @@ def test_malformed_calls_cost_one_line_and_none_of_their_content(server, caplog)
         ("unknown", "unknown"),
     ],
 )
-def test_the_host_of_a_peer_is_known_by_each_of_its_forms(peer, host):
+def test_host_of_a_peer_is_known_by_each_of_its_forms(peer, host):
     assert host_of(peer) == host
 
 
@@ -101,7 +104,7 @@ def test_the_host_of_a_peer_is_known_by_each_of_its_forms(peer, host):
     [b"", b"\x01", protocol.LENGTH.pack(100) + b"secret"],
     ids=["silent", "half a length", "half a greeting"],
 )
-def test_a_peer_without_a_greeting_is_dropped(caplog, sent):
+def test_peer_without_a_greeting_is_dropped(caplog, sent):
     with (
         SourceServer(incarnation="life-1", handshake_timeout_s=0.2) as server,
         connections(server.endpoint, 20, sent) as peers,
@@ -110,28 +113,30 @@ def test_a_peer_without_a_greeting_is_dropped(caplog, sent):
     assert lines(caplog) == ["source server: peer 127.0.0.1 sent no request within 0.2 s"]
 
 
-def test_the_oldest_silent_peer_makes_room_for_a_new_one(caplog):
+def test_oldest_silent_peer_makes_room_for_a_new_one(caplog):
     with (
         SourceServer(incarnation="life-1", max_connections=2) as server,
         connections(server.endpoint, 3) as peers,
     ):
         assert closed(peers[:1], within_s=20) == 1
         assert closed(peers[1:], within_s=0.2) == 0
-    assert lines(caplog) == ["source server: peer 127.0.0.1 was silent, and its place was needed"]
+    assert lines(caplog) == [
+        "source server: peer 127.0.0.1 was silent and was dropped for a newer peer"
+    ]
 
 
-def test_malformed_requests_cost_one_line_and_none_of_their_content(caplog):
+def test_malformed_requests_are_one_line_without_content(caplog):
     wrong = protocol.LENGTH.pack(6) + b"secret"
     hello = protocol.frame(protocol.Hello("life-1"))
     with SourceServer(incarnation="life-1") as server:
-        server.serve_version("v1", Arena(4096).memory)
+        server.serve_version("v1", torch.zeros(4096, dtype=torch.uint8))
         for sent in (wrong, hello + wrong):
             with connections(server.endpoint, 50, sent) as peers:
                 assert closed(peers, within_s=20) == 50
     assert lines(caplog) == ["source server: peer 127.0.0.1 sent a malformed request"]
 
 
-def test_a_peer_has_one_line_a_minute_and_all_have_sixty(caplog, monkeypatch):
+def test_peer_has_one_line_a_minute_and_all_have_sixty(caplog, monkeypatch):
     now = [1000.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     log = PeerLog("test")
@@ -148,7 +153,7 @@ def test_a_peer_has_one_line_a_minute_and_all_have_sixty(caplog, monkeypatch):
     assert len(caplog.records) == 61
 
 
-def test_a_listener_leaves_descriptors_to_its_process():
+def test_listener_leaves_descriptors_to_its_process():
     with many_descriptors(1024):
         assert bounded_connections(1024, 0.5) == 512
         assert bounded_connections(100, 0.5) == 100
@@ -158,3 +163,16 @@ def test_a_listener_leaves_descriptors_to_its_process():
 @pytest.fixture(autouse=True)
 def warnings_alone(caplog):
     caplog.set_level(logging.WARNING, "refit_mx")
+
+
+@pytest.mark.slow
+def test_peers_without_a_call_are_dropped(server, client, stack):
+    stack.enter_context(many_descriptors(1024))
+    settings = bytes.fromhex("000000040000000000")  # an empty frame of HTTP/2
+    greeting = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + settings
+    count = 150  # of the quarter of the descriptors that the server may take
+    with connections(server.address, count, greeting) as idle:
+        started = time.monotonic()
+        client.register_worker("w", WorkerRole.TRAINER, "m", ttl_s=60)
+        assert time.monotonic() - started < 2
+        assert closed(idle, within_s=40) == count

@@ -1,4 +1,4 @@
-"""A process listens on one address and may tell others another one; loopback unless told so."""
+"""A process listens on one address and may advertise another; the default is loopback."""
 
 import socket
 import sys
@@ -6,17 +6,16 @@ import sys
 import pytest
 import torch
 
-from refit_mx.control import ControlClient, EmbeddedControlServer
-from refit_mx.errors import RefitConfigError
-from refit_mx.hosts import host_and_port, told_host
-from refit_mx.manifest_service import ManifestService
-from refit_mx.plan.targets import replicated_target
-from refit_mx.publisher import MxV2TrainingPublisher
-from refit_mx.receiver import MxV2RefitReceiver
-from refit_mx.source_server import SourceServer
-from refit_mx.tensor_types import TensorSpec
+from refit_mx import (
+    ControlClient,
+    EmbeddedControlServer,
+    MxV2RefitReceiver,
+    MxV2TrainingPublisher,
+    RefitConfigError,
+    TensorSpec,
+    replicated_target,
+)
 
-EVERY_INTERFACE = ["0.0.0.0", "::", ""]
 WEIGHTS = {"w": torch.arange(12.0).view(3, 4)}
 
 
@@ -25,44 +24,30 @@ linux = pytest.mark.skipif(
 )
 
 
-def all_of(**hosts):
-    """Makes each kind of server there is; gives what each tells, and closes it."""
-    found = []
-    for make in (
-        EmbeddedControlServer,
-        ManifestService,
-        lambda **options: SourceServer(incarnation="x", **options),
-    ):
-        server = make(**hosts)
-        found.append(getattr(server, "endpoint", None) or server.address)
-        server.close()
-    return [each.rpartition(":")[0] for each in found]
-
-
 @linux
-def test_what_is_listened_on_is_told():
-    assert all_of() == ["127.0.0.1"] * 3
-    assert all_of(host="127.0.0.2") == ["127.0.0.2"] * 3
-    assert all_of(host="::1") == ["[::1]"] * 3
+@pytest.mark.parametrize(
+    ("hosts", "reported"),
+    [
+        ({}, "127.0.0.1"),
+        ({"host": "127.0.0.2"}, "127.0.0.2"),
+        ({"host": "::1"}, "[::1]"),
+        ({"host": "0.0.0.0", "advertised_host": "10.0.0.1"}, "10.0.0.1"),
+        ({"advertised_host": "fd00::1"}, "[fd00::1]"),
+    ],
+)
+def test_control_plane_reports_its_advertised_address(hosts, reported):
+    with EmbeddedControlServer(**hosts) as server:
+        assert server.address.rpartition(":")[0] == reported
 
 
-def test_another_address_can_be_told():
-    assert all_of(host="0.0.0.0", advertised_host="10.0.0.1") == ["10.0.0.1"] * 3
-    assert all_of(host="127.0.0.1", advertised_host="fd00::1") == ["[fd00::1]"] * 3
-
-
-@pytest.mark.parametrize("host", EVERY_INTERFACE)
-def test_an_address_that_nobody_can_connect_to_is_never_told(host):
-    for told in (lambda: told_host(host, None), lambda: told_host("127.0.0.1", host)):
-        with pytest.raises(RefitConfigError, match="give an advertised_host"):
-            told()
-    for make in (EmbeddedControlServer, ManifestService):
-        with pytest.raises(RefitConfigError, match="give an advertised_host"):
-            make(host=host)
-
-
-def test_an_ipv6_address_is_put_into_brackets():
-    assert [host_and_port(each, 1) for each in ("a.b", "::1")] == ["a.b:1", "[::1]:1"]
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", ""])
+def test_wildcard_address_is_never_reported(host):
+    with EmbeddedControlServer() as server:
+        for hosts in ({"host": host}, {"host": "127.0.0.1", "advertised_host": host}):
+            with pytest.raises(RefitConfigError, match="set advertised_host"):
+                EmbeddedControlServer(**hosts)
+            with pytest.raises(RefitConfigError, match="set advertised_host"):
+                MxV2TrainingPublisher("m", "a", control=server.address, transports=["tcp"], **hosts)
 
 
 def can_connect(host, endpoint):
@@ -83,8 +68,8 @@ def can_connect(host, endpoint):
         ({"host": "::", "advertised_host": "127.0.0.3"}, {"127.0.0.1", "127.0.0.2"}),
     ],
 )
-def test_a_publisher_is_reached_at_what_it_tells_and_listens_nowhere_else(options, open_at):
-    told = options.get("advertised_host") or options.get("host") or "127.0.0.1"
+def test_publisher_listens_only_on_its_host(options, open_at):
+    advertised = options.get("advertised_host") or options.get("host") or "127.0.0.1"
     with (
         EmbeddedControlServer() as server,
         ControlClient(server.address) as control,
@@ -96,9 +81,9 @@ def test_a_publisher_is_reached_at_what_it_tells_and_listens_nowhere_else(option
         manifest = publisher.publish("v1", WEIGHTS)
         manifests = control.list_shards("v1")[0].manifest_endpoint
         for endpoint in (manifest.endpoint, manifests):
-            assert endpoint.rpartition(":")[0] == told
-            found = {host for host in ("127.0.0.1", "127.0.0.2") if can_connect(host, endpoint)}
-            assert found == open_at
+            assert endpoint.rpartition(":")[0] == advertised
+            hosts = {host for host in ("127.0.0.1", "127.0.0.2") if can_connect(host, endpoint)}
+            assert hosts == open_at
         live = {"w": torch.zeros(3, 4)}
         target = replicated_target(TensorSpec("w", "float32", (3, 4)))
         with MxV2RefitReceiver("m", control=control, targets=[target], transport="tcp") as receiver:

@@ -11,16 +11,12 @@ from pathlib import Path
 
 import grpc
 import pytest
-import torch
 from ports import held_port
 
-from refit_mx.control import EmbeddedControlServer
-from refit_mx.control import modelexpress_seams as seams
-from refit_mx.errors import RefitConfigError
-from refit_mx.tensor_types import Box
+from refit_mx import EmbeddedControlServer
 
 mx = pytest.importorskip("modelexpress_rl", reason="needs the package modelexpress")
-PATIENCE_S = 90.0
+TIMEOUT_S = 90.0
 TRAINER = Path(__file__).with_name("modelexpress_trainer.py")
 
 
@@ -54,7 +50,7 @@ def code_of(call):
     return refusal.value.code()
 
 
-def test_the_control_client_takes_a_version_through_its_life(control):
+def test_control_client_creates_and_deletes_a_version(control):
     version = create(control, "k", ("a", "b"))
     assert version.state is mx.WeightVersionState.STAGING
     assert version.expected_source_slots == ("a", "b")
@@ -65,7 +61,7 @@ def test_the_control_client_takes_a_version_through_its_life(control):
     assert gone.state is mx.WeightVersionState.RELEASING
 
 
-def test_the_control_client_sees_the_status_codes_of_modelexpress(control):
+def test_control_client_sees_the_status_codes_of_modelexpress(control):
     version = create(control, "k")
     staging, ready = mx.WeightVersionState.STAGING, mx.WeightVersionState.READY
     assert code_of(lambda: create(control, "k", ("b",))) is grpc.StatusCode.ALREADY_EXISTS
@@ -78,7 +74,7 @@ def test_the_control_client_sees_the_status_codes_of_modelexpress(control):
     assert code is grpc.StatusCode.FAILED_PRECONDITION
 
 
-def test_the_control_client_creates_versions_in_object_storage_ready(control):
+def test_control_client_creates_versions_in_object_storage_ready(control):
     from modelexpress_rl import ObjectStorageSource, ObjectStorageType
 
     version = create(
@@ -94,7 +90,7 @@ def test_the_control_client_creates_versions_in_object_storage_ready(control):
     assert version.object_storage.uri == "s3://bucket/v7"
 
 
-def test_the_p2p_client_publishes_finds_and_withdraws_a_source(server):
+def test_p2p_client_publishes_lists_and_withdraws_a_source(server):
     from modelexpress import MxClient, p2p_pb2
 
     client = MxClient(server.address)
@@ -104,8 +100,8 @@ def test_the_p2p_client_publishes_finds_and_withdraws_a_source(server):
             worker_rank=3, nixl_metadata=b"n", status=p2p_pb2.SOURCE_STATUS_READY, agent_name="g"
         )
         source = client.publish_metadata(identity, worker, "w")
-        (found,) = client.list_sources(identity, p2p_pb2.SOURCE_STATUS_READY).instances
-        assert (found.mx_source_id, found.worker_id, found.worker_rank) == (source, "w", 3)
+        (listed,) = client.list_sources(identity, p2p_pb2.SOURCE_STATUS_READY).instances
+        assert (listed.mx_source_id, listed.worker_id, listed.worker_rank) == (source, "w", 3)
         other = p2p_pb2.SourceIdentity(model_name="m", dtype="float16")
         assert not client.list_sources(other).instances
         got = client.get_metadata(source, "w")
@@ -122,88 +118,40 @@ def test_the_p2p_client_publishes_finds_and_withdraws_a_source(server):
         client.close()
 
 
-# The seams
-
-
-def test_the_installed_modelexpress_has_the_seams():
-    seams.check_modelexpress()
-
-
-def test_another_version_is_refused_by_its_number(monkeypatch):
-    monkeypatch.setattr(seams.importlib.metadata, "version", lambda _: "0.8.0")
-    with pytest.raises(RefitConfigError, match=r"modelexpress 0\.8\.0"):
-        seams.check_modelexpress()
-
-
-def test_a_seam_that_changed_is_refused_by_its_name(monkeypatch):
-    from modelexpress_rl.inference import engines
-
-    monkeypatch.setattr(engines, "_create_engine_runtime", lambda context, extra: None)
-    with pytest.raises(RefitConfigError, match="_create_engine_runtime takes"):
-        seams.check_modelexpress()
-    monkeypatch.delattr(engines, "_create_engine_runtime")
-    with pytest.raises(RefitConfigError, match="_create_engine_runtime is not there"):
-        seams.check_modelexpress()
-
-
-def test_the_seams_are_put_back():
-    from modelexpress import nixl_transfer
-    from modelexpress_rl.inference import nixl_staged_transfer
-
-    before = nixl_transfer.CudaAcceleratorBackend, nixl_staged_transfer.torch
-    with contextlib.suppress(KeyError), seams.modelexpress_on_cpu():
-        assert nixl_transfer.CudaAcceleratorBackend is not before[0]
-        raise KeyError
-    assert (nixl_transfer.CudaAcceleratorBackend, nixl_staged_transfer.torch) == before
-    assert nixl_staged_transfer.torch is torch
-
-
 # Trainer and generator
 
 
-class Trainer:
-    """A process of `modelexpress_trainer`."""
+class Client:
+    """A process with one of ModelExpress's clients; it reads and prints lines."""
 
-    def __init__(self, rank, world, rendezvous, address, ports):
+    def __init__(self, *arguments):
         self.process = subprocess.Popen(
-            [
-                sys.executable,
-                str(TRAINER),
-                f"--rank={rank}",
-                f"--world={world}",
-                f"--rendezvous={rendezvous}",
-                f"--server={address}",
-                f"--ports={','.join(map(str, ports))}",
-            ],
+            [sys.executable, *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
             bufsize=1,
             env=nixl_environment(),
         )
-        self.listen()
-
-    def listen(self):
-        """Read lines in a thread: NIXL writes there, too, and select does not see a buffer."""
+        # Lines are read in a thread: NIXL writes there, too, and select does not see a buffer.
         self.lines = queue.SimpleQueue()
+        threading.Thread(target=self.read, daemon=True).start()
 
-        def read():
-            for line in self.process.stdout:
-                self.lines.put(line)
-            self.lines.put(None)
-
-        threading.Thread(target=read, daemon=True).start()
+    def read(self):
+        for line in self.process.stdout:
+            self.lines.put(line)
+        self.lines.put(None)
 
     def line(self, first):
-        deadline = time.monotonic() + PATIENCE_S
+        deadline = time.monotonic() + TIMEOUT_S
         while True:
             line = self.lines.get(timeout=max(0.001, deadline - time.monotonic()))
-            assert line, f"it ended with {self.process.wait(PATIENCE_S)}; expected {first!r}"
+            assert line, f"it ended with {self.process.wait(TIMEOUT_S)}; expected {first!r}"
             if line.startswith(first):
                 return line.split()
 
-    def tell(self, word, version_id, number=0):
-        self.process.stdin.write(f"{word} {version_id} {number}\n")
+    def say(self, line):
+        self.process.stdin.write(line + "\n")
         self.process.stdin.flush()
 
 
@@ -220,16 +168,16 @@ import sys
 import torch
 sys.path.insert(0, {tests!r})
 from modelexpress_trainer import SHAPES, weight
-from refit_mx.control.modelexpress_seams import Part, cpu_generator_context, modelexpress_on_cpu
-from refit_mx.tensor_types import Box
+from modelexpress_seams import Part, cpu_generator_context, modelexpress_on_cpu
+from refit_mx import Box
 
 rank, world, server = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 
 def part_of(name, shape):
     if name == "norm":
-        box = Box.whole(shape)
+        box = Box((0,) * len(shape), tuple(shape))
     else:
-        # Columns: what no single row-sharded source holds whole.
+        # Columns, which no single row-sharded source holds.
         first, behind = rank * shape[1] // world, (rank + 1) * shape[1] // world
         box = Box((0, first), (shape[0], behind - first))
     return Part(torch.zeros(box.shape, dtype=torch.bfloat16), name, box)
@@ -260,26 +208,6 @@ with modelexpress_on_cpu():
 """
 
 
-class Generator(Trainer):
-    """A process with ModelExpress's generator client; it compares what it installs itself."""
-
-    def __init__(self, rank, world, address):
-        code = GENERATOR.format(tests=str(TRAINER.parent))
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", code, str(rank), str(world), address],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            bufsize=1,
-            env=nixl_environment(),
-        )
-        self.listen()
-
-    def say(self, line):
-        self.process.stdin.write(line + "\n")
-        self.process.stdin.flush()
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("trainers", "generators"), [(1, 1), (2, 2)])
 def test_trainer_and_generator_clients_refit_byte_for_byte(
@@ -292,11 +220,22 @@ def test_trainer_and_generator_clients_refit_byte_for_byte(
     ports = [[held.enter_context(held_port()) for _ in range(2)] for _ in range(trainers)]
     try:
         ranks = [
-            Trainer(rank, trainers, tmp_path / "rendezvous", server.address, ports[rank])
+            Client(
+                str(TRAINER),
+                f"--rank={rank}",
+                f"--world={trainers}",
+                f"--rendezvous={tmp_path / 'rendezvous'}",
+                f"--server={server.address}",
+                f"--ports={','.join(map(str, ports[rank]))}",
+            )
             for rank in range(trainers)
         ]
         started += ranks
-        takers = [Generator(rank, generators, server.address) for rank in range(generators)]
+        program = GENERATOR.format(tests=str(TRAINER.parent))
+        takers = [
+            Client("-c", program, str(rank), str(generators), server.address)
+            for rank in range(generators)
+        ]
         started += takers
         slots = [rank.line("slot")[1] for rank in ranks]
         for taker in takers:
@@ -304,7 +243,7 @@ def test_trainer_and_generator_clients_refit_byte_for_byte(
         for number in (1, 2):
             version = create(control, f"step-{number}", slots)
             for rank in ranks:
-                rank.tell("publish", version.version_id, number)
+                rank.say(f"publish {version.version_id} {number}")
             for rank in ranks:
                 rank.line("done")
             current = control.get_weight_version(version.version_id)
@@ -317,24 +256,18 @@ def test_trainer_and_generator_clients_refit_byte_for_byte(
                 taker.say("go")
             for taker in takers:
                 taker.line("installed")
-            # Nobody holds a lease any more, so the trainers may take their shards back.
+            # No leases are held now, so the trainers may release their shards.
             control.delete_weight_version(version.version_id)
             for rank in ranks:
-                rank.tell("release", version.version_id)
+                rank.say(f"release {version.version_id} 0")
             for rank in ranks:
                 rank.line("done")
         for each in started:
             each.process.stdin.close()
         for each in started:
-            assert each.process.wait(PATIENCE_S) == 0
+            assert each.process.wait(TIMEOUT_S) == 0
     finally:
         for each in started:
             each.process.kill()
-            each.process.wait(PATIENCE_S)
+            each.process.wait(TIMEOUT_S)
         held.close()
-
-
-def test_a_part_whose_box_does_not_fit_is_refused():
-    part = seams.Part(torch.zeros(2, 2), "w", Box((0, 0), (2, 3)))
-    with pytest.raises(ValueError, match="box of shape"):
-        seams.cpu_generator_context({"w": part})

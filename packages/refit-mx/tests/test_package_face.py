@@ -1,11 +1,13 @@
-"""The package needs nothing beside the standard library, and shows what it has."""
+"""The package imports no dependency eagerly, its public names exist, and its errors pickle."""
 
+import pickle
 import subprocess
 import sys
 
 import pytest
 
 import refit_mx
+from refit_mx import DigestMismatchError, FleetError, RefitTimeoutError, SourceLostError
 
 
 def test_importing_the_package_imports_no_third_party_module():
@@ -19,7 +21,7 @@ def test_importing_the_package_imports_no_third_party_module():
 
 
 @pytest.mark.parametrize("name", refit_mx.__all__)
-def test_a_public_name_exists(name):
+def test_public_name_exists(name):
     assert getattr(refit_mx, name).__name__ == name
 
 
@@ -39,7 +41,6 @@ sys.meta_path.insert(0, Missing())
 from refit_mx import *
 import refit_mx
 from refit_mx.control import *
-from refit_mx.transports.nixl import *
 MxV2RefitReceiver, MxV2TrainingPublisher, ControlClient
 for name in ("MxWeightTransferEngine", "RefitFleet"):
     assert name not in refit_mx.__all__
@@ -50,7 +51,7 @@ for name in ("MxWeightTransferEngine", "RefitFleet"):
 """
 
 
-def test_a_star_import_needs_no_extra():
+def test_star_import_needs_no_extra():
     code = WITHOUT.format(missing=("vllm", "httpx", "nixl", "nixl_cu12", "nixl_cu13"))
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -58,3 +59,19 @@ def test_a_star_import_needs_no_extra():
         "refit_mx.MxWeightTransferEngine needs the package vllm; install vllm",
         "refit_mx.RefitFleet needs the package httpx; install refit-mx[fleet]",
     ]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        FleetError("one of two failed", {"http://127.0.0.1:1": "no answer"}),
+        SourceLostError("lost", ("trainer-0",)),
+        DigestMismatchError("wrong bytes", ("trainer-0",)),
+        RefitTimeoutError("not done after 1 s"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_error_is_the_same_after_pickling(error):
+    sent = pickle.loads(pickle.dumps(error))
+    assert type(sent) is type(error)
+    assert (sent.args, vars(sent)) == (error.args, vars(error))

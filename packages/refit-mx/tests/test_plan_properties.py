@@ -1,28 +1,28 @@
-"""Plans of random layouts against the reference: no byte twice, none missing, no other byte."""
+"""Plans of random layouts against the reference: each wanted byte is read exactly once."""
 
 from __future__ import annotations
 
 import itertools
-import math
 
 import pytest
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
-from plan_reference import Held, Model, is_held, plan_checked, publish, sharded
+from plan_reference import Held, Model, is_held, plan_checked, publish
 
-from refit_mx.errors import LayoutError
-from refit_mx.layout import TargetTPLayout
-from refit_mx.plan.planner import plan_reads
-from refit_mx.plan.shards import ShardTable
-from refit_mx.plan.targets import (
+from refit_mx import (
+    Box,
+    LayoutError,
+    ShardTable,
     TargetPart,
     TargetTensor,
+    TargetTPLayout,
+    TensorSpec,
     expert_targets,
     mesh_target,
+    plan_reads,
     replicated_target,
     tp_target,
 )
-from refit_mx.tensor_types import ITEM_SIZES, Box, TensorSpec
 
 CAREFUL = settings(
     max_examples=250,
@@ -32,11 +32,11 @@ CAREFUL = settings(
 
 @st.composite
 def specs(draw: st.DrawFn) -> list[TensorSpec]:
-    """A few tensors of mixed dtypes, without axes and with empty ones among them."""
+    """Draw a few tensors of mixed dtypes, some scalar and some empty."""
     return [
         TensorSpec(
             f"t{number}",
-            draw(st.sampled_from(sorted(ITEM_SIZES))),
+            draw(st.sampled_from(["bool", "bfloat16", "float32", "int64"])),
             tuple(draw(st.lists(st.sampled_from([2, 3, 4, 5, 6, 8, 1, 0]), max_size=4))),
         )
         for number in range(draw(st.integers(1, 3)))
@@ -45,13 +45,13 @@ def specs(draw: st.DrawFn) -> list[TensorSpec]:
 
 @st.composite
 def boxes(draw: st.DrawFn, shape: tuple[int, ...]) -> Box:
-    """Any box of a shape, empty ones too."""
+    """Draw any box of a shape, possibly empty."""
     bounds = [sorted((draw(st.integers(0, n)), draw(st.integers(0, n)))) for n in shape]
     return Box(tuple(a for a, _ in bounds), tuple(b - a for a, b in bounds))
 
 
 def cut(box: Box, axis: int, at: list[int]) -> list[Box]:
-    """A box divided along an axis at some rows of it."""
+    """Divide a box along an axis at the given rows."""
     rows = [0, *sorted(min(a, box.shape[axis]) for a in at), box.shape[axis]]
     return [
         Box(
@@ -64,33 +64,33 @@ def cut(box: Box, axis: int, at: list[int]) -> list[Box]:
 
 @st.composite
 def division(draw: st.DrawFn, shape: tuple[int, ...]) -> list[Box]:
-    """Disjoint boxes that together are a shape: slabs and grids, even and uneven, some empty."""
-    found = [Box.whole(shape)]
+    """Draw disjoint boxes that cover a shape: even or uneven slabs and grids, some empty."""
+    parts = [Box.full(shape)]
     for _ in range(draw(st.integers(0, 2)) if shape else 0):
         axis = draw(st.integers(0, len(shape) - 1))
         if draw(st.booleans()):
-            # The same cuts for all: a grid, as of a mesh.
+            # The same cuts for all boxes make a grid, like a mesh.
             at = draw(st.lists(st.integers(0, shape[axis]), max_size=3))
-            found = [part for box in found for part in cut(box, axis, at)]
+            parts = [piece for box in parts for piece in cut(box, axis, at)]
         else:
-            found = [
-                part
-                for box in found
-                for part in cut(
+            parts = [
+                piece
+                for box in parts
+                for piece in cut(
                     box, axis, draw(st.lists(st.integers(0, box.shape[axis]), max_size=2))
                 )
             ]
-    return found
+    return parts
 
 
 @st.composite
 def publications(draw: st.DrawFn, of: list[TensorSpec]) -> list[Held]:
-    """What each source holds: divisions of the tensors, replicas of them, and any other boxes."""
+    """Draw what each source holds: divisions of the tensors, replicas, and arbitrary boxes."""
     sources: list[list[tuple[str, Box]]] = [[] for _ in range(draw(st.integers(1, 6)))]
     for spec in of:
         for _ in range(draw(st.sampled_from([1, 1, 1, 2, 2, 3]))):
             for box in draw(division(spec.shape)):
-                # Mostly all of it; now and then something is missing.
+                # Rarely leave out a box, so that something is missing.
                 if draw(st.integers(0, 19)):
                     sources[draw(st.integers(0, len(sources) - 1))].append((spec.name, box))
         for _ in range(draw(st.sampled_from([0, 0, 0, 1, 3]))):
@@ -101,9 +101,9 @@ def publications(draw: st.DrawFn, of: list[TensorSpec]) -> list[Held]:
 
 @st.composite
 def a_target(draw: st.DrawFn, name: str, of: list[TensorSpec]) -> TargetTensor:
-    """A slice, a mesh's part, or several boxes side by side along a new or a given axis."""
+    """Draw a target: a slice, a mesh's part, or boxes joined along a new or an existing axis."""
     spec = draw(st.sampled_from(of))
-    kind = draw(st.sampled_from(["whole", "tp", "mesh", "beside", "stacked"]))
+    kind = draw(st.sampled_from(["full", "tp", "mesh", "concatenated", "stacked"]))
     if kind == "tp" and spec.shape:
         world = draw(st.integers(1, 5))
         rank, axis = draw(st.integers(0, world - 1)), draw(st.integers(0, len(spec.shape) - 1))
@@ -115,7 +115,7 @@ def a_target(draw: st.DrawFn, name: str, of: list[TensorSpec]) -> TargetTensor:
             axis = draw(st.integers(0, len(spec.shape) - 1))
             axes.append((axis, size, draw(st.integers(0, size - 1))))
         return mesh_target(spec, axes, name=name)
-    if kind == "beside" and spec.shape:
+    if kind == "concatenated" and spec.shape:
         axis = draw(st.integers(0, len(spec.shape) - 1))
         rows = draw(st.lists(boxes((spec.shape[axis],)), min_size=1, max_size=3))
         parts = []
@@ -131,8 +131,8 @@ def a_target(draw: st.DrawFn, name: str, of: list[TensorSpec]) -> TargetTensor:
     if kind == "stacked" and spec.shape:
         ids = draw(st.permutations(range(spec.shape[0])))
         ids = ids[: draw(st.integers(0, len(ids)))]
-        one = draw(boxes(spec.shape[1:])) if draw(st.booleans()) else None
-        return expert_targets(name, spec, ids, box=one)
+        box = draw(boxes(spec.shape[1:])) if draw(st.booleans()) else None
+        return expert_targets(name, spec, ids, box=box)
     if kind == "stacked":
         return expert_targets(name, [spec, spec], draw(st.sampled_from([[0], [1], [1, 0]])))
     return replicated_target(spec, name=name)
@@ -140,7 +140,7 @@ def a_target(draw: st.DrawFn, name: str, of: list[TensorSpec]) -> TargetTensor:
 
 @CAREFUL
 @given(st.data())
-def test_every_wanted_byte_is_read_once_from_one_live_source_or_the_plan_is_refused(
+def test_every_wanted_byte_is_read_once_or_refused(
     data: st.DataObject,
 ) -> None:
     of = data.draw(specs())
@@ -164,29 +164,6 @@ def test_every_wanted_byte_is_read_once_from_one_live_source_or_the_plan_is_refu
 
 
 @CAREFUL
-@given(
-    st.lists(st.integers(1, 9), min_size=1, max_size=3),
-    st.integers(1, 7),
-    st.integers(1, 7),
-    st.integers(1, 3),
-    st.data(),
-)
-def test_any_sharding_becomes_any_other(
-    shape: list[int], sources: int, receivers: int, replicas: int, data: st.DataObject
-) -> None:
-    spec = TensorSpec("w", "bfloat16", tuple(shape))
-    of_axis = data.draw(st.integers(0, len(shape) - 1))
-    to_axis = data.draw(st.integers(0, len(shape) - 1))
-    held_by = [[("w", box)] for box in sharded(spec, of_axis, sources) for _ in range(replicas)]
-    model = Model.of([spec])
-    moved = 0
-    for rank in range(receivers):
-        target = tp_target(spec, TargetTPLayout(receivers, rank, to_axis))
-        moved += plan_checked(model, held_by, [target], seed=rank).nbytes
-    assert moved == math.prod(shape) * 2
-
-
-@CAREFUL
 @given(st.data())
 def test_equal_arguments_give_equal_plans(data: st.DataObject) -> None:
     of = data.draw(specs())
@@ -203,7 +180,7 @@ def test_equal_arguments_give_equal_plans(data: st.DataObject) -> None:
             refused.append(str(error.value))
         assert refused[0] == refused[1]
         return
-    one, two = plan_reads(shards, targets, seed=3), plan_reads(again, targets, seed=3)
-    assert [source for source, _ in one.fetches] == [source for source, _ in two.fetches]
-    for (_, a), (_, b) in zip(one.fetches, two.fetches, strict=True):
+    first, second = plan_reads(shards, targets, seed=3), plan_reads(again, targets, seed=3)
+    assert [source for source, _ in first.fetches] == [source for source, _ in second.fetches]
+    for (_, a), (_, b) in zip(first.fetches, second.fetches, strict=True):
         assert a.rows.tolist() == b.rows.tolist()

@@ -1,4 +1,7 @@
-"""`ShardTable`: what manifests from other machines may say, and what is refused."""
+"""`ShardTable`: manifests from other machines that are accepted or refused.
+
+The tests make columns of manifests by hand, since other machines may send any bytes.
+"""
 
 from __future__ import annotations
 
@@ -12,22 +15,26 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_reference import Model, check_plan, publish, sharded
 
-from refit_mx.errors import CompileTargetError, LayoutError, ProtocolError
-from refit_mx.manifest import (
-    BLOCK_BYTES,
-    DIGEST_BYTES,
+from refit_mx import (
+    Box,
+    CompileTargetError,
+    LayoutError,
     Manifest,
+    ProtocolError,
     Registry,
+    ShardTable,
+    TensorSpec,
+    plan_reads,
+    replicated_target,
+)
+from refit_mx.manifest.format import (  # noqa: TID251
+    DIGEST_BYTES,
     ShardColumns,
     Structure,
     TensorTable,
     encode_table,
 )
-from refit_mx.plan import shards as shards_module
-from refit_mx.plan.planner import plan_reads
-from refit_mx.plan.shards import ShardTable
-from refit_mx.plan.targets import replicated_target
-from refit_mx.tensor_types import Box, TensorSpec
+from refit_mx.plan import shards as shards_module  # noqa: TID251
 
 W = TensorSpec("w", "float32", (8, 3))
 B = TensorSpec("b", "int16", (5,))
@@ -35,7 +42,7 @@ B = TensorSpec("b", "int16", (5,))
 
 def good() -> list[Manifest]:
     """Two sources: each half of ``w``, and all of ``b``."""
-    held = [[("w", box), ("b", Box.whole((5,)))] for box in sharded(W, 0, 2)]
+    held = [[("w", box), ("b", Box.full((5,)))] for box in sharded(W, 0, 2)]
     return publish(Model.of([W, B]), held).manifests
 
 
@@ -54,7 +61,7 @@ def numbers(*values: int) -> bytes:
     return np.array(values, "<i8").tobytes()
 
 
-def test_the_table_knows_every_tensor_and_every_shard() -> None:
+def test_table_has_every_tensor_and_shard() -> None:
     shards = ShardTable.of(good())
     assert shards.spec("w") == W
     assert shards.spec("b") == B
@@ -65,43 +72,8 @@ def test_the_table_knows_every_tensor_and_every_shard() -> None:
         shards.spec("x")
 
 
-def test_a_manifest_that_travelled_makes_the_same_table() -> None:
-    sent = [Manifest.decode(manifest.encode()) for manifest in good()]
-    assert ShardTable.of(sent).structure == ShardTable.of(good()).structure
-
-
-def test_the_digests_of_a_shard_are_those_of_its_blocks() -> None:
-    rows = BLOCK_BYTES // 4096
-    big = TensorSpec("big", "float32", (3 * rows + 1, 1024))
-    small, none = TensorSpec("small", "uint8", (7,)), TensorSpec("none", "uint8", (0,))
-    held = [[("small", Box.whole((7,))), ("none", Box.whole((0,))), ("big", Box.whole(big.shape))]]
-    model = Model.of([big, small, none])
-    shards = ShardTable.of(publish(model, held).manifests)
-    assert shards.block_digests(0, 0) == xxhash.xxh3_128_digest(model.content["small"].tobytes())
-    assert shards.block_digests(0, 1) == b""
-    content = model.content["big"].tobytes()
-    assert shards.block_digests(0, 2) == b"".join(
-        xxhash.xxh3_128_digest(content[at : at + BLOCK_BYTES])
-        for at in range(0, len(content), BLOCK_BYTES)
-    )
-    assert len(shards.block_digests(0, 2)) == 4 * DIGEST_BYTES
-
-
-def test_the_next_version_of_the_same_layout_has_the_same_structure_and_its_plan_is_right() -> None:
-    held = [[("w", box)] for box in sharded(W, 0, 2)]
-    later = publish(Model.of([W], 1), held)
-    later.manifests = [
-        msgspec.structs.replace(m, version_id="v2", arena_address=1 << 20) for m in later.manifests
-    ]
-    one = ShardTable.of(publish(Model.of([W]), held).manifests)
-    two = ShardTable.of(later.manifests)
-    assert one.structure == two.structure
-    target = replicated_target(W)
-    check_plan(plan_reads(one, [target]), two, [target], later, Model.of([W], 1))
-
-
 def named(manifests: list[Manifest], version: str = "v1") -> list[Manifest]:
-    """With the names of their structures."""
+    """Return manifests with the digests of their structures."""
     return [
         msgspec.structs.replace(
             m,
@@ -112,19 +84,6 @@ def named(manifests: list[Manifest], version: str = "v1") -> list[Manifest]:
         )
         for m in manifests
     ]
-
-
-def test_the_table_of_the_next_version_is_the_one_that_would_be_made_anew() -> None:
-    one = ShardTable.of(named(good()))
-    later = [
-        msgspec.structs.replace(m, digests=bytes(len(m.digests)), arena_address=1 << 20)
-        for m in named(good(), "v2")
-    ]
-    two, anew = one.of_next(later), ShardTable.of(later)
-    assert two is not None
-    assert (two.structure, two.manifests) == (anew.structure, anew.manifests)
-    assert two.block_digests(0, 0) == anew.block_digests(0, 0) == bytes(DIGEST_BYTES)
-    assert one.manifests[0].version_id == "v1"
 
 
 @pytest.mark.parametrize(
@@ -140,9 +99,9 @@ def test_the_table_of_the_next_version_is_the_one_that_would_be_made_anew() -> N
         "unnamed",
     ],
 )
-def test_what_may_be_planned_otherwise_is_made_anew(change: str) -> None:
+def test_table_is_rebuilt_after_a_change_that_affects_plans(change: str) -> None:
     manifests = named(good())
-    one = ShardTable.of(manifests)
+    table = ShardTable.of(manifests)
     first, second = named(good(), "v2")
     if change == "order":
         later = [second, first]
@@ -156,45 +115,20 @@ def test_what_may_be_planned_otherwise_is_made_anew(change: str) -> None:
         later = [msgspec.structs.replace(first, arena_bytes=first.arena_bytes + 4096), second]
     else:
         later = [msgspec.structs.replace(first, **{change: "other:1"}), second]
-    assert one.of_next(later) is None
+    assert table.for_next_version(later) is None
 
 
-def test_the_next_version_is_checked_as_the_first_one_was() -> None:
-    one = ShardTable.of(named(good()))
+def test_next_version_is_checked_like_the_first() -> None:
+    table = ShardTable.of(named(good()))
     first, second = named(good(), "v2")
     with pytest.raises(ProtocolError, match="bytes of digests"):
-        one.of_next([msgspec.structs.replace(first, digests=first.digests[:-1]), second])
+        table.for_next_version([msgspec.structs.replace(first, digests=first.digests[:-1]), second])
     with pytest.raises(LayoutError, match="expected one version"):
-        one.of_next([first, msgspec.structs.replace(second, version_id="v3")])
+        table.for_next_version([first, msgspec.structs.replace(second, version_id="v3")])
 
 
-@pytest.mark.parametrize("field", ["worker_id", "source_slot_id", "endpoint", "offset", "order"])
-def test_another_source_or_layout_has_another_structure(field: str) -> None:
-    manifests = good()
-    if field == "order":
-        others = manifests[::-1]
-    elif field == "offset":
-        others = [with_columns(manifests[0], offset=numbers(0, 0)), manifests[1]]
-        assert others[0].shards.offset != manifests[0].shards.offset
-    else:
-        others = [msgspec.structs.replace(manifests[0], **{field: "other:1"}), manifests[1]]
-    assert ShardTable.of(others).structure != ShardTable.of(manifests).structure
-
-
-def test_replicas_are_decoded_once() -> None:
-    held = [[("w", box)] for box in sharded(W, 0, 2) * 3]
-    manifests = publish(Model.of([W]), held).manifests
-    manifests = [
-        msgspec.structs.replace(m, table=manifests[0].table, table_digest=manifests[0].table_digest)
-        for m in manifests
-    ]
-    shards = ShardTable.of(manifests)
-    assert len(shards.held) == 2
-    assert shards.held_of_source == (0, 1, 0, 1, 0, 1)
-
-
-def test_sources_are_no_replicas_because_a_digest_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Digests of this kind can be forged; here all are equal."""
+def test_equal_box_digests_do_not_make_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Such digests can be forged; here all are equal.
     monkeypatch.setattr(shards_module, "_boxes_digest", lambda manifest: b"forged")
     held = [[("w", box)] for box in sharded(W, 0, 4)]
     model = Model.of([W])
@@ -205,52 +139,54 @@ def test_sources_are_no_replicas_because_a_digest_says_so(monkeypatch: pytest.Mo
     )
 
 
-def test_no_manifest_is_refused() -> None:
+def test_empty_list_of_manifests_is_refused() -> None:
     with pytest.raises(LayoutError, match="no manifests"):
         ShardTable.of([])
 
 
 @pytest.mark.parametrize("field", ["version_id", "model_name"])
 def test_another_version_or_model_is_refused(field: str) -> None:
-    one, two = good()
+    first, second = good()
     with pytest.raises(LayoutError, match=r"worker 'worker-1' publishes .* expected one version"):
-        ShardTable.of([one, msgspec.structs.replace(two, **{field: "other"})])
+        ShardTable.of([first, msgspec.structs.replace(second, **{field: "other"})])
 
 
-def test_sources_of_another_preparation_are_not_mixed() -> None:
-    one, two = good()
+def test_sources_of_different_registries_are_not_mixed() -> None:
+    first, second = good()
     with pytest.raises(CompileTargetError, match="cutlass_fp8"):
-        ShardTable.of([one, msgspec.structs.replace(two, registry=Registry("cutlass_fp8"))])
+        ShardTable.of([first, msgspec.structs.replace(second, registry=Registry("cutlass_fp8"))])
 
 
-def test_a_worker_that_comes_twice_is_refused() -> None:
-    one, _ = good()
-    with pytest.raises(ProtocolError, match="'worker-0' comes twice"):
-        ShardTable.of([one, one])
+def test_repeated_worker_is_refused() -> None:
+    first, _ = good()
+    with pytest.raises(ProtocolError, match="'worker-0' has two manifests"):
+        ShardTable.of([first, first])
 
 
 @pytest.mark.parametrize(
-    ("spec", "found"),
+    ("spec", "difference"),
     [
         (TensorSpec("w", "int32", (8, 3)), "int32"),
         (TensorSpec("w", "float32", (8, 4)), r"\(8, 4\)"),
         (TensorSpec("w", "float32", (8, 3, 1)), r"\(8, 3, 1\)"),
     ],
 )
-def test_sources_that_disagree_on_a_tensor_are_refused(spec: TensorSpec, found: str) -> None:
-    one = publish(Model.of([B, W]), [[("w", Box.whole(W.shape))]]).manifests[0]
-    two = publish(Model.of([spec]), [[("w", Box.whole(spec.shape))]]).manifests[0]
-    two = msgspec.structs.replace(two, worker_id="other")
-    with pytest.raises(LayoutError, match=f"'w': worker 'worker-0' .* worker 'other' .*{found}"):
-        ShardTable.of([one, two])
+def test_sources_that_disagree_on_a_tensor_are_refused(spec: TensorSpec, difference: str) -> None:
+    first = publish(Model.of([B, W]), [[("w", Box.full(W.shape))]]).manifests[0]
+    second = publish(Model.of([spec]), [[("w", Box.full(spec.shape))]]).manifests[0]
+    second = msgspec.structs.replace(second, worker_id="other")
+    with pytest.raises(
+        LayoutError, match=f"'w': worker 'worker-0' .* worker 'other' .*{difference}"
+    ):
+        ShardTable.of([first, second])
 
 
-def test_tables_in_another_order_and_of_other_tensors_are_united() -> None:
-    one = publish(Model.of([B, W]), [[("w", sharded(W, 0, 2)[0])]]).manifests[0]
+def test_tables_with_different_tensors_and_orders_are_merged() -> None:
+    first = publish(Model.of([B, W]), [[("w", sharded(W, 0, 2)[0])]]).manifests[0]
     c = TensorSpec("c", "bool", (2,))
-    two = publish(Model.of([W, c]), [[("c", Box.whole((2,))), ("w", sharded(W, 0, 2)[1])]])
-    other = msgspec.structs.replace(two.manifests[0], worker_id="other")
-    shards = ShardTable.of([one, other])
+    second = publish(Model.of([W, c]), [[("c", Box.full((2,))), ("w", sharded(W, 0, 2)[1])]])
+    other = msgspec.structs.replace(second.manifests[0], worker_id="other")
+    shards = ShardTable.of([first, other])
     assert [shards.spec(name) for name in ("w", "b", "c")] == [W, B, c]
     assert plan_reads(shards, [replicated_target(W), replicated_target(c)]).nbytes == 98
 
@@ -258,7 +194,7 @@ def test_tables_in_another_order_and_of_other_tensors_are_united() -> None:
 @pytest.mark.parametrize(
     ("table", "message"),
     [
-        (TensorTable(["w", "w"], ["bool", "bool"], [[8, 3], [5]]), "names a tensor twice"),
+        (TensorTable(["w", "w"], ["bool", "bool"], [[8, 3], [5]]), "has a tensor twice"),
         (TensorTable(["w", "b"], ["float32", "complex"], [[8, 3], [5]]), "dtype 'complex'"),
         (TensorTable(["w", "b"], ["float32", "int16"], [[8, 3], [1] * 5]), "has 5 axes"),
         (TensorTable(["w", "b"], ["float32", "int16"], [[8, 3], [-5]]), "negative: -5"),
@@ -271,23 +207,23 @@ def test_tables_in_another_order_and_of_other_tensors_are_united() -> None:
         (TensorTable(["w", "b"], ["float32"], [[8, 3]]), "expected as many of each"),
     ],
 )
-def test_a_table_of_tensors_that_cannot_be_is_refused(table: TensorTable, message: str) -> None:
-    one, _ = good()
+def test_table_of_invalid_tensors_is_refused(table: TensorTable, message: str) -> None:
+    first, _ = good()
     with pytest.raises(ProtocolError, match=message):
-        ShardTable.of([with_table(one, table)])
+        ShardTable.of([with_table(first, table)])
 
 
-def test_a_table_that_is_not_the_one_its_digest_says_is_refused() -> None:
-    one, two = good()
-    other = with_table(two, TensorTable(["w"], ["float32"], [[8, 3]]))
-    forged = msgspec.structs.replace(other, table_digest=one.table_digest)
-    with pytest.raises(ProtocolError, match="'worker-1': its table is not the one"):
-        ShardTable.of([one, forged])
+def test_table_with_another_digest_is_refused() -> None:
+    first, second = good()
+    other = with_table(second, TensorTable(["w"], ["float32"], [[8, 3]]))
+    forged = msgspec.structs.replace(other, table_digest=first.table_digest)
+    with pytest.raises(ProtocolError, match="'worker-1': its table does not match"):
+        ShardTable.of([first, forged])
     with pytest.raises(ProtocolError, match="table"):
         ShardTable.of(
             [
                 msgspec.structs.replace(
-                    one, table=b"junk", table_digest=xxhash.xxh3_128_digest(b"junk")
+                    first, table=b"junk", table_digest=xxhash.xxh3_128_digest(b"junk")
                 )
             ]
         )
@@ -306,46 +242,39 @@ def test_a_table_that_is_not_the_one_its_digest_says_is_refused() -> None:
         ({"tensor": np.array([0, 2], "<i4").tobytes()}, "of tensors 0 to 2"),
         ({"tensor": np.array([-1, 0], "<i4").tobytes()}, "of tensors -1 to 0"),
         ({"start": numbers(-1, 0, 0, 0)}, r"starts at \[-1"),
-        ({"start": numbers(5, 0, 0, 0)}, "expected one inside"),
-        ({"start": numbers(2**63 - 1, 0, 0, 0)}, "expected one inside"),
         ({"start": numbers(0, 0, 0, 1)}, "shard 1, of 'b'"),
-        ({"shape": numbers(4, -3, 5, 1)}, "expected one inside"),
-        ({"shape": numbers(4, 2**63 - 1, 5, 1)}, "expected one inside"),
-        ({"shape": numbers(4, 3, 5, 0)}, "shard 1, of 'b'"),
         ({"shape": numbers(4, 3, 6, 1)}, "shard 1, of 'b'"),
         ({"offset": numbers(-1, 0)}, "inside the arena"),
-        ({"offset": numbers(0, 2**63 - 1)}, "inside the arena"),
-        ({"offset": numbers(10**6, 0)}, "inside the arena"),
     ],
 )
-def test_shards_that_cannot_be_are_refused(columns: dict[str, object], message: str) -> None:
-    one, two = good()
-    assert ShardTable.of([one, two])
+def test_invalid_shards_are_refused(columns: dict[str, object], message: str) -> None:
+    first, second = good()
+    assert ShardTable.of([first, second])
     with pytest.raises(ProtocolError, match=message):
-        ShardTable.of([with_columns(one, **columns), two])
+        ShardTable.of([with_columns(first, **columns), second])
 
 
-def test_columns_of_too_few_axes_for_a_tensor_are_refused() -> None:
-    one, _ = good()
+def test_columns_with_too_few_axes_are_refused() -> None:
+    first, _ = good()
     narrow = ShardColumns(1, bytes(4), numbers(0), numbers(8), numbers(0))
     with pytest.raises(ProtocolError, match="the columns have 1 axes"):
-        ShardTable.of([msgspec.structs.replace(one, shards=narrow)])
+        ShardTable.of([msgspec.structs.replace(first, shards=narrow)])
 
 
-def test_digests_that_are_too_few_or_too_many_are_refused() -> None:
-    one, _ = good()
-    for digests in (b"", one.digests[:-1], one.digests + bytes(DIGEST_BYTES)):
+def test_too_few_or_too_many_digests_are_refused() -> None:
+    first, _ = good()
+    for digests in (b"", first.digests[:-1], first.digests + bytes(DIGEST_BYTES)):
         with pytest.raises(ProtocolError, match="bytes of digests; expected 32, for 2 blocks"):
-            ShardTable.of([msgspec.structs.replace(one, digests=digests)])
+            ShardTable.of([msgspec.structs.replace(first, digests=digests)])
 
 
-def test_an_arena_that_is_too_small_or_of_no_size_is_refused() -> None:
-    one, _ = good()
+def test_arena_of_invalid_size_is_refused() -> None:
+    first, _ = good()
     for size in (-1, 1 << 62):
         with pytest.raises(ProtocolError, match="expected below"):
-            ShardTable.of([msgspec.structs.replace(one, arena_bytes=size)])
+            ShardTable.of([msgspec.structs.replace(first, arena_bytes=size)])
     with pytest.raises(ProtocolError, match="inside the arena of 10 bytes"):
-        ShardTable.of([msgspec.structs.replace(one, arena_bytes=10)])
+        ShardTable.of([msgspec.structs.replace(first, arena_bytes=10)])
 
 
 WILD = st.sampled_from([0, 1, -1, 2, 3, 5, 8, 100, 2**31, 2**62, 2**63 - 1, -(2**63)])
@@ -353,20 +282,20 @@ WILD = st.sampled_from([0, 1, -1, 2, 3, 5, 8, 100, 2**31, 2**62, 2**63 - 1, -(2*
 
 @settings(max_examples=300)
 @given(st.data())
-def test_whatever_the_columns_say_no_read_leaves_the_arena(data: st.DataObject) -> None:
-    one, two = good()
+def test_no_columns_make_a_read_leave_the_arena(data: st.DataObject) -> None:
+    first, second = good()
     column = data.draw(st.sampled_from(["tensor", "start", "shape", "offset"]))
-    values = np.frombuffer(getattr(one.shards, column), "<i4" if column == "tensor" else "<i8")
+    values = np.frombuffer(getattr(first.shards, column), "<i4" if column == "tensor" else "<i8")
     values = values.copy()
     for _ in range(data.draw(st.integers(1, 2))):
         at, wild = data.draw(st.integers(0, len(values) - 1)), data.draw(WILD)
         values[at] = wild if column != "tensor" else np.int64(wild).astype(np.int32)
-    changed = with_columns(one, **{column: values.tobytes()})
+    changed = with_columns(first, **{column: values.tobytes()})
     changed = msgspec.structs.replace(
-        changed, arena_bytes=data.draw(st.sampled_from([one.arena_bytes, 0, 2**61, 2**63 - 1]))
+        changed, arena_bytes=data.draw(st.sampled_from([first.arena_bytes, 0, 2**61, 2**63 - 1]))
     )
     try:
-        shards = ShardTable.of([changed, two])
+        shards = ShardTable.of([changed, second])
     except ProtocolError:
         return
     try:

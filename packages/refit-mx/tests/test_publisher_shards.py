@@ -1,4 +1,4 @@
-"""Shards from state dicts: whole tensors, DTensors of any placement, shards that are described."""
+"""Shards from state dicts: full tensors, DTensors of any placement, and described shards."""
 
 from __future__ import annotations
 
@@ -11,35 +11,23 @@ from pathlib import Path
 import pytest
 import torch
 
-from refit_mx.errors import RefitConfigError
-from refit_mx.shard_sources import LocalShard, local_shards
-from refit_mx.tensor_types import Box
+from refit_mx import Box, LocalShard, RefitConfigError, local_shards
 
 
-def test_a_plain_tensor_is_the_whole_of_a_global_tensor():
+def test_plain_tensor_is_a_complete_shard():
     tensor = torch.arange(6.0).reshape(2, 3)
     (shard,) = local_shards({"w": tensor})
     assert (shard.name, shard.global_shape, shard.box) == ("w", (2, 3), Box((0, 0), (2, 3)))
     assert shard.tensor.data_ptr() == tensor.data_ptr()
 
 
-def test_a_parameter_is_taken_without_its_gradient():
-    (shard,) = local_shards({"w": torch.nn.Parameter(torch.ones(2))})
-    assert not shard.tensor.requires_grad
-
-
-def test_a_tensor_without_axes_is_whole():
-    (shard,) = local_shards({"scale": torch.tensor(2.0)})
-    assert shard.box == Box((), ())
-
-
 def test_tied_weights_become_one_shard_under_each_name():
     tied = torch.nn.Parameter(torch.randn(4, 4))
-    found = local_shards({"embed.weight": tied, "lm_head.weight": tied})
-    assert [shard.name for shard in found] == ["embed.weight", "lm_head.weight"]
+    shards = local_shards({"embed.weight": tied, "lm_head.weight": tied})
+    assert [shard.name for shard in shards] == ["embed.weight", "lm_head.weight"]
 
 
-def test_described_shards_are_taken_as_they_are():
+def test_described_shards_are_used_unchanged():
     shards = [
         LocalShard("w", (4, 2), Box((0, 0), (1, 2)), torch.ones(1, 2)),
         LocalShard("w", (4, 2), Box((3, 0), (1, 2)), torch.ones(1, 2)),
@@ -55,14 +43,14 @@ def test_described_shards_are_taken_as_they_are():
         (Box((0,), (2,)), (3,)),  # the tensor is not the box's
     ],
 )
-def test_a_shard_that_contradicts_itself_is_refused(box, shape):
+def test_contradictory_shard_is_refused(box, shape):
     with pytest.raises(RefitConfigError, match="w: "):
         LocalShard("w", (4,), box, torch.zeros(shape))
 
 
-def test_a_shard_under_another_name_is_refused():
-    with pytest.raises(RefitConfigError, match="shard of 'a' stands under"):
-        local_shards({"b": LocalShard.whole("a", torch.zeros(1))})
+def test_shard_under_another_name_is_refused():
+    with pytest.raises(RefitConfigError, match="shard under this name is of 'a'"):
+        local_shards({"b": LocalShard.full("a", torch.zeros(1))})
 
 
 MESHES = {
@@ -79,15 +67,15 @@ import json, sys
 import torch, torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-from refit_mx.shard_sources import local_shards
+from refit_mx import local_shards
 
 rank, store, meshes = int(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
 dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=4)
 found = {}
 for name, (mesh, placements, shape) in meshes.items():
-    whole = torch.arange(torch.tensor(shape).prod().item(), dtype=torch.float32).reshape(shape)
-    made = [Shard(axis) if kind == "Shard" else Replicate() for kind, axis in placements]
-    tensor = distribute_tensor(whole, init_device_mesh("cpu", tuple(mesh)), made)
+    full = torch.arange(torch.tensor(shape).prod().item(), dtype=torch.float32).reshape(shape)
+    placed = [Shard(axis) if kind == "Shard" else Replicate() for kind, axis in placements]
+    tensor = distribute_tensor(full, init_device_mesh("cpu", tuple(mesh)), placed)
     (shard,) = local_shards({name: tensor})
     found[name] = [list(shard.box.start), list(shard.box.shape), shard.tensor.flatten().tolist()]
 print(json.dumps(found))
@@ -96,7 +84,7 @@ dist.destroy_process_group()
 
 
 @pytest.mark.slow
-def test_dtensors_of_four_ranks_know_their_boxes(tmp_path: Path):
+def test_dtensors_of_four_ranks_have_the_right_boxes(tmp_path: Path):
     ranks = [
         subprocess.Popen(
             [

@@ -12,7 +12,7 @@ PAGES = [page for page in (README, DOCS_PAGE) if page.exists()]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_the_python_examples_run(page, tmp_path, monkeypatch):
+def test_python_examples_run(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     blocks = re.findall(r"^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
     assert blocks

@@ -1,4 +1,7 @@
-"""Sources are publishers that answer now, with what the control plane names, prepared as asked."""
+"""Sources are live publishers whose manifests match the control plane and the compile target.
+
+These tests use internals: the test's own service serves false manifests.
+"""
 
 from __future__ import annotations
 
@@ -11,28 +14,29 @@ import torch
 from refit_fixtures import MODEL, World, a_world, zeros
 from refit_processes import fsdp_shards, same, weights
 
-from refit_mx.control.records import Shard, WorkerRole
-from refit_mx.deadline import Deadline
-from refit_mx.discovery import SourceSet, discover_v2_sources_for_slice
-from refit_mx.errors import (
+from refit_mx import (
     CompileTargetError,
+    Deadline,
     LayoutError,
+    Manifest,
     RefitConfigError,
-    RefitTimeoutError,
+    Registry,
     SourceLostError,
-    VersionNotFoundError,
+    SourceSet,
+    TargetTPLayout,
+    discover_v2_sources_for_slice,
 )
-from refit_mx.layout import TargetTPLayout
-from refit_mx.manifest import Manifest, Registry
-from refit_mx.manifest_service import ManifestClient, ManifestService
+from refit_mx.control import Shard, WorkerRole
+from refit_mx.receive.source_cache import SourceCache  # noqa: TID251
+from refit_mx.source.manifest_service import ManifestService  # noqa: TID251
 
 SLOTS = [f"fsdp-{rank}" for rank in range(4)]
 
 
 @pytest.fixture
 def world():
-    with a_world() as made:
-        yield made
+    with a_world() as fresh:
+        yield fresh
 
 
 def discover(world: World, version: str = "v1", **settings) -> SourceSet:
@@ -43,20 +47,20 @@ def discover(world: World, version: str = "v1", **settings) -> SourceSet:
 
 @pytest.fixture
 def ranks(world):
-    """v1 from four FSDP ranks."""
+    """Publish v1 from four FSDP ranks; return the publishers."""
     publishers = [world.publisher(slot) for slot in SLOTS]
     world.publish(publishers, "v1", 1)
     return publishers
 
 
-def test_threads_that_are_busy_at_first_are_waited_for(world, ranks, monkeypatch):
+def test_discovery_waits_for_busy_threads(world, ranks, monkeypatch):
     listed = threading.Event()
     list_shards = world.control.list_shards
 
     def listing(version_id):
-        found = list_shards(version_id)
+        shards = list_shards(version_id)
         listed.set()
-        return found
+        return shards
 
     monkeypatch.setattr(world.control, "list_shards", listing)
     with ThreadPoolExecutor(1) as pool:
@@ -64,43 +68,41 @@ def test_threads_that_are_busy_at_first_are_waited_for(world, ranks, monkeypatch
         assert len(discover(world, threads=pool).manifests) == 4
 
 
-def workers(found: SourceSet) -> list[str]:
-    return [manifest.worker_id for manifest in found.manifests]
+def workers(sources: SourceSet) -> list[str]:
+    return [manifest.worker_id for manifest in sources.manifests]
 
 
-def test_all_live_sources_are_found_in_the_order_of_slots(world, ranks):
-    found = discover(world)
-    assert [manifest.source_slot_id for manifest in found.manifests] == SLOTS
-    assert (found.left_out, found.missing_slots) == ({}, ())
-    assert found.registry == Registry("hf_raw")
+def test_live_sources_are_in_the_order_of_slots(world, ranks):
+    sources = discover(world)
+    assert [manifest.source_slot_id for manifest in sources.manifests] == SLOTS
+    assert (sources.left_out, sources.missing_slots) == ({}, ())
+    assert sources.registry == Registry("hf_raw")
 
 
-def test_receivers_of_different_ranks_ask_other_sources_first_and_find_the_same(
-    world, ranks, monkeypatch
-):
-    monkeypatch.setattr("refit_mx.discovery.MOST_AT_ONCE", 1)
-    asked = []
-    fetch = ManifestClient.fetch
+def test_ranks_ask_different_sources_first(world, ranks, monkeypatch):
+    monkeypatch.setattr("refit_mx.receive.discovery.MAX_CONCURRENT_CALLS", 1)
+    requested = []
+    manifest = SourceCache.manifest
 
-    def asking(client, endpoint, version_id, slot, **kept):
-        asked.append(slot)
-        return fetch(client, endpoint, version_id, slot, **kept)
+    def asking(cache, shard, **settings):
+        requested.append(shard.source_slot_id)
+        return manifest(cache, shard, **settings)
 
-    monkeypatch.setattr(ManifestClient, "fetch", asking)
+    monkeypatch.setattr(SourceCache, "manifest", asking)
     first = workers(discover(world))
-    order, asked[:] = list(asked), []
+    order, requested[:] = list(requested), []
     assert workers(discover(world, rank=5)) == first
-    assert asked == [*order[1:], *order[:1]]
+    assert requested == [*order[1:], *order[:1]]
 
 
-def test_replicas_come_behind_one_source_of_each_slot(world, ranks):
+def test_replicas_follow_one_source_of_each_slot(world, ranks):
     replica = world.publisher("fsdp-2")
     replica.publish("v1", fsdp_shards(weights(1), 4, 2))
-    found = discover(world)
-    assert [manifest.source_slot_id for manifest in found.manifests] == [*SLOTS, "fsdp-2"]
+    sources = discover(world)
+    assert [manifest.source_slot_id for manifest in sources.manifests] == [*SLOTS, "fsdp-2"]
 
 
-def test_the_freshest_of_a_slot_comes_first(world, ranks):
+def test_freshest_of_a_slot_comes_first(world, ranks):
     replica = world.publisher("fsdp-2")
     replica.publish("v1", fsdp_shards(weights(1), 4, 2))
     control = world.control
@@ -120,64 +122,47 @@ def test_the_freshest_of_a_slot_comes_first(world, ranks):
         (TargetTPLayout(200, 199), []),  # no rows are left for this rank
     ],
 )
-def test_a_slice_needs_only_the_sources_that_hold_a_part_of_it(world, ranks, layout, slots):
-    found = discover(world, tensor="embed", layout=layout)
-    assert [manifest.source_slot_id for manifest in found.manifests] == slots
-    assert len(found.left_out) == 4 - len(slots)
+def test_slice_needs_only_the_sources_of_its_parts(world, ranks, layout, slots):
+    sources = discover(world, tensor="embed", layout=layout)
+    assert [manifest.source_slot_id for manifest in sources.manifests] == slots
+    assert len(sources.left_out) == 4 - len(slots)
 
 
-def test_a_tensor_without_axes_has_one_source(world, ranks):
-    assert [each.source_slot_id for each in discover(world, tensor="scale").manifests] == ["fsdp-0"]
-
-
-def test_a_tensor_that_is_not_published_is_named(world, ranks):
+def test_unpublished_tensor_is_named(world, ranks):
     with pytest.raises(LayoutError, match="'nothing' is not published"):
         discover(world, tensor="nothing")
 
 
-def test_a_layout_needs_a_tensor(world, ranks):
+def test_layout_needs_a_tensor(world, ranks):
     with pytest.raises(RefitConfigError, match="needs a tensor"):
         discover(world, layout=TargetTPLayout(2, 0))
 
 
 def test_excluded_workers_are_not_asked(world, ranks):
-    found = discover(world, exclude={ranks[1].worker_id})
-    assert ranks[1].worker_id not in workers(found)
-    assert found.missing_slots == ("fsdp-1",)
+    sources = discover(world, exclude={ranks[1].worker_id})
+    assert ranks[1].worker_id not in workers(sources)
+    assert sources.missing_slots == ("fsdp-1",)
 
 
-def test_an_unknown_version_is_told(world):
-    with pytest.raises(VersionNotFoundError):
-        discover(world, "nothing")
-
-
-def test_a_deadline_that_has_passed_is_told(world, ranks):
-    deadline = Deadline(1e-9, "discovery")
-    while deadline.left_s:
-        pass
-    with pytest.raises(RefitTimeoutError):
-        discover_v2_sources_for_slice(world.control, "v1", deadline=deadline)
-
-
-def test_a_version_without_sources_is_lost(world):
+def test_version_without_sources_is_lost(world):
     world.version("v1")
     with pytest.raises(SourceLostError, match="none of its 0 sources"):
         discover(world)
 
 
-# Manifests that are not believed
+# False manifests
 
 
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"worker_id": "somebody"}, "the control plane lists"),
+        ({"worker_id": "other"}, "the control plane lists"),
         ({"version_id": "v0"}, "the control plane lists"),
         ({"model_name": "another"}, "the control plane lists"),
         ({"source_slot_id": "fsdp-9"}, "the control plane lists"),
     ],
 )
-def test_a_manifest_of_something_else_is_left_out(world, ranks, change, says):
+def test_manifest_with_another_identity_is_left_out(world, ranks, change, says):
     true = discover(world).manifests[0]
     fields = {name: getattr(true, name) for name in Manifest.__struct_fields__}
     leave_out(world, Manifest(**fields | {"worker_id": "liar"} | change).encode(), says)
@@ -188,12 +173,12 @@ def test_garbage_is_left_out(world, ranks, data):
     leave_out(world, data, "manifest: ")
 
 
-def test_a_manifest_that_contradicts_itself_loses_its_worker_and_the_others_serve(world, ranks):
+def test_contradictory_manifest_loses_only_its_worker(world, ranks):
     true = discover(world).manifests[0]
     fields = {name: getattr(true, name) for name in Manifest.__struct_fields__}
     with contextlib.closing(ManifestService()) as service:
         world.control.register_worker("liar", WorkerRole.TRAINER, MODEL, ttl_s=600)
-        # Half a digest, so that a shard has too few.
+        # Half a digest is missing, so a shard has too few.
         lie = Manifest(**fields | {"worker_id": "liar", "digests": true.digests[:-8]})
         digest = service.put("v1", "fsdp-0", lie.encode())
         world.control.create_shard(Shard("v1", "fsdp-0", "liar", 1, 1, digest, service.endpoint))
@@ -215,25 +200,25 @@ def leave_out(world: World, data: bytes, says: str) -> None:
         digest = service.put("v1", "fsdp-0", data)
         shard = Shard("v1", "fsdp-0", "liar", 1, 1, digest, service.endpoint)
         world.control.create_shard(shard)
-        found = discover(world)
-        assert "liar" not in workers(found)
-        assert says in found.left_out["liar"]
-        assert len(found.manifests) == 4
+        sources = discover(world)
+        assert "liar" not in workers(sources)
+        assert says in sources.left_out["liar"]
+        assert len(sources.manifests) == 4
     finally:
         service.close()
 
 
-def test_a_publisher_that_was_restarted_on_its_port_is_not_taken_for_the_old_one(world, ranks):
-    """The control plane still lists the old one: its time to live is not over."""
+def test_restarted_publisher_is_not_the_old_one(world, ranks):
+    # The control plane still lists the old one, whose time to live has not passed.
     old = next(each for each in world.control.list_shards("v1") if each.source_slot_id == "fsdp-0")
     port = int(old.manifest_endpoint.rpartition(":")[2])
     ranks[0]._manifests.close()
     service = ManifestService(port=port)
     try:
         service.put("v1", "fsdp-0", b"of the next life")
-        found = discover(world)
-        assert "its manifest of v1 has the digest" in found.left_out[old.worker_id]
-        assert found.missing_slots == ("fsdp-0",)
+        sources = discover(world)
+        assert "its manifest of v1 has the digest" in sources.left_out[old.worker_id]
+        assert sources.missing_slots == ("fsdp-0",)
     finally:
         service.close()
 
@@ -264,9 +249,9 @@ def mixed(world):
         (None, {"block": 128}, ["fsdp-1"]),
     ],
 )
-def test_only_sources_prepared_as_asked_are_taken(world, mixed, targets, metadata, slots):
-    found = discover(world, compile_target_filter=targets, required_compile_metadata=metadata)
-    assert [manifest.source_slot_id for manifest in found.manifests] == slots
+def test_only_sources_of_the_compile_target_are_used(world, mixed, targets, metadata, slots):
+    sources = discover(world, compile_target_filter=targets, required_compile_metadata=metadata)
+    assert [manifest.source_slot_id for manifest in sources.manifests] == slots
 
 
 @pytest.mark.parametrize(
@@ -278,34 +263,16 @@ def test_only_sources_prepared_as_asked_are_taken(world, mixed, targets, metadat
         ({"deep_gemm_fp8"}, {"block": 128, "scale": "float32"}),
     ],
 )
-def test_what_nobody_published_is_refused_with_what_was(world, mixed, targets, metadata):
-    with pytest.raises(CompileTargetError, match=r"asked for .*; published is .*hf_raw"):
+def test_unpublished_compile_target_error_lists_the_published(world, mixed, targets, metadata):
+    with pytest.raises(CompileTargetError, match=r"no source has .*; \d+ sources publish .*hf_raw"):
         discover(world, compile_target_filter=targets, required_compile_metadata=metadata)
 
 
-def test_a_source_that_names_no_target_is_refused_as_soon_as_a_filter_is_set(world):
-    publisher = world.publisher(registry=None)
-    world.version("v1")
-    publisher.publish("v1", {"w": torch.ones(4)})
-    assert discover(world).registry is None
-    with pytest.raises(CompileTargetError, match="no compile target"):
-        discover(world, compile_target_filter={"hf_raw"})
-    with pytest.raises(CompileTargetError, match="no compile target"):
-        discover(world, required_compile_metadata={"block": 128})
-
-
 def test_sources_of_two_targets_are_never_mixed(world, mixed):
-    found = discover(world, compile_target_filter={"hf_raw", "deep_gemm_fp8"})
-    assert len({repr(manifest.registry) for manifest in found.manifests}) == 1
+    sources = discover(world, compile_target_filter={"hf_raw", "deep_gemm_fp8"})
+    assert len({repr(manifest.registry) for manifest in sources.manifests}) == 1
 
 
-def test_an_empty_filter_is_refused(world, ranks):
+def test_empty_filter_is_refused(world, ranks):
     with pytest.raises(RefitConfigError, match="empty"):
         discover(world, compile_target_filter=set())
-
-
-def test_a_receiver_of_another_model_is_told_so(world, ranks):
-    receiver = world.receiver()
-    receiver._receiving._model_name = "another"
-    with pytest.raises(RefitConfigError, match=r"is of model .*; this receiver's is 'another'"):
-        receiver.refit("v1", zeros())

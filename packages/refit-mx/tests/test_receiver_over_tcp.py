@@ -1,4 +1,7 @@
-"""With ``auto``, a source that NIXL cannot read from and that is well is read over TCP."""
+"""Fallback of ``auto`` to TCP for live sources that NIXL cannot read.
+
+These tests use internals: NIXL itself must fail at one of its calls.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +12,16 @@ import pytest
 from refit_fixtures import World, a_world, needs_nixl, zeros
 from refit_processes import same, weights
 
-from refit_mx import transport_choice
-from refit_mx.errors import SourceLostError
-from refit_mx.scratch import ScratchCounts
-from refit_mx.transports import nixl_lane
+from refit_mx import SourceLostError
+from refit_mx.receive import transport_choice  # noqa: TID251
+from refit_mx.receive.scratch import ScratchCounts  # noqa: TID251
+from refit_mx.transports import nixl_lane  # noqa: TID251
 
 pytestmark = [pytest.mark.slow, needs_nixl]
 
 
 class Failing:
-    """An agent of NIXL that fails as often as it is told to, at one of its calls."""
+    """An agent of NIXL whose method ``call`` fails ``times`` times."""
 
     times = 0
     call = "transfer"
@@ -32,33 +35,33 @@ class Failing:
             return call
 
         def fails(*args: object) -> object:
-            found = call(*args)
+            result = call(*args)
             if Failing.times:
                 Failing.times -= 1
-                raise RuntimeError("NIXL_ERR_BACKEND")  # not that of a peer that has gone
-            return found
+                raise RuntimeError("NIXL_ERR_BACKEND")  # a dead peer gives another error
+            return result
 
         return fails
 
 
 @pytest.fixture(autouse=True)
 def failing(monkeypatch):
-    made = nixl_lane.Lane.__init__
+    original = nixl_lane.Lane.__init__
 
-    def init(self: nixl_lane.Lane, **options: int) -> None:
-        made(self, **options)
+    def init(self: nixl_lane.Lane) -> None:
+        original(self)
         self._agent = Failing(self._agent)
 
     monkeypatch.setattr(nixl_lane.Lane, "__init__", init)
     monkeypatch.setattr(Failing, "call", "transfer")
     monkeypatch.setattr(Failing, "times", 0)
-    monkeypatch.setenv("UCX_TLS", "tcp,self")  # so that a read is not over in the call itself
+    monkeypatch.setenv("UCX_TLS", "tcp,self")  # a read must not complete within its call
 
 
 @pytest.fixture
 def world():
-    with a_world() as made:
-        yield made
+    with a_world() as fresh:
+        yield fresh
 
 
 def published(world: World, count: int = 1):
@@ -75,7 +78,7 @@ def quarantined(receiver) -> ScratchCounts:
 
 @pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize("call", ["transfer", "check_xfer_state"])
-def test_the_next_attempt_reads_over_tcp_what_nixl_could_not(world, monkeypatch, call, replicas):
+def test_next_attempt_after_a_nixl_failure_uses_tcp(world, monkeypatch, call, replicas):
     monkeypatch.setattr(Failing, "call", call)
     published(world, replicas)
     receiver = world.receiver(transport="auto")
@@ -87,16 +90,15 @@ def test_the_next_attempt_reads_over_tcp_what_nixl_could_not(world, monkeypatch,
     assert Failing.times == 0
 
 
-def test_further_versions_come_and_the_buffer_stays_in_quarantine(world):
-    """Also where NIXL is to be tried again: it cannot read from an agent that it does not let go
-    of."""
+def test_later_versions_arrive_despite_a_quarantined_buffer(world):
+    # NIXL is tried again for each new agent, but cannot read from an agent with an abandoned read.
     (publisher,) = published(world)
     receiver = world.receiver(transport="auto")
     Failing.times = 1
     receiver.refit("v1", zeros(), timeout_s=20)
     before = quarantined(receiver)
     assert before.quarantined
-    found = []
+    transports = []
     for number in range(2, 7):
         world.version(f"v{number}")
         publisher.publish(f"v{number}", weights(number))
@@ -105,12 +107,12 @@ def test_further_versions_come_and_the_buffer_stays_in_quarantine(world):
         assert same(live, weights(number))
         assert stats.attempts == 1
         assert quarantined(receiver).quarantined == before.quarantined
-        found.append(stats.transport)
-    # Each arena has an agent of its own.
-    assert found == ["nixl", "tcp", "nixl", "tcp", "nixl"]
+        transports.append(stats.transport)
+    # Each of the two arenas has a separate agent.
+    assert transports == ["nixl", "tcp", "nixl", "tcp", "nixl"]
 
 
-def test_another_process_of_the_publisher_is_read_over_nixl(world):
+def test_restarted_publisher_is_read_over_nixl(world):
     (publisher,) = published(world)
     receiver = world.receiver(transport="auto")
     Failing.times = 1
@@ -121,7 +123,7 @@ def test_another_process_of_the_publisher_is_read_over_nixl(world):
     assert receiver.refit("v2", zeros(), timeout_s=20).transport == "nixl"
 
 
-def test_a_source_that_answers_is_not_named_as_lost(world):
+def test_live_source_is_not_named_as_lost(world):
     published(world)
     receiver = world.receiver(transport="auto")
     Failing.times = 1
@@ -130,7 +132,7 @@ def test_a_source_that_answers_is_not_named_as_lost(world):
     assert raised.value.worker_ids == ()
 
 
-def test_a_source_that_has_ended_is(world):
+def test_closed_source_is_named_as_lost(world):
     (publisher,) = published(world)
     receiver = world.receiver(
         transport="auto", on_phase=lambda phase: publisher.close() if phase == "transfer" else None
@@ -140,17 +142,17 @@ def test_a_source_that_has_ended_is(world):
     assert raised.value.worker_ids == (publisher.worker_id,)
 
 
-def test_nixl_alone_is_not_left(world):
+def test_nixl_transport_does_not_fall_back(world):
     published(world)
     receiver = world.receiver(transport="nixl")
     Failing.times = 1
-    with pytest.raises(SourceLostError, match="reads from it are not over"):
+    with pytest.raises(SourceLostError, match="reads still in progress"):
         receiver.refit("v1", zeros(), timeout_s=20, attempts=3)
 
 
 @pytest.fixture
 def well_again(monkeypatch):
-    """The source is lost over NIXL with nothing under way: it could be read from again."""
+    """Make a source lost over NIXL without a pending read, so that NIXL can be tried again."""
 
     def lost(self: nixl_lane.Lane, *_: object, **__: object) -> None:
         if Failing.times:

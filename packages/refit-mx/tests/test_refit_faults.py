@@ -1,11 +1,11 @@
-"""SIGKILL and SIGSTOP of a publisher in each phase, its own and its receivers'; see `fault_cases`.
-
-Of the control plane and of receivers: test_refit_faults_control.py, test_refit_faults_receiver.py.
-"""
+"""SIGKILL and SIGSTOP of publisher, receiver and control plane in each phase; see `fault_cases`."""
 
 from __future__ import annotations
 
 import signal
+import time
+from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 from fault_cases import (
@@ -14,6 +14,7 @@ from fault_cases import (
     RECEIVER_PHASES,
     SHAPES,
     SIGNALS,
+    SLACK_S,
     a_publisher,
     a_receiver,
     attempt,
@@ -21,11 +22,19 @@ from fault_cases import (
     of,
     zeros,
 )
-from refit_fixtures import MODEL, TRANSPORTS, a_world
+from ports import held_port
+from refit_fixtures import MODEL, TRANSPORTS, Hook, a_world
 from refit_processes import Process, same, weights
 
-from refit_mx.deadline import Deadline
-from refit_mx.errors import RefitTimeoutError, SourceLostError, VersionNotReadyError
+from refit_mx import (
+    ControlClient,
+    ControlUnavailableError,
+    Deadline,
+    MxV2TrainingPublisher,
+    RefitTimeoutError,
+    SourceLostError,
+    VersionNotReadyError,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -33,7 +42,7 @@ pytestmark = pytest.mark.slow
 @pytest.mark.parametrize("number", SIGNALS)
 @pytest.mark.parametrize("phase", RECEIVER_PHASES)
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_publisher_fails_while_it_is_read_from(stack, in_small_batches, transport, phase, number):
+def test_publisher_fails_during_a_refit(stack, in_small_batches, transport, phase, number):
     world = stack.enter_context(a_world())
     world.version("v1")
     victim = a_publisher(stack, world.server.address, transport, ttl_s=60)
@@ -65,7 +74,7 @@ def test_a_publisher_fails_while_it_is_read_from(stack, in_small_batches, transp
 @pytest.mark.parametrize("number", SIGNALS)
 @pytest.mark.parametrize("phase", ["discover", "transfer", "part", "verify"])
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_replica_takes_over_within_the_same_call(
+def test_replica_replaces_a_failed_source_in_the_same_call(
     stack, in_small_batches, transport, phase, number
 ):
     world = stack.enter_context(a_world())
@@ -87,7 +96,7 @@ def test_a_replica_takes_over_within_the_same_call(
 @pytest.mark.parametrize(
     ("transport", "phase"), matrix(PUBLISHER_PHASES, over_nixl=PUBLISHER_PHASES)
 )
-def test_a_publisher_fails_while_it_publishes(stack, transport, phase, number):
+def test_publisher_fails_while_it_publishes(stack, transport, phase, number):
     world = stack.enter_context(a_world())
     world.version("v1")
     victim = a_publisher(stack, world.server.address, transport)
@@ -110,59 +119,161 @@ def test_a_publisher_fails_while_it_publishes(stack, transport, phase, number):
     assert same(live, of(1))
 
 
+# Receivers
+
+
+def a_paused_receiver(stack: ExitStack, address: str, transport: str, phase: str) -> Process:
+    """Another process that is in a phase of receiving v1."""
+    process = Process(
+        "receiver",
+        model=MODEL,
+        control=address,
+        transport=transport,
+        shapes=SHAPES,
+        settings={"lease_ttl_s": 2, "heartbeat_ttl_s": 2},
+        halfway=phase == "part",
+        compile=phase == "compile",
+        **COLUMNS,
+    )
+    stack.callback(process.close)
+    process.send(do="refit", version="v1", pause=[phase], timeout_s=60)
+    assert process.answer() == {"phase": phase}
+    return process
+
+
+@pytest.mark.parametrize(
+    ("transport", "phase"),
+    matrix(RECEIVER_PHASES, over_nixl=["discover", "transfer", "part", "verify", "install"]),
+)
+def test_killed_receiver_blocks_a_version_only_for_its_lease(stack, transport, phase):
+    world = stack.enter_context(a_world())
+    publisher = world.publisher(transports=[transport])
+    world.version("v1")
+    publisher.publish("v1", weights(1, SHAPES))
+    a_paused_receiver(stack, world.server.address, transport, phase).signal(signal.SIGKILL)
+    if phase != "lease":
+        with pytest.raises(RefitTimeoutError, match="leased by"):
+            publisher.release("v1", timeout_s=0.2)
+    publisher.release("v1", timeout_s=20)
+    world.version("v2")
+    publisher.publish("v2", weights(2, SHAPES))
+    receiver, _ = a_receiver(stack, world.server.address, transport)
+    live = zeros()
+    assert attempt(receiver, "v2", live) is None
+    assert same(live, of(2))
+
+
+@pytest.mark.parametrize(
+    ("transport", "phase"),
+    matrix(RECEIVER_PHASES, over_nixl=["discover", "plan", "transfer", "part", "verify"]),
+)
+def test_stopped_receiver_installs_its_version_or_nothing(stack, transport, phase):
+    world = stack.enter_context(a_world())
+    publisher = world.publisher(transports=[transport])
+    world.version("v1")
+    publisher.publish("v1", weights(1, SHAPES))
+    stopped = a_paused_receiver(stack, world.server.address, transport, phase)
+    stopped.signal(signal.SIGSTOP)
+    for number in (2, 3):  # into both arenas
+        world.version(f"v{number}")
+        publisher.publish(f"v{number}", weights(number, SHAPES), timeout_s=30)
+    assert "v1" not in publisher.versions
+    stopped.signal(signal.SIGCONT)
+    answer = stopped.ask(do="go")
+    # Behind verifying, its scratch memory has all of v1.
+    installs = phase in ("compile", "install")
+    assert ("done" in answer) == installs, answer
+    assert installs or answer["retryable"], answer
+    assert stopped.ask(do="holds", seed=1) == {"same": installs}
+    assert "done" in stopped.ask(do="refit", version="v3", timeout_s=30)
+    assert stopped.ask(do="holds", seed=3) == {"same": True}
+
+
 # Two processes, nothing failing
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_two_publishers_and_a_receiver_in_processes_of_their_own(stack, transport):
-    world = stack.enter_context(a_world())
-    publishers = [
-        Process(
-            "publisher",
-            model=MODEL,
-            control=world.server.address,
-            transports=[transport],
-            slot=f"fsdp-{rank}",
-            shapes=SHAPES,
-            ranks=2,
-            rank=rank,
-        )
-        for rank in range(2)
-    ]
-    receiver = Process(
-        "receiver",
-        model=MODEL,
-        control=world.server.address,
-        transport=transport,
-        shapes=SHAPES,
-        **COLUMNS,
-    )
-    for process in (*publishers, receiver):
-        stack.callback(process.close)
-    for number in (1, 2, 3, 4):
-        world.version(f"v{number}", ["fsdp-0", "fsdp-1"])
-        for publisher in publishers:
-            publisher.send(do="publish", version=f"v{number}", seed=number)
-        for publisher in publishers:
-            assert "done" in publisher.answer()
-        answer = receiver.ask(do="refit", version=f"v{number}")
-        assert answer["nbytes"] == sum(tensor.nbytes for tensor in of(number).values())
-        assert receiver.ask(do="holds", seed=number) == {"same": True}
-    assert "done" in publishers[0].ask(do="close")
-    assert world.state("v4") == "RELEASING"
-    # NIXL's libraries may end a process that exits with a SIGSEGV.
-    assert [process.end() for process in (*publishers, receiver)] == [0, 0, 0]
+# The control plane
 
 
-def test_a_publisher_that_is_told_to_end_says_so(stack):
-    world = stack.enter_context(a_world())
-    process = Process(
-        "publisher", model=MODEL, control=world.server.address, transports=["tcp"], ttl_s=60
+class Server:
+    """A control plane in a process; it keeps its port and its state over a restart."""
+
+    def __init__(self, stack: ExitStack, folder: Path) -> None:
+        self._stack = stack
+        self._state = str(folder / "state")
+        self._port = stack.enter_context(held_port())
+        self.start()
+        self.address = self.process.ready["address"]
+
+    def start(self) -> None:
+        self.process = Process("control", port=self._port, state=self._state)
+        self._stack.callback(self.process.close)
+
+    def recover(self, number: signal.Signals) -> None:
+        if number == signal.SIGSTOP:
+            self.process.signal(signal.SIGCONT)
+        else:
+            self.start()
+
+
+@pytest.fixture
+def server(stack, tmp_path):
+    return Server(stack, tmp_path)
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+@pytest.mark.parametrize(
+    ("transport", "phase"), matrix(RECEIVER_PHASES, over_nixl=["transfer", "part", "verify"])
+)
+def test_control_plane_fails_while_a_receiver_reads(
+    stack, in_small_batches, server, transport, phase, number
+):
+    control = stack.enter_context(ControlClient(server.address))
+    control.create_version(MODEL, ["fsdp-0"], idempotency_key="v1", version_id="v1")
+    publisher = MxV2TrainingPublisher(
+        MODEL, "fsdp-0", control=server.address, transports=[transport], heartbeat_ttl_s=60
     )
-    stack.callback(process.close)
-    world.version("v1")
-    assert "done" in process.ask(do="publish", version="v1", seed=1)
-    process.signal(signal.SIGTERM)
-    process.wait()
-    assert world.state("v1") == "RELEASING"
-    assert world.control.list_shards("v1") == []
+    stack.enter_context(publisher).publish("v1", weights(1, SHAPES))
+    receiver, hook = a_receiver(stack, server.address, transport, lease_ttl_s=30)
+    hook.at(phase, lambda: server.process.signal(number))
+    live = zeros(phase)
+    error = attempt(receiver, "v1", live, phase)
+    if phase in ("lease", "discover"):
+        assert isinstance(error, (ControlUnavailableError, RefitTimeoutError)), error
+    else:
+        # Bytes that are under way need no control plane while the lease is sure to last.
+        assert error is None, error
+    server.recover(number)
+    control.wait_ready("v1", Deadline(20, "the control plane to be back"))
+    again = attempt(receiver, "v1", live, phase)
+    assert again is None, again
+    assert same(live, of(1, phase))
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+@pytest.mark.parametrize(("transport", "phase"), matrix(PUBLISHER_PHASES, over_nixl=["serve"]))
+def test_control_plane_fails_while_a_publisher_publishes(stack, server, transport, phase, number):
+    control = stack.enter_context(ControlClient(server.address))
+    control.create_version(MODEL, ["fsdp-0"], idempotency_key="v1", version_id="v1")
+    hook = Hook()
+    publisher = MxV2TrainingPublisher(
+        MODEL,
+        "fsdp-0",
+        control=server.address,
+        transports=[transport],
+        heartbeat_ttl_s=60,
+        on_phase=hook,
+    )
+    stack.enter_context(publisher)
+    hook.at(phase, lambda: server.process.signal(number))
+    started = time.monotonic()
+    with pytest.raises((ControlUnavailableError, RefitTimeoutError)):
+        publisher.publish("v1", weights(1, SHAPES), timeout_s=2)
+    assert time.monotonic() - started < 2 + SLACK_S
+    server.recover(number)
+    publisher.publish("v1", weights(1, SHAPES), timeout_s=20)
+    control.wait_ready("v1", Deadline(20, "the version"))
+    receiver, _ = a_receiver(stack, server.address, transport)
+    live = zeros()
+    assert attempt(receiver, "v1", live) is None
+    assert same(live, of(1))

@@ -1,4 +1,4 @@
-"""A refit of more than 2 GiB from one source: offsets beyond what 31 bits can say."""
+"""A refit of more than 2 GiB from one source, with offsets that need more than 31 bits."""
 
 from __future__ import annotations
 
@@ -7,21 +7,19 @@ import pytest
 import torch
 from refit_fixtures import TRANSPORTS, a_world
 
-from refit_mx.plan.targets import replicated_target
-from refit_mx.shard_sources import LocalShard
-from refit_mx.tensor_types import Box, TensorSpec
+from refit_mx import Box, LocalShard, TensorSpec, replicated_target
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 COLUMNS = 1 << 14
 ROWS = (1 << 15) + 1024
-"""Of int32: 2 GiB, and 64 MiB behind them."""
+"""Rows of int32: 2 GiB and another 64 MiB."""
 BAND = 1024
 TAIL = 12345
 
 
 def rows(first: int, stop: int) -> torch.Tensor:
-    """Any row of the large tensor, without the others: no number comes twice."""
+    """Return rows of the large tensor, without computing the others; all numbers differ."""
     numbers = torch.arange(first * COLUMNS, stop * COLUMNS, dtype=torch.int32)
     return (numbers * -1640531527).view(stop - first, COLUMNS)
 
@@ -31,7 +29,7 @@ def tail() -> torch.Tensor:
 
 
 def shards() -> list[LocalShard]:
-    """The last rows are a shard of their own, and another tensor comes behind them."""
+    """Return two shards of the large tensor; the second has the last rows."""
     first = ROWS - BAND
     return [
         LocalShard("large", (ROWS, COLUMNS), Box((at, 0), (stop - at, COLUMNS)), rows(at, stop))
@@ -40,8 +38,8 @@ def shards() -> list[LocalShard]:
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_more_than_2_gib_of_one_source_come_byte_for_byte(transport):
-    # Nothing is held that is not needed: the arena and the scratch memory take 2 GiB each.
+def test_more_than_2_gib_arrive_byte_for_byte(transport):
+    # Hold no further copies: the arena and the scratch memory take 2 GiB each.
     with a_world() as world:
         publisher = world.publisher(transports=[transport])
         world.version("v1")
@@ -58,6 +56,6 @@ def test_more_than_2_gib_of_one_source_come_byte_for_byte(transport):
             for first in range(0, ROWS, BAND):
                 assert torch.equal(got["large"][first : first + BAND], rows(first, first + BAND))
             assert torch.equal(got["tail"], tail())
-        # The same buffer again, from its beginning.
+        # Reuse the same buffer from its beginning.
         with receiver.receive_weights_scratch("v1", names=["tail"], timeout_s=60) as got:
             assert torch.equal(got["tail"], tail())

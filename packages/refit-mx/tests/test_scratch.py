@@ -1,4 +1,7 @@
-"""A buffer that is still written into is handed to nobody; the others are reused."""
+"""A buffer with pending writes is not reused; other buffers are.
+
+These tests use internals: every transition of a buffer, with abandoned reads.
+"""
 
 import gc
 import threading
@@ -6,19 +9,19 @@ import weakref
 
 import pytest
 import torch
+from transport_processes import soon
 
-from refit_mx import scratch as scratch_module
-from refit_mx.arena import PAGE_BYTES
-from refit_mx.deadline import Deadline
-from refit_mx.errors import RefitConfigError, ScratchExhaustedError
-from refit_mx.scratch import ScratchPool
-from refit_mx.transports.tcp import TcpTransport
+from refit_mx import RefitConfigError, ScratchExhaustedError
+from refit_mx.memory.arena import PAGE_BYTES  # noqa: TID251
+from refit_mx.receive import scratch as scratch_module  # noqa: TID251
+from refit_mx.receive.scratch import ScratchPool  # noqa: TID251
+from refit_mx.transports.tcp import TcpTransport  # noqa: TID251
 
 PAGE = PAGE_BYTES
 
 
 class Abandoning(TcpTransport):
-    """TCP, with reads that a test declares abandoned; TCP itself never leaves any."""
+    """TCP with reads that a test declares abandoned; TCP itself never abandons a read."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,38 +35,22 @@ class Abandoning(TcpTransport):
         super().unregister(scratch)
 
 
-def soon(timeout_s: float = 20.0) -> Deadline:
-    return Deadline(timeout_s, "test")
-
-
-def test_a_buffer_that_was_given_back_is_used_again():
-    transport = Abandoning()
-    pool = ScratchPool(transport, most_bytes=10 * PAGE)
-    with pool.take(5000, soon()) as scratch:
-        assert len(scratch.memory) >= 5000
-        assert pool.counts().in_use == 2 * PAGE
-        address = scratch.memory.data_ptr()
-    with pool.take(PAGE, soon()) as scratch:
-        assert scratch.memory.data_ptr() == address
-    assert pool.counts().idle == 2 * PAGE
-
-
-def test_giving_back_twice_hands_a_buffer_out_once():
-    pool = ScratchPool(Abandoning(), most_bytes=10 * PAGE)
+def test_double_release_does_not_share_a_buffer():
+    pool = ScratchPool(Abandoning(), max_bytes=10 * PAGE)
     scratch = pool.take(PAGE, soon())
-    pool.give_back(scratch)
-    pool.give_back(scratch)
+    pool.release(scratch)
+    pool.release(scratch)
     first, second = pool.take(PAGE, soon()), pool.take(PAGE, soon())
     assert first.memory.data_ptr() != second.memory.data_ptr()
 
 
-def test_a_buffer_that_may_be_written_into_is_not_handed_out_before_it_is_over():
+def test_buffer_in_quarantine_is_not_reused():
     transport = Abandoning()
-    pool = ScratchPool(transport, most_bytes=2 * PAGE)
+    pool = ScratchPool(transport, max_bytes=2 * PAGE)
     abandoned = pool.take(PAGE, soon())
     address = abandoned.memory.data_ptr()
     transport.writing.add(address)
-    pool.quarantine(abandoned)
+    pool.release(abandoned)
     assert pool.counts().quarantined == PAGE
     with pool.take(PAGE, soon()) as other:
         assert other.memory.data_ptr() != address
@@ -75,51 +62,51 @@ def test_a_buffer_that_may_be_written_into_is_not_handed_out_before_it_is_over()
     assert pool.counts().quarantines == 1
 
 
-def test_who_waits_gets_a_buffer_when_its_quarantine_ends():
+def test_blocked_caller_gets_a_buffer_after_its_quarantine():
     transport = Abandoning()
-    pool = ScratchPool(transport, most_bytes=PAGE)
+    pool = ScratchPool(transport, max_bytes=PAGE)
     abandoned = pool.take(PAGE, soon())
     address = abandoned.memory.data_ptr()
     transport.writing.add(address)
-    pool.quarantine(abandoned)
+    pool.release(abandoned)
     ends = threading.Timer(0.1, transport.writing.clear)
     ends.start()
     assert pool.take(PAGE, soon()).memory.data_ptr() == address
     ends.join(20)
 
 
-def test_more_than_the_pool_may_have_is_refused_at_once():
-    pool = ScratchPool(Abandoning(), most_bytes=PAGE)
-    with pytest.raises(ScratchExhaustedError, match="raise its most_bytes"):
+def test_request_beyond_the_pool_is_refused_at_once():
+    pool = ScratchPool(Abandoning(), max_bytes=PAGE)
+    with pytest.raises(ScratchExhaustedError, match="raise max_bytes"):
         pool.take(PAGE + 1, soon(1000))
 
 
-def test_idle_buffers_that_are_too_small_make_room_for_a_larger_one():
+def test_idle_buffers_are_freed_for_a_larger_one():
     transport = Abandoning()
-    pool = ScratchPool(transport, most_bytes=4 * PAGE)
+    pool = ScratchPool(transport, max_bytes=4 * PAGE)
     small = [pool.take(2 * PAGE, soon()) for _ in range(2)]
     for scratch in small:
-        pool.give_back(scratch)
+        pool.release(scratch)
     with pool.take(4 * PAGE, soon()) as scratch:
         assert len(scratch.memory) == 4 * PAGE
         assert pool.counts().idle == 0
 
 
-def test_closing_never_frees_what_may_be_written_into():
+def test_close_never_frees_a_buffer_with_pending_writes():
     transport = Abandoning()
-    pool = ScratchPool(transport, most_bytes=4 * PAGE)
+    pool = ScratchPool(transport, max_bytes=4 * PAGE)
     idle, abandoned, used = (pool.take(PAGE, soon()) for _ in range(3))
     transport.writing.add(abandoned.memory.data_ptr())
     gone = weakref.ref(idle._arena)
-    kept = weakref.ref(abandoned._arena)
-    pool.give_back(idle)
-    pool.quarantine(abandoned)
+    retained = weakref.ref(abandoned._arena)
+    pool.release(idle)
+    pool.release(abandoned)
     pool.close()
     del idle, abandoned
     gc.collect()
     assert gone() is None
-    assert kept() in scratch_module._NEVER_FREED
-    pool.give_back(used)
+    assert retained() in scratch_module._NEVER_FREED
+    pool.release(used)
     with pytest.raises(RefitConfigError, match="closed"):
         pool.take(PAGE, soon())
-    scratch_module._NEVER_FREED.remove(kept())
+    scratch_module._NEVER_FREED.remove(retained())

@@ -1,4 +1,7 @@
-"""A source whose bytes come slowly is not lost; one that fell silent is, and soon."""
+"""A slow source is not lost; a silent one is lost soon.
+
+These tests use internals: a fetch with a stall deadline, and the size of NIXL's transfers.
+"""
 
 from __future__ import annotations
 
@@ -9,21 +12,17 @@ import time
 from collections.abc import Iterator
 
 import msgspec
-import numpy as np
 import pytest
 import torch
 from refit_fixtures import needs_nixl, new_transport
-from transport_processes import SourceProcess, pattern
+from transport_processes import SourceProcess, pattern, whole
 
-from refit_mx.arena import Arena
-from refit_mx.deadline import Deadline, StallDeadline
-from refit_mx.errors import RefitTimeoutError
-from refit_mx.reads import ReadTable
-from refit_mx.settings import ReceiverSettings
-from refit_mx.source_client import SourceClient
-from refit_mx.transports import nixl
+from refit_mx import Deadline, ReceiverSettings, RefitTimeoutError
+from refit_mx.deadline import StallDeadline  # noqa: TID251
+from refit_mx.transports import nixl  # noqa: TID251
 from refit_mx.transports.base import Fetch
-from refit_mx.transports.nixl_lane import IN_FLIGHT
+from refit_mx.transports.nixl_lane import IN_FLIGHT  # noqa: TID251
+from refit_mx.transports.source_client import SourceClient  # noqa: TID251
 
 pytestmark = pytest.mark.slow
 MIB = 1 << 20
@@ -34,16 +33,12 @@ def stall(timeout_s: float = 60.0) -> StallDeadline:
     return StallDeadline(Deadline(timeout_s, "test"), STALL_S, "test")
 
 
-def whole(nbytes: int, first: int = 0) -> ReadTable:
-    return ReadTable(np.array([[0, first, nbytes, 1, 0, 0, 1, 0, 0]], np.int64))
-
-
 class SlowLink:
-    """A link to an address that lets ``burst`` bytes through every ``pause_s`` in each direction.
+    """A link to an address that forwards ``burst`` bytes every ``pause_s`` in each direction.
 
     Attributes:
-        address: to connect to instead.
-        most: bytes that it lets through from the far end before it falls silent.
+        address: address to connect to.
+        maximum: bytes forwarded from the remote end before the link falls silent.
     """
 
     def __init__(self, address: str, *, burst: int, pause_s: float) -> None:
@@ -53,7 +48,7 @@ class SlowLink:
         self._over = threading.Event()
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
-        self.most = 1 << 62
+        self.maximum = 1 << 62
         self._sockets: list[socket.socket] = []
         threading.Thread(target=self._accept, daemon=True).start()
 
@@ -70,7 +65,7 @@ class SlowLink:
         passed = 0
         with contextlib.suppress(OSError):
             while data := source.recv(self._burst):
-                if counted and passed >= self.most:
+                if counted and passed >= self.maximum:
                     self._over.wait()
                 sink.sendall(data)
                 passed += len(data)
@@ -87,7 +82,7 @@ class SlowLink:
 
 @pytest.fixture
 def slowly_over_tcp() -> Iterator[tuple[SlowLink, Fetch]]:
-    """One batch on one connection, about 5 MB/s: three times as long as a stall may be."""
+    """Yield a link of about 5 MB/s and a fetch of one batch, which takes three stall timeouts."""
     with SourceProcess(16 * MIB) as source:
         link = SlowLink(source.manifest.endpoint, burst=1 << 18, pause_s=0.05)
         manifest = msgspec.structs.replace(source.manifest, endpoint=link.address)
@@ -95,10 +90,10 @@ def slowly_over_tcp() -> Iterator[tuple[SlowLink, Fetch]]:
         link.close()
 
 
-def test_over_tcp_a_batch_that_comes_slowly_is_no_stall(slowly_over_tcp):
+def test_slow_batch_over_tcp_is_no_stall(slowly_over_tcp):
     _, fetch = slowly_over_tcp
     transport = new_transport("tcp")
-    scratch = Arena(16 * MIB).memory
+    scratch = torch.zeros(16 * MIB, dtype=torch.uint8)
     transport.register(scratch)
     done = transport.fetch([fetch], scratch, deadline=stall())
     assert done.seconds > 2 * STALL_S
@@ -106,14 +101,14 @@ def test_over_tcp_a_batch_that_comes_slowly_is_no_stall(slowly_over_tcp):
     transport.close()
 
 
-def test_over_tcp_a_source_that_falls_silent_within_a_batch_is_a_stall(slowly_over_tcp):
+def test_silent_source_over_tcp_is_a_stall(slowly_over_tcp):
     link, fetch = slowly_over_tcp
-    link.most = 4 * MIB
+    link.maximum = 4 * MIB
     transport = new_transport("tcp")
-    scratch = Arena(16 * MIB).memory
+    scratch = torch.zeros(16 * MIB, dtype=torch.uint8)
     transport.register(scratch)
     started = time.monotonic()
-    with pytest.raises(RefitTimeoutError, match="nothing came for 1 s"):
+    with pytest.raises(RefitTimeoutError, match="no data for 1 s"):
         transport.fetch([fetch], scratch, deadline=stall())
     assert time.monotonic() - started < 10
     transport.close()
@@ -121,7 +116,7 @@ def test_over_tcp_a_source_that_falls_silent_within_a_batch_is_a_stall(slowly_ov
 
 @contextlib.contextmanager
 def pulsing(sources: list[SourceProcess]) -> Iterator[None]:
-    """They work for some milliseconds of each quarter of a second."""
+    """Let sources run for only two milliseconds in each quarter of a second."""
     over = threading.Event()
 
     def pulse() -> None:
@@ -144,14 +139,14 @@ def pulsing(sources: list[SourceProcess]) -> Iterator[None]:
 
 @pytest.fixture
 def over_nixl(monkeypatch) -> Iterator[tuple[list[SourceProcess], list[Fetch]]]:
-    """Two sources, as between hosts, of which all bytes would be under way at once."""
+    """Yield two sources and their fetches, which count as remote and fit into one transfer."""
     monkeypatch.setenv("UCX_TLS", "tcp,self")
     monkeypatch.setattr(SourceClient, "local", False)
     monkeypatch.setattr(nixl, "BATCH_BYTES", 16 * MIB)
-    monkeypatch.setattr(nixl, "LEAST_BATCH_BYTES", MIB // 2)
+    monkeypatch.setattr(nixl, "MIN_BATCH_BYTES", MIB // 2)
     monkeypatch.setattr(nixl, "IN_FLIGHT_BYTES", 4 * MIB)
-    with SourceProcess(32 * MIB, nixl=True) as one, SourceProcess(32 * MIB, nixl=True) as two:
-        sources = [one, two]
+    with SourceProcess(32 * MIB, nixl=True) as first, SourceProcess(32 * MIB, nixl=True) as second:
+        sources = [first, second]
         fetches = [
             Fetch(source.manifest, whole(32 * MIB, index * 32 * MIB))
             for index, source in enumerate(sources)
@@ -161,27 +156,28 @@ def over_nixl(monkeypatch) -> Iterator[tuple[list[SourceProcess], list[Fetch]]]:
 
 @needs_nixl
 @pytest.mark.parametrize("silent", [False, True], ids=["steady", "silent"])
-def test_over_nixl_transfers_are_small_enough_that_one_ends_before_a_stall(over_nixl, silent):
+def test_slow_transfers_over_nixl_are_no_stall(over_nixl, silent):
     sources, fetches = over_nixl
     transport = new_transport("nixl")
-    scratch = Arena(64 * MIB).memory
+    scratch = torch.zeros(64 * MIB, dtype=torch.uint8)
     transport.register(scratch)
     transport.fetch(fetches, scratch, deadline=stall())
     scratch.zero_()
     deadline = stall()
-    told: list[int] = []
+    moves = 0
 
     def on_moved() -> None:
-        told.append(1)
-        if silent and len(told) == 3:
+        nonlocal moves
+        moves += 1
+        if silent and moves == 3:
             for source in sources:
                 source.stop()
 
-    moved = deadline.moved
-    deadline.moved = lambda: (moved(), on_moved())  # type: ignore[method-assign]
+    record_progress = deadline.record_progress
+    deadline.record_progress = lambda: (record_progress(), on_moved())  # type: ignore[method-assign]
     started = time.monotonic()
     if silent:
-        with pytest.raises(RefitTimeoutError, match="nothing came for 1 s"):
+        with pytest.raises(RefitTimeoutError, match="no data for 1 s"):
             transport.fetch(fetches, scratch, deadline=deadline)
         assert time.monotonic() - started < 10
     else:
@@ -196,7 +192,7 @@ def test_over_nixl_transfers_are_small_enough_that_one_ends_before_a_stall(over_
 
 @pytest.mark.parametrize("lanes", [1, 2])
 @pytest.mark.parametrize("sources", [1, 4, 16, 64])
-def test_what_is_under_way_over_nixl_takes_a_network_of_1_gigabit_a_part_of_a_stall(sources, lanes):
+def test_nixl_transfers_fit_into_the_stall_timeout_at_1_gbit(sources, lanes):
     batch = nixl.batch_bytes(sources * lanes, copies=True, local=False)
     assert MIB <= batch <= nixl.BATCH_BYTES
     seconds = batch * sources * lanes * IN_FLIGHT / 125e6
@@ -204,29 +200,29 @@ def test_what_is_under_way_over_nixl_takes_a_network_of_1_gigabit_a_part_of_a_st
 
 
 @pytest.mark.parametrize("sources", [1, 4])
-def test_from_sources_of_this_machine_whole_pieces_are_read(sources):
-    assert nixl.batch_bytes(sources * nixl.MOST_LANES, copies=True, local=True) == (
+def test_complete_pieces_are_read_from_local_sources(sources):
+    assert nixl.batch_bytes(sources * nixl.MAX_LANES, copies=True, local=True) == (
         nixl.NixlTransport.piece_bytes
     )
 
 
 @needs_nixl
 @pytest.mark.parametrize(
-    ("far", "most"), [(0, nixl.LOCAL_IN_FLIGHT_BYTES), (1, nixl.IN_FLIGHT_BYTES)]
+    ("remote", "maximum"), [(0, nixl.LOCAL_IN_FLIGHT_BYTES), (1, nixl.IN_FLIGHT_BYTES)]
 )
-def test_one_source_of_another_machine_makes_the_transfers_of_all_small(monkeypatch, far, most):
-    asked: list[int] = []
+def test_one_remote_source_makes_all_transfers_small(monkeypatch, remote, maximum):
+    in_flight_bytes: list[int] = []
     batch_bytes = nixl.batch_bytes
 
-    def noted(readers: int, *, copies: bool, local: bool) -> int:
-        found = batch_bytes(readers, copies=copies, local=local)
-        asked.append(found * readers * IN_FLIGHT)
-        return found
+    def record_batch_bytes(readers: int, *, copies: bool, local: bool) -> int:
+        size = batch_bytes(readers, copies=copies, local=local)
+        in_flight_bytes.append(size * readers * IN_FLIGHT)
+        return size
 
-    monkeypatch.setattr(nixl, "batch_bytes", noted)
+    monkeypatch.setattr(nixl, "batch_bytes", record_batch_bytes)
     with contextlib.ExitStack() as stack:
         sources = [stack.enter_context(SourceProcess(32 * MIB, nixl=True)) for _ in range(8)]
-        links = {source.manifest.endpoint for source in sources[:far]}
+        links = {source.manifest.endpoint for source in sources[:remote]}
         local = SourceClient.local.fget
 
         monkeypatch.setattr(
@@ -239,15 +235,15 @@ def test_one_source_of_another_machine_makes_the_transfers_of_all_small(monkeypa
             for index, source in enumerate(sources)
         ]
         transport = stack.enter_context(contextlib.closing(new_transport("nixl")))
-        scratch = Arena(256 * MIB).memory
+        scratch = torch.zeros(256 * MIB, dtype=torch.uint8)
         transport.register(scratch)
         transport.fetch(fetches, scratch, deadline=Deadline(60, "test"))
         assert torch.equal(scratch[: 256 * MIB], pattern(32 * MIB, 1).repeat(8))
-    assert asked == [most]
+    assert in_flight_bytes == [maximum]
 
 
 @pytest.mark.parametrize("sources", [1, 8, 64, 512])
-def test_with_rdma_it_takes_25_gigabits_a_part_of_a_stall(sources):
+def test_rdma_transfers_fit_into_the_stall_timeout_at_25_gbit(sources):
     batch = nixl.batch_bytes(sources, copies=False, local=False)
     seconds = batch * sources * IN_FLIGHT / 3.125e9
     assert seconds < ReceiverSettings().stall_timeout_s / 2

@@ -1,4 +1,7 @@
-"""The source server says what it holds, refuses what is not allowed, and survives bad clients."""
+"""The source server serves its versions, refuses invalid requests, and survives bad clients.
+
+These tests use internals: a hostile peer speaks the wire protocol directly.
+"""
 
 import contextlib
 import socket
@@ -17,30 +20,25 @@ import torch
 from control_clients import until
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from transport_processes import manifest, pattern, random_reads
+from transport_processes import manifest, pattern, random_reads, soon, whole
 
-from refit_mx import source_client, source_sockets
-from refit_mx import source_protocol as protocol
-from refit_mx.arena import Arena
-from refit_mx.byte_spans import ByteSpans
-from refit_mx.deadline import Deadline
-from refit_mx.digests import digest_of_reads
-from refit_mx.errors import ProtocolError, RefitConfigError, RefitTimeoutError, SourceLostError
-from refit_mx.manifest import Manifest
-from refit_mx.reads import ReadTable
-from refit_mx.source_client import SourceClient, is_gone
-from refit_mx.source_server import SourceServer
-from refit_mx.source_sockets import receive_frame
+from refit_mx import (
+    Manifest,
+    ProtocolError,
+    RefitTimeoutError,
+    SourceLostError,
+)
+from refit_mx.manifest.byte_spans import ByteSpans  # noqa: TID251
+from refit_mx.manifest.digests import digest_of_reads  # noqa: TID251
+from refit_mx.memory.arena import Arena  # noqa: TID251
+from refit_mx.source.server import SourceServer  # noqa: TID251
+from refit_mx.transports import source_client, source_sockets  # noqa: TID251
+from refit_mx.transports import source_protocol as protocol  # noqa: TID251
+from refit_mx.transports.base import ReadTable
+from refit_mx.transports.source_client import SourceClient, is_gone  # noqa: TID251
+from refit_mx.transports.source_sockets import receive_frame  # noqa: TID251
 
 NBYTES = 1 << 20
-
-
-def soon(timeout_s: float = 30.0) -> Deadline:
-    return Deadline(timeout_s, "test")
-
-
-def whole(nbytes: int = NBYTES) -> ReadTable:
-    return ReadTable(np.array([[0, 0, nbytes, 1, 0, 0, 1, 0, 0]], np.int64))
 
 
 @contextlib.contextmanager
@@ -66,16 +64,16 @@ def greeted(sock: socket.socket, source: Manifest) -> None:
 
 
 def answer(sock: socket.socket) -> protocol.Answer:
-    return protocol.decode_answer(receive_frame(sock, protocol.MOST_FRAME, soon()))
+    return protocol.decode_answer(receive_frame(sock, protocol.MAX_FRAME, soon()))
 
 
 def read(client: SourceClient, reads: ReadTable, scratch: torch.Tensor, version: str = "v1"):
     client.read(reads, ByteSpans(scratch), version_id=version, deadline=soon())
 
 
-def test_a_client_gets_the_bytes_and_the_digests_of_any_reads():
+def test_client_gets_the_bytes_and_the_digests_of_any_reads():
     with serving() as (_, arena, source), contextlib.closing(SourceClient(source)) as client:
-        reads = random_reads(NBYTES, 20, 7, most_run=40_000)
+        reads = random_reads(NBYTES, 20, 7, max_run=40_000)
         scratch = torch.zeros(NBYTES, dtype=torch.uint8)
         read(client, reads, scratch)
         there = client.digests(reads, version_id="v1", deadline=soon())
@@ -83,16 +81,8 @@ def test_a_client_gets_the_bytes_and_the_digests_of_any_reads():
         assert there == digest_of_reads(scratch, reads, side="scratch")
 
 
-def test_one_connection_serves_many_requests():
-    with serving() as (_, _, source), contextlib.closing(SourceClient(source)) as client:
-        assert client.connect(soon())
-        for _ in range(3):
-            client.check_held(version_id="v1", deadline=soon())
-        assert not client.connect(soon())
-
-
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.9"])
-def test_a_client_knows_a_source_of_its_machine(host):
+def test_client_recognizes_a_local_source(host):
     with (
         serving(host=host) as (_, _, source),
         contextlib.closing(SourceClient(source)) as client,
@@ -104,7 +94,7 @@ def test_a_client_knows_a_source_of_its_machine(host):
 
 
 class _ConnectedFromElsewhere(socket.socket):
-    """To the same server, as it would be between two machines."""
+    """A connection whose addresses look like those between two machines."""
 
     def getpeername(self):
         return ("192.0.2.7", 4000)
@@ -113,7 +103,7 @@ class _ConnectedFromElsewhere(socket.socket):
         return ("192.0.2.8", 5000)
 
 
-def test_a_client_knows_a_source_of_another_machine(monkeypatch):
+def test_client_recognizes_a_remote_source(monkeypatch):
     with serving() as (_, _, source), contextlib.closing(SourceClient(source)) as client:
         connect = source_sockets.connect
 
@@ -125,44 +115,14 @@ def test_a_client_knows_a_source_of_another_machine(monkeypatch):
         assert not client.local
 
 
-def test_more_reads_than_a_request_may_have_are_asked_for_in_several():
-    count = protocol.MOST_READS + 10
+def test_many_reads_take_several_requests():
+    count = protocol.MAX_READS + 10
     rows = np.zeros((count, 9), np.int64)
     rows[:, 0] = np.arange(count)
     rows[:, [2, 3, 6]] = 1
     with serving() as (_, arena, source), contextlib.closing(SourceClient(source)) as client:
         there = client.digests(ReadTable(rows), version_id="v1", deadline=soon(120))
         assert there == digest_of_reads(arena.memory, ReadTable(rows), side="source")
-
-
-def test_a_version_that_is_not_held_is_gone():
-    with serving() as (server, _, source), contextlib.closing(SourceClient(source)) as client:
-        scratch = torch.zeros(NBYTES, dtype=torch.uint8)
-        for ask in (
-            lambda: read(client, whole(), scratch, "v2"),
-            lambda: client.digests(whole(), version_id="v2", deadline=soon()),
-            lambda: client.check_held(version_id="v2", deadline=soon()),
-        ):
-            with pytest.raises(SourceLostError, match=r"gone: version 'v2' .* held are \('v1',\)"):
-                ask()
-        assert server.drop_version("v1")
-        assert not server.drop_version("v1")
-        with pytest.raises(SourceLostError, match="gone") as lost:
-            read(client, whole(), scratch)
-        assert lost.value.worker_ids == (source.worker_id,)
-
-
-def test_a_version_dropped_while_it_is_being_read_is_gone():
-    nbytes = 64 << 20
-    with serving(nbytes) as (server, arena, source), raw(source) as sock:
-        greeted(sock, source)
-        rows = protocol.encode_reads(whole(nbytes))
-        sock.sendall(protocol.frame(protocol.Read("v1", rows)))
-        # The server cannot have sent all: nobody took more than the first bytes.
-        assert len(sock.recv(4)) == 4
-        server.drop_version("v1")
-        arena.memory.zero_()
-        assert _end_of_read(sock, 1 << 20).status == "gone"
 
 
 def _end_of_read(sock: socket.socket, in_chunk: int) -> protocol.Answer:
@@ -174,7 +134,7 @@ def _end_of_read(sock: socket.socket, in_chunk: int) -> protocol.Answer:
     return protocol.decode_answer(stream.read(length))
 
 
-def test_another_incarnation_is_refused_before_anything_is_served():
+def test_another_incarnation_is_refused():
     with serving() as (_, _, source):
         older = msgspec.structs.replace(source, incarnation="life-0")
         with (
@@ -187,7 +147,7 @@ def test_another_incarnation_is_refused_before_anything_is_served():
     assert is_gone(source, 10)
 
 
-def test_a_server_that_does_not_answer_is_lost_or_out_of_time_but_not_gone():
+def test_silent_server_is_lost_but_not_gone():
     with socket.create_server(("127.0.0.1", 0)) as silent, serving() as (_, _, source):
         port = silent.getsockname()[1]
         silent_source = msgspec.structs.replace(source, endpoint=f"127.0.0.1:{port}")
@@ -200,7 +160,7 @@ def test_a_server_that_does_not_answer_is_lost_or_out_of_time_but_not_gone():
         assert not is_gone(silent_source, 0.05)
 
 
-def test_abort_ends_what_another_thread_waits_for():
+def test_abort_ends_a_call_of_another_thread():
     with socket.create_server(("127.0.0.1", 0)) as silent, serving() as (_, _, source):
         port = silent.getsockname()[1]
         client = SourceClient(msgspec.structs.replace(source, endpoint=f"127.0.0.1:{port}"))
@@ -220,7 +180,7 @@ def test_abort_ends_what_another_thread_waits_for():
         assert len(raised) == 1
 
 
-def test_a_client_connects_anew_after_the_server_closed_its_idle_connection():
+def test_closed_idle_connection_is_reopened():
     with serving(idle_timeout_s=0.05) as (_, _, source):
         client = SourceClient(source)
         client.connect(soon())
@@ -231,7 +191,7 @@ def test_a_client_connects_anew_after_the_server_closed_its_idle_connection():
 
 
 @pytest.mark.parametrize("endpoint", ["", "nowhere", "127.0.0.1:", "127.0.0.1:x"])
-def test_an_endpoint_that_is_no_address_is_a_protocol_error(endpoint):
+def test_invalid_endpoint_is_a_protocol_error(endpoint):
     with serving() as (_, _, source):
         client = SourceClient(msgspec.structs.replace(source, endpoint=endpoint))
         with pytest.raises(ProtocolError, match="expected host:port"):
@@ -249,7 +209,7 @@ def test_an_endpoint_that_is_no_address_is_a_protocol_error(endpoint):
         [0, 0, 1024, 2048, 0, 0, 1, 0, 0],
     ],
 )
-def test_reads_that_reach_outside_the_arena_are_refused_and_the_connection_stays_good(rows):
+def test_reads_outside_the_arena_are_refused(rows):
     with serving() as (_, _, source), raw(source) as sock:
         greeted(sock, source)
         data = np.array(rows, "<i8").tobytes()
@@ -263,18 +223,18 @@ def test_reads_that_reach_outside_the_arena_are_refused_and_the_connection_stays
         assert answer(sock).status == "ok"
 
 
-def test_one_request_cannot_ask_for_the_same_bytes_again_and_again():
+def test_repeated_bytes_of_one_request_are_bounded():
     nbytes = 1 << 20
-    rows = np.repeat(whole(nbytes).rows, protocol.MOST_READ_BYTES // nbytes + 1, axis=0)
+    rows = np.repeat(whole(nbytes).rows, protocol.MAX_READ_BYTES // nbytes + 1, axis=0)
     with serving(nbytes) as (_, _, source), raw(source) as sock:
         greeted(sock, source)
         sock.sendall(protocol.frame(protocol.Digest("v1", rows.astype("<i8").tobytes())))
         assert "at most" in answer(sock).message
 
 
-def test_a_frame_that_is_too_long_is_refused_from_its_length_alone():
+def test_too_long_frame_is_refused_by_its_length():
     with serving() as (_, _, source), raw(source) as sock:
-        sock.sendall(protocol.LENGTH.pack(protocol.MOST_HELLO_FRAME + 1))
+        sock.sendall(protocol.LENGTH.pack(protocol.MAX_HELLO_FRAME + 1))
         refused = answer(sock)
         assert refused.status == "refused"
         assert "announced 4097 bytes" in refused.message
@@ -293,14 +253,14 @@ def test_a_frame_that_is_too_long_is_refused_from_its_length_alone():
         msgspec.msgpack.encode({"type": "Read", "version_id": "v1", "rows": b""}),
     ],
 )
-def test_what_is_no_greeting_is_refused(data):
+def test_invalid_greeting_is_refused(data):
     with serving() as (_, _, source), raw(source) as sock:
         sock.sendall(protocol.LENGTH.pack(len(data)) + data)
         assert answer(sock).status == "refused"
         assert sock.recv(1) == b""
 
 
-def test_rows_that_are_cut_off_are_refused():
+def test_truncated_rows_are_refused():
     with serving() as (_, _, source), raw(source) as sock:
         greeted(sock, source)
         sock.sendall(protocol.frame(protocol.Digest("v1", b"\0" * 71)))
@@ -331,7 +291,7 @@ def garbage_server(request):
         yield source, request.param
 
 
-def test_a_client_that_sends_a_byte_now_and_then_is_cut_off():
+def test_slowly_sending_client_is_disconnected():
     with serving(timeout_s=0.2) as (_, _, source), raw(source) as sock:
         ended = threading.Event()
 
@@ -352,7 +312,7 @@ def test_a_client_that_sends_a_byte_now_and_then_is_cut_off():
             dripping.join(20)
 
 
-def test_a_client_that_takes_nothing_is_cut_off():
+def test_client_that_does_not_read_is_disconnected():
     nbytes = 64 << 20
     with serving(nbytes, timeout_s=0.2) as (server, _, source), raw(source) as sock:
         greeted(sock, source)
@@ -362,7 +322,7 @@ def test_a_client_that_takes_nothing_is_cut_off():
         assert not connection.thread.is_alive()
 
 
-def test_one_connection_too_many_waits_for_room_until_its_deadline():
+def test_excess_connection_waits_for_a_free_slot():
     with serving(max_connections=1) as (_, _, source), raw(source) as first:
         greeted(first, source)  # and idle only after a second
         second = SourceClient(source)
@@ -376,13 +336,16 @@ def test_one_connection_too_many_waits_for_room_until_its_deadline():
         second.close()
 
 
-def test_the_connection_that_was_idle_for_longest_makes_room_and_is_opened_again(monkeypatch):
-    monkeypatch.setattr("refit_mx.threaded_listener._IDLE_S", 0.0)
+def test_longest_idle_connection_is_closed_and_reopened(monkeypatch):
+    monkeypatch.setattr("refit_mx.listening.threaded._IDLE_S", 0.0)
     with serving(max_connections=2) as (server, _, source):
         clients = [SourceClient(source) for _ in range(3)]
-        for client in clients:
+        connections = server._listener.connections
+        for number, client in enumerate(clients):
             client.check_held(version_id="v1", deadline=soon())
-        assert len(server._listener.connections) == 2
+            # The server notes that a connection is idle after it has answered.
+            until(lambda: all(each.idle_since is not None for each in connections))
+            assert len(connections) == min(number + 1, 2)
         until(lambda: not clients[0].connected)
         assert clients[1].connected
         for client in clients:
@@ -390,12 +353,12 @@ def test_the_connection_that_was_idle_for_longest_makes_room_and_is_opened_again
             client.close()
 
 
-def test_a_server_without_descriptors_serves_again_once_it_has_some():
+def test_server_recovers_from_a_lack_of_descriptors():
     program = """
         import os, resource, sys
         import torch
-        from refit_mx.arena import Arena
-        from refit_mx.source_server import SourceServer
+        from refit_mx.memory.arena import Arena
+        from refit_mx.source.server import SourceServer
         arena = Arena(4096)
         with SourceServer(incarnation="life-1") as server:
             server.serve_version("v1", arena.memory)
@@ -414,49 +377,26 @@ def test_a_server_without_descriptors_serves_again_once_it_has_some():
             text=True,
         ) as process,
     ):
-        theirs = msgspec.structs.replace(source, endpoint=process.stdout.readline().strip())
+        small_source = msgspec.structs.replace(source, endpoint=process.stdout.readline().strip())
         assert process.stdout.readline() == "few\n"
         with contextlib.ExitStack() as stack:
             for _ in range(12):
-                stack.enter_context(raw(theirs))
+                stack.enter_context(raw(small_source))
             with pytest.raises((SourceLostError, RefitTimeoutError)):
-                SourceClient(theirs, connect_timeout_s=0.5).connect(soon(1))
-        client = SourceClient(theirs)
+                SourceClient(small_source, connect_timeout_s=0.5).connect(soon(1))
+        client = SourceClient(small_source)
         client.check_held(version_id="v1", deadline=soon())
         client.close()
         process.stdin.close()
         assert process.wait(30) == 0
 
 
-def test_descriptors_beyond_a_thousand_are_as_good_as_others(many_descriptors):
+def test_client_works_with_descriptors_above_1024(many_descriptors):
     with serving() as (_, _, source), contextlib.closing(SourceClient(source)) as client:
         assert client.connect(soon())
         assert client._sock.fileno() >= many_descriptors
         assert not client.connect(soon())
         client.check_held(version_id="v1", deadline=soon())
-
-
-def test_closing_ends_connections_and_threads_and_may_be_repeated():
-    with serving() as (server, _, source):
-        client = SourceClient(source)
-        client.connect(soon())
-        server.close()
-        server.close()
-        with pytest.raises(SourceLostError):
-            client.check_held(version_id="v1", deadline=soon())
-        assert not server._listener._acceptor.is_alive()
-        assert not server._listener.connections
-
-
-def test_what_cannot_be_served_is_refused():
-    with serving() as (server, arena, _):
-        with pytest.raises(RefitConfigError, match="served already"):
-            server.serve_version("v1", arena.memory)
-        with pytest.raises(RefitConfigError, match="contiguous uint8"):
-            server.serve_version("v2", torch.zeros(4))
-        assert server.versions == ("v1",)
-    with pytest.raises(RefitConfigError, match="incarnation is empty"):
-        SourceServer(incarnation="")
 
 
 def _hostile_server(answers: list[bytes]) -> tuple[socket.socket, threading.Thread]:
@@ -466,7 +406,7 @@ def _hostile_server(answers: list[bytes]) -> tuple[socket.socket, threading.Thre
         connection, _ = listener.accept()
         with connection:
             for data in answers:
-                receive_frame(connection, protocol.MOST_FRAME, soon())
+                receive_frame(connection, protocol.MAX_FRAME, soon())
                 connection.sendall(data)
             # Until the client is through with it.
             with contextlib.suppress(OSError):
@@ -490,7 +430,7 @@ OK = protocol.frame(protocol.Answer("ok"))
         (protocol.LENGTH.pack(0) + protocol.LENGTH.pack(3) + b"abc", "answer: "),
     ],
 )
-def test_a_server_that_sends_what_it_must_not_is_a_protocol_error(sent, message):
+def test_invalid_answer_is_a_protocol_error(sent, message):
     listener, thread = _hostile_server([OK, sent])
     with listener, serving() as (_, _, source):
         port = listener.getsockname()[1]
@@ -501,7 +441,7 @@ def test_a_server_that_sends_what_it_must_not_is_a_protocol_error(sent, message)
         thread.join(20)
 
 
-def test_digests_of_another_number_of_reads_are_a_protocol_error():
+def test_wrong_number_of_digests_is_a_protocol_error():
     listener, thread = _hostile_server([OK, protocol.frame(protocol.Answer("ok", data=b"x" * 15))])
     with listener, serving() as (_, _, source):
         port = listener.getsockname()[1]

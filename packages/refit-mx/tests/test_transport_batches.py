@@ -1,4 +1,7 @@
-"""Requests of bounded size have the same bytes, and every row is told when it is whole."""
+"""Bounded requests read the same bytes, and every row is reported when it is complete.
+
+These tests use internals: index arithmetic of reads, against a reference byte by byte.
+"""
 
 import random
 
@@ -8,22 +11,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transport_processes import random_reads
 
-from refit_mx.reads import ReadTable
-from refit_mx.transports.batches import RowsDone, batches, split_reads
-from refit_mx.transports.descriptors import descriptors, runs
+from refit_mx.transports.base import ReadTable
+from refit_mx.transports.batches import RowsDone, batches, split_reads  # noqa: TID251
+from refit_mx.transports.nixl_lane import descriptors, runs  # noqa: TID251
 
 NBYTES = 1 << 16
 
 
 def pairs(reads: ReadTable) -> list[tuple[int, int]]:
-    """Source and scratch address of every byte, in order."""
-    found = []
+    """Return source and scratch address of every byte, in order."""
+    addresses = []
     for src, dst, run, n1, src1, dst1, n2, src2, dst2 in reads.rows.tolist():
         for j in range(n2):
             for i in range(n1):
                 s, d = src + j * src2 + i * src1, dst + j * dst2 + i * dst1
-                found += [(s + k, d + k) for k in range(run)]
-    return found
+                addresses += [(s + k, d + k) for k in range(run)]
+    return addresses
 
 
 def sizes(reads: ReadTable) -> np.ndarray:
@@ -37,13 +40,13 @@ def sizes(reads: ReadTable) -> np.ndarray:
     st.sampled_from([1, 7, 100, 5000, 10**9]),
     st.sampled_from([None, 1, 3, 50]),
 )
-def test_split_reads_have_the_same_bytes_in_the_same_order(seed, count, most_bytes, most_runs):
-    reads = random_reads(NBYTES, count, seed, most_run=300)
-    split, origins = split_reads(reads, most_bytes, most_runs)
+def test_split_reads_have_the_same_bytes_in_the_same_order(seed, count, max_bytes, max_runs):
+    reads = random_reads(NBYTES, count, seed, max_run=300)
+    split, origins = split_reads(reads, max_bytes, max_runs)
     assert pairs(split) == pairs(reads)
-    assert (sizes(split) <= most_bytes).all()
-    if most_runs is not None:
-        assert (split.rows[:, 3] * split.rows[:, 6] <= most_runs).all()
+    assert (sizes(split) <= max_bytes).all()
+    if max_runs is not None:
+        assert (split.rows[:, 3] * split.rows[:, 6] <= max_runs).all()
     assert len(origins) == len(split)
     for row in range(count):
         part = ReadTable(split.rows[origins == row])
@@ -57,40 +60,32 @@ def test_split_reads_have_the_same_bytes_in_the_same_order(seed, count, most_byt
     st.integers(1, 5000),
     st.integers(1, 5),
 )
-def test_batches_are_bounded_and_every_row_is_told_once_when_all_its_parts_are_there(
-    seed, count, most_bytes, most_reads
-):
-    reads = random_reads(NBYTES, count, seed, most_run=300)
-    split, origins = split_reads(reads, most_bytes)
-    made = list(batches(split, most_bytes=most_bytes, most_reads=most_reads, most_runs=200))
-    assert np.array_equal(np.concatenate([batch.of(split).rows for batch in made]), split.rows)
-    for batch in made:
-        assert batch.nbytes == batch.of(split).nbytes <= most_bytes
-        assert len(batch.of(split)) <= most_reads
-    rows = RowsDone(origins, made)
-    random.Random(seed).shuffle(made)
-    there = np.zeros(count, np.int64)
-    told: list[int] = []
-    for batch in made:
-        np.add.at(there, origins[batch.first : batch.last], sizes(batch.of(split)))
+def test_batches_are_bounded_and_report_each_complete_row_once(seed, count, max_bytes, max_reads):
+    reads = random_reads(NBYTES, count, seed, max_run=300)
+    split, origins = split_reads(reads, max_bytes)
+    parts = list(batches(split, max_bytes=max_bytes, max_reads=max_reads, max_runs=200))
+    assert np.array_equal(
+        np.concatenate([batch.rows_of(split).rows for batch in parts]), split.rows
+    )
+    for batch in parts:
+        assert batch.nbytes == batch.rows_of(split).nbytes <= max_bytes
+        assert len(batch.rows_of(split)) <= max_reads
+    rows = RowsDone(origins, parts)
+    random.Random(seed).shuffle(parts)
+    received_bytes = np.zeros(count, np.int64)
+    reported: list[int] = []
+    for batch in parts:
+        np.add.at(received_bytes, origins[batch.first : batch.last], sizes(batch.rows_of(split)))
         first, last = rows.done(batch)
-        told += range(first, last)
-        assert set(told) == set(np.flatnonzero(there == sizes(reads)).tolist())
-    assert sorted(told) == list(range(count))
-
-
-def test_no_reads_are_no_batches():
-    nothing = ReadTable(np.zeros((0, 9), np.int64))
-    split, origins = split_reads(nothing, 10)
-    made = list(batches(split, most_bytes=10, most_reads=10))
-    assert made == []
-    RowsDone(origins, made)
+        reported += range(first, last)
+        assert set(reported) == set(np.flatnonzero(received_bytes == sizes(reads)).tolist())
+    assert sorted(reported) == list(range(count))
 
 
 @settings(max_examples=60)
 @given(st.integers(0, 2**32), st.integers(1, 10))
 def test_runs_have_the_same_bytes_in_the_same_order(seed, count):
-    reads = random_reads(NBYTES, count, seed, most_run=300)
+    reads = random_reads(NBYTES, count, seed, max_run=300)
     src, dst, length = runs(reads)
     pieces = zip(src.tolist(), dst.tolist(), length.tolist(), strict=True)
     assert [(s + k, d + k) for s, d, size in pieces for k in range(size)] == pairs(reads)
@@ -112,6 +107,6 @@ def test_adjacent_pieces_are_joined(rows, expected):
     assert list(zip(src.tolist(), dst.tolist(), length.tolist(), strict=True)) == expected
 
 
-def test_descriptors_reach_addresses_above_half_of_the_address_space():
-    made = descriptors(np.array([0, 5]), np.array([2, 3]), 2**63 + 1, 7)
-    assert made.tolist() == [[2**63 + 1, 2, 7], [2**63 + 6, 3, 7]]
+def test_descriptors_hold_addresses_of_64_bits():
+    table = descriptors(np.array([0, 5]), np.array([2, 3]), 2**63 + 1, 7)
+    assert table.tolist() == [[2**63 + 1, 2, 7], [2**63 + 6, 3, 7]]

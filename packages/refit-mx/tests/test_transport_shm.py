@@ -1,4 +1,7 @@
-"""What is special about memory that two processes of a machine map."""
+"""Shared memory that two processes of a machine map.
+
+These tests use internals: memory that a hostile manifest names, and a process's mappings.
+"""
 
 from __future__ import annotations
 
@@ -9,69 +12,58 @@ import stat
 from pathlib import Path
 
 import msgspec
-import numpy as np
 import pytest
 import torch
 from refit_fixtures import World, a_world, needs_nixl, needs_shm, zeros
 from refit_processes import SHAPES, fsdp_shards, same, targets_of, weights
-from transport_processes import SourceProcess, pattern
+from transport_processes import SourceProcess, pattern, whole
 
-from refit_mx import offered_transports, transport_choice
-from refit_mx.arena import Arena
-from refit_mx.deadline import Deadline
-from refit_mx.errors import ProtocolError, RefitConfigError, SourceLostError
-from refit_mx.manifest import BLOCK_BYTES, Manifest, SharedMemory
-from refit_mx.reads import ReadTable
-from refit_mx.shared_memory import attach, create
-from refit_mx.transports import shm as shm_module
+from refit_mx import Deadline, Manifest, ProtocolError, RefitConfigError, SourceLostError
+from refit_mx.manifest.format import SharedMemory  # noqa: TID251
+from refit_mx.memory.arena import Arena  # noqa: TID251
+from refit_mx.memory.mapping import attach, create  # noqa: TID251
+from refit_mx.receive import transport_choice  # noqa: TID251
+from refit_mx.source import served_transports  # noqa: TID251
+from refit_mx.transports import shm as shm_module  # noqa: TID251
 from refit_mx.transports.base import Fetch
-from refit_mx.transports.shm import UNUSED_FETCHES, ShmTransport, reaches
-from refit_mx.transports.tcp import TcpTransport
+from refit_mx.transports.shm import UNUSED_FETCHES, ShmTransport, can_map  # noqa: TID251
+from refit_mx.transports.tcp import TcpTransport  # noqa: TID251
 
+BLOCK_BYTES = 1 << 20
 pytestmark = [pytest.mark.slow, needs_shm]
 NBYTES = 1 << 20
-WHOLE = ReadTable(np.array([[0, 0, NBYTES, 1, 0, 0, 1, 0, 0]], np.int64))
 
 
 def fetch(transport: ShmTransport, source: Manifest) -> torch.Tensor:
-    """All of a source's bytes."""
+    """Return all of a source's bytes."""
     scratch = torch.zeros(NBYTES, dtype=torch.uint8)
     transport.register(scratch)
-    transport.fetch([Fetch(source, WHOLE)], scratch, deadline=Deadline(30, "test"))
+    transport.fetch([Fetch(source, whole(NBYTES))], scratch, deadline=Deadline(30, "test"))
     transport.unregister(scratch)
     return scratch
 
 
 def maps_of(source: Manifest) -> int:
-    """How often this process maps a source's memory."""
+    """Return how often this process maps a source's memory."""
     assert source.shm is not None
     return Path("/proc/self/maps").read_text().count(source.shm.name)
 
 
 def mapped(source: Manifest) -> bool:
-    """Whether this process maps the memory of a source in another one."""
+    """Return whether this process maps a source's memory."""
     return maps_of(source) > 0
 
 
 @pytest.fixture
 def world():
-    with a_world() as made:
-        yield made
+    with a_world() as fresh:
+        yield fresh
 
 
 # The memory
 
 
-def test_memory_is_the_same_in_both_processes_and_cannot_be_written_by_the_other():
-    arena = Arena(NBYTES, shared=True)
-    there = np.frombuffer(attach(arena.shared, NBYTES), np.uint8)
-    arena.memory[7] = 9
-    assert there[7] == 9
-    assert not there.flags.writeable
-    assert arena.address % 4096 == 0
-
-
-def test_nobody_else_can_write_to_it_whatever_they_open_it_for():
+def test_sealed_memory_has_no_other_writers():
     fd, memory, _ = create(4096)
     if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & 0x10:
         pytest.skip("needs Linux 5.1, which seals memory against other writers")
@@ -85,7 +77,7 @@ def test_nobody_else_can_write_to_it_whatever_they_open_it_for():
         os.close(each)
 
 
-def test_its_descriptor_is_closed_with_the_arena():
+def test_descriptor_is_closed_with_the_arena():
     arena = Arena(NBYTES, shared=True)
     shared = arena.shared
     del arena
@@ -94,7 +86,7 @@ def test_its_descriptor_is_closed_with_the_arena():
 
 
 @pytest.mark.parametrize("kind", ["another memory", "no descriptor", "no process", "a file"])
-def test_what_is_not_the_memory_that_was_named_is_not_mapped(kind, tmp_path):
+def test_only_the_named_memory_is_mapped(kind, tmp_path):
     fd, _, shared = create(NBYTES)
     other, *_ = create(NBYTES)
     file = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
@@ -111,8 +103,8 @@ def test_what_is_not_the_memory_that_was_named_is_not_mapped(kind, tmp_path):
         os.close(each)
 
 
-def test_a_pipe_that_a_manifest_names_is_not_opened(tmp_path):
-    """Opening it would wait for somebody to write, or wake who waits for a reader."""
+def test_pipe_named_by_a_manifest_is_not_opened(tmp_path):
+    # Opening a pipe would block until another process writes, or wake a blocked writer.
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     fd = os.open(pipe, os.O_RDWR)
@@ -122,14 +114,14 @@ def test_a_pipe_that_a_manifest_names_is_not_opened(tmp_path):
     os.close(fd)
 
 
-def test_memory_that_is_too_small_is_refused():
+def test_too_small_memory_is_refused():
     fd, _, shared = create(4096)
     with pytest.raises(ProtocolError, match="4096 bytes; expected 8192 or more"):
         attach(shared, 8192)
     os.close(fd)
 
 
-def test_memory_that_could_shrink_is_refused_since_reading_it_could_end_the_process():
+def test_shrinkable_memory_is_refused():
     name = "refit-mx-unsealed"
     fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(fd, 4096)
@@ -138,11 +130,11 @@ def test_memory_that_could_shrink_is_refused_since_reading_it_could_end_the_proc
     os.close(fd)
 
 
-# What is offered and taken
+# Published and mapped memory
 
 
 @pytest.mark.parametrize(
-    ("asked", "nixl", "shared"),
+    ("transports", "nixl", "shared"),
     [
         (("tcp",), None, False),
         (("shm", "tcp"), None, True),
@@ -151,12 +143,12 @@ def test_memory_that_could_shrink_is_refused_since_reading_it_could_end_the_proc
         pytest.param(("nixl", "tcp"), None, False, marks=needs_nixl),
     ],
 )
-def test_memory_is_shared_unless_other_transports_are_asked_for(
-    world: World, monkeypatch, asked, nixl, shared
+def test_memory_is_shared_unless_transports_exclude_it(
+    world: World, monkeypatch, transports, nixl, shared
 ):
     if nixl is not None:
-        monkeypatch.setattr(offered_transports, "nixl_available", lambda: nixl)
-    publisher = world.publisher(transports=asked)
+        monkeypatch.setattr(served_transports, "nixl_available", lambda: nixl)
+    publisher = world.publisher(transports=transports)
     world.version("v1")
     assert (publisher.publish("v1", weights(1, SHAPES)).shm is not None) == shared
 
@@ -168,25 +160,21 @@ def test_memory_of_a_device_is_not_shared(world: World):
         world.receiver(transport="shm", device="meta")
 
 
-@pytest.mark.parametrize("reaches", [True, False])
-def test_an_auto_receiver_maps_what_it_can_and_asks_over_tcp_else(
-    world: World, monkeypatch, reaches
-):
-    """As in a container, or on another machine, where the PID is nobody's or another's."""
+@pytest.mark.parametrize("can_map", [True, False])
+def test_auto_receiver_falls_back_from_shm_to_tcp(world: World, monkeypatch, can_map):
+    # In a container or on another machine, the PID is unknown or belongs to another process.
     publisher = world.publisher(transports=["shm", "tcp"])
     world.version("v1")
     publisher.publish("v1", weights(1, SHAPES))
-    if not reaches:
+    if not can_map:
         monkeypatch.setattr(shm_module, "attach", lambda *_: (_ for _ in ()).throw(OSError("no")))
     receiver = world.receiver(targets_of(SHAPES), transport="auto")
     live = zeros(SHAPES)
-    assert receiver.refit("v1", live).transport == ("shm" if reaches else "tcp")
+    assert receiver.refit("v1", live).transport == ("shm" if can_map else "tcp")
     assert same(live, weights(1, SHAPES))
 
 
-def test_the_next_version_over_another_transport_is_read_in_pieces_of_that_one(
-    world: World, monkeypatch
-):
+def test_plan_is_cut_for_the_transport_in_use(world: World, monkeypatch):
     shapes = {"long": ("bfloat16", (3 * BLOCK_BYTES, 3)), "short": ("float32", (5,))}
     publisher = world.publisher(transports=["shm", "tcp"])
     receiver = world.receiver(targets_of(shapes), transport="auto")
@@ -208,16 +196,14 @@ def test_the_next_version_over_another_transport_is_read_in_pieces_of_that_one(
         live = zeros(shapes)
         with monkeypatch.context() as elsewhere:
             if not here:
-                elsewhere.setattr(transport_choice, "reaches", lambda _: False)
+                elsewhere.setattr(transport_choice, "can_map", lambda _: False)
             receiver.refit(f"v{number}", live)
         assert same(live, weights(number, shapes))
     # 18 MiB and a few bytes, in pieces of 2 MiB and of 16.
     assert fetched == [("shm", 10), ("shm", 10), ("tcp", 3), ("shm", 10)]
 
 
-def test_where_some_sources_are_elsewhere_nothing_of_the_others_stays_mapped(
-    world: World, monkeypatch
-):
+def test_fallback_to_tcp_leaves_no_memory_mapped(world: World, monkeypatch):
     here, elsewhere = (
         world.publisher(f"fsdp-{rank}", transports=["shm", "tcp"]) for rank in range(2)
     )
@@ -241,7 +227,7 @@ def test_where_some_sources_are_elsewhere_nothing_of_the_others_stays_mapped(
     assert maps_of(manifests[0]) == 1  # the publisher's own
 
 
-def test_a_source_that_shares_nothing_is_refused_and_so_is_one_that_cannot_be_mapped():
+def test_unmappable_source_is_refused():
     transport = ShmTransport()
     with (
         SourceProcess(NBYTES) as there,
@@ -251,7 +237,7 @@ def test_a_source_that_shares_nothing_is_refused_and_so_is_one_that_cannot_be_ma
     with SourceProcess(NBYTES, shm=True) as there:
         named = msgspec.structs.replace(there.manifest.shm, name="refit-mx-another")
         elsewhere = msgspec.structs.replace(there.manifest, shm=named)
-        assert not reaches(elsewhere)
+        assert not can_map(elsewhere)
         with pytest.raises(RefitConfigError, match="cannot be mapped here"):
             fetch(transport, elsewhere)
         assert torch.equal(fetch(transport, there.manifest), pattern(NBYTES, 1))
@@ -261,7 +247,7 @@ def test_a_source_that_shares_nothing_is_refused_and_so_is_one_that_cannot_be_ma
 # Letting go of memory
 
 
-def test_the_memory_of_a_lost_source_is_let_go_of():
+def test_memory_of_a_lost_source_is_released():
     transport = ShmTransport()
     with SourceProcess(NBYTES, shm=True) as there:
         fetch(transport, there.manifest)
@@ -273,7 +259,7 @@ def test_the_memory_of_a_lost_source_is_let_go_of():
     transport.close()
 
 
-def test_memory_that_is_not_read_from_any_more_is_let_go_of():
+def test_unused_memory_is_unmapped():
     """An arena that was given up for a larger one would stay for as long as it is mapped."""
     transport = ShmTransport()
     with SourceProcess(NBYTES, shm=True) as old, SourceProcess(NBYTES, shm=True) as new:

@@ -1,7 +1,13 @@
-"""What all transports promise, with sources in processes of their own."""
+"""Promises of all transports, with sources in separate processes.
+
+These tests use internals: sources are killed between two batches of a fetch.
+"""
 
 import contextlib
 import itertools
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 
@@ -10,18 +16,20 @@ import numpy as np
 import pytest
 import torch
 from refit_fixtures import needs_nixl, needs_shm, new_transport
-from transport_processes import SourceProcess, pattern, random_reads, reference_bytes
+from transport_processes import SourceProcess, pattern, random_reads, reference_bytes, soon
 
-from refit_mx.deadline import Deadline
-from refit_mx.digests import digest_of_reads
-from refit_mx.errors import RefitConfigError, RefitError, RefitTimeoutError, SourceLostError
-from refit_mx.reads import ReadTable
-from refit_mx.scratch import ScratchPool
-from refit_mx.source_client import SourceClient
-from refit_mx.transports import nixl as nixl_module
-from refit_mx.transports import shm as shm_module
-from refit_mx.transports import tcp as tcp_module
-from refit_mx.transports.base import Fetch, Transport
+from refit_mx import (
+    RefitConfigError,
+    RefitTimeoutError,
+    SourceLostError,
+    Transport,
+)
+from refit_mx.receive.scratch import ScratchPool  # noqa: TID251
+from refit_mx.transports import nixl as nixl_module  # noqa: TID251
+from refit_mx.transports import shm as shm_module  # noqa: TID251
+from refit_mx.transports import tcp as tcp_module  # noqa: TID251
+from refit_mx.transports.base import Fetch, ReadTable
+from refit_mx.transports.batches import Batch, Work  # noqa: TID251
 
 pytestmark = pytest.mark.slow
 # UCX over TCP alone is what two hosts have; with shm a receiver reads the source's memory itself.
@@ -34,17 +42,13 @@ KINDS = [
 MIB = 1 << 20
 
 
-def soon(timeout_s: float = 60.0) -> Deadline:
-    return Deadline(timeout_s, "test")
-
-
 @pytest.fixture(params=KINDS)
 def kind(request, monkeypatch) -> str:
     # UCX reads it when an agent is made, in this process and in the sources.
     if request.param.startswith("nixl"):
         tls = "tcp,self" if request.param == "nixl-tcp" else "tcp,shm,self"
         monkeypatch.setenv("UCX_TLS", tls)
-    # Else only large fetches take several threads; test_transport_nixl takes one.
+    # Use several threads even for small fetches; test_transport_nixl uses one.
     for module in (nixl_module, shm_module):
         monkeypatch.setattr(module, "LANE_BYTES", 0)
     return request.param
@@ -52,14 +56,14 @@ def kind(request, monkeypatch) -> str:
 
 @pytest.fixture
 def transport(kind) -> Iterator[Transport]:
-    made = new_transport(kind.partition("-")[0])
-    yield made
-    made.close()
+    fresh = new_transport(kind.partition("-")[0])
+    yield fresh
+    fresh.close()
 
 
 @pytest.fixture
 def small_batches(monkeypatch) -> None:
-    """Many batches of few bytes, so that something can happen between two."""
+    """Use many small batches, so that a fault can happen between two."""
     for module in (nixl_module, shm_module, tcp_module):
         monkeypatch.setattr(module, "BATCH_BYTES", MIB)
 
@@ -80,17 +84,17 @@ def rows(count: int, nbytes: int = MIB, first: int = 0) -> ReadTable:
 
 @contextlib.contextmanager
 def registered(transport: Transport, nbytes: int) -> Iterator[torch.Tensor]:
-    pool = ScratchPool(transport, most_bytes=nbytes + 4096)
+    pool = ScratchPool(transport, max_bytes=nbytes + 4096)
     with pool.take(nbytes, soon()) as scratch:
         scratch.memory.zero_()
         yield scratch.memory
     pool.close()
 
 
-def test_every_byte_of_any_reads_is_at_its_place_and_no_other_changes(kind, transport):
+def test_exactly_the_read_bytes_arrive(kind, transport):
     with source(kind) as there, registered(transport, MIB) as scratch:
         for seed in range(5):
-            reads = random_reads(MIB, 30, seed, most_run=[7, 512, 30_000][seed % 3])
+            reads = random_reads(MIB, 30, seed, max_run=[7, 512, 30_000][seed % 3])
             scratch.fill_(seed)
             expected = scratch.clone()
             memory = pattern(MIB, 1)
@@ -110,7 +114,7 @@ def test_every_byte_of_any_reads_is_at_its_place_and_no_other_changes(kind, tran
             assert not transport.busy(scratch)
 
 
-def test_rows_that_are_told_are_there_and_each_is_told_once(kind, transport, small_batches):
+def test_each_row_is_reported_once_after_its_arrival(kind, transport, small_batches):
     with source(kind, 4 * MIB) as there, registered(transport, 4 * MIB) as scratch:
         memory = pattern(4 * MIB, 1)
         sizes = np.array([100, 3 * MIB // 2, 7, MIB, 4096, MIB + 1, 1])
@@ -118,43 +122,20 @@ def test_rows_that_are_told_are_there_and_each_is_told_once(kind, transport, sma
         table[:, 0] = table[:, 1] = np.cumsum(sizes) - sizes
         table[:, 2] = sizes
         table[:, [3, 6]] = 1
-        told: list[int] = []
+        reported: list[int] = []
 
         def check(fetch: int, first: int, last: int) -> None:
             assert fetch == 0
             for at, size in table[first:last][:, [1, 2]].tolist():
                 assert torch.equal(scratch[at : at + size], memory[at : at + size])
-            told.extend(range(first, last))
+            reported.extend(range(first, last))
 
         fetch = Fetch(there.manifest, ReadTable(table))
         transport.fetch([fetch], scratch, deadline=soon(), on_done=check)
-        assert sorted(told) == list(range(len(sizes)))
+        assert sorted(reported) == list(range(len(sizes)))
 
 
-def test_many_sources_fill_one_buffer(kind, transport, small_batches):
-    with contextlib.ExitStack() as stack:
-        sources = [stack.enter_context(source(kind, 2 * MIB, seed=seed)) for seed in range(3)]
-        scratch = stack.enter_context(registered(transport, 6 * MIB))
-        fetches = [
-            Fetch(there.manifest, rows(2, first=2 * MIB * index))
-            for index, there in enumerate(sources)
-        ]
-        told: set[tuple[int, int]] = set()
-        stats = transport.fetch(
-            fetches,
-            scratch,
-            deadline=soon(),
-            on_done=lambda fetch, first, last: told.update(
-                (fetch, row) for row in range(first, last)
-            ),
-        )
-        assert stats.connected == 3
-        assert told == {(fetch, row) for fetch in range(3) for row in range(2)}
-        expected = torch.cat([pattern(2 * MIB, seed) for seed in range(3)])
-        assert torch.equal(scratch[: 6 * MIB], expected)
-
-
-def test_nothing_to_read_connects_to_nobody(kind, transport):
+def test_empty_reads_open_no_connection(kind, transport):
     with source(kind) as there, registered(transport, MIB) as scratch:
         there.kill()
         stats = transport.fetch([Fetch(there.manifest, rows(0))], scratch, deadline=soon())
@@ -162,7 +143,7 @@ def test_nothing_to_read_connects_to_nobody(kind, transport):
         assert transport.fetch([], scratch, deadline=soon()).nbytes == 0
 
 
-def test_reads_outside_a_memory_are_refused_before_anything_moves(kind, transport):
+def test_reads_outside_a_memory_move_no_byte(kind, transport):
     with source(kind) as there, registered(transport, MIB) as scratch:
         beyond_arena = ReadTable(rows(1).rows + np.array([MIB, 0, 0, 0, 0, 0, 0, 0, 0]))
         beyond_scratch = ReadTable(rows(1).rows + np.array([0, MIB, 0, 0, 0, 0, 0, 0, 0]))
@@ -175,11 +156,9 @@ def test_reads_outside_a_memory_are_refused_before_anything_moves(kind, transpor
         assert not scratch.any()
 
 
-def test_a_source_killed_in_the_middle_is_lost_at_once_and_another_one_serves(
-    kind, transport, small_batches
-):
+def test_killed_source_is_lost_at_once(kind, transport, small_batches):
     with source(kind, 32 * MIB) as dies, source(kind, 32 * MIB) as lives:
-        pool = ScratchPool(transport, most_bytes=200 * MIB)
+        pool = ScratchPool(transport, max_bytes=200 * MIB)
         started = time.monotonic()
         with pool.take(32 * MIB, soon()) as scratch:
 
@@ -198,16 +177,7 @@ def test_a_source_killed_in_the_middle_is_lost_at_once_and_another_one_serves(
         pool.close()
 
 
-def test_a_source_that_is_dead_before_is_lost(kind, transport):
-    with source(kind) as there, registered(transport, MIB) as scratch:
-        there.kill()
-        with pytest.raises(SourceLostError) as lost:
-            transport.fetch([Fetch(there.manifest, rows(1))], scratch, deadline=soon(300))
-        assert lost.value.worker_ids == (there.manifest.worker_id,)
-        assert not transport.busy(scratch)
-
-
-def test_a_source_killed_between_two_fetches_is_lost(kind, transport):
+def test_source_killed_between_two_fetches_is_lost(kind, transport):
     with source(kind) as there, registered(transport, MIB) as scratch:
         fetch = Fetch(there.manifest, rows(1))
         transport.fetch([fetch], scratch, deadline=soon())
@@ -217,11 +187,9 @@ def test_a_source_killed_between_two_fetches_is_lost(kind, transport):
                 transport.fetch([fetch], scratch, deadline=soon(300))
 
 
-def test_a_source_that_is_stopped_is_out_of_time_at_the_deadline_and_a_retry_succeeds(
-    kind, transport, small_batches
-):
+def test_stopped_source_times_out_and_can_be_retried(kind, transport, small_batches):
     with source(kind, 8 * MIB) as there:
-        pool = ScratchPool(transport, most_bytes=200 * MIB)
+        pool = ScratchPool(transport, max_bytes=200 * MIB)
         fetch = Fetch(there.manifest, rows(8))
         with pool.take(8 * MIB, soon()) as scratch:
             transport.fetch([fetch], scratch.memory, deadline=soon())
@@ -238,7 +206,7 @@ def test_a_source_that_is_stopped_is_out_of_time_at_the_deadline_and_a_retry_suc
         pool.close()
 
 
-def test_a_stopped_source_that_was_not_connected_to_is_lost_so_that_others_can_be_tried(kind):
+def test_stopped_source_that_never_connected_is_lost(kind):
     transport = new_transport(kind.partition("-")[0], connect_timeout_s=0.3)
     with source(kind) as there, registered(transport, MIB) as scratch:
         there.stop()
@@ -249,7 +217,7 @@ def test_a_stopped_source_that_was_not_connected_to_is_lost_so_that_others_can_b
     transport.close()
 
 
-def test_a_restarted_source_is_never_read_from_as_if_it_were_the_old_one(kind, transport):
+def test_restarted_source_is_another_source(kind, transport):
     with source(kind) as old, registered(transport, MIB) as scratch:
         transport.fetch([Fetch(old.manifest, rows(1))], scratch, deadline=soon())
         port = int(old.manifest.endpoint.rpartition(":")[2])
@@ -264,24 +232,26 @@ def test_a_restarted_source_is_never_read_from_as_if_it_were_the_old_one(kind, t
             assert torch.equal(scratch[:MIB], pattern(MIB, 2))
 
 
-def test_a_version_dropped_in_the_middle_is_gone(kind, transport, small_batches):
+def test_version_dropped_during_a_fetch_is_gone(kind, transport, small_batches, monkeypatch):
     with source(kind, 16 * MIB) as there, registered(transport, 16 * MIB) as scratch:
-        dropped: list[str] = []
+        take = Work.take
 
-        def drop(*_: int) -> None:
-            if not dropped:
-                dropped.append(there.tell("drop v1"))
-                there.tell("fill 9")
+        def dropping(work: Work) -> Batch | None:
+            batch = take(work)
+            if batch is not None and batch.first == 8:
+                there.command("drop v1")
+                there.command("fill 9")
+            return batch
 
-        fetch = Fetch(there.manifest, rows(16))
-        with pytest.raises(SourceLostError, match="gone: version 'v1'"):
-            transport.fetch([fetch], scratch, deadline=soon(), on_done=drop)
+        monkeypatch.setattr(Work, "take", dropping)
+        with pytest.raises(SourceLostError, match="'gone': version 'v1'"):
+            transport.fetch([Fetch(there.manifest, rows(16))], scratch, deadline=soon())
 
 
-def test_a_version_that_is_not_held_is_gone(kind, transport):
+def test_unknown_version_is_gone(kind, transport):
     with source(kind) as there, registered(transport, MIB) as scratch:
         other = msgspec.structs.replace(there.manifest, version_id="v2")
-        with pytest.raises(SourceLostError, match="gone: version 'v2'"):
+        with pytest.raises(SourceLostError, match="'gone': version 'v2'"):
             transport.fetch([Fetch(other, rows(1))], scratch, deadline=soon())
 
 
@@ -303,9 +273,9 @@ def test_one_lost_source_of_several_fails_the_fetch_and_names_it(kind, transport
         assert torch.equal(scratch[: 8 * MIB], pattern(8 * MIB, 1))
 
 
-def test_an_error_of_the_caller_leaves_nothing_that_writes(kind, transport, small_batches):
+def test_error_of_the_caller_leaves_no_pending_writes(kind, transport, small_batches):
     with source(kind, 8 * MIB) as there:
-        pool = ScratchPool(transport, most_bytes=100 * MIB)
+        pool = ScratchPool(transport, max_bytes=100 * MIB)
 
         def fail(*_: int) -> None:
             raise ZeroDivisionError
@@ -314,24 +284,14 @@ def test_an_error_of_the_caller_leaves_nothing_that_writes(kind, transport, smal
         scratch = pool.take(8 * MIB, soon())
         with pytest.raises(ZeroDivisionError):
             transport.fetch([fetch], scratch.memory, deadline=soon(), on_done=fail)
-        pool.give_back(scratch)
+        pool.release(scratch)
         with pool.take(100 * MIB - 4096, soon()) as again:  # needs the first one's room
             transport.fetch([fetch], again.memory, deadline=soon())
             assert torch.equal(again.memory[: 8 * MIB], pattern(8 * MIB, 1))
         pool.close()
 
 
-def test_digests_from_the_source_are_those_of_what_arrived(kind, transport):
-    with source(kind) as there, registered(transport, MIB) as scratch:
-        reads = random_reads(MIB, 50, 11)
-        transport.fetch([Fetch(there.manifest, reads)], scratch, deadline=soon())
-        client = SourceClient(there.manifest)
-        with contextlib.closing(client):
-            published = client.digests(reads, version_id="v1", deadline=soon())
-        assert published == digest_of_reads(scratch, reads, side="scratch")
-
-
-def test_closing_may_be_repeated_and_a_closed_transport_connects_anew(kind, transport):
+def test_closed_transport_reconnects(kind, transport):
     with source(kind) as there, registered(transport, MIB) as scratch:
         fetch = Fetch(there.manifest, rows(1))
         for _ in range(2):
@@ -340,14 +300,38 @@ def test_closing_may_be_repeated_and_a_closed_transport_connects_anew(kind, tran
             transport.close()
 
 
-def test_a_source_process_exits_cleanly_after_it_was_read_from(kind, transport):
+def test_source_process_exits_cleanly_after_reads(kind, transport):
     with source(kind) as there, registered(transport, MIB) as scratch:
         transport.fetch([Fetch(there.manifest, rows(1))], scratch, deadline=soon())
         assert there.exit() == 0
 
 
-def test_every_error_of_a_transport_is_one_of_refit(kind, transport):
-    with source(kind) as there, registered(transport, MIB) as scratch:
-        nowhere = msgspec.structs.replace(there.manifest, endpoint="127.0.0.1:1")
-        with pytest.raises(RefitError):
-            transport.fetch([Fetch(nowhere, rows(1))], scratch, deadline=soon())
+@pytest.mark.parametrize(
+    ("installed", "taken"),
+    [
+        (["nixl_cu12"], "nixl_cu12"),
+        (["nixl_cu13"], "nixl_cu13"),
+        (["nixl_cu12", "nixl_cu13"], "nixl_cu13"),
+        ([], "install refit-mx[nixl], or refit-mx[nixl-cu13]"),
+    ],
+)
+def test_installed_build_of_nixl_is_used(tmp_path, installed, taken) -> None:
+    for package in ["nixl", "nixl_cu12", "nixl_cu13"]:
+        (tmp_path / package).mkdir()
+        (tmp_path / package / "__init__.py").touch()
+        if package in installed:
+            (tmp_path / package / "_api.py").touch()
+    code = (
+        "from refit_mx.transports.nixl_library import nixl_available, _api; "
+        "print(nixl_available() or _api().__package__)"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    ran = subprocess.run(
+        [sys.executable, "-c", code],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    )
+    assert taken in ran.stdout

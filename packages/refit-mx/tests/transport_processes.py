@@ -1,6 +1,6 @@
-"""A source in a process of its own, for tests that stop, kill and restart it.
+"""A source in a separate process, for tests that stop, kill and restart it.
 
-There it holds an arena, serves it, says its manifest on stdout and obeys lines on stdin.
+The process serves an arena, prints its manifest, and reads commands from stdin.
 """
 
 from __future__ import annotations
@@ -19,31 +19,41 @@ import forked_processes
 import numpy as np
 import torch
 
-from refit_mx.arena import Arena
-from refit_mx.manifest import Manifest, ShardColumns
-from refit_mx.reads import ReadTable
-from refit_mx.source_server import SourceServer
+from refit_mx import Deadline, Manifest
+from refit_mx.manifest.format import ShardColumns  # noqa: TID251
+from refit_mx.memory.arena import Arena  # noqa: TID251
+from refit_mx.source.server import SourceServer  # noqa: TID251
+from refit_mx.transports.base import ReadTable
 
 LINE_TIMEOUT_S = 120.0
 
 
+def soon(timeout_s: float = 60.0) -> Deadline:
+    return Deadline(timeout_s, "test")
+
+
+def whole(nbytes: int, first: int = 0) -> ReadTable:
+    """Return a read of the first bytes of an arena to offset ``first`` of the scratch."""
+    return ReadTable(np.array([[0, first, nbytes, 1, 0, 0, 1, 0, 0]], np.int64))
+
+
 def pattern(nbytes: int, seed: int) -> torch.Tensor:
-    """Bytes that differ from place to place and from seed to seed."""
+    """Return random bytes of a seed."""
     return torch.from_numpy(np.random.default_rng(seed).integers(0, 256, nbytes, np.uint8))
 
 
-def random_reads(nbytes: int, count: int, seed: int, *, most_run: int = 512) -> ReadTable:
-    """Valid reads between memories of ``nbytes``, up to three levels, disjoint at the scratch."""
+def random_reads(nbytes: int, count: int, seed: int, *, max_run: int = 512) -> ReadTable:
+    """Draw valid reads between memories of ``nbytes``, with two loops, disjoint in the scratch."""
     draw = np.random.default_rng(seed)
     room = nbytes // count
     rows = []
     for index in range(count):
-        run = int(draw.integers(1, min(most_run, room) + 1))
+        run = int(draw.integers(1, min(max_run, room) + 1))
         n1 = int(draw.integers(1, min(64, room // run) + 1))
         n2 = int(draw.integers(1, min(8, room // (run * n1)) + 1))
         row = [0, index * room, run, n1, 0, 0, n2, 0, 0]
         for at, of, first in ((0, nbytes, 0), (1, room, index * room)):
-            # The spare room goes to the strides, then to the beginning.
+            # Spend the spare bytes on the strides, then on the offset.
             spare = of - run * n1 * n2
             gap1 = int(draw.integers(0, spare // (n1 * n2) + 1)) * int(draw.integers(0, 2))
             stride1 = run + gap1 if n1 > 1 else 0
@@ -58,20 +68,20 @@ def random_reads(nbytes: int, count: int, seed: int, *, most_run: int = 512) -> 
 
 
 def reference_bytes(memory: torch.Tensor, reads: ReadTable, side: str) -> list[bytes]:
-    """The bytes of each row, run by run."""
+    """Return the bytes of each row, run by run."""
     data = memory.numpy().tobytes()
     at, first, second = (0, 4, 7) if side == "source" else (1, 5, 8)
-    found = []
+    rows = []
     for row in reads.rows.tolist():
         starts = (
             row[at] + j * row[second] + i * row[first] for j in range(row[6]) for i in range(row[3])
         )
-        found.append(b"".join(data[start : start + row[2]] for start in starts))
-    return found
+        rows.append(b"".join(data[start : start + row[2]] for start in starts))
+    return rows
 
 
 def manifest(server: SourceServer, arena: Arena, *, version_id: str = "v1", **fields) -> Manifest:
-    """What transports need to know of a source; it names no tensors."""
+    """Return a manifest for transports, without tensors."""
     values = {
         "model_name": "model",
         "version_id": version_id,
@@ -92,13 +102,13 @@ def manifest(server: SourceServer, arena: Arena, *, version_id: str = "v1", **fi
 
 
 class SourceProcess:
-    """Starts the program below. A context manager that ends it, whatever its state.
+    """A process that runs `main`; a context manager that kills it in any state.
 
     Args:
-        nbytes: of its arena, whose bytes are `pattern` of ``seed``.
-        nixl: whether it has a NIXL agent.
-        shm: whether it shares its memory.
-        port: of its server; 0 takes a free one.
+        nbytes: size of its arena, whose bytes are `pattern` of ``seed``.
+        nixl: it has a NIXL agent.
+        shm: it shares its memory.
+        port: port of its server; 0 picks a free one.
     """
 
     def __init__(
@@ -125,14 +135,14 @@ class SourceProcess:
     def pid(self) -> int:
         return self._process.pid
 
-    def tell(self, command: str) -> str:
-        """Send a command and wait until it is done; says its answer."""
+    def command(self, command: str) -> str:
+        """Send a command, wait until it is done, and return the answer."""
         self._process.stdin.write(command + "\n")
         self._process.stdin.flush()
         return self.line()
 
     def line(self) -> str:
-        """The next line that is meant for the test."""
+        """Return the next line that is meant for the test."""
         while True:
             line = self._lines.get(timeout=LINE_TIMEOUT_S)
             if not line:
@@ -141,7 +151,7 @@ class SourceProcess:
                 return line.strip()
 
     def stop(self) -> None:
-        """SIGSTOP, and wait until it is stopped."""
+        """Send SIGSTOP, and wait until the process has stopped."""
         os.kill(self.pid, signal.SIGSTOP)
         os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WNOWAIT)
 
@@ -153,7 +163,7 @@ class SourceProcess:
         self._process.wait(30)
 
     def exit(self) -> int:
-        """Let it end by itself; says its exit code."""
+        """Make the process exit, and return its exit code."""
         self._process.stdin.write("exit\n")
         self._process.stdin.close()
         return self._process.wait(60)
@@ -163,7 +173,7 @@ class SourceProcess:
             self.kill()
         for pipe in (self._process.stdin, self._process.stdout):
             if not pipe.closed:
-                with contextlib.suppress(OSError):  # what it did not read
+                with contextlib.suppress(OSError):  # unread data
                     pipe.close()
 
     def _read(self) -> None:
@@ -184,7 +194,7 @@ def say(line: str) -> None:
 
 
 def main(*arguments: str) -> None:
-    """The program, in a process of its own."""
+    """Serve an arena until the command "exit" or the end of stdin."""
     options = argparse.ArgumentParser()
     options.add_argument("--bytes", type=int, required=True)
     options.add_argument("--seed", type=int, required=True)
@@ -199,28 +209,21 @@ def main(*arguments: str) -> None:
     nixl = None
     source = None
     if given.nixl:
-        from refit_mx.transports.nixl import NixlSource
+        from refit_mx.transports.nixl import NixlSource  # noqa: TID251
 
         source = NixlSource()
         nixl = source.register(arena.memory)
-    made = manifest(server, arena, nixl=nixl, shm=arena.shared)
-    say("source " + base64.b64encode(made.encode()).decode())
+    encoded = manifest(server, arena, nixl=nixl, shm=arena.shared).encode()
+    say("source " + base64.b64encode(encoded).decode())
     for line in sys.stdin:
         match line.split():
             case ["drop", version_id]:
                 server.drop_version(version_id)
-            case ["serve", version_id]:
-                server.serve_version(version_id, arena.memory)
             case ["fill", value]:
                 arena.memory.fill_(int(value))
             case ["unregister"]:
                 assert source is not None
                 source.unregister(arena.memory)
-            case ["deregister"]:
-                # What NixlSource never does: the agent stays.
-                assert source is not None
-                _, agent, registration = source._registered[arena.address]
-                agent.deregister_memory(registration)
             case ["exit"]:
                 break
         say("done")

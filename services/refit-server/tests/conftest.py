@@ -1,4 +1,4 @@
-"""Real processes of the server, ended by their id whatever the test did."""
+"""Real server processes, killed by their id after each test."""
 
 import select
 import subprocess
@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 COMMAND = str(Path(sysconfig.get_path("scripts")) / "refit-server")
-PATIENCE_S = 60.0
+TIMEOUT_S = 60.0
 
 
 class Server:
-    """One process, and the address that it printed."""
+    """A server process with the address that it printed."""
 
     def __init__(self, command):
         self.process = subprocess.Popen(
@@ -22,20 +22,20 @@ class Server:
         )
 
     def wait_for_address(self):
-        ready, _, _ = select.select([self.process.stdout], [], [], PATIENCE_S)
-        assert ready, f"no line of output within {PATIENCE_S:g} s"
+        ready, _, _ = select.select([self.process.stdout], [], [], TIMEOUT_S)
+        assert ready, f"no line of output within {TIMEOUT_S:g} s"
         self.address = self.process.stdout.readline().strip()
         assert self.address, self.process.stderr.read()
         return self
 
     def signal(self, number):
-        self.asked = time.monotonic()
+        self.signalled_at = time.monotonic()
         self.process.send_signal(number)
 
     def wait(self):
-        """The status, the seconds since the signal, and what was written after the address."""
-        out, err = self.process.communicate(timeout=PATIENCE_S)
-        return self.process.returncode, time.monotonic() - self.asked, out + err
+        """Return the status, the seconds since the signal, and the output after the address."""
+        out, err = self.process.communicate(timeout=TIMEOUT_S)
+        return self.process.returncode, time.monotonic() - self.signalled_at, out + err
 
 
 @pytest.fixture
@@ -54,14 +54,14 @@ def start():
 
 @pytest.fixture
 def refused():
-    """Run the command, which must end by itself; gives its status and what it wrote to stderr."""
+    """Run the command, which must exit; return its status and its standard error."""
 
     def run(*arguments):
         done = subprocess.run(
             [COMMAND, "serve", *arguments],
             capture_output=True,
             text=True,
-            timeout=PATIENCE_S,
+            timeout=TIMEOUT_S,
             check=False,
         )
         assert done.stdout == ""
@@ -78,20 +78,20 @@ class Certificate:
 
 @pytest.fixture
 def certificate(tmp_path):
-    """Makes self-signed certificates, with or without a passphrase on the key."""
+    """Create self-signed certificates, with or without a passphrase on the key."""
 
     def make(name, *, passphrase=None, of="IP:127.0.0.1"):
-        made = Certificate(tmp_path / f"{name}.crt", tmp_path / f"{name}.key")
+        certificate = Certificate(tmp_path / f"{name}.crt", tmp_path / f"{name}.key")
         subject = ["-subj", f"/CN={name}", "-addext", f"subjectAltName={of}"]
         secret = ["-nodes"] if passphrase is None else ["-passout", f"pass:{passphrase}"]
         curve = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1"]
-        files = ["-keyout", str(made.key), "-out", str(made.cert)]
+        files = ["-keyout", str(certificate.key), "-out", str(certificate.cert)]
         subprocess.run(
             ["openssl", "req", "-x509", "-days", "2", *curve, *secret, *subject, *files],
             check=True,
             capture_output=True,
         )
-        return made
+        return certificate
 
     return make
 
@@ -101,7 +101,7 @@ TOKEN = "0123456789abcdef-0123456789abcdef"
 
 @pytest.fixture
 def token_file(tmp_path):
-    """A file with `TOKEN`."""
+    """Create a file with `TOKEN`."""
     file = tmp_path / "token"
     file.write_text(TOKEN + "\n")
     return file

@@ -1,4 +1,4 @@
-"""What a probe is told: exit status 0 by a server that serves, 1 and why by anything else."""
+"""Health probes: exit status 0 for a server that serves, else 1 with the reason."""
 
 import signal
 import socket
@@ -18,45 +18,45 @@ def probe():
     return run
 
 
-def test_a_server_that_serves_is_healthy(start, probe):
+def test_server_that_serves_is_healthy(start, probe):
     assert probe("--address", start().address) == (0, "")
 
 
-def test_a_proxy_of_the_environment_is_not_asked(start, probe, monkeypatch):
+def test_proxy_of_the_environment_is_ignored(start, probe, monkeypatch):
     for name in ("http_proxy", "https_proxy", "grpc_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
     assert probe("--address", start().address) == (0, "")
 
 
-def test_over_tls_the_certificate_is_looked_at_and_no_token_is_needed(
+def test_probe_over_tls_checks_the_certificate_and_needs_no_token(
     start, probe, certificate, token_file
 ):
-    made = certificate("refit")
-    secrets = ("--tls-cert", str(made.cert), "--tls-key", str(made.key))
+    pair = certificate("refit")
+    secrets = ("--tls-cert", str(pair.cert), "--tls-key", str(pair.key))
     address = start(*secrets, "--token-file", str(token_file)).address
-    assert probe("--address", address, "--tls-ca", str(made.cert)) == (0, "")
-    status, told = probe("--address", address, "--tls-ca", str(certificate("other").cert))
+    assert probe("--address", address, "--tls-ca", str(pair.cert)) == (0, "")
+    status, output = probe("--address", address, "--tls-ca", str(certificate("other").cert))
     assert status == 1
-    assert "UNAVAILABLE" in told
-    named = ("--tls-ca", str(made.cert), "--tls-name", "another.example")
+    assert "UNAVAILABLE" in output
+    named = ("--tls-ca", str(pair.cert), "--tls-name", "another.example")
     assert probe("--address", address, *named)[0] == 1
 
 
-def test_a_server_that_is_away_is_one_line_and_status_1(probe):
+def test_unreachable_server_is_one_line_and_status_1(probe):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-    status, told = probe("--address", f"127.0.0.1:{port}")
+    status, output = probe("--address", f"127.0.0.1:{port}")
     assert status == 1
-    assert told.startswith(f"refit-server: 127.0.0.1:{port}: UNAVAILABLE: ")
-    assert told.count("\n") == 1
+    assert output.startswith(f"refit-server: 127.0.0.1:{port}: UNAVAILABLE: ")
+    assert output.count("\n") == 1
 
 
-def test_a_server_that_is_stopped_fails_the_probe_in_time(start, probe):
+def test_suspended_server_fails_the_probe_in_time(start, probe):
     server = start()
     server.signal(signal.SIGSTOP)
-    status, told = probe("--address", server.address, "--timeout-s", "0.5")
+    status, output = probe("--address", server.address, "--timeout-s", "0.5")
     assert status == 1
-    assert "DEADLINE_EXCEEDED" in told
+    assert "DEADLINE_EXCEEDED" in output
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_wrong_options_are_one_line(probe, arguments, expected):
     assert probe(*arguments) == (1, f"refit-server: {expected}\n")
 
 
-def test_a_probe_loads_neither_torch_nor_a_server():
+def test_probe_loads_neither_torch_nor_a_server():
     code = (
         "import sys; from typer.testing import CliRunner; from refit_server.cli import app; "
         "arguments = ['check', '--address', '127.0.0.1:1', '--timeout-s', '1'];"

@@ -1,25 +1,30 @@
-"""The service as clients of the control plane meet it: state, restart, token, TLS, metrics."""
+"""The service through control-plane clients: state, restart, token, TLS, metrics."""
 
 import contextlib
 import signal
 import sys
-import time
 import urllib.request
 
+import grpc
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from integration.waiting import wait_until
+from modelexpress import p2p_pb2, p2p_pb2_grpc
+from modelexpress.auth import TokenProvider, with_auth
 
-from refit_mx.control import ControlClient, Heartbeat, Shard, VersionState, WorkerRole
-from refit_mx.deadline import Deadline
-from refit_mx.errors import (
+from refit_mx import (
     ControlAccessError,
+    ControlClient,
     ControlError,
     ControlUnavailableError,
+    Deadline,
     RefitTimeoutError,
     VersionLeasedError,
     VersionNotFoundError,
 )
+from refit_mx.control import Heartbeat, Shard, VersionState, WorkerRole
 
-PATIENCE_S = 60.0
+TIMEOUT_S = 60.0
 TOKEN = "0123456789abcdef-0123456789abcdef"
 COMMAND = (sys.executable, "-m", "refit_server", "serve")
 
@@ -42,20 +47,18 @@ def publish(client, key, worker="w", slots=("a",)):
     return version.version_id
 
 
-def until(condition, patience_s=PATIENCE_S):
-    deadline = time.monotonic() + patience_s
-    while True:
+def until(condition):
+    """Wait for a condition on a server that may be unreachable meanwhile."""
+
+    def holds():
         with contextlib.suppress(ControlUnavailableError, RefitTimeoutError):
-            if condition():
-                return
-        assert time.monotonic() < deadline, f"not within {patience_s:g} s"
-        time.sleep(0.05)
+            return condition()
+
+    wait_until(holds, TIMEOUT_S)
 
 
 @pytest.mark.slow
-def test_a_killed_server_that_is_started_again_keeps_versions_shards_workers_and_leases(
-    start, connect, tmp_path
-):
+def test_killed_server_restores_its_state_after_a_restart(start, connect, tmp_path):
     state = ("--state", str(tmp_path / "state.db"))
     first = start(*state)
     client = connect(first.address)
@@ -66,20 +69,22 @@ def test_a_killed_server_that_is_started_again_keeps_versions_shards_workers_and
     client.delete_version(released)
     with client.lease(ready, "g", ttl_s=60) as lease:
         before = [client.get_version(uid) for uid in (ready, staging, released)]
+        more = [client.create_version("n", ("a",), idempotency_key=str(n)) for n in range(200)]
         first.signal(signal.SIGKILL)
-        first.process.wait(PATIENCE_S)
+        first.process.wait(TIMEOUT_S)
 
         port = first.address.rpartition(":")[2]
         start(command=(*COMMAND, "--address", f"127.0.0.1:{port}", *state))
         until(lambda: client.get_version(ready))
         assert [client.get_version(uid) for uid in (ready, staging, released)] == before
+        assert [client.get_version(version.version_id) for version in more] == more
         assert client.list_shards(ready) == [shard(ready)]
-        # The lease holds: the version may be released, and its shard still stays.
+        # The lease holds: the version may be released, but its shard stays.
         client.delete_version(ready)
         with pytest.raises(VersionLeasedError):
             client.delete_shard(ready, "a", "w")
         lease.check()
-        # The worker is live still, and an idempotency key means what it meant.
+        # The worker is still live, and idempotency keys keep their meaning.
         assert client.create_shard(shard(staging)).state is VersionState.STAGING
         again = client.create_version("m", ("a", "b"), idempotency_key="2")
         assert again.version_id == staging
@@ -87,46 +92,32 @@ def test_a_killed_server_that_is_started_again_keeps_versions_shards_workers_and
 
 
 @pytest.mark.slow
-def test_what_was_answered_before_the_kill_is_there_after_it(start, connect, tmp_path):
-    state = ("--state", str(tmp_path / "state.db"))
-    server = start(*state)
-    client = connect(server.address)
-    made = [client.create_version("m", ("a",), idempotency_key=str(n)) for n in range(200)]
-    server.process.kill()
-    server.process.wait(PATIENCE_S)
-    client = connect(start(*state).address)
-    assert [client.get_version(version.version_id) for version in made] == made
-
-
-@pytest.mark.slow
-def test_a_server_that_cannot_keep_its_state_refuses_and_ends(start, connect, tmp_path):
+def test_server_that_cannot_store_its_state_refuses_and_exits(start, connect, tmp_path):
     state = ("--state", str(tmp_path / "state.db"))
     command = " ".join((*COMMAND, "--address", "127.0.0.1:0", "--grace-s", "1", *state))
-    # No file may grow beyond 64 blocks of 512 or 1024 bytes: as on a disk that is full.
+    # No file may grow beyond 64 blocks of 512 or 1024 bytes, as on a full disk.
     server = start(command=("sh", "-c", f"ulimit -f 64; exec {command}"))
     client = connect(server.address)
-    made = []
+    created = []
     refusal = None
     for n in range(2_000):
         try:
-            made.append(client.create_version("m", (f"{n}" * 100,), idempotency_key=f"{n}"))
+            created.append(client.create_version("m", (f"{n}" * 100,), idempotency_key=f"{n}"))
         except ControlUnavailableError as error:
             refusal = error
             break
-    assert "the state cannot be kept" in str(refusal)
-    _, written = server.process.communicate(timeout=PATIENCE_S)
+    assert "the state cannot be stored" in str(refusal)
+    _, written = server.process.communicate(timeout=TIMEOUT_S)
     assert server.process.returncode == 1
-    assert "refit-server: the state cannot be kept" in written
-    # What was answered is there for the next one.
+    assert "refit-server: the state cannot be stored" in written
+    # Everything that was answered is there after a restart.
     client = connect(start(*state).address)
-    assert made
-    assert [client.get_version(version.version_id) for version in made] == made
+    assert created
+    assert [client.get_version(version.version_id) for version in created] == created
 
 
 @pytest.mark.slow
-def test_after_a_restart_a_worker_that_does_not_come_back_takes_its_version_along(
-    start, connect, tmp_path
-):
+def test_worker_missing_after_a_restart_releases_its_version(start, connect, tmp_path):
     state = ("--state", str(tmp_path / "state.db"), "--restart-grace-s", "2")
     server = start(*state)
     client = connect(server.address)
@@ -136,7 +127,7 @@ def test_after_a_restart_a_worker_that_does_not_come_back_takes_its_version_alon
     client.register_worker("v", WorkerRole.TRAINER, "m", ttl_s=3)
     other = publish(client, "2", worker="v")
     server.process.kill()
-    server.process.wait(PATIENCE_S)
+    server.process.wait(TIMEOUT_S)
     client = connect(start(*state).address)
     assert client.get_version(ready).state is VersionState.RELEASING
     until(lambda: client.get_version(other).state is VersionState.RELEASING)
@@ -151,7 +142,7 @@ def test_without_a_state_file_a_restart_forgets(start, connect):
         connect(start().address).get_version(uid)
 
 
-def test_a_stop_in_the_middle_of_a_wait_is_a_typed_error(start, connect):
+def test_stop_in_the_middle_of_a_wait_is_a_typed_error(start, connect):
     server = start()
     client = connect(server.address)
     uid = client.create_version("m", ("a",), idempotency_key="1").version_id
@@ -161,7 +152,7 @@ def test_a_stop_in_the_middle_of_a_wait_is_a_typed_error(start, connect):
 
 
 @pytest.mark.slow
-def test_a_stopped_server_is_a_typed_error_within_the_deadline(start, connect):
+def test_suspended_server_is_a_typed_error_within_the_deadline(start, connect):
     server = start()
     client = connect(server.address, rpc_timeout_s=1.0)
     uid = client.create_version("m", ("a",), idempotency_key="1").version_id
@@ -172,8 +163,8 @@ def test_a_stopped_server_is_a_typed_error_within_the_deadline(start, connect):
     until(lambda: client.get_version(uid))
 
 
-def test_the_options_of_retention_and_time_to_live_are_obeyed(start, connect):
-    client = connect(start("--retention", "1", "--most-ttl-s", "100").address)
+def test_options_of_retention_and_time_to_live_are_obeyed(start, connect):
+    client = connect(start("--retention", "1", "--max-ttl-s", "100").address)
     with pytest.raises(ControlError, match="at most 100"):
         client.register_worker("w", WorkerRole.TRAINER, "m", ttl_s=101)
     client.register_worker("w", WorkerRole.TRAINER, "m", ttl_s=100)
@@ -183,8 +174,6 @@ def test_the_options_of_retention_and_time_to_live_are_obeyed(start, connect):
 
 
 def test_calls_without_the_token_are_refused_and_health_is_open(start, connect, token_file):
-    from grpc_health.v1 import health_pb2, health_pb2_grpc
-
     address = start("--token-file", str(token_file)).address
     for token in (None, TOKEN[:-1], TOKEN + "x"):
         with pytest.raises(ControlAccessError, match="valid bearer token") as refusal:
@@ -192,40 +181,34 @@ def test_calls_without_the_token_are_refused_and_health_is_open(start, connect, 
         assert TOKEN not in str(refusal.value)
     with pytest.raises(VersionNotFoundError):
         connect(address, token=TOKEN).get_version("x")
-    import grpc
-
     with grpc.insecure_channel(address) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
-        answer = stub.Check(health_pb2.HealthCheckRequest(), timeout=PATIENCE_S)
+        answer = stub.Check(health_pb2.HealthCheckRequest(), timeout=TIMEOUT_S)
     assert answer.status == health_pb2.HealthCheckResponse.SERVING
 
 
-def test_the_real_clients_bring_the_token_from_their_file(start, token_file):
-    import grpc
-    from modelexpress import p2p_pb2, p2p_pb2_grpc
-    from modelexpress.auth import TokenProvider, with_auth
-
+def test_modelexpress_clients_send_the_token_from_their_file(start, token_file):
     address = start("--token-file", str(token_file)).address
     with grpc.insecure_channel(address) as plain:
         channel = with_auth(plain, TokenProvider(str(token_file)))
         stub = p2p_pb2_grpc.P2pServiceStub(channel)
-        assert not stub.ListSources(p2p_pb2.ListSourcesRequest(), timeout=PATIENCE_S).instances
+        assert not stub.ListSources(p2p_pb2.ListSourcesRequest(), timeout=TIMEOUT_S).instances
 
 
-def test_over_tls_with_a_token(start, connect, certificate, token_file):
-    made = certificate("refit")
-    secrets = ("--tls-cert", str(made.cert), "--tls-key", str(made.key))
+def test_client_connects_over_tls_with_a_token(start, connect, certificate, token_file):
+    pair = certificate("refit")
+    secrets = ("--tls-cert", str(pair.cert), "--tls-key", str(pair.key))
     address = start(*secrets, "--token-file", str(token_file)).address
-    client = connect(address, tls_ca=made.cert, token=TOKEN)
+    client = connect(address, tls_ca=pair.cert, token=TOKEN)
     with Heartbeat(client, "w", WorkerRole.TRAINER, "m", on_sigterm=False):
         publish(client, "1")
-    with pytest.raises(ControlAccessError, match="certificate is not of tls_ca"):
+    with pytest.raises(ControlAccessError, match="certificate is not signed by tls_ca"):
         connect(address, tls_ca=certificate("other").cert, token=TOKEN).get_version("x")
 
 
-def test_metrics_count_calls_and_what_is_held(start, connect, token_file):
-    # With a token: the port may have been that of a server which another test, at the same time,
-    # still asks for. Calls that are not let in are not counted.
+def test_metrics_count_calls_and_records(start, connect, token_file):
+    # With a token, since a parallel test may still call a former server on this port. Refused calls
+    # are not counted.
     server = start("--metrics-port", "0", "--token-file", str(token_file))
     url = server.process.stderr.readline().split()[-1]
     stranger, client = connect(server.address), connect(server.address, token=TOKEN)
@@ -236,9 +219,9 @@ def test_metrics_count_calls_and_what_is_held(start, connect, token_file):
     client.create_version("m", ("a",), idempotency_key="2")
     with pytest.raises(VersionNotFoundError):
         client.get_version("x")
-    with client.lease(secret, "g"), urllib.request.urlopen(url, timeout=PATIENCE_S) as answer:
+    with client.lease(secret, "g"), urllib.request.urlopen(url, timeout=TIMEOUT_S) as answer:
         shown = answer.read().decode()
-    told = {line for line in shown.splitlines() if line.startswith("refit_control_")}
+    lines = {line for line in shown.splitlines() if line.startswith("refit_control_")}
     expected = {
         'refit_control_versions{state="ready"} 1.0',
         'refit_control_versions{state="staging"} 1.0',
@@ -251,11 +234,11 @@ def test_metrics_count_calls_and_what_is_held(start, connect, token_file):
         'refit_control_calls_total{code="OK",method="CreateWeightVersion"} 2.0',
         'refit_control_call_seconds_count{method="CreateWeightVersion"} 2.0',
     }
-    assert expected <= told, f"{sorted(expected - told)} not in {sorted(told)}"
+    assert expected <= lines, f"{sorted(expected - lines)} not in {sorted(lines)}"
     assert secret not in shown
 
 
-def test_no_metrics_are_shown_unless_asked_for(start):
+def test_metrics_are_off_by_default(start):
     server = start()
     server.signal(signal.SIGTERM)
     status, _, written = server.wait()

@@ -1,9 +1,10 @@
-"""One bad peer stops no other: silent connections, half a request and nonsense cost one line."""
+"""Bad peers block no other: silent connections, half requests and nonsense cost one log line."""
 
 from __future__ import annotations
 
 import contextlib
 import queue
+import resource
 import signal
 import socket
 import sysconfig
@@ -15,20 +16,33 @@ from pathlib import Path
 import grpc
 import pytest
 
-from refit_mx.control import ControlClient
-from refit_mx.control.records import WorkerRole
+from refit_mx import ControlClient
+from refit_mx.control import WorkerRole
 
 COMMAND = str(Path(sysconfig.get_path("scripts")) / "refit-server")
-PATIENCE_S = 60.0
+TIMEOUT_S = 60.0
 
 SILENT = 1200
 METHOD = "/model_express.refit.RefitService/GetWeightVersion"
 
 
 @contextlib.contextmanager
+def descriptors(needed):
+    """Allow this process so many open files, whatever the shell's limit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < needed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@contextlib.contextmanager
 def connections(address, count, sent=b""):
     host, _, port = address.rpartition(":")
     with contextlib.ExitStack() as stack:
+        stack.enter_context(descriptors(count + 256))
         opened = []
         for _ in range(count):
             opened.append(stack.enter_context(socket.create_connection((host, int(port)), 30)))
@@ -38,7 +52,7 @@ def connections(address, count, sent=b""):
 
 
 def all_end(sockets):
-    """Whether the other side ends all of them."""
+    """Return whether the other side closes all connections."""
     until = time.monotonic() + 30
     for sock in sockets:
         sock.settimeout(max(0.01, until - time.monotonic()))
@@ -59,14 +73,14 @@ def register(client):
 
 
 def written(server):
-    """Lines that the server wrote, once it has ended."""
+    """Stop the server and return the lines that it wrote."""
     server.signal(signal.SIGTERM)
     status, _, text = server.wait()
     assert status == 0, text
     return text.splitlines()
 
 
-def test_1200_silent_connections_leave_room_for_calls(start):
+def test_1200_silent_connections_leave_capacity_for_calls(start):
     few = ("prlimit", "--nofile=1024:16384", COMMAND, "serve", "--address", "127.0.0.1:0")
     server = start(command=few)
     with ControlClient(server.address, rpc_timeout_s=5) as client:
@@ -77,13 +91,13 @@ def test_1200_silent_connections_leave_room_for_calls(start):
     assert len(written(server)) <= 1
 
 
-def test_tls_handshakes_that_do_not_come_end(start, certificate, token_file):
-    made = certificate("refit")
-    secrets = ("--tls-cert", str(made.cert), "--tls-key", str(made.key))
+def test_incomplete_tls_handshakes_are_dropped(start, certificate, token_file):
+    pair = certificate("refit")
+    secrets = ("--tls-cert", str(pair.cert), "--tls-key", str(pair.key))
     server = start(*secrets, "--token-file", str(token_file))
-    hello = bytes.fromhex("160301020001")  # the head of a ClientHello, and no more
+    hello = bytes.fromhex("160301020001")  # only the head of a ClientHello
     client = ControlClient(
-        server.address, tls_ca=made.cert, token=token_file.read_text().strip(), rpc_timeout_s=5
+        server.address, tls_ca=pair.cert, token=token_file.read_text().strip(), rpc_timeout_s=5
     )
     with client, connections(server.address, 200, hello) as half:
         with connections(server.address, 200, b"GET / HTTP/1.1\r\n\r\n") as wrong:
@@ -93,14 +107,14 @@ def test_tls_handshakes_that_do_not_come_end(start, certificate, token_file):
     assert len(written(server)) <= 1
 
 
-def test_half_sent_calls_hold_up_no_other_and_end(start):
+def test_half_sent_calls_block_no_other_and_are_dropped(start):
     server = start()
-    over = threading.Event()
+    stop = threading.Event()
     ended = queue.SimpleQueue()
     with grpc.insecure_channel(server.address) as channel:
 
         def never():
-            over.wait(PATIENCE_S)
+            stop.wait(TIMEOUT_S)
             yield from ()
 
         for _ in range(64):
@@ -108,13 +122,13 @@ def test_half_sent_calls_hold_up_no_other_and_end(start):
         with ControlClient(server.address, rpc_timeout_s=5) as client:
             register(client)
         codes = {ended.get(timeout=30).code() for _ in range(64)}
-        over.set()
+        stop.set()
     assert codes == {grpc.StatusCode.DEADLINE_EXCEEDED}
     (line,) = written(server)
     assert line == "control plane: peer 127.0.0.1 sent no request within 5 s"
 
 
-def test_malformed_and_unauthorised_calls_cost_one_line_without_content(start, token_file):
+def test_malformed_and_unauthorised_calls_log_one_line_without_content(start, token_file):
     token = (("authorization", "Bearer " + token_file.read_text().strip()),)
     server = start("--token-file", str(token_file))
     with grpc.insecure_channel(server.address) as channel:
@@ -128,11 +142,11 @@ def test_malformed_and_unauthorised_calls_cost_one_line_without_content(start, t
 
 
 @pytest.mark.parametrize("sent", [b"", b"GET /metrics HTTP/1.1\r\nHost"], ids=["silent", "half"])
-def test_metrics_are_shown_while_peers_are_silent(start, sent):
+def test_metrics_are_served_while_peers_are_silent(start, sent):
     server = start("--metrics-port", "0")
     url = server.process.stderr.readline().split()[-1]
     with connections(url.split("/")[2], SILENT // 4, sent) as silent:
-        with urllib.request.urlopen(url, timeout=PATIENCE_S) as answer:
+        with urllib.request.urlopen(url, timeout=TIMEOUT_S) as answer:
             assert b"refit_control_leases 0.0" in answer.read()
         assert all_end(silent)
     (line,) = written(server)

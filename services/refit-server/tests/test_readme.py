@@ -1,4 +1,4 @@
-"""The README's Python blocks run as they stand."""
+"""The README's Python blocks run unchanged."""
 
 import re
 from pathlib import Path
@@ -9,10 +9,10 @@ README = Path(__file__).parents[1] / "README.md"
 BLOCKS = re.findall(r"^```python\n(.*?)^```", README.read_text(), re.MULTILINE | re.DOTALL)
 
 
-def test_the_readme_shows_python():
+def test_readme_shows_python():
     assert BLOCKS
 
 
 @pytest.mark.parametrize("block", BLOCKS)
-def test_a_block_of_the_readme_runs(block):
+def test_block_of_the_readme_runs(block):
     exec(compile(block, str(README), "exec"), {"__name__": "__main__"})

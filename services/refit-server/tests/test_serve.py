@@ -1,21 +1,23 @@
-"""The command starts a real server with the standard health service, and stops when asked."""
+"""The command starts a real server with the standard health service, and stops on a signal."""
 
 import signal
+import subprocess
 import sys
 import time
+from importlib.metadata import version
 
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-PATIENCE_S = 60.0
+TIMEOUT_S = 60.0
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
 @pytest.fixture
 def health():
-    """Gives a health stub of an address; its channel is closed with the test."""
+    """Return health stubs by address; their channels are closed after the test."""
     channels = []
 
     def connect(address, credentials=None):
@@ -32,14 +34,14 @@ def health():
 
 def check(stub, service=""):
     request = health_pb2.HealthCheckRequest(service=service)
-    return stub.Check(request, timeout=PATIENCE_S, wait_for_ready=True).status
+    return stub.Check(request, timeout=TIMEOUT_S, wait_for_ready=True).status
 
 
 def watch(stub):
-    return stub.Watch(health_pb2.HealthCheckRequest(), timeout=PATIENCE_S)
+    return stub.Watch(health_pb2.HealthCheckRequest(), timeout=TIMEOUT_S)
 
 
-def test_the_one_line_of_output_is_an_address_that_serves(start, health):
+def test_only_line_of_output_is_an_address_that_serves(start, health):
     server = start()
     host, port = server.address.rsplit(":", 1)
     assert host == "127.0.0.1"
@@ -50,34 +52,40 @@ def test_the_one_line_of_output_is_an_address_that_serves(start, health):
     assert (status, written) == (0, "")
 
 
-def test_the_module_runs_as_the_command(start, health):
+def test_module_runs_as_the_command(start, health):
     server = start(command=(sys.executable, "-m", "refit_server", "serve", "--address", "[::1]:0"))
     assert server.address.startswith("[::1]:")
     assert check(health(server.address)) == SERVING
 
 
-def test_health_speaks_of_each_service(start, health):
+def test_version_is_printed():
+    command = (sys.executable, "-m", "refit_server", "--version")
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=TIMEOUT_S)
+    assert done.stdout == f"refit-server {version('refit-server')}\n"
+
+
+def test_health_covers_each_service(start, health):
     stub = health(start().address)
     assert check(stub, "model_express.refit.RefitService") == SERVING
     assert check(stub, "model_express.p2p.P2pService") == SERVING
 
 
-def test_a_service_that_is_not_there_is_unknown(start, health):
+def test_missing_service_is_unknown(start, health):
     with pytest.raises(grpc.RpcError) as refusal:
         check(health(start().address), "no.such.Service")
     assert refusal.value.code() == grpc.StatusCode.NOT_FOUND
 
 
-def test_a_method_that_is_not_there_is_unimplemented(start):
+def test_missing_method_is_unimplemented(start):
     with grpc.insecure_channel(start().address) as channel:
         call = channel.unary_unary("/model_express.refit.RefitService/NoSuchMethod")
         with pytest.raises(grpc.RpcError) as refusal:
-            call(b"", timeout=PATIENCE_S, wait_for_ready=True)
+            call(b"", timeout=TIMEOUT_S, wait_for_ready=True)
     assert refusal.value.code() == grpc.StatusCode.UNIMPLEMENTED
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_is_announced_to_watchers_before_their_calls_are_ended(start, health, number):
+def test_watchers_learn_of_a_signal_before_their_calls_end(start, health, number):
     server = start("--grace-s", "1")
     statuses = watch(health(server.address))
     assert next(statuses).status == SERVING
@@ -125,7 +133,7 @@ app()
 """
 
 
-def test_an_announcement_that_is_stuck_does_not_hold_the_stop_up(start):
+def test_stuck_announcement_does_not_delay_the_stop(start):
     arguments = ("serve", "--address", "127.0.0.1:0", "--grace-s", "1")
     server = start(command=(sys.executable, "-c", STUCK, *arguments))
     server.signal(signal.SIGTERM)
@@ -134,23 +142,21 @@ def test_an_announcement_that_is_stuck_does_not_hold_the_stop_up(start):
     assert 0.9 <= seconds < 8
 
 
-def test_with_a_certificate_only_tls_is_spoken(start, health, certificate):
-    made = certificate("refit")
-    options = ("--tls-cert", str(made.cert), "--tls-key", str(made.key))
+def test_server_with_a_certificate_accepts_only_tls(start, health, certificate):
+    pair = certificate("refit")
+    options = ("--tls-cert", str(pair.cert), "--tls-key", str(pair.key))
     server = start(*options)
-    trusted = grpc.ssl_channel_credentials(made.cert.read_bytes())
+    trusted = grpc.ssl_channel_credentials(pair.cert.read_bytes())
     assert check(health(server.address, trusted)) == SERVING
     with pytest.raises(grpc.RpcError):
-        health(server.address).Check(health_pb2.HealthCheckRequest(), timeout=PATIENCE_S)
+        health(server.address).Check(health_pb2.HealthCheckRequest(), timeout=TIMEOUT_S)
 
 
-def test_with_a_certificate_and_a_token_every_interface_can_be_served(
-    start, health, certificate, token_file
-):
-    made = certificate("refit")
-    secrets = ("--tls-cert", str(made.cert), "--tls-key", str(made.key))
+def test_certificate_and_token_allow_every_interface(start, health, certificate, token_file):
+    pair = certificate("refit")
+    secrets = ("--tls-cert", str(pair.cert), "--tls-key", str(pair.key))
     server = start(*secrets, "--token-file", str(token_file), "--address", "0.0.0.0:0")
     assert server.address.startswith("0.0.0.0:")
-    trusted = grpc.ssl_channel_credentials(made.cert.read_bytes())
+    trusted = grpc.ssl_channel_credentials(pair.cert.read_bytes())
     here = server.address.replace("0.0.0.0", "127.0.0.1")
     assert check(health(here, trusted)) == SERVING

@@ -1,13 +1,17 @@
-"""New weights from trainers to every generator, exactly once and never torn.
+"""Refit: publish new weights from trainers and fetch them into every generator.
 
-Importing this package imports neither torch nor gRPC: the names that need them are loaded when they
-are first used.
+A generator gets each version exactly once, and never a mix of two.
+
+Importing this package imports neither torch nor gRPC. A name that needs them is loaded on first
+use, from the module given in the imports for type checkers below.
 """
 
 from __future__ import annotations
 
-import importlib
+from functools import cache
+from importlib import import_module
 from importlib.util import find_spec
+from pkgutil import get_data
 from typing import TYPE_CHECKING
 
 from refit_mx.errors import (
@@ -32,67 +36,21 @@ from refit_mx.errors import (
     VersionNotFoundError,
     VersionNotReadyError,
 )
-from refit_mx.layout import (
-    TargetTPLayout,
-)
-from refit_mx.slice_range import (
-    SliceRange,
-    intersect,
-)
-from refit_mx.tensor_types import (
-    Box,
-    TensorSpec,
-)
+from refit_mx.layout import Box, SliceRange, TargetTPLayout, TensorSpec, intersect
 
 if TYPE_CHECKING:
-    from refit_mx.bounded_control import (
-        patiently,
-    )
-    from refit_mx.compile.base import (
-        CompilePass,
-        compile_pass,
-        register_compile_pass,
-    )
-    from refit_mx.control.access import (
-        ControlAccess,
-    )
-    from refit_mx.control.client import (
-        ControlClient,
-    )
-    from refit_mx.control.embedded import (
-        EmbeddedControlServer,
-    )
-    from refit_mx.cuts import (
-        Cut,
-    )
-    from refit_mx.deadline import (
-        Deadline,
-    )
-    from refit_mx.discovery import (
-        SourceSet,
-        discover_v2_sources_for_slice,
-    )
-    from refit_mx.engine.vllm import (
-        MxWeightTransferEngine,
-    )
-    from refit_mx.fleet.client import (
-        RefitFleet,
-    )
-    from refit_mx.manifest import (
-        Manifest,
-        Registry,
-    )
-    from refit_mx.plan.planner import (
-        Plan,
-        plan_reads,
-    )
-    from refit_mx.plan.shards import (
-        ShardTable,
-    )
-    from refit_mx.plan.target_tensors import (
-        TargetPart,
-        TargetTensor,
-    )
+    from refit_mx.compile.base import CompilePass, compile_pass, register_compile_pass
+    from refit_mx.control.access import ControlAccess
+    from refit_mx.control.client import ControlClient
+    from refit_mx.control.embedded import EmbeddedControlServer
+    from refit_mx.control.retry import retry_idempotent
+    from refit_mx.deadline import Deadline
+    from refit_mx.engine.vllm import MxWeightTransferEngine
+    from refit_mx.fleet.client import RefitFleet
+    from refit_mx.manifest.format import Manifest, Registry
+    from refit_mx.plan.planner import Plan, plan_reads
+    from refit_mx.plan.shards import ShardTable
+    from refit_mx.plan.target_tensors import TargetPart, TargetTensor
     from refit_mx.plan.targets import (
         expert_targets,
         fused_gate_up_target,
@@ -101,27 +59,13 @@ if TYPE_CHECKING:
         replicated_target,
         tp_target,
     )
-    from refit_mx.publisher import (
-        MxV2TrainingPublisher,
-    )
-    from refit_mx.received import (
-        ReceivedWeights,
-        RefitStats,
-    )
-    from refit_mx.receiver import (
-        MxV2RefitReceiver,
-    )
-    from refit_mx.settings import (
-        PublisherSettings,
-        ReceiverSettings,
-    )
-    from refit_mx.shard_sources import (
-        LocalShard,
-        local_shards,
-    )
-    from refit_mx.transports.base import (
-        Transport,
-    )
+    from refit_mx.receive.discovery import SourceSet, discover_v2_sources_for_slice
+    from refit_mx.receive.received import ReceivedWeights, RefitStats
+    from refit_mx.receive.receiver import MxV2RefitReceiver
+    from refit_mx.settings import PublisherSettings, ReceiverSettings
+    from refit_mx.source.publisher import MxV2TrainingPublisher
+    from refit_mx.source.shards import Cut, LocalShard, local_shards
+    from refit_mx.transports.base import Transport
 
 __all__ = [
     "Box",
@@ -179,53 +123,14 @@ __all__ = [
     "intersect",
     "local_shards",
     "mesh_target",
-    "patiently",
     "plan_reads",
     "register_compile_pass",
     "replicated_target",
+    "retry_idempotent",
     "tp_target",
 ]
 
-_LAZY = {
-    "CompilePass": "compile.base",
-    "ControlAccess": "control.access",
-    "ControlClient": "control.client",
-    "Cut": "cuts",
-    "Deadline": "deadline",
-    "EmbeddedControlServer": "control.embedded",
-    "LocalShard": "shard_sources",
-    "Manifest": "manifest",
-    "MxV2RefitReceiver": "receiver",
-    "MxV2TrainingPublisher": "publisher",
-    "MxWeightTransferEngine": "engine.vllm",
-    "Plan": "plan.planner",
-    "PublisherSettings": "settings",
-    "ReceivedWeights": "received",
-    "ReceiverSettings": "settings",
-    "RefitFleet": "fleet.client",
-    "RefitStats": "received",
-    "Registry": "manifest",
-    "ShardTable": "plan.shards",
-    "SourceSet": "discovery",
-    "TargetPart": "plan.target_tensors",
-    "TargetTensor": "plan.target_tensors",
-    "Transport": "transports.base",
-    "compile_pass": "compile.base",
-    "discover_v2_sources_for_slice": "discovery",
-    "expert_targets": "plan.targets",
-    "fused_gate_up_target": "plan.targets",
-    "fused_qkv_target": "plan.targets",
-    "local_shards": "shard_sources",
-    "mesh_target": "plan.targets",
-    "patiently": "bounded_control",
-    "plan_reads": "plan.planner",
-    "register_compile_pass": "compile.base",
-    "replicated_target": "plan.targets",
-    "tp_target": "plan.targets",
-}
-
-
-# A name to the package that it needs beside those of refit-mx, and what brings that.
+# The additional package that a name needs, and the requirement that installs it.
 _EXTRAS = {
     "MxWeightTransferEngine": ("vllm", "vllm"),
     "RefitFleet": ("httpx", "refit-mx[fleet]"),
@@ -235,19 +140,36 @@ _EXTRAS = {
 def _is_installed(package: str) -> bool:
     try:
         return find_spec(package) is not None
-    except ValueError:  # a module that was made by hand
+    except ValueError:  # a module without a spec, created by hand
         return True
 
 
-if not TYPE_CHECKING:  # a star import must not fail for what is not installed
+if not TYPE_CHECKING:  # a star import must not fail for a package that is not installed
     __all__ = [name for name in __all__ if name not in _EXTRAS or _is_installed(_EXTRAS[name][0])]
 
 
+@cache
+def _modules() -> dict[str, str]:
+    """Return the module of each lazy name, read from the imports for type checkers."""
+    import ast
+
+    tree = ast.parse(get_data(__name__, "__init__.py") or b"")
+    return {
+        alias.name: node.module or ""
+        for block in tree.body
+        if isinstance(block, ast.If)
+        for node in block.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+
+
 def __getattr__(name: str) -> object:
-    if name not in _LAZY:
+    module = _modules().get(name)
+    if module is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
-        return getattr(importlib.import_module(f"refit_mx.{_LAZY[name]}"), name)
+        return getattr(import_module(module), name)
     except ModuleNotFoundError as error:
         package, install = _EXTRAS.get(name, ("", ""))
         if error.name != package:

@@ -1,4 +1,4 @@
-"""`Deadline`: the one moment by which a whole operation has to be done, through all its waits."""
+"""`Deadline`: the moment by which an operation with all its waits must be done."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import time
 from refit_mx.errors import RefitTimeoutError
 
 _WAIT_PART = 1 / 8
-"""Of a stall: so much later than it should a source is found that has fallen silent."""
+"""Longest wait, as a fraction of the stall limit; bounds how late a stall is detected."""
 
 
 class Deadline:
-    """A moment of the monotonic clock.
+    """A moment of the monotonic clock by which an operation must be done.
 
     Args:
         timeout_s: seconds from now; must be positive.
-        what: is awaited, for the error's message.
+        what: the operation, for the error's message.
 
     Raises:
         ValueError: if ``timeout_s`` is not positive.
@@ -31,25 +31,25 @@ class Deadline:
 
     @property
     def left_s(self) -> float:
-        """Seconds left; 0 once it has passed."""
+        """Seconds that remain; 0 once the deadline has passed."""
         return max(0.0, self._at - time.monotonic())
 
     @property
-    def most_wait_s(self) -> float:
-        """For one wait, after which `moved` should be told of what came meanwhile."""
+    def max_wait_s(self) -> float:
+        """Longest single wait; after it, `record_progress` should be called if data arrived."""
         return math.inf
 
-    def moved(self) -> None:
-        """Something moved, which changes nothing here."""
+    def record_progress(self) -> None:
+        """Record progress; a plain deadline ignores it."""
 
     def check(self, doing: str = "") -> float:
-        """Seconds left, more than 0.
+        """Return the seconds that remain, more than 0.
 
         Args:
-            doing: what was being done, for the message.
+            doing: the current activity, for the message.
 
         Raises:
-            RefitTimeoutError: it has passed.
+            RefitTimeoutError: the deadline has passed.
         """
         left = self.left_s
         if not left:
@@ -57,41 +57,41 @@ class Deadline:
         return left
 
     def error(self, doing: str = "") -> RefitTimeoutError:
-        """What to raise when the deadline has passed."""
+        """Return the error to raise when the deadline has passed."""
         where = f" while {doing}" if doing else ""
         return RefitTimeoutError(f"{self._what}: not done after {self._timeout_s:g} s{where}")
 
 
 class StallDeadline(Deadline):
-    """A deadline that also passes once nothing has moved for a while; any thread may say so.
+    """A deadline that also passes when no thread has recorded progress for ``stall_s``.
 
     Args:
-        whole: which this one never outlasts.
-        stall_s: seconds without a move.
-        what: is awaited, for the error's message.
+        overall: the deadline of the operation, which this one never outlasts.
+        stall_s: longest time without progress.
+        what: the operation, for the error's message.
     """
 
-    def __init__(self, whole: Deadline, stall_s: float, what: str) -> None:
+    def __init__(self, overall: Deadline, stall_s: float, what: str) -> None:
         super().__init__(stall_s, what)
-        self._whole = whole
+        self._overall = overall
 
     @property
     def left_s(self) -> float:
-        """Seconds left, unless something moves."""
-        return min(super().left_s, self._whole.left_s)
+        """Seconds that remain if no further progress is recorded."""
+        return min(super().left_s, self._overall.left_s)
 
     @property
-    def most_wait_s(self) -> float:
-        """A part of the stall: other threads must hear of bytes that come slowly."""
+    def max_wait_s(self) -> float:
+        """A fraction of the stall limit, so that other threads see bytes that arrive slowly."""
         return self._timeout_s * _WAIT_PART
 
-    def moved(self) -> None:
-        """Something moved: the seconds count anew."""
+    def record_progress(self) -> None:
+        """Record progress: the stall time starts again."""
         self._at = time.monotonic() + self._timeout_s
 
     def error(self, doing: str = "") -> RefitTimeoutError:
-        """What to raise when it has passed."""
-        if not self._whole.left_s:
-            return self._whole.error(doing)
+        """Return the error to raise when the deadline has passed."""
+        if not self._overall.left_s:
+            return self._overall.error(doing)
         where = f" while {doing}" if doing else ""
-        return RefitTimeoutError(f"{self._what}: nothing came for {self._timeout_s:g} s{where}")
+        return RefitTimeoutError(f"{self._what}: no data for {self._timeout_s:g} s{where}")

@@ -1,77 +1,76 @@
-"""Every error that refit raises. All are `RefitError`; those that a retry may cure say so.
+"""Every error that refit raises: all are `RefitError`, and `retryable` marks those worth a retry.
 
-No operation waits without a deadline: one that passes it raises `RefitTimeoutError` or, where the
-cause is known, the error of the cause.
+Every operation has a deadline. When it passes, the operation raises `RefitTimeoutError` or, if the
+cause is known, the error of that cause.
 """
 
 from __future__ import annotations
 
 
 class RefitError(Exception):
-    """Base of all.
+    """Base class of all errors.
 
     Attributes:
-        retryable: whether the same call may succeed when it is made again, against other sources or
-            later.
+        retryable: whether the same call may succeed later, or with other sources.
     """
 
     retryable = False
 
 
 class RefitConfigError(RefitError, ValueError):
-    """An argument or a setting is wrong; nothing was started."""
+    """An invalid argument or setting; nothing was started."""
 
 
 class ControlError(RefitError):
-    """The control plane refused a call; the message is its own."""
+    """A call that the control plane refused; the message comes from the control plane."""
 
 
 class ControlUnavailableError(ControlError, ConnectionError):
-    """The control plane cannot be reached."""
+    """A control plane that cannot be reached."""
 
     retryable = True
 
 
 class ControlAccessError(ControlError):
-    """The control plane refused the token, or is not the one whose certificate is trusted.
+    """A refused token, or a server whose certificate is not trusted.
 
-    The same call fails again until a token, a certificate or a setting is put right.
+    The same call fails again until the token, the certificate or the setting is corrected.
     """
 
 
 class VersionNotFoundError(ControlError, LookupError):
-    """The control plane knows no version of this id."""
+    """A version id that the control plane does not know."""
 
 
 class VersionNotReadyError(ControlError):
-    """The version exists and is not READY: sources are missing, or it is being released."""
+    """A version that exists but is not READY: sources are missing, or it is being released."""
 
     retryable = True
 
 
 class VersionLeasedError(ControlError):
-    """A receiver still holds a lease on the version, so its shards stay."""
+    """A version that a receiver still leases, so its shards must stay."""
 
     retryable = True
 
 
 class LeaseLostError(ControlError):
-    """The lease on a version ran out; what was read under it may not be used."""
+    """An expired lease on a version; what was read under it must not be used."""
 
     retryable = True
 
 
 class RefitTimeoutError(RefitError, TimeoutError):
-    """A deadline passed; the message says what was awaited."""
+    """A deadline that passed; the message names the operation."""
 
     retryable = True
 
 
-class SourceLostError(RefitError, ConnectionError):
-    """A source died, was restarted, or does not hold the version any more.
+class SourceError(RefitError):
+    """Sources of a version that cannot be used.
 
     Attributes:
-        worker_ids: of the sources, so that a retry can leave them out.
+        worker_ids: workers of these sources, so that a retry can exclude them.
     """
 
     retryable = True
@@ -81,61 +80,59 @@ class SourceLostError(RefitError, ConnectionError):
         self.worker_ids = worker_ids
 
 
-class DigestMismatchError(RefitError):
-    """Bytes that arrived are not those that were published.
+class SourceLostError(SourceError, ConnectionError):
+    """A source that died, restarted, or no longer holds the version."""
 
-    Attributes:
-        worker_ids: of the sources that they came from.
-    """
 
-    retryable = True
-
-    def __init__(self, message: str, worker_ids: tuple[str, ...] = ()) -> None:
-        super().__init__(message)
-        self.worker_ids = worker_ids
+class DigestMismatchError(SourceError):
+    """Received bytes that differ from the published ones."""
 
 
 class ProtocolError(RefitError):
-    """A peer sent what the protocol does not allow."""
+    """A message from a peer that the protocol does not allow."""
 
 
 class LayoutError(RefitError, ValueError):
-    """Published shards and wanted slices do not fit: the message says which rows of what are
-    missing, or which shapes or dtypes differ."""
+    """Published shards that do not match the requested slices.
+
+    The message says which rows of which tensor are missing, or which shapes or dtypes differ.
+    """
 
 
 class CompileTargetError(RefitError):
-    """No source has the compile target and metadata that a receiver asks for, or a compile pass
-    cannot make what is wanted from what is published. Raised before any byte moves."""
+    """A requested compile target that no source publishes and no compile pass can produce.
+
+    Raised before any byte moves.
+    """
 
 
 class CompileError(RefitError, ValueError):
-    """A compile pass met a value that it cannot represent; nothing live was changed."""
+    """A value that a compile pass cannot represent; no live weight was changed."""
 
 
 class ScratchExhaustedError(RefitError, MemoryError):
-    """No scratch buffer is free: the others are in use or in quarantine."""
+    """No free scratch buffer: all are in use or in quarantine."""
 
     retryable = True
 
 
 class PhaseError(RefitError):
-    """A weight-transfer engine was called in the wrong phase; its state is unchanged."""
+    """A call of a weight-transfer engine in the wrong phase; its state is unchanged."""
 
 
 class FencedError(RefitError):
-    """The worker is fenced: an install failed half way, so it must not serve until one succeeds."""
+    """A fenced worker: an install failed part way, so it must not serve until one succeeds."""
 
 
 class FleetError(RefitError):
-    """Not every server of a fleet could be brought to a version; none was resumed with another.
+    """Servers of a fleet that could not get the version; none resumed with another version.
 
     Attributes:
-        failed: address to what went wrong there.
+        failed: reason of each failure, by server address.
     """
 
     retryable = True
 
-    def __init__(self, message: str, failed: dict[str, str]) -> None:
+    def __init__(self, message: str, failed: dict[str, str] | None = None) -> None:
         super().__init__(message)
-        self.failed = failed
+        self.failed = failed or {}

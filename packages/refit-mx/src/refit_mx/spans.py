@@ -1,7 +1,7 @@
-"""Spans of a refit. They cost next to nothing in a process that set up no OpenTelemetry SDK.
+"""Spans of a refit. They cost almost nothing in a process without an OpenTelemetry SDK.
 
-The phases that move or check weights are always told. The others are short and many: they are told
-where the baggage `VERBOSE` asks for it, and where they fail.
+Phases that move or verify weights are always recorded. The others are short and frequent: they are
+recorded only when they fail or when the baggage has `VERBOSE`.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from opentelemetry import baggage, context, trace
 from opentelemetry.trace import INVALID_SPAN, Span, StatusCode
 
 OnPhase = Callable[[str], None]
-"""Called with the name of each phase as it begins; what it raises ends the operation."""
+"""Callback that gets the name of each phase as it begins; an error it raises ends the operation."""
 
 VERBOSE = "rl.verbose"
-"""Baggage that asks for every phase, whatever its value."""
+"""Baggage key that turns on every phase, whatever its value."""
 
-_DETAILS = frozenset({"stage", "serve", "offer", "lease", "discover"})
+_DETAILS = frozenset({"stage", "serve", "register", "lease", "discover"})
 
 
 @contextmanager
 def phase(name: str, version_id: str, on_phase: OnPhase | None = None) -> Iterator[Span]:
-    """A span ``refit.<name>`` of one phase.
+    """Open a span ``refit.<name>`` for one phase.
 
-    An error is told by its class alone: messages may name hosts and paths.
+    An error is recorded by its class only: messages may contain host names and paths.
     """
     if name in _DETAILS and baggage.get_baggage(VERBOSE) is None:
         began = time.time_ns()
@@ -34,29 +34,29 @@ def phase(name: str, version_id: str, on_phase: OnPhase | None = None) -> Iterat
             if on_phase is not None:
                 on_phase(name)
             yield INVALID_SPAN
-        except BaseException as error:
+        except BaseException as error:  # an interrupt may end a phase
             failed = _start(name, version_id, began)
-            _tell_error(failed, error)
+            _record_error(failed, error)
             failed.end()
             raise
         return
-    # By hand what `start_as_current_span` does, in half the time.
+    # The same as `start_as_current_span`, in half the time.
     span = _start(name, version_id)
     token = context.attach(trace.set_span_in_context(span))
     try:
         if on_phase is not None:
             on_phase(name)
         yield span
-    except BaseException as error:
-        _tell_error(span, error)
+    except BaseException as error:  # an interrupt may end a phase
+        _record_error(span, error)
         raise
     finally:
         context.detach(token)
         span.end()
 
 
-def tell_bytes(span: Span, nbytes: int, seconds: float) -> None:
-    """Put the amount and the speed on a span."""
+def record_bytes(span: Span, nbytes: int, seconds: float) -> None:
+    """Set the byte count and the rate on a span."""
     span.set_attribute("refit.bytes", nbytes)
     if seconds > 0:
         span.set_attribute("refit.gb_per_s", nbytes / seconds / 1e9)
@@ -68,13 +68,13 @@ def _start(name: str, version_id: str, began_ns: int | None = None) -> Span:
     )
 
 
-def _tell_error(span: Span, error: BaseException) -> None:
+def _record_error(span: Span, error: BaseException) -> None:
     span.set_attribute("error.type", type(error).__name__)
     span.set_status(StatusCode.ERROR)
 
 
 def tracer() -> trace.Tracer:
-    """Ours, of the provider that is set now."""
+    """Return the tracer of the current provider."""
     global _made
     provider = trace.get_tracer_provider()
     if provider is not _made[0]:
@@ -82,5 +82,5 @@ def tracer() -> trace.Tracer:
     return _made[1]
 
 
-# Kept with its provider: making one takes as long as the rest of a span.
+# Cached with its provider: creating a tracer takes as long as the rest of a span.
 _made: tuple[trace.TracerProvider | None, trace.Tracer] = None, trace.NoOpTracer()

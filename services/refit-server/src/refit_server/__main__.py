@@ -1,4 +1,4 @@
-"""`python -m refit_server` is the command ``refit-server``."""
+"""Entry point of ``python -m refit_server``, the same as the command ``refit-server``."""
 
 from refit_server.cli import app
 

@@ -1,4 +1,4 @@
-"""The address that the server listens on, and whether others than this machine can reach it."""
+"""The address that the server listens on, with a check whether other machines can reach it."""
 
 from __future__ import annotations
 
@@ -12,43 +12,43 @@ _ADDRESS = re.compile(r"(?:\[(?P<ipv6>[^\[\]]+)\]|(?P<host>[^\[\]:]+)):(?P<port>
 
 @dataclass(frozen=True)
 class Address:
-    """A numeric address, resolved once, so that what was checked is what is bound."""
+    """A numeric address, resolved once, so that the address checked is the one bound."""
 
     host: str
     port: int
 
     @classmethod
     def parse(cls, text: str) -> Address:
-        """The first address that ``HOST:PORT`` stands for; an IPv6 host is put into brackets.
+        """Resolve ``HOST:PORT`` to its first address; an IPv6 host needs brackets.
 
         Raises:
-            ValueError: if ``text`` has another form or the host is not known.
+            ValueError: ``text`` has another form, or the host is unknown.
         """
         match = _ADDRESS.fullmatch(text)
         if match is None or int(match["port"]) > 65535:
             raise ValueError(f"address {text!r}; expected HOST:PORT, such as 127.0.0.1:50051")
         try:
-            found = socket.getaddrinfo(
+            entries = socket.getaddrinfo(
                 match["ipv6"] or match["host"], None, type=socket.SOCK_STREAM
             )
         except (OSError, UnicodeError) as error:
-            raise ValueError(f"address {text!r}: the host is not known ({error})") from None
-        return cls(str(found[0][4][0]), int(match["port"]))
+            raise ValueError(f"address {text!r}: the host is unknown ({error})") from None
+        return cls(str(entries[0][4][0]), int(match["port"]))
 
     @property
     def is_loopback(self) -> bool:
-        """Whether only this machine reaches the address."""
+        """True if only this machine can reach the address."""
         return ipaddress.ip_address(self.host).is_loopback
 
     def with_port(self, port: int) -> Address:
-        """The same host at ``port``."""
+        """Return this address with another port."""
         return replace(self, port=port)
 
     def check_free(self) -> None:
-        """Bind the address and let it go.
+        """Bind the address and release it.
 
         Raises:
-            OSError: if it is in use or not one of this machine.
+            OSError: the address is in use, or does not belong to this machine.
         """
         family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
         with socket.socket(family, socket.SOCK_STREAM) as probe:

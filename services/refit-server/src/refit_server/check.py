@@ -1,4 +1,4 @@
-"""Asks a server for its health, as probes of containers do; imports no more than that needs."""
+"""Health check of a server, as container probes run it; imports only what it needs."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 _DIRECT = (("grpc.enable_http_proxy", 0),)
-"""As every client of the server connects, whatever the environment says of proxies."""
+"""Options of every client of the server: ignore proxies from the environment."""
 
 
 class CheckError(Exception):
-    """The server does not answer, or says that it does not serve."""
+    """A server that does not answer, or that reports another status than SERVING."""
 
 
 def check(
     address: str, *, tls_ca: Path | None = None, tls_name: str | None = None, timeout_s: float = 5.0
 ) -> None:
-    """Return if the server says SERVING. The token is not needed for that.
+    """Check that the server reports SERVING. No token is needed.
 
     Args:
         address: HOST:PORT.
-        tls_ca: PEM file of the certificates to trust; None speaks without TLS.
-        tls_name: that the server's certificate has to be of; None for the host of ``address``.
-        timeout_s: for connecting and for the answer, in seconds.
+        tls_ca: PEM file of the certificates to trust; None connects without TLS.
+        tls_name: expected name in the server's certificate; None for the host of ``address``.
+        timeout_s: time limit for the connection and the answer.
 
     Raises:
-        CheckError: anything else.
+        CheckError: the server does not answer, or reports another status.
     """
     if tls_name is not None and tls_ca is None:
         raise CheckError("--tls-name without --tls-ca; expected both")

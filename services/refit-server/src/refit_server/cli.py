@@ -4,29 +4,84 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Iterator, Mapping
+from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn  # Any: values of options
 
 import typer
 
-# What a command needs is imported by it: a probe that asks for health every few seconds is not to
-# load a server.
+from refit_server.options import OptionsCommand
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+# Commands import what they need: a probe that runs every few seconds must not load a server.
+
+_MAX_S = 1e9
+
+app = typer.Typer(
+    help="Run the control plane for weight refit, or check its health.",
+    epilog="Example: refit-server serve --address 127.0.0.1:50051 --state refit.db",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"refit-server {version('refit-server')}")
+        raise typer.Exit
 
 
 @app.callback()
-def main() -> None:
-    """Deployable control plane for weight refit."""
+def _options(
+    show_version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
+        ),
+    ] = False,
+) -> None:
+    pass
 
 
-@app.command()
+class _ServeCommand(OptionsCommand):
+    def problems(self, values: Mapping[str, Any]) -> Iterator[str]:
+        # gRPC reads it at import. Without it, gRPC logs a line for each failed TLS handshake.
+        os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+
+        from refit_mx import RefitConfigError
+        from refit_mx.control.auth import read_token
+        from refit_server.address import Address
+        from refit_server.tls import TlsFiles
+
+        try:
+            Address.parse(values["address"])
+        except ValueError as error:
+            yield f"--address: {error}"
+        cert, key = values["tls_cert"], values["tls_key"]
+        if (cert is None) != (key is None):
+            yield "--tls-cert and --tls-key: one is given; expected both or neither"
+        elif cert is not None:
+            try:
+                TlsFiles(cert, key).credentials()
+            except ValueError as error:
+                yield f"--tls-cert and --tls-key: {error}"
+        try:
+            if values["token_file"] is not None:
+                read_token(values["token_file"])
+        except RefitConfigError as error:
+            yield f"--token-file: {error}"
+
+
+@app.command(
+    cls=_ServeCommand,
+    epilog="Example: refit-server serve --address 127.0.0.1:0 --metrics-port 9464",
+)
 def serve(
     address: Annotated[
         str,
         typer.Option(
-            help="HOST:PORT to listen on; port 0 takes a free one. "
-            "Not loopback: needs --tls-cert, --tls-key and --token-file."
+            help="HOST:PORT to listen on; port 0 picks a free one. "
+            "Except for loopback it needs --tls-cert, --tls-key and --token-file."
         ),
     ] = "127.0.0.1:50051",
     tls_cert: Annotated[
@@ -37,97 +92,97 @@ def serve(
     ] = None,
     token_file: Annotated[
         Path | None,
-        typer.Option(help="File with the token that calls bring as `authorization: Bearer`."),
+        typer.Option(help="File with the token that calls must send as `authorization: Bearer`."),
     ] = None,
     state: Annotated[
         Path | None,
         typer.Option(
-            help="SQLite file of versions, workers, shards and leases; made if it is not there. "
+            help="SQLite file of versions, workers, shards and leases, created if missing. "
             "Without it a restart forgets them."
         ),
     ] = None,
     retention: Annotated[
-        int, typer.Option(min=0, help="READY versions that each model keeps; 0 keeps all.")
+        int, typer.Option(min=0, help="READY versions retained per model; 0 retains all.")
     ] = 2,
     forget_after_s: Annotated[
         float,
-        typer.Option(min=1, help="Seconds until a released version without shards is forgotten."),
+        typer.Option(
+            min=1,
+            max=_MAX_S,
+            help="Seconds after which a released version without shards is forgotten.",
+        ),
     ] = 3600.0,
-    most_ttl_s: Annotated[
-        float, typer.Option(min=1, help="Longest time to live that workers and leases may ask for.")
+    max_ttl_s: Annotated[
+        float,
+        typer.Option(
+            min=1, max=_MAX_S, help="Longest time to live that workers and leases may request."
+        ),
     ] = 86_400.0,
     restart_grace_s: Annotated[
         float,
         typer.Option(
             min=0,
-            help="Seconds after a start or a pause for which workers and leases that were live "
-            "stay so; their own time to live if that is shorter.",
+            max=_MAX_S,
+            help="Minimum seconds for which live workers and leases stay live after a restart "
+            "or a pause, or their own time to live if that is shorter.",
         ),
     ] = 30.0,
     metrics_port: Annotated[
         int | None,
-        typer.Option(min=0, max=65535, help="Port of Prometheus metrics; 0 takes a free one."),
+        typer.Option(min=0, max=65535, help="Port of Prometheus metrics; 0 picks a free one."),
     ] = None,
     metrics_host: Annotated[
-        str, typer.Option(help="Numeric address that metrics are shown on; they need no token.")
+        str, typer.Option(help="Numeric address of the metrics, which need no token.")
     ] = "127.0.0.1",
     grace_s: Annotated[
-        float, typer.Option(min=0, help="Seconds that a stop may take after SIGTERM.")
+        float, typer.Option(min=0, max=_MAX_S, help="Seconds that a stop may take after SIGTERM.")
     ] = 10.0,
 ) -> None:
-    """Serve until SIGTERM or SIGINT.
+    """Run the control plane until SIGTERM or SIGINT.
 
-    The one line of output is the bound address; that of the metrics goes to standard error.
+    Prints the bound address as its only line of output; the metrics' URL goes to standard error.
     """
-    # gRPC, when it is imported, reads it; else it logs a line for each TLS handshake that fails.
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
-
+    from refit_mx import RefitConfigError
+    from refit_mx.control import Limits
     from refit_mx.control.auth import read_token
     from refit_server.address import Address
-    from refit_server.server import BindError, Keeping, MetricsAddress, StateError
+    from refit_server.server import BindError, StateError
     from refit_server.server import serve as serve_until_signal
     from refit_server.tls import TlsFiles
 
-    if (tls_cert is None) != (tls_key is None):
-        _refuse("--tls-cert and --tls-key: found one; expected both or neither")
-    tls = TlsFiles(tls_cert, tls_key) if tls_cert is not None and tls_key is not None else None
     try:
         asyncio.run(
             serve_until_signal(
                 Address.parse(address),
-                tls=tls,
+                tls=TlsFiles(tls_cert, tls_key) if tls_cert and tls_key else None,
                 token=read_token(token_file) if token_file is not None else None,
-                keeping=Keeping(
-                    state=state,
-                    retention=retention,
-                    forget_after_s=forget_after_s,
-                    most_ttl_s=most_ttl_s,
-                    restart_grace_s=restart_grace_s,
+                state=state,
+                limits=Limits(
+                    retention=retention, forget_after_s=forget_after_s, max_ttl_s=max_ttl_s
                 ),
-                metrics=MetricsAddress(metrics_host, metrics_port)
-                if metrics_port is not None
-                else None,
+                restart_grace_s=restart_grace_s,
+                metrics=None if metrics_port is None else (metrics_host, metrics_port),
                 grace_s=grace_s,
                 on_ready=typer.echo,
                 on_metrics=lambda url: typer.echo(f"refit-server: metrics at {url}", err=True),
             )
         )
-    except (BindError, StateError, ValueError) as error:
+    except (BindError, RefitConfigError, StateError, ValueError) as error:
         _refuse(str(error))
 
 
-@app.command()
+@app.command(cls=OptionsCommand, epilog="Example: refit-server check --address 127.0.0.1:50051")
 def check(
     address: Annotated[str, typer.Option(help="HOST:PORT of the server.")] = "127.0.0.1:50051",
     tls_ca: Annotated[
         Path | None, typer.Option(help="PEM file of the certificates to trust.")
     ] = None,
     tls_name: Annotated[
-        str | None, typer.Option(help="Name that the server's certificate has to be of.")
+        str | None, typer.Option(help="Expected name in the server's certificate.")
     ] = None,
-    timeout_s: Annotated[float, typer.Option(min=0.01, help="Seconds to wait.")] = 5.0,
+    timeout_s: Annotated[float, typer.Option(min=0.01, max=_MAX_S, help="Seconds to wait.")] = 5.0,
 ) -> None:
-    """Ask a server whether it serves: exit status 0 if it does, 1 if not."""
+    """Check a server's health: exit status 0 if it serves, else 1."""
     from refit_server.check import CheckError
     from refit_server.check import check as check_health
 

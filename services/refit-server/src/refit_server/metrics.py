@@ -1,6 +1,6 @@
-"""Prometheus metrics of the control plane, on a port of their own.
+"""Prometheus metrics of the control plane, on a separate port.
 
-They have counts and durations, never a name of a model, a worker or a version.
+They contain counts and durations, but no names of models, workers or versions.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from prometheus_client.registry import Collector
 
 from refit_mx.control.plane import ControlPlane
 from refit_mx.control.records import Refusal
-from refit_mx.threaded_listener import Connection, ThreadedListener
+from refit_mx.listening.threaded import Connection, ThreadedListener
 
 _MAX_CONNECTIONS = 32
-_SHARE = 0.05
-"""Of this process's file descriptors that connections may take."""
+_CONNECTIONS_SHARE = 0.05
+"""Fraction of this process's file descriptors that connections may use."""
 _REQUEST_S = 5.0
-_NO_SERVER: Any = None  # what answers a request needs none
+_NO_SERVER: Any = None  # requests are answered without one
 _SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 2.0, 10.0)
 
 
 class Metrics:
-    """What a server tells Prometheus. `observe` is the control plane's observer of calls."""
+    """Prometheus metrics of a server; `observe` is the control plane's observer of calls."""
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
@@ -43,43 +43,43 @@ class Metrics:
         PlatformCollector(registry=self._registry)
         self._calls = Counter(
             "refit_control_calls",
-            "Calls that were answered, by method and status code.",
+            "Answered calls, by method and status code.",
             ["method", "code"],
             registry=self._registry,
         )
         self._seconds = Histogram(
             "refit_control_call_seconds",
-            "How long calls took, from their request to their answer.",
+            "Duration of calls from request to answer.",
             ["method"],
             buckets=_SECONDS,
             registry=self._registry,
         )
 
     def observe(self, method: str, code: str, seconds: float) -> None:
-        """Note a call."""
+        """Record a call."""
         self._calls.labels(method, code).inc()
         self._seconds.labels(method).observe(seconds)
 
     def watch(self, plane: ControlPlane) -> None:
-        """Show how much the control plane holds, each time somebody asks."""
+        """Add metrics of what the control plane holds, read at each request."""
         self._registry.register(_Holdings(plane))
 
     def serve(self, host: str, port: int) -> MetricsServer:
-        """Answer ``GET /metrics``.
+        """Serve ``GET /metrics``.
 
         Raises:
-            OSError: the address cannot be listened on.
+            OSError: the server cannot listen on the address.
         """
         return MetricsServer(host, port, self._registry)
 
 
 class MetricsServer:
-    """The port that Prometheus asks.
+    """HTTP server of the metrics.
 
     Args:
-        host: to listen on.
-        port: to listen on; 0 takes a free one.
-        registry: of what is shown.
+        host: host to listen on.
+        port: port to listen on; 0 picks a free one.
+        registry: registry with the metrics.
     """
 
     def __init__(self, host: str, port: int, registry: CollectorRegistry) -> None:
@@ -90,13 +90,13 @@ class MetricsServer:
             serve=partial(_answer, registry),
             refusal=b"HTTP/1.0 503 Service Unavailable\r\n\r\n",
             max_connections=_MAX_CONNECTIONS,
-            share=_SHARE,
+            share=_CONNECTIONS_SHARE,
             handshake_timeout_s=_REQUEST_S,
         )
         self.port = self._listener.port
 
     def close(self) -> None:
-        """Stop."""
+        """Stop the server."""
         self._listener.close(_REQUEST_S)
 
 
@@ -105,10 +105,10 @@ def _answer(registry: CollectorRegistry, connection: Connection) -> None:
 
 
 class _Request(BaseHTTPRequestHandler):
-    """One request of a connection, answered when this is made; the connection ends with it."""
+    """The only request of a connection, answered on creation."""
 
     timeout = 30.0
-    """For a peer to take a part of the answer."""
+    """Time limit for a peer to accept a part of the answer."""
 
     def __init__(self, connection: Connection, registry: CollectorRegistry) -> None:
         self._connection = connection
@@ -117,11 +117,11 @@ class _Request(BaseHTTPRequestHandler):
             super().__init__(connection.sock, (connection.peer, 0), _NO_SERVER)
 
     def do_GET(self) -> None:
-        self._connection.greeted()
+        self._connection.mark_greeted()
         encode, content_type = choose_encoder(self.headers.get("Accept", ""))
         try:
             status, body = 200, encode(self._registry)
-        except Refusal as refusal:  # the state cannot be kept
+        except Refusal as refusal:  # the state cannot be stored
             status, body, content_type = 503, refusal.message.encode(), "text/plain"
         self.send_response(status)
         self.send_header("Content-Type", content_type)
@@ -136,7 +136,7 @@ class _Request(BaseHTTPRequestHandler):
         self._connection.warn("sent a malformed request")
 
     def log_request(self, code: object = "-", size: object = "-") -> None:
-        """Not logged."""
+        """Log nothing."""
 
 
 class _Holdings(Collector):
@@ -146,7 +146,7 @@ class _Holdings(Collector):
     def collect(self) -> Iterator[Metric]:
         counts = self._plane.counts()
         versions = GaugeMetricFamily(
-            "refit_control_versions", "Versions that are not forgotten, by state.", labels=["state"]
+            "refit_control_versions", "Versions by state, without forgotten ones.", labels=["state"]
         )
         for state, number in counts.versions.items():
             versions.add_metric([state], number)
@@ -155,8 +155,8 @@ class _Holdings(Collector):
         for role, number in counts.workers.items():
             workers.add_metric([role], number)
         yield workers
-        yield GaugeMetricFamily("refit_control_shards", "Shards of versions.", counts.shards)
-        yield GaugeMetricFamily("refit_control_leases", "Leases on versions.", counts.leases)
+        yield GaugeMetricFamily("refit_control_shards", "Shards of all versions.", counts.shards)
+        yield GaugeMetricFamily("refit_control_leases", "Leases on all versions.", counts.leases)
         yield GaugeMetricFamily(
-            "refit_control_sources", "Sources of P2pService that are READY.", counts.sources
+            "refit_control_sources", "READY sources of P2pService.", counts.sources
         )

@@ -1,7 +1,7 @@
-"""The server: the control plane, the standard health service, and a stop that is bounded.
+"""The server: the control plane and the standard health service, with a bounded stop.
 
-Health is what an orchestrator and a load balancer look at, so it goes NOT_SERVING before anything
-else stops. The control plane's servicers are synchronous and run in threads beside the event loop.
+Orchestrators and load balancers read the health status, so it becomes NOT_SERVING before anything
+else stops. Servicers are synchronous and run in threads next to the event loop.
 """
 
 from __future__ import annotations
@@ -12,118 +12,90 @@ import signal
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
+from refit_mx.control import Limits, MemoryStore, SqliteStore
 from refit_mx.control.embedded import MAX_REQUEST_BYTES, THREADS
-from refit_mx.control.limits import Limits
 from refit_mx.control.plane import ControlPlane
 from refit_mx.control.servicer import add_servicers
-from refit_mx.control.store import MemoryStore, SqliteStore
-from refit_mx.grpc_listening import server_options
-from refit_mx.listening import PeerLog
+from refit_mx.listening.grpc_server import server_options
+from refit_mx.listening.peers import PeerLog
 from refit_server.address import Address
+from refit_server.interceptors import RequestGuard, TokenInterceptor
 from refit_server.metrics import Metrics, MetricsServer
-from refit_server.requests import RequestGuard
 from refit_server.tls import TlsFiles
-from refit_server.token import TokenInterceptor
 
 SERVICES = ("", "model_express.refit.RefitService", "model_express.p2p.P2pService")
-"""What the health service speaks of; the empty name is the whole server."""
-_LOOK_S = 1.0
+"""Names that the health service knows; the empty name is the complete server."""
+_POLL_S = 1.0
 _DESCRIPTORS = 1 << 16
-_SHARE = 0.75
-"""Of this process's file descriptors that connections may take."""
+_CONNECTIONS_SHARE = 0.75
+"""Fraction of this process's file descriptors that connections may use."""
 
 
 class BindError(OSError):
-    """The address cannot be listened on."""
+    """An address that the server cannot listen on."""
 
 
 class StateError(RuntimeError):
-    """The state can no longer be kept, so the server stopped."""
-
-
-@dataclass(frozen=True)
-class MetricsAddress:
-    """Where Prometheus asks.
-
-    Attributes:
-        host: a numeric address.
-        port: 0 takes a free one.
-    """
-
-    host: str = "127.0.0.1"
-    port: int = 0
-
-
-@dataclass(frozen=True)
-class Keeping:
-    """What the control plane keeps.
-
-    Attributes:
-        state: SQLite file; None keeps the state in memory, and a restart forgets it.
-        retention: READY versions of each model; 0 keeps all.
-        forget_after_s: until a released version without shards and leases is forgotten.
-        most_ttl_s: that a worker or a lease may ask for.
-        restart_grace_s: for which what was live is taken for live after a restart or a pause, at
-            most.
-    """
-
-    state: Path | None = None
-    retention: int = 2
-    forget_after_s: float = 3600.0
-    most_ttl_s: float = 86_400.0
-    restart_grace_s: float = 30.0
+    """A state that cannot be stored any more, so that the server stopped."""
 
 
 async def serve(
     address: Address,
     *,
-    tls: TlsFiles | None = None,
-    token: str | None = None,
-    keeping: Keeping | None = None,
-    metrics: MetricsAddress | None = None,
-    grace_s: float = 10.0,
-    on_ready: Callable[[Address], None] | None = None,
-    on_metrics: Callable[[str], None] | None = None,
+    tls: TlsFiles | None,
+    token: str | None,
+    state: Path | None,
+    limits: Limits,
+    restart_grace_s: float,
+    metrics: tuple[str, int] | None,
+    grace_s: float,
+    on_ready: Callable[[Address], None],
+    on_metrics: Callable[[str], None],
 ) -> None:
-    """Serve until SIGTERM or SIGINT.
+    """Run the server until SIGTERM or SIGINT.
 
-    Then the health service turns NOT_SERVING, no new call is accepted, and calls under way may
-    finish until ``grace_s`` seconds after the signal.
+    Then the health status becomes NOT_SERVING, new calls are refused, and calls in progress may
+    finish within ``grace_s`` after the signal.
 
     Args:
-        address: where to listen; port 0 takes a free one.
-        tls: certificate and key; needed unless the address is loopback.
-        token: that calls must bring; needed unless the address is loopback.
-        keeping: what is kept, and where.
-        metrics: where Prometheus asks; None shows no metrics.
-        grace_s: how long the stop may take, in seconds.
-        on_ready: called once with the bound address, when calls are answered.
-        on_metrics: called once with the URL of the metrics, before ``on_ready``.
+        address: address to listen on; port 0 picks a free one.
+        tls: certificate and key; required unless the address is loopback.
+        token: token that calls must send; required unless the address is loopback.
+        state: SQLite file; None holds the state in memory, and a restart forgets it.
+        limits: bounds on what is retained.
+        restart_grace_s: minimum time for which live records stay live after a restart or a pause;
+            see `ControlPlane`.
+        metrics: numeric host and port of the metrics, 0 for a free port; None for no metrics.
+        grace_s: time limit of the stop.
+        on_ready: callback with the bound address, called once when the server answers calls.
+        on_metrics: callback with the metrics' URL, called once before ``on_ready``.
 
     Raises:
-        ValueError: the address is not loopback and there is no ``tls`` or no ``token``, or the
-            files of TLS or of the state are wrong.
-        BindError: (an OSError) an address is in use or not one of this machine.
-        StateError: the state could not be kept any more.
+        ValueError: the address is not loopback and ``tls`` or ``token`` is missing, or a file of
+            TLS or of the state is wrong.
+        BindError: (an OSError) an address is in use, or does not belong to this machine.
+        StateError: the state could not be stored any more.
     """
-    keeping = keeping or Keeping()
     if not address.is_loopback and (tls is None or token is None):
         raise ValueError(
-            f"{address} is reachable from other machines; give a TLS certificate and key and a "
-            "token, or a loopback address"
+            f"{address} is reachable from other machines; set a TLS certificate and key and a "
+            "token, or use a loopback address"
         )
     credentials = tls.credentials() if tls is not None else None
-    _check_free(address)
+    try:
+        # gRPC would only report a failure, and log the reason.
+        address.check_free()
+    except OSError as error:
+        raise BindError(f"cannot listen on {address}: {error.strerror}") from None
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
-    for asked_to_stop in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(asked_to_stop, stop.set)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
 
     _raise_descriptor_limit()
     log = PeerLog("control plane")
@@ -135,7 +107,7 @@ async def serve(
     server = grpc.aio.server(
         migration_thread_pool=threads,
         options=(
-            *server_options(_SHARE),
+            *server_options(_CONNECTIONS_SHARE),
             ("grpc.max_receive_message_length", MAX_REQUEST_BYTES),
         ),
         interceptors=interceptors,
@@ -143,50 +115,42 @@ async def serve(
     servicer = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
     bound = _bind(server, address, credentials)
-    limits = Limits(
-        retention=keeping.retention,
-        forget_after_s=keeping.forget_after_s,
-        most_ttl_s=keeping.most_ttl_s,
-    )
-    store = MemoryStore() if keeping.state is None else SqliteStore(keeping.state)
-    plane = ControlPlane(store, limits=limits, restart_grace_s=keeping.restart_grace_s)
-    shown: MetricsServer | None = None
+    store = MemoryStore() if state is None else SqliteStore(state)
+    plane = ControlPlane(store, limits=limits, restart_grace_s=restart_grace_s)
+    metrics_server: MetricsServer | None = None
     try:
-        counted = Metrics()
-        counted.watch(plane)
+        collected = Metrics()
+        collected.watch(plane)
         if metrics is not None:
-            shown = _show(counted, metrics)
-            if on_metrics is not None:
-                host = f"[{metrics.host}]" if ":" in metrics.host else metrics.host
-                on_metrics(f"http://{host}:{shown.port}/metrics")
-        add_servicers(server, plane, counted.observe)
+            metrics_server = _serve_metrics(collected, *metrics)
+            on_metrics(f"http://{Address(metrics[0], metrics_server.port)}/metrics")
+        add_servicers(server, plane, collected.observe)
         await server.start()
         for name in SERVICES:
             await servicer.set(name, health_pb2.HealthCheckResponse.SERVING)
-        if on_ready is not None:
-            on_ready(bound)
+        on_ready(bound)
         await _until_stop(stop, plane)
         await _stop(server, servicer, loop.time() + grace_s)
     finally:
-        if shown is not None:
-            shown.close()
+        if metrics_server is not None:
+            metrics_server.close()
         plane.close()
     if plane.failed is not None:
-        raise StateError(f"the state cannot be kept: {plane.failed}")
+        raise StateError(f"the state cannot be stored: {plane.failed}")
 
 
 async def _until_stop(stop: asyncio.Event, plane: ControlPlane) -> None:
-    # A server that cannot keep its state must not look healthy; its orchestrator restarts it.
+    # A server that cannot store its state must not look healthy; its orchestrator restarts it.
     while not stop.is_set() and plane.failed is None:
         with suppress(TimeoutError):
-            async with asyncio.timeout(_LOOK_S):
+            async with asyncio.timeout(_POLL_S):
                 await stop.wait()
 
 
 async def _stop(
     server: grpc.aio.Server, servicer: health.aio.HealthServicer, deadline: float
 ) -> None:
-    # A watcher that does not read its stream can hold the announcement up.
+    # A watcher that does not read its stream can block the announcement.
     with suppress(TimeoutError):
         async with asyncio.timeout_at(deadline):
             await servicer.enter_graceful_shutdown()
@@ -194,28 +158,18 @@ async def _stop(
 
 
 def _raise_descriptor_limit() -> None:
-    """Let this process, which does nothing else, hold as many connections as it may."""
+    """Raise the limit of open files, so that this process can hold many connections."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _DESCRIPTORS if hard == resource.RLIM_INFINITY else min(_DESCRIPTORS, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-def _show(metrics: Metrics, address: MetricsAddress) -> MetricsServer:
+def _serve_metrics(metrics: Metrics, host: str, port: int) -> MetricsServer:
     try:
-        return metrics.serve(address.host, address.port)
+        return metrics.serve(host, port)
     except OSError as error:
-        raise BindError(
-            f"cannot listen on {address.host}:{address.port} for metrics: {error.strerror}"
-        ) from None
-
-
-def _check_free(address: Address) -> None:
-    try:
-        # gRPC would only say that it failed, and log the reason by itself.
-        address.check_free()
-    except OSError as error:
-        raise BindError(f"cannot listen on {address}: {error.strerror}") from None
+        raise BindError(f"cannot listen on {host}:{port} for metrics: {error.strerror}") from None
 
 
 def _bind(

@@ -1,4 +1,4 @@
-"""The certificate and key that a server shows."""
+"""The certificate and key of a server."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import grpc
 
 @dataclass(frozen=True)
 class TlsFiles:
-    """PEM files: a certificate chain, and the private key of its first certificate."""
+    """PEM files of a certificate chain, and of the private key of its first certificate."""
 
     cert: Path
     key: Path
 
     def credentials(self) -> grpc.ServerCredentials:
-        """What a gRPC server takes.
+        """Return credentials for a gRPC server.
 
         Raises:
-            ValueError: if a file cannot be read or the two do not belong together. gRPC itself
-                would accept them and then fail every handshake.
+            ValueError: a file cannot be read, or the key does not match. gRPC would accept them and
+                then fail every handshake.
         """
         try:
             ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(
@@ -35,5 +35,5 @@ class TlsFiles:
 
 
 def _no_passphrase() -> str:
-    # Without this, OpenSSL would ask at the terminal.
+    # Otherwise OpenSSL would ask at the terminal.
     raise ValueError("the TLS key is protected by a passphrase; expected one without")

@@ -1,8 +1,8 @@
-"""`CompilePass`: what turns published tensors into those that a kernel wants, at the receiver.
+"""`CompilePass`: converts published tensors to those that a kernel needs, at the receiver.
 
-The trainer stays free of kernels: it publishes raw tensors, and each receiver compiles its own part
-of them, from scratch memory into scratch memory, before anything live changes. A pass is made by
-name, so that a configuration or another package can choose one.
+Trainers need no kernels: they publish raw tensors. Each receiver compiles its own part, from
+scratch memory to scratch memory, before any live weight changes. A pass is created by name, so that
+a configuration or another package can choose one.
 """
 
 from __future__ import annotations
@@ -16,62 +16,62 @@ from typing import Any, Protocol
 import torch
 
 from refit_mx.errors import RefitConfigError
-from refit_mx.manifest import Scalar
-from refit_mx.tensor_types import TensorSpec
+from refit_mx.layout import TensorSpec
+from refit_mx.manifest.format import Scalar
 
 ENTRY_POINT_GROUP = "refit_mx.compile_passes"
-"""An entry point of this group is a pass: its name is the compile target, its value the factory."""
+"""Group of entry points for passes: the name is the compile target, the value is the factory."""
 
 
 class CompilePass(Protocol):
-    """Makes the tensors of one compile target. Has no state; one thread or several may use it.
+    """Compiler of one compile target. It has no state, so several threads may use it.
 
-    The specs it is given are those of a receiver's own tensors, that is of its slices, and so are
-    the tensors: a scale belongs to a slice, not to the whole model's tensor.
+    It gets specs and tensors of a receiver's slices, not of the complete model: a scale belongs to
+    a slice.
     """
 
     @property
     def name(self) -> str:
-        """The compile target it makes, such as ``deep_gemm_fp8``."""
+        """Compile target of the output, such as ``deep_gemm_fp8``."""
 
     @property
     def accepts(self) -> frozenset[str]:
-        """The compile targets that it can start from, usually ``hf_raw`` alone."""
+        """Compile targets that it accepts as input, usually only ``hf_raw``."""
 
     @property
     def metadata(self) -> Mapping[str, Scalar]:
-        """What it promises of its output; a publisher of such bytes puts it into the registry."""
+        """Properties of its output; a publisher of such bytes puts them into the registry."""
 
     def check(self, specs: Sequence[TensorSpec]) -> None:
-        """See whether it can compile these.
+        """Check that it can compile tensors with these specs.
 
         Raises:
-            CompileTargetError: it cannot; names the tensor and why.
+            CompileTargetError: it cannot; the message names the tensor and the reason.
         """
 
     def output_specs(self, specs: Sequence[TensorSpec]) -> tuple[TensorSpec, ...]:
-        """The tensors that it makes of these, in this order; a shape is that of C-ordered bytes."""
+        """Return the specs of the outputs, in order; shapes are those of C-ordered bytes."""
 
     def unchanged(self, specs: Sequence[TensorSpec]) -> frozenset[str]:
-        """Names of outputs that are the input of the same name, byte for byte.
+        """Return the names of outputs that equal the input of the same name, byte for byte.
 
-        A caller that uses the inputs in their place leaves these out of ``out``.
+        A caller that uses these inputs directly omits the names from ``out``.
         """
 
     def run(self, tensors: Mapping[str, torch.Tensor], out: Mapping[str, torch.Tensor]) -> None:
-        """Compile.
+        """Compile tensors.
 
         Args:
-            tensors: of the specs that were checked, on one device. Not written to.
-            out: one for each output spec, of its shape and dtype, C-ordered, on the same device;
-                those of `unchanged` may be missing. Overwritten.
+            tensors: inputs with the checked specs, on one device. Not written to.
+            out: outputs to overwrite, one per output spec, with its shape and dtype, C-ordered, on
+                the same device. Those of `unchanged` may be missing.
 
         Raises:
-            CompileError: a value cannot be represented, such as a NaN; ``out`` is undefined then.
+            CompileError: a value cannot be represented, such as a NaN; ``out`` is then undefined.
         """
 
 
-# Any: the options are those of the pass that is named.
+# Any: each pass has its own options.
 Factory = Callable[..., CompilePass]
 
 _BUILT_IN = {
@@ -84,72 +84,72 @@ _lock = threading.Lock()
 
 
 def register_compile_pass(name: str, factory: Factory) -> None:
-    """Make a pass known under its compile target in this process.
+    """Register a pass under its compile target in this process.
 
-    A package that is installed can name an entry point of the group `ENTRY_POINT_GROUP` instead.
+    An installed package can instead have an entry point of the group `ENTRY_POINT_GROUP`.
 
     Args:
         name: the compile target.
-        factory: makes the pass; its keyword arguments are the options that a configuration may set.
+        factory: creates the pass; its keyword arguments are the options of a configuration.
 
     Raises:
-        RefitConfigError: the name is empty or taken, by a built-in pass, an entry point or an
-            earlier call.
+        RefitConfigError: the name is empty or used by a built-in pass, an entry point or an earlier
+            call.
     """
     with _lock:
         if not name:
             raise RefitConfigError("register_compile_pass: the name is empty")
         if name in _BUILT_IN or name in _registered or name in _entry_point_values():
             raise RefitConfigError(
-                f"register_compile_pass({name!r}): there is a pass of this name; choose another"
+                f"register_compile_pass({name!r}): this name is taken; choose another"
             )
         _registered[name] = factory
 
 
 def compile_pass_names() -> tuple[str, ...]:
-    """The compile targets that `compile_pass` can make here, sorted.
+    """Return the compile targets that `compile_pass` can create here, sorted.
 
     Raises:
-        RefitConfigError: two packages claim one name.
+        RefitConfigError: two packages use the same name.
     """
     return tuple(sorted({*_BUILT_IN, *_registered, *_entry_point_values()}))
 
 
 def compile_pass(name: str, **options: Any) -> CompilePass:
-    """The pass that makes a compile target.
+    """Create the pass for a compile target.
 
     Args:
         name: the compile target.
-        options: of this pass.
+        options: options of the pass.
 
     Raises:
-        RefitConfigError: no such pass, two packages claim the name, or a wrong option.
+        RefitConfigError: there is no such pass, two packages use the name, or an option is wrong.
     """
-    found = _entry_point_values()
+    from_packages = _entry_point_values()
     factory: Factory
     if name in _BUILT_IN:
         factory = _load(_BUILT_IN[name])
     elif name in _registered:
         factory = _registered[name]
-    elif name in found:
-        factory = _load(found[name])
+    elif name in from_packages:
+        factory = _load(from_packages[name])
     else:
         raise RefitConfigError(
             f"compile_pass({name!r}): expected one of {', '.join(compile_pass_names())}"
         )
     try:
-        made = factory(**options)
+        compiler = factory(**options)
     except TypeError as error:
         raise RefitConfigError(f"compile_pass({name!r}): {error}") from None
-    if made.name != name:
-        raise RefitConfigError(f"compile_pass({name!r}): its factory makes {made.name!r}")
-    return made
+    if compiler.name != name:
+        raise RefitConfigError(f"compile_pass({name!r}): its factory created {compiler.name!r}")
+    return compiler
 
 
 def allocate_outputs(
     compiler: CompilePass, specs: Sequence[TensorSpec], device: torch.device | str = "cpu"
 ) -> dict[str, torch.Tensor]:
-    """Uninitialised memory for what `CompilePass.run` writes, without what stays unchanged."""
+    """Allocate uninitialised memory for the outputs of `CompilePass.run` that change."""
     unchanged = compiler.unchanged(specs)
     return {
         spec.name: torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device=device)
@@ -159,13 +159,13 @@ def allocate_outputs(
 
 
 def _entry_point_values() -> dict[str, str]:
-    """Compile target to ``module:attribute``, of installed packages."""
+    """Return ``module:attribute`` by compile target, from installed packages."""
     values: dict[str, str] = {}
     for point in entry_points(group=ENTRY_POINT_GROUP):
         known = _BUILT_IN.get(point.name) or values.get(point.name)
         if known is not None and known != point.value:
             raise RefitConfigError(
-                f"compile pass {point.name!r}: claimed by {known} and by {point.value}; "
+                f"compile pass {point.name!r}: used by {known} and by {point.value}; "
                 "uninstall one of the packages"
             )
         values[point.name] = point.value

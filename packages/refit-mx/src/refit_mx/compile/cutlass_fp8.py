@@ -1,7 +1,7 @@
-"""fp8 as cutlass' scaled matrix product takes it: one scale a matrix, or one an output channel.
+"""fp8 for cutlass' scaled matrix product: one scale per matrix or per output channel.
 
-Scales and names follow vLLM's ``scaled_fp8_quant`` and its ``weight_scale``: a value is the stored
-one times the scale.
+Scales and names follow vLLM's ``scaled_fp8_quant`` and ``weight_scale``: a value is the stored one
+times the scale.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from refit_mx.compile.quantising import (
     E4M3_MAX,
     QuantisingPass,
     bands,
-    refuse_values_that_are_not_finite,
+    check_finite,
     to_e4m3,
 )
 from refit_mx.compile.selection import Selection, linear_weights
 from refit_mx.errors import RefitConfigError
-from refit_mx.manifest import Scalar
+from refit_mx.manifest.format import Scalar
 
-SMALLEST_SCALE = 1.0 / (E4M3_MAX * 512.0)
-"""As in vLLM's kernels; so a matrix of zeros has a scale that is not zero."""
+MIN_SCALE = 1.0 / (E4M3_MAX * 512.0)
+"""Lower limit of a scale, as in vLLM's kernels; it makes the scale of a zero matrix nonzero."""
 
 Scales = Literal["per_tensor", "per_channel"]
 WeightLayout = Literal["column_major", "row_major"]
@@ -33,16 +33,16 @@ class CutlassFp8(QuantisingPass):
     """Compile target ``cutlass_fp8``.
 
     Args:
-        scales: ``per_tensor``, shape ``[1]`` (of a stack ``[matrices]``); or ``per_channel``, one
-            for each row of the checkpoint's matrix, shape ``[rows, 1]`` (``[matrices, rows, 1]``).
-        weight_layout: how the operand B, which is ``[columns, rows]`` of the checkpoint's matrix,
-            lies in memory. ``column_major``, which cutlass takes: its bytes are those of the
-            checkpoint's ``[rows, columns]``, and the output has that shape. ``row_major``: they are
-            transposed, and the output has shape ``[columns, rows]``.
-        selection: which tensors to quantise.
+        scales: ``per_tensor``: shape ``[1]``, or ``[matrices]`` for a stack. ``per_channel``: one
+            per row of the checkpoint's matrix, shape ``[rows, 1]`` or ``[matrices, rows, 1]``.
+        weight_layout: memory layout of the operand B, which is ``[columns, rows]`` of the
+            checkpoint's matrix. ``column_major``, for cutlass: its bytes are those of the
+            checkpoint's ``[rows, columns]``, and the output has that shape. ``row_major``: the
+            bytes are transposed, and the output has shape ``[columns, rows]``.
+        selection: function that selects the tensors to quantise.
 
     Raises:
-        RefitConfigError: an unknown choice.
+        RefitConfigError: a choice is unknown.
     """
 
     name = "cutlass_fp8"
@@ -94,14 +94,14 @@ class CutlassFp8(QuantisingPass):
         largest = torch.zeros((rows, 1), dtype=torch.float32, device=matrix.device)
         for first, stop in bands(matrix, 1):
             largest[first:stop] = matrix[first:stop].float().abs().amax(dim=1, keepdim=True)
-        refuse_values_that_are_not_finite(name, largest)
+        check_finite(name, largest)
         if self._scales == "per_tensor":
-            whole = largest.amax() if rows else largest.new_zeros(())
-            largest = whole.expand(rows, 1)
-            scale.fill_(0).add_((whole / E4M3_MAX).clamp(min=SMALLEST_SCALE))
+            overall = largest.amax() if rows else largest.new_zeros(())
+            largest = overall.expand(rows, 1)
+            scale.fill_(0).add_((overall / E4M3_MAX).clamp(min=MIN_SCALE))
             by_row = scale.reshape(1, 1).expand(rows, 1)
         else:
-            scale.copy_((largest / E4M3_MAX).clamp_(min=SMALLEST_SCALE))
+            scale.copy_((largest / E4M3_MAX).clamp_(min=MIN_SCALE))
             by_row = scale
         for first, stop in bands(matrix, 1):
             values = to_e4m3(matrix[first:stop].float() / by_row[first:stop])

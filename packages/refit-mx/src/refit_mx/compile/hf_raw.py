@@ -1,4 +1,4 @@
-"""The raw tensors as a Hugging Face checkpoint has them; cast if the receiver wants it."""
+"""Raw tensors as in a Hugging Face checkpoint, cast if the receiver requests it."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from refit_mx.errors import CompileError, CompileTargetError, RefitConfigError
-from refit_mx.manifest import Scalar
-from refit_mx.tensor_types import ITEM_SIZES, TensorSpec
+from refit_mx.layout import ITEM_SIZES, TensorSpec
+from refit_mx.manifest.format import Scalar
 
 _FLOATS = frozenset(dtype for dtype in ITEM_SIZES if "float" in dtype)
 
@@ -17,11 +17,11 @@ class HfRaw:
     """Compile target ``hf_raw``.
 
     Args:
-        dtype: what floating-point tensors are cast to, rounding to nearest; None keeps each as it
-            is. Tensors of integers and bools always stay.
+        dtype: dtype to which floating-point tensors are cast, rounding to nearest; None keeps each.
+            Tensors of integers and bools are never cast.
 
     Raises:
-        RefitConfigError: no floating-point dtype that can be published.
+        RefitConfigError: the dtype is not a floating-point dtype that can be published.
     """
 
     name = "hf_raw"
@@ -36,20 +36,20 @@ class HfRaw:
 
     @property
     def metadata(self) -> Mapping[str, Scalar]:
-        """See `CompilePass.metadata`: the dtype if it is a fixed one."""
+        """See `CompilePass.metadata`: the dtype, if all tensors are cast to one."""
         return {} if self._dtype is None else {"dtype": self._dtype}
 
     def check(self, specs: Sequence[TensorSpec]) -> None:
         """See `CompilePass.check`.
 
         Raises:
-            CompileTargetError: a cast from float8, whose values mean nothing without their scales.
+            CompileTargetError: a cast from float8, whose values need their scales.
         """
         for spec in specs:
             if self._changes(spec.dtype) and spec.dtype.startswith("float8"):
                 raise CompileTargetError(
                     f"hf_raw: {spec.name} is {spec.dtype}, to be cast to {self._dtype}; its values "
-                    "need scales, which a cast does not know"
+                    "need scales, which a cast ignores"
                 )
 
     def output_specs(self, specs: Sequence[TensorSpec]) -> tuple[TensorSpec, ...]:
@@ -66,19 +66,19 @@ class HfRaw:
         return frozenset(spec.name for spec in specs if not self._changes(spec.dtype))
 
     def run(self, tensors: Mapping[str, torch.Tensor], out: Mapping[str, torch.Tensor]) -> None:
-        """See `CompilePass.run`. What was NaN or infinite stays so.
+        """See `CompilePass.run`. NaN and infinite values are preserved.
 
         Raises:
-            CompileError: a finite value is beyond the range of the dtype it is cast to.
+            CompileError: a finite value is out of range for the dtype of the cast.
         """
         with torch.no_grad():
-            for name, made in out.items():
+            for name, output in out.items():
                 tensor = tensors[name]
-                made.copy_(tensor)
-                if tensor.dtype != made.dtype and _overflowed(tensor, made):
+                output.copy_(tensor)
+                if tensor.dtype != output.dtype and _overflowed(tensor, output):
                     raise CompileError(
                         f"{name}: has values that are finite as {tensor.dtype} and not as "
-                        f"{made.dtype}; the old weights stay"
+                        f"{output.dtype}; the old weights stay"
                     )
 
     def _changes(self, dtype: str) -> bool:
@@ -92,7 +92,7 @@ def _overflowed(tensor: torch.Tensor, cast: torch.Tensor) -> bool:
         return False
     finite = torch.isfinite(tensor)
     if cast.dtype.itemsize == 1:
-        # Some builds of torch saturate here and some make NaN, so the result does not tell.
+        # Here some builds of torch saturate and others give NaN, so test the input.
         lost = finite & (tensor.abs() > after.max)
     else:
         lost = finite & ~torch.isfinite(cast)

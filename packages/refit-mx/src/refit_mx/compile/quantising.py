@@ -1,6 +1,6 @@
-"""What the two fp8 passes share: which tensors they take, checking, naming, and bands of rows.
+"""Common code of the fp8 passes: selecting, checking and naming tensors, and bands of rows.
 
-A pass differs in how it scales one matrix; everything around that is here.
+A pass differs only in how it scales one matrix.
 """
 
 from __future__ import annotations
@@ -12,24 +12,24 @@ import torch
 
 from refit_mx.compile.selection import RAW_DTYPES, Selection, linear_weights
 from refit_mx.errors import CompileError, CompileTargetError
-from refit_mx.manifest import Scalar
-from refit_mx.tensor_types import TensorSpec
+from refit_mx.layout import TensorSpec
+from refit_mx.manifest.format import Scalar
 
 E4M3_MAX = 448.0
 """Largest finite value of float8_e4m3fn."""
 BAND_ELEMENTS = 1 << 24
-"""Elements that are widened to float32 at a time, so that a large matrix needs no second copy."""
+"""Elements widened to float32 at a time, so that a large matrix needs no second copy."""
 
 
 class QuantisingPass(ABC):
-    """Quantises selected weights to float8_e4m3fn with a tensor of scales beside each.
+    """Quantisation of selected weights to float8_e4m3fn, each with a tensor of scales.
 
-    A tensor of two axes is one matrix ``[rows, columns]`` as the checkpoint has it, output features
-    first; one of three axes is a stack of matrices, each quantised for itself. Values that are not
-    finite are refused, since one NaN in a scale spoils every value that it scales.
+    A tensor of two axes is one matrix ``[rows, columns]`` as in the checkpoint, output features
+    first. One of three axes is a stack of matrices, each quantised separately. Values that are not
+    finite are refused, since a NaN in a scale corrupts all values that it scales.
 
     Args:
-        selection: which tensors to quantise; all others pass through unchanged.
+        selection: function that selects the tensors to quantise; others stay unchanged.
     """
 
     name: str
@@ -46,24 +46,24 @@ class QuantisingPass(ABC):
 
     @abstractmethod
     def _weight_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Of the quantised tensor."""
+        """Return the shape of the quantised tensor."""
 
     @abstractmethod
     def _scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Of its scales."""
+        """Return the shape of its scales."""
 
     @abstractmethod
     def _quantise(
         self, name: str, matrix: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor
     ) -> None:
-        """One matrix into ``weight``, without the axis of a stack, and ``scale`` likewise."""
+        """Quantise one matrix into ``weight`` and ``scale``, both without the axis of a stack."""
 
     def check(self, specs: Sequence[TensorSpec]) -> None:
         """See `CompilePass.check`.
 
         Raises:
-            CompileTargetError: a selected tensor is not of one of `RAW_DTYPES` or has not two or
-                three axes, or a tensor has the name that a scale would get.
+            CompileTargetError: a selected tensor has a dtype outside `RAW_DTYPES` or not two or
+                three axes, or a tensor has the name of another's scale.
         """
         names = {spec.name for spec in specs}
         for spec in specs:
@@ -80,12 +80,12 @@ class QuantisingPass(ABC):
                 )
             if spec.name + self.scale_suffix in names:
                 raise CompileTargetError(
-                    f"{self.name}: {spec.name + self.scale_suffix} is published beside "
+                    f"{self.name}: {spec.name + self.scale_suffix} is published alongside "
                     f"{spec.name}; expected raw tensors without scales"
                 )
 
     def output_specs(self, specs: Sequence[TensorSpec]) -> tuple[TensorSpec, ...]:
-        """See `CompilePass.output_specs`: a quantised tensor is followed by its scales."""
+        """See `CompilePass.output_specs`: the scales follow their quantised tensor."""
         outputs: list[TensorSpec] = []
         for spec in specs:
             if not self._selection(spec):
@@ -98,7 +98,7 @@ class QuantisingPass(ABC):
         return tuple(outputs)
 
     def unchanged(self, specs: Sequence[TensorSpec]) -> frozenset[str]:
-        """See `CompilePass.unchanged`: all that is not selected."""
+        """See `CompilePass.unchanged`: all tensors that are not selected."""
         return frozenset(spec.name for spec in specs if not self._selection(spec))
 
     def run(self, tensors: Mapping[str, torch.Tensor], out: Mapping[str, torch.Tensor]) -> None:
@@ -121,11 +121,11 @@ class QuantisingPass(ABC):
 
 
 def bands(matrix: torch.Tensor, rows_multiple: int) -> Iterator[tuple[int, int]]:
-    """First row and row behind the last one of parts of about `BAND_ELEMENTS`.
+    """Yield bands of about `BAND_ELEMENTS`: the first row and the row after the last.
 
     Args:
-        matrix: of two axes.
-        rows_multiple: every part but the last has a multiple of so many rows.
+        matrix: matrix of two axes.
+        rows_multiple: factor of the number of rows of each band but the last.
     """
     rows, columns = matrix.shape
     if not rows or not columns:
@@ -135,19 +135,19 @@ def bands(matrix: torch.Tensor, rows_multiple: int) -> Iterator[tuple[int, int]]
         yield first, min(rows, first + step)
 
 
-def refuse_values_that_are_not_finite(name: str, largest: torch.Tensor) -> None:
-    """Look at largest magnitudes, in which a NaN or an infinity shows.
+def check_finite(name: str, largest: torch.Tensor) -> None:
+    """Check largest magnitudes, which show any NaN or infinity.
 
     Raises:
-        CompileError: there is one.
+        CompileError: a value is not finite.
     """
     if not bool(torch.isfinite(largest).all()):
         raise CompileError(
-            f"{name}: has a NaN or an infinity; an fp8 scale made of it would spoil the values "
-            "beside it. The old weights stay; look at the trainer's gradients"
+            f"{name}: has a NaN or an infinity, from which no fp8 scale can be computed. "
+            "The old weights stay; check the trainer's gradients"
         )
 
 
 def to_e4m3(scaled: torch.Tensor) -> torch.Tensor:
-    """Round to the nearest float8_e4m3fn, ties to even; beyond its range to its largest value."""
+    """Round to the nearest float8_e4m3fn, ties to even; clamp to its range."""
     return scaled.clamp_(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)

@@ -1,4 +1,4 @@
-"""The control plane: versions, workers, shards and leases, as a server and as its client."""
+"""The control plane: the server and the client for versions, workers, shards and leases."""
 
 from refit_mx.control.access import ControlAccess
 from refit_mx.control.client import ControlClient, VersionInfo

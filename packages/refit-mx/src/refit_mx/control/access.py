@@ -1,7 +1,7 @@
-"""`ControlAccess`: what a process trusts and brings when it speaks to a control plane.
+"""`ControlAccess`: the certificates that a process trusts and the token that it sends.
 
-It says where a token is and never holds it, so it may be written into a configuration, travel to
-other processes and appear in a log.
+It holds the location of a token and never the token, so it may be written to a configuration, sent
+to other processes and logged.
 """
 
 from __future__ import annotations
@@ -22,16 +22,17 @@ TOKEN = "REFIT_MX_CONTROL_TOKEN"  # noqa: S105  # a name
 
 @dataclass(frozen=True)
 class ControlAccess:
-    """How a control plane with TLS and a token is spoken to; all of it None for one without.
+    """TLS and token settings of a connection to a control plane; all None for neither.
 
     Attributes:
         tls_ca: PEM file of the certificates to trust.
-        tls_name: that the server's certificate has to be of; None for the host of its address.
+        tls_name: expected name in the server's certificate; None for the host of its address.
         token_file: file with the token.
-        token_env: name of the environment variable with the token.
+        token_env: environment variable with the token.
 
     Raises:
-        RefitConfigError: both places of a token are named, or a name without certificates.
+        RefitConfigError: ``token_file`` and ``token_env`` are both given, or ``tls_name`` without
+            ``tls_ca``.
     """
 
     tls_ca: str | None = None
@@ -50,11 +51,12 @@ class ControlAccess:
 
     @classmethod
     def from_environment(cls) -> ControlAccess:
-        """What the variables ``REFIT_MX_CONTROL_TLS_CA``, ``..._TLS_NAME``, ``..._TOKEN_FILE`` and
-        ``..._TOKEN`` of this process say; one that is empty is not set.
+        """Read ``REFIT_MX_CONTROL_TLS_CA``, ``..._TLS_NAME``, ``..._TOKEN_FILE`` and ``..._TOKEN``.
+
+        An empty variable counts as not set.
 
         Raises:
-            RefitConfigError: as for the arguments.
+            RefitConfigError: for the reasons given in the class.
         """
         return cls(
             tls_ca=os.environ.get(TLS_CA) or None,
@@ -64,11 +66,11 @@ class ControlAccess:
         )
 
     def connect(self, address: str, *, rpc_timeout_s: float = 10.0) -> ControlClient:
-        """A client of the control plane at an address, HOST:PORT. Reads the files now.
+        """Return a client of the control plane at HOST:PORT. Reads the files now.
 
         Raises:
-            RefitConfigError: the token or the certificates cannot be read, or the token would
-                travel in the clear.
+            RefitConfigError: the token or the certificates cannot be read, or the token would be
+                sent unencrypted.
         """
         return ControlClient(
             address,

@@ -1,6 +1,6 @@
 """The token of calls, as ModelExpress sends it: ``authorization: Bearer TOKEN``.
 
-No error names a token: errors end up in logs.
+No error contains a token: errors are logged.
 """
 
 from __future__ import annotations
@@ -13,25 +13,25 @@ from typing import Any
 import grpc
 
 from refit_mx.errors import RefitConfigError
-from refit_mx.grpc_listening import host_of
-from refit_mx.listening import PeerLog
+from refit_mx.listening.grpc_server import host_of
+from refit_mx.listening.peers import PeerLog
 
 HEADER = "authorization"
 HEALTH = "/grpc.health.v1.Health/"
-"""The one service that is open: what looks at it has no token as a rule."""
+"""The only service open to all: health probes usually have no token."""
 REFUSAL = "a valid bearer token is required"
 WITHOUT_TOKEN = "made a call without the token"  # noqa: S105  # for the log
-LEAST_CHARACTERS = 16
+MIN_CHARACTERS = 16
 
 # grpc has no types.
 Handler = Any
 
 
 def read_token(path: Path) -> str:
-    """The token in a file, without the white space around it.
+    """Return the token in a file, without surrounding white space.
 
     Raises:
-        RefitConfigError: the file cannot be read, or what it has is no token.
+        RefitConfigError: the file cannot be read, or its content is not a token.
     """
     try:
         text = path.read_text(encoding="ascii")
@@ -43,46 +43,46 @@ def read_token(path: Path) -> str:
 
 
 def checked_token(text: str, where: str) -> str:
-    """The token in a text, without the white space around it.
+    """Return the token in a text, without surrounding white space.
 
     Args:
-        text: to look at.
-        where: it came from, for the error.
+        text: text that should hold a token.
+        where: place that the text came from, for the error.
 
     Raises:
-        RefitConfigError: it is no token.
+        RefitConfigError: the text is not a token.
     """
     token = text.strip()
-    if len(token) < LEAST_CHARACTERS or not is_sendable(token):
+    if len(token) < MIN_CHARACTERS or not is_sendable(token):
         raise RefitConfigError(
             f"{where}: {len(token)} characters; expected one line of at least "
-            f"{LEAST_CHARACTERS} visible ASCII characters"
+            f"{MIN_CHARACTERS} visible ASCII characters"
         )
     return token
 
 
 def is_sendable(token: str) -> bool:
-    """Whether a header can carry it."""
+    """Return whether a header can carry the token."""
     return token.isascii() and token.isprintable() and " " not in token
 
 
 def is_allowed(token: str, metadata: Iterable[tuple[str, str | bytes]] | None) -> bool:
-    """Whether a call's metadata bring ``token``, compared in constant time."""
+    """Return whether a call's metadata has ``token``, compared in constant time."""
     for key, value in metadata or ():
         if key == HEADER and isinstance(value, str):
-            scheme, _, brought = value.partition(" ")
+            scheme, _, sent = value.partition(" ")
             return scheme.lower() == "bearer" and hmac.compare_digest(
-                brought.strip().encode(), token.encode()
+                sent.strip().encode(), token.encode()
             )
     return False
 
 
 class TokenInterceptor(grpc.ServerInterceptor):
-    """Refuses calls without the token, before their request is decoded.
+    """Interceptor that refuses calls without the token before their request is decoded.
 
     Args:
-        token: that calls must bring.
-        log: that is told of peers that do not.
+        token: token that calls must send.
+        log: log for the peers that send none.
     """
 
     def __init__(self, token: str, log: PeerLog) -> None:
@@ -91,7 +91,7 @@ class TokenInterceptor(grpc.ServerInterceptor):
         self._refusal = grpc.unary_unary_rpc_method_handler(self._refuse)
 
     def intercept_service(self, continuation: Callable[[Any], Handler], details: Any) -> Handler:
-        """Let the call through, or give the handler that refuses it."""
+        """Return the call's handler, or one that refuses the call."""
         if details.method.startswith(HEALTH) or is_allowed(
             self._token, details.invocation_metadata
         ):

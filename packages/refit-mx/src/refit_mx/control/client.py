@@ -1,7 +1,7 @@
-"""`ControlClient`: the control plane as publishers, receivers and drivers use it.
+"""`ControlClient`: the control plane's client for publishers, receivers and drivers.
 
-It speaks to ours and to a real ModelExpress server through ModelExpress's own stubs. Every call has
-a deadline, and every failure is one of `refit_mx.errors`.
+It works with this package's control plane and with a ModelExpress server, through ModelExpress's
+own stubs. Every call has a deadline, and every failure is an error of `refit_mx.errors`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
 from refit_mx.control.connection import Connection, PreconditionError
 from refit_mx.control.leases import VersionLease
@@ -42,24 +41,24 @@ _FIRST_PAUSE_S = 0.005
 _LONGEST_PAUSE_S = 0.25
 _STALE_TTL_S = 1
 _MIN_CALL_S = 0.05
-"""A call that is given less cannot even be answered by a server that is well."""
-_NAMING_S = 0.5
-"""After a deadline, of each call that asks what is missing."""
+"""Shortest time limit of a call: less is too short for any server to answer."""
+_LIST_MISSING_S = 0.5
+"""Time limit of each call that lists missing slots after a deadline passed."""
 
 
 @dataclass(frozen=True)
 class VersionInfo:
-    """A version as the control plane has it.
+    """A version in the control plane.
 
     Attributes:
-        version_id: unique in the control plane.
-        model_name: whose weights.
-        payload_format: of the shards.
-        base_version_id: the version that a delta is of.
-        expected_source_slots: which a READY version has a live shard of, each.
-        layout_signature: the same for versions of the same slots.
-        state: at the time of the call.
-        created_at_ms: Unix time.
+        version_id: id, unique in the control plane.
+        model_name: model of the weights.
+        payload_format: format of the shards.
+        base_version_id: the version that a delta is based on.
+        expected_source_slots: slots that each have a live shard once the version is READY.
+        layout_signature: equal for versions with the same slots.
+        state: state at the time of the call.
+        created_at_ms: Unix time of creation.
     """
 
     version_id: str
@@ -75,16 +74,19 @@ class VersionInfo:
 class ControlClient:
     """A connection to a control plane; safe to use from many threads.
 
+    Every call raises `ControlUnavailableError` if the control plane cannot be reached, and
+    `RefitTimeoutError` if it does not answer in time.
+
     Args:
         address: HOST:PORT.
-        rpc_timeout_s: of each call.
-        tls_ca: PEM file of the certificates to trust; None speaks without TLS.
-        tls_name: that the server's certificate has to be of; None for the host of ``address``.
+        rpc_timeout_s: time limit of each call.
+        tls_ca: PEM file of the certificates to trust; None connects without TLS.
+        tls_name: expected name in the server's certificate; None for the host of ``address``.
         token: sent as ``authorization: Bearer``; without TLS only to a loopback address.
 
     Raises:
-        RefitConfigError: the address is empty, a token would travel in the clear or cannot be sent,
-            or the certificates cannot be read.
+        RefitConfigError: the address is empty, a token would be sent unencrypted or has characters
+            that cannot be sent, or the certificates cannot be read.
     """
 
     def __init__(
@@ -115,18 +117,16 @@ class ControlClient:
         idempotency_key: str,
         version_id: str | None = None,
     ) -> VersionInfo:
-        """Announce a version; it is STAGING until each slot has a shard of a live worker.
+        """Create a version; it is STAGING until each slot has a shard of a live worker.
 
         Args:
-            model_name: whose weights.
-            expected_source_slots: unique names of what publishers will fill.
-            idempotency_key: the same call with the same key gives the same version.
-            version_id: to have; None lets the control plane choose.
+            model_name: model of the weights.
+            expected_source_slots: unique names of the slots that publishers will fill.
+            idempotency_key: a repeated call with the same key returns the same version.
+            version_id: id of the version; None lets the control plane choose.
 
         Raises:
-            ControlError: the key or the id stands for another version, or an argument is wrong.
-            ControlUnavailableError: the control plane cannot be reached.
-            RefitTimeoutError: it did not answer in time.
+            ControlError: the key or the id belongs to another version, or an argument is wrong.
         """
         request = refit_pb2.CreateWeightVersionRequest(
             model_name=model_name,
@@ -140,23 +140,21 @@ class ControlClient:
         return _version(self._call(self._refit.CreateWeightVersion, request).version)
 
     def get_version(self, version_id: str) -> VersionInfo:
-        """The version as it is now.
+        """Return the current state of a version.
 
         Raises:
-            VersionNotFoundError: there is none of this id.
-            ControlUnavailableError: the control plane cannot be reached.
-            RefitTimeoutError: it did not answer in time.
+            VersionNotFoundError: there is no such version.
         """
         request = refit_pb2.GetWeightVersionRequest(uid=version_id)
         return _version(self._call(self._refit.GetWeightVersion, request).version)
 
     def wait_ready(self, version_id: str, deadline: Deadline) -> VersionInfo:
-        """Wait until a version is READY. A control plane that is away is waited for, too.
+        """Wait until a version is READY, also while the control plane is unreachable.
 
         Raises:
-            VersionNotFoundError: there is none of this id.
+            VersionNotFoundError: there is no such version.
             VersionNotReadyError: it is being released.
-            RefitTimeoutError: the deadline passed; names the slots that are missing.
+            RefitTimeoutError: the deadline passed; the message names the missing slots.
         """
         pause_s = _FIRST_PAUSE_S
         while True:
@@ -172,18 +170,16 @@ class ControlClient:
             except (ControlUnavailableError, RefitTimeoutError) as error:
                 doing = f"the control plane at {self.address} does not answer: {error}"
             if not deadline.left_s:
-                missing = self._limited(_NAMING_S)._what_is_missing
-                raise deadline.error(doing or missing(version_id))
+                describe = self._limited(_LIST_MISSING_S)._describe_missing_slots
+                raise deadline.error(doing or describe(version_id))
             time.sleep(min(pause_s, deadline.left_s))
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     def delete_version(self, version_id: str) -> VersionInfo:
-        """Release a version: no new lease is given, and its shards may go when the last one ends.
+        """Release a version: it gets no new leases, and its shards may go after the last lease.
 
         Raises:
-            VersionNotFoundError: there is none of this id.
-            ControlUnavailableError: the control plane cannot be reached.
-            RefitTimeoutError: it did not answer in time.
+            VersionNotFoundError: there is no such version.
         """
         request = refit_pb2.DeleteWeightVersionRequest(uid=version_id)
         return _version(self._call(self._refit.DeleteWeightVersion, request).version)
@@ -193,15 +189,13 @@ class ControlClient:
     def register_worker(
         self, worker_id: str, role: WorkerRole, model_name: str, *, ttl_s: float
     ) -> int:
-        """A worker is alive for ``ttl_s``, rounded up to whole seconds. See `Heartbeat`.
+        """Register a worker as live for ``ttl_s``, rounded up to full seconds. See `Heartbeat`.
 
         Returns:
-            Unix time in milliseconds at which it is taken for dead.
+            Unix time in milliseconds at which the registration expires.
 
         Raises:
-            ControlError: the id is another's, or the worker said STALE.
-            ControlUnavailableError: the control plane cannot be reached.
-            RefitTimeoutError: it did not answer in time.
+            ControlError: the id belongs to another worker, or the worker is STALE.
         """
         request = refit_pb2.RegisterWorkerRequest(
             worker=refit_pb2.WorkerRegistration(
@@ -215,15 +209,12 @@ class ControlClient:
     def mark_stale(
         self, worker_id: str, role: WorkerRole, model_name: str, *, timeout_s: float | None = None
     ) -> None:
-        """Say that a worker stops, so that it is not read from any more.
+        """Mark a worker STALE, so that no receiver reads from it any more.
 
-        `RefitService` has no call for it. Ours takes ``P2pService.UpdateStatus`` for a worker of
-        `RefitService` (see `refit_source_id`) and believes it at once and for good. A server that
-        knows no such source gets a registration that lapses after one second.
-
-        Raises:
-            ControlUnavailableError: the control plane cannot be reached.
-            RefitTimeoutError: it did not answer in time.
+        `RefitService` has no such call. This package's control plane accepts
+        ``P2pService.UpdateStatus`` for a worker of `RefitService` (see `refit_source_id`), at once
+        and for good. On a server that does not know the source, the worker is registered again with
+        a time to live of one second.
         """
         status = p2p_pb2.UpdateStatusRequest(
             mx_source_id=refit_source_id(model_name),
@@ -236,7 +227,7 @@ class ControlClient:
         except (ControlUnavailableError, RefitTimeoutError):
             raise
         except ControlError:
-            pass  # it does not know the source, or not the service
+            pass  # the server does not know the source, or lacks the service
         self._call(
             self._refit.RegisterWorker,
             refit_pb2.RegisterWorkerRequest(
@@ -251,18 +242,17 @@ class ControlClient:
     # Shards
 
     def create_shard(self, shard: Shard) -> VersionInfo:
-        """Offer a shard to receivers; its worker must be registered.
+        """Publish a shard to receivers; its worker must be registered.
 
         Returns:
-            The version, READY if this was its last slot.
+            The version, READY if this filled its last slot.
 
         Raises:
             VersionNotFoundError: there is no such version.
             VersionNotReadyError: the version is being released.
-            ControlError: the worker is not live or of another model (`PreconditionError`), the
-                version does not expect the slot, or the worker published something else there.
-            ControlUnavailableError: the control plane cannot be reached.
-            RefitTimeoutError: it did not answer in time.
+            ControlError: the worker is not live or belongs to another model (`PreconditionError`),
+                the version does not expect the slot, or the worker published a different shard
+                there.
         """
         request = refit_pb2.CreateWeightVersionShardRequest(shard=shard_to(shard))
         try:
@@ -273,12 +263,10 @@ class ControlClient:
             raise
 
     def list_shards(self, version_id: str) -> list[Shard]:
-        """The shards of live workers; ours gives those of the workers heard last first.
+        """Return live workers' shards; this package's server lists the most recently seen first.
 
         Raises:
             VersionNotFoundError: there is no such version.
-            ControlUnavailableError: the control plane cannot be reached.
-            RefitTimeoutError: it did not answer in time.
         """
         request = refit_pb2.ListWeightVersionShardsRequest(version_id=version_id)
         answer = self._call(self._refit.ListWeightVersionShards, request)
@@ -288,16 +276,14 @@ class ControlClient:
             raise ControlError(f"control plane at {self.address}: {wrong}") from None
 
     def delete_shard(self, version_id: str, source_slot_id: str, worker_id: str) -> bool:
-        """Take a shard back. Only when this has returned may its memory be used again.
+        """Withdraw a shard. Its memory may be reused only after this has returned.
 
         Returns:
-            Whether there was one; False also for a version that is forgotten, since it had none.
+            Whether the shard existed; False also for a version that was forgotten.
 
         Raises:
             VersionLeasedError: a receiver may still read it.
             VersionNotReadyError: the version is not being released; delete the version first.
-            ControlUnavailableError: the control plane cannot be reached.
-            RefitTimeoutError: it did not answer in time.
         """
         request = refit_pb2.DeleteWeightVersionShardRequest(
             version_id=version_id, source_slot_id=source_slot_id, worker_id=worker_id
@@ -314,29 +300,27 @@ class ControlClient:
     # Leases
 
     def lease(self, version_id: str, worker_id: str, *, ttl_s: float = 30.0) -> VersionLease:
-        """Hold a READY version; a thread renews the lease until it is closed.
+        """Lease a READY version; a thread renews the lease until it is closed.
 
         Args:
-            version_id: to hold.
-            worker_id: of the receiver; it has one lease on a version at a time.
-            ttl_s: for which a renewal lasts, rounded up to whole seconds.
+            version_id: version to hold.
+            worker_id: the receiver's worker; it has one lease on a version at a time.
+            ttl_s: time to live of each renewal, rounded up to full seconds.
 
         Raises:
             VersionNotFoundError: there is no such version.
-            VersionNotReadyError: it is not READY.
-            ControlUnavailableError: the control plane cannot be reached.
-            RefitTimeoutError: it did not answer in time.
+            VersionNotReadyError: the version is not READY.
         """
         return VersionLease(
             version_id,
             worker_id,
             ttl_s=math.ceil(ttl_s),
             renew=lambda: self._renew_lease(version_id, worker_id, math.ceil(ttl_s)),
-            give_back=lambda lease_id: self._delete_lease(version_id, lease_id, worker_id),
+            release=lambda lease_id: self._delete_lease(version_id, lease_id, worker_id),
         )
 
     def within(self, deadline: Deadline, doing: str = "") -> ControlClient:
-        """Return this client, with less time for calls that have to be done before a deadline.
+        """Return this client with calls limited to the time before a deadline.
 
         Closing either closes both.
 
@@ -350,8 +334,8 @@ class ControlClient:
         limited.rpc_timeout_s = max(_MIN_CALL_S, min(self.rpc_timeout_s, timeout_s))
         return limited
 
-    def another(self) -> ControlClient:
-        """A client of the same control plane on a connection of its own, which shares no lock."""
+    def clone(self) -> ControlClient:
+        """Return a client of the same control plane with a separate connection and locks."""
         tls_ca, tls_name, token = self._secrets
         return ControlClient(
             self.address,
@@ -368,12 +352,7 @@ class ControlClient:
     def __enter__(self) -> ControlClient:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _renew_lease(self, version_id: str, worker_id: str, ttl_s: int) -> str:
@@ -394,7 +373,7 @@ class ControlClient:
             ),
         )
 
-    def _what_is_missing(self, version_id: str) -> str:
+    def _describe_missing_slots(self, version_id: str) -> str:
         try:
             version = self.get_version(version_id)
             covered = {shard.source_slot_id for shard in self.list_shards(version_id)}

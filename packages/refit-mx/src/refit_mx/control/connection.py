@@ -1,4 +1,4 @@
-"""`Connection`: a gRPC channel to a control plane whose every failure is a `RefitError`."""
+"""`Connection`: a gRPC channel to a control plane; each of its failures is a `RefitError`."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from refit_mx.errors import (
 )
 
 _OPTIONS = (
-    # A server that was restarted is found again within a second.
+    # Reconnect within a second after a server restart.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 1000),
     ("grpc.max_reconnect_backoff_ms", 1000),
     ("grpc.max_receive_message_length", 64 << 20),
-    # Else clients of one process share a connection, and its back-off after a failure.
+    # Otherwise clients of one process share a connection, and its back-off after a failure.
     ("grpc.use_local_subchannel_pool", 1),
-    # A proxy of the environment would see the token of a connection to loopback.
+    # A proxy from the environment would see the token of a loopback connection.
     ("grpc.enable_http_proxy", 0),
 )
 _NOT_TRUSTED = (
@@ -38,26 +38,26 @@ _NOT_TRUSTED = (
     "Hostname Verification Check failed",
     "is not in peer certificate",
 )
-"""What gRPC says, as UNAVAILABLE, of a server whose certificate does not do."""
+"""Parts of gRPC's UNAVAILABLE messages for a server whose certificate is not trusted."""
 _NOT_TLS = "WRONG_VERSION_NUMBER"
 
 
 class PreconditionError(ControlError):
-    """FAILED_PRECONDITION; each call knows what that means for it."""
+    """A FAILED_PRECONDITION status, which each call interprets."""
 
 
 class Connection:
-    """A channel, made when the first call needs it and again when it broke.
+    """A channel that connects on the first call, and again after a failure.
 
     Args:
         address: HOST:PORT.
-        tls_ca: PEM file of the certificates to trust; None speaks without TLS.
-        tls_name: that the server's certificate has to be of; None for the host of ``address``.
+        tls_ca: PEM file of the certificates to trust; None connects without TLS.
+        tls_name: expected name in the server's certificate; None for the host of ``address``.
         token: sent as ``authorization: Bearer``; without TLS only to a loopback address.
 
     Raises:
-        RefitConfigError: the address is empty, a token would travel in the clear or cannot be sent,
-            or the certificates cannot be read.
+        RefitConfigError: the address is empty, a token would be sent unencrypted or has characters
+            that cannot be sent, or the certificates cannot be read.
     """
 
     def __init__(
@@ -72,16 +72,16 @@ class Connection:
             raise RefitConfigError("address of the control plane: none; expected HOST:PORT")
         if tls_name is not None and tls_ca is None:
             raise RefitConfigError(f"tls_name {tls_name!r} without tls_ca; expected both")
-        # gRPC would write one that it cannot send into its log.
+        # gRPC would log a token that it cannot send.
         if token is not None and not is_sendable(token):
             raise RefitConfigError(
                 f"token for {address}: {len(token)} characters, some of them not visible ASCII"
             )
         if token is not None and tls_ca is None and not _is_loopback(address):
             raise RefitConfigError(
-                f"a token for {address} without TLS would travel in the clear; give tls_ca"
+                f"a token for {address} without TLS would be sent unencrypted; set tls_ca"
             )
-        self._said = f"control plane at {address}"
+        self._label = f"control plane at {address}"
         self._metadata = (("authorization", f"Bearer {token}"),) if token is not None else None
         if tls_ca is None:
             self.channel = grpc.insecure_channel(address, options=_OPTIONS)
@@ -94,55 +94,55 @@ class Connection:
     def call(
         self, method: Callable[..., Message], request: Message, *, timeout_s: float
     ) -> Message:
-        """The answer of a stub's method.
+        """Call a stub's method and return its response.
 
         Raises:
-            ControlUnavailableError: nobody answers at the address, or the channel is closed.
-            ControlAccessError: the token is refused, or the server is not the one to trust.
+            ControlUnavailableError: no server answers at the address, or the channel is closed.
+            ControlAccessError: the token is refused, or the server is not trusted.
             RefitTimeoutError: no answer within ``timeout_s``.
             VersionNotFoundError: NOT_FOUND.
             PreconditionError: FAILED_PRECONDITION.
-            ControlError: any other refusal; names its status code.
+            ControlError: any other refusal; the message has the status code.
         """
         try:
             return method(request, timeout=timeout_s, metadata=self._metadata)
         except grpc.RpcError as error:
-            raise self._as_ours(error, timeout_s) from None
+            raise self._translated(error, timeout_s) from None
         except ValueError as error:  # grpc raises it on a closed channel
-            raise ControlUnavailableError(f"{self._said}: {error}") from None
+            raise ControlUnavailableError(f"{self._label}: {error}") from None
 
     def close(self) -> None:
         """Disconnect. May be called again."""
         self.channel.close()
 
-    def _as_ours(self, error: Any, timeout_s: float) -> RefitError:  # grpc has no types
-        said = f"{self._said}: {error.details()}"
+    def _translated(self, error: Any, timeout_s: float) -> RefitError:  # grpc has no types
+        message = f"{self._label}: {error.details()}"
         match error.code():
             case grpc.StatusCode.UNAUTHENTICATED | grpc.StatusCode.PERMISSION_DENIED:
-                return ControlAccessError(f"{said} ({error.code().name})")
-            case grpc.StatusCode.UNAVAILABLE if any(each in said for each in _NOT_TRUSTED):
+                return ControlAccessError(f"{message} ({error.code().name})")
+            case grpc.StatusCode.UNAVAILABLE if any(each in message for each in _NOT_TRUSTED):
                 return ControlAccessError(
-                    f"{said}; its certificate is not of tls_ca, or of another name"
+                    f"{message}; its certificate is not signed by tls_ca, or is for another name"
                 )
-            case grpc.StatusCode.UNAVAILABLE if _NOT_TLS in said:
-                return ControlAccessError(f"{said}; it does not speak TLS, and tls_ca is given")
+            case grpc.StatusCode.UNAVAILABLE if _NOT_TLS in message:
+                return ControlAccessError(f"{message}; it does not use TLS, but tls_ca is set")
             case grpc.StatusCode.UNAVAILABLE | grpc.StatusCode.CANCELLED:
-                return ControlUnavailableError(said)
+                return ControlUnavailableError(message)
             case grpc.StatusCode.DEADLINE_EXCEEDED:
-                return RefitTimeoutError(f"{self._said}: no answer within {timeout_s:g} s")
+                return RefitTimeoutError(f"{self._label}: no answer within {timeout_s:g} s")
             case grpc.StatusCode.NOT_FOUND:
-                return VersionNotFoundError(said)
+                return VersionNotFoundError(message)
             case grpc.StatusCode.FAILED_PRECONDITION:
-                return PreconditionError(said)
+                return PreconditionError(message)
             case code:
-                return ControlError(f"{said} ({code.name})")
+                return ControlError(f"{message} ({code.name})")
 
 
 def _credentials(tls_ca: Path | str) -> grpc.ChannelCredentials:
-    """To trust the certificates of a file."""
+    """Return credentials that trust the certificates of a file."""
     try:
         roots = Path(tls_ca).read_bytes()
-        # gRPC would take anything, and fail every call.
+        # gRPC accepts any bytes here, and then fails every call.
         ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(tls_ca)
     except ssl.SSLError:
         raise RefitConfigError(f"tls_ca {str(tls_ca)!r}: no certificate in PEM") from None
@@ -155,10 +155,10 @@ def _is_loopback(address: str) -> bool:
     host = address.rpartition(":")[0]
     if host.startswith("[") and host.endswith("]"):
         host = host[1:-1]
-    elif ":" in host:  # gRPC takes all of it for an address of IPv6
+    elif ":" in host:  # gRPC takes the complete address for an IPv6 host
         return False
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
-        # Any other name, such as one that begins with `127.`, is what a name server says it is.
+        # A name server decides about any other name, even one that begins with `127.`.
         return host == "localhost"

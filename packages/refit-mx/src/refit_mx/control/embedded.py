@@ -1,48 +1,47 @@
-"""`EmbeddedControlServer`: the control plane in this process, for the trainer and for tests."""
+"""`EmbeddedControlServer`: the control plane inside this process, for trainers and tests."""
 
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from types import TracebackType
 
 import grpc
 
 from refit_mx.control.auth import TokenInterceptor
 from refit_mx.control.limits import Limits
 from refit_mx.control.plane import ControlPlane
-from refit_mx.control.servicer import CallObserver, add_servicers
+from refit_mx.control.servicer import CallObserver, add_servicers, unobserved
 from refit_mx.control.store import Store
 from refit_mx.errors import RefitConfigError
-from refit_mx.grpc_listening import RequestGuard, server_options
-from refit_mx.hosts import host_and_port, told_host
+from refit_mx.listening.grpc_server import RequestGuard, server_options
+from refit_mx.listening.hosts import host_and_port, resolve_advertised_host
 
 MAX_REQUEST_BYTES = 32 << 20
-"""For tensor lists of ``PublishMetadata``."""
+"""Size limit of a request, enough for the tensor lists of ``PublishMetadata``."""
 THREADS = 16
-_SHARE = 0.25
-"""Of this process's file descriptors that connections may take."""
+_CONNECTIONS_SHARE = 0.25
+"""Fraction of this process's file descriptors that connections may use."""
 _STOP_S = 2.0
 
 
 class EmbeddedControlServer:
-    """Serves ``RefitService`` and ``P2pService`` from threads of this process.
+    """Server of ``RefitService`` and ``P2pService`` in threads of this process.
 
     Args:
-        host: to listen on. Anything but loopback is open to everybody who can reach it: there is
-            no TLS here, so use the service refit-server for that.
-        advertised_host: that others are told; None for ``host``.
-        port: to listen on; 0 takes a free one.
-        store: where the state is kept; None keeps it in memory alone. Closed with the server.
-        retention: READY versions that each model keeps; replaces that of ``limits``.
-        limits: what else is kept, and for how long.
-        token: that calls must bring as ``authorization: Bearer``; None asks for none.
+        host: address to listen on. Anything but loopback is open to every host that can reach it:
+            this server has no TLS, so use the service refit-server for that.
+        advertised_host: host that clients connect to; None for ``host``.
+        port: port to listen on; 0 picks a free one.
+        store: storage of the state; None keeps it in memory only. Closed with the server.
+        retention: READY versions that each model retains; overrides that of ``limits``.
+        limits: other limits on what is retained, and for how long.
+        token: token that calls must send as ``authorization: Bearer``; None requires none.
         restart_grace_s: see `ControlPlane`.
-        observe: is told of each call.
+        observe: callback for each call.
 
     Raises:
-        RefitConfigError: the address cannot be listened on, or nobody could connect to what is
-            told.
+        RefitConfigError: the server cannot listen on the address, or clients cannot connect to the
+            advertised host.
     """
 
     def __init__(
@@ -56,14 +55,14 @@ class EmbeddedControlServer:
         limits: Limits | None = None,
         token: str | None = None,
         restart_grace_s: float = 30.0,
-        observe: CallObserver | None = None,
+        observe: CallObserver = unobserved,
     ) -> None:
-        told = told_host(host, advertised_host)
+        advertised = resolve_advertised_host(host, advertised_host)
         self._guard = RequestGuard("control plane", THREADS)
         self._server = grpc.server(
             ThreadPoolExecutor(THREADS, thread_name_prefix="refit-control"),
             options=(
-                *server_options(_SHARE),
+                *server_options(_CONNECTIONS_SHARE),
                 ("grpc.max_receive_message_length", MAX_REQUEST_BYTES),
             ),
             interceptors=[
@@ -76,7 +75,7 @@ class EmbeddedControlServer:
             bound = self._server.add_insecure_port(where)
         except RuntimeError as error:
             raise RefitConfigError(f"cannot listen on {where}: {error}") from None
-        self.address = host_and_port(told, bound)
+        self.address = host_and_port(advertised, bound)
         """HOST:PORT that clients connect to."""
         self._closed = False
         self.plane = ControlPlane(
@@ -84,14 +83,14 @@ class EmbeddedControlServer:
             limits=replace(limits or Limits(), retention=retention),
             restart_grace_s=restart_grace_s,
         )
-        if observe is None:
-            add_servicers(self._server, self.plane)
-        else:
-            add_servicers(self._server, self.plane, observe)
+        add_servicers(self._server, self.plane, observe)
         self._server.start()
 
     def close(self) -> None:
-        """Stop: calls under way have two seconds, then the store is closed. May be called again."""
+        """Stop the server: calls in progress have two seconds, then the store is closed.
+
+        May be called again.
+        """
         if not self._closed:
             self._closed = True
             self._server.stop(_STOP_S).wait(2 * _STOP_S)
@@ -101,10 +100,5 @@ class EmbeddedControlServer:
     def __enter__(self) -> EmbeddedControlServer:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()

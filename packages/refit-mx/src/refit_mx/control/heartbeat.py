@@ -1,10 +1,10 @@
-"""`Heartbeat`: keeps a worker registered, and says STALE when the process stops.
+"""`Heartbeat`: keeps a worker registered, and marks it STALE when the process stops.
 
-It says so on close, at the interpreter's exit and on SIGTERM. A signal handler may run in the
-middle of anything that the main thread does, so it takes no lock that others take: it writes a byte
-to a socket, the heartbeat's own thread makes the call, and the handler waits for it a bounded time.
-For the same reason the heartbeat has a connection of its own: the main thread may hold the lock of
-any other, and goes on only after the handler.
+The worker becomes STALE on close, at interpreter exit and on SIGTERM. A signal handler may
+interrupt the main thread anywhere, so it must not take a lock that other code takes. It writes a
+byte to a socket, the heartbeat's thread makes the call, and the handler waits for a bounded time.
+The heartbeat also has a separate connection: the main thread may hold the lock of any other, and
+continues only after the handler has returned.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from types import FrameType, TracebackType
+from types import FrameType
 
 from refit_mx.control.client import ControlClient
 from refit_mx.control.records import WorkerRole
@@ -29,21 +29,21 @@ _STALE_TIMEOUT_S = 2.0
 
 
 class Heartbeat:
-    """Registers a worker, and renews it every third of its time to live until closed.
+    """Registration of a worker, renewed every third of its time to live until closed.
 
     Args:
-        client: of the control plane; the heartbeat connects again, as it did.
-        worker_id: new with every process.
-        role: what the worker does.
-        model_name: of the weights.
-        ttl_s: after which the worker is taken for dead if nothing is heard.
-        on_sigterm: say STALE on SIGTERM, before what was to happen on it. The handler for that is
-            set only in the main thread, as Python demands; where none of the process's heartbeats
-            was made there, the worker lapses by itself.
+        client: control-plane client, cloned for a separate connection.
+        worker_id: id of the worker, new for every process.
+        role: role of the worker.
+        model_name: model of the weights.
+        ttl_s: a worker that is silent for so long counts as dead.
+        on_sigterm: whether SIGTERM marks the worker STALE before the previous handler runs. Python
+            sets handlers only in the main thread: if the process creates no heartbeat there, the
+            worker expires instead.
 
     Raises:
         RefitConfigError: ``ttl_s`` is less than 1.
-        RefitError: whatever the first registration raises.
+        RefitError: the first registration failed.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Heartbeat:
         if ttl_s < 1:
             raise RefitConfigError(f"ttl_s {ttl_s:g}; expected at least 1, the protocol's unit")
         self.worker_id = worker_id
-        self._client = client.another()
+        self._client = client.clone()
         self._role = role
         self._model_name = model_name
         self._ttl_s = ttl_s
@@ -67,13 +67,13 @@ class Heartbeat:
         self._error: RefitError | None = None
         self._refused = False
         self._signalled = False
-        asked = time.monotonic()
+        sent_at = time.monotonic()
         try:
             self._client.register_worker(worker_id, role, model_name, ttl_s=ttl_s)
-        except BaseException:
+        except BaseException:  # disconnect also on an interrupt
             self._client.close()
             raise
-        self._until = asked + ttl_s
+        self._until = sent_at + ttl_s
         self._wake, self._woken = socket.socketpair()
         self._done = _thread.allocate_lock()
         self._done.acquire()
@@ -84,35 +84,34 @@ class Heartbeat:
         self._thread.start()
         atexit.register(self.close)
         if on_sigterm:
-            _told_of_sigterm.append(self)
+            _sigterm_heartbeats.append(self)
             _chain_sigterm()
 
     @property
     def is_live(self) -> bool:
-        """Whether the control plane is sure to take the worker for alive."""
+        """True while the control plane is sure to count the worker as live."""
         return not self._closed and not self._refused and time.monotonic() < self._until
 
     @property
-    def said_stale_on_sigterm(self) -> bool:
-        """Whether a SIGTERM ended it, in a process that handles the signal and goes on."""
+    def stale_by_sigterm(self) -> bool:
+        """True if SIGTERM made the worker STALE; the process may handle the signal and continue."""
         return self._signalled
 
     @property
     def error(self) -> RefitError | None:
-        """Why the last renewal failed; None if it did not."""
+        """Error of the last renewal; None if it succeeded."""
         return self._error
 
     def renew(self, client: ControlClient | None = None) -> None:
-        """Register now, not only with the next beat: a control plane that forgot the worker knows
-        it again.
+        """Register now, before the next beat, for a control plane that forgot the worker.
 
         Args:
-            client: that asks; None for the heartbeat's own.
+            client: client to use; None for the heartbeat's.
 
         Raises:
-            RefitError: whatever the registration raises.
+            RefitError: the registration failed.
         """
-        asked = time.monotonic()
+        sent_at = time.monotonic()
         try:
             (client or self._client).register_worker(
                 self.worker_id, self._role, self._model_name, ttl_s=self._ttl_s
@@ -124,16 +123,16 @@ class Heartbeat:
             )
             raise
         self._error, self._refused = None, False
-        self._until = asked + self._ttl_s
+        self._until = sent_at + self._ttl_s
 
     def close(self) -> None:
-        """Say STALE, and stop. Takes at most a few seconds; may be called again."""
+        """Mark the worker STALE and stop, within a few seconds. May be called again."""
         if self._closed or os.getpid() != self._pid:
             return
         self._closed = True
         atexit.unregister(self.close)
-        if self in _told_of_sigterm:
-            _told_of_sigterm.remove(self)
+        if self in _sigterm_heartbeats:
+            _sigterm_heartbeats.remove(self)
         self._ask_to_stop()
         self._thread.join(2 * _STALE_TIMEOUT_S)
         if not self._thread.is_alive():
@@ -144,22 +143,17 @@ class Heartbeat:
     def __enter__(self) -> Heartbeat:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _ask_to_stop(self) -> None:
-        # An error says that it has stopped already.
+        # The socket is closed if the thread has stopped already.
         with contextlib.suppress(OSError):
             os.write(self._wake.fileno(), b"x")
 
     def _beat(self) -> None:
         pause_s = self._ttl_s / 3
-        # Not `select`, which takes no descriptor from 1,024 on.
+        # Not `select`: it fails for descriptors from 1,024 on.
         woken = select.poll()
         woken.register(self._woken, select.POLLIN)
         while not woken.poll(pause_s * 1000):
@@ -178,34 +172,34 @@ class Heartbeat:
             self._done.release()
 
 
-_told_of_sigterm: list[Heartbeat] = []
+_sigterm_heartbeats: list[Heartbeat] = []
 _Handler = Callable[[int, FrameType | None], object] | int | None
-_earlier: _Handler = None
+_previous_handler: _Handler = None
 
 
 def _chain_sigterm() -> None:
-    global _earlier
+    global _previous_handler
     if threading.current_thread() is not threading.main_thread():
         return
     current = signal.getsignal(signal.SIGTERM)
-    # A process that ignores the signal goes on; a handler that is not Python's cannot be chained.
+    # A process that ignores the signal continues; a handler set outside Python cannot be chained.
     if current in (_on_sigterm, signal.SIG_IGN, None):
         return
-    _earlier = current
+    _previous_handler = current
     signal.signal(signal.SIGTERM, _on_sigterm)
 
 
 def _on_sigterm(number: int, frame: FrameType | None) -> None:
-    mine = [each for each in _told_of_sigterm if each._pid == os.getpid()]
-    for each in mine:
+    heartbeats = [each for each in _sigterm_heartbeats if each._pid == os.getpid()]
+    for each in heartbeats:
         each._signalled = True
         each._ask_to_stop()
     until = time.monotonic() + _STALE_TIMEOUT_S
-    for each in mine:
+    for each in heartbeats:
         if each._done.acquire(timeout=max(0.0, until - time.monotonic())):
             each._done.release()
-    if callable(_earlier):
-        _earlier(number, frame)
+    if callable(_previous_handler):
+        _previous_handler(number, frame)
     else:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""`VersionLease`: a receiver's hold on a version, renewed by a thread until it is closed."""
+"""`VersionLease`: a receiver's lease on a version, renewed by a thread until it is closed."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable
-from types import TracebackType
 
 from refit_mx.errors import (
     ControlError,
@@ -19,20 +18,20 @@ from refit_mx.errors import (
 
 
 class VersionLease:
-    """Made by `ControlClient.lease`; a context manager that gives the lease back.
+    """A lease from `ControlClient.lease`; a context manager that releases it.
 
-    The lease is counted from before each renewal was sent, so it is never believed to last longer
-    than the control plane lets it.
+    Its time counts from before each renewal is sent, so the receiver never believes that it lasts
+    longer than the control plane allows.
 
     Args:
-        version_id: that is held.
-        worker_id: of the receiver.
-        ttl_s: for which a renewal lasts.
-        renew: registers the lease or its renewal, and gives its id.
-        give_back: deletes the lease of an id.
+        version_id: the version that is held.
+        worker_id: the receiver's worker.
+        ttl_s: time to live of each renewal.
+        renew: function that registers or renews the lease and returns its id.
+        release: function that deletes the lease with an id.
 
     Raises:
-        RefitError: whatever ``renew`` raises the first time.
+        RefitError: the first ``renew`` failed.
     """
 
     def __init__(
@@ -42,20 +41,20 @@ class VersionLease:
         *,
         ttl_s: float,
         renew: Callable[[], str],
-        give_back: Callable[[str], None],
+        release: Callable[[str], None],
     ) -> None:
         self.version_id = version_id
         self.worker_id = worker_id
         self._ttl_s = ttl_s
         self._renew = renew
-        self._give_back = give_back
+        self._release = release
         self._lost: str | None = None
         self._abandoned = False
         self._closing = threading.Event()
-        asked = time.monotonic()
+        sent_at = time.monotonic()
         self.lease_id = renew()
-        """As the control plane knows it."""
-        self._until = asked + ttl_s
+        """Id in the control plane."""
+        self._until = sent_at + ttl_s
         self._thread = threading.Thread(
             target=self._keep, name=f"refit-lease-{version_id}", daemon=True
         )
@@ -69,30 +68,30 @@ class VersionLease:
         return max(0.0, self._until - time.monotonic())
 
     def check(self) -> None:
-        """Return if the lease has held without a gap.
+        """Check that the lease has held without a gap.
 
         Raises:
-            LeaseLostError: it has not; what was read under it may be another version's.
+            LeaseLostError: it has not; what was read under it may belong to another version.
         """
         if self._lost is not None:
             raise LeaseLostError(self._lost)
         if self._closing.is_set():
-            raise LeaseLostError(f"lease on version {self.version_id!r} was given back")
+            raise LeaseLostError(f"lease on version {self.version_id!r} was released")
         if not self.left_s:
             raise LeaseLostError(
                 f"lease on version {self.version_id!r} was not renewed for {self._ttl_s:g} s"
             )
 
     def abandon(self) -> None:
-        """Renew the lease no more, so that it lapses within its time to live.
+        """Stop renewing the lease, so that it expires within its time to live.
 
-        Takes no lock and waits for nothing, as a finalizer must not, which runs in any thread and
-        at any place. `close` gives the lease back at once, also after this.
+        Safe in a finalizer, which may run in any thread at any point: it takes no lock and does not
+        wait. `close` still releases the lease at once.
         """
         self._abandoned = True
 
     def close(self) -> None:
-        """Give the lease back. Where the control plane does not answer it lapses by itself.
+        """Release the lease; if the control plane does not answer, it expires.
 
         May be called again.
         """
@@ -100,26 +99,21 @@ class VersionLease:
             return
         self._closing.set()
         self._thread.join()
-        # Where that fails nothing more can be done: its time to live ends it.
+        # If that fails, the lease expires.
         with contextlib.suppress(ControlError, RefitTimeoutError):
-            self._give_back(self.lease_id)
+            self._release(self.lease_id)
 
     def __enter__(self) -> VersionLease:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _keep(self) -> None:
         pause_s = self._ttl_s / 3
         while not self._closing.wait(pause_s) and not self._abandoned:
-            asked = time.monotonic()
-            if asked >= self._until:
+            sent_at = time.monotonic()
+            if sent_at >= self._until:
                 self._lost = (
                     f"lease on version {self.version_id!r} was not renewed for {self._ttl_s:g} s"
                 )
@@ -127,14 +121,14 @@ class VersionLease:
             try:
                 lease_id = self._renew()
             except (ControlUnavailableError, RefitTimeoutError):
-                pause_s = min(self._ttl_s / 10, 1.0)  # again soon, while it still lasts
+                pause_s = min(self._ttl_s / 10, 1.0)  # retry soon, while the lease lasts
                 continue
             except (VersionNotFoundError, VersionNotReadyError, ControlError) as error:
                 self._lost = f"lease on version {self.version_id!r} was lost: {error}"
                 return
             if lease_id != self.lease_id:
-                self._lost = f"lease on version {self.version_id!r} lapsed before it was renewed"
+                self._lost = f"lease on version {self.version_id!r} expired before it was renewed"
                 self.lease_id = lease_id
                 return
-            self._until = asked + self._ttl_s
+            self._until = sent_at + self._ttl_s
             pause_s = self._ttl_s / 3

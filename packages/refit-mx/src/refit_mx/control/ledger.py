@@ -1,7 +1,6 @@
-"""`Ledger`: the records of the control plane, their indexes, and what of them changed.
+"""`Ledger`: the control plane's records, their indexes, and the changes to store.
 
-It knows no rule: whatever it is told to put or drop, it does. All changes of records go through it,
-so the store misses none.
+It applies no rules. All changes of records go through it, so the store misses none.
 """
 
 from __future__ import annotations
@@ -17,22 +16,22 @@ Changes = dict[tuple[str, Key], Record | None]
 
 
 class Ledger:
-    """Versions, workers, shards, leases, and the moments at which something may lapse."""
+    """Versions, workers, shards and leases, with the times at which they may expire."""
 
     def __init__(self) -> None:
         self.versions: dict[str, Version] = {}
         self.workers: dict[str, Worker] = {}
         self.shards: dict[str, dict[Key, Shard]] = defaultdict(dict)
-        """By version, then by key."""
+        """Shards by version, then by key."""
         self.leases: dict[str, dict[str, Lease]] = defaultdict(dict)
-        """By version, then by worker."""
+        """Leases by version, then by worker."""
         self.by_idempotency: dict[tuple[str, str], str] = {}
         self.ready: dict[str, dict[str, Version]] = defaultdict(dict)
-        """By model, those that are READY."""
+        """READY versions by model."""
         self.shards_of: dict[str, set[Key]] = defaultdict(set)
-        """By worker, keys of shards."""
+        """Keys of shards by worker."""
         self.emptied: dict[str, None] = {}
-        """RELEASING versions without shards and leases, that became so first first."""
+        """RELEASING versions without shards and leases, ordered by when they became so."""
         self.order = 0
         self._timers: list[tuple[int, str, Key]] = []
         self._changes: Changes = {}
@@ -64,7 +63,7 @@ class Ledger:
                 self.emptied.pop(record.version_id, None)
 
     def drop(self, record: Record) -> None:
-        """Take a record out; a version must have no shards and leases, a worker no shards."""
+        """Remove a record; a version must have no shards or leases, a worker no shards."""
         self._changes[identity(record)] = None
         match record:
             case Version():
@@ -88,21 +87,21 @@ class Ledger:
                 self._note_emptied(record.version_id)
 
     def take_changes(self) -> Changes:
-        """What changed since the last call: kind and key to the record, or to None if it is gone.
+        """Return the changes since the last call: kind and key to record, or to None if dropped.
 
-        The records are the ledger's own: encode them before anything else is put.
+        The records are the ledger's own: encode them before any other record is put.
         """
         changes, self._changes = self._changes, {}
         return changes
 
     def at(self, moment_ms: int, kind: str, *key: str) -> None:
-        """At that moment, `next_due` gives ``kind`` and ``key``."""
+        """Set a timer: `next_due` returns ``kind`` and ``key`` once ``moment_ms`` has come."""
         heapq.heappush(self._timers, (moment_ms, kind, key))
 
     def next_due(self, now_ms: int) -> tuple[str, Key] | None:
-        """What is due by now and was not given yet, the earliest; None if nothing is.
+        """Return and remove the earliest timer that is due; None if none is.
 
-        A moment may be out of date: whoever gets it looks at the record.
+        A timer may be out of date: the caller must check the record.
         """
         if self._timers and self._timers[0][0] <= now_ms:
             _, kind, key = heapq.heappop(self._timers)
@@ -110,12 +109,12 @@ class Ledger:
         return None
 
     def is_live(self, worker_id: str, now_ms: int) -> bool:
-        """Whether a worker may be read from."""
+        """Return whether receivers may read from a worker."""
         worker = self.workers.get(worker_id)
         return worker is not None and worker.is_live(now_ms)
 
     def missing_slots(self, version: Version, now_ms: int) -> list[str]:
-        """Expected slots of a version without a shard of a live worker."""
+        """Return the expected slots of a version that have no shard of a live worker."""
         covered = {
             shard.source_slot_id
             for shard in self.shards.get(version.uid, {}).values()
@@ -135,7 +134,7 @@ class Ledger:
 
 
 def identity(record: Record) -> tuple[str, Key]:
-    """Kind and key that a record is stored under."""
+    """Return the kind and key under which a record is stored."""
     match record:
         case Version():
             return "version", (record.uid,)
@@ -147,7 +146,7 @@ def identity(record: Record) -> tuple[str, Key]:
             return "lease", (record.version_id, record.worker_id)
 
 
-def some(names: list[str]) -> str:
-    """The first names, for a message."""
+def list_names(names: list[str]) -> str:
+    """Return the first names as text for a message."""
     shown = ", ".join(repr(name) for name in names[:5])
     return shown if len(names) <= 5 else f"{shown} and {len(names) - 5} more"

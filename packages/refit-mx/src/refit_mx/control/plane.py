@@ -1,4 +1,4 @@
-"""`ControlPlane`: the state, its store and a clock, safe to call from many threads."""
+"""`ControlPlane`: the state with its store and a clock, safe to call from many threads."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ T = TypeVar("T")
 _STORE_TIMEOUT_S = 30.0
 _SWEEP_S = 0.5
 _PAUSE_MS = 1000
-"""The sweep looks at the clock more often; if it did not, the process did not run."""
+"""Longest normal gap between two readings of the clock; a longer one means the process paused."""
 
 
 @dataclass(frozen=True)
 class Counts:
-    """How much the control plane holds.
+    """Numbers of what the control plane holds.
 
     Attributes:
-        versions: by state.
-        workers: live ones, by role.
-        shards: of versions that are not forgotten.
-        leases: live ones.
-        sources: of ``P2pService`` that are READY.
+        versions: versions by state.
+        workers: live workers by role.
+        shards: shards of versions that are not forgotten.
+        leases: live leases.
+        sources: READY sources of ``P2pService``.
     """
 
     versions: dict[str, int]
@@ -43,18 +43,18 @@ class Counts:
 
 
 class ControlPlane:
-    """The one state of a server.
+    """The state of a server, with its store and a clock.
 
-    A call is answered when what it changed is in the store. If the store fails, what clients were
-    told and what is kept may differ, so every later call is refused; a restart reads what is kept.
+    A call returns once its changes are stored. If the store fails, the state may differ from what
+    is stored, so all later calls are refused; a restart reads the store.
 
     Args:
-        store: where records are kept.
-        limits: what is kept, and for how long.
-        restart_grace_s: what was live when the server stopped stays so for this long after its
-            start at least, or its own time to live if that is shorter. Likewise when the process
-            goes on after a pause, such as SIGSTOP or that of a virtual machine.
-        clock: Unix time in milliseconds that never goes back; None takes the machine's.
+        store: storage of the records; None keeps them in memory only.
+        limits: bounds on what is retained, and for how long.
+        restart_grace_s: minimum time for which a live worker or lease stays live after a restart;
+            its own time to live, if that is shorter. The same holds after a pause of the process,
+            for example by SIGSTOP or of its virtual machine.
+        clock: Unix time in milliseconds that never goes back; None uses the machine's.
     """
 
     def __init__(
@@ -76,8 +76,8 @@ class ControlPlane:
         self.sources = SourceTable()
         try:
             self._state.load(self._store.load(), now_ms=self._seen_ms, grace_s=restart_grace_s)
-            self._wait(self._keep())
-        except BaseException:
+            self._wait(self._store_changes())
+        except BaseException:  # close the file also on an interrupt
             self._store.close()
             raise
         self._sweeper = threading.Thread(target=self._sweep, name="refit-sweep", daemon=True)
@@ -85,31 +85,31 @@ class ControlPlane:
 
     @property
     def failed(self) -> str | None:
-        """Why the store failed; None while it works."""
+        """Error of the store; None while it works."""
         return self._failed
 
     def call(self, step: Callable[[ControlState, int], T]) -> T:
-        """Let ``step`` work on the state, given the time in milliseconds; keep what it changed.
+        """Run ``step`` on the state at the current time in milliseconds, and store its changes.
 
-        What it returns is shared with other threads, so it makes messages of records itself.
+        Other threads share the state, so ``step`` must convert records to messages itself.
 
         Raises:
-            Refusal: the step's own, or UNAVAILABLE if the store failed.
+            Refusal: from the step, or UNAVAILABLE if the store failed.
         """
         with self._lock:
             self._check()
             try:
                 return_value = step(self._state, self._now_ms())
             except Refusal:
-                # What lapsed before the refusal stays lapsed.
-                self._keep()
+                # What expired before the refusal stays expired.
+                self._store_changes()
                 raise
-            kept = self._keep()
-        self._wait(kept)
+            stored = self._store_changes()
+        self._wait(stored)
         return return_value
 
     def counts(self) -> Counts:
-        """How much there is.
+        """Return the numbers of what the control plane holds.
 
         Raises:
             Refusal: UNAVAILABLE if the store failed.
@@ -131,38 +131,38 @@ class ControlPlane:
         return self.call(count)
 
     def now_ms(self) -> int:
-        """The plane's clock."""
+        """Return the time of this control plane's clock."""
         with self._lock:
             return self._now_ms()
 
     def close(self) -> None:
-        """Stop, and finish the store. May be called again."""
+        """Stop, and close the store. May be called again."""
         self._closed.set()
         self._sweeper.join()
         self._store.close()
 
     def _now_ms(self) -> int:
-        """The time; the first call after a pause makes up for it before anything can lapse."""
+        """Return the time; after a pause, first extend what was live before it."""
         since_ms, self._seen_ms = self._seen_ms, self._clock()
         if self._seen_ms - since_ms > _PAUSE_MS:
-            self._state.excuse(since_ms, now_ms=self._seen_ms, grace_s=self._grace_s)
-            self.sources.excuse(since_ms, self._seen_ms)
+            self._state.extend_grace(since_ms, now_ms=self._seen_ms, grace_s=self._grace_s)
+            self.sources.extend_grace(since_ms, self._seen_ms)
         return self._seen_ms
 
     def _check(self) -> None:
         if self._failed is not None:
-            raise Refusal(Code.UNAVAILABLE, f"the state cannot be kept: {self._failed}")
+            raise Refusal(Code.UNAVAILABLE, f"the state cannot be stored: {self._failed}")
 
-    def _keep(self) -> Future[None] | None:
+    def _store_changes(self) -> Future[None] | None:
         changes = self._state.take_changes()
-        return self._store.keep(changes) if changes else None
+        return self._store.write(changes) if changes else None
 
-    def _wait(self, kept: Future[None] | None) -> None:
-        if kept is None:
+    def _wait(self, stored: Future[None] | None) -> None:
+        if stored is None:
             return
         try:
-            kept.result(_STORE_TIMEOUT_S)
-        except Exception as error:  # noqa: BLE001 - whatever it was, the state is not kept
+            stored.result(_STORE_TIMEOUT_S)
+        except Exception as error:  # noqa: BLE001 - any error means that the state is not stored
             self._failed = f"{type(error).__name__}: {error}"
             self._check()
 
@@ -175,7 +175,7 @@ class ControlPlane:
 
 
 def _anchored_clock() -> Callable[[], int]:
-    # Unix time at the start, then the monotonic clock: a machine's clock that is set must not make
-    # leases and workers lapse. Nor must a machine that sleeps: Linux stops this clock meanwhile.
+    # Unix time at the start, then the monotonic clock: setting the machine's clock must not expire
+    # leases and workers. Nor must suspending the machine: Linux stops this clock meanwhile.
     offset = time.time() - time.monotonic()
     return lambda: int((time.monotonic() + offset) * 1000)

@@ -1,16 +1,23 @@
-"""ModelExpress's protobuf messages and services, and what they are in our records."""
+"""ModelExpress's protobuf messages and services, and their conversion to records.
+
+Importing ``modelexpress`` or ``modelexpress_rl`` imports torch, CUDA's bindings and NIXL. A control
+plane needs none of them, and NIXL's libraries crash a process that has loaded another gRPC. The
+generated modules need nothing else from their packages, so they are imported under empty stand-in
+packages. The stand-ins are removed afterwards: a later import gets the real packages, with these
+same modules.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import importlib
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.machinery import PathFinder
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
-from refit_mx.control.messages import (
-    compute_mx_source_id,
-    p2p_pb2,
-    p2p_pb2_grpc,
-    refit_pb2,
-    refit_pb2_grpc,
-)
 from refit_mx.control.records import (
     Code,
     ObjectStorage,
@@ -40,18 +47,18 @@ __all__ = [
 # The generated classes have no types, so messages are Any in this package.
 Message = Any
 
-MOST_CHARACTERS = 512
-"""Of an identifier or an address."""
-MOST_SLOTS = 65_536
-"""That one version expects."""
+MAX_CHARACTERS = 512
+"""Length limit of an identifier or an address."""
+MAX_SLOTS = 65_536
+"""Number of slots that one version may expect."""
 
 
 def refit_source_id(model_name: str) -> str:
-    """What ``UpdateStatus`` calls the RL workers of a model.
+    """Return the source id that stands for a model's RL workers in ``UpdateStatus``.
 
-    ``RefitService`` has no call by which a worker says that it stops; ``P2pService.UpdateStatus``
-    has, for sources that published metadata. So a worker of ``RefitService`` stands there as a
-    source of weights of its model without any other property.
+    ``RefitService`` has no call to mark a worker STALE. ``P2pService.UpdateStatus`` can, for
+    sources that published metadata. So a worker of ``RefitService`` appears there as a weights
+    source of its model, without any other property.
     """
     return str(
         compute_mx_source_id(
@@ -62,17 +69,17 @@ def refit_source_id(model_name: str) -> str:
     )
 
 
-def text(value: str, what: str, *, most: int = MOST_CHARACTERS) -> str:
-    """``value``, if it can be an identifier or an address.
+def text(value: str, what: str, *, maximum: int = MAX_CHARACTERS) -> str:
+    """Return ``value`` if it is valid as an identifier or an address.
 
     Raises:
-        Refusal: INVALID_ARGUMENT: it is empty, too long, or has characters that cannot be seen.
+        Refusal: INVALID_ARGUMENT if it is empty, too long, or has unprintable characters.
     """
     if not value.strip():
         raise Refusal(Code.INVALID_ARGUMENT, f"{what} is required")
-    if len(value) > most:
+    if len(value) > maximum:
         raise Refusal(
-            Code.INVALID_ARGUMENT, f"{what} has {len(value)} characters; expected at most {most}"
+            Code.INVALID_ARGUMENT, f"{what} has {len(value)} characters; expected at most {maximum}"
         )
     if not value.isprintable():
         raise Refusal(Code.INVALID_ARGUMENT, f"{what} {value!r} has unprintable characters")
@@ -80,23 +87,23 @@ def text(value: str, what: str, *, most: int = MOST_CHARACTERS) -> str:
 
 
 def version_body_of(request: Message) -> VersionBody:
-    """What a ``CreateWeightVersionRequest`` asks for.
+    """Return the body of a ``CreateWeightVersionRequest``.
 
     Raises:
-        Refusal: INVALID_ARGUMENT.
+        Refusal: INVALID_ARGUMENT if a field is missing or invalid.
     """
     try:
         payload_format = PayloadFormat(request.payload_format)
     except ValueError:
         raise Refusal(Code.INVALID_ARGUMENT, "payload_format is required") from None
-    if len(request.expected_source_slots) > MOST_SLOTS:
+    if len(request.expected_source_slots) > MAX_SLOTS:
         raise Refusal(
             Code.INVALID_ARGUMENT,
-            f"{len(request.expected_source_slots)} expected source slots; at most {MOST_SLOTS}",
+            f"{len(request.expected_source_slots)} expected source slots; at most {MAX_SLOTS}",
         )
     storage = None
     if request.HasField("object_storage"):
-        uri = text(request.object_storage.uri, "object_storage.uri", most=4096)
+        uri = text(request.object_storage.uri, "object_storage.uri", maximum=4096)
         if not request.object_storage.storage_type:
             raise Refusal(Code.INVALID_ARGUMENT, "object_storage.storage_type is required")
         storage = ObjectStorage(uri, request.object_storage.storage_type)
@@ -111,17 +118,17 @@ def version_body_of(request: Message) -> VersionBody:
             text(slot, "an expected source slot") for slot in request.expected_source_slots
         ),
         object_storage=storage,
-        # Proto3 cannot tell a state that is not given from UNSPECIFIED; a version starts STAGING.
+        # In proto3 a missing state reads as UNSPECIFIED; a version starts STAGING.
         state=state_of(request.state or refit_pb2.WEIGHT_VERSION_STATE_STAGING),
         uid=text(request.uid, "uid") if request.HasField("uid") else None,
     )
 
 
 def state_of(number: int) -> VersionState:
-    """Of a message's ``state``.
+    """Return the state of a message.
 
     Raises:
-        Refusal: INVALID_ARGUMENT.
+        Refusal: INVALID_ARGUMENT for an unknown number.
     """
     try:
         return VersionState(number)
@@ -132,10 +139,10 @@ def state_of(number: int) -> VersionState:
 
 
 def role_of(number: int) -> WorkerRole:
-    """Of a message's ``role``.
+    """Return the role of a message.
 
     Raises:
-        Refusal: INVALID_ARGUMENT.
+        Refusal: INVALID_ARGUMENT for an unknown number.
     """
     try:
         return WorkerRole(number)
@@ -146,7 +153,7 @@ def role_of(number: int) -> WorkerRole:
 
 
 def version_to(version: Version) -> Message:
-    """As a ``WeightVersion``."""
+    """Return the ``WeightVersion`` message of a record."""
     body = version.body
     message = refit_pb2.WeightVersion(
         uid=version.uid,
@@ -167,10 +174,10 @@ def version_to(version: Version) -> Message:
 
 
 def shard_of(message: Message) -> Shard:
-    """Of a ``WeightVersionShard``.
+    """Return the record of a ``WeightVersionShard``.
 
     Raises:
-        Refusal: INVALID_ARGUMENT.
+        Refusal: INVALID_ARGUMENT if a field is missing or invalid.
     """
     return Shard(
         version_id=text(message.version_id, "version_id"),
@@ -184,7 +191,7 @@ def shard_of(message: Message) -> Shard:
 
 
 def shard_to(shard: Shard) -> Message:
-    """As a ``WeightVersionShard``."""
+    """Return the ``WeightVersionShard`` message of a record."""
     return refit_pb2.WeightVersionShard(
         version_id=shard.version_id,
         source_slot_id=shard.source_slot_id,
@@ -194,3 +201,47 @@ def shard_to(shard: Shard) -> Message:
         manifest_digest=shard.manifest_digest,
         manifest_endpoint=shard.manifest_endpoint,
     )
+
+
+_lock = threading.Lock()
+
+
+@contextmanager
+def _stand_in_packages(*packages: str) -> Iterator[None]:
+    """Allow imports of submodules of packages without running the packages' own code."""
+    stand_ins = []
+    with _lock:
+        try:
+            for name in packages:
+                if name in sys.modules:
+                    continue
+                top, _, rest = name.partition(".")
+                spec = PathFinder.find_spec(top)
+                if spec is None or not spec.submodule_search_locations:
+                    raise ModuleNotFoundError(f"No module named {top!r}", name=top)
+                module = ModuleType(name)
+                module.__path__ = [
+                    "/".join([folder, *rest.split(".")]) if rest else folder
+                    for folder in spec.submodule_search_locations
+                ]
+                sys.modules[name] = module
+                stand_ins.append(name)
+            yield
+        finally:
+            for name in stand_ins:
+                sys.modules.pop(name, None)
+
+
+if TYPE_CHECKING:  # a type checker needs real imports
+    from modelexpress import p2p_pb2, p2p_pb2_grpc
+    from modelexpress.metadata.source_id import compute_mx_source_id
+    from modelexpress_rl import refit_pb2, refit_pb2_grpc
+else:
+    with _stand_in_packages("modelexpress", "modelexpress.metadata", "modelexpress_rl"):
+        p2p_pb2 = importlib.import_module("modelexpress.p2p_pb2")
+        p2p_pb2_grpc = importlib.import_module("modelexpress.p2p_pb2_grpc")
+        compute_mx_source_id = importlib.import_module(
+            "modelexpress.metadata.source_id"
+        ).compute_mx_source_id
+        refit_pb2 = importlib.import_module("modelexpress_rl.refit_pb2")
+        refit_pb2_grpc = importlib.import_module("modelexpress_rl.refit_pb2_grpc")

@@ -1,7 +1,7 @@
-"""What the control plane knows, one struct a row, and how it refuses.
+"""Records of the control plane, one struct per row, and `Refusal`, the error of its rules.
 
-The structs are what the store keeps, so a field that is added needs a default; one that is taken
-away or changes its meaning needs a new `refit_mx.control.store.SCHEMA_VERSION`.
+The store writes these structs. So a new field needs a default, and a field that is removed or
+changes its meaning needs a new `refit_mx.control.store.SCHEMA_VERSION`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import msgspec
 
 
 class VersionState(enum.IntEnum):
-    """As ``refit.proto`` numbers them."""
+    """States of a version, numbered as in ``refit.proto``."""
 
     STAGING = 1
     READY = 2
@@ -20,7 +20,7 @@ class VersionState(enum.IntEnum):
 
 
 class PayloadFormat(enum.IntEnum):
-    """As ``refit.proto`` numbers them."""
+    """Formats of a payload, numbered as in ``refit.proto``."""
 
     FULL_TENSOR = 1
     XOR_DELTA = 2
@@ -28,14 +28,14 @@ class PayloadFormat(enum.IntEnum):
 
 
 class WorkerRole(enum.IntEnum):
-    """As ``refit.proto`` numbers them."""
+    """Roles of a worker, numbered as in ``refit.proto``."""
 
     TRAINER = 1
     GENERATOR = 2
 
 
 class Code(enum.Enum):
-    """Why a call is refused; the names of gRPC's status codes."""
+    """Reasons for a refusal, named as gRPC's status codes."""
 
     INVALID_ARGUMENT = "INVALID_ARGUMENT"
     NOT_FOUND = "NOT_FOUND"
@@ -46,11 +46,11 @@ class Code(enum.Enum):
 
 
 class Refusal(Exception):
-    """A call that the rules do not allow; nothing was changed by it.
+    """A call that the rules do not allow; it changed nothing.
 
     Attributes:
-        code: for the caller's program.
-        message: for the caller's eyes; names the thing, what was found and what was expected.
+        code: reason, for programs.
+        message: reason, for people: the subject, its value and the expected value.
     """
 
     def __init__(self, code: Code, message: str) -> None:
@@ -60,11 +60,11 @@ class Refusal(Exception):
 
 
 class ObjectStorage(msgspec.Struct, frozen=True):
-    """Where a version lies that no worker serves.
+    """Location of a version that no worker serves.
 
     Attributes:
-        uri: of the whole payload.
-        storage_type: as ``refit.proto`` numbers them.
+        uri: location of the complete payload.
+        storage_type: kind of storage, numbered as in ``refit.proto``.
     """
 
     uri: str
@@ -72,18 +72,18 @@ class ObjectStorage(msgspec.Struct, frozen=True):
 
 
 class VersionBody(msgspec.Struct, frozen=True):
-    """What a version was created with: all that an idempotency key stands for.
+    """Arguments with which a version is created; an idempotency key stands for all of them.
 
     Attributes:
-        model_name: whose weights.
-        idempotency_key: unique to the model.
-        payload_format: of the shards or the object.
-        base_version_id: the version that a delta is of.
-        expected_source_slots: which a READY version has a live shard of, each; none if it lies in
-            object storage.
-        object_storage: set if no worker serves the version.
-        state: STAGING or READY.
-        uid: if the caller chose one.
+        model_name: model of the weights.
+        idempotency_key: key, unique within the model.
+        payload_format: format of the shards or the object.
+        base_version_id: the version that a delta is based on.
+        expected_source_slots: slots that each have a live shard once the version is READY; empty
+            for a version in object storage.
+        object_storage: location; None if workers serve the version.
+        state: initial state, STAGING or READY.
+        uid: id chosen by the caller; None lets the control plane choose.
     """
 
     model_name: str
@@ -100,13 +100,13 @@ class Version(msgspec.Struct):
     """One immutable set of weights.
 
     Attributes:
-        uid: unique in the control plane.
-        body: what it was created with.
-        state: now.
-        order: counts up; a version that was created later has a larger one.
-        created_at_ms: Unix time.
+        uid: id, unique in the control plane.
+        body: arguments of its creation.
+        state: current state.
+        order: number that rises with each created version.
+        created_at_ms: Unix time of creation.
         released_at_ms: Unix time at which it became RELEASING; 0 before.
-        reason: why it became RELEASING.
+        reason: reason why it became RELEASING.
     """
 
     uid: str
@@ -119,16 +119,16 @@ class Version(msgspec.Struct):
 
 
 class Worker(msgspec.Struct):
-    """One process that serves or receives weights.
+    """A process that serves or receives weights.
 
     Attributes:
-        worker_id: new with every process.
-        role: what it does.
-        model_name: of the weights.
-        ttl_ms: how long a registration lasts.
-        expires_at_ms: Unix time at which it is taken for dead unless it registers again.
-        stale: it said that it stops; that is for good.
-        lapsed: it did not register again in time, and has not since.
+        worker_id: id, new for every process.
+        role: role of the worker.
+        model_name: model of the weights.
+        ttl_ms: time to live of each registration.
+        expires_at_ms: Unix time at which the registration expires unless it is renewed.
+        stale: whether the worker was marked STALE, which is final.
+        expired: whether the registration expired and has not been renewed since.
     """
 
     worker_id: str
@@ -137,22 +137,22 @@ class Worker(msgspec.Struct):
     ttl_ms: int
     expires_at_ms: int
     stale: bool = False
-    lapsed: bool = False
+    expired: bool = False
 
     def is_live(self, now_ms: int) -> bool:
-        """Whether it may be read from."""
-        return not (self.stale or self.lapsed) and now_ms < self.expires_at_ms
+        """Return whether receivers may read from the worker."""
+        return not (self.stale or self.expired) and now_ms < self.expires_at_ms
 
 
 class Shard(msgspec.Struct, frozen=True):
     """One worker's part of a version.
 
     Attributes:
-        version_id: of the version.
-        source_slot_id: which expected slot it fills.
-        worker_id: who serves it.
-        tensor_count: for the eyes.
-        total_bytes: for the eyes.
+        version_id: the version.
+        source_slot_id: the expected slot that the shard fills.
+        worker_id: the worker that serves it.
+        tensor_count: number of tensors, for display only.
+        total_bytes: size, for display only.
         manifest_digest: sha256 of the manifest, in hex.
         manifest_endpoint: host:port that serves the manifest.
     """
@@ -167,19 +167,19 @@ class Shard(msgspec.Struct, frozen=True):
 
     @property
     def key(self) -> tuple[str, str, str]:
-        """What it is unique by."""
+        """Key, unique among all shards."""
         return (self.version_id, self.source_slot_id, self.worker_id)
 
 
 class Lease(msgspec.Struct):
-    """A receiver's hold on a version.
+    """A receiver's lease on a version.
 
     Attributes:
-        lease_id: unique.
-        version_id: of the version.
-        worker_id: of the receiver; it has one lease on a version at a time.
-        ttl_ms: how long a renewal lasts.
-        expires_at_ms: Unix time at which it ends unless it is renewed.
+        lease_id: id, unique in the control plane.
+        version_id: the version that is held.
+        worker_id: the receiver; it has one lease on a version at a time.
+        ttl_ms: time to live of each renewal.
+        expires_at_ms: Unix time at which the lease expires unless it is renewed.
     """
 
     lease_id: str

@@ -1,13 +1,16 @@
-"""The control plane as ModelExpress's own gRPC services.
+"""The control plane as gRPC services of ModelExpress.
 
-The servicers are synchronous; a ``grpc.server`` runs them in its threads, and a ``grpc.aio.server``
-in its migration thread pool.
+The servicers are synchronous: a ``grpc.server`` runs them in its threads, a ``grpc.aio.server`` in
+its migration thread pool.
 """
+
+# ruff: noqa: N802 - methods have the names of the RPCs
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import wraps
 from typing import Any, Protocol
 
 import grpc
@@ -37,18 +40,18 @@ Abort = Any  # grpc's context has no types
 
 
 class CallObserver(Protocol):
-    """Is told of each call that was answered."""
+    """Callback for each call that was answered."""
 
     def __call__(self, method: str, code: str, seconds: float) -> None:
-        """Note a call: its method's name, the name of its status code, and how long it took."""
+        """Record a call: its method, the name of its status code, and its duration."""
 
 
-def _unobserved(method: str, code: str, seconds: float) -> None:
-    pass
+def unobserved(method: str, code: str, seconds: float) -> None:
+    """Ignore a call."""
 
 
 class _Servicer:
-    def __init__(self, plane: ControlPlane, observe: CallObserver = _unobserved) -> None:
+    def __init__(self, plane: ControlPlane, observe: CallObserver = unobserved) -> None:
         self._plane = plane
         self._observe = observe
 
@@ -67,136 +70,140 @@ class _Servicer:
             self._observe(method, code.name, time.perf_counter() - begun)
 
 
+Step = Callable[[Any, Message, ControlState, int], Message]
+
+
+def _step(step: Step) -> Callable[[Any, Message, Abort], Message]:
+    """Turn a function of the state into the RPC of the same name."""
+
+    @wraps(step)
+    def rpc(self: _Servicer, request: Message, context: Abort) -> Message:
+        def call() -> Message:
+            return self._plane.call(lambda state, now_ms: step(self, request, state, now_ms))
+
+        return self._answer(step.__name__, context, call)
+
+    return rpc
+
+
 class RefitServicer(_Servicer, refit_pb2_grpc.RefitServiceServicer):
     """``RefitService``: versions, workers, shards and leases.
 
     Args:
-        plane: the state.
-        observe: is told of each call.
+        plane: the control plane.
+        observe: callback for each call.
     """
 
-    def CreateWeightVersion(self, request: Message, context: Abort) -> Message:  # noqa: N802
-        def step(state: ControlState, now_ms: int) -> Message:
-            version = state.create_version(version_body_of(request), now_ms=now_ms)
-            return refit_pb2.CreateWeightVersionResponse(version=version_to(version))
+    @_step
+    def CreateWeightVersion(self, request: Message, state: ControlState, now_ms: int) -> Message:
+        version = state.create_version(version_body_of(request), now_ms=now_ms)
+        return refit_pb2.CreateWeightVersionResponse(version=version_to(version))
 
-        return self._answer("CreateWeightVersion", context, lambda: self._plane.call(step))
+    @_step
+    def GetWeightVersion(self, request: Message, state: ControlState, now_ms: int) -> Message:
+        version = state.get_version(text(request.uid, "uid"), now_ms=now_ms)
+        return refit_pb2.GetWeightVersionResponse(version=version_to(version))
 
-    def GetWeightVersion(self, request: Message, context: Abort) -> Message:  # noqa: N802
-        def step(state: ControlState, now_ms: int) -> Message:
-            version = state.get_version(text(request.uid, "uid"), now_ms=now_ms)
-            return refit_pb2.GetWeightVersionResponse(version=version_to(version))
+    @_step
+    def DeleteWeightVersion(self, request: Message, state: ControlState, now_ms: int) -> Message:
+        version = state.delete_version(text(request.uid, "uid"), now_ms=now_ms)
+        return refit_pb2.DeleteWeightVersionResponse(version=version_to(version))
 
-        return self._answer("GetWeightVersion", context, lambda: self._plane.call(step))
+    @_step
+    def UpdateWeightVersionState(
+        self, request: Message, state: ControlState, now_ms: int
+    ) -> Message:
+        version = state.update_version_state(
+            text(request.uid, "uid"), state_of(request.state), now_ms=now_ms
+        )
+        return refit_pb2.UpdateWeightVersionStateResponse(version=version_to(version))
 
-    def DeleteWeightVersion(self, request: Message, context: Abort) -> Message:  # noqa: N802
-        def step(state: ControlState, now_ms: int) -> Message:
-            version = state.delete_version(text(request.uid, "uid"), now_ms=now_ms)
-            return refit_pb2.DeleteWeightVersionResponse(version=version_to(version))
-
-        return self._answer("DeleteWeightVersion", context, lambda: self._plane.call(step))
-
-    def UpdateWeightVersionState(self, request: Message, context: Abort) -> Message:  # noqa: N802
-        def step(state: ControlState, now_ms: int) -> Message:
-            version = state.update_version_state(
-                text(request.uid, "uid"), state_of(request.state), now_ms=now_ms
+    @_step
+    def RegisterWorker(self, request: Message, state: ControlState, now_ms: int) -> Message:
+        registration = request.worker
+        worker = state.register_worker(
+            text(registration.worker_id, "worker_id"),
+            role_of(registration.role),
+            text(registration.model_name, "model_name"),
+            ttl_s=request.ttl_seconds,
+            now_ms=now_ms,
+        )
+        return refit_pb2.RegisterWorkerResponse(
+            worker=refit_pb2.WorkerRegistration(
+                worker_id=worker.worker_id,
+                role=int(worker.role),
+                model_name=worker.model_name,
+                expires_at_unix_ms=worker.expires_at_ms,
             )
-            return refit_pb2.UpdateWeightVersionStateResponse(version=version_to(version))
+        )
 
-        return self._answer("UpdateWeightVersionState", context, lambda: self._plane.call(step))
+    @_step
+    def CreateWeightVersionShard(
+        self, request: Message, state: ControlState, now_ms: int
+    ) -> Message:
+        shard, version = state.create_shard(shard_of(request.shard), now_ms=now_ms)
+        return refit_pb2.CreateWeightVersionShardResponse(
+            shard=shard_to(shard), version=version_to(version)
+        )
 
-    def RegisterWorker(self, request: Message, context: Abort) -> Message:  # noqa: N802
-        def step(state: ControlState, now_ms: int) -> Message:
-            asked = request.worker
-            worker = state.register_worker(
-                text(asked.worker_id, "worker_id"),
-                role_of(asked.role),
-                text(asked.model_name, "model_name"),
-                ttl_s=request.ttl_seconds,
-                now_ms=now_ms,
+    @_step
+    def ListWeightVersionShards(
+        self, request: Message, state: ControlState, now_ms: int
+    ) -> Message:
+        shards = state.list_shards(text(request.version_id, "version_id"), now_ms=now_ms)
+        return refit_pb2.ListWeightVersionShardsResponse(
+            shards=[shard_to(shard) for shard in shards]
+        )
+
+    @_step
+    def DeleteWeightVersionShard(
+        self, request: Message, state: ControlState, now_ms: int
+    ) -> Message:
+        deleted = state.delete_shard(
+            text(request.version_id, "version_id"),
+            text(request.source_slot_id, "source_slot_id"),
+            text(request.worker_id, "worker_id"),
+            now_ms=now_ms,
+        )
+        return refit_pb2.DeleteWeightVersionShardResponse(deleted=deleted)
+
+    @_step
+    def RegisterVersionLease(self, request: Message, state: ControlState, now_ms: int) -> Message:
+        lease = state.register_lease(
+            text(request.version_id, "version_id"),
+            text(request.worker_id, "worker_id"),
+            ttl_s=request.ttl_seconds,
+            now_ms=now_ms,
+        )
+        return refit_pb2.RegisterVersionLeaseResponse(
+            lease=refit_pb2.VersionLease(
+                lease_id=lease.lease_id,
+                version_id=lease.version_id,
+                worker_id=lease.worker_id,
+                expires_at_unix_ms=lease.expires_at_ms,
             )
-            return refit_pb2.RegisterWorkerResponse(
-                worker=refit_pb2.WorkerRegistration(
-                    worker_id=worker.worker_id,
-                    role=int(worker.role),
-                    model_name=worker.model_name,
-                    expires_at_unix_ms=worker.expires_at_ms,
-                )
-            )
+        )
 
-        return self._answer("RegisterWorker", context, lambda: self._plane.call(step))
-
-    def CreateWeightVersionShard(self, request: Message, context: Abort) -> Message:  # noqa: N802
-        def step(state: ControlState, now_ms: int) -> Message:
-            shard, version = state.create_shard(shard_of(request.shard), now_ms=now_ms)
-            return refit_pb2.CreateWeightVersionShardResponse(
-                shard=shard_to(shard), version=version_to(version)
-            )
-
-        return self._answer("CreateWeightVersionShard", context, lambda: self._plane.call(step))
-
-    def ListWeightVersionShards(self, request: Message, context: Abort) -> Message:  # noqa: N802
-        def step(state: ControlState, now_ms: int) -> Message:
-            shards = state.list_shards(text(request.version_id, "version_id"), now_ms=now_ms)
-            return refit_pb2.ListWeightVersionShardsResponse(
-                shards=[shard_to(shard) for shard in shards]
-            )
-
-        return self._answer("ListWeightVersionShards", context, lambda: self._plane.call(step))
-
-    def DeleteWeightVersionShard(self, request: Message, context: Abort) -> Message:  # noqa: N802
-        def step(state: ControlState, now_ms: int) -> Message:
-            deleted = state.delete_shard(
-                text(request.version_id, "version_id"),
-                text(request.source_slot_id, "source_slot_id"),
-                text(request.worker_id, "worker_id"),
-                now_ms=now_ms,
-            )
-            return refit_pb2.DeleteWeightVersionShardResponse(deleted=deleted)
-
-        return self._answer("DeleteWeightVersionShard", context, lambda: self._plane.call(step))
-
-    def RegisterVersionLease(self, request: Message, context: Abort) -> Message:  # noqa: N802
-        def step(state: ControlState, now_ms: int) -> Message:
-            lease = state.register_lease(
-                text(request.version_id, "version_id"),
-                text(request.worker_id, "worker_id"),
-                ttl_s=request.ttl_seconds,
-                now_ms=now_ms,
-            )
-            return refit_pb2.RegisterVersionLeaseResponse(
-                lease=refit_pb2.VersionLease(
-                    lease_id=lease.lease_id,
-                    version_id=lease.version_id,
-                    worker_id=lease.worker_id,
-                    expires_at_unix_ms=lease.expires_at_ms,
-                )
-            )
-
-        return self._answer("RegisterVersionLease", context, lambda: self._plane.call(step))
-
-    def DeleteVersionLease(self, request: Message, context: Abort) -> Message:  # noqa: N802
-        def step(state: ControlState, now_ms: int) -> Message:
-            deleted = state.delete_lease(
-                text(request.version_id, "version_id"),
-                text(request.lease_id, "lease_id"),
-                text(request.worker_id, "worker_id"),
-                now_ms=now_ms,
-            )
-            return refit_pb2.DeleteVersionLeaseResponse(deleted=deleted)
-
-        return self._answer("DeleteVersionLease", context, lambda: self._plane.call(step))
+    @_step
+    def DeleteVersionLease(self, request: Message, state: ControlState, now_ms: int) -> Message:
+        deleted = state.delete_lease(
+            text(request.version_id, "version_id"),
+            text(request.lease_id, "lease_id"),
+            text(request.worker_id, "worker_id"),
+            now_ms=now_ms,
+        )
+        return refit_pb2.DeleteVersionLeaseResponse(deleted=deleted)
 
 
 class P2pServicer(_Servicer, p2p_pb2_grpc.P2pServiceServicer):
     """The part of ``P2pService`` that RL refit uses.
 
     Args:
-        plane: the state.
-        observe: is told of each call.
+        plane: the control plane.
+        observe: callback for each call.
     """
 
-    def PublishMetadata(self, request: Message, context: Abort) -> Message:  # noqa: N802
+    def PublishMetadata(self, request: Message, context: Abort) -> Message:
         def call() -> Message:
             worker_id = text(request.worker_id, "worker_id")
             model_name = text(request.identity.model_name, "identity.model_name")
@@ -219,10 +226,10 @@ class P2pServicer(_Servicer, p2p_pb2_grpc.P2pServiceServicer):
 
         return self._answer("PublishMetadata", context, call)
 
-    def ListSources(self, request: Message, context: Abort) -> Message:  # noqa: N802
+    def ListSources(self, request: Message, context: Abort) -> Message:
         return self._answer("ListSources", context, lambda: self._list(request))
 
-    def GetMetadata(self, request: Message, context: Abort) -> Message:  # noqa: N802
+    def GetMetadata(self, request: Message, context: Abort) -> Message:
         def call() -> Message:
             source = self._plane.sources.get(request.mx_source_id, request.worker_id)
             if source is None:
@@ -240,7 +247,7 @@ class P2pServicer(_Servicer, p2p_pb2_grpc.P2pServiceServicer):
 
         return self._answer("GetMetadata", context, call)
 
-    def UpdateStatus(self, request: Message, context: Abort) -> Message:  # noqa: N802
+    def UpdateStatus(self, request: Message, context: Abort) -> Message:
         return self._answer("UpdateStatus", context, lambda: self._update(request))
 
     def _update(self, request: Message) -> Message:
@@ -272,7 +279,7 @@ class P2pServicer(_Servicer, p2p_pb2_grpc.P2pServiceServicer):
         wanted = None
         if request.HasField("identity"):
             wanted = compute_mx_source_id(request.identity)
-        found = [
+        sources = [
             source
             for source in self._plane.sources.all()
             if (wanted is None or source.mx_source_id == wanted)
@@ -285,8 +292,8 @@ class P2pServicer(_Servicer, p2p_pb2_grpc.P2pServiceServicer):
             )
         ]
         if request.HasField("limit"):
-            found = found[: request.limit]
-        return p2p_pb2.ListSourcesResponse(instances=[_instance(source) for source in found])
+            sources = sources[: request.limit]
+        return p2p_pb2.ListSourcesResponse(instances=[_instance(source) for source in sources])
 
 
 def _matches(request: Message, field: str, value: object) -> bool:
@@ -309,7 +316,7 @@ def _instance(source: Source) -> Message:
     return instance
 
 
-def add_servicers(server: Any, plane: ControlPlane, observe: CallObserver = _unobserved) -> None:
+def add_servicers(server: Any, plane: ControlPlane, observe: CallObserver = unobserved) -> None:
     """Add both services to a ``grpc.server`` or a ``grpc.aio.server`` (neither has types)."""
     refit_pb2_grpc.add_RefitServiceServicer_to_server(RefitServicer(plane, observe), server)
     p2p_pb2_grpc.add_P2pServiceServicer_to_server(P2pServicer(plane, observe), server)

@@ -1,7 +1,7 @@
-"""The part of ``P2pService`` that RL refit uses: generators that offer what they have installed.
+"""The part of ``P2pService`` that RL refit uses: generators publish what they have installed.
 
-Kept in memory alone. A source of ModelExpress that finds itself unknown after a restart of the
-server publishes itself again.
+Sources are held in memory only. After a server restart, a ModelExpress source that is unknown
+publishes itself again.
 """
 
 from __future__ import annotations
@@ -12,28 +12,28 @@ from dataclasses import dataclass
 from refit_mx.control.records import Code, Refusal
 
 SILENT_AFTER_MS = 90_000
-"""A source that says nothing for this long is taken for STALE; ModelExpress's own beat is 30 s."""
-MOST_SOURCES = 10_000
-MOST_BYTES = 256 << 20
-"""Of what all sources published."""
+"""A source silent for so long counts as STALE; ModelExpress sends a heartbeat every 30 s."""
+MAX_SOURCES = 10_000
+MAX_BYTES = 256 << 20
+"""Size limit of the data that all sources published."""
 READY = 2
 STALE = 3
 
 
 @dataclass
 class Source:
-    """One worker that offers tensors.
+    """A worker that publishes tensors.
 
     Attributes:
-        mx_source_id: hash of what it offers.
-        worker_id: who offers it.
-        model_name: of the weights.
-        worker_rank: in its group.
-        identity: a ``SourceIdentity``, serialised.
-        metadata: a ``WorkerMetadata``, serialised.
-        status: as ``p2p.proto`` numbers them.
-        updated_at_ms: Unix time.
-        source_load: as the source measured it; None if it did not.
+        mx_source_id: hash of the published identity.
+        worker_id: the worker.
+        model_name: model of the weights.
+        worker_rank: rank in its group.
+        identity: serialized ``SourceIdentity``.
+        metadata: serialized ``WorkerMetadata``.
+        status: status, numbered as in ``p2p.proto``.
+        updated_at_ms: Unix time of the last update.
+        source_load: load that the source measured; None if it did not.
     """
 
     mx_source_id: str
@@ -48,16 +48,16 @@ class Source:
 
     @property
     def size(self) -> int:
-        """Bytes that it published."""
+        """Bytes that the source published."""
         return len(self.identity) + len(self.metadata)
 
     def status_at(self, now_ms: int) -> int:
-        """Its status, STALE if it has been silent."""
+        """Return the status, STALE if the source has been silent for too long."""
         return STALE if now_ms - self.updated_at_ms >= SILENT_AFTER_MS else self.status
 
 
 class SourceTable:
-    """The sources that have published themselves; safe to call from many threads."""
+    """Published sources; safe to use from many threads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -65,10 +65,10 @@ class SourceTable:
         self._bytes = 0
 
     def publish(self, source: Source) -> None:
-        """Add a source, or replace what it published before.
+        """Add a source, or replace its earlier data.
 
         Raises:
-            Refusal: RESOURCE_EXHAUSTED.
+            Refusal: RESOURCE_EXHAUSTED if there are too many sources or bytes.
         """
         with self._lock:
             key = (source.mx_source_id, source.worker_id)
@@ -91,7 +91,7 @@ class SourceTable:
         source_load: float | None,
         now_ms: int,
     ) -> bool:
-        """Note a source's status.
+        """Update a source's status.
 
         Returns:
             Whether the source is known.
@@ -105,27 +105,27 @@ class SourceTable:
                 source.source_load = source_load
             return True
 
-    def excuse(self, since_ms: int, now_ms: int) -> None:
-        """Between the two moments nobody could say anything; that time is no silence."""
+    def extend_grace(self, since_ms: int, now_ms: int) -> None:
+        """Discount a pause of the server, in which no source could send an update."""
         with self._lock:
             for source in self._sources.values():
                 if source.status_at(since_ms) != STALE:
                     source.updated_at_ms += now_ms - since_ms
 
     def get(self, mx_source_id: str, worker_id: str) -> Source | None:
-        """One source, as it was published."""
+        """Return one source; None if it is unknown."""
         with self._lock:
             return self._sources.get((mx_source_id, worker_id))
 
     def all(self) -> list[Source]:
-        """Every source, the one updated last first."""
+        """Return all sources, most recently updated first."""
         with self._lock:
             return sorted(
                 self._sources.values(), key=lambda each: (-each.updated_at_ms, each.worker_id)
             )
 
     def ready(self, now_ms: int) -> int:
-        """Number of sources that are READY."""
+        """Return the number of READY sources."""
         with self._lock:
             return sum(1 for each in self._sources.values() if each.status_at(now_ms) == READY)
 
@@ -133,8 +133,8 @@ class SourceTable:
         known = self._sources.get(key)
         replaced = known.size if known is not None else 0
         return (
-            known is not None or len(self._sources) < MOST_SOURCES
-        ) and self._bytes + source.size - replaced <= MOST_BYTES
+            known is not None or len(self._sources) < MAX_SOURCES
+        ) and self._bytes + source.size - replaced <= MAX_BYTES
 
     def _drop_silent(self, now_ms: int) -> None:
         for key, source in list(self._sources.items()):

@@ -1,8 +1,7 @@
-"""Where the control plane's records are kept: in memory alone, or in a SQLite file.
+"""Storage of the control plane's records: in memory only, or in a SQLite file.
 
-A call is answered only after its changes are in the store, so what a client was told survives a
-SIGKILL of the server. One thread writes; changes that arrive while it commits go into the next
-transaction together.
+A call returns only after its changes are stored, so its result survives a SIGKILL of the server.
+One thread writes; changes that arrive while it commits go into the next transaction together.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from refit_mx.errors import RefitConfigError
 
 APPLICATION_ID = 0x52464D58
 SCHEMA_VERSION = 2
-# A server that is being replaced may still be closing the file.
+# A server that is being replaced may still hold the file open.
 _BUSY_S = 2.0
 _CLOSE_S = 10.0
 KINDS: Mapping[str, type[Record]] = {
@@ -34,50 +33,52 @@ KINDS: Mapping[str, type[Record]] = {
     "lease": Lease,
 }
 _Row = tuple[str, str, bytes | None]
-# No identifier has it: they are printable.
+# Identifiers are printable, so none contains it.
 _SEPARATOR = "\x1f"
 _decoders = {kind: msgspec.msgpack.Decoder(record) for kind, record in KINDS.items()}
 
 
 class Store(Protocol):
-    """Keeps records."""
+    """Storage of records."""
 
     def load(self) -> list[Record]:
-        """All records that were kept; called once, before anything is kept."""
+        """Return all stored records; called once, before the first `write`."""
 
-    def keep(self, changes: Changes) -> Future[None] | None:
-        """Take changes in; the order of calls is the order of changes.
+    def write(self, changes: Changes) -> Future[None] | None:
+        """Store changes; the order of calls is the order of changes.
 
         Returns:
-            Done when they are safe, with an exception if they cannot be kept. None: they are.
+            A future that is done once they are stored, or has an exception if they cannot be. None:
+            they are stored already.
         """
 
     def close(self) -> None:
-        """Finish what was taken in. May be called again."""
+        """Finish pending writes. May be called again."""
 
 
 class MemoryStore:
-    """Keeps nothing: the state is in the process alone."""
+    """A store that keeps nothing: the state exists only in the process."""
 
     def load(self) -> list[Record]:
-        """Nothing."""
+        """Return no records."""
         return []
 
-    def keep(self, changes: Changes) -> None:
-        """Forget the changes."""
+    def write(self, changes: Changes) -> None:
+        """Ignore the changes."""
 
     def close(self) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
 
 class SqliteStore:
-    """Keeps records in a SQLite file, which one server at a time may use.
+    """Storage of records in a SQLite file, which one server at a time may use.
 
     Args:
-        path: of the file; made if it is not there.
+        path: path of the file, which is created if it does not exist.
 
     Raises:
-        RefitConfigError: the file is in use, damaged, no such file, or of another schema version.
+        RefitConfigError: the file is in use, damaged, of another application or of another schema
+            version, or it cannot be opened.
     """
 
     def __init__(self, path: Path | str) -> None:
@@ -104,25 +105,25 @@ class SqliteStore:
         self._thread.start()
 
     def load(self) -> list[Record]:
-        """All records of the file.
+        """Return all records in the file.
 
         Raises:
             RefitConfigError: the file is damaged, or a record cannot be read.
         """
         try:
-            (found,) = self._connection.execute("PRAGMA quick_check(1)").fetchone()
+            (verdict,) = self._connection.execute("PRAGMA quick_check(1)").fetchone()
             rows = self._connection.execute(
                 "SELECT kind, key, body, digest FROM records"
             ).fetchall()
         except sqlite3.Error as error:
             raise self._damaged(str(error)) from None
-        if found != "ok":
-            raise self._damaged(str(found).replace("\n", " "))
+        if verdict != "ok":
+            raise self._damaged(str(verdict).replace("\n", " "))
         records: list[Record] = []
         for kind, key, body, digest in rows:
-            # SQLite has no checksums, and a record that was changed may still be one.
+            # SQLite has no checksums, and a modified record may still decode.
             if digest != _digest(kind, key, body):
-                raise self._damaged(f"a record of kind {kind!r} is not as it was written")
+                raise self._damaged(f"a record of kind {kind!r} differs from what was written")
             try:
                 records.append(_decoders[kind].decode(body))
             except (KeyError, msgspec.DecodeError, msgspec.ValidationError) as error:
@@ -137,23 +138,23 @@ class SqliteStore:
             "it away to start without it"
         )
 
-    def keep(self, changes: Changes) -> Future[None]:
-        """Hand the changes to the writing thread."""
-        kept: Future[None] = Future()
+    def write(self, changes: Changes) -> Future[None]:
+        """Queue the changes for the writing thread."""
+        stored: Future[None] = Future()
         rows = [
             (kind, _SEPARATOR.join(key), None if record is None else msgspec.msgpack.encode(record))
             for (kind, key), record in changes.items()
         ]
-        self._queue.put((rows, kept))
-        return kept
+        self._queue.put((rows, stored))
+        return stored
 
     def close(self) -> None:
-        """Write what was taken in, and let the file go."""
+        """Write all queued changes, and close the file."""
         if not self._closed:
             self._closed = True
             self._queue.put(None)
             self._thread.join(_CLOSE_S)
-            if not self._thread.is_alive():  # else the disk hangs, and closing would too
+            if not self._thread.is_alive():  # otherwise the disk hangs, and closing would too
                 self._connection.close()
 
     def _open(self) -> None:
@@ -179,7 +180,7 @@ class SqliteStore:
             )
         run("COMMIT")
         run("PRAGMA journal_mode=WAL")
-        # A lease that was granted must not be forgotten when the machine loses power.
+        # A lease that was granted must survive a power failure.
         run("PRAGMA synchronous=FULL")
 
     def _write(self) -> None:
@@ -196,11 +197,11 @@ class SqliteStore:
             else:
                 closing = True
             error = self._commit([row for rows, _ in batches for row in rows])
-            for _, kept in batches:
+            for _, stored in batches:
                 if error is None:
-                    kept.set_result(None)
+                    stored.set_result(None)
                 else:
-                    kept.set_exception(error)
+                    stored.set_exception(error)
 
     def _commit(self, rows: list[_Row]) -> Exception | None:
         try:

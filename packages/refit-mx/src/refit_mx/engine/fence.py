@@ -1,15 +1,20 @@
-"""`ModelFence`: a model whose live weights are a mixture refuses to compute.
+"""`ModelFence`: makes a model refuse to compute while its live weights are a mixture.
 
-An engine is asked nothing before it serves, so the refusal is put where serving has to come by: the
-model's own call, and ``compute_logits``, which vLLM calls for each step. The second is for captured
-graphs, which are replayed without a call of the model.
+vLLM does not ask an engine before it serves. So the fence is on the calls that serving needs: the
+model's own call, and ``compute_logits``, which vLLM calls in each step. The latter covers captured
+graphs, which are replayed without calling the model.
+
+`gather_from_ranks` lets all ranks of a server know whether one failed. vLLM's executor raises at
+the first rank that fails, and leaves the other ranks' answers unread. Later calls then read those,
+and a server with a failed rank looks healthy. If all ranks raise, the first answer reports it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
+import torch.distributed as dist
 from torch import nn
 
 from refit_mx.errors import FencedError
@@ -18,11 +23,11 @@ _LOGITS = "compute_logits"
 
 
 class ModelFence:
-    """Of one model; open at first.
+    """Fence of one model; open at first.
 
     Args:
-        model: this rank's.
-        why: says why it must not serve.
+        model: model of this rank.
+        why: function that returns why the model must not serve.
     """
 
     def __init__(self, model: nn.Module, why: Callable[[], str]) -> None:
@@ -31,10 +36,10 @@ class ModelFence:
         self._open: Callable[[], None] | None = None
 
     def close(self) -> None:
-        """Let the model refuse from here on. May be called again."""
+        """Make the model refuse from now on. May be called again."""
         if self._open is not None:
             return
-        # Any: the model is vLLM's. Another one may have put its own there before.
+        # Any: the model is vLLM's. It may already have an attribute of this name.
         model: Any = self._model
         had = _LOGITS in vars(model)
         before = vars(model).get(_LOGITS)
@@ -52,10 +57,26 @@ class ModelFence:
         self._open = open_again
 
     def open(self) -> None:
-        """Let it compute again. May be called again."""
-        found, self._open = self._open, None
-        if found is not None:
-            found()
+        """Allow the model to compute again. May be called again."""
+        reopen, self._open = self._open, None
+        if reopen is not None:
+            reopen()
 
     def _refuse(self, *_: object, **__: object) -> NoReturn:
         raise FencedError(f"{self._why()}; the weights are a mixture, so nothing is computed")
+
+
+def gather_from_ranks(text: str) -> Sequence[str]:
+    """Exchange a text with all ranks of this vLLM server; collective.
+
+    Returns:
+        The texts in the order of the ranks.
+    """
+    from vllm.distributed.parallel_state import get_world_group
+
+    group = get_world_group()
+    if group.world_size == 1:
+        return [text]
+    answers: list[str] = [""] * group.world_size
+    dist.all_gather_object(answers, text, group=group.cpu_group)
+    return answers

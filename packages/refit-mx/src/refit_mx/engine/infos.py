@@ -1,4 +1,4 @@
-"""What a worker is told, once and for each update. Comes as JSON over HTTP."""
+"""Arguments of a vLLM worker's initialisation and updates, which come as JSON over HTTP."""
 
 from __future__ import annotations
 
@@ -9,30 +9,34 @@ from refit_mx.errors import RefitConfigError
 from refit_mx.settings import ReceiverSettings
 
 
-# Any: options are those of the compile pass that is named.
+# Any: each compile pass has its own options.
 @dataclass
 class MxInitInfo:
-    """What a worker is told once; comes as JSON.
+    """Arguments of ``init_weight_transfer_engine``, which come as JSON.
 
     Attributes:
-        control_address: HOST:PORT of the control plane. What certificates to trust and what token
-            to bring is in the environment of the engine's process, see
+        control_address: HOST:PORT of the control plane. Certificates and the token come from the
+            environment of the engine's process, see
             `refit_mx.control.access.ControlAccess.from_environment`.
-        model_name: in the control plane; None for the one that the engine serves.
-        rank_offset: of this server's first worker among all receivers of the model.
+        model_name: model in the control plane; None for the one that the engine serves.
+        rank_offset: rank of this server's first worker among all receivers of the model.
         transport: ``auto``, ``nixl``, ``shm`` or ``tcp``.
-        compile_target: what the model's weights are: a compile pass of this name runs.
-        compile_options: of that pass.
-        source_target: the compile target to receive; None for those that the pass accepts. The same
-            as ``compile_target`` receives bytes that the trainer has compiled, as they are.
-        source_metadata: what the publisher must say of its bytes.
-        timeout_s: for receiving a version.
-        attempts: of receiving, after sources were lost.
+        compile_target: target of the model's weights; the compile pass of this name runs.
+        compile_options: options of that pass.
+        source_target: compile target to receive; None for those that the pass accepts. If equal to
+            ``compile_target``, bytes that the trainer compiled are received unchanged.
+        source_metadata: values that the publisher's metadata must have.
+        timeout_s: time limit of receiving a version.
+        attempts: number of attempts to receive, if sources are lost.
+        errors: ``raise`` makes a call that fails on any rank raise on all ranks. But then vLLM
+            reads only the first answer, and mistakes the others for answers to the next call. With
+            ``status`` no call raises, and the caller reads `refit_mx.engine.status.RefitStatus`
+            instead, as the fleet client does.
         receiver_settings: fields of `refit_mx.settings.ReceiverSettings`, such as
-            ``stall_timeout_s``; the others keep their defaults.
+            ``stall_timeout_s``; the others have their defaults.
 
     Raises:
-        ValueError: a wrong value.
+        ValueError: a value is wrong.
     """
 
     control_address: str = ""
@@ -45,10 +49,11 @@ class MxInitInfo:
     source_metadata: dict[str, Any] = field(default_factory=dict)
     timeout_s: float = 120.0
     attempts: int = 3
+    errors: str = "raise"
     receiver_settings: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.settings()  # refuses wrong ones
+        self.settings()  # raises if one is wrong
         if not self.control_address:
             raise RefitConfigError("init_info: control_address is missing; expected HOST:PORT")
         if not self.timeout_s > 0 or self.attempts < 1 or self.rank_offset < 0:
@@ -57,18 +62,20 @@ class MxInitInfo:
                 f"{self.rank_offset!r}; expected more than 0, at least 1, at least 0"
             )
 
+        if self.errors not in ("raise", "status"):
+            raise RefitConfigError(f"init_info: errors {self.errors!r}; expected raise or status")
+
     def settings(self) -> ReceiverSettings:
-        """Of the receiver.
+        """Return the receiver's settings.
 
         Raises:
-            ValueError: an unknown name, or a wrong value.
+            ValueError: a name is unknown, or a value is wrong.
         """
         known = ReceiverSettings.__dataclass_fields__
         for name, value in self.receiver_settings.items():
             if name not in known:
                 raise RefitConfigError(
-                    f"init_info: receiver_settings has {name!r}; expected some of "
-                    f"{', '.join(known)}"
+                    f"init_info: receiver_settings has {name!r}; expected one of {', '.join(known)}"
                 )
             if isinstance(value, bool) or not isinstance(value, int | float):
                 raise RefitConfigError(
@@ -82,35 +89,29 @@ class MxInitInfo:
 
 @dataclass
 class MxUpdateInfo:
-    """What a worker is told for each update; comes as JSON.
+    """Arguments of ``update_weights``, which come as JSON.
 
     Attributes:
-        version_id: to receive; exactly this one.
-        names: only these of the model's parameters, a partial update; None for all.
-        timeout_s: instead of that of `MxInitInfo`.
-        abort: end the update that is under way, if any, and keep the weights. The interface has no
-            call for that. Goes with nothing else.
-        check: see that the worker may serve and that its weights are of ``version_id``, empty for
-            those of its launch; nothing is received. Goes with nothing else.
+        version_id: exactly the version to receive.
+        timeout_s: time limit; None for that of `MxInitInfo`.
+        background: begin to fetch and return at once, while generation continues. The same call
+            without it waits for the rest.
+        abort: drop the fetch and keep the weights; allowed only without the other fields.
 
     Raises:
-        ValueError: a wrong value.
+        ValueError: a value is wrong.
     """
 
     version_id: str = ""
-    names: list[str] | None = None
     timeout_s: float | None = None
+    background: bool = False
     abort: bool = False
-    check: bool = False
 
     def __post_init__(self) -> None:
-        if (self.abort and (self.version_id or self.check)) or (self.check and self.names):
+        if bool(self.version_id) == self.abort or (self.abort and self.background):
             raise RefitConfigError(
-                f"update_info: version_id {self.version_id!r}, names {self.names!r}, abort "
-                f"{self.abort!r}, check {self.check!r}; expected a version and names, a version "
-                "and check, or abort alone"
+                f"update_info: version_id {self.version_id!r}, background {self.background!r}, "
+                f"abort {self.abort!r}; expected a version, or abort alone"
             )
-        if not self.version_id and not self.abort and not self.check:
-            raise RefitConfigError("update_info: version_id ''; expected a version, or abort alone")
         if self.timeout_s is not None and not self.timeout_s > 0:
             raise RefitConfigError(f"update_info: timeout_s {self.timeout_s!r}; expected above 0")

@@ -1,12 +1,13 @@
-"""Making the engine known to vLLM, under the backend's name ``mx``.
+"""Registration of the engine with vLLM, under the backend name ``mx``.
 
-vLLM loads this module in every process of every server on a machine where refit-mx is installed,
-whatever its backend, so it imports nothing heavy.
+vLLM loads this module in every process of every server on a machine with refit-mx, whatever its
+backend, so it imports nothing heavy.
 """
 
 from __future__ import annotations
 
 import logging
+import re
 
 from refit_mx.errors import RefitConfigError
 
@@ -16,39 +17,41 @@ _MODULE, _CLASS = "refit_mx.engine.vllm", "MxWeightTransferEngine"
 
 
 def plugin() -> None:
-    """`register`, as vLLM's general plugin: the entry point ``refit_mx`` of this distribution.
+    """Register as a general plugin of vLLM: the entry point ``refit_mx`` of this distribution.
 
-    An error of a plugin would end vLLM, also one that asks for another backend, so it is logged.
-    vLLM then refuses the backend ``mx`` by name where it is asked for.
+    An error in a plugin would end vLLM, even with another backend, so it is only logged. If ``mx``
+    is requested, vLLM then refuses the unknown backend by name.
     """
     try:
         register()
     except ImportError as error:
         _LOG.info(
-            "backend %r is not registered, this vLLM has no weight transfer: %s", *_say(error)
+            "backend %r is not registered, this vLLM has no weight transfer: %s", *_log_args(error)
         )
-    except Exception as error:  # noqa: BLE001 - whatever a vLLM of another generation does
-        _LOG.warning("backend %r is not registered: %s", *_say(error))
+    except Exception as error:  # noqa: BLE001 - an unknown vLLM may raise anything
+        _LOG.warning("backend %r is not registered: %s", *_log_args(error))
 
 
 def register(name: str = BACKEND) -> bool:
     """Register with vLLM's factory, for ``--weight-transfer-config '{"backend": "mx"}'``.
 
-    vLLM calls `plugin` by itself. Call this for another name, from a ``vllm.general_plugins`` entry
-    point of your own: vLLM calls those in every process, some of them twice.
+    vLLM calls `plugin`, so a call is needed only for another name. Make it in a
+    ``vllm.general_plugins`` entry point: vLLM calls these in every process, some of them twice.
 
     Args:
-        name: of the backend.
+        name: name of the backend.
 
     Returns:
-        Whether this call registered it; False if it was registered before.
+        Whether this call registered it; False if it was registered already.
 
     Raises:
-        RefitConfigError: another engine has the name.
+        RefitConfigError: another engine has the name, or this vLLM is not supported.
         ImportError: vLLM is missing, or has no weight transfer.
     """
+    import vllm
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
+    check_vllm_version(vllm.__version__)
     try:
         WeightTransferEngineFactory.register_engine(name, _MODULE, _CLASS)
     except ValueError as error:
@@ -60,12 +63,30 @@ def register(name: str = BACKEND) -> bool:
     return True
 
 
-def _say(error: Exception) -> tuple[str, str]:
+def _log_args(error: Exception) -> tuple[str, str]:
     return BACKEND, f"{type(error).__name__}: {error}"
 
 
 def _registered_class(factory: type, name: str) -> tuple[str, str]:
-    """Module and name of the class that a factory makes under a name; made by loading it."""
+    """Return module and name of the class registered under a name, by loading it."""
     loader = getattr(factory, "_registry", {}).get(name)
-    found = loader() if callable(loader) and not isinstance(loader, type) else loader
-    return (getattr(found, "__module__", ""), getattr(found, "__qualname__", ""))
+    engine = loader() if callable(loader) and not isinstance(loader, type) else loader
+    return (getattr(engine, "__module__", ""), getattr(engine, "__qualname__", ""))
+
+
+OLDEST = (0, 25)
+NEWEST = (0, 33)
+SUPPORTED = f"{OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}"
+
+
+def check_vllm_version(version: object) -> None:
+    """Check that a version of vLLM is supported.
+
+    Raises:
+        RefitConfigError: the version is outside `SUPPORTED`, or cannot be parsed.
+    """
+    match = re.match(r"(\d+)\.(\d+)(\D|$)", version) if isinstance(version, str) else None
+    if match is None or not OLDEST <= (int(match[1]), int(match[2])) <= NEWEST:
+        raise RefitConfigError(
+            f"vLLM {version!r}; refit-mx supports vLLM {SUPPORTED}. Install one of these"
+        )

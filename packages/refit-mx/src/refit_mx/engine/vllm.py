@@ -1,20 +1,21 @@
-"""`MxWeightTransferEngine`: refit as a weight-transfer backend of vLLM, in both interface forms.
+"""`MxWeightTransferEngine`: refit as a weight-transfer backend of vLLM.
 
-Imports vLLM, so import it only where vLLM runs; `refit_mx.engine.registration.register` makes vLLM
-do so by itself. What an update does is in `refit_mx.engine.weight_transfer`; here is only the form.
+This module imports vLLM, so import it only where vLLM runs. `refit_mx.engine.registration.register`
+makes vLLM import it. It has vLLM's interface; `refit_mx.engine.weight_transfer` does the updates.
 
-The newest form gives the engine its model and calls one method a phase. The older one gives it no
-model, calls `receive_weights` alone, and hands it a function that loads whole tensors by their
-checkpoint names; all phases are in that call then, so a fleet cannot wait in the middle.
+vLLM keeps a flag for the session from ``start`` to ``finish``. An ``update`` that raises ends it; a
+``finish`` that raises leaves it open. Every order of calls that vLLM allows works: a ``finish``
+without an update ends the session and installs nothing.
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from vllm.config import set_current_vllm_config
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -22,86 +23,74 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from refit_mx.engine.infos import MxInitInfo, MxUpdateInfo
-from refit_mx.engine.weight_transfer import LoadWeights, MxWeightTransfer
+from refit_mx.engine.weight_transfer import MxWeightTransfer
 from refit_mx.errors import RefitConfigError
-
-_SIGNATURE = inspect.signature(WeightTransferEngine.__init__)
-GIVES_THE_MODEL = "model" in _SIGNATURE.parameters
-"""Whether this vLLM has the newest form."""
 
 
 @dataclass
 class MxWeightTransferInitInfo(MxInitInfo, WeightTransferInitInfo):
-    """`MxInitInfo`, as vLLM types it."""
+    """`MxInitInfo` with vLLM's base class."""
 
 
 @dataclass
 class MxWeightTransferUpdateInfo(MxUpdateInfo, WeightTransferUpdateInfo):
-    """`MxUpdateInfo`, as vLLM types it."""
+    """`MxUpdateInfo` with vLLM's base class."""
 
 
 class MxWeightTransferEngine(WeightTransferEngine):
-    """Installs exactly the version of the control plane that an update names.
+    """Engine that installs exactly the version that an update names.
 
-    Any: arguments are vLLM's own objects, of which only the names used here are relied on.
+    Any: arguments are vLLM's objects; only the names used here are relied on.
     """
 
     init_info_cls = MxWeightTransferInitInfo
     update_info_cls = MxWeightTransferUpdateInfo
-    supports_draft_weight_update = True
+    supports_draft_weight_update = False
     defers_processing = False
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        given = _SIGNATURE.bind(self, *args, **kwargs).arguments
-        vllm_config = given.get("vllm_config")
-        parallel = given.get("parallel_config") or getattr(vllm_config, "parallel_config", None)
-        self._transfer = MxWeightTransfer(
-            model=given.get("model"),
-            model_name=getattr(getattr(vllm_config, "model_config", None), "model", None),
-            rank=int(getattr(parallel, "rank", 0)),
-            device=given.get("device") or "cpu",
+    def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: Any) -> None:
+        super().__init__(config, vllm_config, device, model)
+        self._config = vllm_config
+        self.transfer = MxWeightTransfer(
+            model,
+            vllm_config.model_config,
+            rank=int(vllm_config.parallel_config.rank),
+            device=torch.device(device),
         )
-
-    @property
-    def transfer(self) -> MxWeightTransfer:
-        """Phase, fence, version and statistics."""
-        return self._transfer
+        """This worker's updates."""
 
     def init_transfer_engine(self, init_info: MxWeightTransferInitInfo) -> None:
         """See `MxWeightTransfer.init`."""
-        self._transfer.init(init_info)
+        self.transfer.init(init_info)
 
     def start_weight_update(self) -> None:
-        """See `MxWeightTransfer.start`."""
-        self._transfer.start()
+        """Begin a session, and drop what an earlier one fetched but did not install."""
+        self.transfer.drop()
 
-    def receive_weights(
-        self, update_info: MxWeightTransferUpdateInfo, load_weights: LoadWeights | None = None
-    ) -> None:
-        """See `MxWeightTransfer.receive`; with ``load_weights``, the older form, `receive_into`.
-
-        Raises:
-            RefitConfigError: the older form without ``load_weights``.
-        """
-        if load_weights is not None:
-            self._transfer.receive_into(update_info, load_weights)
-        elif GIVES_THE_MODEL:
-            self._transfer.receive(update_info)
-        else:
-            raise RefitConfigError("receive_weights: this form of vLLM gives load_weights")
+    def receive_weights(self, update_info: MxWeightTransferUpdateInfo) -> None:
+        """Fetch a version, begin to fetch it, or drop the fetch; see `MxUpdateInfo`."""
+        if update_info.abort:
+            self.transfer.drop()
+            return
+        # vLLM before 0.27 does not set its config for these calls, but loaders and layers read it.
+        with set_current_vllm_config(self._config):
+            if update_info.background:
+                self.transfer.begin(update_info)
+            else:
+                self.transfer.join(update_info)
 
     def finish_weight_update(self) -> None:
         """See `MxWeightTransfer.finish`."""
-        self._transfer.finish()
+        with set_current_vllm_config(self._config):
+            self.transfer.finish()
 
     def shutdown(self) -> None:
-        """See `MxWeightTransfer.shutdown`."""
-        self._transfer.shutdown()
+        """See `MxWeightTransfer.release`. vLLM calls it when it stops, and may initialise again."""
+        self.transfer.release()
 
     @staticmethod
     def trainer_send_weights(iterator: Iterator[Any], trainer_args: Any) -> None:
-        """vLLM's way to send; there is nothing to send to, since workers fetch.
+        """Refuse, since workers fetch; vLLM before 0.28 requires this method.
 
         Raises:
             RefitConfigError: always.

@@ -1,233 +1,311 @@
-"""`MxWeightTransfer`: what a worker does in each phase of an update, in whichever engine it is.
+"""`MxWeightTransfer`: the updates of one worker, for vLLM's engine interface.
 
-Two halves, as a two-phase commit: `receive` brings a version into scratch, verified and compiled,
-and touches nothing live; `finish` copies it over the live weights, which needs nobody else. So a
-fleet can wait for all of its workers in between.
+A fetch runs in a thread while the model serves the old version. The tensors are verified and
+compiled in scratch memory; only `finish` changes live weights. For vLLM's sessions see
+`refit_mx.engine.vllm`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
-from torch import nn
 
 from refit_mx.compile.base import CompilePass, allocate_outputs, compile_pass
 from refit_mx.control.access import ControlAccess
 from refit_mx.control.client import ControlClient
-from refit_mx.cuda_order import wait_for
 from refit_mx.deadline import Deadline
-from refit_mx.discovery import discover_v2_sources_for_slice
-from refit_mx.engine.fence import ModelFence
+from refit_mx.engine.fence import ModelFence, gather_from_ranks
 from refit_mx.engine.infos import MxInitInfo, MxUpdateInfo
-from refit_mx.engine.mla import check_mla_weights, refresh_mla_weights
-from refit_mx.engine.model_install import ModelInstall, model_install
-from refit_mx.engine.phases import Phase, Step, UpdatePhases
-from refit_mx.errors import FencedError, LayoutError, PhaseError, RefitConfigError
-from refit_mx.install import install_tensors
-from refit_mx.manifest import Manifest, Scalar, decode_table
-from refit_mx.plan.targets import replicated_target
-from refit_mx.received import ReceivedWeights, RefitStats
-from refit_mx.receiver import MxV2RefitReceiver
-from refit_mx.tensor_types import TensorSpec
+from refit_mx.engine.layerwise import LayerwiseReload
+from refit_mx.errors import FencedError, LayoutError, PhaseError, RefitConfigError, RefitError
+from refit_mx.layout import TensorSpec
+from refit_mx.manifest.format import Manifest, Scalar, decode_table
+from refit_mx.memory.cuda import synchronize
+from refit_mx.receive.discovery import discover_v2_sources_for_slice
+from refit_mx.receive.received import ReceivedWeights, RefitStats
+from refit_mx.receive.receiver import MxV2RefitReceiver
+from refit_mx.spans import phase
 
-LoadWeights = Callable[[list[tuple[str, torch.Tensor]]], object]
-"""Takes whole tensors by their checkpoint names, and does the rest itself."""
+_MAX_NAMED = 5
 
 
-@dataclass
-class _Staged:
-    """A version beside the live weights."""
+@dataclass(frozen=True)
+class _Fetched:
+    """A version in scratch memory, ready to be installed."""
 
-    version_id: str
     received: ReceivedWeights
     tensors: Mapping[str, torch.Tensor]
 
 
+@dataclass(frozen=True)
+class _Fetch:
+    """A running or finished fetch of a version."""
+
+    version_id: str
+    deadline: Deadline
+    future: Future[_Fetched]
+
+    @property
+    def succeeded(self) -> bool:
+        """True if it has received the version."""
+        return self.future.done() and self.future.exception() is None
+
+    @property
+    def failed(self) -> bool:
+        """True if it has failed."""
+        return self.future.done() and self.future.exception() is not None
+
+    @property
+    def received(self) -> str:
+        """Text of `__str__` after success."""
+        return f"version {self.version_id}"
+
+    def __str__(self) -> str:
+        """Describe the state; equal on all ranks if all have received the version."""
+        if self.succeeded:
+            return self.received
+        if self.failed:
+            return f"version {self.version_id} has failed: {_text(self.future.exception())}"
+        return f"version {self.version_id} is still being fetched"
+
+    def drop(self) -> None:
+        """Release what it received, or will receive."""
+        self.future.add_done_callback(_close_fetched)
+
+
 class MxWeightTransfer:
-    """One worker's updates.
+    """Updates of one worker, called in the worker's thread only.
 
     Args:
-        model: this rank's; None if weights are given to a function instead, as whole tensors.
-        model_name: that is served.
-        rank: of this worker in its server.
-        device: of the weights, where scratch memory is taken too.
+        model: vLLM's model on this rank.
+        model_config: vLLM's configuration of the model.
+        rank: rank of this worker in its server.
+        device: device of the weights and of scratch memory.
     """
 
-    def __init__(
-        self,
-        *,
-        model: nn.Module | None,
-        model_name: str | None,
-        rank: int = 0,
-        device: torch.device | str = "cpu",
-    ) -> None:
-        self._model = model
-        self._served_name = model_name
+    # Any: vLLM's objects.
+    def __init__(self, model: Any, model_config: Any, *, rank: int, device: torch.device) -> None:
+        self._served_name: str = model_config.model
         self._rank = rank
-        self._device = torch.device(device)
-        self._phases = UpdatePhases()
-        self._fence = None if model is None else ModelFence(model, self._why_fenced)
+        self._device = device
+        self._reload = LayerwiseReload(model, model_config)
+        self._fence = ModelFence(model, lambda: self.fenced or "an install is in progress")
         self._info: MxInitInfo | None = None
         self._compiler: CompilePass | None = None
         self._source_targets: frozenset[str] = frozenset()
         self._source_metadata: Mapping[str, Scalar] | None = None
         self._control: ControlClient | None = None
         self._receiver: MxV2RefitReceiver | None = None
-        self._install: ModelInstall | None = None
-        self._made: dict[str, torch.Tensor] = {}
-        self._staged: _Staged | None = None
-        self._version_id: str | None = None
-        self._stats: RefitStats | None = None
-
-    @property
-    def phase(self) -> Phase:
-        """Where the worker stands."""
-        return self._phases.phase
-
-    @property
-    def fenced(self) -> str | None:
-        """Why the worker must not serve; None if it may."""
-        return self._phases.fenced
-
-    @property
-    def version_id(self) -> str | None:
-        """The version whose weights are live; None for those of the launch. A partial update leaves
-        the others at what they were."""
-        return self._version_id
-
-    @property
-    def stats(self) -> RefitStats | None:
-        """Of the last receive; None if there was none."""
-        return self._stats
+        self._compiled: dict[str, torch.Tensor] = {}
+        self._traced: frozenset[str] = frozenset()  # published names when the layout was derived
+        self._fetch: _Fetch | None = None
+        self._dropped: Future[None] | None = None
+        self._status_only = False
+        self._error: str | None = None
+        self.version_id: str | None = None
+        """Version of the live weights; None for those of the launch."""
+        self.fenced: str | None = None
+        """Reason why the worker must not serve; None if it may."""
+        self.stats: RefitStats | None = None
+        """Statistics of the last successful fetch; None if there was none."""
 
     def init(self, info: MxInitInfo) -> None:
-        """Connect to the control plane. Again with the same info does nothing, so that a caller who
-        got no answer can ask again.
+        """Connect to a control plane; do nothing if connected with the same info.
+
+        Another info, for example of a restarted trainer, drops the fetch and reconnects. The live
+        weights and the fence stay.
 
         Raises:
-            PhaseError: it was initialised with another info, or is shut down.
-            RefitConfigError: a wrong value.
+            RefitConfigError: a value is wrong.
+            ControlError: the control plane cannot be reached, or refuses.
         """
-        if info == self._info and self._phases.phase not in (Phase.IDLE, Phase.CLOSED):
+        if info == self._info:
             return
-        with self._phases.step(Step.INIT):
-            if not (info.model_name or self._served_name):
-                raise RefitConfigError("init_info: model_name is missing, and the engine has none")
-            self._choose_compiler(info)
-            # Not of the info: who calls the engine's routes must not choose whom it trusts, nor
-            # which file or variable it reads and sends.
-            self._control = ControlAccess.from_environment().connect(info.control_address)
-            self._info = info
+        self._status_only = info.errors == "status"
+        # Unset until all ranks agree, so that after a failure all of them get here again.
+        self._info = None
+        with self._failing_together("init_transfer_engine"):
+            chosen = self._choose_compiler(info)
+            # Not from the info: a caller of the engine's routes must not choose which certificates
+            # to trust, or which file or variable to read and send.
+            control = ControlAccess.from_environment().connect(info.control_address)
+            self.release()
+            self._compiler, self._source_targets, self._source_metadata = chosen
+            self._control = control
+        self._info = None if self._error else info
 
-    def start(self) -> None:
-        """Begin an update.
+    def begin(self, info: MxUpdateInfo) -> None:
+        """Begin to fetch a version, unless that version is being or has been fetched.
+
+        The layout is derived here, in the worker's thread, since that runs the model's loaders. A
+        failure is in `status`, and `join` raises it.
+        """
+        fetching = self._fetch
+        if fetching is not None and fetching.version_id == info.version_id and not fetching.failed:
+            return
+        previous = self.drop()
+        init = self._info
+        timeout_s = info.timeout_s or (init or MxInitInfo).timeout_s
+        deadline = Deadline(timeout_s, f"update to version {info.version_id}")
+
+        def fetch(receiver: MxV2RefitReceiver, init: MxInitInfo) -> _Fetched:
+            if previous is not None:
+                wait([previous], deadline.check("waiting for the previous fetch"))
+            return self._receive(receiver, init, info.version_id, deadline)
+
+        try:
+            if init is None:
+                raise PhaseError("update_weights: call init_weight_transfer_engine first")
+            if self._receiver is None:
+                self._receiver = self._make_receiver(init, info.version_id, deadline)
+            future = _in_thread(partial(fetch, self._receiver, init))
+        except Exception as error:  # noqa: BLE001 - `join` raises it, on all ranks
+            future = Future()
+            future.set_exception(error)
+        self._fetch = _Fetch(info.version_id, deadline, future)
+
+    def join(self, info: MxUpdateInfo) -> None:
+        """Wait until all ranks have fetched a version; begin if needed. Collective.
 
         Raises:
-            PhaseError: not initialised, or an update is under way.
+            RefitError: the fetch failed on this or another rank. No live weight has changed.
         """
-        with self._phases.step(Step.START):
-            pass
-
-    def receive(self, info: MxUpdateInfo) -> None:
-        """Bring a version into scratch, verified and compiled. Nothing live changes.
-
-        Raises:
-            PhaseError: no update was started.
-            FencedError: a partial update of a fenced worker.
-            RefitError: as `MxV2RefitReceiver.receive_weights_scratch`, and `CompileError`. The
-                update has ended then, and the old weights stay.
-        """
-        if info.abort:
-            self.abort()
-            return
-        if info.check:
-            self.check(info.version_id)
-            return
-        with self._phases.step(Step.RECEIVE):
-            if self._phases.fenced is not None and info.names is not None:
-                raise FencedError(f"{self._phases.fenced}; only an update of all weights ends that")
-            self._staged = self._receive(info)
+        with self._failing_together(f"the fetch of version {info.version_id}"):
+            self.begin(info)
+            fetch = self._fetch
+            assert fetch is not None
+            try:
+                fetch.future.result(fetch.deadline.left_s)
+            except TimeoutError:
+                if fetch.failed:
+                    raise
+                raise fetch.deadline.error("fetching") from None
 
     def finish(self) -> None:
-        """Install what was received.
+        """Install the fetched version on all ranks; do nothing without a fetch. Collective.
 
         Raises:
-            PhaseError: nothing was received.
-            FencedError: the install failed half way; the worker must not serve until an update
-                succeeds. A model that was given refuses to compute until then.
+            PhaseError: a rank has not received its version, or has another version than another
+                rank. No live weight has changed.
+            FencedError: the install failed on a rank. No rank serves until an update succeeds.
         """
-        with self._phases.step(Step.FINISH):
-            self._finish(self._install_into_model)
+        fetch = self._fetch
+        state = "nothing" if fetch is None else str(fetch)  # one moment's state for all ranks
+        states = gather_from_ranks(state)
+        try:
+            if len(set(states)) > 1 or (fetch is not None and state != fetch.received):
+                with self._failing_together("finish_weight_update"):
+                    each = "; ".join(dict.fromkeys(states))
+                    raise PhaseError(f"nothing was installed: {each}")
+            elif fetch is not None:
+                self._install(fetch.version_id, fetch.future.result().tensors)
+        finally:
+            self.drop()
 
-    def receive_into(self, info: MxUpdateInfo, load_weights: LoadWeights) -> None:
-        """A whole update in one call, for engines that have no other phases.
+    def _install(self, version_id: str, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._fence.close()
+        self.fenced = f"the install of version {version_id} is in progress"
+        try:
+            with self._failing_together("the install", always=True), phase("install", version_id):
+                self._reload.install(tensors)
+                synchronize([self._device])
+        except Exception as error:  # vLLM's loaders raise anything
+            self.fenced = f"the install of version {version_id} failed part way: {self._error}"
+            if self._status_only:
+                return
+            raise FencedError(self.fenced) from error
+        self.version_id, self.fenced = version_id, None
+        self._fence.open()
 
-        Raises:
-            PhaseError, RefitError: as `receive` and `finish`.
-        """
-        if info.abort or info.check:
-            self.receive(info)
-            return
-        self.start()
-        self.receive(info)
-        with self._phases.step(Step.FINISH):
-            self._finish(lambda tensors: load_weights(list(tensors.items())))
+    @contextmanager
+    def _failing_together(self, what: str, *, always: bool = False) -> Iterator[None]:
+        """Make all ranks raise if the block fails on one of them; collective.
 
-    def check(self, version_id: str) -> None:
-        """See that the worker may serve, and that its weights are those of a version.
-
-        Also where it was not initialised: then they are those of its launch.
+        With ``errors: status`` a failure is only recorded, on the rank where it happens.
 
         Args:
-            version_id: empty for the weights of the launch.
+            what: name of the block, for the message.
+            always: raise, whatever ``errors`` is.
 
         Raises:
-            FencedError: the live weights are a mixture.
-            PhaseError: they are of another version, a step is under way, or it is shut down.
+            RefitError: this rank's failure, or one that names the failed ranks.
         """
-        self._phases.check()
-        if (self._version_id or "") != version_id:
-            found, expected = (
-                f"version {each}" if each else "the weights of its launch"
-                for each in (self._version_id, version_id)
-            )
-            raise PhaseError(f"check: the worker holds {found}; expected {expected}")
+        failure: Exception | None = None
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - raised below, on all ranks
+            failure = error
+        self._error = None if failure is None else _text(failure)
+        if self._status_only and not always:
+            return
+        answers = gather_from_ranks(self._error or "")
+        if failure is not None:
+            raise failure
+        failed = {rank: answer for rank, answer in enumerate(answers) if answer}
+        if failed:
+            named = "; ".join(f"rank {rank}: {answer}" for rank, answer in failed.items())
+            self._error = f"{what} failed on {len(failed)} of {len(answers)} ranks: {named}"
+            raise RefitError(self._error)
 
-    def abort(self) -> None:
-        """End an update, if there is one, and keep the weights.
+    def drop(self) -> Future[None] | None:
+        """Drop the fetch, and keep the weights.
 
-        Raises:
-            PhaseError: not initialised, or a step is under way.
+        Returns:
+            A future for the end of the last dropped fetch, which may still run; None without one.
         """
-        with self._phases.step(Step.ABORT):
-            self._drop()
+        fetch, self._fetch = self._fetch, None
+        if fetch is not None:
+            if fetch.failed:
+                self._close_receiver(None)  # the layout may have changed, so derive it again
+            fetch.drop()
+            ended = self._dropped = Future()
+            fetch.future.add_done_callback(lambda _: ended.set_result(None))
+        return self._dropped
 
-    def shutdown(self) -> None:
-        """Give everything back. May be called again.
+    def release(self) -> None:
+        """Release transfer resources; `init` may follow. The weights and the fence stay."""
+        running = self.drop()
+        self._close_receiver(running)
+        self._error = None
+        self._compiled = {}
+        self._info = None
+        control, self._control = self._control, None
+        if control is not None:
+            _after(running, control.close)
 
-        Raises:
-            PhaseError: a step is under way.
-        """
-        with self._phases.step(Step.SHUTDOWN):
-            try:
-                self._drop()
-            finally:
-                self._close()
+    def status(self) -> dict[str, Any]:
+        """Return the state of this rank in JSON types; see `refit_mx.engine.status`."""
+        return {
+            "rank": self._rank,
+            "initialised": self._info is not None,
+            "fenced": self.fenced,
+            "error": self._error,
+            "version_id": self.version_id,
+            "fetch": None if self._fetch is None else _fetch_status(self._fetch),
+        }
 
-    def _choose_compiler(self, info: MxInitInfo) -> None:
-        """What to ask sources for, and the pass that runs over it."""
+    @staticmethod
+    def _choose_compiler(
+        info: MxInitInfo,
+    ) -> tuple[CompilePass, frozenset[str], Mapping[str, Scalar] | None]:
+        """Choose the pass to run here, and what to require of sources."""
         compiler = compile_pass(info.compile_target, **info.compile_options)
-        self._source_metadata = dict(info.source_metadata) or None
+        metadata: Mapping[str, Scalar] | None = dict(info.source_metadata) or None
         if info.source_target is None:
-            self._source_targets = compiler.accepts
+            targets = compiler.accepts
         elif info.source_target in compiler.accepts:
-            self._source_targets = frozenset({info.source_target})
+            targets = frozenset({info.source_target})
         elif info.source_target == compiler.name:
-            # The trainer has run the pass; what it promises of its output must match.
-            self._source_targets = frozenset({compiler.name})
-            self._source_metadata = {**compiler.metadata, **info.source_metadata}
+            # The trainer has run the pass, so its output must match the pass's metadata.
+            targets = frozenset({compiler.name})
+            metadata = {**compiler.metadata, **info.source_metadata}
             compiler = compile_pass("hf_raw")
         else:
             raise RefitConfigError(
@@ -235,67 +313,36 @@ class MxWeightTransfer:
                 f"{compiler.name} can be made of {', '.join(sorted(compiler.accepts))}, "
                 f"or received as {compiler.name}"
             )
-        self._compiler = compiler
+        return compiler, targets, metadata
 
-    def _receive(self, info: MxUpdateInfo) -> _Staged:
-        init = self._info
-        assert init is not None
-        deadline = Deadline(
-            info.timeout_s or init.timeout_s, f"update to version {info.version_id}"
-        )
-        fresh = self._receiver is None
-        while True:
-            if self._receiver is None:
-                self._receiver = self._make_receiver(info.version_id, deadline)
-            try:
-                received = self._receiver.receive_weights_scratch(
-                    info.version_id,
-                    compile_target_filter=self._source_targets,
-                    required_compile_metadata=self._source_metadata,
-                    names=info.names,
-                    timeout_s=deadline.check("receiving"),
-                    attempts=init.attempts,
-                )
-                break
-            except LayoutError:
-                if fresh:
-                    raise
-                # Another layout than the last version's, perhaps: derived once more.
-                self._close_receiver()
-                fresh = True
-        try:
-            tensors = self._compile(received)
-            deadline.check("compiling")
-        except BaseException:
-            received.close()
-            raise
-        self._stats = received.stats
-        return _Staged(info.version_id, received, tensors)
+    def _make_receiver(
+        self, init: MxInitInfo, version_id: str, deadline: Deadline
+    ) -> MxV2RefitReceiver:
+        """Derive what this rank needs, and create a receiver for it.
 
-    def _make_receiver(self, version_id: str, deadline: Deadline) -> MxV2RefitReceiver:
-        init, compiler = self._info, self._compiler
-        assert init is not None
+        Raises:
+            RefitError: as in `begin`.
+        """
+        compiler, control = self._compiler, self._control
         assert compiler is not None
-        assert self._control is not None
+        assert control is not None
         sources = discover_v2_sources_for_slice(
-            self._control,
+            control,
             version_id,
             compile_target_filter=self._source_targets,
             required_compile_metadata=self._source_metadata,
             deadline=deadline,
         )
         published = published_specs(sources.manifests)
-        if self._model is None:
-            compiler.check(published)
-            targets = tuple(replicated_target(spec) for spec in published)
-        else:
-            check_mla_weights(self._model)  # what could not be derived anew is refused here
-            self._install = model_install(self._model, published, compiler)
-            targets = self._install.targets
-        self._made = {}
+        self._traced = frozenset(spec.name for spec in published)
+        targets = self._reload.trace(published)
+        specs = [TensorSpec(target.name, target.dtype, target.shape) for target in targets]
+        compiler.check(specs)
+        self._reload.check({spec.name: spec for spec in compiler.output_specs(specs)})
+        self._compiled = {}
         return MxV2RefitReceiver(
-            init.model_name or self._served_name or "",
-            control=self._control,
+            init.model_name or self._served_name,
+            control=control,
             targets=targets,
             transport=init.transport,
             rank=init.rank_offset + self._rank,
@@ -303,8 +350,37 @@ class MxWeightTransfer:
             settings=init.settings(),
         )
 
+    def _receive(
+        self, receiver: MxV2RefitReceiver, init: MxInitInfo, version_id: str, deadline: Deadline
+    ) -> _Fetched:
+        """Fetch, verify and compile; in a thread."""
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+        received = receiver.receive_weights_scratch(
+            version_id,
+            compile_target_filter=self._source_targets,
+            required_compile_metadata=self._source_metadata,
+            timeout_s=deadline.check("receiving"),
+            attempts=init.attempts,
+        )
+        try:
+            unknown = sorted(received.published - self._traced)
+            if unknown:
+                raise LayoutError(
+                    f"{len(unknown)} tensors were not published when the layout was derived, and "
+                    f"are not loaded: {', '.join(unknown[:_MAX_NAMED])}; the next update derives "
+                    "it again"
+                )
+            tensors = self._compile(received)
+            deadline.check("compiling")
+        except BaseException:  # release the scratch memory in any case
+            received.close()
+            raise
+        self.stats = received.stats
+        return _Fetched(received, tensors)
+
     def _compile(self, received: ReceivedWeights) -> dict[str, torch.Tensor]:
-        """Into memory that is kept from version to version."""
+        """Compile into memory that all versions reuse."""
         assert self._compiler is not None
         specs = [
             TensorSpec(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
@@ -314,70 +390,72 @@ class MxWeightTransfer:
         outputs = self._compiler.output_specs(specs)
         unchanged = self._compiler.unchanged(specs)
         wanted = [spec.name for spec in outputs if spec.name not in unchanged]
-        if any(name not in self._made for name in wanted):
-            self._made.update(allocate_outputs(self._compiler, specs, self._device))
-        made = {name: self._made[name] for name in wanted}
-        if made:
-            self._compiler.run(received, made)
-            wait_for([self._device])
+        if any(name not in self._compiled for name in wanted):
+            self._compiled.update(allocate_outputs(self._compiler, specs, self._device))
+        compiled = {name: self._compiled[name] for name in wanted}
+        if compiled:
+            self._compiler.run(received, compiled)
+            synchronize([self._device])
         return {
-            spec.name: received[spec.name] if spec.name in unchanged else made[spec.name]
+            spec.name: received[spec.name] if spec.name in unchanged else compiled[spec.name]
             for spec in outputs
         }
 
-    def _finish(self, install: Callable[[Mapping[str, torch.Tensor]], object]) -> None:
-        staged = self._staged
-        assert staged is not None
-        try:
-            self._phases.touch_live_weights()
-            if self._fence is not None:
-                self._fence.close()
-            try:
-                install(staged.tensors)
-            except Exception as error:
-                raise FencedError(
-                    f"the install of version {staged.version_id} failed half way: "
-                    f"{type(error).__name__}: {error}"
-                ) from error
-            if self._fence is not None:
-                self._fence.open()
-            self._version_id = staged.version_id
-        finally:
-            self._drop()
-
-    def _why_fenced(self) -> str:
-        return self._phases.fenced or "an install is under way"
-
-    def _install_into_model(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        assert self._install is not None
-        assert self._model is not None
-        install_tensors(tensors, self._install.live)
-        refresh_mla_weights(self._model)
-
-    def _drop(self) -> None:
-        staged, self._staged = self._staged, None
-        if staged is not None:
-            staged.received.close()
-
-    def _close_receiver(self) -> None:
+    def _close_receiver(self, running: Future[None] | None) -> None:
         receiver, self._receiver = self._receiver, None
-        self._install = None
         if receiver is not None:
-            receiver.close()
+            _after(running, receiver.close)
 
-    def _close(self) -> None:
-        self._made = {}
-        self._close_receiver()
-        control, self._control = self._control, None
-        if control is not None:
-            control.close()
+
+def _in_thread(work: Callable[[], _Fetched]) -> Future[_Fetched]:
+    """Run work in a thread that does not delay the exit of the process."""
+    future: Future[_Fetched] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:  # noqa: BLE001 - raised where the future is read
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="refit-fetch", daemon=True).start()
+    return future
+
+
+def _after(running: Future[None] | None, close: Callable[[], None]) -> None:
+    """Close something that a running fetch may use, after the fetch."""
+    if running is None or running.done():
+        close()
+    else:
+        running.add_done_callback(lambda _: close())
+
+
+def _close_fetched(future: Future[_Fetched]) -> None:
+    if future.exception() is None:
+        future.result().received.close()
+
+
+def _fetch_status(fetch: _Fetch) -> dict[str, Any]:
+    status: dict[str, Any] = {"version_id": fetch.version_id, "state": "running", "error": None}
+    if fetch.succeeded:
+        stats = fetch.future.result().received.stats
+        status |= {"state": "received", "bytes": stats.nbytes, "seconds": stats.seconds}
+    elif fetch.failed:
+        error = fetch.future.exception()
+        assert error is not None
+        retryable = bool(getattr(error, "retryable", False))
+        status |= {"state": "failed", "error": _text(error), "retryable": retryable}
+    return status
+
+
+def _text(error: BaseException | None) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 def published_specs(manifests: Iterable[Manifest]) -> Sequence[TensorSpec]:
-    """The global tensors of some sources, each once, in the order of their tables.
+    """Return the global tensors of sources, each once, in the order of their tables.
 
     Raises:
-        ProtocolError: a table is not one.
+        ProtocolError: a table cannot be decoded.
         LayoutError: two sources disagree about a tensor.
     """
     specs: dict[str, TensorSpec] = {}

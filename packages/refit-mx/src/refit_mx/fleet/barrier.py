@@ -1,8 +1,8 @@
-"""`PhaseBarrier`: every rank of the trainer passes every phase of a refit, or all of them fail.
+"""`PhaseBarrier`: all ranks of the trainer pass every phase of a refit, or all fail.
 
-One rank drives the servers. The others have nothing to do there, yet what they published is read
-meanwhile, so they must not go on, reuse memory or leave before a phase is over; and if one of them
-dies, the driver must not install what came from it as if all were well.
+One rank drives the servers, which meanwhile read what the other ranks published. So the other ranks
+must not continue, reuse memory or exit before a phase is finished. If one of them dies, the driver
+must not install what came from it.
 """
 
 from __future__ import annotations
@@ -13,61 +13,61 @@ from datetime import timedelta
 from enum import Enum
 from typing import Protocol, TypeVar
 
-from refit_mx.bounded_calls import BoundedCalls
+from refit_mx.concurrency import BoundedCalls
 from refit_mx.deadline import Deadline
 from refit_mx.errors import FleetError, RefitConfigError, RefitError
 
-_Found = TypeVar("_Found")
+_Result = TypeVar("_Result")
 
 _OK = b"ok"
 _FAILED = b"failed: "
-_MOST_TEXT = 500
-_TELL_S = 3.0
-_NAMING_S = 1.0
-"""After a deadline, for asking the store which ranks did not come."""
+_MAX_TEXT = 500
+_REPORT_S = 3.0
+_LIST_MISSING_S = 1.0
+"""Extra time after a deadline, for asking the store which ranks are missing."""
 
 
 class Point(Enum):
-    """Where all ranks meet, in this order."""
+    """Points at which all ranks meet, in this order."""
 
-    PAUSED = "paused"
     RECEIVED = "received"
+    PAUSED = "paused"
     FINISHED = "finished"
     RESUMED = "resumed"
 
 
 class Store(Protocol):
-    """What is used of ``torch.distributed.Store``; a ``TCPStore`` needs no process group."""
+    """The used part of ``torch.distributed.Store``; a ``TCPStore`` needs no process group."""
 
     def set(self, key: str, value: bytes) -> None:
         """Write a value."""
 
     def get(self, key: str) -> bytes:
-        """Read one."""
+        """Read a value."""
 
     def check(self, keys: list[str]) -> bool:
-        """Whether all are there."""
+        """Return whether all keys exist."""
 
     def wait(self, keys: list[str], timeout: timedelta) -> None:
-        """Until all are there."""
+        """Wait until all keys exist."""
 
     def delete_key(self, key: str) -> bool:
-        """Forget one."""
+        """Delete a key."""
 
 
 class PhaseBarrier:
-    """One rank's part. All ranks begin the same rounds in the same order, as with collectives.
+    """One rank's part of the barrier. All ranks begin the same rounds in the same order.
 
-    No call outlasts its time, also where the store's server is stopped and never answers.
+    Every call ends in time, even if the store's server is stopped and never answers.
 
     Args:
-        store: shared by all ranks.
-        rank: this one, from 0.
+        store: store that all ranks share.
+        rank: this rank, from 0.
         world_size: number of ranks.
-        name: of the barrier within the store.
+        name: name of the barrier within the store.
 
     Raises:
-        RefitConfigError: the rank is not one of the world.
+        RefitConfigError: the rank is outside the world size.
     """
 
     def __init__(self, store: Store, *, rank: int, world_size: int, name: str = "refit") -> None:
@@ -81,52 +81,52 @@ class PhaseBarrier:
         self._calls = BoundedCalls("refit-barrier")
 
     def begin(self) -> None:
-        """The next round."""
+        """Begin the next round."""
         self._round += 1
 
-    def arrive(self, point: Point, *, timeout_s: float = _TELL_S) -> None:
-        """Say that this rank is there, without waiting for others.
+    def arrive(self, point: Point, *, timeout_s: float = _REPORT_S) -> None:
+        """Report that this rank is at a point, without waiting for others.
 
         Raises:
-            FleetError: the store refuses, or its server is gone.
+            FleetError: the store refused, or its server is gone.
             RefitTimeoutError: the store did not answer in time.
         """
         deadline = Deadline(timeout_s, f"refit: the point {point.value!r}")
         number = self._round
-        self._bounded(lambda: self._say(number, [point], _OK), deadline)
+        self._bounded(lambda: self._write(number, [point], _OK), deadline)
 
     def meet(self, point: Point, deadline: Deadline) -> None:
-        """Say that this rank is there, and wait for the others.
+        """Report that this rank is at a point, and wait for the others.
 
         Raises:
-            FleetError: a rank said that it failed; names each. Or the store's server is gone.
-            RefitTimeoutError: ranks did not come in time; names them. They may have died. Or the
+            FleetError: ranks, which it names, reported failures; or the store's server is gone.
+            RefitTimeoutError: ranks, which it names, did not come in time and may have died; or the
                 store did not answer in time.
         """
         number = self._round
-        self._bounded(lambda: self._meet(number, point, deadline), deadline, _NAMING_S)
+        self._bounded(lambda: self._meet(number, point, deadline), deadline, _LIST_MISSING_S)
 
-    def fail(self, point: Point, why: str, *, timeout_s: float = _TELL_S) -> None:
-        """Say that this rank failed, at this point and all that follow, so that none waits for it.
+    def fail(self, point: Point, why: str, *, timeout_s: float = _REPORT_S) -> None:
+        """Report a failure of this rank at a point and all later ones, so that none waits for it.
 
         Args:
-            point: the next one that this rank would have come to.
-            why: for the error that the others raise.
-            timeout_s: for the store to take it.
+            point: next point that this rank would have reached.
+            why: reason, for the error that the others raise.
+            timeout_s: time limit for the store to accept it.
 
         Raises:
-            FleetError: the store refuses, or its server is gone.
+            FleetError: the store refused, or its server is gone.
             RefitTimeoutError: the store did not answer in time.
         """
         points = list(Point)
-        deadline = Deadline(timeout_s, "refit: telling other ranks of a failure")
-        value = _FAILED + why[:_MOST_TEXT].encode()
+        deadline = Deadline(timeout_s, "refit: reporting a failure to other ranks")
+        value = _FAILED + why[:_MAX_TEXT].encode()
         number = self._round
-        self._bounded(lambda: self._say(number, points[points.index(point) :], value), deadline)
+        self._bounded(lambda: self._write(number, points[points.index(point) :], value), deadline)
 
     def _bounded(
-        self, call: Callable[[], _Found], deadline: Deadline, more_s: float = 0.0
-    ) -> _Found:
+        self, call: Callable[[], _Result], deadline: Deadline, more_s: float = 0.0
+    ) -> _Result:
         try:
             return self._calls.call(call, deadline.left_s + more_s)
         except RefitError:
@@ -134,27 +134,27 @@ class PhaseBarrier:
         except TimeoutError:
             raise deadline.error("waiting for the store of the barrier, which is silent") from None
         except RuntimeError as error:
-            # torch's stores say refusals and lost connections so.
+            # torch's stores report refusals and lost connections as RuntimeError.
             raise FleetError(f"refit: the store of the barrier: {error}", {}) from error
 
-    # An abandoned call may still run in a later round, so each call keeps the number of its own:
-    # else the failure of one round would fail the next.
+    # An abandoned call may still run in a later round, so each call has its own round's number.
+    # Otherwise the failure of one round would fail the next.
 
-    def _say(self, number: int, points: Iterable[Point], value: bytes) -> None:
+    def _write(self, number: int, points: Iterable[Point], value: bytes) -> None:
         for point in points:
-            # What this rank wrote two rounds ago; none reads it now.
+            # This rank's value of two rounds ago, which no rank reads any more.
             self._store.delete_key(self._key(number - 2, point, self._rank))
             self._store.set(self._key(number, point, self._rank), value)
 
     def _meet(self, number: int, point: Point, deadline: Deadline) -> None:
-        self._say(number, [point], _OK)
+        self._write(number, [point], _OK)
         failed: dict[str, str] = {}
         for rank in self._others():
             key = self._key(number, point, rank)
             try:
                 self._store.wait([key], timedelta(seconds=max(0.001, deadline.left_s)))
             except RuntimeError:
-                # torch's stores say time-outs and lost connections so; `check` tells which ranks.
+                # A timeout or a lost connection; `check` finds the missing ranks.
                 break
             value = bytes(self._store.get(key))
             if value != _OK:
@@ -186,35 +186,35 @@ class PhaseBarrier:
 
 
 def follow(barrier: PhaseBarrier, *, timeout_s: float, failure: str | None = None) -> None:
-    """Pass a refit that another rank drives. Every rank that drives nothing calls this.
+    """Take part in a refit that another rank drives; call it on every rank but the driver.
 
     Args:
-        barrier: this rank's.
-        timeout_s: for the whole refit; after a failure, telling the others may take 3 s more.
-        failure: why this rank cannot take part; the refit fails for all ranks then.
+        barrier: this rank's barrier.
+        timeout_s: time limit of the refit; reporting a failure may take 3 s more.
+        failure: why this rank cannot take part; the refit then fails on all ranks.
 
     Raises:
-        FleetError: the refit failed, at the driver or another rank; or ``failure`` was given, or
-            the store's server is gone.
+        FleetError: the refit failed at the driver or another rank, ``failure`` was given, or the
+            store's server is gone.
         RefitTimeoutError: the driver or another rank did not come in time, or the store did not
             answer.
     """
     deadline = Deadline(timeout_s, "refit that another rank drives")
     barrier.begin()
     if failure is not None:
-        _tell(barrier, Point.PAUSED, failure)
+        _report(barrier, next(iter(Point)), failure)
         raise FleetError(f"refit: this rank failed: {failure}", {"this rank": failure})
     for point in Point:
         try:
             barrier.meet(point, deadline)
-        except Exception as error:
+        except Exception as error:  # whatever the error, others must not wait for this rank
             later = list(Point)[list(Point).index(point) + 1 :]
             if later:
-                _tell(barrier, later[0], f"{type(error).__name__}: {error}")
+                _report(barrier, later[0], f"{type(error).__name__}: {error}")
             raise
 
 
-def _tell(barrier: PhaseBarrier, point: Point, why: str) -> None:
-    # Others who are not told wait until their deadlines; this rank's own error says more.
+def _report(barrier: PhaseBarrier, point: Point, why: str) -> None:
+    # Ranks that do not get the report wait until their deadlines; this rank's error matters more.
     with contextlib.suppress(RefitError):
         barrier.fail(point, why)

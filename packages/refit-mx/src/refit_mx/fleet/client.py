@@ -1,104 +1,129 @@
-"""`RefitFleet`: N servers are brought to one version together, or none of them is resumed.
+"""`RefitFleet`: brings N servers to one version together; on failure none is resumed.
 
-An update has two halves, as a two-phase commit. In the first every server receives and verifies the
-version beside its live weights; a failure there costs nothing, all keep what they had. In the
-second each copies what it has received over its live weights, which needs no network. No server is
-resumed before all have said that they did it.
+An update has two phases, like a two-phase commit. First every server fetches and verifies the
+version while it serves another; a failure here costs nothing. Then all are paused, each installs
+the version, and none is resumed before all hold it. Only the second phase is a pause.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar, get_args
 
 import httpx
+from opentelemetry import metrics
 
 from refit_mx.deadline import Deadline
+from refit_mx.engine.infos import MxInitInfo
 from refit_mx.errors import FleetError, RefitConfigError, RefitError
 from refit_mx.fleet.barrier import PhaseBarrier, Point
-from refit_mx.fleet.server import Server, ServerCallError
-from refit_mx.fleet.server_group import Ask, PauseMode, ServerGroup
+from refit_mx.fleet.calls import Calls
+from refit_mx.fleet.server import Server
+from refit_mx.fleet.server_group import PauseMode, ServerGroup
+from refit_mx.spans import phase
 
 _Result = TypeVar("_Result")
+_MIN_POLL_S, _MAX_POLL_S = 0.005, 0.1
+_FETCH_SHARE = 3 / 4
+"""Fraction of a refit's time in which all must have the version; the pause needs the rest."""
+_LOG = logging.getLogger(__name__)
+_PAUSE_MS = metrics.get_meter("refit-mx").create_histogram(
+    "refit.pause_ms", "ms", "Duration of the pause of a fleet of generators for a refit"
+)
 
 
 @dataclass(frozen=True)
 class FleetStats:
-    """What a refit of a fleet took.
+    """Statistics of a fleet's refit.
 
     Attributes:
         servers: number of servers.
         workers: number of their workers.
-        paused_s: from the first pause asked for to the last server resumed.
-        seconds: of each phase: pause, init, start, update, finish, resume.
+        pause_ms: time from the first pause request to the last answered resume.
+        seconds: duration of each phase. Servers serve during ``prepare`` and ``fetch``, and are
+            paused during ``pause``, ``check``, ``install`` and ``resume``.
+        stale: what servers held when this refit began, by address, if not the last refit's version.
+            A restarted server has served its launch weights since its restart.
     """
 
     servers: int
     workers: int
-    paused_s: float
+    pause_ms: float
     seconds: Mapping[str, float]
+    stale: Mapping[str, str]
 
 
 class RefitFleet:
-    """Drives vLLM servers that were started with ``VLLM_SERVER_DEV_MODE=1``.
+    """Client that updates vLLM servers started for it; see the documentation of refit.
 
-    Only the given addresses are ever called; redirects and proxies of the environment are not
-    followed. One refit at a time. `refit` and `resume` block; `refit_async` and `resume_async` are
-    the same for asynchronous callers.
+    It calls only the given addresses; redirects and proxies from the environment are not used. One
+    refit at a time. `refit` and `resume` block; `refit_async` and `resume_async` are their
+    asynchronous forms.
 
     Args:
         addresses: ``http[s]://host[:port]`` of every server, each once.
-        timeout_s: for one refit, all of it.
-        init_info: for the engine of each server (`refit_mx.engine.infos.MxInitInfo`);
-            ``rank_offset`` is filled in.
-        pause_mode: ``keep`` freezes the queue and goes on after it; ``wait`` lets what runs finish;
-            ``abort`` ends it.
+        init_info: fields of `refit_mx.engine.infos.MxInitInfo` for the engines, without
+            ``rank_offset`` and ``errors``, which the fleet sets.
+        timeout_s: time limit of a refit. No server is paused unless all have the version within
+            three quarters of it.
+        max_answer_s: time limit of a query, such as for the state of workers, which answer between
+            two steps of generation. A server that is silent for longer is lost.
+        pause_mode: ``keep`` freezes requests and continues them afterwards; ``wait`` lets them
+            finish; ``abort`` ends them.
         clear_cache: whether servers drop the cached keys and values of the old weights.
-        world_size: workers of all servers together, if known; another number is refused.
-        cleanup_timeout_s: after a failure, for telling servers to drop what they received, and the
-            other ranks of a barrier that it failed; beyond ``timeout_s``.
-        headers: for every request, such as an authorization. Never part of an error.
-        holds: the version that all servers hold, of an earlier client; None for the weights of
-            their launch. Looked at before any is resumed.
+        world_size: number of workers of all servers, if known; another number is refused.
+        cleanup_timeout_s: time after a failure, beyond ``timeout_s``, for making servers drop the
+            fetched version and reporting to the other ranks of a barrier.
+        headers: headers of every request, such as authorization. Never part of an error.
 
     Raises:
-        RefitConfigError: no address, a wrong one or one twice, or another wrong argument.
+        RefitConfigError: an address is missing, wrong or repeated, or another argument is wrong.
     """
 
     def __init__(
         self,
         addresses: Sequence[str],
         *,
+        init_info: Mapping[str, Any],
         timeout_s: float = 300.0,
-        init_info: Mapping[str, Any] | None = None,
+        max_answer_s: float = 60.0,
         pause_mode: PauseMode = "keep",
         clear_cache: bool = True,
         world_size: int | None = None,
         cleanup_timeout_s: float = 10.0,
         headers: Mapping[str, str] | None = None,
-        holds: str | None = None,
     ) -> None:
-        self._servers = [Server(address, holds) for address in addresses]
+        self._servers = [Server(address) for address in addresses]
         if not self._servers:
             raise RefitConfigError("fleet: no addresses")
         if len({server.address for server in self._servers}) != len(self._servers):
-            raise RefitConfigError(f"fleet: an address comes twice in {list(addresses)}")
+            raise RefitConfigError(f"fleet: an address is repeated in {list(addresses)}")
         if pause_mode not in get_args(PauseMode):
             raise RefitConfigError(
                 f"fleet: pause_mode {pause_mode!r}; expected {', '.join(get_args(PauseMode))}"
             )
-        if not timeout_s > 0 or not cleanup_timeout_s > 0:
+        if not timeout_s > 0 or not cleanup_timeout_s > 0 or not max_answer_s > 0:
             raise RefitConfigError(
-                f"fleet: timeout_s {timeout_s!r}, cleanup_timeout_s {cleanup_timeout_s!r}; "
-                "expected more than 0"
+                f"fleet: timeout_s {timeout_s!r}, cleanup_timeout_s {cleanup_timeout_s!r}, "
+                f"max_answer_s {max_answer_s!r}; expected more than 0"
             )
         self._timeout_s = timeout_s
-        self._init_info = dict(init_info or {})
+        self._max_answer_s = max_answer_s
+        self._init_info = _checked_info(init_info)
         self._group = ServerGroup(
             self._servers,
             pause_mode=pause_mode,
@@ -107,102 +132,121 @@ class RefitFleet:
         )
         self._world_size = world_size
         self._headers = dict(headers or {})
-        self._under_way = False
+        self._busy = False
+        self._version_id: str | None = None
+        self._last_tried = ""
 
     @property
     def holds(self) -> Mapping[str, str | None]:
-        """Address to the version that the server is known to hold: None the one of its launch.
+        """Version that all workers of a server last reported, by address.
 
-        Servers of which it is not known are left out.
+        None is the version of the launch. Servers are omitted if they were not queried yet, did not
+        answer, or hold a mixture.
         """
         return {s.address: s.holds for s in self._servers if s.holds != Server.UNKNOWN}
 
-    def refit(
-        self,
-        version_id: str,
-        *,
-        update_info: Mapping[str, Any] | None = None,
-        barrier: PhaseBarrier | None = None,
-    ) -> FleetStats:
-        """Bring every server to a version. They serve it when this returns.
+    def refit(self, version_id: str, *, barrier: PhaseBarrier | None = None) -> FleetStats:
+        """Bring every server to a version, which they serve when this returns.
 
         Args:
-            version_id: of the control plane.
-            update_info: more fields for the engines, see
-                `refit_mx.engine.infos.MxUpdateInfo`.
-            barrier: of the trainer's ranks; the others call `refit_mx.fleet.barrier.follow`.
+            version_id: version in the control plane.
+            barrier: barrier of the trainer's ranks; the others call
+                `refit_mx.fleet.barrier.follow`.
 
         Raises:
-            FleetError: a server failed; names each. No server was resumed, and each holds what
-                `holds` says. The same call made again brings them to the version, also a server
-                that was restarted under its address.
-            RefitTimeoutError: other ranks of the barrier did not come in time; as above.
-            RefitConfigError: another refit is under way, an event loop runs in this thread, or a
-                server has the older form of vLLM's interface; then none was paused.
+            FleetError: servers failed, which it names; `holds` has the version of each. Either no
+                server was paused and all serve as before, or servers were paused and none resumed.
+                Repeating the call brings all to the version, including restarted servers.
+            RefitTimeoutError: other ranks of the barrier did not come in time; servers as above.
+            RefitConfigError: another refit is in progress, an event loop runs in this thread, or a
+                server was started without what the fleet needs; no server was paused.
         """
-        return _run(lambda: self.refit_async(version_id, update_info=update_info, barrier=barrier))
+        return _run(lambda: self.refit_async(version_id, barrier=barrier))
+
+    def check(self) -> Mapping[str, str]:
+        """Query all servers for what they hold, without changing anything.
+
+        Returns:
+            What is wrong, by address: the server does not answer, or does not hold the version of
+            the last refit, for example after a restart. Empty if all are correct.
+        """
+        return _run(self.check_async)
 
     def resume(self) -> None:
-        """Resume all servers after a failed refit, if all are known to hold the same version, and
-        all their workers say so.
+        """Resume all servers after a failed refit, if all their workers hold one version.
 
         Raises:
-            FleetError: they do not, or one failed; then none is left resumed.
+            FleetError: they do not, or a server failed; then all are paused again.
         """
         _run(self.resume_async)
 
     async def refit_async(
-        self,
-        version_id: str,
-        *,
-        update_info: Mapping[str, Any] | None = None,
-        barrier: PhaseBarrier | None = None,
+        self, version_id: str, *, barrier: PhaseBarrier | None = None
     ) -> FleetStats:
-        """As `refit`."""
+        """Do the same as `refit`, asynchronously."""
         if not version_id:
             raise RefitConfigError("fleet: version_id is empty")
-        deadline = Deadline(self._timeout_s, f"fleet: version {version_id}")
-        with self._alone():
-            async with self._client() as client:
-                update = _Update(self, client, deadline, version_id, barrier)
-                return await update.run({"version_id": version_id, **(update_info or {})})
+        with self._exclusive(), phase("fleet", version_id) as span:
+            self._last_tried = version_id
+            async with self._calls(f"fleet: version {version_id}") as calls:
+                update = _Update(self, calls, version_id, barrier)
+                stats = await update.run()
+            span.set_attribute("refit.pause_ms", stats.pause_ms)
+            span.set_attribute("refit.servers", stats.servers)
+            span.set_attribute("refit.stale_servers", len(stats.stale))
+            _PAUSE_MS.record(stats.pause_ms)
+            return stats
+
+    async def check_async(self) -> Mapping[str, str]:
+        """Do the same as `check`, asynchronously."""
+        async with self._calls("fleet: check") as calls:
+            try:
+                await self._group.all("check", calls, Server.status)
+            except FleetError as error:
+                return {**self._stale(), **error.failed}
+        return self._stale()
 
     async def resume_async(self) -> None:
-        """As `resume`."""
-        deadline = Deadline(self._timeout_s, "fleet: resume")
-        with self._alone():
-            async with self._client() as client:
-                # Some may never have been paused; a second pause changes nothing.
-                await self._group.pause(client, deadline)
-                await self._group.all("resume", client, deadline, Server.settle)
-                await self._group.resume(client, deadline)
+        """Do the same as `resume`, asynchronously."""
+        with self._exclusive():
+            async with self._calls("fleet: resume") as calls:
+                # Some may not be paused; a second pause changes nothing.
+                await self._group.pause(calls)
+                await self._group.all("abort", calls, Server.abort)
+                tried = self._last_tried
+                await self._group.all("resume", calls, lambda s, c: s.correct_name(c, tried))
+                await self._group.resume(calls)
+                self._version_id = self._servers[0].holds
 
-    def _alone(self) -> _Alone:
-        return _Alone(self)
+    def _stale(self) -> dict[str, str]:
+        if self._version_id is None:
+            return {}
+        return {
+            server.address: f"{server.holding}; expected version {self._version_id}"
+            for server in self._servers
+            if server.holds != self._version_id
+        }
 
-    def _client(self) -> httpx.AsyncClient:
-        # A client belongs to one event loop, and synchronous calls have one each.
-        return httpx.AsyncClient(
+    @contextlib.contextmanager
+    def _exclusive(self) -> Iterator[None]:
+        if self._busy:
+            raise RefitConfigError("fleet: a refit or resume is in progress; wait for it")
+        self._busy = True
+        try:
+            yield
+        finally:
+            self._busy = False
+
+    @contextlib.asynccontextmanager
+    async def _calls(self, what: str) -> AsyncIterator[Calls]:
+        # A client belongs to one event loop, and each synchronous call has its own.
+        async with httpx.AsyncClient(
             headers=self._headers,
             follow_redirects=False,
             trust_env=False,
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
-        )
-
-
-class _Alone:
-    """That one operation of a fleet is under way."""
-
-    def __init__(self, fleet: RefitFleet) -> None:
-        self._fleet = fleet
-
-    def __enter__(self) -> None:
-        if self._fleet._under_way:
-            raise RefitConfigError("fleet: a refit or resume is under way; wait for it")
-        self._fleet._under_way = True
-
-    def __exit__(self, *_: object) -> None:
-        self._fleet._under_way = False
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
+        ) as client:
+            yield Calls(client, Deadline(self._timeout_s, what), self._max_answer_s)
 
 
 class _Update:
@@ -211,190 +255,179 @@ class _Update:
     def __init__(
         self,
         fleet: RefitFleet,
-        client: httpx.AsyncClient,
-        deadline: Deadline,
+        calls: Calls,
         version_id: str,
         barrier: PhaseBarrier | None,
     ) -> None:
         self._fleet = fleet
-        self._client = client
-        self._deadline = deadline
+        self._group = fleet._group
+        self._calls = calls
+        # Deadline of everything before the pause.
+        fetch_deadline = Deadline(
+            fleet._timeout_s * _FETCH_SHARE, f"fleet: fetch of version {version_id}"
+        )
+        self._before_pause = replace(calls, deadline=fetch_deadline)
         self._version_id = version_id
         self._barrier = barrier
-        self._next = Point.PAUSED
+        self._next = next(iter(Point))
+        self._started = False
+        self._paused = False
         self._seconds: dict[str, float] = {}
-        self._offsets: dict[Server, int] = {}
+        self._stale: Mapping[str, str] = {}
 
-    async def run(self, update_info: Mapping[str, Any]) -> FleetStats:
-        fleet = self._fleet
+    async def run(self) -> FleetStats:
         if self._barrier is not None:
             self._barrier.begin()
+        group, calls = self._group, self._calls
         try:
-            await self._expect_phases()
-            began = time.monotonic()
-            await self._timed("pause", fleet._group.pause(self._client, self._deadline))
-            await self._meet(Point.PAUSED)
-            await self._timed("init", self._initialise())
-            await self._timed("start", self._ask_known("start", Server.start))
-            await self._timed(
-                "update",
-                self._ask("update", lambda server, *rest: server.update(*rest, update_info)),
-            )
-            # The last look before live weights change: all have it, all are there, none serves.
-            await self._ask("update", Server.expect_paused)
-            await self._meet(Point.RECEIVED)
-        except BaseException as error:
+            await self._timed("prepare", self._prepare())
+            await self._timed("fetch", self._fetch())
+            await self._meet(Point.RECEIVED, self._before_pause.deadline)
+            with phase("pause", self._version_id):
+                self._paused, began = True, time.monotonic()
+                await self._timed("pause", group.pause(calls))
+                await self._meet(Point.PAUSED)
+                await self._timed("check", self._check())
+                await self._timed(
+                    "install",
+                    group.all("install", calls, lambda s, c: s.finish(c, self._version_id)),
+                )
+                await self._meet(Point.FINISHED)
+                # `finish` has queried all servers, but a barrier may take long: then query again.
+                checked = self._barrier is None
+                resumed = await self._timed("resume", group.resume(calls, checked=checked))
+        except BaseException as error:  # clean up also on cancellation
+            if self._paused:
+                self._fleet._version_id = None  # no server serves
             await self._give_up(error)
             raise
-        try:
-            await self._timed("finish", self._finish())
-            await self._meet(Point.FINISHED)
-            await self._timed("resume", fleet._group.resume(self._client, self._deadline))
-            resumed = time.monotonic()
-        except BaseException as error:
-            await self._tell(error)
-            raise
-        # All serve the version now; a rank or a store that dies from here on changes nothing about
-        # that.
+        self._fleet._version_id = self._version_id
+        # All servers serve the version now, whatever happens to a rank or the store.
         if self._barrier is not None:
             with contextlib.suppress(RefitError):
                 await asyncio.to_thread(
-                    self._barrier.arrive, Point.RESUMED, timeout_s=fleet._group.cleanup_timeout_s
+                    self._barrier.arrive, Point.RESUMED, timeout_s=group.cleanup_timeout_s
                 )
         return FleetStats(
-            servers=len(fleet._servers),
-            workers=sum(server.world_size or 0 for server in fleet._servers),
-            paused_s=resumed - began,
+            servers=len(group.servers),
+            workers=sum(server.world_size or 0 for server in group.servers),
+            pause_ms=(resumed - began) * 1e3,
             seconds=self._seconds,
+            stale=self._stale,
         )
 
-    async def _expect_phases(self) -> None:
-        """See, while all still serve, that all can be driven."""
-        missing: dict[str, list[str]] = {}
-
-        async def ask(server: Server, client: httpx.AsyncClient, deadline: Deadline) -> None:
-            if routes := await server.missing_phases(client, deadline):
-                missing[server.address] = routes
-
-        await self._ask("look at the routes", ask)
-        if missing:
-            named = "; ".join(f"{each} lacks {' and '.join(missing[each])}" for each in missing)
-            raise RefitConfigError(
-                f"fleet: {named}. That is the older form of vLLM's weight transfer, which receives "
-                "and installs in one call, so that servers cannot wait for each other. Use a vLLM "
-                "of the newest form, or call /update_weights of these yourself. None was paused"
-            )
-
-    async def _initialise(self) -> None:
-        """Bring every engine to where an update can start."""
-        fleet = self._fleet
-        await self._ask("get_world_size", Server.ask_world_size)
-        sizes = [server.world_size or 0 for server in fleet._servers]
-        if fleet._world_size is not None and sum(sizes) != fleet._world_size:
-            failed = {
-                server.address: f"{size} workers"
-                for server, size in zip(fleet._servers, sizes, strict=True)
-            }
+    async def _prepare(self) -> None:
+        """Prepare every engine for a fetch, while all serve."""
+        group, calls, expected = self._group, self._before_pause, self._fleet._world_size
+        await group.all("identify", calls, Server.identify)
+        self._stale = self._fleet._stale()
+        for address, reason in self._stale.items():
+            _LOG.warning("refit-mx: %s did not serve the last refit: %s", address, reason)
+        sizes = {server: server.world_size or 0 for server in group.servers}
+        workers = sum(sizes.values())
+        if expected is not None and workers != expected:
             raise FleetError(
-                f"fleet: {sum(sizes)} workers in all; expected {fleet._world_size}", failed
+                f"fleet: {workers} workers in all; expected {expected}",
+                {server.address: f"{size} workers" for server, size in sizes.items()},
             )
-        self._offsets = {server: sum(sizes[:i]) for i, server in enumerate(fleet._servers)}
-        await self._initialise_some([s for s in fleet._servers if not s.initialised])
-        # What an earlier refit left half done, of this client or of one that died.
-        unclean = [s for s in fleet._servers if not s.clean]
-        await self._ask_known("abort", Server.abort, unclean)
+        offsets, offset = {}, 0
+        for server, size in sizes.items():
+            offsets[server] = offset
+            offset += size
+        info = self._fleet._init_info
+        await group.all("init", calls, lambda s, c: s.init(c, {**info, "rank_offset": offsets[s]}))
+        self._started = True
+        await group.all("start", calls, Server.start)
 
-    async def _initialise_some(self, servers: Sequence[Server]) -> None:
-        await self._ask(
-            "init",
-            lambda server, *rest: server.init(
-                *rest, {**self._fleet._init_info, "rank_offset": self._offsets[server]}
-            ),
-            servers,
-        )
+    async def _fetch(self) -> None:
+        """Make all servers fetch and verify the version, while all serve."""
+        group, calls = self._group, self._before_pause
+        timeout_s = max(calls.deadline.left_s, _MIN_POLL_S)
+        await group.all("fetch", calls, lambda s, c: s.fetch(c, self._version_id, timeout_s))
+        poll_s = _MIN_POLL_S
+        while not all(
+            fetched := await group.all("fetch", calls, lambda s, c: s.fetched(c, self._version_id))
+        ):
+            await asyncio.sleep(poll_s)
+            poll_s = min(2 * poll_s, _MAX_POLL_S)
+            if not calls.deadline.left_s:
+                failed = {
+                    server.address: "still fetching"
+                    for server, done in zip(group.servers, fetched, strict=True)
+                    if not done
+                }
+                text = f"{calls.deadline.error()}, and the rest of timeout_s is for the pause"
+                raise FleetError(text, failed)
 
-    async def _ask_known(
-        self, what: str, ask: Ask, servers: Sequence[Server] | None = None
-    ) -> None:
-        """As `_ask`, for what no engine refuses that is as it was known to be. One that does was
-        restarted: it is initialised once more."""
-        refused: list[Server] = []
-
-        async def ask_once(server: Server, client: httpx.AsyncClient, deadline: Deadline) -> None:
-            try:
-                await ask(server, client, deadline)
-            except ServerCallError as error:
-                if not error.answered:
-                    raise
-                server.lost()
-                refused.append(server)
-
-        await self._ask(what, ask_once, servers)
-        if refused:
-            await self._initialise_some(refused)
-            await self._ask("abort", Server.abort, refused)
-            await self._ask(what, ask, refused)
-
-    async def _finish(self) -> None:
-        await self._ask("finish", lambda server, *rest: server.finish(*rest, self._version_id))
-        await self._ask(
-            "update_weight_version",
-            lambda server, *rest: server.name_version(*rest, self._version_id),
+    async def _check(self) -> None:
+        """Check that all have the version and none serves, before live weights change."""
+        await self._group.all(
+            "check", self._calls, lambda s, c: s.expect_ready(c, self._version_id)
         )
 
     async def _give_up(self, error: BaseException) -> None:
-        """Before any live weight changed: have all servers drop what they received."""
-        telling = asyncio.create_task(self._tell(error))
-        fleet = self._fleet
-        started = [server for server in fleet._servers if server.initialised and not server.clean]
+        """Make all servers drop the fetched version, and query what each holds."""
+        if isinstance(error, FleetError):
+            outcome = "No server was resumed" if self._paused else "No server was paused"
+            error.args = (f"{error}. {outcome}",)
+        reporting = asyncio.create_task(self._report(error))
+        deadline = Deadline(self._group.cleanup_timeout_s, "fleet: abort")
         try:
-            await fleet._group.all(
-                "abort",
-                self._client,
-                Deadline(fleet._group.cleanup_timeout_s, "fleet: abort"),
-                Server.abort,
-                started,
-            )
-        except FleetError as second:
-            # Known from `clean`, and the next refit begins with it; the first error says why.
-            if isinstance(error, FleetError):
+            if self._started:
+                calls = replace(self._calls, deadline=deadline)
+                await self._group.all("abort", calls, Server.abort)
+        except RefitError as second:
+            # The next refit aborts again; the first error has the cause.
+            if isinstance(error, FleetError) and isinstance(second, FleetError):
                 error.failed = {**second.failed, **error.failed}
         finally:
-            await telling
+            await reporting
 
-    async def _tell(self, error: BaseException) -> None:
+    async def _report(self, error: BaseException) -> None:
         if self._barrier is not None:
-            # Other ranks that are not told wait until their deadlines; the first error says why.
+            # Ranks that do not get the report wait until their deadlines; the first error has the
+            # cause.
             with contextlib.suppress(RefitError):
                 await asyncio.to_thread(
                     self._barrier.fail,
                     self._next,
                     f"{type(error).__name__}: {error}",
-                    timeout_s=self._fleet._group.cleanup_timeout_s,
+                    timeout_s=self._group.cleanup_timeout_s,
                 )
 
-    async def _meet(self, point: Point) -> None:
+    async def _meet(self, point: Point, deadline: Deadline | None = None) -> None:
         self._next = point
         if self._barrier is not None:
-            await asyncio.to_thread(self._barrier.meet, point, self._deadline)
+            await asyncio.to_thread(self._barrier.meet, point, deadline or self._calls.deadline)
         points = list(Point)
         self._next = points[min(points.index(point) + 1, len(points) - 1)]
 
-    async def _ask(self, what: str, ask: Ask, servers: Sequence[Server] | None = None) -> None:
-        await self._fleet._group.all(what, self._client, self._deadline, ask, servers)
-
-    async def _timed(self, phase: str, work: Awaitable[None]) -> None:
+    async def _timed(self, name: str, work: Awaitable[_Result]) -> _Result:
         began = time.monotonic()
         try:
-            await work
+            return await work
         finally:
-            self._seconds[phase] = time.monotonic() - began
+            self._seconds[name] = time.monotonic() - began
+
+
+# Any: JSON.
+def _checked_info(init_info: Mapping[str, Any]) -> dict[str, Any]:
+    for name in ("rank_offset", "errors"):
+        if name in init_info:
+            raise RefitConfigError(f"fleet: init_info has {name!r}, which the fleet sets")
+    # If ranks raise, vLLM reads one answer, and mistakes the others for answers to later calls.
+    info = {**init_info, "errors": "status"}
+    try:
+        MxInitInfo(**info)
+    except TypeError as error:  # an unknown field
+        raise RefitConfigError(f"fleet: init_info: {error}") from None
+    return info
 
 
 class _UnawaitedThreads(ThreadPoolExecutor):
-    """Threads that the end of an event loop does not wait for.
+    """Threads that do not delay the end of an event loop.
 
-    A loop looks up host names in threads, which outlast any deadline while a name server is silent.
+    A loop resolves host names in threads, which outlast any deadline while a name server is silent.
     """
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:

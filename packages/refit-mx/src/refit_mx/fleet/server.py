@@ -1,45 +1,39 @@
-"""One server of the fleet: vLLM's development routes over HTTP, with bounds on all of it."""
+"""`Server`: one vLLM server of the fleet, with its development routes and its workers' state.
+
+HTTP answers alone are not trusted. vLLM reads the ranks' answers up to the first failure, and
+mistakes the others for answers to later calls. An answer may also be lost. So after each call that
+changes something, all ranks are queried, and their state decides.
+"""
 
 from __future__ import annotations
 
-import json
-from asyncio import timeout as asyncio_timeout
-from collections.abc import Awaitable, Mapping
-from typing import Any
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, TypeVar, cast
 from urllib.parse import urlsplit
+from uuid import uuid4
 
-import httpx
-
-from refit_mx.deadline import Deadline
+from refit_mx.engine.registration import check_vllm_version
 from refit_mx.errors import RefitConfigError
+from refit_mx.fleet.calls import Calls, ServerCallError
+from refit_mx.fleet.rank_status import RankStatus, parse_statuses
 
-MOST_ANSWER_BYTES = 1 << 20
-_PHASES = ("/start_weight_update", "/finish_weight_update")
-"""What only the newest form of vLLM's interface has."""
-_BOTH_FORMS = "/update_weights"
-_MISSING, _WRONG_METHOD = 404, 405
-_MOST_TEXT = 500
-
-
-class ServerCallError(Exception):
-    """A call to one server failed; becomes part of a `FleetError`.
-
-    Attributes:
-        answered: whether the server itself said so. Otherwise nobody knows what it did.
-        status: of HTTP; None if there was no whole answer.
-    """
-
-    def __init__(self, text: str, *, answered: bool, status: int | None = None) -> None:
-        super().__init__(text)
-        self.answered = answered
-        self.status = status
+_First = TypeVar("_First")
+_Second = TypeVar("_Second")
+EXTENSION = "refit_mx.engine.status.RefitStatus"
+_RPC = "/collective_rpc"
+_NOT_FOUND = 404
+_LAUNCH_NAME = "default"
+"""vLLM's name for the weights of the launch."""
+_MAX_STALE = 16
+"""Limit of stale answers for which a query is repeated."""
 
 
 def checked_address(address: str) -> str:
-    """An address without a trailing slash.
+    """Return an address without a trailing slash.
 
     Raises:
-        RefitConfigError: not ``http[s]://host[:port]``; a path, a query or a user name in it.
+        RefitConfigError: it is not ``http[s]://host[:port]``, or has a path, a query or a user.
     """
     parts = urlsplit(address)
     try:
@@ -61,230 +55,270 @@ def checked_address(address: str) -> str:
 
 
 class Server:
-    """What is known of one server, and the calls to it.
+    """One server, with its state and the calls to it.
 
     Attributes:
-        address: as given.
-        initialised: whether its engine is known to be initialised.
-        clean: whether it is known to be in no update.
-        holds: the version that it is known to hold: ``None`` the one it was launched with, else an
-            id; `UNKNOWN` if it did not answer or failed while it installed.
-        world_size: of its workers; None if not asked yet.
-        has_phases: whether it is known to receive and to install in calls of their own.
+        address: address of the server.
+        holds: version that all workers last reported; ``None`` for that of the launch; `UNKNOWN` if
+            the server was not queried, did not answer, or is fenced.
+        world_size: number of its workers; None before the first query.
     """
 
     UNKNOWN = "\0unknown"
 
-    def __init__(self, address: str, holds: str | None = None) -> None:
+    def __init__(self, address: str) -> None:
         self.address = checked_address(address)
-        self.initialised = False
-        self.clean = False
-        self.holds = holds
+        self.holds: str | None = self.UNKNOWN
         self.world_size: int | None = None
-        self.has_phases = False
 
-    def lost(self) -> None:
-        """It did not answer: it may be gone, or come back with the weights of its launch."""
-        self.initialised = False
-        self.clean = False
-        self.has_phases = False
+    @property
+    def holding(self) -> str:
+        """Description of what it holds, for a message."""
+        if self.holds == self.UNKNOWN:
+            return "no version"
+        return "weights of the launch" if self.holds is None else f"version {self.holds}"
+
+    def mark_unknown(self) -> None:
+        """Forget what it holds: it may be gone, or return with other weights."""
         self.holds = self.UNKNOWN
 
-    async def missing_phases(self, client: httpx.AsyncClient, deadline: Deadline) -> list[str]:
-        """Routes of the newest form of vLLM's interface that it surely lacks.
-
-        Asked with GET, which changes nothing: FastAPI answers 405 where a route takes POST alone,
-        and 404 where there is none. Only beside a 405 does a 404 say so: behind a gateway or a
-        prefix, or without the development routes, all may be 404, and the calls themselves tell.
-        """
-        if self.has_phases or await self._look(client, deadline, _BOTH_FORMS) != _WRONG_METHOD:
-            return []
-        found = {path: await self._look(client, deadline, path) for path in _PHASES}
-        self.has_phases = set(found.values()) == {_WRONG_METHOD}
-        return [path for path, status in found.items() if status == _MISSING]
-
-    async def _look(self, client: httpx.AsyncClient, deadline: Deadline, path: str) -> int:
-        """The status that GET is answered with."""
-        try:
-            await self._call(client, deadline, "GET", path)
-        except ServerCallError as error:
-            if error.status is None:
-                raise
-            return error.status
-        return 200
-
-    async def pause(
-        self, client: httpx.AsyncClient, deadline: Deadline, mode: str, clear_cache: bool
-    ) -> None:
-        """Stop scheduling; returns when nothing runs."""
-        query = {"mode": mode, "clear_cache": "true" if clear_cache else "false"}
-        await self._call(client, deadline, "POST", "/pause", query=query)
-
-    async def resume(self, client: httpx.AsyncClient, deadline: Deadline) -> None:
-        """Go on scheduling."""
-        await self._call(client, deadline, "POST", "/resume")
-
-    async def expect_paused(
-        self, client: httpx.AsyncClient, deadline: Deadline, expected: bool = True
-    ) -> None:
-        """See that it is paused, or that it is not. One that was restarted is not paused."""
-        answer = await self._call(client, deadline, "GET", "/is_paused")
-        if answer.get("is_paused") is not expected:
-            raise ServerCallError(
-                f"/is_paused: {answer.get('is_paused')!r}; expected {expected}"
-                + ("; it was restarted, or somebody resumed it" if expected else ""),
-                # What it holds now is not known from this.
-                answered=False,
-            )
-
-    async def ask_world_size(self, client: httpx.AsyncClient, deadline: Deadline) -> int:
-        """Number of its workers.
+    async def identify(self, calls: Calls) -> None:
+        """Check that the fleet can drive the server, without changing anything.
 
         Raises:
-            ServerCallError: also if it is another than before.
+            RefitConfigError: its vLLM is not supported, or was started without what the fleet
+                needs. The message says what to do.
+            ServerCallError: it does not answer, or has another number of workers than before.
         """
-        answer = await self._call(client, deadline, "GET", "/get_world_size")
-        size = answer.get("world_size")
-        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-            raise ServerCallError(
-                f"/get_world_size: {size!r}; expected an int of at least 1", answered=True
+        version = (await calls.get(self.address, "/version")).get("version")
+        check_vllm_version(version)
+        try:
+            ranks = await self.status(calls)
+        except ServerCallError as error:
+            if error.status == _NOT_FOUND:
+                raise RefitConfigError(
+                    f"{_RPC} does not exist; start vLLM with VLLM_SERVER_DEV_MODE=1"
+                ) from None
+            if _is_without_extension(error):
+                raise RefitConfigError(
+                    f"its workers lack refit_status; start vLLM with --worker-extension-cls "
+                    f"{EXTENSION}"
+                ) from None
+            raise
+        if {rank.backend for rank in ranks} != {"mx"}:
+            raise RefitConfigError(
+                f"its weight transfer backend is {ranks[0].backend!r}; start vLLM with "
+                '--weight-transfer-config \'{"backend": "mx"}\''
             )
-        if self.world_size is not None and size != self.world_size:
+        size = (await calls.get(self.address, "/get_world_size")).get("world_size")
+        if type(size) is not int or size != len(ranks):
+            raise RefitConfigError(
+                f"/get_world_size is {size!r}, but {len(ranks)} workers answer; start one server "
+                "for each data-parallel replica"
+            )
+        if len({rank.session for rank in ranks}) > 1:
+            raise RefitConfigError("its workers are in different sessions; restart it")
+        if self.world_size not in (None, size):
             raise ServerCallError(
-                f"/get_world_size: {size}; it was {self.world_size} before", answered=True
+                f"/get_world_size: {size}; it was {self.world_size} before", status=200
             )
         self.world_size = size
-        return size
 
-    async def init(
-        self, client: httpx.AsyncClient, deadline: Deadline, info: Mapping[str, Any]
+    async def status(self, calls: Calls) -> tuple[RankStatus, ...]:
+        """Query the state of its workers, in the order of the ranks.
+
+        Raises:
+            ServerCallError: no answer, or not from all workers; the state is then unknown.
+        """
+        try:
+            ranks = await self._query_status(calls)
+        except ServerCallError:
+            self.mark_unknown()
+            raise
+        versions = {rank.version_id for rank in ranks}
+        certain = len(versions) == 1 and not any(rank.fenced for rank in ranks)
+        self.holds = versions.pop() if certain else self.UNKNOWN
+        return ranks
+
+    async def _query_status(self, calls: Calls) -> tuple[RankStatus, ...]:
+        nonce = uuid4().hex
+        query = {"method": "refit_status", "args": [nonce]}
+        failure = ServerCallError(f"{_RPC}: a worker keeps answering earlier queries")
+        for _ in range(_MAX_STALE):
+            try:
+                answer = await calls.ask(self.address, _RPC, query)
+                ranks = parse_statuses(_RPC, answer)
+            except ServerCallError as error:
+                # This may be an unread answer to an earlier call.
+                if error.status not in (200, 500) or _is_without_extension(error):
+                    raise
+                failure = error
+                continue
+            if all(rank.nonce == nonce for rank in ranks):
+                return ranks
+        raise failure
+
+    async def pause(self, calls: Calls, mode: str, clear_cache: bool) -> None:
+        """Pause scheduling; return when nothing runs."""
+        query = {"mode": mode, "clear_cache": "true" if clear_cache else "false"}
+        await calls.post(self.address, "/pause", query=query, repeatable=True)
+
+    async def resume(self, calls: Calls) -> None:
+        """Resume scheduling."""
+        await calls.post(self.address, "/resume", repeatable=True)
+
+    async def expect_paused(self, calls: Calls, expected: bool = True) -> None:
+        """Check that it is paused, or that it is not. A restarted server is not paused."""
+        paused = (await calls.get(self.address, "/is_paused")).get("is_paused")
+        if paused is not expected:
+            raise ServerCallError(
+                f"/is_paused: {paused!r}; expected {expected}"
+                + ("; it was restarted, or another client resumed it" if expected else "")
+            )
+
+    async def init(self, calls: Calls, info: Mapping[str, Any]) -> None:
+        """Connect its workers to a control plane; do nothing if connected with the same info."""
+        path = "/init_weight_transfer_engine"
+        await self._reach(
+            calls,
+            calls.post(self.address, path, {"init_info": dict(info)}, repeatable=True),
+            path,
+            lambda rank: rank.initialised,
+        )
+
+    async def start(self, calls: Calls) -> None:
+        """Open vLLM's session, after closing one that was left open."""
+        if (await self.status(calls))[0].session:
+            await self.abort(calls)
+        path = "/start_weight_update"
+        await self._reach(calls, calls.post(self.address, path, {}), path, lambda r: r.session)
+
+    async def fetch(self, calls: Calls, version_id: str, timeout_s: float) -> None:
+        """Begin to fetch a version while another is served."""
+        path = "/update_weights"
+        info = {"version_id": version_id, "timeout_s": timeout_s, "background": True}
+        await self._reach(
+            calls,
+            calls.post(self.address, path, {"update_info": info}),
+            path,
+            lambda rank: rank.fetch is not None and rank.fetch.version_id == version_id,
+        )
+
+    async def fetched(self, calls: Calls, version_id: str) -> bool:
+        """Return whether all workers have fetched a version.
+
+        Raises:
+            ServerCallError: a worker failed, or dropped the fetch.
+        """
+        ranks = await self.status(calls)
+        for rank in ranks:
+            if rank.fetch is None or rank.fetch.version_id != version_id:
+                raise ServerCallError(f"fetch: it was restarted or reset: {rank}", status=200)
+            if rank.fetch.state == "failed":
+                raise ServerCallError(f"fetch: rank {rank.rank}: {rank.fetch.error}", status=200)
+        return all(rank.has_received(version_id) for rank in ranks)
+
+    async def expect_ready(self, calls: Calls, version_id: str) -> None:
+        """Check that it is paused and that all workers have fetched a version.
+
+        Raises:
+            ServerCallError: it is not, or they have not.
+        """
+        _, fetched = await _both(self.expect_paused(calls), self.fetched(calls, version_id))
+        if not fetched:
+            raise ServerCallError(
+                "fetch: it is fetching again; another client drives it", status=200
+            )
+
+    async def expect_paused_status(self, calls: Calls) -> tuple[RankStatus, ...]:
+        """Return its `status`, after checking that it is paused.
+
+        Raises:
+            ServerCallError: it is not paused, or does not answer.
+        """
+        _, ranks = await _both(self.expect_paused(calls), self.status(calls))
+        return ranks
+
+    async def finish(self, calls: Calls, version_id: str) -> None:
+        """Install the received version, which vLLM then reports with its answers."""
+        path = "/finish_weight_update"
+        self.holds = self.UNKNOWN
+        await self._reach(
+            calls,
+            calls.post(self.address, path, {"weight_version": version_id}),
+            path,
+            lambda rank: rank.version_id == version_id and not rank.fenced and not rank.session,
+        )
+
+    async def abort(self, calls: Calls) -> None:
+        """Drop the fetch and close the session; do nothing if none is open."""
+        if not (await self.status(calls))[0].session:
+            return
+        path = "/update_weights"
+        await self._reach(
+            calls,
+            calls.post(self.address, path, {"update_info": {"abort": True}}, repeatable=True),
+            path,
+            lambda rank: rank.fetch is None,
+        )
+        # Nothing is fetched, so this installs nothing and keeps vLLM's name of the weights.
+        path = "/finish_weight_update"
+        await self._reach(calls, calls.post(self.address, path, {}), path, lambda r: not r.session)
+
+    async def correct_name(self, calls: Calls, wrong: str) -> None:
+        """Make vLLM report the version that its workers hold.
+
+        Args:
+            calls: calls of the operation.
+            wrong: version named by a finish that installed nothing.
+        """
+        if self.holds in (wrong, self.UNKNOWN):
+            return
+        try:
+            name = (await calls.get(self.address, "/weight_info")).get("weight_version")
+        except ServerCallError as error:
+            if error.status == _NOT_FOUND:  # versions before 0.27 have no names
+                return
+            raise
+        if name == wrong:
+            name = self.holds or _LAUNCH_NAME
+            await calls.post(self.address, "/update_weight_version", {"new_version": name})
+
+    async def _reach(
+        self,
+        calls: Calls,
+        call: Awaitable[object],
+        path: str,
+        reached: Callable[[RankStatus], bool],
     ) -> None:
-        """Initialise its engine. Again with the same info is allowed and does nothing."""
-        await self._call(
-            client, deadline, "POST", "/init_weight_transfer_engine", {"init_info": dict(info)}
-        )
-        self.initialised = True
+        """Make a call, and check the state of every rank afterwards.
 
-    async def start(self, client: httpx.AsyncClient, deadline: Deadline) -> None:
-        """Begin an update."""
-        self.clean = False
-        await self._call(client, deadline, "POST", "/start_weight_update", {})
-
-    async def update(
-        self, client: httpx.AsyncClient, deadline: Deadline, info: Mapping[str, Any]
-    ) -> None:
-        """Receive into scratch."""
-        await self._call(client, deadline, "POST", "/update_weights", {"update_info": dict(info)})
-
-    async def abort(self, client: httpx.AsyncClient, deadline: Deadline) -> None:
-        """End an update without installing it; does nothing if there is none."""
-        await self._call(
-            client, deadline, "POST", "/update_weights", {"update_info": {"abort": True}}
-        )
-        self.clean = True
-
-    async def settle(self, client: httpx.AsyncClient, deadline: Deadline) -> None:
-        """End an update that a failed refit left. One that was restarted refuses that."""
-        if self.initialised and not self.clean:
-            await self._or_lost(self.abort(client, deadline))
-
-    async def check(self, client: httpx.AsyncClient, deadline: Deadline) -> None:
-        """Have all of its workers say that they may serve and hold what it is known to hold."""
-        info = {"check": True, "version_id": self.holds or ""}
-        await self._or_lost(
-            self._call(client, deadline, "POST", "/update_weights", {"update_info": info})
-        )
-
-    async def _or_lost(self, call: Awaitable[object]) -> None:
-        """A refusal says that the engine is not the one that was known, so nothing is known."""
+        Raises:
+            ServerCallError: a rank is in another state; has the reason, as far as it is known.
+        """
+        failure: ServerCallError | None = None
         try:
             await call
         except ServerCallError as error:
-            raise ServerCallError(str(error), answered=False) from None
-
-    async def finish(self, client: httpx.AsyncClient, deadline: Deadline, version_id: str) -> None:
-        """Install what was received."""
-        self.holds = self.UNKNOWN
-        await self._call(client, deadline, "POST", "/finish_weight_update", {})
-        self.holds = version_id
-        self.clean = True
-
-    async def name_version(
-        self, client: httpx.AsyncClient, deadline: Deadline, version_id: str
-    ) -> None:
-        """Set the version that it reports with its answers."""
-        await self._call(
-            client, deadline, "POST", "/update_weight_version", {"weight_version": version_id}
-        )
-
-    # Any: JSON objects, whose fields the callers check.
-    async def _call(
-        self,
-        client: httpx.AsyncClient,
-        deadline: Deadline,
-        method: str,
-        path: str,
-        body: Mapping[str, Any] | None = None,
-        *,
-        query: Mapping[str, str] | None = None,
-    ) -> dict[str, Any]:
-        left = deadline.left_s
-        if not left:
-            raise ServerCallError(f"{path}: no time was left to ask", answered=False)
+            failure = error
         try:
-            # httpx bounds each read, and a server that trickles would never end.
-            async with asyncio_timeout(left):
-                request = client.build_request(
-                    method, self.address + path, json=body, params=query, timeout=left
-                )
-                response = await client.send(request, stream=True)
-                try:
-                    text = await _bounded(response)
-                finally:
-                    await response.aclose()
-        except TimeoutError:
-            raise ServerCallError(f"{path}: no answer after {left:.1f} s", answered=False) from None
-        except httpx.TimeoutException as error:
-            raise ServerCallError(
-                f"{path}: no answer ({type(error).__name__})", answered=False
-            ) from None
-        except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise ServerCallError(
-                f"{path}: {type(error).__name__}: {error}", answered=False
-            ) from None
-        if response.is_redirect or 300 <= response.status_code < 400:
-            raise ServerCallError(
-                f"{path}: redirects elsewhere ({response.status_code}), which is refused",
-                answered=False,
-                status=response.status_code,
-            )
-        if response.status_code != 200:
-            raise ServerCallError(
-                f"{path}: {response.status_code}: {text[:_MOST_TEXT]}",
-                answered=True,
-                status=response.status_code,
-            )
-        return _object(path, text)
+            ranks = await self.status(calls)
+        except ServerCallError as error:
+            raise failure or error from None
+        wrong = [str(rank) for rank in ranks if not reached(rank)]
+        if wrong:
+            text = f"{path}: {'; '.join(wrong)}"
+            raise ServerCallError(f"{text}; {failure}" if failure else text, status=200)
 
 
-async def _bounded(response: httpx.Response) -> str:
-    parts, size = [], 0
-    async for chunk in response.aiter_bytes():
-        size += len(chunk)
-        if size > MOST_ANSWER_BYTES:
-            raise httpx.DecodingError(f"an answer of more than {MOST_ANSWER_BYTES} bytes")
-        parts.append(chunk)
-    return b"".join(parts).decode("utf-8", "replace")
+async def _both(first: Awaitable[_First], second: Awaitable[_Second]) -> tuple[_First, _Second]:
+    """Await two queries at once; if one fails, await the other too."""
+    answers = await asyncio.gather(first, second, return_exceptions=True)
+    for answer in answers:
+        if isinstance(answer, BaseException):
+            raise answer
+    return cast("tuple[_First, _Second]", tuple(answers))
 
 
-def _object(path: str, text: str) -> dict[str, Any]:
-    """A JSON object, or an empty one where a route answers with nothing."""
-    if not text.strip():
-        return {}
-    try:
-        value = json.loads(text)
-    except ValueError:
-        raise ServerCallError(
-            f"{path}: the answer is not JSON", answered=True, status=200
-        ) from None
-    return value if isinstance(value, dict) else {"value": value}
+def _is_without_extension(error: ServerCallError) -> bool:
+    return "refit_status" in str(error) and "has no attribute" in str(error)

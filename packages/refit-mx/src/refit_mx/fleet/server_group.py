@@ -1,30 +1,31 @@
-"""`ServerGroup`: asking all servers of a fleet at once, and what pausing and resuming all means."""
+"""`ServerGroup`: concurrent calls to all servers of a fleet, with pause and resume."""
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Literal
-
-import httpx
+from dataclasses import replace
+from typing import Literal, TypeVar
 
 from refit_mx.deadline import Deadline
-from refit_mx.errors import FleetError
-from refit_mx.fleet.server import Server, ServerCallError
+from refit_mx.errors import FleetError, RefitConfigError
+from refit_mx.fleet.calls import Calls, ServerCallError
+from refit_mx.fleet.server import Server
 
 PauseMode = Literal["abort", "wait", "keep"]
-Ask = Callable[[Server, httpx.AsyncClient, Deadline], Awaitable[object]]
-_MOST_NAMED = 8
+_Answer = TypeVar("_Answer")
+_MAX_NAMED = 8
 
 
 class ServerGroup:
     """All servers of a fleet.
 
     Args:
-        servers: each once.
-        pause_mode: of `Server.pause`.
-        clear_cache: likewise.
-        cleanup_timeout_s: for what is put right after a failure.
+        servers: servers, each once.
+        pause_mode: mode of `Server.pause`.
+        clear_cache: option of `Server.pause`.
+        cleanup_timeout_s: time limit of the repair after a failure.
     """
 
     def __init__(
@@ -43,89 +44,92 @@ class ServerGroup:
     async def all(
         self,
         what: str,
-        client: httpx.AsyncClient,
-        deadline: Deadline,
-        ask: Ask,
-        servers: Sequence[Server] | None = None,
-    ) -> None:
-        """Ask servers at once and wait for all, since one that still works cannot be told more.
+        calls: Calls,
+        ask: Callable[[Server, Calls], Awaitable[_Answer]],
+    ) -> list[_Answer]:
+        """Call all servers at once and wait for all, since no call can be cancelled.
 
         Raises:
-            FleetError: names each that failed; of one that did not answer nothing is known then.
+            RefitConfigError: servers cannot be driven as they are; names each.
+            FleetError: servers failed; names each. What a server holds is unknown afterwards,
+                unless it answered with status 200.
         """
-        servers = self.servers if servers is None else servers
         answers = await asyncio.gather(
-            *(ask(server, client, deadline) for server in servers), return_exceptions=True
+            *(ask(server, calls) for server in self.servers), return_exceptions=True
         )
         failed: dict[str, str] = {}
-        for server, answer in zip(servers, answers, strict=True):
-            if isinstance(answer, ServerCallError):
+        unusable: dict[str, str] = {}
+        for server, answer in zip(self.servers, answers, strict=True):
+            if isinstance(answer, RefitConfigError):
+                unusable[server.address] = str(answer)
+            elif isinstance(answer, ServerCallError):
                 failed[server.address] = str(answer)
-                if not answer.answered:
-                    server.lost()
+                if answer.status != 200:
+                    server.mark_unknown()
             elif isinstance(answer, BaseException):
                 raise answer
+        if unusable:
+            raise RefitConfigError(self._text(what, unusable))
         if failed:
-            raise FleetError(_text(f"{what} failed", failed, len(self.servers)), failed)
+            raise FleetError(self._text(what, failed), failed)
+        return [answer for answer in answers if not isinstance(answer, BaseException)]
 
-    async def resume(self, client: httpx.AsyncClient, deadline: Deadline) -> None:
-        """Resume all, or pause again those that were.
+    async def pause(self, calls: Calls) -> None:
+        """Pause all servers.
 
         Raises:
-            FleetError: not all are paused and known to hold one version, or one failed.
+            FleetError: a server did not confirm the pause.
         """
-        versions = {server.holds for server in self.servers}
-        if len(versions) > 1 or Server.UNKNOWN in versions:
-            failed = {
-                s.address: "unknown" if s.holds == Server.UNKNOWN else f"holds {s.holds}"
-                for s in self.servers
-            }
-            raise FleetError(
-                _text("resume refused: not all hold one version", failed, len(self.servers)),
-                failed,
-            )
-        # One that was restarted meanwhile serves the weights of its launch, and is not paused.
-        await self.all("resume", client, deadline, Server.expect_paused)
-        # Another client may have updated it, and a worker may be fenced: the workers know.
-        await self.all("resume", client, deadline, Server.check)
+        await self.all("pause", calls, lambda s, c: s.pause(c, self._pause_mode, self._clear_cache))
+
+    async def resume(self, calls: Calls, *, checked: bool = False) -> float:
+        """Resume all servers; on failure pause them again.
+
+        Args:
+            calls: calls of the operation.
+            checked: whether all servers have just reported what they hold.
+
+        Returns:
+            Monotonic time at which the last server confirmed.
+
+        Raises:
+            FleetError: not all are paused and hold one version, or a server failed.
+        """
+        if not checked:
+            await self._expect_one_version(calls)
         try:
-            await self.all("resume", client, deadline, Server.resume)
-            await self.all(
-                "resume",
-                client,
-                deadline,
-                lambda server, *rest: server.expect_paused(*rest, expected=False),
-            )
-        except BaseException as error:
-            again = Deadline(self.cleanup_timeout_s, "fleet: pause again")
+            await self.all("resume", calls, Server.resume)
+            resumed = time.monotonic()
+            await self.all("resume", calls, lambda s, c: s.expect_paused(c, expected=False))
+        except BaseException as error:  # pause again also on cancellation
+            deadline = Deadline(self.cleanup_timeout_s, "fleet: pause again")
+            again = replace(calls, deadline=deadline)
             try:
-                await self.pause(client, again)
+                await self.pause(again)
             except FleetError as second:
                 if isinstance(error, FleetError):
-                    error.failed = {**second.failed, **error.failed}
-                    raise FleetError(f"{error}; and {second}", error.failed) from None
+                    failed = {**second.failed, **error.failed}
+                    raise FleetError(f"{error}; and {second}", failed) from None
             raise
+        return resumed
 
-    async def pause(self, client: httpx.AsyncClient, deadline: Deadline) -> None:
-        """Pause all.
+    async def _expect_one_version(self, calls: Calls) -> None:
+        # A restarted server serves its launch weights and is not paused. Another client may have
+        # updated one, and a worker may be fenced: only the workers know.
+        ranks = await self.all("resume", calls, Server.expect_paused_status)
+        if len({s.holds for s in self.servers}) > 1 or self.servers[0].holds == Server.UNKNOWN:
+            failed = {
+                server.address: "; ".join(map(str, statuses))
+                for server, statuses in zip(self.servers, ranks, strict=True)
+            }
+            text = f"{self._text('resume', failed)}; not all hold one version"
+            raise FleetError(text, failed)
 
-        Raises:
-            FleetError: one is not paused.
-        """
-        await self.all(
-            "pause",
-            client,
-            deadline,
-            lambda server, *rest: server.pause(*rest, self._pause_mode, self._clear_cache),
+    def _text(self, what: str, failed: Mapping[str, str]) -> str:
+        named = [f"{address}: {why}" for address, why in list(failed.items())[:_MAX_NAMED]]
+        if len(failed) > len(named):
+            named.append(f"and {len(failed) - len(named)} more")
+        return (
+            f"fleet: {what} failed at {len(failed)} of {len(self.servers)} servers: "
+            f"{'; '.join(named)}"
         )
-        await self.all("pause", client, deadline, Server.expect_paused)
-
-
-def _text(what: str, failed: Mapping[str, str], servers: int) -> str:
-    named = [f"{address}: {why}" for address, why in list(failed.items())[:_MOST_NAMED]]
-    if len(failed) > len(named):
-        named.append(f"and {len(failed) - len(named)} more")
-    return (
-        f"fleet: {what} at {len(failed)} of {servers} servers: {'; '.join(named)}. "
-        "No server was resumed with another version"
-    )

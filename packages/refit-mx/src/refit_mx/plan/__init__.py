@@ -1,1 +1,1 @@
-"""Which bytes of which source go where in a receiver's scratch buffer."""
+"""Planning: which bytes of which source go to which place in a receiver's scratch buffer."""

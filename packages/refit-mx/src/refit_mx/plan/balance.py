@@ -1,4 +1,4 @@
-"""Which of several sources gives what they all have, so that none of them gives much more."""
+"""Choice among sources that have the same bytes, so that all are read about equally."""
 
 from __future__ import annotations
 
@@ -17,23 +17,22 @@ def spread(
     *,
     seed: int,
 ) -> list[int]:
-    """Give each item to the source of its group that has least to do, the largest items first.
+    """Assign each item to the least loaded source of its group, the largest items first.
 
     Args:
         nbytes: int64 (items,).
-        group: of each item, index into ``sources``.
-        sources: of each group, different ones, at least one.
-        load: int64 (all sources,), bytes that each gives anyway.
-        seed: receivers with different ones prefer different sources among those that have equally
-            much to do.
+        group: index into ``sources`` for each item.
+        sources: distinct sources of each group, at least one.
+        load: int64 (all sources,), bytes already assigned to each source.
+        seed: receivers with different seeds prefer different sources among equally loaded ones.
 
     Returns:
-        For each item the position of its source in its group.
+        The position of each item's source within its group.
     """
     now = load.tolist()
     heaps = []
     for members in sources:
-        turn = _turn(seed, len(members))
+        turn = _preferred(seed, len(members))
         heap = [
             (now[source], (place - turn) % len(members), place)
             for place, source in enumerate(members)
@@ -45,8 +44,8 @@ def spread(
     for item in np.argsort(-nbytes, kind="stable").tolist():
         members, heap = sources[group[item]], heaps[group[item]]
         known, turn, place = heap[0]
-        # A source may have got something as a member of another group since. Loads only grow, so
-        # the first whose load is as the heap has it has the least.
+        # An entry's load is out of date if its source got items of another group. Loads only grow,
+        # so the first entry whose load is current has the least.
         while known != now[members[place]]:
             heapreplace(heap, (now[members[place]], turn, place))
             known, turn, place = heap[0]
@@ -56,11 +55,11 @@ def spread(
     return chosen
 
 
-def _turn(seed: int, size: int) -> int:
-    """Which of ``size`` sources a receiver prefers.
+def _preferred(seed: int, size: int) -> int:
+    """Return which of ``size`` sources a receiver prefers.
 
-    The sum of the digits of the seed to the base ``size``: it goes around for receivers in a row,
-    and also for those that are ``size`` apart, which are often those that want the same.
+    It is the digit sum of the seed in base ``size``, modulo ``size``. So it varies between
+    consecutive receivers, and between receivers ``size`` apart, which often want the same bytes.
     """
     if size < 2:
         return 0

@@ -1,6 +1,12 @@
-"""Dividing a wanted box by the held boxes that overlap it, so that each element is taken once.
+"""Division of a wanted box by the held boxes that overlap it, so that each element is read once.
 
-It is done once for all parts of the same geometry: a model repeats few of them over all its layers.
+Parts of equal geometry are divided once: a model repeats few geometries over its layers. The edges
+of all pieces cut the box into a grid, whose cells are then joined where the same pieces hold them:
+
+    piece 0: rows 0-4, columns 0-4                  columns 0-2   2-4     4-6
+    piece 1: rows 2-6, columns 2-6      rows 0-2    0             0       missing
+    wanted:  rows 0-6, columns 0-6      rows 2-4    0             0 or 1  1
+                                        rows 4-6    missing       1       1
 """
 
 from __future__ import annotations
@@ -14,20 +20,20 @@ import numpy.typing as npt
 
 from refit_mx.errors import LayoutError
 
-_MOST_CELLS = 1 << 18
-_MOST_WORK = 1 << 24
+_MAX_CELLS = 1 << 18
+_MAX_WORK = 1 << 24
 
 
 @dataclass(frozen=True, eq=False)
 class Division:
-    """Disjoint boxes that together are the wanted one, counted from its first element.
+    """Disjoint boxes that together form the wanted box, relative to its first element.
 
     Attributes:
         start: int64 (boxes, axes).
         stop: int64 (boxes, axes).
-        held: for each box which of the pieces have all of it; at least one.
-        missing: (start, stop) of disjoint boxes that no piece has any of. If there are some, the
-            wanted box cannot be had.
+        held: for each box, the pieces that contain it; at least one.
+        missing: (start, stop) of disjoint boxes that no piece covers. If there are any, the wanted
+            box is not available.
     """
 
     start: npt.NDArray[np.int64]
@@ -42,12 +48,12 @@ def divide(
     """Divide a box of ``shape`` by pieces of it.
 
     Args:
-        shape: int64 (axes,), of the wanted box, not empty.
-        start: int64 (pieces, axes), counted from its first element.
-        stop: int64 (pieces, axes); no piece is empty or reaches out of the box.
+        shape: int64 (axes,), shape of the wanted box, not empty.
+        start: int64 (pieces, axes), relative to its first element.
+        stop: int64 (pieces, axes); no piece is empty or extends beyond the box.
 
     Raises:
-        LayoutError: the pieces overlap in so many ways that dividing takes too long.
+        LayoutError: the pieces overlap in too many ways to divide the box in time.
     """
     alike: dict[bytes, list[int]] = {}
     for piece, bounds in enumerate(np.concatenate([start, stop], axis=1)):
@@ -55,7 +61,7 @@ def divide(
     members = [tuple(pieces) for pieces in alike.values()]
     first = [pieces[0] for pieces in members]
     start, stop = start[first], stop[first]
-    # The pieces cut the box into a grid; each grid cell is wholly in a piece or wholly out of it.
+    # The pieces cut the box into a grid; each grid cell is entirely inside or outside a piece.
     cuts = [
         np.unique(np.concatenate([[0, shape[axis]], start[:, axis], stop[:, axis]]))
         for axis in range(len(shape))
@@ -65,26 +71,28 @@ def divide(
     cells = [len(cut) - 1 for cut in cuts]
     spans = np.stack(high, axis=1) - np.stack(low, axis=1)
     work = float(spans.astype(np.float64).prod(axis=1).sum())
-    if np.prod(np.array(cells, dtype=np.float64)) > _MOST_CELLS or work > _MOST_WORK:
+    if np.prod(np.array(cells, dtype=np.float64)) > _MAX_CELLS or work > _MAX_WORK:
         raise LayoutError(
             f"{len(first)} different shards cut a box of shape {shape.tolist()} into a grid of "
-            f"{cells} cells; expected at most {_MOST_CELLS} cells and {_MOST_WORK} overlaps"
+            f"{cells} cells; expected at most {_MAX_CELLS} cells and {_MAX_WORK} overlaps"
         )
     where = [
         tuple(slice(int(a[i]), int(b[i])) for a, b in zip(low, high, strict=True))
         for i in range(len(first))
     ]
     covers = np.zeros(cells, dtype=np.int32)
-    for taken in where:
-        covers[taken] += 1
+    for region in where:
+        covers[region] += 1
     if (covers == 1).all():
         return Division(start, stop, tuple(members), ())
 
+    # Cells have the same label if the same pieces hold them; label 0 means none. Each piece gives
+    # the cells that it covers new labels.
     label = np.zeros(cells, dtype=np.int64)
     held: list[tuple[int, ...]] = [()]
-    for taken, pieces in zip(where, members, strict=True):
-        before, place = np.unique(label[taken], return_inverse=True)
-        label[taken] = (len(held) + place).reshape(label[taken].shape)
+    for region, pieces in zip(where, members, strict=True):
+        before, place = np.unique(label[region], return_inverse=True)
+        label[region] = (len(held) + place).reshape(label[region].shape)
         held += [held[old] + pieces for old in before.tolist()]
     boxes = []
     missing = []
@@ -109,9 +117,9 @@ def divide(
 def _boxes_of_equal(
     label: npt.NDArray[np.int64],
 ) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
-    """Disjoint boxes of equal labels that together are the grid: label, start and stop.
+    """Yield label, start and stop of disjoint boxes of equal labels that together form the grid.
 
-    Each is grown from its first cell, along the last axis first, as far as it goes.
+    Each box grows from its first cell as far as possible, along the last axis first.
     """
     done = np.zeros(label.shape, dtype=np.bool_)
     for cell in product(*(range(size) for size in label.shape)):
@@ -121,11 +129,11 @@ def _boxes_of_equal(
         start, stop = list(cell), [index + 1 for index in cell]
         for axis in range(label.ndim - 1, -1, -1):
             while stop[axis] < label.shape[axis]:
-                beside = tuple(
+                neighbors = tuple(
                     slice(stop[a], stop[a] + 1) if a == axis else slice(start[a], stop[a])
                     for a in range(label.ndim)
                 )
-                if (label[beside] != number).any() or done[beside].any():
+                if (label[neighbors] != number).any() or done[neighbors].any():
                     break
                 stop[axis] += 1
         done[tuple(slice(a, b) for a, b in zip(start, stop, strict=True))] = True

@@ -1,4 +1,4 @@
-"""`Choices`: the disjoint boxes that make up what is wanted, and which pieces can give each."""
+"""`Choices`: the disjoint boxes that form the wanted parts, with the pieces that supply each."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from refit_mx.plan.target_columns import TargetColumns
 
 @dataclass(frozen=True)
 class Missing:
-    """What no source has of a part.
+    """Boxes of a part that no source has.
 
     Attributes:
         part: row of the `TargetColumns`.
         boxes: (start, stop) in the published tensor.
-        parts: how many parts lack something.
+        parts: number of parts with missing boxes.
     """
 
     part: int
@@ -29,14 +29,14 @@ class Missing:
 
 @dataclass(frozen=True, eq=False)
 class Choices:
-    """Disjoint boxes that together are all wanted parts, one a row.
+    """Disjoint boxes that together form all wanted parts, one per row.
 
     Attributes:
-        part: int64 (n,).
+        part: int64 (n,), row of the `TargetColumns`.
         start: int64 (n, axes), in the published tensor.
         stop: int64 (n, axes).
-        pieces: int64 (any,), rows of the `Pieces`, those of one box together.
-        first: int64 (n + 1,), of each box's pieces; at least one.
+        pieces: int64 (any,), rows of the `Pieces`, grouped by box.
+        first: int64 (n + 1,), index of each box's first piece; every box has at least one.
     """
 
     part: npt.NDArray[np.int64]
@@ -47,7 +47,7 @@ class Choices:
 
 
 def choices(pieces: Pieces, wanted: TargetColumns) -> Choices | Missing:
-    """Divide each part by the pieces that are held of it.
+    """Divide each part by the held pieces of it.
 
     Raises:
         LayoutError: pieces overlap in too many ways.
@@ -55,7 +55,7 @@ def choices(pieces: Pieces, wanted: TargetColumns) -> Choices | Missing:
     parts = len(wanted.tensor)
     counts = np.bincount(pieces.part, minlength=parts)
     firsts = np.cumsum(counts) - counts
-    # Most parts of most plans: one piece, and it is all of the part.
+    # Most parts in most plans: one piece covers the complete part.
     alone = np.flatnonzero(
         (counts[pieces.part] == 1)
         & (pieces.start == wanted.start[pieces.part]).all(axis=1)
@@ -64,7 +64,7 @@ def choices(pieces: Pieces, wanted: TargetColumns) -> Choices | Missing:
     rest: npt.NDArray[np.bool_] = np.all(wanted.stop > wanted.start, axis=1)
     rest[pieces.part[alone]] = False
 
-    made = [
+    columns = [
         (
             pieces.part[alone],
             pieces.start[alone],
@@ -73,22 +73,24 @@ def choices(pieces: Pieces, wanted: TargetColumns) -> Choices | Missing:
             np.ones(len(alone), dtype=np.int64),
         )
     ]
-    lacking: list[tuple[int, Division]] = []
-    lacking_parts = 0
+    incomplete: list[tuple[int, Division]] = []
+    incomplete_parts = 0
     for members in _by_geometry(pieces, wanted, np.flatnonzero(rest), firsts, counts):
         first = int(members[0])
-        some = slice(int(firsts[first]), int(firsts[first] + counts[first]))
+        own_pieces = slice(int(firsts[first]), int(firsts[first] + counts[first]))
         origin = wanted.start[first]
         division = divide(
-            wanted.stop[first] - origin, pieces.start[some] - origin, pieces.stop[some] - origin
+            wanted.stop[first] - origin,
+            pieces.start[own_pieces] - origin,
+            pieces.stop[own_pieces] - origin,
         )
         if division.missing:
-            lacking.append((first, division))
-            lacking_parts += len(members)
+            incomplete.append((first, division))
+            incomplete_parts += len(members)
         else:
-            made.append(_applied(division, members, wanted, firsts))
-    if lacking:
-        part, division = min(lacking, key=lambda found: found[0])
+            columns.append(_applied(division, members, wanted, firsts))
+    if incomplete:
+        part, division = min(incomplete, key=lambda entry: entry[0])
         origin_of = wanted.start[part].tolist()
         boxes = tuple(
             (
@@ -97,9 +99,9 @@ def choices(pieces: Pieces, wanted: TargetColumns) -> Choices | Missing:
             )
             for start, stop in division.missing
         )
-        return Missing(part, boxes, lacking_parts)
+        return Missing(part, boxes, incomplete_parts)
     part_, start_, stop_, pieces_, held = (
-        np.concatenate(column) for column in zip(*made, strict=True)
+        np.concatenate(column) for column in zip(*columns, strict=True)
     )
     ends = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(held)])
     return Choices(part_, start_, stop_, pieces_, ends)
@@ -112,7 +114,7 @@ def _by_geometry(
     firsts: npt.NDArray[np.int64],
     counts: npt.NDArray[np.int64],
 ) -> list[npt.NDArray[np.int64]]:
-    """The parts of ``rest`` in groups of equal shape and equal pieces, counted from the part."""
+    """Group the parts of ``rest`` that have equal shapes and equal pieces relative to the part."""
     if not len(rest):
         return []
     origin = wanted.start[pieces.part]
@@ -141,7 +143,7 @@ def _applied(
     npt.NDArray[np.int64],
     npt.NDArray[np.int64],
 ]:
-    """The division of one part, for all ``members`` that are alike."""
+    """Apply the division of one part to all ``members``, which have the same geometry."""
     boxes, axes = division.start.shape
     origin = wanted.start[members][:, None, :]
     held = np.array([len(pieces) for pieces in division.held], dtype=np.int64)
@@ -150,6 +152,7 @@ def _applied(
         np.repeat(members, boxes),
         (origin + division.start).reshape(-1, axes),
         (origin + division.stop).reshape(-1, axes),
+        # A division counts pieces from the first one of its part.
         (firsts[members][:, None] + flat).ravel(),
         np.tile(held, len(members)),
     )

@@ -1,6 +1,6 @@
-"""`HeldBoxes`: which boxes of which tensors a source holds, checked and as columns.
+"""`HeldBoxes`: the boxes of tensors that a source holds, checked and in columns.
 
-Not where they lie in its arena: replicas hold the same boxes, and share one `HeldBoxes`.
+Positions in the arena are not included: replicas hold the same boxes and share one `HeldBoxes`.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import numpy as np
 import numpy.typing as npt
 
 from refit_mx.errors import ProtocolError
-from refit_mx.manifest import BLOCK_BYTES, ShardColumns
+from refit_mx.layout import MAX_AXES
+from refit_mx.manifest.format import BLOCK_BYTES, ShardColumns
 from refit_mx.plan.tensor_columns import TensorColumns
-from refit_mx.tensor_types import MOST_AXES
 
 _INT32 = np.dtype("<i4")
 _INT64 = np.dtype("<i8")
@@ -22,14 +22,14 @@ _INT64 = np.dtype("<i8")
 
 @dataclass(frozen=True, eq=False)
 class HeldBoxes:
-    """Boxes of tensors, one a row, in the order of the manifest.
+    """Boxes of tensors, one per row, in the order of the manifest.
 
     Attributes:
-        tensor: int64 (n,), row of the united `TensorColumns`.
-        start: int64 (n, MOST_AXES), filled up behind with 0.
-        stop: int64 (n, MOST_AXES), filled up behind with 1.
-        nbytes: int64 (n,).
-        blocks_before: int64 (n + 1,), how many digests the boxes before each have.
+        tensor: int64 (n,), row of the merged `TensorColumns`.
+        start: int64 (n, MAX_AXES), padded at the end with 0.
+        stop: int64 (n, MAX_AXES), padded at the end with 1.
+        nbytes: int64 (n,), size of each box.
+        blocks_before: int64 (n + 1,), number of digests of all boxes before each.
     """
 
     tensor: npt.NDArray[np.int64]
@@ -46,31 +46,31 @@ class HeldBoxes:
         rows: npt.NDArray[np.int64],
         worker: str,
     ) -> HeldBoxes:
-        """Of a manifest's shards.
+        """Decode a manifest's shards.
 
         Args:
-            shards: from the manifest.
-            tensors: the united ones.
-            rows: of ``tensors`` that the manifest's own table became.
-            worker: who sent it, for messages.
+            shards: shards of the manifest.
+            tensors: the merged columns.
+            rows: rows of ``tensors`` for the rows of the manifest's own table.
+            worker: sender, for messages.
 
         Raises:
-            ProtocolError: a column has a wrong length, a shard is of no tensor of the table, or
-                reaches out of its tensor.
+            ProtocolError: a column has a wrong length, or a shard belongs to no tensor of the table
+                or extends beyond its tensor.
         """
         where = f"manifest of worker {worker!r}: its shards"
-        if not 0 <= shards.axes <= MOST_AXES:
-            raise ProtocolError(f"{where} have {shards.axes} axes; expected at most {MOST_AXES}")
+        if not 0 <= shards.axes <= MAX_AXES:
+            raise ProtocolError(f"{where} have {shards.axes} axes; expected at most {MAX_AXES}")
         count = len(shards.tensor) // _INT32.itemsize
         for name, itemsize in (
             ("tensor", _INT32.itemsize),
             ("start", shards.axes * _INT64.itemsize),
             ("shape", shards.axes * _INT64.itemsize),
         ):
-            found = len(getattr(shards, name))
-            if found != count * itemsize:
+            actual = len(getattr(shards, name))
+            if actual != count * itemsize:
                 raise ProtocolError(
-                    f"{where}: column {name!r} has {found} bytes; "
+                    f"{where}: column {name!r} has {actual} bytes; "
                     f"expected {count * itemsize}, for {count} shards of {shards.axes} axes"
                 )
         local = np.frombuffer(shards.tensor, _INT32).astype(np.int64)
@@ -85,19 +85,19 @@ class HeldBoxes:
         full = tensors.shape[tensor]
         axes = tensors.axes[tensor]
         inside = axes <= shards.axes
-        # Axis by axis, which is several times as fast as all at once.
+        # Axis by axis, several times as fast as all axes at once.
         for axis in range(shards.axes):
-            begin, size, most = start[:, axis], shape[:, axis], full[:, axis]
+            begin, size, maximum = start[:, axis], shape[:, axis], full[:, axis]
             # Compared so that no sum can overflow.
-            inside &= (begin >= 0) & (size >= 0) & (size <= most) & (begin <= most - size)
-            # Behind its axes a tensor has one element, and a shard of it holds that one.
+            inside &= (begin >= 0) & (size >= 0) & (size <= maximum) & (begin <= maximum - size)
+            # Beyond its axes a tensor has size 1, and so has its shard.
             inside &= (size == 1) | (axes > axis)
         if not inside.all():
             row = int(np.flatnonzero(~inside)[0])
             raise ProtocolError(
                 f"{where}: shard {row}, of {tensors.names[tensor[row]]!r}, starts at "
                 f"{start[row].tolist()} with shape {shape[row].tolist()}; expected one inside the "
-                f"tensor's shape {full[row].tolist()}, with starts of 0 and sizes of 1 behind its "
+                f"tensor's shape {full[row].tolist()}, with starts of 0 and sizes of 1 beyond its "
                 f"{tensors.axes[tensor[row]]} axes; the columns have {shards.axes} axes"
             )
         nbytes = tensors.item_size[tensor]
@@ -112,17 +112,17 @@ class HeldBoxes:
 
     @cached_property
     def by_tensor(self) -> npt.NDArray[np.int64] | None:
-        """The rows ordered by tensor; None where they already are."""
+        """Rows ordered by tensor; None if they already are."""
         if (self.tensor[1:] >= self.tensor[:-1]).all():
             return None
         return np.argsort(self.tensor, kind="stable")
 
     def counts(self, tensors: int) -> npt.NDArray[np.int64]:
-        """How many rows each of ``tensors`` tensors has."""
+        """Return the number of rows of each of ``tensors`` tensors."""
         return np.bincount(self.tensor, minlength=tensors)
 
 
 def _padded(column: bytes, axes: int, count: int, fill: int) -> npt.NDArray[np.int64]:
-    columns = np.full((count, MOST_AXES), fill, dtype=np.int64)
+    columns = np.full((count, MAX_AXES), fill, dtype=np.int64)
     columns[:, :axes] = np.frombuffer(column, _INT64).reshape(count, axes)
     return columns

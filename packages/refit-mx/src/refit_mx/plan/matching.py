@@ -1,4 +1,4 @@
-"""What the boxes that sources hold share with the boxes that a receiver wants."""
+"""Intersections of the boxes that sources hold with the boxes that a receiver wants."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from refit_mx.errors import LayoutError
 from refit_mx.plan.held_boxes import HeldBoxes
 from refit_mx.plan.target_columns import TargetColumns
 
-_MOST_PAIRS = 1 << 25
-"""Of one source's shards and wanted parts of the same tensor: what they take stays under 2 GB."""
+_MAX_PAIRS = 1 << 25
+"""Limit for pairs of a source's shards and wanted parts of one tensor; keeps memory under 2 GB."""
 
 
 @dataclass(frozen=True, eq=False)
 class Pieces:
-    """What one held box and one wanted part share, one a row, ordered by part; none is empty.
+    """Non-empty intersections of held boxes with wanted parts, one per row, ordered by part.
 
     Attributes:
         part: int64 (n,), row of the `TargetColumns`.
         held: int64 (n,), index of the `HeldBoxes`.
-        row: int64 (n,), of its boxes.
-        start: int64 (n, axes), as wide as the `TargetColumns`; in the published tensor.
+        row: int64 (n,), row in those boxes.
+        start: int64 (n, axes), in the published tensor; as many axes as the `TargetColumns`.
         stop: int64 (n, axes).
     """
 
@@ -35,12 +35,12 @@ class Pieces:
     stop: npt.NDArray[np.int64]
 
     def of(self, rows: npt.NDArray[np.int64]) -> Pieces:
-        """Some of them, in this order."""
+        """Return the given rows, in the given order."""
         return Pieces(
             self.part[rows],
             self.held[rows],
             self.row[rows],
-            # Several times as fast as indexing, for rows of several numbers.
+            # For rows of several numbers, several times as fast as indexing.
             self.start.take(rows, axis=0),
             self.stop.take(rows, axis=0),
         )
@@ -49,29 +49,29 @@ class Pieces:
 def shared_pieces(
     held: Sequence[HeldBoxes], live: Sequence[int], wanted: TargetColumns, tensors: int
 ) -> Pieces:
-    """Every piece of what is wanted that some source has.
+    """Return every piece of the wanted parts that a source has.
 
     Args:
-        held: of all sources.
-        live: indices of those to look at.
-        wanted: parts.
+        held: boxes of all sources.
+        live: indices of those to consider.
+        wanted: wanted parts.
         tensors: number of published tensors.
 
     Raises:
-        LayoutError: a source has so many shards of one tensor that looking takes too long.
+        LayoutError: a source has so many shards of one tensor that matching would take too long.
     """
-    found = [_pieces(held[index], index, wanted, tensors) for index in live]
-    if len(found) == 1:
-        return found[0]
+    by_source = [_pieces(held[index], index, wanted, tensors) for index in live]
+    if len(by_source) == 1:
+        return by_source[0]
     empty = np.zeros(0, dtype=np.int64)
     wide = np.zeros((0, wanted.start.shape[1]), dtype=np.int64)
-    part = np.concatenate([empty, *(some.part for some in found)])
+    part = np.concatenate([empty, *(each.part for each in by_source)])
     together = Pieces(
         part,
-        np.concatenate([empty, *(some.held for some in found)]),
-        np.concatenate([empty, *(some.row for some in found)]),
-        np.concatenate([wide, *(some.start for some in found)]),
-        np.concatenate([wide, *(some.stop for some in found)]),
+        np.concatenate([empty, *(each.held for each in by_source)]),
+        np.concatenate([empty, *(each.row for each in by_source)]),
+        np.concatenate([wide, *(each.start for each in by_source)]),
+        np.concatenate([wide, *(each.stop for each in by_source)]),
     )
     return together.of(np.argsort(part, kind="stable"))
 
@@ -83,16 +83,16 @@ def _pieces(held: HeldBoxes, index: int, wanted: TargetColumns, tensors: int) ->
     row = firsts[wanted.tensor[part]]
     if counts.max(initial=0) > 1:
         times = counts[wanted.tensor[part]]
-        if times.sum() > _MOST_PAIRS:
+        if times.sum() > _MAX_PAIRS:
             raise LayoutError(
                 f"the {len(held)} shards of a source and the {len(wanted.tensor)} wanted parts "
-                f"make {times.sum()} pairs of one tensor; expected at most {_MOST_PAIRS}"
+                f"make {times.sum()} pairs of one tensor; expected at most {_MAX_PAIRS}"
             )
         within = np.arange(times.sum()) - np.repeat(np.cumsum(times) - times, times)
         part, row = np.repeat(part, times), np.repeat(row, times) + within
     if held.by_tensor is not None:
         row = held.by_tensor[row]
-    # Axis after axis, since most pairs have nothing in common along the first one already.
+    # Axis by axis, since most pairs are already disjoint along the first one.
     bounds: list[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]] = []
     for axis in range(wanted.start.shape[1]):
         start = np.maximum(wanted.start[part, axis], held.start[row, axis])
@@ -100,7 +100,7 @@ def _pieces(held: HeldBoxes, index: int, wanted: TargetColumns, tensors: int) ->
         shares = start < stop
         if not shares.all():
             part, row, start, stop = part[shares], row[shares], start[shares], stop[shares]
-            bounds = [(one[shares], other[shares]) for one, other in bounds]
+            bounds = [(low[shares], high[shares]) for low, high in bounds]
         bounds.append((start, stop))
     return Pieces(
         part,

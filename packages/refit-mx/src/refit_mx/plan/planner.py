@@ -1,7 +1,16 @@
-"""`plan_reads`: which bytes to read from which source, so that a receiver has what it wants.
+"""`plan_reads`: the reads that supply everything a receiver wants.
 
-Every byte that is wanted is read exactly once, from one source of the one version that the
-`ShardTable` is of. The work is done in columns: a large model has a hundred thousand tensors.
+Every wanted byte is read exactly once, from one source of the version in the `ShardTable`. The work
+is done on columns: a large model has a hundred thousand tensors.
+
+    w, 8 rows of 6, held by rows            wanted: columns 3 to 6 of w
+    A, replica A'  rows 0-4                 . . . x x x   from A or A', the less loaded
+    B              rows 4-8                 . . . x x x   from B only
+
+    wanted parts x held boxes -> pieces, where box and part intersect        matching.shared_pieces
+    pieces of a part          -> disjoint boxes, each with its holders       choices.choices
+    boxes of several sources  -> split, each to the least loaded source      balance.spread
+    boxes of one source       -> rows of its ReadTable, by shard             strided.read_rows
 """
 
 from __future__ import annotations
@@ -13,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from refit_mx.errors import LayoutError
+from refit_mx.manifest.reads import ReadTable
 from refit_mx.plan.balance import spread
 from refit_mx.plan.choices import Choices, Missing, choices
 from refit_mx.plan.matching import Pieces, shared_pieces
@@ -20,26 +30,25 @@ from refit_mx.plan.shards import ShardTable
 from refit_mx.plan.strided import read_rows
 from refit_mx.plan.target_columns import TargetColumns
 from refit_mx.plan.target_tensors import TargetTensor
-from refit_mx.reads import ReadTable
 
 SPLIT_BYTES = 16 << 20
-"""What several sources have is divided among them in boxes of at most about this many bytes."""
+"""Approximate size limit of the boxes into which data of several sources is split."""
 _NAMED_SOURCES = 4
 
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """What one receiver reads.
+    """The reads of one receiver.
 
     Attributes:
-        fetches: (index of the source in the `ShardTable`, what to read from its arena) of each
-            source that is read from; the reads in the order of its shards.
+        fetches: for each source in use, its index in the `ShardTable` and the reads from its arena,
+            in the order of its shards.
         shard_of_read: for each fetch, int32 (reads,), the row of the source's shards that each read
-            is from.
-        offsets: int64 (targets,), of the first byte of each target in scratch; multiples of 256.
-        nbytes: of all targets, which is what the fetches move together.
-        scratch_bytes: what scratch has to hold: the targets and the gaps between them.
-        bytes_by_source: int64 (sources of the `ShardTable`,), what each gives.
+            belongs to.
+        offsets: int64 (targets,), first byte of each target in scratch; multiples of 256.
+        nbytes: size of all targets, which all fetches together move.
+        scratch_bytes: size of the scratch: the targets and the gaps between them.
+        bytes_by_source: int64 (sources of the `ShardTable`,), bytes read from each.
     """
 
     fetches: tuple[tuple[int, ReadTable], ...]
@@ -52,14 +61,14 @@ class Plan:
 
 @dataclass(frozen=True, eq=False)
 class _Taken:
-    """Boxes and where each is taken from, one a row.
+    """Boxes with the source chosen for each, one per row.
 
     Attributes:
         part: int64 (n,), row of the `TargetColumns`.
         start: int64 (n, axes), in the published tensor.
         stop: int64 (n, axes).
         source: int64 (n,), index in the `ShardTable`.
-        row: int64 (n,), of the source's shards.
+        row: int64 (n,), row of the source's shards.
     """
 
     part: npt.NDArray[np.int64]
@@ -74,26 +83,23 @@ def plan_reads(
     targets: Sequence[TargetTensor],
     *,
     exclude: Collection[str] = (),
-    prefer_local: str | None = None,
     seed: int = 0,
 ) -> Plan:
-    """Plan what to read for some targets.
+    """Plan the reads for a receiver's targets.
 
-    What several sources have is taken from the one that this receiver takes least from; large boxes
-    are divided among them.
+    Bytes that several sources have are read from the one that this receiver reads least from; large
+    boxes are split among them.
 
     Args:
-        shards: what the sources of one version hold.
-        targets: what is wanted, of different names.
-        exclude: worker ids not to read from.
-        prefer_local: a host, as in the endpoints of manifests: what a source there has is taken
-            from there.
-        seed: different receivers use different ones, such as their rank, so that they prefer
-            different sources of the same bytes. Equal arguments give equal plans.
+        shards: shards of the sources of one version.
+        targets: wanted tensors, with distinct names.
+        exclude: worker ids to avoid.
+        seed: receivers use different seeds, such as their rank, to prefer different sources of the
+            same bytes. Equal arguments give equal plans.
 
     Raises:
-        LayoutError: what is wanted is not published, not by these sources, or with another dtype or
-            shape. The message names the tensor and what of it is missing.
+        LayoutError: a wanted tensor is not published, not by these sources, or has another dtype or
+            shape. The message names the tensor and its missing part.
         ValueError: ``seed`` is negative.
     """
     if seed < 0:
@@ -108,8 +114,8 @@ def plan_reads(
     pieces = shared_pieces(shards.held, live, wanted, len(shards.tensors.names))
     boxes = choices(pieces, wanted)
     if isinstance(boxes, Missing):
-        raise LayoutError(_what_is_missing(boxes, shards, targets, wanted, excluded))
-    taken = _chosen(shards, wanted, pieces, boxes, sources_of_held, prefer_local, seed)
+        raise LayoutError(_describe_missing(boxes, shards, targets, wanted, excluded))
+    taken = _chosen(shards, wanted, pieces, boxes, sources_of_held, seed)
     return _as_plan(shards, wanted, taken)
 
 
@@ -130,22 +136,21 @@ def _chosen(
     pieces: Pieces,
     boxes: Choices,
     sources_of_held: Sequence[Sequence[int]],
-    prefer_local: str | None,
     seed: int,
 ) -> _Taken:
-    """One source for each box."""
+    """Choose one source for each box."""
     first_piece = boxes.pieces[boxes.first[:-1]]
     only = np.array([s[0] if len(s) == 1 else -1 for s in sources_of_held], dtype=np.int64)
     source = only[pieces.held[first_piece]]
     source[np.diff(boxes.first) > 1] = -1
     nbytes = _nbytes(shards, wanted, boxes.part, boxes.start, boxes.stop)
-    settled, open_ = np.flatnonzero(source >= 0), np.flatnonzero(source < 0)
+    assigned, open_ = np.flatnonzero(source >= 0), np.flatnonzero(source < 0)
     if not len(open_):
         return _Taken(boxes.part, boxes.start, boxes.stop, source, pieces.row[first_piece])
 
     load = np.zeros(len(shards.manifests), dtype=np.int64)
-    np.add.at(load, source[settled], nbytes[settled])
-    group, members, places = _groups(shards, pieces, boxes, open_, sources_of_held, prefer_local)
+    np.add.at(load, source[assigned], nbytes[assigned])
+    group, members, places = _groups(pieces, boxes, open_, sources_of_held)
     several = np.array([len(sources) > 1 for sources in members], dtype=np.bool_)[group]
     which, start, stop = _split(
         boxes.start[open_],
@@ -153,60 +158,53 @@ def _chosen(
         np.where(several, -(-nbytes[open_] // SPLIT_BYTES), 1),
     )
     box, group = open_[which], group[which]
-    shares = _nbytes(shards, wanted, boxes.part[box], start, stop)
-    picked = np.array(spread(shares, group.tolist(), members, load, seed=seed), dtype=np.int64)
-    # Members and places of all groups, one group after the other.
+    box_bytes = _nbytes(shards, wanted, boxes.part[box], start, stop)
+    picked = np.array(spread(box_bytes, group.tolist(), members, load, seed=seed), dtype=np.int64)
+    # Concatenate all groups, so that ``at`` is the place of each box's source and piece.
     sizes = np.array([len(sources) for sources in members], dtype=np.int64)
     at = (np.cumsum(sizes) - sizes)[group] + picked
     source_of = np.array([s for sources in members for s in sources], dtype=np.int64)
-    place_of = np.array([p for some in places for p in some], dtype=np.int64)
+    place_of = np.array([p for group_places in places for p in group_places], dtype=np.int64)
     piece = boxes.pieces[boxes.first[box] + place_of[at]]
     return _Taken(
-        np.concatenate([boxes.part[settled], boxes.part[box]]),
-        np.concatenate([boxes.start[settled], start]),
-        np.concatenate([boxes.stop[settled], stop]),
-        np.concatenate([source[settled], source_of[at]]),
-        np.concatenate([pieces.row[first_piece[settled]], pieces.row[piece]]),
+        np.concatenate([boxes.part[assigned], boxes.part[box]]),
+        np.concatenate([boxes.start[assigned], start]),
+        np.concatenate([boxes.stop[assigned], stop]),
+        np.concatenate([source[assigned], source_of[at]]),
+        np.concatenate([pieces.row[first_piece[assigned]], pieces.row[piece]]),
     )
 
 
 def _groups(
-    shards: ShardTable,
     pieces: Pieces,
     boxes: Choices,
     open_: npt.NDArray[np.int64],
     sources_of_held: Sequence[Sequence[int]],
-    prefer_local: str | None,
 ) -> tuple[npt.NDArray[np.int64], list[list[int]], list[list[int]]]:
-    """The open boxes by the sources that have them.
+    """Group the open boxes by the sources that have them.
 
     Returns:
-        The group of each open box; the sources of each group; and for each of those sources which
+        The group of each open box; the sources of each group; and for each of those sources, which
         of the box's pieces it has.
     """
     held = pieces.held[boxes.pieces]
-    local = [
-        prefer_local is not None and manifest.endpoint.rpartition(":")[0] == prefer_local
-        for manifest in shards.manifests
-    ]
     group_of: dict[bytes, int] = {}
     members: list[list[int]] = []
     places: list[list[int]] = []
     group = np.empty(len(open_), dtype=np.int64)
     firsts, ends = boxes.first[open_].tolist(), boxes.first[open_ + 1].tolist()
     for number, (first, end) in enumerate(zip(firsts, ends, strict=True)):
-        who = held[first:end]
-        key = who.tobytes()
+        holders = held[first:end]
+        key = holders.tobytes()
         index = group_of.get(key)
         if index is None:
             index = group_of[key] = len(members)
             place_of: dict[int, int] = {}
-            for place, one in enumerate(who.tolist()):
-                for source in sources_of_held[one]:
-                    # One source may have a box twice; either will do.
+            for place, holder in enumerate(holders.tolist()):
+                for source in sources_of_held[holder]:
+                    # A source may have a box twice; either works.
                     place_of.setdefault(source, place)
             sources = sorted(place_of)
-            sources = [source for source in sources if local[source]] or sources
             members.append(sources)
             places.append([place_of[source] for source in sources])
         group[number] = index
@@ -216,10 +214,10 @@ def _groups(
 def _split(
     start: npt.NDArray[np.int64], stop: npt.NDArray[np.int64], times: npt.NDArray[np.int64]
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Divide boxes along their first axis that can be divided, at most ``times`` times.
+    """Split boxes along their first axis longer than 1, into at most ``times`` parts.
 
     Returns:
-        For each result the box it is of, its start and its stop.
+        For each part, its box, its start and its stop.
     """
     shape = stop - start
     axis = (shape > 1).argmax(axis=1)
@@ -236,17 +234,20 @@ def _split(
 
 
 def _as_plan(shards: ShardTable, wanted: TargetColumns, taken: _Taken) -> Plan:
-    most_rows = max((len(held) for held in shards.held), default=0) + 1
-    key = taken.source * most_rows + taken.row
+    max_rows = max((len(held) for held in shards.held), default=0) + 1
+    # Order by source, then by row of its shards.
+    key = taken.source * max_rows + taken.row
     order = np.argsort(key, kind="stable")
     source = taken.source[order]
     bytes_by_source = np.zeros(len(shards.manifests), dtype=np.int64)
     fetches = []
     shard_of_read = []
     for index in np.unique(source).tolist():
-        some = order[np.searchsorted(source, index) : np.searchsorted(source, index, side="right")]
-        part, row = taken.part[some], taken.row[some]
-        start, stop = taken.start.take(some, axis=0), taken.stop.take(some, axis=0)
+        rows_of = order[
+            np.searchsorted(source, index) : np.searchsorted(source, index, side="right")
+        ]
+        part, row = taken.part[rows_of], taken.row[rows_of]
+        start, stop = taken.start.take(rows_of, axis=0), taken.stop.take(rows_of, axis=0)
         held = shards.boxes(index)
         axes = start.shape[1]
         item_size = shards.tensors.item_size[wanted.tensor[part]]
@@ -280,7 +281,7 @@ def _as_plan(shards: ShardTable, wanted: TargetColumns, taken: _Taken) -> Plan:
     )
 
 
-def _what_is_missing(
+def _describe_missing(
     missing: Missing,
     shards: ShardTable,
     targets: Sequence[TargetTensor],
@@ -305,12 +306,12 @@ def _what_is_missing(
         f"target {targets[wanted.target[missing.part]].name!r}: of {spec.name!r}, shape "
         f"{spec.shape}, no source has {what}"
         + (f" and {others} other boxes" if others else "")
-        + (f"; {missing.parts - 1} other parts lack something too" if missing.parts > 1 else "")
-        + f"; looked at {len(live)} sources of version {shards.manifests[0].version_id!r}"
+        + (f"; {missing.parts - 1} other parts are incomplete too" if missing.parts > 1 else "")
+        + f"; checked {len(live)} sources of version {shards.manifests[0].version_id!r}"
         + (f": {named}" if live else "")
         + (f" and {more} more" if more > 0 else "")
         + (
-            f"; left out {len(shards.manifests) - len(live)} that are excluded"
+            f"; ignored {len(shards.manifests) - len(live)} that are excluded"
             if len(live) < len(shards.manifests)
             else ""
         )

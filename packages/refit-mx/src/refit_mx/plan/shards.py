@@ -1,7 +1,7 @@
-"""`ShardTable`: what all sources of one version hold, as columns that were checked.
+"""`ShardTable`: the shards of all sources of one version, checked and in columns.
 
-Manifests come from other machines. What is in a `ShardTable` was checked: every shard lies inside
-its tensor and inside its source's arena, so a plan made from it reads nothing else.
+Manifests come from other machines. A `ShardTable` contains only checked data: every shard is inside
+its tensor and its source's arena, so a plan made from it reads nothing else.
 """
 
 from __future__ import annotations
@@ -14,28 +14,28 @@ import numpy.typing as npt
 import xxhash
 
 from refit_mx.errors import CompileTargetError, LayoutError, ProtocolError
-from refit_mx.manifest import DIGEST_BYTES, Manifest
+from refit_mx.layout import TensorSpec
+from refit_mx.manifest.format import DIGEST_BYTES, Manifest
 from refit_mx.plan.held_boxes import HeldBoxes
-from refit_mx.plan.tensor_columns import TensorColumns, united
-from refit_mx.tensor_types import TensorSpec
+from refit_mx.plan.tensor_columns import TensorColumns, merge_tables
 
 _OFFSET = np.dtype("<i8")
 
 
 @dataclass(frozen=True, eq=False)
 class ShardTable:
-    """The shards of one version. Sources are counted in the order of the manifests.
+    """The shards of one version. Sources are in the order of the manifests.
 
     Attributes:
-        manifests: of the sources.
-        tensors: all that some source names.
-        tensor_rows: row in ``tensors`` of each name.
-        held: what a source holds; replicas share one.
-        held_of_source: index into ``held`` of each source.
-        arena_offsets: int64 (shards of the source,) for each source, of a shard's first byte from
-            the beginning of the arena.
-        structure: equal where everything is equal that a plan depends on: sources, tensors, shards
-            and where they lie in the arenas. Not the version, the digests, the addresses of arenas.
+        manifests: manifests of the sources.
+        tensors: tensors that any source names.
+        tensor_rows: row in ``tensors`` by name.
+        held: boxes of the sources; replicas share an entry.
+        held_of_source: index into ``held`` for each source.
+        arena_offsets: for each source, int64 (shards of the source,): first byte of each shard in
+            the arena.
+        structure: digest of all that a plan depends on: sources, tensors, shards and their places
+            in the arenas; not of the version, the digests, or the addresses of arenas.
     """
 
     manifests: tuple[Manifest, ...]
@@ -48,17 +48,17 @@ class ShardTable:
 
     @classmethod
     def of(cls, manifests: Sequence[Manifest]) -> ShardTable:
-        """The union of the manifests of one version.
+        """Merge the manifests of one version.
 
         Args:
-            manifests: one a source, at least one.
+            manifests: one per source, at least one.
 
         Raises:
-            ProtocolError: a manifest is not well formed: columns of wrong lengths, a shard outside
-                its tensor or the arena, a wrong number of digests, a table that is not the one
-                that its digest says; or a worker comes twice.
-            LayoutError: two manifests are of different versions or models, or give one tensor
-                different dtypes or shapes; or there is none.
+            ProtocolError: a manifest is malformed: a column has a wrong length, a shard is outside
+                its tensor or the arena, the number of digests is wrong, or the table does not match
+                its digest; or a worker occurs twice.
+            LayoutError: two manifests are of different versions or models, or have one tensor with
+                different dtypes or shapes; or there is no manifest.
             CompileTargetError: two manifests differ in how their bytes were prepared.
         """
         _check_belonging(manifests)
@@ -71,7 +71,7 @@ class ShardTable:
                     manifest.table, manifest.worker_id
                 )
                 workers.append(manifest.worker_id)
-        tensors, tensor_rows, rows_of_tables = united(list(tables.values()), workers)
+        tensors, tensor_rows, rows_of_tables = merge_tables(list(tables.values()), workers)
         rows_of_table = dict(zip(tables, rows_of_tables, strict=True))
 
         held: list[HeldBoxes] = []
@@ -82,7 +82,7 @@ class ShardTable:
         for manifest in manifests:
             boxes_digest = _boxes_digest(manifest)
             index, twin = seen.get(boxes_digest, (-1, manifest))
-            # A digest of this kind can be forged, so what it says is checked.
+            # This digest can be forged, so compare the boxes too.
             if index < 0 or not _same_boxes(manifest, twin):
                 index = len(held)
                 rows = rows_of_table[manifest.table_digest]
@@ -104,22 +104,22 @@ class ShardTable:
             structure.digest(),
         )
 
-    def of_next(self, manifests: Sequence[Manifest]) -> ShardTable | None:
-        """The union of another version's manifests, if nothing but the version has changed.
+    def for_next_version(self, manifests: Sequence[Manifest]) -> ShardTable | None:
+        """Merge another version's manifests, if nothing but the version has changed.
 
         Args:
-            manifests: in the same order.
+            manifests: manifests of the same sources, in the same order.
 
         Returns:
-            The same columns with the new manifests; None where structures, sources or the sizes of
-            their arenas are others, or a manifest does not name its structure.
+            The same columns with the new manifests; None if structures, sources or sizes of arenas
+            have changed, or a manifest has no structure digest.
 
         Raises:
-            ProtocolError, LayoutError, CompileTargetError: as `of`.
+            ProtocolError, LayoutError, CompileTargetError: for the reasons of `of`.
         """
         if len(manifests) != len(self.manifests) or any(
-            _stays(one) != _stays(other) or not one.structure_digest
-            for one, other in zip(manifests, self.manifests, strict=True)
+            _fixed_fields(new) != _fixed_fields(old) or not new.structure_digest
+            for new, old in zip(manifests, self.manifests, strict=True)
         ):
             return None
         _check_belonging(manifests)
@@ -128,7 +128,7 @@ class ShardTable:
         return replace(self, manifests=tuple(manifests))
 
     def spec(self, tensor: str) -> TensorSpec:
-        """A tensor as it is published.
+        """Return the spec of a published tensor.
 
         Raises:
             LayoutError: no source names it.
@@ -142,15 +142,15 @@ class ShardTable:
         return self.tensors.spec(row)
 
     def boxes(self, source: int) -> HeldBoxes:
-        """What a source holds, its rows in the order of its manifest's shards."""
+        """Return the boxes of a source, in the order of its manifest's shards."""
         return self.held[self.held_of_source[source]]
 
     def block_digests(self, source: int, shard: int) -> bytes:
-        """Digests of the blocks of one shard, `DIGEST_BYTES` each, as its publisher took them.
+        """Return the published digests of one shard's blocks, `DIGEST_BYTES` each.
 
         Args:
             source: index of the manifest.
-            shard: row of its shards.
+            shard: row of the source's shards.
         """
         before = self.boxes(source).blocks_before
         return self.manifests[source].digests[
@@ -159,46 +159,45 @@ class ShardTable:
 
 
 def _check_belonging(manifests: Sequence[Manifest]) -> None:
-    """That the manifests are of one version, made in one way, each of another worker."""
+    """Check that manifests are of one version and one registry, each of a different worker."""
     if not manifests:
         raise LayoutError("no manifests: no source of the version answered; expected at least one")
     first = manifests[0]
     seen: set[str] = set()
     for manifest in manifests:
         who = f"worker {manifest.worker_id!r}"
-        of = (manifest.model_name, manifest.version_id)
-        if of != (first.model_name, first.version_id):
+        version = (manifest.model_name, manifest.version_id)
+        if version != (first.model_name, first.version_id):
             raise LayoutError(
-                f"{who} publishes version {of[1]!r} of model {of[0]!r}, worker "
+                f"{who} publishes version {version[1]!r} of model {version[0]!r}, worker "
                 f"{first.worker_id!r} version {first.version_id!r} of model "
                 f"{first.model_name!r}; expected one version"
             )
         if manifest.registry != first.registry:
             raise CompileTargetError(
                 f"{who} publishes {manifest.registry}, worker {first.worker_id!r} "
-                f"{first.registry}; a plan takes from sources of one kind, so filter them first"
+                f"{first.registry}; a plan needs sources of one kind, so filter them first"
             )
         if manifest.worker_id in seen:
-            raise ProtocolError(f"{who} comes twice among the manifests; expected one of each")
+            raise ProtocolError(f"{who} has two manifests; expected one")
         seen.add(manifest.worker_id)
 
 
 def _check_tables(manifests: Sequence[Manifest]) -> None:
-    """That tables are those of their digests; each object once, since many share one."""
+    """Check the digests of tables, each object once, since many manifests share one."""
     checked: dict[int, bytes] = {}
     for manifest in manifests:
-        found = checked.get(id(manifest.table))
-        if found is None:
-            found = checked[id(manifest.table)] = xxhash.xxh3_128_digest(manifest.table)
-        if found != manifest.table_digest:
+        digest = checked.get(id(manifest.table))
+        if digest is None:
+            digest = checked[id(manifest.table)] = xxhash.xxh3_128_digest(manifest.table)
+        if digest != manifest.table_digest:
             raise ProtocolError(
-                f"manifest of worker {manifest.worker_id!r}: its table is not the one its digest "
-                "says"
+                f"manifest of worker {manifest.worker_id!r}: its table does not match its digest"
             )
 
 
-def _stays(manifest: Manifest) -> tuple[str, str, str, int, bytes]:
-    """What a plan depends on, of a manifest that names its structure."""
+def _fixed_fields(manifest: Manifest) -> tuple[str, str, str, int, bytes]:
+    """Return the fields that a plan depends on, for a manifest with a structure digest."""
     return (
         manifest.source_slot_id,
         manifest.worker_id,
@@ -218,13 +217,13 @@ def _boxes_digest(manifest: Manifest) -> bytes:
 
 
 def _same_boxes(manifest: Manifest, other: Manifest) -> bool:
-    one, two = manifest.shards, other.shards
+    boxes, other_boxes = manifest.shards, other.shards
     return (
         manifest.table_digest == other.table_digest
-        and one.axes == two.axes
-        and one.tensor == two.tensor
-        and one.start == two.start
-        and one.shape == two.shape
+        and boxes.axes == other_boxes.axes
+        and boxes.tensor == other_boxes.tensor
+        and boxes.start == other_boxes.start
+        and boxes.shape == other_boxes.shape
     )
 
 
@@ -238,7 +237,7 @@ def _check_digests(manifest: Manifest, boxes: HeldBoxes) -> None:
 
 
 def _arena_offsets(manifest: Manifest, boxes: HeldBoxes) -> npt.NDArray[np.int64]:
-    """Checked, together with what else depends on the boxes alone."""
+    """Return a source's offsets, checked together with all that depends on its boxes."""
     where = f"manifest of worker {manifest.worker_id!r}"
     column = manifest.shards.offset
     if len(column) != len(boxes) * _OFFSET.itemsize:
@@ -254,7 +253,7 @@ def _arena_offsets(manifest: Manifest, boxes: HeldBoxes) -> npt.NDArray[np.int64
     if outside.any():
         row = int(np.flatnonzero(outside)[0])
         raise ProtocolError(
-            f"{where}: shard {row} has {boxes.nbytes[row]} bytes from {offsets[row]} on; "
-            f"expected them inside the arena of {manifest.arena_bytes} bytes"
+            f"{where}: shard {row} has {boxes.nbytes[row]} bytes from offset {offsets[row]}; "
+            f"expected a place inside the arena of {manifest.arena_bytes} bytes"
         )
     return offsets

@@ -1,11 +1,20 @@
-"""Boxes of contiguous tensors as rows of a `ReadTable`."""
+"""Conversion of boxes of contiguous tensors to rows of a `ReadTable`.
+
+From the last axis to the first, an axis is joined to the run, lengthens the loop inside it, or
+becomes a separate loop. For a box of (2, 3, 4) float32 in a shard of (8, 3, 6):
+
+    axis  size  source stride  scratch stride
+    2     4     4              4                run 4 -> 16 bytes
+    1     3     24             16               24 != 16 at the source: loop 1, n1 = 3
+    0     2     72             48               72 == 3 * 24 and 48 == 3 * 16: n1 = 6
+"""
 
 from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
 
-from refit_mx.reads import COLUMNS
+from refit_mx.manifest.reads import COLUMNS
 
 
 def read_rows(
@@ -16,23 +25,24 @@ def read_rows(
     dst_stride: npt.NDArray[np.int64],
     item_size: npt.NDArray[np.int64],
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Copies of boxes, each as one row where at most two loops are left around contiguous runs.
+    """Return the copies of boxes as rows, one per box unless more than two loops remain.
 
     Args:
-        src: int64 (n,), the first byte of each box at its source.
-        dst: int64 (n,), in scratch.
-        shape: int64 (n, axes), not empty, at most 4 axes. Along the fourth, if it is longer than 1,
-            the elements are one behind the other on both sides; so at most three loops are left.
-        src_stride: int64 (n, axes), in bytes.
-        dst_stride: int64 (n, axes).
-        item_size: int64 (n,).
+        src: int64 (n,), first byte of each box at its source.
+        dst: int64 (n,), first byte in scratch.
+        shape: int64 (n, axes), not empty, at most 4 axes. Along a fourth axis longer than 1 the
+            elements are adjacent on both sides; so at most three loops remain.
+        src_stride: int64 (n, axes), bytes.
+        dst_stride: int64 (n, axes), bytes.
+        item_size: int64 (n,), bytes.
 
     Returns:
-        The rows, int64 (at least n, 9), columns as `refit_mx.reads.COLUMNS`; and the box of each.
+        The rows, int64 (at least n, 9), columns as in `refit_mx.manifest.reads.COLUMNS`; and the
+        box of each.
     """
     count, axes = shape.shape
     run = item_size.copy()
-    # Levels of a loop nest around the runs: number, step at the source, step in scratch.
+    # Levels of a loop nest around the runs: count, step at the source, step in scratch.
     number = np.ones((count, axes), dtype=np.int64)
     src_step = np.zeros((count, axes), dtype=np.int64)
     dst_step = np.zeros((count, axes), dtype=np.int64)
@@ -42,17 +52,17 @@ def read_rows(
         long = size > 1
         joins = long & (level == 0) & (a == run) & (b == run)
         run[joins] *= size[joins]
-        left = np.flatnonzero(long & ~joins)
-        if not len(left):
+        remaining = np.flatnonzero(long & ~joins)
+        if not len(remaining):
             continue
-        # An axis whose step is as long as the whole level inside it only lengthens that level.
-        inner = np.maximum(level[left] - 1, 0)
+        # An axis whose step equals the extent of the level inside it only lengthens that level.
+        inner = np.maximum(level[remaining] - 1, 0)
         lengthens = (
-            (level[left] > 0)
-            & (a[left] == src_step[left, inner] * number[left, inner])
-            & (b[left] == dst_step[left, inner] * number[left, inner])
+            (level[remaining] > 0)
+            & (a[remaining] == src_step[remaining, inner] * number[remaining, inner])
+            & (b[remaining] == dst_step[remaining, inner] * number[remaining, inner])
         )
-        longer, deeper = left[lengthens], left[~lengthens]
+        longer, deeper = remaining[lengthens], remaining[~lengthens]
         number[longer, level[longer] - 1] *= size[longer]
         number[deeper, level[deeper]] = size[deeper]
         src_step[deeper, level[deeper]] = a[deeper]
@@ -60,7 +70,7 @@ def read_rows(
         level[deeper] += 1
     box = np.arange(count)
     if axes > 2 and (level > 2).any():
-        # A third loop, which boxes of four axes have: one row for each of its steps.
+        # A third loop, possible for boxes of four axes: one row for each of its steps.
         times = number[:, 2]
         box = np.repeat(box, times)
         step = np.arange(len(box)) - np.repeat(np.cumsum(times) - times, times)

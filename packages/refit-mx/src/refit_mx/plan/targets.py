@@ -1,8 +1,8 @@
-"""Targets from layouts: slices of one published tensor, fused projections, stacked experts.
+"""Targets for common layouts: slices of a tensor, fused projections, stacked experts.
 
-The divisions of the fused ones are those of vLLM's parallel linear layers: every rank has the same
-number of rows, and key and value heads are replicated where there are fewer of them than ranks. The
-others divide as `TargetTPLayout` does.
+Fused targets are divided as in vLLM's parallel linear layers: every rank has the same number of
+rows, and key and value heads are replicated if there are fewer heads than ranks. All others are
+divided as in `TargetTPLayout`.
 """
 
 from __future__ import annotations
@@ -11,9 +11,8 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from refit_mx.errors import LayoutError
-from refit_mx.layout import TargetTPLayout
+from refit_mx.layout import Box, TargetTPLayout, TensorSpec
 from refit_mx.plan.target_tensors import TargetPart, TargetTensor
-from refit_mx.tensor_types import Box, TensorSpec
 
 __all__ = [
     "TargetPart",
@@ -28,26 +27,26 @@ __all__ = [
 
 
 def replicated_target(spec: TensorSpec, *, name: str | None = None) -> TargetTensor:
-    """All of a tensor.
+    """Return the target of a complete tensor.
 
     Args:
-        spec: of the published tensor.
-        name: of the target; as the tensor's if None.
+        spec: the published tensor.
+        name: name of the target; None uses the tensor's.
     """
-    part = TargetPart(spec.name, Box.whole(spec.shape), (0,) * len(spec.shape), spec.shape)
+    part = TargetPart(spec.name, Box.full(spec.shape), (0,) * len(spec.shape), spec.shape)
     return TargetTensor(name or spec.name, spec.dtype, spec.shape, (part,))
 
 
 def tp_target(spec: TensorSpec, layout: TargetTPLayout, *, name: str | None = None) -> TargetTensor:
-    """A slice of a tensor along one axis.
+    """Return the target of a tensor's slice along one axis.
 
     Args:
-        spec: of the published tensor.
-        layout: which slice.
-        name: of the target; as the tensor's if None.
+        spec: the published tensor.
+        layout: the slice.
+        name: name of the target; None uses the tensor's.
 
     Raises:
-        ValueError: the tensor has no such axis, or the layout's range reaches past it.
+        ValueError: the tensor lacks the axis, or the layout's range extends beyond it.
     """
     return _box_target(
         name or spec.name, spec, Box.of_slices(layout.slices(spec.shape), spec.shape)
@@ -57,17 +56,17 @@ def tp_target(spec: TensorSpec, layout: TargetTPLayout, *, name: str | None = No
 def mesh_target(
     spec: TensorSpec, axes: Sequence[tuple[int, int, int]], *, name: str | None = None
 ) -> TargetTensor:
-    """A tensor divided along several axes, as by a mesh of two dimensions.
+    """Return the target of a tensor divided along several axes, as by a two-dimensional mesh.
 
     Args:
-        spec: of the published tensor.
-        axes: (axis of the tensor, number of ranks, this rank) for each dimension of the mesh that
-            divides. An axis may come again: then what is left of it is divided again, as DTensor
-            does from the mesh's first dimension on. Divided as `TargetTPLayout` says.
-        name: of the target; as the tensor's if None.
+        spec: the published tensor.
+        axes: (axis of the tensor, number of ranks, this rank) for each mesh dimension that divides
+            the tensor, each division as in `TargetTPLayout`. If an axis occurs again, the remaining
+            part is divided again, as DTensor does from the first mesh dimension on.
+        name: name of the target; None uses the tensor's.
 
     Raises:
-        ValueError: the tensor has no such axis, or a rank is out of range.
+        ValueError: the tensor lacks an axis, or a rank is out of range.
     """
     start, shape = [0] * len(spec.shape), list(spec.shape)
     for axis, size, rank in axes:
@@ -97,22 +96,22 @@ def fused_qkv_target(
     tp_size: int,
     tp_rank: int,
 ) -> TargetTensor:
-    """One rank's query, key and value projections, one below the other; weights or biases.
+    """Return the target of one rank's query, key and value projections, stacked; weights or biases.
 
     Args:
-        name: of the target.
-        q: published, ``num_heads * head_dim`` rows.
-        k: published, ``num_kv_heads * head_dim`` rows.
-        v: published, as many rows as ``k``.
-        num_heads: query heads of the model; ``tp_size`` divides them.
-        num_kv_heads: key and value heads; ``tp_size`` divides them or is a multiple of them. If
-            there are fewer than ranks, ``tp_size // num_kv_heads`` ranks in a row have the same.
+        name: name of the target.
+        q: published tensor of ``num_heads * head_dim`` rows.
+        k: published tensor of ``num_kv_heads * head_dim`` rows.
+        v: published tensor with as many rows as ``k``.
+        num_heads: query heads of the model, a multiple of ``tp_size``.
+        num_kv_heads: key and value heads, a multiple or a divisor of ``tp_size``. If there are
+            fewer than ranks, ``tp_size // num_kv_heads`` consecutive ranks have the same head.
         head_dim: rows of a head.
         tp_size: number of ranks.
-        tp_rank: this one.
+        tp_rank: this rank.
 
     Raises:
-        LayoutError: rows, heads and ranks do not fit.
+        LayoutError: rows, heads and ranks do not match.
     """
     _check_rank(name, tp_size, tp_rank)
     for spec, heads in ((q, num_heads), (k, num_kv_heads), (v, num_kv_heads)):
@@ -126,7 +125,7 @@ def fused_qkv_target(
     ):
         raise LayoutError(
             f"target {name!r}: {num_heads} heads and {num_kv_heads} key and value heads over "
-            f"{tp_size} ranks; expected the ranks to divide both, or, of the latter, a multiple"
+            f"{tp_size} ranks; expected divisors of both, or a multiple of the latter"
         )
     q_rows = num_heads // tp_size * head_dim
     if num_kv_heads >= tp_size:
@@ -143,23 +142,23 @@ def fused_qkv_target(
 def fused_gate_up_target(
     name: str, gate: TensorSpec, up: TensorSpec, tp_size: int, tp_rank: int
 ) -> TargetTensor:
-    """One rank's gate and up projections, one below the other.
+    """Return the target of one rank's gate and up projections, stacked.
 
     Args:
-        name: of the target.
-        gate: published; ``tp_size`` divides its rows.
-        up: published, of the same shape.
+        name: name of the target.
+        gate: published tensor; its rows are a multiple of ``tp_size``.
+        up: published tensor of the same shape.
         tp_size: number of ranks.
-        tp_rank: this one.
+        tp_rank: this rank.
 
     Raises:
-        LayoutError: the shapes differ, or the ranks do not divide the rows.
+        LayoutError: the shapes differ, or the rows are no multiple of the ranks.
     """
     _check_rank(name, tp_size, tp_rank)
     if not gate.shape or gate.shape != up.shape or gate.shape[0] % tp_size:
         raise LayoutError(
             f"target {name!r}: {gate.name!r} has shape {gate.shape}, {up.name!r} {up.shape}; "
-            f"expected the same, with rows that {tp_size} ranks divide"
+            f"expected equal shapes, with a multiple of {tp_size} rows"
         )
     rows = gate.shape[0] // tp_size
     return _rows_target(name, ((gate, tp_rank * rows, rows), (up, tp_rank * rows, rows)))
@@ -172,67 +171,69 @@ def expert_targets(
     *,
     box: Box | None = None,
 ) -> TargetTensor:
-    """The experts that a receiver owns, stacked ``[len(expert_ids), ...]`` in the order of the ids.
+    """Return the target of a receiver's experts, stacked ``[len(expert_ids), ...]`` in that order.
 
     Args:
-        name: of the target.
-        experts: one published tensor that stacks all experts ``[experts, ...]``, or one published
-            tensor an expert, in the order of their ids.
-        expert_ids: of this receiver; in any order, with gaps, none twice.
-        box: the part of each expert's own tensor that this receiver needs; all of it if None.
+        name: name of the target.
+        experts: one published tensor with all experts ``[experts, ...]``, or one published tensor
+            per expert, in the order of their ids.
+        expert_ids: ids of this receiver's experts: distinct, in any order, with gaps.
+        box: part of each expert's tensor that this receiver needs; None is all of it.
 
     Raises:
-        LayoutError: an id is out of range or comes twice, or the experts' shapes or dtypes differ.
+        LayoutError: an id is out of range or repeated, or the experts' shapes or dtypes differ.
     """
     stacked = isinstance(experts, TensorSpec)
     if isinstance(experts, TensorSpec):
         if not experts.shape:
             raise LayoutError(f"target {name!r}: {experts.name!r} has no axis of experts")
-        count, one = experts.shape[0], experts.shape[1:]
+        count, shape = experts.shape[0], experts.shape[1:]
         dtype = experts.dtype
     else:
         if not experts:
             raise LayoutError(f"target {name!r}: no published experts; expected at least one")
-        count, one, dtype = len(experts), experts[0].shape, experts[0].dtype
+        count, shape, dtype = len(experts), experts[0].shape, experts[0].dtype
         for spec in experts:
-            if (spec.shape, spec.dtype) != (one, dtype):
+            if (spec.shape, spec.dtype) != (shape, dtype):
                 raise LayoutError(
                     f"target {name!r}: {spec.name!r} is {spec.dtype} of shape {spec.shape}, "
-                    f"{experts[0].name!r} {dtype} of shape {one}; expected the same"
+                    f"{experts[0].name!r} {dtype} of shape {shape}; expected equal ones"
                 )
     if len(set(expert_ids)) != len(expert_ids) or any(not 0 <= i < count for i in expert_ids):
         raise LayoutError(
             f"target {name!r}: experts {list(expert_ids)[:16]}; "
-            f"expected different ones from 0 to {count - 1}"
+            f"expected distinct ids from 0 to {count - 1}"
         )
-    taken = Box.whole(one) if box is None else box
+    taken = Box.full(shape) if box is None else box
     parts = []
     for row, length in (
         _runs(expert_ids) if stacked else ((row, 1) for row in range(len(expert_ids)))
     ):
         first = expert_ids[row]
-        at = (row, *(0,) * len(one))
+        at = (row, *(0,) * len(shape))
         if isinstance(experts, TensorSpec):
             of = Box((first, *taken.start), (length, *taken.shape))
             parts.append(TargetPart(experts.name, of, at, experts.shape))
         else:
-            parts.append(TargetPart(experts[first].name, taken, at, one))
+            parts.append(TargetPart(experts[first].name, taken, at, shape))
     return TargetTensor(name, dtype, (len(expert_ids), *taken.shape), tuple(parts))
 
 
 def _runs(ids: Sequence[int]) -> list[tuple[int, int]]:
-    """Position and length of each run of ids that count up."""
+    """Return position and length of each run of consecutive ids."""
     starts = [i for i in range(len(ids)) if i == 0 or ids[i] != ids[i - 1] + 1]
     return [(a, b - a) for a, b in pairwise([*starts, len(ids)])]
 
 
 def _check_rank(name: str, tp_size: int, tp_rank: int) -> None:
     if not 0 <= tp_rank < tp_size:
-        raise LayoutError(f"target {name!r}: rank {tp_rank} of {tp_size}; expected one below")
+        raise LayoutError(
+            f"target {name!r}: rank {tp_rank} of {tp_size}; expected 0 to {tp_size - 1}"
+        )
 
 
 def _rows_target(name: str, pieces: Sequence[tuple[TensorSpec, int, int]]) -> TargetTensor:
-    """Rows of several tensors, one below the other: (tensor, first row, number of rows)."""
+    """Return a target that stacks rows of tensors: (tensor, first row, number of rows)."""
     first = pieces[0][0]
     parts = []
     at = 0
@@ -241,10 +242,10 @@ def _rows_target(name: str, pieces: Sequence[tuple[TensorSpec, int, int]]) -> Ta
             raise LayoutError(
                 f"target {name!r}: {spec.name!r} is {spec.dtype} of shape {spec.shape}, "
                 f"{first.name!r} {first.dtype} of shape {first.shape}; "
-                "expected the same dtype, and the same axes behind the first"
+                "expected equal dtypes, and equal axes after the first"
             )
-        behind = (0,) * (len(spec.shape) - 1)
-        box = Box((start, *behind), (rows, *spec.shape[1:]))
-        parts.append(TargetPart(spec.name, box, (at, *behind), spec.shape))
+        rest = (0,) * (len(spec.shape) - 1)
+        box = Box((start, *rest), (rows, *spec.shape[1:]))
+        parts.append(TargetPart(spec.name, box, (at, *rest), spec.shape))
         at += rows
     return TargetTensor(name, first.dtype, (at, *first.shape[1:]), tuple(parts))

@@ -1,8 +1,8 @@
-"""`Transport`: what moves bytes from the arenas of sources into a receiver's scratch buffer.
+"""`Transport`: the interface that moves bytes from sources' arenas to a receiver's scratch buffer.
 
-One instance a receiver. A transport knows nothing of tensors, versions or digests: it carries out
-`ReadTable`s. It reads only from the sources that it is asked to read from, connects to them when it
-first does, and remembers nothing of a source that is gone.
+Each receiver has one instance. A transport knows no tensors, versions or digests: it executes
+`ReadTable`s. It connects to a source on the first read from it, and keeps nothing of a source that
+is gone.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from typing import Protocol
 import torch
 
 from refit_mx.deadline import Deadline
-from refit_mx.manifest import Manifest
-from refit_mx.reads import ReadTable
+from refit_mx.manifest.format import Manifest
+from refit_mx.manifest.reads import ReadTable
 
 UNUSED_FETCHES = 4
-"""A source that so many fetches did not read from is disconnected, and its memory let go of."""
+"""A source that was not read in so many fetches is disconnected, and its memory is released."""
 
 
 @dataclass(frozen=True)
 class Fetch:
-    """What to read from one source.
+    """Reads from one source.
 
     Attributes:
-        source: its manifest.
-        reads: from its arena into the scratch buffer.
+        source: manifest of the source.
+        reads: reads from its arena into the scratch buffer.
     """
 
     source: Manifest
@@ -36,12 +36,12 @@ class Fetch:
 
 @dataclass(frozen=True)
 class FetchStats:
-    """What a fetch did.
+    """Amount and duration of a fetch.
 
     Attributes:
-        nbytes: moved, without headers.
-        seconds: from the first byte asked for to the last one there.
-        connected: sources that had to be connected to.
+        nbytes: bytes moved, without headers.
+        seconds: duration from the first request to the last byte.
+        connected: number of sources that had to be connected.
     """
 
     nbytes: int
@@ -50,23 +50,23 @@ class FetchStats:
 
 
 class Transport(Protocol):
-    """Reads from sources. One thread at a time may use an instance."""
+    """Reader of sources. One thread at a time may use an instance."""
 
     name: str
-    """``nixl``, ``shm`` or ``tcp``; as configurations name it."""
+    """Name in configurations: ``nixl``, ``shm`` or ``tcp``."""
     piece_bytes: int
-    """Of a read at most, so that it is verified while more arrives; a multiple of
-    `refit_mx.manifest.BLOCK_BYTES`."""
+    """Size limit of a read, so that it is verified while more arrives; a multiple of
+    `refit_mx.manifest.format.BLOCK_BYTES`."""
 
     def register(self, scratch: torch.Tensor) -> None:
-        """Make a buffer ready to be read into; it is one contiguous uint8 tensor of one axis.
+        """Prepare a buffer for reads: a contiguous uint8 tensor of one axis.
 
         Raises:
             RefitConfigError: the transport cannot read into this memory.
         """
 
     def unregister(self, scratch: torch.Tensor) -> None:
-        """Forget a buffer. Only of one that nothing is read into any more."""
+        """Forget a buffer, which must have no reads in progress."""
 
     def fetch(
         self,
@@ -76,31 +76,31 @@ class Transport(Protocol):
         deadline: Deadline,
         on_done: Callable[[int, int, int], None] | None = None,
     ) -> FetchStats:
-        """Read everything, from all sources at once. All of it is there when this returns.
+        """Execute all reads, from all sources at once; return when all bytes have arrived.
 
         Args:
-            fetches: one a source.
-            scratch: registered before.
-            deadline: for all of it, connecting included. It is told as bytes come, also within a
-                read: `Deadline.moved`.
-            on_done: called as parts arrive, in a thread that brings them, maybe in several at the
-                same time; with the index of a fetch and the first row and the row behind the last
-                one of its reads that are complete; every row is told once. So what has arrived can
-                be verified while more arrives. What it raises ends the fetch.
+            fetches: one per source.
+            scratch: registered buffer.
+            deadline: time limit, including connecting. Progress, also within a read, is recorded
+                with `Deadline.record_progress`.
+            on_done: callback for rows of reads that are complete, so that they are verified while
+                more arrive. It gets the index of a fetch, the first row and the row after the last;
+                each row is reported once. Several threads may call it at the same time. An error
+                that it raises ends the fetch.
 
         Raises:
-            SourceLostError: a source died, was restarted, or no longer holds the version; names its
+            SourceLostError: a source died, restarted, or no longer holds the version; has its
                 worker. The buffer's content is undefined.
             RefitTimeoutError: the deadline passed. The buffer's content is undefined.
-            ProtocolError: a source sent what it must not.
+            ProtocolError: a source sent what the protocol does not allow.
         """
 
     def busy(self, scratch: torch.Tensor) -> bool:
-        """Whether an abandoned read may still write into the buffer.
+        """Return whether an abandoned read may still write into the buffer.
 
-        After `fetch` raised, this stays true until the transport knows that no byte can come any
-        more: at once where nothing was abandoned, else when the agent of each source that was being
-        read from is gone. The caller asks again before it uses the buffer.
+        After `fetch` raised, this is true until the transport is sure that no byte can arrive: at
+        once if nothing was abandoned, else when the reads are complete or the agents of their
+        sources are gone. The caller checks again before it uses the buffer.
         """
 
     def close(self) -> None:

@@ -1,15 +1,18 @@
-"""Cutting reads into requests of bounded size, and telling which rows are complete."""
+"""Division of reads into batches of bounded size, which several threads take one by one."""
 
 from __future__ import annotations
 
+import threading
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from refit_mx.reads import ReadTable
+from refit_mx.manifest.reads import ReadTable
+from refit_mx.transports.base import Fetch
 
 Rows = npt.NDArray[np.int64]
 
@@ -21,88 +24,89 @@ class Batch(NamedTuple):
     last: int
     nbytes: int
 
-    def of(self, reads: ReadTable) -> ReadTable:
-        """Its rows."""
+    def rows_of(self, reads: ReadTable) -> ReadTable:
+        """Return the batch's rows of a table."""
         return ReadTable(reads.rows[self.first : self.last])
 
 
 def batches(
-    reads: ReadTable, *, most_bytes: int, most_reads: int, most_runs: int | None = None
+    reads: ReadTable, *, max_bytes: int, max_reads: int, max_runs: int | None = None
 ) -> Iterator[Batch]:
-    """Consecutive rows of at most so many bytes, rows and runs together, or one row with more."""
-    # As lists: a search in an array costs more than all else here.
+    """Yield batches of consecutive rows within all three limits, or of one row beyond them."""
+    # As lists: searching an array costs more than everything else here.
     ends = np.cumsum(_sizes(reads)).tolist()
     run_ends = np.cumsum(reads.rows[:, 3] * reads.rows[:, 6]).tolist()
     first, before, runs_before = 0, 0, 0
     while first < len(ends):
-        last = min(first + most_reads, bisect_right(ends, before + most_bytes, first))
-        if most_runs is not None:
-            last = min(last, bisect_right(run_ends, runs_before + most_runs, first))
+        last = min(first + max_reads, bisect_right(ends, before + max_bytes, first))
+        if max_runs is not None:
+            last = min(last, bisect_right(run_ends, runs_before + max_runs, first))
         last = max(first + 1, last)
         yield Batch(first, last, ends[last - 1] - before)
         first, before, runs_before = last, ends[last - 1], run_ends[last - 1]
 
 
 def split_reads(
-    reads: ReadTable, most_bytes: int, most_runs: int | None = None
+    reads: ReadTable, max_bytes: int, max_runs: int | None = None
 ) -> tuple[ReadTable, Rows]:
-    """The same bytes in rows of at most so many bytes and runs.
+    """Split rows so that none exceeds the given bytes and runs.
 
     Returns:
-        The table, and for each of its rows the row of ``reads`` that it is a part of, ascending.
+        The table, and for each of its rows the row of ``reads`` that it is part of, ascending.
     """
-    most_runs = most_runs or np.iinfo(np.int64).max
+    max_runs = max_runs or np.iinfo(np.int64).max
     large = np.flatnonzero(
-        (_sizes(reads) > most_bytes) | (reads.rows[:, 3] * reads.rows[:, 6] > most_runs)
+        (_sizes(reads) > max_bytes) | (reads.rows[:, 3] * reads.rows[:, 6] > max_runs)
     )
-    whole = np.arange(len(reads), dtype=np.int64)
+    origin = np.arange(len(reads), dtype=np.int64)
     if not len(large):
-        return reads, whole
+        return reads, origin
     tables: list[Rows] = []
     origins: list[Rows] = []
     done = 0
     for row in large.tolist():
-        parts = np.array(list(_parts(reads.rows[row].tolist(), most_bytes, most_runs)), np.int64)
+        parts = np.array(list(_parts(reads.rows[row].tolist(), max_bytes, max_runs)), np.int64)
         tables += [reads.rows[done:row], parts]
-        origins += [whole[done:row], np.full(len(parts), row, np.int64)]
+        origins += [origin[done:row], np.full(len(parts), row, np.int64)]
         done = row + 1
     tables.append(reads.rows[done:])
-    origins.append(whole[done:])
+    origins.append(origin[done:])
     return ReadTable(np.concatenate(tables)), np.concatenate(origins)
 
 
 class RowsDone:
-    """Which rows of a table are complete, as the batches of its parts are done.
+    """Completed rows of a table, derived from the batches of its parts that have arrived.
 
     Args:
-        origins: of `split_reads`.
+        origins: row of each part, from `split_reads`.
         parts: all batches of the split table.
     """
 
     def __init__(self, origins: Rows, parts: list[Batch]) -> None:
         self._origins = origins
         # Rows that are not split are in one batch each.
-        self._whole = not len(origins) or int(origins[-1]) + 1 == len(origins)
+        self._unsplit = not len(origins) or int(origins[-1]) + 1 == len(origins)
         rows = int(origins[-1]) + 1 if len(origins) else 0
-        self._left = np.zeros(rows, np.int64)
-        for batch in () if self._whole else parts:
+        # Number of batches of each row that have not arrived.
+        self._remaining = np.zeros(rows, np.int64)
+        for batch in () if self._unsplit else parts:
             first, last = self._rows(batch)
-            self._left[first:last] += 1
+            self._remaining[first:last] += 1
 
     def done(self, batch: Batch) -> tuple[int, int]:
-        """A batch is there.
+        """Record the arrival of a batch.
 
         Returns:
-            The first row and the row behind the last one that are complete with it; equal if none.
+            The first row and the row after the last that it completes; equal if it completes none.
         """
-        if self._whole:
+        if self._unsplit:
             return batch.first, batch.last
         first, last = self._rows(batch)
-        self._left[first:last] -= 1
-        # Only the rows at both ends may have parts in other batches.
-        if self._left[first]:
+        self._remaining[first:last] -= 1
+        # Only the first and the last row may have parts in other batches.
+        if self._remaining[first]:
             first += 1
-        if first < last and self._left[last - 1]:
+        if first < last and self._remaining[last - 1]:
             last -= 1
         return first, max(first, last)
 
@@ -115,20 +119,76 @@ def _sizes(reads: ReadTable) -> Rows:
     return sizes
 
 
-def _parts(row: list[int], most_bytes: int, most_runs: int) -> Iterator[tuple[int, ...]]:
+def _parts(row: list[int], max_bytes: int, max_runs: int) -> Iterator[tuple[int, ...]]:
     src, dst, run, n1, src1, dst1, n2, src2, dst2 = row
-    if run * n1 <= most_bytes and n1 <= most_runs:
-        step = min(most_bytes // (run * n1), most_runs // n1)
+    if run * n1 <= max_bytes and n1 <= max_runs:
+        step = min(max_bytes // (run * n1), max_runs // n1)
         for j in range(0, n2, step):
             n = min(step, n2 - j)
             yield src + j * src2, dst + j * dst2, run, n1, src1, dst1, n, src2, dst2
         return
-    step = max(1, min(most_bytes // run, most_runs))
+    step = max(1, min(max_bytes // run, max_runs))
     for j in range(n2):
         for i in range(0, n1, step):
             s, d = src + j * src2 + i * src1, dst + j * dst2 + i * dst1
-            if run <= most_bytes:
+            if run <= max_bytes:
                 yield s, d, run, min(step, n1 - i), src1, dst1, 1, 0, 0
                 continue
-            for k in range(0, run, most_bytes):
-                yield s + k, d + k, min(most_bytes, run - k), 1, 0, 0, 1, 0, 0
+            for k in range(0, run, max_bytes):
+                yield s + k, d + k, min(max_bytes, run - k), 1, 0, 0, 1, 0, 0
+
+
+OnDone = Callable[[int, int, int], None]
+"""Callback as in `refit_mx.transports.base.Transport.fetch`."""
+
+
+class Work:
+    """Batches of one fetch that remain to be read; safe to use from many threads.
+
+    Args:
+        index: index of the fetch.
+        fetch: reads of the fetch.
+        batch_bytes: size limit of a batch.
+        batch_reads: limit of reads in a batch.
+        batch_runs: limit of runs in a batch; None for no limit.
+
+    Attributes:
+        index: index of the fetch.
+        source: source of the reads.
+        reads: all reads, split so that batches consist of full rows.
+        count: number of batches.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        fetch: Fetch,
+        *,
+        batch_bytes: int,
+        batch_reads: int,
+        batch_runs: int | None = None,
+    ) -> None:
+        self.index = index
+        self.source = fetch.source
+        self.reads, origins = split_reads(fetch.reads, batch_bytes, batch_runs)
+        parts = list(
+            batches(self.reads, max_bytes=batch_bytes, max_reads=batch_reads, max_runs=batch_runs)
+        )
+        self.count = len(parts)
+        self._rows = RowsDone(origins, parts)
+        self._lock = threading.Lock()
+        self._remaining = deque(parts)
+
+    def take(self) -> Batch | None:
+        """Return the next batch; None if none remains."""
+        try:
+            return self._remaining.popleft()
+        except IndexError:
+            return None
+
+    def done(self, batch: Batch, on_done: OnDone | None) -> None:
+        """Report the rows that an arrived batch completes."""
+        with self._lock:
+            first, last = self._rows.done(batch)
+        if on_done is not None and last > first:
+            on_done(self.index, first, last)

@@ -1,7 +1,7 @@
-"""`NixlTransport`: one-sided reads, RDMA where there is any, else shared memory or TCP by UCX.
+"""`NixlTransport`: one-sided reads by RDMA if available, else by UCX over shared memory or TCP.
 
-Where no network card copies, this side's processor does, and one thread fills one core. So large
-fetches are carried out by several lanes, an agent and a thread each.
+Without RDMA the receiver's CPU copies, and one thread is limited to one core. So large fetches use
+several lanes, each with an agent and a thread.
 """
 
 from __future__ import annotations
@@ -14,60 +14,60 @@ from functools import partial
 
 import torch
 
+from refit_mx.concurrency import run_together
 from refit_mx.deadline import Deadline
 from refit_mx.errors import RefitConfigError, SourceLostError
-from refit_mx.manifest import Manifest
-from refit_mx.side_by_side import together
-from refit_mx.source_client import SourceClient
+from refit_mx.manifest.format import Manifest
 from refit_mx.transports.base import UNUSED_FETCHES, Fetch, FetchStats
+from refit_mx.transports.batches import OnDone, Work
 from refit_mx.transports.nixl_lane import DRAIN_S, IN_FLIGHT, Lane, agent_of
 from refit_mx.transports.nixl_library import has_rdma, nixl_available, prepare_environment
 from refit_mx.transports.nixl_source import NixlSource
+from refit_mx.transports.source_client import SourceClient
 from refit_mx.transports.tcp import check_fetches
-from refit_mx.transports.work import OnDone, Work
 
 __all__ = ["NixlSource", "NixlTransport", "nixl_available", "prepare_environment"]
 
 BATCH_BYTES = 16 << 20
-"""Of one transfer where this side's processor copies: a whole piece, which the thread that copied
-it verifies. Smaller ones cost more in calls than the processor's cache gives back: for 0.5 GiB a
-sixth more time with 4 MiB, a third more with 2."""
+"""Size of one transfer if this side's processor copies: a full piece, verified by the thread that
+copied it. Smaller transfers cost more in calls than the cache saves: 0.5 GiB takes a sixth longer
+with 4 MiB and a third longer with 2 MiB."""
 RDMA_BATCH_BYTES = 64 << 20
 IN_FLIGHT_BYTES = 64 << 20
-"""Of all sources together where this side's processor copies. NIXL tells of whole transfers alone,
-and all that are under way share one network: the more sources, the smaller the batches, so that one
-ends long before a fetch is taken for stalled. A longer stall limit for more bytes would find a
-source that fell silent later, and the more sources there are the later."""
+"""Limit for all sources together if this side's processor copies. NIXL reports only complete
+transfers, and all transfers in flight share one network. So with more sources the batches get
+smaller, and one completes long before a fetch counts as stalled. A longer stall limit for more
+bytes would instead detect silent sources later."""
 LOCAL_IN_FLIGHT_BYTES = 256 << 20
-"""Of all sources together where all are of this machine: nothing slower than memory is between."""
-LEAST_BATCH_BYTES = 1 << 20
-"""Smaller ones would cost speed."""
+"""Limit for all sources together if all are local, with nothing slower than memory in between."""
+MIN_BATCH_BYTES = 1 << 20
+"""Lower limit of a batch: smaller ones are slow."""
 RDMA_IN_FLIGHT_BYTES = 1 << 30
-RDMA_LEAST_BATCH_BYTES = 8 << 20
+RDMA_MIN_BATCH_BYTES = 8 << 20
 BATCH_RUNS = 1 << 14
-"""Of one transfer; UCX holds a request of its own for each run."""
+"""Limit of the runs in one transfer; UCX holds a request for each run."""
 LANE_BYTES = 64 << 20
-"""Of a fetch from which on it takes all lanes."""
-MOST_LANES = 2
+"""Size from which a fetch uses all lanes."""
+MAX_LANES = 2
 
 
 def batch_bytes(readers: int, *, copies: bool, local: bool) -> int:
-    """Of one transfer.
+    """Return the size of one transfer.
 
     Args:
-        readers: sources times lanes, each of which has `IN_FLIGHT` transfers under way.
+        readers: sources times lanes; each has `IN_FLIGHT` transfers in flight.
         copies: whether this side's processor copies.
-        local: whether all sources are of this machine.
+        local: whether all sources are on this machine.
     """
-    most = BATCH_BYTES if copies else RDMA_BATCH_BYTES
-    least = LEAST_BATCH_BYTES if copies else RDMA_LEAST_BATCH_BYTES
-    by_copying = LOCAL_IN_FLIGHT_BYTES if local else IN_FLIGHT_BYTES
-    all_of_them = by_copying if copies else RDMA_IN_FLIGHT_BYTES
-    return min(most, max(least, all_of_them // (readers * IN_FLIGHT)))
+    maximum = BATCH_BYTES if copies else RDMA_BATCH_BYTES
+    minimum = MIN_BATCH_BYTES if copies else RDMA_MIN_BATCH_BYTES
+    copied = LOCAL_IN_FLIGHT_BYTES if local else IN_FLIGHT_BYTES
+    in_flight = copied if copies else RDMA_IN_FLIGHT_BYTES
+    return min(maximum, max(minimum, in_flight // (readers * IN_FLIGHT)))
 
 
 class _Source:
-    """One that was connected to."""
+    """A connected source."""
 
     def __init__(self, client: SourceClient) -> None:
         self.client = client
@@ -75,35 +75,31 @@ class _Source:
 
 
 class NixlTransport:
-    """See `refit_mx.transports.base.Transport`.
+    """Transport over NIXL; see `refit_mx.transports.base.Transport`.
 
-    Besides the one-sided reads it asks each source's server, before the first byte whether this is
-    still the process of the manifest, and after the last one whether the version is still held.
+    It also sends two requests to each source's server: before the first byte, to check that the
+    process is still the one in the manifest, and after the last, that the version is still held.
 
     Args:
-        connect_timeout_s: for connecting to a source's server and being greeted by it, and for
-            connecting to its agent; at most half of the time that is left for a fetch.
-        threads: of UCX's own that carry out large transfers.
-        lanes: that carry out large fetches side by side where there is no RDMA; None is one a core
-            that this process may use, at most `MOST_LANES`.
+        connect_timeout_s: time limit of the connection to a source's server with its greeting, and
+            of the connection to its agent; at most half of the time that remains for a fetch.
+        lanes: parallel lanes of large fetches without RDMA; None is one per core that this process
+            may use, up to `MAX_LANES`.
 
     Raises:
-        RefitConfigError: NIXL cannot be used; `nixl_available` says why.
+        RefitConfigError: NIXL cannot be used; `nixl_available` returns the reason.
     """
 
     name = "nixl"
     piece_bytes = BATCH_BYTES
 
-    def __init__(
-        self, *, connect_timeout_s: float = 5.0, threads: int = 0, lanes: int | None = None
-    ) -> None:
+    def __init__(self, *, connect_timeout_s: float = 5.0, lanes: int | None = None) -> None:
         if lanes is not None and lanes < 1:
             raise RefitConfigError(f"lanes {lanes}; expected at least 1")
-        self._ucx_threads = threads
-        self._lanes = [Lane(threads=threads)]
-        # Blocked by an attempt to connect, or with reads of before.
+        self._lanes = [Lane()]
+        # Blocked by an attempt to connect, or by earlier reads.
         self._abandoned_lanes: list[Lane] = []
-        self._most_lanes = lanes or min(MOST_LANES, len(os.sched_getaffinity(0)))
+        self._max_lanes = lanes or min(MAX_LANES, len(os.sched_getaffinity(0)))
         self._threads: ThreadPoolExecutor | None = None
         self._connect_timeout_s = connect_timeout_s
         self._registered: dict[int, torch.Tensor] = {}
@@ -112,11 +108,11 @@ class NixlTransport:
     def register(self, scratch: torch.Tensor) -> None:
         """See `Transport.register`."""
         if scratch.data_ptr() in self._registered:
-            raise RefitConfigError("the scratch buffer is registered already")
+            raise RefitConfigError("the scratch buffer is already registered")
         try:
             for lane in self._lanes:
                 lane.register(scratch)
-        except BaseException:
+        except BaseException:  # unregister all lanes also on an interrupt
             for lane in self._lanes:
                 lane.unregister(scratch)
             raise
@@ -126,7 +122,7 @@ class NixlTransport:
         """See `Transport.unregister`.
 
         Raises:
-            RefitConfigError: it is busy.
+            RefitConfigError: the buffer is busy.
         """
         if self.busy(scratch):
             raise RefitConfigError("the scratch buffer is busy; an abandoned read may write to it")
@@ -136,7 +132,7 @@ class NixlTransport:
 
     def busy(self, scratch: torch.Tensor) -> bool:
         """See `Transport.busy`."""
-        # Reads continue only while they are polled, so every lane is.
+        # Reads progress only while they are polled, so poll every lane.
         busy = [lane.busy(scratch) for lane in (*self._lanes, *self._abandoned_lanes)]
         self._abandoned_lanes = [
             lane for lane in self._abandoned_lanes if lane.blocked or not lane.is_drained()
@@ -144,12 +140,12 @@ class NixlTransport:
         return any(busy)
 
     def is_stuck(self, source: Manifest) -> bool:
-        """Whether a source was lost, and cannot be read from since reads from it are not over."""
+        """Return whether a source was lost and abandoned reads from it are still in progress."""
         name = agent_of(source).name
         if not any(lane.is_lost(name) for lane in self._lanes):
             return False
         for lane in self._lanes:
-            lane.is_drained()  # reads go on only while asked about
+            lane.is_drained()  # reads progress only while polled
         return not self._is_idle(name)
 
     def fetch(
@@ -175,12 +171,12 @@ class NixlTransport:
         if not wanted:
             return FetchStats(0, 0.0, 0)
         local = all(self._client(fetch.source).local for fetch in wanted)
-        most_bytes = batch_bytes(len(wanted) * len(lanes), copies=copies, local=local)
+        max_bytes = batch_bytes(len(wanted) * len(lanes), copies=copies, local=local)
         works = [
             Work(
                 index,
                 fetch,
-                batch_bytes=most_bytes,
+                batch_bytes=max_bytes,
                 batch_reads=BATCH_RUNS,
                 batch_runs=BATCH_RUNS,
             )
@@ -194,13 +190,13 @@ class NixlTransport:
             for work in works:
                 client = self._client(work.source)
                 client.check_held(version_id=work.source.version_id, deadline=deadline)
-        except BaseException:
+        except BaseException:  # an interrupt also leaves reads in progress
             self._abandon(lanes, deadline)
             raise
         return FetchStats(nbytes, seconds, connected)
 
     def close(self) -> None:
-        """See `Transport.close`. Buffers that are busy stay so, and the agents with them."""
+        """See `Transport.close`. Busy buffers stay busy, and their agents stay connected."""
         if self._threads is not None:
             self._threads.shutdown()
             self._threads = None
@@ -213,16 +209,16 @@ class NixlTransport:
                 self._remove(name)
 
     def _lanes_for(self, copied_bytes: int) -> list[Lane]:
-        wanted = 1 if copied_bytes < LANE_BYTES else self._most_lanes
+        wanted = 1 if copied_bytes < LANE_BYTES else self._max_lanes
         while len(self._lanes) < wanted:
             try:
-                lane = Lane(threads=self._ucx_threads)
+                lane = Lane()
                 for scratch in self._registered.values():
                     lane.register(scratch)
             except RefitConfigError:
                 if not self._lanes:
                     raise
-                self._most_lanes = len(self._lanes)  # fewer do as well
+                self._max_lanes = len(self._lanes)  # continue with fewer lanes
                 break
             self._lanes.append(lane)
         return self._lanes[:wanted]
@@ -239,17 +235,15 @@ class NixlTransport:
             lane.carry_out(works, scratch, deadline=deadline, on_done=on_done, stopped=stopped)
 
         if len(lanes) > 1 and self._threads is None:
-            self._threads = ThreadPoolExecutor(
-                self._most_lanes - 1, thread_name_prefix="refit-nixl"
-            )
-        together(self._threads, [partial(carry_out, lane) for lane in lanes])
+            self._threads = ThreadPoolExecutor(self._max_lanes - 1, thread_name_prefix="refit-nixl")
+        run_together(self._threads, [partial(carry_out, lane) for lane in lanes])
 
     def _abandon(self, lanes: Sequence[Lane], deadline: Deadline) -> None:
         for lane in lanes:
             lane.abandon()
         until = time.monotonic() + min(DRAIN_S, deadline.left_s)
         while True:
-            drained = [lane.is_drained() for lane in lanes]  # every one is asked
+            drained = [lane.is_drained() for lane in lanes]  # poll every lane
             if all(drained) or time.monotonic() >= until:
                 return
             time.sleep(1e-3)
@@ -259,7 +253,7 @@ class NixlTransport:
         if any(lane.is_lost(name) for lane in self._lanes):
             if not self._is_idle(name):
                 raise SourceLostError(
-                    f"source {source.worker_id!r} was lost, and reads from it are not over",
+                    f"source {source.worker_id!r} was lost with reads still in progress",
                     (source.worker_id,),
                 )
             self._remove(name)
@@ -272,9 +266,9 @@ class NixlTransport:
             known.client.connect(deadline)
         try:
             for lane in lanes:
-                # Not all of the time: what then reads from the source over TCP needs some.
+                # At most half of the time: a fallback over TCP needs the rest.
                 lane.connect(source, min(self._connect_timeout_s, deadline.check() / 2))
-        except BaseException:
+        except BaseException:  # an interrupt may also leave a lane blocked
             self._abandoned_lanes += [lane for lane in self._lanes if lane.blocked]
             self._lanes = [lane for lane in self._lanes if not lane.blocked]
             if known is None:

@@ -1,13 +1,13 @@
-"""`Lane`: one NIXL agent that reads, for one thread at a time.
+"""`Lane`: one NIXL agent that reads, used by one thread at a time.
 
-NIXL has no time-out and cannot take back a read: after its handle was released, and even after the
-remote agent was removed, late bytes of a peer that was stopped still land in the buffer. So a read
-that is abandoned keeps its handle and its remote agent, and the buffer stays busy until NIXL itself
-says that the read is done or that the peer is disconnected.
+NIXL has no timeout and cannot cancel a read. Even after its handle was released and the remote
+agent removed, late bytes of a stopped peer still arrive in the buffer. So an abandoned read keeps
+its handle and its remote agent, and the buffer stays busy until NIXL reports that the read is done
+or that the peer is disconnected.
 
-Nor has it a time-out for connecting, which blocks in the kernel for as long as that resends (some
-130 s on Linux) while a peer's packets are dropped, and holds the agent's lock. Such a call is
-abandoned with its thread and its agent, and the peer is avoided until the call returns.
+Connecting has no timeout either. While a peer's packets are dropped, the call blocks for as long as
+the kernel retransmits (about 130 s on Linux), and holds the agent's lock. Such a call is abandoned
+with its thread and agent, and the peer is avoided until the call returns.
 """
 
 from __future__ import annotations
@@ -19,36 +19,38 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any  # NIXL's agents and handles have no types
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
-from refit_mx.bounded_calls import BoundedCalls
+from refit_mx.concurrency import BoundedCalls
 from refit_mx.deadline import Deadline
 from refit_mx.errors import ProtocolError, RefitConfigError, RefitError, SourceLostError
-from refit_mx.manifest import Manifest, NixlAgent
-from refit_mx.source_client import is_gone
-from refit_mx.transports.batches import Batch
-from refit_mx.transports.descriptors import descriptors, runs
+from refit_mx.manifest.format import Manifest, NixlAgent
+from refit_mx.manifest.reads import ReadTable
+from refit_mx.transports.batches import Batch, OnDone, Work
 from refit_mx.transports.nixl_library import is_disconnect, is_unreachable, new_agent
 from refit_mx.transports.nixl_source import register_memory
-from refit_mx.transports.work import OnDone, Work
+from refit_mx.transports.source_client import is_gone
 
 IN_FLIGHT = 2
-"""Transfers of a source at a time and lane, so that it never waits for this side."""
+"""Concurrent transfers per source and lane, so that the source never waits for this side."""
 DRAIN_S = 0.5
-"""For the reads of the other sources to end after one has failed."""
+"""Time for the reads from other sources to end after one has failed."""
 GONE_PROBE_S = 0.2
 MAX_ABANDONED_CONNECTS = 8
-"""Of this process. Each is a thread and an agent, one a peer; beyond it none is connected to."""
+"""Limit for this process, at most one per peer, each with a thread and an agent. Beyond it no
+further peer is connected."""
 
 
-# Attempts to connect that were abandoned, by the remote agent's name; of all lanes, since the agent
-# is as silent to the others.
+# Abandoned attempts to connect, by name of the remote agent. All lanes share them: an agent that is
+# silent to one lane is silent to all.
 _abandoned_connects: dict[str, BoundedCalls] = {}
 _abandoned_lock = threading.Lock()
 
 
 def abandoned_connects() -> set[str]:
-    """Names of the remote agents to which an abandoned attempt to connect is still under way."""
+    """Return the names of remote agents with an abandoned attempt to connect in progress."""
     with _abandoned_lock:
         for name in [name for name, calls in _abandoned_connects.items() if not calls.busy]:
             del _abandoned_connects[name]
@@ -56,7 +58,7 @@ def abandoned_connects() -> set[str]:
 
 
 class _Remote:
-    """An agent that was connected to."""
+    """A connected remote agent."""
 
     def __init__(self, source: Manifest) -> None:
         self.source = source
@@ -65,7 +67,7 @@ class _Remote:
 
 
 class _Read:
-    """A transfer that was posted."""
+    """A posted transfer."""
 
     def __init__(self, remote: _Remote, handle: Any, buffer: int) -> None:
         self.remote = remote
@@ -76,7 +78,7 @@ class _Read:
 
 
 class _Flight:
-    """What one lane has under way of a work."""
+    """Reads of one work in progress in a lane."""
 
     def __init__(self, work: Work) -> None:
         self.work = work
@@ -85,54 +87,51 @@ class _Flight:
 
 
 class Lane:
-    """Reads.
-
-    Args:
-        threads: of UCX's own that carry out large transfers.
+    """A NIXL agent that reads, used by one thread at a time.
 
     Raises:
         RefitConfigError: NIXL cannot be used.
     """
 
-    def __init__(self, *, threads: int = 0) -> None:
-        self._agent = new_agent("refit-receiver", serves=False, threads=threads)
+    def __init__(self) -> None:
+        self._agent = new_agent("refit-receiver", serves=False)
         self._connecting = BoundedCalls("refit-nixl-connect")
         self._registered: dict[int, Any] = {}
         self._remotes: dict[str, _Remote] = {}
         self._abandoned: list[_Read] = []
 
     def register(self, scratch: torch.Tensor) -> None:
-        """Make a buffer ready to be read into."""
+        """Prepare a buffer for reads."""
         self._registered[scratch.data_ptr()] = register_memory(self._agent, scratch)
 
     def unregister(self, scratch: torch.Tensor) -> None:
         """Forget a buffer that is not busy."""
         registration = self._registered.pop(scratch.data_ptr(), None)
-        # Nothing is read into it, and the registration ends with the agent.
+        # No read writes into it. If the agent is blocked, the registration ends with the agent.
         if registration is not None and not self.blocked:
             self._agent.deregister_memory(registration)
 
     @property
     def blocked(self) -> bool:
-        """Whether an abandoned attempt to connect holds the agent, whose calls would block."""
+        """True while an abandoned attempt to connect holds the agent: its calls would block."""
         return self._connecting.busy
 
     def busy(self, scratch: torch.Tensor) -> bool:
-        """Whether an abandoned read may still write into the buffer."""
+        """Return whether an abandoned read may still write into the buffer."""
         self.is_drained()
         return any(read.buffer == scratch.data_ptr() for read in self._abandoned)
 
     def is_lost(self, name: str) -> bool:
-        """Whether a remote agent was lost since it was connected to."""
+        """Return whether a remote agent was lost after it was connected."""
         remote = self._remotes.get(name)
         return remote is not None and remote.lost
 
     def connect(self, source: Manifest, timeout_s: float) -> None:
-        """Read its agent's metadata, if that was not done yet. A time-out leaves the lane blocked.
+        """Connect to a source's agent unless it is connected. A timeout leaves the lane blocked.
 
         Raises:
-            SourceLostError: it cannot be reached, or not in time.
-            ProtocolError: its metadata is none, or another agent's.
+            SourceLostError: the source cannot be reached, or not in time.
+            ProtocolError: its metadata is invalid or belongs to another agent.
         """
         agent = agent_of(source)
         if agent.name in self._remotes:
@@ -140,8 +139,8 @@ class Lane:
         blocked = abandoned_connects()
         if agent.name in blocked or len(blocked) >= MAX_ABANDONED_CONNECTS:
             raise SourceLostError(
-                f"source {source.worker_id!r} is not connected to over NIXL: {len(blocked)} "
-                "attempts that were abandoned are still blocked",
+                f"source {source.worker_id!r} is not connected over NIXL: {len(blocked)} "
+                "abandoned attempts are still blocked",
                 (source.worker_id,),
             )
         try:
@@ -170,18 +169,18 @@ class Lane:
         if name != agent.name:
             self._agent.remove_remote_agent(name)
             raise ProtocolError(
-                f"source {source.worker_id!r}: its metadata is of agent {name!r}; "
+                f"source {source.worker_id!r}: its metadata belongs to agent {name!r}; "
                 f"expected {agent.name!r}"
             )
         self._remotes[name] = _Remote(source)
 
     def is_idle(self, name: str) -> bool:
-        """Whether no read from a remote agent is under way."""
+        """Return whether no read from a remote agent is in progress."""
         remote = self._remotes.get(name)
         return remote is None or not remote.pending
 
     def remove(self, name: str) -> None:
-        """Disconnect from a remote agent that `is_idle`."""
+        """Disconnect from a remote agent that is idle."""
         if self._remotes.pop(name, None) is not None:
             self._agent.remove_remote_agent(name)
 
@@ -194,15 +193,17 @@ class Lane:
         on_done: OnDone | None,
         stopped: Callable[[], bool],
     ) -> None:
-        """Read what other lanes do not take. What is under way when this raises has to be
-        abandoned.
+        """Read the batches that other lanes do not take.
+
+        If this raises, the caller must abandon the reads in progress.
 
         Args:
-            works: one a source.
-            scratch: registered.
-            deadline: for all of it.
-            on_done: as `Transport.fetch`.
-            stopped: whether another lane has failed; then this returns with reads under way.
+            works: one per source.
+            scratch: registered buffer.
+            deadline: time limit of all reads.
+            on_done: callback as in `Transport.fetch`.
+            stopped: function that returns whether another lane has failed; this method then returns
+                with reads in progress.
         """
         idle = 0
         active = [_Flight(work) for work in works]
@@ -218,11 +219,11 @@ class Lane:
                     flight.reads.append((self._post(work, batch, scratch), batch))
                     deadline.check(f"reading from {work.source.worker_id!r}")
                     if flight.reads[0][0].ended:
-                        break  # copied in the call itself
+                        break  # copied within the call
                 while flight.reads and self._is_done(flight.reads[0][0]):
                     _, batch = flight.reads.popleft()
                     progressed = True
-                    deadline.moved()
+                    deadline.record_progress()
                     work.done(batch, on_done)
             active = [flight for flight in active if flight.reads or flight.more]
             if progressed:
@@ -232,45 +233,46 @@ class Lane:
             if active and not deadline.left_s:
                 missing = ", ".join(repr(flight.work.source.worker_id) for flight in active[:4])
                 raise deadline.error(f"reading from {missing} ({len(active)} sources)")
-            # Small transfers end within microseconds; long ones should not cost a core.
+            # Poll without sleep at first, for small transfers that take microseconds; then sleep,
+            # so that long ones do not use a core.
             time.sleep(0 if idle < 50 else min(1e-3, idle * 1e-6))
 
     def abandon(self) -> None:
-        """What is under way is to be asked about by `busy` from now on."""
-        # Of all that was posted: an interrupt may have come before a read was noted elsewhere.
+        """Abandon the reads in progress; `busy` polls them from now on."""
+        # All posted reads: an interrupt may have come before a read was recorded elsewhere.
         self._abandoned = [read for remote in self._remotes.values() for read in remote.pending]
 
     def is_drained(self) -> bool:
-        """Whether no abandoned read is left."""
+        """Poll abandoned reads; return whether none remains."""
         if self.blocked:
             return not self._abandoned
         probed: dict[str, bool] = {}
-        self._abandoned = [read for read in self._abandoned if not self._is_over(read, probed)]
+        self._abandoned = [read for read in self._abandoned if not self._is_finished(read, probed)]
         return not self._abandoned
 
     def _post(self, work: Work, batch: Batch, scratch: torch.Tensor) -> _Read:
         agent = agent_of(work.source)
         remote = self._remotes[agent.name]
-        src, dst, length = runs(batch.of(work.reads))
+        src, dst, length = runs(batch.rows_of(work.reads))
         local_memory = "DRAM" if scratch.device.type == "cpu" else "VRAM"
         local = descriptors(dst, length, scratch.data_ptr(), scratch.device.index or 0)
-        far = descriptors(src, length, work.source.arena_address, agent.device_id)
+        remote_runs = descriptors(src, length, work.source.arena_address, agent.device_id)
         try:
             handle = self._agent.initialize_xfer(
                 "READ",
                 self._agent.get_xfer_descs(local, local_memory),
-                self._agent.get_xfer_descs(far, agent.memory),
+                self._agent.get_xfer_descs(remote_runs, agent.memory),
                 agent.name,
                 backends=["UCX"],
             )
-        except Exception as error:  # noqa: BLE001
+        except Exception as error:  # noqa: BLE001 - as above
             raise self._lost(remote, error, posted=False) from None
         read = _Read(remote, handle, scratch.data_ptr())
         remote.pending.append(read)
         try:
             if self._agent.transfer(handle) == "DONE":
                 self._end(read)
-        except Exception as error:  # noqa: BLE001
+        except Exception as error:  # noqa: BLE001 - as above
             read.failed = not is_disconnect(error)
             raise self._lost(remote, error) from None
         return read
@@ -280,7 +282,7 @@ class Lane:
             return True
         try:
             state = self._agent.check_xfer_state(read.handle)
-        except Exception as error:  # noqa: BLE001
+        except Exception as error:  # noqa: BLE001 - as above
             raise self._lost(read.remote, error) from None
         if state == "ERR":
             raise self._lost(read.remote, RuntimeError("NIXL reports an error"))
@@ -289,26 +291,26 @@ class Lane:
         self._end(read)
         return True
 
-    def _is_over(self, read: _Read, probed: dict[str, bool]) -> bool:
-        """Whether an abandoned read cannot write any more.
+    def _is_finished(self, read: _Read, probed: dict[str, bool]) -> bool:
+        """Return whether an abandoned read can no longer write.
 
         Args:
-            read: that was abandoned.
-            probed: by worker id, whether it is gone; each is asked once, since one that cannot be
-                reached takes `GONE_PROBE_S`.
+            read: abandoned read.
+            probed: whether the worker is gone, by worker id. Each is probed once, since probing an
+                unreachable one takes `GONE_PROBE_S`.
         """
         if read.ended:
             return True
         if not read.failed:
             try:
                 state = self._agent.check_xfer_state(read.handle)
-            except Exception as error:  # noqa: BLE001
+            except Exception as error:  # noqa: BLE001 - as above
                 read.remote.lost = True
                 state = "DONE" if is_disconnect(error) else "ERR"
             if state == "PROC":
                 return False
             read.failed = state == "ERR"
-        # An error of one part of a transfer says nothing of its other parts.
+        # After an error in one part of a transfer, others may write until the source is gone.
         if read.failed:
             source = read.remote.source
             if source.worker_id not in probed:
@@ -331,11 +333,53 @@ class Lane:
 
 
 def agent_of(source: Manifest) -> NixlAgent:
-    """The agent that a source serves with.
+    """Return the NIXL agent of a source.
 
     Raises:
-        RefitConfigError: it has none.
+        RefitConfigError: the source has none.
     """
     if source.nixl is None:
         raise RefitConfigError(f"source {source.worker_id!r} has no NIXL agent; read it over TCP")
     return source.nixl
+
+
+Columns = npt.NDArray[np.int64]
+Descriptors = npt.NDArray[np.uint64]
+
+
+def runs(reads: ReadTable) -> tuple[Columns, Columns, Columns]:
+    """Return the contiguous pieces of reads, with adjacent ones joined.
+
+    Returns:
+        Source offset, destination offset and length of each, int64 (pieces,).
+    """
+    src, dst, run, n1, src1, dst1, n2, src2, dst2 = reads.rows.T.copy()
+    if (reads.rows[:, (3, 6)] > 1).any():
+        joins = (n1 > 1) & (src1 == run) & (dst1 == run)
+        run = np.where(joins, run * n1, run)
+        n1 = np.where(joins, 1, n1)
+        joins = (n1 == 1) & (n2 > 1) & (src2 == run) & (dst2 == run)
+        run = np.where(joins, run * n2, run)
+        n2 = np.where(joins, 1, n2)
+    counts = n1 * n2
+    if (counts > 1).any():
+        row = np.repeat(np.arange(len(counts)), counts)
+        within = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)
+        j, i = np.divmod(within, n1[row])
+        src = src[row] + j * src2[row] + i * src1[row]
+        dst = dst[row] + j * dst2[row] + i * dst1[row]
+        run = run[row]
+    if len(run) > 1:
+        ends = (src[:-1] + run[:-1] != src[1:]) | (dst[:-1] + run[:-1] != dst[1:])
+        firsts = np.concatenate([[0], np.flatnonzero(ends) + 1])
+        src, dst, run = src[firsts], dst[firsts], np.add.reduceat(run, firsts)
+    return src, dst, run
+
+
+def descriptors(at: Columns, length: Columns, address: int, device_id: int) -> Descriptors:
+    """Return descriptors of pieces at offsets from an address: uint64 (pieces, 3)."""
+    table = np.empty((len(at), 3), np.uint64)
+    table[:, 0] = at.astype(np.uint64) + np.uint64(address)
+    table[:, 1] = length
+    table[:, 2] = device_id
+    return table

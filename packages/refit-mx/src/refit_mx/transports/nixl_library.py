@@ -1,4 +1,4 @@
-"""NIXL as a library that may be missing, and that reads its settings from the environment."""
+"""The NIXL library, which may be missing and reads its settings from the environment."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from typing import Any  # NIXL's modules and agents have no types
 
 from refit_mx.errors import RefitConfigError
 
-# In the order in which modelexpress looks for them, so that one process loads one of them.
+# In modelexpress's order of preference: a second build cannot be loaded into a process.
 _PACKAGES = ("nixl_cu13", "nixl_cu12", "nixl")
 _RDMA = Path("/sys/class/infiniband")
-_LOOK_US = 1000
-# They carry a gRPC and a protobuf of their own.
-_IN_THE_WAY = ("yr.datasystem",)
-_making = threading.Lock()
+_POLL_US = 1000
+# Modules that bundle their own gRPC and protobuf, which conflict with NIXL's.
+_CONFLICTING_MODULES = ("yr.datasystem",)
+_agent_lock = threading.Lock()
 
 
 def prepare_environment() -> None:
-    """Set what NIXL reads at its import, where the user has not.
+    """Set the environment variables that NIXL reads at import, unless the user has set them.
 
-    On a machine without RDMA: ``UCX_TLS=tcp,shm,self``, and ``UCX_MODULES=^ib``, without which a
-    process crashes at exit where a system libibverbs is present. On one with RDMA neither: they
-    would switch it off. Everywhere ``NIXL_LOG_LEVEL=WARN``, since NIXL logs to stdout. Does nothing
-    once NIXL is imported.
+    Without RDMA these are ``UCX_TLS=tcp,shm,self`` and ``UCX_MODULES=^ib``; without the latter a
+    process crashes at exit if the system has libibverbs. With RDMA they are not set, since they
+    would disable it. ``NIXL_LOG_LEVEL=WARN`` is always set, since NIXL logs to stdout. Nothing
+    happens once NIXL is imported.
     """
     if any(f"{package}._api" in sys.modules for package in _PACKAGES):
         return
@@ -42,42 +42,44 @@ def prepare_environment() -> None:
 
 
 def has_rdma() -> bool:
-    """Whether this machine has a device for RDMA; else UCX lets the processors copy."""
+    """Return whether this machine has an RDMA device; without one, UCX copies by processor."""
     return _RDMA.is_dir() and any(_RDMA.iterdir())
 
 
 def nixl_available() -> str | None:
-    """None if NIXL can be used, else why not."""
-    for other in _IN_THE_WAY:
+    """Return None if NIXL can be used, else the reason why not."""
+    for other in _CONFLICTING_MODULES:
         if other in sys.modules:
-            return f"this process holds {other}, whose libraries and NIXL's end it when they meet"
+            return f"this process has loaded {other}, whose libraries crash together with NIXL's"
     if not sys.platform.startswith("linux"):
         return f"NIXL has no build for {sys.platform}"
     try:
         _api()
     except ImportError as error:
-        return f"NIXL cannot be imported ({error}); install refit-mx[nixl]"
+        return (
+            f"NIXL cannot be imported ({error}); install refit-mx[nixl], or refit-mx[nixl-cu13] "
+            "where torch is a build for CUDA 13"
+        )
     return None
 
 
-def new_agent(prefix: str, *, serves: bool, threads: int = 0) -> Any:  # Any: see the import
-    """A UCX agent whose name no other process, and no later one, ever has.
+def new_agent(prefix: str, *, serves: bool) -> Any:  # Any: see the import
+    """Create a UCX agent with a name that no other process ever has.
 
     Args:
-        prefix: of its name, for those who read logs.
-        serves: whether others read from it, so that it has to work while nobody calls it; else it
-            works when it is asked how its transfers stand.
-        threads: of the backend's own that carry out large transfers; 0 has none.
+        prefix: prefix of its name, for logs.
+        serves: True if others read from it, so that it needs a progress thread. Otherwise it makes
+            progress when its transfers are polled.
 
     Raises:
-        RefitConfigError: NIXL is missing, or has no UCX.
+        RefitConfigError: NIXL is missing, or lacks UCX.
     """
     why = nixl_available()
     if why is not None:
         raise RefitConfigError(why)
     api = _api()
-    config = api.nixl_agent_config(enable_prog_thread=serves, num_threads=threads, backends=["UCX"])
-    with _patient(api):
+    config = api.nixl_agent_config(enable_prog_thread=serves, num_threads=0, backends=["UCX"])
+    with _sleeping_thread(api):
         agent = api.nixl_agent(f"{prefix}-{uuid.uuid4().hex}", config)
     if "UCX" not in agent.backends:
         raise RefitConfigError("NIXL's plugin UCX is missing; see NIXL_PLUGIN_DIR")
@@ -85,11 +87,11 @@ def new_agent(prefix: str, *, serves: bool, threads: int = 0) -> Any:  # Any: se
 
 
 @contextmanager
-def _patient(api: Any) -> Iterator[None]:  # Any: see the import
-    """Let the thread of an agent that is made meanwhile sleep between looks.
+def _sleeping_thread(api: Any) -> Iterator[None]:  # Any: see the import
+    """Make the thread of an agent created in the block sleep between polls.
 
-    NIXL's Python API has it look without a pause, which takes a core for as long as the agent lives
-    and slows the transfers themselves where cores are few. The setting exists one layer below.
+    By default NIXL's Python API polls without a pause. That uses a core for as long as the agent
+    exists, and slows transfers if cores are few. The setting exists one layer below.
     """
     bindings: Any = getattr(api, "nixlBind", None)  # Any: see the import
     plain = getattr(bindings, "nixlAgentConfig", None)
@@ -98,11 +100,11 @@ def _patient(api: Any) -> Iterator[None]:  # Any: see the import
         return
 
     def set_attribute(config: Any, name: str, value: object) -> None:
-        plain.__setattr__(config, name, _LOOK_US if name == "pthrDelay" else value)
+        plain.__setattr__(config, name, _POLL_US if name == "pthrDelay" else value)
 
-    patient = type("Patient", (plain,), {"__setattr__": set_attribute})
-    with _making:
-        bindings.nixlAgentConfig = patient
+    sleeping = type("SleepingConfig", (plain,), {"__setattr__": set_attribute})
+    with _agent_lock:
+        bindings.nixlAgentConfig = sleeping
         try:
             yield
         finally:
@@ -110,19 +112,19 @@ def _patient(api: Any) -> Iterator[None]:  # Any: see the import
 
 
 def is_disconnect(error: BaseException) -> bool:
-    """Whether NIXL says that the peer's connection is gone, so that nothing comes from it."""
+    """Return whether NIXL reports a lost connection, after which no byte arrives."""
     return type(error).__name__ == "nixlRemoteDisconnectError"
 
 
 def is_unreachable(error: BaseException) -> bool:
-    """Whether NIXL could not connect to a peer, for all that its metadata says."""
+    """Return whether NIXL could not connect to a peer with valid metadata."""
     return is_disconnect(error) or type(error).__name__ == "nixlBackendError"
 
 
 @cache
 def _api() -> Any:  # Any: see the import
     prepare_environment()
-    found: list[str] = []
+    missing: list[str] = []
     raising = logging.raiseExceptions
     try:
         for package in _PACKAGES:
@@ -131,8 +133,8 @@ def _api() -> Any:  # Any: see the import
             except ModuleNotFoundError as error:
                 if error.name not in (package, f"{package}._api"):
                     raise
-                found.append(package)
+                missing.append(package)
     finally:
-        # NIXL's import switches this off for the whole process.
+        # NIXL's import turns this off for the process.
         logging.raiseExceptions = raising
-    raise ImportError(f"none of {', '.join(found)} is installed")
+    raise ImportError(f"none of {', '.join(missing)} is installed")

@@ -1,4 +1,4 @@
-"""`NixlSource`: makes a publisher's arenas readable by NIXL."""
+"""`NixlSource`: makes a publisher's arenas readable over NIXL."""
 
 from __future__ import annotations
 
@@ -7,41 +7,40 @@ from typing import Any  # NIXL's agents have no types
 
 import torch
 
-from refit_mx.cuda_order import why_not_registered
 from refit_mx.errors import RefitConfigError
-from refit_mx.manifest import NixlAgent
+from refit_mx.manifest.format import NixlAgent
+from refit_mx.memory.cuda import registration_obstacle
 from refit_mx.transports.nixl_library import new_agent
 
 
 class NixlSource:
-    """One NIXL agent for each arena.
+    """NIXL agents of a publisher, one per arena.
 
-    So what a manifest says of an agent never changes: NIXL takes changed metadata of a known agent
-    for a new one and forgets what is under way. And with its agent an arena that was given up
-    becomes unreadable, which deregistering alone does not achieve.
+    With one agent per arena, an agent's metadata never changes. NIXL takes changed metadata for a
+    new agent and forgets reads in progress. And when its agent ends, a dropped arena becomes
+    unreadable, which deregistering alone does not achieve.
 
-    Keep the source's `SourceServer` open for longer than this: that a process is gone is seen by
-    its server being gone.
+    Close the source's `SourceServer` after this: clients see by it whether the process is gone.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        # Any: agents and registrations are NIXL's own. The tensor keeps the memory alive.
+        # Any: agents and registrations have NIXL's types. The tensor keeps the memory alive.
         self._registered: dict[int, tuple[torch.Tensor, Any, Any]] = {}
 
     def register(self, memory: torch.Tensor) -> NixlAgent:
-        """Make an arena readable.
+        """Make an arena readable, by an agent for it.
 
         Args:
-            memory: all of it, as one contiguous uint8 tensor of one axis; not registered yet.
+            memory: the complete arena as a contiguous uint8 tensor of one axis, not registered yet.
 
         Raises:
-            RefitConfigError: NIXL is missing, or the memory is registered or cannot be.
+            RefitConfigError: NIXL is missing, or the memory is registered already or cannot be.
         """
         with self._lock:
             address = memory.data_ptr()
             if address in self._registered:
-                raise RefitConfigError(f"the memory at {address:#x} is registered already")
+                raise RefitConfigError(f"the memory at {address:#x} is already registered")
             agent = new_agent("refit-source", serves=True)
             self._registered[address] = (memory, agent, register_memory(agent, memory))
             return NixlAgent(
@@ -52,11 +51,11 @@ class NixlSource:
             )
 
     def unregister(self, memory: torch.Tensor) -> None:
-        """End the arena's agent: reads that are under way fail. Nothing if it has none."""
+        """End the agent of an arena, if it has one: reads in progress fail."""
         with self._lock:
-            found = self._registered.pop(memory.data_ptr(), None)
-        if found is not None:
-            _, agent, registration = found
+            entry = self._registered.pop(memory.data_ptr(), None)
+        if entry is not None:
+            _, agent, registration = entry
             agent.deregister_memory(registration)
 
     def close(self) -> None:
@@ -68,18 +67,18 @@ class NixlSource:
 
 
 def register_memory(agent: Any, memory: torch.Tensor) -> Any:  # Any: NIXL has no types
-    """NIXL's registration of a buffer.
+    """Register a buffer with NIXL and return the registration.
 
     Raises:
-        RefitConfigError: it is not one contiguous uint8 tensor of one axis, nobody could read it,
-            or NIXL refuses it.
+        RefitConfigError: the buffer is not a contiguous uint8 tensor of one axis, others could not
+            read it, or NIXL refuses it.
     """
     if memory.dtype != torch.uint8 or memory.dim() != 1 or not memory.is_contiguous():
         raise RefitConfigError(
             f"memory: {memory.dtype} {tuple(memory.shape)}; "
             "expected one contiguous uint8 tensor of one axis"
         )
-    why = why_not_registered(memory.device)
+    why = registration_obstacle(memory.device)
     if why is not None:
         raise RefitConfigError(
             f"NIXL cannot serve {memory.numel()} bytes on {memory.device}: {why}"

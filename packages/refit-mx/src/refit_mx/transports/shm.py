@@ -1,7 +1,7 @@
-"""`ShmTransport`: reads sources of the same machine where they lie, in memory that both map.
+"""`ShmTransport`: copies from local sources out of memory that both processes map.
 
-It needs no library and no right to look into another process's memory, which UCX needs between two
-processes of a machine.
+Unlike UCX between two processes of a machine, it needs no library and no permission to read another
+process's memory.
 """
 
 from __future__ import annotations
@@ -18,31 +18,31 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from refit_mx.byte_spans import host_bytes
+from refit_mx.concurrency import run_together
 from refit_mx.deadline import Deadline
 from refit_mx.errors import ProtocolError, RefitConfigError, SourceLostError
-from refit_mx.manifest import Manifest, SharedMemory
-from refit_mx.reads import ReadTable
-from refit_mx.shared_memory import attach, shared_memory_missing
-from refit_mx.side_by_side import together
-from refit_mx.source_client import SourceClient
+from refit_mx.manifest.byte_spans import host_bytes
+from refit_mx.manifest.format import Manifest, SharedMemory
+from refit_mx.manifest.reads import ReadTable
+from refit_mx.memory.mapping import attach, shared_memory_missing
 from refit_mx.transports.base import UNUSED_FETCHES, Fetch, FetchStats
+from refit_mx.transports.batches import OnDone, Work
+from refit_mx.transports.source_client import SourceClient
 from refit_mx.transports.tcp import check_fetches
-from refit_mx.transports.work import OnDone, Work
 
 BATCH_BYTES = 2 << 20
-"""Copied at a time: a whole piece, which the thread that copied it verifies while it is in the
-core's own cache: for 0.5 GiB a sixth less time than with 16 MiB."""
+"""Size of one copy: a full piece, verified by the thread that copied it while it is in that core's
+cache. 0.5 GiB takes a sixth less time than with 16 MiB."""
 BATCH_READS = 1 << 12
 LANE_BYTES = 32 << 20
-"""Of a fetch from which on several threads copy."""
-MOST_LANES = 2
+"""Size from which several threads copy a fetch."""
+MAX_LANES = 2
 
 _Bytes = npt.NDArray[np.uint8]
 
 
 class _Key(NamedTuple):
-    """All that a manifest says of a mapped memory: one that says something else is another."""
+    """All that a manifest says about a mapped memory; any difference means another memory."""
 
     shared: SharedMemory
     arena_bytes: int
@@ -52,7 +52,7 @@ class _Key(NamedTuple):
 
 
 class _Source:
-    """One whose memory is mapped."""
+    """A source with mapped memory."""
 
     def __init__(self, memory: _Bytes, client: SourceClient) -> None:
         self.memory = memory
@@ -61,19 +61,20 @@ class _Source:
 
 
 class ShmTransport:
-    """See `refit_mx.transports.base.Transport`. Into memory of the CPU alone.
+    """Transport over shared memory, into CPU memory only; see `refit_mx.transports.base.Transport`.
 
-    As `refit_mx.transports.nixl.NixlTransport` it asks each source's server, before the first byte
-    whether this is still the process of the manifest, and after the last one whether the version is
-    still held. Nobody else writes into its buffers, so they are never busy after a fetch.
+    Like `refit_mx.transports.nixl.NixlTransport` it sends two requests to each source's server:
+    before the first byte, to check that the process is still the one in the manifest, and after the
+    last, that the version is still held. Only its threads write into its buffers, so they are never
+    busy after a fetch.
 
     Args:
-        connect_timeout_s: for connecting to a source's server and being greeted by it.
-        lanes: threads that copy a large fetch; None is one a core that this process may use, at
-            most `MOST_LANES`.
+        connect_timeout_s: time limit of the connection to a source's server with its greeting.
+        lanes: threads that copy a large fetch; None is one per core that this process may use, up
+            to `MAX_LANES`.
 
     Raises:
-        RefitConfigError: this system has no such memory.
+        RefitConfigError: this system cannot share memory.
     """
 
     name = "shm"
@@ -86,14 +87,14 @@ class ShmTransport:
         if lanes is not None and lanes < 1:
             raise RefitConfigError(f"lanes {lanes}; expected at least 1")
         self._connect_timeout_s = connect_timeout_s
-        self._most_lanes = lanes or min(MOST_LANES, len(os.sched_getaffinity(0)))
+        self._max_lanes = lanes or min(MAX_LANES, len(os.sched_getaffinity(0)))
         self._threads: ThreadPoolExecutor | None = None
         self._registered: set[int] = set()
         self._sources: dict[_Key, _Source] = {}
 
     def register(self, scratch: torch.Tensor) -> None:
         """See `Transport.register`."""
-        host_bytes(scratch)  # refuses what it cannot write to
+        host_bytes(scratch)  # raises if it cannot write to the buffer
         self._registered.add(scratch.data_ptr())
 
     def unregister(self, scratch: torch.Tensor) -> None:
@@ -101,7 +102,7 @@ class ShmTransport:
         self._registered.discard(scratch.data_ptr())
 
     def busy(self, scratch: torch.Tensor) -> bool:
-        """Always False: `fetch` ends its threads before it raises."""
+        """Return False: `fetch` ends its threads before it raises."""
         return False
 
     def fetch(
@@ -130,18 +131,18 @@ class ShmTransport:
             }
             started = time.monotonic()
             copying = partial(_copy, works, memories, host_bytes(scratch), deadline, on_done)
-            lanes = self._most_lanes if nbytes >= LANE_BYTES else 1
+            lanes = self._max_lanes if nbytes >= LANE_BYTES else 1
             if lanes > 1 and self._threads is None:
                 self._threads = ThreadPoolExecutor(lanes - 1, thread_name_prefix="refit-shm")
-            together(self._threads, [copying] * lanes)
+            run_together(self._threads, [copying] * lanes)
             seconds = time.monotonic() - started
-            memories.clear()  # the frame lives as long as an error that is kept
+            memories.clear()  # a stored error would keep the frame and so the mappings alive
             for fetch, key in zip(wanted, keys, strict=True):
                 self._sources[key].client.check_held(
                     version_id=fetch.source.version_id, deadline=deadline
                 )
         except SourceLostError as error:
-            # Its memory would stay for as long as it is mapped.
+            # While it is mapped, its memory is not freed.
             lost = set(error.worker_ids)
             self._forget(key for key in list(self._sources) if key.worker_id in lost)
             raise
@@ -155,17 +156,17 @@ class ShmTransport:
         self._forget(list(self._sources))
 
     def _connect(self, source: Manifest, deadline: Deadline) -> bool:
-        """Whether its server had to be connected to."""
+        """Map and connect a source; return whether its server had to be connected."""
         try:
             mapped = self._mapped(source)
         except OSError as error:
             client = SourceClient(source, connect_timeout_s=self._connect_timeout_s)
-            with closing(client):  # one that is gone is lost
+            with closing(client):  # if the source is gone, report it as lost
                 client.check_held(version_id=source.version_id, deadline=deadline)
             raise RefitConfigError(
                 f"transport 'shm': the memory of source {source.worker_id!r} cannot be mapped here "
-                f"({error}); expected a process of this machine and user, whose PID can be seen "
-                "from here; use 'auto', 'nixl' or 'tcp'"
+                f"({error}); expected a process of the same machine and user, with a PID visible "
+                "here; use 'auto', 'nixl' or 'tcp'"
             ) from None
         return mapped.client.connect(deadline)
 
@@ -191,8 +192,8 @@ class ShmTransport:
                 source.client.close()
 
 
-def reaches(source: Manifest) -> bool:
-    """Whether this process can map a source's memory."""
+def can_map(source: Manifest) -> bool:
+    """Return whether this process can map a source's memory."""
     if source.shm is None:
         return False
     try:
@@ -210,7 +211,7 @@ def _copy(
     on_done: OnDone | None,
     stopped: Callable[[], bool],
 ) -> None:
-    """Copy what other threads do not take."""
+    """Copy the batches that other threads do not take."""
     active = list(works)
     while active and not stopped():
         for work in tuple(active):
@@ -219,13 +220,13 @@ def _copy(
                 active.remove(work)
                 continue
             deadline.check(f"reading from {work.source.worker_id!r}")
-            _copy_reads(batch.of(work.reads), memories[work.index], scratch)
-            deadline.moved()
+            _copy_reads(batch.rows_of(work.reads), memories[work.index], scratch)
+            deadline.record_progress()
             work.done(batch, on_done)
 
 
 def _copy_reads(reads: ReadTable, source: _Bytes, scratch: _Bytes) -> None:
-    """All of them are inside of both memories, which `check_fetches` has seen to."""
+    """Copy reads, which `check_fetches` has found to be inside both memories."""
     for src, dst, run, n1, src1, dst1, n2, src2, dst2 in reads.rows.tolist():
         if n1 == n2 == 1:
             np.copyto(scratch[dst : dst + run], source[src : src + run])
@@ -238,10 +239,10 @@ def _copy_reads(reads: ReadTable, source: _Bytes, scratch: _Bytes) -> None:
 
 
 def _key(source: Manifest) -> _Key:
-    """Which memory of which source.
+    """Return the key of a source's memory.
 
     Raises:
-        RefitConfigError: it does not share it.
+        RefitConfigError: the source does not share its memory.
     """
     if source.shm is None:
         raise RefitConfigError(

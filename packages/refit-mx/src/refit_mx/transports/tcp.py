@@ -1,4 +1,4 @@
-"""`TcpTransport`: reads through the source servers; works wherever Python does."""
+"""`TcpTransport`: reads through the source servers, on any platform."""
 
 from __future__ import annotations
 
@@ -9,17 +9,16 @@ from time import monotonic
 
 import torch
 
-from refit_mx.byte_spans import ByteSpans, check_reads
 from refit_mx.deadline import Deadline
 from refit_mx.errors import RefitConfigError, SourceLostError
-from refit_mx.source_client import SourceClient
-from refit_mx.source_protocol import MOST_READS
+from refit_mx.manifest.byte_spans import ByteSpans, check_reads
 from refit_mx.transports.base import UNUSED_FETCHES, Fetch, FetchStats
-from refit_mx.transports.batches import Batch
-from refit_mx.transports.work import OnDone, Work
+from refit_mx.transports.batches import Batch, OnDone, Work
+from refit_mx.transports.source_client import SourceClient
+from refit_mx.transports.source_protocol import MAX_READS
 
 BATCH_BYTES = 16 << 20
-"""Of one request."""
+"""Size of one request."""
 
 _Key = tuple[str, str]
 
@@ -28,12 +27,13 @@ _Event = tuple[Work, Batch] | BaseException
 
 
 class TcpTransport:
-    """See `refit_mx.transports.base.Transport`. Its buffers are never busy after a fetch: what
-    reads into them has ended when `fetch` raises.
+    """Transport over TCP; see `refit_mx.transports.base.Transport`.
+
+    Its buffers are never busy after a fetch: no read is in progress when `fetch` raises.
 
     Args:
-        connect_timeout_s: for connecting to a source and being greeted by it.
-        connections_per_source: that a fetch of many bytes uses at the same time.
+        connect_timeout_s: time limit of the connection to a source with its greeting.
+        connections_per_source: connections to a source that a large fetch uses in parallel.
     """
 
     name = "tcp"
@@ -52,7 +52,7 @@ class TcpTransport:
 
     def register(self, scratch: torch.Tensor) -> None:
         """See `Transport.register`."""
-        ByteSpans(scratch)  # refuses what it cannot write to
+        ByteSpans(scratch)  # raises if it cannot write to the buffer
         self._registered.add(scratch.data_ptr())
 
     def unregister(self, scratch: torch.Tensor) -> None:
@@ -60,7 +60,7 @@ class TcpTransport:
         self._registered.discard(scratch.data_ptr())
 
     def busy(self, scratch: torch.Tensor) -> bool:
-        """Always False: `fetch` ends its threads before it raises."""
+        """Return False: `fetch` ends its threads before it raises."""
         return False
 
     def fetch(
@@ -75,7 +75,7 @@ class TcpTransport:
         check_fetches(fetches, scratch, self._registered)
         started = monotonic()
         works = [
-            Work(index, fetch, batch_bytes=BATCH_BYTES, batch_reads=MOST_READS)
+            Work(index, fetch, batch_bytes=BATCH_BYTES, batch_reads=MAX_READS)
             for index, fetch in enumerate(fetches)
         ]
         events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
@@ -98,8 +98,8 @@ class TcpTransport:
             for thread in threads:
                 thread.start()
             self._collect(events, sum(work.count for work in works), deadline, on_done)
-        except BaseException:
-            # Their buffers are this caller's again when this returns, so no thread may be left.
+        except BaseException:  # end the threads also on an interrupt
+            # The caller may reuse the buffer when this returns, so no thread may remain.
             for client in clients:
                 client.abort()
             self._clients.clear()
@@ -152,7 +152,7 @@ class TcpTransport:
         for _ in range(count):
             event = _next(events, deadline)
             if isinstance(event, BaseException):
-                raise _with_others(event, events)
+                raise _with_other_errors(event, events)
             work, batch = event
             work.done(batch, on_done)
 
@@ -162,10 +162,10 @@ def _key(fetch: Fetch) -> _Key:
 
 
 def check_fetches(fetches: Sequence[Fetch], scratch: torch.Tensor, registered: set[int]) -> None:
-    """Refuse reads that reach outside the scratch or the arenas, before anything moves.
+    """Check that reads stay inside the scratch and the arenas, before any byte moves.
 
     Raises:
-        RefitConfigError: they do, or the scratch is not registered.
+        RefitConfigError: they do not, or the scratch is not registered.
     """
     if scratch.data_ptr() not in registered:
         raise RefitConfigError("the scratch buffer is not registered with this transport")
@@ -190,7 +190,10 @@ def _run(
             if batch is None:
                 return
             client.read(
-                batch.of(work.reads), spans, version_id=work.source.version_id, deadline=deadline
+                batch.rows_of(work.reads),
+                spans,
+                version_id=work.source.version_id,
+                deadline=deadline,
             )
             events.put((work, batch))
     except BaseException as error:  # noqa: BLE001 - the caller's thread raises it
@@ -200,15 +203,15 @@ def _run(
 def _next(events: queue.SimpleQueue[_Event], deadline: Deadline) -> _Event:
     while True:
         try:
-            # The threads have the same deadline and know whom they wait for.
+            # The threads have the same deadline, and their errors name the source.
             return events.get(timeout=deadline.left_s + 1.0)
         except queue.Empty:
-            if not deadline.left_s:  # meanwhile a part of a batch may have come
+            if not deadline.left_s:  # part of a batch may have arrived meanwhile
                 raise deadline.error("reading") from None
 
 
-def _with_others(first: BaseException, events: queue.SimpleQueue[_Event]) -> BaseException:
-    """The error, which names the workers of all sources that are lost by now."""
+def _with_other_errors(first: BaseException, events: queue.SimpleQueue[_Event]) -> BaseException:
+    """Return the first error, with the workers of all sources lost so far."""
     if not isinstance(first, SourceLostError):
         return first
     lost = dict.fromkeys(first.worker_ids)

@@ -1,0 +1,223 @@
+"""Calls in other threads: `BoundedCalls` adds a deadline to a call, `CallGroup` runs several.
+
+Three kinds of calls need a deadline from outside, and each holds a lock that other calls need:
+
+- NIXL connects to a peer in one call, which blocks for minutes while packets are dropped.
+- A client of torch's ``TCPStore`` reads without a time limit while the server process is stopped.
+- The resolver waits for a name server.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Executor, Future
+from functools import partial
+from typing import TypeVar
+
+_Item = TypeVar("_Item")
+_Result = TypeVar("_Result")
+
+
+class CallGroup:
+    """Calls in the threads of a pool, while the caller's thread does something else.
+
+    Once `end` has returned or raised, no call is running and none will start. This holds even if
+    the caller is interrupted while it waits, or a thread cannot be started. After a call has
+    failed, no further call starts.
+
+    Args:
+        threads: the pool.
+    """
+
+    def __init__(self, threads: Executor) -> None:
+        self._threads = threads
+        self._changed = threading.Condition()
+        self._waiting = 0
+        self._under_way = 0
+        self._ended = False
+        self._stopped = threading.Event()
+        self._error: BaseException | None = None
+
+    @property
+    def stopped(self) -> bool:
+        """True once a call failed or `stop` was called: running calls should return soon."""
+        return self._stopped.is_set()
+
+    def stop(self) -> None:
+        """Set `stopped`."""
+        self._stopped.set()
+
+    def start(self, call: Callable[[], object]) -> None:
+        """Submit a call to the pool."""
+        with self._changed:
+            self._waiting += 1
+        # Counted here, not by futures: a pool that fails to start a thread still queues the call.
+        self._threads.submit(self._run, call)
+
+    def join(self, timeout_s: float | None = None) -> bool:
+        """Wait until all calls have returned; return whether they did within the timeout."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._waiting + self._under_way, timeout_s)
+
+    def end(self) -> None:
+        """Let no further call start, and wait for the running ones despite interrupts.
+
+        Raises:
+            BaseException: the first interrupt.
+        """
+        interrupt: BaseException | None = None
+        while True:
+            try:
+                with self._changed:
+                    self._ended = True
+                    while self._under_way:
+                        self._changed.wait()
+                break
+            except BaseException as error:  # noqa: BLE001 - raised below
+                self.stop()
+                interrupt = interrupt or error
+        if interrupt is not None:
+            raise interrupt
+
+    def check(self) -> None:
+        """Raise the error of the first call that failed, if any."""
+        if self._error is not None:
+            raise self._error
+
+    def _run(self, call: Callable[[], object]) -> None:
+        with self._changed:
+            self._waiting -= 1
+            if self._ended or self.stopped:
+                self._changed.notify_all()
+                return
+            self._under_way += 1
+        try:
+            call()
+        except BaseException as error:  # noqa: BLE001 - `check` raises it
+            with self._changed:
+                self._error = self._error or error
+            self.stop()
+        finally:
+            with self._changed:
+                self._under_way -= 1
+                self._changed.notify_all()
+
+
+def run_together(
+    threads: Executor | None, calls: Sequence[Callable[[Callable[[], bool]], object]]
+) -> None:
+    """Run calls that share one job: the first in this thread, the others in the pool.
+
+    No call is running when this has returned or raised. A call that has not started when the first
+    one returns never starts.
+
+    Args:
+        threads: the pool; None if there is one call.
+        calls: at least one. Each gets a function that returns whether another call has failed, so
+            that it should return at once.
+
+    Raises:
+        BaseException: the error of a call that failed.
+    """
+    first, *others = calls
+    if threads is None or not others:
+        first(lambda: False)
+        return
+    group = CallGroup(threads)
+
+    def stopped() -> bool:
+        return group.stopped
+
+    try:
+        for call in others:
+            group.start(partial(call, stopped))
+        first(stopped)
+    except BaseException:  # stop the others also on an interrupt
+        group.stop()
+        raise
+    finally:
+        group.end()
+    group.check()
+
+
+def map_calls(
+    threads: Executor, function: Callable[[_Item], _Result], items: Iterable[_Item]
+) -> list[_Result]:
+    """Call a function with each item in the pool; return the results in order.
+
+    No call is running when this has returned or raised.
+
+    Raises:
+        BaseException: the error of the first item, in their order, that failed.
+    """
+    group = CallGroup(threads)
+    results: dict[int, _Result] = {}
+    errors: dict[int, BaseException] = {}
+
+    def run(index: int, item: _Item) -> None:
+        try:
+            results[index] = function(item)
+        except BaseException as error:  # the first one is raised below
+            errors[index] = error
+            raise
+
+    try:
+        for index, item in enumerate(items):
+            group.start(partial(run, index, item))
+        group.join()
+    finally:
+        group.end()
+    if errors:
+        raise errors[min(errors)]
+    return [results[index] for index in range(len(results))]
+
+
+class BoundedCalls:
+    """Calls on one object, one at a time, each in a daemon thread.
+
+    The thread of a call that timed out stays until that call returns. No later call starts before
+    then, so at most one such thread exists.
+
+    Args:
+        name: name of the threads.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._free = threading.Lock()
+
+    @property
+    def busy(self) -> bool:
+        """True while a call is running, including one that timed out."""
+        return self._free.locked()
+
+    def call(self, function: Callable[[], _Result], timeout_s: float) -> _Result:
+        """Run a function; return its result or raise its error.
+
+        Raises:
+            TimeoutError: this call, or an earlier one that timed out, did not return in time.
+        """
+        until = time.monotonic() + timeout_s
+        if not self._free.acquire(timeout=max(0.0, timeout_s)):
+            raise TimeoutError
+        outcome: Future[_Result] = Future()
+
+        def run() -> None:
+            try:
+                result = function()
+            except BaseException as error:  # noqa: BLE001 - raised in the caller's thread
+                self._free.release()
+                outcome.set_exception(error)
+            else:
+                # Released first: the caller may check `busy` as soon as it has the result.
+                self._free.release()
+                outcome.set_result(result)
+
+        try:
+            threading.Thread(target=run, name=self._name, daemon=True).start()
+        except BaseException:  # release the lock also on an interrupt
+            self._free.release()
+            raise
+        return outcome.result(max(0.0, until - time.monotonic()))

@@ -1,0 +1,169 @@
+"""`Calls`: the HTTP requests of one fleet operation, with limits for all of them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from refit_mx.deadline import Deadline
+
+MAX_ANSWER_BYTES = 1 << 20
+_MAX_TEXT = 500
+_RETRY_S = 0.05
+_DISCONNECTED = (httpx.ReadError, httpx.WriteError, httpx.CloseError)
+
+
+class ServerCallError(Exception):
+    """A failed call to one server, which becomes part of a `FleetError`.
+
+    Attributes:
+        status: HTTP status; None without a complete answer, when the effect is unknown.
+        disconnected: whether the server closed the connection instead of answering.
+    """
+
+    def __init__(self, text: str, *, status: int | None = None, disconnected: bool = False) -> None:
+        super().__init__(text)
+        self.status = status
+        self.disconnected = disconnected
+
+
+@dataclass(frozen=True)
+class Calls:
+    """Requests that share a client and a deadline.
+
+    Attributes:
+        client: HTTP client without redirects or persistent connections. vLLM closes a connection
+            after an unhandled error; the next request on it would fail as if the server were dead.
+        deadline: time limit of all requests.
+        max_answer_s: time limit of one query by `ask` or `get`.
+    """
+
+    client: httpx.AsyncClient
+    deadline: Deadline
+    max_answer_s: float = math.inf
+
+    # Any: JSON objects, whose fields the callers check.
+    async def get(self, address: str, path: str) -> dict[str, Any]:
+        """Send a query and return the answer's JSON object, retrying as `post` does.
+
+        Raises:
+            ServerCallError: as in `post`; or no answer within ``max_answer_s``.
+        """
+        return await self._repeat("GET", address, path, repeatable=True, max_s=self.max_answer_s)
+
+    async def ask(self, address: str, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        """Send a query with a body; otherwise like `get`."""
+        return await self._repeat(
+            "POST", address, path, body, repeatable=True, max_s=self.max_answer_s
+        )
+
+    async def post(
+        self,
+        address: str,
+        path: str,
+        body: Mapping[str, Any] | None = None,
+        *,
+        query: Mapping[str, str] | None = None,
+        repeatable: bool = False,
+    ) -> dict[str, Any]:
+        """Send a request and return the answer's JSON object, empty if the answer is.
+
+        Args:
+            address: address of the server.
+            path: path of the route.
+            body: body to send as JSON.
+            query: query of the URL.
+            repeatable: whether to retry until the deadline if the connection is closed.
+
+        Raises:
+            ServerCallError: no complete answer came in time, or its status is not 200.
+        """
+        return await self._repeat("POST", address, path, body, query, repeatable=repeatable)
+
+    async def _repeat(
+        self,
+        method: str,
+        address: str,
+        path: str,
+        body: Mapping[str, Any] | None = None,
+        query: Mapping[str, str] | None = None,
+        *,
+        repeatable: bool,
+        max_s: float = math.inf,
+    ) -> dict[str, Any]:
+        while True:
+            try:
+                return await self._send(method, address, path, body, query, max_s)
+            except ServerCallError as error:
+                if not (repeatable and error.disconnected and self.deadline.left_s > _RETRY_S):
+                    raise
+            await asyncio.sleep(_RETRY_S)
+
+    async def _send(
+        self,
+        method: str,
+        address: str,
+        path: str,
+        body: Mapping[str, Any] | None,
+        query: Mapping[str, str] | None,
+        max_s: float,
+    ) -> dict[str, Any]:
+        left = min(self.deadline.left_s, max_s)
+        if not left:
+            raise ServerCallError(f"{path}: no time remains for the request")
+        try:
+            # httpx limits each read separately, so a server that trickles would never end.
+            async with asyncio.timeout(left):
+                request = self.client.build_request(
+                    method, address + path, json=body, params=query, timeout=left
+                )
+                response = await self.client.send(request, stream=True)
+                try:
+                    text = await _bounded(response)
+                finally:
+                    await response.aclose()
+        except TimeoutError:
+            raise ServerCallError(f"{path}: no answer after {left:.1f} s") from None
+        except httpx.TimeoutException as error:
+            raise ServerCallError(f"{path}: no answer ({type(error).__name__})") from None
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise ServerCallError(
+                f"{path}: {type(error).__name__}: {error}",
+                # RemoteProtocolError shows this only in its text, since bad HTTP raises it too.
+                disconnected=isinstance(error, _DISCONNECTED) or "disconnected" in str(error),
+            ) from None
+        if 300 <= response.status_code < 400:
+            raise ServerCallError(
+                f"{path}: redirects elsewhere ({response.status_code}), which is refused"
+            )
+        if response.status_code != 200:
+            raise ServerCallError(
+                f"{path}: {response.status_code}: {text[:_MAX_TEXT]}", status=response.status_code
+            )
+        return _object(path, text)
+
+
+async def _bounded(response: httpx.Response) -> str:
+    parts, size = [], 0
+    async for chunk in response.aiter_bytes():
+        size += len(chunk)
+        if size > MAX_ANSWER_BYTES:
+            raise httpx.DecodingError(f"an answer of more than {MAX_ANSWER_BYTES} bytes")
+        parts.append(chunk)
+    return b"".join(parts).decode("utf-8", "replace")
+
+
+def _object(path: str, text: str) -> dict[str, Any]:
+    if not text.strip():
+        return {}
+    try:
+        value = json.loads(text)
+    except ValueError:
+        raise ServerCallError(f"{path}: the answer is not JSON", status=200) from None
+    return value if isinstance(value, dict) else {"value": value}

@@ -1,0 +1,197 @@
+"""`ThreadedListener`: a TCP listener with a bounded number of connections, one thread each."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+from refit_mx.deadline import Deadline
+from refit_mx.listening.hosts import is_every_interface
+from refit_mx.listening.peers import PeerLog, PendingPeers, bounded_connections
+
+HANDSHAKE_S = 5.0
+_IDLE_S = 1.0
+"""Idle time after which a connection may be closed for another; within a fetch gaps are shorter."""
+_ACCEPT_PAUSE_S = 0.1
+"""Pause after accept failed: without descriptors or threads the next one would fail too."""
+
+
+class Connection:
+    """An accepted connection.
+
+    Attributes:
+        sock: its socket, which only its own thread closes.
+        peer: host of the other end.
+        idle_since: monotonic time since which no request is being served; None while one is, and
+            before the first.
+        thread: thread that serves it.
+    """
+
+    def __init__(self, sock: socket.socket, peer: str, listener: ThreadedListener) -> None:
+        self.sock = sock
+        self.peer = peer
+        self.idle_since: float | None = None
+        self._listener = listener
+        self.thread = threading.Thread(
+            target=listener.run, args=(self,), name="refit-peer", daemon=True
+        )
+
+    def mark_greeted(self) -> None:
+        """Record that the first request has arrived."""
+        self._listener.pending.remove(self)
+
+    def warn(self, event: str) -> None:
+        """Log an event of the peer; see `PeerLog.warn`."""
+        self._listener.log.warn(self.peer, event)
+
+    def end(self) -> None:
+        """Shut the socket down; its thread, which may be using it, then closes it."""
+        with contextlib.suppress(OSError):
+            self.sock.shutdown(socket.SHUT_RDWR)
+
+
+class ThreadedListener:
+    """A TCP listener that starts when it is created.
+
+    If there are too many connections, or no file descriptor is free, an older one is closed: first
+    the oldest without a first request, else the one idle for longest, if for at least a second. If
+    there is neither, the new connection is refused.
+
+    Args:
+        name: name of the listener, for the log.
+        host: host to bind.
+        port: port to bind; 0 picks a free one.
+        serve: function that serves a connection in its thread. It calls `Connection.mark_greeted`
+            when the first request has arrived, and returns to close the connection.
+        refusal: bytes to send to a refused connection.
+        max_connections: limit of concurrent connections.
+        share: fraction of this process's file descriptors that they may use.
+        handshake_timeout_s: time limit for a peer's first request.
+
+    Raises:
+        OSError: the listener cannot bind the address.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        host: str,
+        port: int,
+        *,
+        serve: Callable[[Connection], None],
+        refusal: bytes,
+        max_connections: int,
+        share: float,
+        handshake_timeout_s: float,
+    ) -> None:
+        self._serve = serve
+        self._refusal = refusal
+        self._max = bounded_connections(max_connections, share)
+        self.log = PeerLog(name)
+        self._lock = threading.Lock()
+        self.connections: set[Connection] = set()
+        """Open connections."""
+        self._closed = False
+        self._stopped = threading.Event()
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        # As in gRPC, all IPv6 interfaces include those of IPv4.
+        both = ":" in host and is_every_interface(host) and socket.has_dualstack_ipv6()
+        self._listener = socket.create_server(
+            (host, port), family=family, backlog=128, dualstack_ipv6=both
+        )
+        self.port: int = self._listener.getsockname()[1]
+        self.pending = PendingPeers[Connection](self._max, handshake_timeout_s, self.log)
+        self._acceptor = threading.Thread(target=self._accept, name="refit-accept", daemon=True)
+        self._acceptor.start()
+
+    def close(self, timeout_s: float) -> None:
+        """Stop listening, end all connections and wait for their threads.
+
+        Args:
+            timeout_s: time limit for all threads together.
+        """
+        self._stopped.set()
+        with self._lock:
+            self._closed = True
+            connections = list(self.connections)
+        self.pending.close()
+        # Wakes the thread in accept, which close alone does not.
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        for connection in connections:
+            connection.end()
+        deadline = Deadline(timeout_s, "closing a listener")
+        for thread in (self._acceptor, *(each.thread for each in connections)):
+            if thread is not threading.current_thread():
+                thread.join(deadline.left_s)
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                sock, address = self._listener.accept()
+            except OSError:
+                # The client disconnected before it was accepted, or no descriptor is free.
+                with self._lock:
+                    self._drop_silent()
+                if self._stopped.wait(_ACCEPT_PAUSE_S):
+                    return
+                continue
+            connection = Connection(sock, address[0], self)
+            if not self._start(connection):
+                connection.warn(f"was refused: {self._max} connections are open")
+                with sock, contextlib.suppress(OSError):
+                    sock.setblocking(False)
+                    sock.send(self._refusal)
+
+    def _start(self, connection: Connection) -> bool:
+        """Serve a connection in its thread; return whether there was capacity for it."""
+        with self._lock:
+            if self._closed:
+                return False
+            if len(self.connections) >= self._max and not self._drop_silent():
+                return False
+            self.connections.add(connection)
+            self.pending.add(connection, connection.peer, connection.end)
+            try:
+                connection.thread.start()
+            except RuntimeError:  # no thread can be started
+                self._forget(connection)
+                return False
+            return True
+
+    def _drop_silent(self) -> bool:
+        """Close one connection in favor of another; return whether there was one. Needs the lock.
+
+        A new peer is no loss, and a known peer reconnects for its next request.
+        """
+        silent = self.pending.drop_oldest()
+        if silent is None:
+            before = time.monotonic() - _IDLE_S
+            idle = [
+                (each.idle_since, each)
+                for each in self.connections
+                if each.idle_since is not None and each.idle_since < before
+            ]
+            if not idle:
+                return False
+            _, silent = min(idle, key=lambda pair: pair[0])
+            silent.end()
+        self.connections.discard(silent)
+        return True
+
+    def run(self, connection: Connection) -> None:
+        """Serve a connection until it ends; called in its thread."""
+        try:
+            with connection.sock:
+                self._serve(connection)
+        finally:
+            with self._lock:
+                self._forget(connection)
+
+    def _forget(self, connection: Connection) -> None:
+        self.pending.remove(connection)
+        self.connections.discard(connection)

@@ -1,0 +1,188 @@
+"""XXH3-128 digests that detect every changed, moved or swapped byte.
+
+A shard has one digest per block, computed once when it is published. Reads have one digest per row,
+computed at the source over its arena and at the receiver over its scratch: they are equal if the
+bytes are, whatever the strides. The digests guard against faults, not against forgery.
+
+`PublishedBlocks` checks whether a source's memory still holds what was published. Blocks that a
+receiver reads in part have no digest in the manifest, so it asks the source for a digest of exactly
+these ranges. If the memory had changed since, that digest would confirm the changed bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+import xxhash
+
+from refit_mx.manifest.byte_spans import (
+    CHUNK_BYTES,
+    ByteSpans,
+    Chunk,
+    Side,
+    boxes,
+    check_reads,
+    contiguous,
+    host_bytes,
+)
+from refit_mx.manifest.format import BLOCK_BYTES, DIGEST_BYTES
+from refit_mx.manifest.reads import ReadTable
+
+
+def block_digests(memory: torch.Tensor, offset: int, nbytes: int) -> bytes:
+    """Return the digests of the blocks of a shard.
+
+    Args:
+        memory: one contiguous uint8 tensor of one axis, on the CPU or a CUDA device.
+        offset: position of the shard's first byte.
+        nbytes: size of the shard; 0 has no blocks.
+
+    Returns:
+        `DIGEST_BYTES` for each block of `BLOCK_BYTES`, of which the last may be shorter.
+
+    Raises:
+        ValueError: the shard is not inside the memory.
+    """
+    if offset < 0 or nbytes < 0 or offset + nbytes > memory.numel():
+        raise ValueError(
+            f"shard at {offset} of {nbytes} bytes is not inside the memory of {memory.numel()}"
+        )
+    if memory.device.type == "cpu":
+        return host_block_digests(host_bytes(memory).data, offset, offset + nbytes)
+    spans = ByteSpans(memory)
+    digests = bytearray()
+    for at in range(offset, offset + nbytes, BLOCK_BYTES):
+        size = min(BLOCK_BYTES, offset + nbytes - at)
+        digests += _digest(spans, [Chunk(size, [], [(at, at + size)])])
+    return bytes(digests)
+
+
+def host_block_digests(memory: memoryview, begin: int, end: int) -> bytes:
+    """Return the block digests of a contiguous range of CPU memory that starts at a block.
+
+    Args:
+        memory: bytes.
+        begin: first byte.
+        end: byte after the last one, inside the memory.
+
+    Returns:
+        Digests as from `block_digests`.
+    """
+    digest_of = xxhash.xxh3_128_digest
+    if end - begin <= BLOCK_BYTES:
+        return digest_of(memory[begin:end]) if end > begin else b""
+    return b"".join(
+        [
+            digest_of(memory[at : min(at + BLOCK_BYTES, end)])
+            for at in range(begin, end, BLOCK_BYTES)
+        ]
+    )
+
+
+def digest_of_reads(memory: torch.Tensor, reads: ReadTable, *, side: Side) -> bytes:
+    """Return a digest of each row's bytes, over its runs in the order j, i.
+
+    Args:
+        memory: the source's arena or the receiver's scratch: one contiguous uint8 tensor of one
+            axis, on the CPU or a CUDA device.
+        reads: reads inside the memory.
+        side: kind of memory, which selects the addresses of the rows.
+
+    Returns:
+        `DIGEST_BYTES` per row.
+
+    Raises:
+        ValueError: a row reaches outside the memory.
+    """
+    check_reads(reads, memory.numel(), side)
+    spans = ByteSpans(memory)
+    sizes = (reads.rows[:, 2] * reads.rows[:, 3] * reads.rows[:, 6]).tolist()
+    starts = reads.rows[:, 0 if side == "source" else 1].tolist()
+    digests: list[bytes] = []
+    for row, flat in enumerate(contiguous(reads, side).tolist()):
+        if flat:
+            parts = _blocks(starts[row], sizes[row])
+        else:
+            part = ReadTable(reads.rows[row : row + 1])
+            parts = [Chunk(box.nbytes, [box], []) for box in boxes(part, side)]
+        digests.append(_digest(spans, parts))
+    return b"".join(digests)
+
+
+def _blocks(start: int, size: int) -> list[Chunk]:
+    stop = start + size
+    ends = [*range(start + CHUNK_BYTES, stop, CHUNK_BYTES), stop]
+    return [
+        Chunk(end - at, [], [(at, end)]) for at, end in zip([start, *ends[:-1]], ends, strict=True)
+    ]
+
+
+def _digest(spans: ByteSpans, parts: list[Chunk]) -> bytes:
+    if len(parts) == 1:
+        buffers = spans.buffers(parts[0], load=True)
+        if len(buffers) == 1:
+            digest: bytes = xxhash.xxh3_128_digest(buffers[0])
+            return digest
+    state = xxhash.xxh3_128()
+    for part in parts:
+        for buffer in spans.buffers(part, load=True):
+            state.update(buffer)
+    total: bytes = state.digest()
+    return total
+
+
+# A block is loaded as one chunk.
+assert BLOCK_BYTES <= CHUNK_BYTES
+assert xxhash.xxh3_128().digest_size == DIGEST_BYTES
+
+
+class PublishedBlocks:
+    """The blocks of a version in its arena, with the digests of its manifest.
+
+    Args:
+        offsets: offset of each shard in the arena, in bytes, ascending.
+        sizes: size of each shard, in bytes.
+        digests: digests of the blocks of all shards, concatenated.
+
+    Raises:
+        ValueError: the number of digests differs from the number of blocks.
+    """
+
+    def __init__(self, offsets: Sequence[int], sizes: Sequence[int], digests: bytes) -> None:
+        first, size = np.array(offsets, np.int64), np.array(sizes, np.int64)
+        counts = -(-size // BLOCK_BYTES)
+        number = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+        self._starts = np.repeat(first, counts) + number * BLOCK_BYTES
+        self._stops = np.minimum(self._starts + BLOCK_BYTES, np.repeat(first + size, counts))
+        if len(digests) != len(self._starts) * DIGEST_BYTES:
+            raise ValueError(
+                f"{len(digests)} bytes of digests for {len(self._starts)} blocks; "
+                f"expected {len(self._starts) * DIGEST_BYTES}"
+            )
+        self._digests = digests
+
+    def changed(self, memory: torch.Tensor, reads: ReadTable) -> tuple[int, int] | None:
+        """Return the first block touched by reads that differs from what was published.
+
+        Args:
+            memory: the arena.
+            reads: reads inside the arena.
+
+        Returns:
+            Its first byte in the arena and the byte after its last; None if no block differs.
+        """
+        src, _, run, n1, src1, _, n2, src2, _ = reads.rows.T
+        stop = src + run + (n1 - 1) * src1 + (n2 - 1) * src2
+        # +1 at the first block of each read, -1 after its last: the running sum counts the reads
+        # of each block.
+        edges = np.zeros(len(self._starts) + 1, np.int64)
+        np.add.at(edges, np.searchsorted(self._stops, src, side="right"), 1)
+        np.add.at(edges, np.searchsorted(self._starts, stop, side="left"), -1)
+        for block in np.flatnonzero(np.cumsum(edges[:-1]) > 0).tolist():
+            begin, end = int(self._starts[block]), int(self._stops[block])
+            digest = self._digests[block * DIGEST_BYTES : (block + 1) * DIGEST_BYTES]
+            if block_digests(memory, begin, end - begin) != digest:
+                return begin, end
+        return None

@@ -1,0 +1,57 @@
+"""`ReadTable`: which bytes of one source's arena go to which place in a scratch buffer.
+
+The planner creates it, the transports execute it, and digests are computed over it. It is columnar,
+since a large model has a hundred thousand reads per source.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+COLUMNS = ("src", "dst", "run", "n1", "src1", "dst1", "n2", "src2", "dst2")
+"""Columns of a `ReadTable`, in order."""
+
+
+@dataclass(frozen=True)
+class ReadTable:
+    """Strided copies, one per row.
+
+    For every j < n2 and i < n1, a row copies ``run`` bytes
+
+    - from ``src + j * src2 + i * src1`` of the source's arena
+    - to ``dst + j * dst2 + i * dst1`` of the scratch buffer.
+
+    So a part of a tensor with up to two axes before its contiguous ones is one row. If n1 or n2 is
+    1, its strides are 0. No two rows of the plans of one scratch buffer write the same byte.
+
+    Columns 2 and 3 of a float32 tensor of shape (3, 4), at byte 256 of the arena, are one row that
+    copies to byte 0 of the scratch buffer::
+
+        arena    256 | . . x x |  272 | . . x x |  288 | . . x x |   a row is 16 bytes
+        scratch    0 | x x |        8 | x x |       16 | x x |       a row is 8 bytes
+
+        src=264 dst=0  run=8  n1=3 src1=16 dst1=8  n2=1 src2=0 dst2=0
+
+    Attributes:
+        rows: int64 (reads, 9), columns as in `COLUMNS`. ``run``, ``n1`` and ``n2`` are at least 1.
+    """
+
+    rows: npt.NDArray[np.int64]
+
+    def __post_init__(self) -> None:
+        if self.rows.dtype != np.int64 or self.rows.ndim != 2 or self.rows.shape[1] != len(COLUMNS):
+            raise ValueError(
+                f"ReadTable: {self.rows.dtype} {self.rows.shape}; "
+                f"expected int64 (reads, {len(COLUMNS)})"
+            )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the table moves."""
+        return int((self.rows[:, 2] * self.rows[:, 3] * self.rows[:, 6]).sum())
+
+    def __len__(self) -> int:
+        return len(self.rows)

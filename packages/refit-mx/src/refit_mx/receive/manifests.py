@@ -1,0 +1,87 @@
+"""`request_manifest`: request one manifest from a publisher's `ManifestService`, over gRPC."""
+
+from __future__ import annotations
+
+import time
+from contextlib import closing
+
+import grpc
+
+from refit_mx.control.protocol import Message, refit_pb2, refit_pb2_grpc
+from refit_mx.deadline import Deadline
+from refit_mx.errors import ProtocolError, SourceLostError
+from refit_mx.manifest.format import MANIFEST_FRAME_BYTES, manifest_digest
+from refit_mx.settings import MAX_MANIFEST_BYTES
+
+_FULL_PAUSE_S = 0.1
+"""Pause before another call to a publisher that accepts no further connection."""
+
+
+def request_manifest(
+    endpoint: str,
+    version_id: str,
+    source_slot_id: str,
+    *,
+    digest: str,
+    deadline: Deadline,
+    max_bytes: int = MAX_MANIFEST_BYTES,
+) -> bytes:
+    """Return a publisher's encoded manifest.
+
+    Args:
+        endpoint: host:port of its `ManifestService`.
+        version_id: version in the control plane.
+        source_slot_id: slot in the control plane.
+        digest: digest from the control plane.
+        deadline: time limit of all calls.
+        max_bytes: size limit of the manifest.
+
+    Raises:
+        SourceLostError: no answer came in time, or the publisher no longer holds the manifest.
+        ProtocolError: the manifest is too large, or its digest is not that in the control plane.
+    """
+    while True:
+        try:
+            data = _call(endpoint, version_id, source_slot_id, deadline, max_bytes).manifest
+            break
+        except grpc.RpcError as error:
+            code, details = error.code(), str(error.details())
+            if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
+                raise ProtocolError(f"{endpoint}: its manifest is too large: {details}") from None
+            if not _is_full(code, details) or deadline.left_s <= _FULL_PAUSE_S:
+                raise SourceLostError(f"{endpoint}: {code.name}: {details}") from None
+        time.sleep(_FULL_PAUSE_S)
+    actual = manifest_digest(data)
+    if actual != digest:
+        raise ProtocolError(
+            f"{endpoint}: its manifest of {version_id} has the digest {actual[:16]}...; "
+            f"the control plane has {digest[:16]}..."
+        )
+    return data
+
+
+def _call(
+    endpoint: str, version_id: str, source_slot_id: str, deadline: Deadline, max_bytes: int
+) -> Message:
+    channel = grpc.insecure_channel(
+        endpoint,
+        options=[
+            ("grpc.max_receive_message_length", max_bytes + MANIFEST_FRAME_BYTES),
+            ("grpc.max_send_message_length", MANIFEST_FRAME_BYTES),
+            # Otherwise a publisher restarted on its port would wait for gRPC's back-off.
+            ("grpc.use_local_subchannel_pool", 1),
+            ("grpc.enable_http_proxy", 0),
+        ],
+    )
+    with closing(channel):
+        return refit_pb2_grpc.RefitWorkerServiceStub(channel).GetWeightVersionShardManifest(
+            refit_pb2.GetWeightVersionShardManifestRequest(
+                version_id=version_id, source_slot_id=source_slot_id
+            ),
+            timeout=deadline.left_s,
+        )
+
+
+def _is_full(code: grpc.StatusCode, details: str) -> bool:
+    """Return whether a server closed the accepted connection, as one with too many does."""
+    return code is grpc.StatusCode.UNAVAILABLE and "Socket closed" in details

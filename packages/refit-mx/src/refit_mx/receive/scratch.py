@@ -1,0 +1,217 @@
+"""`ScratchPool`: registered buffers for received versions, reused from refit to refit.
+
+Invariant: while an abandoned read may still write into a buffer, nothing else uses it and its
+memory is not freed, until the transport is sure that no byte can arrive.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+
+import torch
+
+from refit_mx.deadline import Deadline
+from refit_mx.errors import RefitConfigError, ScratchExhaustedError
+from refit_mx.memory.arena import Arena
+from refit_mx.memory.cuda import synchronize
+from refit_mx.transports.base import Transport
+
+POLL_S = 0.05
+"""Polling interval for a quarantined buffer that a receive waits for."""
+
+# Buffers with abandoned reads when their pool was closed. If one were freed, late bytes could
+# corrupt the memory's next use, so they exist as long as the process.
+_NEVER_FREED: list[Arena] = []
+
+
+@dataclass(frozen=True)
+class ScratchCounts:
+    """Bytes of buffers by state, for metrics.
+
+    Attributes:
+        in_use: bytes of buffers that are taken.
+        idle: bytes of buffers that can be taken.
+        quarantined: bytes of buffers that an abandoned read may still write into.
+        quarantines: number of times that a buffer was quarantined.
+    """
+
+    in_use: int
+    idle: int
+    quarantined: int
+    quarantines: int
+
+
+class Scratch:
+    """A taken buffer; a context manager that releases it.
+
+    Attributes:
+        memory: uint8 (bytes,), the complete registered buffer, at least as large as requested.
+    """
+
+    def __init__(self, arena: Arena, pool: ScratchPool) -> None:
+        self.memory: torch.Tensor = arena.memory
+        self._arena = arena
+        self._pool = pool
+
+    def __enter__(self) -> Scratch:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.release(self)
+
+
+class ScratchPool:
+    """Scratch buffers of one transport.
+
+    Like a transport it is for one thread at a time, but any thread may call `counts`.
+
+    Args:
+        transport: transport that reads into the buffers.
+        max_bytes: limit of all buffers, including those in quarantine.
+        device: device of the memory.
+    """
+
+    def __init__(self, transport: Transport, *, max_bytes: int, device: str = "cpu") -> None:
+        if max_bytes < 1:
+            raise RefitConfigError(f"ScratchPool: max_bytes {max_bytes}; expected at least 1")
+        self._transport = transport
+        self._max_bytes = max_bytes
+        self._device = device
+        self._lock = threading.Condition()
+        self._idle: list[Arena] = []
+        self._in_use: list[Arena] = []
+        self._quarantined: list[Arena] = []
+        self._quarantines = 0
+        self._closed = False
+
+    def take(self, nbytes: int, deadline: Deadline) -> Scratch:
+        """Return a buffer of at least ``nbytes`` that nothing writes into.
+
+        Args:
+            nbytes: needed size.
+            deadline: time limit of waiting for other buffers to be released or leave quarantine.
+
+        Raises:
+            ScratchExhaustedError: no buffer is free by the deadline, or the limit is too small.
+        """
+        if nbytes > self._max_bytes:
+            raise ScratchExhaustedError(
+                f"scratch of {nbytes} bytes; the pool's limit is {self._max_bytes}: raise max_bytes"
+            )
+        with self._lock:
+            while True:
+                if self._closed:
+                    raise RefitConfigError("the scratch pool was closed")
+                self._end_quarantines()
+                arena = self._fitting(nbytes)
+                if arena is not None:
+                    self._in_use.append(arena)
+                    return Scratch(arena, self)
+                left = deadline.left_s
+                if not left:
+                    raise ScratchExhaustedError(
+                        f"scratch of {nbytes} bytes: none of the pool's {self._max_bytes} is free; "
+                        f"{_total(self._in_use)} are in use and {_total(self._quarantined)} "
+                        f"in quarantine ({len(self._quarantined)} buffers)"
+                    )
+                self._lock.wait(min(POLL_S, left) if self._quarantined else left)
+
+    def release(self, scratch: Scratch) -> None:
+        """Release a buffer; quarantine it if a read may still write into it.
+
+        Do nothing if it was released before.
+        """
+        with self._lock:
+            arena = scratch._arena
+            if not _removed(self._in_use, arena):
+                return
+            if self._closed:
+                self._dispose(arena)
+            elif self._transport.busy(arena.memory):
+                self._quarantines += 1
+                self._quarantined.append(arena)
+            else:
+                self._idle.append(arena)
+            self._lock.notify_all()
+
+    def discard(self, scratch: Scratch) -> None:
+        """Remove a buffer whose tensors may still be in use: it is never taken again.
+
+        Do nothing if it was released before.
+        """
+        with self._lock:
+            if _removed(self._in_use, scratch._arena):
+                self._dispose(scratch._arena)
+                self._lock.notify_all()
+
+    def counts(self) -> ScratchCounts:
+        """Return the bytes of buffers by state."""
+        with self._lock:
+            return ScratchCounts(
+                in_use=_total(self._in_use),
+                idle=_total(self._idle),
+                quarantined=_total(self._quarantined),
+                quarantines=self._quarantines,
+            )
+
+    def close(self) -> None:
+        """Unregister and free the buffers; call this before the transport's `close`.
+
+        Buffers in quarantine stay allocated for the life of the process, unless the transport is
+        done with them. Buffers in use are freed when they are released. May be called again.
+        """
+        with self._lock:
+            self._closed = True
+            self._end_quarantines()
+            for arena in (*self._idle, *self._quarantined):
+                self._dispose(arena)
+            self._idle.clear()
+            self._quarantined.clear()
+            self._lock.notify_all()
+
+    def _end_quarantines(self) -> None:
+        for arena in [a for a in self._quarantined if not self._transport.busy(a.memory)]:
+            _removed(self._quarantined, arena)
+            self._idle.append(arena)
+
+    def _fitting(self, nbytes: int) -> Arena | None:
+        fitting = [arena for arena in self._idle if arena.nbytes >= nbytes]
+        if fitting:
+            smallest = min(fitting, key=lambda arena: arena.nbytes)
+            _removed(self._idle, smallest)
+            return smallest
+        for arena in sorted(self._idle, key=lambda arena: arena.nbytes):
+            if self._free_bytes() >= nbytes:
+                break
+            _removed(self._idle, arena)
+            self._transport.unregister(arena.memory)
+        if self._free_bytes() < nbytes:
+            return None
+        arena = Arena(nbytes, device=self._device)
+        # Kernels of the memory's previous use may still be queued.
+        synchronize([arena.memory.device])
+        self._transport.register(arena.memory)
+        return arena
+
+    def _free_bytes(self) -> int:
+        return (
+            self._max_bytes - _total(self._idle) - _total(self._in_use) - _total(self._quarantined)
+        )
+
+    def _dispose(self, arena: Arena) -> None:
+        if self._transport.busy(arena.memory):
+            _NEVER_FREED.append(arena)
+        else:
+            self._transport.unregister(arena.memory)
+
+
+def _total(arenas: list[Arena]) -> int:
+    return sum(arena.nbytes for arena in arenas)
+
+
+def _removed(arenas: list[Arena], arena: Arena) -> bool:
+    if arena not in arenas:
+        return False
+    arenas.remove(arena)
+    return True

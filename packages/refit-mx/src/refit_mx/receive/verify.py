@@ -1,0 +1,248 @@
+"""Verification of received bytes in scratch against the published digests.
+
+The manifest has a digest of every block of every shard, which verifies blocks that were read in
+full. Partial blocks, such as half of the columns, have no digest there. The source is asked for
+digests of exactly these ranges, and refuses if it no longer holds the version.
+
+    shard     | block 0      | block 1      | block 2      | block 3 |
+    read            |--------|--------------|-------|
+              begin ^  skip    in manifest    after         requested: skip and after
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import xxhash
+
+from refit_mx.errors import DigestMismatchError, ProtocolError
+from refit_mx.manifest.digests import digest_of_reads, host_block_digests
+from refit_mx.manifest.format import BLOCK_BYTES, DIGEST_BYTES
+from refit_mx.manifest.reads import ReadTable
+from refit_mx.plan.planner import Plan
+from refit_mx.plan.shards import ShardTable
+
+_CHUNK_BYTES = 4 << 20
+"""Size of strided memory to gather at a time."""
+
+
+@dataclass(frozen=True, eq=False)
+class RowChecks:
+    """Checks of the reads of one fetch. They depend only on the plan, so they are stored with it.
+
+    Attributes:
+        source: index of the source's manifest.
+        shard: int64 (reads,), row of the source's shards.
+        blocks: int64 (reads, 5). Columns 0 and 1: first byte of the manifest's digests for the
+            blocks that the read contains in full, and the byte after the last; equal if there is no
+            such block. Column 2: bytes of the read before its first such block. Column 3: length of
+            the read. Column 4: its start in scratch, or -1 if it is strided there.
+        rest: ranges whose digests must be requested, as reads.
+        rest_row: int64 (len(rest),), the read that each range belongs to.
+    """
+
+    source: int
+    shard: npt.NDArray[np.int64]
+    blocks: npt.NDArray[np.int64]
+    rest: ReadTable
+    rest_row: npt.NDArray[np.int64]
+
+
+def row_checks(shards: ShardTable, plan: Plan) -> tuple[RowChecks, ...]:
+    """Return the checks of each fetch of a plan."""
+    return tuple(
+        _checks(shards, source, reads, shard_of_read)
+        for (source, reads), shard_of_read in zip(plan.fetches, plan.shard_of_read, strict=True)
+    )
+
+
+def _checks(
+    shards: ShardTable, source: int, reads: ReadTable, shard_of_read: npt.NDArray[np.int32]
+) -> RowChecks:
+    shard = shard_of_read.astype(np.int64)
+    src, dst, run, n1, src1, _, n2, src2, _ = reads.rows.T
+    size = shards.boxes(source).nbytes[shard]
+    begin = src - shards.arena_offsets[source][shard]
+    length = run * n1 * n2
+    # Blocks ``first`` to ``stop`` - 1 of the shard are complete in the read; the shard's last block
+    # may be short.
+    blocks = -(-size // BLOCK_BYTES)
+    first = -(-begin // BLOCK_BYTES)
+    stop = np.where(begin + length == size, blocks, (begin + length) // BLOCK_BYTES)
+    one_run = (n1 == 1) & (n2 == 1)
+    in_one_piece = ((n1 == 1) | (src1 == run)) & ((n2 == 1) | (src2 == run * n1))
+    skip = first * BLOCK_BYTES - begin
+    after = begin + length - np.minimum(stop * BLOCK_BYTES, size)
+    # Reads of several runs are not cut at blocks: unless they consist of complete blocks, request
+    # digests of all their bytes.
+    here = in_one_piece & (stop > first) & (one_run | ((skip == 0) & (after == 0)))
+    before = shards.boxes(source).blocks_before[shard]
+    blocks_read = np.stack(
+        [
+            np.where(here, before + first, 0) * DIGEST_BYTES,
+            np.where(here, before + stop, 0) * DIGEST_BYTES,
+            np.where(here, skip, 0),
+            length,
+            np.where(run == length, dst, -1),
+        ],
+        axis=1,
+    )
+
+    parts, rows = [reads.rows[~here]], [np.flatnonzero(~here)]
+    # The remaining ranges of the reads in ``here``: before their first complete block, after the
+    # last.
+    for wanted, start, count in (
+        (here & (skip > 0), np.zeros_like(skip), skip),
+        (here & (after > 0), length - after, after),
+    ):
+        index = np.flatnonzero(wanted)
+        cut = reads.rows[index].copy()
+        cut[:, 0] += start[index]
+        cut[:, 1] += start[index]
+        cut[:, 2] = count[index]
+        parts.append(cut)
+        rows.append(index)
+    return RowChecks(
+        source,
+        shard,
+        blocks_read,
+        ReadTable(np.concatenate(parts)),
+        np.concatenate(rows),
+    )
+
+
+class Verifier:
+    """Verification of the bytes of one receive.
+
+    Args:
+        shards: shards of the version.
+        plan: executed plan.
+        checks: checks of the plan, in its order.
+        scratch: memory that the plan was read into.
+    """
+
+    def __init__(
+        self,
+        shards: ShardTable,
+        plan: Plan,
+        checks: Sequence[RowChecks],
+        scratch: torch.Tensor,
+    ) -> None:
+        self._shards = shards
+        self._plan = plan
+        self._checks = checks
+        self._scratch = scratch
+        self._bytes = scratch.numpy().data if scratch.device.type == "cpu" else None
+
+    def check_rows(self, fetch: int, first: int, stop: int) -> None:
+        """Check the complete blocks of reads that have arrived.
+
+        Args:
+            fetch: index of the fetch in the plan.
+            first: first row of its reads.
+            stop: row after the last one.
+
+        Raises:
+            DigestMismatchError: bytes differ from the published ones; names tensor and worker.
+        """
+        checks = self._checks[fetch]
+        digests = self._shards.manifests[checks.source].digests
+        # Called every few megabytes while holding the interpreter's lock: no array arithmetic.
+        for row, (begin, end, skip, length, at) in enumerate(
+            checks.blocks[first:stop].tolist(), first
+        ):
+            if begin == end:
+                continue
+            after = min(length, skip + (end - begin) // DIGEST_BYTES * BLOCK_BYTES)
+            if at >= 0 and self._bytes is not None:
+                actual = host_block_digests(self._bytes, at + skip, at + after)
+            else:
+                actual = self._digests_of(self._plan.fetches[fetch][1].rows[row], skip, after)
+            if actual != digests[begin:end]:
+                raise self._mismatch(fetch, row)
+
+    def _digests_of(self, row: npt.NDArray[np.int64], skip: int, stop: int) -> bytes:
+        """Return the digests of a read's blocks between its bytes ``skip`` and ``stop``."""
+        digests, current, held = [], xxhash.xxh3_128(), 0
+        for piece in self._pieces(row, skip, stop):
+            at = 0
+            while at < len(piece):
+                taken = min(len(piece) - at, BLOCK_BYTES - held)
+                current.update(piece[at : at + taken])
+                at, held = at + taken, held + taken
+                if held == BLOCK_BYTES:
+                    digests.append(current.digest())
+                    current, held = xxhash.xxh3_128(), 0
+        if held:
+            digests.append(current.digest())
+        return b"".join(digests)
+
+    def _pieces(self, row: npt.NDArray[np.int64], skip: int, stop: int) -> Iterator[memoryview]:
+        """Yield a read's bytes from ``skip`` to ``stop`` in the source's order, in pieces."""
+        _, dst, run, n1, _, dst1, n2, _, dst2 = row.tolist()
+        if run == n1 * n2 * run:
+            for at in range(skip, stop, _CHUNK_BYTES):
+                part = self._scratch[dst + at : dst + min(at + _CHUNK_BYTES, stop)]
+                yield part.cpu().numpy().data
+            return
+        # Strided reads are checked in full, so skip is 0 and stop is the length.
+        runs = max(1, _CHUNK_BYTES // run)
+        begin = self._scratch.storage_offset() + dst
+        for j in range(n2):
+            for i in range(0, n1, runs):
+                count = min(runs, n1 - i)
+                view = torch.as_strided(
+                    self._scratch, (count, run), (dst1, 1), begin + j * dst2 + i * dst1
+                )
+                yield view.contiguous().cpu().numpy().reshape(-1).data
+
+    def has_rest(self, fetch: int) -> bool:
+        """Return whether `check_rest` has digests to request."""
+        return len(self._checks[fetch].rest) > 0
+
+    def check_rest(self, fetch: int, ask: Callable[[ReadTable], bytes]) -> int:
+        """Check the bytes that need digests from the source, after the fetch is complete.
+
+        Args:
+            fetch: index of the fetch in the plan.
+            ask: function that requests digests of ranges of the source's arena.
+
+        Returns:
+            Bytes that were checked.
+
+        Raises:
+            DigestMismatchError: bytes differ from those at the source.
+            ProtocolError: the source answered with a wrong number of digests.
+        """
+        checks = self._checks[fetch]
+        if not len(checks.rest):
+            return 0
+        digests = ask(checks.rest)
+        if len(digests) != len(checks.rest) * DIGEST_BYTES:
+            raise ProtocolError(
+                f"{len(digests)} bytes of digests for {len(checks.rest)} ranges from worker "
+                f"{self._shards.manifests[checks.source].worker_id}; "
+                f"expected {len(checks.rest) * DIGEST_BYTES}"
+            )
+        actual = digest_of_reads(self._scratch, checks.rest, side="scratch")
+        if actual != digests:
+            wrong = np.frombuffer(actual, np.uint8).reshape(-1, DIGEST_BYTES) != np.frombuffer(
+                digests, np.uint8
+            ).reshape(-1, DIGEST_BYTES)
+            raise self._mismatch(fetch, int(checks.rest_row[np.flatnonzero(wrong.any(axis=1))[0]]))
+        return checks.rest.nbytes
+
+    def _mismatch(self, fetch: int, row: int) -> DigestMismatchError:
+        checks = self._checks[fetch]
+        manifest = self._shards.manifests[checks.source]
+        boxes = self._shards.boxes(checks.source)
+        tensor = self._shards.tensors.names[int(boxes.tensor[checks.shard[row]])]
+        return DigestMismatchError(
+            f"{tensor}: bytes from worker {manifest.worker_id} ({manifest.endpoint}) differ from "
+            f"those that it published as version {manifest.version_id}",
+            (manifest.worker_id,),
+        )

@@ -1,0 +1,316 @@
+"""`SourceServer`: serves bytes and digests of a publisher's versions over TCP.
+
+Receivers that read over NIXL also use it, to check that a version was held to the last byte, and
+that this is still the process that published it. Everyone who can connect can read: bind it to
+loopback or a private network.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+import torch
+
+from refit_mx.deadline import Deadline
+from refit_mx.errors import ProtocolError, RefitConfigError, RefitTimeoutError
+from refit_mx.listening.hosts import host_and_port, resolve_advertised_host
+from refit_mx.listening.threaded import HANDSHAKE_S, Connection, ThreadedListener
+from refit_mx.manifest.byte_spans import ByteSpans, check_reads, chunks
+from refit_mx.manifest.digests import PublishedBlocks, digest_of_reads
+from refit_mx.manifest.reads import ReadTable
+from refit_mx.memory.cuda import on_separate_stream
+from refit_mx.transports.source_protocol import (
+    LENGTH,
+    MAX_FRAME,
+    MAX_HELLO_FRAME,
+    MAX_READ_BYTES,
+    Answer,
+    Digest,
+    GetManifest,
+    GetStructure,
+    Hello,
+    Ping,
+    Read,
+    decode_reads,
+    decode_request,
+    frame,
+)
+from refit_mx.transports.source_sockets import receive_frame, send_buffers
+
+_CONNECTIONS_SHARE = 0.5
+"""Fraction of this process's file descriptors that connections may use."""
+
+
+class _Held:
+    """Memory of a version, with a flag set when it is dropped, to check after each use."""
+
+    def __init__(
+        self,
+        memory: torch.Tensor,
+        blocks: PublishedBlocks | None,
+        structure: bytes,
+        manifest: bytes,
+    ) -> None:
+        self.memory = memory
+        self.blocks = blocks
+        self.structure = structure
+        self.manifest = manifest
+        self.dropped = False
+
+
+def _stored(held: _Held, request: Ping | GetStructure | GetManifest) -> bytes:
+    if isinstance(request, Ping):
+        return b""
+    return held.structure if isinstance(request, GetStructure) else held.manifest
+
+
+class SourceServer:
+    """Server for a publisher's versions, which listens from its creation on in separate threads.
+
+    Args:
+        host: host to bind; loopback unless the network is private.
+        advertised_host: host that receivers connect to; None for ``host``.
+        port: port to bind; 0 picks a free one.
+        incarnation: random id of this process, never used before.
+        timeout_s: time limit for a peer to finish sending a request, or to accept a chunk.
+        handshake_timeout_s: time limit for a peer's greeting.
+        idle_timeout_s: time limit for a peer's next request.
+        max_connections: limit of concurrent connections, at most half of the file descriptors that
+            this process may open. Beyond it an older connection is closed: the oldest without a
+            greeting, else the one idle for longest, if for at least a second. If there is neither,
+            the new connection is refused.
+
+    Raises:
+        RefitConfigError: the server cannot listen on the address, or clients cannot connect to the
+            advertised host.
+    """
+
+    def __init__(
+        self,
+        *,
+        host: str = "127.0.0.1",
+        advertised_host: str | None = None,
+        port: int = 0,
+        incarnation: str,
+        timeout_s: float = 30.0,
+        handshake_timeout_s: float = HANDSHAKE_S,
+        idle_timeout_s: float = 600.0,
+        max_connections: int = 1024,
+    ) -> None:
+        self._advertised_host = resolve_advertised_host(host, advertised_host)
+        self.incarnation = incarnation
+        self._timeout_s = timeout_s
+        self._idle_timeout_s = idle_timeout_s
+        self._lock = threading.Lock()
+        self._held: dict[str, _Held] = {}
+        self._closed = False
+        try:
+            self._listener = ThreadedListener(
+                "source server",
+                host,
+                port,
+                serve=self._serve,
+                refusal=frame(Answer("full", "too many connections are open; try again later")),
+                max_connections=max_connections,
+                share=_CONNECTIONS_SHARE,
+                handshake_timeout_s=handshake_timeout_s,
+            )
+        except OSError as error:
+            where = host_and_port(host, port)
+            raise RefitConfigError(f"weights cannot be served on {where}: {error}") from None
+
+    @property
+    def endpoint(self) -> str:
+        """host:port, as in a `Manifest`."""
+        return host_and_port(self._advertised_host, self._listener.port)
+
+    @property
+    def versions(self) -> tuple[str, ...]:
+        """Versions that are served."""
+        with self._lock:
+            return tuple(self._held)
+
+    def serve_version(
+        self,
+        version_id: str,
+        memory: torch.Tensor,
+        blocks: PublishedBlocks | None = None,
+        *,
+        structure: bytes = b"",
+        manifest: bytes = b"",
+    ) -> None:
+        """Serve a version from now on.
+
+        Args:
+            version_id: version in the control plane.
+            memory: part of the arena with the version: a contiguous uint8 tensor of one axis. It
+                must not change until `drop_version` has returned.
+            blocks: published digests: no digest is given for a block that has changed since. None
+                gives digests of the memory as it is.
+            structure: encoded structure of the manifest, for receivers of a brief manifest.
+            manifest: encoded manifest, for receivers that are connected already.
+        """
+        with self._lock:
+            self._held[version_id] = _Held(memory, blocks, structure, manifest)
+
+    def drop_version(self, version_id: str) -> None:
+        """Stop serving a version; its memory may change once this has returned.
+
+        Reads in progress end with the answer that the version is gone, so that receivers discard
+        their bytes.
+        """
+        with self._lock:
+            held = self._held.pop(version_id, None)
+        if held is not None:
+            held.dropped = True
+
+    def close(self) -> None:
+        """Stop listening and end all connections. May be called again."""
+        with self._lock:
+            self._closed = True
+            held = list(self._held.values())
+            self._held.clear()
+        for version in held:
+            version.dropped = True
+        self._listener.close(self._timeout_s)
+
+    def __enter__(self) -> SourceServer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _serve(self, served: Connection) -> None:
+        connection = served.sock
+        with contextlib.suppress(OSError, RefitTimeoutError):
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            try:
+                if self._greet(served):
+                    for data in self._frames(served):
+                        self._answer(connection, data)
+            except ProtocolError as error:
+                served.warn("sent a malformed request")
+                self._send(connection, Answer("refused", str(error)))
+
+    def _frames(self, served: Connection) -> Iterator[bytearray]:
+        connection = served.sock
+        while not self._closed:
+            connection.settimeout(self._idle_timeout_s)
+            served.idle_since = time.monotonic()
+            if not connection.recv(1, socket.MSG_PEEK):
+                return
+            connection.settimeout(None)
+            data = receive_frame(connection, MAX_FRAME, self._deadline())
+            served.idle_since = None
+            yield data
+
+    def _greet(self, served: Connection) -> bool:
+        connection = served.sock
+        hello = decode_request(receive_frame(connection, MAX_HELLO_FRAME, self._deadline()))
+        served.mark_greeted()
+        if not isinstance(hello, Hello):
+            raise ProtocolError("a connection must begin with HELLO")
+        if hello.incarnation != self.incarnation:
+            answer = Answer("incarnation", "this is another process than the one expected")
+        else:
+            answer = Answer("ok")
+        self._send(connection, answer)
+        return answer.status == "ok"
+
+    def _answer(self, connection: socket.socket, data: bytearray) -> None:
+        request = decode_request(data)
+        if isinstance(request, Read):
+            answer = self._read(connection, request)
+        elif isinstance(request, Digest):
+            answer = self._digest(request)
+        elif isinstance(request, Ping | GetStructure | GetManifest):
+            held = self._version(request.version_id)
+            if held is None:
+                answer = self._gone(request.version_id)
+            else:
+                answer = Answer("ok", data=_stored(held, request))
+        else:
+            raise ProtocolError("HELLO was sent twice")
+        self._send(connection, answer)
+
+    def _read(self, connection: socket.socket, request: Read) -> Answer:
+        answer = Answer("ok")
+        held = self._version(request.version_id)
+        if held is None:
+            answer = self._gone(request.version_id)
+        else:
+            try:
+                reads = _checked(request.rows, held.memory)
+            except ProtocolError as error:
+                answer = Answer("refused", str(error))
+            else:
+                self._send_chunks(connection, held, reads)
+                # Checked after the last byte was read from the memory: if the version was dropped
+                # before, some bytes may belong to another version.
+                if held.dropped:
+                    answer = self._gone(request.version_id)
+        send_buffers(connection, [memoryview(LENGTH.pack(0))], self._deadline())
+        return answer
+
+    def _send_chunks(self, connection: socket.socket, held: _Held, reads: ReadTable) -> None:
+        spans = ByteSpans(held.memory)
+        for chunk in chunks(reads, "source"):
+            if held.dropped:
+                return
+            with on_separate_stream(held.memory.device):
+                buffers = spans.buffers(chunk, load=True)
+            length = LENGTH.pack(chunk.nbytes)
+            send_buffers(connection, [memoryview(length), *buffers], self._deadline())
+
+    def _digest(self, request: Digest) -> Answer:
+        held = self._version(request.version_id)
+        if held is None:
+            return self._gone(request.version_id)
+        try:
+            reads = _checked(request.rows, held.memory)
+        except ProtocolError as error:
+            return Answer("refused", str(error))
+        with on_separate_stream(held.memory.device):
+            changed = held.blocks.changed(held.memory, reads) if held.blocks is not None else None
+            digests = digest_of_reads(held.memory, reads, side="source")
+        # Checked before the result is used: another version may have overwritten a dropped one.
+        if held.dropped:
+            return self._gone(request.version_id)
+        if changed is not None:
+            return Answer("changed", f"bytes {changed[0]} to {changed[1]} of its arena")
+        return Answer("ok", data=digests)
+
+    def _version(self, version_id: str) -> _Held | None:
+        with self._lock:
+            return self._held.get(version_id)
+
+    def _gone(self, version_id: str) -> Answer:
+        return Answer("gone", f"version {version_id!r} is not held; held are {self.versions}")
+
+    def _send(self, connection: socket.socket, answer: Answer) -> None:
+        send_buffers(connection, [memoryview(frame(answer))], self._deadline())
+
+    def _deadline(self) -> Deadline:
+        return Deadline(self._timeout_s, "source server")
+
+
+def _checked(rows: bytes, memory: torch.Tensor) -> ReadTable:
+    """Decode and check reads from a client.
+
+    Raises:
+        ProtocolError: a read reaches outside the memory, or the reads are too many.
+    """
+    reads = decode_reads(rows)
+    try:
+        check_reads(reads, memory.numel(), "source")
+    except ValueError as error:
+        raise ProtocolError(str(error)) from None
+    if len(reads) > 1 and reads.nbytes > MAX_READ_BYTES:
+        raise ProtocolError(
+            f"{len(reads)} reads of {reads.nbytes} bytes; at most {MAX_READ_BYTES} in one request"
+        )
+    return reads

@@ -1,0 +1,156 @@
+"""Messages between a source server and its clients over TCP.
+
+Everything is a frame: four bytes of length, little-endian, then a msgpack message of a known type.
+Only the answer to READ starts with chunks: each has four bytes of length and that many raw bytes. A
+length of 0 ends them, and a frame follows that says whether the version was held throughout.
+
+    frame             | length, 4 bytes | message |
+    answer to READ    | length | bytes | length | bytes | ... | 0 | frame of an Answer |
+
+A client begins with HELLO, which has the incarnation of the process that it expects.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Literal
+
+import msgspec
+import numpy as np
+
+from refit_mx.errors import ProtocolError
+from refit_mx.manifest.reads import COLUMNS, ReadTable
+
+FORMAT: Literal["refit-mx-source/1"] = "refit-mx-source/1"
+MAX_READS = 1 << 15
+"""Reads in one request; a client splits larger tables."""
+MAX_READ_BYTES = 1 << 28
+"""Bytes of one request, unless a single read has more, up to the complete arena."""
+MAX_HELLO_FRAME = 4096
+MAX_FRAME = MAX_READS * len(COLUMNS) * 8 + MAX_HELLO_FRAME
+LENGTH = struct.Struct("<I")
+ROW_BYTES = len(COLUMNS) * 8
+
+Status = Literal["ok", "gone", "incarnation", "refused", "full", "changed"]
+
+
+class Hello(msgspec.Struct, frozen=True, tag=True):
+    """First message on every connection.
+
+    Attributes:
+        incarnation: incarnation that the server must have.
+    """
+
+    incarnation: str
+    format: Literal["refit-mx-source/1"] = FORMAT
+
+
+class Read(msgspec.Struct, frozen=True, tag=True):
+    """Request for the bytes of reads, in the order of rows, j, i.
+
+    Attributes:
+        version_id: version that the source must hold throughout.
+        rows: rows of a `ReadTable`, little-endian.
+    """
+
+    version_id: str
+    rows: bytes
+
+
+class Digest(msgspec.Struct, frozen=True, tag=True):
+    """Request for `refit_mx.manifest.digests.digest_of_reads` over the arena, in `Answer.data`."""
+
+    version_id: str
+    rows: bytes
+
+
+class Ping(msgspec.Struct, frozen=True, tag=True):
+    """Request to check that a version is held."""
+
+    version_id: str
+
+
+class GetStructure(msgspec.Struct, frozen=True, tag=True):
+    """Request for a version's encoded `refit_mx.manifest.format.Structure`, in `Answer.data`."""
+
+    version_id: str
+
+
+class GetManifest(msgspec.Struct, frozen=True, tag=True):
+    """Request for the `refit_mx.manifest.format.Manifest` of a version, in `Answer.data`."""
+
+    version_id: str
+
+
+Request = Hello | Read | Digest | Ping | GetStructure | GetManifest
+
+
+class Answer(msgspec.Struct, frozen=True, tag=True):
+    """Answer to every request, after the chunks if there are any.
+
+    Attributes:
+        status: ``ok``; ``gone``, the version is not held or was dropped meanwhile; ``incarnation``,
+            the process is another one; ``refused``, the request is not allowed; ``full``, too many
+            connections; ``changed``, on DIGEST, the memory differs from what was published.
+        message: description of the error.
+        data: digests, a structure or a manifest.
+    """
+
+    status: Status
+    message: str = ""
+    data: bytes = b""
+
+
+_encoder = msgspec.msgpack.Encoder()
+_requests = msgspec.msgpack.Decoder(Request)
+_answers = msgspec.msgpack.Decoder(Answer)
+
+
+def frame(message: Request | Answer) -> bytes:
+    """Encode a message for sending, with its length."""
+    data = _encoder.encode(message)
+    return LENGTH.pack(len(data)) + data
+
+
+def decode_request(data: bytes | bytearray) -> Request:
+    """Decode a request without its length.
+
+    Raises:
+        ProtocolError: the data is not a request.
+    """
+    try:
+        return _requests.decode(data)
+    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+        raise ProtocolError(f"request: {error}; expected {FORMAT}") from None
+
+
+def decode_answer(data: bytes | bytearray) -> Answer:
+    """Decode an answer without its length.
+
+    Raises:
+        ProtocolError: the data is not an answer.
+    """
+    try:
+        return _answers.decode(data)
+    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+        raise ProtocolError(f"answer: {error}; expected {FORMAT}") from None
+
+
+def encode_reads(reads: ReadTable) -> bytes:
+    """Encode a table as ``rows`` of a request."""
+    return reads.rows.astype("<i8", copy=False).tobytes()
+
+
+def decode_reads(rows: bytes) -> ReadTable:
+    """Decode the result of `encode_reads`.
+
+    Raises:
+        ProtocolError: the length is no multiple of a row, or there are too many rows.
+    """
+    if len(rows) % ROW_BYTES or len(rows) > MAX_READS * ROW_BYTES:
+        raise ProtocolError(
+            f"reads: {len(rows)} bytes; expected a multiple of {ROW_BYTES}, "
+            f"at most {MAX_READS} reads"
+        )
+    table = np.frombuffer(rows, "<i8").reshape(-1, len(COLUMNS))
+    return ReadTable(table.astype(np.int64, copy=False))
