@@ -1,4 +1,4 @@
-"""Programs that set telemetry up, each a process of its own, and collectors that misbehave."""
+"""Programs that set up telemetry, one process each, and collectors that misbehave."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from typing import Any
 
 DEADLINE_S = 60.0
 
-
 PREAMBLE = """
 import json, os, signal, sys, threading, time
 import structlog
@@ -27,8 +26,12 @@ from opentelemetry import baggage, context, metrics, trace
 from opentelemetry._logs import get_logger
 from observability.setup import setup
 ENDPOINT = sys.argv[1]
-def tell(**facts):
+def report(**facts):
     print(json.dumps(facts), flush=True)
+def requests_received():
+    import urllib.request
+    with urllib.request.urlopen(ENDPOINT, timeout=10) as answer:
+        return int(answer.read())
 def spans(number):
     for _ in range(number):
         trace.get_tracer("test").start_span("work").end()
@@ -40,10 +43,10 @@ FORKING = "ignore:This process:DeprecationWarning"
 
 @dataclass
 class Ran:
-    """What a script did."""
+    """Result of a script."""
 
     code: int
-    told: list[dict[str, Any]]
+    report: list[dict[str, Any]]
     warnings: list[dict[str, Any]]
     noise: list[str] = field(default_factory=list)
 
@@ -85,7 +88,7 @@ def run(script: str, endpoint: str = "", **variables: str) -> Ran:
 
 
 class Collector:
-    """An HTTP server that answers as it is told."""
+    """HTTP server with a given answer."""
 
     def __init__(self, answer: Callable[[BaseHTTPRequestHandler], None]) -> None:
         self.requests: list[tuple[str, dict[str, str]]] = []
@@ -94,9 +97,13 @@ class Collector:
 
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self) -> None:
-                collector.requests.append((self.path, dict(self.headers)))
+                headers = {name.lower(): value for name, value in self.headers.items()}
+                collector.requests.append((self.path, headers))
                 collector.bodies.append(self.rfile.read(int(self.headers["Content-Length"])))
                 answer(self)
+
+            def do_GET(self) -> None:
+                status(200, str(len(collector.requests)).encode())(self)
 
             def log_message(self, *args: object) -> None: ...
 
@@ -112,11 +119,11 @@ class Collector:
 
 @contextmanager
 def collector(answer: Callable[[BaseHTTPRequestHandler], None]) -> Iterator[Collector]:
-    made = Collector(answer)
+    result = Collector(answer)
     try:
-        yield made
+        yield result
     finally:
-        made.close()
+        result.close()
 
 
 def status(code: int, body: bytes = b"", **headers: str) -> Callable[[Any], None]:
@@ -133,17 +140,17 @@ def status(code: int, body: bytes = b"", **headers: str) -> Callable[[Any], None
 
 @contextmanager
 def hanging() -> Iterator[Collector]:
-    """A collector that takes a request and does not answer before the test is over."""
+    """Collector that accepts a request and does not answer until the test ends."""
     over = threading.Event()
-    with collector(lambda handler: over.wait(DEADLINE_S) and None) as made:
-        yield made
+    with collector(lambda handler: over.wait(DEADLINE_S) and None) as result:
+        yield result
         over.set()
 
 
 def balanced(counts: dict[str, dict[str, int]]) -> bool:
-    """After shutdown: made = exported + dropped."""
+    """Check, after shutdown, that recorded = exported + dropped."""
     return all(
-        each["made"] == each["exported"] + each["dropped"]
+        each["recorded"] == each["exported"] + each["dropped"]
         and each["dropped"] == each["queue_full"] + each["export_failed"] + each["shutdown"]
         and each["pending"] == 0
         for each in counts.values()

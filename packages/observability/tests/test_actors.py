@@ -1,4 +1,4 @@
-"""Context across actors, on Ray where its own checks matter and in-process elsewhere."""
+"""Context across actors, on Ray if its checks matter, else in this process."""
 
 from __future__ import annotations
 
@@ -8,26 +8,19 @@ import pickle
 
 import pytest
 from opentelemetry import baggage, context, trace
-from opentelemetry.sdk.trace import TracerProvider
 
 from dataplane_core import telemetry
 from observability import TracedHandle, attached, extract, inject, span, step_context, traced
 
-
-@pytest.fixture(autouse=True)
-def sdk(monkeypatch):
-    provider = TracerProvider()
-    monkeypatch.setattr(telemetry, "tracer", lambda: provider.get_tracer("test"))
-    yield provider
-    provider.shutdown()
+pytestmark = pytest.mark.usefixtures("sdk")
 
 
 class Worker:
-    """What an actor looks like."""
+    """Class of an actor."""
 
     @traced
     def plain(self, a, b=2, *args, c, **more):
-        """Adds."""
+        """Add."""
         return a + b + c, current()
 
     @traced(name="other", bucket="productive")
@@ -58,7 +51,7 @@ def test_the_signature_gains_a_keyword_and_stays_otherwise():
     assert str(inspect.signature(Worker.plain)) == (
         "(self, a, b=2, *args, c, carrier=None, **more)"
     )
-    assert (Worker.plain.__name__, Worker.plain.__doc__) == ("plain", "Adds.")
+    assert (Worker.plain.__name__, Worker.plain.__doc__) == ("plain", "Add.")
     assert inspect.iscoroutinefunction(Worker.awaited)
     assert inspect.isasyncgenfunction(Worker.items)
     assert inspect.isgeneratorfunction(Worker.generated)
@@ -80,9 +73,9 @@ def test_a_call_with_a_carrier_belongs_to_the_callers_trace():
 
 
 def test_a_call_without_a_carrier_begins_a_trace_and_works():
-    result, made = Worker().plain(1, c=3)
+    result, built = Worker().plain(1, c=3)
     assert result == 6
-    assert int(made, 16) != 0
+    assert int(built, 16) != 0
 
 
 def test_name_and_bucket_are_those_of_the_decorator():
@@ -123,7 +116,7 @@ def test_a_broken_carrier_is_no_carrier(carrier):
 
 
 class Handle:
-    """What a Ray handle looks like."""
+    """Imitation of a Ray handle."""
 
     def __init__(self):
         self.calls = []

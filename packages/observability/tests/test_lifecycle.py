@@ -1,43 +1,38 @@
-"""Lifecycle events: which, with what, in which parts, and waits that are told while they last."""
+"""Lifecycle events and their attributes, and waits that are reported while they last.
+
+`Waits` is imported from its room: what a process has waits a second for a report and half a minute
+for the next.
+"""
 
 from __future__ import annotations
 
 import json
-import sys
 import threading
 import time
 
 import pytest
 import torch
-from opentelemetry.sdk._logs import LoggerProvider
-from opentelemetry.sdk._logs.export import InMemoryLogRecordExporter, SimpleLogRecordProcessor
-from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry._logs import get_logger_provider
 from setup_processes import run
 from tensordict import TensorDict
 
-from dataplane_core import InMemoryDataPlaneClient, telemetry
+from dataplane_core import InMemoryDataPlaneClient
 from observability import (
     InstrumentedDataPlaneClient,
     LifecycleDataPlaneClient,
     emit,
-    lifecycle,
+    span,
     step_context,
 )
-from observability.lifecycle import MOST_IDS
-from observability.waits import Waits
+from observability.middleware.waits import Waits  # noqa: TID251
 
-
-@pytest.fixture
-def log(monkeypatch):
-    exporter = InMemoryLogRecordExporter()
-    provider = LoggerProvider()
-    provider.add_log_record_processor(SimpleLogRecordProcessor(exporter))
-    monkeypatch.setattr(lifecycle, "get_logger_provider", lambda: provider)
-    yield Log(exporter)
-    provider.shutdown()
+MAX_IDS = 4096
+DEADLINE_S = 30
 
 
 class Log:
+    """Emitted events."""
+
     def __init__(self, exporter):
         self._exporter = exporter
 
@@ -45,27 +40,26 @@ class Log:
     def records(self):
         return [data.log_record for data in self._exporter.get_finished_logs()]
 
-    def facts(self):
-        """Event name, ids and attributes, of all."""
+    def named(self, *names):
+        """Return name, ids and attributes of the events with these names, or of all."""
         return [
-            (
-                record.event_name.removeprefix("dataplane."),
-                json.loads(record.body),
-                facts_of(record),
-            )
+            (name, json.loads(record.body), facts_of(record))
             for record in self.records
+            if (name := record.event_name.removeprefix("dataplane.")) in names or not names
         ]
-
-    def named(self, name):
-        return [item for item in self.facts() if item[0] == name]
 
 
 def facts_of(record):
     return {key.removeprefix("dataplane."): value for key, value in record.attributes.items()}
 
 
-def batch(count, **fields):
-    return TensorDict(fields, batch_size=[count])
+def batch(count):
+    return TensorDict({"x": torch.zeros(count)}, batch_size=[count])
+
+
+@pytest.fixture
+def log(sdk):
+    return Log(sdk.logs)
 
 
 @pytest.fixture
@@ -77,7 +71,7 @@ def client(log):
 
 def test_each_batch_operation_is_one_event_with_its_samples(client, log):
     client.register_partition("train", ["x"], 2, ["logprob"])
-    client.put_samples(["a", "b"], "train", batch(2, x=torch.zeros(2)))
+    client.put_samples(["a", "b"], "train", batch(2))
     claim = client.claim_meta("train", "logprob", ["x"], 2)
     client.get_data(claim)
     client.acknowledge(claim.subset([0]))
@@ -87,9 +81,8 @@ def test_each_batch_operation_is_one_event_with_its_samples(client, log):
     client.withdraw_samples(["c"], "train")
     client.withdraw_samples([], "train")
     client.clear_samples(None, "train")
-    events = log.facts()
-    waited = events[2][2].pop("wait_s")
-    assert waited >= 0
+    events = log.named()
+    assert events[2][2].pop("wait_s") >= 0
     own = {"partition": "train"}
     claimed = {**own, "samples": 2, "task": "logprob"}
     assert events == [
@@ -105,80 +98,60 @@ def test_each_batch_operation_is_one_event_with_its_samples(client, log):
     ]
 
 
-def test_an_operation_that_failed_is_no_event(client, log):
+def test_among_failed_operations_only_a_claim_is_an_event(client, log):
+    client.register_partition("train", ["x"], 1, ["logprob"])
+    assert client.claim_meta("train", "logprob", ["x"], 1, blocking=False).size == 0
     with pytest.raises(KeyError):
         client.get_samples(["a"], "nowhere", ["x"])
-    assert log.records == []
-
-
-def test_a_claim_that_failed_is_told(client, log):
-    client.register_partition("train", ["x"], 1, ["logprob"])
     with pytest.raises(TimeoutError):
         client.claim_meta("train", "logprob", ["x"], 1, timeout_s=0.01)
-    [(_, ids, facts)] = log.named("claim_failed")
-    assert (ids, facts["task"], facts["error.type"]) == ([], "logprob", "ClaimTimeoutError")
+    _, (name, ids, facts) = log.named()
+    assert (name, ids, facts["task"]) == ("claim_failed", [], "logprob")
+    assert facts["error.type"] == "ClaimTimeoutError"
 
 
-def test_a_hundred_thousand_samples_are_told_in_bounded_parts_that_add_up(client, log):
+def test_a_hundred_thousand_samples_are_bounded_parts_that_add_up(client, log):
     count = 100_000
     client.register_partition("train", ["x"], count, [])
     ids = [f"s{number}" for number in range(count)]
-    client.put_samples(ids, "train", batch(count, x=torch.zeros(count)))
+    client.put_samples(ids, "train", batch(count))
     parts = log.named("put")
-    assert max(len(part_ids) for _, part_ids, _ in parts) == MOST_IDS
+    assert max(len(part_ids) for _, part_ids, _ in parts) == MAX_IDS
     assert [sample_id for _, part_ids, _ in parts for sample_id in part_ids] == ids
     assert [facts["part"] for _, _, facts in parts] == list(range(len(parts)))
     assert {(facts["parts"], facts["samples"]) for _, _, facts in parts} == {(len(parts), count)}
 
 
-def test_ids_with_odd_characters_pass_unchanged(client, log):
-    ids = ["\x1b[31m", "</script>", "ü\u202e", "a\nb", "'; drop table", "x" * 10_000]
-    client.register_partition("train", ["x"], len(ids), [])
-    client.put_samples(ids, "train", batch(len(ids), x=torch.zeros(len(ids))))
-    assert log.named("put")[0][1] == ids
+def test_ids_with_odd_characters_pass_unchanged(log):
+    ids = ["\x1b[31m", "</script>", "ü\u202e", "a\nb", "'; drop table", "\ud800", "x" * 10_000]
+    emit("put", "train", ids)
+    assert log.named()[0][1] == ids
 
 
-def test_events_carry_run_step_and_version_and_the_span_of_the_operation(log, monkeypatch):
-    provider = TracerProvider()
-    monkeypatch.setattr(telemetry, "tracer", lambda: provider.get_tracer("test"))
+def test_events_have_run_step_version_and_span(log):
     with InstrumentedDataPlaneClient(InMemoryDataPlaneClient()) as client:
-        with step_context("run-1", 3, 2), telemetry.span("step") as step:
+        with step_context("run-1", 3, 2), span("step") as step:
             client.register_partition("train", ["x"], 1, [])
         [record] = log.records
-        assert (
-            facts_of(record).items()
-            >= {
-                "rl.run_id": "run-1",
-                "rl.step": 3,
-                "rl.weight_version": 2,
-            }.items()
-        )
+        step_facts = {"rl.run_id": "run-1", "rl.step": 3, "rl.weight_version": 2}
+        assert facts_of(record).items() >= step_facts.items()
         assert 0 <= time.time_ns() - record.timestamp < 60e9
         assert record.trace_id == step.get_span_context().trace_id
         assert record.span_id not in (0, step.get_span_context().span_id)
 
 
-def test_a_claim_that_waits_is_told_while_it_waits_and_its_end_names_the_wait(
-    client, log, monkeypatch
-):
-    monkeypatch.setattr(lifecycle, "waits", Waits(patience_s=0.05))
+def test_a_claim_that_waits_is_reported_and_its_end_names_the_wait(client, log):
     client.register_partition("train", ["x"], 2, ["logprob"])
-    told = threading.Event()
-    original = lifecycle.emit
-
-    def emit_and_notice(event, *args, **kwargs):
-        original(event, *args, **kwargs)
-        if event == "waiting":
-            told.set()
-
-    monkeypatch.setattr(lifecycle, "emit", emit_and_notice)
     claimer = threading.Thread(
         target=client.claim_meta, args=("train", "logprob", ["x"], 2), kwargs={"timeout_s": 60}
     )
     claimer.start()
-    assert told.wait(30)
-    client.put_samples(["a", "b"], "train", batch(2, x=torch.zeros(2)))
-    claimer.join(30)
+    deadline = time.monotonic() + DEADLINE_S
+    while not log.named("waiting"):
+        assert time.monotonic() < deadline
+        claimer.join(0.02)
+    client.put_samples(["a", "b"], "train", batch(2))
+    claimer.join(DEADLINE_S)
     [(_, _, waiting)] = log.named("waiting")
     [(_, ids, claimed)] = log.named("claimed")
     assert (waiting["task"], waiting["fields"], waiting["samples"]) == ("logprob", ("x",), 2)
@@ -187,78 +160,63 @@ def test_a_claim_that_waits_is_told_while_it_waits_and_its_end_names_the_wait(
     assert ids == ["a", "b"]
 
 
-def test_a_claim_that_does_not_wait_is_not_told_as_waiting(client, log):
-    client.register_partition("train", ["x"], 0, ["logprob"])
-    assert client.claim_meta("train", "logprob", ["x"], 1, blocking=False).size == 0
-    assert [name for name, _, _ in log.facts()] == ["registered"]
+class Reports:
+    """Reports of waits, in order."""
+
+    def __init__(self):
+        self.waits = []
+        self._came = threading.Semaphore(0)
+
+    def __call__(self, wait):
+        self.waits.append(wait)
+        self._came.release()
+
+    def until(self, number):
+        for _ in range(number):
+            assert self._came.acquire(timeout=DEADLINE_S)
+        return self.waits[:number]
 
 
-def test_waits_that_end_are_forgotten_and_those_that_last_are_told_in_their_order():
-    waits = Waits(patience_s=0.02)
-    told, all_told = [], threading.Event()
-
-    def tell(wait):
-        told.append(wait.name)
-        if len(told) == 3:
-            all_told.set()
-
-    begun = [waits.begin(tell) for _ in range(6)]
-    for wait in begun[::2]:
-        waits.end(wait)
-    assert all_told.wait(30)
-    assert told == [wait.name for wait in begun[1::2]]
-    assert [wait.told for wait in begun] == [False, True] * 3
+def test_only_open_waits_are_reported_and_in_order():
+    waits, reports = Waits(delay_s=0.3), Reports()
+    begun = []
+    for _ in range(3):
+        ended = waits.begin(reports)
+        begun.append(waits.begin(reports))
+        waits.end(ended)
+        assert not ended.reported
+    assert reports.until(3) == begun
+    assert all(wait.reported for wait in begun)
 
 
-def test_a_wait_that_lasts_is_told_again_and_again_until_its_end():
-    waits = Waits(patience_s=0.01, again_s=0.02)
-    heard: list[tuple[str, int]] = []
-    enough = threading.Event()
-
-    def tell(wait):
-        heard.append((wait.name, wait.since_ns))
-        if len(heard) == 8:
-            enough.set()
-
-    begun = [waits.begin(tell) for _ in range(2)]
-    assert enough.wait(30)
+def test_a_long_wait_is_reported_at_once_and_repeated(sdk, monkeypatch):
+    flushes = []
+    monkeypatch.setattr(get_logger_provider(), "force_flush", flushes.append)
+    waits, reports = Waits(delay_s=0.01, again_s=0.02), Reports()
+    begun = [waits.begin(reports) for _ in range(2)]
+    assert reports.until(8) == begun * 4
     for wait in begun:
         waits.end(wait)
-    with waits._changed:
-        assert not waits._told
-    assert heard[:8] == [(wait.name, wait.since_ns) for wait in begun] * 4
+    assert len(flushes) == 2
 
 
-def test_a_wait_that_is_told_again_much_later_delays_no_other():
-    waits = Waits(patience_s=0.01, again_s=3600.0)
+def test_a_wait_that_is_reported_again_much_later_delays_no_other():
+    waits = Waits(delay_s=0.01, again_s=3600.0)
     for _ in range(3):
-        told = threading.Event()
-        waits.begin(lambda wait, told=told: told.set())
-        assert told.wait(30)
-        time.sleep(0.02)  # until the thread sleeps
+        reports = Reports()
+        waits.begin(reports)
+        reports.until(1)
 
 
-def test_only_the_first_that_is_told_of_a_wait_is_exported_at_once(monkeypatch):
-    waits = Waits(patience_s=0.01, again_s=0.01)
-    told, hurried = threading.Semaphore(0), []
-    # The module's name is also that of what it holds.
-    module = sys.modules[Waits.__module__]
-    monkeypatch.setattr(module, "hurry", lambda: hurried.append(None))
-    wait = waits.begin(lambda wait: told.release())
-    assert all(told.acquire(timeout=30) for _ in range(5))
-    waits.end(wait)
-    assert len(hurried) == 1
-
-
-def test_a_forked_child_tells_of_its_own_waits_whatever_its_parent_was_doing():
+def test_a_forked_child_reports_its_own_waits():
     ran = run("""
-from observability.waits import Waits
-waits = Waits(patience_s=0.05)
+from observability.middleware.waits import Waits
+waits = Waits(delay_s=0.05)
 parents = waits.begin(lambda wait: None)
 inside, over = threading.Event(), threading.Event()
 
 def be_inside():
-    with waits._changed:  # as somebody who begins or ends a wait
+    with waits._changed:  # as a thread that begins or ends a wait
         inside.set()
         over.wait(30)
 
@@ -266,32 +224,28 @@ threading.Thread(target=be_inside, daemon=True).start()
 inside.wait(30)
 if (child := os.fork()) == 0:
     signal.alarm(20)  # what hangs must not outlive the test
-    told, heard = [], threading.Event()
-    own = waits.begin(lambda wait: (told.append(wait.name), heard.set()))
+    reported, heard = [], threading.Event()
+    own = waits.begin(lambda wait: (reported.append(wait.name), heard.set()))
     heard.wait(10)
     waits.end(own)
     waits.end(parents)
-    os._exit(0 if told == [own.name] and not parents.told else 1)
-tell(child=os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    os._exit(0 if reported == [own.name] and not parents.reported else 1)
+report(child=os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 over.set()
 """)
-    assert ran.told == [{"child": 0}]
+    assert ran.report == [{"child": 0}]
 
 
 def test_no_two_processes_give_a_wait_the_same_name():
     script = """
-from observability.waits import waits
-tell(name=waits.begin(lambda wait: None).name)
+from observability import waits
+report(name=waits.begin(lambda wait: None).name)
 if (child := os.fork()) == 0:
-    tell(name=waits.begin(lambda wait: None).name)
+    report(name=waits.begin(lambda wait: None).name)
     os._exit(0)
 os.waitpid(child, 0)
 """
-    names = [facts["name"] for _ in range(2) for facts in run(script).told]
+    names = [facts["name"] for _ in range(2) for facts in run(script).report]
     # Without what makes them unique those of pid 1 in a container that was started again repeat.
     assert len({name.rpartition("-")[0] for name in names}) == len(names) == 4
     assert {name.rpartition("-")[2] for name in names} == {"1"}
-
-
-def test_an_event_without_an_sdk_is_nothing():
-    emit("put", "train", ["a"], bytes=1)

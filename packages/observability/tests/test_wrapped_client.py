@@ -1,7 +1,8 @@
-"""A wrapped client keeps every promise of the client inside, and hides nothing of it."""
+"""A wrapped client keeps all promises of the inner client, and hides nothing of it."""
 
 import inspect
 
+import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
@@ -9,20 +10,43 @@ from tensordict import TensorDict
 from dataplane_core import (
     Capabilities,
     DataPlaneClient,
+    DataPlaneError,
     InMemoryDataPlaneClient,
     KVBatchMeta,
     build_data_plane_client,
 )
+from dataplane_core.inspector import StoreInspector  # noqa: TID251
 from dataplane_core.testing import (
     BackpressureContract,
     DataPlaneClientContract,
     LeaseContract,
+    MinimalClient,
     OriginContract,
 )
-from observability import MetricsDataPlaneClient, ObservedClient
+from observability import (
+    InstrumentedDataPlaneClient,
+    LifecycleDataPlaneClient,
+    MeterDataPlaneClient,
+    MetricsDataPlaneClient,
+    ObservedClient,
+    TracingDataPlaneClient,
+)
 
 
-class TestWrappedClient(DataPlaneClientContract, OriginContract):
+@pytest.mark.usefixtures("sdk")
+class TestWrappedClient(DataPlaneClientContract):
+    @pytest.fixture(params=[MetricsDataPlaneClient, InstrumentedDataPlaneClient])
+    def client(self, request):
+        with request.param(InMemoryDataPlaneClient()) as client:
+            yield client
+            assert client.failures == 0
+
+    @pytest.fixture
+    def peer(self, client):
+        return type(client)(InMemoryDataPlaneClient(bootstrap=False))
+
+
+class TestWrappedOrigins(OriginContract):
     @pytest.fixture
     def client(self):
         with MetricsDataPlaneClient(InMemoryDataPlaneClient()) as client:
@@ -33,14 +57,15 @@ class TestWrappedClient(DataPlaneClientContract, OriginContract):
         return MetricsDataPlaneClient(InMemoryDataPlaneClient(bootstrap=False))
 
 
-class MakeWrapped:
-    @pytest.fixture
-    def make_client(self):
+@pytest.mark.usefixtures("sdk")
+class TestWrappedLeases(LeaseContract, BackpressureContract):
+    @pytest.fixture(params=[MetricsDataPlaneClient, InstrumentedDataPlaneClient])
+    def make_client(self, request):
         clients = []
 
         def make(**config):
             inner = InMemoryDataPlaneClient({"enabled": True, "impl": "in_memory", **config})
-            clients.append(MetricsDataPlaneClient(inner))
+            clients.append(request.param(inner))
             return clients[-1]
 
         yield make
@@ -48,16 +73,91 @@ class MakeWrapped:
             client.close()
 
 
-class TestWrappedLeases(MakeWrapped, LeaseContract):
-    pass
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        InstrumentedDataPlaneClient,
+        LifecycleDataPlaneClient,
+        MeterDataPlaneClient,
+        MetricsDataPlaneClient,
+        TracingDataPlaneClient,
+    ],
+)
+def test_a_client_with_the_documented_methods_alone_can_be_wrapped(wrap):
+    inner = MinimalClient()
+    client = wrap(inner)
+    client.register_partition("train", ["x"], 2, ["train"])
+    fields = TensorDict({"x": torch.arange(2.0)}, [2])
+    client.put_samples(["a", "b"], "train", fields, [{"k": 1}, {"k": 2}])
+    client.put_columns(["a", "b"], "train", {"y": torch.ones(2, 2)}, lengths=[1, 2], ragged=["y"])
+    meta = client.claim_meta("train", "train", ["x", "y"], 2)
+    assert meta.tags == [{"k": 1}, {"k": 2}]
+    assert client.get_data(meta)["x"].tolist() == [0.0, 1.0]
+    assert client.get_columns(["b"], "train", ["y"])["y"].tolist() == [[1.0, 1.0]]
+    assert client.check_consumption_status("train", ["train"])
+    client.withdraw_samples(["a"], "train")
+    client.clear_samples(["b"], "train")
+    assert not client.check_consumption_status("train", ["train"])
+    assert client.inner is inner
+    assert not client.capabilities.origins
+    assert client.failures == 0
+    client.close()
 
 
-class TestWrappedBackpressure(MakeWrapped, BackpressureContract):
-    pass
+class Nameless:
+    def __repr__(self):
+        raise RuntimeError("no repr")
+
+
+def nested(depth):
+    return [nested(depth - 1)] if depth else []
+
+
+@pytest.mark.usefixtures("sdk")
+@pytest.mark.parametrize("hostile", [Nameless(), nested(900), None, b"p"], ids=lambda _: "")
+def test_no_observer_fails_at_what_the_client_refuses(hostile):
+    with InstrumentedDataPlaneClient(InMemoryDataPlaneClient()) as client:
+        client.register_partition("p", ["x"], 1, ["t"])
+        for call in (
+            lambda: client.register_partition(hostile, ["x"], 1, ["t"]),
+            lambda: client.claim_meta(hostile, "t", ["x"], 1),
+            lambda: client.put_samples(["a"], hostile),
+            lambda: client.put_samples(hostile, "p"),
+            lambda: client.get_samples(hostile, "p", ["x"]),
+            lambda: client.get_samples(["a"], hostile, ["x"]),
+            lambda: client.clear_samples(["a"], hostile),
+            lambda: client.acknowledge(hostile),
+        ):
+            with pytest.raises(DataPlaneError):
+                call()
+        assert client.failures == 0
+
+
+@pytest.mark.usefixtures("sdk")
+@pytest.mark.parametrize("wrap", [MetricsDataPlaneClient, InstrumentedDataPlaneClient])
+@pytest.mark.parametrize(
+    "ids", [np.array(["a", "b"]), [np.str_("a"), "b"], {"a": 1, "b": 2}.keys()]
+)
+def test_samples_that_no_list_names_are_counted(wrap, ids):
+    with wrap(InMemoryDataPlaneClient()) as client:
+        client.register_partition("p", ["x"], 2, ["t"])
+        client.put_samples(ids, "p", TensorDict({"x": torch.zeros(2)}, [2]))
+        if wrap is MetricsDataPlaneClient:
+            assert client.snapshot()["bytes_outstanding"] == 8
+        client.put_columns(
+            ids, "p", {"y": torch.zeros(2, 99)}, lengths=np.array([99, 98], np.int8), ragged=["y"]
+        )
+        if wrap is MetricsDataPlaneClient:
+            assert client.snapshot()["bytes_outstanding"] == 8 + 4 * (99 + 98)
+        client.get_samples(ids, "p", ["x"])
+        client.clear_samples(ids, "p")
+        if wrap is MetricsDataPlaneClient:
+            assert client.snapshot()["bytes_outstanding"] == 0
+        assert client.failures == 0
 
 
 class Echo:
-    """A client that only reports how it was called."""
+    """Client that only records its calls."""
 
     capabilities = Capabilities()
 
@@ -68,72 +168,59 @@ class Echo:
         return called
 
 
-@pytest.mark.parametrize(
-    ("name", "args"),
-    [
-        ("register_partition", ("p", ["x"], 1, ["t"], 2, {"x": ["v"]})),
-        ("claim_meta", ("p", "t", ["x"], 4, 1, False, 2.5)),
-        ("check_consumption_status", ("p", ["t"])),
-        ("put_samples", (["a"], "p", None, [{}])),
-        ("get_samples", (["a"], "p", ["x"])),
-        ("clear_samples", (["a"], "p")),
-        ("clear_samples", (None, "p")),
-    ],
-)
-def test_arguments_and_further_keywords_reach_the_inner_client_as_they_are(name, args):
-    client = MetricsDataPlaneClient(Echo())
-    with pytest.raises(LookupError) as called:
-        getattr(client, name)(*args, also=1)
-    assert called.value.args[0] == (name, args, {"also": 1})
+MOVES_DATA = [
+    ("register_partition", ("p", ["x"], 1, ["t"], 2, {"x": ["v"]})),
+    ("claim_meta", ("p", "t", ["x"], 4, 1, False, 2.5)),
+    ("check_consumption_status", ("p", ["t"])),
+    ("put_samples", (["a"], "p", None, [{}])),
+    ("get_samples", (["a"], "p", ["x"])),
+    ("clear_samples", (["a"], "p")),
+    ("clear_samples", (None, "p")),
+]
+MOVES_NONE = [
+    *((name, (KVBatchMeta("p", "t", ["a"]),)) for name in ("acknowledge", "renew", "release")),
+    ("count_samples", ("p", "t", ["x"])),
+]
 
 
-@pytest.mark.parametrize("name", ["acknowledge", "renew", "release", "count_samples"])
-def test_calls_that_move_no_data_are_passed_on_without_an_event(name):
+@pytest.mark.parametrize(("name", "args"), [*MOVES_DATA, *MOVES_NONE])
+def test_a_call_is_passed_on_as_it_is_and_an_event_if_it_moves_data(name, args):
     events = []
     client = MetricsDataPlaneClient(Echo(), events.append)
-    args = ("p", "t", ["x"]) if name == "count_samples" else (KVBatchMeta("p", "t", ["a"]),)
+    moves_data = (name, args) in MOVES_DATA
+    more = {"also": 1} if moves_data else {}
     with pytest.raises(LookupError) as called:
-        getattr(client, name)(*args)
-    assert called.value.args[0] == (name, args, {})
-    assert events == []
+        getattr(client, name)(*args, **more)
+    assert called.value.args[0] == (name, args, more)
+    assert [event["status"] for event in events] == ["error"] * moves_data
 
 
 def test_every_method_of_the_contract_is_passed_on():
     methods = {name for name, _ in inspect.getmembers(DataPlaneClient, inspect.isfunction)}
     public = {name for name in methods if not name.startswith("_")}
-    assert public <= vars(ObservedClient).keys()
+    inspected = {name for name in public if hasattr(StoreInspector, name)}
+    assert public - inspected <= vars(ObservedClient).keys()
+    inner = InMemoryDataPlaneClient()
+    client = ObservedClient(inner, ())
+    assert (client.inspector, client.inner) == (inner, inner)
+    assert client.capabilities is inner.capabilities
 
 
 def test_a_keyword_that_the_inner_client_does_not_know_is_refused():
+    client = MetricsDataPlaneClient(InMemoryDataPlaneClient())
+    with client, pytest.raises(TypeError, match="colour"):
+        client.put_samples([], "p", colour=1)
+
+
+def test_the_factory_wraps_a_client_when_observability_is_enabled(capsys):
     events = []
-    with MetricsDataPlaneClient(InMemoryDataPlaneClient(), events.append) as client:
-        with pytest.raises(TypeError, match="colour"):
-            client.put_samples([], "p", colour=1)
-        assert events[-1]["status"] == "error"
-
-
-def test_capabilities_are_those_of_the_inner_client():
-    inner = Echo()
-    client = MetricsDataPlaneClient(inner)
-    assert client.capabilities is inner.capabilities
-    assert client.inner is inner
-
-
-def test_the_factory_wraps_a_client_when_observability_is_enabled():
-    events = []
-    cfg = {
-        "enabled": True,
-        "impl": "in_memory",
-        "observability": {"enabled": True, "callback": events.append},
-    }
+    observability = {"enabled": True, "callback": events.append}
+    cfg = {"enabled": True, "impl": "in_memory", "observability": observability}
     with build_data_plane_client(cfg) as client:
         assert isinstance(client, MetricsDataPlaneClient)
         client.register_partition("train", ["x"], 1, [])
-        client.put_samples(["a"], "train", TensorDict({"x": torch.zeros(1)}, [1]))
-    assert [event["op"] for event in events] == ["register", "put", "close"]
-
-
-def test_without_a_callback_the_factory_logs(capsys):
-    cfg = {"enabled": True, "impl": "in_memory", "observability": {"enabled": True}}
+    assert [event["op"] for event in events] == ["register", "close"]
+    assert capsys.readouterr().out == ""
+    del observability["callback"]  # then it logs
     build_data_plane_client(cfg).close()
     assert "op=close" in capsys.readouterr().out

@@ -1,21 +1,22 @@
-"""Middleware that makes a data plane visible, and what else it takes to trace a step.
+"""Observability of a data plane: middleware, trace context across actors, and set-up.
 
-Nothing here needs an OpenTelemetry SDK but `setup`, which needs the extra ``observability[sdk]``.
+Only `setup` needs an OpenTelemetry SDK: the extra ``observability[sdk]``.
 """
 
 from __future__ import annotations
 
 from dataplane_core.telemetry import attached, extract, inject, span, step_context
 from observability.actors import TracedHandle, traced
-from observability.events import log_event
-from observability.instruments import InstrumentedDataPlaneClient
-from observability.lifecycle import LifecycleDataPlaneClient, emit
-from observability.meters import MeterDataPlaneClient, trained
-from observability.metrics import MetricsDataPlaneClient
-from observability.operations import ObservedClient, Observer, Operation
+from observability.middleware.events import log_event
+from observability.middleware.instruments import InstrumentedDataPlaneClient
+from observability.middleware.lifecycle import LifecycleDataPlaneClient, emit
+from observability.middleware.meters import MeterDataPlaneClient, record_trained
+from observability.middleware.metrics import MetricsDataPlaneClient
+from observability.middleware.observed_client import ObservedClient
+from observability.middleware.operation import Observer, Operation
+from observability.middleware.tracing import TracingDataPlaneClient
+from observability.middleware.waits import Wait, waits
 from observability.setup import setup
-from observability.tracing import TracingDataPlaneClient
-from observability.waits import waits
 
 __all__ = [
     "InstrumentedDataPlaneClient",
@@ -27,15 +28,16 @@ __all__ = [
     "Operation",
     "TracedHandle",
     "TracingDataPlaneClient",
+    "Wait",
     "attached",
     "emit",
     "extract",
     "inject",
     "log_event",
+    "record_trained",
     "setup",
     "span",
     "step_context",
     "traced",
-    "trained",
     "waits",
 ]

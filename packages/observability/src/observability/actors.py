@@ -1,7 +1,7 @@
-"""Context across actors: methods that take a carrier, and handles that send one.
+"""Trace context across actors: methods that accept a carrier, and handles that send one.
 
-Nothing here imports Ray. A carrier is the keyword-only argument ``carrier`` of a method, so it can
-be seen in the signature, and a caller without tracing leaves it out.
+Nothing here imports Ray. The carrier is the keyword-only argument ``carrier`` of a method: visible
+in its signature, and omitted by callers that do not trace.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ def traced(*, name: str | None = None, bucket: Bucket | None = None) -> Callable
 def traced(
     method: F | None = None, /, *, name: str | None = None, bucket: Bucket | None = None
 ) -> F | Callable[[F], F]:
-    """Decorate an actor's method: each call is a span below the caller's.
+    """Decorate an actor's method so that each call is a child span of the caller's span.
 
-    The method gains the keyword-only argument ``carrier``, which `dataplane_core.telemetry.inject`
-    fills on the caller's side. Its signature otherwise stays, so that Ray checks calls as before.
-    Coroutine methods and asynchronous generators stay what they are.
+    The method gains the keyword-only argument ``carrier``; the caller passes the result of
+    `dataplane_core.telemetry.inject`. The rest of the signature stays, so Ray checks calls as
+    before. Coroutine methods and generators keep their kind.
 
     Args:
-        method: what is decorated.
-        name: of the span; the method's name if None.
-        bucket: of the span, see docs/telemetry.md; None of one that only groups others.
+        method: the method to decorate.
+        name: name of the span; None takes the method's name.
+        bucket: bucket of the span, see docs/telemetry.md; None for a span that only groups others.
     """
 
     def decorate(function: F) -> F:
@@ -88,7 +88,7 @@ def traced(
             wrapper = returned
 
         functools.update_wrapper(wrapper, function)
-        del wrapper.__wrapped__  # Ray would look through it, at a signature without a carrier
+        del wrapper.__wrapped__  # Ray would follow it to a signature without a carrier
         parameters = list(signature.parameters.values())
         extra = inspect.Parameter(CARRIER, inspect.Parameter.KEYWORD_ONLY, default=None)
         at = len(parameters)
@@ -109,13 +109,13 @@ def _calling(name: str, bucket: Bucket | None, carrier: Mapping[str, str] | None
 
 
 class TracedHandle:
-    """A handle of an actor whose `traced` methods get the carrier of whoever calls them.
+    """An actor's handle that passes the caller's carrier to the actor's `traced` methods.
 
-    ``TracedHandle(actor).step.remote(1)`` is ``actor.step.remote(1, carrier=inject())``. It is
+    ``TracedHandle(actor).step.remote(1)`` is ``actor.step.remote(1, carrier=inject())``. It can be
     pickled and sent like the handle itself.
 
     Args:
-        handle: of the actor; every method that is called through it must be `traced`.
+        handle: handle of the actor; every method called through it must be `traced`.
     """
 
     def __init__(self, handle: Any) -> None:
@@ -132,5 +132,5 @@ class _TracedMethod:
         self._method = method
 
     def remote(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the method; returns what the handle's own ``remote`` does."""
+        """Call the method and return the result of the handle's ``remote``."""
         return self._method.remote(*args, carrier=inject(), **kwargs)

@@ -1,26 +1,26 @@
 """Spans and lifecycle events as they arrived over OTLP, in plain dataclasses.
 
-Everything that looks at a run, while it goes on or afterwards, works on these: they are decoded
-from the bytes of OTLP export requests and need neither an SDK nor the process that made them.
+Every view of a run, during it or afterwards, reads these records. They are decoded from the bytes
+of OTLP export requests and need neither an SDK nor the process that sent them.
 
-In OTLP zero and empty mean that a field was not set. What was not set is never taken for a value
-here: an unset time takes the nearest one that is known, and says so.
+In OTLP, zero and empty mean that a field was not set. Here an unset field is never read as a value:
+an unset time takes the nearest known one, and a flag marks it.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias  # Any: attribute values
+from typing import Any, Literal, TypeAlias, get_args  # Any: attribute values
 
 from opentelemetry.proto.collector.logs.v1.logs_service_pb2 import ExportLogsServiceRequest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.common.v1.common_pb2 import AnyValue, KeyValue
+from opentelemetry.proto.logs.v1.logs_pb2 import LogRecord
 from opentelemetry.proto.resource.v1.resource_pb2 import Resource
 from opentelemetry.proto.trace.v1.trace_pb2 import Span as SpanMessage
-from opentelemetry.proto.trace.v1.trace_pb2 import Status
 
 from observability.wire import parse
 
@@ -28,31 +28,21 @@ Attributes: TypeAlias = Mapping[str, Any]
 Kind = Literal["unspecified", "internal", "server", "client", "producer", "consumer"]
 Outcome = Literal["unset", "ok", "error"]
 
-_KINDS: dict[int, Kind] = {
-    SpanMessage.SPAN_KIND_UNSPECIFIED: "unspecified",
-    SpanMessage.SPAN_KIND_INTERNAL: "internal",
-    SpanMessage.SPAN_KIND_SERVER: "server",
-    SpanMessage.SPAN_KIND_CLIENT: "client",
-    SpanMessage.SPAN_KIND_PRODUCER: "producer",
-    SpanMessage.SPAN_KIND_CONSUMER: "consumer",
-}
-_OUTCOMES: dict[int, Outcome] = {
-    Status.STATUS_CODE_UNSET: "unset",
-    Status.STATUS_CODE_OK: "ok",
-    Status.STATUS_CODE_ERROR: "error",
-}
+# OTLP numbers both in this order.
+_KINDS: dict[int, Kind] = dict(enumerate(get_args(Kind)))
+_OUTCOMES: dict[int, Outcome] = dict(enumerate(get_args(Outcome)))
 
 
 @dataclass(frozen=True, order=True)
 class Process:
-    """Where a record comes from. Processes are equal if their whole resources are.
+    """The process that sent a record. Processes are equal if all attributes of their resources are.
 
     Attributes:
         service: ``service.name``, "unknown" if not reported.
         instance: ``service.instance.id``, the rank for example; empty if not reported.
         host: ``host.name``, empty if not reported.
         pid: ``process.pid``, 0 if not reported.
-        identity: hexadecimal digest of every attribute of the resource.
+        identity: hexadecimal digest over all attributes of the resource.
         resource: attributes of the resource.
     """
 
@@ -65,12 +55,12 @@ class Process:
 
     @property
     def label(self) -> str:
-        """The service and its instance; other processes may have the same."""
+        """The service and its instance; not necessarily unique."""
         return f"{self.service} {self.instance}".rstrip()
 
     @property
     def place(self) -> str:
-        """Where it runs, as far as that was reported: ``pid@host``, the pod or the host."""
+        """The reported location: ``pid@host``, the pod or the host; empty if none was reported."""
         pod = next((str(self.resource[key]) for key in _PODS if self.resource.get(key)), "")
         if not self.pid:
             return pod or self.host
@@ -79,7 +69,7 @@ class Process:
 
     @property
     def full_label(self) -> str:
-        """The label and, where it was reported, the place."""
+        """The label, followed by the location if it was reported."""
         return f"{self.label} ({self.place})" if self.place else self.label
 
 
@@ -87,31 +77,31 @@ _PODS = ("k8s.pod.name", "container.id")
 
 
 def distinct_labels(processes: Iterable[Process]) -> dict[Process, str]:
-    """A label of each process that no other one of them has, as short as that allows."""
+    """Return the shortest label of each process that distinguishes it from the others."""
     alike: dict[str, list[Process]] = {}
     for process in dict.fromkeys(processes):
         alike.setdefault(process.label, []).append(process)
     return {
-        process: label if len(those) == 1 else f"{label} ({_difference(process, those)})"
-        for label, those in alike.items()
-        for process in those
+        process: label if len(group) == 1 else f"{label} ({_difference(process, group)})"
+        for label, group in alike.items()
+        for process in group
     }
 
 
 def _difference(process: Process, alike: Iterable[Process]) -> str:
-    """What tells a process from others of the same label."""
-    others = [one for one in alike if one != process]
-    if process.place and all(one.place != process.place for one in others):
+    """Return what distinguishes a process from others with the same label."""
+    others = [other for other in alike if other != process]
+    if process.place and all(other.place != process.place for other in others):
         return process.place
     for name, value in sorted(process.resource.items()):
-        if value and all(one.resource.get(name) != value for one in others):
+        if value and all(other.resource.get(name) != value for other in others):
             return f"{name}={value}"
     return f"{process.place or 'resource'}, {process.identity[:8]}"
 
 
 @dataclass(frozen=True)
 class Link:
-    """A span that another one is about."""
+    """A link to another span."""
 
     trace_id: str
     span_id: str
@@ -119,11 +109,11 @@ class Link:
 
 @dataclass(frozen=True)
 class SpanEvent:
-    """Something that happened within a span: an exception, for example.
+    """An event within a span, for example an exception.
 
     Attributes:
-        name: what happened.
-        time_ns: nanoseconds since 1970, by the clock of its process; 0 if not reported.
+        name: name of the event; `UNNAMED` if it has none.
+        time_ns: nanoseconds since 1970 by the clock of its process; 0 if not reported.
         attributes: name to value.
     """
 
@@ -139,21 +129,21 @@ class Span:
     Attributes:
         trace_id: 32 hexadecimal digits.
         span_id: 16 hexadecimal digits.
-        parent_id: the parent's ``span_id``, None of a root.
-        name: what was done; `UNNAMED` if it has no name.
-        kind: OpenTelemetry's.
-        start_ns: nanoseconds since 1970, by the clock of its process; ``end_ns`` if only that was
+        parent_id: the parent's ``span_id``; None for a root.
+        name: name of the operation; `UNNAMED` if it has none.
+        kind: the span kind of OpenTelemetry.
+        start_ns: nanoseconds since 1970 by the clock of its process; ``end_ns`` if only that was
             reported, 0 if neither was.
         end_ns: as ``start_ns``; ``start_ns`` if only that was reported.
         attributes: name to value.
-        process: which made it.
-        links: the spans it is about.
-        outcome: "error" if it failed.
-        message: why it failed.
+        process: the process that recorded it.
+        links: the spans it links to.
+        outcome: the status; "error" if it failed.
+        message: the error message.
         has_start: whether its start was reported.
-        has_end: whether its end was reported; a span that is still open has none.
-        events: what happened within it, in the order reported.
-        scope: the instrumentation that made it, with its version; empty if not reported.
+        has_end: whether its end was reported; an open span has none.
+        events: events within the span, in the order reported.
+        scope: the instrumentation that recorded it, with its version; empty if not reported.
     """
 
     trace_id: str
@@ -175,17 +165,17 @@ class Span:
 
     @property
     def is_timed(self) -> bool:
-        """Whether its start and its end were reported."""
+        """True if both the start and the end were reported."""
         return self.has_start and self.has_end
 
     @property
     def seconds(self) -> float:
-        """The duration; 0 if start or end was not reported, or the end lies before the start."""
+        """The duration; 0 if start or end was not reported, or the end precedes the start."""
         return max(0, self.end_ns - self.start_ns) / 1e9
 
     @property
     def reported_seconds(self) -> float | None:
-        """The duration; None if start or end was not reported."""
+        """The duration; None unless both start and end were reported."""
         return self.seconds if self.is_timed else None
 
 
@@ -194,15 +184,15 @@ class Event:
     """One lifecycle event: what one batch operation did to samples.
 
     Attributes:
-        name: what happened, "put" for example; see docs/telemetry.md.
-        time_ns: nanoseconds since 1970, by the clock of its process; when it was observed if only
-            that was reported, 0 if neither was.
+        name: name of the event, for example "put"; see docs/telemetry.md.
+        time_ns: nanoseconds since 1970 by the clock of its process; the observed time if only that
+            was reported, 0 if neither was.
         attributes: name to value.
-        sample_ids: the samples; of a large batch one part.
-        process: which made it.
-        trace_id: of the span it belongs to; empty if there is none.
+        sample_ids: ids of the samples; one part of a large batch.
+        process: the process that recorded it.
+        trace_id: trace of the span it belongs to; empty if there is none.
         span_id: as ``trace_id``.
-        received_ns: when it was received, by the clock of the receiver; 0 if unknown.
+        received_ns: time of receipt by the clock of the receiver; 0 if unknown.
     """
 
     name: str
@@ -217,12 +207,12 @@ class Event:
 
 @dataclass
 class Records:
-    """What a run reported so far.
+    """The spans and events received so far.
 
     Attributes:
-        spans: in the order in which they came.
+        spans: in order of arrival.
         events: as ``spans``.
-        refused: spans that came without a valid trace or span id, and are not among ``spans``.
+        refused: number of received spans without a valid trace or span id; not among ``spans``.
     """
 
     spans: list[Span] = field(default_factory=list)
@@ -230,7 +220,7 @@ class Records:
     refused: int = 0
 
     def add(self, other: Records) -> None:
-        """Append what another holds."""
+        """Append the records of another."""
         self.spans += other.spans
         self.events += other.events
         self.refused += other.refused
@@ -242,20 +232,20 @@ UNNAMED = "(unnamed)"
 """The name of a span that was sent without one."""
 
 EVENT_PREFIX = "dataplane."
-"""What the names of lifecycle events begin with in OTLP; `Event.name` is the rest."""
+"""Prefix of the names of lifecycle events in OTLP; `Event.name` is the rest."""
 
 
 def decode_traces(body: bytes) -> Records:
-    """The spans of an ``ExportTraceServiceRequest``; those without valid ids are only counted.
+    """Decode the spans of an ``ExportTraceServiceRequest``; count those without valid ids.
 
     Raises:
-        google.protobuf.message.DecodeError: ``body`` is not one.
+        google.protobuf.message.DecodeError: ``body`` is not such a request.
     """
     request = ExportTraceServiceRequest()
     parse(request, body)
     records = Records()
     for resource_spans in request.resource_spans:
-        process, run = _process_and_run(resource_spans.resource)
+        process, run = process_and_run(resource_spans.resource)
         for scope_spans in resource_spans.scope_spans:
             scope = f"{scope_spans.scope.name} {scope_spans.scope.version}".strip()
             for span in scope_spans.spans:
@@ -267,31 +257,64 @@ def decode_traces(body: bytes) -> Records:
 
 
 def decode_logs(body: bytes) -> Records:
-    """The lifecycle events of an ``ExportLogsServiceRequest``; other log records are left out.
+    """Decode the lifecycle events of an ``ExportLogsServiceRequest``; skip other log records.
 
     Raises:
-        google.protobuf.message.DecodeError: ``body`` is not one.
+        google.protobuf.message.DecodeError: ``body`` is not such a request.
     """
     request = ExportLogsServiceRequest()
     parse(request, body)
     return Records(
         events=[
-            Event(
-                name=record.event_name.removeprefix(EVENT_PREFIX),
-                time_ns=record.time_unix_nano or record.observed_time_unix_nano,
-                attributes=_with_run(record.attributes, run),
-                sample_ids=_ids(record.body),
-                process=process,
-                trace_id=valid_id(record.trace_id, TRACE_ID_BYTES).hex(),
-                span_id=valid_id(record.span_id, SPAN_ID_BYTES).hex(),
-            )
+            event_of(record, process, run)
             for resource_logs in request.resource_logs
-            for process, run in [_process_and_run(resource_logs.resource)]
+            for process, run in [process_and_run(resource_logs.resource)]
             for scope_logs in resource_logs.scope_logs
             for record in scope_logs.log_records
             if record.event_name.startswith(EVENT_PREFIX)
         ]
     )
+
+
+def event_of(
+    record: LogRecord, process: Process, run: Any, *, only: Container[str] | None = None
+) -> Event:
+    """Return the lifecycle event of a log record; without ids if its body is not a list of ids.
+
+    Args:
+        record: a log record whose event name begins with `EVENT_PREFIX`.
+        process: the process that sent it.
+        run: the run id of its resource, from `process_and_run`.
+        only: the attributes to decode; None decodes all.
+    """
+    pairs = record.attributes
+    return Event(
+        name=record.event_name.removeprefix(EVENT_PREFIX),
+        time_ns=record.time_unix_nano or record.observed_time_unix_nano,
+        attributes=_with_run(
+            pairs if only is None else [pair for pair in pairs if pair.key in only], run
+        ),
+        sample_ids=sample_ids_of(record.body) or (),
+        process=process,
+        trace_id=valid_id(record.trace_id, TRACE_ID_BYTES).hex(),
+        span_id=valid_id(record.span_id, SPAN_ID_BYTES).hex(),
+    )
+
+
+def sample_ids_of(body: AnyValue) -> tuple[str, ...] | None:
+    """Return the ids in the body of an event; None if the body is not a JSON list of strings.
+
+    An empty body has no ids.
+    """
+    if body.WhichOneof("value") not in (None, "string_value"):
+        return None
+    try:
+        ids = json.loads(body.string_value or "[]")
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(ids, list) or not all(isinstance(item, str) for item in ids):
+        return None
+    return tuple(ids)
 
 
 def _has_ids(span: SpanMessage) -> bool:
@@ -332,13 +355,13 @@ TRACE_ID_BYTES = 16
 SPAN_ID_BYTES = 8
 
 
-def valid_id(found: bytes, length: int) -> bytes:
-    """An id of a trace or span, empty if it is none: of another length, or all zero."""
-    return found if len(found) == length and any(found) else b""
+def valid_id(raw_id: bytes, length: int) -> bytes:
+    """Return an id of a trace or span; empty if its length differs or it is all zero."""
+    return raw_id if len(raw_id) == length and any(raw_id) else b""
 
 
 def process_of(resource: Resource) -> Process:
-    """The process that a resource describes."""
+    """Return the process that a resource describes."""
     facts = _attributes(resource.attributes)
     return Process(
         service=_fact(facts, "service.name") or "unknown",
@@ -351,7 +374,7 @@ def process_of(resource: Resource) -> Process:
 
 
 def identity_of(pairs: Iterable[KeyValue]) -> bytes:
-    """A digest of 16 bytes that is equal for equal attributes, in whatever order they come."""
+    """Return a 16-byte digest of the attributes that does not depend on their order."""
     digest = hashlib.blake2b(digest_size=16)
     for _, pair in sorted({pair.key: pair for pair in pairs}.items()):
         encoded = pair.SerializeToString(deterministic=True)
@@ -370,17 +393,17 @@ def _pid(value: object) -> int:
     return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else 0
 
 
-def _process_and_run(resource: Resource) -> tuple[Process, Any]:
-    """A process, and the run that what it reports outside of a step belongs to as well."""
+def process_and_run(resource: Resource) -> tuple[Process, Any]:
+    """Return the process of a resource, and its run id, the only one of records outside a step."""
     process = process_of(resource)
     return process, process.resource.get(_RUN_ID)
 
 
 def _with_run(pairs: Iterable[KeyValue], run: Any) -> dict[str, Any]:
-    found = _attributes(pairs)
-    if run is not None and found.get(_RUN_ID) in (None, ""):
-        found[_RUN_ID] = run
-    return found
+    attributes = _attributes(pairs)
+    if run is not None and attributes.get(_RUN_ID) in (None, ""):
+        attributes[_RUN_ID] = run
+    return attributes
 
 
 def _attributes(pairs: Iterable[KeyValue]) -> dict[str, Any]:
@@ -389,28 +412,11 @@ def _attributes(pairs: Iterable[KeyValue]) -> dict[str, Any]:
 
 def _value(value: AnyValue) -> Any:
     match value.WhichOneof("value"):
-        case "string_value":
-            return value.string_value
-        case "bool_value":
-            return value.bool_value
-        case "int_value":
-            return value.int_value
-        case "double_value":
-            return value.double_value
-        case "bytes_value":
-            return value.bytes_value
         case "array_value":
             return [_value(item) for item in value.array_value.values]
         case "kvlist_value":
             return _attributes(value.kvlist_value.values)
-        case _:
+        case None:
             return None
-
-
-def _ids(body: AnyValue) -> tuple[str, ...]:
-    """The ids of a record; none of a body that is no JSON list of them."""
-    try:
-        found = json.loads(body.string_value or "[]")
-    except ValueError:
-        return ()
-    return tuple(item for item in found if isinstance(item, str)) if isinstance(found, list) else ()
+        case kind:
+            return getattr(value, kind)

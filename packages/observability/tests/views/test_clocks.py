@@ -1,4 +1,4 @@
-"""Times of hosts whose clocks disagree are put right by what calls say, and never without cause."""
+"""Clocks of hosts that disagree are corrected by the calls between them, and only then."""
 
 from dataclasses import replace
 from io import StringIO
@@ -6,25 +6,29 @@ from io import StringIO
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from made_up_runs import BEGIN, DRIVER, GENERATION, POLICIES, ROLLOUT, TraceMaker, grpo_step, ns
 from rich.console import Console
-from told_runs import BEGIN, DRIVER, GENERATION, POLICIES, ROLLOUT, Teller, grpo_step, ns
 
 from observability.records import Records
 from observability.views import critical_path, life_of, page_of, step_view, steps_of
-from observability.views.clocks import LEAST_NS, clocks_ahead, moved_event, moved_span
-from observability.views.tree import Tree
 
 HOSTS = ("node-b", "node-c")
+MIN_NS = 1_000_000
+"""Differences of clocks below this are not corrected."""
 OPEN_NS = 100_000_000
-"""How much room the made-up calls leave their callers at one of the ends, at most."""
+"""Maximum time between the ends of a made-up call and those of its caller."""
 
 
 def skewed(records, ahead):
-    """What the same run tells with clocks that are ahead by so many nanoseconds."""
-    back = {host: -by for host, by in ahead.items()}
+    """Return the records of the same run with clocks that are ahead, in nanoseconds."""
+
+    def moved(record, *times):
+        by = ahead.get(record.process.host, 0)
+        return replace(record, **{time: getattr(record, time) + by for time in times})
+
     return Records(
-        spans=[moved_span(span, back) for span in records.spans],
-        events=[moved_event(event, back) for event in records.events],
+        spans=[moved(span, "start_ns", "end_ns") for span in records.spans],
+        events=[moved(event, "time_ns") for event in records.events],
     )
 
 
@@ -33,14 +37,18 @@ def step_of(records):
     return step
 
 
+def clocks_of(*spans):
+    return step_of(Records(spans=list(spans))).clocks
+
+
 @settings(max_examples=50)
 @given(st.fixed_dictionaries(dict.fromkeys(HOSTS, st.integers(-(10**12), 10**12))))
 def test_every_call_lies_within_its_caller_whatever_the_clocks_said(ahead):
     step = step_of(skewed(grpo_step(), ahead))
     for span in step.spans:
         for called in step.children(span.span_id):
-            assert span.start_ns - LEAST_NS < called.start_ns
-            assert called.end_ns < span.end_ns + LEAST_NS
+            assert span.start_ns - MIN_NS < called.start_ns
+            assert called.end_ns < span.end_ns + MIN_NS
     for host, by in step.clocks.items():
         # Never by more than is true, and never the wrong way.
         assert 0 < abs(by) <= abs(ahead[host])
@@ -49,14 +57,14 @@ def test_every_call_lies_within_its_caller_whatever_the_clocks_said(ahead):
 
 @settings(max_examples=50)
 @given(st.fixed_dictionaries(dict.fromkeys(HOSTS, st.integers(-(10**12), 10**12))))
-def test_the_waterfall_is_that_of_right_clocks_but_for_what_calls_leave_open(ahead):
+def test_a_corrected_waterfall_equals_that_of_right_clocks(ahead):
     right = {span.span_id: span for span in step_of(grpo_step()).spans}
     step = step_of(skewed(grpo_step(), ahead))
-    open_ns = OPEN_NS + LEAST_NS
+    open_ns = OPEN_NS + MIN_NS
     for span in step.spans:
         assert abs(span.start_ns - right[span.span_id].start_ns) <= open_ns
         assert span.end_ns - span.start_ns == right[span.span_id].seconds * 1e9
-    assert {one.span.name for one in critical_path(step)} >= {"forward", "optimizer_step"}
+    assert {item.span.name for item in critical_path(step)} >= {"forward", "optimizer_step"}
 
 
 def test_clocks_that_may_be_right_are_left_alone():
@@ -70,12 +78,10 @@ def test_clocks_that_may_be_right_are_left_alone():
 
 def test_events_are_moved_with_the_spans_of_their_host():
     right = [(event.name, event.time_ns) for event in step_of(grpo_step()).events]
-    found = step_of(skewed(grpo_step(), {"node-c": 60 * 10**9})).events
-    assert [name for name, _ in right] == [event.name for event in found]
-    assert all(
-        abs(event.time_ns - told) <= OPEN_NS + LEAST_NS
-        for event, (_, told) in zip(found, right, strict=True)
-    )
+    events = step_of(skewed(grpo_step(), {"node-c": 60 * 10**9})).events
+    for event, (name, time_ns) in zip(events, right, strict=True):
+        assert event.name == name
+        assert abs(event.time_ns - time_ns) <= OPEN_NS + MIN_NS
 
 
 @pytest.mark.parametrize("seconds", [-3600, 3600])
@@ -83,81 +89,75 @@ def test_the_life_of_a_sample_has_its_order_though_clocks_disagree(seconds):
     records = grpo_step()
     sample_id = next(e for e in records.events if e.name == "put").sample_ids[0]
     names = [hop.name for hop in life_of(sample_id, records)]
-    found = life_of(sample_id, skewed(records, {"node-c": seconds * 10**9}))
-    assert [hop.name for hop in found] == names
-    assert all(0 <= hop.seconds < 10 for hop in found)
+    result = life_of(sample_id, skewed(records, {"node-c": seconds * 10**9}))
+    assert [hop.name for hop in result] == names
+    assert all(0 <= hop.seconds < 10 for hop in result)
 
 
 def test_what_was_sent_off_may_outlive_who_sent_it():
-    tell = Teller()
-    root = tell.span("grpo.step", DRIVER, 0, 10)
-    late = tell.span("late", GENERATION, 11, 15, root)
-    assert clocks_ahead(Tree([root, late]), root) == {"node-b": 5 * 10**9}
-    assert clocks_ahead(Tree([root, replace(late, kind="consumer")]), root) == {}
-    assert clocks_ahead(Tree([sender := replace(root, kind="producer"), late]), sender) == {}
+    maker = TraceMaker()
+    root = maker.span("grpo.step", DRIVER, 0, 10)
+    late = maker.span("late", GENERATION, 11, 15, root)
+    assert clocks_of(root, late) == {"node-b": 5 * 10**9}
+    assert clocks_of(root, replace(late, kind="consumer")) == {}
+    assert clocks_of(replace(root, kind="producer"), late) == {}
     # Nothing is received before it is sent, however.
-    early = replace(late, kind="consumer", start_ns=ns(-3))
-    assert clocks_ahead(Tree([root, early]), root) == {"node-b": -3 * 10**9}
+    before = replace(late, kind="consumer", start_ns=ns(-3))
+    assert clocks_of(root, before) == {"node-b": -3 * 10**9}
 
 
-def test_calls_that_contradict_each_other_say_nothing():
-    tell = Teller()
-    root = tell.span("grpo.step", DRIVER, 0, 10)
-    tell.span("early", GENERATION, -2, 1, root)
-    tell.span("late", GENERATION, 9, 12, root)
-    assert step_of(tell.records).clocks == {}
+@pytest.mark.parametrize(
+    ("calls", "clocks"),
+    [
+        # Of a root from 0 to 100 on node-a: callee, begin, end, and the call above it.
+        ([(GENERATION, -2, 1, None), (GENERATION, 99, 102, None)], {}),  # they contradict
+        (  # a host that only another called
+            [(POLICIES[0], 130, 138, None), (GENERATION, -20, -15, 0)],
+            {"node-c": 38, "node-b": -112},
+        ),
+        (  # two hosts with one wrong clock, though one call alone would not show it
+            [(POLICIES[0], 40, 50, None), (GENERATION, 95, 105, None), (GENERATION, 42, 49, 0)],
+            {"node-b": 5, "node-c": 3},
+        ),
+        (  # a contradiction along a ring of hosts
+            [(POLICIES[0], 40, 50, None), (GENERATION, 0, 100, None), (GENERATION, 200, 210, 0)],
+            {},
+        ),
+    ],
+)
+def test_calls_together_say_which_clocks_are_wrong(calls, clocks):
+    maker = TraceMaker()
+    spans = [maker.span("grpo.step", DRIVER, 0, 100)]
+    for process, start, end, above in calls:
+        parent = spans[0] if above is None else spans[1 + above]
+        spans.append(maker.span("call", process, start, end, parent))
+    assert clocks_of(*spans) == {host: by * 10**9 for host, by in clocks.items()}
 
 
-def test_a_host_that_only_another_called_is_put_right_by_that_one():
-    tell = Teller()
-    root = tell.span("grpo.step", DRIVER, 0, 10)
-    middle = tell.span("train", POLICIES[0], 31, 39, root)
-    tell.span("generate", GENERATION, -20, -15, middle)
-    assert step_of(tell.records).clocks == {"node-c": 29 * 10**9, "node-b": -22 * 10**9}
-
-
-def test_two_hosts_with_one_wrong_clock_are_both_put_right_though_one_call_alone_would_not_tell():
-    tell = Teller()
-    root = tell.span("grpo.step", DRIVER, 0, 100)
-    near = tell.span("train", POLICIES[0], 40, 50, root)
-    tell.span("generate", GENERATION, 95, 105, root)
-    tell.span("generate", GENERATION, 42, 49, near)
-    assert step_of(tell.records).clocks == {"node-b": 5 * 10**9, "node-c": 3 * 10**9}
-
-
-def test_calls_that_contradict_each_other_along_a_ring_of_hosts_say_nothing():
-    tell = Teller()
-    root = tell.span("grpo.step", DRIVER, 0, 100)
-    near = tell.span("train", POLICIES[0], 40, 50, root)
-    tell.span("generate", GENERATION, 0, 100, root)
-    tell.span("generate", GENERATION, 200, 210, near)
-    assert step_of(tell.records).clocks == {}
-
-
-def test_a_trace_of_more_wrong_clocks_than_there_are_machines_is_left_as_it_was_told():
-    tell = Teller()
-    root = tell.span("grpo.step", DRIVER, 0, 100)
+def test_a_trace_with_too_many_wrong_clocks_is_not_corrected():
+    maker = TraceMaker()
+    root = maker.span("grpo.step", DRIVER, 0, 100)
     hosts = [replace(GENERATION, host=f"host-{number}") for number in range(20_000)]
-    spans = [root, *(tell.span("generate", host, 110, 120, root) for host in hosts)]
-    assert clocks_ahead(Tree(spans), root) == {}
-    assert len(clocks_ahead(Tree(spans[:1000]), root)) == 999
+    spans = [root, *(maker.span("generate", host, 110, 120, root) for host in hosts)]
+    assert clocks_of(*spans) == {}
+    assert len(clocks_of(*spans[:1000])) == 999
 
 
 def test_without_a_root_or_a_host_s_name_nothing_is_said():
-    tell = Teller()
-    tell.span("generate", GENERATION, 5, 6, "0" * 16)
-    assert step_of(tell.records).clocks == {}
-    tell = Teller()
-    root = tell.span("grpo.step", DRIVER, 0, 1)
-    tell.span("generate", replace(ROLLOUT, host=""), 5, 6, root)
-    assert step_of(tell.records).clocks == {}
+    maker = TraceMaker()
+    maker.span("generate", GENERATION, 5, 6, "0" * 16)
+    assert step_of(maker.records).clocks == {}
+    maker = TraceMaker()
+    root = maker.span("grpo.step", DRIVER, 0, 1)
+    maker.span("generate", replace(ROLLOUT, host=""), 5, 6, root)
+    assert step_of(maker.records).clocks == {}
 
 
-def test_it_is_told_on_the_terminal_and_on_the_page():
+def test_a_correction_is_shown_on_terminal_and_page():
     step = step_of(skewed(grpo_step(), {"node-b": -(7 * 10**9), "node-c": 4 * 10**9}))
     assert step.clock_notes == [
-        "the clock of host node-b is 6.98 s or more behind; what it told is shown later by that",
-        "the clock of host node-c is 3.90 s or more ahead; what it told is shown earlier by that",
+        "the clock of host node-b is 6.98 s or more behind; its times are shown later by that",
+        "the clock of host node-c is 3.90 s or more ahead; its times are shown earlier by that",
     ]
     console = Console(file=StringIO(), width=200)
     console.print(step_view(step))

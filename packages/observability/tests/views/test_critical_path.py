@@ -1,12 +1,12 @@
-"""The critical path fills the time of the step, and follows what ended last."""
+"""The critical path covers the step, and follows the spans that ended last."""
 
 from itertools import pairwise
 
+import pytest
 from hypothesis import given
-from told_runs import DRIVER, POLICIES, ROLLOUT, Teller, grpo_step, ns, trees
+from made_up_runs import DRIVER, ROLLOUT, TraceMaker, grpo_step, ns, trees
 
 from observability.views import critical_path, steps_of
-from observability.views.figures import condensed
 
 
 def path_of(records):
@@ -14,95 +14,56 @@ def path_of(records):
     return critical_path(step)
 
 
-def told(records):
+def segments(records):
     return [
-        (one.span.name, (one.start_ns - ns(0)) / 1e9, (one.end_ns - ns(0)) / 1e9)
-        for one in path_of(records)
+        (record.span.name, (record.start_ns - ns(0)) / 1e9, (record.end_ns - ns(0)) / 1e9)
+        for record in path_of(records)
     ]
 
 
 @given(trees())
-def test_segments_tile_the_root_without_gap_or_overlap(records):
+def test_segments_tile_the_root_in_any_order_of_arrival(records):
     (step,) = steps_of(records)
     path = critical_path(step)
-    assert sum(one.end_ns - one.start_ns for one in path) == step.end_ns - step.start_ns
-    assert all(one.start_ns < one.end_ns for one in path)
+    assert sum(item.end_ns - item.start_ns for item in path) == step.end_ns - step.start_ns
     if path:
         assert (path[0].start_ns, path[-1].end_ns) == (step.start_ns, step.end_ns)
-    assert all(one.end_ns == two.start_ns for one, two in pairwise(path))
-
-
-@given(trees())
-def test_segments_lie_within_their_span_and_all_above_it(records):
-    (step,) = steps_of(records)
-    for one in critical_path(step):
-        line = step.tree.line(one.span.span_id)
+    assert all(item.end_ns == two.start_ns for item, two in pairwise(path))
+    for item in path:
+        line = step.tree.line(item.span.span_id)
         assert line[-1] is step.root
-        assert all(above.start_ns <= one.start_ns < one.end_ns <= above.end_ns for above in line)
-
-
-@given(trees())
-def test_the_path_does_not_depend_on_the_order_of_arrival(records):
+        assert all(above.start_ns <= item.start_ns < item.end_ns <= above.end_ns for above in line)
     backwards = type(records)(spans=records.spans[::-1])
-    assert [(one.start_ns, one.end_ns) for one in path_of(records)] == [
-        (one.start_ns, one.end_ns) for one in path_of(backwards)
-    ]
+    assert segments(records) == segments(backwards)
 
 
-def test_of_twins_the_path_takes_the_same_whatever_order_they_came_in():
-    tell = Teller()
-    root = tell.span("root", DRIVER, 0, 2)
-    tell.span("twin", ROLLOUT, 0, 2, root)
-    parted = tell.span("twin", ROLLOUT, 0, 2, root)
-    tell.span("part", ROLLOUT, 1, 2, parted)
-    backwards = type(tell.records)(spans=tell.records.spans[::-1])
-    assert told(tell.records) == told(backwards)
-
-
-def test_gaps_between_children_belong_to_the_parent():
-    tell = Teller()
-    root = tell.span("root", DRIVER, 0, 10)
-    tell.span("a", ROLLOUT, 1, 4, root)
-    tell.span("b", ROLLOUT, 6, 9, root)
-    assert told(tell.records) == [
-        ("root", 0, 1),
-        ("a", 1, 4),
-        ("root", 4, 6),
-        ("b", 6, 9),
-        ("root", 9, 10),
-    ]
-
-
-def test_of_parallel_children_the_last_to_end_is_followed():
-    tell = Teller()
-    root = tell.span("root", DRIVER, 0, 10)
-    tell.span("fast", POLICIES[0], 0, 6, root)
-    slow = tell.span("slow", POLICIES[1], 0, 10, root)
-    tell.span("forward", POLICIES[1], 2, 9, slow)
-    assert told(tell.records) == [("slow", 0, 2), ("forward", 2, 9), ("slow", 9, 10)]
-
-
-def test_a_child_still_running_at_that_moment_is_passed_over():
-    tell = Teller()
-    root = tell.span("root", DRIVER, 0, 10)
-    tell.span("early", ROLLOUT, 0, 3, root)
-    tell.span("overlapping", ROLLOUT, 2, 7, root)
-    tell.span("last", ROLLOUT, 5, 10, root)
-    assert told(tell.records) == [("early", 0, 3), ("root", 3, 5), ("last", 5, 10)]
-
-
-def test_clocks_that_disagree_are_cut_to_the_parent():
-    tell = Teller()
-    root = tell.span("root", DRIVER, 0, 10)
-    tell.span("before and after", ROLLOUT, -2, 12, root)
-    tell.span("wholly after", ROLLOUT, 11, 12, root)
-    assert told(tell.records) == [("before and after", 0, 10)]
+@pytest.mark.parametrize(
+    ("children", "path"),
+    [
+        (  # gaps between children belong to the parent
+            [("a", 1, 4), ("b", 6, 9)],
+            [("root", 0, 1), ("a", 1, 4), ("root", 4, 6), ("b", 6, 9), ("root", 9, 10)],
+        ),
+        ([("fast", 0, 6), ("slow", 0, 10)], [("slow", 0, 10)]),
+        (  # a child still running at that moment is passed over
+            [("early", 0, 3), ("overlapping", 2, 7), ("last", 5, 10)],
+            [("early", 0, 3), ("root", 3, 5), ("last", 5, 10)],
+        ),
+        ([("before and after", -2, 12), ("wholly after", 11, 12)], [("before and after", 0, 10)]),
+    ],
+)
+def test_of_its_children_a_span_waited_for_the_last_to_end(children, path):
+    maker = TraceMaker()
+    root = maker.span("root", DRIVER, 0, 10)
+    for name, start, end in children:
+        maker.span(name, ROLLOUT, start, end, root)
+    assert segments(maker.records) == path
 
 
 def test_a_step_without_a_root_has_no_path():
-    tell = Teller()
-    tell.span("refit", DRIVER, 0, 1, "f" * 16)
-    assert path_of(tell.records) == []
+    maker = TraceMaker()
+    maker.span("refit", DRIVER, 0, 1, "f" * 16)
+    assert path_of(maker.records) == []
 
 
 def test_the_path_of_a_whole_step_goes_through_what_held_it_up():
@@ -111,17 +72,8 @@ def test_the_path_of_a_whole_step_goes_through_what_held_it_up():
 
 
 def test_a_deep_tree_is_walked():
-    tell = Teller()
-    span = tell.span("root", DRIVER, 0, 10)
+    maker = TraceMaker()
+    span = maker.span("root", DRIVER, 0, 10)
     for _ in range(3_000):
-        span = tell.span("deeper", DRIVER, 0, 10, span)
-    assert [one.span for one in path_of(tell.records)] == [span]
-
-
-def test_a_condensed_path_keeps_the_longest_segments_and_loses_none():
-    path = path_of(grpo_step())
-    shown, rest = condensed(path, 5)
-    assert len(shown) == 5
-    assert {id(one.span) for one in shown + rest} == {id(one.span) for one in path}
-    assert min(one.seconds for one in shown) >= max(one.seconds for one in rest)
-    assert [one.start_ns for one in shown] == sorted(one.start_ns for one in shown)
+        span = maker.span("deeper", DRIVER, 0, 10, span)
+    assert [record.span for record in path_of(maker.records)] == [span]

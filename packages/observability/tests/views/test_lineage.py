@@ -1,9 +1,10 @@
-"""The life of a sample is told from its put to its clear."""
+"""The life of a sample goes from its put to its clear."""
 
 import random
+from dataclasses import replace
 
 import pytest
-from told_runs import DRIVER, HOSTILE, POLICIES, ROLLOUT, Teller, grpo_step, ns, sample_ids
+from made_up_runs import DRIVER, HOSTILE, POLICIES, ROLLOUT, TraceMaker, grpo_step, ns, sample_ids
 
 from observability.records import Records
 from observability.views import SampleNotFound, life_of
@@ -13,7 +14,7 @@ def names(sample_id, records):
     return [hop.name for hop in life_of(sample_id, records)]
 
 
-def test_a_life_is_told_in_the_order_of_time():
+def test_a_life_is_in_the_order_of_time():
     records = grpo_step(policies=1)
     random.Random(3).shuffle(records.events)
     kept, dropped = sample_ids()[0], sample_ids()[-1]
@@ -21,6 +22,9 @@ def test_a_life_is_told_in_the_order_of_time():
         *("put", "read", "put", "put", "claimed", "read", "trained", "cleared")
     ]
     assert names(dropped, records) == ["put", "read", "put", "put", "dropped", "cleared"]
+    assert life_of(dropped, records)[4].detail == "equal_rewards"
+    without_spans = Records(events=records.events)
+    assert {hop.stage for hop in life_of(kept, without_spans)} == {""}
 
 
 def test_each_hop_says_where_when_and_during_what():
@@ -32,19 +36,14 @@ def test_each_hop_says_where_when_and_during_what():
     assert (read.process, read.stage) == (POLICIES[0], "logprobs")
     assert read.seconds == pytest.approx(5.1 - 4.98)
     claimed = hops[4]
-    assert (claimed.task, claimed.detail, claimed.n_bytes) == ("train", "waited 0.040 s", None)
+    assert (claimed.task, claimed.detail, claimed.n_bytes) == ("train", "blocked 0.040 s", None)
     assert hops[6].weight_version == 1
-
-
-def test_a_drop_says_why():
-    hops = life_of(sample_ids()[-1], grpo_step())
-    assert [hop.detail for hop in hops if hop.name == "dropped"] == ["equal_rewards"]
 
 
 def test_a_clear_of_the_whole_partition_ends_its_samples_once():
     records = grpo_step()
     kept, dropped = sample_ids()[0], sample_ids()[-1]
-    later = Teller(step=1)
+    later = TraceMaker(step=1)
     later.event("cleared", DRIVER, 20, [])
     records.add(later.records)
     last = life_of(kept, records)[-1]
@@ -53,66 +52,61 @@ def test_a_clear_of_the_whole_partition_ends_its_samples_once():
     assert names(dropped, records).count("cleared") == 1
 
 
-def test_clears_of_other_partitions_and_before_the_put_are_not_of_its_life():
-    tell = Teller()
-    tell.event("cleared", DRIVER, 0, [])
-    tell.event("put", ROLLOUT, 1, ["a"], fields=["x"])
-    tell.event("cleared", DRIVER, 2, [], partition="val")
-    assert names("a", tell.records) == ["put"]
+def test_only_later_clears_of_its_partition_end_a_life():
+    maker = TraceMaker()
+    maker.event("cleared", DRIVER, 0, [])
+    maker.event("put", ROLLOUT, 1, ["a"], fields=["x"])
+    maker.event("cleared", DRIVER, 2, [], partition="val")
+    assert names("a", maker.records) == ["put"]
 
 
 def test_a_sample_that_is_put_again_has_a_second_end():
-    tell = Teller()
-    tell.event("put", ROLLOUT, 1, ["a"])
-    tell.event("cleared", DRIVER, 2, ["a"])
-    tell.event("read", POLICIES[0], 3, ["a"])
-    tell.event("cleared", DRIVER, 4, [])
-    tell.event("put", ROLLOUT, 5, ["a"])
-    tell.event("cleared", DRIVER, 6, [])
-    assert names("a", tell.records) == ["put", "cleared", "read", "put", "cleared"]
+    maker = TraceMaker()
+    maker.event("put", ROLLOUT, 1, ["a"])
+    maker.event("cleared", DRIVER, 2, ["a"])
+    maker.event("read", POLICIES[0], 3, ["a"])
+    maker.event("cleared", DRIVER, 4, [])
+    maker.event("put", ROLLOUT, 5, ["a"])
+    maker.event("cleared", DRIVER, 6, [])
+    assert names("a", maker.records) == ["put", "cleared", "read", "put", "cleared"]
 
 
-def test_what_was_told_twice_happened_once():
+def test_a_repeated_event_happened_once():
     records = grpo_step()
     once = life_of(sample_ids()[0], records)
     records.add(grpo_step())
     assert life_of(sample_ids()[0], records) == once
 
 
-def test_a_life_is_told_without_any_span():
-    records = Records(events=grpo_step().events)
-    assert {hop.stage for hop in life_of(sample_ids()[0], records)} == {""}
-
-
 def test_an_unknown_sample_is_named_with_ids_that_begin_alike():
     ids = [f"abc_g{i}" for i in range(8)]
-    tell = Teller()
-    tell.event("put", ROLLOUT, 1, [*ids, "zzz"])
+    maker = TraceMaker()
+    maker.event("put", ROLLOUT, 1, [*ids, "zzz"])
     with pytest.raises(SampleNotFound) as caught:
-        life_of("abc_g9", tell.records)
+        life_of("abc_g9", maker.records)
     assert isinstance(caught.value, LookupError)
     assert caught.value.suggestions == tuple(ids[:5])
     assert str(caught.value) == (
-        "no event names the sample 'abc_g9'; ids that begin as it does: "
+        "no event names the sample 'abc_g9'; ids with this prefix: "
         "abc_g0, abc_g1, abc_g2, abc_g3, abc_g4"
     )
     with pytest.raises(SampleNotFound, match=r"no event names the sample 'q'$"):
-        life_of("q", tell.records)
+        life_of("q", maker.records)
 
 
 @pytest.mark.parametrize("hostile", HOSTILE)
 def test_an_unknown_sample_is_named_in_printable_text(hostile):
-    tell = Teller()
-    tell.event("put", ROLLOUT, 1, [hostile + "a"])
+    maker = TraceMaker()
+    maker.event("put", ROLLOUT, 1, [hostile + "a"])
     with pytest.raises(SampleNotFound) as caught:
-        life_of(hostile, tell.records)
+        life_of(hostile, maker.records)
     assert str(caught.value).isprintable()
-    assert life_of(hostile + "a", tell.records)[0].name == "put"
+    assert life_of(hostile + "a", maker.records)[0].name == "put"
 
 
-def test_attributes_of_another_kind_than_told_do_no_harm():
-    tell = Teller()
-    event = tell.event("put", ROLLOUT, 1, ["a"])
+def test_attributes_of_another_type_do_no_harm():
+    maker = TraceMaker()
+    event = maker.event("put", ROLLOUT, 1, ["a"])
     event.attributes.update(
         {
             "dataplane.fields": "x",
@@ -122,5 +116,48 @@ def test_attributes_of_another_kind_than_told_do_no_harm():
             "dataplane.wait_s": "long",
         }
     )
-    (hop,) = life_of("a", tell.records)
+    (hop,) = life_of("a", maker.records)
     assert (hop.fields, hop.n_bytes, hop.step, hop.batch) == ((), None, None, 1)
+
+
+def received(maker, *seconds):
+    """Return the records with the time of receipt of each event."""
+    events = [
+        replace(event, received_ns=ns(at))
+        for event, at in zip(maker.records.events, seconds, strict=True)
+    ]
+    return Records(maker.records.spans, events)
+
+
+@pytest.mark.parametrize("off", [-86_400, -60, 60, 86_400])
+def test_a_life_is_in_order_whatever_the_clock_of_one_host_says(off):
+    maker = TraceMaker()
+    maker.event("put", ROLLOUT, 1, ["a"])
+    maker.event("claimed", POLICIES[0], 2 + off, ["a"], task="train")
+    maker.event("trained", POLICIES[0], 3 + off, ["a"], task="train")
+    maker.event("cleared", DRIVER, 7, [])
+    hops = life_of("a", received(maker, 1.5, 2.5, 3.5, 7.5))
+    assert [hop.name for hop in hops] == ["put", "claimed", "trained", "cleared"]
+    assert [hop.seconds for hop in hops] == pytest.approx([0, 1, 2, 6], abs=1)
+    assert hops[1].time_ns == ns(2 + off)  # the sender's is shown
+
+
+def test_a_life_is_ordered_by_time_despite_unordered_exports():
+    maker = TraceMaker()
+    maker.event("put", ROLLOUT, 1, ["a"])
+    maker.event("claimed", POLICIES[0], 2, ["a"], task="train")
+    maker.event("cleared", DRIVER, 3, ["a"])
+    for late in ((9, 3, 4), (600, 603, 601), (1, 20, 4)):  # one delayed, an outage, one resent
+        hops = life_of("a", received(maker, *late))
+        assert [hop.name for hop in hops] == ["put", "claimed", "cleared"]
+        assert [hop.seconds for hop in hops] == [0, 1, 2]
+
+
+def test_a_receiver_with_a_wrong_clock_changes_no_order():
+    maker = TraceMaker()
+    maker.event("put", ROLLOUT, 1, ["a"])
+    maker.event("claimed", POLICIES[0], 2, ["a"], task="train")
+    for off in (-86_400, 86_400):
+        hops = life_of("a", received(maker, 5 + off, 3 + off))
+        assert [hop.name for hop in hops] == ["put", "claimed"]
+        assert [hop.seconds for hop in hops] == [0, 1]

@@ -5,7 +5,17 @@ from collections import defaultdict
 
 import pytest
 from hypothesis import given
-from told_runs import BEGIN, DRIVER, HOSTILE, POLICIES, ROLLOUT, Teller, grpo_step, run_of, trees
+from made_up_runs import (
+    BEGIN,
+    DRIVER,
+    HOSTILE,
+    POLICIES,
+    ROLLOUT,
+    TraceMaker,
+    grpo_step,
+    run_of,
+    trees,
+)
 
 from observability.views import chrome_trace, steps_of, write_perfetto
 
@@ -18,16 +28,16 @@ def entries(records, phase):
 
 def by_thread(slices):
     threads = defaultdict(list)
-    for one in slices:
-        begin = round(one["ts"] * 1000)
-        threads[one["pid"], one["tid"]].append((begin, begin + round(one["dur"] * 1000)))
+    for entry in slices:
+        begin = round(entry["ts"] * 1000)
+        threads[entry["pid"], entry["tid"]].append((begin, begin + round(entry["dur"] * 1000)))
     return threads
 
 
 def assert_nested(slices):
     for stretches in by_thread(slices).values():
         ends = []
-        for begin, end in sorted(stretches, key=lambda one: (one[0], -one[1])):
+        for begin, end in sorted(stretches, key=lambda item: (item[0], -item[1])):
             while ends and ends[-1] <= begin:
                 ends.pop()
             assert not ends or end <= ends[-1]
@@ -49,25 +59,25 @@ def test_slices_of_steps_that_overlap_nest_too():
 
 def test_steps_after_each_other_share_their_threads():
     slices = entries(run_of(3), "X")
-    assert {one["tid"] for one in slices} == {0}
+    assert {entry["tid"] for entry in slices} == {0}
 
 
 def test_spans_that_overlap_without_nesting_are_on_two_threads():
-    tell = Teller()
-    root = tell.span("grpo.step", DRIVER, 0, 10)
-    tell.span("one", ROLLOUT, 0, 5, root)
-    tell.span("two", ROLLOUT, 3, 8, root)
-    tids = {one["name"]: one["tid"] for one in entries(tell.records, "X")}
+    maker = TraceMaker()
+    root = maker.span("grpo.step", DRIVER, 0, 10)
+    maker.span("one", ROLLOUT, 0, 5, root)
+    maker.span("two", ROLLOUT, 3, 8, root)
+    tids = {record["name"]: record["tid"] for record in entries(maker.records, "X")}
     assert (tids["one"], tids["two"]) == (0, 1)
-    threads = [one["args"]["name"] for one in entries(tell.records, "M") if one["tid"]]
-    assert threads == ["spans that overlap, 1"]
+    threads = [record["args"]["name"] for record in entries(maker.records, "M") if record["tid"]]
+    assert threads == ["overlapping spans 1"]
 
 
 def test_processes_have_their_names_and_the_driver_comes_first():
     named = {
-        one["pid"]: one["args"]["name"]
-        for one in entries(grpo_step(), "M")
-        if one["name"] == "process_name"
+        entry["pid"]: entry["args"]["name"]
+        for entry in entries(grpo_step(), "M")
+        if entry["name"] == "process_name"
     }
     assert named[1] == "grpo.driver"
     assert set(named.values()) == {
@@ -76,47 +86,45 @@ def test_processes_have_their_names_and_the_driver_comes_first():
     }
 
 
-def test_times_are_microseconds_from_the_first_span_on_and_keep_their_nanoseconds():
-    tell = Teller()
-    root = tell.span("grpo.step", DRIVER, 0, 10)
-    tell.span("refit", DRIVER, 1.000000001, 2.000000003, root)
-    trace = chrome_trace(steps_of(tell.records))
+def test_times_are_microseconds_since_the_first_span():
+    maker = TraceMaker()
+    root = maker.span("grpo.step", DRIVER, 0, 10)
+    maker.span("refit", DRIVER, 1.000000001, 2.000000003, root)
+    trace = chrome_trace(steps_of(maker.records))
     assert trace["otherData"] == {"begin_ns": str(BEGIN)}
-    refit = next(one for one in trace["traceEvents"] if one["name"] == "refit")
+    refit = next(item for item in trace["traceEvents"] if item["name"] == "refit")
     assert (refit["ts"], refit["dur"]) == (1_000_000.001, 1_000_000.002)
 
 
 def arrows(records, kind):
-    """Pairs of slice names that arrows of a kind join."""
+    """Return the pairs of entry names that arrows of a kind join."""
     slices = entries(records, "X")
 
-    def at(entry):
-        found = [
-            one["name"]
-            for one in slices
-            if (one["pid"], one["tid"], one["ts"]) == (entry["pid"], entry["tid"], entry["ts"])
-        ]
-        return found[0]
+    def at(arrow):
+        place = (arrow["pid"], arrow["tid"], arrow["ts"])
+        return next(
+            entry["name"] for entry in slices if (entry["pid"], entry["tid"], entry["ts"]) == place
+        )
 
-    begins = {one["id"]: at(one) for one in entries(records, "s") if one["cat"] == kind}
-    ends = {one["id"]: at(one) for one in entries(records, "f") if one["cat"] == kind}
+    begins = {record["id"]: at(record) for record in entries(records, "s") if record["cat"] == kind}
+    ends = {record["id"]: at(record) for record in entries(records, "f") if record["cat"] == kind}
     assert begins.keys() == ends.keys()
-    assert all(one["bp"] == "e" for one in entries(records, "f"))
+    assert all(record["bp"] == "e" for record in entries(records, "f"))
     return [(begins[number], ends[number]) for number in begins]
 
 
 def test_arrows_go_from_puts_to_what_read_them():
-    found = arrows(grpo_step(policies=2), "data")
-    assert set(found) == {("send train", "get train")}
-    assert len(found) == 2 * 1 + 2 * 4
+    result = arrows(grpo_step(policies=2), "data")
+    assert set(result) == {("send train", "get train")}
+    assert len(result) == 2 * 1 + 2 * 4
 
 
 def test_arrows_go_from_parents_to_children_in_other_processes():
-    found = arrows(grpo_step(policies=2), "call")
-    assert found.count(("train", "train")) == 2
-    assert ("refit", "install_weights") in found
-    assert ("turn", "flatten") not in found
-    assert ("grpo.step", "rollout") not in found
+    result = arrows(grpo_step(policies=2), "call")
+    assert result.count(("train", "train")) == 2
+    assert ("refit", "install_weights") in result
+    assert ("turn", "flatten") not in result
+    assert ("grpo.step", "rollout") not in result
 
 
 def test_a_link_to_a_span_that_did_not_arrive_is_no_arrow():
@@ -125,28 +133,30 @@ def test_a_link_to_a_span_that_did_not_arrive_is_no_arrow():
     assert arrows(records, "data") == []
 
 
-def test_attributes_are_told_with_the_slice():
-    told = next(one for one in entries(grpo_step(), "X") if one["name"] == "get train")["args"]
-    assert told["dataplane.bytes"] == 8_000
-    assert told["dataplane.fields"] == ["input_ids"]
-    assert len(told["span_id"]) == 16
+def test_a_slice_has_its_attributes():
+    report = next(entry for entry in entries(grpo_step(), "X") if entry["name"] == "get train")[
+        "args"
+    ]
+    assert report["dataplane.bytes"] == 8_000
+    assert report["dataplane.fields"] == ["input_ids"]
+    assert len(report["span_id"]) == 16
 
 
 @pytest.mark.parametrize("hostile", HOSTILE)
 def test_the_file_is_json_whatever_the_names_and_values(hostile, tmp_path):
-    tell = Teller()
+    maker = TraceMaker()
     odd = {
         hostile: hostile,
         "nan": float("nan"),
         "bytes": b"\xff\x00",
         "deep": {"a": [1, None, True, {hostile: 0.5}]},
     }
-    tell.span(hostile, POLICIES[0], 0, 1, attributes=odd, outcome="error", message=hostile)
-    write_perfetto(steps_of(tell.records), tmp_path / "trace.json")
+    maker.span(hostile, POLICIES[0], 0, 1, attributes=odd, outcome="error", message=hostile)
+    write_perfetto(steps_of(maker.records), tmp_path / "trace.json")
     trace = json.loads((tmp_path / "trace.json").read_text("ascii"))
-    (found,) = [one for one in trace["traceEvents"] if one["ph"] == "X"]
-    assert found["name"].isprintable()
-    assert (found["args"]["nan"], found["args"]["bytes"]) == ("nan", "ff00")
+    (result,) = [item for item in trace["traceEvents"] if item["ph"] == "X"]
+    assert result["name"].isprintable()
+    assert (result["args"]["nan"], result["args"]["bytes"]) == ("nan", "ff00")
 
 
 def test_no_steps_are_an_empty_trace():

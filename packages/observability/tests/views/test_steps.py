@@ -1,26 +1,27 @@
-"""Steps are put together from whatever arrived, and say what is missing."""
+"""Steps are assembled from whatever arrived, and say what is missing."""
 
 import dataclasses
 import random
 
 import pytest
-from told_runs import (
+from hypothesis import given
+from made_up_runs import (
     DRIVER,
     GENERATION,
     POLICIES,
     ROLLOUT,
-    Teller,
+    TraceMaker,
     grpo_step,
     ns,
     run_of,
     sample_ids,
+    trees,
 )
 
 from observability.records import Records
 from observability.views import (
     StageBytes,
     Staleness,
-    bucket_seconds,
     bytes_by_stage,
     slowest,
     steps_of,
@@ -50,28 +51,13 @@ def test_runs_do_not_mix():
     assert [(step.run_id, step.number) for step in steps_of(records)] == [("early", 0), ("late", 1)]
 
 
-def test_a_trace_that_tells_no_step_is_none():
+def test_a_trace_without_a_step_is_none():
     records = grpo_step()
     (first, *_) = records.spans
     outside = dataclasses.replace(first, trace_id="f" * 32, attributes={"rl.run_id": "run-a"})
     records.spans.append(outside)
     assert len(steps_of(records)) == 1
-
-
-def test_a_step_number_told_as_text_is_understood():
-    records = grpo_step()
-    records.spans = [
-        dataclasses.replace(span, attributes={**span.attributes, "rl.step": "7"})
-        for span in records.spans
-    ]
-    assert only(records).number == 7
-
-
-def test_children_are_found_by_their_parent():
-    step = only(grpo_step())
-    names = [span.name for span in step.children(step.root.span_id)]
-    assert names[:3] == ["refit", "register train", "rollout"]
-    assert step.children("nowhere") == ()
+    assert steps_of(Records()) == []
 
 
 def test_what_was_sent_twice_counts_once():
@@ -90,9 +76,9 @@ def test_a_step_without_a_root_is_shown_and_says_so():
     records.spans = [span for span in records.spans if span.name != "grpo.step"]
     step = only(records)
     assert step.root is None
-    assert step.incomplete[0] == "no root: the span of the whole step has not arrived"
+    assert step.incomplete[0] == "no root: the span of the step was not received"
     assert (step.start_ns, step.end_ns) == (ns(0.1), ns(9.9))
-    assert [one.stage for one in bytes_by_stage(step)] == [
+    assert [item.stage for item in bytes_by_stage(step)] == [
         "rollout",
         "logprobs",
         "advantages",
@@ -108,44 +94,35 @@ def test_an_orphan_is_named_with_its_process():
     reasons = only(records).incomplete
     assert len(reasons) == 2
     assert reasons[0].endswith(
-        "of 'generate' of grpo.rollout, 'environment_step' of grpo.rollout never arrived"
+        "of 'generate' of grpo.rollout, 'environment_step' of grpo.rollout was not received"
     )
 
 
 def test_a_failed_span_of_the_driver_is_named_with_its_error():
-    tell = Teller()
-    root = tell.span("grpo.step", DRIVER, 0, 2)
-    tell.span("train", DRIVER, 0, 1, root, "wasted", outcome="error", message="CUDA\nout")
-    tell.span("forward", POLICIES[0], 0, 1, root, "wasted", outcome="error")
-    assert only(tell.records).incomplete == ["'train' of grpo.driver failed: CUDA\\nout"]
+    maker = TraceMaker()
+    root = maker.span("grpo.step", DRIVER, 0, 2)
+    maker.span("train", DRIVER, 0, 1, root, "wasted", outcome="error", message="CUDA\nout")
+    maker.span("forward", POLICIES[0], 0, 1, root, "wasted", outcome="error")
+    assert only(maker.records).incomplete == ["'train' of grpo.driver failed: CUDA\\nout"]
 
 
-def test_two_roots_are_told_and_the_step_is_that_named_as_one():
-    tell = Teller()
-    tell.span("stray", ROLLOUT, 0, 1)
-    root = tell.span("grpo.step", DRIVER, 1, 2)
-    step = only(tell.records)
+def test_two_roots_are_reported_and_the_named_one_is_the_step():
+    maker = TraceMaker()
+    maker.span("stray", ROLLOUT, 0, 1)
+    root = maker.span("grpo.step", DRIVER, 1, 2)
+    step = only(maker.records)
     assert step.root is root
     assert step.incomplete == [
         "2 spans have no parent: 'stray' of grpo.rollout, 'grpo.step' of grpo.driver"
     ]
 
 
-def test_spans_that_are_their_own_ancestors_are_told():
-    tell = Teller()
-    tell.span("grpo.step", DRIVER, 0, 2)
-    tell.span("loop", ROLLOUT, 0, 1, f"{2:08x}{0:08x}")
-    assert only(tell.records).incomplete == [
-        "spans that are their own ancestors: 'loop' of grpo.rollout"
-    ]
-
-
-def test_processes_of_one_name_are_told_apart():
-    tell = Teller()
+def test_processes_of_one_name_are_distinguished():
+    maker = TraceMaker()
     again = dataclasses.replace(DRIVER, pid=999)
-    root = tell.span("grpo.step", DRIVER, 0, 2)
-    tell.span("refit", again, 0, 1, root)
-    labels = only(tell.records).labels
+    root = maker.span("grpo.step", DRIVER, 0, 2)
+    maker.span("refit", again, 0, 1, root)
+    labels = only(maker.records).labels
     assert labels == {
         DRIVER: "grpo.driver (100@node-a)",
         again: "grpo.driver (999@node-a)",
@@ -162,45 +139,28 @@ def test_bytes_are_counted_per_stage_puts_and_gets_apart():
 
 
 def test_bytes_of_spans_that_hang_on_nothing_are_not_lost():
-    tell = Teller()
-    tell.span("grpo.step", DRIVER, 0, 2)
-    tell.put(ROLLOUT, 0, 1, "f" * 16, ["a"], ["x"], 7)
-    assert bytes_by_stage(only(tell.records)) == [StageBytes("(no stage)", 7, 0)]
-
-
-def test_seconds_per_bucket_count_each_moment_of_a_process_once():
-    tell = Teller()
-    root = tell.span("grpo.step", DRIVER, 0, 10)
-    outer = tell.span("advantages", DRIVER, 0, 4, root, "overhead")
-    tell.span("send train", DRIVER, 1, 3, outer, "overhead")
-    tell.span("train", DRIVER, 4, 10, root, "idle")
-    tell.span("forward", POLICIES[0], 4, 8, root, "productive")
-    tell.span("forward", POLICIES[0], 6, 9, root, "productive")
-    tell.span("get train", POLICIES[0], 8, 10, root, "overhead")
-    assert bucket_seconds(only(tell.records)) == {
-        "productive": 5.0,
-        "overhead": 5.0,
-        "wasted": 0.0,
-        "idle": 6.0,
-    }
+    maker = TraceMaker()
+    maker.span("grpo.step", DRIVER, 0, 2)
+    maker.put(ROLLOUT, 0, 1, "f" * 16, ["a"], ["x"], 7)
+    assert bytes_by_stage(only(maker.records)) == [StageBytes("(no stage)", 7, 0)]
 
 
 def test_staleness_is_the_versions_between_generation_and_training():
-    tell = Teller(step=3)
-    root = tell.span("grpo.step", DRIVER, 0, 10)
+    maker = TraceMaker(step=3)
+    root = maker.span("grpo.step", DRIVER, 0, 10)
     put, train = "put", "trained"
-    tell.event(put, ROLLOUT, 1, ["a", "b"], root, version=3, fields=["input_ids"])
-    tell.event(put, ROLLOUT, 2, ["c"], root, version=1, fields=["input_ids"])
-    tell.event(put, ROLLOUT, 2, ["d"], root, fields=["input_ids"])
-    tell.event(put, POLICIES[0], 4, ["a", "b", "c"], root, version=3, fields=["prev_logprobs"])
-    tell.event(train, POLICIES[0], 5, ["a", "b"], root, version=4)
-    tell.event(train, POLICIES[1], 5, ["b", "c", "d"], root, version=4)
-    assert only(tell.records).staleness == Staleness(1, 5 / 3, 3, 3, 1)
+    maker.event(put, ROLLOUT, 1, ["a", "b"], root, version=3, fields=["input_ids"])
+    maker.event(put, ROLLOUT, 2, ["c"], root, version=1, fields=["input_ids"])
+    maker.event(put, ROLLOUT, 2, ["d"], root, fields=["input_ids"])
+    maker.event(put, POLICIES[0], 4, ["a", "b", "c"], root, version=3, fields=["prev_logprobs"])
+    maker.event(train, POLICIES[0], 5, ["a", "b"], root, version=4)
+    maker.event(train, POLICIES[1], 5, ["b", "c", "d"], root, version=4)
+    assert only(maker.records).staleness == Staleness(1, 5 / 3, 3, 3, 1)
 
 
 def test_staleness_reaches_back_to_puts_of_earlier_steps():
     records = grpo_step(0)
-    later = Teller(step=4)
+    later = TraceMaker(step=4)
     root = later.span("grpo.step", DRIVER, 40, 50)
     later.event("trained", POLICIES[0], 45, sample_ids(0)[:1], root, version=5)
     records.add(later.records)
@@ -208,105 +168,123 @@ def test_staleness_reaches_back_to_puts_of_earlier_steps():
 
 
 def steps_with_the_same_ids(*, skew=0.0, clear=("a", "b")):
-    """Five steps that put, train and clear samples of the same ids; who puts has its own clock."""
+    """Return five steps that reuse sample ids; the producer has a different clock."""
     records = Records()
     for step in range(5):
-        tell, at = Teller(step), 20 * step
-        root = tell.span("grpo.step", DRIVER, at, at + 10)
-        call = tell.span("rollout", DRIVER, at, at + 4, root)
+        maker, at = TraceMaker(step), 20 * step
+        root = maker.span("grpo.step", DRIVER, at, at + 10)
+        call = maker.span("rollout", DRIVER, at, at + 4, root)
         # Its only call, so it shows how far the clock is ahead.
-        tell.span("rollout", GENERATION, at + skew, at + 4 + skew, call)
+        maker.span("rollout", GENERATION, at + skew, at + 4 + skew, call)
         ids = ["a", "b"]
-        tell.event("put", GENERATION, at + 3 + skew, ids, call, version=step, fields=["x"])
-        tell.event("trained", POLICIES[0], at + 7, ids, root, version=step)
-        tell.event("put", DRIVER, at + 8, ids, root, version=step + 1, fields=["y"])
-        tell.event("cleared", DRIVER, at + 9, clear, root)
-        records.add(tell.records)
+        maker.event("put", GENERATION, at + 3 + skew, ids, call, version=step, fields=["x"])
+        maker.event("trained", POLICIES[0], at + 7, ids, root, version=step)
+        maker.event("put", DRIVER, at + 8, ids, root, version=step + 1, fields=["y"])
+        maker.event("cleared", DRIVER, at + 9, clear, root)
+        records.add(maker.records)
     return records
 
 
 @pytest.mark.parametrize("clear", [("a", "b"), ()])
 @pytest.mark.parametrize("skew", [0.0, 5.0, -11.5])
-def test_ids_that_are_used_again_after_a_clear_are_as_fresh_as_new_ones(clear, skew):
+def test_reused_ids_are_as_fresh_as_new_ones(clear, skew):
     steps = steps_of(steps_with_the_same_ids(skew=skew, clear=clear))
     assert [step.staleness for step in steps] == [Staleness(0, 0.0, 0, 2, 0)] * 5
 
 
-def test_what_was_not_cleared_keeps_the_version_that_it_was_generated_with():
+def test_uncleared_samples_keep_their_generating_version():
     steps = steps_of(steps_with_the_same_ids(clear=["a"]))
-    assert [(step.staleness.least, step.staleness.most) for step in steps] == [
+    assert [(step.staleness.minimum, step.staleness.maximum) for step in steps] == [
         (0, stale) for stale in range(5)
     ]
 
 
-def test_what_is_told_as_trained_after_its_clear_is_as_old_as_it_was():
-    tell = Teller(step=3)
-    root = tell.span("grpo.step", DRIVER, 0, 10)
-    tell.event("put", ROLLOUT, 1, ["a"], root, version=1, fields=["x"])
-    tell.event("cleared", DRIVER, 2, [], root)
-    tell.event("trained", POLICIES[0], 3, ["a"], root, version=3)
-    assert only(tell.records).staleness == Staleness(2, 2.0, 2, 1, 0)
+def test_staleness_is_right_for_trained_reported_after_clear():
+    maker = TraceMaker(step=3)
+    root = maker.span("grpo.step", DRIVER, 0, 10)
+    maker.event("put", ROLLOUT, 1, ["a"], root, version=1, fields=["x"])
+    maker.event("cleared", DRIVER, 2, [], root)
+    maker.event("trained", POLICIES[0], 3, ["a"], root, version=3)
+    assert only(maker.records).staleness == Staleness(2, 2.0, 2, 1, 0)
 
 
-def test_what_is_told_as_trained_before_its_put_is_told_is_as_old_as_it_is():
-    tell = Teller(step=3)
-    root = tell.span("grpo.step", DRIVER, 0, 10)
+def test_staleness_is_right_for_trained_reported_before_put():
+    maker = TraceMaker(step=3)
+    root = maker.span("grpo.step", DRIVER, 0, 10)
     # A claim that waited got it before the put returned.
-    tell.event("trained", POLICIES[0], 2, ["a", "b"], root, version=3)
-    tell.event("put", ROLLOUT, 2.1, ["a"], root, version=1, fields=["x"])
-    tell.event("put", POLICIES[0], 2.2, ["a"], root, version=3, fields=["y"])
-    assert only(tell.records).staleness == Staleness(2, 2.0, 2, 1, 1)
+    maker.event("trained", POLICIES[0], 2, ["a", "b"], root, version=3)
+    maker.event("put", ROLLOUT, 2.1, ["a"], root, version=1, fields=["x"])
+    maker.event("put", POLICIES[0], 2.2, ["a"], root, version=3, fields=["y"])
+    assert only(maker.records).staleness == Staleness(2, 2.0, 2, 1, 1)
 
 
 def test_staleness_of_runs_that_use_the_same_ids_does_not_mix():
     records = Records()
     for number, (run, version) in enumerate((("killed", 40), ("second", 3))):
-        tell = Teller(0, run, f"{number + 1:032x}")
-        root = tell.span("grpo.step", DRIVER, 100 * number, 100 * number + 10)
-        tell.event("put", ROLLOUT, 100 * number + 1, ["a", "b"], root, version=version)
+        maker = TraceMaker(0, run, f"{number + 1:032x}")
+        root = maker.span("grpo.step", DRIVER, 100 * number, 100 * number + 10)
+        maker.event("put", ROLLOUT, 100 * number + 1, ["a", "b"], root, version=version)
         if run == "second":
-            tell.event("trained", POLICIES[0], 105, ["a", "b"], root, version=version)
-            tell.event("cleared", DRIVER, 106, ["a", "b"], root)
-        records.add(tell.records)
+            maker.event("trained", POLICIES[0], 105, ["a", "b"], root, version=version)
+            maker.event("cleared", DRIVER, 106, ["a", "b"], root)
+        records.add(maker.records)
     killed, second = steps_of(records)
     assert (killed.staleness, second.staleness) == (None, Staleness(0, 0.0, 0, 2, 0))
 
 
-def test_staleness_is_not_known_without_versions():
-    tell = Teller()
-    tell.span("grpo.step", DRIVER, 0, 10)
-    assert only(tell.records).staleness is None
-
-
-def test_slowest_operations_are_spans_without_children_the_longest_first():
-    found = slowest(only(grpo_step()))
-    assert len(found) == 10
-    assert [span.name for span in found[:4]] == ["generate", "generate", "forward", "forward"]
-    assert {span.process for span in found[:2]} == {GENERATION}
-    assert [span.seconds for span in found] == sorted(
-        (span.seconds for span in found), reverse=True
+def test_slowest_operations_are_leaf_spans_longest_first():
+    result = slowest(only(grpo_step()))
+    assert len(result) == 10
+    assert [span.name for span in result[:4]] == ["generate", "generate", "forward", "forward"]
+    assert {span.process for span in result[:2]} == {GENERATION}
+    assert [span.seconds for span in result] == sorted(
+        (span.seconds for span in result), reverse=True
     )
 
 
-def test_waste_is_the_share_of_dropped_samples_times_productive_rollout():
+def test_waste_is_the_dropped_share_of_productive_rollout():
     lost = waste(only(grpo_step(samples=8)))
     assert (lost.dropped, lost.put, lost.share) == (2, 8, 0.25)
     assert lost.productive_seconds == pytest.approx(2 * 1.46 + 2 * 0.26)
     assert lost.seconds == pytest.approx(lost.productive_seconds / 4)
 
 
-def test_a_step_without_samples_wastes_nothing():
-    tell = Teller()
-    tell.span("grpo.step", DRIVER, 0, 10)
-    assert waste(only(tell.records)).seconds == 0.0
+@given(trees())
+def test_a_tree_has_every_span_below_its_root(records):
+    (step,) = steps_of(records)
+    reached = [step.root]
+    for span in reached:
+        reached += step.children(span.span_id)
+    assert sorted(span.span_id for span in reached) == sorted(s.span_id for s in records.spans)
 
 
-def test_events_without_a_trace_belong_to_the_step_that_they_tell():
-    tell = Teller()
-    tell.span("grpo.step", DRIVER, 0, 10)
-    tell.event("dropped", DRIVER, 5, ["a"], None, reason="surplus")
-    assert [event.name for event in only(tell.records).events] == ["dropped"]
+def test_rings_of_parents_are_cut_at_their_earliest_span():
+    maker = TraceMaker()
+    first = maker.span("first", DRIVER, 1, 2, f"{3:08x}{0:08x}")
+    maker.span("second", DRIVER, 2, 3, first)
+    third = maker.span("third", DRIVER, 3, 4, f"{2:08x}{0:08x}")
+    tail = maker.span("tail", DRIVER, 0, 1, first)
+    alone = maker.span("its own parent", DRIVER, 9, 9, f"{5:08x}{0:08x}")
+    step = only(maker.records)
+    assert [span.name for span in step.tree.line(tail.span_id)] == ["tail", "first"]
+    assert step.tree.line(alone.span_id) == [alone]
+    assert {span.name for span in step.children(first.span_id)} == {"second", "tail"}
+    assert step.children(third.span_id) == ()
+    assert step.incomplete[1:] == [
+        "spans that are their own ancestors: 'first' of grpo.driver, 'its own parent' of "
+        "grpo.driver"
+    ]
 
 
-def test_no_records_are_no_steps():
-    assert steps_of(Records()) == []
+def test_a_single_step_has_no_waste_and_no_staleness():
+    maker = TraceMaker()
+    maker.span("grpo.step", DRIVER, 0, 10, attributes={"rl.step": "7"})
+    step = only(maker.records)
+    assert (step.number, step.staleness, waste(step).seconds) == (7, None, 0.0)
+
+
+def test_events_without_a_trace_belong_to_their_step_attribute():
+    maker = TraceMaker()
+    maker.span("grpo.step", DRIVER, 0, 10)
+    maker.event("dropped", DRIVER, 5, ["a"], None, reason="surplus")
+    assert [event.name for event in only(maker.records).events] == ["dropped"]

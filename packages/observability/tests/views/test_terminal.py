@@ -1,24 +1,25 @@
-"""What the terminal shows is whole, fits, and does nothing but show."""
+"""Terminal output is complete, fits the width, and lets no received text act."""
 
 import dataclasses
 import io
+import re
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from rich.console import Console
-from told_runs import (
+from made_up_runs import (
     DRIVER,
     HOSTILE,
     POLICIES,
     ROLLOUT,
-    Teller,
+    TraceMaker,
     grpo_step,
     ns,
     run_of,
     sample_ids,
     trees,
 )
+from rich.console import Console
 
 from observability.records import Records
 from observability.views import (
@@ -31,7 +32,6 @@ from observability.views import (
     waits_view,
     why,
 )
-from observability.views.waterfall import Bar
 
 
 def shown(view, width=100, color_system=None, encoding="utf-8"):
@@ -57,28 +57,49 @@ def test_a_step_has_a_line_per_span_with_process_start_and_duration():
         *("*", "│", "└", "install_weights", "grpo.generation", "500", "ms", "380")
     ]
     waterfall = text.partition("Processes")[0]
+    critical = [line[0] == "*" for line in waterfall.splitlines() if "forward" in line]
+    assert sorted(critical) == [False, True]
     assert waterfall.count("optimizer_step") == 8
     assert "share one" not in waterfall
 
 
-def test_the_critical_path_is_marked():
-    lines = shown(step_view(step_of(grpo_step()))).partition("Processes")[0].splitlines()
-    marked = {line[:60].split()[-1] for line in lines if line.startswith("*") and "forward" in line}
-    unmarked = [line for line in lines if not line.startswith("*") and "forward" in line]
-    assert marked
-    assert len(unmarked) == 1
-
-
-def test_figures_of_a_step_are_told():
+def test_figures_of_a_step_are_shown():
     text = shown(step_view(step_of(grpo_step())))
-    for told in (
+    for sample in (
         "grpo.policy 0      4.420  44.2 %     5.580  55.8 %",
         "logprobs    8.00 kB  16.0 kB",
         "dropped: 2 of 8 samples, 25.0 %, worth 860 ms of productive rollout",
         "staleness: 1 to 1 versions, mean 1.00, of 6 samples",
-        "shorter ones together",
+        "shorter segments",
     ):
-        assert told in text
+        assert sample in text
+
+
+def test_critical_path_segments_add_up_to_the_step():
+    text = shown(step_view(step_of(grpo_step())))
+    table = text.partition("Critical path")[2].partition("Bytes through")[0]
+    shares = [float(share) for share in re.findall(r"([\d.]+) %", table)]
+    assert len(shares) == 20 + 1
+    assert sum(shares) == pytest.approx(100, abs=1)
+
+
+@pytest.mark.parametrize(
+    ("n_bytes", "size"),
+    [(0, "0 B"), (999, "999 B"), (12_300, "12.3 kB"), (4_500_000_000, "4.50 GB")],
+)
+def test_sizes_have_three_digits_and_a_unit(n_bytes, size):
+    maker = TraceMaker()
+    root = maker.span("grpo.step", DRIVER, 0, 1)
+    maker.put(DRIVER, 0, 1, root, ["a"], ["x"], n_bytes)
+    assert f" {size} " in shown(step_view(step_of(maker.records)))
+
+
+@given(st.text() | st.sampled_from(HOSTILE))
+def test_printable_text_has_only_visible_characters(text):
+    assert printable(text).isprintable()
+    assert printable(printable(text)) == printable(text)
+    assert printable("a\x1b[31m\n\x00\u202eb") == "a\\x1b[31m\\n\\x00\\u202eb"
+    assert printable("grüße 東京 [ok]") == "grüße 東京 [ok]"
 
 
 @pytest.mark.parametrize("width", [60, 100, 180])
@@ -87,7 +108,7 @@ def test_lines_fit_the_terminal(width):
     assert max(map(len, text.splitlines())) <= width
 
 
-def test_buckets_are_told_without_color():
+def test_buckets_are_distinguishable_without_color():
     text = shown(step_view(step_of(grpo_step())))
     for mark, name in zip("█▓x░─", ["productive", "overhead", "wasted", "idle"], strict=False):
         assert f"{mark * 2} {name}" in text
@@ -101,64 +122,56 @@ def test_a_terminal_of_ascii_only_gets_ascii():
     assert "optimizer_step x32" in text
     records.spans[0] = dataclasses.replace(records.spans[0], name="größe")
     assert "gr??e" in shown(steps_view(steps_of(records)), encoding="ascii")
-    told = {"task": "train", "wait": "1", "fields": ["µ…"], "since_ns": ns(0)}
-    tell = Teller()
-    tell.event("waiting", POLICIES[0], 1, [], **told)
-    assert shown(waits_view(why(tell.records, ns(2))), encoding="ascii")
+    options = {"task": "train", "wait": "1", "fields": ["µ…"], "since_ns": ns(0)}
+    maker = TraceMaker()
+    maker.event("waiting", POLICIES[0], 1, [], **options)
+    assert shown(waits_view(why(maker.records, ns(2))), encoding="ascii")
     assert shown(lineage_view("ü", []), encoding="ascii")
 
 
 def test_many_equal_siblings_share_a_line_that_says_so():
-    tell = Teller()
-    root = tell.span("grpo.step", DRIVER, 0, 100)
-    train = tell.span("train", POLICIES[0], 0, 100, root)
+    maker = TraceMaker()
+    root = maker.span("grpo.step", DRIVER, 0, 100)
+    train = maker.span("train", POLICIES[0], 0, 100, root)
     for place in range(80):
-        tell.span("optimizer_step", POLICIES[0], place, place + 0.5, train, "productive")
-    waterfall = shown(step_view(step_of(tell.records))).partition("Processes")[0]
-    assert "82 spans in 3 lines: equal siblings share one" in waterfall
+        maker.span("optimizer_step", POLICIES[0], place, place + 0.5, train, "productive")
+    waterfall = shown(step_view(step_of(maker.records))).partition("Processes")[0]
+    assert "82 spans in 3 lines: similar siblings share a line" in waterfall
     (line,) = [line for line in waterfall.splitlines() if "optimizer_step" in line]
     assert "optimizer_step \N{MULTIPLICATION SIGN}80" in line
     assert "40.0 s" in line
-
-
-def test_siblings_of_several_processes_share_a_line_if_there_are_too_many():
-    waterfall = shown(step_view(step_of(grpo_step(policies=8)))).partition("Processes")[0]
-    assert "optimizer_step \N{MULTIPLICATION SIGN}32" in waterfall
-    assert "8 processes" in waterfall
+    several = shown(step_view(step_of(grpo_step(policies=8)))).partition("Processes")[0]
+    assert "optimizer_step \N{MULTIPLICATION SIGN}32" in several
+    assert "8 processes" in several
 
 
 def test_a_trace_beyond_all_measure_is_cut_and_says_so():
-    tell = Teller()
-    root = tell.span("grpo.step", DRIVER, 0, 100)
+    maker = TraceMaker()
+    root = maker.span("grpo.step", DRIVER, 0, 100)
     for place in range(300):
-        tell.span(f"odd {place}", DRIVER, 0, 1, root)
-    text = shown(step_view(step_of(tell.records)))
-    assert "the last 61 lines are left out" in text
+        maker.span(f"odd {place}", DRIVER, 0, 1, root)
+    text = shown(step_view(step_of(maker.records)))
+    assert "the last 61 lines are omitted" in text
 
 
 def test_an_incomplete_step_says_why():
-    tell = Teller()
-    tell.span("refit", DRIVER, 0, 1, "f" * 16)
-    text = shown(step_view(step_of(tell.records)))
-    assert "incomplete: no root: the span of the whole step has not arrived" in text
-    assert "incomplete: the parent ffffffffffffffff of 'refit' of grpo.driver never arrived" in text
+    maker = TraceMaker()
+    maker.span("refit", DRIVER, 0, 1, "f" * 16)
+    text = shown(step_view(step_of(maker.records)))
+    assert "incomplete: no root: the span of the step was not received" in text
+    assert (
+        "incomplete: the parent ffffffffffffffff of 'refit' of grpo.driver was not received" in text
+    )
 
 
 @given(trees())
 def test_any_tree_can_be_shown(records):
     text = shown(step_view(step_of(records)))
     assert max(map(len, text.splitlines())) <= 100
-
-
-@given(
-    st.tuples(st.integers(-50, 150), st.integers(-50, 150)),
-    st.integers(1, 40),
-)
-def test_a_bar_fills_its_width_and_is_never_invisible(stretch, width):
-    cells = Bar([stretch], (0, 100), "idle").cells(width, "#")
-    assert len(cells) == width
-    assert "#" in cells
-    assert len(cells.split()) == 1
+    waterfall = [line for line in text.splitlines() if line[:1] in "* " and " grpo." in line]
+    assert len(waterfall) >= len(records.spans)
+    # A bar is one stretch, and never invisible.
+    assert all(re.search(r" [█▓x░─]+ *$", line) for line in waterfall[: len(records.spans)])
 
 
 def test_a_life_is_a_table():
@@ -171,25 +184,26 @@ def test_a_life_is_a_table():
 
 
 def test_waits_are_sentences():
-    tell = Teller()
-    told = {"task": "train", "fields": ["x"], "wait": "1", "since_ns": ns(0)}
-    tell.event("waiting", POLICIES[0], 1, [], samples=4, **told)
-    text = shown(waits_view(why(tell.records, ns(2))), 160)
+    maker = TraceMaker()
+    options = {"task": "train", "fields": ["x"], "wait": "1", "since_ns": ns(0)}
+    maker.event("waiting", POLICIES[0], 1, [], samples=4, **options)
+    text = shown(waits_view(why(maker.records, ns(2))), 160)
     assert text.startswith(
-        "1. task 'train' in grpo.policy 0 has waited 2.00 s for 4 samples of partition 'train'"
+        "1. task 'train' in grpo.policy 0 has been blocked for 2.00 s on 4 samples "
+        "of partition 'train'"
     )
-    assert shown(waits_view([])).strip() == "nothing waits"
+    assert shown(waits_view([])).strip() == "Nothing blocked."
 
 
 @pytest.mark.parametrize("hostile", HOSTILE)
 def test_names_and_ids_of_others_are_shown_not_obeyed(hostile):
     process = dataclasses.replace(ROLLOUT, service=hostile)
-    tell = Teller(run_id=hostile)
-    root = tell.span(hostile, process, 0, 1, bucket=hostile, outcome="error", message=hostile)
-    tell.put(process, 0, 1, root, [hostile], [hostile], 3)
-    told = {"task": hostile, "fields": [hostile], "wait": "1", "since_ns": ns(0)}
-    tell.event("waiting", process, 1, [], **told)
-    records = tell.records
+    maker = TraceMaker(run_id=hostile)
+    root = maker.span(hostile, process, 0, 1, bucket=hostile, outcome="error", message=hostile)
+    maker.put(process, 0, 1, root, [hostile], [hostile], 3)
+    options = {"task": hostile, "fields": [hostile], "wait": "1", "since_ns": ns(0)}
+    maker.event("waiting", process, 1, [], **options)
+    records = maker.records
     plain = shown(step_view(step_of(records)))
     plain += shown(lineage_view(hostile, life_of(hostile, records)))
     plain += shown(waits_view(why(records, ns(2))))
@@ -202,4 +216,4 @@ def test_names_and_ids_of_others_are_shown_not_obeyed(hostile):
 def test_several_steps_are_shown_one_below_the_other():
     text = shown(steps_view(steps_of(run_of(2))))
     assert text.index("step 0 of run") < text.index("step 1 of run")
-    assert "no step has arrived" in shown(steps_view(steps_of(Records())))
+    assert "no steps" in shown(steps_view(steps_of(Records())))

@@ -1,4 +1,4 @@
-"""Zero and empty mean "not set" in OTLP: views never take them for values."""
+"""Zero and empty mean "not set" in OTLP; views never use them as values."""
 
 import json
 from dataclasses import replace
@@ -25,8 +25,6 @@ from observability.views import (
     steps_of,
     why,
 )
-from observability.views.clocks import clocks_ahead
-from observability.views.tree import Tree
 
 BEGIN = 1_790_000_000_000_000_000
 END = BEGIN + 4_000_000_000
@@ -34,12 +32,12 @@ TRACE = b"t" * 16
 
 
 def request(*spans, resource=()):
-    """A request with (id, parent, start, end) each."""
+    """Return a request with spans of (id, parent, start, end)."""
     data = TracesData()
-    made = data.resource_spans.add()
+    result = data.resource_spans.add()
     for key, value in resource:
-        made.resource.attributes.add(key=key).value.string_value = value
-    scope = made.scope_spans.add()
+        result.resource.attributes.add(key=key).value.string_value = value
+    scope = result.scope_spans.add()
     for span_id, parent, start_ns, end_ns in spans:
         span = scope.spans.add(
             trace_id=TRACE,
@@ -55,33 +53,33 @@ def request(*spans, resource=()):
 
 
 def step(*bodies):
-    [found] = steps_of(Records([one for body in bodies for one in decode_traces(body).spans]))
-    return found
+    [traces] = steps_of(Records([span for body in bodies for span in decode_traces(body).spans]))
+    return traces
 
 
 def test_a_finished_copy_wins_over_an_open_one():
     opened, ended = request((b"r", b"", BEGIN, 0)), request((b"r", b"", BEGIN, END))
     for order in ([opened, ended], [ended, opened], [opened, ended, opened]):
-        found = step(*order)
-        assert (found.seconds, found.incomplete) == (4.0, [])
+        result = step(*order)
+        assert (result.seconds, result.incomplete) == (4.0, [])
 
 
 def test_an_open_root_ends_with_its_last_span():
-    found = step(request((b"r", b"", BEGIN, 0), (b"c", b"r", BEGIN, END)))
-    assert found.seconds == 4.0
-    assert found.root.reported_seconds is None
-    assert found.incomplete == ["no end was reported of 'grpo.step' of unknown"]
+    result = step(request((b"r", b"", BEGIN, 0), (b"c", b"r", BEGIN, END)))
+    assert result.seconds == 4.0
+    assert result.root.reported_seconds is None
+    assert result.incomplete == ["no end was reported for 'grpo.step' of unknown"]
 
 
 def test_a_child_without_times_stands_where_its_parent_begins():
-    found = step(request((b"r", b"", BEGIN, END), (b"c", b"r", 0, 0), (b"d", b"c", 0, 0)))
-    assert (found.start_ns, found.end_ns) == (BEGIN, END)
-    assert {span.start_ns for span in found.spans} == {BEGIN}
+    result = step(request((b"r", b"", BEGIN, END), (b"c", b"r", 0, 0), (b"d", b"c", 0, 0)))
+    assert (result.start_ns, result.end_ns) == (BEGIN, END)
+    assert {span.start_ns for span in result.spans} == {BEGIN}
 
 
 def test_a_span_without_a_start_does_not_begin_in_1970():
-    found = step(request((b"c", b"x", 0, END), (b"d", b"x", BEGIN, END)))
-    assert found.start_ns == BEGIN
+    result = step(request((b"c", b"x", 0, END), (b"d", b"x", BEGIN, END)))
+    assert result.start_ns == BEGIN
 
 
 def test_a_parent_of_zeros_is_no_parent():
@@ -90,11 +88,10 @@ def test_a_parent_of_zeros_is_no_parent():
 
 
 def test_clocks_are_not_judged_by_times_that_were_not_reported():
-    caller = decode_traces(request((b"r", b"", BEGIN, END), resource=[("host.name", "a")])).spans
+    caller = request((b"r", b"", BEGIN, END), resource=[("host.name", "a")])
     for start_ns, end_ns in ((BEGIN, 0), (0, END), (0, 0)):
-        body = request((b"c", b"r", start_ns, end_ns), resource=[("host.name", "b")])
-        tree = Tree([*caller, *decode_traces(body).spans])
-        assert clocks_ahead(tree, tree.roots[0]) == {}
+        called = request((b"c", b"r", start_ns, end_ns), resource=[("host.name", "b")])
+        assert step(caller, called).clocks == {}
 
 
 TIMES = st.sampled_from([0, 1, BEGIN, END, 2**63 - 1, 2**63, 2**64 - 1])
@@ -106,12 +103,12 @@ IDS = st.sampled_from([b"", b"\0", b"a", b"b", b"c", b"d"])
 )
 def test_any_times_and_parents_can_be_shown(spans):
     steps = steps_of(decode_traces(request(*spans)))
-    for one in steps:
-        assert one.seconds >= 0
-        assert all(segment.seconds > 0 for segment in critical_path(one))
-        assert all(time.bubble_seconds >= 0 for time in process_times(one))
+    for step in steps:
+        assert step.seconds >= 0
+        assert all(segment.seconds > 0 for segment in critical_path(step))
+        assert all(time.bubble_seconds >= 0 for time in process_times(step))
         known = [at for _, _, *times in spans for at in times if at]
-        assert not known or one.start_ns >= min(known)
+        assert not known or step.start_ns >= min(known)
     json.dumps(chrome_trace(steps))
 
 
@@ -134,6 +131,16 @@ def test_an_event_without_a_time_takes_that_of_the_one_before_it():
     assert [hop.seconds for hop in hops] == [0.0, 0.0]
 
 
+def test_an_event_without_a_time_that_is_sent_again_is_one_hop():
+    received = [
+        replace(event, received_ns=at)
+        for at in (BEGIN, END)
+        for event in log(("put", 0, b""), ("claimed", 0, b"")).events
+    ]
+    hops = life_of("a", Records([], received))
+    assert [(hop.name, hop.seconds) for hop in hops] == [("put", 0.0), ("claimed", 0.0)]
+
+
 def test_a_wait_without_a_time_has_not_lasted_since_1970():
     assert [wait.seconds for wait in why(log(("waiting", 0, b"")), END)] == [0.0]
 
@@ -151,31 +158,31 @@ def test_invalid_utf8_costs_that_string_only():
 
 def test_processes_that_differ_anywhere_in_the_resource_are_two():
     names = [("service.name", "rollout")]
-    found = [
+    traces = [
         decode_traces(request((b"r", b"", BEGIN, END), resource=[*names, *more])).spans[0].process
         for more in ([("k8s.pod.name", "a")], [("k8s.pod.name", "b")], [("zone", "z")], [])
     ]
-    assert len(set(found)) == 4
-    labels = distinct_labels(found)
+    assert len(set(traces)) == 4
+    labels = distinct_labels(traces)
     assert list(labels.values())[:3] == ["rollout (a)", "rollout (b)", "rollout (zone=z)"]
     assert len(set(labels.values())) == 4
 
 
 def test_attributes_in_another_order_are_the_same_process():
     pairs = [("service.name", "rollout"), ("host.name", "a")]
-    one, two = (
+    traces, two = (
         decode_traces(request((b"r", b"", BEGIN, END), resource=those)).spans[0].process
         for those in (pairs, pairs[::-1])
     )
-    assert one == two
+    assert traces == two
 
 
 def test_an_integer_instance_is_part_of_the_label():
     data = TracesData()
-    made = data.resource_spans.add()
-    made.resource.attributes.add(key="service.instance.id").value.int_value = 7
-    made.resource.attributes.add(key="service.name").value.string_value = ""
-    made.scope_spans.add().spans.add(trace_id=TRACE, span_id=b"s" * 8)
+    spans = data.resource_spans.add()
+    spans.resource.attributes.add(key="service.instance.id").value.int_value = 7
+    spans.resource.attributes.add(key="service.name").value.string_value = ""
+    spans.scope_spans.add().spans.add(trace_id=TRACE, span_id=b"s" * 8)
     [span] = decode_traces(data.SerializeToString()).spans
     assert span.process.label == "unknown 7"
 
@@ -187,5 +194,5 @@ def test_labels_differ_even_without_any_difference_to_show():
 
 
 def test_a_page_of_open_spans_says_so():
-    found = step(request((b"r", b"", BEGIN, END), (b"c", b"r", BEGIN, 0)))
-    assert "n/a, from 0 s on" in page_of([found])
+    result = step(request((b"r", b"", BEGIN, END), (b"c", b"r", BEGIN, 0)))
+    assert "n/a, starts at 0 s" in page_of([result])

@@ -1,7 +1,7 @@
-"""What a run told, to look at: steps, critical paths, bubbles, lives of samples, waits.
+"""Views of a run: steps, critical paths, bubbles, lineages of samples, waits.
 
-Everything works on `observability.records.Records`, while a run goes on or afterwards. Needs the
-extra ``observability[views]``.
+All of them read `observability.records.Records`, during a run or afterwards. They need the extra
+``observability[views]``.
 """
 
 from observability.views.critical_path import Segment, critical_path
@@ -13,6 +13,7 @@ from observability.views.printable import printable
 from observability.views.processes import ProcessTime, bucket_seconds, process_times
 from observability.views.steps import Staleness, Step, step_of_trace, steps_of
 from observability.views.terminal import lineage_view, print_view, step_view, steps_view, waits_view
+from observability.views.tree import Tree
 from observability.views.why import Lack, Wait, why
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "StageBytes",
     "Staleness",
     "Step",
+    "Tree",
     "Wait",
     "Waste",
     "bucket_seconds",

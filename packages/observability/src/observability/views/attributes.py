@@ -1,7 +1,6 @@
-"""Attributes read as what docs/telemetry.md says they are.
+"""Typed reads of the attributes in docs/telemetry.md.
 
-Whoever reaches the receiver decides what stands in an attribute, so nothing here trusts its type:
-what is not of the expected kind counts as absent.
+Any sender can put any value into an attribute. A value of an unexpected type counts as absent.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from observability.records import Attributes, Span
 
 
 def integer(attributes: Attributes, name: str) -> int | None:
-    """A whole number, also one told as decimal text (baggage is text); else None."""
+    """Return an integer, also one in decimal text (baggage is text); else None."""
     value = attributes.get(name)
     if isinstance(value, bool):
         return None
@@ -22,18 +21,18 @@ def integer(attributes: Attributes, name: str) -> int | None:
 
 
 def count(attributes: Attributes, name: str) -> int:
-    """A number of bytes or samples: a whole number of at least 0; 0 if there is none."""
+    """Return a number of bytes or samples: an integer of at least 0; 0 if there is none."""
     return max(0, integer(attributes, name) or 0)
 
 
 def text(attributes: Attributes, name: str) -> str:
-    """A text; empty if there is none."""
+    """Return a string; empty if there is none."""
     value = attributes.get(name)
     return value if isinstance(value, str) else ""
 
 
 def names(attributes: Attributes, name: str) -> tuple[str, ...]:
-    """A list of names; empty if there is none."""
+    """Return a list of names; empty if there is none."""
     value = attributes.get(name)
     if not isinstance(value, list | tuple):
         return ()
@@ -41,5 +40,5 @@ def names(attributes: Attributes, name: str) -> tuple[str, ...]:
 
 
 def bucket(span: Span) -> str | None:
-    """``rl.bucket`` of a span, None if it only groups others."""
+    """Return ``rl.bucket`` of a span; None if it only groups others."""
     return text(span.attributes, "rl.bucket") or None

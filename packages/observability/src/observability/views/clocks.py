@@ -1,10 +1,10 @@
-"""How far the clocks of hosts disagree, from what calls say of it, and times put right by that.
+"""Estimates of how far the clocks of hosts disagree, and correction of times by them.
 
-A call runs within its caller's span. Where it does not, and the two are on different hosts, one
-clock is ahead of the other, by at least what sticks out. All calls between two hosts have to agree
-on that; if they do not, some outlived their callers, and say nothing. Times are moved so that every
-call lies within its caller, and by as little as that takes: no clock is called wrong that may be
-right.
+A call runs within its caller's span. If it does not, and the two hosts differ, one clock is ahead
+of the other by at least the part that sticks out. If the calls between two hosts contradict each
+other, some outlived their callers; all calls between these hosts are then ignored. Times are
+shifted so that every call is within its caller, by the smallest shift that achieves it. So a clock
+that may be right is never called wrong.
 """
 
 from __future__ import annotations
@@ -17,25 +17,26 @@ from math import inf
 from observability.records import Event, Span
 from observability.views.tree import Tree
 
-LEAST_NS = 1_000_000
-"""Clocks that disagree by less are left as they are: hosts that keep time by NTP do as well."""
+MIN_NS = 1_000_000
+"""Minimum correction: hosts synchronized by NTP also disagree by less."""
 
-_MOST_LOOKS = 2_000_000
-"""How often hosts are looked at, a second's worth; a trace that takes more is left as told."""
+_MAX_VISITS = 2_000_000
+"""Maximum of visits to hosts, about a second; a trace that needs more is not corrected."""
 
 _Bounds = tuple[float, float]
 _Calls = dict[str, dict[str, _Bounds]]
 
 
 class _Contradiction(Exception):
-    """Calls along a ring of hosts contradict each other, or there are too many."""
+    """An error: calls along a ring of hosts contradict each other, or there are too many."""
 
 
 def clocks_ahead(tree: Tree, root: Span | None) -> dict[str, int]:
-    """The hosts whose clocks disagree with that of the root's host; without a root, none.
+    """Return the hosts whose clocks disagree with the clock of the root's host.
 
     Returns:
-        Host to nanoseconds that its clock is at least ahead, negative of one that is behind.
+        Host to nanoseconds by which its clock is at least ahead; negative if it is behind. Empty
+        without a root.
     """
     calls = _calls(tree)
     if root is None or root.process.host not in calls:
@@ -43,50 +44,50 @@ def clocks_ahead(tree: Tree, root: Span | None) -> dict[str, int]:
     clocks = _Clocks(calls)
     try:
         clocks.fix(root.process.host, 0.0)
-        # Those that cannot be right come first, since they tell of others.
-        while (forced := clocks.one_that_is_wrong()) is not None:
-            clocks.fix(forced, clocks.nearest_to_right(forced))
-        # Each of the others may be right. Whether all of them are is another question.
+        # Clocks that must be wrong come first, since they narrow the bounds of others.
+        while (wrong := clocks.next_wrong()) is not None:
+            clocks.fix(wrong, clocks.smallest_offset(wrong))
+        # Each of the others may be right, but perhaps not all of them together.
         for host in sorted(calls):
             if clocks.is_known(host):
-                clocks.fix(host, clocks.nearest_to_right(host))
+                clocks.fix(host, clocks.smallest_offset(host))
     except _Contradiction:
         return {}
-    return {host: int(at) for host, at in sorted(clocks.fixed.items()) if abs(at) >= LEAST_NS}
+    return {host: int(at) for host, at in sorted(clocks.fixed.items()) if abs(at) >= MIN_NS}
 
 
 class _Clocks:
-    """Between which bounds each clock is ahead of the root's, as far as calls lead to it.
+    """The bounds of each clock's offset from the root's, for hosts connected to it by calls.
 
     Attributes:
-        fixed: hosts whose clocks are decided, and how far they are ahead.
+        fixed: decided offset of each host; positive if its clock is ahead.
     """
 
     def __init__(self, calls: _Calls) -> None:
         self._calls = calls
         self._bounds: dict[str, _Bounds] = {}
-        self._looks = 0
+        self._visits = 0
         self.fixed: dict[str, float] = {}
 
     def is_known(self, host: str) -> bool:
-        """Whether calls lead to it."""
+        """Return whether calls connect the host to the root's host."""
         return host in self._bounds
 
-    def nearest_to_right(self, host: str) -> float:
-        """Within its bounds."""
+    def smallest_offset(self, host: str) -> float:
+        """Return the smallest offset within the host's bounds."""
         low, high = self._bounds[host]
         return min(max(0.0, low), high)
 
-    def one_that_is_wrong(self) -> str | None:
-        """A host that is not fixed and whose clock cannot be right.
+    def next_wrong(self) -> str | None:
+        """Return an undecided host whose clock must be wrong; None if there is none.
 
         Raises:
-            _Contradiction: there are too many.
+            _Contradiction: there were too many visits.
         """
-        self._look(len(self._bounds))
+        self._visit(len(self._bounds))
         return next(
             (
-                host  # near the root first, as they were reached
+                host  # in order of discovery, so near the root first
                 for host, (low, high) in self._bounds.items()
                 if host not in self.fixed and not low <= 0 <= high
             ),
@@ -94,37 +95,37 @@ class _Clocks:
         )
 
     def fix(self, host: str, ahead: float) -> None:
-        """Decide one, and what follows for the others.
+        """Decide the offset of a host and narrow the bounds of the others.
 
         Raises:
-            _Contradiction: no clock of another agrees with that.
+            _Contradiction: no offset of another host is consistent with it.
         """
         self.fixed[host] = ahead
         self._bounds[host] = (ahead, ahead)
         waiting = deque([host])
         while waiting:
-            one = waiting.popleft()
-            low, high = self._bounds[one]
-            for other, (least, most) in self._calls[one].items():
-                self._look(1)
-                was = self._bounds.get(other, (-inf, inf))
-                now = max(was[0], low + least), min(was[1], high + most)
-                if now[0] > now[1]:
+            current = waiting.popleft()
+            low, high = self._bounds[current]
+            for other, (minimum, maximum) in self._calls[current].items():
+                self._visit(1)
+                before = self._bounds.get(other, (-inf, inf))
+                after = max(before[0], low + minimum), min(before[1], high + maximum)
+                if after[0] > after[1]:
                     raise _Contradiction
-                if now != was:
-                    self._bounds[other] = now
+                if after != before:
+                    self._bounds[other] = after
                     waiting.append(other)
 
-    def _look(self, hosts: int) -> None:
-        self._looks += hosts
-        if self._looks > _MOST_LOOKS:
+    def _visit(self, hosts: int) -> None:
+        self._visits += hosts
+        if self._visits > _MAX_VISITS:
             raise _Contradiction
 
 
 def on_one_clock(
     tree: Tree, events: Iterable[Event], ahead: Mapping[str, int]
 ) -> tuple[Tree, tuple[Event, ...]]:
-    """A tree and events with the times that their hosts would have told with the root's clock."""
+    """Return a tree and its events with their times converted to the root's clock."""
     if not ahead:
         return tree, tuple(events)
     return Tree(moved_span(span, ahead) for span in tree.spans), tuple(
@@ -133,36 +134,38 @@ def on_one_clock(
 
 
 def moved_span(span: Span, ahead: Mapping[str, int]) -> Span:
-    """The span with the times of the root's clock."""
-    by = ahead.get(span.process.host, 0)
-    return replace(span, start_ns=span.start_ns - by, end_ns=span.end_ns - by) if by else span
+    """Return the span with its times converted to the root's clock."""
+    shift = ahead.get(span.process.host, 0)
+    if not shift:
+        return span
+    return replace(span, start_ns=span.start_ns - shift, end_ns=span.end_ns - shift)
 
 
 def moved_event(event: Event, ahead: Mapping[str, int]) -> Event:
-    """As `moved_span`."""
-    by = ahead.get(event.process.host, 0)
-    return replace(event, time_ns=event.time_ns - by) if by else event
+    """Return the event with its time converted to the root's clock."""
+    shift = ahead.get(event.process.host, 0)
+    return replace(event, time_ns=event.time_ns - shift) if shift else event
 
 
 def _calls(tree: Tree) -> _Calls:
-    """Of each host and each that it calls, or that calls it: how far the other may be ahead."""
-    found: _Calls = {}
+    """Return, per host and host that it exchanges calls with, the bounds of the other's offset."""
+    bounds: _Calls = {}
     for caller in tree.spans:
         for called in tree.children(caller.span_id):
-            one, other = caller.process.host, called.process.host
-            if one == other or not one or not other:
+            host, other = caller.process.host, called.process.host
+            if host == other or not host or not other:
                 continue
-            least, most = found.setdefault(one, {}).get(other, (-inf, inf))
-            # Nothing begins before it is called. What is sent off may outlive who sent it.
+            minimum, maximum = bounds.setdefault(host, {}).get(other, (-inf, inf))
+            # No call begins before its caller. An asynchronous one may outlive its caller.
             if caller.has_start and called.has_start:
-                most = min(most, called.start_ns - caller.start_ns)
+                maximum = min(maximum, called.start_ns - caller.start_ns)
             outlives = caller.kind == "producer" or called.kind == "consumer"
             if not outlives and caller.has_end and called.has_end:
-                least = max(least, called.end_ns - caller.end_ns)
-            found[one][other] = least, most
-            found.setdefault(other, {})[one] = -most, -least
-    for one, others in found.items():
-        found[one] = {
+                minimum = max(minimum, called.end_ns - caller.end_ns)
+            bounds[host][other] = minimum, maximum
+            bounds.setdefault(other, {})[host] = -maximum, -minimum
+    for host, others in bounds.items():
+        bounds[host] = {
             other: (low, high) for other, (low, high) in sorted(others.items()) if low <= high
         }
-    return found
+    return bounds

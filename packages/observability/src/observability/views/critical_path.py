@@ -1,8 +1,9 @@
-"""Which spans a step waited for: the path through its tree that fills the time of the root.
+"""The critical path of a step: the path through its tree that fills the time of the root.
 
-The usual backward walk. From the end of a span, the child that ended last is followed down; where
-it began, the child that ended last before that moment comes next; time in between is the span's
-own. A child that was still running at that moment is passed over: its end held up nobody there.
+The walk goes backwards. From the end of a span it follows the child that ended last. From the start
+of that child it continues with the child that ended last before that moment. The time in between
+belongs to the span. A child that was still running at that moment is skipped: its end delayed
+nothing there.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ from observability.views.steps import Step
 
 @dataclass(frozen=True)
 class Segment:
-    """A stretch of the critical path.
+    """A segment of the critical path.
 
     Attributes:
-        span: what went on.
+        span: the span that ran.
         start_ns: nanoseconds since 1970, within the root.
         end_ns: as ``start_ns``.
     """
@@ -29,21 +30,21 @@ class Segment:
 
     @property
     def seconds(self) -> float:
-        """How long it took."""
+        """The duration in seconds."""
         return (self.end_ns - self.start_ns) / 1e9
 
 
 def critical_path(step: Step) -> list[Segment]:
-    """The segments of the critical path in time order.
+    """Return the segments of the critical path in time order.
 
-    They tile the root's interval: each begins where the one before it ended. Children count only
-    within their parents, so that clocks that disagree between hosts do no harm. Empty for a step
-    without a root, or whose root took no time.
+    They tile the root's interval: each begins where the previous one ended. Children are clipped to
+    their parents, so clocks that disagree between hosts do no harm. The path is empty if the step
+    has no root or the root has no duration.
     """
     if step.root is None:
         return []
-    found: list[Segment] = []
-    # What is still to be walked, the latest on top: a span over an interval, or a gap of its own.
+    segments: list[Segment] = []
+    # Parts still to walk, latest on top; the flag marks the span's own time between children.
     waiting: list[tuple[Segment, bool]] = [
         (Segment(step.root, step.start_ns, step.end_ns), False),
     ]
@@ -52,37 +53,37 @@ def critical_path(step: Step) -> list[Segment]:
         if part.start_ns >= part.end_ns:
             continue
         if own:
-            found.append(part)
+            segments.append(part)
         else:
             waiting += reversed(_backwards(step, part))
-    found.reverse()
-    return found
+    segments.reverse()
+    return segments
 
 
 def _backwards(step: Step, part: Segment) -> list[tuple[Segment, bool]]:
-    """The children that a span waited for and the gaps between them, the latest first."""
+    """Return the children that delayed a span and the gaps between them, latest first."""
     inside = [
         Segment(child, max(child.start_ns, part.start_ns), min(child.end_ns, part.end_ns))
         for child in step.children(part.span.span_id)
     ]
-    # Of children that were cut to the same end, the one that really ended last held up the parent.
-    # Of those that are alike in all that, any one, but the same one whatever order they came in.
+    # Of children clipped to the same end, the one whose span ended last delayed the parent. The id
+    # makes the order independent of the order of arrival.
     inside.sort(
-        key=lambda one: (
-            one.end_ns,
-            one.span.end_ns,
-            -one.start_ns,
-            -one.span.start_ns,
-            one.span.span_id,
+        key=lambda child: (
+            child.end_ns,
+            child.span.end_ns,
+            -child.start_ns,
+            -child.span.start_ns,
+            child.span.span_id,
         ),
         reverse=True,
     )
-    found: list[tuple[Segment, bool]] = []
+    parts: list[tuple[Segment, bool]] = []
     moment = part.end_ns
     for child in inside:
         if child.start_ns < child.end_ns <= moment:
-            found.append((Segment(part.span, child.end_ns, moment), True))
-            found.append((child, False))
+            parts.append((Segment(part.span, child.end_ns, moment), True))
+            parts.append((child, False))
             moment = child.start_ns
-    found.append((Segment(part.span, part.start_ns, moment), True))
-    return found
+    parts.append((Segment(part.span, part.start_ns, moment), True))
+    return parts

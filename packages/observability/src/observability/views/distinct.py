@@ -1,6 +1,6 @@
-"""Records without repetition: an exporter that retries sends the same span or event again.
+"""Removal of repeated records: an exporter that retries sends the same span or event again.
 
-A span may also come while it is open, and again when it has ended.
+A span may also arrive twice: while it is open and after it finished.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from observability.records import Event, Span
 
 
 def distinct_spans(spans: Iterable[Span]) -> list[Span]:
-    """The spans in the order given, each trace and span id once.
+    """Return the spans in the given order, each trace and span id once.
 
-    Of several with one id the first that reports most of its times counts.
+    Of several with one id, the first with the most reported times counts.
     """
-    found: dict[tuple[str, str], Span] = {}
+    by_id: dict[tuple[str, str], Span] = {}
     for span in spans:
         key = span.trace_id, span.span_id
-        known = found.setdefault(key, span)
+        known = by_id.setdefault(key, span)
         if not known.is_timed and _times(span) > _times(known):
-            found[key] = span
-    return list(found.values())
+            by_id[key] = span
+    return list(by_id.values())
 
 
 def _times(span: Span) -> int:
@@ -30,19 +30,25 @@ def _times(span: Span) -> int:
 
 
 def timed_events(events: Iterable[Event]) -> Iterator[Event]:
-    """The events, of which one without a time has that at which it was received.
+    """Yield the events; one without a time gets its time of receipt.
 
-    Where that is unknown it takes the time of the one received before it; those before the first
-    time take that one.
+    If that is unknown, it gets the time of the event received before it; events before the first
+    known time get that one. A repeated event without a time is skipped: its receipts differ.
     """
     waiting: list[Event] = []
+    untimed: set[tuple[object, ...]] = set()
     last_ns = 0
     for event in events:
+        if not event.time_ns:
+            key = _key(event)
+            if key in untimed:
+                continue
+            untimed.add(key)
         if not event.time_ns and event.received_ns:
             event = replace(event, time_ns=event.received_ns)
         if event.time_ns:
             last_ns = event.time_ns
-            yield from (replace(one, time_ns=last_ns) for one in waiting)
+            yield from (replace(earlier, time_ns=last_ns) for earlier in waiting)
             waiting.clear()
             yield event
         elif last_ns:
@@ -53,11 +59,15 @@ def timed_events(events: Iterable[Event]) -> Iterator[Event]:
 
 
 def distinct_events(events: Iterable[Event]) -> list[Event]:
-    """The events in the order given, identical ones once."""
-    found: dict[tuple[object, ...], Event] = {}
+    """Return the events in the given order, identical ones once."""
+    by_key: dict[tuple[object, ...], Event] = {}
     for event in events:
-        # Attributes may hold lists, so they are compared as text.
-        told = repr(sorted(event.attributes.items()))
-        place = (event.process, event.trace_id, event.span_id)
-        found.setdefault((event.name, event.time_ns, *place, told, event.sample_ids), event)
-    return list(found.values())
+        by_key.setdefault(_key(event), event)
+    return list(by_key.values())
+
+
+def _key(event: Event) -> tuple[object, ...]:
+    # Attributes may hold lists, which are not hashable: compare them as text.
+    reported = repr(sorted(event.attributes.items()))
+    place = (event.process, event.trace_id, event.span_id)
+    return (event.name, event.time_ns, *place, reported, event.sample_ids)

@@ -1,4 +1,4 @@
-"""Renderables for terminals whose encoding lacks what they are drawn with."""
+"""Renderables for terminals that lack Unicode."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.measure import Measurement
 from rich.segment import Segment
 
-# Each for one character of the same width, so that columns stay where they are.
+# Each replacement has the same width, so that columns stay aligned.
 _PLAIN = str.maketrans("├└│─█▓░\N{MULTIPLICATION SIGN}µ…", "++|-#=.xu.")
 
 
 class Encodable:
-    """Shows a renderable; where the terminal is not one of Unicode, in ASCII.
+    """A renderable that falls back to ASCII on a terminal without Unicode.
 
-    There, characters of names that ASCII lacks become question marks.
+    There, other characters become question marks.
     """
 
     def __init__(self, shown: RenderableType) -> None:

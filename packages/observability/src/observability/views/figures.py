@@ -1,4 +1,4 @@
-"""What a step comes to in numbers: bytes per stage, slowest operations, wasted work."""
+"""The figures of a step: bytes per stage, slowest operations, wasted work."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from observability.views.processes import busy_ns
 from observability.views.steps import Step
 
 NO_STAGE = "(no stage)"
-"""The stage of spans whose line upwards does not reach the root."""
+"""The stage of spans whose ancestors do not reach the root."""
 
 
 @dataclass(frozen=True)
 class StageBytes:
-    """What a stage moved through the data plane.
+    """The bytes that a stage moved through the data plane.
 
     Attributes:
         stage: name of the stage.
@@ -33,11 +33,11 @@ class StageBytes:
 
 @dataclass(frozen=True)
 class Waste:
-    """Work on samples that were not trained on.
+    """The rollout work of a step on samples that were dropped.
 
     Attributes:
-        dropped: samples that were dropped in the step.
-        put: samples that were put in the step.
+        dropped: number of samples dropped in the step.
+        put: number of samples put in the step.
         productive_seconds: productive process-seconds of the step's rollouts.
     """
 
@@ -47,19 +47,19 @@ class Waste:
 
     @property
     def share(self) -> float:
-        """Dropped of put samples, at most 1; 0 if nothing was put."""
+        """The ratio of dropped to put samples, up to 1; 0 if nothing was put."""
         return min(1.0, self.dropped / self.put) if self.put else 0.0
 
     @property
     def seconds(self) -> float:
-        """The share times the productive seconds."""
+        """The wasted process-seconds: the share times the productive seconds."""
         return self.share * self.productive_seconds
 
 
 def bytes_by_stage(step: Step) -> list[StageBytes]:
-    """What each stage that moved anything moved, in the order in which the stages began.
+    """Return the bytes of each stage that moved any, in the order in which the stages began.
 
-    Stages of one name (rollouts of several batches) are one.
+    Stages with the same name (rollouts of several batches) are merged.
     """
     moved: dict[str, list[int]] = {}
     began: dict[str, int] = {}
@@ -73,17 +73,17 @@ def bytes_by_stage(step: Step) -> list[StageBytes]:
             span.attributes, "dataplane.bytes"
         )
         began[name] = min(start, began.get(name, start))
-    return [StageBytes(name, *moved[name]) for name in sorted(moved, key=lambda one: began[one])]
+    return [StageBytes(name, *moved[name]) for name in sorted(moved, key=lambda each: began[each])]
 
 
 def slowest(step: Step, count: int = 10) -> list[Span]:
-    """The ``count`` longest operations: spans without children, the longest first."""
+    """Return the ``count`` longest operations, longest first: spans without children."""
     leaves = [span for span in step.spans if not step.children(span.span_id)]
     return heapq.nlargest(count, leaves, key=lambda span: span.end_ns - span.start_ns)
 
 
 def waste(step: Step) -> Waste:
-    """How much of the rollouts was thrown away, from the events ``put`` and ``dropped``."""
+    """Return the wasted rollout work, from the events ``put`` and ``dropped``."""
     stages = {
         span.span_id
         for span in step.spans
@@ -105,9 +105,9 @@ def waste(step: Step) -> Waste:
 
 
 def condensed(path: Iterable[Segment], count: int = 20) -> tuple[list[Segment], list[Segment]]:
-    """A critical path for reading: its longest ``count`` segments in time order, and the rest.
+    """Split a critical path into its ``count`` longest segments, in time order, and the rest.
 
-    Segments of one span that follow each other are merged first.
+    Consecutive segments of one span are merged first.
     """
     merged: list[Segment] = []
     for segment in path:
@@ -115,7 +115,7 @@ def condensed(path: Iterable[Segment], count: int = 20) -> tuple[list[Segment], 
             merged[-1] = Segment(segment.span, merged[-1].start_ns, segment.end_ns)
         else:
             merged.append(segment)
-    longest = heapq.nlargest(count, merged, key=lambda one: one.end_ns - one.start_ns)
+    longest = heapq.nlargest(count, merged, key=lambda segment: segment.end_ns - segment.start_ns)
     shown = {id(segment) for segment in longest}
     return (
         [segment for segment in merged if id(segment) in shown],
@@ -124,7 +124,7 @@ def condensed(path: Iterable[Segment], count: int = 20) -> tuple[list[Segment], 
 
 
 def _direction(span: Span) -> int | None:
-    """0 of a put, 1 of a get."""
+    """Return 0 for a put, 1 for a get, None for any other span."""
     if attributes.text(span.attributes, "messaging.operation.name") == "put":
         return 0
     return 1 if attributes.text(span.attributes, "db.operation.name") == "get" else None

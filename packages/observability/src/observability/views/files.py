@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all."""
+"""Atomic writes of files."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import secrets
 from pathlib import Path
 
 
-def write_whole(path: Path, content: bytes) -> None:
-    """Write a file under another name beside ``path``, then give it its name.
+def write_atomically(path: Path, content: bytes) -> None:
+    """Write a temporary file in the same folder, then rename it to ``path``.
 
-    A reader sees the old file or the new one. The new one has the rights of any new file.
+    A reader sees either the old file or the new one. The new one has default permissions.
 
     Raises:
-        OSError: the folder is not there or cannot be written; ``path`` is as it was.
+        OSError: the folder does not exist or cannot be written; ``path`` is unchanged.
     """
     draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:

@@ -1,7 +1,7 @@
-"""Steps as one page that needs nothing else: no server, no network, no script.
+"""Steps as one self-contained HTML page that needs no server and no network.
 
-The page's policy lets in the one style sheet and the one script that stand in it, by their hashes,
-and nothing from outside. What stands in it of others' names is printable text, escaped by Jinja.
+The page's policy allows only its inline style sheet and script, by their hashes, and nothing
+external. Names from senders are printable text, escaped by Jinja.
 """
 
 from __future__ import annotations
@@ -12,44 +12,50 @@ from collections.abc import Iterable, Sequence
 from importlib.resources import files
 from pathlib import Path
 
-from jinja2 import Environment, StrictUndefined
+from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from observability.views.files import write_whole
+from observability.views.files import write_atomically
 from observability.views.page import step_on_page
 from observability.views.printable import printable
+from observability.views.quantities import duration
 from observability.views.steps import Step
 
-# Of so many steps all are open at first; of more only the first, and those that are not whole.
-_OPEN = 3
+# Up to this many steps are all unfolded at first; else only the first and the incomplete ones.
+_MAX_OPEN = 3
 
 
 def write_page(
     steps: Iterable[Step], path: str | Path, *, title: str = "Steps of a GRPO run"
 ) -> None:
-    """Write a page that shows steps; the file is there whole or not at all.
+    """Write a page that shows steps, atomically.
 
     Raises:
         OSError: the file cannot be written.
     """
-    write_whole(Path(path), page_of(list(steps), title=title).encode("utf-8"))
+    write_atomically(Path(path), page_of(list(steps), title=title).encode("utf-8"))
 
 
 def page_of(steps: Sequence[Step], *, title: str = "Steps of a GRPO run") -> str:
-    """The page as text."""
-    style, script = _resource("page.css"), _resource("page.js")
-    template = Environment(
-        autoescape=True, undefined=StrictUndefined, keep_trailing_newline=True
-    ).from_string(_resource("page.html.j2"))
+    """Return the HTML of a page that shows steps."""
+    style, script = _resource("page.css") + _resource("waterfall.css"), _resource("page.js")
+    environment = Environment(
+        loader=PackageLoader("observability", "views"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        keep_trailing_newline=True,
+        finalize=_shown,
+    )
+    environment.filters["duration"] = duration
     shown = [
         step_on_page(
             step,
             anchor=f"step-{place}",
-            is_open=place == 0 or len(steps) <= _OPEN or bool(step.incomplete),
+            is_open=place == 0 or len(steps) <= _MAX_OPEN or bool(step.incomplete),
         )
         for place, step in enumerate(steps)
     ]
-    return template.render(
-        title=printable(title),
+    return environment.get_template("page.html.j2").render(
+        title=title,
         steps=shown,
         style=style,
         script=script,
@@ -63,6 +69,11 @@ def page_of(steps: Sequence[Step], *, title: str = "Steps of a GRPO run") -> str
             ]
         ),
     )
+
+
+def _shown(value: object) -> object:
+    """Return the text of ``{{ value }}``: strings printable, markup of the template unchanged."""
+    return printable(value) if type(value) is str else value
 
 
 def _resource(name: str) -> str:

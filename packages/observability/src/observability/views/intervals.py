@@ -1,4 +1,4 @@
-"""Sets of moments as sorted intervals that do not touch, in nanoseconds, half-open."""
+"""Sets of moments as sorted, disjoint, half-open intervals in nanoseconds."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ Interval = tuple[int, int]
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """The moments in any of the intervals; empty ones hold none."""
-    found: list[Interval] = []
+    """Return the moments in any of the intervals."""
+    merged: list[Interval] = []
     for start, end in sorted(intervals):
         if start >= end:
             continue
-        if found and start <= found[-1][1]:
-            found[-1] = (found[-1][0], max(end, found[-1][1]))
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
         else:
-            found.append((start, end))
-    return found
+            merged.append((start, end))
+    return merged
 
 
 def without(minuend: Iterable[Interval], taken: Iterable[Interval]) -> list[Interval]:
-    """The moments of ``minuend`` that ``taken`` does not have."""
+    """Return the moments of ``minuend`` that are not in ``taken``."""
     holes = union(taken)
-    found = []
+    remaining = []
     place = 0
     for begin, end in union(minuend):
         start = begin
@@ -32,19 +32,19 @@ def without(minuend: Iterable[Interval], taken: Iterable[Interval]) -> list[Inte
         at = place
         while at < len(holes) and holes[at][0] < end:
             if start < holes[at][0]:
-                found.append((start, holes[at][0]))
+                remaining.append((start, holes[at][0]))
             start = max(start, holes[at][1])
             at += 1
         if start < end:
-            found.append((start, end))
-    return found
+            remaining.append((start, end))
+    return remaining
 
 
 def clipped(intervals: Iterable[Interval], bounds: Interval) -> list[Interval]:
-    """The moments of the intervals within ``bounds``."""
+    """Return the moments of the intervals within ``bounds``."""
     return union((max(start, bounds[0]), min(end, bounds[1])) for start, end in intervals)
 
 
 def length(intervals: Iterable[Interval]) -> int:
-    """How many nanoseconds the intervals have together."""
+    """Return the total of the intervals in nanoseconds."""
     return sum(end - start for start, end in intervals)

@@ -1,4 +1,4 @@
-"""Where the spans of a process are drawn, so that none hides another."""
+"""Assignment of a process's spans to threads of a trace viewer, so that none hides another."""
 
 from __future__ import annotations
 
@@ -11,48 +11,28 @@ Key: TypeAlias = tuple[str, str]
 """Trace and span id."""
 
 Line: TypeAlias = Callable[[Span], list[Span]]
-"""Gives a span and its ancestors, upwards."""
+"""Function that returns a span and its ancestors, from the span upwards."""
 
 
 def key_of(span: Span) -> Key:
-    """What a span is known by among those of several traces."""
+    """Return the key of a span, unique across traces."""
     return span.trace_id, span.span_id
 
 
-def rows(spans: Iterable[Span], line: Line) -> dict[Key, int]:
-    """The row of each span, from 0 downwards: below its parent, and no two over each other.
-
-    Args:
-        spans: those of one process.
-        line: the ancestors of a span.
-    """
-    found: dict[Key, int] = {}
-    ends: list[int] = []
-    for span in _outer_first(spans, line):
-        above = _above(span, line, found)
-        row = 0 if above is None else above + 1
-        while row < len(ends) and ends[row] > span.start_ns:
-            row += 1
-        ends += [span.start_ns] * (row + 1 - len(ends))
-        ends[row] = max(span.end_ns, span.start_ns)
-        found[key_of(span)] = row
-    return found
-
-
 def threads(spans: Iterable[Span], line: Line) -> dict[Key, int]:
-    """The thread of each span, from 0: two spans of a thread are apart, or one holds the other.
+    """Return the thread of each span, from 0: spans of one thread are disjoint or nested.
 
-    A span stays on its parent's thread where that is possible.
+    A span stays on its parent's thread if possible.
 
     Args:
-        spans: those of one process.
-        line: the ancestors of a span.
+        spans: the spans of one process.
+        line: function that returns a span and its ancestors.
     """
-    found: dict[Key, int] = {}
-    # Of each thread the ends of the spans that are open, outermost first.
+    placed: dict[Key, int] = {}
+    # Ends of the open spans of each thread, outermost first.
     open_ends: list[list[int]] = []
     for span in _outer_first(spans, line):
-        above = _above(span, line, found)
+        above = _above(span, line, placed)
         for thread in [*([] if above is None else [above]), *range(len(open_ends) + 1)]:
             if thread == len(open_ends):
                 open_ends.append([])
@@ -61,17 +41,17 @@ def threads(spans: Iterable[Span], line: Line) -> dict[Key, int]:
                 ends.pop()
             if not ends or span.end_ns <= ends[-1]:
                 ends.append(max(span.end_ns, span.start_ns))
-                found[key_of(span)] = thread
+                placed[key_of(span)] = thread
                 break
-    return found
+    return placed
 
 
 def _outer_first(spans: Iterable[Span], line: Line) -> list[Span]:
-    """By start; of those that start together the longer first, of equal ones the parent."""
+    """Sort spans by start, then longer ones first, then parents before children."""
     return sorted(spans, key=lambda span: (span.start_ns, -span.end_ns, len(line(span))))
 
 
 def _above(span: Span, line: Line, placed: Mapping[Key, int]) -> int | None:
-    """Where the nearest ancestor is that has been placed."""
+    """Return the thread of the nearest placed ancestor, or None."""
     places = (placed.get(key_of(ancestor)) for ancestor in line(span)[1:])
     return next((place for place in places if place is not None), None)

@@ -1,40 +1,41 @@
-"""The life of one sample, from its put to its clear, as its lifecycle events tell it."""
+"""The lineage of one sample, from its put to its clear, from its lifecycle events."""
 
 from __future__ import annotations
 
 import heapq
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import takewhile
 from operator import eq
 
 from observability.records import Event, Process, Records, Span
 from observability.views import attributes
+from observability.views.arrivals import clock_shifts
 from observability.views.clocks import clocks_ahead, moved_event
 from observability.views.distinct import distinct_events, timed_events
 from observability.views.printable import listed, printable
 from observability.views.steps import root_of, stage_of
 from observability.views.tree import Tree
 
-# What comes first of events that tell the same moment.
+# Order of events with the same time.
 _ORDER = ("put", "claimed", "read", "trained", "acknowledged", "released", "dropped", "cleared")
 
 _SUGGESTED = 5
 
 
 class SampleNotFound(LookupError):
-    """No lifecycle event names the sample.
+    """An error: no lifecycle event names the sample.
 
     Attributes:
-        sample_id: the id that was asked for.
-        suggestions: up to five known ids that begin as it does, the most alike first.
+        sample_id: the requested id.
+        suggestions: up to five known ids with a common prefix, the longest prefix first.
     """
 
     def __init__(self, sample_id: str, suggestions: Iterable[str]) -> None:
         self.sample_id = sample_id
         self.suggestions = tuple(suggestions)
-        hint = f"; ids that begin as it does: {listed(self.suggestions)}"
+        hint = f"; ids with this prefix: {listed(self.suggestions)}"
         super().__init__(
             f"no event names the sample '{printable(sample_id)}'{hint if self.suggestions else ''}"
         )
@@ -42,25 +43,25 @@ class SampleNotFound(LookupError):
 
 @dataclass(frozen=True)
 class Hop:
-    """One thing that happened to a sample.
+    """One event in the lineage of a sample.
 
     Attributes:
-        name: the event, ``put`` for example; see docs/telemetry.md.
-        time_ns: nanoseconds since 1970.
-        seconds: since the sample's first event.
-        process: where it happened.
-        partition: of the sample.
-        step: ``rl.step``, None if not told.
-        stage: name of the step's stage during which it happened; empty if not known.
-        weight_version: ``rl.weight_version``, None if not told.
-        task: of a claim, a settlement or training; else empty.
-        fields: those that the event tells, sorted.
-        n_bytes: the sample's share of the batch's bytes, evenly spread; None if none are told.
-        batch: samples of the whole batch.
-        detail: what else the event tells: the reason of a drop, the wait of a claim.
-        whole_partition: the whole partition was cleared, not this sample by name.
-        run_id: ``rl.run_id``, empty if not told.
-        trace_id: of the span in which it happened; empty if there is none.
+        name: name of the event, for example ``put``; see docs/telemetry.md.
+        time_ns: nanoseconds since 1970 by the clock of its process.
+        seconds: seconds since the sample's first event, on one clock.
+        process: the process that recorded it.
+        partition: partition of the sample.
+        step: ``rl.step``; None if not reported.
+        stage: name of the step's stage during which it happened; empty if unknown.
+        weight_version: ``rl.weight_version``; None if not reported.
+        task: task that claimed, acknowledged, released or trained; else empty.
+        fields: fields named by the event, sorted.
+        n_bytes: bytes of the batch divided by its samples; None if not reported.
+        batch: number of samples in the batch.
+        detail: further details: the reason of a drop, the wait of a claim.
+        whole_partition: whether the entire partition was cleared, not this sample by id.
+        run_id: ``rl.run_id``; empty if not reported.
+        trace_id: trace of the span in which it happened; empty if there is none.
         span_id: as ``trace_id``.
     """
 
@@ -84,26 +85,40 @@ class Hop:
 
 
 def life_of(sample_id: str, records: Records) -> list[Hop]:
-    """What happened to a sample, in the order of the times told.
+    """Return the events of a sample in the order in which they happened.
 
-    A clear of a whole partition is a hop of each sample that was there, once. A sample of the same
-    id in two partitions has one life. Where clocks of hosts disagree, the times of events within
-    the traces that name the sample are put right, as those of `Step` are.
+    Events of hosts whose clocks are wrong by more than the delay of an export are ordered by their
+    receipt (see `observability.views.arrivals`); `Hop.time_ns` stays the sender's.
+
+    A clear of an entire partition is one hop of each sample in it. A sample id in two partitions
+    has one lineage. If clocks of hosts disagree, event times are corrected within the traces that
+    name the sample, as in `Step`.
 
     Raises:
         SampleNotFound: no event names the sample.
     """
     events = [event for event in timed_events(records.events) if _may_concern(event, sample_id)]
-    # Not of every step's trace, though each clears a partition.
+    # Only traces that name samples: every step's trace clears a partition.
     trees = _trees(records, {event.trace_id for event in events if event.sample_ids})
     ahead = {trace_id: clocks_ahead(tree, root_of(tree)) for trace_id, tree in trees.items()}
     events = [moved_event(event, ahead.get(event.trace_id, {})) for event in events]
-    events.sort(key=lambda event: (event.time_ns, _rank(event)))
+
+    def clock(event: Event) -> Hashable:
+        host = event.process.host
+        return host or event.process, ahead.get(event.trace_id, {}).get(host, 0)
+
+    shifts = clock_shifts((clock(event), event.time_ns, event.received_ns) for event in events)
+
+    def order_ns(event: Event) -> int:
+        return event.time_ns + shifts.get(clock(event), 0)
+
+    events.sort(key=lambda event: (order_ns(event), _rank(event)))
     chosen = list(_of_sample(sample_id, distinct_events(events)))
     if not chosen:
         raise SampleNotFound(sample_id, _alike(sample_id, records.events))
     trees |= _trees(records, {event.trace_id for event in chosen} - trees.keys())
-    return [_hop(event, chosen[0].time_ns, trees) for event in chosen]
+    first_ns = order_ns(chosen[0])
+    return [_hop(event, (order_ns(event) - first_ns) / 1e9, trees) for event in chosen]
 
 
 def _may_concern(event: Event, sample_id: str) -> bool:
@@ -115,12 +130,12 @@ def _clears_partition(event: Event) -> bool:
 
 
 def _of_sample(sample_id: str, events: Iterable[Event]) -> Iterator[Event]:
-    """Leaves out clears of partitions in which the sample is not, or is no more."""
+    """Yield the events, except clears of partitions that do not hold the sample."""
     present: set[tuple[str, str]] = set()
     seen: set[tuple[str, str]] = set()
     for event in events:
-        told = event.attributes
-        place = attributes.text(told, "rl.run_id"), attributes.text(told, "dataplane.partition")
+        facts = event.attributes
+        place = attributes.text(facts, "rl.run_id"), attributes.text(facts, "dataplane.partition")
         if _clears_partition(event):
             if place not in present:
                 continue
@@ -128,45 +143,45 @@ def _of_sample(sample_id: str, events: Iterable[Event]) -> Iterator[Event]:
         elif event.name == "cleared":
             present.discard(place)
         elif event.name == "put" or place not in seen:
-            # What is told after a clear does not bring a sample back; only a put does.
+            # Events reported after a clear do not bring a sample back; only a put does.
             present.add(place)
         seen.add(place)
         yield event
 
 
-def _hop(event: Event, first_ns: int, trees: dict[str, Tree]) -> Hop:
-    told = event.attributes
-    batch = attributes.count(told, "dataplane.samples") or len(event.sample_ids)
-    n_bytes = attributes.integer(told, "dataplane.bytes")
+def _hop(event: Event, seconds: float, trees: dict[str, Tree]) -> Hop:
+    facts = event.attributes
+    batch = attributes.count(facts, "dataplane.samples") or len(event.sample_ids)
+    n_bytes = attributes.integer(facts, "dataplane.bytes")
     return Hop(
         name=event.name,
         time_ns=event.time_ns,
-        seconds=(event.time_ns - first_ns) / 1e9,
+        seconds=seconds,
         process=event.process,
-        partition=attributes.text(told, "dataplane.partition"),
-        step=attributes.integer(told, "rl.step"),
+        partition=attributes.text(facts, "dataplane.partition"),
+        step=attributes.integer(facts, "rl.step"),
         stage=_stage(event, trees),
-        weight_version=attributes.integer(told, "rl.weight_version"),
-        task=attributes.text(told, "dataplane.task"),
-        fields=tuple(sorted(attributes.names(told, "dataplane.fields"))),
+        weight_version=attributes.integer(facts, "rl.weight_version"),
+        task=attributes.text(facts, "dataplane.task"),
+        fields=tuple(sorted(attributes.names(facts, "dataplane.fields"))),
         n_bytes=None if n_bytes is None or not batch else n_bytes / batch,
         batch=batch,
         detail=_detail(event),
         whole_partition=_clears_partition(event),
-        run_id=attributes.text(told, "rl.run_id"),
+        run_id=attributes.text(facts, "rl.run_id"),
         trace_id=event.trace_id,
         span_id=event.span_id,
     )
 
 
 def _detail(event: Event) -> str:
-    told = event.attributes
-    parts = [attributes.text(told, "dataplane.reason"), attributes.text(told, "error.type")]
-    waited = told.get("dataplane.wait_s")
-    if isinstance(waited, int | float):
-        parts.append(f"waited {waited:.3f} s")
+    facts = event.attributes
+    parts = [attributes.text(facts, "dataplane.reason"), attributes.text(facts, "error.type")]
+    wait_s = facts.get("dataplane.wait_s")
+    if isinstance(wait_s, int | float):
+        parts.append(f"blocked {wait_s:.3f} s")
     if _clears_partition(event):
-        parts.append("the whole partition")
+        parts.append("entire partition")
     return ", ".join(part for part in parts if part)
 
 
@@ -183,7 +198,7 @@ def _trees(records: Records, trace_ids: set[str]) -> dict[str, Tree]:
     for span in records.spans:
         if span.trace_id in trace_ids:
             spans[span.trace_id].append(span)
-    return {trace_id: Tree(those) for trace_id, those in spans.items()}
+    return {trace_id: Tree(trace_spans) for trace_id, trace_spans in spans.items()}
 
 
 def _rank(event: Event) -> int:

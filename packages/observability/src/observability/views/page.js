@@ -17,7 +17,7 @@
     tip.style.top = Math.max(4, below ? event.clientY - 12 - tip.offsetHeight : event.clientY + 16) + "px";
   });
   for (const card of document.querySelectorAll(".waterfall")) {
-    const scroll = card.querySelector(".scroll");
+    const scroll = card.querySelector(".chart-scroll");
     const time = card.querySelector(".time");
     let scale = 1;
     const zoom = (factor, at) => {

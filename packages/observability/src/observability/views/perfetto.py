@@ -1,8 +1,8 @@
 """Steps as a Chrome trace, the JSON that ui.perfetto.dev and chrome://tracing open.
 
-The format is Google's "Trace Event Format". A process of the run is a process there; its spans are
-on one thread, and on further ones where they overlap without nesting, because a thread holds only
-nested slices.
+The format is Google's "Trace Event Format". Each process of the run is a process there. Its spans
+are on one thread; spans that overlap without nesting need further threads, because a thread holds
+only nested slices.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any  # Any: JSON values
 
 from observability.records import Process, Span
 from observability.views import attributes
-from observability.views.files import write_whole
+from observability.views.files import write_atomically
 from observability.views.lanes import Key, key_of, threads
 from observability.views.printable import printable
 from observability.views.steps import Step
@@ -24,22 +24,22 @@ Entry = dict[str, Any]
 
 
 def write_perfetto(steps: Iterable[Step], path: str | Path) -> None:
-    """Write steps as a Chrome trace; the file is there whole or not at all.
+    """Write steps as a Chrome trace, atomically.
 
     Raises:
         OSError: the file cannot be written.
     """
     text = json.dumps(chrome_trace(list(steps)), allow_nan=False, separators=(",", ":"))
-    write_whole(Path(path), text.encode("utf-8"))
+    write_atomically(Path(path), text.encode("utf-8"))
 
 
 def chrome_trace(steps: Sequence[Step]) -> dict[str, Any]:
-    """The trace as JSON values.
+    """Return the trace as JSON values.
 
-    Times are microseconds, to the nanosecond, since the first moment of the steps, which
-    ``otherData.begin_ns`` tells in nanoseconds since 1970. Spans are complete events (``X``).
-    Arrows (``s``, ``f``) go from a put to each span that links to it, and from a parent to a child
-    in another process.
+    Times are microseconds, with fractions to the nanosecond, since the start of the first step;
+    ``otherData.begin_ns`` is that start in nanoseconds since 1970. Spans are complete events
+    (``X``). Arrows (``s``, ``f``) go from a put to each span that links to it, and from a parent to
+    a child in another process.
     """
     begin = min((span.start_ns for step in steps for span in step.spans), default=0)
     processes = dict.fromkeys(process for step in steps for process in step.processes)
@@ -69,30 +69,30 @@ def _names(
 ) -> Iterator[Entry]:
     labels = {process: label for step in steps for process, label in step.labels.items()}
     for process, pid in places.items():
-        for name, told in (
+        for name, value in (
             ("process_name", {"name": labels[process]}),
             ("process_labels", {"labels": printable(process.place)}),
             ("process_sort_index", {"sort_index": pid}),
         ):
-            yield {"ph": "M", "name": name, "pid": pid, "tid": 0, "args": told}
+            yield {"ph": "M", "name": name, "pid": pid, "tid": 0, "args": value}
         for tid in range(used[process]):
-            named = "spans" if tid == 0 else f"spans that overlap, {tid}"
+            thread_name = "spans" if tid == 0 else f"overlapping spans {tid}"
             yield {
                 "ph": "M",
                 "name": "thread_name",
                 "pid": pid,
                 "tid": tid,
-                "args": {"name": named},
+                "args": {"name": thread_name},
             }
 
 
 def _slice(span: Span, begin: int, pid: int, tid: int) -> Entry:
-    told = {printable(name): _json(value) for name, value in span.attributes.items()}
-    told |= {"trace_id": printable(span.trace_id), "span_id": printable(span.span_id)}
+    facts = {printable(name): _json(value) for name, value in span.attributes.items()}
+    facts |= {"trace_id": printable(span.trace_id), "span_id": printable(span.span_id)}
     if span.outcome != "unset":
-        told["outcome"] = span.outcome
+        facts["outcome"] = span.outcome
     if span.message:
-        told["message"] = printable(span.message)
+        facts["message"] = printable(span.message)
     return {
         "ph": "X",
         "name": printable(span.name),
@@ -101,7 +101,7 @@ def _slice(span: Span, begin: int, pid: int, tid: int) -> Entry:
         "dur": _microseconds(max(0, span.end_ns - span.start_ns)),
         "pid": pid,
         "tid": tid,
-        "args": told,
+        "args": facts,
     }
 
 
@@ -117,7 +117,7 @@ def _arrows(steps: Sequence[Step], slices: Mapping[Key, Entry]) -> Iterator[Entr
                 if begin not in slices:
                     continue
                 number += 1
-                # Each end lies at the begin of its slice, where no other slice has begun inside.
+                # Attach each end to the start of its slice, where no nested slice has begun yet.
                 for phase, place in (
                     ("s", slices[begin]),
                     ("f", slices[key_of(span)]),
@@ -128,7 +128,7 @@ def _arrows(steps: Sequence[Step], slices: Mapping[Key, Entry]) -> Iterator[Entr
 
 
 def _microseconds(nanoseconds: int) -> float:
-    # Counted from the first span a run of weeks keeps its nanoseconds in a float; since 1970 not.
+    # A float holds the nanoseconds of weeks since the first span, but not those since 1970.
     return nanoseconds / 1000
 
 

@@ -1,4 +1,4 @@
-"""Names and ids as text that no terminal, page or log acts upon."""
+"""Names and ids as text without characters that a terminal, page or log interprets."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ from collections.abc import Sequence
 
 
 def printable(value: object) -> str:
-    """``str(value)`` with every character that is not a visible one written as its escape.
+    """Return ``str(value)`` with every invisible character replaced by its escape.
 
-    Terminal sequences, line breaks, null bytes and marks that turn the reading direction come out
-    as ``\\x1b``, ``\\n``, ``\\x00`` and ``\\u202e``. Square brackets and angle brackets stay: where
-    they would mean something, the caller does not parse markup, or escapes it.
+    Terminal sequences, line breaks, null bytes and marks that reverse the reading direction become
+    ``\\x1b``, ``\\n``, ``\\x00`` and ``\\u202e``. Brackets stay: callers that parse markup must
+    escape them.
     """
     shown = str(value)
-    # Python's notion: neither control, format, surrogate, private or unassigned characters, nor
+    # `isprintable` excludes control, format, surrogate, private and unassigned characters, and all
     # separators but the space.
     return shown if shown.isprintable() else "".join(map(_escaped, shown))
 
 
 def listed(ids: Sequence[str], *, more: bool = False) -> str:
-    """Ids in one line, printable; ``more`` says that there are others."""
+    """Return ids in one printable line; ``more`` adds an ellipsis."""
     return ", ".join([*map(printable, ids), *(["…"] if more else [])])
 
 

@@ -1,7 +1,7 @@
-"""What each process did over a step, and for how long it stood still.
+"""The busy and idle time of each process during a step.
 
-At every moment a process counts for one bucket: that of the innermost span that has one. Where
-spans of several threads overlap, work counts before waiting.
+At every moment a process counts for one bucket: that of its innermost span with a bucket. If spans
+of several threads overlap, work takes precedence over waiting.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from observability.views.intervals import Interval, clipped, length, union, with
 from observability.views.steps import Step
 
 BUCKETS = ("productive", "overhead", "wasted", "idle")
-"""``rl.bucket``, in the order in which overlapping spans of a process count."""
+"""Values of ``rl.bucket``, by precedence for overlapping spans of a process."""
 
 BUSY = frozenset({"productive", "overhead", "wasted"})
 """The buckets in which a process works."""
@@ -23,17 +23,17 @@ BUSY = frozenset({"productive", "overhead", "wasted"})
 
 @dataclass(frozen=True)
 class ProcessTime:
-    """How a process spent a step.
+    """The time of a process during a step.
 
     Attributes:
-        process: which.
+        process: the process.
         label: its printable name.
-        busy: when it worked, in nanoseconds since 1970, in order, within the step.
+        busy: busy intervals in nanoseconds since 1970, in order, within the step.
         seconds: bucket to seconds; each moment of the process counts once. Empty if no span of the
-            process has a bucket: of such a process nobody knows when it worked.
+            process has a bucket, so that its work is unknown.
         busy_seconds: seconds of work; None without a bucket.
         bubble_seconds: the rest of the step; None without a bucket.
-        step_seconds: the step; busy and bubble together.
+        step_seconds: duration of the step: busy plus bubble.
     """
 
     process: Process
@@ -46,14 +46,14 @@ class ProcessTime:
 
 
 def process_times(step: Step) -> list[ProcessTime]:
-    """How every process of a step spent it, that of the root first, then by name."""
+    """Return the time of each process of a step, that of the root first, then by name."""
     duration = step.end_ns - step.start_ns
-    found = []
+    result = []
     for process in step.processes:
         times = _times(step, step.spans, process)
-        busy = union(one for bucket in BUSY for one in times.get(bucket, ()))
+        busy = union(interval for bucket in BUSY for interval in times.get(bucket, ()))
         worked = length(busy)
-        found.append(
+        result.append(
             ProcessTime(
                 process=process,
                 label=step.labels[process],
@@ -64,30 +64,32 @@ def process_times(step: Step) -> list[ProcessTime]:
                 step_seconds=duration / 1e9,
             )
         )
-    return found
+    return result
 
 
 def bucket_seconds(step: Step) -> dict[str, float]:
-    """Process-seconds of the step per bucket, summed over its processes; empty without a bucket."""
+    """Return the process-seconds of the step per bucket; empty if no process has a bucket."""
     return summed_buckets(process_times(step))
 
 
 def summed_buckets(times: Iterable[ProcessTime]) -> dict[str, float]:
-    """Seconds of all processes per bucket; empty if none of them has a bucket."""
-    known = [one.seconds for one in times if one.seconds]
-    return {bucket: sum(one[bucket] for one in known) for bucket in BUCKETS} if known else {}
+    """Return the seconds of all processes per bucket; empty if none of them has a bucket."""
+    known = [time.seconds for time in times if time.seconds]
+    if not known:
+        return {}
+    return {bucket: sum(seconds[bucket] for seconds in known) for bucket in BUCKETS}
 
 
 def busy_ns(
     step: Step, spans: Iterable[Span], process: Process, *, buckets: Collection[str] = BUSY
 ) -> int:
-    """Nanoseconds that a process spent in the buckets, looking at some spans of a step only."""
+    """Return the nanoseconds of a process in the buckets, from the given spans of a step."""
     times = _times(step, spans, process)
     return sum(length(times[bucket]) for bucket in times if bucket in buckets)
 
 
 def _times(step: Step, spans: Iterable[Span], process: Process) -> dict[str, list[Interval]]:
-    """Bucket to when, none at the same time as another, within the step; empty without a bucket."""
+    """Return bucket to disjoint intervals within the step; empty without a bucket."""
     own = [span for span in spans if span.process == process and attributes.bucket(span) in BUCKETS]
     if not own:
         return {}
@@ -102,10 +104,10 @@ def _times(step: Step, spans: Iterable[Span], process: Process) -> dict[str, lis
         bucket = attributes.bucket(span)
         assert bucket is not None
         raw[bucket] += without([(span.start_ns, span.end_ns)], inner[span.span_id])
-    found: dict[str, list[Interval]] = {}
+    by_bucket: dict[str, list[Interval]] = {}
     taken: list[Interval] = []
     for bucket in BUCKETS:
         times = clipped(raw[bucket], (step.start_ns, step.end_ns))
-        found[bucket] = without(times, taken)
+        by_bucket[bucket] = without(times, taken)
         taken = union([*taken, *times])
-    return found
+    return by_bucket

@@ -1,11 +1,10 @@
-"""Numbers as people read them: durations, sizes, shares."""
+"""Formatting of durations, sizes and shares."""
 
 from __future__ import annotations
 
 
 def duration(seconds: float | None) -> str:
-    """Three digits and a unit: ``12.3 s``, ``850 ms``, ``85.0 µs``, ``2 min 5 s``; ``n/a`` of
-    None."""
+    """Format a duration: ``12.3 s``, ``850 ms``, ``85.0 µs``, ``2 min 5 s``; ``n/a`` for None."""
     if seconds is None:
         return "n/a"
     size = abs(seconds)
@@ -13,23 +12,23 @@ def duration(seconds: float | None) -> str:
         minutes, rest = divmod(round(size), 60)
         return f"{'-' if seconds < 0 else ''}{minutes} min {rest} s"
     for unit, scale in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
-        # What would be rounded up to 1000 of a unit is told in the next larger one.
+        # A value that would round up to 1000 of a unit is shown in the next larger one.
         if size >= 0.9995 * scale:
             return f"{_three_digits(seconds / scale)} {unit}"
     return "0 s" if not seconds else f"{seconds * 1e9:.0f} ns"
 
 
 def size(n_bytes: float) -> str:
-    """Decimal units: ``0 B``, ``12.3 kB``, ``4.50 GB``."""
+    """Format a size in decimal units: ``0 B``, ``12.3 kB``, ``4.50 GB``."""
     for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if n_bytes >= 0.9995 * scale:
             return f"{_three_digits(n_bytes / scale)} {unit}"
     return f"{n_bytes:.0f} B"
 
 
-def percent(part: float, whole: float) -> str:
-    """``12.3 %``; a dash where there is no whole."""
-    return f"{100 * part / whole:.1f} %" if whole else "-"
+def percent(part: float, total: float) -> str:
+    """Format a share: ``12.3 %``; a dash if the total is 0."""
+    return f"{100 * part / total:.1f} %" if total else "-"
 
 
 def _three_digits(value: float) -> str:

@@ -1,7 +1,7 @@
-"""Steps of training, put together from whatever arrived of their traces.
+"""Training steps, assembled from the spans and events received so far.
 
-A step is shown as soon as one span of it is there. What is missing is said in words, so that a
-reader never takes half a step for a whole one.
+A step is shown as soon as one of its spans arrived. `Step.incomplete` lists what is missing, so
+that a reader never mistakes a partial step for a complete one.
 """
 
 from __future__ import annotations
@@ -22,42 +22,42 @@ from observability.views.tree import Tree
 DRIVER = "grpo.driver"
 ROOT = "grpo.step"
 
-# How many spans a reason names before it counts the rest.
-_NAMED = 5
+# Maximum of spans that a reason names; it counts the rest.
+_MAX_NAMED = 5
 
 
 @dataclass(frozen=True)
 class Staleness:
-    """How many versions of the weights lay between a sample's generation and its training.
+    """The number of weight versions between the generation of samples and their training.
 
     Attributes:
-        least: versions, of the freshest sample.
-        mean: versions.
-        most: versions, of the stalest sample.
-        samples: trained samples of which both versions are known.
-        unknown: trained samples of which one is not.
+        minimum: versions of the freshest sample.
+        mean: mean of the versions.
+        maximum: versions of the stalest sample.
+        samples: number of trained samples with both versions known.
+        unknown: number of trained samples with an unknown version.
     """
 
-    least: int
+    minimum: int
     mean: float
-    most: int
+    maximum: int
     samples: int
     unknown: int
 
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """One step of training: one trace, as far as it arrived.
+    """One training step: the received part of one trace.
 
     Attributes:
-        run_id: ``rl.run_id``, empty if no span tells it.
+        run_id: ``rl.run_id``; empty if not reported.
         number: ``rl.step``.
-        trace_id: of the trace.
+        trace_id: id of the trace.
         tree: its spans by parent.
         events: its lifecycle events by time, each once.
-        staleness: of the samples it trained on; None if no version is known.
-        clocks: of the hosts that disagree with the root's, nanoseconds that the clock is at least
-            ahead, negative if it is behind. Times of their spans and events are put right by that.
+        staleness: staleness of the trained samples; None if no version is known.
+        clocks: hosts whose clocks disagree with the root's, to nanoseconds by which each is at
+            least ahead; negative if behind. Times of their spans and events are corrected by that.
     """
 
     run_id: str
@@ -70,65 +70,63 @@ class Step:
 
     @property
     def spans(self) -> tuple[Span, ...]:
-        """Every span once, by start."""
+        """All spans by start, each once."""
         return self.tree.spans
 
     @cached_property
     def root(self) -> Span | None:
-        """The span of the whole step: the first without a parent, one named as a step before."""
+        """The span of the step: the first named ``grpo.step`` without a parent, else the first."""
         return root_of(self.tree)
 
     @cached_property
     def start_ns(self) -> int:
-        """Where the step begins, in nanoseconds since 1970; that of its first span where that of
-        the root is not known."""
+        """The start of the step in nanoseconds since 1970; of its first span without a root's."""
         if self.root is not None and self.root.has_start:
             return self.root.start_ns
         return min(span.start_ns for span in self.spans)
 
     @cached_property
     def end_ns(self) -> int:
-        """Where the step ends, never before `start_ns`; the end of its last span where that of the
-        root is not known."""
+        """The end of the step, never before `start_ns`; of its last span without a root's."""
         if self.root is not None and self.root.has_end:
             return max(self.root.end_ns, self.start_ns)
         return max(self.start_ns, *(span.end_ns for span in self.spans))
 
     @property
     def seconds(self) -> float:
-        """How long the step took."""
+        """The duration in seconds."""
         return (self.end_ns - self.start_ns) / 1e9
 
     @cached_property
     def processes(self) -> tuple[Process, ...]:
-        """Who took part: the process of the root, then the others by name."""
+        """All processes of the step: that of the root, then the others by name."""
         first = self.root.process if self.root else None
         return tuple(
-            sorted({span.process for span in self.spans}, key=lambda one: (one != first, one))
+            sorted({span.process for span in self.spans}, key=lambda each: (each != first, each))
         )
 
     @cached_property
     def labels(self) -> Mapping[Process, str]:
-        """A printable name of each process, different for different ones."""
+        """Unique printable names of the processes."""
         labels = distinct_labels(self.processes)
         return {process: printable(label) for process, label in labels.items()}
 
     def children(self, span_id: str) -> tuple[Span, ...]:
-        """The spans directly below one, by start; empty for an unknown id."""
+        """Return the child spans of a span, by start; empty for an unknown id."""
         return self.tree.children(span_id)
 
     def stage(self, span_id: str) -> Span | None:
-        """The stage that a span belongs to: itself or its ancestor directly below the root.
+        """Return the stage of a span: the span itself or its ancestor directly below the root.
 
         Returns:
-            None for the root, for an unknown id, and for a span whose line upwards does not reach
-            the root. Where the root did not arrive, the topmost ancestor that did.
+            None for the root, for an unknown id, and for a span whose ancestors do not reach the
+            root. If the root did not arrive, the topmost ancestor that did.
         """
         return stage_of(self.tree, self.root, span_id)
 
     @cached_property
     def incomplete(self) -> list[str]:
-        """Why the step is not whole, one printable sentence each; empty if nothing is amiss."""
+        """Reasons why the step is incomplete, one printable sentence each; empty if complete."""
         return [
             *self._about_roots(),
             *self._about_times(),
@@ -138,29 +136,29 @@ class Step:
 
     @cached_property
     def clock_notes(self) -> list[str]:
-        """Which clocks disagree, one printable sentence each."""
+        """Clocks that disagree, one printable sentence each."""
         return [
             f"the clock of host {printable(host)} is {duration(abs(ahead) / 1e9)} or more "
-            f"{'ahead' if ahead > 0 else 'behind'}; what it told is shown "
+            f"{'ahead' if ahead > 0 else 'behind'}; its times are shown "
             f"{'earlier' if ahead > 0 else 'later'} by that"
             for host, ahead in sorted(self.clocks.items())
         ]
 
     def _about_roots(self) -> Iterable[str]:
         if not self.tree.roots:
-            yield "no root: the span of the whole step has not arrived"
+            yield "no root: the span of the step was not received"
         if len(self.tree.roots) > 1:
             yield f"{len(self.tree.roots)} spans have no parent: {self._named(self.tree.roots)}"
         if self.tree.circular:
             yield f"spans that are their own ancestors: {self._named(self.tree.circular)}"
 
     def _about_times(self) -> Iterable[str]:
-        for what, spans in (
+        for edge, spans in (
             ("start", [span for span in self.spans if not span.has_start]),
             ("end", [span for span in self.spans if not span.has_end]),
         ):
             if spans:
-                yield f"no {what} was reported of {self._named(spans)}"
+                yield f"no {edge} was reported for {self._named(spans)}"
 
     def _about_orphans(self) -> Iterable[str]:
         by_parent: dict[str, list[Span]] = defaultdict(list)
@@ -168,35 +166,35 @@ class Step:
             assert span.parent_id is not None
             by_parent[span.parent_id].append(span)
         for parent_id, orphans in by_parent.items():
-            yield f"the parent {printable(parent_id)} of {self._named(orphans)} never arrived"
+            yield f"the parent {printable(parent_id)} of {self._named(orphans)} was not received"
 
     def _about_failures(self) -> Iterable[str]:
         for span in self.spans:
-            driven = span.process.service == DRIVER or span is self.root
-            if driven and span.outcome == "error":
-                why = span.message or attributes.text(span.attributes, "error.type")
-                told = f": {printable(why)}" if why else ""
-                yield f"{self._named([span])} failed{told}"
+            is_driver = span.process.service == DRIVER or span is self.root
+            if is_driver and span.outcome == "error":
+                message = span.message or attributes.text(span.attributes, "error.type")
+                reason = f": {printable(message)}" if message else ""
+                yield f"{self._named([span])} failed{reason}"
 
     def _named(self, spans: Iterable[Span]) -> str:
-        told = [f"'{printable(span.name)}' of {self.labels[span.process]}" for span in spans]
-        rest = len(told) - _NAMED
-        return ", ".join(told[:_NAMED]) + (f" and {rest} more" if rest > 0 else "")
+        names = [f"'{printable(span.name)}' of {self.labels[span.process]}" for span in spans]
+        rest = len(names) - _MAX_NAMED
+        return ", ".join(names[:_MAX_NAMED]) + (f" and {rest} more" if rest > 0 else "")
 
 
 def steps_of(records: Records) -> list[Step]:
-    """The steps of what arrived, by run (earliest first), then by ``rl.step``.
+    """Return the steps in the records, by run (earliest first), then by ``rl.step``.
 
-    A trace is a step if a span of it tells ``rl.step``; other traces are left out. A step that was
-    tried twice is there twice, the earlier trace first.
+    A trace is a step if any of its spans has ``rl.step``; other traces are omitted. A step that ran
+    twice is returned twice, the earlier trace first.
     """
     spans: dict[str, list[Span]] = defaultdict(list)
     for span in distinct_spans(records.spans):
         spans[span.trace_id].append(span)
     numbered = {
         trace_id: number
-        for trace_id, those in spans.items()
-        if (number := _number(those)) is not None
+        for trace_id, trace_spans in spans.items()
+        if (number := _number(trace_spans)) is not None
     }
     runs = {trace_id: _run(spans[trace_id]) for trace_id in numbered}
     everything = sorted(
@@ -209,7 +207,7 @@ def steps_of(records: Records) -> list[Step]:
     for event in everything:
         number = attributes.integer(event.attributes, "rl.step")
         events[event.trace_id or by_step.get((_run_of(event), number), "")].append(event)
-    found = {
+    by_trace = {
         trace_id: step_of_trace(
             Tree(spans[trace_id]),
             events[trace_id],
@@ -219,13 +217,15 @@ def steps_of(records: Records) -> list[Step]:
         )
         for trace_id, number in numbered.items()
     }
-    # Of steps, as they are on one clock: what was put before it was trained is told so.
+    # Use the corrected times of steps, so that a put precedes the training of its samples.
     staleness = _staleness(
         (trace_id, event)
-        for trace_id, told in events.items()
-        for event in (found[trace_id].events if trace_id in found else told)
+        for trace_id, reported in events.items()
+        for event in (by_trace[trace_id].events if trace_id in by_trace else reported)
     )
-    steps = [replace(step, staleness=staleness.get(trace_id)) for trace_id, step in found.items()]
+    steps = [
+        replace(step, staleness=staleness.get(trace_id)) for trace_id, step in by_trace.items()
+    ]
     began: dict[str, int] = {}
     for step in steps:
         began[step.run_id] = min(step.start_ns, began.get(step.run_id, step.start_ns))
@@ -243,19 +243,19 @@ def step_of_trace(
     trace_id: str,
     staleness: Staleness | None = None,
 ) -> Step:
-    """One trace as a `Step`, whether it tells of one or not; times of one clock."""
+    """Return any trace as a `Step`, with all times on one clock."""
     ahead = clocks_ahead(tree, root_of(tree))
     tree, events = on_one_clock(tree, events, ahead)
     return Step(run_id, number, trace_id, tree, events, staleness, ahead)
 
 
 def root_of(tree: Tree) -> Span | None:
-    """`Step.root`, of any trace."""
+    """Return `Step.root` of any trace."""
     return min(tree.roots, key=lambda span: span.name != ROOT, default=None)
 
 
 def stage_of(tree: Tree, root: Span | None, span_id: str) -> Span | None:
-    """`Step.stage`, of any trace."""
+    """Return `Step.stage` of any trace."""
     line = tree.line(span_id)
     if root is None:
         return line[-1] if line else None
@@ -263,17 +263,19 @@ def stage_of(tree: Tree, root: Span | None, span_id: str) -> Span | None:
 
 
 def _number(spans: Iterable[Span]) -> int | None:
-    told = Counter(
+    counts = Counter(
         number
         for span in spans
         if (number := attributes.integer(span.attributes, "rl.step")) is not None
     )
-    return max(told, key=lambda number: told[number], default=None)
+    return max(counts, key=lambda number: counts[number], default=None)
 
 
 def _run(spans: Iterable[Span]) -> str:
-    told = Counter(run for span in spans if (run := attributes.text(span.attributes, "rl.run_id")))
-    return max(told, key=lambda run: told[run], default="")
+    counts = Counter(
+        run for span in spans if (run := attributes.text(span.attributes, "rl.run_id"))
+    )
+    return max(counts, key=lambda run: counts[run], default="")
 
 
 def _run_of(event: Event) -> str:
@@ -283,40 +285,41 @@ def _run_of(event: Event) -> str:
 _Place = tuple[str, str]
 """A run and a partition."""
 
-# What comes first of events that tell the same moment.
+# Order of events with the same time.
 _ORDER = {"put": 0, "trained": 1, "cleared": 2}
 
 
-def _staleness(told: Iterable[tuple[str, Event]]) -> dict[str, Staleness]:
-    """Of each trace that trained samples of known versions, their staleness.
+def _staleness(reported: Iterable[tuple[str, Event]]) -> dict[str, Staleness]:
+    """Return the staleness of each trace that trained samples of known versions.
 
-    A sample was generated with the version that its first put after a clear tells. One that was
-    cleared before it is told as trained is the one that was cleared. One that was never put before
-    is the next one: a put is told when it returns, and who is quick has claimed it by then.
+    A sample was generated with the version of its first put after a clear. An event ``trained``
+    after a clear is about the cleared sample. An event ``trained`` before any put is about the next
+    put: a put is reported when it returns, and a fast consumer has trained by then.
     """
     events = sorted(
-        ((trace_id, event) for trace_id, event in told if event.name in _ORDER),
+        ((trace_id, event) for trace_id, event in reported if event.name in _ORDER),
         key=lambda item: (item[1].time_ns, _ORDER[item[1].name]),
     )
     born: dict[_Place, dict[str, int | None]] = defaultdict(dict)
-    there: dict[_Place, set[str]] = defaultdict(set)
+    present: dict[_Place, set[str]] = defaultdict(set)
     ages: dict[str, list[int | None]] = defaultdict(list)
-    early: dict[tuple[_Place, str], list[tuple[list[int | None], int, int | None]]]
-    early = defaultdict(list)
-    # Every policy worker of a sharded model may tell of the same sample; it counts once a version.
+    # Ages to fill in at the put: the list, the index in it, and the trained version.
+    pending: dict[tuple[_Place, str], list[tuple[list[int | None], int, int | None]]]
+    pending = defaultdict(list)
+    # Every worker of a sharded model may report the same sample; it counts once per version.
     seen: set[tuple[str, _Place, str, int | None]] = set()
     for trace_id, event in events:
-        # Another run may use the same names, and not every run clears what it put.
+        # Keyed by run: another run may use the same names, and not every run clears its samples.
         place = _run_of(event), attributes.text(event.attributes, "dataplane.partition")
         version = attributes.integer(event.attributes, "rl.weight_version")
-        samples, generated = there[place], born[place]
+        samples, generated = present[place], born[place]
         if event.name == "put":
             for sample_id in event.sample_ids:
                 if sample_id not in samples:
                     samples.add(sample_id)
                     generated[sample_id] = version
-                    for those, at, trained in early.pop((place, sample_id), ()):
-                        those[at] = _age(trained, version)
+                    for trace_ages, at, trained in pending.pop((place, sample_id), ()):
+                        trace_ages[at] = _age(trained, version)
         elif event.name == "cleared":
             if event.sample_ids:
                 samples.difference_update(event.sample_ids)
@@ -328,13 +331,13 @@ def _staleness(told: Iterable[tuple[str, Event]]) -> dict[str, Staleness]:
                     continue
                 seen.add((trace_id, place, sample_id, version))
                 if sample_id not in generated:
-                    those = ages[trace_id]
-                    early[place, sample_id].append((those, len(those), version))
+                    trace_ages = ages[trace_id]
+                    pending[place, sample_id].append((trace_ages, len(trace_ages), version))
                 ages[trace_id].append(_age(version, generated.get(sample_id)))
     return {
-        trace_id: found
-        for trace_id, those in ages.items()
-        if (found := _summary([age for age in those if age is not None], len(those))) is not None
+        trace_id: summary
+        for trace_id, trace_ages in ages.items()
+        if (summary := _summary(trace_ages)) is not None
     }
 
 
@@ -342,8 +345,9 @@ def _age(trained: int | None, generated: int | None) -> int | None:
     return None if trained is None or generated is None else trained - generated
 
 
-def _summary(ages: list[int], samples: int) -> Staleness | None:
-    if not ages:
+def _summary(ages: list[int | None]) -> Staleness | None:
+    known = [age for age in ages if age is not None]
+    if not known:
         return None
-    unknown = samples - len(ages)
-    return Staleness(min(ages), sum(ages) / len(ages), max(ages), len(ages), unknown)
+    unknown = len(ages) - len(known)
+    return Staleness(min(known), sum(known) / len(known), max(known), len(known), unknown)

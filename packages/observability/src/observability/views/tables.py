@@ -1,4 +1,4 @@
-"""The figures of a step as tables of printable text, the same for terminal and page."""
+"""The figures of a step as tables of printable text, for terminal and page alike."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from observability.views.steps import Step
 
 @dataclass(frozen=True)
 class Column:
-    """A column; numbers stand to the right."""
+    """A column of a table; numbers are right-aligned."""
 
     name: str
     number: bool = False
@@ -27,10 +27,10 @@ class Table:
     """A table of printable text.
 
     Attributes:
-        title: what it shows.
-        columns: from left to right.
-        rows: a cell per column.
-        notes: sentences below it.
+        title: heading of the table.
+        columns: columns from left to right.
+        rows: rows with a cell per column.
+        notes: sentences below the table.
     """
 
     title: str
@@ -40,7 +40,7 @@ class Table:
 
 
 def tables_of(step: Step, path: Sequence[Segment]) -> list[Table]:
-    """Every table of a step; those without a row are left out."""
+    """Return all tables of a step, except those without rows."""
     tables = [_processes(step), _path(step, path), _bytes(step), _buckets(step), _slowest(step)]
     return [table for table in tables if table.rows]
 
@@ -51,35 +51,35 @@ def _processes(step: Step) -> Table:
         _columns("process", "busy s", "busy", "bubble s", "bubble"),
         [
             _row(
-                one.label,
-                *_seconds_and_share(one.busy_seconds, one.step_seconds),
-                *_seconds_and_share(one.bubble_seconds, one.step_seconds),
+                time.label,
+                *_seconds_and_share(time.busy_seconds, time.step_seconds),
+                *_seconds_and_share(time.bubble_seconds, time.step_seconds),
             )
-            for one in process_times(step)
+            for time in process_times(step)
         ],
     )
 
 
-def _seconds_and_share(seconds: float | None, whole: float) -> tuple[str, str]:
-    return ("n/a", "n/a") if seconds is None else (f"{seconds:.3f}", percent(seconds, whole))
+def _seconds_and_share(seconds: float | None, total: float) -> tuple[str, str]:
+    return ("n/a", "n/a") if seconds is None else (f"{seconds:.3f}", percent(seconds, total))
 
 
 def _path(step: Step, path: Sequence[Segment]) -> Table:
     shown, rest = condensed(path)
     rows = [
         _row(
-            one.span.name,
-            step.labels[one.span.process],
-            duration((one.start_ns - step.start_ns) / 1e9),
-            f"{one.seconds:.3f}",
-            percent(one.seconds, step.seconds),
+            segment.span.name,
+            step.labels[segment.span.process],
+            duration((segment.start_ns - step.start_ns) / 1e9),
+            f"{segment.seconds:.3f}",
+            percent(segment.seconds, step.seconds),
         )
-        for one in shown
+        for segment in shown
     ]
     if rest:
-        seconds = sum(one.seconds for one in rest)
-        told = f"{len(rest)} shorter ones together"
-        rows.append(_row(told, "", "", f"{seconds:.3f}", percent(seconds, step.seconds)))
+        seconds = sum(segment.seconds for segment in rest)
+        label = f"{len(rest)} shorter segments"
+        rows.append(_row(label, "", "", f"{seconds:.3f}", percent(seconds, step.seconds)))
     return Table("Critical path", _columns("span", "process", "at", "seconds", "of step"), rows)
 
 
@@ -87,7 +87,7 @@ def _bytes(step: Step) -> Table:
     return Table(
         "Bytes through the data plane",
         _columns("stage", "put", "get"),
-        [_row(one.stage, size(one.put), size(one.get)) for one in bytes_by_stage(step)],
+        [_row(stage.stage, size(stage.put), size(stage.get)) for stage in bytes_by_stage(step)],
     )
 
 
@@ -113,10 +113,10 @@ def _buckets(step: Step) -> Table:
 def _staleness(step: Step) -> str:
     stale = step.staleness
     if stale is None:
-        return "staleness: not known"
-    unknown = f" ({stale.unknown} more are not known)" if stale.unknown else ""
+        return "staleness: unknown"
+    unknown = f" ({stale.unknown} more unknown)" if stale.unknown else ""
     return (
-        f"staleness: {stale.least} to {stale.most} versions, mean {stale.mean:.2f}, "
+        f"staleness: {stale.minimum} to {stale.maximum} versions, mean {stale.mean:.2f}, "
         f"of {stale.samples} samples{unknown}"
     )
 
@@ -134,12 +134,12 @@ def _slowest(step: Step) -> Table:
                 "" if n_bytes is None else size(n_bytes),
             )
         )
-    columns = _columns("span", "process", "took", "bucket", "bytes")
+    columns = _columns("span", "process", "duration", "bucket", "bytes")
     return Table("Slowest operations", columns, rows)
 
 
 def _columns(*names: str) -> list[Column]:
-    """Columns, of which those that name something are not numbers."""
+    """Return columns; those of names are text, the others numbers."""
     named = {"span", "process", "stage", "bucket"}
     return [Column(name, name not in named) for name in names]
 

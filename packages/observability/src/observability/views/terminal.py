@@ -1,8 +1,8 @@
-"""Steps, lives of samples and waits for the terminal, as renderables of rich.
+"""Steps, lineages of samples and waits for the terminal, as renderables of rich.
 
-Names and ids come from whoever sent them, so every one passes `printable` and goes into a ``Text``,
-never into a string with markup. Nothing is told by colour alone: each bucket has its own character
-in the bars, and an asterisk marks the critical path.
+Names and ids come from any sender, so each passes `printable` and goes into a ``Text``, never into
+a string with markup. Color is never the only cue: each bucket has its own character in the bars,
+and an asterisk marks the critical path.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _MAX_WIDTH = 10_000
 
 
 def step_view(step: Step) -> RenderableType:
-    """One step: its waterfall, then the tables of `tables_of`."""
+    """Return the view of a step: its waterfall, then the tables of `tables_of`."""
     path = critical_path(step)
     parts: list[RenderableType] = [_title(step)]
     parts += [Text(f"incomplete: {reason}", style="bold red") for reason in step.incomplete]
@@ -43,17 +43,17 @@ def step_view(step: Step) -> RenderableType:
 
 
 def steps_view(steps: Iterable[Step]) -> RenderableType:
-    """Every step, one below the other."""
+    """Return the view of several steps, one below the other."""
     views: list[RenderableType] = []
     for step in steps:
         views += [step_view(step), Text()]
-    return Group(*views[:-1]) if views else Text("no step has arrived")
+    return Group(*views[:-1]) if views else Text("no steps")
 
 
 def lineage_view(sample_id: str, hops: Sequence[Hop]) -> RenderableType:
-    """The life of one sample, a line for each thing that happened to it, details below it."""
+    """Return the view of a sample's lineage: a line per event, details below it."""
     labels = distinct_labels(hop.process for hop in hops)
-    headings = ("after", "what", "process", "stage", "step", "weights", "bytes")
+    headings = ("after", "event", "process", "stage", "step", "version", "bytes")
     rows = [
         [
             duration(hop.seconds),
@@ -88,34 +88,43 @@ def lineage_view(sample_id: str, hops: Sequence[Hop]) -> RenderableType:
 
 
 def waits_view(waits: Sequence[Wait]) -> RenderableType:
-    """Every wait as a sentence, in the order given."""
-    if not waits:
-        return Text("nothing waits")
+    """Return the view of waits: one sentence each, silent processes last."""
+    groups: list[RenderableType] = []
+    numbered = list(enumerate(waits, 1))
+    blocked = [(place, wait) for place, wait in numbered if not wait.silent_s]
+    silent = [(place, wait) for place, wait in numbered if wait.silent_s]
+    groups.append(_sentences(blocked) if blocked else Text("Nothing blocked."))
+    if silent:
+        groups += [Text("Silent processes:", style="yellow"), _sentences(silent)]
+    return Encodable(Group(*groups))
+
+
+def _sentences(waits: Iterable[tuple[int, Wait]]) -> Grid:
     table = Grid.grid(padding=(0, 1))
     table.add_column(justify="right", no_wrap=True)
     table.add_column(overflow="fold")
-    for place, wait in enumerate(waits, 1):
+    for place, wait in waits:
         table.add_row(Text(f"{place}.", style="bold"), Text(str(wait)))
-    return Encodable(table)
+    return table
 
 
 def print_view(view: RenderableType, console: Console) -> None:
-    """Print a view, wider than the console where an id would be broken or cut otherwise.
+    """Print a view; exceed the console's width rather than break or cut an id.
 
     Args:
-        view: one of those here, or another one whose columns with ids do not wrap.
-        console: where to.
+        view: a view of this module, or another one whose columns of ids do not wrap.
+        console: the console.
     """
     needed = Measurement.get(console, console.options.update(max_width=_MAX_WIDTH), view).minimum
-    # A console cuts what is printed to its own width.
+    # A console clips output to its own width.
     console.width = max(console.width, needed)
     console.print(view)
 
 
 def _title(step: Step) -> Text:
     run = f" of run {printable(step.run_id)}" if step.run_id else ""
-    what = step.root.name.removeprefix("grpo.") if step.root is not None else "step"
-    title = Text(f"{printable(what)} {step.number}{run}: {duration(step.seconds)}", style="bold")
+    name = step.root.name.removeprefix("grpo.") if step.root is not None else "step"
+    title = Text(f"{printable(name)} {step.number}{run}: {duration(step.seconds)}", style="bold")
     return title.append(
         f"   {len(step.spans)} spans, trace {printable(step.trace_id)}", style="not bold dim"
     )
@@ -127,7 +136,7 @@ def _waterfall(step: Step, path: Sequence[Segment]) -> RenderableType:
     table.add_column(Text("span"), no_wrap=True, overflow="ellipsis", ratio=6)
     table.add_column(Text("process"), no_wrap=True, overflow="ellipsis", max_width=18)
     table.add_column(Text("start"), no_wrap=True, justify="right")
-    table.add_column(Text("took"), no_wrap=True, justify="right")
+    table.add_column(Text("duration"), no_wrap=True, justify="right")
     table.add_column(Text(""), no_wrap=True, ratio=7)
     for line in lines:
         table.add_row(*_waterfall_row(line))
@@ -153,7 +162,13 @@ def _waterfall_row(line: WaterfallLine) -> list[RenderableType]:
 
 
 def _drawn(table: Table) -> RenderableType:
-    drawn = _columns_of(table.title)
+    drawn = Grid(
+        title=Text(table.title, style="bold"),
+        title_justify="left",
+        box=None,
+        padding=(0, 2, 0, 0),
+        header_style="dim",
+    )
     for place, column in enumerate(table.columns):
         drawn.add_column(
             Text(column.name),
@@ -162,7 +177,7 @@ def _drawn(table: Table) -> RenderableType:
             min_width=max(cell_len(row[place]) for row in table.rows),
         )
     for row in table.rows:
-        _row(drawn, *row)
+        drawn.add_row(*map(Text, row))
     return Group(drawn, *map(Text, table.notes))
 
 
@@ -175,17 +190,3 @@ def _about(hop: Hop) -> str:
         f"with {hop.batch - 1} more" if hop.batch > 1 else "",
     ]
     return listed([part for part in parts if part])
-
-
-def _columns_of(title: str) -> Grid:
-    return Grid(
-        title=Text(printable(title), style="bold"),
-        title_justify="left",
-        box=None,
-        padding=(0, 2, 0, 0),
-        header_style="dim",
-    )
-
-
-def _row(grid: Grid, *cells: object) -> None:
-    grid.add_row(*(Text(printable(cell)) for cell in cells))

@@ -1,7 +1,7 @@
-"""The spans of one trace as a tree that is always sound, whatever arrived of it.
+"""The spans of one trace as a tree that is valid even if spans are missing or malformed.
 
-A parent that never arrived, and spans that are each other's parents, leave tops of their own; no
-span is lost and every walk ends. A span without any time stands where its parent begins.
+Spans whose parent did not arrive, and rings of parents, get separate tops. So no span is lost and
+every walk ends. A span without any time is placed at the start of its parent.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from observability.views.distinct import distinct_spans
 
 
 class Tree:
-    """Spans of one trace by parent.
+    """The spans of one trace by parent.
 
     Attributes:
-        spans: every span once, by start.
-        roots: those without a parent, by start.
-        orphans: those whose parent did not arrive, by start.
-        circular: those that were cut from a ring of parents, by start.
+        spans: all spans by start, each once.
+        roots: spans without a parent, by start.
+        orphans: spans whose parent did not arrive, by start.
+        circular: spans at which a ring of parents was cut, by start.
     """
 
     def __init__(self, spans: Iterable[Span]) -> None:
@@ -43,26 +43,26 @@ class Tree:
 
     @property
     def tops(self) -> tuple[Span, ...]:
-        """Where walks begin: roots, then orphans, then what was cut from rings."""
+        """The starts of walks: roots, then orphans, then circular spans."""
         return (*self.roots, *self.orphans, *self.circular)
 
     def get(self, span_id: str) -> Span | None:
-        """The span, None if it did not arrive."""
+        """Return a span; None if it did not arrive."""
         return self._by_id.get(span_id)
 
     def children(self, span_id: str) -> tuple[Span, ...]:
-        """The spans directly below one, by start; empty for an unknown id."""
+        """Return the child spans of a span, by start; empty for an unknown id."""
         return tuple(self._children.get(span_id, ()))
 
     def line(self, span_id: str) -> list[Span]:
-        """A span and its ancestors, upwards; empty for an unknown id."""
-        found = []
+        """Return a span and its ancestors, upwards; empty for an unknown id."""
+        line = []
         span = self._by_id.get(span_id)
         while span is not None:
-            found.append(span)
+            line.append(span)
             above = None if span.span_id in self._cut else span.parent_id
             span = None if above is None else self._by_id.get(above)
-        return found
+        return line
 
     def _cut_rings(self) -> tuple[Span, ...]:
         reached: set[str] = set()
@@ -70,7 +70,7 @@ class Tree:
         cut = []
         for span in self.spans:
             if span.span_id not in reached:
-                top = min(self._ring_above(span), key=lambda one: (one.start_ns, one.span_id))
+                top = min(self._ring_above(span), key=lambda each: (each.start_ns, each.span_id))
                 assert top.parent_id is not None
                 self._children[top.parent_id].remove(top)
                 cut.append(top)
@@ -78,7 +78,7 @@ class Tree:
         return tuple(cut)
 
     def _ring_above(self, span: Span) -> list[Span]:
-        """The ring that the parents of a span, which no top reaches, run into."""
+        """Return the ring of parents that the ancestors of an unreached span lead to."""
         seen: dict[str, int] = {}
         line: list[Span] = []
         while span.span_id not in seen:
@@ -98,7 +98,7 @@ class Tree:
 
 
 def _placed(spans: Sequence[Span]) -> Sequence[Span]:
-    """The spans, those without any time at the start of the nearest ancestor that has one."""
+    """Return the spans; those without any time get the start of the nearest timed ancestor."""
     if all(span.start_ns for span in spans):
         return spans
     by_id = {span.span_id: span for span in spans}

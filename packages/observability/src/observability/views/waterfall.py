@@ -1,6 +1,6 @@
 """The waterfall of a step as lines: a tree of spans, each with a bar over the time of the step.
 
-Where there would be too many lines, equal siblings become one, and the lines say so.
+Beyond a maximum of lines, similar siblings share one line, which shows their number.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from observability.views.intervals import Interval, union
 from observability.views.printable import printable
 from observability.views.steps import Step
 
-MOST_LINES = 60
-"""Up to so many spans each have a line of their own."""
+MAX_LINES = 60
+"""Maximum of spans that each have a separate line."""
 
 STYLES = {
     "productive": "green",
@@ -30,19 +30,19 @@ STYLES = {
     "idle": "bright_black",
     "": "default",
 }
-"""Bucket to rich style; the empty one is of spans that only group others."""
+"""Bucket to rich style; the empty bucket is that of spans that only group others."""
 
 _MARKS = {"productive": "█", "overhead": "▓", "wasted": "x", "idle": "░", "": "─"}
-# However deep and odd a trace is, it does not flood the terminal.
-_AT_MOST = 4 * MOST_LINES
+# Bounds the output for any trace.
+_MAX_SHOWN = 4 * MAX_LINES
 
 
 class Bar:
-    """Stretches of time, drawn over the width that there is."""
+    """The bar of a waterfall line: intervals of a step, drawn over the available width."""
 
-    def __init__(self, stretches: Iterable[Interval], whole: Interval, bucket: str) -> None:
-        self._stretches = union((start, max(end, start + 1)) for start, end in stretches)
-        self._whole = whole
+    def __init__(self, intervals: Iterable[Interval], step: Interval, bucket: str) -> None:
+        self._intervals = union((start, max(end, start + 1)) for start, end in intervals)
+        self._step = step
         self._bucket = bucket if bucket in _MARKS else ""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
@@ -57,12 +57,12 @@ class Bar:
         return Measurement(4, options.max_width)
 
     def cells(self, width: int, mark: str) -> str:
-        """The bar in ``width`` characters; what is too short for one still has one."""
-        start, end = self._whole
+        """Return the bar in ``width`` characters; each interval has at least one."""
+        start, end = self._step
         length = max(1, end - start)
         drawn = [" "] * width
-        for first, last in self._stretches:
-            # Integers, because nanoseconds since 1970 are more than a float can tell apart.
+        for first, last in self._intervals:
+            # Integer arithmetic: a float cannot represent nanoseconds since 1970 exactly.
             left = min(max(0, (first - start) * width // length), width - 1)
             right = min(max(left + 1, -((start - last) * width // length)), width)
             drawn[left:right] = mark * (right - left)
@@ -71,17 +71,17 @@ class Bar:
 
 @dataclass(frozen=True)
 class WaterfallLine:
-    """One line of a waterfall; texts are printable.
+    """One line of a waterfall, in printable text.
 
     Attributes:
-        guide: the indentation with the lines of the tree.
-        name: the span's name, with the number of spans where it stands for several.
-        process: label, or how many processes.
-        offset_seconds: from the begin of the step; negative if a clock was behind.
-        seconds: how long it took, several together; None if that was not reported.
-        bar: when it took place.
-        critical: part of it is on the critical path.
-        failed: a span of it has the outcome error.
+        guide: indentation with the lines of the tree.
+        name: the span's name, with the number of spans if the line represents several.
+        process: label of the process, or the number of processes.
+        offset_seconds: seconds from the start of the step; negative if a clock was behind.
+        seconds: duration, summed over the spans; None if not reported.
+        bar: bar of the spans' times.
+        critical: whether a span is on the critical path.
+        failed: whether a span has the outcome error.
     """
 
     guide: str
@@ -95,35 +95,35 @@ class WaterfallLine:
 
 
 def lines_of(step: Step, path: Iterable[Segment]) -> tuple[list[WaterfallLine], str]:
-    """The lines of a step's waterfall.
+    """Return the lines of a step's waterfall.
 
-    Up to `MOST_LINES` spans have a line each. Of more, equal siblings share a line: those of one
-    name and process, and if that is not enough, those of one name.
+    Up to `MAX_LINES` spans have a line each. Beyond that, siblings of the same name and process
+    share a line; if those are still too many, siblings of the same name.
 
     Returns:
-        The lines, and a sentence about what they leave out; empty if they leave nothing out.
+        The lines, and a sentence about merged and omitted lines; empty if there are none.
     """
     count = len(step.spans)
     rows: list[_Row] = []
-    for alike in (_by_itself, _by_name_and_process, _by_name):
+    for alike in _ALIKE:
         rows = _rows(step, alike)
-        if len(rows) <= MOST_LINES:
+        if len(rows) <= MAX_LINES:
             break
     critical = {segment.span.span_id for segment in path}
-    lines = [_line(step, row, critical) for row in rows[:_AT_MOST]]
+    lines = [_line(step, row, critical) for row in rows[:_MAX_SHOWN]]
     notes = []
     if len(rows) < count:
         notes.append(
-            f"{count} spans in {len(rows)} lines: equal siblings share one, "
-            "\N{MULTIPLICATION SIGN}n says how many, took is their sum"
+            f"{count} spans in {len(rows)} lines: similar siblings share a line, "
+            "\N{MULTIPLICATION SIGN}n is their number, duration their sum"
         )
-    if len(rows) > _AT_MOST:
-        notes.append(f"the last {len(rows) - _AT_MOST} lines are left out")
+    if len(rows) > _MAX_SHOWN:
+        notes.append(f"the last {len(rows) - _MAX_SHOWN} lines are omitted")
     return lines, "; ".join(notes)
 
 
 def legend() -> Text:
-    """What the characters and colours of the bars mean."""
+    """Return the legend of the bars' characters and colors."""
     text = Text("* critical path")
     for bucket, mark in _MARKS.items():
         text.append("   ").append(mark * 2, style=STYLES[bucket])
@@ -132,33 +132,25 @@ def legend() -> Text:
 
 
 _Key = tuple[object, ...]
+_Row = tuple[Sequence[Span], str]
+"""The spans of one line, and its guide."""
 
 
-@dataclass(frozen=True)
-class _Row:
-    spans: tuple[Span, ...]
-    guide: str
-
-
-def _by_itself(span: Span) -> _Key:
-    return (span.span_id,)
-
-
-def _by_name_and_process(span: Span) -> _Key:
-    return (span.name, span.process, attributes.bucket(span))
-
-
-def _by_name(span: Span) -> _Key:
-    return (span.name, attributes.bucket(span))
+# Keys of spans that share a line, from the finest to the coarsest.
+_ALIKE: tuple[Callable[[Span], _Key], ...] = (
+    lambda span: (span.span_id,),
+    lambda span: (span.name, span.process, attributes.bucket(span)),
+    lambda span: (span.name, attributes.bucket(span)),
+)
 
 
 def _rows(step: Step, alike: Callable[[Span], _Key]) -> list[_Row]:
-    """The tree from top to bottom, spans of one key under one parent together."""
-    found = []
+    """Return the tree from top to bottom, with siblings of the same key merged."""
+    rows: list[_Row] = []
     waiting = [(spans, "", "") for spans in reversed(_grouped(step.tree.tops, alike))]
     while waiting:
         spans, guide, below = waiting.pop()
-        found.append(_Row(spans, guide))
+        rows.append((spans, guide))
         children = _grouped(
             [child for span in spans for child in step.children(span.span_id)], alike
         )
@@ -167,7 +159,7 @@ def _rows(step: Step, alike: Callable[[Span], _Key]) -> list[_Row]:
             waiting.append(
                 (group, below + ("└ " if last else "├ "), below + ("  " if last else "│ "))
             )
-    return found
+    return rows
 
 
 def _grouped(spans: Sequence[Span], alike: Callable[[Span], _Key]) -> list[tuple[Span, ...]]:
@@ -178,20 +170,21 @@ def _grouped(spans: Sequence[Span], alike: Callable[[Span], _Key]) -> list[tuple
 
 
 def _line(step: Step, row: _Row, critical: set[str]) -> WaterfallLine:
-    first = row.spans[0]
-    timed = [span.seconds for span in row.spans if span.is_timed]
+    spans, guide = row
+    first = spans[0]
+    timed = [span.seconds for span in spans if span.is_timed]
     seconds = sum(timed) if timed else None
-    many = f" \N{MULTIPLICATION SIGN}{len(row.spans)}" if len(row.spans) > 1 else ""
-    processes = Counter(span.process for span in row.spans)
+    many = f" \N{MULTIPLICATION SIGN}{len(spans)}" if len(spans) > 1 else ""
+    processes = Counter(span.process for span in spans)
     label = step.labels[first.process] if len(processes) == 1 else f"{len(processes)} processes"
-    stretches = [(span.start_ns, span.end_ns) for span in row.spans]
+    intervals = [(span.start_ns, span.end_ns) for span in spans]
     return WaterfallLine(
-        guide=row.guide,
+        guide=guide,
         name=f"{printable(first.name)}{many}",
         process=label,
         offset_seconds=(first.start_ns - step.start_ns) / 1e9,
         seconds=seconds,
-        bar=Bar(stretches, (step.start_ns, step.end_ns), attributes.bucket(first) or ""),
-        critical=any(span.span_id in critical for span in row.spans),
-        failed=any(span.outcome == "error" for span in row.spans),
+        bar=Bar(intervals, (step.start_ns, step.end_ns), attributes.bucket(first) or ""),
+        critical=any(span.span_id in critical for span in spans),
+        failed=any(span.outcome == "error" for span in spans),
     )

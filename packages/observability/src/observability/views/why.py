@@ -1,7 +1,7 @@
-"""Why is it stuck: every wait that has not ended, and what it waits for.
+"""`why`: the open waits of a run, and what each is blocked on.
 
-A fold over the lifecycle events keeps, per partition, the fields of each sample and what each task
-has claimed. It works on a run that goes on as on one that was killed.
+A fold over the lifecycle events tracks, per partition, the fields of each sample and the claims of
+each task. It works for a running program and for one that was killed.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from observability.views.quantities import duration
 
 _ENDS = frozenset({"claimed", "claim_failed", "answered"})
 _EXAMPLES = 10
-# Several times as long as a wait that lasts goes without being told again.
+# Several times the interval between reports of a wait.
 _SILENT_S = 120.0
-# How many example ids a sentence names.
-_IN_SENTENCE = 2
+# Maximum of example ids in a sentence.
+_MAX_IN_SENTENCE = 2
 
 
 @dataclass(frozen=True)
 class Lack:
-    """Samples that a wait could use if a field of them were written.
+    """The samples that lack a field that a wait needs.
 
     Attributes:
-        count: how many.
+        count: number of samples.
         examples: up to ten of their ids, in the order in which they were put.
     """
 
@@ -40,34 +40,34 @@ class Lack:
 
 @dataclass(frozen=True)
 class Wait:
-    """One claim or call that has not been answered.
+    """One open wait: a claim or call that has not been answered.
 
-    Its ``str`` is the whole of it as one printable sentence.
+    Its ``str`` is one printable sentence with all of it.
 
     Attributes:
-        process: who waits.
+        process: the blocked process.
         label: its printable name.
-        task: that claims; empty for a call.
-        on: the call that is waited for; empty for a claim.
-        since_ns: when it began, in nanoseconds since 1970, by the clock of its process.
-        seconds: how long it has waited.
-        silent_s: how long nothing has been heard of it, where it would be told again by a process
-            that is alive; 0 if that is no longer than `why` was to bear.
-        run_id: ``rl.run_id``, empty if not told.
-        step: ``rl.step``, None if not told.
-        partition: where the samples are; empty if the wait is about none.
-        fields: a claim needs them; a call is to write them.
-        asked: samples asked for, 0 if not told.
-        known: whether the partition is there, so that the numbers below mean something.
-        there: samples in the partition now.
-        ready: of those, neither claimed by the task nor lacking a field.
-        lacks: field to the samples that lack it; fields that none lacks are left out.
-        unput: declared samples that are still to be put.
-        claimed: samples in the partition that the task has claimed.
-        holders: process to the samples that it holds for the task under leases; of live numbers
-            "host:pid", of events its label.
-        assigned: those drawn for its data-parallel ranks that have not asked for them, of live
-            numbers; events do not tell.
+        task: the claiming task; empty for a call.
+        on: the pending call; empty for a claim.
+        since_ns: start of the wait, in nanoseconds since 1970 by the clock of its process.
+        seconds: duration of the wait so far.
+        silent_s: seconds since its last report, if its process should have repeated the report; 0
+            if that is within the limit of `why`.
+        run_id: ``rl.run_id``; empty if not reported.
+        step: ``rl.step``; None if not reported.
+        partition: partition of the samples; empty if the wait concerns none.
+        fields: fields that a claim needs, or that a call will write.
+        requested: number of requested samples; 0 if not reported.
+        known: whether the partition exists; else the numbers below mean nothing.
+        there: number of samples in the partition now.
+        ready: number of those that are neither claimed by the task nor lack a field.
+        lacks: field to the samples that lack it; fields that no sample lacks are omitted.
+        unput: number of declared samples that were not put yet.
+        claimed: number of samples in the partition that the task has claimed.
+        holders: process to the number of samples that it leases for the task; the process is
+            "host:pid" in live numbers, its label in events.
+        assigned: number of samples assigned to data-parallel ranks that have not claimed them;
+            known only from live numbers.
     """
 
     process: Process
@@ -80,7 +80,7 @@ class Wait:
     step: int | None = None
     partition: str = ""
     fields: tuple[str, ...] = ()
-    asked: int = 0
+    requested: int = 0
     known: bool = False
     there: int = 0
     ready: int = 0
@@ -92,67 +92,67 @@ class Wait:
     silent_s: float = 0.0
 
     def __str__(self) -> str:
-        waited = f"{self._who()} has waited {duration(self.seconds)}"
-        return f"{waited}{self._what()}{self._state()}{self._silence()}"
+        blocked = f"{self._who()} has been blocked for {duration(self.seconds)}"
+        return f"{blocked}{self._what()}{self._state()}{self._silence()}"
 
     def _silence(self) -> str:
         if not self.silent_s:
             return ""
-        return f" (not heard of for {duration(self.silent_s)}: its process is probably gone)"
+        return f" (process silent for {duration(self.silent_s)})"
 
     def _who(self) -> str:
         return f"task '{printable(self.task)}' in {self.label}" if self.task else self.label
 
     def _what(self) -> str:
         named = listed(self.fields)
-        samples = f"{self.asked} samples" if self.asked else "samples"
-        if self.asked == 1:
+        samples = f"{self.requested} samples" if self.requested else "samples"
+        if self.requested == 1:
             samples = "1 sample"
         place = f"{samples} of partition '{printable(self.partition)}'"
         if self.on:
             to_write = f", to write {named} of {place}" if self.partition and named else ""
-            return f" for {printable(self.on)}{to_write}"
-        return f" for {place}" + (f" with {named}" if named else "")
+            return f" on {printable(self.on)}{to_write}"
+        return f" on {place}" + (f" with {named}" if named else "")
 
     def _state(self) -> str:
         if not self.partition:
             return ""
         if not self.known:
-            return ": the partition is not there"
+            return ": the partition does not exist"
         parts = [
             f"{lack.count} of {self.there} lack {printable(name)}{_examples(lack)}"
             for name, lack in self.lacks.items()
         ]
         if not parts:
             parts.append(
-                f"{self.there} are there and none lacks a field"
+                f"{self.there} present and none lacks a field"
                 if self.there
-                else "no sample is there"
+                else "no samples present"
             )
         if self.task and self.ready:
-            parts.append(f"{self.ready} are ready")
+            parts.append(f"{self.ready} ready")
         if self.claimed:
-            parts.append(f"{self.claimed} are claimed by it already")
+            parts.append(f"{self.claimed} already claimed by it")
         if self.holders:
             blocked = not (self.lacks or self.ready or self.unput)
             leased, named = sum(self.holders.values()), self._named_holders()
             parts.append(
                 f"it is blocked on {leased} leased samples: {named}"
                 if blocked
-                else f"{leased} of them are leased: {named}"
+                else f"{leased} of them leased: {named}"
             )
         if self.assigned:
-            parts.append(f"{self.assigned} wait for the ranks that they were drawn for")
-        parts.append(f"{self.unput} are still to be put")
+            parts.append(f"{self.assigned} assigned to ranks")
+        parts.append(f"{self.unput} outstanding")
         return ": " + "; ".join(parts)
 
     def _named_holders(self) -> str:
-        most = sorted(self.holders.items(), key=lambda each: (-each[1], each[0]))
+        largest = sorted(self.holders.items(), key=lambda each: (-each[1], each[0]))
         named = [
-            f"{samples} held by {printable(process) or 'a process without a name'}"
-            for process, samples in most[:_EXAMPLES]
+            f"{samples} held by {printable(process) or 'an unnamed process'}"
+            for process, samples in largest[:_EXAMPLES]
         ]
-        return ", ".join(named) + (", and more" if len(most) > _EXAMPLES else "")
+        return ", ".join(named) + (", and more" if len(largest) > _EXAMPLES else "")
 
 
 def why(
@@ -162,69 +162,68 @@ def why(
     *,
     silent_after_s: float = _SILENT_S,
 ) -> list[Wait]:
-    """The waits that have not ended, the longest first, those whose process is probably gone last.
+    """Return the open waits, longest first, those of silent processes last.
 
     Args:
-        records: what the run told so far.
-        now_ns: up to when waits are measured, in nanoseconds since 1970: the present of a run that
-            goes on, the last event of one that ended.
-        live: partitions as the store has them now. Their numbers replace the folded ones of the
-            run that told something last; examples stay the folded ones. How many samples are
-            ready is exact unless several fields are lacking; then it is the folded number, kept
-            within what the live numbers allow.
-        silent_after_s: for how long a wait that would be told again was not told when its process
-            counts as gone. Infinity for who knows better when something was heard.
+        records: the records of the run so far.
+        now_ns: end of open waits, in nanoseconds since 1970: the present for a running program, the
+            last event for a finished one.
+        live: partitions as the store has them now. For the run that reported last, their numbers
+            replace those derived from events; examples still come from events. The number of ready
+            samples is exact unless several fields are lacking. Then it is the number derived from
+            events, clamped to the bounds that the live numbers allow.
+        silent_after_s: seconds without a repeated report after which a process counts as silent.
+            Infinity for callers that determine silence in another way.
 
-    Where it is known when an event was received, that moment counts instead of the time reported:
-    clocks of hosts may be wrong.
+    Times of receipt, where known, count instead of reported times: clocks of hosts may be wrong.
     """
     events = sorted(distinct_events(timed_events(records.events)), key=lambda event: event.time_ns)
     folds: dict[tuple[str, str], _Partition] = {}
     waiting: dict[tuple[object, ...], Event] = {}
-    heard: dict[tuple[object, ...], Event] = {}
+    last_reports: dict[tuple[object, ...], Event] = {}
     ended: set[tuple[object, ...]] = set()
     for event in events:
         name = attributes.text(event.attributes, "dataplane.wait")
         if event.name == "waiting":
-            # Other tellers' names may be unique in their process only.
+            # Names by other libraries may be unique only within their process.
             named = (event.process, name) if name else (event.process, event.time_ns, event.span_id)
             waiting.setdefault(named, event)
-            heard[named] = event
+            last_reports[named] = event
         elif name and event.name in _ENDS:
             ended.add((event.process, name))
         place = _run(event), attributes.text(event.attributes, "dataplane.partition")
         if event.name == "cleared" and not event.sample_ids:
-            # The store forgets the partition with its samples.
+            # The store drops the partition together with its samples.
             folds.pop(place, None)
         else:
             folds.setdefault(place, _Partition()).apply(event)
     last_run = next((run for event in reversed(events) if (run := _run(event))), "")
     summaries = {summary.partition_id: summary for summary in live or ()}
-    found = []
+    waits = []
     open_waits = {key: event for key, event in waiting.items() if key not in ended}
     labels = distinct_labels(event.process for event in open_waits.values())
     for key, event in open_waits.items():
-        silent_s = _silent_s(event, heard[key], now_ns, silent_after_s)
+        silent_s = _silent_s(event, last_reports[key], now_ns, silent_after_s)
         label = printable(labels[event.process])
-        wait = replace(_told(event, now_ns), label=label, silent_s=silent_s)
+        wait = replace(_wait_of(event, now_ns), label=label, silent_s=silent_s)
         fold = folds.get((wait.run_id, wait.partition))
         if fold is not None:
             wait = fold.about(wait, event.sample_ids)
         if wait.run_id == last_run and wait.partition in summaries:
             wait = _with_live(wait, summaries[wait.partition])
-        found.append(wait)
-    return sorted(found, key=lambda wait: (wait.silent_s > 0, -wait.seconds, wait.since_ns))
+        waits.append(wait)
+    return sorted(waits, key=lambda wait: (wait.silent_s > 0, -wait.seconds, wait.since_ns))
 
 
 def _silent_s(first: Event, last: Event, now_ns: int, after_s: float) -> float:
-    """`Wait.silent_s` of a wait that was told by these first and last."""
-    again = "dataplane.again_s" in first.attributes or last.time_ns > first.time_ns
+    """Return `Wait.silent_s` of a wait with these first and last reports."""
+    repeats = "dataplane.again_s" in first.attributes or last.time_ns > first.time_ns
     seconds = (now_ns - (last.received_ns or last.time_ns)) / 1e9
-    return seconds if again and seconds > after_s else 0.0
+    return seconds if repeats and seconds > after_s else 0.0
 
 
 class _Partition:
-    """What the events of one partition come to."""
+    """The state of one partition according to its events."""
 
     def __init__(self) -> None:
         self.registered = False
@@ -233,14 +232,14 @@ class _Partition:
         self.rows: dict[str, set[str]] = {}
         self.claimed: dict[str, set[str]] = {}
         self.leased: dict[str, dict[str, str]] = {}
-        """Task to the samples that are held for it under leases, each with who holds it."""
+        """Task to its leased samples, each with the label of the holding process."""
 
     def apply(self, event: Event) -> None:
         task = attributes.text(event.attributes, "dataplane.task")
         match event.name:
             case "registered":
                 # A new declaration keeps the samples, counts them as put, and keeps the claims of
-                # the tasks that it names again.
+                # tasks that it declares again.
                 self.registered = True
                 tasks = attributes.names(event.attributes, "dataplane.tasks")
                 self.claimed = {name: self.claimed.get(name, set()) for name in tasks}
@@ -261,9 +260,9 @@ class _Partition:
                     self.leased.setdefault(task, {}).update(holder)
             case "released":
                 self.claimed.setdefault(task, set()).difference_update(event.sample_ids)
-                self._settled(event.sample_ids, [task])
+                self._end_leases(event.sample_ids, [task])
             case "acknowledged":
-                self._settled(event.sample_ids, [task])
+                self._end_leases(event.sample_ids, [task])
             case "cleared":
                 withdrawn = event.attributes.get("dataplane.withdrawn") is True
                 for sample_id in event.sample_ids:
@@ -271,27 +270,29 @@ class _Partition:
                         self.put_total -= 1
                 for ids in self.claimed.values():
                     ids.difference_update(event.sample_ids)
-                self._settled(event.sample_ids, list(self.leased))
+                self._end_leases(event.sample_ids, list(self.leased))
             case _:
                 pass
 
-    def _settled(self, sample_ids: Iterable[str], tasks: Iterable[str]) -> None:
-        """These samples are no longer held under leases of the tasks."""
+    def _end_leases(self, sample_ids: Iterable[str], tasks: Iterable[str]) -> None:
+        """Remove samples from the leases of tasks."""
         for task in tasks:
             leased = self.leased.get(task, {})
             for sample_id in sample_ids:
                 leased.pop(sample_id, None)
 
     def about(self, wait: Wait, only: Sequence[str]) -> Wait:
-        """The wait with its numbers; ``only`` these samples if there are any."""
+        """Return the wait with the numbers of the samples in ``only``, of all if it is empty."""
         rows = self.rows
         if only:
             rows = {sample_id: rows[sample_id] for sample_id in only if sample_id in rows}
         claimed = self.claimed.get(wait.task, set()) if wait.task else set()
-        open_rows = {one: fields for one, fields in rows.items() if one not in claimed}
+        open_rows = {
+            sample_id: fields for sample_id, fields in rows.items() if sample_id not in claimed
+        }
         lacks = {}
         for name in wait.fields:
-            ids = [one for one, fields in open_rows.items() if name not in fields]
+            ids = [sample_id for sample_id, fields in open_rows.items() if name not in fields]
             if ids:
                 lacks[name] = Lack(len(ids), tuple(ids[:_EXAMPLES]))
         needed = set(wait.fields)
@@ -305,33 +306,35 @@ class _Partition:
             claimed=len(rows) - len(open_rows),
             holders=Counter(
                 holder
-                for one, holder in self.leased.get(wait.task, {}).items()
-                if wait.task and one in rows
+                for sample_id, holder in self.leased.get(wait.task, {}).items()
+                if wait.task and sample_id in rows
             ),
         )
 
 
-def _told(event: Event, now_ns: int) -> Wait:
-    told = event.attributes
-    since_ns = attributes.count(told, "dataplane.since_ns") or event.time_ns
+def _wait_of(event: Event, now_ns: int) -> Wait:
+    facts = event.attributes
+    since_ns = attributes.count(facts, "dataplane.since_ns") or event.time_ns
+    # ``now_ns`` is by the receiver's clock, ``since_ns`` by the sender's; this is their difference,
+    # including the export delay.
     ahead_ns = event.time_ns - event.received_ns if event.received_ns else 0
     return Wait(
         process=event.process,
         label=printable(event.process.label),
-        task=attributes.text(told, "dataplane.task"),
-        on=attributes.text(told, "dataplane.on"),
+        task=attributes.text(facts, "dataplane.task"),
+        on=attributes.text(facts, "dataplane.on"),
         since_ns=since_ns,
         seconds=max(0, now_ns + ahead_ns - since_ns) / 1e9 if since_ns else 0.0,
         run_id=_run(event),
-        step=attributes.integer(told, "rl.step"),
-        partition=attributes.text(told, "dataplane.partition"),
-        fields=attributes.names(told, "dataplane.fields"),
-        asked=attributes.count(told, "dataplane.samples"),
+        step=attributes.integer(facts, "rl.step"),
+        partition=attributes.text(facts, "dataplane.partition"),
+        fields=attributes.names(facts, "dataplane.fields"),
+        requested=attributes.count(facts, "dataplane.samples"),
     )
 
 
 def _with_live(wait: Wait, summary: PartitionSummary) -> Wait:
-    written = {one.name: one.written for one in summary.fields}
+    written = {each.name: each.written for each in summary.fields}
     lacks = {}
     for name in wait.fields:
         count = summary.present - written.get(name, 0)
@@ -343,17 +346,17 @@ def _with_live(wait: Wait, summary: PartitionSummary) -> Wait:
     for task in summary.tasks:
         if task.name == wait.task:
             unclaimed, assigned = task.unclaimed, task.assigned
-            claimed = task.leased + task.settled
+            claimed = task.leased + task.acknowledged
             holders = task.holders
-    # Counts per field do not tell which samples lack several; they bound how many are ready.
+    # Counts per field do not show which samples lack several; they only bound the ready ones.
     counts = [lack.count for lack in lacks.values()]
-    fewest = max(0, unclaimed - sum(counts))
-    most = max(0, unclaimed - max(counts, default=0))
+    minimum = max(0, unclaimed - sum(counts))
+    maximum = max(0, unclaimed - max(counts, default=0))
     return replace(
         wait,
         known=True,
         there=summary.present,
-        ready=min(max(wait.ready, fewest), most),
+        ready=min(max(wait.ready, minimum), maximum),
         lacks=lacks,
         unput=max(0, summary.declared - summary.put),
         claimed=claimed,
@@ -369,5 +372,5 @@ def _run(event: Event) -> str:
 def _examples(lack: Lack) -> str:
     if not lack.examples:
         return ""
-    shown = lack.examples[:_IN_SENTENCE]
+    shown = lack.examples[:_MAX_IN_SENTENCE]
     return f" ({listed(shown, more=lack.count > len(shown))})"

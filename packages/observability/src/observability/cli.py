@@ -1,0 +1,329 @@
+"""The commands ``show``, ``why`` and ``sample`` of ``python -m observability``.
+
+They read a recording: of a program that finished, was killed or is still running. `grpo-trace` of
+the trainer uses the functions below the commands.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, fields
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any  # Any: JSON values
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from dataplane_core import PartitionSummary
+    from observability.records import Process, Records
+    from observability.views import Hop, Step, Wait
+
+EXIT_STATUS = "Exit status: 0 on success, 1 if the answer cannot be given, 2 for wrong usage."
+
+app = typer.Typer(
+    help="Show where the steps of a traced program spend their time, and what is blocked.",
+    epilog=f"Example: python -m observability show runs/traces/my-run. {EXIT_STATUS}",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+
+Recording = Annotated[
+    Path,
+    typer.Argument(
+        metavar="RECORDING",
+        help="Folder written by observability.receiver.Receiver, or OTLP as JSON lines: a file or "
+        "a folder of files.",
+    ),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Html = Annotated[Path | None, typer.Option(help="Write the steps as one self-contained page.")]
+Perfetto = Annotated[Path | None, typer.Option(help="Write a trace that ui.perfetto.dev opens.")]
+
+
+class CommandError(Exception):
+    """An error that a command reports in one line and with exit status 1."""
+
+
+class RecordingError(CommandError):
+    """An error of a recording that does not exist or is damaged."""
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"observability {version('observability')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    show_version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
+        ),
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command(
+    "show", epilog="Example: python -m observability show my-run --step 3 --html step.html"
+)
+def show_command(
+    recording: Recording,
+    step: Annotated[int | None, typer.Option(help="Show this step only.")] = None,
+    html: Html = None,
+    perfetto: Perfetto = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show the waterfall, critical path and figures of each step."""
+    with _reported_errors():
+        show(recording, number=step, html=html, perfetto=perfetto, as_json=as_json)
+
+
+@app.command("why", epilog="Example: python -m observability why my-run")
+def why_command(recording: Recording, as_json: AsJson = False) -> None:
+    """List blocked tasks and what each is blocked on, longest first; silent processes last."""
+    with _reported_errors():
+        why(recording, as_json=as_json)
+
+
+@app.command("sample", epilog="Example: python -m observability sample p0_g0 my-run")
+def sample_command(
+    sample_id: Annotated[str, typer.Argument(metavar="ID", help="Id of the sample.")],
+    recording: Recording,
+    as_json: AsJson = False,
+) -> None:
+    """Show the lifecycle of one sample, put to clear."""
+    with _reported_errors():
+        sample(sample_id, recording, as_json=as_json)
+
+
+def show(
+    recording: Path,
+    *,
+    number: int | None = None,
+    html: Path | None = None,
+    perfetto: Path | None = None,
+    as_json: bool = False,
+) -> None:
+    """Print the steps of a recording, or one of them, and write them where a path is given.
+
+    Raises:
+        CommandError: the recording cannot be read, has no such step, or a path cannot be written.
+    """
+    steps = steps_in(_read(recording), number=number)
+    if as_json:
+        _print_json([_step_json(step) for step in steps])
+    else:
+        print_steps(steps)
+    write_steps(steps, html, perfetto, to_stderr=as_json)
+
+
+def why(
+    recording: Path,
+    *,
+    live: Callable[[], Iterable[PartitionSummary]] | None = None,
+    as_json: bool = False,
+) -> None:
+    """Print the open waits of a recording.
+
+    Args:
+        recording: path of the recording.
+        live: function that returns the partitions of the live store, for exact numbers.
+        as_json: whether to print JSON.
+
+    Raises:
+        CommandError: the recording cannot be read.
+    """
+    from observability import views
+
+    records = _read(recording)
+    waits = views.why(records, time.time_ns(), None if live is None else live())
+    if as_json:
+        _print_json([_wait_json(wait) for wait in waits])
+    else:
+        views.print_view(views.waits_view(waits), Console())
+
+
+def sample(sample_id: str, recording: Path, *, as_json: bool = False) -> None:
+    """Print the lineage of a sample.
+
+    Raises:
+        CommandError: the recording cannot be read, or no event names the sample.
+    """
+    from observability import views
+
+    try:
+        hops = views.life_of(sample_id, _read(recording))
+    except views.SampleNotFound as error:
+        raise CommandError(str(error)) from None
+    if as_json:
+        _print_json({"sample_id": sample_id, "hops": [_hop_json(hop) for hop in hops]})
+    else:
+        views.print_view(views.lineage_view(sample_id, hops), Console())
+
+
+def steps_in(records: Records, *, number: int | None = None) -> list[Step]:
+    """Return the steps in the records, or those with one number.
+
+    Raises:
+        CommandError: there is none.
+    """
+    from observability.views import steps_of
+
+    steps = steps_of(records)
+    if not steps:
+        raise CommandError("no step was traced: no span has the attribute rl.step")
+    chosen = [step for step in steps if number in (None, step.number)]
+    if not chosen:
+        numbers = f"{steps[0].number} to {max(step.number for step in steps)}"
+        raise CommandError(f"--step: no step {number} in the recording, which has {numbers}")
+    return chosen
+
+
+def print_steps(steps: Sequence[Step]) -> None:
+    """Print the waterfall and the tables of steps."""
+    from observability.views import print_view, steps_view
+
+    print_view(steps_view(steps), Console())
+
+
+def write_steps(
+    steps: Sequence[Step], html: Path | None, perfetto: Path | None, *, to_stderr: bool = False
+) -> None:
+    """Write steps as a page and for Perfetto, where a path is given, and print the paths.
+
+    Raises:
+        CommandError: a file cannot be written.
+    """
+    from observability.views import write_page, write_perfetto
+
+    console = Console(stderr=to_stderr)
+    for path, write in ((html, write_page), (perfetto, write_perfetto)):
+        if path is not None:
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                write(steps, path)
+            except OSError as error:
+                raise CommandError(f"{path}: cannot be written: {error}") from None
+            console.print(Text.assemble("wrote  ", (str(path), "bold")), soft_wrap=True)
+
+
+def reason_of(error: Exception) -> str:
+    """Return an error as text, an `OSError` as its path and reason."""
+    if isinstance(error, OSError) and error.filename and error.strerror:
+        return f"{error.filename}: {error.strerror}"
+    return str(error)
+
+
+def _read(recording: Path) -> Records:
+    """Read a recording.
+
+    Raises:
+        RecordingError: it does not exist or is damaged.
+    """
+    from observability.recordings import read_recording
+
+    try:
+        return read_recording(recording)
+    except (OSError, ValueError) as error:
+        raise RecordingError(reason_of(error)) from None
+
+
+@contextmanager
+def _reported_errors() -> Iterator[None]:
+    try:
+        yield
+    except CommandError as error:
+        typer.echo(f"error: {' '.join(str(error).split())}", err=True)
+        raise typer.Exit(1) from None
+
+
+def _print_json(value: Any) -> None:
+    # Names from senders may hold lone surrogates, which only ASCII output can carry.
+    typer.echo(json.dumps(value, ensure_ascii=True))
+
+
+def _process_json(process: Process) -> dict[str, Any]:
+    return {
+        "service": process.service,
+        "instance": process.instance,
+        "host": process.host,
+        "pid": process.pid,
+    }
+
+
+def _wait_json(wait: Wait) -> dict[str, Any]:
+    return {
+        "sentence": str(wait),
+        **{each.name: getattr(wait, each.name) for each in fields(wait)},
+        "process": _process_json(wait.process),
+        "lacks": {name: asdict(lack) for name, lack in wait.lacks.items()},
+        "holders": dict(wait.holders),
+    }
+
+
+def _hop_json(hop: Hop) -> dict[str, Any]:
+    facts = {each.name: getattr(hop, each.name) for each in fields(hop)}
+    return {**facts, "process": _process_json(hop.process)}
+
+
+def _step_json(step: Step) -> dict[str, Any]:
+    from observability.views import (
+        bytes_by_stage,
+        critical_path,
+        process_times,
+        slowest,
+        waste,
+    )
+
+    wasted = waste(step)
+    return {
+        "run_id": step.run_id,
+        "step": step.number,
+        "trace_id": step.trace_id,
+        "start_ns": step.start_ns,
+        "seconds": step.seconds,
+        "spans": len(step.spans),
+        "incomplete": step.incomplete,
+        "clocks_ahead_ns": dict(step.clocks),
+        "processes": [
+            {
+                "label": each.label,
+                **_process_json(each.process),
+                "seconds_by_bucket": dict(each.seconds),
+                "busy_seconds": each.busy_seconds,
+                "bubble_seconds": each.bubble_seconds,
+            }
+            for each in process_times(step)
+        ],
+        "critical_path": [
+            {
+                "span": segment.span.name,
+                "span_id": segment.span.span_id,
+                "process": step.labels[segment.span.process],
+                "start_s": (segment.start_ns - step.start_ns) / 1e9,
+                "seconds": segment.seconds,
+            }
+            for segment in critical_path(step)
+        ],
+        "bytes_by_stage": [asdict(each) for each in bytes_by_stage(step)],
+        "waste": {**asdict(wasted), "share": wasted.share, "seconds": wasted.seconds},
+        "staleness": None if step.staleness is None else asdict(step.staleness),
+        "slowest": [
+            {
+                "span": span.name,
+                "span_id": span.span_id,
+                "process": step.labels[span.process],
+                "seconds": span.reported_seconds,
+            }
+            for span in slowest(step)
+        ],
+    }

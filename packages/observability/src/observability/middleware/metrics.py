@@ -1,0 +1,158 @@
+"""`MetricsDataPlaneClient`: one event per operation, and running totals.
+
+The wrapper never holds its lock while the inner client works or a listener runs: either may block
+for any time.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from dataplane_core import DataPlaneClient, ObservabilityConfig
+from observability.middleware.events import Event, log_event
+from observability.middleware.observed_client import ObservedClient
+from observability.middleware.operation import Observer, Operation
+from observability.middleware.outstanding import Outstanding, PendingPut
+
+_ON_CLAIMS = ("acknowledge", "release", "renew")
+
+
+class MetricsDataPlaneClient(ObservedClient):
+    """A client that reports the size and duration of each operation of ``inner``.
+
+    Calls and results pass through unchanged, including extra keywords that ``inner`` understands.
+    The totals cover only calls through this object, not puts and clears of other clients.
+
+    Args:
+        inner: the wrapped client.
+        on_event: called after each operation with a dict of
+
+            - ``op``: register, claim_meta, get_data, check_consumption_status, put, get, clear or
+              close;
+            - ``partition_id``: empty for close;
+            - ``n_keys``: number of samples in the call; claimed samples for claim_meta, the
+              declared number for register, 0 for ``clear_samples(None, ...)``;
+            - ``n_bytes``: bytes of the tensors put or read; for ragged ones the packed values, for
+              read columns including their padding;
+            - ``wall_ms``: duration of the call in milliseconds;
+            - ``status``: ok, timeout (the call raised a TimeoutError) or error.
+
+            It runs in the caller's thread, possibly in several at once. If it raises, that is
+            logged and counted in ``failures``; the outcome of the operation does not change.
+            Acknowledge, release and renew move no data and have no event. None disables events and
+            keeps the totals.
+    """
+
+    def __init__(
+        self, inner: DataPlaneClient, on_event: Callable[[Event], None] | None = None
+    ) -> None:
+        self._account = Account()
+        observers: list[Observer] = [] if on_event is None else [_Listener(on_event)]
+        super().__init__(inner, [*observers, self._account])
+
+    def snapshot(self) -> dict[str, int]:
+        """Return the current totals. Calls that raised do not count.
+
+        Returns:
+            ``total_ops``, ``total_bytes``, ``total_keys``: sums over the events;
+            ``bytes_outstanding``, ``n_keys_outstanding``: put and not cleared. A field of a sample
+            counts once, with its last value; samples without tensors count as keys;
+            ``peak_bytes_outstanding``: the maximum of ``bytes_outstanding`` so far;
+            ``max_bytes_per_key_seen``: the maximum that one sample held so far;
+            ``last_put_bytes_per_key``: bytes of the last put of at least one sample, divided by the
+            number of its samples and rounded down.
+        """
+        return self._account.snapshot()
+
+    def outstanding_by_partition(self) -> dict[str, int]:
+        """Return the bytes put and not cleared, per partition with samples; see `snapshot`."""
+        return self._account.by_partition()
+
+
+class Account(Observer):
+    """The thread-safe totals of one client."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._outstanding = Outstanding()
+        self._total_ops = 0
+        self._total_bytes = 0
+        self._total_keys = 0
+        self._last_put_bytes_per_key = 0
+
+    def snapshot(self) -> dict[str, int]:
+        """See `MetricsDataPlaneClient.snapshot`."""
+        with self._lock:
+            return {
+                "total_ops": self._total_ops,
+                "total_bytes": self._total_bytes,
+                "total_keys": self._total_keys,
+                "bytes_outstanding": self._outstanding.n_bytes,
+                "peak_bytes_outstanding": self._outstanding.peak_n_bytes,
+                "n_keys_outstanding": self._outstanding.n_keys,
+                "max_bytes_per_key_seen": self._outstanding.max_bytes_per_key,
+                "last_put_bytes_per_key": self._last_put_bytes_per_key,
+            }
+
+    def by_partition(self) -> dict[str, int]:
+        """See `MetricsDataPlaneClient.outstanding_by_partition`."""
+        with self._lock:
+            return dict(self._outstanding.by_partition)
+
+    def begin(self, call: Operation) -> PendingPut | None:
+        """See `Observer.begin`."""
+        if call.op != "put":
+            return None
+        pending = PendingPut(call.partition_id)
+        with self._lock:
+            self._outstanding.begin_put(pending)
+        return pending
+
+    def end(self, call: Operation, state: PendingPut | None) -> None:
+        """See `Observer.end`."""
+        with self._lock:
+            if call.error is None and call.op not in _ON_CLAIMS:
+                self._enter(call, state)
+            if state is not None:
+                self._outstanding.end_put(state)
+
+    def _enter(self, call: Operation, pending: PendingPut | None) -> None:
+        self._total_ops += 1
+        self._total_bytes += call.n_bytes
+        self._total_keys += call.n_keys
+        if pending is not None:
+            self._outstanding.add(pending, call.sample_ids or (), call.put_bytes)
+            if call.n_keys:
+                self._last_put_bytes_per_key = call.n_bytes // call.n_keys
+        elif call.op == "clear":
+            self._outstanding.clear(call.sample_ids, call.partition_id)
+
+
+class _Listener(Observer):
+    """An observer that passes events to a callback; `Account` keeps the totals."""
+
+    def __init__(self, on_event: Callable[[Event], None]) -> None:
+        self._on_event = on_event
+
+    def end(self, call: Operation, state: None) -> None:
+        """See `Observer.end`."""
+        if call.op not in _ON_CLAIMS:
+            self._on_event(
+                {
+                    "op": call.op,
+                    "partition_id": call.partition_id,
+                    "n_keys": call.n_keys,
+                    "n_bytes": call.n_bytes,
+                    "wall_ms": call.wall_s * 1000,
+                    "status": call.status,
+                }
+            )
+
+
+def wrap(client: DataPlaneClient, observability_cfg: ObservabilityConfig) -> MetricsDataPlaneClient:
+    """Wrap a client: the middleware ``metrics`` of `dataplane_core.build_data_plane_client`.
+
+    Events go to ``observability_cfg["callback"]`` if it is set, else to `log_event`.
+    """
+    return MetricsDataPlaneClient(client, observability_cfg.get("callback", log_event))

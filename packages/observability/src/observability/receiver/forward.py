@@ -1,0 +1,124 @@
+"""Forwarding of export requests to a collector, without blocking the sender."""
+
+from __future__ import annotations
+
+import http.client
+import threading
+import time
+from collections import deque
+from urllib.parse import urlsplit
+
+import structlog
+
+from observability.wire import Kind
+
+logger = structlog.get_logger("observability")
+
+_MAX_BYTES = 64 << 20
+_MAX_REQUESTS = 4096
+_TIMEOUT_S = 5.0
+
+
+class Forwarder:
+    """A bounded queue of requests and a thread that posts each of them once.
+
+    Requests that do not fit, or that the collector does not accept, are dropped and counted.
+
+    Args:
+        base: URL of an OTLP/HTTP collector, for example ``http://127.0.0.1:4318``.
+
+    Raises:
+        ValueError: ``base`` is not such a URL.
+    """
+
+    def __init__(self, base: str) -> None:
+        parts = urlsplit(base)
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.username:
+            raise ValueError(
+                f"forward={base.rpartition('@')[2]!r}: expected http://host:port or "
+                "https://host:port, without a user"
+            )
+        self._https = parts.scheme == "https"
+        self._host, self._port, self._path = parts.hostname, parts.port, parts.path.rstrip("/")
+        self._changed = threading.Condition()
+        self._queue: deque[tuple[Kind, bytes]] = deque()
+        self._bytes = 0  # queued and in flight
+        self._closing = False
+        self._sent = self._dropped = 0
+        self._warned = False
+        self._thread = threading.Thread(target=self._run, name="otlp-forward", daemon=True)
+        self._thread.start()
+
+    @property
+    def sent(self) -> int:
+        """Number of requests that the collector accepted."""
+        with self._changed:
+            return self._sent
+
+    @property
+    def dropped(self) -> int:
+        """Number of requests that were dropped."""
+        with self._changed:
+            return self._dropped
+
+    def enqueue(self, kind: Kind, body: bytes) -> None:
+        """Queue a request, or drop it if 64 MiB or 4,096 requests are queued. Never block."""
+        with self._changed:
+            full = len(self._queue) >= _MAX_REQUESTS or (
+                self._bytes > 0 and self._bytes + len(body) > _MAX_BYTES
+            )
+            if full or self._closing:
+                self._dropped += 1
+            else:
+                self._bytes += len(body)
+                self._queue.append((kind, body))
+                self._changed.notify_all()
+        if full:
+            self._warn("the queue is full")
+
+    def close(self, timeout_s: float) -> None:
+        """Send what is queued within ``timeout_s`` seconds; drop the rest."""
+        deadline = time.monotonic() + timeout_s
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        self._thread.join(max(deadline - time.monotonic(), 0))
+        with self._changed:
+            self._dropped += len(self._queue)
+            self._queue.clear()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._queue or self._closing)
+                if not self._queue:
+                    return
+                kind, body = self._queue.popleft()
+            failure = self._post(kind, body)
+            with self._changed:
+                self._bytes -= len(body)
+                if failure is None:
+                    self._sent += 1
+                    continue
+                self._dropped += 1
+            self._warn(failure)
+
+    def _post(self, kind: Kind, body: bytes) -> str | None:
+        """Post a request; return why it failed, or None if it was accepted."""
+        connect = http.client.HTTPSConnection if self._https else http.client.HTTPConnection
+        connection = connect(self._host, self._port, timeout=_TIMEOUT_S)
+        headers = {"Content-Type": "application/x-protobuf"}
+        try:
+            connection.request("POST", f"{self._path}/v1/{kind}", body, headers)
+            status = connection.getresponse().status
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            return f"{type(error).__name__}: {error}"
+        finally:
+            connection.close()
+        return None if 200 <= status < 300 else f"the collector answered {status}"
+
+    def _warn(self, reason: str) -> None:
+        with self._changed:
+            warned, self._warned = self._warned, True
+        if not warned:
+            logger.warning("forwarding_failed", host=self._host, port=self._port, reason=reason)

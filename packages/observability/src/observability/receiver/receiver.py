@@ -1,0 +1,234 @@
+"""`Receiver`: an OTLP endpoint that stores export requests and can be read during a run."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import TypedDict, get_args
+
+import structlog
+
+from observability.receiver.forward import Forwarder
+from observability.receiver.frames import (
+    MAX_BYTES,
+    FrameWriter,
+    decode,
+)
+from observability.receiver.http import OtlpServer
+from observability.records import Records
+from observability.wire import Kind
+
+logger = structlog.get_logger("observability")
+
+
+class ReceiverCounts(TypedDict):
+    """Numbers of export requests so far.
+
+    Attributes:
+        received: accepted requests of all signals; a repeated request counts once.
+        unsaved: received requests that could not be written to the folder.
+        forwarded: requests that the collector accepted.
+        not_forwarded: requests that were dropped instead of forwarded.
+    """
+
+    received: int
+    unsaved: int
+    forwarded: int
+    not_forwarded: int
+
+
+class Receiver:
+    """An endpoint for OTLP over HTTP with protobuf on loopback. It listens until it is closed.
+
+    A request is answered once `snapshot` includes its records and, with a folder, the operating
+    system has its bytes: they survive the end of this process, not of the machine. Spans and
+    lifecycle events stay in memory as long as the receiver. Metrics go only to the folder and to
+    ``forward``. Every method may be called from any thread.
+
+    Args:
+        folder: folder to append every request to, created if absent; see `read_folder`. None
+            stores nothing on disk.
+        host: a loopback address.
+        port: port to listen on; 0 takes a free one.
+        max_body: maximum size of a request in bytes, both as sent and decompressed.
+        forward: base URL of a collector to which every request is forwarded; requests that it does
+            not accept in time are dropped and counted.
+
+    Raises:
+        BlockingIOError: another process records into ``folder``.
+        BrokenRecording: the recording in ``folder`` is damaged.
+        OSError: the port is taken, or ``folder`` cannot be written.
+        ValueError: ``host`` is not loopback, ``max_body`` is more than 1 GiB, or ``forward`` is not
+            a URL.
+    """
+
+    def __init__(
+        self,
+        folder: Path | None = None,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        max_body: int = 64 << 20,
+        forward: str | None = None,
+    ) -> None:
+        if not 0 < max_body <= MAX_BYTES:
+            raise ValueError(f"max_body={max_body}: expected 1 to {MAX_BYTES} bytes")
+        self._arrived = threading.Condition()
+        self._records = Records()
+        self._seen: set[tuple[Kind, bytes]] = set()
+        self._received = self._unsaved = 0
+        self._saving = threading.Lock()
+        self._writers: dict[Kind, FrameWriter] = {}
+        self._closing = threading.Lock()
+        self._closed = False
+        # Bind first: an invalid host or a taken port must fail before a file is created.
+        self._server = OtlpServer(host, port, max_body=max_body, accept=self._accept)
+        try:
+            self._forwarder = Forwarder(forward) if forward is not None else None
+            if folder is not None:
+                folder.mkdir(parents=True, exist_ok=True)
+                for kind in get_args(Kind):
+                    self._writers[kind] = FrameWriter(folder / f"{kind}.otlp")
+        except BaseException:  # also a KeyboardInterrupt must leave no port or file open
+            self._server.server_close()
+            self._close_files()
+            raise
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, args=(0.05,), name="otlp-receiver", daemon=True
+        )
+        self._thread.start()
+
+    @property
+    def port(self) -> int:
+        """The port that the receiver listens on."""
+        return self._server.server_port
+
+    @property
+    def endpoint(self) -> str:
+        """Base URL for OTEL_EXPORTER_OTLP_ENDPOINT."""
+        host = self._server.server_name
+        return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
+
+    def snapshot(self) -> Records:
+        """Return the records received so far, in new lists; the records are immutable."""
+        with self._arrived:
+            return self._copy()
+
+    def wait_for(self, predicate: Callable[[Records], bool], timeout_s: float) -> Records:
+        """Wait until the received records satisfy a predicate.
+
+        Args:
+            predicate: function of the records, called after each request. It must not change the
+                records nor call the receiver.
+            timeout_s: maximum wait in seconds.
+
+        Returns:
+            The records received by then.
+
+        Raises:
+            TimeoutError: the predicate did not hold in time.
+        """
+        with self._arrived:
+            if not self._arrived.wait_for(lambda: predicate(self._records), timeout_s):
+                raise TimeoutError(
+                    f"{self.endpoint} received {len(self._records.spans)} spans and "
+                    f"{len(self._records.events)} events within {timeout_s} s, and the predicate "
+                    "does not hold"
+                )
+            return self._copy()
+
+    def counts(self) -> ReceiverCounts:
+        """Return the numbers of requests so far, by outcome."""
+        forwarder = self._forwarder
+        with self._arrived:
+            return ReceiverCounts(
+                received=self._received,
+                unsaved=self._unsaved,
+                forwarded=forwarder.sent if forwarder else 0,
+                not_forwarded=forwarder.dropped if forwarder else 0,
+            )
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Answer running requests, forward queued ones, and stop. May be called again.
+
+        Args:
+            timeout_s: maximum wait in seconds; requests that remain then are dropped.
+        """
+        deadline = time.monotonic() + timeout_s
+        with self._closing:
+            if self._closed:
+                return
+            self._closed = True
+            self._server.close(timeout_s)
+            if self._forwarder is not None:
+                self._forwarder.close(max(deadline - time.monotonic(), 0))
+            self._close_files()
+
+    def __enter__(self) -> Receiver:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _accept(self, kind: Kind, body: bytes) -> int:
+        records = decode(kind, body)
+        received_ns = time.time_ns()
+        records.events = [replace(event, received_ns=received_ns) for event in records.events]
+        if body and self._is_repeated(kind, body):
+            return records.refused
+        if body:
+            self._save(kind, body)
+            if self._forwarder is not None:
+                self._forwarder.enqueue(kind, body)
+        with self._arrived:
+            self._received += 1
+            self._records.add(records)
+            self._arrived.notify_all()
+        return records.refused
+
+    def _is_repeated(self, kind: Kind, body: bytes) -> bool:
+        """Return whether the request is a repeat: an exporter without an answer sends it again."""
+        digest = kind, hashlib.blake2b(body, digest_size=16).digest()
+        with self._arrived:
+            if digest in self._seen:
+                return True
+            self._seen.add(digest)
+        return False
+
+    def _save(self, kind: Kind, body: bytes) -> None:
+        with self._saving:
+            writer = self._writers.get(kind)
+            if writer is None:
+                return
+            try:
+                writer.append(body)
+            except OSError as error:
+                self._unsaved += 1
+                if self._unsaved == 1:
+                    logger.warning(
+                        "recording_failed",
+                        path=str(writer.path),
+                        reason=str(error),
+                        consequence="requests are stored in memory only",
+                    )
+
+    def _close_files(self) -> None:
+        with self._saving:
+            for writer in self._writers.values():
+                writer.close()
+            self._writers.clear()
+
+    def _copy(self) -> Records:
+        records = Records()
+        records.add(self._records)
+        return records

@@ -1,0 +1,113 @@
+"""The account of one signal: recorded items, and their outcomes.
+
+An item is admitted before it is queued, and leaves the queue when its export begins. So the SDK's
+queue never overflows, and every item is accounted for:
+
+    recorded --admit--> queued --take--> in flight --record_outcome--> exported
+      |                                     |
+      +--> queue_full, shutdown             +--> export_failed
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Literal, TypedDict
+
+Signal = Literal["spans", "events", "metrics"]
+"""``events`` are log records; an item of ``metrics`` is one export of all of them."""
+
+
+class Counts(TypedDict):
+    """The item counts of a signal; recorded = exported + dropped + pending at any moment.
+
+    Attributes:
+        recorded: finished sampled spans, emitted log records, or collections of metrics.
+        exported: items that a collector accepted.
+        pending: items queued or in flight; 0 after shutdown.
+        dropped: the sum of the following counts.
+        queue_full: items recorded while the queue was full.
+        export_failed: items whose export failed or that a collector rejected.
+        shutdown: items pending when shutdown timed out, or recorded after it.
+    """
+
+    recorded: int
+    exported: int
+    pending: int
+    dropped: int
+    queue_full: int
+    export_failed: int
+    shutdown: int
+
+
+class Ledger:
+    """A thread-safe account of one signal.
+
+    Args:
+        capacity: maximum of items queued and in flight.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self._clear()
+
+    def _clear(self) -> None:
+        self._lock = threading.Lock()
+        self._recorded = self._queued = self._in_flight = 0
+        self._exported = self._queue_full = self._export_failed = self._shutdown = 0
+        self.closed = False
+
+    def admit(self) -> bool:
+        """Count an item as recorded; return False if it must be dropped, and count that too."""
+        with self._lock:
+            self._recorded += 1
+            if self.closed:
+                self._shutdown += 1
+                return False
+            if self._queued + self._in_flight >= self.capacity:
+                self._queue_full += 1
+                return False
+            self._queued += 1
+            return True
+
+    def take(self, items: int) -> bool:
+        """Move items from the queue to in flight; return False if the account is closed."""
+        with self._lock:
+            if self.closed:
+                return False
+            self._queued -= items
+            self._in_flight += items
+            return True
+
+    def record_outcome(self, items: int, exported: int) -> None:
+        """Count ``exported`` of ``items`` in flight as exported and the others as failed."""
+        with self._lock:
+            if self.closed:
+                return
+            self._in_flight -= items
+            self._exported += exported
+            self._export_failed += items - exported
+
+    def close(self) -> None:
+        """Drop pending items and all items recorded from now on. May be called again."""
+        with self._lock:
+            self.closed = True
+            self._shutdown += self._queued + self._in_flight
+            self._queued = self._in_flight = 0
+
+    def disown(self) -> None:
+        """Replace the parent's account and lock in a forked child; start closed and empty."""
+        self._clear()
+        self.closed = True
+
+    def counts(self) -> Counts:
+        """Return the current counts."""
+        with self._lock:
+            return Counts(
+                recorded=self._recorded,
+                exported=self._exported,
+                pending=self._queued + self._in_flight,
+                dropped=self._queue_full + self._export_failed + self._shutdown,
+                queue_full=self._queue_full,
+                export_failed=self._export_failed,
+                shutdown=self._shutdown,
+            )

@@ -1,0 +1,122 @@
+"""`setup`: at most one `Telemetry` per process; a forked child starts without one.
+
+Importing this module is cheap and needs no SDK; calling `setup` needs one.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import TYPE_CHECKING
+
+from observability.setup.settings import Arguments, AttributeValue
+
+if TYPE_CHECKING:
+    from observability.setup.telemetry import Telemetry
+
+_lock = threading.Lock()
+_current: tuple[Arguments, Telemetry] | None = None
+
+
+def setup(
+    service_name: str | None = None,
+    *,
+    instance: str | None = None,
+    run_id: str | None = None,
+    endpoint: str | None = None,
+    attributes: Mapping[str, AttributeValue] | None = None,
+    prometheus_port: int | None = None,
+    sample_ratio: float | None = None,
+    export_interval_s: float | None = None,
+    shutdown_timeout_s: float = 5.0,
+) -> Telemetry:
+    """Set up tracing, lifecycle events and metrics of this process, once.
+
+    Arguments win over the standard ``OTEL_*`` variables, which supply the omitted ones. But
+    ``OTEL_SDK_DISABLED=true`` and ``OTEL_{TRACES,LOGS,METRICS}_EXPORTER=none`` always disable
+    export. Separate threads export batches by OTLP over HTTP with protobuf. A signal without an
+    endpoint has no exporter and no provider: its API calls do nothing. Without arguments and
+    variables, that applies to all three signals.
+
+    Telemetry never makes the program fail or block. If the collector is down, slow or refuses, or
+    the endpoint is not a URL, items are dropped, `Telemetry.counts` counts them, and one warning is
+    logged. The standard logger ``opentelemetry`` is redirected for that. One export may take 3 s
+    (``OTEL_EXPORTER_OTLP_TIMEOUT``).
+
+    Queued items are exported at exit and on SIGTERM. The signal handler is installed if `setup` is
+    called in the main thread; it then calls the previous handler. A forked child exports nothing
+    until it calls `setup` itself.
+
+    Args:
+        service_name: ``service.name``; default OTEL_SERVICE_NAME.
+        instance: ``service.instance.id``, for example the rank.
+        run_id: ``rl.run_id``.
+        endpoint: base URL of a collector of all signals, for example ``http://127.0.0.1:4318``.
+        attributes: further attributes of the resource.
+        prometheus_port: port that serves metrics for Prometheus, 0 for a free one, on
+            OTEL_EXPORTER_PROMETHEUS_HOST or else on loopback.
+        sample_ratio: fraction of traces that are recorded, 0 to 1; default OTEL_TRACES_SAMPLER.
+        export_interval_s: seconds between exports of every signal; default OTEL_BSP_SCHEDULE_DELAY,
+            OTEL_BLRP_SCHEDULE_DELAY and OTEL_METRIC_EXPORT_INTERVAL.
+        shutdown_timeout_s: maximum wait in seconds at shutdown, at exit and on SIGTERM.
+
+    Returns:
+        The telemetry of this process: the same object if called again with equal arguments.
+
+    Raises:
+        ImportError: the SDK is not installed.
+        RuntimeError: `setup` was called with other arguments, and not shut down since.
+        ValueError: a number is out of its range.
+    """
+    global _current
+    arguments = Arguments(
+        service_name=service_name,
+        instance=instance,
+        run_id=run_id,
+        endpoint=endpoint,
+        attributes=tuple(sorted((attributes or {}).items())),
+        prometheus_port=prometheus_port,
+        sample_ratio=sample_ratio,
+        export_interval_s=export_interval_s,
+        shutdown_timeout_s=shutdown_timeout_s,
+    )
+    arguments.check()
+    try:
+        from observability.setup.telemetry import Telemetry
+    except ModuleNotFoundError as error:
+        raise ImportError(
+            f"observability.setup needs the OpenTelemetry SDK ({error.name} is missing): "
+            "install the extra observability[sdk]"
+        ) from error
+    with _lock:
+        if _current is not None and not _current[1].ended:
+            before, telemetry = _current
+            if before == arguments:
+                return telemetry
+            names = [each.name for each in fields(Arguments)]
+            changed = [name for name in names if getattr(before, name) != getattr(arguments, name)]
+            raise RuntimeError(
+                f"observability.setup was called before with another {', '.join(changed)}; "
+                "call shutdown() on the first telemetry before you set up another"
+            )
+        telemetry = Telemetry(arguments)
+        _current = arguments, telemetry
+        return telemetry
+
+
+def _after_fork() -> None:
+    """Detach a forked child from its parent's exporters, so that it can set up its own."""
+    global _current, _lock
+    _lock = threading.Lock()
+    if _current is None:
+        return
+    from observability.setup import providers
+
+    providers.silence()
+    _current[1].disown()
+    _current = None
+
+
+os.register_at_fork(after_in_child=_after_fork)

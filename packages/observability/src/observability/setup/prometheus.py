@@ -1,0 +1,46 @@
+"""The endpoint that Prometheus scrapes.
+
+The server of prometheus_client would keep every silent connection and its thread until the process
+ends.
+"""
+
+from __future__ import annotations
+
+import threading
+
+from prometheus_client import CollectorRegistry, MetricsHandler
+
+from observability.bounded_http import BoundedHandler, BoundedServer
+
+MAX_CONNECTIONS = 32
+_REQUEST_S = 5.0
+_ANSWER_S = 30.0
+_POLL_S = 0.1
+
+
+def scrape_server(host: str, port: int, registry: CollectorRegistry) -> BoundedServer:
+    """Start a server that answers every path with the metrics of a registry.
+
+    Raises:
+        OSError: the server cannot listen on the address.
+    """
+    pages: type[MetricsHandler] = MetricsHandler.factory(registry)
+
+    class Handler(BoundedHandler, pages):  # type: ignore[misc, valid-type]  # a class made at run time
+        headers_s = _REQUEST_S
+
+        def do_GET(self) -> None:  # noqa: N802  # its name there
+            """Answer with the metrics."""
+            self.server.mark_busy(self.connection)
+            self.connection.settimeout(_ANSWER_S)
+            super().do_GET()
+
+        def log_error(self, format: str, *args: object) -> None:  # noqa: A002  # its name there
+            """Log a malformed or late request without the text, which quotes the request."""
+            self.server.log.warn("invalid_request", self.client_address[0])
+
+    server = BoundedServer(host, port, Handler, max_connections=MAX_CONNECTIONS)
+    threading.Thread(
+        target=server.serve_forever, args=(_POLL_S,), name="prometheus-scrape", daemon=True
+    ).start()
+    return server

@@ -1,0 +1,88 @@
+"""`ReadyThread`: a thread that is started before it is needed.
+
+Since Python 3.12 no thread can start once the interpreter shuts down, and that is when the last
+telemetry of a program is sent.
+"""
+
+from __future__ import annotations
+
+import _thread
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+
+
+class Done:
+    """A flag that an action has finished.
+
+    It is not a `threading.Event`: a signal handler may wait for the same flag as the thread that it
+    interrupts, and would deadlock on the event's internal lock.
+    """
+
+    def __init__(self) -> None:
+        self._running = _thread.allocate_lock()
+        self._running.acquire()
+        self._is_set = False
+
+    def set(self) -> None:
+        """Set the flag. Call it once."""
+        self._is_set = True
+        self._running.release()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait at most ``timeout_s`` seconds; return whether the flag is set."""
+        if not self._is_set and self._running.acquire(timeout=max(timeout_s, 0)):
+            self._running.release()
+        return self._is_set
+
+
+class ReadyThread:
+    """A thread that runs actions in order; callers can wait for an action with a deadline.
+
+    Args:
+        idle: function that is called after each ``idle_s`` seconds without an action.
+        idle_s: see ``idle``; None never calls it.
+    """
+
+    def __init__(
+        self, idle: Callable[[], object] | None = None, idle_s: float | None = None
+    ) -> None:
+        # `SimpleQueue.put` is safe in a signal handler.
+        self._actions: queue.SimpleQueue[tuple[Callable[[], object], Done] | None] = (
+            queue.SimpleQueue()
+        )
+        self._idle, self._idle_s = idle, idle_s
+        threading.Thread(target=self._run, name="observability", daemon=True).start()
+
+    def start(self, action: Callable[[], object]) -> Done:
+        """Queue an action and return its flag. Safe in a signal handler."""
+        done = Done()
+        self._actions.put((action, done))
+        return done
+
+    def close(self) -> None:
+        """End the thread after the queued actions."""
+        self._actions.put(None)
+
+    def _run(self) -> None:
+        while True:
+            try:
+                item = self._actions.get(timeout=self._idle_s)
+            except queue.Empty:
+                item = (self._idle or (lambda: None)), Done()
+            if item is None:
+                return
+            action, done = item
+            try:
+                # An exporter's error is logged and its loss counted; the thread must survive it.
+                with suppress(Exception):
+                    action()
+            finally:
+                done.set()
+
+
+def wait_all(flags: Iterable[Done], deadline: float) -> bool:
+    """Wait until ``deadline`` of `time.monotonic`; return whether all flags are set."""
+    return all(flag.wait(deadline - time.monotonic()) for flag in flags)

@@ -1,0 +1,70 @@
+"""`Troubles`: one warning per kind of trouble, however often it occurs.
+
+The SDK logs every failed batch and bad attribute. While telemetry is set up, records of the
+standard logger ``opentelemetry`` and its children are redirected here.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import structlog
+
+logger = structlog.get_logger("observability")
+
+_MAX_KINDS = 64
+
+
+class Troubles:
+    """A logger that logs each kind of trouble once.
+
+    Attributes:
+        exporter_message: last message that an SDK exporter logged. It is no warning, since the
+            caller of the exporter reports the failure.
+    """
+
+    def __init__(self) -> None:
+        self._kinds: dict[str, object] = {}
+        self.exporter_message = ""
+
+    def warn(self, kind: str, **facts: object) -> None:
+        """Log one warning, ``telemetry_trouble``, unless this kind was logged before.
+
+        Neither lock nor raise, because this is called wherever a span ends.
+
+        Args:
+            kind: description of the trouble.
+            facts: details; only those of the first occurrence are logged.
+        """
+        mark = object()
+        if len(self._kinds) >= _MAX_KINDS or self._kinds.setdefault(kind, mark) is not mark:
+            return
+        try:
+            logger.warning("telemetry_trouble", trouble=kind, **facts)
+        except Exception:  # noqa: BLE001  # an application's log processors may raise anything
+            return
+
+
+class _Handler(logging.Handler):
+    troubles: Troubles | None = None
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if self.troubles is None or record.levelno < logging.WARNING:
+            return
+        if record.name.endswith("_exporter"):
+            self.troubles.exporter_message = record.getMessage()
+        else:
+            kind = f"{record.name}: {record.msg}"
+            self.troubles.warn(kind, message=record.getMessage())
+
+
+_handler = _Handler()
+
+
+def take_over_logs(troubles: Troubles) -> None:
+    """Redirect OpenTelemetry's log records to ``troubles``."""
+    sdk = logging.getLogger("opentelemetry")
+    _handler.troubles = troubles
+    sdk.propagate = False
+    if _handler not in sdk.handlers:
+        sdk.addHandler(_handler)

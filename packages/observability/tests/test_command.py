@@ -1,0 +1,225 @@
+"""The commands of ``python -m observability``, on recordings of a small run."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pytest
+from google.protobuf.json_format import MessageToDict
+from opentelemetry.proto.collector.logs.v1.logs_service_pb2 import ExportLogsServiceRequest
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from otlp_requests import post
+
+from observability.receiver import Receiver, read_folder
+from observability.recordings import read_recording
+
+TRACE = bytes(range(16))
+ROOT, CHILD = b"\x01" * 8, b"\x02" * 8
+BEGIN_NS = 1_790_000_000_000_000_000
+
+
+def attribute(holder: Any, name: str, value: str | int) -> None:
+    pair = holder.attributes.add(key=name)
+    if isinstance(value, int):
+        pair.value.int_value = value
+    else:
+        pair.value.string_value = value
+
+
+def describe(resource: Any) -> None:
+    attribute(resource, "service.name", "train")
+    attribute(resource, "host.name", "node-with-a-long-name")
+    attribute(resource, "process.pid", 1234567)
+
+
+def step_request() -> ExportTraceServiceRequest:
+    request = ExportTraceServiceRequest()
+    resource_spans = request.resource_spans.add()
+    describe(resource_spans.resource)
+    spans = resource_spans.scope_spans.add().spans
+    for span_id, parent, name, start_s, end_s in (
+        (ROOT, b"", "grpo.step", 0, 4),
+        (CHILD, ROOT, "optimizer_step", 1, 3),
+    ):
+        span = spans.add(trace_id=TRACE, span_id=span_id, parent_span_id=parent, name=name)
+        span.start_time_unix_nano = BEGIN_NS + start_s * 10**9
+        span.end_time_unix_nano = BEGIN_NS + end_s * 10**9
+        attribute(span, "rl.step", 7)
+        attribute(span, "rl.run_id", "my-run")
+        attribute(span, "rl.bucket", "productive")
+    return request
+
+
+def events_request() -> ExportLogsServiceRequest:
+    request = ExportLogsServiceRequest()
+    resource_logs = request.resource_logs.add()
+    describe(resource_logs.resource)
+    records = resource_logs.scope_logs.add().log_records
+    put = records.add(event_name="dataplane.put", time_unix_nano=BEGIN_NS + 10**9)
+    put.trace_id, put.span_id = TRACE, CHILD
+    put.body.string_value = '["p0_g0"]'
+    waiting = records.add(event_name="dataplane.waiting", time_unix_nano=BEGIN_NS + 2 * 10**9)
+    attribute(waiting, "dataplane.task", "train")
+    attribute(waiting, "dataplane.samples", 8)
+    for record in (put, waiting):
+        attribute(record, "dataplane.partition", "batch")
+        attribute(record, "rl.run_id", "my-run")
+    return request
+
+
+def json_line(request: Any) -> str:
+    """Encode a request as OTLP's JSON does: with ids in hexadecimal."""
+    line = json.dumps(MessageToDict(request))
+    for raw_id in (TRACE, ROOT, CHILD):
+        line = line.replace(base64.b64encode(raw_id).decode(), raw_id.hex())
+    return line + "\n"
+
+
+@pytest.fixture(scope="module")
+def recording(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("recording")
+    with Receiver(folder) as receiver:
+        for path, request in (("/v1/traces", step_request()), ("/v1/logs", events_request())):
+            assert post(receiver, path, request.SerializeToString())[0] == 200
+    return folder
+
+
+def run(*arguments: object, width: int = 80, **variables: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "observability", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "COLUMNS": str(width), "NO_COLOR": "1", **variables},
+    )
+
+
+def printed(*arguments: object, **options: Any) -> str:
+    done = run(*arguments, **options)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_show_prints_waterfall_and_tables_within_80_columns(recording: Path) -> None:
+    shown = printed("show", recording)
+    assert "step 7 of run my-run: 4.00 s" in shown
+    assert TRACE.hex() in shown
+    for title in ("Processes", "Critical path", "Process-seconds", "Slowest operations"):
+        assert title in shown
+    assert max(map(len, shown.splitlines())) <= 80
+
+
+def test_show_writes_page_and_perfetto_file(recording: Path, tmp_path: Path) -> None:
+    page, trace = tmp_path / "new" / "page.html", tmp_path / "trace.json"
+    shown = printed("show", recording, "--html", page, "--perfetto", trace, "--json")
+    assert [step["step"] for step in json.loads(shown)] == [7]
+    assert "optimizer_step" in page.read_text()
+    assert json.loads(trace.read_text())["traceEvents"]
+
+
+def test_show_as_json_has_the_figures(recording: Path) -> None:
+    [step] = json.loads(printed("show", recording, "--step", 7, "--json"))
+    assert (step["run_id"], step["trace_id"], step["seconds"]) == ("my-run", TRACE.hex(), 4)
+    assert [part["seconds"] for part in step["critical_path"]] == [1, 2, 1]
+    [process] = step["processes"]
+    assert (process["service"], process["pid"], process["busy_seconds"]) == ("train", 1234567, 4)
+
+
+def test_why_lists_the_blocked_task_of_a_silent_process(recording: Path) -> None:
+    shown = " ".join(printed("why", recording).split())
+    assert "1. task 'train' in train has been blocked for" in shown
+    [wait] = json.loads(printed("why", recording, "--json"))
+    assert (wait["task"], wait["partition"], wait["requested"]) == ("train", "batch", 8)
+    assert wait["sentence"].startswith("task 'train' in train has been blocked for")
+    assert wait["there"] == 1
+
+
+def test_why_of_a_run_without_waits_says_so(tmp_path: Path) -> None:
+    (tmp_path / "traces.json").write_text(json_line(step_request()))
+    assert printed("why", tmp_path).strip() == "Nothing blocked."
+    assert json.loads(printed("why", tmp_path, "--json")) == []
+
+
+def test_sample_prints_its_lifecycle(recording: Path) -> None:
+    shown = printed("sample", "p0_g0", recording)
+    assert shown.splitlines()[0] == "sample p0_g0"
+    assert "put" in shown
+    life = json.loads(printed("sample", "p0_g0", recording, "--json"))
+    assert life["sample_id"] == "p0_g0"
+    [hop] = life["hops"]
+    assert (hop["name"], hop["partition"], hop["stage"]) == ("put", "batch", "optimizer_step")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["show", "nowhere"], "nowhere: no recording; expected traces.otlp"),
+        (["show", "."], "no recording; expected traces.otlp"),
+        (["show", "{recording}", "--step", "8"], "no step 8 in the recording, which has 7 to 7"),
+        (["show", "{recording}", "--html", "/dev/null/x"], "/dev/null/x: cannot be written"),
+        (["why", "{recording}/traces.otlp"], "traces.otlp, line 1: not an OTLP export request"),
+        (["sample", "p0", "{recording}"], "no event names the sample 'p0'; ids with this prefix"),
+    ],
+)
+def test_errors_are_one_line_and_exit_status_1(
+    arguments: list[str], message: str, recording: Path, tmp_path: Path
+) -> None:
+    here = [str(tmp_path) if each == "." else each for each in arguments]
+    done = run(*(each.replace("{recording}", str(recording)) for each in here))
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: ")
+    assert message in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_wrong_usage_has_exit_status_2() -> None:
+    assert run("show").returncode == 2
+    assert run("nothing").returncode == 2
+
+
+def test_version_and_help(recording: Path) -> None:
+    assert printed("--version") == f"observability {version('observability')}\n"
+    for arguments in ([], ["show"], ["why"], ["sample"]):
+        shown = " ".join(printed(*arguments, "--help").split())
+        assert "Example: python -m observability" in shown
+
+
+def test_shell_completion_lists_the_commands() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", "from observability.cli import app; app(prog_name='observability')"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={
+            **os.environ,
+            "_OBSERVABILITY_COMPLETE": "complete_bash",
+            "COMP_WORDS": "observability ",
+            "COMP_CWORD": "1",
+        },
+    )
+    assert done.stdout.split() == ["show", "why", "sample"]
+
+
+def test_json_lines_are_read_like_a_recording(recording: Path, tmp_path: Path) -> None:
+    lines = json_line(step_request()) + "\n" + json_line(events_request())
+    file = tmp_path / "otlp.jsonl"
+    file.write_text(lines + '{"resourceMetrics": []}\n' + '{"resourceSpans": [{"unfini')
+    expected = read_folder(recording)
+    for path in (file, tmp_path):
+        records = read_recording(path)
+        assert records.spans == expected.spans
+        assert records.events == expected.events
+
+
+def test_without_the_extra_the_error_names_it(tmp_path: Path) -> None:
+    (tmp_path / "typer.py").write_text("raise ModuleNotFoundError(name='typer')")
+    done = run("show", ".", PYTHONPATH=str(tmp_path))
+    assert done.returncode == 1
+    assert "needs the extra observability[views] (typer is missing)" in done.stderr
