@@ -1,53 +1,86 @@
-"""Real processes of the service, ended by their id whatever happens, and applications of it."""
+"""Fixtures: processes and applications of the service, and a job that sends telemetry to them."""
 
+import contextlib
 import json
+import os
 import select
 import subprocess
 import sys
 import sysconfig
+import tempfile
 import time
 from pathlib import Path
 
 import pytest
+from fastapi.testclient import TestClient
 from hypothesis import settings
+from opentelemetry.proto.collector.logs.v1.logs_service_pb2 import ExportLogsServiceResponse
+from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import (
+    ExportMetricsServiceResponse,
+)
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceResponse
+from opentelemetry.proto.logs.v1.logs_pb2 import LogsData
+from opentelemetry.proto.metrics.v1.metrics_pb2 import MetricsData
+from opentelemetry.proto.trace.v1.trace_pb2 import Status, TracesData
 
 from dataplane_admin import Settings, create_app
 
 COMMAND = str(Path(sysconfig.get_path("scripts")) / "dataplane-admin")
 PATIENCE_S = 60.0
+# A process that imports torch and runs steps may need minutes on a loaded machine. A failed one
+# exits, which is noticed at once.
+START_S = 240.0
 TOKEN = "3f2b8c0d9e7a6b5c"
+START_NS = 1_790_000_000_000_000_000
+KINDS = {
+    TracesData: ("traces", ExportTraceServiceResponse),
+    LogsData: ("logs", ExportLogsServiceResponse),
+    MetricsData: ("metrics", ExportMetricsServiceResponse),
+}
 
 
 class Service:
-    """One process, and the URL that it printed."""
+    """Process of a command, and the URL that it printed."""
 
     def __init__(self, command, folder):
+        # A file, since an unread pipe would block the process.
+        self.errors = tempfile.NamedTemporaryFile("w")  # noqa: SIM115  # `end` closes it
         self.process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=folder
+            command, stdout=subprocess.PIPE, stderr=self.errors, text=True, cwd=folder
         )
 
     def wait_for_url(self):
-        ready, _, _ = select.select([self.process.stdout], [], [], PATIENCE_S)
-        assert ready, f"no line of output within {PATIENCE_S:g} s"
+        ready, _, _ = select.select([self.process.stdout], [], [], START_S)
+        assert ready, f"no line of output within {START_S:g} s; {self.written_errors()}"
         self.url = self.process.stdout.readline().strip()
-        assert self.url, self.process.stderr.read()
+        assert self.url, self.written_errors()
         return self
+
+    def written_errors(self):
+        """Return its standard error so far."""
+        return Path(self.errors.name).read_text()
 
     @property
     def port(self):
         return int(self.url.rsplit(":", 1)[1])
 
     def stop(self, number):
-        """Send a signal and wait; gives the status, the seconds it took, and what was written."""
-        asked = time.monotonic()
+        """Send a signal and wait; return the status, the duration in seconds, and the output."""
+        start_s = time.monotonic()
         self.process.send_signal(number)
-        out, err = self.process.communicate(timeout=PATIENCE_S)
-        return self.process.returncode, time.monotonic() - asked, out + err
+        out, _ = self.process.communicate(timeout=PATIENCE_S)
+        return self.process.returncode, time.monotonic() - start_s, out + self.written_errors()
+
+    def end(self):
+        """Kill it."""
+        self.process.kill()
+        self.process.communicate()
+        self.errors.close()
 
 
 @pytest.fixture
 def start(tmp_path):
-    """Start the service, or another command that prints a URL; its files are the test's."""
+    """Start the service, or another command that prints a URL, in the test's folder."""
     services = []
 
     def start_service(*arguments, command=(COMMAND, "serve", "--port", "0")):
@@ -56,13 +89,12 @@ def start(tmp_path):
 
     yield start_service
     for service in services:
-        service.process.kill()
-        service.process.communicate()
+        service.end()
 
 
 @pytest.fixture
 def refused(tmp_path):
-    """Run the command, which must end by itself; gives its status and what it wrote to stderr."""
+    """Run a command that must exit; return its status and standard error."""
 
     def run(*arguments):
         done = subprocess.run(
@@ -81,41 +113,41 @@ def refused(tmp_path):
 
 @pytest.fixture
 def make_app(tmp_path):
-    """Make applications on one file, which are closed at the end; takes what `Settings` takes."""
-    made = []
+    """Return a function that creates applications on one file, with the arguments of `Settings`."""
+    apps = []
 
     def make(*, inspector=None, **settings):
         settings.setdefault("store_url", f"sqlite:///{tmp_path / 'admin.sqlite'}")
         settings.setdefault("failed_login_delay_s", 0.0)
-        made.append(create_app(Settings(**settings), inspector=inspector))
-        return made[-1]
+        apps.append(create_app(Settings(**settings), inspector=inspector))
+        return apps[-1]
 
     yield make
-    for app in made:
+    for app in apps:
         app.state.store.close()
 
 
 @pytest.fixture(scope="session")
 def app_of(tmp_path_factory):
-    """The application of some settings, made once: for tests that leave it as it was."""
-    made = {}
+    """Return a function that creates the application of some settings once, for read-only tests."""
+    apps = {}
 
     def app(**settings):
         place = repr(sorted(settings.items()))
-        if place not in made:
+        if place not in apps:
             path = tmp_path_factory.mktemp("admin") / "admin.sqlite"
             settings.setdefault("failed_login_delay_s", 0.0)
-            made[place] = create_app(Settings(store_url=f"sqlite:///{path}", **settings))
-        return made[place]
+            apps[place] = create_app(Settings(store_url=f"sqlite:///{path}", **settings))
+        return apps[place]
 
     yield app
-    for one in made.values():
-        one.state.store.close()
+    for app in apps.values():
+        app.state.store.close()
 
 
 @pytest.fixture(scope="session")
 def start_running(tmp_path_factory):
-    """Start services with a data plane and a traced run, see running.py, which take `Settings`."""
+    """Return a function that starts services with a data plane and a traced run, see running.py."""
     services = []
 
     def start(**settings):
@@ -127,16 +159,210 @@ def start_running(tmp_path_factory):
 
     yield start
     for service in services:
-        service.process.kill()
-        service.process.communicate()
+        service.end()
 
 
 @pytest.fixture(scope="session")
 def running(start_running):
-    """A service with a data plane and a traced run; for tests that only look."""
+    """Start a service with a data plane and a traced run, for read-only tests."""
     return start_running(token=TOKEN, allow_actions=True)
 
 
-# How long an example takes depends on what else the machine does.
+# The duration of an example depends on the load of the machine.
 settings.register_profile("no deadline", deadline=None)
 settings.load_profile("no deadline")
+
+
+def _set(pairs, values):
+    for key, value in values.items():
+        pair = pairs.add(key=key)
+        if isinstance(value, bool):
+            pair.value.bool_value = value
+        elif isinstance(value, int):
+            pair.value.int_value = value
+        elif isinstance(value, list):
+            for item in value:
+                pair.value.array_value.values.add(string_value=item)
+        else:
+            pair.value.string_value = value
+
+
+def _resource(target, service, run):
+    _set(target.resource.attributes, {"service.name": service, "rl.run_id": run})
+    return target
+
+
+class Otlp:
+    """Builder of export requests. Times are seconds since `start_ns`."""
+
+    start_ns = START_NS
+    set = staticmethod(_set)
+
+    def trace(
+        self,
+        trace_id=None,
+        *,
+        names=("grpo.step",),
+        start_s=0.0,
+        seconds=1.0,
+        run="run",
+        step=0,
+        service="grpo.driver",
+        root=True,
+        failed=False,
+        links=(),
+        span_id=None,
+    ):
+        trace_id, first = trace_id or os.urandom(16), span_id or os.urandom(8)
+        data = TracesData()
+        spans = _resource(data.resource_spans.add(), service, run).scope_spans.add().spans
+        for place, name in enumerate(names):
+            span = spans.add(
+                trace_id=trace_id,
+                span_id=first if place == 0 else os.urandom(8),
+                name=name,
+                start_time_unix_nano=START_NS + int((start_s + place * 1e-3) * 1e9),
+                end_time_unix_nano=START_NS + int((start_s + seconds) * 1e9),
+            )
+            if place or not root:
+                span.parent_span_id = first if place else os.urandom(8)
+            _set(span.attributes, {"rl.run_id": run} | ({} if step is None else {"rl.step": step}))
+            for link in links:
+                span.links.add(trace_id=link, span_id=os.urandom(8))
+            if failed:
+                span.status.code = Status.STATUS_CODE_ERROR
+        return data
+
+    def log(
+        self,
+        name,
+        ids=(),
+        *,
+        at_s=0.0,
+        partition="train",
+        run="run",
+        service="grpo.driver",
+        trace_id=b"",
+        span_id=b"",
+        body=None,
+        **facts,
+    ):
+        data = LogsData()
+        scope = _resource(data.resource_logs.add(), service, run).scope_logs.add()
+        record = scope.log_records.add(
+            event_name=f"dataplane.{name}",
+            time_unix_nano=START_NS + int(at_s * 1e9),
+            trace_id=trace_id,
+            span_id=span_id,
+        )
+        record.body.string_value = json.dumps(list(ids)) if body is None else body
+        names = {"step": "rl.step", "version": "rl.weight_version"}
+        attributes = {names.get(key, f"dataplane.{key}"): value for key, value in facts.items()}
+        if partition is not None:
+            named = {"dataplane.partition": partition, "dataplane.samples": len(ids)}
+            attributes = named | attributes
+        _set(record.attributes, attributes)
+        return data
+
+    def gauge(self, service="grpo.driver", *, run="run", name="up", value=1):
+        data = MetricsData()
+        scope = _resource(data.resource_metrics.add(), service, run).scope_metrics.add()
+        points = scope.metrics.add(name=name).gauge.data_points
+        points.add(as_int=value, time_unix_nano=time.time_ns())
+        return data
+
+
+@pytest.fixture(scope="session")
+def otlp():
+    return Otlp()
+
+
+class Job:
+    """A job that sends to a service of this process, and a client of the service."""
+
+    def __init__(self, app):
+        self.app = app
+        self.client = TestClient(app, base_url="http://localhost", raise_server_exceptions=False)
+
+    def __enter__(self):
+        self.client.__enter__()
+        return self
+
+    def __exit__(self, *failure):
+        self.client.__exit__(*failure)
+
+    def send(self, *requests):
+        """Send export requests, consecutive ones of a kind as one; return the last answer."""
+        merged = []
+        for request in requests:
+            if not merged or type(merged[-1]) is not type(request):
+                merged.append(type(request)())
+            merged[-1].MergeFrom(request)
+        for request in merged:
+            kind, answered = KINDS[type(request)]
+            answer = self.post(kind, request.SerializeToString())
+            assert answer.status_code == 200, answer.text
+        return answered.FromString(answer.content).partial_success
+
+    def post(self, kind, body, content_type="application/x-protobuf", **headers):
+        named = {name.replace("_", "-"): value for name, value in headers.items()}
+        if content_type is not None:
+            named["content-type"] = content_type
+        return self.client.post(f"/v1/{kind}", content=body, headers=named)
+
+    def get(self, path, **query):
+        """Return the API's answer."""
+        answer = self.client.get(f"/api/v1/{path}", params=query)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    def all(self, path, items, **query):
+        """Return the items of all pages."""
+        listed, cursor = [], {}
+        while True:
+            page = self.get(path, **query, **cursor)
+            listed += page[items]
+            if page["next"] is None:
+                return listed
+            cursor = {"cursor": page["next"]}
+
+    def trace(self, trace_id):
+        return self.get("trace", id=trace_id.hex())
+
+    def counts(self):
+        """Return the totals of stored and received records."""
+        status = self.get("status")
+        return status["store"] | status["telemetry"]
+
+
+@pytest.fixture(scope="session")
+def job_class():
+    return Job
+
+
+@pytest.fixture
+def job_of(tmp_path):
+    """Return a function that creates jobs with a service of some settings."""
+    with contextlib.ExitStack() as stack:
+
+        def make(*, inspector=None, **given):
+            given.setdefault("store_url", f"sqlite:///{tmp_path / 'admin.sqlite'}")
+            return stack.enter_context(Job(create_app(Settings(**given), inspector=inspector)))
+
+        yield make
+
+
+@pytest.fixture
+def job(job_of):
+    return job_of()
+
+
+@pytest.fixture
+def later(monkeypatch):
+    """Function that sets the service's clock forward; may be called again."""
+
+    def forward(seconds):
+        now = time.time_ns
+        monkeypatch.setattr(time, "time_ns", lambda: now() + int(seconds * 1e9))
+
+    return forward

@@ -1,7 +1,7 @@
-"""A program for tests: the service with a data plane of its own, and a traced run that fed both.
+"""Test program: the service with a data plane and a traced run.
 
-Prints the URL, then serves until it is ended. Two steps were trained; of the third, three samples
-lack a column and the trainer waits. The argument: what `Settings` takes, as JSON.
+It prints the URL, then serves until killed. Two steps are trained; in the third, three samples lack
+a column and the trainer is blocked. The argument has the arguments of `Settings` as JSON.
 """
 
 import json
@@ -14,11 +14,9 @@ import structlog
 import torch
 from tensordict import TensorDict
 
-from dataplane_admin import Settings, create_app
-from dataplane_admin.listen import listen, resolve
-from dataplane_admin.server import end_in_peace_on_signals, run
+from dataplane_admin import Settings, create_app, serve
 from dataplane_core import build_data_plane_client
-from observability import emit, inject, setup, span, step_context, traced, trained
+from observability import emit, inject, record_trained, setup, span, step_context, traced
 
 PLANE = {
     "enabled": True,
@@ -52,7 +50,7 @@ class Worker:
         batch = self.client.get_data(meta)
         with span("optimizer_step", "productive"):
             batch["input_ids"].float().mean()
-        trained(self.client, meta, field="input_ids")
+        record_trained(self.client, meta, field="input_ids")
         self.client.acknowledge(meta)
 
 
@@ -75,9 +73,8 @@ def steps(client, worker, pool):
             client.clear_samples(ids, "train")
 
 
-def main(told):
-    given = json.loads(told)
-    end_in_peace_on_signals()
+def main(output):
+    given = json.loads(output)
     structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
     if token := given.get("token"):
         os.environ["OTEL_EXPORTER_OTLP_HEADERS"] = f"authorization=Bearer%20{token}"
@@ -86,10 +83,8 @@ def main(told):
         Settings(poll_s=0.05, jaeger_url="http://jaeger.example:16686", **given),
         inspector=client,
     )
-    listener, bound = listen(resolve("127.0.0.1", 0))
-    url = f"http://{bound}{app.state.settings.root_path}"
 
-    def feed():
+    def feed(url):
         with setup("grpo.driver", run_id="tests", endpoint=url) as telemetry:
             steps(client, Worker(client), ThreadPoolExecutor(2))
             telemetry.flush()
@@ -97,8 +92,10 @@ def main(told):
             sys.stdout.flush()
             threading.Event().wait()
 
-    threading.Thread(target=feed, daemon=True).start()
-    run(app, listener, shutdown_timeout_s=2)
+    def start_feed(url):
+        threading.Thread(target=feed, args=[url], daemon=True).start()
+
+    serve(app, port=0, shutdown_timeout_s=2, announce=start_feed)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What changes the data plane: only if allowed, confirmed, and written down however it ends."""
+"""Actions run only if allowed and confirmed, and are always recorded."""
 
 import json
 import threading
@@ -9,7 +9,7 @@ import torch
 from fastapi.testclient import TestClient
 from tensordict import TensorDict
 
-from dataplane_admin.store import Store, StoreUnavailable
+from dataplane_admin.store import Store, StoreUnavailable  # noqa: TID251
 from dataplane_core import InMemoryDataPlaneClient
 
 TOKEN = "3f2b8c0d9e7a6b5c"
@@ -44,11 +44,11 @@ def until(condition):
     raise AssertionError(f"not within {PATIENCE_S:g} s")
 
 
-def act(client, action, **asked):
-    asked = {"partition": "train", "confirm": "train", **asked}
+def act(client, action, **change):
+    change = {"partition": "train", "confirm": "train", **change}
     headers = {"content-type": "application/json"}
-    # Lone surrogates included, which json= would not encode.
-    return client.post(f"/api/v1/actions/{action}", content=json.dumps(asked), headers=headers)
+    # json= would not encode lone surrogates.
+    return client.post(f"/api/v1/actions/{action}", content=json.dumps(change), headers=headers)
 
 
 def entries(client):
@@ -56,14 +56,14 @@ def entries(client):
 
 
 def audit(client):
-    """The entries of what came of actions."""
-    return [one for one in entries(client) if one["outcome"] != "asked for"]
+    """Return the outcome entries of the audit log."""
+    return [entry for entry in entries(client) if entry["outcome"] != "requested"]
 
 
-def test_clearing_samples_drops_them_and_is_written_down(client, plane):
+def test_clearing_samples_is_recorded(client, plane):
     answer = act(client, "clear", sample_ids=["s0", "s1"])
     assert answer.status_code == 200, answer.text
-    assert [one.sample_id for one in plane.list_samples("train")] == ["s2", "s3"]
+    assert [sample.sample_id for sample in plane.list_samples("train")] == ["s2", "s3"]
     [entry] = audit(client)
     assert (entry["action"], entry["target"]) == ("clear", "train")
     assert entry["actor"] == "token from testclient"
@@ -72,7 +72,7 @@ def test_clearing_samples_drops_them_and_is_written_down(client, plane):
     assert TOKEN not in str(entry)
 
 
-def test_that_an_action_was_asked_for_is_written_down_before_it_is_done(client, plane, monkeypatch):
+def test_an_action_is_recorded_before_it_runs(client, plane, monkeypatch):
     clear, seen = plane.clear_samples, []
 
     def look(*args, **kwargs):
@@ -81,14 +81,14 @@ def test_that_an_action_was_asked_for_is_written_down_before_it_is_done(client, 
 
     monkeypatch.setattr(plane, "clear_samples", look)
     assert act(client, "clear", sample_ids=["s0"]).status_code == 200
-    assert [one["outcome"] for one in seen] == ["asked for"]
-    done, asked = entries(client)
+    assert [entry["outcome"] for entry in seen] == ["requested"]
+    done, requested = entries(client)
     assert done["outcome"] == "done: 1 samples of partition 'train' cleared"
     alike = ("actor", "action", "target", "parameters")
-    assert [done[name] for name in alike] == [asked[name] for name in alike]
+    assert [done[name] for name in alike] == [requested[name] for name in alike]
 
 
-def test_nothing_is_done_that_cannot_be_written_down(client, plane, monkeypatch):
+def test_an_action_that_cannot_be_recorded_does_not_run(client, plane, monkeypatch):
     def full(self, entry):
         raise StoreUnavailable("the disk is full")
 
@@ -100,27 +100,27 @@ def test_nothing_is_done_that_cannot_be_written_down(client, plane, monkeypatch)
     assert len(plane.list_samples("train")) == 4
 
 
-@pytest.mark.parametrize(("asked", "status"), [(["s0"], 200), (["s1"], 409)])
-def test_what_was_done_is_answered_though_its_outcome_cannot_be_written_down(
-    client, plane, monkeypatch, asked, status
-):
+@pytest.mark.parametrize(("sample_ids", "status"), [(["s0"], 200), (["s1"], 409)])
+def test_an_unrecorded_outcome_is_still_answered(client, plane, monkeypatch, sample_ids, status):
     plane.register_partition("train", ["a"], 4, ["t"])
     record = Store.record_action
 
     def full(self, entry):
-        if entry.outcome != "asked for":
+        if entry.outcome != "requested":
             raise StoreUnavailable("the disk is full")
         record(self, entry)
 
     monkeypatch.setattr(Store, "record_action", full)
     if status == 409:
         plane.claim_meta("train", "t", ["a"], 4, blocking=False)
-    answer = act(client, "clear", sample_ids=asked)
+    answer = act(client, "clear", sample_ids=sample_ids)
     assert answer.status_code == status
-    assert [one["outcome"] for one in entries(client)] == ["asked for"]
+    assert [entry["outcome"] for entry in entries(client)] == ["requested"]
     if status == 200:
-        told = answer.json()["sentence"]
-        assert told.startswith("1 samples of partition 'train' cleared; the audit record has only")
+        sentence = answer.json()["sentence"]
+        assert sentence.startswith(
+            "1 samples of partition 'train' cleared; the audit log has no outcome"
+        )
         assert len(plane.list_samples("train")) == 3
     else:
         assert "are leased" in answer.json()["detail"]
@@ -132,7 +132,7 @@ def test_clearing_a_partition_forgets_it(client, plane):
     until(lambda: client.get("/api/v1/partition", params={"id": "train"}).status_code == 404)
 
 
-def test_what_is_leased_is_cleared_by_force_only(client, plane):
+def test_leased_samples_are_cleared_by_force_only(client, plane):
     plane.claim_meta("train", "t", ["a"], 2, blocking=False)
     refused = act(client, "clear", sample_ids=["s0"])
     assert refused.status_code == 409
@@ -142,14 +142,14 @@ def test_what_is_leased_is_cleared_by_force_only(client, plane):
     assert done["outcome"].startswith("done: ")
 
 
-def test_consumption_is_reset_for_the_samples_named(client, plane):
+def test_consumption_is_reset_for_the_named_samples(client, plane):
     plane.acknowledge(plane.claim_meta("train", "t", ["a"], 3, blocking=False))
     answer = act(client, "reset-consumption", task="t", sample_ids=["s0", "s2", "s3", "nothing"])
     assert (answer.status_code, answer.json()["samples"]) == (200, 2)
     assert plane.claim_meta("train", "t", ["a"], 4, blocking=False).sample_ids == ["s0", "s2", "s3"]
 
 
-def test_a_claim_that_still_runs_is_ended_only_if_that_is_asked_for(client, plane):
+def test_an_unexpired_claim_is_ended_on_request_only(client, plane):
     plane.claim_meta("train", "t", ["a"], 3, blocking=False)
     [claim] = client.get("/api/v1/partition/claims", params={"id": "train"}).json()
     refused = act(client, "end-claim", claim=claim["claim"])
@@ -161,7 +161,7 @@ def test_a_claim_that_still_runs_is_ended_only_if_that_is_asked_for(client, plan
 
 
 @pytest.mark.parametrize(
-    ("action", "asked", "status"),
+    ("action", "change", "status"),
     [
         ("clear", {"confirm": "Train"}, 422),
         ("clear", {"confirm": ""}, 422),
@@ -169,8 +169,8 @@ def test_a_claim_that_still_runs_is_ended_only_if_that_is_asked_for(client, plan
         ("reset-consumption", {"task": "other", "sample_ids": ["s0"]}, 404),
     ],
 )
-def test_what_is_refused_changes_nothing_and_is_written_down(client, plane, action, asked, status):
-    answer = act(client, action, **asked)
+def test_a_refused_action_is_recorded(client, plane, action, change, status):
+    answer = act(client, action, **change)
     assert answer.status_code == status
     assert len(plane.list_samples("train")) == 4
     [entry] = audit(client)
@@ -178,7 +178,7 @@ def test_what_is_refused_changes_nothing_and_is_written_down(client, plane, acti
 
 
 @pytest.mark.parametrize(
-    "asked",
+    "change",
     [
         {"confirm": None},
         {"sample_ids": []},
@@ -191,13 +191,13 @@ def test_what_is_refused_changes_nothing_and_is_written_down(client, plane, acti
         {"extra": 1},
     ],
 )
-def test_what_is_no_question_is_refused_at_the_door(client, plane, asked):
-    assert act(client, "clear", **asked).status_code == 422
+def test_an_invalid_action_is_refused_unrecorded(client, plane, change):
+    assert act(client, "clear", **change).status_code == 422
     assert len(plane.list_samples("train")) == 4
     assert audit(client) == []
 
 
-def test_without_the_permission_there_is_nothing_at_these_paths(make_app, plane):
+def test_disabled_actions_have_no_routes(make_app, plane):
     app = make_app(inspector=plane, token=TOKEN)
     headers = {"authorization": f"Bearer {TOKEN}"}
     client = TestClient(app, base_url="http://localhost", headers=headers)
@@ -206,12 +206,12 @@ def test_without_the_permission_there_is_nothing_at_these_paths(make_app, plane)
     assert len(plane.list_samples("train")) == 4
 
 
-def test_the_audit_record_is_read_page_by_page(client):
+def test_the_audit_log_is_read_page_by_page(client):
     for _ in range(3):
         act(client, "clear", sample_ids=["s0"])
     first = client.get("/api/v1/audit", params={"limit": 3}).json()
     second = client.get("/api/v1/audit", params={"limit": 3, "cursor": first["next"]}).json()
-    ids = [one["id"] for one in [*first["entries"], *second["entries"]]]
+    ids = [entry["id"] for entry in [*first["entries"], *second["entries"]]]
     assert len(ids) == 6
     assert ids == sorted(ids, reverse=True)
     assert second["next"] is None

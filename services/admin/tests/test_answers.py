@@ -1,17 +1,16 @@
-"""What the API answers about a run that goes on, over HTTP from a process of its own."""
+"""API answers about an active run, over HTTP from a separate process."""
 
+import shutil
 import time
+from types import SimpleNamespace
 
 import httpx
 import pytest
-from fastapi.testclient import TestClient
 
-from dataplane_admin import Settings, create_app
-from dataplane_admin.answers import models
-from dataplane_admin.store import Store
+from dataplane_admin import models
 
 TOKEN = "3f2b8c0d9e7a6b5c"
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 
 
 @pytest.fixture(scope="module")
@@ -19,10 +18,12 @@ def client(running):
     headers = {"authorization": f"Bearer {TOKEN}"}
     with httpx.Client(base_url=running.url, headers=headers, timeout=PATIENCE_S) as client:
         deadline = time.monotonic() + PATIENCE_S
-        while time.monotonic() < deadline:  # the last events come a moment after the URL
-            told = client.get("/api/v1/partition", params={"id": "train"}).json()
-            if told.get("tasks", [{}])[0].get("ready") == 5 and client.get("/api/v1/why").json():
+        while True:  # the last events arrive shortly after the URL
+            partition = client.get("/api/v1/partition", params={"id": "train"}).json()
+            ready = [task["ready"] for task in partition.get("tasks", ())]
+            if ready[:1] == [5] and client.get("/api/v1/why").json():
                 break
+            assert time.monotonic() < deadline, partition
         yield client
 
 
@@ -33,11 +34,11 @@ def ask(client, path, **query):
 
 
 def steps(client):
-    found = models.Traces.model_validate(ask(client, "traces", run="tests")).traces
-    return [one for one in found if one.name == "grpo.step"]
+    traces = models.Traces.model_validate(ask(client, "traces", run="tests")).traces
+    return [trace for trace in traces if trace.name == "grpo.step"]
 
 
-def test_the_status_tells_of_store_and_live(client):
+def test_the_status_has_store_and_live_data_plane(client):
     status = models.Status.model_validate(ask(client, "status"))
     assert status.live.attached
     assert status.live.error is None
@@ -51,19 +52,21 @@ def test_the_status_tells_of_store_and_live(client):
 def test_a_partition_has_counts_bytes_ages_and_what_is_ready(client):
     partition = models.Partition.model_validate(ask(client, "partition", id="train"))
     assert (partition.declared, partition.put, partition.present) == (8, 8, 8)
-    written = {one.name: (one.written, one.nbytes) for one in partition.fields}
+    written = {field.name: (field.written, field.nbytes) for field in partition.fields}
     assert written == {"input_ids": (8, 8 * 64), "advantages": (5, 5 * 4)}
     [task] = partition.tasks
     assert (task.unclaimed, task.ready) == (8, 5)
     assert sorted(task.needs) == ["advantages", "input_ids"]
     assert task.oldest_unclaimed_s > 0
-    assert set(task.backlog) <= {8, *task.backlog[:1]}
+    # The number of earlier steps that it saw depends on their speed; each moves all eight.
+    assert set(task.backlog) <= {0, 8}
+    assert task.backlog[-1] == 8
 
 
 def test_the_matrix_shows_where_the_gap_is(client):
     matrix = models.Matrix.model_validate(ask(client, "partition/matrix", id="train", windows=8))
     assert (matrix.total, matrix.scanned, len(matrix.windows)) == (8, 8, 8)
-    gaps = [one.written[matrix.fields.index("advantages")] for one in matrix.windows]
+    gaps = [window.written[matrix.fields.index("advantages")] for window in matrix.windows]
     assert gaps == [1.0] * 5 + [0.0] * 3
 
 
@@ -78,29 +81,29 @@ def test_drilling_down_ends_at_one_sample(client):
     assert [hop.name for hop in life.hops] == ["put"]
 
 
-def test_a_life_goes_from_its_put_to_its_clear_and_each_hop_has_its_trace(client):
+def test_a_sample_lifecycle_has_every_hop_with_its_trace(client):
     life = models.SampleLife.model_validate(ask(client, "sample", id="step1_p0_g0"))
     names = [hop.name for hop in life.hops]
     assert names[:3] == ["put", "put", "claimed"]
     assert names[-1] == "cleared"
     assert {"trained", "acknowledged", "dropped"} <= set(names)
     assert life.live is None
-    [step] = [one for one in steps(client) if one.step == 1]
+    [step] = [trace for trace in steps(client) if trace.step == 1]
     assert {hop.trace_id for hop in life.hops} == {step.trace_id}
     trace = models.Trace.model_validate(ask(client, "trace", id=step.trace_id))
     assert {hop.span_id for hop in life.hops} <= {row.span_id for row in trace.rows}
 
 
 def test_samples_are_found_by_prefix_page_by_page(client):
-    found, cursor = [], None
+    ids, cursor = [], None
     for _ in range(10):
         query = {"q": "step0_", "limit": 3, **({"cursor": cursor} if cursor else {})}
         hits = models.SampleHits.model_validate(ask(client, "samples", **query))
-        found += [one.sample_id for one in hits.samples]
+        ids += [sample.sample_id for sample in hits.samples]
         cursor = hits.next
         if cursor is None:
             break
-    assert found == [f"step0_p{place // 4}_g{place}" for place in range(8)]
+    assert ids == [f"step0_p{place // 4}_g{place}" for place in range(8)]
 
 
 @pytest.mark.parametrize(("value", "count"), [("g1", 4), ("nothing", 0)])
@@ -110,14 +113,14 @@ def test_samples_are_found_by_tag(client, value, count):
     assert len(ask(client, "samples", tag="reward", value="3")["samples"]) == 1
 
 
-def test_why_of_one_run_leaves_out_the_others(client):
-    assert [one["run_id"] for one in ask(client, "why", run="tests")] == ["tests"]
+def test_why_filters_by_run(client):
+    assert [wait["run_id"] for wait in ask(client, "why", run="tests")] == ["tests"]
     assert ask(client, "why", run="another") == []
 
 
 def test_why_names_the_task_the_field_and_the_samples(client):
-    [wait] = [models.Wait.model_validate(one) for one in ask(client, "why")]
-    assert (wait.kind, wait.task, wait.partition, wait.asked) == ("wait", "train", "train", 8)
+    [wait] = [models.Wait.model_validate(row) for row in ask(client, "why")]
+    assert (wait.kind, wait.task, wait.partition, wait.requested) == ("wait", "train", "train", 8)
     assert wait.lacks["advantages"].count == 3
     assert wait.blocking == ["step2_p1_g5", "step2_p1_g6", "step2_p1_g7"]
     assert "3 of 8 lack advantages (step2_p1_g5, step2_p1_g6, …)" in wait.sentence
@@ -129,30 +132,30 @@ def test_staleness_counts_what_was_trained(client):
 
 
 def test_a_trace_has_its_waterfall_critical_path_and_links_out(client):
-    [step] = [one for one in steps(client) if one.step == 0]
+    [step] = [item for item in steps(client) if item.step == 0]
     trace = models.Trace.model_validate(ask(client, "trace", id=step.trace_id))
     assert trace.incomplete == []
     assert (trace.rows[0].name, trace.rows[0].depth) == ("grpo.step", 0)
     assert len(trace.rows) == trace.spans
-    assert sum(one.seconds for one in trace.critical_path) == pytest.approx(trace.seconds)
+    assert sum(item.seconds for item in trace.critical_path) == pytest.approx(trace.seconds)
     assert trace.staleness.samples == 8
     [link] = trace.external
     assert link.url == f"http://jaeger.example:16686/trace/{step.trace_id}"
-    assert {one.stage for one in trace.stages} >= {"rollout"}
+    assert {item.stage for item in trace.stages} >= {"rollout"}
 
 
 def test_two_steps_are_compared_place_by_place(client):
-    first, second = sorted(steps(client), key=lambda one: one.step)[:2]
-    told = models.TraceComparison.model_validate(
+    first, second = sorted(steps(client), key=lambda row: row.step)[:2]
+    comparison = models.TraceComparison.model_validate(
         ask(client, "trace/compare", a=first.trace_id, b=second.trace_id)
     )
-    assert told.rows[0].name == "grpo.step"
-    assert told.rows[0].difference_s == pytest.approx(second.seconds - first.seconds)
-    assert all(one.a_count == one.b_count for one in told.rows)
+    assert comparison.rows[0].name == "grpo.step"
+    assert comparison.rows[0].difference_s == pytest.approx(second.seconds - first.seconds)
+    assert all(row.a_count == row.b_count for row in comparison.rows)
 
 
 def test_the_service_makes_no_spans_of_its_own_requests(client):
-    names = {one["name"] for one in ask(client, "traces", limit=1000)["traces"]}
+    names = {trace["name"] for trace in ask(client, "traces", limit=1000)["traces"]}
     assert not any(name.startswith(("GET", "POST", "fastapi")) for name in names)
 
 
@@ -160,7 +163,7 @@ def test_an_answer_is_not_sent_twice(client):
     first = client.get("/api/v1/staleness")
     headers = {"if-none-match": f'"other", {first.headers["etag"]}'}
     deadline = time.monotonic() + PATIENCE_S
-    while time.monotonic() < deadline:  # a metric may come in between
+    while time.monotonic() < deadline:  # a metric may arrive in between
         again = client.get("/api/v1/staleness", headers=headers)
         if again.status_code == 304:
             break
@@ -181,7 +184,7 @@ def test_an_answer_is_not_sent_twice(client):
         ("trace", {"id": "0" * 32}),
     ],
 )
-def test_what_is_not_there_is_a_404_that_says_so(client, path, query):
+def test_an_unknown_id_is_a_404_with_a_reason(client, path, query):
     answer = client.get(f"/api/v1/{path}", params=query)
     assert answer.status_code == 404
     assert answer.headers["content-type"] == "application/problem+json"
@@ -215,7 +218,7 @@ def test_what_is_not_there_is_a_404_that_says_so(client, path, query):
         ("staleness", {"steps": 0}),
     ],
 )
-def test_what_cannot_be_asked_is_a_422_that_says_what_was_expected(client, path, query):
+def test_an_invalid_parameter_is_a_422_with_the_expected_value(client, path, query):
     answer = client.get(f"/api/v1/{path}", params=query)
     if path == "samples" and query.get("value"):
         assert answer.status_code in (200, 422)
@@ -230,21 +233,21 @@ def test_what_cannot_be_asked_is_a_422_that_says_what_was_expected(client, path,
 @pytest.mark.parametrize(
     "name", ["a/b", "..", "\0", "\u202e", "%00", "<script>", "'; DROP TABLE", "é"]
 )
-def test_ids_may_hold_anything(client, name):
+def test_ids_may_contain_any_character(client, name):
     for path in ("sample", "partition"):
         answer = client.get(f"/api/v1/{path}", params={"id": name})
         assert answer.status_code == 404
         assert answer.json()["detail"].isprintable()
 
 
-def test_metrics_are_those_of_prometheus(client):
+def test_metrics_are_in_prometheus_format(client):
     answer = client.get("/metrics")
     assert answer.headers["content-type"].startswith("text/plain")
     lines = answer.text.splitlines()
     assert 'dataplane_partition_samples{partition="train"} 8.0' in lines
     assert "dataplane_admin_live_attached 1.0" in lines
-    told = 'dataplane_task_samples{partition="train",state="unclaimed",task="train"} 8.0'
-    assert told in lines
+    line = 'dataplane_task_samples{partition="train",state="unclaimed",task="train"} 8.0'
+    assert line in lines
 
 
 def test_it_is_ready(client):
@@ -252,18 +255,14 @@ def test_it_is_ready(client):
     assert (answer.status_code, answer.json()["live"]) == (200, "attached")
 
 
-def test_it_is_ready_while_the_data_plane_is_away(make_app):
-    app = make_app(ray_address="127.0.0.1:1")
-    with TestClient(app, base_url="http://127.0.0.1") as asking:
-        answer = asking.get("/readyz")
+def test_it_is_ready_without_the_data_plane(job_of):
+    answer = job_of(ray_address="127.0.0.1:1").client.get("/readyz")
     assert (answer.status_code, answer.json()["ready"]) == (200, True)
     assert answer.json()["live"].startswith("Ray at 127.0.0.1:1: ")
 
 
-def test_it_is_not_ready_while_the_disk_of_its_store_is_full(tmp_path, monkeypatch):
-    settings = Settings(store_url=f"sqlite:///{tmp_path / 'store.sqlite'}")
-    monkeypatch.setattr(Store, "room_bytes", lambda self: 4096)
-    with TestClient(create_app(settings), base_url="http://127.0.0.1") as asking:
-        answer = asking.get("/readyz")
-        assert answer.status_code == 503
-        assert answer.json()["store"] == "the store's disk is full: 4096 bytes left"
+def test_it_is_not_ready_while_the_disk_is_full(job, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=4096))
+    answer = job.client.get("/readyz")
+    assert answer.status_code == 503
+    assert answer.json()["store"] == "the store's disk is full: 4096 bytes left"

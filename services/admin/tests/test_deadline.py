@@ -1,4 +1,4 @@
-"""An answer that asks the data plane several times has one deadline for all of them."""
+"""All queries of one answer to the data plane share a deadline."""
 
 import threading
 import time
@@ -34,32 +34,34 @@ def client(make_app, monkeypatch):
 
 
 def slowly(question):
-    def asked(*args, **kwargs):
+    def slow(*args, **kwargs):
         threading.Event().wait(SLOW_S)
         return question(*args, **kwargs)
 
-    return asked
+    return slow
 
 
 @pytest.mark.parametrize(
     ("path", "query"),
-    [("samples", {"tag": "group", "value": "g"}), ("samples", {"q": "nobody"})],
+    [("samples", {"tag": "group", "value": "g"}), ("samples", {"q": "unknown"})],
 )
-def test_all_questions_of_one_answer_share_one_deadline(client, path, query):
+def test_all_queries_of_one_answer_share_a_deadline(client, path, query):
     began = time.monotonic()
     answer = client.get(f"/api/v1/{path}", params=query)
     assert time.monotonic() - began < PARTITIONS * SLOW_S
     assert answer.status_code == 200, answer.text
-    told = answer.json()
-    [note] = told["notes"]
-    assert note.startswith("not looked up in ")
+    body = answer.json()
+    [note] = body["notes"]
+    assert note.startswith("not searched in ")
     assert note.partition(" live partitions: ")[0].rpartition(" ")[2] in map(
         str, range(1, PARTITIONS)
     )
-    assert [one["sample_id"] for one in told["samples"]] == (["first"] if "tag" in query else [])
+    assert [sample["sample_id"] for sample in body["samples"]] == (
+        ["first"] if "tag" in query else []
+    )
 
 
-def test_a_life_that_was_looked_up_in_some_partitions_says_so(client):
-    answer = client.get("/api/v1/sample", params={"id": "nobody"})
+def test_a_partial_sample_search_is_noted(client):
+    answer = client.get("/api/v1/sample", params={"id": "unknown"})
     assert answer.status_code == 404
-    assert "not looked up in " in answer.json()["detail"]
+    assert "not searched in " in answer.json()["detail"]

@@ -1,4 +1,4 @@
-"""Peers that send half of something, guess tokens or speak something else cost others nothing."""
+"""Peers that send partial requests, guess tokens or use other protocols do not affect others."""
 
 import concurrent.futures
 import contextlib
@@ -16,13 +16,12 @@ PATIENCE_S = 60.0
 SECRET = "what-the-peer-sent"
 HALF = f"GET /{SECRET} HTTP/1.1\r\nHost: loc".encode()
 HALF_BODY = b"POST /v1/traces HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99\r\n\r\nabc"
-# Deadlines short enough for a test; the open files leave room for some 140 connections.
+# Deadlines are short for the test; the open files allow about 140 connections.
 SERVICE = """
 import resource, sys
 resource.setrlimit(resource.RLIMIT_NOFILE, (400, 400))
-from dataplane_admin import Settings, connections, create_app
-from dataplane_admin.listen import listen, resolve
-from dataplane_admin.server import end_in_peace_on_signals, run
+from dataplane_admin import Settings, create_app, serve
+from dataplane_admin.serving import connections
 
 connections.REQUEST_S, connections._BODY_S, connections.READ_S = map(float, sys.argv[1:4])
 app = create_app(Settings(store_url="sqlite:///hostile.sqlite", token=sys.argv[4]))
@@ -32,15 +31,12 @@ async def fail(text: str):
     raise RuntimeError(text)
 
 app.router.routes.insert(0, app.router.routes.pop())
-end_in_peace_on_signals()
-listener, bound = listen(resolve("127.0.0.1", 0))
-print(f"http://{bound}", flush=True)
-run(app, listener, shutdown_timeout_s=1)
+serve(app, port=0, shutdown_timeout_s=1)
 """
 
 
 def serve(start, request_s=60.0, body_s=60.0, read_s=60.0):
-    deadlines = [str(one) for one in (request_s, body_s, read_s)]
+    deadlines = [str(seconds) for seconds in (request_s, body_s, read_s)]
     return start(*deadlines, TOKEN, command=(sys.executable, "-c", SERVICE))
 
 
@@ -55,19 +51,19 @@ def status_of(url, data=None, **headers):
 
 @contextlib.contextmanager
 def peers(port, number, sent):
-    """Connections that have sent ``sent``; those that the service closes stay open here."""
+    """Open connections that send ``sent`` and stay open here if the service closes them."""
     with contextlib.ExitStack() as stack:
-        made = []
+        connections = []
         for _ in range(number):
             peer = stack.enter_context(socket.create_connection(("127.0.0.1", port), PATIENCE_S))
             with contextlib.suppress(ConnectionError):
                 peer.sendall(sent)
-            made.append(peer)
-        yield made
+            connections.append(peer)
+        yield connections
 
 
 def closed(peer):
-    """What arrives until the service closes the connection."""
+    """Return the data until the service closes the connection."""
     arrived = b""
     with contextlib.suppress(ConnectionError):
         while chunk := peer.recv(65_536):
@@ -76,14 +72,14 @@ def closed(peer):
 
 
 @pytest.mark.parametrize("sent", [b"", HALF, HALF_BODY], ids=["nothing", "half", "half a body"])
-def test_silent_peers_beyond_the_bound_keep_nobody_out(start, sent):
+def test_silent_peers_do_not_block_others(start, sent):
     service = serve(start)
     with peers(service.port, 600, sent):
         assert status_of(f"{service.url}/healthz") == 200
         assert status_of(f"{service.url}/v1/traces", b"", authorization=f"Bearer {TOKEN}") == 415
     status, _, written = service.stop(signal.SIGTERM)
     assert status == 0
-    # One line for the address, however many there were.
+    # One line per address for any number of attempts.
     assert written.count("\n") == 1, written[:2000]
     assert "connection_dropped" in written
     assert SECRET not in written
@@ -100,7 +96,7 @@ def test_silent_peers_beyond_the_bound_keep_nobody_out(start, sent):
     ],
     ids=["nothing", "half", "half of the second", "half a body"],
 )  # fmt: skip
-def test_a_request_that_does_not_arrive_in_time_is_ended(start, limits, sent, answer):
+def test_an_incomplete_request_times_out(start, limits, sent, answer):
     service = serve(start, **limits)
     with peers(service.port, 1, sent) as [peer]:
         assert answer in closed(peer)
@@ -108,19 +104,19 @@ def test_a_request_that_does_not_arrive_in_time_is_ended(start, limits, sent, an
     assert "request_timed_out" in written
 
 
-def test_an_answer_that_nobody_reads_is_ended(start):
+def test_an_unread_answer_times_out(start):
     service = serve(start, read_s=0.3)
     with socket.socket() as peer:
         peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         peer.settimeout(PATIENCE_S)
         peer.connect(("127.0.0.1", service.port))
-        asked = "GET /api/v1/openapi.json HTTP/1.1\r\nHost: localhost\r\n"
-        asked += f"Authorization: Bearer {TOKEN}\r\n\r\n"
-        # Until the buffers between the two are full, and for some time after that.
+        request = "GET /api/v1/openapi.json HTTP/1.1\r\nHost: localhost\r\n"
+        request += f"Authorization: Bearer {TOKEN}\r\n\r\n"
+        # Until the buffers in between are full, and for some time afterwards.
         deadline = time.monotonic() + PATIENCE_S
         with contextlib.suppress(ConnectionError):
             while time.monotonic() < deadline:
-                peer.sendall(asked.encode())
+                peer.sendall(request.encode())
         assert time.monotonic() < deadline
     _, _, written = service.stop(signal.SIGTERM)
     assert "answer_not_read" in written
@@ -138,7 +134,7 @@ def test_an_answer_that_nobody_reads_is_ended(start):
     ],
     ids=["not http", "no header", "upgrade", "a route that fails"],
 )
-def test_what_a_peer_sends_is_neither_logged_nor_floods_the_log(start, sent):
+def test_peers_can_neither_flood_nor_write_the_log(start, sent):
     service = serve(start)
     for _ in range(20):
         with peers(service.port, 1, sent) as [peer]:
@@ -148,7 +144,7 @@ def test_what_a_peer_sends_is_neither_logged_nor_floods_the_log(start, sent):
     assert SECRET not in written
 
 
-def test_guessing_tokens_is_slow_and_keeps_the_right_one_in(start):
+def test_guesses_are_slow_and_do_not_block_the_right_token(start):
     service = serve(start)
     ends = time.monotonic() + 3
 
@@ -157,26 +153,26 @@ def test_guessing_tokens_is_slow_and_keeps_the_right_one_in(start):
         while time.monotonic() < ends:
             if number % 2:
                 headers = {"authorization": f"Bearer {number:032}"}
-                told = status_of(f"{service.url}/api/v1/status", **headers)
+                status = status_of(f"{service.url}/api/v1/status", **headers)
             else:
-                told = status_of(f"{service.url}/login", f"token={number:032}".encode())
+                status = status_of(f"{service.url}/login", f"token={number:032}".encode())
             tried += 1
-            compared += told == 401
-            assert told in (401, 429)
+            compared += status == 401
+            assert status in (401, 429)
         return number, tried, compared
 
     with concurrent.futures.ThreadPoolExecutor(24) as pool:
         guesses = [pool.submit(guess, number) for number in range(24)]
         latencies = []
         while time.monotonic() < ends:
-            asked = time.monotonic()
+            start_s = time.monotonic()
             right = {"authorization": f"Bearer {TOKEN}"}
             assert status_of(f"{service.url}/api/v1/version", **right) == 200
-            latencies.append(time.monotonic() - asked)
-        told = [one.result() for one in guesses]
-    # Each of a second: five forms at a time, and one token at a time of each connection.
-    assert sum(compared for number, _, compared in told if number % 2 == 0) <= 5 * 5
-    assert max(compared for number, _, compared in told if number % 2) <= 4
+            latencies.append(time.monotonic() - start_s)
+        statuses = [future.result() for future in guesses]
+    # Each takes a second: five forms at a time, and one token at a time per connection.
+    assert sum(compared for number, _, compared in statuses if number % 2 == 0) <= 5 * 5
+    assert max(compared for number, _, compared in statuses if number % 2) <= 4
     assert sorted(latencies)[len(latencies) // 2] < 1
     right_form = f"token={TOKEN}&next=/healthz".encode()
     assert status_of(f"{service.url}/login", right_form) == 200
@@ -186,7 +182,7 @@ def test_guessing_tokens_is_slow_and_keeps_the_right_one_in(start):
 
 
 @pytest.mark.slow
-def test_an_exporter_over_grpc_is_told_what_to_set(start):
+def test_a_grpc_exporter_gets_the_setting_to_change(start):
     import grpc
 
     service = serve(start)

@@ -1,4 +1,4 @@
-"""Methods, wrong paths and CORS: what an exporter, a probe or a page of another origin is told."""
+"""Methods, wrong paths and CORS, for exporters, probes and pages of other origins."""
 
 import pytest
 from fastapi.testclient import TestClient
@@ -40,10 +40,10 @@ def test_head_does_not_wait_for_the_end_of_a_stream(app_of):
         ("/", "/v1/traces or /v1/logs or /v1/metrics"),
     ],
 )
-def test_an_export_to_a_wrong_path_is_told_the_right_one(app_of, token, path, right):
+def test_an_export_to_a_wrong_path_names_the_right_one(app_of, token, path, right):
     answer = client_of(app_of(token=token)).post(path, json={}, headers=BEARER if token else {})
     assert answer.status_code in (404, 405)
-    assert answer.json()["detail"].endswith(f"; OTLP over HTTP is sent to {right}")
+    assert answer.json()["detail"].endswith(f"; send OTLP over HTTP to {right}")
 
 
 def test_an_action_without_a_csrf_value_is_still_refused(app_of):
@@ -53,8 +53,8 @@ def test_an_action_without_a_csrf_value_is_still_refused(app_of):
 
 
 def preflight(client, path, origin, headers="authorization,content-type"):
-    asked = {"origin": origin, "access-control-request-method": "POST"}
-    return client.options(path, headers={**asked, "access-control-request-headers": headers})
+    sent = {"origin": origin, "access-control-request-method": "POST"}
+    return client.options(path, headers={**sent, "access-control-request-headers": headers})
 
 
 @pytest.mark.parametrize("path", ["/v1/traces", "/v1/logs", "/v1/metrics"])
@@ -66,7 +66,7 @@ def test_pages_of_allowed_origins_may_send_telemetry(app_of, path):
     assert "authorization" in allowed.headers["access-control-allow-headers"].lower()
     sent = client.post(path, json={}, headers={"origin": APP, **BEARER})
     assert (sent.status_code, sent.headers["access-control-allow-origin"]) == (200, APP)
-    # A page has to see why it is refused as well.
+    # A page must be able to read the reason of a refusal.
     refused = client.post(path, json={}, headers={"origin": APP})
     assert (refused.status_code, refused.headers["access-control-allow-origin"]) == (401, APP)
 
@@ -105,12 +105,12 @@ def test_a_root_path_is_taken_with_or_without_slashes_around_it(make_app, given)
 
 
 @pytest.mark.parametrize("given", ["/a//b", "/a b", "/a?b", "/..", "/a/./b", "https://x"])
-def test_a_root_path_that_is_none_is_refused(make_app, given):
+def test_an_invalid_root_path_is_refused(make_app, given):
     with pytest.raises(ValueError, match="expected a path such as /rl"):
         make_app(root_path=given)
 
 
 @pytest.mark.parametrize("given", ["/api", "/v1", "/traces", "/static", "/api/v1/actions"])
-def test_a_root_path_of_the_services_own_is_refused(make_app, given):
-    with pytest.raises(ValueError, match="one of the service's own paths"):
+def test_a_root_path_that_is_a_route_is_refused(make_app, given):
+    with pytest.raises(ValueError, match="a path of the service"):
         make_app(root_path=given, allow_actions=True)

@@ -1,11 +1,10 @@
-"""Who may change something: the token's holder, or a session from a page of ours."""
+"""Changes need the token, or a session and a form of the service."""
 
 import re
+import time
 
 import pytest
 from fastapi.testclient import TestClient
-
-from dataplane_admin.login import MOST_SESSIONS, SESSION_S, Sessions
 
 TOKEN = "3f2b8c0d9e7a6b5c"
 OURS = "http://localhost"
@@ -38,13 +37,13 @@ def logged_in(app):
 
 
 def csrf(client, page="/"):
-    """The value that a page of ours carries."""
+    """Return the CSRF value of a page."""
     page = client.get(page, headers=HTML)
     assert page.status_code == 200, page.text
     return re.search(r'name="csrf" value="([^"]+)"', page.text)[1]
 
 
-def test_logging_in_sets_a_cookie_that_scripts_and_other_sites_cannot_use(app_of):
+def test_the_session_cookie_is_protected(app_of):
     answer = client_of(app_of(token=TOKEN)).post("/login", data={"token": f" {TOKEN}\n"})
     assert (answer.status_code, answer.headers["location"]) == (303, "/")
     cookie = answer.headers["set-cookie"]
@@ -54,13 +53,13 @@ def test_logging_in_sets_a_cookie_that_scripts_and_other_sites_cannot_use(app_of
     assert TOKEN not in cookie
 
 
-def test_behind_https_the_cookie_stays_there(app_of):
+def test_behind_https_the_cookie_is_secure(app_of):
     client = client_of(app_of(token=TOKEN), origin="https://localhost")
     assert "Secure" in client.post("/login", data={"token": TOKEN}).headers["set-cookie"]
 
 
 @pytest.mark.parametrize("data", [{}, {"token": ""}, {"token": TOKEN[:-1]}, {"token": "é" * 16}])
-def test_another_token_does_not_log_in(app_of, data):
+def test_a_wrong_token_does_not_log_in(app_of, data):
     client = client_of(app_of(token=TOKEN))
     answer = client.post("/login", data=data)
     assert (answer.status_code, "set-cookie" in answer.headers) == (401, False)
@@ -80,13 +79,13 @@ def test_another_token_does_not_log_in(app_of, data):
         ("/login", "/"),
     ],
 )
-def test_logging_in_leads_on_to_a_page_of_ours_only(app_of, target, goes_to):
+def test_login_redirects_to_local_pages_only(app_of, target, goes_to):
     data = {"token": TOKEN, "next": target}
     answer = client_of(app_of(token=TOKEN)).post("/login", data=data)
     assert answer.headers["location"] == goes_to
 
 
-def test_a_browser_without_a_session_is_led_to_the_login_and_back(app_of):
+def test_a_browser_without_a_session_is_redirected_to_the_login(app_of):
     client = client_of(app_of(token=TOKEN))
     answer = client.get("/trace?id=a b", headers=HTML)
     assert answer.status_code == 303
@@ -97,7 +96,7 @@ def test_a_browser_without_a_session_is_led_to_the_login_and_back(app_of):
         assert client.get(machine, headers=HTML).status_code == 401
 
 
-def test_a_session_reads_until_it_is_ended(app_of):
+def test_a_session_can_read_until_it_ends(app_of):
     client = logged_in(app_of(token=TOKEN))
     assert client.get("/api/v1/status").status_code == 200
     value = client.cookies["dataplane_admin"]
@@ -107,7 +106,7 @@ def test_a_session_reads_until_it_is_ended(app_of):
     assert again.get("/api/v1/status").status_code == 401
 
 
-def test_a_session_takes_no_telemetry(app_of):
+def test_a_session_cannot_send_telemetry(app_of):
     client = logged_in(app_of(token=TOKEN))
     assert client.post("/v1/traces", json={}, headers={"origin": OURS}).status_code == 401
     assert client.post("/v1/traces", json={}, headers=BEARER).status_code == 200
@@ -119,15 +118,15 @@ def test_a_stolen_cookie_does_nothing_from_another_origin(app_of, origin):
     client = logged_in(app)
     value = csrf(client)
     headers = {"origin": origin, "x-csrf-token": value}
-    asked = {"partition": "p", "confirm": "p"}
-    refused = client.post("/api/v1/actions/clear", json=asked, headers=headers)
+    change = {"partition": "p", "confirm": "p"}
+    refused = client.post("/api/v1/actions/clear", json=change, headers=headers)
     assert refused.status_code == 403
     assert refused.headers["content-type"] == "application/problem+json"
     assert client.get("/api/v1/status", headers={"origin": origin}).status_code == 403
     assert app.state.store.audit() == []
 
 
-def test_an_allowed_origin_is_one_of_ours(app_of):
+def test_an_allowed_origin_may_change_things(app_of):
     app = app_of(token=TOKEN, allowed_origins=("https://Admin.Example",))
     client = client_of(app, **BEARER)
     assert client.get("/api/v1/status", headers={"origin": "https://admin.example"}).is_success
@@ -135,7 +134,7 @@ def test_an_allowed_origin_is_one_of_ours(app_of):
 
 
 @pytest.mark.parametrize("origin", ["admin.example", "https://*.example", "https://a/b", ""])
-def test_an_allowed_origin_that_is_none_is_refused_at_once(make_app, origin):
+def test_an_invalid_allowed_origin_is_refused_at_start(make_app, origin):
     with pytest.raises(ValueError, match="expected a scheme, a host"):
         make_app(allowed_origins=(origin,))
 
@@ -145,11 +144,11 @@ def test_nothing_is_changed_without_the_csrf_value(app_of, token):
     app = app_of(token=token, allow_actions=True)
     client = client_of(app) if token is None else logged_in(app)
     value = csrf(client, "/actions/clear?partition=p")
-    asked = {"partition": "p", "confirm": "p"}
+    change = {"partition": "p", "confirm": "p"}
 
     def act(**headers):
         named = {name.replace("_", "-"): text for name, text in headers.items()}
-        return client.post("/api/v1/actions/clear", json=asked, headers=named)
+        return client.post("/api/v1/actions/clear", json=change, headers=named)
 
     for headers in (
         {},
@@ -162,7 +161,7 @@ def test_nothing_is_changed_without_the_csrf_value(app_of, token):
     ):
         assert act(**headers).status_code == 403
     assert app.state.store.audit() == []
-    # Past the door there is no data plane to act upon.
+    # After authentication there is no data plane to change.
     assert act(origin=OURS, x_csrf_token=value).status_code == 503
     assert len(app.state.store.audit()) == 2
 
@@ -175,15 +174,15 @@ def test_a_form_carries_the_csrf_value_as_a_field(app_of):
     assert client.post("/logout", data=good, headers={"origin": OURS}).status_code == 303
 
 
-def test_the_csrf_value_of_one_session_is_not_that_of_another(app_of):
+def test_every_session_has_its_own_csrf_value(app_of):
     app = app_of(token=TOKEN)
-    one, other = logged_in(app), logged_in(app)
-    answer = other.post("/logout", data={"csrf": csrf(one)}, headers={"origin": OURS})
+    first, second = logged_in(app), logged_in(app)
+    answer = second.post("/logout", data={"csrf": csrf(first)}, headers={"origin": OURS})
     assert answer.status_code == 403
 
 
 @pytest.mark.parametrize("length", [None, "2000000", "-1", "1e3", "9" * 5000, "²"])
-def test_a_body_beyond_the_bound_is_refused(app_of, length):
+def test_a_body_above_the_limit_is_refused(app_of, length):
     client = client_of(app_of(token=TOKEN, allow_actions=True), **BEARER)
     content = iter([b"x" * 600_000] * 2) if length is None else b"{}"
     headers = {"content-type": "application/json"}
@@ -194,14 +193,27 @@ def test_a_body_beyond_the_bound_is_refused(app_of, length):
     assert answer.headers["content-type"] == "application/problem+json"
 
 
-def test_sessions_end_by_themselves_and_are_bounded():
-    now = [0.0]
-    sessions = Sessions(clock=lambda: now[0])
-    first = sessions.begin()
-    assert sessions.find(first) is not None
-    assert sessions.find("") is None
-    now[0] = SESSION_S
-    assert sessions.find(first) is None
-    values = [sessions.begin() for _ in range(MOST_SESSIONS + 1)]
-    assert sessions.find(values[0]) is None
-    assert sessions.find(values[1]) is not None
+def test_a_session_ends_after_twelve_hours(app_of, monkeypatch):
+    client = logged_in(app_of(token=TOKEN))
+    now = time.monotonic
+    monkeypatch.setattr(time, "monotonic", lambda: now() + 12 * 3600 - 60)
+    assert client.get("/api/v1/status").status_code == 200
+    monkeypatch.setattr(time, "monotonic", lambda: now() + 12 * 3600)
+    assert client.get("/api/v1/status").status_code == 401
+
+
+def test_new_sessions_replace_the_oldest(app_of, monkeypatch):
+    monkeypatch.setattr("dataplane_admin.web.login.MAX_SESSIONS", 2)
+    app = app_of(token=TOKEN)
+    first, second = logged_in(app), logged_in(app)
+    logged_in(app)
+    assert first.get("/api/v1/status").status_code == 401
+    assert second.get("/api/v1/status").status_code == 200
+
+
+@pytest.mark.parametrize("action", ["clear", "reset-consumption", "end-claim"])
+def test_a_form_without_the_csrf_value_is_refused(app_of, action):
+    client = logged_in(app_of(token=TOKEN, allow_actions=True))
+    for path in (f"/actions/{action}", f"/api/v1/actions/{action}", "/logout"):
+        answer = client.post(path, headers={"origin": OURS})
+        assert (answer.status_code, "csrf" in answer.text) == (403, True), path

@@ -1,59 +1,71 @@
-"""What a task needs follows its newest claim."""
+"""Needs of tasks, and the tasks that claim, follow from reported claims."""
+
+import time
 
 import pytest
+import torch
+from tensordict import TensorDict
 
-from dataplane_admin.answers.needs import Needs
-from dataplane_admin.store import ClaimRow, StoreUnavailable
-from dataplane_admin.store.texts import storable
+from dataplane_core import InMemoryDataPlaneClient
 
-
-class Told:
-    """A store that tells of claims; each adds a revision."""
-
-    def __init__(self):
-        self.revision = 0
-        self.away = False
-        self._claims = []
-
-    def claim(self, task, fields):
-        self._claims.append(ClaimRow("train", storable(task), True, fields))
-        self.revision += 1
-
-    def newest_claims(self, event_id, most):
-        if self.away:
-            raise StoreUnavailable("away")
-        return self._claims[event_id:], len(self._claims), True
+PATIENCE_S = 20.0
+TASKS = ["train", "train\0", "t" * 600, "waits", "silent"]
 
 
-def test_a_task_that_claims_with_other_fields_needs_those():
-    store = Told()
-    needs = Needs(store)
-    store.claim("train", ("input_ids",))
-    needs.refresh()
-    assert needs.of("train", "train") == ("input_ids",)
-    store.claim("train", ("input_ids", "advantages"))
-    store.claim("train", None)
-    needs.refresh()
-    assert needs.of("train", "train") == ("input_ids", "advantages")
-    assert needs.of("train", "other") is None
+@pytest.fixture
+def job(job_of):
+    with InMemoryDataPlaneClient({"enabled": True, "impl": "in_memory"}) as plane:
+        plane.register_partition("train", ["x", "y"], 8, TASKS)
+        plane.put_samples(["a"], "train", TensorDict({"x": torch.zeros(1)}, [1]))
+        job = job_of(inspector=plane, poll_s=0.02, stuck_after_s=1.0)
+        until(lambda: job.get("partitions")["partitions"])
+        yield job
 
 
-@pytest.mark.parametrize("task", ["train\0", "t" * 600])
-def test_a_task_is_found_by_its_own_name_whatever_it_is(task):
-    store = Told()
-    needs = Needs(store)
-    store.claim(task, ("input_ids",))
-    needs.refresh()
-    assert needs.of("train", task) == ("input_ids",)
+def until(condition):
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
-def test_what_could_not_be_read_is_read_the_next_time():
-    store = Told()
-    needs = Needs(store)
-    store.claim("train", ("input_ids",))
-    store.away = True
-    with pytest.raises(StoreUnavailable):
-        needs.refresh()
-    store.away = False
-    needs.refresh()
-    assert needs.of("train", "train") == ("input_ids",)
+def needs(job):
+    return {task["name"]: task["needs"] for task in job.get("partition", id="train")["tasks"]}
+
+
+def test_needs_follow_the_newest_claim_of_each_task(job, otlp):
+    assert needs(job) == dict.fromkeys(TASKS)
+    for at_s, fields in enumerate((["x"], ["x", "y"])):
+        job.send(
+            *(
+                otlp.log("claimed", ["a"], at_s=at_s, task=task, fields=fields)
+                for task in TASKS[:3]
+            ),
+            otlp.log("waiting", at_s=at_s, wait="w", task="waits", fields=fields),
+            otlp.log("claimed", ["a"], at_s=9, task="silent"),
+        )
+        assert needs(job) == {**dict.fromkeys(TASKS[:4], fields), "silent": None}
+    job.send(otlp.log("claimed", ["b"], at_s=3, task="train"))
+    assert needs(job)["train"] == ["x", "y"]
+
+
+def test_only_the_newest_of_many_claims_are_read(job, otlp, monkeypatch):
+    monkeypatch.setattr("dataplane_admin.answers.claims._PAGE", 3)
+    job.send(
+        *(otlp.log("claimed", [f"{at}"], at_s=at, task="train", fields=["x"]) for at in range(9)),
+        otlp.log("waiting", at_s=11, wait="w", task="waits", fields=["y"]),
+        otlp.log("put", ["b"], at_s=12, fields=["x"]),
+    )
+    known = needs(job)
+    assert (known["train"], known["waits"]) == (["x"], ["y"])
+
+
+def test_only_tasks_that_claimed_have_a_backlog(job, otlp):
+    for task in ("train", "t" * 600):
+        job.send(otlp.log("claimed", ["a"], task=task, fields=["x"]))
+
+        def backlogs():
+            return {wait["task"] for wait in job.get("why") if wait["kind"] == "backlog"}
+
+        until(lambda: task in backlogs())  # noqa: B023
+        assert backlogs() <= {"train", "t" * 600}

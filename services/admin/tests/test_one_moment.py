@@ -1,4 +1,4 @@
-"""The page of a partition shows one moment, also while samples move."""
+"""The partition page shows one snapshot, also while samples change."""
 
 import re
 import threading
@@ -9,7 +9,7 @@ from fastapi.testclient import TestClient
 from tensordict import TensorDict
 
 from dataplane_admin import Settings, create_app
-from dataplane_admin.live import read_moment
+from dataplane_admin.live import read_moment  # noqa: TID251
 from dataplane_core import InMemoryDataPlaneClient, PartitionNotFoundError, UnavailableError
 
 SIZE = 64
@@ -30,7 +30,7 @@ def put(plane, ids, *fields):
 
 @pytest.fixture
 def moving(plane):
-    """Samples that are put, completed, claimed and cleared without a pause."""
+    """Put, complete, claim and clear samples without a pause."""
     ending = threading.Event()
 
     def move():
@@ -51,7 +51,7 @@ def moving(plane):
 
 
 def check(moment):
-    """Every part says the same of the partition."""
+    """Check that all parts agree about the partition."""
     summary, scan = moment.summary, moment.scan
     assert scan.total == scan.rows == summary.present == len(moment.samples)
     for field in summary.fields:
@@ -64,7 +64,7 @@ def check(moment):
     assert task.leased == sum(sample.tasks["train"] == "leased" for sample in moment.samples)
 
 
-def test_parts_agree_where_the_moment_is_one(moving):
+def test_parts_of_one_snapshot_agree(moving):
     exact = 0
     for _ in range(2_000):
         moment = read_moment(moving, "train", start=0, limit=100)
@@ -76,19 +76,19 @@ def test_parts_agree_where_the_moment_is_one(moving):
     raise AssertionError(f"only {exact} of 2,000 reads were of one moment")
 
 
-def test_a_moment_that_is_not_one_says_how_long_it_is(plane):
+def test_an_inconsistent_read_reports_its_duration(plane):
     put(plane, ["a"], "x")
 
     class Busy:
-        """Somebody writes between any two questions."""
+        """Check reads with a write between any two queries."""
 
         def __getattr__(self, name):
-            def asked(*args, **kwargs):
+            def write_after(*args, **kwargs):
                 answer = getattr(plane, name)(*args, **kwargs)
                 put(plane, ["a"], "x")
                 return answer
 
-            return asked
+            return write_after
 
     assert read_moment(Busy(), "train", start=0, limit=1).spread_s > 0.0
     moment = read_moment(plane, "train", start=0, limit=1)
@@ -96,14 +96,14 @@ def test_a_moment_that_is_not_one_says_how_long_it_is(plane):
     check(moment)
 
 
-def test_a_partition_that_is_gone_is_named(plane):
+def test_a_missing_partition_is_named(plane):
     with pytest.raises(PartitionNotFoundError, match="'gone'"):
         read_moment(plane, "gone", start=0, limit=1)
 
 
 @pytest.fixture
 def client(plane, tmp_path):
-    # Polled once, before anything is put: whatever a page shows later, it has read itself.
+    # Polled once, before any put: later data on a page is from its own read.
     settings = Settings(store_url=f"sqlite:///{tmp_path / 'store.sqlite'}", poll_s=3600.0)
     app = create_app(settings, inspector=plane)
     with TestClient(app, base_url="http://127.0.0.1") as asking:
@@ -117,19 +117,19 @@ def facts(html):
     return dict(re.findall(r"<dt>([^<]*)</dt><dd>([\d,]+)", html))
 
 
-def test_head_matrix_and_fields_of_a_page_are_of_one_moment(client, plane):
+def test_all_parts_of_a_partition_page_are_consistent(client, plane):
     put(plane, [f"s{place}" for place in range(SIZE)], "x")
     html = client.get("/partition", params={"id": "train"}).text
     assert facts(html)["Present"] == str(SIZE)
-    assert facts(html)["Still to be put"] == "0"
+    assert facts(html)["Outstanding"] == "0"
     assert "Samples 0 to 24 <small>of 64" in html
     fields = re.findall(r'<td class="quiet">([^<]*)</td><td class="n">(\d+)</td>', html)
-    assert fields == [("torch.float32", str(SIZE)), ("not written yet", "0")]
+    assert fields == [("torch.float32", str(SIZE)), ("not written", "0")]
     assert re.findall(r'<span class="row-sum">([^<]*)</span>', html) == ["100 %", "0 %"]
     assert re.search(r"As of \d\d:\d\d:\d\d\.\d\d\d", html)
 
 
-def test_without_an_answer_the_page_is_of_the_newest_poll(client, plane, monkeypatch):
+def test_without_an_answer_the_page_shows_the_newest_poll(client, plane, monkeypatch):
     put(plane, ["a"], "x")
 
     def fails(*_args, **_kwargs):
@@ -138,4 +138,4 @@ def test_without_an_answer_the_page_is_of_the_newest_poll(client, plane, monkeyp
     monkeypatch.setattr(plane, "list_samples", fails)
     html = client.get("/partition", params={"id": "train"}).text
     assert facts(html)["Present"] == "0"
-    assert "The samples could not be listed: the directory is gone" in html
+    assert "Cannot list samples: the directory is gone" in html

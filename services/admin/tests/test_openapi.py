@@ -1,4 +1,4 @@
-"""Every route, asked with whatever fits or does not fit its description."""
+"""Every route answers valid and invalid input as described."""
 
 import threading
 import time
@@ -16,8 +16,8 @@ from dataplane_core import InMemoryDataPlaneClient
 PATIENCE_S = 20.0
 TOKEN = "3f2b8c0d9e7a6b5c"
 HEADERS = {"authorization": f"Bearer {TOKEN}", "host": "localhost"}
-# To send what a description does not foresee is the point, and the answer then is a 4xx of ours.
-# These checks ask for more: that parameters nobody knows are refused, for example.
+# Undescribed input is the point of the test; the service answers it with a 4xx.
+# These checks require more, such as refusing unknown parameters.
 _LEFT_OUT = {
     "ignored_auth",
     "missing_required_header",
@@ -30,7 +30,7 @@ _ENDLESS = {"/api/v1/live"}
 
 @pytest.fixture
 def app(make_app):
-    """With a data plane, so that questions about it are answered as well."""
+    """Return the schema of a service with a data plane, so that all routes answer."""
     with InMemoryDataPlaneClient({"enabled": True, "impl": "in_memory"}) as plane:
         plane.register_partition("train", ["a"], 4, ["t"])
         plane.put_samples(["s0"], "train", TensorDict({"a": torch.zeros(1)}, [1]))
@@ -41,7 +41,7 @@ def app(make_app):
             threading.Event().wait(0.01)
 
         async def requests_only(scope, receive, send):
-            # Each case comes with a lifespan of its own, of which the service has but one.
+            # Each case would run a lifespan, of which the service has only one.
             if scope["type"] != "lifespan":
                 await app(scope, receive, send)
                 return
@@ -59,8 +59,8 @@ def test_every_route_answers_hostile_input_as_described(app, mode):
     checks = [check for check in CHECKS.get_all() if check.__name__ not in _LEFT_OUT]
     schema = schemathesis.openapi.from_asgi("/api/v1/openapi.json", app, headers=HEADERS)
     tried = set()
-    for found in schema.get_all_operations():
-        operation = found.ok()
+    for result in schema.get_all_operations():
+        operation = result.ok()
         if operation.path in _ENDLESS:
             continue
 
@@ -82,7 +82,7 @@ def test_every_route_answers_hostile_input_as_described(app, mode):
     assert len(tried) > 10
 
 
-def test_the_document_describes_every_route_for_machines(app_of):
+def test_the_document_describes_every_api_route(app_of):
     paths = set(app_of(token=TOKEN, allow_actions=True).openapi()["paths"])
     assert {
         "/healthz",

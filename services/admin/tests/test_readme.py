@@ -1,4 +1,4 @@
-"""The README's Python blocks run as they stand."""
+"""The README's Python blocks run unchanged."""
 
 import re
 from pathlib import Path
@@ -15,5 +15,5 @@ def test_the_readme_shows_python():
 
 @pytest.mark.parametrize("block", BLOCKS)
 def test_a_block_of_the_readme_runs(block, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)  # where its files go
+    monkeypatch.chdir(tmp_path)  # folder of its files
     exec(compile(block, str(README), "exec"), {"__name__": "__main__"})

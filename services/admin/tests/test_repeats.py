@@ -1,103 +1,141 @@
-"""What exporters send open, again or in part: list, page, status and metrics say the same."""
+"""Open, resent and partial exports: list, page, status and metrics agree."""
 
+import os
 import re
+import time
 
 import pytest
-from fastapi.testclient import TestClient
-from opentelemetry.proto.trace.v1.trace_pb2 import TracesData
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from opentelemetry.proto.logs.v1.logs_pb2 import LogsData
+from opentelemetry.proto.trace.v1.trace_pb2 import Status, TracesData
 
-PROTOBUF = {"content-type": "application/x-protobuf"}
+from dataplane_admin import Retention
+
 TRACE = b"t" * 16
 BEGIN = 1_790_000_000_000_000_000
 END = BEGIN + 4_000_000_000
 
 
-@pytest.fixture
-def client(make_app):
-    with TestClient(make_app(), base_url="http://localhost") as client:
-        yield client
-
-
-def post(client, *spans):
-    """Spans of (letter, start, end), of which ``r`` is the root."""
+def request(*spans, trace_id=TRACE):
+    """Return a request of spans (letter, start, end, whether it failed); ``r`` is the root."""
     data = TracesData()
-    made = data.resource_spans.add().scope_spans.add().spans
-    for letter, start_ns, end_ns in spans:
-        made.add(
-            trace_id=TRACE,
-            span_id=letter * 8,
-            parent_span_id=b"" if letter == b"r" else b"r" * 8,
-            name=letter.decode(),
+    target = data.resource_spans.add().scope_spans.add().spans
+    for letter, start_ns, end_ns, *failed in spans:
+        span = target.add(
+            trace_id=trace_id,
+            span_id=letter.encode() * 8,
+            parent_span_id=b"" if letter == "r" else b"r" * 8,
+            name=letter,
             start_time_unix_nano=start_ns,
             end_time_unix_nano=end_ns,
         )
-    answer = client.post("/v1/traces", content=data.SerializeToString(), headers=PROTOBUF)
-    assert answer.status_code == 200
+        if any(failed):
+            span.status.code = Status.STATUS_CODE_ERROR
+    return data
 
 
-def trace(client):
-    return client.get("/api/v1/trace", params={"id": TRACE.hex()}).json()
+def counts(job):
+    """Return the numbers of spans that each place shows."""
+    [listed] = job.get("traces")["traces"]
+    status, metrics = job.counts(), job.client.get("/metrics").text
+    samples = [
+        re.search(rf"^{name} (\S+)$", metrics, re.M)[1]
+        for name in (
+            "dataplane_admin_store_spans",
+            'dataplane_admin_ingested_total{signal="spans"}',
+        )
+    ]
+    trace = job.trace(TRACE)
+    shown = [len(trace["rows"]), trace["spans"], listed["spans"], status["spans"]]
+    return {*shown, status["ingested"]["spans"], *(int(float(sample)) for sample in samples)}
 
 
-def counts(client):
-    """How many spans each place says there are."""
-    [listed] = client.get("/api/v1/traces").json()["traces"]
-    status = client.get("/api/v1/status").json()
-    metrics = client.get("/metrics").text
-    return {
-        len(trace(client)["rows"]),
-        trace(client)["spans"],
-        listed["spans"],
-        status["store"]["spans"],
-        status["telemetry"]["ingested"]["spans"],
-        int(float(re.search(r"^dataplane_admin_store_spans (\S+)$", metrics, re.M)[1])),
-        int(
-            float(
-                re.search(r'^dataplane_admin_ingested_total{signal="spans"} (\S+)$', metrics, re.M)[
-                    1
-                ]
-            )
-        ),
-    }
-
-
-def test_spans_sent_again_in_other_portions_count_once_everywhere(client):
-    first, second = [(b"r", BEGIN, END), (b"a", BEGIN, END)], [(b"b", BEGIN, END)]
+def test_spans_resent_in_other_portions_count_once(job):
+    first, second = [("r", BEGIN, END), ("a", BEGIN, END)], [("b", BEGIN, END)]
     for portion in (first, second, first, [*first, *second], first[:1], second):
-        post(client, *portion)
-    assert counts(client) == {3}
-    assert client.get("/api/v1/status").json()["telemetry"]["repeated"] == 7
+        job.send(request(*portion))
+    assert counts(job) == {3}
+    assert job.counts()["repeated"] == 7
 
 
-def test_an_open_span_has_no_duration_until_it_has_ended(client):
-    post(client, (b"r", BEGIN, 0), (b"a", BEGIN, END))
-    found = trace(client)
-    assert (found["has_root"], found["seconds"], found["start_ns"]) == (False, 4.0, BEGIN)
-    assert [row["seconds"] for row in found["rows"]] == [None, 4.0]
-    assert found["incomplete"] == ["no end was reported of 'r' of unknown"]
-    page = client.get("/trace", params={"id": TRACE.hex(), "span": (b"r" * 8).hex()}).text
+SPANS = st.lists(
+    st.tuples(st.sampled_from("rabcde"), st.just(BEGIN), st.sampled_from([0, END]), st.booleans()),
+    min_size=1,
+    max_size=6,
+)
+
+
+def test_totals_match_rows_after_any_retries(job):
+    @given(st.lists(SPANS, min_size=1, max_size=5))
+    @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+    def agrees(portions):
+        trace_id = os.urandom(16)
+        before = job.counts()
+        for portion in portions:
+            job.send(request(*portion, trace_id=trace_id))
+        trace, after = job.trace(trace_id), job.counts()
+        failed = sum(row["outcome"] == "error" for row in trace["rows"])
+        assert (trace["spans"], trace["errors"]) == (len(trace["rows"]), failed)
+        assert after["spans"] - before["spans"] == trace["spans"]
+        sent = sum(map(len, portions))
+        assert after["repeated"] - before["repeated"] == sent - trace["spans"]
+
+    agrees()
+
+
+def test_spans_deleted_by_retention_count_as_new(job_of):
+    job = job_of(retention=Retention(max_age_s=0.2))
+    job.send(request(("r", BEGIN, END)))
+    until = time.monotonic() + 60
+    while job.counts()["traces"]:
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    job.send(request(("r", BEGIN, END)))
+    assert job.counts()["ingested"]["spans"] == 2
+
+
+def test_an_event_without_a_time_counts_once(job, later):
+    data = LogsData()
+    record = data.resource_logs.add().scope_logs.add().log_records.add(event_name="dataplane.put")
+    record.body.string_value = '["a"]'
+    for _ in range(2):
+        job.send(data)
+        later(5)
+    [hop] = job.get("sample", id="a")["hops"]
+    assert abs(hop["time_ns"] - time.time_ns()) < 60 * 10**9
+    assert job.counts()["events"] == 1
+
+
+def test_an_open_span_has_no_duration(job):
+    job.send(request(("r", BEGIN, 0), ("a", BEGIN, END)))
+    trace = job.trace(TRACE)
+    assert (trace["has_root"], trace["seconds"], trace["start_ns"]) == (False, 4.0, BEGIN)
+    assert [row["seconds"] for row in trace["rows"]] == [None, 4.0]
+    assert trace["incomplete"] == ["no end was reported of 'r' of unknown"]
+    page = job.client.get("/trace", params={"id": TRACE.hex(), "span": (b"r" * 8).hex()}).text
     assert "n/a" in page
     assert not re.search(r"-\d+[ .\d]* (%|s|min)", page)
-    post(client, (b"r", BEGIN, END), (b"a", BEGIN, 0))
-    found = trace(client)
-    assert (found["has_root"], found["incomplete"]) == (True, [])
-    assert [row["seconds"] for row in found["rows"]] == [4.0, 4.0]
-    assert counts(client) == {2}
+    job.send(request(("r", BEGIN, END), ("a", BEGIN, 0)))
+    trace = job.trace(TRACE)
+    assert (trace["has_root"], trace["incomplete"]) == (True, [])
+    assert [row["seconds"] for row in trace["rows"]] == [4.0, 4.0]
+    assert counts(job) == {2}
 
 
-def test_a_child_without_a_start_does_not_begin_in_1970(client):
-    post(client, (b"r", BEGIN, END), (b"a", 0, END), (b"b", 0, 0))
-    assert (trace(client)["start_ns"], trace(client)["seconds"]) == (BEGIN, 4.0)
-    assert [row["seconds"] for row in trace(client)["rows"]] == [4.0, None, None]
+@pytest.mark.parametrize(
+    ("spans", "start_ns", "durations"),
+    [
+        ([("r", BEGIN, END), ("a", 0, END), ("b", 0, 0)], BEGIN, [4.0, None, None]),
+        ([("a", 0, 0)], None, [None]),
+    ],
+)
+def test_a_missing_time_is_not_1970(job, spans, start_ns, durations):
+    job.send(request(*spans))
+    trace = job.trace(TRACE)
+    assert trace["start_ns"] == start_ns
+    assert [row["seconds"] for row in trace["rows"]] == durations
     for path in ("/", "/traces", f"/trace?id={TRACE.hex()}"):
-        assert "1970" not in client.get(path).text
-
-
-def test_a_trace_without_any_time_is_shown(client):
-    post(client, (b"a", 0, 0))
-    assert (trace(client)["start_ns"], trace(client)["seconds"]) == (None, 0.0)
-    for path in ("/", "/traces", f"/trace?id={TRACE.hex()}"):
-        page = client.get(path)
-        assert page.status_code == 200
-        assert "1970" not in page.text
-    assert "n/a" in client.get("/traces").text
+        page = job.client.get(path)
+        assert (page.status_code, "1970" in page.text) == (200, False)
+    assert start_ns or "n/a" in job.client.get("/traces").text

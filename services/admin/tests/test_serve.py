@@ -4,6 +4,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 import urllib.error
 import urllib.request
 
@@ -24,11 +25,11 @@ def get(url, **headers):
 @pytest.fixture
 def token_file(tmp_path):
     file = tmp_path / "token"
-    file.write_text(f"{TOKEN}\n")
+    file.write_text(f"  {TOKEN}\r\n")
     return str(file)
 
 
-def test_the_one_line_of_output_is_a_url_that_answers(start):
+def test_the_only_output_is_the_url(start):
     service = start()
     assert service.url.startswith("http://127.0.0.1:")
     assert get(f"{service.url}/healthz") == 200
@@ -43,7 +44,7 @@ def test_the_module_runs_as_the_command(start):
     assert get(f"{service.url}/healthz") == 200
 
 
-def test_the_server_does_not_say_what_it_is_made_of(start):
+def test_answers_do_not_reveal_the_server_software(start):
     with urllib.request.urlopen(f"{start().url}/healthz", timeout=30) as response:
         assert response.headers["server"] is None
 
@@ -66,14 +67,14 @@ def test_ipv6_loopback_is_loopback(start):
     assert get(f"{service.url}/healthz") == 200
 
 
-def test_with_a_token_file_all_but_healthz_asks_for_the_token(start, token_file):
+def test_with_a_token_file_only_probes_are_open(start, token_file):
     url = start("--token-file", token_file).url
     assert get(f"{url}/healthz") == 200
     assert get(f"{url}/api/v1/version") == 401
     assert get(f"{url}/api/v1/version", Authorization=f"Bearer {TOKEN}") == 200
 
 
-def test_every_interface_can_be_served_with_a_token_to_named_hosts(start, token_file):
+def test_all_interfaces_need_a_token_and_allowed_hosts(start, token_file):
     service = start("--host", "0.0.0.0", "--token-file", token_file, "--allowed-host", "admin.test")
     url = f"http://127.0.0.1:{service.port}/healthz"
     assert get(url, Host="admin.test") == 200
@@ -82,19 +83,21 @@ def test_every_interface_can_be_served_with_a_token_to_named_hosts(start, token_
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "", "192.0.2.1", "::ffff:127.0.0.1"])
-def test_an_address_that_others_reach_is_refused_without_a_token_file(refused, host):
+def test_a_remote_address_needs_a_token_file(refused, host):
     status, said = refused("--host", host, "--port", "0")
     assert status == 1
     assert said.count("\n") == 1
     assert "--token-file" in said
 
 
-def test_an_empty_token_file_does_not_open_the_service(refused, tmp_path):
-    empty = tmp_path / "token"
-    empty.write_text("\n")
-    status, said = refused("--host", "0.0.0.0", "--port", "0", "--token-file", str(empty))
+@pytest.mark.parametrize("content", [b"\n", b"short", b"two tokens in a file", b"\xff" * 20])
+def test_a_file_without_a_token_is_refused_and_not_shown(refused, tmp_path, content):
+    file = tmp_path / "token"
+    file.write_bytes(content)
+    status, said = refused("--host", "0.0.0.0", "--port", "0", "--token-file", str(file))
     assert (status, said.count("\n")) == (1, 1)
     assert "at least 16 characters" in said
+    assert content.strip() == b"" or content.decode("latin-1") not in said
 
 
 @pytest.mark.parametrize(
@@ -104,15 +107,18 @@ def test_an_empty_token_file_does_not_open_the_service(refused, tmp_path):
         (["--host", "no-such-host.invalid"], "no-such-host.invalid"),
         (["--host", "a" * 70], "not a host name"),
         (["--allowed-host", "*"], "--allowed-host: host '*'"),
+        (["--retention-days", "inf"], "--retention-days"),
+        (["--silent-after", "inf"], "--silent-after"),
+        (["--stuck-after", "inf"], "--stuck-after"),
     ],
 )
-def test_a_wrong_option_is_one_line_that_names_it(refused, arguments, named):
+def test_a_wrong_option_is_reported_on_one_line(refused, arguments, named):
     status, said = refused("--port", "0", *arguments)
     assert (status, said.count("\n")) == (1, 1)
     assert named in said
 
 
-def test_wrong_options_are_reported_together_each_by_its_name(refused):
+def test_wrong_options_are_reported_together(refused):
     wrong = {
         "--token-file": ("nofile", "nofile: No such file"),
         "--db": ("/etc", "found a folder"),
@@ -130,11 +136,11 @@ def test_wrong_options_are_reported_together_each_by_its_name(refused):
     lines = said.splitlines()
     assert (status, len(lines)) == (1, len(wrong)), said
     for option, (_, reason) in wrong.items():
-        [line] = [one for one in lines if one.startswith(f"dataplane-admin: {option}: ")]
+        [line] = [text for text in lines if text.startswith(f"dataplane-admin: {option}: ")]
         assert reason in line
 
 
-def test_a_missing_driver_is_one_line(tmp_path):
+def test_a_missing_driver_is_reported_on_one_line(tmp_path):
     program = (
         "import sys, importlib.util as util; find = util.find_spec\n"
         "util.find_spec = lambda name, *rest: None if name == 'psycopg' else find(name, *rest)\n"
@@ -148,7 +154,26 @@ def test_a_missing_driver_is_one_line(tmp_path):
     assert "dataplane-admin: --db: PostgreSQL needs psycopg" in done.stderr
 
 
-def test_a_port_in_use_is_one_clear_error(refused):
+def test_a_traceback_shows_no_local_variables(start):
+    program = (
+        "from dataplane_admin.cli import app\n"
+        "from dataplane_admin.store.retention import Sweeper\n"
+        "def step(self):\n"
+        "    quoted = 'what the ' + 'user said'\n"
+        "    raise RuntimeError('broken')\n"
+        "Sweeper.step = step\n"
+        "app(['serve', '--port', '0'])"
+    )
+    service = start(command=(sys.executable, "-c", program))
+    deadline = time.monotonic() + 60
+    while "RuntimeError: broken\n" not in (written := service.written_errors()):
+        assert time.monotonic() < deadline, written
+        time.sleep(0.05)
+    assert "in step" in written
+    assert "what the user said" not in written
+
+
+def test_a_port_in_use_is_reported_on_one_line(refused):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         status, said = refused("--port", str(port))
@@ -158,7 +183,7 @@ def test_a_port_in_use_is_one_clear_error(refused):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_stops_it_with_status_0_though_clients_are_connected(start, number):
+def test_a_signal_stops_the_service_despite_open_connections(start, number):
     service = start()
     with (
         socket.create_connection(("127.0.0.1", service.port)) as idle,
@@ -174,9 +199,7 @@ def test_a_signal_stops_it_with_status_0_though_clients_are_connected(start, num
 
 HANGING = """
 import asyncio
-from dataplane_admin import Settings, create_app
-from dataplane_admin.listen import listen, resolve
-from dataplane_admin.server import end_in_peace_on_signals, run
+from dataplane_admin import Settings, create_app, serve
 from fastapi.responses import StreamingResponse
 
 app = create_app(Settings(store_url="sqlite:///hanging.sqlite"))
@@ -189,14 +212,11 @@ async def answer():
     return StreamingResponse(hang())
 
 app.add_api_route("/hang", answer)
-end_in_peace_on_signals()
-listener, bound = listen(resolve("127.0.0.1", 0))
-print(f"http://{bound}", flush=True)
-run(app, listener, shutdown_timeout_s=1)
+serve(app, port=0, shutdown_timeout_s=1)
 """
 
 
-def test_a_request_that_never_ends_delays_the_stop_by_no_more_than_the_bound(start):
+def test_an_endless_request_delays_the_stop_up_to_the_timeout(start):
     service = start(command=(sys.executable, "-c", HANGING))
     with urllib.request.urlopen(f"{service.url}/hang", timeout=30) as response:
         assert response.read(9) == b"under way"
@@ -205,7 +225,7 @@ def test_a_request_that_never_ends_delays_the_stop_by_no_more_than_the_bound(sta
     assert 1 <= seconds < 8
 
 
-def test_an_exporter_that_it_could_not_wait_for_is_told_to_send_it_again(start):
+def test_an_export_cancelled_by_the_stop_can_be_retried(start):
     service = start(command=(sys.executable, "-c", HANGING))
     with socket.create_connection(("127.0.0.1", service.port)) as exporter:
         exporter.settimeout(30)
@@ -213,7 +233,7 @@ def test_an_exporter_that_it_could_not_wait_for_is_told_to_send_it_again(start):
             b"POST /v1/traces HTTP/1.1\r\nHost: localhost\r\nContent-Length: 10\r\n"
             b"Content-Type: application/x-protobuf\r\nExpect: 100-continue\r\n\r\n"
         )
-        # It reads the body by now.
+        # By now it reads the body.
         assert exporter.recv(100) == b"HTTP/1.1 100 Continue\r\n\r\n"
         status, _, _ = service.stop(signal.SIGTERM)
         assert exporter.recv(100).startswith(b"HTTP/1.1 503 ")

@@ -1,4 +1,4 @@
-"""Live updates: told of changes, bounded in number however many come, and ended at shutdown."""
+"""Live updates: notified of changes, bounded in number, and ended at shutdown."""
 
 import asyncio
 import json
@@ -10,19 +10,15 @@ import urllib.request
 import pytest
 
 PATIENCE_S = 60.0
-MOST = 20
+MAX_STREAMS = 20
 SERVICE = f"""
-from dataplane_admin import Settings, connections, create_app
-from dataplane_admin.listen import listen, resolve
-from dataplane_admin.server import end_in_peace_on_signals, run
+from dataplane_admin import Settings, create_app, serve
+from dataplane_admin.serving import connections
 
 # Ten thousand clients of one process take their time to send what they ask.
 connections.REQUEST_S = 60.0
-app = create_app(Settings(store_url="sqlite:///live.sqlite", most_subscribers={MOST}))
-end_in_peace_on_signals()
-listener, bound = listen(resolve("127.0.0.1", 0))
-print(f"http://{{bound}}", flush=True)
-run(app, listener, shutdown_timeout_s=30)
+app = create_app(Settings(store_url="sqlite:///live.sqlite", max_subscribers={MAX_STREAMS}))
+serve(app, port=0, shutdown_timeout_s=30)
 """
 REQUEST = b"GET /api/v1/live HTTP/1.1\r\nHost: localhost\r\n\r\n"
 SPAN = {
@@ -61,7 +57,7 @@ async def subscribe(port):
 async def next_change(reader):
     while True:
         line = await asyncio.wait_for(reader.readline(), PATIENCE_S)
-        assert line, "the stream has ended"
+        assert line, "the stream ended"
         if line.startswith(b"data: "):
             return json.loads(line.removeprefix(b"data: "))
 
@@ -76,7 +72,7 @@ def post(url):
         assert answer.status == 200
 
 
-def test_what_arrives_is_told_to_those_who_wait(service):
+def test_subscribers_are_notified_of_changes(service):
     async def wait():
         head, reader, writer = await subscribe(service.port)
         assert head.startswith(b"HTTP/1.1 200")
@@ -90,14 +86,14 @@ def test_what_arrives_is_told_to_those_who_wait(service):
     asyncio.run(wait())
 
 
-def test_ten_thousand_at_once_are_refused_beyond_the_bound_and_pages_go_on(service):
+def test_too_many_subscribers_are_refused_and_pages_work(service):
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     many = min(10_000, hard - 500)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, many + 500), hard))
     kept, refused = [], []
 
-    async def one(gate):
+    async def follow(gate):
         async with gate:
             head, reader, writer = await subscribe(service.port)
             if head.startswith(b"HTTP/1.1 200"):
@@ -110,12 +106,12 @@ def test_ten_thousand_at_once_are_refused_beyond_the_bound_and_pages_go_on(servi
 
     async def come():
         gate = asyncio.Semaphore(many)
-        await asyncio.gather(*(one(gate) for _ in range(many)))
+        await asyncio.gather(*(follow(gate) for _ in range(many)))
         with await asyncio.to_thread(urllib.request.urlopen, f"{service.url}/healthz") as answer:
             assert answer.status == 200
         for writer in kept:
             writer.close()
-        # Those who leave make room.
+        # Subscribers that leave make room for others.
         deadline = asyncio.get_running_loop().time() + PATIENCE_S
         while True:
             head, _, writer = await subscribe(service.port)
@@ -128,11 +124,11 @@ def test_ten_thousand_at_once_are_refused_beyond_the_bound_and_pages_go_on(servi
         asyncio.run(come())
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    assert (len(kept), len(refused)) == (MOST, many - MOST)
+    assert (len(kept), len(refused)) == (MAX_STREAMS, many - MAX_STREAMS)
     assert b"expected fewer than 20" in refused[0]
 
 
-def test_the_stop_does_not_wait_for_those_who_wait(service):
+def test_the_stop_does_not_wait_for_subscribers(service):
     async def wait():
         _, reader, _ = await subscribe(service.port)
         await next_change(reader)

@@ -1,4 +1,4 @@
-"""The admin service of a data plane."""
+"""Admin service of a data plane: dashboard, API and telemetry store."""
 
 from __future__ import annotations
 
@@ -7,12 +7,21 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from dataplane_admin.app import create_app
+    from dataplane_admin.ingest import Limits
+    from dataplane_admin.serving import serve
     from dataplane_admin.settings import Settings
+    from dataplane_admin.store import Retention
 
-__all__ = ["Settings", "create_app"]
+__all__ = ["Limits", "Retention", "Settings", "create_app", "serve"]
 
-# Questions from the command line need neither, and would wait for them to be imported.
-_LAZY = {"Settings": "settings", "create_app": "app"}
+# The commands need none of these, and importing them is slow.
+_LAZY = {
+    "Limits": "ingest",
+    "Retention": "store",
+    "Settings": "settings",
+    "create_app": "app",
+    "serve": "serving",
+}
 
 
 def __getattr__(name: str) -> object:

@@ -1,4 +1,4 @@
-"""`python -m dataplane_admin` is the command ``dataplane-admin``."""
+"""Entry point of `python -m dataplane_admin`, the command ``dataplane-admin``."""
 
 from dataplane_admin.cli import app
 

@@ -1,48 +1,50 @@
-"""Everything that the service is told when it starts."""
+"""Settings of the service."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from dataplane_admin.host import LOOPBACK_HOSTS
+from dataplane_admin.checks import (
+    LOOPBACK_HOSTS,
+    canonical_host,
+    canonical_origin,
+    canonical_root_path,
+    check_link,
+)
 from dataplane_admin.ingest import Limits
-from dataplane_admin.options import check_link
-from dataplane_admin.root_path import canonical_root_path
 from dataplane_admin.store import Retention
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What `create_app` builds the service from.
+    """Settings of the service for `create_app`.
 
     Attributes:
-        store_url: where what arrives is kept: ``sqlite:///path`` or ``postgresql+psycopg://...``.
-        token: bearer token for every route but ``/healthz``; None lets everybody in.
-        allowed_hosts: host names and addresses that the Host header may name, without ports; with
-            the token a request may name any.
-        allowed_origins: further origins, such as ``https://admin.example``, whose pages may send
-            requests; the address that is asked is always one.
-        root_path: path below which a proxy serves the pages, such as ``/rl``; empty for none.
-        allow_actions: whether the data plane may be changed by hand.
-        retention: how much is kept, and for how long.
-        limits: what one OTLP request may hold.
-        ray_address: of the Ray cluster on which the data plane runs; None shows history only.
-        poll_s: seconds between two looks into the data plane.
-        ask_s: seconds that one drill-down into the data plane may take.
-        stuck_after_s: age in seconds from which unclaimed samples and claims are shown, and before
-            which nothing counts as stuck.
-        silent_after_s: for how long in seconds nothing was heard of a process that sends metrics or
-            tells its waits again, until what it waited for is shown apart. Processes send metrics
-            every minute.
-        most_subscribers: connections that may wait for live updates at a time.
-        failed_login_delay_s: seconds after which a wrong token is answered.
-        jaeger_url: base of Jaeger's pages, to link traces to.
-        tempo_url: where a trace can be looked at in Tempo or Grafana, with ``{trace_id}`` in it;
-            without, ``/api/traces/<id>`` is appended.
-        keep_sample_text: whether attributes that quote samples are kept.
+        store_url: database of the telemetry: ``sqlite:///path`` or ``postgresql+psycopg://...``.
+        token: bearer token for every route except ``/healthz``; None disables authentication.
+        allowed_hosts: host names and addresses allowed in the Host header, without ports; requests
+            with the token may use any.
+        allowed_origins: origins, such as ``https://admin.example``, whose pages may send requests,
+            in addition to the service's own.
+        root_path: path prefix at which a proxy serves the pages, such as ``/rl``; empty for none.
+        allow_actions: whether manual changes to the data plane are allowed.
+        retention: how long and how much telemetry is stored.
+        limits: limits of one OTLP request.
+        ray_address: Ray cluster of the data plane; None shows stored telemetry only.
+        poll_s: seconds between polls of the data plane.
+        ask_s: deadline of one query to the data plane in seconds.
+        stuck_after_s: age in seconds from which unclaimed samples and claims count as stuck.
+        silent_after_s: seconds without telemetry after which a process counts as silent, if it
+            sends metrics or repeats its waits. Processes send metrics every minute.
+        max_subscribers: maximum number of connections with live updates.
+        failed_login_delay_s: delay in seconds of the answer to a wrong token.
+        jaeger_url: base URL of Jaeger, to link traces.
+        tempo_url: URL of a trace in Tempo or Grafana, with ``{trace_id}`` in it; without,
+            ``/api/traces/<id>`` is appended.
+        keep_sample_text: whether attributes that quote samples are stored.
 
     Raises:
-        ValueError: a URL to link to is none of http or https, or the root path is none.
+        ValueError: an allowed host or origin, the root path, or a link URL is invalid.
     """
 
     store_url: str
@@ -58,18 +60,18 @@ class Settings:
     ask_s: float = 5.0
     stuck_after_s: float = 60.0
     silent_after_s: float = 300.0
-    most_subscribers: int = 100
+    max_subscribers: int = 100
     failed_login_delay_s: float = 1.0
     jaeger_url: str | None = None
     tempo_url: str | None = None
     keep_sample_text: bool = False
 
     def __post_init__(self) -> None:
-        """Bring the root path into its form, and refuse links that lead elsewhere than to a page.
-
-        Raises:
-            ValueError: a URL is none of http or https, or the root path is none.
-        """
+        """Convert hosts and the root path to canonical form, and check the other values."""
+        hosts = tuple(canonical_host(host) for host in self.allowed_hosts)
+        object.__setattr__(self, "allowed_hosts", hosts)
+        for origin in self.allowed_origins:
+            canonical_origin(origin)
         object.__setattr__(self, "root_path", canonical_root_path(self.root_path))
         for name in ("jaeger_url", "tempo_url"):
             url = getattr(self, name)

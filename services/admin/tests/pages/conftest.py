@@ -1,95 +1,156 @@
-"""The pages over a made-up run: in this process, and served to a real Chromium."""
+"""Fixtures: pages of a service with a made-up run, in this process and in a real Chromium."""
 
-import asyncio
 import shutil
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
 import uvicorn
-from fastapi import FastAPI
-from fastapi.testclient import TestClient
 from playwright.sync_api import sync_playwright
-from starlette.responses import StreamingResponse
 
-# Tests are imported by path, so the module they share has to be found.
+# Tests are imported by path, so their shared modules need this folder.
 sys.path.insert(0, str(Path(__file__).parent))
 
-from made_up_run import MadeUpAnswers
+from made_up_plane import MadeUpPlane
+from made_up_traces import (
+    FIELDS,
+    HOSTILE,
+    NOW_NS,
+    RUN,
+    STEPS,
+    grpo_step,
+    requests_of,
+    sample_id,
+    trace_id_of,
+)
 
-from dataplane_admin.access import AccessMiddleware
-from dataplane_admin.csrf import CsrfMiddleware
-from dataplane_admin.failed_logins import FailedLogins
-from dataplane_admin.login import Sessions
-from dataplane_admin.pages import router
-from dataplane_admin.security_headers import SecurityHeadersMiddleware
-from dataplane_admin.settings import Settings
+from dataplane_admin import Settings, create_app
 
 PATIENCE_S = 20.0
 
 
 class Site:
-    """The pages with the layers around them that they rely on, and a stream of changes."""
+    """A service with a made-up data plane and a made-up run."""
 
-    def __init__(self, **told):
-        empty = told.pop("empty", False)
-        self.settings = Settings(
-            store_url="sqlite://", jaeger_url="http://jaeger.example:16686", **told
+    def __init__(self, folder):
+        self.plane = MadeUpPlane()
+        settings = Settings(
+            store_url=f"sqlite:///{folder}/admin.sqlite",
+            jaeger_url="http://jaeger.example:16686",
+            allow_actions=True,
+            poll_s=0.05,
         )
-        self.answers = MadeUpAnswers(self.settings, empty=empty)
-        self.app = FastAPI(openapi_url=None)
-        self.app.include_router(router(self.answers, self.settings))
-        self.app.add_api_route("/api/v1/live", self._live)
-        self.app.add_middleware(CsrfMiddleware)
-        self.app.add_middleware(
-            AccessMiddleware,
-            token=self.settings.token,
-            sessions=Sessions(),
-            failed=FailedLogins(0.0),
-        )
-        self.app.add_middleware(SecurityHeadersMiddleware)
+        self.app = create_app(settings, inspector=self.plane)
+        self.answers = self.app.state.answers
         self.url = ""
-        self.ending = False
 
     def change(self):
-        """Something happens that the pages show."""
-        self.answers.tick += 1
+        """Change something that the pages show."""
+        self.plane.tick += 1
 
-    async def _live(self):
-        async def told():
-            seen = -1
-            yield b"retry: 500\n\n"
-            while not self.ending:
-                if seen != self.answers.tick:
-                    if seen >= 0:
-                        yield b'event: changed\ndata: {"store": 1, "live": 1}\n\n'
-                    seen = self.answers.tick
-                await asyncio.sleep(0.02)
-
-        return StreamingResponse(told(), media_type="text/event-stream")
+    def until(self, condition):
+        pause = threading.Event()
+        for _ in range(int(PATIENCE_S / 0.01)):
+            if condition():
+                return
+            pause.wait(0.01)
+        raise AssertionError("not in time")
 
 
-# Of a module each: playwright keeps an event loop in the thread of the tests as long as it lives.
+def steps():
+    """Yield spans and events of each step, oldest first."""
+    for step in range(STEPS):
+        slow, fails = (1.6 if step == STEPS - 1 else 1.0), step == STEPS - 4
+        yield grpo_step(step, slow_train=slow, hostile=step == STEPS - 2, fails=fails)
+
+
+def send_run(job, otlp):
+    """Send forty steps; the last one is unfinished and its trainer is blocked."""
+
+    def log(name, ids=(), *, ago_s=0.0, run=RUN, **facts):
+        at_s = (NOW_NS - otlp.start_ns) / 1e9 - ago_s
+        job.send(otlp.log(name, ids, at_s=at_s, run=run, service="grpo.policy", **facts))
+
+    waiting = {"wait": "w", "task": "train", "fields": ["input_ids", "advantages"], "samples": 128}
+    with pytest.MonkeyPatch.context() as then:
+        then.setattr(time, "time_ns", lambda: NOW_NS - 3_600 * 10**9)
+        since_ns = NOW_NS - 7_200 * 10**9
+        log("waiting", ago_s=3_600, run="yesterday", since_ns=since_ns, again_s=30, **waiting)
+    for number in range(15):
+        job.send(otlp.trace(run=HOSTILE, step=None, names=["grpo.validation"], start_s=number))
+    for step, records in enumerate(steps()):
+        traces, logs = requests_of(records)
+        spans = [resource.scope_spans[0].spans[0] for resource in traces.resource_spans]
+        if step == STEPS - 3:
+            # Drop the root and the spans of a worker, and have others rejected.
+            for resource, span in zip(list(traces.resource_spans), spans, strict=True):
+                if not span.parent_span_id or span.name == "compute_logprobs":
+                    traces.resource_spans.remove(resource)
+            for _ in range(7):
+                traces.resource_spans[0].scope_spans[0].spans.add(trace_id=spans[0].trace_id)
+        if step == STEPS - 1:
+            spans[0].links.add(trace_id=bytes.fromhex(trace_id_of(0)), span_id=b"linked to")
+            ago_s = (NOW_NS - spans[0].start_time_unix_nano) / 1e9
+            log("cleared", ago_s=ago_s)
+            log("registered", ago_s=ago_s, samples=512, tasks=["train"], fields=FIELDS)
+        job.send(traces, logs)
+    # Samples that the first and the last step trained on, put with or without a version.
+    for step, ids, versions in (
+        (0, "abcd", (0, 0, 0, 2)),
+        (0, "uvwx", ()),
+        (STEPS - 1, "ABCDEFGH", ()),
+    ):
+        facts = {"partition": "stale", "trace_id": bytes.fromhex(trace_id_of(step)), "step": step}
+        log("put", list(ids), ago_s=9, **facts, **({"version": 0} if versions else {}))
+        for place, name in enumerate(ids):
+            version = versions[place] if versions else step
+            log("trained", [name], ago_s=8, task="train", version=version, **facts)
+    ids = [sample_id(STEPS - 1, place) for place in range(480)]
+    log("put", ids, fields=FIELDS[:4])
+    log(
+        "put", [name for place, name in enumerate(ids) if place not in (0, 3, 4)], fields=FIELDS[4:]
+    )
+    log("waiting", ago_s=0, since_ns=NOW_NS - 71 * 10**9, **waiting)
+
+
+# Module scope: playwright runs an event loop in the test thread while it lives.
 @pytest.fixture(scope="module")
-def site():
-    return Site(allow_actions=True)
+def job(tmp_path_factory, job_class, otlp):
+    site = Site(tmp_path_factory.mktemp("site"))
+    with job_class(site.app) as job:
+        job.site = site
+        send_run(job, otlp)
+        name = "replay-100k"
+        site.until(lambda: job.get("status")["live"]["attached"])
+        site.until(lambda: job.get("partition/matrix", id=name)["scanned"] == 100_000)
+        yield job
 
 
 @pytest.fixture(scope="module")
-def client(site):
-    return TestClient(site.app, base_url="http://localhost")
+def site(job):
+    return job.site
 
 
 @pytest.fixture(scope="module")
-def bare_client():
-    """Of a service that nothing has reached yet."""
-    return TestClient(Site(empty=True).app, base_url="http://localhost")
+def client(job):
+    return job.client
+
+
+@pytest.fixture(scope="module")
+def bare_client(tmp_path_factory, job_class):
+    """Return a client of a service without data."""
+    url = f"sqlite:///{tmp_path_factory.mktemp('bare')}/admin.sqlite"
+    with job_class(create_app(Settings(store_url=url))) as job:
+        yield job.client
 
 
 @pytest.fixture(scope="module")
 def served(site):
-    server = uvicorn.Server(uvicorn.Config(site.app, port=0, log_level="warning", ws="none"))
+    server = uvicorn.Server(
+        uvicorn.Config(site.app, port=0, log_level="warning", lifespan="off", ws="none")
+    )
     thread = threading.Thread(target=server.run)
     thread.start()
     deadline = threading.Event()
@@ -101,19 +162,19 @@ def served(site):
     port = server.servers[0].sockets[0].getsockname()[1]
     site.url = f"http://127.0.0.1:{port}"
     yield site
-    site.ending = True
+    site.app.state.updates.end()
     server.should_exit = True
     thread.join(PATIENCE_S)
 
 
 @pytest.fixture(scope="module")
 def browser():
-    found = shutil.which("chromium")
-    if found is None:
+    path = shutil.which("chromium")
+    if path is None:
         pytest.fail("no chromium; `apt-get install chromium`, as .ci/run does")
     flags = ["--no-sandbox", "--disable-gpu", "--disable-background-networking"]
     flags += ["--disable-component-update", "--disable-sync"]
     with sync_playwright() as playwright:
-        started = playwright.chromium.launch(executable_path=found, args=flags)
+        started = playwright.chromium.launch(executable_path=path, args=flags)
         yield started
         started.close()

@@ -1,11 +1,15 @@
-"""Spans of a GRPO run that never was: forty steps, eight processes, about a hundred spans each."""
+"""Spans of a made-up GRPO run: forty steps, eight processes, about a hundred spans each."""
 
 import hashlib
+import json
 import random
 import time
 from dataclasses import replace
 
-from dataplane_admin.store import StalenessRow, StepRow, TraceRow
+from opentelemetry.proto.logs.v1.logs_pb2 import LogsData
+from opentelemetry.proto.trace.v1.trace_pb2 import Span as SpanMessage
+from opentelemetry.proto.trace.v1.trace_pb2 import Status, TracesData
+
 from observability.records import Event, Link, Process, Records, Span
 
 NOW_NS = time.time_ns()
@@ -31,12 +35,19 @@ FIELDS = [
 TASKS = ["logprob", "reference", "train"]
 
 
+def sample_id(step, place):
+    """Return a sample id of a step; the last step has two hostile ids."""
+    if step == STEPS - 1 and place in (3, 4):
+        return HOSTILE if place == 3 else REVERSED
+    return f"s{step}_p{place // 8}_g{place % 8}"
+
+
 def trace_id_of(step):
     return hashlib.md5(f"step {step}".encode(), usedforsecurity=False).hexdigest()
 
 
 class Maker:
-    """Makes spans of one trace, with ids that are the same every time."""
+    """Builder of spans of one trace with reproducible ids."""
 
     def __init__(self, step, trace_id=None):
         self.trace_id = trace_id or trace_id_of(step)
@@ -52,7 +63,7 @@ class Maker:
             attributes["rl.bucket"] = bucket
         attributes.update(more.pop("attributes", {}))
         number = hashlib.md5(f"{self.trace_id}{len(self.spans)}".encode(), usedforsecurity=False)
-        made = Span(
+        new_span = Span(
             trace_id=self.trace_id,
             span_id=number.hexdigest()[:16],
             parent_id=parent.span_id if parent else None,
@@ -64,8 +75,8 @@ class Maker:
             process=process,
             **more,
         )
-        self.spans.append(made)
-        return made
+        self.spans.append(new_span)
+        return new_span
 
     def put(self, parent, process, start, seconds, n_bytes, fields):
         return self.span(
@@ -119,7 +130,7 @@ class Maker:
                     "rl.step": self.step,
                     "rl.weight_version": self.step,
                 },
-                sample_ids=tuple(f"s{self.step}_p{i // 8}_g{i % 8}" for i in range(samples)),
+                sample_ids=tuple(sample_id(self.step, place) for place in range(samples)),
                 process=span.process,
                 trace_id=span.trace_id,
                 span_id=span.span_id,
@@ -131,7 +142,7 @@ class Maker:
 
 
 def grpo_step(step, *, slow_train=1.0, hostile=False, fails=False):
-    """Spans and events of one step, about a hundred spans."""
+    """Return spans and events of one step, about a hundred spans."""
     make = Maker(step)
     noise = lambda seconds: seconds * make.random.uniform(0.9, 1.15)  # noqa: E731
     root = make.span(None, "grpo.step", DRIVER, 0, 0)
@@ -155,20 +166,20 @@ def grpo_step(step, *, slow_train=1.0, hostile=False, fails=False):
             generate + environment + 0.01,
             attributes={"rl.turn": number, "rl.rows": 128},
         )
-        asked = make.span(turn, "generate", ROLLOUT, moment + 0.002, generate, "idle")
+        call = make.span(turn, "generate", ROLLOUT, moment + 0.002, generate, "idle")
         make.span(
-            asked,
+            call,
             HOSTILE if hostile and number == 1 else "generate",
             GENERATION,
             moment + 0.006,
             generate - 0.01,
             "productive",
         )
-        asked = make.span(
+        call = make.span(
             turn, "environment_step", ROLLOUT, moment + generate + 0.004, environment, "idle"
         )
         make.span(
-            asked, "step", ENVIRONMENT, moment + generate + 0.006, environment - 0.004, "productive"
+            call, "step", ENVIRONMENT, moment + generate + 0.006, environment - 0.004, "productive"
         )
         moment += generate + environment + 0.012
     make.span(inner, "flatten", ROLLOUT, moment, 0.03, "overhead")
@@ -223,7 +234,7 @@ def grpo_step(step, *, slow_train=1.0, hostile=False, fails=False):
         for batch in range(4):
             took = noise(0.085) * slow_train
             bad = fails and rank == 3 and batch == 3
-            optimizer = make.span(
+            make.span(
                 call,
                 REVERSED if hostile and rank == 0 and batch == 0 else "optimizer_step",
                 policy,
@@ -237,7 +248,6 @@ def grpo_step(step, *, slow_train=1.0, hostile=False, fails=False):
                     **({"error.type": "torch.OutOfMemoryError"} if bad else {}),
                 },
             )
-            make.event(optimizer, "trained", "train", 8)
             moment += took + 0.003
         make.spans[make.spans.index(call)] = replace(call, end_ns=make.start_ns + int(moment * 1e9))
         ends.append(moment + 0.004)
@@ -249,64 +259,56 @@ def grpo_step(step, *, slow_train=1.0, hostile=False, fails=False):
     return make.records()
 
 
-class MadeUpStore:
-    """What the service's own `traces.trace` asks of a store."""
+def _attributes(record, attributes):
+    kinds = {bool: "bool_value", int: "int_value", float: "double_value", str: "string_value"}
+    for key, value in attributes.items():
+        held = record.attributes.add(key=key).value
+        for item in value if isinstance(value, list) else [value]:
+            target = held.array_value.values.add() if isinstance(value, list) else held
+            setattr(target, kinds[type(item)], item)
 
-    def __init__(self):
-        self.held = {}
-        for step in range(STEPS):
-            slow = 1.6 if step == STEPS - 1 else 1.0
-            records = grpo_step(
-                step, slow_train=slow, hostile=step == STEPS - 2, fails=step == STEPS - 4
+
+def _resource(target, process):
+    facts = {"service.name": process.service, "host.name": process.host}
+    facts |= {"process.pid": process.pid, "rl.run_id": RUN}
+    _attributes(
+        target.resource,
+        facts | ({"service.instance.id": process.instance} if process.instance else {}),
+    )
+    return target
+
+
+def requests_of(records):
+    """Return export requests of spans and of events."""
+    traces, logs = TracesData(), LogsData()
+    for span in records.spans:
+        target = (
+            _resource(traces.resource_spans.add(), span.process)
+            .scope_spans.add()
+            .spans.add(
+                trace_id=bytes.fromhex(span.trace_id),
+                span_id=bytes.fromhex(span.span_id),
+                parent_span_id=bytes.fromhex(span.parent_id or ""),
+                name=span.name,
+                kind=SpanMessage.SpanKind.Value(f"SPAN_KIND_{span.kind.upper()}"),
+                start_time_unix_nano=span.start_ns,
+                end_time_unix_nano=span.end_ns,
             )
-            self.held[trace_id_of(step)] = records
-        # Of one step the spans of a worker, and the root, never arrived.
-        torn = self.held[trace_id_of(STEPS - 3)]
-        kept = [span for span in torn.spans if span.parent_id and span.name != "compute_logprobs"]
-        self.held[trace_id_of(STEPS - 3)] = Records(kept, torn.events)
-        self.rows = {one: self._row(one, records) for one, records in self.held.items()}
-
-    def trace(self, trace_id):
-        return self.rows.get(trace_id)
-
-    def run_steps(self, run_id, limit):
-        ended = [row for row in self.rows.values() if row.run_id == run_id and row.has_root]
-        rows = [
-            StepRow(row.step, row.trace_id, row.start_ns, row.seconds, row.errors) for row in ended
-        ]
-        return rows[-limit:], len(rows) > limit
-
-    def trace_records(self, trace_id, *, events=True):
-        held = self.held[trace_id]
-        return held if events else Records(spans=held.spans)
-
-    def series(self, name=None):
-        return []
-
-    def trace_staleness(self, trace_id):
-        if trace_id == trace_id_of(STEPS - 1):
-            return StalenessRow({}, 8)
-        return StalenessRow({0: 96, 2: 32}, 4)
-
-    def linked(self, trace_id):
-        return (
-            ([trace_id_of(0)], [trace_id_of(1)]) if trace_id == trace_id_of(STEPS - 1) else ([], [])
         )
-
-    def _row(self, trace_id, records):
-        roots = [span for span in records.spans if span.parent_id is None]
-        first = roots[0] if roots else records.spans[0]
-        return TraceRow(
-            trace_id=trace_id,
-            run_id=RUN,
-            step=records.spans[0].attributes["rl.step"],
-            name=first.name,
-            start_ns=min(span.start_ns for span in records.spans),
-            end_ns=max(span.end_ns for span in records.spans),
-            has_root=bool(roots),
-            spans=len(records.spans),
-            errors=sum(span.outcome == "error" for span in records.spans),
-            processes=len({span.process for span in records.spans}),
-            rejected=0 if roots else 7,
-            updated_ns=NOW_NS,
+        _attributes(target, span.attributes)
+        if span.outcome == "error":
+            target.status.code, target.status.message = Status.STATUS_CODE_ERROR, span.message
+        for link in span.links:
+            ids = bytes.fromhex(link.trace_id), bytes.fromhex(link.span_id)
+            target.links.add(trace_id=ids[0], span_id=ids[1])
+    for event in records.events:
+        scope = _resource(logs.resource_logs.add(), event.process).scope_logs.add()
+        record = scope.log_records.add(
+            event_name=f"dataplane.{event.name}",
+            time_unix_nano=event.time_ns,
+            trace_id=bytes.fromhex(event.trace_id),
+            span_id=bytes.fromhex(event.span_id),
         )
+        record.body.string_value = json.dumps(event.sample_ids)
+        _attributes(record, event.attributes)
+    return traces, logs

@@ -82,7 +82,7 @@ def test_the_process_of_a_span_is_shown_with_its_resource(client, spans):
     assert "vllm.tracing 0.32.0" in text
 
 
-def test_without_buckets_a_page_claims_no_bubble(client, spans):
+def test_without_buckets_no_bubble_is_shown(client, spans):
     text = page(client, spans[1])
     assert "No span of this trace has rl.bucket" in text
     assert not re.search(r"\d\s*%\s*busy|bubble \d|Productive", text)
@@ -91,10 +91,10 @@ def test_without_buckets_a_page_claims_no_bubble(client, spans):
 
 def test_the_api_gives_events_and_resource(client, spans):
     trace_id = f"{spans[0].get_span_context().trace_id:032x}"
-    told = client.get("/api/v1/trace", params={"id": trace_id}).json()
-    [time] = told["process_times"]
+    trace = client.get("/api/v1/trace", params={"id": trace_id}).json()
+    [time] = trace["process_times"]
     assert time["resource"].items() >= RESOURCE.items()
-    assert (time["busy_s"], time["bubble_s"], told["buckets"]) == (None, None, {})
-    [event] = told["rows"][1]["events"]
+    assert (time["busy_s"], time["bubble_s"], trace["buckets"]) == (None, None, {})
+    [event] = trace["rows"][1]["events"]
     assert event["name"] == "exception"
     assert event["attributes"]["exception.type"] == "ValueError"

@@ -1,4 +1,4 @@
-"""The pages in a real Chromium: quiet, by keyboard, live, on narrow screens."""
+"""Pages in a real Chromium: without errors, by keyboard, live, on narrow screens."""
 
 import re
 from urllib.parse import parse_qs, urlsplit
@@ -12,13 +12,13 @@ SPAN = "?id={}&span={}"
 
 
 class Watched:
-    """A page, and everything that it complained about."""
+    """A page and its errors and warnings."""
 
-    def __init__(self, browser, site, **told):
+    def __init__(self, browser, site, **options):
         self.site = site
-        self.context = browser.new_context(**{"viewport": {"width": 1280, "height": 900}} | told)
+        self.context = browser.new_context(**{"viewport": {"width": 1280, "height": 900}} | options)
         self.context.set_default_timeout(PATIENCE_MS)
-        # Tells of violations of the policy also where they make no noise.
+        # Records violations of the policy that log nothing.
         self.context.add_init_script(
             "window.violations = []; document.addEventListener('securitypolicyviolation', "
             "(event) => window.violations.push(event.violatedDirective));"
@@ -50,14 +50,14 @@ class Watched:
 def watched(browser, served):
     opened = []
 
-    def open_page(**told):
-        opened.append(Watched(browser, served, **told))
+    def open_page(**options):
+        opened.append(Watched(browser, served, **options))
         return opened[-1]
 
     yield open_page
-    for one in opened:
-        one.check()
-        one.context.close()
+    for watch in opened:
+        watch.check()
+        watch.context.close()
 
 
 def focused(page, attribute):
@@ -68,20 +68,30 @@ def query(page):
     return {name: values[0] for name, values in parse_qs(urlsplit(page.url).query).items()}
 
 
-def test_every_page_is_quiet_runs_no_script_of_others_and_fits_a_narrow_screen(watched):
-    one = watched()
+def test_partition_tables_fit_a_desktop(watched):
+    page = watched().go("/partition?id=train")
+    cut_off = page.evaluate(
+        "[...document.querySelectorAll('table')].filter("
+        "(one) => one.parentElement.scrollWidth > one.parentElement.clientWidth)"
+        ".map((one) => one.innerText)"
+    )
+    assert cut_off == []
+
+
+def test_every_page_is_safe_and_fits_a_narrow_screen(watched):
+    watch = watched()
     for path in PAGES:
-        page = one.go(path)
+        page = watch.go(path)
         page.set_viewport_size({"width": 390, "height": 800})
         wider = page.evaluate("document.documentElement.scrollWidth - innerWidth")
         assert wider <= 0, f"{path} is {wider} pixels too wide"
         page.set_viewport_size({"width": 1280, "height": 900})
-        one.check()
+        watch.check()
 
 
-def test_pages_can_be_read_without_scripts(watched, served):
-    one = watched(java_script_enabled=False)
-    page = one.page
+def test_pages_work_without_scripts(watched, served):
+    watch = watched(java_script_enabled=False)
+    page = watch.page
     page.goto(served.url + "/partition?id=replay-100k")
     link = page.locator("a.window").nth(36).get_attribute("href")
     page.goto(served.url + link)
@@ -89,10 +99,10 @@ def test_pages_can_be_read_without_scripts(watched, served):
     page.goto(served.url + f"/trace?id={LAST}")
     page.goto(served.url + page.locator("a.bar").nth(3).get_attribute("href"))
     assert page.locator("#span h2").inner_text() != "Critical path"
-    one.check = lambda: None  # nothing can be evaluated where scripts are off
+    watch.check = lambda: None  # without scripts nothing can be evaluated
 
 
-def test_the_heat_map_is_one_stop_and_opens_a_window_by_keyboard(watched):
+def test_the_sample_matrix_works_by_keyboard(watched):
     page = watched().go("/partition?id=replay-100k")
     page.wait_for_selector('a.window[tabindex="0"]')
     assert page.locator('a.window[tabindex="0"]').count() == 1
@@ -116,7 +126,7 @@ def test_the_heat_map_is_one_stop_and_opens_a_window_by_keyboard(watched):
     )
 
 
-def test_a_click_on_a_column_opens_its_samples_and_one_of_them_its_life(watched):
+def test_a_column_opens_its_samples_and_a_sample_its_page(watched):
     page = watched().go("/partition?id=train")
     page.locator("a.window").nth(1).click(position={"x": 2, "y": 30}, force=True)
     page.wait_for_function(
@@ -124,13 +134,13 @@ def test_a_click_on_a_column_opens_its_samples_and_one_of_them_its_life(watched)
     )
     page.locator("#samples tbody th a").nth(1).click()
     page.wait_for_url("**/sample?**")
-    assert page.locator("ol.life li").count() == 12
+    assert page.locator("ol.life li").count() >= 3
     page.locator("ol.life li a").first.click()
     page.wait_for_url("**/trace?**")
     assert page.locator("a.bar[aria-current]").count() == 1
 
 
-def test_the_waterfall_goes_by_keyboard_and_shows_a_span(watched):
+def test_the_waterfall_works_by_keyboard(watched):
     page = watched().go(f"/trace?id={LAST}")
     page.wait_for_selector('a.bar[tabindex="0"]')
     assert page.locator('a.bar[tabindex="0"]').count() == 1
@@ -154,7 +164,7 @@ def test_the_waterfall_goes_by_keyboard_and_shows_a_span(watched):
     assert query(page) == {"id": LAST}
 
 
-def test_a_waterfall_zooms_by_keyboard_and_by_dragging_and_a_click_stays_a_click(watched):
+def test_the_waterfall_zooms_by_keyboard_and_by_dragging(watched):
     page = watched().go(f"/trace?id={LAST}")
     page.wait_for_selector("#zoom:not([hidden])")
     width = "document.querySelector('svg.time').getBoundingClientRect().width"
@@ -189,11 +199,11 @@ def test_a_deep_link_shows_the_span_and_the_filters(watched, served):
     failed = next(
         row for row in served.answers.trace(trace_id_of(STEPS - 4)).rows if row.outcome == "error"
     )
-    one = watched()
-    page = one.go("/trace" + SPAN.format(trace_id_of(STEPS - 4), failed.span_id))
+    watch = watched()
+    page = watch.go("/trace" + SPAN.format(trace_id_of(STEPS - 4), failed.span_id))
     assert "OutOfMemoryError" in page.locator("#span").inner_text()
     assert page.locator("a.bar[aria-current]").get_attribute("tabindex") == "0"
-    page = one.go("/traces?min_s=1&error=true&name=grpo")
+    page = watch.go("/traces?min_s=1&error=true&name=grpo")
     assert page.locator("#list tbody tr").count() == 1
     assert page.locator('input[name="min_s"]').input_value() == "1"
     assert page.locator('input[name="error"]').is_checked()
@@ -203,7 +213,7 @@ def test_a_deep_link_shows_the_span_and_the_filters(watched, served):
     assert query(page) == {"min_s": "1", "error": "true", "name": "grpo", "step": str(STEPS - 4)}
 
 
-def test_a_live_change_is_shown_without_a_reload_and_disturbs_nobody(watched, served):
+def test_a_live_change_keeps_focus_and_input(watched, served):
     page = watched(viewport={"width": 1280, "height": 500}).go("/partition?id=train")
     page.wait_for_selector('#live[data-state="live"]')
     page.evaluate("window.stays = true; scrollTo(0, 400)")
@@ -212,8 +222,8 @@ def test_a_live_change_is_shown_without_a_reload_and_disturbs_nobody(watched, se
     box.focus()
     chosen = box.get_attribute("value")
     scrolled = page.evaluate("scrollY")
-    told = page.locator('#tables tr[data-key="logprob"] td').nth(4)  # settled
-    before = told.inner_text()
+    cell = page.locator('#tables tr[data-key="logprob"] td').nth(4)  # acknowledged
+    before = cell.inner_text()
     served.change()
     page.wait_for_function(
         "(before) => document.querySelectorAll('#tables tr[data-key=\"logprob\"] td')[4]"
@@ -226,7 +236,7 @@ def test_a_live_change_is_shown_without_a_reload_and_disturbs_nobody(watched, se
     assert page.evaluate("scrollY") == scrolled
 
 
-def test_a_live_change_leaves_an_unfolded_part_and_the_zoom_alone(watched, served):
+def test_a_live_change_keeps_open_details_and_zoom(watched, served):
     page = watched().go(f"/trace?id={LAST}")
     page.wait_for_selector('#live[data-state="live"]')
     page.locator("#tree summary").click()
@@ -241,21 +251,21 @@ def test_a_live_change_leaves_an_unfolded_part_and_the_zoom_alone(watched, serve
     assert focused(page, "data-key") == key
 
 
-def test_colours_switch_and_the_choice_stays(watched):
-    one = watched(color_scheme="light")
-    page = one.go("/")
+def test_the_theme_switch_is_remembered(watched):
+    watch = watched(color_scheme="light")
+    page = watch.go("/")
     paper = "getComputedStyle(document.body).backgroundColor"
     light = page.evaluate(paper)
     page.locator("#theme").click()
     page.locator("#theme").click()
     dark = page.evaluate(paper)
     assert dark != light
-    page = one.go("/traces")
+    page = watch.go("/traces")
     assert page.evaluate(paper) == dark
     assert page.locator("html").get_attribute("data-theme") == "dark"
 
 
-def test_the_first_stop_of_the_tab_key_leads_to_the_content(watched):
+def test_the_first_tab_stop_skips_to_the_content(watched):
     page = watched().go("/traces")
     page.keyboard.press("Tab")
     assert page.evaluate("document.activeElement.textContent") == "Skip to the content"
@@ -263,7 +273,7 @@ def test_the_first_stop_of_the_tab_key_leads_to_the_content(watched):
     page.wait_for_function("() => document.activeElement.id === 'main'")
 
 
-def test_what_has_the_focus_shows_it(watched):
+def test_focus_is_visible(watched):
     page = watched().go("/traces")
     for _ in range(12):
         page.keyboard.press("Tab")
@@ -274,37 +284,37 @@ def test_what_has_the_focus_shows_it(watched):
         assert shown, page.evaluate("document.activeElement.outerHTML")
 
 
-def test_an_action_is_asked_about_and_done(watched, served):
-    served.answers.done.clear()
+def test_an_action_is_confirmed_and_runs(watched, served):
+    served.plane.done.clear()
     page = watched().go("/partition?id=train")
     page.locator('#samples input[type="checkbox"]').nth(0).check()
     page.locator('#samples input[type="checkbox"]').nth(2).check()
-    page.get_by_role("button", name="Clear chosen").click()
+    page.get_by_role("button", name="Clear selected").click()
     page.wait_for_url("**/actions/clear?**")
     assert page.locator("h1").inner_text() == "Clear 2 samples?"
     page.locator('input[name="confirm"]').fill("train")
-    page.get_by_role("button", name="Clear them").click()
+    page.get_by_role("button", name="Clear samples").click()
     page.wait_for_selector(".banner.done")
-    assert served.answers.done[0][1].sample_ids == ["s39_p0_g0", "s39_p0_g2"]
+    assert served.plane.done[0][2] == ["s39_p0_g0", "s39_p0_g2"]
 
 
-def test_two_traces_are_chosen_in_the_list_and_compared(watched):
+def test_two_traces_of_the_list_are_compared(watched):
     page = watched().go("/traces")
     page.get_by_role("button", name="Compare A with B").click()
     page.wait_for_url("**/compare?**")
     assert query(page) == {"a": HOSTILE_TRACE, "b": LAST}
-    assert re.match("Step 39 took .* longer than step 38", page.locator("h1").inner_text())
+    assert re.match("Step 39 is .* slower than step 38", page.locator("h1").inner_text())
 
 
 def test_a_sample_is_found_from_every_page(watched):
     page = watched().go("/staleness")
-    page.locator(".quick input").fill("s39_p1")
+    page.locator(".quick input").fill("s39_p1_")
     page.locator(".quick input").press("Enter")
-    page.wait_for_url("**/samples?q=s39_p1")
+    page.wait_for_url("**/samples?q=s39_p1_")
     assert page.locator("tbody tr").count() == 8
 
 
-def test_nothing_moves_for_those_who_want_less_motion(watched):
+def test_reduced_motion_is_respected(watched):
     page = watched(reduced_motion="reduce").go("/")
     moving = page.evaluate("document.getAnimations().length")
     assert moving == 0

@@ -1,4 +1,4 @@
-"""Text and marks can be told from what is behind them, and buckets from each other."""
+"""Contrast of text and marks with their background, and of buckets with each other."""
 
 import itertools
 import re
@@ -14,9 +14,9 @@ COLOURS = {
     )
 }
 THEMES = pytest.mark.parametrize("theme", [0, 1], ids=["light", "dark"])
-# What eyes without one kind of cone see, after Machado and others (2009), severity 1.
+# Vision without one kind of cone, after Machado and others (2009), severity 1.
 BLIND = {
-    "nobody": ((1, 0, 0), (0, 1, 0), (0, 0, 1)),
+    "none": ((1, 0, 0), (0, 1, 0), (0, 0, 1)),
     "protan": (
         (0.152286, 1.052583, -0.204868),
         (0.114503, 0.786281, 0.099216),
@@ -44,8 +44,8 @@ def luminance(colour):
     return sum(w * part for w, part in zip((0.2126, 0.7152, 0.0722), linear(colour), strict=True))
 
 
-def contrast(one, other):
-    low, high = sorted((luminance(one), luminance(other)))
+def contrast(left, right):
+    low, high = sorted((luminance(left), luminance(right)))
     return (high + 0.05) / (low + 0.05)
 
 
@@ -84,16 +84,16 @@ def test_marks_have_a_contrast_of_3(theme, mark):
 
 @THEMES
 @pytest.mark.parametrize("eyes", BLIND)
-def test_buckets_are_told_apart_by_every_eye(theme, eyes):
-    """A difference of 20 is seen at once; what comes nearer is told apart by its shape as well."""
+def test_buckets_are_distinguishable_for_all_color_vision(theme, eyes):
+    """Check that buckets differ by 20, or else by shape as well."""
     seen = {}
     for bucket in ("productive", "overhead", "wasted", "idle"):
         rgb = linear(COLOURS[bucket][theme])
         seen[bucket] = lab(
             [sum(w * v for w, v in zip(row, rgb, strict=True)) for row in BLIND[eyes]]
         )
-    for one, other in itertools.combinations(seen, 2):
-        apart = sum((a - b) ** 2 for a, b in zip(seen[one], seen[other], strict=True)) ** 0.5
-        # Idle is a thin line, and what is wasted is hatched.
-        shaped = {one, other} & {"idle", "wasted"}
-        assert apart >= (10 if shaped else 20), (one, other, apart)
+    for left, right in itertools.combinations(seen, 2):
+        apart = sum((a - b) ** 2 for a, b in zip(seen[left], seen[right], strict=True)) ** 0.5
+        # Idle is a thin line, and wasted is hatched.
+        shaped = {left, right} & {"idle", "wasted"}
+        assert apart >= (10 if shaped else 20), (left, right, apart)

@@ -1,4 +1,4 @@
-"""The service below a path of a real nginx: pages, login, redirects, live updates and OTLP."""
+"""Service below a path of a real nginx: pages, login, redirects, live updates and OTLP."""
 
 import json
 import re
@@ -33,9 +33,9 @@ http {{
   }}
 }}
 """
-# With a slash at the end, as documented, nginx removes the prefix; without one it passes it on. The
+# With a trailing slash, as documented, nginx removes the prefix; without one it passes it on. The
 # second leaves the Host header to nginx, so the service does not know its own origin.
-DOCUMENTED = Path(__file__).parents[4] / "docs" / "deploy-admin.md"
+DOCUMENTED = Path(__file__).parents[4] / "docs" / "recipes" / "dashboard-nginx.md"
 REMOVED = re.search(r"```nginx\n(.*?)```", DOCUMENTED.read_text(), re.S)[1]
 PASSED_ON = "location /rl { proxy_pass http://127.0.0.1:8080; }"
 
@@ -60,9 +60,9 @@ def wait_for_port(port, nginx, folder):
 
 @pytest.fixture(scope="module", params=[REMOVED, PASSED_ON], ids=["removed", "passed on"])
 def behind_nginx(request, start_running, tmp_path_factory):
-    """The service behind nginx: its URL there, its own, and whether it allows nginx's origin."""
-    found = shutil.which("nginx", path="/usr/sbin:/usr/bin:/sbin:/bin")
-    assert found, "no nginx; `apt-get install nginx-light`, as `make test` does"
+    """Start the service behind nginx; return both URLs, and whether it allows nginx's origin."""
+    program = shutil.which("nginx", path="/usr/sbin:/usr/bin:/sbin:/bin")
+    assert program, "no nginx; `apt-get install nginx-light`, as `make test` does"
     port = free_port()
     origin = f"http://127.0.0.1:{port}"
     service = start_running(
@@ -76,7 +76,7 @@ def behind_nginx(request, start_running, tmp_path_factory):
     location = request.param.replace("http://127.0.0.1:8080", service.url.removesuffix(ROOT))
     config = folder / "nginx.conf"
     config.write_text(CONFIG.format(folder=folder, port=port, location=location))
-    nginx = subprocess.Popen([found, "-p", folder, "-c", config, "-e", folder / "error.log"])
+    nginx = subprocess.Popen([program, "-p", folder, "-c", config, "-e", folder / "error.log"])
     try:
         wait_for_port(port, nginx, folder)
         yield SimpleNamespace(
@@ -94,24 +94,27 @@ def proxied(behind_nginx):
 
 @pytest.fixture
 def page(browser, proxied):
-    """A page of a browser that is logged in."""
+    """Open a page in a browser with a session."""
     context = browser.new_context(viewport={"width": 1280, "height": 900})
     page = context.new_page()
     missing = []
-    page.on("response", lambda one: missing.append(one.url) if one.status == 404 else None)
+    page.on(
+        "response",
+        lambda response: missing.append(response.url) if response.status == 404 else None,
+    )
     page.goto(f"{proxied}/run?run=tests")
     assert page.url.startswith(f"{proxied}/login?next=")
     page.locator('input[name="token"]').fill(TOKEN)
     page.get_by_role("button", name="Sign in").click()
     page.wait_for_url(f"{proxied}/run?run=tests")
     yield page
-    # What is asked beside the root path, nginx does not have.
+    # nginx answers 404 outside of the root path.
     assert missing == []
     context.close()
 
 
 def test_pages_lead_only_below_the_root_path(page, proxied):
-    """Follow every link of the service once, from the overview on."""
+    """Follow every link of the service once, starting at the overview."""
     waiting, seen = [f"{proxied}/"], set()
     while waiting and len(seen) < 40:
         url = waiting.pop(0)
@@ -130,13 +133,13 @@ def test_pages_lead_only_below_the_root_path(page, proxied):
               one.getAttribute(name))).filter((one) => one && one.startsWith('/'))"""
         )
         assert own
-        assert [one for one in own if not one.startswith(f"{ROOT}/")] == []
+        assert [link for link in own if not link.startswith(f"{ROOT}/")] == []
         origin = proxied.removesuffix(ROOT)
         links = page.eval_on_selector_all(
             "a", "(all) => all.map((one) => one.getAttribute('href'))"
         )
-        waiting += [f"{origin}{one}".partition("#")[0] for one in links if one.startswith("/")]
-    names = {one.removeprefix(proxied) for one in seen}
+        waiting += [f"{origin}{link}".partition("#")[0] for link in links if link.startswith("/")]
+    names = {link.removeprefix(proxied) for link in seen}
     assert {"/", "/partition", "/samples", "/traces", "/run", "/staleness", "/audit"} <= names
     assert {"/api/v1/status", "/metrics", "/trace", "/actions/clear"} <= names
 
@@ -149,31 +152,31 @@ def test_pages_follow_the_event_stream(page, proxied):
     page.get_by_role("link", name="proxied").first.wait_for()
 
 
-def test_the_theme_and_the_session_are_of_the_root_path(page, proxied):
+def test_cookies_have_the_root_path(page, proxied):
     page.goto(f"{proxied}/traces")
     page.locator("#theme").click()
     page.goto(f"{proxied}/")
     assert page.locator("html").get_attribute("data-theme") == "light"
-    cookies = {one["name"]: one["path"] for one in page.context.cookies()}
+    cookies = {cookie["name"]: cookie["path"] for cookie in page.context.cookies()}
     assert cookies["dataplane_admin"] == ROOT
     assert cookies["dataplane_theme"] == f"{ROOT}/"
     page.get_by_role("button", name="Sign out").click()
     page.wait_for_url(f"{proxied}/login")
-    assert "dataplane_admin" not in {one["name"] for one in page.context.cookies()}
+    assert "dataplane_admin" not in {cookie["name"] for cookie in page.context.cookies()}
 
 
 def test_an_action_is_sent_below_the_root_path(page, proxied):
     page.goto(f"{proxied}/actions/clear?partition=train&ids=step2_p0_g0")
     page.locator('input[name="confirm"]').fill("not train")
     with page.expect_response("**/actions/clear") as answered:
-        page.get_by_role("button", name="Clear them").click()
-    # The confirmation is compared once the origin and the form were let through.
+        page.get_by_role("button", name="Clear samples").click()
+    # The confirmation is compared after origin and form were accepted.
     assert answered.value.status == 422
 
 
 def post(url, body=None, **headers):
-    told = json.dumps(body or {"resourceSpans": [{"scopeSpans": [{"spans": [SPAN]}]}]}).encode()
-    request = urllib.request.Request(url, told, {"content-type": "application/json", **headers})
+    payload = json.dumps(body or {"resourceSpans": [{"scopeSpans": [{"spans": [SPAN]}]}]}).encode()
+    request = urllib.request.Request(url, payload, {"content-type": "application/json", **headers})
     try:
         with urllib.request.urlopen(request, timeout=PATIENCE_S) as answer:
             return answer.status, answer.read().decode()
@@ -191,7 +194,7 @@ def test_exporters_send_below_the_root_path(proxied):
 
 def test_a_page_of_an_allowed_origin_sends_telemetry(browser, behind_nginx):
     page = browser.new_page()
-    # A page of nginx itself, which to the service is one of another origin.
+    # A page of nginx itself has another origin for the service.
     page.goto(behind_nginx.url.removesuffix(ROOT))
     send = """([url, token]) => fetch(url, {
         method: "POST",

@@ -1,6 +1,5 @@
-"""A real PostgreSQL beside SQLite, and OTLP requests to fill either with."""
+"""Fixtures: SQLite and a real PostgreSQL, services on both, and batches for the store."""
 
-import json
 import os
 import pwd
 import shutil
@@ -14,30 +13,31 @@ from pathlib import Path
 
 import psycopg
 import pytest
-from opentelemetry.proto.logs.v1.logs_pb2 import LogsData
-from opentelemetry.proto.trace.v1.trace_pb2 import Status, TracesData
 
-from dataplane_admin.ingest.events import batch_of_logs
-from dataplane_admin.ingest.limits import Limits
-from dataplane_admin.ingest.spans import batch_of_spans
-from dataplane_admin.store import Store
+from dataplane_admin import Limits, Settings, create_app
+from dataplane_admin.ingest.events import batch_of_logs  # see `Batches`  # noqa: TID251
+from dataplane_admin.ingest.spans import batch_of_spans  # noqa: TID251
+from dataplane_admin.store import Store  # noqa: TID251
 
 BINARIES = Path("/usr/lib/postgresql")
 PATIENCE_S = 30.0
-START_NS = 1_790_000_000_000_000_000
+
+
+def make_tables(url):
+    create_app(Settings(store_url=url)).state.store.close()
 
 
 def _binaries():
-    found = sorted(BINARIES.glob("*/bin/initdb"), key=lambda path: int(path.parts[-3]))
-    if not found:
+    folders = sorted(BINARIES.glob("*/bin/initdb"), key=lambda path: int(path.parts[-3]))
+    if not folders:
         raise RuntimeError(
             f"no PostgreSQL below {BINARIES}: install Debian's package (apt-get install postgresql)"
         )
-    return found[-1].parent
+    return folders[-1].parent
 
 
 class PostgreSQL:
-    """A server of its own, ended by its id; it refuses to run as root."""
+    """A separate PostgreSQL server; it refuses to run as root."""
 
     def __init__(self, folder):
         binaries = _binaries()
@@ -58,7 +58,7 @@ class PostgreSQL:
             timeout=PATIENCE_S,
             **self._user,
         )
-        # Bound and not listening, it keeps the port from everybody who does not ask for it.
+        # Bound and not listening, the socket reserves the port.
         self._holder = socket.socket()
         self._holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self._holder.bind(("127.0.0.1", 0))
@@ -67,7 +67,7 @@ class PostgreSQL:
         self.process = subprocess.Popen(
             [binaries / "postgres", "-D", data, "-h", "127.0.0.1", "-p", str(self.port)]
             + ["-k", str(folder)]
-            + [part for one in settings for part in ("-c", one)],
+            + [part for setting in settings for part in ("-c", setting)],
             stderr=subprocess.PIPE,
             text=True,
             cwd=folder,
@@ -87,12 +87,12 @@ class PostgreSQL:
         self._ready.set()
 
     def make(self, *, empty):
-        """A database with nothing in it, or with our tables: copied, which is quicker."""
+        """Create an empty database, or one with the tables, which is faster to copy."""
         template = "template0"
         if not empty:
             if self._ours is None:
                 self._ours = self.make(empty=True)
-                Store.open(self._ours).close()
+                make_tables(self._ours)
             template = self._ours.rpartition("/")[2]
         self._made += 1
         dsn = f"host=127.0.0.1 port={self.port} user=postgres dbname=postgres"
@@ -101,7 +101,7 @@ class PostgreSQL:
         return f"postgresql+psycopg://postgres@127.0.0.1:{self.port}/test_{self._made}"
 
     def stop(self):
-        self.process.send_signal(signal.SIGINT)  # at once, whoever is connected
+        self.process.send_signal(signal.SIGINT)  # at once, despite connections
         try:
             self.process.wait(5)
         except subprocess.TimeoutExpired:
@@ -126,13 +126,13 @@ def postgresql():
 @pytest.fixture(scope="session")
 def sqlite_with_tables(tmp_path_factory):
     path = tmp_path_factory.mktemp("template") / "admin.sqlite"
-    Store.open(f"sqlite:///{path}").close()
+    make_tables(f"sqlite:///{path}")
     return path
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])
 def new_url(request):
-    """Makes URLs of databases without a record; an empty one has no tables either."""
+    """Return a function that returns URLs of new databases; an empty one has no tables."""
 
     def make(*, empty=False):
         if request.param == "sqlite":
@@ -151,118 +151,41 @@ def url(new_url):
 
 
 @pytest.fixture
+def job(url, job_of):
+    """Start a job and a service with an empty store."""
+    return job_of(store_url=url)
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory, job_class):
+    """Start one service for all examples of a property, each with a separate run."""
+    url = f"sqlite:///{tmp_path_factory.mktemp('shared')}/admin.sqlite"
+    with job_class(create_app(Settings(store_url=url))) as job:
+        yield job
+
+
+class Batches:
+    """Batches of ingest, to write to a store without a service."""
+
+    def __init__(self, otlp):
+        self._otlp = otlp
+
+    def spans(self, *args, **kwargs):
+        return self.of(self._otlp.trace(*args, **kwargs))
+
+    def of(self, data):
+        return batch_of_spans(data, data.SerializeToString(), Limits())
+
+    def event(self, *args, **kwargs):
+        return batch_of_logs(self._otlp.log(*args, **kwargs), Limits(), time.time_ns())
+
+
+@pytest.fixture(scope="session")
+def batches(otlp):
+    return Batches(otlp)
+
+
+@pytest.fixture
 def store(url):
     with Store.open(url) as opened:
         yield opened
-
-
-def _set(pairs, values):
-    for key, value in values.items():
-        pair = pairs.add(key=key)
-        if isinstance(value, bool):
-            pair.value.bool_value = value
-        elif isinstance(value, int):
-            pair.value.int_value = value
-        elif isinstance(value, list):
-            for one in value:
-                pair.value.array_value.values.add(string_value=one)
-        else:
-            pair.value.string_value = value
-
-
-class Otlp:
-    """Makes requests, and the batches that ingest makes of them. Times are seconds of a run."""
-
-    limits = Limits()
-    start_ns = START_NS
-
-    def trace(
-        self,
-        trace_id=None,
-        *,
-        names=("grpo.step",),
-        start_s=0.0,
-        seconds=1.0,
-        run="run",
-        step=0,
-        service="grpo.driver",
-        root=True,
-        failed=False,
-        links=(),
-        span_id=None,
-    ):
-        trace_id = trace_id or os.urandom(16)
-        data = TracesData()
-        resource = data.resource_spans.add()
-        _set(resource.resource.attributes, {"service.name": service, "rl.run_id": run})
-        spans = resource.scope_spans.add().spans
-        first = span_id or os.urandom(8)
-        for place, name in enumerate(names):
-            start_ns = START_NS + int((start_s + place * 1e-3) * 1e9)
-            span = spans.add(
-                trace_id=trace_id,
-                span_id=first if place == 0 else os.urandom(8),
-                name=name,
-                start_time_unix_nano=start_ns,
-                end_time_unix_nano=START_NS + int((start_s + seconds) * 1e9),
-            )
-            if place or not root:
-                span.parent_span_id = first if place else os.urandom(8)
-            attributes = {} if step is None else {"rl.step": step}
-            _set(span.attributes, {"rl.run_id": run, **attributes})
-            for link in links:
-                span.links.add(trace_id=link, span_id=os.urandom(8))
-            if failed:
-                span.status.code = Status.STATUS_CODE_ERROR
-        return data
-
-    def spans(self, *args, **kwargs):
-        return self.batch(self.trace(*args, **kwargs))
-
-    def batch(self, data, limits=None):
-        return batch_of_spans(data, data.SerializeToString(), limits or self.limits)
-
-    def log(
-        self,
-        name,
-        ids=(),
-        *,
-        at_s=0.0,
-        partition="train",
-        run="run",
-        service="grpo.driver",
-        trace_id=b"",
-        span_id=b"",
-        body=None,
-        **facts,
-    ):
-        data = LogsData()
-        resource = data.resource_logs.add()
-        _set(resource.resource.attributes, {"service.name": service, "rl.run_id": run})
-        record = resource.scope_logs.add().log_records.add(
-            event_name=f"dataplane.{name}",
-            time_unix_nano=START_NS + int(at_s * 1e9),
-            trace_id=trace_id,
-            span_id=span_id,
-        )
-        record.body.string_value = json.dumps(list(ids)) if body is None else body
-        names = {"step": "rl.step", "version": "rl.weight_version"}
-        told = {names.get(key, f"dataplane.{key}"): value for key, value in facts.items()}
-        if partition is not None:
-            told = {"dataplane.partition": partition, "dataplane.samples": len(ids)} | told
-        _set(record.attributes, told)
-        return data
-
-    def event(self, *args, **kwargs):
-        return batch_of_logs(self.log(*args, **kwargs), self.limits, time.time_ns())
-
-
-@pytest.fixture(scope="session")
-def otlp():
-    return Otlp()
-
-
-@pytest.fixture(scope="session")
-def start_ns():
-    """The zero of `Otlp`'s seconds."""
-    return START_NS

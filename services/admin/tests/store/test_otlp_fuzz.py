@@ -1,15 +1,13 @@
-"""Any well-formed export request is taken, whatever stands in its fields, and can be shown.
+"""Any well-formed export request is accepted and can be shown.
 
-The requests are made from the descriptors of the protobuf messages: every field of every message,
+Requests are generated from the descriptors of the protobuf messages: every field of every message,
 with the extreme values of its type.
 """
 
-import asyncio
 import json
 import math
 import os
 
-import httpx
 import pytest
 from google.protobuf import json_format
 from google.protobuf.descriptor import FieldDescriptor as Field
@@ -24,8 +22,7 @@ from opentelemetry.proto.logs.v1.logs_pb2 import LogsData
 from opentelemetry.proto.metrics.v1.metrics_pb2 import MetricsData
 from opentelemetry.proto.trace.v1.trace_pb2 import TracesData
 
-from dataplane_admin import Settings, create_app
-from dataplane_admin.ingest import Limits
+from dataplane_admin import Limits
 
 PROTOBUF, JSON = "application/x-protobuf", "application/json"
 KINDS = {
@@ -33,7 +30,7 @@ KINDS = {
     "logs": (LogsData, ExportLogsServiceResponse),
     "metrics": (MetricsData, ExportMetricsServiceResponse),
 }
-WRONG = "\ue000"  # stands for bytes that are no UTF-8, or for half a pair of surrogates
+WRONG = "\ue000"  # in place of invalid UTF-8 or a lone surrogate
 NAMES = ["rl.run_id", "rl.step", "rl.bucket", "service.name", "process.pid", "host.name"]
 NAMES += ["dataplane.wait", "dataplane.partition", "dataplane.samples", "dataplane.since_ns"]
 EVENTS = ["dataplane.put", "dataplane.waiting", "dataplane.cleared", "dataplane.trained"]
@@ -45,7 +42,7 @@ HERE = "http://localhost"
 def whole(bits, *, signed):
     low, high = (-(1 << bits - 1), (1 << bits - 1) - 1) if signed else (0, (1 << bits) - 1)
     special = {low, low + 1, -1, 0, 1, 7, (1 << 31) - 1, (1 << 63) - 1, (1 << 63), high - 1, high}
-    return st.sampled_from(sorted(one for one in special if low <= one <= high))
+    return st.sampled_from(sorted(number for number in special if low <= number <= high))
 
 
 DOUBLES = [0.0, -0.0, 1.5, 5e-324, 1.7e308, -1.7e308, math.inf, -math.inf, math.nan]
@@ -71,7 +68,7 @@ VALUES = {
 
 
 def fill(draw, message, depth=0):
-    """Set any of the fields of a message; those by which one goes deeper more often."""
+    """Set random fields of a message, nested ones more often."""
     for field in message.DESCRIPTOR.fields:
         is_message = field.type == Field.TYPE_MESSAGE
         if depth > DEEPEST and is_message:
@@ -103,7 +100,7 @@ def requests(draw, kind):
 
 
 def with_good_spans(message):
-    """The request with a good span before and one behind everything, and their trace ids."""
+    """Add a valid span at each end of a request; return it with their trace ids."""
     data, ids = TracesData(), [os.urandom(16), os.urandom(16)]
     for trace_id in ids:
         if trace_id == ids[1]:
@@ -117,65 +114,31 @@ def with_good_spans(message):
 def encode(message, content):
     if content == PROTOBUF:
         return message.SerializeToString().replace(WRONG.encode(), b"\xff\xfe\xfd")
-    told = json_format.MessageToDict(message)
-    return json.dumps(_with_hexadecimal_ids(message, told)).replace("\\ue000", "\\ud800").encode()
+    data = json_format.MessageToDict(message)
+    return json.dumps(_with_hexadecimal_ids(message, data)).replace("\\ue000", "\\ud800").encode()
 
 
-def _with_hexadecimal_ids(message, told):
+def _with_hexadecimal_ids(message, data):
     for field, value in message.ListFields():
         name = field.json_name
         if field.type == Field.TYPE_MESSAGE:
             pairs = (
-                zip(value, told[name], strict=True) if field.is_repeated else [(value, told[name])]
+                zip(value, data[name], strict=True) if field.is_repeated else [(value, data[name])]
             )
             for inner, held in pairs:
                 _with_hexadecimal_ids(inner, held)
         elif field.type == Field.TYPE_BYTES and field.name.endswith("_id"):
-            told[name] = value.hex()
-    return told
+            data[name] = value.hex()
+    return data
 
 
-class Service:
-    def __init__(self, url, limits=None):
-        self.app = create_app(Settings(store_url=url, limits=limits or Limits()))
-        self.store = self.app.state.store
-
-    def ask(self, *requests):
-        async def all_of_them():
-            # An exception in the service is an answer of 500 here, as it is for who asks.
-            transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
-            async with httpx.AsyncClient(
-                transport=transport, base_url="http://localhost"
-            ) as client:
-                return [
-                    await client.request(method, path, **more) for method, path, more in requests
-                ]
-
-        return asyncio.run(all_of_them())
-
-    def post(self, kind, body, content):
-        more = {"content": body, "headers": {"content-type": content}}
-        [answer] = self.ask(("POST", f"/v1/{kind}", more))
-        return answer
-
-    def shown(self):
-        """Every page and answer that shows what came."""
-        rows, _ = self.store.traces(limit=5)
-        paths = ["/", "/traces", "/metrics"]
-        paths += [f"/api/v1/{name}" for name in ("traces", "runs", "series", "why", "status")]
-        for row in rows:
-            paths += [f"/trace?id={row.trace_id}", f"/api/v1/trace?id={row.trace_id}"]
-        return {
-            answer.url.path: answer.status_code
-            for answer in self.ask(*(("GET", path, {}) for path in paths))
-        }
-
-
-@pytest.fixture
-def service(url):
-    service = Service(url)
-    yield service
-    service.store.close()
+def shown(job):
+    """Return path to status of every page and answer that shows the records."""
+    paths = ["/", "/traces", "/metrics"]
+    paths += [f"/api/v1/{name}" for name in ("traces", "runs", "series", "why", "status")]
+    for trace in job.get("traces", limit=5)["traces"]:
+        paths += [f"{path}?id={trace['trace_id']}" for path in ("/trace", "/api/v1/trace")]
+    return {path: job.client.get(path).status_code for path in paths}
 
 
 examples = settings(
@@ -186,9 +149,9 @@ examples = settings(
 
 @pytest.mark.parametrize("content", [PROTOBUF, JSON])
 @pytest.mark.parametrize("kind", KINDS)
-def test_any_request_is_taken_and_shown(url, kind, content):
-    # So small that what is beyond is cut, in many of the requests.
-    service = Service(url, Limits(attributes=1, attribute_length=16, links=1))
+def test_any_request_is_accepted_and_shown(url, job_of, kind, content):
+    # Small limits, so that many requests are cut.
+    job = job_of(store_url=url, limits=Limits(attributes=1, attribute_length=16, links=1))
 
     @examples
     @given(message=requests(kind))
@@ -196,72 +159,66 @@ def test_any_request_is_taken_and_shown(url, kind, content):
         good = []
         if kind == "traces":
             message, good = with_good_spans(message)
-        answer = service.post(kind, encode(message, content), content)
+        answer = job.post(kind, encode(message, content), content)
         assert answer.status_code == 200, answer.content
         if content == PROTOBUF:
             KINDS[kind][1].FromString(answer.content)
         else:
             answer.json()
         for trace_id in good:
-            assert len(service.store.trace_records(trace_id.hex()).spans) == 1
+            assert len(job.trace(trace_id)["rows"]) == 1
 
-    try:
-        taken()
-        assert set(service.shown().values()) == {200}
-    finally:
-        service.store.close()
+    taken()
+    assert set(shown(job).values()) == {200}
 
 
-def test_one_wrong_string_costs_that_string(service):
+def test_an_invalid_string_costs_only_that_string(job):
     good = TracesData()
     resource = good.resource_spans.add()
     for key in ("service.name", "rl.run_id"):
         resource.resource.attributes.add(key=key).value.string_value = f"a{WRONG}b"
     resource.scope_spans.add().spans.add(trace_id=b"t" * 16, span_id=b"s" * 8, name=WRONG)
     for content in (PROTOBUF, JSON):
-        assert service.post("traces", encode(good, content), content).status_code == 200
-    [span] = service.store.trace_records((b"t" * 16).hex()).spans[:1]
-    assert set(span.name) == {"\N{REPLACEMENT CHARACTER}"}
-    assert service.store.runs()[0].run_id.strip("ab") != ""
+        assert job.post("traces", encode(good, content), content).status_code == 200
+    assert set(job.trace(b"t" * 16)["name"]) == {"\N{REPLACEMENT CHARACTER}"}
+    assert job.get("runs")["runs"][0]["run_id"].strip("ab") != ""
 
 
-def test_unknown_names_of_json_are_passed_over(service):
+def test_unknown_json_names_are_ignored(job):
     span = {"traceId": "74" * 16, "spanId": "73" * 8, "spanIds": ["zz"], "attributes": []}
     unknown = {"traceId": "no hex", "spanId": 7, "deep": {"parentSpanId": "zz"}}
     body = {
         "resourceSpans": [{"scopeSpans": [{"spans": [span], **unknown}], "resource": unknown}],
         **unknown,
     }
-    assert service.post("traces", json.dumps(body).encode(), JSON).json() == {}
-    assert service.store.totals().spans == 1
+    assert job.post("traces", json.dumps(body).encode(), JSON).json() == {}
+    assert job.counts()["spans"] == 1
 
 
-def test_an_id_that_is_no_hexadecimal_costs_its_span(service):
+def test_an_id_that_is_not_hexadecimal_costs_its_span(job):
     spans = [{"traceId": "74" * 16, "spanId": place * 8} for place in ("71", "72", "zz")]
     spans.append({"traceId": "74" * 16, "spanId": "75" * 8, "parentSpanId": "no"})
     body = json.dumps({"resourceSpans": [{"scopeSpans": [{"spans": spans}]}]}).encode()
-    partial = service.post("traces", body, JSON).json()["partialSuccess"]
+    partial = job.post("traces", body, JSON).json()["partialSuccess"]
     assert partial["rejectedSpans"] == "2"
     assert "span id is not 8 bytes" in partial["errorMessage"]
-    assert service.store.totals().spans == 2
+    assert job.counts()["spans"] == 2
 
 
 @pytest.mark.parametrize("content", [PROTOBUF, JSON])
-def test_a_time_after_2262_is_named_as_the_reason(service, content):
+def test_a_time_after_2262_is_named_as_the_reason(job, content):
     message, good = with_good_spans(TracesData())
     late = message.resource_spans.add().scope_spans.add().spans
     late.add(trace_id=b"t" * 16, span_id=b"s" * 8, end_time_unix_nano=2**63)
-    assert (
-        b"after the year 2262" in service.post("traces", encode(message, content), content).content
-    )
+    assert b"after the year 2262" in job.post("traces", encode(message, content), content).content
     logs = LogsData()
     logs.resource_logs.add().scope_logs.add().log_records.add(
         event_name="dataplane.put", observed_time_unix_nano=2**64 - 1
     )
-    assert b"after the year 2262" in service.post("logs", encode(logs, content), content).content
+    assert b"after the year 2262" in job.post("logs", encode(logs, content), content).content
     metrics = MetricsData()
     gauge = metrics.resource_metrics.add().scope_metrics.add().metrics.add().gauge
     gauge.data_points.add(time_unix_nano=2**63)
-    answer = service.post("metrics", encode(metrics, content), content)
+    answer = job.post("metrics", encode(metrics, content), content)
     assert b"after the year 2262" in answer.content
-    assert {len(service.store.trace_records(one.hex()).spans) for one in good} == {1}
+    assert {len(job.trace(trace_id)["rows"]) for trace_id in good} == {1}

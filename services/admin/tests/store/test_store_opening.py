@@ -1,4 +1,7 @@
-"""Databases are made, brought up to date and refused."""
+"""Databases are created, migrated and refused.
+
+These tests use the store: they run migrations one by one and compare tables with the models.
+"""
 
 import sqlite3
 import stat
@@ -13,10 +16,10 @@ from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 from sqlalchemy import create_engine, text
 
-from dataplane_admin.store import Store, StoreError, StoreUnavailable
-from dataplane_admin.store.engine import Database
-from dataplane_admin.store.migrate import configuration
-from dataplane_admin.store.models import Base
+from dataplane_admin.store import Store, StoreError, StoreUnavailable  # noqa: TID251
+from dataplane_admin.store.engine import Database  # noqa: TID251
+from dataplane_admin.store.migrate import configuration  # noqa: TID251
+from dataplane_admin.store.tables import Base  # noqa: TID251
 
 
 @pytest.fixture
@@ -24,7 +27,7 @@ def url(new_url):
     return new_url(empty=True)
 
 
-def test_migrations_make_exactly_what_the_models_say(url):
+def test_migrations_create_the_tables_of_the_models(url):
     Store.open(url).close()
     engine = create_engine(url)
     with engine.connect() as connection:
@@ -33,13 +36,13 @@ def test_migrations_make_exactly_what_the_models_say(url):
     engine.dispose()
 
 
-def test_sqlite_keeps_the_tables_that_are_read_by_key_in_its_order(tmp_path):
+def test_sqlite_stores_tables_in_key_order(tmp_path):
     path = tmp_path / "admin.sqlite"
     Store.open(f"sqlite:///{path}").close()
     engine = create_engine(f"sqlite:///{path}")
     with engine.connect() as connection:
-        made = connection.execute(text("SELECT name, sql FROM sqlite_master WHERE type='table'"))
-        tables = {row.name: row.sql for row in made}
+        rows = connection.execute(text("SELECT name, sql FROM sqlite_master WHERE type='table'"))
+        tables = {row.name: row.sql for row in rows}
         assert "WITHOUT ROWID" in tables["event_samples"]
         assert "WITHOUT ROWID" in tables["trace_links"]
         assert connection.scalar(text("PRAGMA auto_vacuum")) == 2
@@ -47,7 +50,7 @@ def test_sqlite_keeps_the_tables_that_are_read_by_key_in_its_order(tmp_path):
     engine.dispose()
 
 
-def test_services_that_open_a_new_database_at_once_do_not_race(url):
+def test_services_can_open_a_new_database_concurrently(url):
     program = (
         "import sys; from dataplane_admin.store import Store; sys.stdin.read()\n"
         f"with Store.open({url!r}) as store: print(store.totals().traces)"
@@ -64,26 +67,26 @@ def test_services_that_open_a_new_database_at_once_do_not_race(url):
     ]
     try:
         with ThreadPoolExecutor(2) as pool:
-            told = list(pool.map(lambda one: one.communicate("", timeout=30), services))
+            outputs = list(pool.map(lambda service: service.communicate("", timeout=120), services))
     finally:
-        for one in services:
-            one.kill()
-    assert [out for out, _ in told] == ["0\n"] * 2, [err for _, err in told]
+        for service in services:
+            service.kill()
+    assert [out for out, _ in outputs] == ["0\n"] * 2, [err for _, err in outputs]
 
 
-def test_waits_of_a_database_of_the_first_tables_are_still_told(new_url, otlp):
+def test_waits_survive_a_migration_from_the_first_tables(new_url, batches):
     url = new_url(empty=True)
     database = Database(url)
     with database.writer.begin() as connection:
         command.upgrade(configuration(connection), "0001")
-        told = otlp.event("waiting", wait="w", task="t", fields=["x"]).events[0]
+        event = batches.event("waiting", wait="w", task="t", fields=["x"]).events[0]
         connection.execute(
             text(
                 "INSERT INTO events (id, place_id, name, time_ns, received_ns, task, samples, wait,"
                 " digest, record, keys) VALUES (1, 2, 'waiting', 1, 1, 't', 0, :wait, :digest,"
                 " :record, :keys)"
             ),
-            {"wait": b"of old", "digest": told.digest, "record": told.record, "keys": b""},
+            {"wait": b"of old", "digest": event.digest, "record": event.record, "keys": b""},
         )
         connection.execute(text("INSERT INTO places VALUES (2, 'run', 'train', 0)"))
         connection.execute(
@@ -96,7 +99,7 @@ def test_waits_of_a_database_of_the_first_tables_are_still_told(new_url, otlp):
         records = store.wait_records()
         assert [event.name for event in records.events if event.name] == ["waiting"]
         assert records.silent == {}
-        store.write(otlp.event("claimed", wait="w", task="t"))
+        store.write(batches.event("claimed", wait="w", task="t"))
         assert store.wait_records().events == []
 
 
@@ -106,7 +109,7 @@ def test_a_database_of_a_newer_service_is_refused(url):
     with engine.begin() as connection:
         connection.execute(text("UPDATE alembic_version SET version_num = '9999'"))
     engine.dispose()
-    with pytest.raises(StoreError, match="tables are of version 9999, which this service does not"):
+    with pytest.raises(StoreError, match="tables have version 9999; this service"):
         Store.open(url)
 
 
@@ -121,19 +124,19 @@ def test_a_database_of_a_newer_service_is_refused(url):
         "",
     ],
 )
-def test_a_url_that_names_no_database_of_ours_is_refused(url):
+def test_an_invalid_database_url_is_refused(url):
     with pytest.raises(ValueError, match="expected sqlite:///path or postgresql"):
         Store.open(url)
 
 
-def test_a_folder_that_is_not_there_is_named(tmp_path):
-    with pytest.raises(ValueError, match="there is no folder"):
+def test_a_missing_folder_is_named(tmp_path):
+    with pytest.raises(ValueError, match="does not exist"):
         Store.open(f"sqlite:///{tmp_path}/none/admin.sqlite")
 
 
-def test_a_file_that_is_no_database_is_refused_and_kept(tmp_path):
+def test_a_file_that_is_no_database_is_refused_unchanged(tmp_path):
     path = tmp_path / "notes.txt"
-    path.write_text("not a database, but somebody's notes " * 100)
+    path.write_text("not a database, but other notes " * 100)
     before = path.read_bytes()
     with pytest.raises(StoreUnavailable, match="cannot be opened"):
         Store.open(f"sqlite:///{path}")
@@ -142,7 +145,7 @@ def test_a_file_that_is_no_database_is_refused_and_kept(tmp_path):
 
 @pytest.mark.parametrize("application_id", [0, 0x1234])
 @pytest.mark.parametrize("journal", ["delete", "wal"])
-def test_another_programs_file_is_refused_and_kept(tmp_path, application_id, journal):
+def test_another_programs_file_is_refused_unchanged(tmp_path, application_id, journal):
     path = tmp_path / "places.sqlite"
     with closing(sqlite3.connect(path)) as other:
         other.execute(f"PRAGMA journal_mode={journal}")
@@ -156,10 +159,10 @@ def test_another_programs_file_is_refused_and_kept(tmp_path, application_id, jou
         assert other.execute("PRAGMA journal_mode").fetchone()[0] == journal
 
 
-def test_a_file_that_was_made_before_files_were_marked_is_taken(tmp_path, otlp):
+def test_a_file_from_before_stamping_is_accepted(tmp_path, batches):
     path = tmp_path / "admin.sqlite"
     with Store.open(f"sqlite:///{path}") as store:
-        store.write(otlp.event("put", ["a"]))
+        store.write(batches.event("put", ["a"]))
     with closing(sqlite3.connect(path)) as raw:
         assert raw.execute("PRAGMA application_id").fetchone()[0]
         raw.execute("PRAGMA application_id=0")
@@ -168,9 +171,9 @@ def test_a_file_that_was_made_before_files_were_marked_is_taken(tmp_path, otlp):
         assert store.totals().events == 1
 
 
-def test_an_unreachable_server_is_refused_without_telling_the_password():
+def test_an_unreachable_server_is_reported_without_password():
     with pytest.raises(StoreUnavailable) as refused:
-        Store.open("postgresql://somebody:secret@127.0.0.1:1/x")
+        Store.open("postgresql://user:secret@127.0.0.1:1/x")
     assert "secret" not in str(refused.value)
 
 

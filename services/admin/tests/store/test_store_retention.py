@@ -1,4 +1,7 @@
-"""The oldest goes, by age and by size, and the file of SQLite shrinks."""
+"""The oldest records are deleted by age and size, and SQLite's file shrinks.
+
+These tests use the store, to write megabytes a second and to count rows.
+"""
 
 import os
 import sqlite3
@@ -11,21 +14,22 @@ from pathlib import Path
 import pytest
 from sqlalchemy import create_engine, text
 
-from dataplane_admin.store import Retention, Store
+from dataplane_admin import Retention
+from dataplane_admin.store import Store  # noqa: TID251
 
 PATIENCE_S = 20.0
 
 
 def wait_until(reached, store):
-    """Retention works when nothing is written; it tells by the store's revision."""
+    """Wait until retention, which runs while nothing is written, changes the revision."""
     deadline = time.monotonic() + PATIENCE_S
     while not reached():
         assert time.monotonic() < deadline, store.totals()
         time.sleep(0.02)
 
 
-def large(otlp, nbytes):
-    batch = otlp.spans()
+def large(batches, nbytes):
+    batch = batches.spans()
     return replace(batch, chunks=(replace(batch.chunks[0], blob=os.urandom(nbytes)),))
 
 
@@ -35,7 +39,7 @@ def pages(path):
 
 
 def make_older(url, seconds):
-    """As if all that is there had been received so much earlier."""
+    """Shift all receive times into the past."""
     engine = create_engine(url)
     with engine.begin() as connection:
         for table, column in (
@@ -52,29 +56,29 @@ def make_older(url, seconds):
 def rows(url, *tables):
     engine = create_engine(url)
     with engine.connect() as connection:
-        found = [connection.scalar(text(f"SELECT count(*) FROM {table}")) for table in tables]
+        counts = [connection.scalar(text(f"SELECT count(*) FROM {table}")) for table in tables]
     engine.dispose()
-    return found
+    return counts
 
 
 ALL = ["traces", "span_chunks", "trace_links", "events", "samples", "event_samples", "open_waits"]
 
 
-def test_what_is_too_old_goes_with_everything_about_it(url, otlp):
-    other = otlp.spans()
+def test_old_records_are_deleted_with_all_their_rows(url, batches):
+    other = batches.spans()
     with Store.open(url) as store:
         for number in range(18):
-            store.write(otlp.spans(links=[os.urandom(16)]))
-            ids = [f"s{number}-{one}" for one in range(20)]
-            store.write(otlp.event("put", ids, at_s=number))
-            store.write(otlp.event("waiting", at_s=number, wait=f"w{number}"))
+            store.write(batches.spans(links=[os.urandom(16)]))
+            ids = [f"s{number}-{place}" for place in range(20)]
+            store.write(batches.event("put", ids, at_s=number))
+            store.write(batches.event("waiting", at_s=number, wait=f"w{number}"))
     make_older(url, 1000)
     with Store.open(url, retention=Retention(max_age_s=500, max_bytes=None)) as store:
         store.write(other)
-        store.write(otlp.event("put", ["kept", "s3-1"], at_s=99))
+        store.write(batches.event("put", ["kept", "s3-1"], at_s=99))
         wait_until(lambda: store.totals().events == 1 and store.totals().traces == 1, store)
         assert store.trace(other.chunks[0].trace_id.hex()) is not None
-        assert {row.sample_id for row in store.find_samples("")} == {"kept", "s3-1"}
+        assert {row.sample_id for row in store.find_samples("")[0]} == {"kept", "s3-1"}
         assert len(store.sample_records("s3-1").events) == 1
         assert rows(url, *ALL) == [1, 1, 0, 1, 2, 2, 0]
         totals = store.totals()
@@ -82,21 +86,21 @@ def test_what_is_too_old_goes_with_everything_about_it(url, otlp):
         assert [row.run_id for row in store.runs()] == ["run"]
 
 
-def test_a_run_of_which_nothing_is_left_goes(url, otlp):
+def test_a_run_without_records_is_deleted(url, batches):
     with Store.open(url) as store:
-        store.write(otlp.spans(run="old"))
-        store.write(otlp.event("put", ["a"], run="old"))
+        store.write(batches.spans(run="old"))
+        store.write(batches.event("put", ["a"], run="old"))
     make_older(url, 1000)
     with Store.open(url, retention=Retention(max_age_s=500)) as store:
         wait_until(lambda: not store.runs(), store)
         assert rows(url, "runs", "places", "samples") == [0, 0, 0]
 
 
-def test_past_the_limit_the_oldest_goes_and_the_newest_stays(url, otlp):
+def test_beyond_the_size_limit_the_oldest_is_deleted(url, batches):
     limit = 2_000_000
     with Store.open(url, retention=Retention(max_bytes=limit)) as store:
         for _ in range(60):
-            newest = large(otlp, 100_000)
+            newest = large(batches, 100_000)
             store.write(newest)
         wait_until(lambda: store.totals().traces < 25, store)
         left = store.totals().traces
@@ -104,61 +108,61 @@ def test_past_the_limit_the_oldest_goes_and_the_newest_stays(url, otlp):
         assert store.trace(newest.chunks[0].trace_id.hex()) is not None
 
 
-def test_the_file_of_sqlite_really_shrinks(tmp_path, otlp):
+def test_the_file_of_sqlite_really_shrinks(tmp_path, batches):
     path = tmp_path / "admin.sqlite"
     with Store.open(f"sqlite:///{path}") as store:
         for _ in range(60):
-            store.write(large(otlp, 200_000))
+            store.write(large(batches, 200_000))
     before = path.stat().st_size
     assert before > 10_000_000
     with Store.open(f"sqlite:///{path}", retention=Retention(max_bytes=3_000_000)) as store:
         wait_until(lambda: pages(path) * 4096 < 4_000_000, store)
-    # Closing writes what is in the log to the file, which lets go of its end.
+    # Closing writes the log to the file and truncates it.
     assert path.stat().st_size < 5_000_000
     assert not Path(f"{path}-wal").exists() or Path(f"{path}-wal").stat().st_size == 0
 
 
-def test_the_log_of_sqlite_counts_as_well(tmp_path, otlp):
+def test_the_log_of_sqlite_counts_as_well(tmp_path, batches):
     path = tmp_path / "admin.sqlite"
     with Store.open(f"sqlite:///{path}", retention=Retention(max_bytes=3_000_000)) as store:
         for _ in range(200):
-            store.write(large(otlp, 50_000))
-        # While the service runs: of the file and its log, not of the pages in use alone.
-        wait_until(lambda: store.totals().bytes_on_disk < 3_500_000, store)
+            store.write(large(batches, 50_000))
+        # While the service runs, file and log count, not only the used pages.
+        wait_until(lambda: store.totals().nbytes < 3_500_000, store)
         assert store.totals().traces >= 15
 
 
-def test_what_is_stored_does_not_go_for_a_log_that_somebody_reads(tmp_path, otlp):
+def test_a_log_held_by_a_reader_costs_no_records(tmp_path, batches):
     path = tmp_path / "admin.sqlite"
     with Store.open(f"sqlite:///{path}", retention=Retention(max_bytes=4_000_000)) as store:
-        store.write(large(otlp, 100_000))
+        store.write(large(batches, 100_000))
         with closing(sqlite3.connect(path)) as reader:
             reader.execute("BEGIN")
             reader.execute("SELECT count(*) FROM traces").fetchall()
             for _ in range(100):
-                store.write(large(otlp, 100_000))
+                store.write(large(batches, 100_000))
             wait_until(lambda: store.totals().traces < 45, store)
             wal = Path(f"{path}-wal").stat().st_size
             assert wal > 8_000_000
             assert store.totals().traces >= 20
 
 
-def test_a_store_does_not_outgrow_its_limit_while_something_always_waits(url, otlp):
+def test_a_busy_store_does_not_outgrow_its_limit(url, batches):
     limit = 4_000_000
     sizes = []
     with Store.open(url, retention=Retention(max_bytes=limit)) as store:
         waiting = deque()
         for _ in range(500):
-            waiting.append(store.submit(large(otlp, 200_000)))
+            waiting.append(store.submit(large(batches, 200_000)))
             if len(waiting) == 8:
                 waiting.popleft().result(PATIENCE_S)
                 sizes.append(store.totals().traces * 200_000)
-        for one in waiting:
-            one.result(PATIENCE_S)
-    assert limit / 2 < max(sizes) < 3 * limit  # of 100 MB that were written
+        for future in waiting:
+            future.result(PATIENCE_S)
+    assert limit / 2 < max(sizes) < 3 * limit  # of 100 MB written
 
 
-def test_a_limit_that_nothing_passes_is_refused():
+def test_a_limit_of_zero_is_refused():
     with pytest.raises(ValueError, match="max_bytes=0: expected more than 0"):
         Retention(max_bytes=0)
     with pytest.raises(ValueError, match="max_age_s=-1"):

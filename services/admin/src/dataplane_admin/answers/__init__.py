@@ -1,4 +1,4 @@
-"""What can be asked of the service; the API, the pages and the commands ask nothing else."""
+"""Queries and actions of the service, shared by the API and the pages."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    # The commands need the models alone, and would wait for the store to be imported.
+    # The commands need only the models; importing the store is slow.
     if name == "Answers":
         from dataplane_admin.answers.answers import Answers
 

@@ -1,17 +1,17 @@
-"""Changing the data plane by hand, with a record of who asked for what and what became of it.
+"""Manual changes of the data plane, recorded in the audit log.
 
-That it was asked for is written down before anything is done, and nothing is done without.
+Every action is recorded before it runs; without that entry it does not run.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Literal, cast
 
 import structlog
 
-from dataplane_admin.answers import models
+from dataplane_admin import models
 from dataplane_admin.answers.errors import (
     AnswerError,
     Late,
@@ -20,9 +20,9 @@ from dataplane_admin.answers.errors import (
     Refused,
     Unavailable,
 )
-from dataplane_admin.answers.partitions import ask, found
+from dataplane_admin.answers.partitions import ask, partition_of
 from dataplane_admin.live import Live
-from dataplane_admin.store import AuditEntry, Store, StoreError
+from dataplane_admin.store import Store, StoreError
 from dataplane_core import DataPlaneActions
 from observability.views import printable
 
@@ -30,17 +30,17 @@ logger = structlog.get_logger("dataplane_admin")
 
 Action = Literal["clear", "reset-consumption", "end-claim"]
 
-# Ids of samples that a record of the audit names.
-_MOST_IDS = 20
+# Sample ids in one entry of the audit log.
+_MAX_IDS = 20
 
 
 class Actions:
-    """The three things that can be done, if any may be.
+    """The three manual actions.
 
     Args:
-        store: keeps the record.
+        store: stores the audit log.
         live: the data plane.
-        allowed: whether anything may be done at all.
+        allowed: whether actions are allowed.
     """
 
     def __init__(self, store: Store, live: Live | None, *, allowed: bool) -> None:
@@ -48,20 +48,20 @@ class Actions:
         self._live = live
         self._allowed = allowed
 
-    def clear(self, asked: models.ClearSamples, actor: str) -> models.ActionResult:
-        """See `Answers.clear`."""
-        ids = asked.sample_ids
+    def clear(self, change: models.ClearSamples, actor: str) -> models.ActionResult:
+        """Clear samples, see `Answers.clear`."""
+        ids = change.sample_ids
 
-        named = f"partition '{printable(asked.partition)}'"
+        named = f"partition '{printable(change.partition)}'"
 
         def act(plane: DataPlaneActions) -> None:
-            plane.clear_samples(ids, asked.partition, force=asked.force)
+            plane.clear_samples(ids, change.partition, force=change.force)
 
         return self._do(
             "clear",
-            asked.partition,
-            asked.confirm,
-            {"samples": None if ids is None else _told(ids), "force": asked.force},
+            change.partition,
+            change.confirm,
+            {"samples": None if ids is None else _named(ids), "force": change.force},
             actor,
             act,
             lambda _: (
@@ -69,42 +69,44 @@ class Actions:
             ),
         )
 
-    def reset_consumption(self, asked: models.ResetConsumption, actor: str) -> models.ActionResult:
-        """See `Answers.reset_consumption`."""
+    def reset_consumption(self, change: models.ResetConsumption, actor: str) -> models.ActionResult:
+        """Redeliver samples, see `Answers.reset_consumption`."""
         return self._do(
             "reset-consumption",
-            asked.partition,
-            asked.confirm,
-            {"task": asked.task, "samples": _told(asked.sample_ids)},
+            change.partition,
+            change.confirm,
+            {"task": change.task, "samples": _named(change.sample_ids)},
             actor,
-            lambda plane: plane.reset_consumption(asked.partition, asked.task, asked.sample_ids),
+            lambda plane: plane.reset_consumption(change.partition, change.task, change.sample_ids),
             lambda count: (
-                f"{count} of {len(asked.sample_ids)} samples can be claimed again by task "
-                f"'{printable(asked.task)}'"
+                f"{count} of {len(change.sample_ids)} samples can be claimed again by task "
+                f"'{printable(change.task)}'"
             ),
         )
 
-    def end_claim(self, asked: models.EndClaim, actor: str) -> models.ActionResult:
-        """See `Answers.end_claim`."""
+    def end_claim(self, change: models.EndClaim, actor: str) -> models.ActionResult:
+        """End a claim, see `Answers.end_claim`."""
 
         def act(plane: DataPlaneActions) -> int:
-            count = plane.end_claim(asked.partition, asked.claim, expired_only=asked.expired_only)
+            count = plane.end_claim(
+                change.partition, change.claim, expired_only=change.expired_only
+            )
             if count == 0:
                 raise NotFound(
-                    f"claim {printable(asked.claim)} of partition '{printable(asked.partition)}' "
-                    "holds nothing, or is not there any more"
+                    f"claim {printable(change.claim)} of partition '{printable(change.partition)}' "
+                    "does not exist, or holds no samples"
                 )
             return count
 
         return self._do(
             "end-claim",
-            asked.partition,
-            asked.confirm,
-            {"claim": asked.claim, "expired_only": asked.expired_only},
+            change.partition,
+            change.confirm,
+            {"claim": change.claim, "expired_only": change.expired_only},
             actor,
             act,
             lambda count: (
-                f"claim {printable(asked.claim)} ended; {count} samples can be claimed again"
+                f"claim {printable(change.claim)} ended; {count} samples can be claimed again"
             ),
         )
 
@@ -113,17 +115,18 @@ class Actions:
         action: Action,
         partition: str,
         confirm: str,
-        parameters: Mapping[str, object],
+        parameters: dict[str, object],
         actor: str,
         act: Callable[[DataPlaneActions], int | None],
         sentence: Callable[[int | None], str],
     ) -> models.ActionResult:
         if not self._allowed:
-            raise NotAllowed("actions are off; start the service with --allow-actions")
+            raise NotAllowed("actions are disabled; start the service with --allow-actions")
 
         def record(outcome: str) -> None:
             self._store.record_action(
-                AuditEntry(
+                models.AuditEntry(
+                    id=0,
                     actor=actor,
                     action=action,
                     target=partition,
@@ -134,26 +137,22 @@ class Actions:
             )
 
         try:
-            record("asked for")
+            record("requested")
         except StoreError as error:
-            raise Unavailable(
-                f"nothing was changed: the audit record takes no entry: {error}"
-            ) from None
-        outcome = "failed: the service failed; its log says why"
+            raise Unavailable(f"nothing was changed: cannot write the audit log: {error}") from None
+        outcome = "failed: internal error; see the service's log"
         try:
             if confirm != partition:
-                raise Refused(
-                    "confirm: found something else than the partition's id; expected it once more"
-                )
+                raise Refused("confirm: found another text; expected the partition id")
             if self._live is not None:
-                found(self._live.snapshot, partition)
-            # Every client that can be looked into can be acted upon, see `DataPlaneActions`.
+                partition_of(self._live.snapshot, partition)
+            # Every inspector also implements `DataPlaneActions`.
             count = ask(self._live, lambda plane: act(cast("DataPlaneActions", plane)))
-            told = sentence(count)
-            outcome = f"done: {told}"
+            text = sentence(count)
+            outcome = f"done: {text}"
         except Late as error:
-            outcome = f"unknown: {error}; it may still be carried out"
-            raise Late(f"{error}; it may still be carried out") from None
+            outcome = f"unknown: {error}; the action may still run"
+            raise Late(f"{error}; the action may still run") from None
         except AnswerError as error:
             outcome = f"failed: {error}"
             raise
@@ -163,20 +162,22 @@ class Actions:
             action=action,
             partition=partition,
             samples=count,
-            sentence=f"{told}; {unwritten}" if unwritten else told,
+            sentence=f"{text}; {unwritten}" if unwritten else text,
         )
 
 
 def _unwritten(record: Callable[[str], None], outcome: str) -> str:
-    """Write down what came of an action, which has been carried out whether that succeeds or not;
-    a sentence if it does not, else empty."""
+    """Record the outcome of a finished action.
+
+    Return one sentence if that fails, else an empty text: the action itself is done.
+    """
     try:
         record(outcome)
     except StoreError as error:
         logger.error("outcome_not_recorded", outcome=outcome, reason=str(error))
-        return f"the audit record has only that it was asked for: {error}"
+        return f"the audit log has no outcome: {error}"
     return ""
 
 
-def _told(ids: list[str]) -> dict[str, object]:
-    return {"count": len(ids), "first": ids[:_MOST_IDS]}
+def _named(ids: list[str]) -> dict[str, object]:
+    return {"count": len(ids), "first": ids[:_MAX_IDS]}

@@ -1,7 +1,7 @@
-"""`Answers`: one method per question, composed of the store, the live data plane and the views.
+"""`Answers`: one method per query, composed of the store, the live data plane and the views.
 
-All methods are synchronous and may be called from any thread. They raise `AnswerError`, of which
-the text is one sentence for whoever asked.
+All methods are synchronous and thread-safe. They raise `AnswerError`, whose text is one sentence
+for the user.
 """
 
 from __future__ import annotations
@@ -9,8 +9,10 @@ from __future__ import annotations
 import time
 from importlib.metadata import version
 
-from dataplane_admin.answers import lineage, models, partitions, run_steps, traces, waits
+from dataplane_admin import models
+from dataplane_admin.answers import lineage, partitions, run_steps, traces, waits
 from dataplane_admin.answers.actions import Actions
+from dataplane_admin.answers.claims import Needs
 from dataplane_admin.answers.cursors import (
     audit_cursor,
     read_audit_cursor,
@@ -19,28 +21,27 @@ from dataplane_admin.answers.cursors import (
 )
 from dataplane_admin.answers.errors import Refused, Unavailable
 from dataplane_admin.answers.health import Health
-from dataplane_admin.answers.needs import Needs
 from dataplane_admin.live import Live, Snapshot
 from dataplane_admin.settings import Settings
 from dataplane_admin.store import Store, TraceFilter
 
 NAME = "dataplane-admin"
 
-MOST_ID = 4_096
-"""Characters of an id that is asked for."""
-MOST_WINDOWS = 500
-MOST_PAGE = 1_000
-MOST_STEPS = 10_000
-MOST_RANGES = 500
+MAX_ID = 4_096
+"""Maximum length of an id in a query, in characters."""
+MAX_WINDOWS = 500
+MAX_PAGE = 1_000
+MAX_STEPS = 10_000
+MAX_RANGES = 500
 
 
 class Answers:
-    """What the service can be asked.
+    """Queries and actions of the service.
 
     Args:
-        store: what arrived.
-        live: the data plane that is looked into; None shows history only.
-        settings: what the service was told.
+        store: stored telemetry.
+        live: the inspected data plane; None for stored telemetry only.
+        settings: settings of the service.
     """
 
     def __init__(self, store: Store, live: Live | None, settings: Settings) -> None:
@@ -56,124 +57,107 @@ class Answers:
 
     @property
     def revisions(self) -> models.Changed:
-        """What grows when an answer may have changed; costs nothing."""
+        """Revisions that grow when an answer may have changed. Reading them is cheap."""
         live = 0 if self._live is None else self._live.snapshot.revision
         return models.Changed(store=self._store.revision, live=live)
 
     def subscribed(self, change: int) -> None:
-        """Count connections that wait for live updates; ``change`` is 1 or -1."""
+        """Count a subscriber of live updates in or out; ``change`` is 1 or -1."""
         self._subscribers += change
 
     def readiness(self) -> models.Readiness:
-        """Whether what arrives can be kept; a data plane that is away is told, and no reason to
-        send no telemetry."""
-        error = self._health.trouble(at_most_s=_READY_PROBE_S)
+        """Return whether telemetry can be stored.
+
+        An unreachable data plane is reported, but the service stays ready for telemetry.
+        """
+        error = self._health.trouble(max_age_s=_READY_PROBE_S)
         live = partitions.live_status(self._live, self._newest())
         return models.Readiness(
             ready=error is None,
             store="ok" if error is None else error,
-            live="not asked for" if not live.asked else live.error or "attached",
+            live="not configured" if not live.configured else live.error or "attached",
         )
 
     def status(self) -> models.Status:
-        """The service in one look."""
+        """Return the status of the service."""
         totals = self._store.totals()
-        error = self._health.trouble(at_most_s=_STATUS_PROBE_S)
+        error = self._health.trouble(max_age_s=_STATUS_PROBE_S)
         return models.Status(
             name=NAME,
             version=self.version,
             now_ns=time.time_ns(),
             started_ns=self._started_ns,
             live=partitions.live_status(self._live, self._newest()),
-            store=models.StoreStatus(
-                writable=error is None,
-                error=error,
-                revision=self._store.revision,
-                traces=totals.traces,
-                spans=totals.spans,
-                events=totals.events,
-                samples=totals.samples,
-                nbytes=totals.bytes_on_disk,
-                oldest_ns=totals.oldest_ns,
+            store=models.StoreStatus.of(
+                totals, writable=error is None, error=error, revision=self._store.revision
             ),
-            telemetry=models.TelemetryStatus(
+            telemetry=models.TelemetryStatus.of(
+                totals,
                 ingested={"spans": totals.ingested_spans, "events": totals.ingested_events},
-                repeated=totals.repeated,
-                refused=totals.refused,
-                ignored=totals.ignored,
             ),
             actions=self._settings.allow_actions,
             subscribers=self._subscribers,
         )
 
     def partitions(self) -> models.Partitions:
-        """Every partition and storage unit of the newest snapshot; empty without one."""
+        """Return all partitions and storage units of the newest snapshot; empty without one."""
         self._needs.refresh()
         snapshot = self._newest()
         return models.Partitions(
             partitions=[
                 partitions.partition(
-                    one, snapshot, snapshot.scans.get(one.partition_id), self._needs
+                    summary, snapshot, snapshot.scans.get(summary.partition_id), self._needs
                 )
-                for one in snapshot.partitions
+                for summary in snapshot.partitions
             ],
-            storage=[
-                models.Unit(
-                    name=one.name,
-                    node=one.node,
-                    capacity=one.capacity,
-                    used=one.used,
-                    free=one.free,
-                )
-                for one in snapshot.storage
-            ],
+            storage=[models.Unit.of(unit) for unit in snapshot.storage],
             totals=dict(snapshot.totals),
             live=partitions.live_status(self._live, snapshot),
         )
 
     def partition(self, partition_id: str) -> models.Partition:
-        """One partition of the newest snapshot. Raises NotFound, Unavailable."""
+        """Return one partition of the newest snapshot. Raises NotFound, Unavailable."""
         _check_id("id", partition_id)
         self._needs.refresh()
         snapshot = self._snapshot(partition_id)
-        summary = partitions.found(snapshot, partition_id)
+        summary = partitions.partition_of(snapshot, partition_id)
         scan = snapshot.scans.get(partition_id)
         return partitions.partition(summary, snapshot, scan, self._needs)
 
     def partition_view(
         self, partition_id: str, *, start: int = 0, limit: int = 100, windows: int = 120
     ) -> models.PartitionView:
-        """A partition, its matrix, some of its samples and its claims, as of one moment.
+        """Return a partition, its matrix, some of its samples and its claims, as of one moment.
 
-        Asks the data plane. Raises NotFound, Unavailable.
+        Reads the data plane. Raises NotFound, Unavailable.
         """
         _check_id("id", partition_id)
         _check("start", start, 0, 2**31)
-        _check("limit", limit, 1, MOST_PAGE)
-        _check("windows", windows, 1, MOST_WINDOWS)
+        _check("limit", limit, 1, MAX_PAGE)
+        _check("windows", windows, 1, MAX_WINDOWS)
         self._needs.refresh()
         self._snapshot(partition_id)
-        assert self._live is not None  # else there was no snapshot
+        assert self._live is not None  # `_snapshot` raises otherwise
         return partitions.view(
             self._live, partition_id, self._needs, start=start, limit=limit, windows=windows
         )
 
     def partition_matrix(self, partition_id: str, *, windows: int = 120) -> models.Matrix:
-        """Samples by field and task, in at most ``windows`` (1 to 500). Raises NotFound, ..."""
+        """Return samples by field and task in up to ``windows``, 1 to 500. Raises NotFound, ..."""
         _check_id("id", partition_id)
-        _check("windows", windows, 1, MOST_WINDOWS)
+        _check("windows", windows, 1, MAX_WINDOWS)
         snapshot = self._snapshot(partition_id)
-        summary = partitions.found(snapshot, partition_id)
+        summary = partitions.partition_of(snapshot, partition_id)
         return partitions.matrix(summary, snapshot.scans.get(partition_id), windows)
 
     def partition_samples(
         self, partition_id: str, *, start: int = 0, limit: int = 100
     ) -> models.SamplePage:
-        """``limit`` (1 to 1,000) samples from place ``start``; asks the data plane."""
+        """Return ``limit`` samples, 1 to 1,000, from index ``start``; reads the data plane."""
         _check_id("id", partition_id)
         _check("start", start, 0, 2**31)
-        _check("limit", limit, 1, MOST_PAGE)
-        summary = partitions.found(self._snapshot(partition_id), partition_id)
+        _check("limit", limit, 1, MAX_PAGE)
+        summary = partitions.partition_of(self._snapshot(partition_id), partition_id)
         states = partitions.ask(
             self._live, lambda plane: plane.list_samples(partition_id, start=start, limit=limit)
         )
@@ -185,10 +169,10 @@ class Answers:
         )
 
     def partition_claims(self, partition_id: str) -> list[models.Claim]:
-        """The claims that are held, the oldest first, at most 1,000; asks the data plane."""
+        """Return at most 1,000 held claims, oldest first; reads the data plane."""
         _check_id("id", partition_id)
         claims = partitions.ask(self._live, lambda plane: plane.list_claims(partition_id))
-        return [partitions.claim(one) for one in claims]
+        return [models.Claim.of(claim) for claim in claims]
 
     def samples(
         self,
@@ -200,29 +184,31 @@ class Answers:
         cursor: str | None = None,
         limit: int = 50,
     ) -> models.SampleHits:
-        """By the beginning ``q`` of their id, or by ``tag`` equal to ``value`` (live only)."""
+        """Search samples by id prefix ``q``, or live samples whose ``tag`` equals ``value``."""
         for name, text in (("q", q), ("tag", tag), ("value", value)):
-            if text and len(text) > MOST_ID:
-                raise Refused(f"{name}: found {len(text)} characters; expected at most {MOST_ID}")
+            if text and len(text) > MAX_ID:
+                raise Refused(f"{name}: found {len(text)} characters; expected at most {MAX_ID}")
         if partition is not None:
             _check_id("partition", partition)
-        _check("limit", limit, 1, MOST_PAGE)
+        _check("limit", limit, 1, MAX_PAGE)
         if not tag:
             return lineage.search(self._store, self._live, q, partition, cursor, limit)
         if q or cursor:
-            raise Refused("found tag together with q or cursor; expected one way to search")
+            raise Refused("found tag together with q or cursor; expected either tag or q")
         return lineage.by_tag(self._live, tag, value or "", partition, limit)
 
     def sample(self, sample_id: str, *, partition: str | None = None) -> models.SampleLife:
-        """The life of one sample. Raises NotFound if neither events nor data plane know it."""
+        """Return the lifecycle of one sample. Raises NotFound if no event or partition has it."""
         _check_id("id", sample_id)
         if partition is not None:
             _check_id("partition", partition)
         return lineage.life(self._store, self._live, sample_id, partition)
 
     def why(self, *, run: str | None = None) -> list[models.Wait]:
-        """Why it is stuck: the longest wait first, those of processes that are gone last; empty if
-        nothing waits. Of one ``run`` only what its processes told."""
+        """Return blocked tasks, longest first, those of silent processes last.
+
+        With ``run``, only tasks that processes of this run reported.
+        """
         if run is not None:
             _check_id("run", run)
         return waits.waits(
@@ -230,44 +216,28 @@ class Answers:
         )
 
     def staleness(self, *, run: str | None = None, steps: int = 20) -> models.Staleness:
-        """Of the last ``steps`` (1 to 10,000) of ``run``, or of the newest run."""
-        _check("steps", steps, 1, MOST_STEPS)
-        run = self._run_or_newest(run)
-        row = self._store.staleness(run, steps)
-        known = sum(row.counts.values())
-        mean = sum(age * count for age, count in row.counts.items()) / known if known else None
-        return models.Staleness(
-            run_id=run,
-            steps=steps,
-            left_out=row.left_out,
-            counts=dict(row.counts),
-            mean=mean,
-            unknown=row.unknown,
-        )
+        """Return staleness over the last ``steps``, 1 to 10,000, of ``run`` or the newest run."""
+        _check("steps", steps, 1, MAX_STEPS)
+        return self._store.staleness(self._run_or_newest(run), steps)
 
     def run_steps(self, *, run: str | None = None, ranges: int = 10) -> models.RunSteps:
-        """How long the steps took, in 1 to 500 ranges, of ``run`` or of the newest run of which one
-        has ended."""
+        """Return step durations in 1 to 500 ranges.
+
+        Without ``run``, of the newest run with a finished step.
+        """
         return self.run_steps_cut(ranges, run=run)[0]
 
     def run_steps_cut(self, *ranges: int, run: str | None = None) -> list[models.RunSteps]:
-        """As `run_steps`, the same steps cut in several ways."""
-        for most in ranges:
-            _check("ranges", most, 1, MOST_RANGES)
+        """Return the same steps, cut into several numbers of ranges; see `run_steps`."""
+        for maximum in ranges:
+            _check("ranges", maximum, 1, MAX_RANGES)
         if run is None:
             run = self._store.run_with_steps()
         return run_steps.run_steps(self._store, self._run_or_newest(run), *ranges)
 
     def runs(self) -> models.Runs:
-        """Every run, the newest first."""
-        return models.Runs(
-            runs=[
-                models.Run(
-                    run_id=one.run_id, first_ns=one.first_ns, last_ns=one.last_ns, steps=one.steps
-                )
-                for one in self._store.runs()
-            ]
-        )
+        """Return all runs, newest first."""
+        return models.Runs(runs=self._store.runs())
 
     def traces(
         self,
@@ -281,101 +251,76 @@ class Answers:
         cursor: str | None = None,
         limit: int = 50,
     ) -> models.Traces:
-        """A page of traces, the newest first. Raises Refused on a cursor that is none of ours."""
-        _check("limit", limit, 1, MOST_PAGE)
-        for what, text in (("run", run), ("name", name)):
-            if text is not None and len(text) > MOST_ID:
-                _check_id(what, text)
-        for what, seconds in (("min_s", min_s), ("max_s", max_s)):
+        """Return a page of traces, newest first. Raises Refused for an invalid cursor."""
+        _check("limit", limit, 1, MAX_PAGE)
+        for parameter, text in (("run", run), ("name", name)):
+            if text is not None and len(text) > MAX_ID:
+                _check_id(parameter, text)
+        for parameter, seconds in (("min_s", min_s), ("max_s", max_s)):
             if seconds is not None and not 0 <= seconds <= _LONGEST_S:
-                raise Refused(f"{what}: found {seconds}; expected 0 to {_LONGEST_S:.0f} seconds")
+                raise Refused(
+                    f"{parameter}: found {seconds}; expected 0 to {_LONGEST_S:.0f} seconds"
+                )
         if step is not None:
             _check("step", step, 0, 2**63 - 1)
-        rows, more = self._store.traces(
+        page, after = self._store.traces(
             TraceFilter(
                 run_id=run, step=step, min_s=min_s, max_s=max_s, error=error, name=name or None
             ),
             read_trace_cursor(cursor),
             limit,
         )
-        return models.Traces(
-            traces=[models.TraceFacts(**traces.facts(row)) for row in rows],
-            next=trace_cursor(more),
-        )
+        return models.Traces(traces=page, next=trace_cursor(after))
 
     def steps(self, run: str, *, limit: int = 10) -> list[models.TraceFacts]:
-        """The newest traces of a run that tell a step, the one that came last first."""
-        return [models.TraceFacts(**traces.facts(row)) for row in self._store.steps(run, limit)]
+        """Return the newest step traces of a run, last received first."""
+        return self._store.steps(run, limit)
 
     def trace(self, trace_id: str) -> models.Trace:
-        """One trace, put together. Raises NotFound; Refused unless 32 hexadecimal digits."""
+        """Return one trace. Raises NotFound; Refused unless 32 hexadecimal digits."""
         return traces.trace(self._store, self._settings, trace_id)
 
     def trace_compare(self, a: str, b: str) -> models.TraceComparison:
-        """Two traces side by side. Raises as `trace`."""
+        """Compare two traces. Raises as `trace`."""
         return traces.compare(self._store, a, b)
 
     def audit(self, *, cursor: str | None = None, limit: int = 50) -> models.Audit:
-        """A page of the audit record, the newest first."""
-        _check("limit", limit, 1, MOST_PAGE)
-        # One more than fits tells whether there is another page.
+        """Return a page of the audit log, newest first."""
+        _check("limit", limit, 1, MAX_PAGE)
+        # One entry more than the page shows whether another page follows.
         entries = self._store.audit(read_audit_cursor(cursor), limit + 1)
         more = len(entries) > limit
         return models.Audit(
-            entries=[
-                models.AuditEntry(
-                    id=one.id,
-                    time_ns=one.time_ns,
-                    actor=one.actor,
-                    action=one.action,
-                    target=one.target,
-                    parameters=dict(one.parameters),
-                    outcome=one.outcome,
-                )
-                for one in entries[:limit]
-            ],
+            entries=entries[:limit],
             next=audit_cursor(entries[limit - 1].id) if more else None,
         )
 
     def series(self, *, name: str | None = None) -> list[models.Series]:
-        """What each metric series comes to, those of one ``name`` if given."""
+        """Return the value of each metric series, filtered by ``name`` if given."""
         if name is not None:
             _check_id("name", name)
-        return [
-            models.Series(
-                name=one.name,
-                process=one.process,
-                scope=one.scope,
-                unit=one.unit,
-                attributes=dict(one.attributes),
-                value=one.value,
-                histogram=None if one.histogram is None else dict(one.histogram),
-                time_ns=one.time_ns or None,
-                received_ns=one.received_ns,
-            )
-            for one in self._store.series(name)
-        ]
+        return self._store.series(name)
 
-    def clear(self, asked: models.ClearSamples, *, actor: str) -> models.ActionResult:
-        """Drop samples or a partition. Raises NotAllowed, Refused, Conflict, Unavailable, ..."""
-        return self._actions.clear(asked, actor)
+    def clear(self, change: models.ClearSamples, *, actor: str) -> models.ActionResult:
+        """Clear samples or a partition. Raises NotAllowed, Refused, Conflict, Unavailable, ..."""
+        return self._actions.clear(change, actor)
 
     def reset_consumption(
-        self, asked: models.ResetConsumption, *, actor: str
+        self, change: models.ResetConsumption, *, actor: str
     ) -> models.ActionResult:
-        """Let a task claim samples again. Raises as `clear`."""
-        return self._actions.reset_consumption(asked, actor)
+        """Redeliver acknowledged samples to a task. Raises as `clear`."""
+        return self._actions.reset_consumption(change, actor)
 
-    def end_claim(self, asked: models.EndClaim, *, actor: str) -> models.ActionResult:
+    def end_claim(self, change: models.EndClaim, *, actor: str) -> models.ActionResult:
         """End a claim. Raises as `clear`."""
-        return self._actions.end_claim(asked, actor)
+        return self._actions.end_claim(change, actor)
 
     def _newest(self) -> Snapshot:
         return Snapshot() if self._live is None else self._live.snapshot
 
     def _snapshot(self, partition_id: str) -> Snapshot:
         if self._live is None:
-            raise Unavailable("no data plane is looked into; start the service with --ray-address")
+            raise Unavailable("not connected to a data plane; start the service with --ray-address")
         self._live.want(partition_id)
         return self._live.snapshot
 
@@ -383,22 +328,22 @@ class Answers:
         if run is None:
             runs = self._store.runs()
             return runs[0].run_id if runs else ""
-        if len(run) > MOST_ID:
+        if len(run) > MAX_ID:
             _check_id("run", run)
         return run
 
 
 _LONGEST_S = 1e9
 _READY_PROBE_S = 5.0
-# A page that is open asks for the status each time that something changed, a probe included.
+# An open page reads the status after each change, so its probes are rarer.
 _STATUS_PROBE_S = 60.0
 
 
-def _check(name: str, value: int, least: int, most: int) -> None:
-    if not least <= value <= most:
-        raise Refused(f"{name}: found {value}; expected {least} to {most}")
+def _check(name: str, value: int, minimum: int, maximum: int) -> None:
+    if not minimum <= value <= maximum:
+        raise Refused(f"{name}: found {value}; expected {minimum} to {maximum}")
 
 
 def _check_id(name: str, value: str) -> None:
-    if not 1 <= len(value) <= MOST_ID:
-        raise Refused(f"{name}: found {len(value)} characters; expected 1 to {MOST_ID}")
+    if not 1 <= len(value) <= MAX_ID:
+        raise Refused(f"{name}: found {len(value)} characters; expected 1 to {MAX_ID}")

@@ -1,45 +1,45 @@
-"""Questions that have no answer, each with the status that HTTP has for it."""
+"""Errors of queries and actions, each with its HTTP status."""
 
 from __future__ import annotations
 
 
 class AnswerError(Exception):
-    """A question without an answer; its text is one sentence for the caller."""
+    """A failed query or action; its text is one sentence for the user."""
 
     status = 500
 
 
 class Refused(AnswerError):
-    """What was asked is not possible as it was asked."""
+    """A request with invalid parameters."""
 
     status = 422
 
 
 class NotFound(AnswerError):
-    """What was asked for is not there."""
+    """A request for something that does not exist."""
 
     status = 404
 
 
 class NotAllowed(AnswerError):
-    """The service was not started to do this."""
+    """An action while actions are disabled."""
 
     status = 404
 
 
 class Conflict(AnswerError):
-    """The data plane's state does not allow it now."""
+    """An action that the data plane's state does not allow now."""
 
     status = 409
 
 
 class Unavailable(AnswerError):
-    """A part that the answer needs is not there now."""
+    """A query that needs a part which is unavailable now."""
 
     status = 503
 
 
 class Late(AnswerError):
-    """The data plane did not answer in time."""
+    """A query that the data plane did not answer in time."""
 
     status = 504

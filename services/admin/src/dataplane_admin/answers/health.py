@@ -1,4 +1,4 @@
-"""Whether what arrives can be kept: asked of the writer itself, and not too often."""
+"""Health of the store, from rate-limited probe writes."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import time
 from dataplane_admin.store import Batch, Store, StoreError
 
 _PROBE_S = 2.0
-_LEAST_ROOM_BYTES = 1 << 20
+_MIN_FREE_BYTES = 1 << 20
 
 
 class Health:
-    """Remembers how the newest probe of the store went. Safe to be asked from several threads."""
+    """Result of the newest probe of the store. Thread-safe."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -20,16 +20,16 @@ class Health:
         self._probed_s: float | None = None
         self._lock = threading.Lock()
 
-    def trouble(self, *, at_most_s: float) -> str | None:
-        """One sentence on why nothing can be written, None if it can.
+    def trouble(self, *, max_age_s: float) -> str | None:
+        """Return one sentence on why the store is not writable, None if it is.
 
         Args:
-            at_most_s: how old the answer may be, in seconds. A new one writes an empty batch,
+            max_age_s: maximum age of the result in seconds. A new probe writes an empty batch,
                 which the store counts as a revision.
         """
         with self._lock:
             now = time.monotonic()
-            if self._probed_s is None or now - self._probed_s > at_most_s:
+            if self._probed_s is None or now - self._probed_s > max_age_s:
                 self._trouble = self._probe()
                 self._probed_s = now
             return self._trouble
@@ -37,10 +37,10 @@ class Health:
     def _probe(self) -> str | None:
         try:
             self._store.write(Batch(), timeout_s=_PROBE_S)
-            room = self._store.room_bytes()
+            free_bytes = self._store.free_bytes()
         except (StoreError, OSError) as error:
             return str(error)
-        # An empty batch still finds room in pages that are there, when nothing else does.
-        if room is not None and room < _LEAST_ROOM_BYTES:
-            return f"the store's disk is full: {room} bytes left"
+        # An empty batch fits into existing pages even when the disk is full.
+        if free_bytes is not None and free_bytes < _MIN_FREE_BYTES:
+            return f"the store's disk is full: {free_bytes} bytes left"
         return None

@@ -1,27 +1,28 @@
-"""The life of one sample, and samples by the beginning of their id or by a tag."""
+"""Lifecycle of one sample, and search for samples by id prefix or by tag."""
 
 from __future__ import annotations
 
 import json
 from functools import partial
 
-from dataplane_admin.answers import models, partitions
+from dataplane_admin import models
+from dataplane_admin.answers import partitions
 from dataplane_admin.answers.cursors import read_sample_cursor, sample_cursor
 from dataplane_admin.answers.errors import AnswerError, Late, NotFound, Refused
 from dataplane_admin.live import Live
-from dataplane_admin.store import SampleRow, Store
+from dataplane_admin.store import Store
 from dataplane_core import DataPlaneInspector, PartitionSummary, SampleState
 from observability.records import distinct_labels
-from observability.views import Hop, SampleNotFound, life_of, printable
+from observability.views import SampleNotFound, life_of, printable
 
-# How many partitions a question about a sample or a tag looks into.
-_MOST_PARTITIONS = 50
+# Maximum number of live partitions that one query searches.
+_MAX_PARTITIONS = 50
 
 
 def life(
     store: Store, live: Live | None, sample_id: str, partition: str | None
 ) -> models.SampleLife:
-    """What happened to a sample, and how it is now. Raises NotFound."""
+    """Return the lifecycle and the current state of a sample. Raises NotFound."""
     records = store.sample_records(sample_id, partition)
     try:
         hops = life_of(sample_id, records)
@@ -35,7 +36,7 @@ def life(
     return models.SampleLife(
         sample_id=sample_id,
         partition=partition,
-        hops=[_hop(one, labels[one.process]) for one in hops],
+        hops=[models.Hop.of(hop, process=labels[hop.process], nbytes=hop.n_bytes) for hop in hops],
         live=now,
         notes=notes,
     )
@@ -44,51 +45,48 @@ def life(
 def search(
     store: Store, live: Live | None, q: str, partition: str | None, cursor: str | None, limit: int
 ) -> models.SampleHits:
-    """Samples whose id begins with ``q``, of the history; a whole id also of the live part."""
+    """Search stored events by id prefix ``q``, and live samples by the complete id."""
     after = read_sample_cursor(cursor)
-    # One more than fits tells whether there is another page.
-    rows = store.find_samples(q, limit + 1, after)
-    hits = [_hit(row) for row in rows[:limit] if partition is None or row.partition == partition]
+    page, following = store.find_samples(q, limit, after)
+    hits = [hit for hit in page if partition is None or hit.partition == partition]
     notes: list[str] = []
-    if after is None and q and not any(row.sample_id == q for row in rows):
-        found = _live_sample(live, q, partition, notes)
-        if found is not None:
-            hits.insert(0, _live_hit(found.sample_id, found.partition))
-    more = len(rows) > limit
-    return models.SampleHits(
-        samples=hits, next=sample_cursor(rows[limit - 1].cursor) if more else None, notes=notes
-    )
+    shown = models.encodable_text(q)
+    if after is None and q and not any(hit.sample_id == shown for hit in page):
+        sample = _live_sample(live, q, partition, notes)
+        if sample is not None:
+            hits.insert(0, _live_hit(sample.sample_id, sample.partition))
+    return models.SampleHits(samples=hits, next=sample_cursor(following), notes=notes)
 
 
 def by_tag(
     live: Live | None, tag: str, value: str, partition: str | None, limit: int
 ) -> models.SampleHits:
-    """Live samples whose tag equals ``value``, read as text and, if it is one, as JSON."""
+    """Search live samples whose tag equals ``value``, as text or as a JSON number or boolean."""
     if live is None:
-        raise Refused("tags are known live only, and no data plane is looked into")
+        raise Refused("tags are searched in the live data plane only; not connected to one")
     values: list[object] = [value]
     try:
-        read = json.loads(value)
+        parsed = json.loads(value)
     except (ValueError, RecursionError):
-        read = None
-    if isinstance(read, bool | int | float):
-        values.append(read)
+        parsed = None
+    if isinstance(parsed, bool | int | float):
+        values.append(parsed)
     hits: list[models.SampleHit] = []
     notes: list[str] = []
-    looked_into = _looked_into(live, partition, notes)
+    searched = _searched(live, partition, notes)
     until_s = live.deadline_s()
-    for place, summary in enumerate(looked_into):
+    for place, summary in enumerate(searched):
         for wanted in values:
-            room = limit - len(hits)
-            if room <= 0:
+            remaining = limit - len(hits)
+            if remaining <= 0:
                 notes.append(f"only the first {limit} are shown")
                 return models.SampleHits(samples=hits, next=None, notes=notes)
             try:
-                states = _find(live, summary.partition_id, tag, wanted, room, until_s)
+                states = _find(live, summary.partition_id, tag, wanted, remaining, until_s)
             except Late as error:
                 if place == 0:
                     raise
-                notes.append(_not_looked_up(len(looked_into) - place, error))
+                notes.append(_not_searched(len(searched) - place, error))
                 return models.SampleHits(samples=hits, next=None, notes=notes)
             hits += [_live_hit(state.sample_id, summary.partition_id) for state in states]
     return models.SampleHits(samples=hits, next=None, notes=notes)
@@ -103,13 +101,13 @@ def _find(
             lambda plane: plane.find_samples(partition, tag=tag, value=value, limit=limit),
             until_s,
         )
-    except NotFound:  # it was cleared meanwhile
+    except NotFound:  # the partition was cleared meanwhile
         return []
 
 
-def _not_looked_up(count: int, error: AnswerError) -> str:
-    """Partitions that were not reached within the one deadline of an answer."""
-    return f"not looked up in {count} live partition{'' if count == 1 else 's'}: {error}"
+def _not_searched(count: int, error: AnswerError) -> str:
+    """Return a note about partitions that were not searched before the deadline."""
+    return f"not searched in {count} live partition{'' if count == 1 else 's'}: {error}"
 
 
 def _live_sample(
@@ -117,16 +115,16 @@ def _live_sample(
 ) -> models.Sample | None:
     if live is None:
         return None
-    looked_into = _looked_into(live, partition, notes)
+    searched = _searched(live, partition, notes)
     until_s = live.deadline_s()
-    for place, summary in enumerate(looked_into):
+    for place, summary in enumerate(searched):
         read = partial(_read, partition=summary.partition_id, sample_id=sample_id)
         try:
             state = partitions.ask(live, read, until_s)
         except NotFound:
             continue
         except AnswerError as error:
-            notes.append(_not_looked_up(len(looked_into) - place, error))
+            notes.append(_not_searched(len(searched) - place, error))
             return None
         if state is not None:
             return partitions.sample(state, summary.partition_id)
@@ -137,38 +135,26 @@ def _read(plane: DataPlaneInspector, partition: str, sample_id: str) -> SampleSt
     return plane.read_sample(partition, sample_id)
 
 
-def _looked_into(live: Live, partition: str | None, notes: list[str]) -> list[PartitionSummary]:
+def _searched(live: Live, partition: str | None, notes: list[str]) -> list[PartitionSummary]:
     snapshot = live.snapshot
     if partition is not None:
-        return [one for one in snapshot.partitions if one.partition_id == partition]
-    rest = len(snapshot.partitions) - _MOST_PARTITIONS
+        return [summary for summary in snapshot.partitions if summary.partition_id == partition]
+    rest = len(snapshot.partitions) - _MAX_PARTITIONS
     if rest > 0:
-        notes.append(f"{rest} live partitions were not looked into; name one")
-    return list(snapshot.partitions[:_MOST_PARTITIONS])
+        notes.append(f"{rest} live partitions were not searched; name a partition")
+    return list(snapshot.partitions[:_MAX_PARTITIONS])
 
 
 def _unknown(store: Store, sample_id: str, partition: str | None, notes: list[str]) -> str:
     shown = printable(sample_id if len(sample_id) <= 100 else f"{sample_id[:100]}…")
     place = "" if partition is None else f" in partition '{printable(partition[:100])}'"
-    alike = store.find_samples(sample_id, 5)
+    alike, _ = store.find_samples(sample_id, 5)
     hint = ""
     if alike:
         named = ", ".join(printable(row.sample_id[:100]) for row in alike)
-        hint = f"; ids that begin as it does: {named}"
-    told = "".join(f"; {note}" for note in notes)
-    return f"neither an event nor the data plane names the sample '{shown}'{place}{hint}{told}"
-
-
-def _hit(row: SampleRow) -> models.SampleHit:
-    return models.SampleHit(
-        sample_id=row.sample_id,
-        partition=row.partition,
-        run_id=row.run_id,
-        weight_version=row.weight_version,
-        first_ns=row.first_ns,
-        last_ns=row.last_ns,
-        live=False,
-    )
+        hint = f"; ids with this prefix: {named}"
+    texts = "".join(f"; {note}" for note in notes)
+    return f"no event or live partition has sample '{shown}'{place}{hint}{texts}"
 
 
 def _live_hit(sample_id: str, partition: str) -> models.SampleHit:
@@ -180,26 +166,4 @@ def _live_hit(sample_id: str, partition: str) -> models.SampleHit:
         first_ns=None,
         last_ns=None,
         live=True,
-    )
-
-
-def _hop(hop: Hop, process: str) -> models.Hop:
-    return models.Hop(
-        time_ns=hop.time_ns,
-        seconds=hop.seconds,
-        name=hop.name,
-        process=process,
-        partition=hop.partition,
-        task=hop.task,
-        stage=hop.stage,
-        fields=list(hop.fields),
-        nbytes=hop.n_bytes,
-        batch=hop.batch,
-        weight_version=hop.weight_version,
-        run_id=hop.run_id,
-        step=hop.step,
-        trace_id=hop.trace_id,
-        span_id=hop.span_id,
-        detail=hop.detail,
-        whole_partition=hop.whole_partition,
     )

@@ -1,4 +1,4 @@
-"""Partitions, matrices, pages of samples and claims as the live data plane has them."""
+"""Partitions, matrices, samples and claims of the live data plane."""
 
 from __future__ import annotations
 
@@ -6,23 +6,22 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from dataplane_admin.answers import models
+from dataplane_admin import models
+from dataplane_admin.answers.claims import Needs
 from dataplane_admin.answers.errors import Conflict, Late, NotFound, Refused, Unavailable
-from dataplane_admin.answers.needs import Needs
 from dataplane_admin.live import (
     PAGE,
-    AskedTooLong,
     Live,
     Moment,
     NotAttached,
+    QueryTimeout,
     Scan,
     Snapshot,
-    TooManyAsk,
+    TooManyQueries,
     Trend,
     read_moment,
 )
 from dataplane_core import (
-    ClaimSummary,
     DataPlaneError,
     DataPlaneInspector,
     DeadlineExceededError,
@@ -41,16 +40,16 @@ from observability.views import printable
 T = TypeVar("T")
 
 NOT_ASKED = models.LiveStatus(
-    asked=False, attached=False, source="", error=None, at_ns=None, age_s=None, revision=0
+    configured=False, attached=False, source="", error=None, at_ns=None, age_s=None, revision=0
 )
 
 
 def live_status(live: Live | None, snapshot: Snapshot) -> models.LiveStatus:
-    """How the service stands with the data plane, as of a snapshot."""
+    """Return the state of the connection to the data plane, as of a snapshot."""
     if live is None:
         return NOT_ASKED
     return models.LiveStatus(
-        asked=True,
+        configured=True,
         attached=snapshot.attached,
         source=live.source,
         error=snapshot.error,
@@ -65,14 +64,14 @@ def ask(
     question: Callable[[DataPlaneInspector], T],
     until_s: float | None = None,
 ) -> T:
-    """What the data plane answers within the deadline, see `Live.ask`. Raises AnswerError."""
+    """Return the data plane's answer within the deadline, see `Live.ask`. Raises AnswerError."""
     if live is None:
-        raise Unavailable("no data plane is looked into; start the service with --ray-address")
+        raise Unavailable("not connected to a data plane; start the service with --ray-address")
     try:
         return live.ask(question, until_s)
-    except (NotAttached, TooManyAsk, UnavailableError) as error:
+    except (NotAttached, TooManyQueries, UnavailableError) as error:
         raise Unavailable(str(error)) from None
-    except (AskedTooLong, DeadlineExceededError) as error:
+    except (QueryTimeout, DeadlineExceededError) as error:
         raise Late(str(error)) from None
     except (PartitionNotFoundError, UnknownTaskError) as error:
         raise NotFound(str(error)) from None
@@ -84,14 +83,14 @@ def ask(
         raise Unavailable(str(error)) from None
 
 
-def found(snapshot: Snapshot, partition_id: str) -> PartitionSummary:
-    """One partition of a snapshot. Raises NotFound, or Unavailable while nothing was read."""
+def partition_of(snapshot: Snapshot, partition_id: str) -> PartitionSummary:
+    """Return one partition of a snapshot. Raises NotFound; Unavailable before the first poll."""
     summary = snapshot.partition(partition_id)
     if summary is None:
         if snapshot.at_ns is None:
             raise Unavailable(snapshot.error or "the data plane has not been read yet")
         raise NotFound(
-            f"partition '{_short(partition_id)}' is not there; there are "
+            f"partition '{_short(partition_id)}' does not exist; there are "
             f"{len(snapshot.partitions)} others"
         )
     return summary
@@ -100,34 +99,19 @@ def found(snapshot: Snapshot, partition_id: str) -> PartitionSummary:
 def partition(
     summary: PartitionSummary, snapshot: Snapshot, scan: Scan | None, needs: Needs
 ) -> models.Partition:
-    """One partition with its trends, and what is ready in a scan of it."""
+    """Return one partition with its trends, and the ready samples of its scan."""
     trend = snapshot.trends.get(summary.partition_id, Trend())
-    return models.Partition(
+    return models.Partition.of(
+        summary,
         id=summary.partition_id,
-        declared=summary.declared,
-        put=summary.put,
-        present=summary.present,
         outstanding=max(0, summary.declared - summary.put),
-        reserved=summary.reserved,
         cleared=max(0, summary.put - summary.present),
-        group_size=summary.group_size,
-        nbytes=summary.nbytes,
-        revision=summary.revision,
-        fields=[
-            models.PartitionField(
-                name=held.name,
-                kind=held.kind,
-                declared=held.declared,
-                written=held.written,
-                nbytes=held.nbytes,
-            )
-            for held in summary.fields
-        ],
+        fields=[models.PartitionField.of(field) for field in summary.fields],
         tasks=[_task(task, summary.partition_id, scan, trend, needs) for task in summary.tasks],
         enums={name: list(values) for name, values in summary.enums.items()},
         put_per_s=trend.gained_per_s(trend.put),
-        polled_ns=list(trend.times_ns),
-        put_trend=list(trend.put),
+        polled_ns=trend.times_ns,
+        put_trend=trend.put,
     )
 
 
@@ -138,47 +122,30 @@ def _task(
     numbers = trend.tasks.get(task.name)
     ready = None
     if needs is not None and scan is not None:
-        # The scan may be older than the count.
+        # The scan may be older than `unclaimed`.
         ready = min(task.unclaimed, scan.ready(task.name, needs))
-    return models.PartitionTask(
-        name=task.name,
-        unclaimed=task.unclaimed,
-        assigned=task.assigned,
-        leased=task.leased,
-        settled=task.settled,
-        leases=task.leases,
-        needs=None if needs is None else list(needs),
+    return models.PartitionTask.of(
+        task,
+        acknowledged=task.acknowledged,
+        needs=needs,
         ready=ready,
-        oldest_unclaimed_s=task.oldest_unclaimed_s,
-        oldest_claim=None if task.oldest_claim is None else claim(task.oldest_claim),
+        oldest_claim=None if task.oldest_claim is None else models.Claim.of(task.oldest_claim),
         claimed_per_s=None if numbers is None else trend.gained_per_s(numbers.taken),
-        settled_per_s=None if numbers is None else trend.gained_per_s(numbers.settled),
+        acknowledged_per_s=None if numbers is None else trend.gained_per_s(numbers.acknowledged),
         backlog_per_s=None if numbers is None else trend.slope_per_s(numbers.unclaimed),
-        backlog=[] if numbers is None else list(numbers.unclaimed),
-    )
-
-
-def claim(summary: ClaimSummary) -> models.Claim:
-    """One claim."""
-    return models.Claim(
-        claim=summary.claim,
-        task=summary.task,
-        owner=summary.owner,
-        samples=summary.samples,
-        age_s=summary.age_s,
-        expires_in_s=summary.expires_in_s,
+        backlog=[] if numbers is None else numbers.unclaimed,
     )
 
 
 def matrix(summary: PartitionSummary, scan: Scan | None, windows: int) -> models.Matrix:
-    """A scan of a partition in windows; none without a scan."""
+    """Return a partition's scan in windows; no windows without a scan."""
     if scan is None:
         return models.Matrix(
             partition=summary.partition_id,
             total=summary.present,
             scanned=0,
             at_ns=None,
-            fields=[held.name for held in summary.fields],
+            fields=[field.name for field in summary.fields],
             tasks=[task.name for task in summary.tasks],
             windows=[],
         )
@@ -189,35 +156,32 @@ def matrix(summary: PartitionSummary, scan: Scan | None, windows: int) -> models
         at_ns=scan.at_ns,
         fields=list(scan.fields),
         tasks=list(scan.tasks),
-        windows=[
-            models.Window(start=one.start, count=one.count, written=one.written, tasks=one.tasks)
-            for one in scan.windows(windows)
-        ],
+        windows=scan.windows(windows),
     )
 
 
 def view(
     live: Live, partition_id: str, needs: Needs, *, start: int, limit: int, windows: int
 ) -> models.PartitionView:
-    """A partition and what is in it as of one moment; asks the data plane.
+    """Return a partition and its contents as of one moment, read from the data plane.
 
-    Where it cannot be asked, the newest snapshot stands in, without samples and claims, and without
-    a scan of another moment. Raises NotFound, Unavailable.
+    If the data plane is unreachable, return the newest snapshot without samples and claims, and
+    with a scan only if it is of the same revision. Raises NotFound, Unavailable.
     """
     snapshot = live.snapshot
     try:
         moment = ask(live, lambda plane: read_moment(plane, partition_id, start=start, limit=limit))
     except (Late, Unavailable, Refused) as error:
-        summary = found(snapshot, partition_id)
+        summary = partition_of(snapshot, partition_id)
         scan = snapshot.scans.get(partition_id)
         if scan is not None and scan.revision != summary.revision:
             scan = None
-        assert snapshot.at_ns is not None  # else nothing was found
+        assert snapshot.at_ns is not None  # `partition_of` raises otherwise
         moment = Moment(snapshot.at_ns, 0.0, summary, scan, [], [])
         problem = str(error)
     else:
         problem = ""
-    # A large partition is scanned page by page between polls; its matrix has a moment of its own.
+    # A large partition is scanned page by page between polls, so its matrix has another time.
     scan = moment.scan
     if scan is None and moment.summary.present > PAGE:
         scan = snapshot.scans.get(partition_id)
@@ -232,22 +196,17 @@ def view(
             total=moment.summary.present,
             samples=[sample(state, partition_id) for state in moment.samples],
         ),
-        claims=[claim(one) for one in moment.claims],
+        claims=[models.Claim.of(claim) for claim in moment.claims],
         problem=problem,
     )
 
 
 def sample(state: SampleState, partition_id: str) -> models.Sample:
-    """One sample."""
-    return models.Sample(
-        sample_id=state.sample_id,
+    """Return one sample."""
+    return models.Sample.of(
+        state,
         partition=partition_id,
-        fields=list(state.fields),
-        tags=state.tags,
-        tasks=state.tasks,
-        claims=state.claims,
-        origins=state.origins,
-        age_s=state.age_s,
+        tasks=dict(state.tasks),
     )
 
 

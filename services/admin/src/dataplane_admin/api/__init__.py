@@ -1,4 +1,4 @@
-"""The routes for machines: JSON under ``/api/v1``, live updates, probes and metrics."""
+"""API routes: JSON under ``/api/v1``, live updates, probes and metrics."""
 
 from dataplane_admin.api.errors import add_error_handlers
 from dataplane_admin.api.openapi import add_openapi

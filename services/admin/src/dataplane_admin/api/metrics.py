@@ -1,4 +1,4 @@
-"""The service's own metrics in Prometheus' text format, made when they are asked for."""
+"""Metrics of the service in Prometheus' text format, computed at each scrape."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_l
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from dataplane_admin.answers import Answers, models
+from dataplane_admin import models
+from dataplane_admin.answers import Answers
 from dataplane_admin.api.openapi import problems
 
-MOST_PARTITIONS = 100
-"""Partitions that are told of; each is several series."""
+MAX_PARTITIONS = 100
+"""Maximum number of partitions reported; each has several series."""
 
 
 def metrics_router(answers: Answers) -> APIRouter:
-    """GET /metrics."""
+    """Return the route ``GET /metrics``."""
     registry = CollectorRegistry()
     registry.register(_Figures(answers))
     routes = APIRouter(tags=["service"])
@@ -35,84 +36,86 @@ def metrics_router(answers: Answers) -> APIRouter:
         },
     )
     def metrics() -> Response:
-        """The service's own metrics."""
+        """Return the service's metrics."""
         return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 
     return routes
 
 
 class _Figures(Collector):
-    """Reads the status once a scrape."""
+    """Collector that reads the status once per scrape."""
 
     def __init__(self, answers: Answers) -> None:
         self._answers = answers
 
     def describe(self) -> list[Metric]:
-        """Nothing beforehand: to describe them would be to collect them."""
+        """Return nothing: describing the metrics would collect them."""
         return []
 
     def collect(self) -> Iterator[Metric]:
-        """Every metric, as Prometheus names them."""
+        """Yield all metrics."""
         status = self._answers.status()
         yield from _of_service(status)
-        yield from _of_partitions(self._answers.partitions().partitions[:MOST_PARTITIONS])
+        yield from _of_partitions(self._answers.partitions().partitions[:MAX_PARTITIONS])
 
 
 def _of_service(status: models.Status) -> Iterator[Metric]:
-    taken = CounterMetricFamily(
-        "dataplane_admin_ingested", "Records that were new", labels=["signal"]
+    ingested = CounterMetricFamily(
+        "dataplane_admin_ingested", "New records received", labels=["signal"]
     )
     for signal, count in status.telemetry.ingested.items():
-        taken.add_metric([signal], count)
-    yield taken
+        ingested.add_metric([signal], count)
+    yield ingested
     for name, text, count in (
-        ("repeated", "Spans and events that were there already", status.telemetry.repeated),
-        ("refused", "Records kept out by limits", status.telemetry.refused),
-        ("ignored", "Log records that are no lifecycle events", status.telemetry.ignored),
+        ("repeated", "Spans and events already stored", status.telemetry.repeated),
+        ("refused", "Records rejected by limits", status.telemetry.refused),
+        ("ignored", "Log records other than lifecycle events", status.telemetry.ignored),
     ):
         yield CounterMetricFamily(f"dataplane_admin_{name}", text, value=count)
     for name, text, value in (
         ("store_bytes", "Bytes on disk", status.store.nbytes),
-        ("store_traces", "Traces that are kept", status.store.traces),
-        ("store_spans", "Spans that are kept", status.store.spans),
-        ("store_events", "Lifecycle events that are kept", status.store.events),
-        ("store_samples", "Samples that are kept", status.store.samples),
-        ("store_writable", "Whether what arrives can be kept", int(status.store.writable)),
+        ("store_traces", "Stored traces", status.store.traces),
+        ("store_spans", "Stored spans", status.store.spans),
+        ("store_events", "Stored lifecycle events", status.store.events),
+        ("store_samples", "Samples named by stored events", status.store.samples),
+        ("store_writable", "Whether telemetry can be stored", int(status.store.writable)),
         ("live_attached", "Whether the data plane can be read", int(status.live.attached)),
-        ("subscribers", "Connections that wait for live updates", status.subscribers),
-        ("start_time_seconds", "When the process began", status.started_ns / 1e9),
+        ("subscribers", "Connections with live updates", status.subscribers),
+        ("start_time_seconds", "Start time of the process", status.started_ns / 1e9),
     ):
         yield GaugeMetricFamily(f"dataplane_admin_{name}", text, value=value)
     if status.live.age_s is not None:
         yield GaugeMetricFamily(
-            "dataplane_admin_live_age_seconds", "Age of the newest look", value=status.live.age_s
+            "dataplane_admin_live_age_seconds",
+            "Age of the newest snapshot",
+            value=status.live.age_s,
         )
 
 
 def _of_partitions(partitions: list[models.Partition]) -> Iterator[Metric]:
     present = GaugeMetricFamily(
-        "dataplane_partition_samples", "Samples that are there", labels=["partition"]
+        "dataplane_partition_samples", "Samples present", labels=["partition"]
     )
     nbytes = GaugeMetricFamily(
-        "dataplane_partition_bytes", "Bytes that the store holds", labels=["partition"]
+        "dataplane_partition_bytes", "Bytes in the store", labels=["partition"]
     )
     tasks = GaugeMetricFamily(
         "dataplane_task_samples",
-        "Samples by what the task has done with them",
+        "Samples by state for the task",
         labels=["partition", "task", "state"],
     )
     oldest = GaugeMetricFamily(
         "dataplane_task_oldest_unclaimed_seconds",
-        "Age of the oldest sample that the task has not claimed",
+        "Age of the task's oldest unclaimed sample",
         labels=["partition", "task"],
     )
-    for one in partitions:
-        present.add_metric([one.id], one.present)
-        if one.nbytes is not None:
-            nbytes.add_metric([one.id], one.nbytes)
-        for task in one.tasks:
-            for state in ("unclaimed", "assigned", "leased", "settled"):
-                tasks.add_metric([one.id, task.name, state], getattr(task, state))
+    for partition in partitions:
+        present.add_metric([partition.id], partition.present)
+        if partition.nbytes is not None:
+            nbytes.add_metric([partition.id], partition.nbytes)
+        for task in partition.tasks:
+            for state in ("unclaimed", "assigned", "leased", "acknowledged"):
+                tasks.add_metric([partition.id, task.name, state], getattr(task, state))
             if task.oldest_unclaimed_s is not None:
-                oldest.add_metric([one.id, task.name], task.oldest_unclaimed_s)
+                oldest.add_metric([partition.id, task.name], task.oldest_unclaimed_s)
     yield from (present, nbytes, tasks, oldest)

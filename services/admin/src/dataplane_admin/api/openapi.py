@@ -1,4 +1,4 @@
-"""The OpenAPI document: what FastAPI derives from the routes, and the problems they may answer."""
+"""OpenAPI document: FastAPI's, plus the problems that routes may answer."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from fastapi import FastAPI, Request
 from fastapi.openapi.utils import get_openapi
 from fastapi.responses import JSONResponse, Response
 
-from dataplane_admin.answers.models import Problem
+from dataplane_admin.models import Problem
 
 OPENAPI_PATH = "/api/v1/openapi.json"
 
@@ -16,30 +16,30 @@ _PROBLEM = {"application/problem+json": {"schema": {"$ref": "#/components/schema
 
 
 def problems(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """The ``responses`` of a route that may answer these statuses as problems."""
+    """Return the ``responses`` of a route that may answer these statuses as problems."""
     return {status: {"description": _MEANINGS[status], "content": _PROBLEM} for status in statuses}
 
 
 def add_openapi(app: FastAPI) -> None:
-    """Serve the document of ``app``, once made."""
+    """Serve the document of ``app``, built once."""
 
     def document() -> dict[str, Any]:
         if app.openapi_schema is None:
-            made = get_openapi(
+            schema = get_openapi(
                 title=app.title,
                 version=app.version,
                 description=app.description,
                 routes=app.routes,
                 servers=[{"url": app.state.settings.root_path or "/"}],
             )
-            components = made.setdefault("components", {})
+            components = schema.setdefault("components", {})
             schemas = components.setdefault("schemas", {})
             schemas["Problem"] = Problem.model_json_schema()
             for unused in ("HTTPValidationError", "ValidationError"):
                 schemas.pop(unused, None)
             components["securitySchemes"] = {"bearer": {"type": "http", "scheme": "bearer"}}
-            made["security"] = [{"bearer": []}, {}]
-            app.openapi_schema = made
+            schema["security"] = [{"bearer": []}, {}]
+            app.openapi_schema = schema
         return app.openapi_schema
 
     app.openapi = document  # type: ignore[method-assign]  # FastAPI's way to extend it
@@ -50,14 +50,14 @@ def add_openapi(app: FastAPI) -> None:
 
 
 _MEANINGS = {
-    400: "Not an HTTP request as it should be, or a foreign Host header",
-    401: "Neither the token nor a session",
-    403: "A foreign Origin, or no CSRF value",
-    404: "Not there",
-    405: "Another method is expected",
+    400: "Invalid HTTP request or Host header",
+    401: "Token or session missing",
+    403: "Origin not allowed, or CSRF value missing",
+    404: "Not found",
+    405: "Method not allowed",
     409: "The data plane's state does not allow it",
     413: "Body too large",
-    422: "A parameter or the body is not as expected",
-    503: "The store, the data plane or a free place is missing; try again",
+    422: "Invalid parameter or body",
+    503: "Store or data plane unavailable, or too many requests; retry",
     504: "The data plane did not answer in time",
 }

@@ -1,4 +1,4 @@
-"""Answers on the wire: JSON, and 304 to those who have the newest one already."""
+"""HTTP replies: JSON, or 304 if the client has the newest answer."""
 
 from __future__ import annotations
 
@@ -10,32 +10,32 @@ from fastapi import Request
 from fastapi.responses import Response
 from pydantic import ConfigDict, TypeAdapter
 
-from dataplane_admin.answers.models import Changed
+from dataplane_admin.models import Changed
 
 AGES_S = 5
-"""For how long an answer that tells ages counts as the same."""
+"""Seconds for which an answer with ages counts as unchanged."""
 
-# What is no number has no form in JSON.
+# JSON has no form for NaN.
 _ANY: TypeAdapter[object] = TypeAdapter(object, config=ConfigDict(ser_json_inf_nan="null"))
-# Revisions of the live part begin anew with each process.
+# Live revisions restart with each process.
 _BOOT = secrets.token_hex(4)
 
 
 def json_reply(answer: object, *, status: int = 200) -> Response:
-    """An answer that nobody may keep."""
+    """Return an answer that must not be cached."""
     return Response(_ANY.dump_json(answer), status, media_type="application/json")
 
 
 def kept_reply(
     request: Request, revisions: Changed, answer: Callable[[], object], *, ages: bool = False
 ) -> Response:
-    """An answer with an ETag, or 304 if the caller has it; only then ``answer`` is not called.
+    """Return an answer with an ETag, or 304 without calling ``answer`` if the client has it.
 
     Args:
-        request: may have If-None-Match.
-        revisions: what the answer depends on.
-        answer: makes it.
-        ages: whether it tells how long ago something was.
+        request: the request, with or without If-None-Match.
+        revisions: revisions that the answer depends on.
+        answer: builds the answer.
+        ages: whether the answer contains ages.
     """
     slot = f".{int(time.monotonic()) // AGES_S}" if ages else ""
     tag = f'W/"{_BOOT}.{revisions.store}.{revisions.live}{slot}"'
@@ -48,6 +48,8 @@ def kept_reply(
 
 
 def _has(condition: str, tag: str) -> bool:
-    """Weak comparison, as RFC 9110 asks for it here."""
+    """Compare weakly, as RFC 9110 requires for If-None-Match."""
     bare = tag.removeprefix("W/")
-    return any(one.strip().removeprefix("W/") == bare for one in condition[:8_192].split(","))
+    return any(
+        candidate.strip().removeprefix("W/") == bare for candidate in condition[:8_192].split(",")
+    )

@@ -1,4 +1,4 @@
-"""Which path asks what. Ids are query parameters, since they may hold anything."""
+"""Routes of the API. Ids are query parameters, since they may contain any character."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ from fastapi import APIRouter, Query, Request
 from fastapi.responses import Response
 from pydantic import BeforeValidator
 
-from dataplane_admin.answers import Answers, models
+from dataplane_admin import models
+from dataplane_admin.answers import Answers
 from dataplane_admin.answers.answers import (
-    MOST_ID,
-    MOST_PAGE,
-    MOST_RANGES,
-    MOST_STEPS,
-    MOST_WINDOWS,
+    MAX_ID,
+    MAX_PAGE,
+    MAX_RANGES,
+    MAX_STEPS,
+    MAX_WINDOWS,
     NAME,
 )
-from dataplane_admin.answers.cursors import MOST as MOST_CURSOR
+from dataplane_admin.answers.cursors import MAX_CURSOR
 from dataplane_admin.answers.traces import canonical_trace_id
 from dataplane_admin.api.actions import actions_router
 from dataplane_admin.api.metrics import metrics_router
@@ -25,34 +26,34 @@ from dataplane_admin.api.openapi import problems
 from dataplane_admin.api.replies import json_reply, kept_reply
 from dataplane_admin.api.updates import LiveUpdates
 
-Id = Annotated[str, Query(min_length=1, max_length=MOST_ID)]
+Id = Annotated[str, Query(min_length=1, max_length=MAX_ID)]
 TraceId = Annotated[
     str,
     BeforeValidator(lambda given: canonical_trace_id(given) if isinstance(given, str) else given),
     Query(
         pattern="^[0-9a-f]{32}$",
-        description="32 hexadecimal digits; also in upper case, with dashes or spaces",
+        description="32 hexadecimal digits; case, dashes and spaces are ignored",
     ),
 ]
-Limit = Annotated[int, Query(ge=1, le=MOST_PAGE)]
-Cursor = Annotated[str | None, Query(max_length=MOST_CURSOR, description="`next` of a page")]
+Limit = Annotated[int, Query(ge=1, le=MAX_PAGE)]
+Cursor = Annotated[str | None, Query(max_length=MAX_CURSOR, description="`next` of a page")]
 Seconds = Annotated[float | None, Query(ge=0, le=1e9, allow_inf_nan=False)]
 
-_KEPT: dict[int | str, dict[str, Any]] = {304: {"description": "The caller has the newest answer"}}
+_KEPT: dict[int | str, dict[str, Any]] = {304: {"description": "Not modified"}}
 _ALWAYS = problems(400, 401, 403, 422, 503)
 _ASKS = problems(404, 504)
 
 
 def router(answers: Answers, updates: LiveUpdates, *, allow_actions: bool) -> APIRouter:
-    """Every route for machines, but for those that take telemetry."""
-    found = APIRouter()
-    found.include_router(_probes(answers))
-    found.include_router(_live(answers, updates))
-    found.include_router(_history(answers))
-    found.include_router(metrics_router(answers))
+    """Return all API routes except those that receive telemetry."""
+    routes = APIRouter()
+    routes.include_router(_probes(answers))
+    routes.include_router(_live(answers, updates))
+    routes.include_router(_history(answers))
+    routes.include_router(metrics_router(answers))
     if allow_actions:
-        found.include_router(actions_router(answers))
-    return found
+        routes.include_router(actions_router(answers))
+    return routes
 
 
 def _probes(answers: Answers) -> APIRouter:
@@ -60,7 +61,7 @@ def _probes(answers: Answers) -> APIRouter:
 
     @routes.get("/healthz", response_model=models.Liveness, responses=problems(400, 403))
     async def healthz() -> Response:
-        """The process serves."""
+        """Report that the process serves."""
         return json_reply(models.Liveness())
 
     @routes.get(
@@ -72,18 +73,18 @@ def _probes(answers: Answers) -> APIRouter:
         },
     )
     def readyz() -> Response:
-        """What arrives can be kept; `live` tells whether the data plane can be read."""
+        """Report whether telemetry can be stored, and the state of the data plane connection."""
         readiness = answers.readiness()
         return json_reply(readiness, status=200 if readiness.ready else 503)
 
     @routes.get("/api/v1/version", response_model=models.Version, responses=_ALWAYS)
     def version() -> Response:
-        """What serves."""
+        """Return name and version."""
         return json_reply(models.Version(name=NAME, version=answers.version))
 
     @routes.get("/api/v1/status", response_model=models.Status, responses=_ALWAYS)
     def status() -> Response:
-        """The service in one look."""
+        """Return the state of the service."""
         return json_reply(answers.status())
 
     return routes
@@ -94,12 +95,12 @@ def _live(answers: Answers, updates: LiveUpdates) -> APIRouter:
 
     @routes.get("/partitions", response_model=models.Partitions, responses=_KEPT)
     def partitions(request: Request) -> Response:
-        """Every partition and storage unit, as of the newest look."""
+        """List partitions and storage units, from one snapshot."""
         return kept_reply(request, answers.revisions, answers.partitions, ages=True)
 
     @routes.get("/partition", response_model=models.Partition, responses={**_KEPT, **problems(404)})
     def partition(request: Request, id: Id) -> Response:  # noqa: A002  # the parameter's name
-        """One partition, as of the newest look."""
+        """Return one partition, from the newest snapshot."""
         return kept_reply(request, answers.revisions, lambda: answers.partition(id), ages=True)
 
     @routes.get(
@@ -108,9 +109,9 @@ def _live(answers: Answers, updates: LiveUpdates) -> APIRouter:
     def partition_matrix(
         request: Request,
         id: Id,  # noqa: A002
-        windows: Annotated[int, Query(ge=1, le=MOST_WINDOWS)] = 120,
+        windows: Annotated[int, Query(ge=1, le=MAX_WINDOWS)] = 120,
     ) -> Response:
-        """The samples of a partition by field and task, in windows."""
+        """Return the samples of a partition by field and task, in windows."""
         return kept_reply(
             request, answers.revisions, lambda: answers.partition_matrix(id, windows=windows)
         )
@@ -121,12 +122,12 @@ def _live(answers: Answers, updates: LiveUpdates) -> APIRouter:
         start: Annotated[int, Query(ge=0, le=2**31)] = 0,
         limit: Limit = 100,
     ) -> Response:
-        """A page of samples, asked of the data plane."""
+        """List a page of samples, read from the data plane."""
         return json_reply(answers.partition_samples(id, start=start, limit=limit))
 
     @routes.get("/partition/claims", response_model=list[models.Claim], responses=_ASKS)
     def partition_claims(id: Id) -> Response:  # noqa: A002
-        """The claims that are held, the oldest first, asked of the data plane."""
+        """List held claims, oldest first, read from the data plane."""
         return json_reply(answers.partition_claims(id))
 
     @routes.get(
@@ -140,7 +141,7 @@ def _live(answers: Answers, updates: LiveUpdates) -> APIRouter:
         },
     )
     async def live() -> Response:
-        """Server-sent events: that something changed."""
+        """Stream server-sent events when something changes."""
         return updates.subscribe()
 
     return routes
@@ -151,14 +152,14 @@ def _history(answers: Answers) -> APIRouter:
 
     @routes.get("/samples", response_model=models.SampleHits, responses=problems(504))
     def samples(
-        q: Annotated[str, Query(max_length=MOST_ID)] = "",
-        tag: Annotated[str | None, Query(max_length=MOST_ID)] = None,
-        value: Annotated[str | None, Query(max_length=MOST_ID)] = None,
-        partition: Annotated[str | None, Query(min_length=1, max_length=MOST_ID)] = None,
+        q: Annotated[str, Query(max_length=MAX_ID)] = "",
+        tag: Annotated[str | None, Query(max_length=MAX_ID)] = None,
+        value: Annotated[str | None, Query(max_length=MAX_ID)] = None,
+        partition: Annotated[str | None, Query(min_length=1, max_length=MAX_ID)] = None,
         cursor: Cursor = None,
         limit: Limit = 50,
     ) -> Response:
-        """Samples by the beginning `q` of their id, or by a live tag."""
+        """Search samples by id prefix `q`, or by a live tag."""
         return json_reply(
             answers.samples(
                 q, tag=tag, value=value, partition=partition, cursor=cursor, limit=limit
@@ -168,46 +169,45 @@ def _history(answers: Answers) -> APIRouter:
     @routes.get("/sample", response_model=models.SampleLife, responses=_ASKS)
     def sample(
         id: Id,  # noqa: A002
-        partition: Annotated[str | None, Query(min_length=1, max_length=MOST_ID)] = None,
+        partition: Annotated[str | None, Query(min_length=1, max_length=MAX_ID)] = None,
     ) -> Response:
-        """One sample from its put to its clear."""
+        """Return the lifecycle of one sample."""
         return json_reply(answers.sample(id, partition=partition))
 
     @routes.get("/why", response_model=list[models.Wait], responses=_KEPT)
     def why(
         request: Request,
-        run: Annotated[str | None, Query(min_length=1, max_length=MOST_ID)] = None,
+        run: Annotated[str | None, Query(min_length=1, max_length=MAX_ID)] = None,
     ) -> Response:
-        """Why it is stuck: the longest wait first, those of processes that are gone last.
+        """List blocked tasks, longest first; those of silent processes last.
 
-        Of one `run` what its processes told; what stands still in the data plane tells no run.
+        `run` filters by the run of the process; idle tasks of the data plane belong to no run.
         """
         return kept_reply(request, answers.revisions, lambda: answers.why(run=run), ages=True)
 
     @routes.get("/staleness", response_model=models.Staleness, responses=_KEPT)
     def staleness(
         request: Request,
-        run: Annotated[str | None, Query(max_length=MOST_ID)] = None,
-        steps: Annotated[int, Query(ge=1, le=MOST_STEPS)] = 20,
+        run: Annotated[str | None, Query(max_length=MAX_ID)] = None,
+        steps: Annotated[int, Query(ge=1, le=MAX_STEPS)] = 20,
     ) -> Response:
-        """How old the weights were that trained samples were generated with."""
+        """Return the staleness of trained samples, in weight versions."""
         return kept_reply(
             request, answers.revisions, lambda: answers.staleness(run=run, steps=steps)
         )
 
     @routes.get("/runs", response_model=models.Runs, responses=_KEPT)
     def runs(request: Request) -> Response:
-        """Every run, the newest first."""
+        """List runs, newest first."""
         return kept_reply(request, answers.revisions, answers.runs)
 
     @routes.get("/run/steps", response_model=models.RunSteps, responses=_KEPT)
     def steps_of_run(
         request: Request,
-        run: Annotated[str | None, Query(max_length=MOST_ID)] = None,
-        ranges: Annotated[int, Query(ge=1, le=MOST_RANGES)] = 10,
+        run: Annotated[str | None, Query(max_length=MAX_ID)] = None,
+        ranges: Annotated[int, Query(ge=1, le=MAX_RANGES)] = 10,
     ) -> Response:
-        """How long the steps of a run took, from its beginning to now: of the newest run of which
-        one has ended, if none is given."""
+        """Return step durations of a run, by default the newest with a finished step."""
         return kept_reply(
             request, answers.revisions, lambda: answers.run_steps(run=run, ranges=ranges)
         )
@@ -215,16 +215,16 @@ def _history(answers: Answers) -> APIRouter:
     @routes.get("/traces", response_model=models.Traces, responses=_KEPT)
     def traces(
         request: Request,
-        run: Annotated[str | None, Query(max_length=MOST_ID)] = None,
+        run: Annotated[str | None, Query(max_length=MAX_ID)] = None,
         step: Annotated[int | None, Query(ge=0, le=2**63 - 1)] = None,
         min_s: Seconds = None,
         max_s: Seconds = None,
         error: bool | None = None,
-        name: Annotated[str | None, Query(max_length=MOST_ID)] = None,
+        name: Annotated[str | None, Query(max_length=MAX_ID)] = None,
         cursor: Cursor = None,
         limit: Limit = 50,
     ) -> Response:
-        """Traces, the newest first."""
+        """List traces, newest first."""
         return kept_reply(
             request,
             answers.revisions,
@@ -242,7 +242,7 @@ def _history(answers: Answers) -> APIRouter:
 
     @routes.get("/trace", response_model=models.Trace, responses={**_KEPT, **problems(404)})
     def trace(request: Request, id: TraceId) -> Response:  # noqa: A002
-        """One trace across all its processes."""
+        """Return one trace across all its processes."""
         return kept_reply(request, answers.revisions, lambda: answers.trace(id))
 
     @routes.get(
@@ -251,12 +251,12 @@ def _history(answers: Answers) -> APIRouter:
         responses={**_KEPT, **problems(404)},
     )
     def trace_compare(request: Request, a: TraceId, b: TraceId) -> Response:
-        """Two traces side by side."""
+        """Compare two traces."""
         return kept_reply(request, answers.revisions, lambda: answers.trace_compare(a, b))
 
     @routes.get("/audit", response_model=models.Audit, responses=_KEPT)
     def audit(request: Request, cursor: Cursor = None, limit: Limit = 50) -> Response:
-        """Who changed what by hand, the newest first."""
+        """List manual changes, newest first."""
         return kept_reply(
             request, answers.revisions, lambda: answers.audit(cursor=cursor, limit=limit)
         )
@@ -264,9 +264,9 @@ def _history(answers: Answers) -> APIRouter:
     @routes.get("/series", response_model=list[models.Series], responses=_KEPT)
     def series(
         request: Request,
-        name: Annotated[str | None, Query(min_length=1, max_length=MOST_ID)] = None,
+        name: Annotated[str | None, Query(min_length=1, max_length=MAX_ID)] = None,
     ) -> Response:
-        """The newest value of each metric series."""
+        """Return the newest value of each metric series."""
         return kept_reply(request, answers.revisions, lambda: answers.series(name=name))
 
     return routes

@@ -1,7 +1,7 @@
-"""Live updates as server-sent events: that something changed, for those who then ask again.
+"""Live updates: server-sent events that something changed, after which clients read again.
 
-One task looks for changes while anybody waits. Whoever waits costs a connection and a coroutine,
-and of these there is a bounded number.
+One task polls for changes while there are subscribers. Each subscriber costs a connection and a
+coroutine; their number is bounded.
 """
 
 from __future__ import annotations
@@ -14,67 +14,67 @@ from fastapi.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from dataplane_admin.answers import Answers
-from dataplane_admin.answers.models import Changed
-from dataplane_admin.problem import ProblemResponse
+from dataplane_admin.models import Changed
 from dataplane_admin.store import StoreError
+from dataplane_admin.web import ProblemResponse
 
-LOOK_S = 0.5
-"""Between two looks for changes: what changes meanwhile is told as one."""
+POLL_S = 0.5
+"""Seconds between polls; all changes between two polls are one event."""
 KEEP_ALIVE_S = 15.0
 _RETRY_MS = 2_000
 
 
 class LiveUpdates:
-    """Those who wait for changes. Used within one event loop.
+    """Subscribers of live updates. Used within one event loop.
 
     Args:
-        answers: tells the revisions.
-        most: connections that may wait at a time.
+        answers: source of the revisions.
+        maximum: maximum number of subscribers.
     """
 
-    def __init__(self, answers: Answers, most: int) -> None:
+    def __init__(self, answers: Answers, maximum: int) -> None:
         self._answers = answers
-        self._most = most
+        self._maximum = maximum
         self._waiting = 0
         self._ending = False
         self._newest: Changed | None = None
         self._changed = asyncio.Event()
-        self._looking: asyncio.Task[None] | None = None
+        self._polling: asyncio.Task[None] | None = None
 
     def subscribe(self) -> Response:
-        """The stream, or a refusal if as many wait as may."""
-        if self._ending or self._waiting >= self._most:
+        """Return the event stream, or 503 at the maximum number of subscribers."""
+        if self._ending or self._waiting >= self._maximum:
             return ProblemResponse(
                 503,
-                f"found {self._waiting} connections that wait for live updates; expected fewer "
-                f"than {self._most}",
+                f"too many live updates: {self._waiting} of at most {self._maximum} connections; "
+                "retry later",
                 headers={"retry-after": "10", "connection": "close"},
             )
         self._count(1)
-        if self._looking is None:
-            self._looking = asyncio.create_task(self._look())
+        if self._polling is None:
+            self._polling = asyncio.create_task(self._poll())
         return _Stream(self)
 
     def end(self) -> None:
-        """End every stream, and take no more."""
+        """End all streams and accept no more."""
         self._ending = True
         self._wake()
 
     def leave(self) -> None:
-        """One stream has ended."""
+        """Count one subscriber out."""
         self._count(-1)
-        if self._waiting == 0 and self._looking is not None:
-            self._looking.cancel()
-            self._looking = self._newest = None
+        if self._waiting == 0 and self._polling is not None:
+            self._polling.cancel()
+            self._polling = self._newest = None
 
     async def events(self) -> AsyncIterator[bytes]:
-        """What one connection is sent."""
+        """Yield the events for one subscriber."""
         yield f"retry: {_RETRY_MS}\n\n".encode()
-        told: Changed | None = None
+        sent: Changed | None = None
         while not self._ending:
-            if self._newest is not None and self._newest != told:
-                told = self._newest
-                yield f"event: changed\ndata: {told.model_dump_json()}\n\n".encode()
+            if self._newest is not None and self._newest != sent:
+                sent = self._newest
+                yield f"event: changed\ndata: {sent.model_dump_json()}\n\n".encode()
                 continue
             try:
                 await asyncio.wait_for(self._changed.wait(), KEEP_ALIVE_S)
@@ -87,22 +87,22 @@ class LiveUpdates:
 
     def _wake(self) -> None:
         self._changed.set()
-        # Who waits next waits for the next change.
+        # Later waiters wait for the next change.
         self._changed = asyncio.Event()
 
-    async def _look(self) -> None:
+    async def _poll(self) -> None:
         while not self._ending:
-            # What the store cannot tell now, it tells later.
+            # If the store is unavailable, the next poll reads the change.
             with contextlib.suppress(StoreError):
                 newest = await asyncio.to_thread(lambda: self._answers.revisions)
                 if newest != self._newest:
                     self._newest = newest
                     self._wake()
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(POLL_S)
 
 
 class _Stream(StreamingResponse):
-    """Counts as waiting until it has ended, however that happens."""
+    """Event stream that counts its subscriber out however it ends."""
 
     def __init__(self, updates: LiveUpdates) -> None:
         super().__init__(

@@ -1,6 +1,6 @@
 """The OTLP/HTTP receiver of the service."""
 
-from dataplane_admin.ingest.limits import Limits
+from dataplane_admin.ingest.limits import BODY_S, Limits
 from dataplane_admin.ingest.routes import router
 
-__all__ = ["Limits", "router"]
+__all__ = ["BODY_S", "Limits", "router"]

@@ -1,72 +1,56 @@
-"""From an export request of logs to what is stored: its lifecycle events and nothing else.
+"""Decoding of lifecycle events from export requests of logs.
 
-Log records of others are taken and dropped: they may hold the text of samples, which is not kept.
-Of lifecycle events the body is the ids; it is taken out of the record. One of which the body cannot
-be read is refused: without ids it would say something else, as that a whole partition was cleared.
+Other log records are accepted and dropped, since they may quote samples. The body of a lifecycle
+event has the sample ids, which are removed from the record. An event with an unreadable body is
+rejected: without ids it would mean something else, such as a clear of the entire partition.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 from collections import Counter
 
 from opentelemetry.proto.common.v1.common_pb2 import AnyValue
 from opentelemetry.proto.logs.v1.logs_pb2 import LogRecord, LogsData, ResourceLogs, ScopeLogs
 
 from dataplane_admin.ingest.limits import Limits
-from dataplane_admin.ingest.values import (
-    MOST_INT,
-    RUN_ID,
-    STEP,
-    WEIGHT_VERSION,
-    cut,
-    digest_of,
-    find,
-    int_of,
-    text_of,
-)
+from dataplane_admin.ingest.values import cut, digest_of
 from dataplane_admin.store import Batch, LifecycleEvent
 from dataplane_admin.store.batch import wait_digest
+from dataplane_admin.store.chunk import MAX_INT
 from dataplane_admin.store.texts import bytes_of_id
 from observability.records import (
     EVENT_PREFIX,
-    SPAN_ID_BYTES,
-    TRACE_ID_BYTES,
     Process,
-    process_of,
-    valid_id,
+    event_of,
+    process_and_run,
+    sample_ids_of,
 )
+from observability.views import attributes
 
-_PARTITION = "dataplane.partition"
-_TASK = "dataplane.task"
-_SAMPLES = "dataplane.samples"
-_WAIT = "dataplane.wait"
-_AGAIN = "dataplane.again_s"
-_TOLD = frozenset({RUN_ID, STEP, WEIGHT_VERSION, _PARTITION, _TASK, _SAMPLES, _WAIT, _AGAIN})
-_NOTHING = AnyValue()
+_READ = frozenset(
+    f"dataplane.{name}" for name in ("partition", "task", "samples", "wait", "again_s")
+) | {"rl.run_id", "rl.step", "rl.weight_version"}
 
 
 class _Refused(Exception):
-    """A record that is not kept; says why."""
+    """A rejected record; the text is the reason."""
 
 
 def batch_of_logs(request: LogsData, limits: Limits, now_ns: int) -> Batch:
-    """What a request brings.
+    """Return the lifecycle events of a request as a batch.
 
     Args:
-        request: decoded; it is changed.
-        limits: of a request.
-        now_ns: the present, in nanoseconds since 1970: the time of an event that reports none.
+        request: the decoded request; it is changed.
+        limits: limits of a request.
+        now_ns: the time of events that report none, in nanoseconds since 1970.
     """
     events: list[LifecycleEvent] = []
     reasons: Counter[str] = Counter()
     refused: list[bytes] = []
     ignored: list[bytes] = []
     for resource_logs in request.resource_logs:
-        process = process_of(resource_logs.resource)
-        told = find(resource_logs.resource.attributes, _TOLD)
-        run_id = text_of(told[RUN_ID]) if RUN_ID in told else ""
+        process, run = process_and_run(resource_logs.resource)
         for scope_logs in resource_logs.scope_logs:
             frame = _Frame(resource_logs, scope_logs)
             for record in scope_logs.log_records:
@@ -75,8 +59,8 @@ def batch_of_logs(request: LogsData, limits: Limits, now_ns: int) -> Batch:
                     continue
                 try:
                     if len(events) >= limits.events:
-                        raise _Refused(f"a request may bring {limits.events}")
-                    events.append(_event(record, process, run_id, frame, limits, now_ns))
+                        raise _Refused(f"more than {limits.events} in a request")
+                    events.append(_event(record, process, run, frame, limits, now_ns))
                 except _Refused as reason:
                     refused.append(digest_of(record))
                     reasons[str(reason)] += 1
@@ -89,7 +73,7 @@ def batch_of_logs(request: LogsData, limits: Limits, now_ns: int) -> Batch:
 
 
 class _Frame:
-    """Wraps single records in the resource and scope that they came in."""
+    """Encoder of single records with their resource and scope."""
 
     def __init__(self, resource_logs: ResourceLogs, scope_logs: ScopeLogs) -> None:
         self._data = LogsData()
@@ -99,7 +83,7 @@ class _Frame:
         self._scope.scope.CopyFrom(scope_logs.scope)
 
     def encode(self, record: LogRecord) -> bytes:
-        """An OTLP LogsData with the one record."""
+        """Return OTLP LogsData with this record."""
         del self._scope.log_records[:]
         self._scope.log_records.append(record)
         return self._data.SerializeToString(deterministic=True)
@@ -108,65 +92,64 @@ class _Frame:
 def _event(
     record: LogRecord,
     process: Process,
-    run_id: str,
+    run: object,
     frame: _Frame,
     limits: Limits,
     now_ns: int,
 ) -> LifecycleEvent:
     time_ns = record.time_unix_nano or record.observed_time_unix_nano
-    if time_ns > MOST_INT:
-        raise _Refused("its time is after the year 2262")
+    if time_ns > MAX_INT:
+        raise _Refused("the time is after the year 2262")
     sample_ids = _ids(record.body, limits)
     record.ClearField("body")
     cut(record, limits)
-    told = find(record.attributes, _TOLD)
     blob = frame.encode(record)
     digest = hashlib.blake2b(blob, digest_size=16)
     for sample_id in sample_ids:
         digest.update(len(sample_id).to_bytes(4, "little") + sample_id)
     if not time_ns:
-        # Not in the digest: sent again it comes at another time.
+        # Not in the digest: a resent event gets another receive time.
         time_ns = record.observed_time_unix_nano = now_ns
         blob = frame.encode(record)
-    name = record.event_name.removeprefix(EVENT_PREFIX)
-    wait = text_of(told.get(_WAIT, _NOTHING))
-    samples = int_of(told.get(_SAMPLES, _NOTHING))
+    event = event_of(record, process, run, only=_READ)
+
+    def text(name: str) -> str:
+        return attributes.text(event.attributes, name)
+
+    def integer(name: str) -> int | None:
+        number = attributes.integer(event.attributes, name)
+        return number if number is None or number <= MAX_INT else None
+
+    wait = text("dataplane.wait")
+    samples = integer("dataplane.samples")
     return LifecycleEvent(
         digest=digest.digest(),
         record=blob,
         sample_ids=sample_ids,
-        name=name,
-        run_id=(text_of(told[RUN_ID]) if RUN_ID in told else "") or run_id,
-        partition=text_of(told.get(_PARTITION, _NOTHING)),
-        task=text_of(told.get(_TASK, _NOTHING)),
-        step=int_of(told.get(STEP, _NOTHING)),
-        weight_version=int_of(told.get(WEIGHT_VERSION, _NOTHING)),
+        name=event.name,
+        run_id=text("rl.run_id"),
+        partition=text("dataplane.partition"),
+        task=text("dataplane.task"),
+        step=integer("rl.step"),
+        weight_version=integer("rl.weight_version"),
         samples=len(sample_ids) if samples is None else samples,
         time_ns=time_ns,
-        trace_id=valid_id(record.trace_id, TRACE_ID_BYTES) or None,
-        span_id=valid_id(record.span_id, SPAN_ID_BYTES) or None,
+        trace_id=bytes.fromhex(event.trace_id) or None,
+        span_id=bytes.fromhex(event.span_id) or None,
         wait=wait_digest(process, wait) if wait else None,
         process=process.full_label,
         process_id=bytes.fromhex(process.identity),
-        again=_AGAIN in told,
+        again=event.attributes.get("dataplane.again_s") is not None,
     )
 
 
 def _ids(body: AnyValue, limits: Limits) -> tuple[bytes, ...]:
-    """The ids of a record; none of an empty body."""
-    if body.WhichOneof("value") not in (None, "string_value"):
-        raise _Refused("its body is no text")
-    if not body.string_value:
-        return ()
-    try:
-        found = json.loads(body.string_value)
-    except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, list) or not all(isinstance(one, str) for one in found):
-        raise _Refused("its body is no JSON list of sample ids")
-    if len(found) > limits.ids:
-        raise _Refused(f"it names more than {limits.ids} samples")
-    ids = tuple([bytes_of_id(one) for one in found])
+    named = sample_ids_of(body)
+    if named is None:
+        raise _Refused("the body is not a JSON list of sample ids")
+    if len(named) > limits.ids:
+        raise _Refused(f"the event has more than {limits.ids} samples")
+    ids = tuple([bytes_of_id(sample_id) for sample_id in named])
     if ids and max(map(len, ids)) > limits.id_bytes:
         raise _Refused(f"a sample id is longer than {limits.id_bytes} bytes")
     return ids

@@ -1,26 +1,31 @@
-"""How much one request may bring."""
+"""Limits of one request."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
+BODY_S = 30.0
+"""Deadline in seconds for a body to arrive."""
+
 
 @dataclass(frozen=True)
 class Limits:
-    """What is beyond them is refused, or cut where it says so.
+    """Limits of one request. Records beyond them are rejected, or cut where noted.
 
     Attributes:
-        body_bytes: of a request as it is sent.
-        inflated_bytes: of a request without its compression.
-        waiting_bytes: of all requests that are being read or decoded.
-        spans: in a request; further ones are refused and counted.
-        events: log records in a request; further ones are refused and counted.
-        points: data points in a request; further ones are refused and counted.
-        attributes: of a span, event or link; further ones are cut and counted as dropped.
-        attribute_length: characters of text, or bytes, of a value; cut, as the SDK does.
-        links: of a span; cut and counted as dropped.
-        ids: samples that an event may name; an event with more is refused.
-        id_bytes: of a sample id; an event with a longer one is refused.
+        body_bytes: bytes of a request as sent.
+        inflated_bytes: bytes of a decompressed request.
+        waiting_bytes: bytes of all requests that are being read or decoded.
+        spans: spans of a request; further ones are rejected and counted.
+        events: lifecycle events of a request; further ones are rejected and counted.
+        points: data points of a request; further ones are rejected and counted.
+        attributes: attributes of a span, event or link; further ones are cut and counted as
+            dropped.
+        attribute_length: characters of text, or bytes, of a value; longer ones are cut, as by the
+            SDK.
+        links: links, and events, of a span; further ones are cut and counted as dropped.
+        ids: samples of an event; an event with more is rejected.
+        id_bytes: bytes of a sample id; an event with a longer one is rejected.
     """
 
     body_bytes: int = 32 << 20
@@ -36,12 +41,12 @@ class Limits:
     id_bytes: int = 4096
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be meant.
+        """Check the limits.
 
         Raises:
             ValueError: a limit is below 1.
         """
-        for one in fields(self):
-            value = getattr(self, one.name)
+        for limit in fields(self):
+            value = getattr(self, limit.name)
             if value < 1:
-                raise ValueError(f"{one.name}={value}: expected at least 1")
+                raise ValueError(f"{limit.name}={value}: expected at least 1")

@@ -1,6 +1,6 @@
-"""From an export request of metrics to what is stored: data points of series.
+"""Decoding of data points from export requests of metrics.
 
-A series is of one resource, one scope, one metric and one set of attributes.
+A series belongs to one resource, one scope, one metric and one set of attributes.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from opentelemetry.proto.metrics.v1.metrics_pb2 import (
 )
 
 from dataplane_admin.ingest.limits import Limits
-from dataplane_admin.ingest.values import MOST_INT, digest_of
+from dataplane_admin.ingest.values import digest_of
 from dataplane_admin.store import Batch, SeriesPoint
+from dataplane_admin.store.chunk import MAX_INT
 from observability.records import Process, identity_of, process_of
 
 _TEMPORALITIES: Mapping[int, Literal["delta", "cumulative"]] = {
@@ -36,7 +37,7 @@ _NO_VALUE = DataPointFlags.DATA_POINT_FLAGS_NO_RECORDED_VALUE_MASK
 
 @dataclass(frozen=True)
 class _Source:
-    """Where metrics come from."""
+    """Process and scope of metrics."""
 
     process: Process
     scope: str
@@ -44,7 +45,7 @@ class _Source:
 
 
 def batch_of_metrics(request: MetricsData, limits: Limits) -> Batch:
-    """What a request brings."""
+    """Return the data points of a request as a batch."""
     series: list[SeriesPoint] = []
     refused: list[bytes] = []
     reasons: Counter[str] = Counter()
@@ -81,8 +82,8 @@ def _points(metric: Metric) -> Iterable[Any]:
 
 def _reason_against(metric: Metric, point: Any, taken: int, limits: Limits) -> str | None:
     if taken >= limits.points:
-        return f"a request may bring {limits.points}"
-    if max(point.time_unix_nano, point.start_time_unix_nano) > MOST_INT:
+        return f"more than {limits.points} in a request"
+    if max(point.time_unix_nano, point.start_time_unix_nano) > MAX_INT:
         return "a time is after the year 2262"
     kind = metric.WhichOneof("data")
     if kind in _SUMMED and getattr(metric, kind).aggregation_temporality not in _TEMPORALITIES:
@@ -101,7 +102,7 @@ def _point(source: _Source, metric: Metric, point: Any, limits: Limits) -> Serie
     digest = hashlib.blake2b(source.identity + identity_of(point.attributes), digest_size=16)
     digest.update(key)
     if temporality == "cumulative" and not monotonic:
-        temporality = "newest"  # what goes up and down begins at 0 with its process
+        temporality = "newest"  # such a sum starts at 0 with its process
     attributes = {
         pair.key[: limits.attribute_length]: plain(pair.value, limits)
         for pair in sorted(point.attributes[: limits.attributes], key=lambda pair: pair.key)
@@ -123,23 +124,23 @@ def _point(source: _Source, metric: Metric, point: Any, limits: Limits) -> Serie
 
 
 def _figures(kind: str, point: Any, limits: Limits) -> Mapping[str, Any] | None:
-    """The numbers of a point, without those that it does not set; None if it sets none."""
+    """Return the numbers that a point sets; None if it sets none."""
     if kind in ("gauge", "sum"):
         name = point.WhichOneof("value")
         number = math.nan if name is None else float(getattr(point, name))
         return {"value": number} if math.isfinite(number) else None
-    found: dict[str, Any] = {"count": point.count}
+    figures: dict[str, Any] = {"count": point.count}
     # The sum of a summary is always set.
     optional = ("sum",) if kind == "summary" else _set(point, ("sum", "min", "max"))
     numbers = {name: getattr(point, name) for name in optional}
-    found |= {name: number for name, number in numbers.items() if math.isfinite(number)}
+    figures |= {name: number for name, number in numbers.items() if math.isfinite(number)}
     if kind == "histogram":
         bounds, counts = list(point.explicit_bounds), list(point.bucket_counts)
-        # Without counts it has no buckets. Some of the buckets would be a wrong histogram.
+        # Without counts there are no buckets. A part of the buckets would be a wrong histogram.
         fits = len(counts) == len(bounds) + 1 and len(bounds) <= limits.attributes
         if fits and all(map(math.isfinite, bounds)):
-            found |= {"bounds": bounds, "counts": counts}
-    return found
+            figures |= {"bounds": bounds, "counts": counts}
+    return figures
 
 
 def _set(point: Any, names: Iterable[str]) -> Iterator[str]:
@@ -147,7 +148,7 @@ def _set(point: Any, names: Iterable[str]) -> Iterator[str]:
 
 
 def plain(value: AnyValue, limits: Limits) -> Any:
-    """A value of an attribute as JSON has it, cut to the limits."""
+    """Return a value of an attribute for JSON, cut to the limits."""
     kind = value.WhichOneof("value")
     match kind:
         case "string_value":
@@ -160,7 +161,7 @@ def plain(value: AnyValue, limits: Limits) -> Any:
         case "bool_value" | "int_value":
             return getattr(value, kind)
         case "array_value":
-            return [plain(one, limits) for one in value.array_value.values[: limits.attributes]]
+            return [plain(item, limits) for item in value.array_value.values[: limits.attributes]]
         case "kvlist_value":
             pairs = value.kvlist_value.values[: limits.attributes]
             length = limits.attribute_length

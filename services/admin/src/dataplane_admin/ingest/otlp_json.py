@@ -1,4 +1,4 @@
-"""OTLP as JSON: protobuf's mapping, but ids of traces and spans are hexadecimal.
+"""OTLP as JSON: protobuf's mapping, except that ids of traces and spans are hexadecimal.
 
 https://opentelemetry.io/docs/specs/otlp/#json-protobuf-encoding
 """
@@ -14,33 +14,33 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
 _IDS = frozenset({"trace_id", "span_id", "parent_span_id"})
-# Of an id that is no hexadecimal text: its length is wrong, so that its record alone is refused.
+# In place of an id that is not hexadecimal: its length is wrong, so only its record is rejected.
 _NO_ID = base64.b64encode(b"?").decode()
 
 _M = TypeVar("_M", bound=Message)
 
 
 class NotOtlp(ValueError):
-    """A body that is no request of its kind."""
+    """An invalid body."""
 
 
 def parse_json(body: bytes, message: _M) -> _M:
-    """Fill a message from JSON; names that it does not have are passed over.
+    """Fill a message from JSON; ignore unknown names.
 
-    What is no UTF-8, and half a pair of surrogates, is U+FFFD in the message.
+    Invalid UTF-8 and lone surrogates become U+FFFD.
 
     Raises:
-        NotOtlp: it is no JSON, or not of this message.
+        NotOtlp: the body is not JSON, or does not match the message.
     """
     try:
-        told = json.loads(body.decode("utf-8-sig", "replace"))
-        if not isinstance(told, dict):
+        data = json.loads(body.decode("utf-8-sig", "replace"))
+        if not isinstance(data, dict):
             raise NotOtlp("expected a JSON object")
-        _prepare(told, message.DESCRIPTOR)
-        json_format.ParseDict(told, message, ignore_unknown_fields=True)
+        _prepare(data, message.DESCRIPTOR)
+        json_format.ParseDict(data, message, ignore_unknown_fields=True)
     except NotOtlp:
         raise
-    # A request decides what stands where, and the parser trips over it in several ways.
+    # Requests are untrusted, and the parser fails in several ways.
     except (
         json_format.ParseError,
         ValueError,
@@ -55,20 +55,20 @@ def parse_json(body: bytes, message: _M) -> _M:
 
 
 def write_json(message: Message) -> bytes:
-    """A message as OTLP's JSON."""
+    """Return a message as OTLP's JSON."""
     return json_format.MessageToJson(message, indent=None).encode()
 
 
-def _prepare(told: dict[str, Any], descriptor: Any) -> None:
-    """Take out what a message does not have, and write ids and texts as protobuf expects them."""
-    for name in list(told):
+def _prepare(data: dict[str, Any], descriptor: Any) -> None:
+    """Remove fields that the message does not have, and convert ids and texts for protobuf."""
+    for name in list(data):
         field = descriptor.fields_by_camelcase_name.get(name) or descriptor.fields_by_name.get(name)
         if field is None:
-            del told[name]
-        elif isinstance(told[name], list):
-            told[name] = [_value(one, field) for one in told[name]]
+            del data[name]
+        elif isinstance(data[name], list):
+            data[name] = [_value(item, field) for item in data[name]]
         else:
-            told[name] = _value(told[name], field)
+            data[name] = _value(data[name], field)
 
 
 def _value(value: Any, field: Any) -> Any:

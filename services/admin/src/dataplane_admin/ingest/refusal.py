@@ -1,4 +1,4 @@
-"""A request that is answered with an error."""
+"""`Refusal`: a request that is answered with an error."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from http import HTTPStatus
 
 
 class Refusal(Exception):
-    """What is wrong with a request.
+    """An error of a request.
 
     Attributes:
-        status: of the answer.
-        retry_s: when to come again, in seconds; None if the same request would fail again.
+        status: HTTP status of the answer.
+        retry_s: seconds until a retry; None if the same request would fail again.
     """
 
     def __init__(self, status: HTTPStatus, message: str, retry_s: float | None = None) -> None:
@@ -20,8 +20,8 @@ class Refusal(Exception):
 
 
 def too_large(limit: int, what: str = "the body") -> Refusal:
-    """For what is longer than it may be."""
+    """Return the refusal of a body that is too long."""
     return Refusal(
         HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
-        f"{what} is longer than {limit} bytes; send fewer records a request",
+        f"{what} is longer than {limit} bytes; send fewer records per request",
     )

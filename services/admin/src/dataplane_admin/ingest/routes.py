@@ -1,8 +1,7 @@
-"""The OTLP/HTTP receiver: ``POST /v1/traces``, ``/v1/logs`` and ``/v1/metrics``.
+"""OTLP/HTTP receiver: ``POST /v1/traces``, ``/v1/logs`` and ``/v1/metrics``.
 
-https://opentelemetry.io/docs/specs/otlp/#otlphttp. A request is answered once what it brings is
-committed. Bodies are inflated, decoded and hashed in threads of their own, so that pages are
-answered meanwhile.
+https://opentelemetry.io/docs/specs/otlp/#otlphttp. A request is answered after its records are
+committed. Separate threads decompress, decode and hash bodies, so that pages are not blocked.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ import asyncio
 import time
 from concurrent.futures import ThreadPoolExecutor
 from http import HTTPStatus
-from typing import Literal
 
 from fastapi import APIRouter, Request
 from google.protobuf.message import DecodeError, Message
@@ -21,11 +19,10 @@ from opentelemetry.proto.trace.v1.trace_pb2 import TracesData
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
-from dataplane_admin.body_limit import BODY_S
-from dataplane_admin.ingest.answer import JSON, PROTOBUF, accepted, refused
+from dataplane_admin.ingest.answer import JSON, accepted, refused
 from dataplane_admin.ingest.body import Intake, inflate, read_body
 from dataplane_admin.ingest.events import batch_of_logs
-from dataplane_admin.ingest.limits import Limits
+from dataplane_admin.ingest.limits import BODY_S, Limits
 from dataplane_admin.ingest.metrics import batch_of_metrics
 from dataplane_admin.ingest.otlp_json import NotOtlp, parse_json
 from dataplane_admin.ingest.refusal import Refusal
@@ -38,35 +35,33 @@ from dataplane_admin.store import (
     StoreUnavailable,
     WriteRefused,
 )
-from observability.wire import parse
-
-Kind = Literal["traces", "logs", "metrics"]
+from observability.wire import PROTOBUF, Kind, parse
 
 _DECODERS = 2
 _COMMIT_S = 10.0
 _SUMMARY: dict[Kind, str] = {
-    "traces": "Take spans",
-    "logs": "Take lifecycle events",
-    "metrics": "Take metrics",
+    "traces": "Receive spans",
+    "logs": "Receive lifecycle events",
+    "metrics": "Receive metrics",
 }
 
 
 def router(store: Store, limits: Limits, *, keep_sample_text: bool = False) -> APIRouter:
-    """The three routes, which write to ``store``.
+    """Return the three routes, which write to ``store``.
 
     Args:
-        store: keeps what arrives.
-        limits: of a request.
-        keep_sample_text: also keep attributes that quote samples, see `sample_text`.
+        store: store for the records.
+        limits: limits of a request.
+        keep_sample_text: whether to store attributes that quote samples, see `sample_text`.
     """
-    found = APIRouter(tags=["otlp"])
+    routes = APIRouter(tags=["otlp"])
     taker = _Taker(store, limits, keep_sample_text=keep_sample_text)
 
     def add(kind: Kind) -> None:
         async def take(request: Request) -> Response:
             return await taker.take(kind, request)
 
-        found.add_api_route(
+        routes.add_api_route(
             f"/v1/{kind}",
             take,
             methods=["POST"],
@@ -79,7 +74,7 @@ def router(store: Store, limits: Limits, *, keep_sample_text: bool = False) -> A
 
     for kind in _SUMMARY:
         add(kind)
-    return found
+    return routes
 
 
 class _Taker:
@@ -100,10 +95,10 @@ class _Taker:
                     f"Content-Type {content[:60]!r}: expected {PROTOBUF} or {JSON}",
                 )
             encoding = request.headers.get("content-encoding", "identity").strip().lower()
-            with self._intake.room() as room:
+            with self._intake.share() as share:
                 async with asyncio.timeout(BODY_S):
                     declared = request.headers.get("content-length")
-                    body = await read_body(request.stream(), declared, room, self._limits)
+                    body = await read_body(request.stream(), declared, share, self._limits)
                 batch = await asyncio.get_running_loop().run_in_executor(
                     self._pool, self._decode, kind, body, encoding, media_type
                 )
@@ -111,14 +106,14 @@ class _Taker:
         except Refusal as refusal:
             return refused(refusal, media_type)
         except TimeoutError:
-            message = f"the body did not come within {BODY_S:g} s"
+            message = f"the body did not arrive within {BODY_S:g} s"
             return refused(Refusal(HTTPStatus.REQUEST_TIMEOUT, message), media_type)
         except ClientDisconnect:
-            return Response(status_code=HTTPStatus.BAD_REQUEST)  # nobody reads it
+            return Response(status_code=HTTPStatus.BAD_REQUEST)  # the client is gone
         except asyncio.CancelledError:
-            # The server's time to end is up. It would answer 500, after which an exporter drops
-            # what it has; 503 is what it keeps it for.
-            message = "the service ends; send it to the next one"
+            # The shutdown timeout has expired. The server would answer 500, after which an exporter
+            # drops its records; after 503 it retries.
+            message = "the service is shutting down; retry"
             return refused(Refusal(HTTPStatus.SERVICE_UNAVAILABLE, message), media_type)
         return accepted(kind, len(batch.refused), batch.reasons, media_type)
 
@@ -144,7 +139,7 @@ class _Taker:
             return batch_of_metrics(metrics, self._limits)
         except (DecodeError, NotOtlp) as error:
             raise Refusal(
-                HTTPStatus.BAD_REQUEST, f"the body is no OTLP request of {kind}: {error}"
+                HTTPStatus.BAD_REQUEST, f"the body is not an OTLP request of {kind}: {error}"
             ) from error
 
     async def _write(self, batch: Batch) -> None:
@@ -161,7 +156,7 @@ class _Taker:
 
 
 def _parse(body: bytes, message: Message, media_type: str) -> bool:
-    """Fill a message; whether it is another one than the body holds as protobuf."""
+    """Fill a message; return whether it differs from the body as protobuf."""
     if media_type == JSON:
         parse_json(body, message)
         return True
@@ -182,6 +177,6 @@ def _body_in_openapi() -> dict[str, object]:
 
 _STATUS = {"description": "google.rpc.Status: code and message"}
 _ANSWERS: dict[int | str, dict[str, object]] = {
-    200: {"description": "Written; partial_success counts what was refused"},
+    200: {"description": "Written; partial_success counts rejected records"},
     **{status: dict(_STATUS) for status in (400, 408, 413, 415, 429, 500, 503)},
 }

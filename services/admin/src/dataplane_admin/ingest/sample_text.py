@@ -1,18 +1,18 @@
-"""Remove what quotes samples from requests, unless the service was started to keep it.
+"""Removal of attributes that quote samples, unless the service is configured to keep them.
 
-Spans and events of this project's packages quote no sample. But a job may be instrumented by others
-as well, and new instrumentation appears faster than a list of its names. So a rule decides, by key
-and by length, in this order:
+Spans and events of this project's packages quote no samples. But other instrumentation of a job may
+quote them, and it changes faster than any list of names. So a rule decides, by key and length, in
+this order:
 
-1. Numbers and booleans are kept.
+1. Numbers and booleans are kept. Lists of numbers may be token ids, and count as text.
 2. A key that `_KEYS` or `_NAMESPACES` names is kept: it names a model, a process, a place in code.
 3. Text under a key that speaks of content ("prompt", "spanInputs", "tool.parameters") is removed,
    and so is all text in the namespaces of instrumentation of models, whatever its key.
-4. Text longer than `MAX_TEXT` characters is removed.
+4. Text longer than `MAX_TEXT` characters is removed, and so are JSON and data URIs of any length.
 
-The rule holds wherever an attribute can stand: resource, scope, span, event, link, log record, data
-point. What it cannot catch is short text under a key that says nothing of it, and what is part of a
-name. Of exceptions, the types and the frames of a Python stack trace are kept, not the messages.
+The rule applies to all attributes: of resource, scope, span, event, link, log record, data point.
+It misses short text under a neutral key, and text within a name. Of exceptions, it keeps the types
+and the frames of a Python stack trace, not the messages.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span, TracesData
 from dataplane_admin.ingest.values import Attributed, add_dropped
 
 MAX_TEXT = 128
-"""Characters of text under a key that no rule names, and of a span's or event's name."""
+"""Maximum characters of text under a key that no rule names, and of a span's or event's name."""
 
-# Facts about a process, its machine, its code and the operation; nothing of a sample.
+# Facts about a process, its machine, its code and the operation, not about samples.
 _NAMESPACES = (
     "cloud.",
     "code.",
@@ -121,14 +121,19 @@ _OF_MODELS = (
 _CONTENT = frozenset(
     word
     for line in (
-        "answer answers args arguments body choice choices completion completions content contents",
-        "document documents input inputs instruction instructions message messages output outputs",
-        "parameters prompt prompts query question reasoning response result results statement text",
-        "texts thought thoughts transcript utterance",
+        "answer answers args arguments backstory body choice choices chunk chunks completion",
+        "completions content contents context conversation description dialog dialogue doc docs",
+        "document documents feedback generated generation goal history input inputs instruction",
+        "instructions memory message messages output outputs parameters passage passages payload",
+        "prompt prompts query question reasoning response result results sentence sentences",
+        "snippet statement summary text texts thought thoughts token tokens trajectory transcript",
+        "turns utterance",
     )
     for word in line.split()
 )
 _WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
+_NUMBERS = ("int_value", "double_value")
+_DOCUMENT = ("{", "[", "data:")
 _STACKTRACE = "exception.stacktrace"
 _TYPE = re.compile(r"[A-Za-z_][\w.]*(?=:|\Z)")
 _FRAME = re.compile(r' *File "[^"]*", line \d+')
@@ -141,26 +146,94 @@ _HEADERS = (
 
 def remove_sample_text(request: TracesData | LogsData | MetricsData) -> bool:
     """Remove attributes that may quote samples, count them as dropped; return whether any was."""
-    changed = False
-    for record in _records(request):
-        changed |= _remove(record)
-        if isinstance(record, Span):
-            changed |= _shorten_names(record)
-    return changed
+    return _Removal().run(request)
 
 
-def _records(request: TracesData | LogsData | MetricsData) -> Iterator[Attributed]:
-    """All that has attributes, outermost first."""
-    if isinstance(request, TracesData):
-        for resource_spans in request.resource_spans:
-            yield resource_spans.resource
-            for scope_spans in resource_spans.scope_spans:
-                yield scope_spans.scope
-                for span in scope_spans.spans:
-                    yield span
-                    yield from span.events
-                    yield from span.links
-    elif isinstance(request, LogsData):
+class _Removal:
+    """The removal from one request.
+
+    Most records of a request have the same keys in the same order. So the decision by keys is
+    cached per list of keys, and only the remaining values are inspected.
+    """
+
+    def __init__(self) -> None:
+        # Per request, so that ever new keys do not fill the memory.
+        self._bounded: dict[tuple[str, ...], tuple[tuple[int, int], ...]] = {}
+
+    def run(self, request: TracesData | LogsData | MetricsData) -> bool:
+        """Remove sample text; return whether anything changed."""
+        changed = False
+        if isinstance(request, TracesData):
+            for resource_spans in request.resource_spans:
+                changed |= self._remove(resource_spans.resource)
+                for scope_spans in resource_spans.scope_spans:
+                    changed |= self._remove(scope_spans.scope)
+                    for span in scope_spans.spans:
+                        changed |= self._remove_from_span(span)
+            return changed
+        for record in _records(request):
+            changed |= self._remove(record)
+        return changed
+
+    def _remove_from_span(self, span: Span) -> bool:
+        changed = self._remove(span)
+        if len(span.name) > MAX_TEXT:
+            span.name = span.name[:MAX_TEXT]
+            changed = True
+        # Most spans have neither; the test is cheaper than starting an iteration.
+        if span.events:
+            for event in span.events:
+                changed |= self._remove(event)
+                if len(event.name) > MAX_TEXT:
+                    event.name = event.name[:MAX_TEXT]
+                    changed = True
+        if span.links:
+            for link in span.links:
+                changed |= self._remove(link)
+        if span.HasField("status") and (message := span.status.message):
+            # The SDK writes the exception's type and its text here.
+            match = _TYPE.match(message)
+            kept = match.group() if match else ""
+            changed |= kept != message
+            span.status.message = kept
+        return changed
+
+    def _remove(self, record: Attributed) -> bool:
+        attributes = record.attributes
+        pairs = attributes[:]  # faster than iterating, or than two accesses
+        keys = tuple([pair.key for pair in pairs])
+        bounded = self._bounded.get(keys)
+        if bounded is None:
+            bounds = enumerate(map(_max_text, keys))
+            bounded = tuple((place, maximum) for place, maximum in bounds if maximum is not None)
+            self._bounded[keys] = bounded
+        changed = False
+        places = []
+        for place, max_text in bounded:
+            value = pairs[place].value
+            text = value.string_value
+            if keys[place] == _STACKTRACE:
+                frames = _frames(text)
+                changed |= frames != text
+                value.string_value = frames
+            elif text:
+                # JSON and data URIs, of any length, often hold a conversation or an image.
+                if len(text) > max_text or text.lstrip().startswith(_DOCUMENT):
+                    places.append(place)
+            elif _length(value) > max_text:
+                places.append(place)
+        if not places:
+            return changed
+        for place in reversed(places):
+            del attributes[place]
+        if hasattr(record, "dropped_attributes_count"):  # data points have none
+            add_dropped(record, len(places))
+        return True
+
+
+def _records(request: LogsData | MetricsData) -> Iterator[Attributed]:
+    """Yield everything with attributes, outermost first."""
+    if isinstance(request, LogsData):
         for resource_logs in request.resource_logs:
             yield resource_logs.resource
             for scope_logs in resource_logs.scope_logs:
@@ -176,31 +249,9 @@ def _records(request: TracesData | LogsData | MetricsData) -> Iterator[Attribute
                         yield from getattr(metric, kind).data_points
 
 
-def _remove(record: Attributed) -> bool:
-    attributes = record.attributes
-    changed = False
-    places = []
-    for place, pair in enumerate(attributes):
-        max_text = _max_text(pair.key)
-        # A value is no longer than its pair is in bytes.
-        if max_text is None or pair.ByteSize() <= max_text:
-            continue
-        if pair.key == _STACKTRACE:
-            frames = _frames(pair.value.string_value)
-            changed |= frames != pair.value.string_value
-            pair.value.string_value = frames
-        elif _length(pair.value) > max_text:
-            places.append(place)
-    for place in reversed(places):
-        del attributes[place]
-    if places and hasattr(record, "dropped_attributes_count"):  # data points have none
-        add_dropped(record, len(places))
-    return changed or bool(places)
-
-
 @lru_cache(maxsize=4096)
 def _max_text(key: str) -> int | None:
-    """How many characters of text a key may have; None: as many as the service stores."""
+    """Return the maximum characters of text under a key; None for the service's general limit."""
     if len(key) > MAX_TEXT:
         return 0
     if key in _KEYS or key.startswith(_NAMESPACES):
@@ -212,17 +263,21 @@ def _max_text(key: str) -> int | None:
 
 
 def _length(value: AnyValue) -> int:
-    """Characters, or bytes, of all text in a value."""
+    """Return the characters, or bytes, of all text in a value, plus the numbers in its lists."""
     match value.WhichOneof("value"):
         case "string_value":
             return len(value.string_value)
         case "bytes_value":
             return len(value.bytes_value)
         case "array_value":
-            return sum(map(_length, value.array_value.values))
+            return sum(map(_length_in_list, value.array_value.values))
         case "kvlist_value":
             return sum(map(_length_of_pair, value.kvlist_value.values))
     return 0
+
+
+def _length_in_list(value: AnyValue) -> int:
+    return 1 if value.WhichOneof("value") in _NUMBERS else _length(value)
 
 
 def _length_of_pair(pair: KeyValue) -> int:
@@ -244,26 +299,8 @@ def _frames(stacktrace: str) -> str:
         elif follows_frame and line.startswith("    "):
             kept.append(line)  # the line of source
         elif in_frames and not line.startswith(" "):
-            if found := _TYPE.match(line):
-                kept.append(found.group())
+            if match := _TYPE.match(line):
+                kept.append(match.group())
             in_frames = False  # what follows is the message
         follows_frame = False
     return "\n".join(kept)
-
-
-def _shorten_names(span: Span) -> bool:
-    changed = False
-    if len(span.name) > MAX_TEXT:
-        span.name = span.name[:MAX_TEXT]
-        changed = True
-    for event in span.events:
-        if len(event.name) > MAX_TEXT:
-            event.name = event.name[:MAX_TEXT]
-            changed = True
-    if message := span.status.message:
-        # The SDK writes the exception's type and its text here.
-        found = _TYPE.match(message)
-        kept = found.group() if found else ""
-        changed |= kept != message
-        span.status.message = kept
-    return changed

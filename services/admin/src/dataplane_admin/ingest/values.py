@@ -1,77 +1,42 @@
-"""Attributes of OTLP: looked up, and cut to the limits."""
+"""Limits of OTLP attributes."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
 from typing import Any, Protocol  # Any: repeated fields have no common type
 
 from google.protobuf.message import Message
-from opentelemetry.proto.common.v1.common_pb2 import AnyValue, KeyValue
+from opentelemetry.proto.common.v1.common_pb2 import AnyValue
 
 from dataplane_admin.ingest.limits import Limits
 
-RUN_ID = "rl.run_id"
-STEP = "rl.step"
-WEIGHT_VERSION = "rl.weight_version"
-
-MOST_INT = (1 << 63) - 1
-"""That a database holds."""
-
-MOST_COUNT = (1 << 32) - 1
-"""That a field of what was dropped holds."""
+MAX_COUNT = (1 << 32) - 1
+"""Maximum of a field that counts dropped items."""
 
 
 class Attributed(Protocol):
-    """A span, one of its events or links, a log record: what has attributes."""
+    """A record with attributes: a span, an event, a link or a log record."""
 
     dropped_attributes_count: int
 
     @property
     def attributes(self) -> Any:
-        """Key-value pairs, which can be deleted."""
-
-
-def text_of(value: AnyValue) -> str:
-    """Text of an attribute; empty of another value."""
-    return value.string_value
-
-
-def int_of(value: AnyValue) -> int | None:
-    """A whole number, also one told as decimal text (baggage is text); else None."""
-    kind = value.WhichOneof("value")
-    if kind == "int_value":
-        return value.int_value
-    if kind == "string_value":
-        text = value.string_value
-        if len(text) < 20 and text.isascii() and text.isdigit() and int(text) <= MOST_INT:
-            return int(text)
-    return None
-
-
-def find(pairs: Iterable[KeyValue], names: frozenset[str]) -> Mapping[str, AnyValue]:
-    """The attributes of these names that have a value; of two of a name the later one."""
-    found: dict[str, AnyValue] = {}
-    for pair in pairs:
-        key = pair.key
-        if key in names and pair.value.WhichOneof("value") is not None:
-            found[key] = pair.value
-    return found
+        """Key-value pairs, from which items can be deleted."""
 
 
 def digest_of(record: Message) -> bytes:
-    """Eight bytes that are equal for equal records."""
+    """Return eight bytes that are the same for equal records."""
     encoded = record.SerializeToString(deterministic=True)
     return hashlib.blake2b(encoded, digest_size=8).digest()
 
 
 def add_dropped(record: Attributed, count: int) -> None:
-    """Count attributes as dropped, up to the greatest number that the field holds."""
-    record.dropped_attributes_count = min(record.dropped_attributes_count + count, MOST_COUNT)
+    """Count attributes as dropped, up to the field's maximum."""
+    record.dropped_attributes_count = min(record.dropped_attributes_count + count, MAX_COUNT)
 
 
 def cut(record: Attributed, limits: Limits) -> bool:
-    """Cut the attributes of a record to the limits; whether anything was changed."""
+    """Cut the attributes of a record to the limits; return whether anything changed."""
     changed = False
     attributes = record.attributes
     over = len(attributes) - limits.attributes
@@ -93,7 +58,7 @@ def _cut_value(value: AnyValue, length: int) -> bool:
             value.bytes_value = value.bytes_value[:length]
             return True
         case "array_value":
-            return sum(_cut_value(one, length) for one in value.array_value.values) > 0
+            return sum(_cut_value(item, length) for item in value.array_value.values) > 0
         case "kvlist_value":
-            return sum(_cut_value(one.value, length) for one in value.kvlist_value.values) > 0
+            return sum(_cut_value(item.value, length) for item in value.kvlist_value.values) > 0
     return False

@@ -1,28 +1,27 @@
-"""The data plane as it is now: looked into by one thread, seen by requests as a snapshot."""
+"""Live data plane: polled by one thread, read by requests as a snapshot."""
 
 from dataplane_admin.live.connect import Connector, Given, OnRay
-from dataplane_admin.live.live import AskedTooLong, Live, NotAttached, TooManyAsk
+from dataplane_admin.live.live import Live, NotAttached, QueryTimeout, TooManyQueries
 from dataplane_admin.live.moment import Moment, read_moment
-from dataplane_admin.live.scan import PAGE, Scan, Shares
+from dataplane_admin.live.scan import PAGE, Scan
 from dataplane_admin.live.snapshot import Snapshot
 from dataplane_admin.live.stuck import Stuck
 from dataplane_admin.live.trend import TaskTrend, Trend
 
 __all__ = [
     "PAGE",
-    "AskedTooLong",
     "Connector",
     "Given",
     "Live",
     "Moment",
     "NotAttached",
     "OnRay",
+    "QueryTimeout",
     "Scan",
-    "Shares",
     "Snapshot",
     "Stuck",
     "TaskTrend",
-    "TooManyAsk",
+    "TooManyQueries",
     "Trend",
     "read_moment",
 ]

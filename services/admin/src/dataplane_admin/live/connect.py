@@ -1,4 +1,4 @@
-"""How the data plane is reached, and reached again after it went away."""
+"""Connections to the data plane."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Protocol, cast
 from dataplane_core import DataPlaneClient, DataPlaneError, DataPlaneInspector, UnavailableError
 
 _PLANE = {
-    # An attached client sizes nothing: what the running store is made of is its own affair.
+    # Sizes are required but unused: a client that attaches does not create the store.
     "enabled": True,
     "impl": "transfer_queue",
     "backend": "simple",
@@ -24,27 +24,27 @@ _PLANE = {
     "global_segment_size": 1,
     "local_buffer_size": 1,
 }
-_KNOCK_S = 3.0
-_MOST_REASON = 500
+_CONNECT_S = 3.0
+_MAX_REASON = 500
 _SIGACTION_BYTES = 512
-"""More than the structure has on any platform."""
+"""Upper bound of the structure's size on any platform."""
 
 
 class Connector(Protocol):
-    """Reaches one data plane."""
+    """Connector to one data plane."""
 
     source: str
-    """What is reached, for people."""
+    """Name of the data plane for people."""
 
     def connect(self) -> DataPlaneInspector:
-        """Reach it. Raises DataPlaneError with a sentence that says why it cannot be reached."""
+        """Connect. Raises DataPlaneError with one sentence on why that failed."""
 
     def disconnect(self) -> None:
-        """Let go of it, so that `connect` starts anew. Nothing to let go of is fine."""
+        """Disconnect, so that `connect` starts anew. Safe without a connection."""
 
 
 class Given:
-    """A data plane of this process, which its owner closes."""
+    """Connector to a data plane of this process, which its owner closes."""
 
     def __init__(self, inspector: DataPlaneInspector, source: str = "") -> None:
         self._inspector = inspector
@@ -58,11 +58,11 @@ class Given:
 
 
 class OnRay:
-    """The data plane of a Ray cluster.
+    """Connector to the data plane of a Ray cluster.
 
     Args:
-        address: of the cluster, as `ray.init` takes it; ``auto`` for the one on this machine.
-        timeout_s: deadline of one question, in seconds.
+        address: address of the cluster for `ray.init`; ``auto`` for the one on this machine.
+        timeout_s: deadline of one query in seconds.
     """
 
     def __init__(self, address: str, *, timeout_s: float) -> None:
@@ -73,15 +73,14 @@ class OnRay:
         self.source = f"Ray at {address}"
 
     def connect(self) -> DataPlaneInspector:
-        _bring_token()  # Ray looks for it when it is imported
+        _enable_token()  # Ray reads it on import
         try:
             import ray
 
             from dataplane_core import build_data_plane_client
         except ImportError:
             raise UnavailableError(
-                "Ray is not installed; looking into a data plane on Ray needs the extra "
-                "dataplane-admin[ray]"
+                "Ray is not installed; to inspect a data plane on Ray, install dataplane-admin[ray]"
             ) from None
         if not ray.is_initialized():
             self._join()
@@ -90,7 +89,7 @@ class OnRay:
                 {**_PLANE, "ack_timeout_ms": self._timeout_ms}, bootstrap=False
             )
         finally:
-            # Looking asks the directory alone. Ray would end this process with its cluster.
+            # Queries go to the directory only. Ray would end this process with its cluster.
             self._part()
         return cast("DataPlaneInspector", self._client)
 
@@ -106,7 +105,7 @@ class OnRay:
         os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
         self._joined = True
         try:
-            _check_listens(self._address)
+            _check_listener(self._address)
             with _own_signals():
                 join_ray(
                     self._address,
@@ -121,7 +120,7 @@ class OnRay:
             ) from None
 
     def _part(self) -> None:
-        """Leave the cluster, unless this process had joined it for purposes of its own."""
+        """Leave the cluster if `_join` joined it."""
         import ray
 
         if self._joined:
@@ -131,18 +130,20 @@ class OnRay:
 
 
 def one_line(error: Exception) -> str:
-    """What an error says, as one line of bounded length: Ray names the two versions that differ
-    below its first line."""
+    """Return an error's message as one line of bounded length.
+
+    Ray's messages have details below their first line, such as two versions that differ.
+    """
     text = " ".join(str(error).split())
-    return text if len(text) <= _MOST_REASON else f"{text[:_MOST_REASON]}…"
+    return text if len(text) <= _MAX_REASON else f"{text[:_MAX_REASON]}…"
 
 
 @contextlib.contextmanager
 def _own_signals() -> Iterator[None]:
-    """Keep what this process does on SIGTERM: Ray's libraries set an action of their own when they
-    start, which ends it with a stack, and the system's when they end.
+    """Restore this process's SIGTERM action afterwards.
 
-    Python sets signals in the main thread alone, and this may be another, so it is asked of libc.
+    Ray's libraries replace it when they start, to exit with a stack trace, and when they stop.
+    Python sets signals in the main thread only and this may be another thread, hence libc.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     action = ctypes.create_string_buffer(_SIGACTION_BYTES)
@@ -154,19 +155,19 @@ def _own_signals() -> Iterator[None]:
             libc.sigaction(signal.SIGTERM, action, None)
 
 
-def _check_listens(address: str) -> None:
-    """Raise OSError if nothing listens there: Ray takes a minute to say so."""
+def _check_listener(address: str) -> None:
+    """Raise OSError if nothing listens at the address: Ray needs a minute to report that."""
     host, colon, port = address.rpartition(":")
     if colon and "/" not in address and port.isdecimal():
-        socket.create_connection((host.strip("[]"), int(port)), timeout=_KNOCK_S).close()
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_S).close()
 
 
-def _bring_token() -> None:
-    """Let Ray send the token that it keeps for this user, as it does by itself for ``auto`` alone.
+def _enable_token() -> None:
+    """Let Ray send this user's stored token, as it does by default for ``auto`` only.
 
-    Clusters ask for it by default since Ray 2.60; others do not mind it.
+    Clusters require it by default since Ray 2.60; older ones ignore it.
     """
-    places = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
-    kept = Path.home() / ".ray" / "auth_token"
-    if any(os.environ.get(name) for name in places) or kept.is_file():
+    names = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
+    stored = Path.home() / ".ray" / "auth_token"
+    if any(os.environ.get(name) for name in names) or stored.is_file():
         os.environ.setdefault("RAY_AUTH_MODE", "token")

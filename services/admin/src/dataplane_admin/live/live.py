@@ -1,7 +1,7 @@
-"""`Live`: one thread that looks into the data plane, and what requests may ask of it themselves.
+"""`Live`: a thread that polls the data plane, and queries with a deadline.
 
-Requests read `Live.snapshot` and so never wait for the data plane. What no snapshot can hold, such
-as one page of samples, is asked in a thread of its own that a request waits for within a deadline.
+Requests read `Live.snapshot` and so never wait for the data plane. For data that no snapshot has,
+such as a page of samples, a request queries the data plane in a separate thread with a deadline.
 """
 
 from __future__ import annotations
@@ -9,8 +9,9 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from dataclasses import replace
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 import structlog
 
@@ -23,40 +24,40 @@ from dataplane_core import DataPlaneError, DataPlaneInspector, UnsupportedError
 
 T = TypeVar("T")
 
-MOST_PARTITIONS = 500
-"""Partitions of which trends and scans are kept."""
+MAX_PARTITIONS = 500
+"""Maximum number of partitions with trends and scans."""
 
-_MOST_ASKING = 4
+_MAX_QUERIES = 4
 _WANTED_S = 60.0
-# How often a page is told that time goes on, though nothing else changed.
+# Interval at which pages are updated if only ages change.
 _AGES_S = 5.0
-_MOST_BACKOFF_S = 30.0
+_MAX_BACKOFF_S = 30.0
 _STOP_S = 5.0
 
 logger = structlog.get_logger("dataplane_admin.live")
 
 
 class NotAttached(Exception):
-    """The data plane is not there to be asked."""
+    """A query without a connection to the data plane."""
 
 
-class TooManyAsk(Exception):
-    """As many questions are under way as may be."""
+class TooManyQueries(Exception):
+    """A query beyond the maximum number of running queries."""
 
 
-class AskedTooLong(Exception):
-    """The data plane did not answer in time."""
+class QueryTimeout(Exception):
+    """A query that the data plane did not answer in time."""
 
 
 class Live:
-    """Looks into a data plane until closed.
+    """Poller of a data plane that runs until closed.
 
     Args:
-        connector: reaches it.
-        poll_s: seconds between two looks.
-        ask_s: deadline of `ask`, in seconds.
-        stuck_after_s: age from which unclaimed samples and claims count as stuck.
-        has_claimed: whether a task of a partition is known to claim, beside what polls show.
+        connector: connects to the data plane.
+        poll_s: seconds between polls.
+        ask_s: deadline of `ask` in seconds.
+        stuck_after_s: age in seconds from which unclaimed samples and claims count as stuck.
+        has_claimed: whether a task of a partition has claimed, in addition to what polls show.
     """
 
     def __init__(
@@ -74,99 +75,107 @@ class Live:
         self._stuck_after_s = stuck_after_s
         self._has_claimed = has_claimed
         self._inspector: DataPlaneInspector | None = None
-        self._snapshot = Snapshot(error=f"{connector.source}: not reached yet")
+        self._snapshot = Snapshot(error=f"{connector.source}: not connected yet")
         self._changed_s = time.monotonic()
         self._wanted: dict[str, float] = {}
         self._trends = Trends()
         self._scanner = Scanner()
-        self._asking = threading.BoundedSemaphore(_MOST_ASKING)
+        self._asking = threading.BoundedSemaphore(_MAX_QUERIES)
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._run, name="dataplane-admin-live", daemon=True)
 
     @property
     def source(self) -> str:
-        """What is looked into, for people."""
+        """Name of the data plane for people."""
         return self._connector.source
 
     @property
     def snapshot(self) -> Snapshot:
-        """The newest look."""
+        """The newest snapshot."""
         return self._snapshot
 
     def start(self) -> None:
-        """Begin to look."""
+        """Start polling."""
         self._thread.start()
 
     def close(self) -> None:
-        """Stop looking; waits a few seconds for a look that is under way."""
+        """Stop polling; wait a few seconds for a running poll."""
         self._ending.set()
         if self._thread.ident is not None:
             self._thread.join(_STOP_S)
 
     def want(self, partition_id: str) -> None:
-        """Say that somebody looks at a partition, so that it is scanned before others."""
+        """Scan a partition before others, because a page shows it."""
         wanted = {**self._wanted, partition_id: time.monotonic()}
-        self._wanted = dict(sorted(wanted.items(), key=lambda one: -one[1])[:MOST_PARTITIONS])
+        self._wanted = dict(sorted(wanted.items(), key=lambda item: -item[1])[:MAX_PARTITIONS])
 
     def deadline_s(self) -> float:
-        """Until when, by `time.monotonic`, questions that are one answer may take from now on."""
+        """Return the deadline, by `time.monotonic`, of queries that start now."""
         return time.monotonic() + self._ask_s
 
     def ask(self, question: Callable[[DataPlaneInspector], T], until_s: float | None = None) -> T:
-        """``question`` of the data plane, answered within the deadline.
+        """Query the data plane with a deadline.
 
         Args:
-            question: asked in a thread of its own.
-            until_s: of `deadline_s`, where there are several questions; None for a deadline of
-                its own.
+            question: the query, run in a separate thread.
+            until_s: deadline from `deadline_s`, shared by several queries; None for a new one.
 
         Raises:
-            NotAttached: there is none.
-            TooManyAsk: too many questions are under way, of this or other requests.
-            AskedTooLong: no answer in time. The question may still be carried out.
-            Exception: what the question raises.
+            NotAttached: there is no connection.
+            TooManyQueries: too many queries are running.
+            QueryTimeout: no answer in time. The query may still run.
+            Exception: any error of the query.
         """
         inspector = self._inspector
         if inspector is None:
-            raise NotAttached(self._snapshot.error or f"{self.source}: not reached yet")
+            raise NotAttached(self._snapshot.error or f"{self.source}: not connected yet")
         left_s = self._ask_s if until_s is None else max(0.0, until_s - time.monotonic())
         if not self._asking.acquire(timeout=left_s):
-            raise TooManyAsk(
-                f"{self.source}: {_MOST_ASKING} questions have been under way for {self._ask_s:g} s"
+            raise TooManyQueries(
+                f"{self.source}: {_MAX_QUERIES} queries have been running for {self._ask_s:g} s"
             )
         if until_s is not None:
             left_s = max(0.0, until_s - time.monotonic())
-        errand = _Errand(question, inspector, self._asking.release)
-        threading.Thread(target=errand.run, name="dataplane-admin-ask", daemon=True).start()
-        if not errand.done.wait(left_s):
-            raise AskedTooLong(f"{self.source}: no answer within {self._ask_s:g} s")
-        return errand.result()
+        answer: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                answer.set_result(question(inspector))
+            except Exception as error:  # noqa: BLE001  # raised again by `answer.result`
+                answer.set_exception(error)
+            finally:
+                self._asking.release()
+
+        threading.Thread(target=run, name="dataplane-admin-ask", daemon=True).start()
+        if not wait([answer], left_s).done:
+            raise QueryTimeout(f"{self.source}: no answer within {self._ask_s:g} s")
+        return answer.result()
 
     def _run(self) -> None:
         failures = 0
         while not self._ending.is_set():
             began = time.monotonic()
             try:
-                self._look()
+                self._poll()
                 failures = 0
-            except Exception as error:  # noqa: BLE001  # an onlooker outlives what it looks at
+            except Exception as error:  # noqa: BLE001  # the service outlives the data plane
                 failures += 1
                 self._fail(error, first=failures == 1)
             pause = self._poll_s
             if failures:
-                pause = min(_MOST_BACKOFF_S, max(0.1, self._poll_s) * 2 ** min(failures - 1, 10))
+                pause = min(_MAX_BACKOFF_S, max(0.1, self._poll_s) * 2 ** min(failures - 1, 10))
             self._ending.wait(max(0.0, pause - (time.monotonic() - began)))
         self._inspector = None
         self._connector.disconnect()
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         inspector = self._inspector or self._connector.connect()
         self._inspector = inspector
         partitions = tuple(inspector.list_partitions())
         at_ns, read_s = time.time_ns(), time.monotonic()
-        followed = partitions[:MOST_PARTITIONS]
+        followed = partitions[:MAX_PARTITIONS]
         trends = self._trends.add(at_ns, followed)
-        wanted = [one for one, since in self._wanted.items() if read_s - since < _WANTED_S]
+        wanted = [name for name, since in self._wanted.items() if read_s - since < _WANTED_S]
         scans = self._scanner.scan(inspector, followed, wanted, self._ending.is_set)
         self._publish(
             Snapshot(
@@ -174,8 +183,8 @@ class Live:
                 at_ns=at_ns,
                 read_s=read_s,
                 partitions=partitions,
-                storage=tuple(_told(inspector.list_storage, list)),
-                totals=_told(inspector.read_totals, dict),
+                storage=tuple(_if_supported(inspector.list_storage, list)),
+                totals=_if_supported(inspector.read_totals, dict),
                 trends=trends,
                 scans=scans,
                 stuck=find_stuck(
@@ -192,7 +201,7 @@ class Live:
         else:
             reason = f"{type(error).__name__}: {error}"
             if first:
-                logger.error("live_look_failed", source=self.source, exc_info=error)
+                logger.error("live_poll_failed", source=self.source, exc_info=error)
         if first:
             logger.warning("data_plane_not_reached", source=self.source, reason=reason)
         self._publish(replace(self._snapshot, attached=False, error=f"{self.source}: {reason}"))
@@ -207,40 +216,9 @@ class Live:
             self._snapshot = replace(snapshot, revision=last.revision)
 
 
-class _Errand(Generic[T]):
-    """One question, and its answer or failure once ``done``."""
-
-    def __init__(
-        self,
-        question: Callable[[DataPlaneInspector], T],
-        inspector: DataPlaneInspector,
-        release: Callable[[], None],
-    ) -> None:
-        self.done = threading.Event()
-        self._question = question
-        self._inspector = inspector
-        self._release = release
-        self._answer: list[T] = []
-        self._error: Exception | None = None
-
-    def run(self) -> None:
-        try:
-            self._answer.append(self._question(self._inspector))
-        except Exception as error:  # noqa: BLE001  # raised again where it is waited for
-            self._error = error
-        finally:
-            self._release()
-            self.done.set()
-
-    def result(self) -> T:
-        if self._error is not None:
-            raise self._error
-        return self._answer[0]
-
-
-def _told(question: Callable[[], T], nothing: Callable[[], T]) -> T:
-    """The answer; nothing of a store that does not tell."""
+def _if_supported(read: Callable[[], T], empty: Callable[[], T]) -> T:
+    """Return what ``read`` returns, or an empty value if the store does not support it."""
     try:
-        return question()
+        return read()
     except UnsupportedError:
-        return nothing()
+        return empty()

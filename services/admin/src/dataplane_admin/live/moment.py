@@ -1,7 +1,7 @@
-"""One partition as of one moment: its numbers, states, some samples and claims, read together.
+"""Consistent read of one partition: its numbers, states, some samples and claims.
 
-The parts are answers of several requests, between which samples move. The partition's revision says
-whether any did: where it is the same before and after, all parts are of one moment.
+The parts come from several requests, between which samples may change. If the partition's revision
+is the same before and after, all parts are one snapshot.
 """
 
 from __future__ import annotations
@@ -24,16 +24,15 @@ _MAX_S = 0.5
 
 @dataclass(frozen=True)
 class Moment:
-    """A partition, read at once.
+    """A partition as of one moment.
 
     Attributes:
-        at_ns: when it was read, in nanoseconds since 1970.
-        spread_s: how long reading took while samples moved; 0.0 where none did, so that every part
-            is of one moment.
-        summary: the partition in numbers.
-        scan: where its samples stand; None if they are more than one page of states.
-        samples: those that were asked for.
-        claims: those under leases, oldest first.
+        at_ns: time of the read, in nanoseconds since 1970.
+        spread_s: duration of the read if samples changed meanwhile; 0.0 for one snapshot.
+        summary: numbers of the partition.
+        scan: states of its samples; None if they exceed one page.
+        samples: requested samples.
+        claims: leased claims, oldest first.
     """
 
     at_ns: int
@@ -47,18 +46,18 @@ class Moment:
 def read_moment(
     inspector: DataPlaneInspector, partition_id: str, *, start: int, limit: int
 ) -> Moment:
-    """Read a partition, again while samples move meanwhile, at most 8 times or half a second.
+    """Read a partition; repeat while samples change, at most 8 times or half a second.
 
     Args:
-        inspector: what is asked.
-        partition_id: which partition.
-        start: place of the first sample to list.
-        limit: how many to list.
+        inspector: the data plane.
+        partition_id: id of the partition.
+        start: index of the first sample to list.
+        limit: maximum number of samples to list.
 
     Raises:
         PartitionNotFoundError: the partition is not registered.
     """
-    began = time.monotonic()
+    start_s = time.monotonic()
     before = _summary(inspector, partition_id)
     for attempt in range(1, _MAX_TRIES + 1):
         read_at = time.monotonic()
@@ -71,7 +70,7 @@ def read_moment(
         now = time.monotonic()
         # A store that counts no revisions reports 0.
         is_one_moment = after.revision > 0 and after.revision == before.revision
-        if is_one_moment or attempt == _MAX_TRIES or now - began > _MAX_S:
+        if is_one_moment or attempt == _MAX_TRIES or now - start_s > _MAX_S:
             break
         before = after
     return Moment(

@@ -1,7 +1,7 @@
-"""The sample x field x task matrix: read in pages, kept per revision, shown in windows.
+"""Matrix of samples by field and task: read in pages, stored per revision, shown in windows.
 
-Scanning is the one look that costs by the number of samples, so it has a budget: a share of the
-time, saved up between polls.
+Only the scan's cost grows with the number of samples, so it has a budget: a share of the time,
+saved up between polls.
 """
 
 from __future__ import annotations
@@ -14,43 +14,34 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from dataplane_admin.models import Window
 from dataplane_core import DataPlaneInspector, PartitionNotFoundError, PartitionSummary, StatePage
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 
 PAGE = 10_000
-MOST_ROWS = 1_000_000
-"""Samples of a partition that are scanned."""
+MAX_ROWS = 1_000_000
+"""Maximum number of scanned samples of a partition."""
 SHARE = 0.05
-"""Of the time, what scanning may take."""
+"""Share of the time that scans may use."""
 _STATES = 4
-# What can be saved up, in seconds of scanning.
-_FIRST_S, _MOST_S = 0.25, 1.0
-
-
-@dataclass(frozen=True)
-class Shares:
-    """A window: ``count`` samples from ``start``, and shares as `models.Window` has them."""
-
-    start: int
-    count: int
-    written: list[float]
-    tasks: list[list[float]]
+# Initial and maximum savings, in seconds of scanning.
+_FIRST_S, _MAX_S = 0.25, 1.0
 
 
 @dataclass(frozen=True, eq=False)
 class Scan:
-    """Every sample of a partition at about one moment.
+    """States of all samples of a partition at about one moment.
 
     Attributes:
-        partition_id: which.
-        revision: of the partition when the scan began.
-        at_ns: when it ended, in nanoseconds since 1970.
-        total: samples there were.
+        partition_id: id of the partition.
+        revision: revision of the partition when the scan began.
+        at_ns: end of the scan, in nanoseconds since 1970.
+        total: samples in the partition.
         fields: names of the columns of ``written``.
         tasks: names of the columns of ``states``.
         written: (rows, fields), 0 or 1.
-        states: (rows, tasks), 0 unclaimed, 1 assigned, 2 leased, 3 settled.
+        states: (rows, tasks), 0 unclaimed, 1 assigned, 2 leased, 3 acknowledged.
     """
 
     partition_id: str
@@ -64,17 +55,17 @@ class Scan:
 
     @property
     def rows(self) -> int:
-        """Samples that were scanned."""
+        """Number of scanned samples."""
         return len(self.written)
 
-    def windows(self, most: int) -> list[Shares]:
-        """The samples in at most ``most`` windows of equal size, but for the last."""
+    def windows(self, maximum: int) -> list[Window]:
+        """Return the samples in at most ``maximum`` windows; all but the last have equal size."""
         if not self.rows:
             return []
-        size = -(-self.rows // most)
+        size = -(-self.rows // maximum)
         starts = np.arange(0, self.rows, size)
         counts = np.diff(np.append(starts, self.rows))
-        # Sums of zeroes and ones of a million rows fit easily.
+        # Sums of zeros and ones over a million rows fit into uint32.
         written = np.add.reduceat(self.written, starts, axis=0, dtype=np.uint32)
         states = np.stack(
             [
@@ -86,46 +77,48 @@ class Scan:
         written_shares = (written / counts[:, None]).round(4).tolist()
         state_shares = (states / counts[:, None, None]).round(4).tolist()
         return [
-            Shares(int(start), int(count), of_fields, of_tasks)
+            Window(start=int(start), count=int(count), written=of_fields, tasks=of_tasks)
             for start, count, of_fields, of_tasks in zip(
                 starts, counts, written_shares, state_shares, strict=True
             )
         ]
 
     def unclaimed(self, task: str) -> npt.NDArray[np.bool_]:
-        """Which samples the task has not claimed, (rows,), also those drawn for a rank that has
-        not asked; none for an unknown task."""
+        """Return a mask, (rows,), of samples that the task has not claimed, assigned ones included.
+
+        All False for an unknown task.
+        """
         if task not in self.tasks:
             return np.zeros(self.rows, dtype=np.bool_)
         return np.asarray(self.states[:, self.tasks.index(task)] < 2)
 
     def leased(self, task: str) -> npt.NDArray[np.bool_]:
-        """Which samples the task holds under a lease, (rows,)."""
+        """Return a mask, (rows,), of samples that the task has leased."""
         if task not in self.tasks:
             return np.zeros(self.rows, dtype=np.bool_)
         return np.asarray(self.states[:, self.tasks.index(task)] == 2)
 
     def lacking(self, name: str) -> npt.NDArray[np.bool_]:
-        """Which samples lack the field, (rows,); all of them if none has it."""
+        """Return a mask, (rows,), of samples that lack the field; all True if none has it."""
         if name not in self.fields:
             return np.ones(self.rows, dtype=np.bool_)
         return np.asarray(self.written[:, self.fields.index(name)] == 0)
 
     def ready(self, task: str, needs: Iterable[str]) -> int:
-        """Samples that the task could claim now, having every field of ``needs``."""
+        """Return how many samples the task could claim now, with every field of ``needs``."""
         if task not in self.tasks:
             return 0
-        found = np.asarray(self.states[:, self.tasks.index(task)] == 0)
+        rows = np.asarray(self.states[:, self.tasks.index(task)] == 0)
         for name in needs:
-            found = found & ~self.lacking(name)
-        return int(found.sum())
+            rows = rows & ~self.lacking(name)
+        return int(rows.sum())
 
 
 class Scanner:
-    """Scans the partitions that changed, as far as the budget reaches. Not thread-safe.
+    """Scanner of changed partitions within a time budget. Not thread-safe.
 
     Args:
-        clock: seconds, never set back.
+        clock: monotonic clock in seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -141,25 +134,29 @@ class Scanner:
         wanted: Sequence[str],
         stop: Callable[[], bool],
     ) -> Mapping[str, Scan]:
-        """The scans of the partitions that are there, some of them renewed.
+        """Return the scans of the present partitions, some of them renewed.
 
         Args:
-            inspector: what to ask.
-            partitions: what is there.
-            wanted: partitions that somebody looks at, which come first.
-            stop: whether to give up.
+            inspector: the data plane.
+            partitions: present partitions.
+            wanted: partitions that a page shows, which are scanned first.
+            stop: whether to stop early.
         """
-        there = {one.partition_id: one for one in partitions}
-        kept = {name: scan for name, scan in self._scans.items() if name in there}
+        present = {summary.partition_id: summary for summary in partitions}
+        scans = {name: scan for name, scan in self._scans.items() if name in present}
         now = self._clock()
-        self._saved_s = min(_MOST_S, self._saved_s + SHARE * (now - self._since))
+        self._saved_s = min(_MAX_S, self._saved_s + SHARE * (now - self._since))
         self._since = now
         first = set(wanted)
         stale = sorted(
-            (one for one in there.values() if _changed(one, kept.get(one.partition_id))),
-            key=lambda one: (
-                one.partition_id not in first,
-                kept[one.partition_id].at_ns if one.partition_id in kept else 0,
+            (
+                summary
+                for summary in present.values()
+                if _changed(summary, scans.get(summary.partition_id))
+            ),
+            key=lambda summary: (
+                summary.partition_id not in first,
+                scans[summary.partition_id].at_ns if summary.partition_id in scans else 0,
             ),
         )
         for summary in stale:
@@ -169,23 +166,23 @@ class Scanner:
             scan = scan_partition(inspector, summary, stop)
             self._saved_s -= self._clock() - began
             if scan is not None:
-                kept[summary.partition_id] = scan
-        self._scans = kept
-        return dict(kept)
+                scans[summary.partition_id] = scan
+        self._scans = scans
+        return dict(scans)
 
 
 def _changed(summary: PartitionSummary, scan: Scan | None) -> bool:
-    # A store that counts no revisions tells 0.
+    # A store without revisions reports 0.
     return scan is None or not summary.revision or scan.revision != summary.revision
 
 
 def scan_partition(
     inspector: DataPlaneInspector, summary: PartitionSummary, stop: Callable[[], bool]
 ) -> Scan | None:
-    """Read every page of states; None if the partition is gone, or ``stop`` says so."""
+    """Read all pages of states; None if the partition is gone or ``stop`` returns True."""
     pages: list[StatePage] = []
     start = 0
-    while start < MOST_ROWS:
+    while start < MAX_ROWS:
         if stop():
             return None
         try:
@@ -197,7 +194,7 @@ def scan_partition(
         start += rows
         if rows == 0 or start >= page.total:
             break
-    # A field may be written for the first time while pages are read.
+    # Later pages may have new fields: one may be written for the first time meanwhile.
     fields = tuple(dict.fromkeys(name for page in pages for name in page.fields))
     tasks = tuple(dict.fromkeys(name for page in pages for name in page.tasks))
     return Scan(
@@ -221,11 +218,11 @@ def _rows(page: StatePage) -> int:
 
 
 def _columns(held: bytes, names: Sequence[str], wanted: Sequence[str], rows: int) -> Bytes:
-    """``held``, (rows, names) row-major, as (rows, wanted); columns that it lacks are 0."""
+    """Return ``held``, (rows, names) row-major, as (rows, wanted) with missing columns 0."""
     given = np.frombuffer(held, dtype=np.uint8).reshape(rows, len(names))
     if tuple(names) == tuple(wanted):
         return given
-    found = np.zeros((rows, len(wanted)), dtype=np.uint8)
+    columns = np.zeros((rows, len(wanted)), dtype=np.uint8)
     for place, name in enumerate(names):
-        found[:, wanted.index(name)] = given[:, place]
-    return found
+        columns[:, wanted.index(name)] = given[:, place]
+    return columns

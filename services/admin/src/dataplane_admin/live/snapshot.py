@@ -1,32 +1,32 @@
-"""`Snapshot`: everything that requests see of the data plane, made whole by the polling thread."""
+"""`Snapshot`: the data plane as requests see it, replaced by the polling thread."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from dataplane_admin.live.scan import Scan
 from dataplane_admin.live.stuck import Stuck
 from dataplane_admin.live.trend import Trend
-from dataplane_core import PartitionSummary, StorageSummary
+from dataplane_core import PartitionSummary, StorageSummary, TaskSummary
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The data plane at one moment. Never changed, only replaced.
+    """The data plane at one moment. Immutable.
 
     Attributes:
-        revision: grows when something that is shown has changed.
-        attached: whether the newest attempt to read succeeded.
-        error: one sentence on why it did not.
-        at_ns: when it was read, in nanoseconds since 1970; None if it never was.
-        read_s: the same moment by `time.monotonic`.
-        partitions: in the data plane's order.
-        storage: its storage units.
-        totals: what happened in it since it was made.
+        revision: number that grows when something that is shown changes.
+        attached: whether the newest poll succeeded.
+        error: one sentence on why the poll failed, else None.
+        at_ns: time of the read, in nanoseconds since 1970; None before the first.
+        read_s: the same time by `time.monotonic`.
+        partitions: partitions in the data plane's order.
+        storage: storage units.
+        totals: counters since the store was created.
         trends: partition to its numbers over the last polls.
         scans: partition to its newest scan.
-        stuck: tasks that claim nothing, and claims that nobody settles.
+        stuck: idle tasks and old claims.
     """
 
     revision: int = 0
@@ -42,43 +42,30 @@ class Snapshot:
     stuck: tuple[Stuck, ...] = ()
 
     def partition(self, partition_id: str) -> PartitionSummary | None:
-        """One partition, None if it is not there."""
-        for one in self.partitions:
-            if one.partition_id == partition_id:
-                return one
+        """Return one partition, None if it does not exist."""
+        for summary in self.partitions:
+            if summary.partition_id == partition_id:
+                return summary
         return None
 
     def face(self) -> tuple[object, ...]:
-        """What is shown, but for ages: equal faces look the same."""
+        """Return everything that is shown except ages, to compare snapshots."""
         return (
             self.attached,
             self.error,
-            tuple(
-                (
-                    one.partition_id,
-                    one.revision,
-                    one.declared,
-                    one.put,
-                    one.present,
-                    one.reserved,
-                    one.nbytes,
-                    tuple((held.name, held.written, held.nbytes) for held in one.fields),
-                    tuple(
-                        (
-                            task.name,
-                            task.unclaimed,
-                            task.assigned,
-                            task.leased,
-                            task.settled,
-                            task.leases,
-                        )
-                        for task in one.tasks
-                    ),
-                )
-                for one in self.partitions
-            ),
+            [
+                replace(item, tasks=tuple(map(_without_ages, item.tasks)))
+                for item in self.partitions
+            ],
             self.storage,
-            tuple(self.totals.items()),
-            tuple((scan.partition_id, scan.revision, scan.total) for scan in self.scans.values()),
-            tuple((one.partition_id, one.task, one.claim) for one in self.stuck),
+            self.totals,
+            [(scan.partition_id, scan.revision, scan.total) for scan in self.scans.values()],
+            [
+                (item.partition_id, item.task, item.claim and item.claim.claim)
+                for item in self.stuck
+            ],
         )
+
+
+def _without_ages(task: TaskSummary) -> TaskSummary:
+    return replace(task, oldest_unclaimed_s=None, oldest_claim=None)

@@ -1,4 +1,4 @@
-"""Live signs that a run stands still: a task that claims nothing, a claim that nobody settles."""
+"""Live signs of a stuck run: a task that claims nothing, a claim without acknowledgement."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ from dataplane_core import (
 )
 
 EXAMPLES = 3
-MOST = 20
-"""How many signs are told; each costs a few questions to the data plane."""
+MAX_SIGNS = 20
+"""Maximum number of signs; each costs a few queries to the data plane."""
 
 
 @dataclass(frozen=True)
 class Stuck:
-    """One sign.
+    """One sign that a run is stuck.
 
     Attributes:
-        partition_id: where.
-        task: whose.
-        samples: that nobody claimed, also those drawn for a rank; or held by the claim.
+        partition_id: id of the partition.
+        task: name of the task.
+        samples: unclaimed samples, assigned ones included; or samples held by the claim.
         there: samples in the partition.
-        seconds: how old the oldest of them is, or the claim.
-        idle_s: for how long the task is known to have claimed nothing; of a claim 0.
-        lacks: field to unclaimed samples that lack it; of a claim empty.
+        seconds: age of the oldest of these samples, or of the claim.
+        idle_s: seconds for which the task has claimed nothing; 0 for a claim.
+        lacks: field to unclaimed samples that lack it; empty for a claim.
         examples: ids of some of the samples.
-        claim: the claim, None if the sign is about unclaimed samples.
+        claim: the claim, None for unclaimed samples.
     """
 
     partition_id: str
@@ -59,10 +59,10 @@ def find_stuck(
     after_s: float,
     has_claimed: Callable[[str, str], bool],
 ) -> tuple[Stuck, ...]:
-    """The signs older than ``after_s``, the oldest first.
+    """Return the signs older than ``after_s``, oldest first.
 
-    A task that reads by key never claims, so that its samples are unclaimed says nothing. What
-    claims is known from the polls, or by ``has_claimed`` of a partition and a task.
+    Unclaimed samples are no sign for a task that reads by key and never claims. The polls show
+    which tasks claim; ``has_claimed`` knows about earlier claims of a partition and task.
     """
     signs: list[Stuck] = []
     sure: set[tuple[str, str]] = set()
@@ -77,16 +77,16 @@ def find_stuck(
             claim = task.oldest_claim
             if claim is not None and claim.age_s >= after_s:
                 signs.append(_held(partition, task, claim))
-    signs.sort(key=lambda one: -one.seconds)
-    # Asked in this order, and of no more than are told.
-    told = (
-        one
-        for one in signs
-        if one.claim is not None
-        or (one.partition_id, one.task) in sure
-        or has_claimed(one.partition_id, one.task)
+    signs.sort(key=lambda sign: -sign.seconds)
+    # Lazy: `has_claimed` is called in this order, and not beyond `MAX_SIGNS`.
+    shown = (
+        sign
+        for sign in signs
+        if sign.claim is not None
+        or (sign.partition_id, sign.task) in sure
+        or has_claimed(sign.partition_id, sign.task)
     )
-    return tuple(_with_examples(inspector, one, scans) for one in islice(told, MOST))
+    return tuple(_with_examples(inspector, sign, scans) for sign in islice(shown, MAX_SIGNS))
 
 
 def _backlog(
@@ -98,24 +98,24 @@ def _backlog(
 ) -> Stuck | None:
     age_s = task.oldest_unclaimed_s
     numbers = trend.tasks.get(task.name)
-    waiting = task.unclaimed + task.assigned
-    if age_s is None or age_s < after_s or not waiting or numbers is None:
+    unclaimed = task.unclaimed + task.assigned
+    if age_s is None or age_s < after_s or not unclaimed or numbers is None:
         return None
-    # A deep queue that is worked off has old samples as well.
+    # A deep queue that makes progress has old samples as well.
     idle_s = trend.unchanged_s(numbers.taken)
     if idle_s < min(after_s, trend.seconds):
         return None
     lacks = {}
     if scan is not None:
         open_rows = scan.unclaimed(task.name)
-        for held in partition.fields:
-            count = int((open_rows & scan.lacking(held.name)).sum()) if held.declared else 0
+        for field in partition.fields:
+            count = int((open_rows & scan.lacking(field.name)).sum()) if field.declared else 0
             if count:
-                lacks[held.name] = count
+                lacks[field.name] = count
     return Stuck(
         partition_id=partition.partition_id,
         task=task.name,
-        samples=waiting,
+        samples=unclaimed,
         there=partition.present,
         seconds=age_s,
         idle_s=idle_s,
@@ -157,5 +157,5 @@ def _with_examples(inspector: DataPlaneInspector, stuck: Stuck, scans: Mapping[s
     return Stuck(**{**vars(stuck), "examples": tuple(ids)})
 
 
-def _first(rows: npt.NDArray[np.bool_], most: int) -> list[int]:
-    return [int(place) for place in np.flatnonzero(rows)[:most]]
+def _first(rows: npt.NDArray[np.bool_], maximum: int) -> list[int]:
+    return [int(place) for place in np.flatnonzero(rows)[:maximum]]

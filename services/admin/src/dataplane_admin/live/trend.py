@@ -1,4 +1,4 @@
-"""How a partition's numbers went over the last polls."""
+"""Trends: a partition's numbers over the last polls."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ from itertools import pairwise
 from dataplane_core import PartitionSummary
 
 POLLS = 120
-"""How many polls are remembered."""
+"""Maximum number of polls in a trend."""
 
-_MOST_CLAIMING = 10_000
+_MAX_CLAIMING = 10_000
 
 
 @dataclass(frozen=True)
 class TaskTrend:
-    """One task's numbers at the moments of its partition's trend."""
+    """One task's numbers at the polls of its partition's trend."""
 
     unclaimed: tuple[int, ...]
     taken: tuple[int, ...]
-    """Leased and settled together."""
-    settled: tuple[int, ...]
+    """Leased and acknowledged together."""
+    acknowledged: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Trend:
-    """One partition's numbers, the oldest poll first.
+    """One partition's numbers, oldest poll first.
 
     Attributes:
-        times_ns: when it was read, in nanoseconds since 1970.
-        put: samples put since it was registered, at each of those moments.
+        times_ns: times of the polls, in nanoseconds since 1970.
+        put: samples put since registration, at each poll.
         tasks: task to its numbers.
-        claiming: tasks that took samples at any poll, also in a partition of this name before.
+        claiming: tasks that claimed at any poll, also in an earlier partition of this name.
     """
 
     times_ns: tuple[int, ...] = ()
@@ -43,13 +43,13 @@ class Trend:
 
     @property
     def seconds(self) -> float:
-        """The time it covers."""
+        """Seconds between the first and the last poll."""
         return (self.times_ns[-1] - self.times_ns[0]) / 1e9 if self.times_ns else 0.0
 
     def gained_per_s(self, values: Sequence[int]) -> float | None:
-        """What was added to ``values`` a second; None until two polls are there.
+        """Return the growth of ``values`` per second; None before the second poll.
 
-        What was taken away, by a clear for example, does not count against it.
+        Decreases, such as by a clear, count as 0.
         """
         if self.seconds <= 0:
             return None
@@ -57,11 +57,11 @@ class Trend:
         return sum(gains) / self.seconds
 
     def slope_per_s(self, values: Sequence[int]) -> float | None:
-        """By how much ``values`` grew a second; None until two polls are there."""
+        """Return the net change of ``values`` per second; None before the second poll."""
         return (values[-1] - values[0]) / self.seconds if self.seconds > 0 else None
 
     def unchanged_s(self, values: Sequence[int]) -> float:
-        """For how many seconds, up to the newest poll, nothing was added to ``values``."""
+        """Return the seconds up to the newest poll in which ``values`` did not grow."""
         for place in range(len(values) - 1, 0, -1):
             if values[place] > values[place - 1]:
                 return (self.times_ns[-1] - self.times_ns[place]) / 1e9
@@ -76,30 +76,30 @@ class _Point:
 
 
 class Trends:
-    """Remembers the last `POLLS` polls of each partition that is there. Not thread-safe."""
+    """The last `POLLS` polls of each present partition. Not thread-safe."""
 
     def __init__(self) -> None:
         self._points: dict[str, deque[_Point]] = {}
         self._claiming: OrderedDict[tuple[str, str], None] = OrderedDict()
 
     def add(self, time_ns: int, partitions: Iterable[PartitionSummary]) -> Mapping[str, Trend]:
-        """The trends with one more poll; those of partitions that are gone are forgotten."""
+        """Add a poll and return the trends; drop those of partitions that are gone."""
         points: dict[str, deque[_Point]] = {}
-        for one in partitions:
-            known = self._points.get(one.partition_id, deque(maxlen=POLLS))
+        for partition in partitions:
+            known = self._points.get(partition.partition_id, deque(maxlen=POLLS))
             if known and time_ns <= known[-1].time_ns:  # the clock was set back
                 known.clear()
             tasks = {
-                task.name: (task.unclaimed, task.leased + task.settled, task.settled)
-                for task in one.tasks
+                task.name: (task.unclaimed, task.leased + task.acknowledged, task.acknowledged)
+                for task in partition.tasks
             }
-            known.append(_Point(time_ns, one.put, tasks))
-            points[one.partition_id] = known
+            known.append(_Point(time_ns, partition.put, tasks))
+            points[partition.partition_id] = known
             for name, (_, taken, _) in tasks.items():
                 if taken:
-                    self._claiming[one.partition_id, name] = None
-                    self._claiming.move_to_end((one.partition_id, name))
-        while len(self._claiming) > _MOST_CLAIMING:
+                    self._claiming[partition.partition_id, name] = None
+                    self._claiming.move_to_end((partition.partition_id, name))
+        while len(self._claiming) > _MAX_CLAIMING:
             self._claiming.popitem(last=False)
         self._points = points
         return {

@@ -1,4 +1,4 @@
-"""The pages: what the service knows, for people in front of a browser."""
+"""HTML pages of the service."""
 
 from dataplane_admin.pages.routes import router
 

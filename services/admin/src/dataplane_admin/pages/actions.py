@@ -1,4 +1,4 @@
-"""Forms that change the data plane: what each will do in words, and what it is to send."""
+"""Confirmation forms of the actions that change the data plane."""
 
 from __future__ import annotations
 
@@ -9,24 +9,25 @@ from typing import TypeVar
 
 from pydantic import ValidationError
 
-from dataplane_admin.answers import AnswerError, Answers, Refused, models
+from dataplane_admin import models
+from dataplane_admin.answers import AnswerError, Answers, Refused
 from dataplane_admin.pages import words
-from dataplane_admin.pages.asked import Asked
 from dataplane_admin.pages.links import Link, to
+from dataplane_admin.pages.params import Params
 from observability.views.printable import printable
 
 _Request = TypeVar("_Request", bound=models.Model)
 
 
 @dataclass(frozen=True)
-class Ask:
-    """A question before something is changed.
+class Confirmation:
+    """The content of a confirmation page.
 
     Attributes:
-        what: what will happen, a sentence.
-        numbers: what it will hit, as far as it is known.
-        fields: names and values that the form sends along.
-        option: name and words of a box to check.
+        what: one sentence on the effect of the action.
+        numbers: what the action affects, as far as known.
+        fields: names and values of the form's hidden fields.
+        option: name and label of a checkbox.
     """
 
     title: str
@@ -41,86 +42,86 @@ class Ask:
     option: tuple[str, str] | None = None
 
 
-def ask(answers: Answers, name: str, asked: Asked) -> Ask:
-    """The question of an action.
+def confirmation(answers: Answers, name: str, params: Params) -> Confirmation:
+    """Return the confirmation page of an action.
 
     Raises:
-        AnswerError: something it needs was not given.
+        AnswerError: a required parameter is missing.
     """
-    return _ASKED[name](answers, asked, asked.required("partition"))
+    return _CONFIRMATIONS[name](answers, params, params.required("partition"))
 
 
-def act(answers: Answers, name: str, asked: Asked, actor: str) -> models.ActionResult:
-    """Do it.
+def perform(answers: Answers, name: str, params: Params, actor: str) -> models.ActionResult:
+    """Run a confirmed action.
 
     Raises:
-        AnswerError: it was refused, or failed.
+        AnswerError: the action was refused or failed.
     """
-    partition = asked.required("partition")
-    confirm = asked.text("confirm")
-    # A name with characters that cannot be typed is confirmed as it is shown.
+    partition = params.required("partition")
+    confirm = params.text("confirm")
+    # Characters that cannot be typed are confirmed in their escaped form.
     if confirm == printable(partition):
         confirm = partition
     if confirm != partition:
         raise Refused(
-            f"the confirmation is '{printable(confirm[:80])}'; expected the name of the partition, "
+            f"the confirmation is '{printable(confirm[:80])}'; expected the partition name "
             f"'{printable(partition)}'. Nothing was changed"
         )
-    return _DONE[name](answers, asked, partition, actor)
+    return _ACTIONS[name](answers, params, partition, actor)
 
 
-def _ask_clear(answers: Answers, asked: Asked, partition: str) -> Ask:
-    ids = asked.texts("ids")
+def _confirm_clear(answers: Answers, params: Params, partition: str) -> Confirmation:
+    ids = params.texts("ids")
     facts = _facts(answers, partition)
     shown = printable(partition)
     if ids:
         title = f"Clear {words.plural(len(ids), 'sample')}?"
         what = (
-            f"{words.plural(len(ids), 'sample')} of partition '{shown}' will be dropped from the "
-            "store, with every field of them. This cannot be undone."
+            f"{words.plural(len(ids), 'sample')} of partition '{shown}' and all their fields will "
+            "be deleted. This cannot be undone."
         )
     else:
         title = f"Clear partition {shown}?"
         what = (
-            f"Every sample of partition '{shown}' and its declaration will be dropped from the "
-            "store. Claims and puts of a run that goes on will fail. This cannot be undone."
+            f"All samples of partition '{shown}' and its declaration will be deleted. Claims and "
+            "puts of a running job will fail. This cannot be undone."
         )
     numbers = []
     if facts and not ids:
-        numbers.append(f"{words.plural(facts.present, 'sample')} are there now")
+        numbers.append(f"{words.plural(facts.present, 'sample')} present")
         if facts.nbytes is not None:
-            numbers.append(f"{words.size(facts.nbytes)} are held")
+            numbers.append(f"{words.size(facts.nbytes)} in the store")
         leased = sum(task.leased for task in facts.tasks)
         if leased:
-            numbers.append(f"{words.count(leased)} are held by tasks under a lease")
-    return Ask(
+            numbers.append(f"{words.count(leased)} leased by tasks")
+    return Confirmation(
         title=title,
         what=what,
         action=Link("/actions/clear"),
-        button="Clear them" if ids else "Clear the partition",
+        button="Clear samples" if ids else "Clear partition",
         partition=partition,
         back=to("/partition", id=partition),
         ids=ids,
         numbers=numbers,
         fields=_sent(ids),
-        option=("force", "Also what a task holds under a lease"),
+        option=("force", "Include leased samples"),
     )
 
 
-def _ask_reset(_answers: Answers, asked: Asked, partition: str) -> Ask:
-    ids = asked.texts("ids")
-    task = asked.required("task")
+def _confirm_reset(_answers: Answers, params: Params, partition: str) -> Confirmation:
+    ids = params.texts("ids")
+    task = params.required("task")
     if not ids:
-        raise Refused("no sample was chosen; check those that the task shall claim again")
-    return Ask(
-        title=f"Let {printable(task)} claim {words.plural(len(ids), 'sample')} again?",
+        raise Refused("no sample selected; select the samples to redeliver")
+    pronoun = "it" if len(ids) == 1 else "them"
+    return Confirmation(
+        title=f"Redeliver {words.plural(len(ids), 'sample')} to {printable(task)}?",
         what=(
-            f"{words.plural(len(ids), 'sample')} of partition '{printable(partition)}' that task "
-            f"'{printable(task)}' has consumed can be claimed by it again, so it may train on "
-            "them, or write them, twice."
+            f"Task '{printable(task)}' will be able to claim {words.plural(len(ids), 'sample')} of "
+            f"partition '{printable(partition)}' again, and may process {pronoun} twice."
         ),
         action=Link("/actions/reset-consumption"),
-        button="Let them be claimed again",
+        button="Redeliver",
         partition=partition,
         back=to("/partition", id=partition),
         ids=ids,
@@ -128,46 +129,48 @@ def _ask_reset(_answers: Answers, asked: Asked, partition: str) -> Ask:
     )
 
 
-def _ask_end(answers: Answers, asked: Asked, partition: str) -> Ask:
-    name = asked.required("claim")
-    held = next((one for one in answers.partition_claims(partition) if one.claim == name), None)
+def _confirm_end(answers: Answers, params: Params, partition: str) -> Confirmation:
+    name = params.required("claim")
+    claims = answers.partition_claims(partition)
+    claim = next((leased for leased in claims if leased.claim == name), None)
     numbers = []
-    if held:
-        numbers.append(f"task {printable(held.task)} of {printable(held.owner) or 'nobody known'}")
-        numbers.append(f"{words.plural(held.samples, 'sample')}, held for {words.ago(held.age_s)}")
-    return Ask(
-        title="End a claim?",
+    if claim:
+        numbers.append(f"task {printable(claim.task)}")
+        numbers.append(f"held by {printable(claim.owner) or 'an unknown process'}")
+        numbers.append(f"{words.plural(claim.samples, 'sample')} for {words.ago(claim.age_s)}")
+    return Confirmation(
+        title="End claim?",
         what=(
-            f"Claim '{printable(name)}' of partition '{printable(partition)}' will end as if its "
-            "lease had run out: its samples can be claimed again, and its holder's "
-            "acknowledgement will be refused."
+            f"Claim '{printable(name)}' of partition '{printable(partition)}' will expire. Its "
+            "samples can then be claimed again, and an acknowledgement by its holder fails."
         ),
         action=Link("/actions/end-claim"),
-        button="End the claim",
+        button="End claim",
         partition=partition,
         back=to("/partition", id=partition),
         numbers=numbers,
         fields=[("claim", name)],
-        option=("running", "Even if its lease still runs"),
+        option=("running", "Even if its lease has not expired"),
     )
 
 
 def _sent(ids: Sequence[str]) -> list[tuple[str, str]]:
-    """Ids as one field of a form: fields are few, and line breaks in ids survive so."""
+    """Return the ids as one JSON field: the number of fields is bounded, and ids may have line
+    breaks."""
     return [("samples", json.dumps(ids))] if ids else []
 
 
-def _ids(asked: Asked) -> list[str]:
-    """The ids of `_sent`; none at all must never be taken for the whole partition by mistake."""
-    told = asked.text("samples")
-    if not told:
+def _ids(params: Params) -> list[str]:
+    """Return the ids that `_sent` wrote. An unreadable list must not clear the entire partition."""
+    text = params.text("samples")
+    if not text:
         return []
     try:
-        ids = json.loads(told)
+        ids = json.loads(text)
     except ValueError:
         ids = None
-    if not isinstance(ids, list) or not ids or not all(isinstance(one, str) for one in ids):
-        raise Refused("the form's list of samples cannot be read; expected a list of ids as JSON")
+    if not isinstance(ids, list) or not ids or not all(isinstance(item, str) for item in ids):
+        raise Refused("the form's list of samples is invalid; expected a JSON list of ids")
     return ids
 
 
@@ -179,10 +182,10 @@ def _facts(answers: Answers, partition: str) -> models.Partition | None:
 
 
 def _checked(make: Callable[[], _Request]) -> _Request:
-    """A request's model.
+    """Return the request that ``make`` builds.
 
     Raises:
-        Refused: it is outside of what the model takes, too many ids for example.
+        Refused: the model rejects a value, such as too many ids.
     """
     try:
         return make()
@@ -192,8 +195,8 @@ def _checked(make: Callable[[], _Request]) -> _Request:
         raise Refused(f"{place}: {first['msg']}. Nothing was changed") from None
 
 
-def _clear(answers: Answers, asked: Asked, partition: str, actor: str) -> models.ActionResult:
-    ids, force = _ids(asked) or None, asked.flag("force")
+def _clear(answers: Answers, params: Params, partition: str, actor: str) -> models.ActionResult:
+    ids, force = _ids(params) or None, params.flag("force")
     request = _checked(
         lambda: models.ClearSamples(
             partition=partition, sample_ids=ids, force=force, confirm=partition
@@ -202,8 +205,8 @@ def _clear(answers: Answers, asked: Asked, partition: str, actor: str) -> models
     return answers.clear(request, actor=actor)
 
 
-def _reset(answers: Answers, asked: Asked, partition: str, actor: str) -> models.ActionResult:
-    task, ids = asked.required("task"), _ids(asked)
+def _reset(answers: Answers, params: Params, partition: str, actor: str) -> models.ActionResult:
+    task, ids = params.required("task"), _ids(params)
     request = _checked(
         lambda: models.ResetConsumption(
             partition=partition, task=task, sample_ids=ids, confirm=partition
@@ -212,8 +215,8 @@ def _reset(answers: Answers, asked: Asked, partition: str, actor: str) -> models
     return answers.reset_consumption(request, actor=actor)
 
 
-def _end(answers: Answers, asked: Asked, partition: str, actor: str) -> models.ActionResult:
-    claim, expired_only = asked.required("claim"), not asked.flag("running")
+def _end(answers: Answers, params: Params, partition: str, actor: str) -> models.ActionResult:
+    claim, expired_only = params.required("claim"), not params.flag("running")
     request = _checked(
         lambda: models.EndClaim(
             partition=partition, claim=claim, expired_only=expired_only, confirm=partition
@@ -222,12 +225,12 @@ def _end(answers: Answers, asked: Asked, partition: str, actor: str) -> models.A
     return answers.end_claim(request, actor=actor)
 
 
-_ASKED: dict[str, Callable[[Answers, Asked, str], Ask]] = {
-    "clear": _ask_clear,
-    "reset-consumption": _ask_reset,
-    "end-claim": _ask_end,
+_CONFIRMATIONS: dict[str, Callable[[Answers, Params, str], Confirmation]] = {
+    "clear": _confirm_clear,
+    "reset-consumption": _confirm_reset,
+    "end-claim": _confirm_end,
 }
-_DONE: dict[str, Callable[[Answers, Asked, str, str], models.ActionResult]] = {
+_ACTIONS: dict[str, Callable[[Answers, Params, str, str], models.ActionResult]] = {
     "clear": _clear,
     "reset-consumption": _reset,
     "end-claim": _end,

@@ -1,4 +1,4 @@
-"""Style sheets and scripts of ours, below a path that changes when one of them does."""
+"""Style sheets and scripts, served below a path that holds a digest of their content."""
 
 from __future__ import annotations
 
@@ -10,19 +10,22 @@ from fastapi.responses import Response
 from dataplane_admin.pages.links import Link
 
 _FOLDER = files("dataplane_admin.pages").joinpath("static")
+# `observability show` writes the same waterfall.
+_WATERFALL = files("observability.views").joinpath("waterfall.css")
 _TYPES = {".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 
 
 class Assets:
-    """All files of ``static/``, read once.
+    """The files of ``static/`` and the waterfall's style sheet, read once.
 
     Attributes:
-        base: the path they are below. It holds a digest of them all, so that scripts can import
-            each other by their plain names and a browser may keep them for good.
+        base: path of the files. It holds a digest of all files, so that scripts import each other
+            by plain names and browsers cache without a time limit.
     """
 
     def __init__(self) -> None:
-        self._files = {one.name: one.read_bytes() for one in _FOLDER.iterdir() if one.is_file()}
+        sources = [_WATERFALL, *(path for path in _FOLDER.iterdir() if path.is_file())]
+        self._files = {path.name: path.read_bytes() for path in sources}
         digest = hashlib.sha256()
         for name, content in sorted(self._files.items()):
             digest.update(f"{name}\0{len(content)}\0".encode() + content)
@@ -30,11 +33,11 @@ class Assets:
         self.base = Link(f"/static/{self._digest}")
 
     def answer(self, digest: str, name: str) -> Response | None:
-        """A file; None if there is no such one. An old digest gets today's, without being kept."""
+        """Return a file, None if missing. An old digest gets the current file, uncached."""
         content = self._files.get(name)
         if content is None:
             return None
         suffix = name[name.rfind(".") :]
         kind = _TYPES.get(suffix, "application/octet-stream")
-        kept = "public, max-age=31536000, immutable" if digest == self._digest else "no-cache"
-        return Response(content, media_type=kind, headers={"cache-control": kept})
+        cache = "public, max-age=31536000, immutable" if digest == self._digest else "no-cache"
+        return Response(content, media_type=kind, headers={"cache-control": cache})

@@ -1,21 +1,24 @@
-"""Two traces side by side: what got slower, by stage, by process and on the critical path."""
+"""Comparison of two traces by stage, by process and on the critical path."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from dataplane_admin.answers import models
+from dataplane_admin import models
 from dataplane_admin.pages import words
 
 _NOTABLE = 0.02
 _CAUSE = 0.25
-_MOST = 60
+_MAX_ROWS = 60
 
 
 @dataclass(frozen=True)
 class PairRow:
-    """Seconds of one thing in both traces, as bars of percent of the longest."""
+    """Seconds of one span, stage, process or bucket in both traces.
+
+    The widths of its bars are percent of the longest.
+    """
 
     name: str
     depth: int
@@ -31,7 +34,7 @@ class PairRow:
 
 @dataclass(frozen=True)
 class ComparisonPage:
-    """Everything on the page of two traces."""
+    """Content of the comparison page."""
 
     facts: models.TraceComparison
     sentence: str
@@ -43,24 +46,27 @@ class ComparisonPage:
 
 
 def comparison_page(compared: models.TraceComparison) -> ComparisonPage:
-    """The page of a comparison."""
-    whole = max(compared.a.seconds, compared.b.seconds)
+    """Return the page of a comparison."""
+    longest_s = max(compared.a.seconds, compared.b.seconds)
     stages = [row for row in compared.rows if row.depth == 1]
     return ComparisonPage(
         facts=compared,
         sentence=_sentence(compared, stages),
-        stages=_rows(_of_compared(stages), whole),
+        stages=_rows(_of_compared(stages), longest_s),
         processes=_rows(
-            ((one.process, 0, one.a_busy_s, one.b_busy_s, "") for one in compared.processes), whole
+            ((pair.process, 0, pair.a_busy_s, pair.b_busy_s, "") for pair in compared.processes),
+            longest_s,
         ),
-        buckets=_rows(((one.bucket, 0, one.a_s, one.b_s, "") for one in compared.buckets), whole),
-        critical=_rows(_of_compared(compared.critical[:_MOST]), whole),
-        spans=_rows(_of_compared(compared.rows), whole),
+        buckets=_rows(
+            ((pair.bucket, 0, pair.a_s, pair.b_s, "") for pair in compared.buckets), longest_s
+        ),
+        critical=_rows(_of_compared(compared.critical[:_MAX_ROWS]), longest_s),
+        spans=_rows(_of_compared(compared.rows), longest_s),
     )
 
 
 def signed(seconds: float) -> str:
-    """``+310 ms``, or with a true minus sign."""
+    """Return ``+310 ms``, or the duration with a true minus sign."""
     if abs(seconds) < 5e-7:
         return "0"
     return ("+" if seconds > 0 else "\N{MINUS SIGN}") + words.duration(abs(seconds))
@@ -71,20 +77,20 @@ def _sentence(compared: models.TraceComparison, stages: Sequence[models.Compared
     change = b.seconds - a.seconds
     if not a.seconds or abs(change) < _NOTABLE * a.seconds:
         both = f"{words.duration(a.seconds)} and {words.duration(b.seconds)}"
-        return f"{_name(a)} and {_name(b, middle=True)} took about as long: {both}"
-    way = "longer" if change > 0 else "less"
-    told = (
-        f"{_name(b)} took {words.duration(abs(change))} {way} than {_name(a, middle=True)} "
+        return f"{_name(a)} and {_name(b, middle=True)} have about the same duration: {both}"
+    direction = "slower" if change > 0 else "faster"
+    text = (
+        f"{_name(b)} is {words.duration(abs(change))} {direction} than {_name(a, middle=True)} "
         f"({signed(change)[0]}{100 * abs(change) / a.seconds:.0f} %)"
     )
-    causes = [one for one in stages if one.difference_s * change > 0]
-    causes.sort(key=lambda one: -abs(one.difference_s))
+    causes = [row for row in stages if row.difference_s * change > 0]
+    causes.sort(key=lambda row: -abs(row.difference_s))
     named = [
-        f"{one.name} ({signed(one.difference_s)})"
-        for one in causes[:2]
-        if abs(one.difference_s) >= _CAUSE * abs(change)
+        f"{row.name} ({signed(row.difference_s)})"
+        for row in causes[:2]
+        if abs(row.difference_s) >= _CAUSE * abs(change)
     ]
-    return told + (f", mostly in {' and '.join(named)}" if named else "")
+    return text + (f", mostly in {' and '.join(named)}" if named else "")
 
 
 def _name(facts: models.TraceFacts, *, middle: bool = False) -> str:
@@ -98,17 +104,19 @@ _Pair = tuple[str, int, float, float, str]
 
 def _of_compared(rows: Iterable[models.ComparedRow]) -> Iterable[_Pair]:
     for row in rows:
-        one = f"{row.a_count}" if row.a_count == row.b_count else f"{row.a_count} → {row.b_count}"
+        counts = (
+            f"{row.a_count}" if row.a_count == row.b_count else f"{row.a_count} → {row.b_count}"
+        )
         yield (
             row.name,
             row.depth,
             row.a_s,
             row.b_s,
-            "" if one == "1" else f"\N{MULTIPLICATION SIGN}{one}",
+            "" if counts == "1" else f"\N{MULTIPLICATION SIGN}{counts}",
         )
 
 
-def _rows(pairs: Iterable[_Pair], whole: float) -> list[PairRow]:
+def _rows(pairs: Iterable[_Pair], longest_trace_s: float) -> list[PairRow]:
     held = list(pairs)
     longest = max((max(a, b) for _, _, a, b, _ in held), default=0.0) or 1.0
     return [
@@ -120,8 +128,8 @@ def _rows(pairs: Iterable[_Pair], whole: float) -> list[PairRow]:
             a_width=round(100 * max(0.0, a) / longest, 3),
             b_width=round(100 * max(0.0, b) / longest, 3),
             difference=signed(b - a),
-            # Colour only for what is worth a look beside the whole.
-            trend=("more" if b > a else "less") if abs(b - a) >= _NOTABLE * whole else "",
+            # Color only differences that matter for the entire trace.
+            trend=("more" if b > a else "less") if abs(b - a) >= _NOTABLE * longest_trace_s else "",
             counts=counts,
         )
         for name, depth, a, b, counts in held

@@ -1,7 +1,7 @@
-"""The samples of a partition by field and task, as paths over columns of windows.
+"""Sample matrix of a partition, drawn as SVG paths over columns of windows.
 
-One path for each shade, whatever the number of windows, keeps the page small. A column is one unit
-wide, a unit down is a pixel.
+Each shade is one path for all windows, which keeps the page small. A column is one unit wide; a
+vertical unit is one pixel.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from dataplane_admin.answers import models
+from dataplane_admin import models
 from dataplane_admin.pages import words
 from dataplane_admin.pages.links import to
 
@@ -18,17 +18,17 @@ SHADES = 8
 _FIELD = 22
 _TASK = 44
 _GAP = 4
-_TASK_STATES = ("unclaimed", "assigned", "leased", "settled")
+_TASK_STATES = ("unclaimed", "assigned", "leased", "acknowledged")
 # From the bottom up.
-_PILED = ("settled", "leased", "assigned", "unclaimed")
+_PILED = ("acknowledged", "leased", "assigned", "unclaimed")
 
 
 @dataclass(frozen=True)
 class HeatRow:
-    """A row: a field or a task.
+    """A row of the matrix: a field or a task.
 
     Attributes:
-        share: of all samples, how many have the field, or are settled by the task.
+        share: percent of samples that have the field, or that the task acknowledged.
     """
 
     name: str
@@ -38,7 +38,7 @@ class HeatRow:
 
 @dataclass(frozen=True)
 class HeatWindow:
-    """A column, which leads to its samples."""
+    """A column of the matrix, linked to its samples."""
 
     place: int
     start: int
@@ -53,8 +53,8 @@ class HeatMap:
     """A drawn matrix.
 
     Attributes:
-        paths: class of a path, and its outline.
-        height: of all rows, in pixels.
+        paths: CSS class and outline of each path.
+        height: height of all rows in pixels.
     """
 
     rows: Sequence[HeatRow]
@@ -66,7 +66,7 @@ class HeatMap:
 
 
 def heat_map(matrix: models.Matrix, *, chosen: int | None) -> HeatMap:
-    """A matrix, drawn; ``chosen`` is the place of the first sample of the window that is open."""
+    """Return a matrix, drawn; ``chosen`` is the index of the open window's first sample."""
     windows = matrix.windows
     outlines: dict[str, list[str]] = defaultdict(list)
     top = 0
@@ -106,7 +106,7 @@ def _shade(share: float) -> str:
 def _rectangles(
     outlines: dict[str, list[str]], kinds: Sequence[str], top: float, height: float
 ) -> None:
-    """Neighbours of one kind become one rectangle."""
+    """Add one rectangle for each run of neighbors of one kind."""
     begin = 0
     for place in range(1, len(kinds) + 1):
         if place == len(kinds) or kinds[place] != kinds[begin]:
@@ -119,15 +119,15 @@ def _rectangles(
 def _piles(
     outlines: dict[str, list[str]], shares: Sequence[Sequence[float]], top: float, height: float
 ) -> None:
-    """Of each column the states of a task on top of each other; equal neighbours are one."""
+    """Stack the states of a task in each column; equal neighbors share one rectangle."""
     begin = 0
     for place in range(1, len(shares) + 1):
         if place < len(shares) and shares[place] == shares[begin]:
             continue
         bottom = top + height
-        told = dict(zip(_TASK_STATES, shares[begin], strict=True))
+        share_of = dict(zip(_TASK_STATES, shares[begin], strict=True))
         for state in _PILED:
-            tall = height * told[state]
+            tall = height * share_of[state]
             if tall > 0:
                 bottom -= tall
                 outlines[f"pile-{state}"].append(
@@ -146,8 +146,8 @@ def _field_rows(matrix: models.Matrix) -> Iterable[HeatRow]:
 def _task_rows(matrix: models.Matrix) -> Iterable[HeatRow]:
     total = sum(window.count for window in matrix.windows)
     for place, name in enumerate(matrix.tasks):
-        settled = sum(window.tasks[place][3] * window.count for window in matrix.windows)
-        yield HeatRow(name, True, f"{_percent(settled, total)} settled")
+        acknowledged = sum(window.tasks[place][3] * window.count for window in matrix.windows)
+        yield HeatRow(name, True, f"{_percent(acknowledged, total)} acknowledged")
 
 
 def _words(matrix: models.Matrix, window: models.Window) -> str:
@@ -158,28 +158,28 @@ def _words(matrix: models.Matrix, window: models.Window) -> str:
         if share < 1
     ]
     fields = (
-        f"written: {', '.join(lacking)}; other fields all" if lacking else "every field written"
+        f"written: {', '.join(lacking)}, other fields 100 %" if lacking else "all fields written"
     )
     if len(lacking) == len(matrix.fields):
         fields = f"written: {', '.join(lacking)}"
     tasks = []
     for name, shares in zip(matrix.tasks, window.tasks, strict=True):
-        told = [
+        parts = [
             f"{_percent(share, 1)} {state}"
             for state, share in zip(_TASK_STATES, shares, strict=True)
             if share > 0
         ]
-        tasks.append(f"{name} {', '.join(told)}")
+        tasks.append(f"{name} {', '.join(parts)}")
     place = f"Samples {words.count(window.start)} to {words.count(last)}"
     if window.count == 1:
         place = f"Sample {words.count(window.start)}"
     return "; ".join([f"{place}: {fields}", *tasks])
 
 
-def _percent(part: float, whole: float) -> str:
-    """Whole percents, but never 0 of something nor 100 of what is not all."""
-    if not whole or part <= 0:
+def _percent(part: float, total: float) -> str:
+    """Return integer percents, 0 only of nothing and 100 only of all."""
+    if not total or part <= 0:
         return "0 %"
-    if part >= whole * (1 - 1e-9):
+    if part >= total * (1 - 1e-9):
         return "100 %"
-    return f"{min(99, max(1, round(100 * part / whole)))} %"
+    return f"{min(99, max(1, round(100 * part / total)))} %"

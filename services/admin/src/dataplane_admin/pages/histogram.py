@@ -1,25 +1,25 @@
-"""Staleness as bars."""
+"""Histogram of staleness."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dataplane_admin.answers import models
+from dataplane_admin import models
 from dataplane_admin.pages import words
 
-_MOST = 24
+_MAX_COLUMNS = 24
 
 
 @dataclass(frozen=True)
 class Column:
-    """A bar.
+    """A bar of the histogram.
 
     Attributes:
-        x: percent; the middle.
-        left: percent.
-        width: percent.
-        height: pixels.
+        x: middle, in percent.
+        left: left edge, in percent.
+        width: width in percent.
+        height: height in pixels.
     """
 
     label: str
@@ -33,27 +33,27 @@ class Column:
 
 @dataclass(frozen=True)
 class Histogram:
-    """Bars from the freshest to the stalest; from `_MOST` on, versions share the last."""
+    """Bars from freshest to stalest; the last of `_MAX_COLUMNS` holds all older versions."""
 
     columns: Sequence[Column]
     mean_x: float | None
     total: int
-    most: int
+    maximum: int
     height: int = 180
 
 
-def histogram(found: models.Staleness) -> Histogram | None:
-    """The histogram of staleness; None if nothing is known."""
-    if not found.counts:
+def histogram(staleness: models.Staleness) -> Histogram | None:
+    """Return the histogram of staleness, None if no version is known."""
+    if not staleness.counts:
         return None
-    first = min(found.counts)
-    last = max(found.counts)
-    cut = min(last, first + _MOST - 1)
-    counts = {version: found.counts.get(version, 0) for version in range(first, cut)}
-    counts[cut] = sum(count for version, count in found.counts.items() if version >= cut)
+    first = min(staleness.counts)
+    last = max(staleness.counts)
+    cut = min(last, first + _MAX_COLUMNS - 1)
+    counts = {version: staleness.counts.get(version, 0) for version in range(first, cut)}
+    counts[cut] = sum(count for version, count in staleness.counts.items() if version >= cut)
     total = sum(counts.values())
     tallest = max(counts.values())
-    # A few columns do not fill the width: bars as wide as doors say nothing more.
+    # Limit the bar width if there are only a few columns.
     pitch = min(100 / len(counts), 12.0)
     columns = [
         Column(
@@ -68,6 +68,6 @@ def histogram(found: models.Staleness) -> Histogram | None:
         for place, (version, count) in enumerate(counts.items())
     ]
     mean_x = None
-    if found.mean is not None:
-        mean_x = round(min(100.0, max(0.0, (found.mean - first + 0.5) * pitch)), 3)
+    if staleness.mean is not None:
+        mean_x = round(min(100.0, max(0.0, (staleness.mean - first + 0.5) * pitch)), 3)
     return Histogram(columns, mean_x, total, last)

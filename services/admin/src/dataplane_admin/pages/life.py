@@ -1,16 +1,16 @@
-"""One sample's way from its put to its clear."""
+"""Lifecycle page of one sample, from put to clear."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dataplane_admin.answers import models
+from dataplane_admin import models
 from dataplane_admin.pages import words
 from dataplane_admin.pages.links import to
 
 _KINDS = frozenset({"put", "claimed", "trained", "dropped", "cleared"})
-# Less is not worth a warning, however short the life was.
+# A shorter gap gets no warning, however short the lifetime is.
 _LONG_S = 1.0
 _NAMES = {
     "put": "put",
@@ -26,12 +26,12 @@ _NAMES = {
 
 @dataclass(frozen=True)
 class HopOnPage:
-    """A hop with the time that went by before it.
+    """A hop and the time since the previous hop.
 
     Attributes:
-        later: since the hop before; empty of the first.
-        gap: 0 to 3, how much room is left for that time.
-        long: a large part of the sample's life went by before this hop.
+        later: time since the previous hop; empty for the first.
+        gap: space above the hop that stands for that time, 0 to 3.
+        long: whether that time is a large part of the sample's lifetime.
     """
 
     hop: models.Hop
@@ -46,34 +46,34 @@ class HopOnPage:
 
 @dataclass(frozen=True)
 class LifePage:
-    """Everything on the page of a sample."""
+    """Content of the sample page."""
 
     life: models.SampleLife
     hops: Sequence[HopOnPage]
     partitions: Sequence[str]
     began: str
-    took: float
-    born_with: int | None
-    trained_with: int | None
+    lifetime_s: float
+    generation_version: int | None
+    training_version: int | None
 
 
 def life_page(life: models.SampleLife, now_ns: int) -> LifePage:
-    """The page of a sample."""
+    """Return the page of a sample."""
     hops = life.hops
-    whole = hops[-1].seconds if hops else 0.0
+    lifetime_s = hops[-1].seconds if hops else 0.0
     shown = []
     for place, hop in enumerate(hops):
-        waited = hop.seconds - hops[place - 1].seconds if place else 0.0
-        share = waited / whole if whole > 0 else 0.0
+        since_previous_s = hop.seconds - hops[place - 1].seconds if place else 0.0
+        share = since_previous_s / lifetime_s if lifetime_s > 0 else 0.0
         shown.append(
             HopOnPage(
                 hop=hop,
                 name=_NAMES.get(hop.name, hop.name),
                 kind=hop.name if hop.name in _KINDS else "other",
                 when=words.clock(hop.time_ns, hop.time_ns),
-                later=f"+{words.duration(waited)}" if place else "",
+                later=f"+{words.duration(since_previous_s)}" if place else "",
                 gap=3 if share > 0.3 else 2 if share > 0.1 else 1 if share > 0.02 else 0,
-                long=share > 0.3 and waited >= _LONG_S,
+                long=share > 0.3 and since_previous_s >= _LONG_S,
                 url=to("/trace", id=hop.trace_id, span=hop.span_id) if hop.trace_id else "",
             )
         )
@@ -84,7 +84,7 @@ def life_page(life: models.SampleLife, now_ns: int) -> LifePage:
         hops=shown,
         partitions=list(dict.fromkeys(hop.partition for hop in hops)),
         began=words.clock(hops[0].time_ns, now_ns) if hops else "",
-        took=whole,
-        born_with=put[0] if put else None,
-        trained_with=trained[-1] if trained else None,
+        lifetime_s=lifetime_s,
+        generation_version=put[0] if put else None,
+        training_version=trained[-1] if trained else None,
     )

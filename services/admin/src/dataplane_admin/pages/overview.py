@@ -1,4 +1,4 @@
-"""The first page: does it move, and if not, why."""
+"""Overview: whether the run is making progress, and if not, why."""
 
 from __future__ import annotations
 
@@ -7,23 +7,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from threading import Lock
 
-from dataplane_admin.answers import AnswerError, Answers, models
+from dataplane_admin import models
+from dataplane_admin.answers import AnswerError, Answers
 from dataplane_admin.pages import marks, words
+from dataplane_admin.pages.headline import Pace, headline, newest_pace, paces, runs_to_judge
 from dataplane_admin.pages.links import to
-from dataplane_admin.pages.mood import Pace, headline, newest_pace, paces, runs_to_judge
 
 _STEPS = 10
 _RUNS = 50
-_KEPT = 256
+_MAX_CACHED = 256
 
 
 @dataclass(frozen=True)
 class TaskOnOverview:
-    """One task of a partition: how far it is."""
+    """Progress of one task of a partition."""
 
     name: str
     progress: marks.Stack
-    told: str
+    text: str
 
 
 @dataclass(frozen=True)
@@ -50,18 +51,19 @@ class StepOnOverview:
 
 @dataclass(frozen=True)
 class Overview:
-    """Everything on the first page.
+    """Content of the overview.
 
     Attributes:
-        mood: ``moving``, ``stuck``, ``quiet`` or ``empty``.
-        waits: of what goes on.
-        silent: waits of processes that are not heard of any more.
-        run: which alone is shown; None for all.
-        runs: which can be chosen.
-        last: the newest step that has ended.
+        state: ``moving``, ``stuck``, ``quiet`` or ``empty``.
+        waits: blocked tasks of live processes.
+        silent: blocked tasks of silent processes.
+        run: the only run that is shown; None for all.
+        runs: runs to choose from.
+        last: newest finished step.
+        durations: durations of the last steps.
     """
 
-    mood: str
+    state: str
     headline: str
     status: models.Status
     waits: Sequence[models.Wait]
@@ -73,98 +75,103 @@ class Overview:
     put_per_s: float | None
     run: str | None
     runs: Sequence[models.Run]
-    took: marks.Trend | None
+    durations: marks.Trend | None
 
 
 class Buckets:
-    """Bucket times of traces, kept as long as a trace does not change: putting one together costs
-    more than all the rest of the page."""
+    """Cache of the bucket times of unchanged traces.
+
+    Assembling a trace costs more than the rest of the page.
+    """
 
     def __init__(self, answers: Answers) -> None:
         self._answers = answers
-        self._kept: OrderedDict[models.TraceFacts, dict[str, float]] = OrderedDict()
+        self._cache: OrderedDict[models.TraceFacts, dict[str, float]] = OrderedDict()
         self._lock = Lock()
 
     def of(self, facts: models.TraceFacts) -> dict[str, float] | None:
-        """Bucket to process-seconds; None if the trace cannot be had any more."""
+        """Return bucket to process-seconds; None if the trace is no longer stored."""
         with self._lock:
-            known = self._kept.get(facts)
+            known = self._cache.get(facts)
         if known is not None:
             return known
         try:
-            found = self._answers.trace(facts.trace_id).buckets
+            seconds = self._answers.trace(facts.trace_id).buckets
         except AnswerError:
             return None
         with self._lock:
-            self._kept[facts] = found
-            while len(self._kept) > _KEPT:
-                self._kept.popitem(last=False)
-        return found
+            self._cache[facts] = seconds
+            while len(self._cache) > _MAX_CACHED:
+                self._cache.popitem(last=False)
+        return seconds
 
 
 def overview(
     answers: Answers, buckets: Buckets, run: str | None = None, *, stuck_after_s: float
 ) -> Overview:
-    """The first page; of one ``run`` only its waits and steps. Nothing counts as stuck before
-    ``stuck_after_s`` seconds."""
+    """Return the overview; with ``run``, blocked tasks and steps of this run only.
+
+    Nothing counts as stuck before ``stuck_after_s`` seconds.
+    """
     held = answers.partitions()
-    # What is said of the data plane is of the snapshot that is shown.
+    # Report the data plane's status as of the snapshot that is shown.
     status = answers.status().model_copy(update={"live": held.live})
-    told = answers.why(run=run)
-    waits = [one for one in told if one.silent_s is None]
-    silent = [one for one in told if one.silent_s is not None]
+    waits_of_run = answers.why(run=run)
+    waits = [item for item in waits_of_run if item.silent_s is None]
+    silent = [item for item in waits_of_run if item.silent_s is not None]
     judged = runs_to_judge(answers, run, waits, answers.traces(run=run, limit=_STEPS).traces)
     pace = paces(answers, judged, status.now_ns, stuck_after_s)
-    mood, told_first = headline(status, waits, silent, held.partitions, pace)
-    # After the headline's: a step that ended meanwhile stands below it, and not above only.
+    state, first_line = headline(status, waits, silent, held.partitions, pace)
+    # Read the steps after the headline, so that the table has every step that it names.
     facts = answers.traces(run=run, limit=_STEPS).traces
-    longest = max((one.seconds for one in facts), default=0.0)
-    rates = [one.put_per_s for one in held.partitions if one.put_per_s is not None]
-    steps = [_step(one, buckets.of(one), longest) for one in facts]
+    longest = max((item.seconds for item in facts), default=0.0)
+    rates = [item.put_per_s for item in held.partitions if item.put_per_s is not None]
+    steps = [_step(item, buckets.of(item), longest) for item in facts]
     return Overview(
-        mood=mood,
-        headline=told_first,
+        state=state,
+        headline=first_line,
         status=status,
         waits=waits,
         silent=silent,
-        partitions=[_partition(one) for one in held.partitions],
+        partitions=[_partition(item) for item in held.partitions],
         steps=steps,
         last=_last(steps, newest_pace(pace)),
         units=[(unit, _used(unit)) for unit in held.storage],
         put_per_s=sum(rates) if rates else None,
         run=run,
         runs=answers.runs().runs[:_RUNS],
-        took=marks.trend([one.seconds for one in reversed(facts) if one.has_root]),
+        durations=marks.trend([item.seconds for item in reversed(facts) if item.has_root]),
     )
 
 
 def _last(steps: Sequence[StepOnOverview], pace: Pace | None) -> StepOnOverview | None:
-    """The step of the headline, or the newest one that has ended, or the newest."""
+    """Return the headline's step, else the newest finished step, else the newest."""
     if pace is not None and pace.newest is not None:
-        for one in steps:
-            if one.facts.trace_id == pace.newest.trace_id:
-                return one
-    return next((one for one in steps if one.facts.has_root), steps[0] if steps else None)
+        for step in steps:
+            if step.facts.trace_id == pace.newest.trace_id:
+                return step
+    return next((step for step in steps if step.facts.has_root), steps[0] if steps else None)
 
 
 def _partition(facts: models.Partition) -> PartitionOnOverview:
-    whole = max(facts.declared, facts.present, 1)
+    total = max(facts.declared, facts.present, 1)
     behind = max(facts.tasks, key=lambda task: task.unclaimed, default=None)
     backlog: Sequence[float] = behind.backlog if behind else facts.put_trend
     return PartitionOnOverview(
         facts=facts,
         url=to("/partition", id=facts.id),
         tasks=[
-            TaskOnOverview(one.name, marks.of_task(one, whole), _told(one)) for one in facts.tasks
+            TaskOnOverview(task.name, marks.of_task(task, total), _task_text(task))
+            for task in facts.tasks
         ],
         trend=marks.trend(backlog),
-        trend_of=f"unclaimed by {behind.name}" if behind else "put",
+        trend_of=f"unclaimed by {behind.name}" if behind else "write rate",
         trend_words=_trend_words(behind),
     )
 
 
-def _told(task: models.PartitionTask) -> str:
-    parts = [f"{words.count(task.settled)} settled"]
+def _task_text(task: models.PartitionTask) -> str:
+    parts = [f"{words.count(task.acknowledged)} acknowledged"]
     if task.leased:
         parts.append(f"{words.count(task.leased)} leased")
     if task.assigned:
@@ -181,7 +188,7 @@ def _trend_words(task: models.PartitionTask | None) -> str:
     rate = task.backlog_per_s
     if abs(rate) < 0.05:
         return "steady"
-    return f"{'grows' if rate > 0 else 'shrinks'} by {abs(rate):.1f} a second"
+    return f"{'growing' if rate > 0 else 'shrinking'} by {abs(rate):.1f}/s"
 
 
 def _step(
@@ -190,16 +197,16 @@ def _step(
     if not seconds:
         return StepOnOverview(facts, to("/trace", id=facts.trace_id), None, "-")
     total = sum(seconds.values())
-    # As wide as the step was long beside the longest one shown.
-    whole = total * longest / facts.seconds if facts.seconds > 0 else total
+    # The bar is as wide as the step is long, relative to the longest one shown.
+    width_s = total * longest / facts.seconds if facts.seconds > 0 else total
     return StepOnOverview(
         facts,
         to("/trace", id=facts.trace_id),
-        marks.of_buckets(seconds, whole),
+        marks.of_buckets(seconds, width_s),
         words.percent(seconds.get("productive", 0.0), total),
     )
 
 
 def _used(unit: models.Unit) -> marks.Stack:
-    told = f"{words.size(unit.used)} of {words.size(unit.capacity)} used"
-    return marks.stack([("accent", unit.used)], unit.capacity, told)
+    text = f"{words.size(unit.used)} of {words.size(unit.capacity)} used"
+    return marks.stack([("accent", unit.used)], unit.capacity, text)

@@ -1,28 +1,29 @@
-"""One partition: its numbers, the matrix of its samples, and the samples of one window."""
+"""Partition page: numbers, the sample matrix, and the samples of one window."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dataplane_admin.answers import Answers, models
+from dataplane_admin import models
+from dataplane_admin.answers import Answers
 from dataplane_admin.pages.heatmap import HeatMap, heat_map
 from dataplane_admin.pages.links import to
 
 _PAGE = 50
 _FIRST_PAGE = 25
-"""Without a chosen window, the samples are but a taste."""
+"""Samples listed if no window is chosen."""
 
 
 @dataclass(frozen=True)
 class PartitionPage:
-    """Everything on the page of a partition.
+    """Content of the partition page.
 
     Attributes:
-        seen: the partition and what is in it, as of one moment.
-        window_count: samples of the window that was chosen, None without one.
-        before: the address of the samples before these.
-        after: of those after.
+        seen: the partition and its samples, from one snapshot.
+        window_count: samples of the chosen window, None without one.
+        before: address of the previous samples.
+        after: address of the next samples.
     """
 
     seen: models.PartitionView
@@ -38,16 +39,16 @@ class PartitionPage:
 def partition_page(
     answers: Answers, partition_id: str, *, start: int | None, count: int | None
 ) -> PartitionPage:
-    """The page of a partition.
+    """Return the page of a partition.
 
     Args:
-        answers: what is asked.
-        partition_id: which.
-        start: place of the first sample to list; None if no window was chosen.
+        answers: source of the data.
+        partition_id: id of the partition.
+        start: index of the first sample to list; None if no window is chosen.
         count: samples of the chosen window.
 
     Raises:
-        AnswerError: there is no such partition, or it cannot be read.
+        AnswerError: the partition does not exist or cannot be read.
     """
     first = start or 0
     limit = max(1, min(count or _PAGE, _PAGE) if start is not None else _FIRST_PAGE)

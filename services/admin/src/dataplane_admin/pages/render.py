@@ -1,10 +1,10 @@
-"""Templates to HTML. Text of others is made printable and escaped wherever it is written out."""
+"""Template environment. Every value is made printable and escaped when written."""
 
 from __future__ import annotations
 
 from typing import Any  # Any: what a template is given
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2 import ChoiceLoader, Environment, PackageLoader, PrefixLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from dataplane_admin.pages import words
@@ -14,16 +14,21 @@ from observability.views.printable import printable
 
 
 def environment(root_path: str) -> Environment:
-    """Make the templates' environment, for a service whose pages are below ``root_path``."""
+    """Return the template environment of a service whose pages are below ``root_path``."""
 
     def shown(value: Any) -> Any:
-        """What `{{ value }}` writes: printable text, a link below the root path, our markup."""
+        """Return what `{{ value }}` writes: printable text, markup, or a full link."""
         if type(value) is Link:
             return f"{root_path}{printable(value)}"
         return printable(value) if type(value) is str else value
 
-    made = Environment(
-        loader=PackageLoader("dataplane_admin.pages", "templates"),
+    templates = Environment(
+        loader=ChoiceLoader(
+            [
+                PackageLoader("dataplane_admin.pages", "templates"),
+                PrefixLoader({"views": PackageLoader("observability", "views")}),
+            ]
+        ),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
@@ -31,27 +36,28 @@ def environment(root_path: str) -> Environment:
         finalize=shown,
         auto_reload=False,
     )
-    made.filters.update(
+    templates.filters.update(
         ago=words.ago,
         breakable=_breakable,
+        capital=words.capital,
         count=words.count,
         duration=words.duration,
         exact=_exact,
         few=words.listed,
+        plain=words.plain,
         signed=signed,
         size=words.size,
-        told=words.told,
     )
-    made.globals.update(clock=words.clock, plural=words.plural, percent=words.percent, to=to)
-    return made
+    templates.globals.update(clock=words.clock, plural=words.plural, percent=words.percent, to=to)
+    return templates
 
 
 def _exact(value: object) -> Markup:
-    """Text as it is, escaped: for what a form has to send back unchanged."""
+    """Return escaped text that is otherwise unchanged, for values that a form sends back."""
     return escape(str(value))
 
 
 def _breakable(name: object) -> Markup:
-    """A dotted name that may be broken behind its dots and underscores."""
+    """Return a dotted name with break opportunities after dots and underscores."""
     text = escape(printable(name))
     return Markup(text.replace(".", Markup(".<wbr>")).replace("_", Markup("_<wbr>")))  # noqa: S704

@@ -1,4 +1,4 @@
-"""The addresses of the pages, and what each shows."""
+"""Routes of the pages."""
 
 from __future__ import annotations
 
@@ -8,64 +8,65 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 from starlette.concurrency import run_in_threadpool
 
-from dataplane_admin.access import caller_of
-from dataplane_admin.answers import AnswerError, Answers, Refused, models
+from dataplane_admin import models
+from dataplane_admin.answers import AnswerError, Answers, Refused
 from dataplane_admin.pages import marks
-from dataplane_admin.pages.actions import act, ask
-from dataplane_admin.pages.asked import Asked
+from dataplane_admin.pages.actions import confirmation, perform
 from dataplane_admin.pages.comparison import comparison_page
 from dataplane_admin.pages.histogram import histogram
 from dataplane_admin.pages.life import life_page
 from dataplane_admin.pages.links import to
 from dataplane_admin.pages.overview import Buckets, overview
+from dataplane_admin.pages.params import Params
 from dataplane_admin.pages.partition import partition_page
 from dataplane_admin.pages.run_page import run_page
 from dataplane_admin.pages.shell import Shell, next_page
 from dataplane_admin.pages.trace_page import trace_page
 from dataplane_admin.settings import Settings
+from dataplane_admin.web import caller_of
 
 _ACTIONS = ("clear", "reset-consumption", "end-claim")
 _STEPS = 20
 _LOGIN_PROBLEMS = {
-    "1": "That is not the token of this service.",
-    "often": "Too many wrong tokens came from your address. Try again in a moment.",
+    "1": "Wrong token. Enter the token of this service.",
+    "often": "Too many wrong tokens from your address. Try again in a moment.",
 }
-_MOST_STEPS = 10_000
+_MAX_STEPS = 10_000
 
 
 def router(answers: Answers, settings: Settings) -> APIRouter:
-    """Every page, and the files they are made of."""
-    made = APIRouter(include_in_schema=False)
+    """Return the routes of all pages and their static files."""
+    routes = APIRouter(include_in_schema=False)
     shell = Shell(settings)
-    _add_files(made, shell)
-    _add_state(made, shell, answers, settings.stuck_after_s)
-    _add_lineage(made, shell, answers)
-    _add_traces(made, shell, answers)
+    _add_files(routes, shell)
+    _add_state(routes, shell, answers, settings.stuck_after_s)
+    _add_lineage(routes, shell, answers)
+    _add_traces(routes, shell, answers)
     if settings.allow_actions:
-        _add_actions(made, shell, answers)
-    return made
+        _add_actions(routes, shell, answers)
+    return routes
 
 
-def _add_files(made: APIRouter, shell: Shell) -> None:
-    @made.get("/static/{digest}/{name}")
+def _add_files(routes: APIRouter, shell: Shell) -> None:
+    @routes.get("/static/{digest}/{name}")
     def static(request: Request, digest: str, name: str) -> Response:
-        found = shell.assets.answer(digest, name)
-        return found or shell.problem(request, 404, f"there is no file '{name}'")
+        response = shell.assets.answer(digest, name)
+        return response or shell.problem(request, 404, f"file '{name}' does not exist")
 
-    @made.get("/login")
+    @routes.get("/login")
     def login(request: Request) -> Response:
-        asked = Asked(request.query_params)
-        problem = _LOGIN_PROBLEMS.get(asked.text("failed"), "")
-        return shell.page(request, "login.html.j2", problem=problem, next=asked.text("next"))
+        params = Params(request.query_params)
+        problem = _LOGIN_PROBLEMS.get(params.text("failed"), "")
+        return shell.page(request, "login.html.j2", problem=problem, next=params.text("next"))
 
 
-def _add_state(made: APIRouter, shell: Shell, answers: Answers, stuck_after_s: float) -> None:
+def _add_state(routes: APIRouter, shell: Shell, answers: Answers, stuck_after_s: float) -> None:
     buckets = Buckets(answers)
 
-    @made.get("/")
+    @routes.get("/")
     def first(request: Request) -> Response:
-        run = Asked(request.query_params).maybe("run")
-        return shell.tell(
+        run = Params(request.query_params).maybe("run")
+        return shell.answer(
             request,
             lambda: shell.page(
                 request,
@@ -74,42 +75,42 @@ def _add_state(made: APIRouter, shell: Shell, answers: Answers, stuck_after_s: f
             ),
         )
 
-    @made.get("/partition")
+    @routes.get("/partition")
     def partition(request: Request) -> Response:
         def make() -> Response:
-            asked = Asked(request.query_params)
+            params = Params(request.query_params)
             view = partition_page(
                 answers,
-                asked.required("id"),
-                start=asked.integer("start"),
-                count=asked.integer("count"),
+                params.required("id"),
+                start=params.integer("start"),
+                count=params.integer("count"),
             )
             return shell.page(request, "partition.html.j2", view=view, now_ns=time.time_ns())
 
-        return shell.tell(request, make)
+        return shell.answer(request, make)
 
-    @made.get("/audit")
+    @routes.get("/audit")
     def audit(request: Request) -> Response:
         def make() -> Response:
-            cursor = Asked(request.query_params).maybe("cursor")
-            found = answers.audit(cursor=cursor)
+            cursor = Params(request.query_params).maybe("cursor")
+            log = answers.audit(cursor=cursor)
             return shell.page(
                 request,
                 "audit.html.j2",
-                found=found,
+                log=log,
                 now_ns=time.time_ns(),
-                next_url=next_page("/audit", {}, found.next),
+                next_url=next_page("/audit", {}, log.next),
                 first_url=to("/audit") if cursor else None,
             )
 
-        return shell.tell(request, make)
+        return shell.answer(request, make)
 
 
-def _add_lineage(made: APIRouter, shell: Shell, answers: Answers) -> None:
-    @made.get("/samples")
+def _add_lineage(routes: APIRouter, shell: Shell, answers: Answers) -> None:
+    @routes.get("/samples")
     def samples(request: Request) -> Response:
-        asked = Asked(request.query_params)
-        query = {name: asked.text(name) for name in ("q", "tag", "value", "partition")}
+        params = Params(request.query_params)
+        query = {name: params.text(name) for name in ("q", "tag", "value", "partition")}
         searched = bool(query["q"] or query["tag"])
         hits, problem, status = None, "", 200
         try:
@@ -119,7 +120,7 @@ def _add_lineage(made: APIRouter, shell: Shell, answers: Answers) -> None:
                     tag=query["tag"] or None,
                     value=query["value"] if query["tag"] else None,
                     partition=query["partition"] or None,
-                    cursor=asked.maybe("cursor"),
+                    cursor=params.maybe("cursor"),
                 )
         except AnswerError as error:
             problem, status = str(error), error.status
@@ -134,27 +135,27 @@ def _add_lineage(made: APIRouter, shell: Shell, answers: Answers) -> None:
             partition_ids=_partition_ids(answers),
             now_ns=time.time_ns(),
             next_url=next_page("/samples", query, hits.next if hits else None),
-            first_url=to("/samples", **query) if asked.text("cursor") else None,
+            first_url=to("/samples", **query) if params.text("cursor") else None,
         )
 
-    @made.get("/sample")
+    @routes.get("/sample")
     def sample(request: Request) -> Response:
         def make() -> Response:
-            asked = Asked(request.query_params)
-            life = answers.sample(asked.required("id"), partition=asked.maybe("partition"))
+            params = Params(request.query_params)
+            life = answers.sample(params.required("id"), partition=params.maybe("partition"))
             return shell.page(request, "sample.html.j2", view=life_page(life, time.time_ns()))
 
-        return shell.tell(request, make)
+        return shell.answer(request, make)
 
-    @made.get("/staleness")
+    @routes.get("/staleness")
     def staleness(request: Request) -> Response:
-        asked = Asked(request.query_params)
-        found, problem, status = None, "", 200
+        params = Params(request.query_params)
+        counted, problem, status = None, "", 200
         try:
-            steps = asked.integer("steps")
-            found = answers.staleness(
-                run=asked.maybe("run"),
-                steps=min(max(1, _STEPS if steps is None else steps), _MOST_STEPS),
+            steps = params.integer("steps")
+            counted = answers.staleness(
+                run=params.maybe("run"),
+                steps=min(max(1, _STEPS if steps is None else steps), _MAX_STEPS),
             )
         except AnswerError as error:
             problem, status = str(error), error.status
@@ -162,138 +163,140 @@ def _add_lineage(made: APIRouter, shell: Shell, answers: Answers) -> None:
             request,
             "staleness.html.j2",
             status=status,
-            found=found,
+            counted=counted,
             problem=problem,
-            chart=histogram(found) if found else None,
+            chart=histogram(counted) if counted else None,
             runs=answers.runs().runs,
-            run=asked.text("run"),
-            steps=asked.text("steps") or _STEPS,
+            run=params.text("run"),
+            steps=params.text("steps") or _STEPS,
         )
 
 
-def _add_traces(made: APIRouter, shell: Shell, answers: Answers) -> None:
-    @made.get("/traces")
+def _add_traces(routes: APIRouter, shell: Shell, answers: Answers) -> None:
+    @routes.get("/traces")
     def traces(request: Request) -> Response:
-        asked = Asked(request.query_params)
+        params = Params(request.query_params)
         names = ("run", "step", "name", "min_s", "max_s", "error")
-        query = {name: asked.text(name) for name in names}
-        found, problem, status = None, "", 200
+        query = {name: params.text(name) for name in names}
+        page, problem, status = None, "", 200
         try:
-            found = answers.traces(
-                run=asked.maybe("run"),
-                step=asked.integer("step"),
-                min_s=asked.number("min_s"),
-                max_s=asked.number("max_s"),
-                error=True if asked.flag("error") else None,
-                name=asked.maybe("name"),
-                cursor=asked.maybe("cursor"),
+            page = answers.traces(
+                run=params.maybe("run"),
+                step=params.integer("step"),
+                min_s=params.number("min_s"),
+                max_s=params.number("max_s"),
+                error=True if params.flag("error") else None,
+                name=params.maybe("name"),
+                cursor=params.maybe("cursor"),
             )
         except AnswerError as error:
             problem, status = str(error), error.status
-        held = found.traces if found else []
-        longest = max((one.seconds for one in held), default=0.0)
+        held = page.traces if page else []
+        longest = max((item.seconds for item in held), default=0.0)
         return shell.page(
             request,
             "traces.html.j2",
             status=status,
-            found=found,
+            page=page,
             problem=problem,
-            rows=[(one, marks.stack([("accent", one.seconds)], longest, "")) for one in held],
+            rows=[(item, marks.stack([("accent", item.seconds)], longest, "")) for item in held],
             runs=answers.runs().runs,
-            asked=query,
+            filters=query,
             filtered=any(query.values()),
             now_ns=time.time_ns(),
-            next_url=next_page("/traces", query, found.next if found else None),
-            first_url=to("/traces", **query) if asked.text("cursor") else None,
+            next_url=next_page("/traces", query, page.next if page else None),
+            first_url=to("/traces", **query) if params.text("cursor") else None,
         )
 
-    @made.get("/run")
+    @routes.get("/run")
     def run(request: Request) -> Response:
-        asked = Asked(request.query_params).maybe("run")
-        return shell.tell(
+        run_id = Params(request.query_params).maybe("run")
+        return shell.answer(
             request,
             lambda: shell.page(
                 request,
                 "run.html.j2",
-                view=run_page(answers, asked),
+                view=run_page(answers, run_id),
                 runs=answers.runs().runs,
-                run=asked or "",
+                run=run_id or "",
                 now_ns=time.time_ns(),
             ),
         )
 
-    @made.get("/trace")
+    @routes.get("/trace")
     def trace(request: Request) -> Response:
         def make() -> Response:
-            asked = Asked(request.query_params)
-            found = answers.trace(asked.required("id"))
+            params = Params(request.query_params)
+            facts = answers.trace(params.required("id"))
             return shell.page(
                 request,
                 "trace.html.j2",
-                view=trace_page(found, span_id=asked.maybe("span")),
-                previous=_step(answers, found, -1),
-                following=_step(answers, found, 1),
+                view=trace_page(facts, span_id=params.maybe("span")),
+                previous=_step(answers, facts, -1),
+                following=_step(answers, facts, 1),
                 now_ns=time.time_ns(),
                 percent_of=_percent_of,
             )
 
-        return shell.tell(request, make)
+        return shell.answer(request, make)
 
-    @made.get("/compare")
+    @routes.get("/compare")
     def compare(request: Request) -> Response:
         def make() -> Response:
-            asked = Asked(request.query_params)
-            a, b = asked.text("a"), asked.text("b")
+            params = Params(request.query_params)
+            a, b = params.text("a"), params.text("b")
             view = None
             if a and b:
                 view = comparison_page(answers.trace_compare(a, b))
-            return shell.page(request, "compare.html.j2", view=view, asked_a=a, asked_b=b)
+            return shell.page(request, "compare.html.j2", view=view, a=a, b=b)
 
-        return shell.tell(request, make)
+        return shell.answer(request, make)
 
 
-def _add_actions(made: APIRouter, shell: Shell, answers: Answers) -> None:
-    @made.get("/actions/{name}")
+def _add_actions(routes: APIRouter, shell: Shell, answers: Answers) -> None:
+    @routes.get("/actions/{name}")
     def question(request: Request, name: str) -> Response:
         def make() -> Response:
             if name not in _ACTIONS:
-                return shell.problem(request, 404, f"there is no action '{name}'")
-            asked = Asked(request.query_params)
-            return shell.page(request, "confirm.html.j2", ask=ask(answers, name, asked), problem="")
+                return shell.problem(request, 404, f"action '{name}' does not exist")
+            params = Params(request.query_params)
+            return shell.page(
+                request, "confirm.html.j2", ask=confirmation(answers, name, params), problem=""
+            )
 
-        return shell.tell(request, make)
+        return shell.answer(request, make)
 
-    @made.post("/actions/{name}")
+    @routes.post("/actions/{name}")
     async def do(request: Request, name: str) -> Response:
-        # The value of the form was compared by `CsrfMiddleware`.
-        asked = Asked(await request.form(max_files=0, max_fields=20))
+        # `require_csrf` has checked the form's CSRF value.
+        params = Params(await request.form(max_files=0, max_fields=20))
 
         def make() -> Response:
             if name not in _ACTIONS:
-                return shell.problem(request, 404, f"there is no action '{name}'")
-            result = act(answers, name, asked, caller_of(request).name)
+                return shell.problem(request, 404, f"action '{name}' does not exist")
+            result = perform(answers, name, params, caller_of(request).name)
             return shell.page(request, "done.html.j2", result=result)
 
-        return await run_in_threadpool(shell.tell, request, make)
+        return await run_in_threadpool(shell.answer, request, make)
 
 
 def _partition_ids(answers: Answers) -> list[str]:
     try:
-        return [one.id for one in answers.partitions().partitions[:200]]
+        return [item.id for item in answers.partitions().partitions[:200]]
     except AnswerError:
         return []
 
 
 def _step(answers: Answers, trace: models.Trace, away: int) -> models.TraceFacts | None:
-    """The trace of a step before or after, of the same run."""
+    """Return the trace of the step before or after, of the same run."""
     if trace.step is None or trace.step + away < 0:
         return None
     try:
-        found = answers.traces(run=trace.run_id or None, step=trace.step + away, limit=1).traces
+        traces = answers.traces(run=trace.run_id or None, step=trace.step + away, limit=1).traces
     except Refused:
         return None
-    return found[0] if found else None
+    return traces[0] if traces else None
 
 
-def _percent_of(part: float, whole: float) -> float:
-    return round(100 * part / whole, 3) if whole > 0 else 0.0
+def _percent_of(part: float, total: float) -> float:
+    return round(100 * part / total, 3) if total > 0 else 0.0

@@ -1,11 +1,12 @@
-"""A run from its beginning to now: did its steps become slower, and which two to compare."""
+"""Run page: step durations over a run, and which steps to compare."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dataplane_admin.answers import Answers, models
+from dataplane_admin import models
+from dataplane_admin.answers import Answers
 from dataplane_admin.pages import marks, words
 from dataplane_admin.pages.links import to
 
@@ -13,23 +14,24 @@ _COLUMNS = 120
 _ROWS = 10
 _HEIGHT = 180
 _CUT = 1.25
-"""Times the slowest step of nearly all columns: one of ten minutes would flatten all the others."""
+"""Multiple of the slowest step of 95 % of the columns, above which columns are truncated: one step
+of ten minutes would flatten all others."""
 _NOTABLE = 0.1
 _ENOUGH = 20
-"""Steps from which on the last of `_ROWS` parts is compared with the first."""
+"""Minimum number of steps to compare the last of `_ROWS` ranges with the first."""
 
 
 @dataclass(frozen=True)
 class Column:
-    """A range in the picture.
+    """A step range in the chart.
 
     Attributes:
-        x: percent.
-        width: percent.
-        middle: pixels of the typical step.
-        top: pixels of the slowest, at most all of the height.
-        cut: whether it is taller than the picture.
-        words: for whoever points at it.
+        x: left edge, in percent.
+        width: width in percent.
+        middle: height of the median step in pixels.
+        top: height of the slowest step in pixels, truncated to the chart.
+        cut: whether it is truncated.
+        words: tooltip.
     """
 
     url: str
@@ -44,7 +46,7 @@ class Column:
 
 @dataclass(frozen=True)
 class Row:
-    """A range in the table; ``compare`` leads to its typical step beside the first range's."""
+    """A step range in the table; ``compare`` links its median step to the first range's."""
 
     facts: models.StepRange
     numbers: str
@@ -54,17 +56,17 @@ class Row:
 
 @dataclass(frozen=True)
 class RunPage:
-    """Everything on the page of a run.
+    """Content of the run page.
 
     Attributes:
-        sentence: what became of the steps.
-        ticks: pixels from the top, and what is written there.
-        cut: whether a column is taller than the picture.
+        sentence: headline.
+        ticks: pixels from the top, and the label.
+        cut: whether a column is truncated.
     """
 
     steps: models.RunSteps
     sentence: str
-    typical_s: float
+    median_s: float
     slowest: models.StepRange
     failed: int
     columns: Sequence[Column]
@@ -75,71 +77,76 @@ class RunPage:
 
 
 def run_page(answers: Answers, run: str | None) -> RunPage | None:
-    """The page of a run, or of the newest of which a step has ended; None if none has."""
+    """Return the page of a run, by default of the newest with a finished step; None without any."""
     fine, coarse = answers.run_steps_cut(_COLUMNS, _ROWS, run=run)
     if not fine.ranges:
         return None
-    medians = sorted(one.median_s for one in fine.ranges)
-    slowest = sorted(fine.ranges, key=lambda one: one.most_s)
-    nearly_all_s = slowest[(19 * (len(slowest) - 1)) // 20].most_s
-    tallest_s = min(slowest[-1].most_s, _CUT * nearly_all_s) or 1.0
+    medians = sorted(steps.median_s for steps in fine.ranges)
+    slowest = sorted(fine.ranges, key=lambda steps: steps.max_s)
+    nearly_all_s = slowest[(19 * (len(slowest) - 1)) // 20].max_s
+    tallest_s = min(slowest[-1].max_s, _CUT * nearly_all_s) or 1.0
     columns = [
-        _column(one, place, len(fine.ranges), tallest_s) for place, one in enumerate(fine.ranges)
+        _column(steps, place, len(fine.ranges), tallest_s)
+        for place, steps in enumerate(fine.ranges)
     ]
     return RunPage(
         steps=fine,
         sentence=_sentence(coarse),
-        typical_s=medians[(len(medians) - 1) // 2],
+        median_s=medians[(len(medians) - 1) // 2],
         slowest=slowest[-1],
-        failed=sum(one.failed for one in fine.ranges),
+        failed=sum(steps.failed for steps in fine.ranges),
         columns=columns,
         ticks=[
             (round(_HEIGHT * (1 - part), 2), words.duration(tallest_s * part))
             for part in (0.5, 1.0)
         ],
-        cut=any(one.cut for one in columns),
+        cut=any(steps.cut for steps in columns),
         rows=_rows(coarse.ranges),
     )
 
 
-def _column(one: models.StepRange, place: int, count: int, tallest_s: float) -> Column:
-    told = f"{numbers(one)}: {words.duration(one.median_s)}"
-    if one.steps > 1:
-        told += f", the slowest {words.duration(one.most_s)}"
-    if one.failed:
-        told += f", {words.count(one.failed)} with failures"
+def _column(steps: models.StepRange, place: int, count: int, tallest_s: float) -> Column:
+    text = f"{numbers(steps)}: {words.duration(steps.median_s)}"
+    if steps.steps > 1:
+        text += f", slowest {words.duration(steps.max_s)}"
+    if steps.failed:
+        text += f", {words.count(steps.failed)} failed"
     pitch = 100 / count
     return Column(
-        url=to("/trace", id=one.slowest),
+        url=to("/trace", id=steps.slowest_trace),
         x=round((place + 0.1) * pitch, 3),
         width=round(0.8 * pitch, 3),
-        middle=round(_HEIGHT * min(1.0, one.median_s / tallest_s), 2),
-        top=round(_HEIGHT * min(1.0, one.most_s / tallest_s), 2),
-        cut=one.most_s > tallest_s,
-        failed=one.failed > 0,
-        words=told,
+        middle=round(_HEIGHT * min(1.0, steps.median_s / tallest_s), 2),
+        top=round(_HEIGHT * min(1.0, steps.max_s / tallest_s), 2),
+        cut=steps.max_s > tallest_s,
+        failed=steps.failed > 0,
+        words=text,
     )
 
 
 def _rows(ranges: Sequence[models.StepRange]) -> list[Row]:
-    longest = max(one.median_s for one in ranges)
-    first = ranges[0].typical
+    longest = max(steps.median_s for steps in ranges)
+    first = ranges[0].median_trace
     return [
         Row(
-            facts=one,
-            numbers=numbers(one),
-            bar=marks.stack([("accent", one.median_s)], longest, ""),
-            compare=None if one.typical == first else to("/compare", a=first, b=one.typical),
+            facts=steps,
+            numbers=numbers(steps),
+            bar=marks.stack([("accent", steps.median_s)], longest, ""),
+            compare=(
+                None
+                if steps.median_trace == first
+                else to("/compare", a=first, b=steps.median_trace)
+            ),
         )
-        for one in ranges
+        for steps in ranges
     ]
 
 
-def numbers(one: models.StepRange) -> str:
-    """``step 7``, ``steps 40 to 79``."""
-    if one.first_step == one.last_step:
-        return f"step {one.first_step}"
-    return f"steps {one.first_step} to {one.last_step}"
+def numbers(steps: models.StepRange) -> str:
+    """Return ``step 7`` or ``steps 40 to 79``."""
+    if steps.first_step == steps.last_step:
+        return f"step {steps.first_step}"
+    return f"steps {steps.first_step} to {steps.last_step}"
 
 
 def _sentence(steps: models.RunSteps) -> str:
@@ -150,6 +157,6 @@ def _sentence(steps: models.RunSteps) -> str:
     before = f"{words.duration(first.median_s)} in {numbers(first)}"
     change = last.median_s / first.median_s - 1
     if abs(change) < _NOTABLE:
-        return f"Steps take as long as they did: {now}, {before}"
-    way = "slower" if change > 0 else "faster"
-    return f"Steps became {abs(100 * change):.0f} % {way}: {now}, {before}"
+        return f"Step duration unchanged: {now}, {before}"
+    direction = "slower" if change > 0 else "faster"
+    return f"Steps are {abs(100 * change):.0f} % {direction}: {now}, {before}"

@@ -1,4 +1,4 @@
-"""What is around every page: the frame, errors as pages, and who asks."""
+"""Frame of every page, and error pages."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from fastapi import Request
 from fastapi.responses import HTMLResponse, Response
 from jinja2 import Template
 
-from dataplane_admin.access import caller_of
 from dataplane_admin.answers import AnswerError
 from dataplane_admin.pages.assets import Assets
 from dataplane_admin.pages.links import Link, to
 from dataplane_admin.pages.render import environment
 from dataplane_admin.settings import Settings
+from dataplane_admin.web import caller_of
 from observability.views.printable import printable
 
 _THEMES = frozenset({"light", "dark"})
 _SECTIONS = {"/partition": "/", "/sample": "/samples", "/trace": "/traces", "/compare": "/traces"}
 _TITLES = {
-    404: "Not here",
-    409: "Not now",
-    422: "Cannot be read",
-    503: "Not available now",
-    504: "No answer in time",
+    404: "Not found",
+    409: "Conflict",
+    422: "Invalid request",
+    503: "Unavailable",
+    504: "Timed out",
 }
 _ADVICE = {
-    404: "It may have been cleared, or removed by retention, or its telemetry went elsewhere.",
-    503: "The page can be loaded again in a moment; what arrived as telemetry is still there.",
-    504: "The data plane may be busy or gone; the page can be loaded again in a moment.",
+    404: "Check the id in the address.",
+    503: "Retry in a moment; stored telemetry is not affected.",
+    504: "The data plane is busy or unreachable; retry in a moment.",
 }
 _HEADERS = {"vary": "Cookie"}
 
@@ -39,7 +39,7 @@ class Shell:
     """Renders pages in their frame.
 
     Args:
-        settings: what the service was told.
+        settings: settings of the service.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -49,7 +49,7 @@ class Shell:
         self._templates: dict[str, Template] = {}
 
     def page(self, request: Request, name: str, *, status: int = 200, **shown: Any) -> HTMLResponse:
-        """A page out of the template ``name``."""
+        """Return a page, rendered from the template ``name``."""
         caller = caller_of(request)
         theme = request.cookies.get("dataplane_theme", "")
         path = request.url.path
@@ -66,11 +66,11 @@ class Shell:
             actions=self._settings.allow_actions,
             **shown,
         )
-        # What a browser could not be sent stands there as an escape.
+        # Characters that UTF-8 cannot encode are written as escapes.
         return HTMLResponse(text.encode("utf-8", "backslashreplace"), status, headers=_HEADERS)
 
     def problem(self, request: Request, status: int, detail: str) -> HTMLResponse:
-        """An error as a page that says where to go on."""
+        """Return an error page with links to continue."""
         ways = [("Overview", to("/"))]
         section = _SECTIONS.get(request.url.path)
         if section == "/samples":
@@ -82,7 +82,7 @@ class Shell:
             if request.method == "GET":
                 query = request.url.query
                 again = f"{request.url.path}?{query}" if query else request.url.path
-            ways.insert(0, ("Try again", Link(again)))
+            ways.insert(0, ("Retry", Link(again)))
         title = _TITLES.get(status) or HTTPStatus(status).phrase
         sentence = printable(detail)
         return self.page(
@@ -96,16 +96,16 @@ class Shell:
             ways=ways,
         )
 
-    def tell(self, request: Request, make: Callable[[], Response]) -> Response:
-        """What ``make`` gives, or the page of the error that it raised."""
+    def answer(self, request: Request, make: Callable[[], Response]) -> Response:
+        """Return what ``make`` returns, or the page of the error that it raises."""
         try:
             return make()
         except AnswerError as error:
             return self.problem(request, error.status, str(error))
 
     def _endpoint(self, request: Request) -> str:
-        """Return where telemetry is sent, as the reader's browser knows the service."""
-        # A proxy may speak https to the browser and http to the service.
+        """Return the URL for telemetry, as the browser reaches the service."""
+        # A proxy may use https to the browser and http to the service.
         origin = f"{request.url.scheme}://{request.url.netloc}"
         for allowed in self._settings.allowed_origins:
             if allowed.partition("://")[2].lower() == request.url.netloc:
@@ -119,5 +119,5 @@ class Shell:
 
 
 def next_page(path: str, query: Mapping[str, object], cursor: str | None) -> Link | None:
-    """The address of the next page of a list; None on the last."""
+    """Return the address of a list's next page, None on the last page."""
     return to(path, **query, cursor=cursor) if cursor else None

@@ -1,4 +1,4 @@
-"""One trace: its drawing, where the time went, and one span in detail."""
+"""Trace page: waterfall, times, and one span in detail."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any  # Any: attribute values
 
-from dataplane_admin.answers import models
+from dataplane_admin import models
 from dataplane_admin.pages import marks, words
 from dataplane_admin.pages.links import outward, to
-from dataplane_admin.pages.waterfall import Waterfall, kind_of, place, waterfall
+from observability.views.drawing import Drawing, draw, kind_of, place
 
 _PATH = 10
 _TREE = 400
@@ -20,7 +20,7 @@ _CHILDREN = 12
 
 @dataclass(frozen=True)
 class PathPart:
-    """A span on the critical path, with all of its segments together."""
+    """A span on the critical path; all its segments count together."""
 
     name: str
     process: str
@@ -33,7 +33,7 @@ class PathPart:
 
 @dataclass(frozen=True)
 class ProcessRow:
-    """How a process spent the trace."""
+    """Times of one process within the trace."""
 
     time: models.ProcessTime
     bar: marks.Stack
@@ -42,7 +42,7 @@ class ProcessRow:
 
 @dataclass(frozen=True)
 class TreeRow:
-    """A span in the list of all."""
+    """A row of the span list."""
 
     span: models.SpanRow
     url: str
@@ -53,7 +53,7 @@ class TreeRow:
 
 @dataclass(frozen=True)
 class EventInSpan:
-    """A span event: what it says first, a stack trace by lines, and its other attributes."""
+    """A span event: exception, stack trace by lines, and other attributes."""
 
     name: str
     time_s: float | None
@@ -64,7 +64,7 @@ class EventInSpan:
 
 @dataclass(frozen=True)
 class SpanDetail:
-    """One span, with its neighbours and what it is about."""
+    """One span with its parent, children, events and links."""
 
     span: models.SpanRow
     kind: str
@@ -76,39 +76,39 @@ class SpanDetail:
     samples: Sequence[models.TraceEvent]
     """Lifecycle events of the span."""
     resource: Mapping[str, Any]
-    """What its process reported of itself."""
+    """Resource attributes of its process."""
     links: Sequence[tuple[str, str]]
-    """Words and address."""
+    """Text and address of each link."""
     partition: str
 
 
 @dataclass(frozen=True)
 class TracePage:
-    """Everything on the page of a trace."""
+    """Content of the trace page."""
 
     facts: models.Trace
     title: str
-    drawing: Waterfall
+    drawing: Drawing
     detail: SpanDetail | None
     missing: str
-    """The span that was asked for and is not there."""
+    """Id of the requested span if it is not in the trace; else empty."""
     path: Sequence[PathPart]
     path_rest: tuple[int, float]
     processes: Sequence[ProcessRow]
-    most_bytes: int
+    max_bytes: int
     tree: Sequence[TreeRow]
     external: Sequence[models.ExternalLink]
 
 
 def trace_page(trace: models.Trace, *, span_id: str | None) -> TracePage:
-    """The page of a trace, with the details of ``span_id`` if it is one of its spans."""
+    """Return the page of a trace, with the details of ``span_id`` if it is one of its spans."""
     spans = {span.span_id: span for span in trace.rows}
     chosen = spans.get(span_id or "")
     path, rest = _path(trace, spans)
     return TracePage(
         facts=trace,
         title=title_of(trace),
-        drawing=waterfall(trace, chosen=chosen.span_id if chosen else None),
+        drawing=draw(trace.seconds, trace.rows, trace.process_times, trace.critical_path),
         detail=_detail(trace, spans, chosen) if chosen else None,
         missing=span_id if span_id and chosen is None else "",
         path=path,
@@ -121,13 +121,13 @@ def trace_page(trace: models.Trace, *, span_id: str | None) -> TracePage:
             )
             for time in trace.process_times
         ],
-        most_bytes=max((max(one.put, one.get) for one in trace.stages), default=0),
+        max_bytes=max((max(stage.put, stage.get) for stage in trace.stages), default=0),
         tree=[
             TreeRow(
                 span,
                 to("/trace", id=trace.trace_id, span=span.span_id),
                 kind_of(span),
-                *place(trace, span.start_s, span.seconds or 0.0),
+                *place(trace.seconds, span.start_s, span.seconds or 0.0),
             )
             for span in trace.rows[:_TREE]
         ],
@@ -136,53 +136,53 @@ def trace_page(trace: models.Trace, *, span_id: str | None) -> TracePage:
 
 
 def title_of(trace: models.TraceFacts) -> str:
-    """``Step 12`` of a step, else the name of the trace."""
+    """Return ``Step 12`` for a step, else the name of the trace."""
     return trace.name if trace.step is None else f"Step {trace.step}"
 
 
 def _path(
     trace: models.Trace, spans: Mapping[str, models.SpanRow]
 ) -> tuple[list[PathPart], tuple[int, float]]:
-    """The spans that the trace waited for longest, and how many others for how long."""
+    """Return the spans longest on the critical path, and count and seconds of the others."""
     seconds: dict[str, float] = {}
-    of: dict[str, models.Segment] = {}
+    segment_of: dict[str, models.Segment] = {}
     for segment in trace.critical_path:
         seconds[segment.span_id] = seconds.get(segment.span_id, 0.0) + segment.seconds
-        of.setdefault(segment.span_id, segment)
-    ranked = sorted(seconds, key=lambda one: -seconds[one])
+        segment_of.setdefault(segment.span_id, segment)
+    ranked = sorted(seconds, key=lambda span_id: -seconds[span_id])
     longest = seconds[ranked[0]] if ranked else 0.0
     parts = [
         PathPart(
-            of[one].name,
-            of[one].process,
-            seconds[one],
-            words.percent(seconds[one], trace.seconds),
-            to("/trace", id=trace.trace_id, span=one),
-            one,
+            segment_of[span_id].name,
+            segment_of[span_id].process,
+            seconds[span_id],
+            words.percent(seconds[span_id], trace.seconds),
+            to("/trace", id=trace.trace_id, span=span_id),
+            span_id,
             marks.stack(
-                [(kind_of(spans[one]) if one in spans else "groups", seconds[one])],
+                [(kind_of(spans[span_id]) if span_id in spans else "groups", seconds[span_id])],
                 longest,
-                words.duration(seconds[one]),
+                words.duration(seconds[span_id]),
             ),
         )
-        for one in ranked[:_PATH]
+        for span_id in ranked[:_PATH]
     ]
     others = ranked[_PATH:]
-    return parts, (len(others), sum(seconds[one] for one in others))
+    return parts, (len(others), sum(seconds[span_id] for span_id in others))
 
 
 def _detail(
     trace: models.Trace, spans: Mapping[str, models.SpanRow], span: models.SpanRow
 ) -> SpanDetail:
-    children = [one for one in trace.rows if one.parent_id == span.span_id]
+    children = [row for row in trace.rows if row.parent_id == span.span_id]
     links = []
     for link in span.links:
-        near = link.trace_id in (trace.trace_id, "")
-        known = spans.get(link.span_id) if near else None
-        told = f"{known.name} of {known.process}" if known else f"span {link.span_id}"
-        where = "" if near else f" in trace {link.trace_id[:8]}…"
+        is_same_trace = link.trace_id in (trace.trace_id, "")
+        known = spans.get(link.span_id) if is_same_trace else None
+        text = f"{known.name} of {known.process}" if known else f"span {link.span_id}"
+        where = "" if is_same_trace else f" in trace {link.trace_id[:8]}…"
         target = to("/trace", id=link.trace_id or trace.trace_id, span=link.span_id)
-        links.append((told + where, target))
+        links.append((text + where, target))
     held = span.attributes
     partition = held.get("messaging.destination.name") or held.get("db.collection.name") or ""
     return SpanDetail(
@@ -195,7 +195,7 @@ def _detail(
         events=[_event(event) for event in span.events],
         samples=[event for event in trace.events if event.span_id == span.span_id][:_EVENTS],
         resource=next(
-            (one.resource for one in trace.process_times if one.process == span.process), {}
+            (row.resource for row in trace.process_times if row.process == span.process), {}
         ),
         links=links,
         partition=str(partition),

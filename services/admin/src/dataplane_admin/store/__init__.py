@@ -1,55 +1,36 @@
-"""What arrived over OTLP and what people did, kept in SQLite or PostgreSQL."""
+"""Store of telemetry and of the audit log, in SQLite or PostgreSQL."""
 
-from dataplane_admin.store.batch import (
-    AuditEntry,
-    Batch,
-    Chunk,
-    LifecycleEvent,
-    SeriesPoint,
-    WriteResult,
-)
+from dataplane_admin.store.batch import Batch, LifecycleEvent, SeriesPoint, WriteResult
+from dataplane_admin.store.chunk import Chunk
 from dataplane_admin.store.errors import QueueFull, StoreError, StoreUnavailable, WriteRefused
 from dataplane_admin.store.retention import Retention
 from dataplane_admin.store.rows import (
     ClaimRow,
-    Cursor,
-    EventRow,
-    RunRow,
     SampleCursor,
-    SampleRow,
-    SeriesRow,
-    StalenessRow,
     StepRow,
     StoreTotals,
+    TraceCursor,
     TraceFilter,
-    TraceRow,
     WaitRecords,
 )
 from dataplane_admin.store.store import Store
 
 __all__ = [
-    "AuditEntry",
     "Batch",
     "Chunk",
     "ClaimRow",
-    "Cursor",
-    "EventRow",
     "LifecycleEvent",
     "QueueFull",
     "Retention",
-    "RunRow",
     "SampleCursor",
-    "SampleRow",
     "SeriesPoint",
-    "SeriesRow",
-    "StalenessRow",
     "StepRow",
     "Store",
     "StoreError",
     "StoreTotals",
     "StoreUnavailable",
+    "TraceCursor",
     "TraceFilter",
-    "TraceRow",
     "WaitRecords",
     "WriteRefused",
     "WriteResult",

@@ -1,6 +1,6 @@
-"""Applies a group of batches in one transaction: what is there already changes nothing.
+"""Application of a group of batches in one transaction; stored records change nothing.
 
-Called by the writer under the writers' lock, so what it looks up stays true until it commits.
+The writer holds the writers' lock, so lookups stay valid until the commit.
 """
 
 from __future__ import annotations
@@ -8,22 +8,23 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 
+from dataplane_admin.models import AuditEntry
 from dataplane_admin.store.apply_events import apply_events
 from dataplane_admin.store.apply_series import apply_series
 from dataplane_admin.store.apply_spans import apply_spans
-from dataplane_admin.store.batch import AuditEntry, Batch, WriteResult
-from dataplane_admin.store.models import AuditModel
+from dataplane_admin.store.batch import Batch, WriteResult
+from dataplane_admin.store.tables import AuditModel
 from dataplane_admin.store.texts import storable
 from dataplane_admin.store.work import Work
 
 
 def apply(work: Work, batches: Sequence[Batch]) -> list[WriteResult]:
-    """Apply batches in their order; what became of each."""
+    """Apply batches in order; return the result of each."""
     spans = apply_spans(work, batches)
     events = apply_events(work, batches)
     series = apply_series(work, (point for batch in batches for point in batch.series))
     _apply_audit(work, (entry for batch in batches for entry in batch.audit))
-    # A batch with nothing in it, by which probes see that the store takes writes, is no change.
+    # Probes write empty batches, which are no change.
     work.state.save(work.connection, changed=any(not batch.is_empty for batch in batches))
     return [
         WriteResult(
@@ -40,7 +41,7 @@ def apply(work: Work, batches: Sequence[Batch]) -> list[WriteResult]:
 
 
 def _apply_audit(work: Work, entries: Iterable[AuditEntry]) -> None:
-    """Append what was done."""
+    """Append entries to the audit log."""
     work.add(
         AuditModel,
         [
@@ -50,7 +51,7 @@ def _apply_audit(work: Work, entries: Iterable[AuditEntry]) -> None:
                 "actor": storable(entry.actor),
                 "action": storable(entry.action),
                 "target": storable(entry.target),
-                "parameters": json.dumps(dict(entry.parameters)),
+                "parameters": json.dumps(entry.parameters),
                 "outcome": storable(entry.outcome),
             }
             for entry in entries

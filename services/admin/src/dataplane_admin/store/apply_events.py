@@ -1,7 +1,7 @@
-"""Lifecycle events: stored once, with the samples that they name and the waits that go on.
+"""Storage of lifecycle events, each once, with their samples and open waits.
 
-Processes export at their own pace, so events do not come in the order of their times: what is kept
-of a sample is worked out from the times told, not from the order in which they came.
+Processes export independently, so events do not arrive in the order of their times. The state of a
+sample follows from the reported times, not from the order of arrival.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from sqlalchemy import delete, select, tuple_
 from dataplane_admin.store.apply_runs import apply_runs
 from dataplane_admin.store.batch import Batch, LifecycleEvent
 from dataplane_admin.store.lives import EVENT_NAME
-from dataplane_admin.store.models import (
+from dataplane_admin.store.packed import pack_keys, unpack_keys
+from dataplane_admin.store.sample_life import SampleLife, resolve_torn
+from dataplane_admin.store.tables import (
     EventModel,
     EventSampleModel,
     OpenWaitModel,
     PlaceModel,
     SampleModel,
 )
-from dataplane_admin.store.packed import pack_keys, unpack_keys
-from dataplane_admin.store.sample_life import SampleLife, mend
 from dataplane_admin.store.texts import HEAD_BYTES, storable
 from dataplane_admin.store.work import Work, in_groups
 
@@ -31,7 +31,7 @@ ENDS = ("claimed", "claim_failed", "answered")
 """Events that end a wait."""
 
 EVENT_BYTES = 250
-"""About what an event takes beside its record, and `SAMPLE_BYTES` each sample that it names."""
+"""Approximate bytes of an event without its record; each of its samples adds `SAMPLE_BYTES`."""
 
 SAMPLE_BYTES = 30
 
@@ -40,8 +40,8 @@ SAMPLE_BYTES = 30
 class _Place:
     id: int
     cleared_ns: int
-    wholes: list[int] = field(default_factory=list)
-    """When the whole partition was cleared, of the events that are being stored."""
+    clears_ns: list[int] = field(default_factory=list)
+    """Times at which the entire partition was cleared, of the events being stored."""
 
 
 _PlaceKey = tuple[str, str]
@@ -49,7 +49,7 @@ _SampleKey = tuple[int, bytes]
 
 
 def apply_events(work: Work, batches: Sequence[Batch]) -> list[int]:
-    """Store the events that are not there yet; of each batch how many that were."""
+    """Store new events; return the number of new events of each batch."""
     events = [event for batch in batches for event in batch.events]
     if not events:
         return [0] * len(batches)
@@ -82,15 +82,15 @@ def _store(work: Work, events: list[LifecycleEvent]) -> None:
             sample.apply(event, place.cleared_ns)
             keys.append(sample.key)
         if event.name == "cleared" and not keys:
-            place.wholes.append(event.time_ns)
+            place.clears_ns.append(event.time_ns)
         rows.append(_event_row(event, event_id, place.id, keys, work.now_ns))
         named += [{"sample_key": key, "event_id": event_id} for key in dict.fromkeys(keys)]
         work.state.nbytes += len(event.record) + EVENT_BYTES + SAMPLE_BYTES * len(keys)
     work.add(EventModel, rows)
     work.add(EventSampleModel, named)
     work.state.events += len(rows)
-    _clear_wholes(work, [place for place in places.values() if place.wholes], samples)
-    mend(work, samples.values())
+    _clear_partitions(work, [place for place in places.values() if place.clears_ns], samples)
+    resolve_torn(work, samples.values())
     _save_samples(work, samples)
     _track_waits(work, rows, events)
     apply_runs(work, ((storable(event.run_id), event.time_ns, event.time_ns) for event in events))
@@ -103,47 +103,52 @@ def _place_key(event: LifecycleEvent) -> _PlaceKey:
 def _places(work: Work, events: Iterable[LifecycleEvent]) -> dict[_PlaceKey, _Place]:
     wanted = dict.fromkeys(_place_key(event) for event in events)
     key = tuple_(PlaceModel.run_id, PlaceModel.partition)
-    found = {
+    places = {
         (row.run_id, row.partition): _Place(row.id, row.cleared_ns)
-        for some in in_groups(wanted)
-        for row in work.connection.execute(select(PlaceModel.__table__).where(key.in_(some)))
+        for group in in_groups(wanted)
+        for row in work.connection.execute(select(PlaceModel.__table__).where(key.in_(group)))
     }
-    missing = [one for one in wanted if one not in found]
-    for one in missing:
-        found[one] = _Place(work.state.next_id(), 0)
+    missing = [key_pair for key_pair in wanted if key_pair not in places]
+    for key_pair in missing:
+        places[key_pair] = _Place(work.state.next_id(), 0)
     work.add(
         PlaceModel,
         [
-            {"id": found[one].id, "run_id": one[0], "partition": one[1], "cleared_ns": 0}
-            for one in missing
+            {
+                "id": places[key_pair].id,
+                "run_id": key_pair[0],
+                "partition": key_pair[1],
+                "cleared_ns": 0,
+            }
+            for key_pair in missing
         ],
     )
-    return found
+    return places
 
 
 def _samples(
     work: Work, placed: Iterable[tuple[LifecycleEvent, _Place]]
 ) -> dict[_SampleKey, SampleLife]:
-    """Every sample named, new ones with a key of their own."""
+    """Return every named sample; new samples get a new key."""
     wanted: dict[_SampleKey, int] = {}
     for event, place in placed:
         for sample_id in event.sample_ids:
             wanted.setdefault((place.id, sample_id), event.time_ns)
-    found: dict[_SampleKey, SampleLife] = {}
+    samples: dict[_SampleKey, SampleLife] = {}
     table = SampleModel.__table__
     for heads in in_groups({sample_id[:HEAD_BYTES] for _, sample_id in wanted}):
         for row in work.connection.execute(select(table).where(SampleModel.head.in_(heads))):
             place_and_id = row.place_id, row.head + row.tail
             if place_and_id in wanted:
-                found[place_and_id] = _life(row)
+                samples[place_and_id] = _life(row)
     for place_and_id, time_ns in wanted.items():
-        if place_and_id not in found:
+        if place_and_id not in samples:
             key = work.state.next_id()
             place_id = place_and_id[0]
-            found[place_and_id] = SampleLife(
+            samples[place_and_id] = SampleLife(
                 key, place_id, None, 0, 0, 0, time_ns, time_ns, is_new=True
             )
-    return found
+    return samples
 
 
 def _life(row: Any) -> SampleLife:
@@ -159,31 +164,31 @@ def _life(row: Any) -> SampleLife:
     )
 
 
-def _clear_wholes(
+def _clear_partitions(
     work: Work, places: Sequence[_Place], samples: dict[_SampleKey, SampleLife]
 ) -> None:
-    """Whole partitions were cleared: have those looked at again that were put after it as well."""
+    """Apply clears of entire partitions, also to samples that were put both before and after."""
     for place in places:
         puts = select(EventModel.keys).where(
             EventModel.place_id == place.id,
-            EventModel.time_ns > min(place.wholes),
+            EventModel.time_ns > min(place.clears_ns),
             EVENT_NAME == "put",
         )
-        again = {key for packed in work.connection.scalars(puts) for key in unpack_keys(packed)}
+        keys_put = {key for packed in work.connection.scalars(puts) for key in unpack_keys(packed)}
         known = {sample.key for sample in samples.values()}
         before = select(SampleModel.__table__).where(
-            SampleModel.put_ns.between(1, max(place.wholes))
+            SampleModel.put_ns.between(1, max(place.clears_ns))
         )
-        for some in in_groups(again - known):
-            for row in work.connection.execute(before.where(SampleModel.key.in_(some))):
+        for group in in_groups(keys_put - known):
+            for row in work.connection.execute(before.where(SampleModel.key.in_(group))):
                 samples[place.id, row.head + row.tail] = _life(row)
         for sample in samples.values():
-            if sample.key in again:
-                sample.clear_whole(max(place.wholes))
+            if sample.key in keys_put:
+                sample.clear_partition(max(place.clears_ns))
     changed = [
-        {"id": place.id, "cleared_ns": max(place.wholes)}
+        {"id": place.id, "cleared_ns": max(place.clears_ns)}
         for place in places
-        if max(place.wholes) > place.cleared_ns
+        if max(place.clears_ns) > place.cleared_ns
     ]
     work.change(PlaceModel, "id", changed)
 
@@ -234,21 +239,21 @@ def _event_row(
 
 
 def _track_waits(work: Work, rows: list[dict[str, Any]], events: Sequence[LifecycleEvent]) -> None:
-    """End the waits that are over and keep of the others the newest telling."""
+    """Close finished waits, and store the newest report of each open wait."""
     ended = {row["wait"] for row in rows if row["wait"] and row["name"] in ENDS}
     newest = {
-        # Without a name nothing can end it, and it is told once.
+        # A wait without a name has no end event and is reported once.
         row["wait"] or row["digest"]: (row, event)
         for row, event in zip(rows, events, strict=True)
         if row["name"] == "waiting"
     }
-    for some in in_groups(ended | newest.keys()):
-        work.connection.execute(delete(OpenWaitModel).where(OpenWaitModel.wait.in_(some)))
-    over = {
+    for group in in_groups(ended | newest.keys()):
+        work.connection.execute(delete(OpenWaitModel).where(OpenWaitModel.wait.in_(group)))
+    finished = {
         row[0]
-        for some in in_groups(newest.keys())
+        for group in in_groups(newest.keys())
         for row in work.connection.execute(
-            select(EventModel.wait).where(EventModel.wait.in_(some), EventModel.name.in_(ENDS))
+            select(EventModel.wait).where(EventModel.wait.in_(group), EventModel.name.in_(ENDS))
         )
     }
     work.add(
@@ -263,6 +268,6 @@ def _track_waits(work: Work, rows: list[dict[str, Any]], events: Sequence[Lifecy
                 "again": event.again,
             }
             for wait, (row, event) in newest.items()
-            if wait not in over
+            if wait not in finished
         ],
     )

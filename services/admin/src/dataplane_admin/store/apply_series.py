@@ -1,4 +1,4 @@
-"""Metric series, of each what its points come to."""
+"""Storage of metric series; each holds the aggregate of its points."""
 
 from __future__ import annotations
 
@@ -10,57 +10,57 @@ from typing import Any  # Any: values of rows
 from sqlalchemy import delete, select
 
 from dataplane_admin.store.batch import SeriesPoint
-from dataplane_admin.store.models import SeriesModel
 from dataplane_admin.store.series_sums import Sums
+from dataplane_admin.store.tables import SeriesModel
 from dataplane_admin.store.texts import storable
 from dataplane_admin.store.work import Work, in_groups
 
-MOST_SERIES = 10_000
-"""That are kept; of more the ones that were told longest ago go."""
+MAX_SERIES = 10_000
+"""Maximum number of series; beyond it, those reported longest ago are deleted."""
 
 _POINT = 8
 _MAX_POINTS = 64
-"""Points by which one that is sent again is recognised: of an exporter that exports each second,
-those of a minute, for which exporters send again what was not answered."""
+"""Stored digests of points, to recognize resent ones. At one export per second they cover a minute,
+for which exporters retry."""
 _MAX_POINTS_OF_REQUEST = 4096
-"""As `_MAX_POINTS`, of a series of which one request brings more."""
+"""Maximum of `_MAX_POINTS` for a series with more points in one request."""
 
 
 def apply_series(work: Work, points: Iterable[SeriesPoint]) -> int:
-    """Add the points that did not come before to their series; how many series changed."""
+    """Add new points to their series; return how many series changed."""
     by_series: dict[bytes, list[SeriesPoint]] = {}
     for point in points:
         by_series.setdefault(point.digest, []).append(point)
     if not by_series:
         return 0
-    there = {
+    stored = {
         row.digest: row
-        for some in in_groups(by_series)
+        for group in in_groups(by_series)
         for row in work.connection.execute(
             select(SeriesModel.digest, SeriesModel.sums, SeriesModel.points).where(
-                SeriesModel.digest.in_(some)
+                SeriesModel.digest.in_(group)
             )
         )
     }
     rows = [
         row
-        for digest, those in by_series.items()
-        if (row := _row(work, those, there.get(digest))) is not None
+        for digest, series_points in by_series.items()
+        if (row := _row(work, series_points, stored.get(digest))) is not None
     ]
-    work.change(SeriesModel, "digest", [row for row in rows if row["digest"] in there])
-    work.add(SeriesModel, [row for row in rows if row["digest"] not in there])
-    if len(there) < len(by_series):
-        kept = select(SeriesModel.digest).order_by(
+    work.change(SeriesModel, "digest", [row for row in rows if row["digest"] in stored])
+    work.add(SeriesModel, [row for row in rows if row["digest"] not in stored])
+    if len(stored) < len(by_series):
+        newest = select(SeriesModel.digest).order_by(
             SeriesModel.updated_ns.desc(), SeriesModel.digest
         )
-        spare = [row[0] for row in work.connection.execute(kept.offset(MOST_SERIES))]
-        for some in in_groups(spare):
-            work.connection.execute(delete(SeriesModel).where(SeriesModel.digest.in_(some)))
+        excess = [row[0] for row in work.connection.execute(newest.offset(MAX_SERIES))]
+        for group in in_groups(excess):
+            work.connection.execute(delete(SeriesModel).where(SeriesModel.digest.in_(group)))
     return len(rows)
 
 
 def _row(work: Work, points: Sequence[SeriesPoint], before: Any) -> dict[str, Any] | None:
-    """The row of a series with its new points; None if there is none."""
+    """Return the row of a series with its new points; None without new points."""
     sums = Sums() if before is None else Sums.read(before.sums)
     known = b"" if before is None else before.points
     recent = dict.fromkeys(known[at : at + _POINT] for at in range(0, len(known), _POINT))

@@ -1,7 +1,6 @@
-"""What is handed to the writer: the parts of one request, decoded, checked and digested.
+"""Batches for the writer: the parts of one request, decoded, checked and digested.
 
-Everything here is made outside of the writer's thread, so that its transaction only has to look up
-and insert.
+They are built outside of the writer's thread, so that its transactions only look up and insert.
 """
 
 from __future__ import annotations
@@ -12,64 +11,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal  # Any: JSON values
 
+from dataplane_admin.models import AuditEntry
+from dataplane_admin.store.chunk import Chunk
 from observability.records import Process
 
 
-def span_key(span_id: bytes) -> int:
-    """The id of a span as a number that a database holds."""
-    return int.from_bytes(span_id, "big", signed=True)
-
-
-def span_state(*, times: int, failed: bool) -> int:
-    """What is known of a span: how many of its start and end (0 to 2), and whether it failed.
-
-    Of two copies of a span the one that knows more times counts.
-    """
-    return times << 1 | failed
-
-
 def wait_digest(process: Process, name: str) -> bytes:
-    """What the beginning and the end of a wait share: names of waits are unique in their process
-    only."""
-    told = json.dumps([process.identity, name]).encode()
-    return hashlib.blake2b(told, digest_size=16).digest()
+    """Return the digest that the start and the end of a wait share.
 
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """The spans of one trace in one request.
-
-    Attributes:
-        trace_id: 16 bytes.
-        digest: equal for equal chunks only; a retry brings the same one.
-        blob: an OTLP TracesData with the spans; empty if there are none.
-        spans: how many, a repeated one each time.
-        states: `span_key` of each span to its `span_state`.
-        rejected: spans of the trace that limits kept out.
-        run_id: ``rl.run_id``, empty if none tells it.
-        step: ``rl.step``, None if none tells it.
-        name: of the root if it is here, else of the first span.
-        has_root: whether the root is here, and has ended.
-        start_ns: of the earliest span, nanoseconds since 1970; 0 if no time was reported.
-        end_ns: of the last one to end, as ``start_ns``.
-        processes: eight bytes of each.
-        links: other traces that its spans link to.
+    Names of waits are unique within their process only.
     """
-
-    trace_id: bytes
-    digest: bytes
-    blob: bytes
-    spans: int
-    states: Mapping[int, int]
-    rejected: int
-    run_id: str
-    step: int | None
-    name: str
-    has_root: bool
-    start_ns: int
-    end_ns: int
-    processes: frozenset[bytes]
-    links: frozenset[bytes]
+    key = json.dumps([process.identity, name]).encode()
+    return hashlib.blake2b(key, digest_size=16).digest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,23 +30,23 @@ class LifecycleEvent:
     """One lifecycle event.
 
     Attributes:
-        digest: equal for equal events only.
-        record: an OTLP LogsData with the one record, without the ids.
-        sample_ids: as bytes, see `texts.bytes_of_id`, in the order told.
-        name: without the prefix.
-        run_id: ``rl.run_id``, empty if not told.
-        partition: empty if it concerns none.
-        task: empty if it concerns none.
-        step: ``rl.step``, None if not told.
-        weight_version: ``rl.weight_version``, None if not told.
-        samples: of the whole batch.
-        time_ns: nanoseconds since 1970; when it was received if it reports no time.
+        digest: digest that only equal events share.
+        record: OTLP LogsData with this record, without the ids.
+        sample_ids: ids as bytes, see `texts.bytes_of_id`, in reported order.
+        name: event name without the prefix.
+        run_id: ``rl.run_id``, empty if unknown.
+        partition: partition, empty if none.
+        task: task, empty if none.
+        step: ``rl.step``, None if unknown.
+        weight_version: ``rl.weight_version``, None if unknown.
+        samples: number of samples of the entire batch.
+        time_ns: nanoseconds since 1970; the receive time if no time was reported.
         trace_id: 16 bytes or None.
         span_id: 8 bytes or None.
-        wait: digest of process and name of the wait that it begins or ends; else None.
-        process: label of who reported it, as `SeriesPoint.process`.
-        process_id: 16 bytes, equal for equal resources only.
-        again: of a wait, whether it is told again while it lasts.
+        wait: digest of process and name of the wait that it starts or ends; else None.
+        process: label of the reporting process, as `SeriesPoint.process`.
+        process_id: 16 bytes that only equal resources share.
+        again: whether a wait is reported repeatedly while it lasts.
     """
 
     digest: bytes
@@ -120,21 +73,21 @@ class SeriesPoint:
     """One data point of a metric series.
 
     Attributes:
-        digest: of the series: equal for equal resources, scopes, metrics and attributes only.
-        point: eight bytes, equal for equal points only; empty of one without a time, which cannot
-            be told from the next one with the same value.
+        digest: digest of the series: of its resource, scope, metric and attributes.
+        point: eight bytes that only equal points share; empty without a time, since such points
+            cannot be distinguished from the next one with the same value.
         process: label of the process.
-        process_id: 16 bytes, equal for equal resources only.
+        process_id: 16 bytes that only equal resources share.
         scope: name of the instrumentation scope, empty if unknown.
-        name: of the metric.
-        unit: of the metric.
-        attributes: JSON.
-        figures: ``value`` of a number; ``count`` and what else is known of a histogram; None where
+        name: name of the metric.
+        unit: unit of the metric.
+        attributes: attributes as JSON.
+        figures: ``value`` of a number; ``count`` and other known figures of a histogram; None if
             nothing was recorded.
-        temporality: how it adds to the points before it. "delta": on top of them. "cumulative": in
-            their place, until the counting starts anew. "newest": in their place.
-        start_ns: when the counting started, nanoseconds since 1970; 0 if unknown.
-        time_ns: of the point, as ``start_ns``.
+        temporality: how the point combines with earlier ones. "delta" adds to them. "cumulative"
+            replaces them until the counter restarts. "newest" replaces them.
+        start_ns: start of the counter, nanoseconds since 1970; 0 if unknown.
+        time_ns: time of the point, as ``start_ns``.
     """
 
     digest: bytes
@@ -152,41 +105,18 @@ class SeriesPoint:
 
 
 @dataclass(frozen=True)
-class AuditEntry:
-    """Something that a person did.
-
-    Attributes:
-        actor: who.
-        action: "clear" for example.
-        target: the partition.
-        parameters: what else was asked for; JSON values.
-        outcome: what became of it.
-        time_ns: nanoseconds since 1970.
-        id: of the entry once it is stored, else 0.
-    """
-
-    actor: str
-    action: str
-    target: str
-    parameters: Mapping[str, object]
-    outcome: str
-    time_ns: int
-    id: int = 0
-
-
-@dataclass(frozen=True)
 class Batch:
-    """What one request brings.
+    """The records of one request.
 
     Attributes:
         chunks: spans.
         events: lifecycle events.
-        series: metrics.
-        audit: what a person did.
-        refused: spans, log records and data points that were kept out: a digest of each, which
-            is equal for one that is sent again.
-        ignored: log records that are no lifecycle events, as ``refused``.
-        reasons: why some were refused.
+        series: points of metrics.
+        audit: entries of the audit log.
+        refused: digests of rejected spans, log records and data points; a resent record has the
+            same digest.
+        ignored: digests of log records that are no lifecycle events.
+        reasons: why records were rejected.
     """
 
     chunks: tuple[Chunk, ...] = ()
@@ -199,16 +129,16 @@ class Batch:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing to store."""
+        """True if the batch has nothing to store."""
         return not (self.chunks or self.events or self.series or self.audit)
 
     @property
     def nbytes(self) -> int:
-        """About what it takes in memory."""
+        """Approximate size in memory."""
         return (
             sum(len(chunk.blob) + 500 + 100 * len(chunk.states) for chunk in self.chunks)
             + sum(
-                len(event.record) + 500 + sum(len(one) + 50 for one in event.sample_ids)
+                len(event.record) + 500 + sum(len(sample_id) + 50 for sample_id in event.sample_ids)
                 for event in self.events
             )
             + 500 * len(self.series)
@@ -217,13 +147,13 @@ class Batch:
 
 @dataclass(frozen=True)
 class WriteResult:
-    """What became of a batch.
+    """Result of writing a batch.
 
     Attributes:
-        spans: new ones.
-        events: new ones.
-        series: written.
-        repeated: spans and events that were there already.
+        spans: new spans.
+        events: new events.
+        series: written series.
+        repeated: spans and events that were stored already.
     """
 
     spans: int = 0

@@ -1,11 +1,10 @@
-"""The two databases: how each is opened, locked for writing, measured and shrunk.
+"""Databases: open, lock for writing, measure and shrink SQLite and PostgreSQL.
 
-SQLite runs in WAL mode with ``synchronous=NORMAL``: a commit has handed its pages to the operating
-system, so it outlives the process however that ends, `kill -9` included (a test does it). It does
-not force them to the disk, which happens at a checkpoint: a loss of power may cost the commits
-since then, and never the file's integrity. FULL forces every commit to the disk and would keep
-them too; measured on one disk, a request of 100 spans took 1.6 ms in place of 1.3; on a slow or
-shared disk that is the time of a flush.
+SQLite runs in WAL mode with ``synchronous=NORMAL``: a commit hands its pages to the operating
+system, so it survives any end of the process, `kill -9` included (tested). Pages are forced to the
+disk at checkpoints only: a power loss may cost the commits since the last one, but never the file's
+integrity. FULL would force every commit: on one disk a request of 100 spans needed 1.6 ms instead
+of 1.3 ms; on a slow or shared disk each commit waits for a flush.
 """
 
 from __future__ import annotations
@@ -30,14 +29,14 @@ _BUSY_S = 10.0
 _READERS = 16
 _CACHE_KIB = 64 << 10
 _WAL_BYTES = 64 << 20
-# Of pg_advisory_xact_lock: any number that nothing else in the database uses.
+# Key of pg_advisory_xact_lock: any number unused in the database.
 _LOCK = 0x6461_7461_706C_616E
 _CONNECT_S = 10
 _STATEMENT_MS = 30_000
-# Of a file's header: https://sqlite.org/fileformat2.html#application_id
+# Field of a file's header: https://sqlite.org/fileformat2.html#application_id
 _APPLICATION_ID = 0x6470_6164  # "dpad"
 _APPLICATION_AT = 68
-# Of a file that was made before files were stamped.
+# Tables of a file from before files were stamped.
 _FIRST_TABLES = frozenset({"alembic_version", "span_chunks", "open_waits"})
 _DAMAGED = frozenset({sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB})
 _SHORT_READ = sqlite3.SQLITE_IOERR_SHORT_READ
@@ -52,7 +51,7 @@ class Database:
         url: ``sqlite:///path`` or ``postgresql+psycopg://...``.
 
     Raises:
-        ValueError: it is no such URL.
+        ValueError: the URL is invalid.
     """
 
     def __init__(self, url: str) -> None:
@@ -84,15 +83,19 @@ class Database:
             _as_sqlite(self.writer, "BEGIN IMMEDIATE", read_only=False)
             _as_sqlite(self.readers, "BEGIN", read_only=True)
         else:
-            # What one answer is made of is read as of one moment.
+            from dataplane_admin.store.answer_deadline import connect  # needs psycopg
+
+            for engine in (self.writer, self.readers):
+                event.listen(engine, "do_connect", connect)
+            # All reads of one answer see one snapshot.
             self.readers = self.readers.execution_options(isolation_level="REPEATABLE READ")
 
     def check_owner(self) -> None:
-        """Refuse a file of SQLite that another program made, without changing it.
+        """Refuse another program's SQLite file, without changing it.
 
         Raises:
-            StoreError: it is one.
-            sqlite3.Error: it cannot be read.
+            StoreError: the file belongs to another program.
+            sqlite3.Error: the file cannot be read.
         """
         if not self.is_sqlite:
             return
@@ -102,11 +105,11 @@ class Database:
         application = int.from_bytes(header[_APPLICATION_AT : _APPLICATION_AT + 4], "big")
         tables: list[str] = []
         if header.startswith(b"SQLite format 3\0") and application == 0:
-            # Not stamped: empty, made before files were, or another program's.
+            # Not stamped: empty, older than stamping, or another program's.
             with closing(sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True)) as connection:
                 [application] = connection.execute("PRAGMA application_id").fetchone()
-                found = connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")
-                tables = [str(name) for (name,) in found]
+                rows = connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")
+                tables = [str(name) for (name,) in rows]
         is_own = not tables or set(tables) >= _FIRST_TABLES
         if header.startswith(b"SQLite format 3\0") and (
             application not in (0, _APPLICATION_ID) or (application == 0 and not is_own)
@@ -114,42 +117,42 @@ class Database:
             what = f"tables {', '.join(sorted(tables)[:3])}" if tables else f"id {application:#x}"
             raise StoreError(
                 f"{self.url.render_as_string()}: another program's database, with {what}; expected "
-                "one of this service, or a file that is not there yet"
+                "a database of this service or a new file"
             )
         self._is_own = True
 
     def stamp(self, connection: Connection) -> None:
-        """In a transaction of the writer: mark a file of SQLite as one of this service."""
+        """Mark a SQLite file as one of this service, in a transaction of the writer."""
         if self.is_sqlite and _pragma(connection, "application_id") != _APPLICATION_ID:
             connection.exec_driver_sql(f"PRAGMA application_id={_APPLICATION_ID}")
 
     def note(self, error: BaseException | None) -> None:
-        """Remember if an error of the driver says that the database is damaged."""
+        """Record an error of the driver if it means that the database is damaged."""
         code = getattr(error, "sqlite_errorcode", None) or 0
         if self._damage is None and (code & 0xFF in _DAMAGED or code == _SHORT_READ):
             self._damage = (
-                f"{self.url.render_as_string()} is damaged: {error}; restore it from a copy, or "
-                "move it away and start again"
+                f"{self.url.render_as_string()} is damaged: {error}; restore a backup, or move it "
+                "away and restart"
             )
             logger.error("database_damaged", reason=str(error))
 
     def trouble(self) -> str | None:
-        """Return why nothing that is written would be kept; None if nothing is known of that."""
+        """Return why writes would be lost; None if no reason is known."""
         if self._damage is None and self.is_sqlite:
             path = str(self.url.database)
             if _identity(path) != self._identity:
-                return f"{path} was removed or replaced while the service has it open; restart it"
+                return f"{path} was removed or replaced while in use; restart the service"
         return self._damage
 
     def lock(self, connection: Connection) -> None:
-        """In a transaction of the writer: keep other writers out until it ends."""
-        if not self.is_sqlite:  # there BEGIN IMMEDIATE has done it
+        """Block other writers until the end of the writer's transaction."""
+        if not self.is_sqlite:  # SQLite's BEGIN IMMEDIATE has locked
             connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _LOCK})
 
     def live_bytes(self, connection: Connection, counted: int) -> int:
-        """What is in use: pages of SQLite that are not free; in PostgreSQL what was counted.
+        """Return the bytes in use: SQLite's pages that are not free, or PostgreSQL's count.
 
-        There a table does not shrink by what is deleted; what is free in it is used again.
+        PostgreSQL's tables do not shrink by deletions; their free space is reused.
         """
         if not self.is_sqlite:
             return counted
@@ -157,34 +160,34 @@ class Database:
         return pages * _pragma(connection, "page_size")
 
     def disk_bytes(self, connection: Connection) -> int:
-        """What the files or tables take."""
+        """Return the bytes of the files or tables."""
         if self.is_sqlite:
             path = Path(str(self.url.database))
             return sum(
-                one.stat().st_size
-                for one in (path, path.with_name(f"{path.name}-wal"))
-                if one.exists()
+                file.stat().st_size
+                for file in (path, path.with_name(f"{path.name}-wal"))
+                if file.exists()
             )
-        found = connection.execute(
+        size = connection.execute(
             text(
                 "SELECT coalesce(sum(pg_total_relation_size(c.oid)), 0) FROM pg_class c "
                 "JOIN pg_namespace n ON n.oid = c.relnamespace "
                 "WHERE n.nspname = current_schema() AND c.relkind = 'r'"
             )
         )
-        return int(found.scalar_one())
+        return int(size.scalar_one())
 
     def file_bytes(self) -> int:
-        """Return what SQLite's file takes without its log; 0 for PostgreSQL."""
+        """Return the bytes of SQLite's file without its log; 0 for PostgreSQL."""
         return Path(str(self.url.database)).stat().st_size if self.is_sqlite else 0
 
     def log_bytes(self) -> int:
-        """Return what SQLite's write-ahead log takes; 0 for PostgreSQL."""
+        """Return the bytes of SQLite's write-ahead log; 0 for PostgreSQL."""
         path = Path(f"{self.url.database}-wal")
         return path.stat().st_size if self.is_sqlite and path.exists() else 0
 
     def empty_log(self) -> bool:
-        """Write SQLite's log to its file and cut it to nothing; False while somebody reads it."""
+        """Write SQLite's log to its file and truncate it; return False while readers use it."""
         raw = self.writer.raw_connection()
         try:
             cursor = raw.cursor()
@@ -197,14 +200,14 @@ class Database:
         finally:
             raw.close()
 
-    def room_bytes(self) -> int | None:
-        """What is left where the files of SQLite are; None for PostgreSQL."""
+    def free_bytes(self) -> int | None:
+        """Return the free bytes on the disk of SQLite's files; None for PostgreSQL."""
         if not self.is_sqlite:
             return None
         return shutil.disk_usage(Path(str(self.url.database)).absolute().parent).free
 
     def shrink(self, pages: int) -> bool:
-        """Give up to so many free pages back to the file system; whether there may be more."""
+        """Release up to ``pages`` free pages to the file system; return whether more are free."""
         if not self.is_sqlite:
             return False
         raw = self.writer.raw_connection()
@@ -213,7 +216,7 @@ class Database:
             cursor.execute("PRAGMA freelist_count")
             free = int((cursor.fetchone() or (0,))[0])
             if free:
-                # It gives up one page a step; only a script is stepped through to its end.
+                # It frees one page per step, and only a script runs all steps.
                 cursor.executescript(f"PRAGMA incremental_vacuum({pages:d})")
             cursor.close()
         finally:
@@ -224,7 +227,7 @@ class Database:
         """Close every connection."""
         self.readers.dispose()
         if self.is_sqlite and self._is_own:
-            # Somebody may read it, or it is no database at all; who opens it next does it.
+            # This fails if there are readers or the file is invalid; the next open repeats it.
             with suppress(sqlite3.Error, SQLAlchemyError):
                 raw = self.writer.raw_connection()
                 try:
@@ -238,19 +241,19 @@ def checked_url(given: str) -> URL:
     """Return the URL of a database of this service.
 
     Raises:
-        ValueError: it is none, its folder is not there, or its driver is not installed.
+        ValueError: the URL is invalid, its folder does not exist, or its driver is not installed.
     """
     expected = "expected sqlite:///path or postgresql+psycopg://user@host/database"
     try:
         url = make_url(given)
     except ArgumentError as error:
-        raise ValueError(f"the database's URL cannot be read: {expected}") from error
+        raise ValueError(f"the database's URL is invalid: {expected}") from error
     if url.drivername in ("sqlite", "sqlite+pysqlite"):
         if url.database in (None, "", ":memory:") or str(url.database).startswith("file:"):
-            raise ValueError(f"{url.render_as_string()}: a file is needed, {expected}")
+            raise ValueError(f"{url.render_as_string()}: found no file; {expected}")
         folder = Path(str(url.database)).parent
         if not folder.is_dir():
-            raise ValueError(f"{url.render_as_string()}: there is no folder {folder}")
+            raise ValueError(f"{url.render_as_string()}: folder {folder} does not exist")
         if Path(str(url.database)).is_dir():
             raise ValueError(f"{url.render_as_string()}: found a folder; expected a file")
         return url
@@ -264,27 +267,27 @@ def checked_url(given: str) -> URL:
 
 
 def _identity(path: str) -> tuple[int, int] | None:
-    """What tells a file from another one of its name; None if there is none."""
+    """Return what identifies a file beyond its name; None if it does not exist."""
     try:
-        found = os.stat(path)
+        status = os.stat(path)
     except FileNotFoundError:
         return None
-    return found.st_dev, found.st_ino
+    return status.st_dev, status.st_ino
 
 
 def _make_private(path: str) -> None:
-    """Let nobody else read what a run told; a file that is there keeps its rights."""
+    """Create the file readable for its owner only; an existing file keeps its mode."""
     os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
 
 
 def _as_sqlite(engine: Engine, begin: str, *, read_only: bool) -> None:
     @event.listens_for(engine, "connect")
     def connected(raw: Any, _record: object) -> None:
-        # SQLAlchemy is to say when a transaction begins, not the driver.
+        # SQLAlchemy begins transactions, not the driver.
         raw.isolation_level = None
         cursor = raw.cursor()
         if not read_only:
-            # Before anything is in the file: afterwards it would take rewriting it as a whole.
+            # Only possible while the file is empty; later it would have to be rewritten.
             _when_free(cursor, "PRAGMA auto_vacuum=INCREMENTAL")
             _when_free(cursor, "PRAGMA journal_mode=WAL")
             cursor.execute(f"PRAGMA journal_size_limit={_WAL_BYTES}")
@@ -301,7 +304,7 @@ def _as_sqlite(engine: Engine, begin: str, *, read_only: bool) -> None:
 
 
 def _when_free(cursor: Any, statement: str) -> None:
-    """Changing the journal's mode is refused at once while somebody else does it."""
+    """Run a statement, again while another process changes the journal mode."""
     deadline = time.monotonic() + _BUSY_S
     while True:
         try:

@@ -1,14 +1,14 @@
-"""What the store raises."""
+"""Errors of the store."""
 
 from __future__ import annotations
 
 
 class StoreError(Exception):
-    """What was asked for was not done."""
+    """An operation of the store that failed."""
 
 
 class QueueFull(StoreError):
-    """The writer has more to write than it may hold; come again in ``retry_s`` seconds."""
+    """A write while the queue is full; retry in ``retry_s`` seconds."""
 
     def __init__(self, message: str, retry_s: float = 1.0) -> None:
         super().__init__(message)
@@ -16,8 +16,8 @@ class QueueFull(StoreError):
 
 
 class StoreUnavailable(StoreError):
-    """The database did not take it now, or not in time; the same may be sent again."""
+    """An operation that the database did not finish now; it can be retried."""
 
 
 class WriteRefused(StoreError):
-    """The database does not take it, nor would it later."""
+    """A write that the database rejects, now and later."""

@@ -1,7 +1,7 @@
-"""Lives of samples whose ids are used again: a put begins one unless one goes on, a clear ends it.
+"""Lives of samples whose ids are reused: the first put starts a life, a clear ends it.
 
-They are read from the events of a place backwards, no further than to the lives that are asked for:
-how long the place has been in use does not matter.
+They are read backwards from the events of a place, only as far as the requested lives: the cost
+does not depend on the age of the place.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ from dataclasses import dataclass
 
 from sqlalchemy import Connection, func, select
 
-from dataplane_admin.store.models import EventModel
 from dataplane_admin.store.packed import unpack_keys
+from dataplane_admin.store.tables import EventModel
 
 EVENT_NAME = func.coalesce(EventModel.name, "")
-"""To choose events of some time by name as well: by the bare column a database would read all of
-these names instead, of whatever time."""
+"""Name column for queries by time and name. With the bare column, a database would use the index by
+name and read events of all times."""
 
 
 @dataclass(frozen=True, slots=True)
 class Life:
-    """When the first put of a life was, in nanoseconds since 1970, and the version it told."""
+    """Time of the first put of a life, in nanoseconds since 1970, and its weight version."""
 
     began_ns: int
     weight_version: int | None
@@ -30,48 +30,49 @@ class Life:
 def read_lives(
     connection: Connection, place_id: int, wanted: Mapping[int, tuple[int, int]], *, until_ns: int
 ) -> dict[int, list[Life]]:
-    """The lives of samples from their newest one back to one that went on at a moment.
+    """Return the lives of samples, from the newest back to the one at a given time.
 
     Args:
-        connection: to read by.
-        place_id: of the samples.
-        wanted: sample key to when its first event was and the moment, in nanoseconds since 1970.
-        until_ns: events after this are not looked at.
+        connection: connection to read by.
+        place_id: place of the samples.
+        wanted: sample key to the time of its first event and the given time, in nanoseconds since
+            1970.
+        until_ns: time after which events are ignored.
 
     Returns:
-        Sample key to lives, the newest first. If none began by the moment they are all there are.
+        Sample key to lives, newest first. If none began by the given time, these are all lives.
     """
     lives: dict[int, list[Life]] = {key: [] for key in wanted}
     if not wanted:
         return lives
-    left = {key: moment for key, (_, moment) in wanted.items()}
+    remaining = {key: moment for key, (_, moment) in wanted.items()}
     begun: dict[int, Life] = {}
     first_ns = min(first for first, _ in wanted.values())
-    told = (
+    events = (
         select(EventModel.name, EventModel.time_ns, EventModel.weight_version, EventModel.keys)
         .where(
             EventModel.place_id == place_id,
             EventModel.time_ns.between(first_ns, until_ns),
             EVENT_NAME.in_(("put", "cleared")),
         )
-        # A clear ends what was put at the same time, so backwards it comes before the put.
+        # A clear ends a put of the same time, so in reverse order it comes first.
         .order_by(EventModel.time_ns.desc(), EventModel.name, EventModel.id.desc())
         .execution_options(yield_per=100)
     )
-    with connection.execute(told) as rows:
+    with connection.execute(events) as rows:
         for row in rows:
             if row.name == "put":
                 life = Life(row.time_ns, row.weight_version)
-                begun.update((key, life) for key in unpack_keys(row.keys) if key in left)
+                begun.update((key, life) for key in unpack_keys(row.keys) if key in remaining)
                 continue
-            # Without ids the whole partition was cleared.
+            # Without ids, the entire partition was cleared.
             for key in unpack_keys(row.keys) if row.keys else list(begun):
                 ended = begun.pop(key, None)
                 if ended is not None:
                     lives[key].append(ended)
-                    if ended.began_ns <= left[key]:
-                        del left[key]
-            if not left:
+                    if ended.began_ns <= remaining[key]:
+                        del remaining[key]
+            if not remaining:
                 break
     for key, life in begun.items():
         lives[key].append(life)
@@ -79,5 +80,5 @@ def read_lives(
 
 
 def life_at(lives: Sequence[Life], time_ns: int) -> Life | None:
-    """Of lives, the newest first, the one that had begun last by then; None if none had."""
-    return next((one for one in lives if one.began_ns <= time_ns), None)
+    """Return the life, of lives newest first, that had begun last by a time; None if none had."""
+    return next((life for life in lives if life.began_ns <= time_ns), None)

@@ -1,7 +1,7 @@
-"""Brings a database to the newest version of the tables.
+"""Migrations of a database to the newest version of the tables.
 
-In one transaction and under the writers' lock, so that of two services that open one database at
-the same moment one does it and the other finds it done.
+They run in one transaction under the writers' lock, so that two services can open a database at the
+same time.
 """
 
 from __future__ import annotations
@@ -19,29 +19,31 @@ from dataplane_admin.store.errors import StoreError
 
 
 def migrate(database: Database) -> None:
-    """Run the migrations that are missing.
+    """Run missing migrations.
 
     Raises:
-        StoreError: a newer version of this service made the database.
+        StoreError: a newer version of this service created the database.
     """
     with database.writer.begin() as connection:
         database.lock(connection)
         config = configuration(connection)
         known = ScriptDirectory.from_config(config)
-        found = MigrationContext.configure(connection).get_current_revision()
-        if found is not None and found not in {one.revision for one in known.walk_revisions()}:
+        current = MigrationContext.configure(connection).get_current_revision()
+        if current is not None and current not in {
+            script.revision for script in known.walk_revisions()
+        }:
             raise StoreError(
-                f"{database.url.render_as_string()}: its tables are of version {found}, which this "
-                f"service does not know; it knows them up to {known.get_current_head()}: use the "
-                "newer service that made them, or another database"
+                f"{database.url.render_as_string()}: tables have version {current}; this service "
+                f"knows versions up to {known.get_current_head()}. Use the newer service that "
+                "created them, or another database"
             )
-        if found != known.get_current_head():
+        if current != known.get_current_head():
             command.upgrade(config, "head")
         database.stamp(connection)
 
 
 def configuration(connection: Connection) -> Config:
-    """Alembic's, on an open transaction."""
+    """Return Alembic's configuration on an open transaction."""
     config = Config()
     config.set_main_option("script_location", str(Path(__file__).parent / "migrations"))
     config.set_main_option("path_separator", "os")

@@ -1,4 +1,4 @@
-"""Keys of samples as an event holds them: eight bytes each, little-endian, in the order told."""
+"""Encoding of an event's sample keys: eight bytes each, little-endian, in reported order."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 
 def pack_keys(keys: Sequence[int]) -> bytes:
-    """Sample keys as `EventModel.keys` has them."""
+    """Encode sample keys for `EventModel.keys`."""
     return struct.pack(f"<{len(keys)}q", *keys)
 
 
 def unpack_keys(packed: bytes) -> tuple[int, ...]:
-    """The keys of `pack_keys`."""
+    """Decode what `pack_keys` returned."""
     return struct.unpack(f"<{len(packed) // 8}q", packed)

@@ -1,17 +1,18 @@
-"""Questions about samples and lifecycle events."""
+"""Queries for samples and lifecycle events."""
 
 from __future__ import annotations
 
 from sqlalchemy import Connection, func, select, tuple_
 
-from dataplane_admin.store.models import (
+from dataplane_admin.models import SampleHit
+from dataplane_admin.store.reader import EVENT_COLUMNS, Reader
+from dataplane_admin.store.rows import ClaimRow, SampleCursor
+from dataplane_admin.store.tables import (
     EventModel,
     EventSampleModel,
     PlaceModel,
     SampleModel,
 )
-from dataplane_admin.store.reader import EVENT_COLUMNS, Reader
-from dataplane_admin.store.rows import ClaimRow, EventRow, SampleCursor, SampleRow
 from dataplane_admin.store.texts import (
     HEAD_BYTES,
     after_prefix,
@@ -21,15 +22,22 @@ from dataplane_admin.store.texts import (
 )
 from dataplane_admin.store.work import in_groups
 from observability.records import Event, Records, decode_logs
+from observability.views.arrivals import MAX_DELAY_NS
 
-_MOST_EVENTS_OF_SAMPLE = 2000
+_MAX_EVENTS_OF_SAMPLE = 2000
 
 
-def read_sample_records(reader: Reader, sample_id: str, partition: str | None) -> Records:
-    """Of `Store.sample_records`."""
+def read_sample_records(reader: Reader, sample_id: str, partition: str | None = None) -> Records:
+    """Return the events of a sample, each with this id only, and the spans of their traces.
+
+    Args:
+        reader: reader of the store.
+        sample_id: id of the sample.
+        partition: name of the partition; None for all.
+    """
     wanted = bytes_of_id(sample_id)
     samples = (
-        select(SampleModel.key, SampleModel.first_ns, PlaceModel.id, PlaceModel.cleared_ns)
+        select(SampleModel.key, PlaceModel.id, PlaceModel.cleared_ns)
         .join(PlaceModel, PlaceModel.id == SampleModel.place_id)
         .where(SampleModel.head == wanted[:HEAD_BYTES], SampleModel.tail == wanted[HEAD_BYTES:])
     )
@@ -37,40 +45,42 @@ def read_sample_records(reader: Reader, sample_id: str, partition: str | None) -
         samples = samples.where(PlaceModel.partition == storable(partition))
     columns = (*EVENT_COLUMNS, EventModel.trace_id, EventModel.id)
     with reader.connect() as connection:
-        found = connection.execute(samples).all()
-        if not found:
+        rows = connection.execute(samples).all()
+        if not rows:
             return Records()
         named = (
             select(*columns)
             .join(EventSampleModel, EventSampleModel.event_id == EventModel.id)
-            .where(EventSampleModel.sample_key.in_([row.key for row in found]))
+            .where(EventSampleModel.sample_key.in_([row.key for row in rows]))
             .order_by(EventModel.id)
-            .limit(_MOST_EVENTS_OF_SAMPLE)
+            .limit(_MAX_EVENTS_OF_SAMPLE)
         )
         events = reader.events(connection, named, only=sample_id)
-        # A clear of the whole partition names no sample.
-        cleared = [row for row in found if row.cleared_ns >= row.first_ns]
-        if cleared:
-            whole = (
+        # A clear of the entire partition names no samples. The receive time decides whether it is
+        # older than the sample, give or take the export delay; senders' clocks do not.
+        cleared = [row.id for row in rows if row.cleared_ns]
+        if cleared and events:
+            since_ns = min(event.received_ns for event in events) - MAX_DELAY_NS
+            clears = (
                 select(*columns)
                 .where(
-                    EventModel.place_id.in_([row.id for row in cleared]),
+                    EventModel.place_id.in_(cleared),
                     EventModel.name == "cleared",
                     EventModel.keys == b"",
-                    EventModel.time_ns >= min(row.first_ns for row in cleared),
+                    EventModel.received_ns >= since_ns,
                 )
                 .order_by(EventModel.id)
-                .limit(_MOST_EVENTS_OF_SAMPLE)
+                .limit(_MAX_EVENTS_OF_SAMPLE)
             )
-            events += reader.events(connection, whole, only=sample_id)
+            events += reader.events(connection, clears, only=sample_id)
         traces = {bytes.fromhex(event.trace_id) for event in events if event.trace_id}
         return Records(reader.spans(connection, sorted(traces)), events)
 
 
 def read_samples(
-    reader: Reader, prefix: str, limit: int, after: SampleCursor | None
-) -> list[SampleRow]:
-    """Of `Store.find_samples`."""
+    reader: Reader, prefix: str, limit: int = 50, after: SampleCursor | None = None
+) -> tuple[list[SampleHit], SampleCursor | None]:
+    """Return a page of samples by id prefix, sorted by id, and the cursor of the next page."""
     wanted = bytes_of_id(prefix)
     place = tuple_(SampleModel.head, SampleModel.tail, SampleModel.key)
     query = (
@@ -86,7 +96,7 @@ def read_samples(
         )
         .join(PlaceModel, PlaceModel.id == SampleModel.place_id)
         .order_by(SampleModel.head, SampleModel.tail, SampleModel.key)
-        .limit(limit)
+        .limit(limit + 1)  # one more shows whether another page follows
     )
     head, tail = wanted[:HEAD_BYTES], wanted[HEAD_BYTES:]
     if tail:
@@ -106,14 +116,19 @@ def read_samples(
             place > (last[:HEAD_BYTES], last[HEAD_BYTES:], after[1]),
         )
     with reader.connect() as connection:
-        return [
-            SampleRow(row[0], id_of_bytes(row[1] + row[2]), *row[3:])
-            for row in connection.execute(query)
-        ]
+        rows = connection.execute(query).all()
+    hits = [
+        SampleHit.of(row, sample_id=id_of_bytes(row.head + row.tail), live=False)
+        for row in rows[:limit]
+    ]
+    if len(rows) <= limit or not hits:
+        return hits, None
+    bottom = rows[limit - 1]
+    return hits, (id_of_bytes(bottom.head + bottom.tail), bottom.key)
 
 
 def read_claimants(reader: Reader, partition: str) -> set[str]:
-    """Of `Store.claimants`."""
+    """Return the tasks that have claimed in a partition, in any run."""
     places = select(PlaceModel.id).where(PlaceModel.partition == storable(partition))
     tasks = select(EventModel.task).where(
         EventModel.place_id.in_(places), EventModel.name == "claimed"
@@ -123,11 +138,20 @@ def read_claimants(reader: Reader, partition: str) -> set[str]:
 
 
 def read_newest_claims(
-    reader: Reader, event_id: int, most: int
+    reader: Reader, event_id: int, maximum: int
 ) -> tuple[list[ClaimRow], int, bool]:
-    """Of `Store.newest_claims`."""
+    """Return the newest claim, or wait for one, of each task, partition and run.
+
+    Args:
+        reader: reader of the store.
+        event_id: event after which to read.
+        maximum: maximum number of events to read, the newest ones.
+
+    Returns:
+        The claims in order of arrival; the event id to continue from; whether no event was skipped.
+    """
     with reader.connect() as connection:
-        newest, too_old = _page(connection, event_id, most)
+        newest, too_old = _page(connection, event_id, maximum)
         claims = (
             select(EventModel.place_id, EventModel.task, EventModel.name, EventModel.id)
             .where(
@@ -136,9 +160,9 @@ def read_newest_claims(
                 EventModel.task != "",
             )
             .order_by(EventModel.id)
-            .limit(most)
+            .limit(maximum)
         )
-        # Grouped here: a database might read an index from end to end for it.
+        # Grouped in Python: a database might scan an entire index for it.
         ids: dict[tuple[int, str], int] = {}
         claimed = set()
         for row in connection.execute(claims):
@@ -152,56 +176,26 @@ def read_newest_claims(
         )
         rows = [
             row
-            for some in in_groups(sorted(ids.values()))
-            for row in connection.execute(of_ids.where(EventModel.id.in_(some)))
+            for group in in_groups(sorted(ids.values()))
+            for row in connection.execute(of_ids.where(EventModel.id.in_(group)))
         ]
-    told = decode_logs(b"".join(row.record for row in rows)).events
-    found = [
+    events = decode_logs(b"".join(row.record for row in rows)).events
+    newest_claims = [
         ClaimRow(row.partition, row.task, (row.place_id, row.task) in claimed, _fields(event))
-        for row, event in zip(rows, told, strict=True)
+        for row, event in zip(rows, events, strict=True)
     ]
-    return found, newest, too_old == event_id
+    return newest_claims, newest, too_old == event_id
 
 
 def _fields(event: Event) -> tuple[str, ...] | None:
     fields = event.attributes.get("dataplane.fields")
     if not isinstance(fields, list):
         return None
-    return tuple([one for one in fields if isinstance(one, str)])
+    return tuple([name for name in fields if isinstance(name, str)])
 
 
-def _page(connection: Connection, event_id: int, most: int) -> tuple[int, int]:
-    """The newest event, and the one after which come the ``most`` newest of those after a given
-    one."""
+def _page(connection: Connection, event_id: int, maximum: int) -> tuple[int, int]:
+    """Return the newest event, and the event after which the ``maximum`` newest ones follow."""
     newest = connection.scalar(select(func.max(EventModel.id))) or event_id
     newer = select(EventModel.id).where(EventModel.id > event_id).order_by(EventModel.id.desc())
-    return newest, connection.scalar(newer.offset(most).limit(1)) or event_id
-
-
-def read_events(reader: Reader, event_id: int, limit: int) -> list[EventRow]:
-    """Of `Store.events_since`."""
-    query = (
-        select(
-            EventModel.id,
-            PlaceModel.run_id,
-            EventModel.step,
-            EventModel.name,
-            PlaceModel.partition,
-            EventModel.task,
-            EventModel.time_ns,
-            EventModel.trace_id,
-            EventModel.span_id,
-            EventModel.samples,
-            EventModel.weight_version,
-        )
-        .join(PlaceModel, PlaceModel.id == EventModel.place_id)
-        .where(EventModel.id > event_id)
-        .order_by(EventModel.id.desc())
-        .limit(limit)
-    )
-    with reader.connect() as connection:
-        rows = connection.execute(query).all()
-    return [
-        EventRow(*row[:7], (row[7] or b"").hex(), (row[8] or b"").hex(), *row[9:])
-        for row in reversed(rows)
-    ]
+    return newest, connection.scalar(newer.offset(maximum).limit(1)) or event_id

@@ -1,4 +1,4 @@
-"""Questions about runs and traces."""
+"""Queries for runs and traces."""
 
 from __future__ import annotations
 
@@ -7,69 +7,66 @@ from typing import Any  # Any: rows
 
 from sqlalchemy import Select, exists, func, select
 
-from dataplane_admin.store.models import EventModel, LinkModel, RunModel, TraceModel
+from dataplane_admin.models import Run, TraceFacts
 from dataplane_admin.store.reader import EVENT_COLUMNS, Reader, trace_bytes
-from dataplane_admin.store.rows import Cursor, RunRow, StepRow, TraceFilter, TraceRow
+from dataplane_admin.store.rows import StepRow, TraceCursor, TraceFilter
+from dataplane_admin.store.tables import EventModel, LinkModel, RunModel, TraceModel
 from dataplane_admin.store.texts import storable
 from observability.records import Records
 from observability.views.steps import ROOT
 
+# Columns that the model has, under the model's names.
 _COLUMNS = (
-    TraceModel.trace_id,
-    TraceModel.run_id,
-    TraceModel.step,
-    TraceModel.name,
-    TraceModel.start_ns,
-    TraceModel.end_ns,
-    TraceModel.has_root,
-    TraceModel.spans,
-    TraceModel.errors,
-    TraceModel.processes,
-    TraceModel.rejected,
-    TraceModel.updated_ns,
+    *(column for column in TraceModel.__table__.columns if column.name in TraceFacts.model_fields),
+    TraceModel.updated_ns.label("received_ns"),
 )
 _ENDED = (TraceModel.step.is_not(None), TraceModel.has_root)
-# By the clock of this service: those of senders may be a day ahead.
+# Ordered by this service's clock: a sender's clock may be a day ahead.
 _NEWEST_RUN = (RunModel.updated_ns.desc(), RunModel.last_ns.desc(), RunModel.run_id)
-_MOST_RUNS = 1000
-# Traces of a run among which its newest steps are looked for.
-_MOST_BESIDE = 1000
+_MAX_RUNS = 1000
+# Newest traces of a run to search for steps.
+_MAX_LATEST = 1000
 _AT_ONCE = 50
 
 
-def read_runs(reader: Reader) -> list[RunRow]:
-    """Of `Store.runs`."""
+def read_runs(reader: Reader) -> list[Run]:
+    """Return at most 1,000 runs, last reported first."""
     steps = (
         select(func.count(TraceModel.step.distinct()))
         .where(TraceModel.run_id == RunModel.run_id)
         .scalar_subquery()
+        .label("steps")
     )
     query = (
         select(RunModel.run_id, RunModel.first_ns, RunModel.last_ns, steps)
         .order_by(*_NEWEST_RUN)
-        .limit(_MOST_RUNS)
+        .limit(_MAX_RUNS)
     )
     with reader.connect() as connection:
-        return [RunRow(*row) for row in connection.execute(query)]
+        return [Run.of(row) for row in connection.execute(query)]
 
 
 def read_run_with_steps(reader: Reader) -> str | None:
-    """Of `Store.run_with_steps`."""
-    ended = exists().where(TraceModel.run_id == RunModel.run_id, *_ENDED)
-    query = select(RunModel.run_id).where(ended).order_by(*_NEWEST_RUN).limit(1)
+    """Return the newest run with a finished step."""
+    finished = exists().where(TraceModel.run_id == RunModel.run_id, *_ENDED)
+    query = select(RunModel.run_id).where(finished).order_by(*_NEWEST_RUN).limit(1)
     with reader.connect() as connection:
         return connection.scalar(query)
 
 
 def read_run_steps(reader: Reader, run_id: str, limit: int) -> tuple[list[StepRow], bool]:
-    """Of `Store.run_steps`."""
-    # Beside its step a trace of its own may tell the number: that of a validation.
+    """Return the newest ``limit`` finished steps of a run in order of arrival, and whether there
+    are older ones.
+
+    Of a repeated step, such as after a resume, the last repetition counts.
+    """
+    # Other traces, such as a validation, may have the step's number as well.
     of_one_step = (
         (TraceModel.name == ROOT).desc(),
         TraceModel.arrival.desc(),
     )
     place = func.row_number().over(partition_by=TraceModel.step, order_by=of_one_step)
-    ended = (
+    finished = (
         select(
             TraceModel.step,
             TraceModel.trace_id,
@@ -83,7 +80,10 @@ def read_run_steps(reader: Reader, run_id: str, limit: int) -> tuple[list[StepRo
         .subquery()
     )
     query = (
-        select(*ended.c).where(ended.c.place == 1).order_by(ended.c.arrival.desc()).limit(limit + 1)
+        select(*finished.c)
+        .where(finished.c.place == 1)
+        .order_by(finished.c.arrival.desc())
+        .limit(limit + 1)
     )
     with reader.connect() as connection:
         rows = [
@@ -94,45 +94,48 @@ def read_run_steps(reader: Reader, run_id: str, limit: int) -> tuple[list[StepRo
 
 
 def read_traces(
-    reader: Reader, chosen: TraceFilter, before: Cursor | None, limit: int
-) -> tuple[list[TraceRow], Cursor | None]:
-    """Of `Store.traces`."""
+    reader: Reader,
+    chosen: TraceFilter = TraceFilter(),  # noqa: B008  # frozen
+    before: TraceCursor | None = None,
+    limit: int = 50,
+) -> tuple[list[TraceFacts], TraceCursor | None]:
+    """Return a page of traces, last received first, and the cursor of the next page."""
     query = _filtered(select(*_COLUMNS, TraceModel.arrival), chosen)
     if before is not None:
-        query = query.where(TraceModel.arrival < before.arrival)
+        query = query.where(TraceModel.arrival < before)
     query = query.order_by(TraceModel.arrival.desc())
     with reader.connect() as connection:
-        found = connection.execute(query.limit(limit + 1)).all()
-    rows = [_row(row[:-1]) for row in found[:limit]]
-    more = len(found) > limit and bool(rows)
-    return rows, Cursor(found[limit - 1].arrival) if more else None
+        rows = connection.execute(query.limit(limit + 1)).all()
+    facts = [_facts(row) for row in rows[:limit]]
+    more = len(rows) > limit and bool(facts)
+    return facts, rows[limit - 1].arrival if more else None
 
 
-def read_steps(reader: Reader, run_id: str, limit: int) -> list[TraceRow]:
-    """Of `Store.steps`."""
+def read_steps(reader: Reader, run_id: str, limit: int = 10) -> list[TraceFacts]:
+    """Return the newest step traces among the newest 1,000 traces of a run."""
     newest = (
         select(*_COLUMNS)
         .where(TraceModel.run_id == storable(run_id))
         .order_by(TraceModel.arrival.desc())
-        .limit(_MOST_BESIDE)
+        .limit(_MAX_LATEST)
         .execution_options(yield_per=_AT_ONCE)
     )
     with reader.connect() as connection, connection.execute(newest) as rows:
-        return [_row(row) for row in islice((row for row in rows if row.step is not None), limit)]
+        return [_facts(row) for row in islice((row for row in rows if row.step is not None), limit)]
 
 
-def read_trace(reader: Reader, trace_id: str) -> TraceRow | None:
-    """Of `Store.trace`."""
+def read_trace(reader: Reader, trace_id: str) -> TraceFacts | None:
+    """Return one trace, None if it is not stored or the id is invalid."""
     wanted = trace_bytes(trace_id)
     if wanted is None:
         return None
     with reader.connect() as connection:
         row = connection.execute(select(*_COLUMNS).where(TraceModel.trace_id == wanted)).first()
-    return None if row is None else _row(row)
+    return None if row is None else _facts(row)
 
 
-def read_trace_records(reader: Reader, trace_id: str, *, events: bool) -> Records:
-    """Of `Store.trace_records`."""
+def read_trace_records(reader: Reader, trace_id: str, *, events: bool = True) -> Records:
+    """Return the spans of a trace, and with ``events`` also its events."""
     wanted = trace_bytes(trace_id)
     if wanted is None:
         return Records()
@@ -143,27 +146,30 @@ def read_trace_records(reader: Reader, trace_id: str, *, events: bool) -> Record
 
 
 def read_linked(reader: Reader, trace_id: str) -> tuple[list[str], list[str]]:
-    """Of `Store.linked`."""
+    """Return the traces that a trace links to, and those that link to it."""
     wanted = trace_bytes(trace_id)
     if wanted is None:
         return [], []
     to = select(LinkModel.linked_id).where(LinkModel.trace_id == wanted)
     back = select(LinkModel.trace_id).where(LinkModel.linked_id == wanted)
     with reader.connect() as connection:
-        found = [sorted(one.hex() for one in connection.scalars(query)) for query in (to, back)]
-    return found[0], found[1]
+        linked = [
+            sorted(trace_id_bytes.hex() for trace_id_bytes in connection.scalars(query))
+            for query in (to, back)
+        ]
+    return linked[0], linked[1]
 
 
 def _filtered(query: Select[*tuple[Any, ...]], chosen: TraceFilter) -> Select[*tuple[Any, ...]]:
-    took_ns = TraceModel.end_ns - TraceModel.start_ns
+    duration_ns = TraceModel.end_ns - TraceModel.start_ns
     if chosen.run_id is not None:
         query = query.where(TraceModel.run_id == storable(chosen.run_id))
     if chosen.step is not None:
         query = query.where(TraceModel.step == chosen.step)
     if chosen.min_s is not None:
-        query = query.where(took_ns >= int(chosen.min_s * 1e9))
+        query = query.where(duration_ns >= int(chosen.min_s * 1e9))
     if chosen.max_s is not None:
-        query = query.where(took_ns <= int(chosen.max_s * 1e9))
+        query = query.where(duration_ns <= int(chosen.max_s * 1e9))
     if chosen.error is not None:
         query = query.where(TraceModel.errors > 0 if chosen.error else TraceModel.errors == 0)
     if chosen.name:
@@ -171,5 +177,12 @@ def _filtered(query: Select[*tuple[Any, ...]], chosen: TraceFilter) -> Select[*t
     return query
 
 
-def _row(row: Any) -> TraceRow:
-    return TraceRow(row[0].hex(), *row[1:])
+def _facts(row: Any) -> TraceFacts:
+    # A time of 0 was not reported.
+    return TraceFacts.of(
+        row,
+        trace_id=row.trace_id.hex(),
+        start_ns=row.start_ns or None,
+        end_ns=row.end_ns or None,
+        seconds=max(0, row.end_ns - row.start_ns) / 1e9,
+    )

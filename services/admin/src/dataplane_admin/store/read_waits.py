@@ -1,12 +1,10 @@
-"""Waits that have not ended, and what `observability.views.why` needs to know of their partitions.
+"""Open waits, and the events that `observability.views.why` needs about their partitions.
 
-Of a partition that is the newest declaration and what was done to the samples that are there now.
-How much is read does not depend on how long the partition has been in use, but on how many samples
-there are and how many were put and cleared by name since the declaration, until they are as many as
-it declares.
+For a partition these are the newest declaration and the events of its present samples. The cost
+depends not on the partition's age, but on the number of its samples, plus those put and cleared by
+name since the declaration, up to the declared number.
 
-Whether a process goes on is judged by when this service received what it told, since clocks of
-hosts disagree.
+Receive times decide whether a process is silent, since clocks of hosts disagree.
 """
 
 from __future__ import annotations
@@ -19,7 +17,10 @@ from typing import Any  # Any: rows
 from sqlalchemy import Connection, case, func, select
 
 from dataplane_admin.store.lives import EVENT_NAME
-from dataplane_admin.store.models import (
+from dataplane_admin.store.packed import unpack_keys
+from dataplane_admin.store.reader import EVENT_COLUMNS, Reader
+from dataplane_admin.store.rows import WaitRecords
+from dataplane_admin.store.tables import (
     EventModel,
     EventSampleModel,
     OpenWaitModel,
@@ -28,27 +29,34 @@ from dataplane_admin.store.models import (
     SampleModel,
     SeriesModel,
 )
-from dataplane_admin.store.packed import unpack_keys
-from dataplane_admin.store.reader import EVENT_COLUMNS, Reader
-from dataplane_admin.store.rows import WaitRecords
 from dataplane_admin.store.texts import id_of_bytes, storable
 from dataplane_admin.store.work import in_groups
 from observability.records import Event, decode_logs
 
 _SHAPING = ("put", "claimed", "released", "acknowledged")
-"""Events that say what there is of a sample, and who has claimed it."""
+"""Events that determine the fields of a sample and who has claimed it."""
 
-_MOST_OPEN = 10_000
-_MOST_WAITS = 200
-# Up to so many events since the oldest sample are read as they come; of more only those that name a
-# sample that is there.
+_MAX_OPEN = 10_000
+_MAX_WAITS = 200
+# Up to this number, all events since the oldest sample are read; above, only those that name a
+# present sample.
 _FEW_EVENTS = 2_000
 _SAMPLES = "dataplane.samples"
 _WITHDRAWN = "dataplane.withdrawn"
 
 
-def read_wait_records(reader: Reader, run_id: str | None, silent_after_s: float) -> WaitRecords:
-    """Of `Store.wait_records`."""
+def read_wait_records(
+    reader: Reader, *, run_id: str | None = None, silent_after_s: float = 300.0
+) -> WaitRecords:
+    """Return what `observability.views.why` needs: open waits and events of their partitions.
+
+    There are at most 200 waits: those of live processes first, then the newest.
+
+    Args:
+        reader: reader of the store.
+        run_id: run to filter by; None for all.
+        silent_after_s: seconds without telemetry after which a process counts as silent.
+    """
     open_waits = (
         select(
             OpenWaitModel.event_id,
@@ -61,7 +69,7 @@ def read_wait_records(reader: Reader, run_id: str | None, silent_after_s: float)
         .join(PlaceModel, PlaceModel.id == OpenWaitModel.place_id)
         .join(EventModel, EventModel.id == OpenWaitModel.event_id)
         .order_by(OpenWaitModel.event_id.desc())
-        .limit(_MOST_OPEN)
+        .limit(_MAX_OPEN)
     )
     if run_id is not None:
         open_waits = open_waits.where(PlaceModel.run_id == storable(run_id))
@@ -71,8 +79,8 @@ def read_wait_records(reader: Reader, run_id: str | None, silent_after_s: float)
         if not waits:
             return WaitRecords()
         silent = _silent(connection, waits, int(silent_after_s * 1e9))
-        chosen = sorted(waits, key=lambda row: (_who(row) in silent, -row.event_id))
-        chosen = chosen[:_MOST_WAITS]
+        chosen = sorted(waits, key=lambda row: (_source(row) in silent, -row.event_id))
+        chosen = chosen[:_MAX_WAITS]
         chosen.sort(key=lambda row: row.event_id)
         events = _of_ids(reader, connection, [row.event_id for row in chosen])
         places = select(PlaceModel.id, PlaceModel.cleared_ns).where(
@@ -80,89 +88,92 @@ def read_wait_records(reader: Reader, run_id: str | None, silent_after_s: float)
         )
         for place in connection.execute(places).all():
             events += _shape(reader, connection, place.id, place.cleared_ns)
-        [told_last] = decode_logs(connection.scalar(newest) or b"").events
-    # Whose run it is says which run goes on; what it did is among the others if it matters here.
-    last_ns = max(told_last.time_ns, *(event.time_ns for event in events))
-    events.append(replace(told_last, name="", time_ns=last_ns))
-    received_ns = [row.received_ns for row in chosen]
-    return WaitRecords(events=events, silent=silent, received_ns=received_ns)
+        [newest_event] = decode_logs(connection.scalar(newest) or b"").events
+    # The last event shows which run is active; without name and ids it has no other effect.
+    last_ns = max(newest_event.time_ns, *(event.time_ns for event in events))
+    events.append(replace(newest_event, name="", time_ns=last_ns))
+    return WaitRecords(events=events, silent=silent)
 
 
 def _silent(
     connection: Connection, waits: Sequence[Any], after_ns: int
 ) -> dict[tuple[str, str], int]:
-    """Of each process and run that wait and were not heard of for so long, when they last were.
+    """Return when each silent process of a run with an open wait was last seen.
 
-    A process that sends metrics sends them as well while it waits, and one may have said that it
-    tells of its wait again. Of one that does neither silence says nothing by itself: its run has
-    ended if others were heard of that much later.
+    A process that sends metrics, or repeats its waits, also does so while blocked. Other processes
+    count as silent if another run was seen that much later.
     """
     metrics = {
-        row.process_id.hex(): row.heard_ns
-        for some in in_groups({row.process_id for row in waits})
+        row.process_id.hex(): row.last_seen_ns
+        for group in in_groups({row.process_id for row in waits})
         for row in connection.execute(
-            select(SeriesModel.process_id, func.max(SeriesModel.updated_ns).label("heard_ns"))
-            .where(SeriesModel.process_id.in_(some))
+            select(SeriesModel.process_id, func.max(SeriesModel.updated_ns).label("last_seen_ns"))
+            .where(SeriesModel.process_id.in_(group))
             .group_by(SeriesModel.process_id)
         )
     }
-    told = {
+    reported = {
         row.run_id: row.updated_ns
         for row in connection.execute(select(RunModel.run_id, RunModel.updated_ns))
     }
-    newest_ns = max(told.values(), default=0)
-    heard: dict[tuple[str, str], int] = {}
-    again: set[tuple[str, str]] = set()
+    newest_ns = max(reported.values(), default=0)
+    last_seen: dict[tuple[str, str], int] = {}
+    repeating: set[tuple[str, str]] = set()
     for row in waits:
-        who = _who(row)
-        heard[who] = max(row.received_ns, heard.get(who, 0))
+        source = _source(row)
+        last_seen[source] = max(row.received_ns, last_seen.get(source, 0))
         if row.again:
-            again.add(who)
+            repeating.add(source)
     silent = {}
-    for (process, run_id), waited_ns in heard.items():
-        if process in metrics or (process, run_id) in again:
+    for (process, run_id), waited_ns in last_seen.items():
+        if process in metrics or (process, run_id) in repeating:
             now_ns, last_ns = time.time_ns(), max(waited_ns, metrics.get(process, 0))
         else:
-            now_ns, last_ns = newest_ns, max(waited_ns, told.get(run_id, 0))
+            now_ns, last_ns = newest_ns, max(waited_ns, reported.get(run_id, 0))
         if now_ns - last_ns > after_ns:
             silent[process, run_id] = last_ns
     return silent
 
 
-def _who(row: Any) -> tuple[str, str]:
-    """Which process and run of `WaitRecords.silent` a wait is of."""
+def _source(row: Any) -> tuple[str, str]:
+    """Return process and run of a wait, a key of `WaitRecords.silent`."""
     return row.process_id.hex(), row.run_id
 
 
 def _shape(reader: Reader, connection: Connection, place_id: int, cleared_ns: int) -> list[Event]:
-    """The events that make a partition what it is now, but for waits."""
-    there = select(
+    """Return the events that determine the present state of a partition, except waits."""
+    present = select(
         SampleModel.key,
         SampleModel.head,
         SampleModel.tail,
         SampleModel.first_ns,
         SampleModel.gone_ns,
     ).where(SampleModel.place_id == place_id, SampleModel.live_ns > max(0, cleared_ns))
-    ended: dict[str, int] = {}
+    ended_ns_of: dict[str, int] = {}
     keys: list[int] = []
     since_ns = 1 << 62
-    for row in connection.execute(there):
+    for row in connection.execute(present):
         ended_ns = max(row.gone_ns, cleared_ns)
-        ended[id_of_bytes(row.head + row.tail)] = ended_ns
+        ended_ns_of[id_of_bytes(row.head + row.tail)] = ended_ns
         keys.append(row.key)
-        # Not since its put: a put is told when it returns, and who is quick has claimed it by then.
+        # Its put would be too late: a put is reported when it returns, and a claim may be earlier.
         since_ns = min(since_ns, max(ended_ns, row.first_ns))
     events = _declaration(reader, connection, place_id, cleared_ns)
     if keys:
-        events += _about(_told_of(reader, connection, place_id, keys, since_ns), ended)
+        events += _of_present(
+            _shaping_events(reader, connection, place_id, keys, since_ns), ended_ns_of
+        )
     return events
 
 
 def _declaration(
     reader: Reader, connection: Connection, place_id: int, cleared_ns: int
 ) -> list[Event]:
-    """The newest one. Its samples that were put and are gone are taken off what it declares, so
-    that what is left to be put comes out right without their events."""
+    """Return the newest declaration of a partition.
+
+    Samples that were put and are gone are subtracted from the declared number, so that the number
+    of outstanding samples is right without their events.
+    """
     newest = (
         select(*EVENT_COLUMNS, EventModel.time_ns)
         .where(
@@ -173,69 +184,71 @@ def _declaration(
         .order_by(EventModel.time_ns.desc(), EventModel.id.desc())
         .limit(1)
     )
-    found = reader.events(connection, newest)
-    for event in found:
+    declarations = reader.events(connection, newest)
+    for event in declarations:
         declared = event.attributes.get(_SAMPLES)
         if isinstance(declared, int) and declared > 0:
             gone = _gone(connection, place_id, cleared_ns, event.time_ns, declared)
-            left = {_SAMPLES: max(0, declared - gone)}
-            return [replace(event, attributes={**event.attributes, **left})]
-    return found
+            remaining = {_SAMPLES: max(0, declared - gone)}
+            return [replace(event, attributes={**event.attributes, **remaining})]
+    return declarations
 
 
-def _gone(connection: Connection, place_id: int, cleared_ns: int, since_ns: int, most: int) -> int:
-    """How often a sample was cleared by name since a moment; counted until it is ``most``.
+def _gone(
+    connection: Connection, place_id: int, cleared_ns: int, since_ns: int, maximum: int
+) -> int:
+    """Return the number of samples cleared by name since a time, up to ``maximum``.
 
-    Withdrawn ones are to be put again, under whatever ids; a clear of a sample that is not there
-    changes nothing.
+    Withdrawn samples do not count, since they are put again under other ids. Neither do clears of
+    absent samples.
 
     Args:
-        connection: to read by.
+        connection: connection to read by.
         place_id: the partition.
-        cleared_ns: when the whole partition was cleared last, before that moment.
-        since_ns: the moment, in nanoseconds since 1970.
-        most: more need not be known.
+        cleared_ns: last clear of the entire partition before that time.
+        since_ns: the time, in nanoseconds since 1970.
+        maximum: number at which to stop counting.
     """
     record = case((EventModel.name == "cleared", EventModel.record), else_=None)
-    told = (
+    events = (
         select(EventModel.name, EventModel.keys, record.label("record"))
         .where(
             EventModel.place_id == place_id,
             EventModel.time_ns > since_ns,
             EVENT_NAME.in_(("put", "cleared")),
         )
-        # A clear ends what was put at the same time.
+        # A clear applies to puts of the same time.
         .order_by(EventModel.time_ns, EventModel.name.desc(), EventModel.id)
         .execution_options(yield_per=100)
     )
-    there: set[int] = set()
+    present: set[int] = set()
     cleared: set[int] = set()
-    perhaps: set[int] = set()
+    earlier: set[int] = set()
     gone = 0
-    with connection.execute(told) as rows:
+    with connection.execute(events) as rows:
         for row in rows:
             named = set(unpack_keys(row.keys))
             if row.name == "put":
-                there |= named
+                present |= named
                 continue
             if not _is_withdrawal(row.record):
-                gone += len(named & there)
-                # Put before that moment, if ever.
-                perhaps |= named - there - cleared
-            there -= named
+                gone += len(named & present)
+                # Possibly put before that time.
+                earlier |= named - present - cleared
+            present -= named
             cleared |= named
-            if gone >= most:
+            if gone >= maximum:
                 return gone
-    return gone + _count_there(connection, perhaps, cleared_ns, since_ns)
+    return gone + _count_there(connection, earlier, cleared_ns, since_ns)
 
 
 def _count_there(connection: Connection, keys: set[int], cleared_ns: int, at_ns: int) -> int:
-    """How many of these samples were there at a moment."""
+    """Return how many of these samples were present at a time."""
     put_ns, ended_ns = (
         func.max(case((EventModel.name == name, EventModel.time_ns), else_=0))
         for name in ("put", "cleared")
     )
-    there = (
+    present = (
         select(EventSampleModel.sample_key)
         .join(EventModel, EventModel.id == EventSampleModel.event_id)
         .where(EventModel.time_ns > cleared_ns, EventModel.time_ns <= at_ns)
@@ -243,8 +256,8 @@ def _count_there(connection: Connection, keys: set[int], cleared_ns: int, at_ns:
         .having(put_ns > ended_ns)
     )
     return sum(
-        len(connection.scalars(there.where(EventSampleModel.sample_key.in_(some))).all())
-        for some in in_groups(keys)
+        len(connection.scalars(present.where(EventSampleModel.sample_key.in_(group))).all())
+        for group in in_groups(keys)
     )
 
 
@@ -255,17 +268,17 @@ def _is_withdrawal(record: bytes) -> bool:
     return event.attributes.get(_WITHDRAWN) is True
 
 
-def _told_of(
+def _shaping_events(
     reader: Reader, connection: Connection, place_id: int, keys: Sequence[int], since_ns: int
 ) -> list[Event]:
-    """The events that shape samples, and perhaps others of that time."""
+    """Return the events that determine these samples, and possibly others of that time."""
     since = (EventModel.time_ns >= since_ns, EventModel.name.in_(_SHAPING))
     few = (
         select(EventModel.id).where(EventModel.place_id == place_id, *since).limit(_FEW_EVENTS + 1)
     )
     ids = list(connection.scalars(few))
     if len(ids) > _FEW_EVENTS:
-        # A sample that has been there since long ago must not bring along all that came after it.
+        # An old sample must not cause all later events to be read.
         named = (
             select(EventSampleModel.event_id)
             .join(EventModel, EventModel.id == EventSampleModel.event_id)
@@ -275,21 +288,27 @@ def _told_of(
         ids = sorted(
             {
                 event_id
-                for some in in_groups(keys)
+                for group in in_groups(keys)
                 for event_id in connection.scalars(
-                    named.where(EventSampleModel.sample_key.in_(some))
+                    named.where(EventSampleModel.sample_key.in_(group))
                 )
             }
         )
     return _of_ids(reader, connection, ids)
 
 
-def _about(events: Iterable[Event], ended: Mapping[str, int]) -> list[Event]:
-    """The events with only the samples that are there, each since its latest clear."""
+def _of_present(events: Iterable[Event], ended: Mapping[str, int]) -> list[Event]:
+    """Return the events reduced to present samples, each since its latest clear."""
     cut = []
     for event in events:
         never = event.time_ns
-        ids = tuple([one for one in event.sample_ids if ended.get(one, never) < event.time_ns])
+        ids = tuple(
+            [
+                sample_id
+                for sample_id in event.sample_ids
+                if ended.get(sample_id, never) < event.time_ns
+            ]
+        )
         if ids:
             cut.append(replace(event, sample_ids=ids))
     return cut
@@ -298,9 +317,9 @@ def _about(events: Iterable[Event], ended: Mapping[str, int]) -> list[Event]:
 def _of_ids(reader: Reader, connection: Connection, ids: Iterable[int]) -> list[Event]:
     return [
         event
-        for some in in_groups(sorted(ids))
+        for group in in_groups(sorted(ids))
         for event in reader.events(
             connection,
-            select(*EVENT_COLUMNS).where(EventModel.id.in_(some)).order_by(EventModel.id),
+            select(*EVENT_COLUMNS).where(EventModel.id.in_(group)).order_by(EventModel.id),
         )
     ]

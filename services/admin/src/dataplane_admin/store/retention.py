@@ -1,7 +1,7 @@
-"""Lets go of the oldest, by age and by size, a little at a time.
+"""Retention: deletes the oldest records by age and size, in small steps.
 
-Age counts from when something was received: clocks of others are not trusted. A trace goes as a
-whole once nothing of it came for that long.
+Age counts from the receive time, since senders' clocks are not trusted. A trace is deleted entirely
+once it has received nothing for that long.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from sqlalchemy import delete, exists, select
 
 from dataplane_admin.store.apply_events import EVENT_BYTES, SAMPLE_BYTES
 from dataplane_admin.store.engine import Database
-from dataplane_admin.store.models import (
+from dataplane_admin.store.packed import unpack_keys
+from dataplane_admin.store.tables import (
     ChunkModel,
     EventModel,
     EventSampleModel,
@@ -26,7 +27,6 @@ from dataplane_admin.store.models import (
     SpanModel,
     TraceModel,
 )
-from dataplane_admin.store.packed import unpack_keys
 from dataplane_admin.store.work import State, Work, in_groups
 
 _TRACES_A_STEP = 16
@@ -34,29 +34,29 @@ _EVENTS_A_STEP = 128
 _SAMPLES_A_STEP = 8192
 _PAGES_A_STEP = 512
 _RUNS_A_STEP = 16
-# Of the limit, below which the log is left to SQLite.
+# Share of the limit below which only SQLite truncates the log.
 _LOG_SHARE = 64
 
 
 @dataclass(frozen=True)
 class Retention:
-    """How long and how much is kept.
+    """Limits of the stored telemetry.
 
     Attributes:
-        max_age_s: what was received longer ago goes; None keeps it.
-        max_bytes: past this the oldest goes, whatever its age; None keeps it. Of the SQLite file
-            without what is free in it, and of its write-ahead log; in PostgreSQL of what was
-            written, without what its tables take beside it.
+        max_age_s: maximum age in seconds since the receive time; None for no limit.
+        max_bytes: maximum size, beyond which the oldest records are deleted; None for no limit. It
+            counts the used part of the SQLite file and its write-ahead log; in PostgreSQL the
+            written records without the overhead of tables.
     """
 
     max_age_s: float | None = 7 * 86_400.0
     max_bytes: int | None = 2 << 30
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be meant.
+        """Check the limits.
 
         Raises:
-            ValueError: a limit is not more than 0.
+            ValueError: a limit is not above 0.
         """
         for name in ("max_age_s", "max_bytes"):
             value = getattr(self, name)
@@ -65,15 +65,15 @@ class Retention:
 
 
 class Sweeper:
-    """Takes one small step at a time; each is a transaction of some milliseconds."""
+    """Sweeper that deletes in small steps, each a transaction of some milliseconds."""
 
     def __init__(self, database: Database, retention: Retention) -> None:
         self._database = database
         self._retention = retention
 
     def step(self) -> bool:
-        """Let some of what is too old or too much go; whether there may be more."""
-        # While somebody reads, the log cannot be cut; what is stored must not go instead.
+        """Delete some records beyond the limits; return whether there may be more."""
+        # Readers prevent truncating the log; records must not be deleted instead.
         log_bytes = self._log_bytes()
         with self._database.writer.begin() as connection:
             self._database.lock(connection)
@@ -85,20 +85,20 @@ class Sweeper:
         return self._database.shrink(_PAGES_A_STEP) or gone
 
     def _log_bytes(self) -> int:
-        """Return what the log takes, cut if it and the file together pass the limit."""
-        most, log_bytes = self._retention.max_bytes, self._database.log_bytes()
-        if most is None or self._database.file_bytes() + log_bytes <= most:
+        """Return the log's bytes, truncated if log and file together exceed the limit."""
+        maximum, log_bytes = self._retention.max_bytes, self._database.log_bytes()
+        if maximum is None or self._database.file_bytes() + log_bytes <= maximum:
             return log_bytes
-        if log_bytes < most // _LOG_SHARE:  # not worth forcing the file to the disk
+        if log_bytes < maximum // _LOG_SHARE:  # not worth forcing the file to the disk
             return log_bytes
         return self._database.log_bytes() if self._database.empty_log() else 0
 
     def _too_old(self, work: Work, log_bytes: int) -> int:
-        """What was received before this, in nanoseconds since 1970, has to go."""
+        """Return the receive time, in nanoseconds since 1970, before which records are deleted."""
         state: State = work.state
-        most, age = self._retention.max_bytes, self._retention.max_age_s
+        maximum, age = self._retention.max_bytes, self._retention.max_age_s
         live_bytes = self._database.live_bytes(work.connection, state.nbytes)
-        if most is not None and live_bytes + log_bytes > most:
+        if maximum is not None and live_bytes + log_bytes > maximum:
             oldest = _oldest_ns(work)
             if oldest is not None:
                 return oldest + 1
@@ -106,28 +106,31 @@ class Sweeper:
 
 
 def _oldest_ns(work: Work) -> int | None:
-    """When the last came of those that go in one step; traces and events of one age go together."""
+    """Return the newest receive time of the records that one step deletes.
+
+    Traces and events of the same age are deleted together.
+    """
     traces = select(TraceModel.updated_ns).order_by(TraceModel.updated_ns).limit(_TRACES_A_STEP)
     events = select(EventModel.received_ns).order_by(EventModel.id).limit(_EVENTS_A_STEP)
-    found = [work.connection.execute(some).scalars().all() for some in (traces, events)]
-    return min((max(some) for some in found if some), default=None)
+    columns = [work.connection.execute(query).scalars().all() for query in (traces, events)]
+    return min((max(query) for query in columns if query), default=None)
 
 
 def _drop_oldest(work: Work, before_ns: int) -> int:
-    """Some of the traces and events received before; how many."""
+    """Delete some traces and events received before a time; return how many."""
     traces = work.connection.execute(
         select(TraceModel.trace_id, TraceModel.arrival, TraceModel.spans, TraceModel.nbytes)
         .where(TraceModel.updated_ns < before_ns)
         .order_by(TraceModel.updated_ns)
         .limit(_TRACES_A_STEP)
     ).all()
-    for some in in_groups([row.trace_id for row in traces]):
+    for group in in_groups([row.trace_id for row in traces]):
         for column in (
             ChunkModel.trace_id,
             LinkModel.trace_id,
             TraceModel.trace_id,
         ):
-            work.connection.execute(delete(column.class_).where(column.in_(some)))
+            work.connection.execute(delete(column.class_).where(column.in_(group)))
     for arrivals in in_groups([row.arrival for row in traces]):
         work.connection.execute(delete(SpanModel).where(SpanModel.trace.in_(arrivals)))
     work.state.traces -= len(traces)
@@ -150,20 +153,20 @@ def _drop_events(work: Work, before_ns: int) -> int:
         dropped.append(row.id)
         keys.update(dict.fromkeys(named))
         work.state.nbytes -= len(row.record) + EVENT_BYTES + SAMPLE_BYTES * len(named)
-    for those in in_groups(keys):
-        # Ids grow, so these are all events up to the last of them.
+    for group in in_groups(keys):
+        # Ids grow, so this includes every deleted event.
         work.connection.execute(
             delete(EventSampleModel).where(
-                EventSampleModel.sample_key.in_(those), EventSampleModel.event_id <= dropped[-1]
+                EventSampleModel.sample_key.in_(group), EventSampleModel.event_id <= dropped[-1]
             )
         )
-    for some in in_groups(dropped):
-        work.connection.execute(delete(OpenWaitModel).where(OpenWaitModel.event_id.in_(some)))
-        work.connection.execute(delete(EventModel).where(EventModel.id.in_(some)))
-    for those in in_groups(keys):
+    for group in in_groups(dropped):
+        work.connection.execute(delete(OpenWaitModel).where(OpenWaitModel.event_id.in_(group)))
+        work.connection.execute(delete(EventModel).where(EventModel.id.in_(group)))
+    for group in in_groups(keys):
         unnamed = ~exists().where(EventSampleModel.sample_key == SampleModel.key)
         done = work.connection.execute(
-            delete(SampleModel).where(SampleModel.key.in_(those), unnamed)
+            delete(SampleModel).where(SampleModel.key.in_(group), unnamed)
         )
         work.state.samples -= done.rowcount
     work.state.events -= len(dropped)
@@ -171,7 +174,7 @@ def _drop_events(work: Work, before_ns: int) -> int:
 
 
 def _drop_rest(work: Work, before_ns: int) -> bool:
-    """Series, and runs of which nothing is left."""
+    """Delete old series, and runs without records."""
     done = work.connection.execute(delete(SeriesModel).where(SeriesModel.updated_ns < before_ns))
     runs = work.connection.execute(
         select(RunModel.run_id).where(RunModel.updated_ns < before_ns).limit(_RUNS_A_STEP)

@@ -1,27 +1,26 @@
-"""What the store answers: plain rows. Times are nanoseconds since 1970; trace ids hexadecimal."""
+"""Filters of the store, and results that are converted before they are shown.
+
+Results that pages and API show are read into `dataplane_admin.models` directly.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias  # Any: JSON values
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from observability.records import Records
 
+TraceCursor: TypeAlias = int
+"""Cursor after a page of traces: `TraceModel.arrival` of the last one."""
 
-@dataclass(frozen=True)
-class RunRow:
-    """A run: ``steps`` is how many different ones its traces tell."""
-
-    run_id: str
-    first_ns: int
-    last_ns: int
-    steps: int
+SampleCursor: TypeAlias = tuple[str, int]
+"""Cursor after a page of samples: id and key of the last one."""
 
 
 @dataclass(frozen=True)
 class StepRow:
-    """A step that has ended: a trace of a run that tells a number and has its root, ended."""
+    """A finished step: a trace of a run with a step number and a finished root."""
 
     step: int
     trace_id: str
@@ -32,15 +31,15 @@ class StepRow:
 
 @dataclass(frozen=True)
 class TraceFilter:
-    """Which traces; None lets all through.
+    """Filter of traces; a None does not filter.
 
     Attributes:
-        run_id: of this run.
-        step: of this step.
-        min_s: as long as this, in seconds, or longer.
-        max_s: as long as this or shorter.
-        error: True with a failed span, False without.
-        name: with this in their name, in upper or lower case.
+        run_id: run id.
+        step: step number.
+        min_s: minimum duration in seconds.
+        max_s: maximum duration in seconds.
+        error: True for traces with a failed span, False for others.
+        name: part of the name, case-insensitive.
     """
 
     run_id: str | None = None
@@ -51,112 +50,29 @@ class TraceFilter:
     name: str | None = None
 
 
-@dataclass(frozen=True)
-class Cursor:
-    """Where a page of traces ended: `TraceModel.arrival` of the last one."""
-
-    arrival: int
-
-
-@dataclass(frozen=True)
-class TraceRow:
-    """One trace; ``run_id`` is empty and ``step`` None if not told.
-
-    ``start_ns`` and ``end_ns`` are by the clocks of the senders, 0 if none reported a time;
-    ``updated_ns`` is when the service received something of it last. ``has_root``: its root has
-    ended. Without a root ``name`` is that of its first span. ``rejected`` spans were kept out by
-    limits.
-    """
-
-    trace_id: str
-    run_id: str
-    step: int | None
-    name: str
-    start_ns: int
-    end_ns: int
-    has_root: bool
-    spans: int
-    errors: int
-    processes: int
-    rejected: int
-    updated_ns: int
-
-    @property
-    def seconds(self) -> float:
-        """How long it took so far."""
-        return max(0, self.end_ns - self.start_ns) / 1e9
-
-
-SampleCursor: TypeAlias = tuple[str, int]
-"""Where a page of samples ended: `SampleRow.cursor`."""
-
-
-@dataclass(frozen=True)
-class SampleRow:
-    """One sample of one partition of one run; ``weight_version`` is that of its first put since it
-    was cleared."""
-
-    key: int
-    sample_id: str
-    partition: str
-    run_id: str
-    weight_version: int | None
-    first_ns: int
-    last_ns: int
-
-    @property
-    def cursor(self) -> SampleCursor:
-        """To go on behind it."""
-        return self.sample_id, self.key
-
-
-@dataclass(frozen=True)
-class StalenessRow:
-    """How many samples were trained how many versions after their generation.
-
-    Attributes:
-        counts: versions to samples.
-        unknown: samples of which a version is not known.
-        left_out: steps that were not looked at, because the newer ones were that many samples.
-    """
-
-    counts: Mapping[int, int]
-    unknown: int
-    left_out: int = 0
-
-
 @dataclass
 class WaitRecords(Records):
-    """Waits that have not ended, and what shapes their partitions. The last event is whatever was
-    told last, without a name and ids: of the run that goes on.
+    """Open waits, and the events that determine their partitions.
+
+    The last event is the newest one reported, without name and ids: it shows the active run.
 
     Attributes:
-        silent: of each process that waits and is not heard of any more, as (its identity, the
-            run), when it last was.
-        received_ns: of each of the first events, which are the waits, when this service received
-            it.
+        silent: (process identity, run) of each silent process with an open wait, to when it was
+            last seen.
     """
 
     silent: Mapping[tuple[str, str], int] = field(default_factory=dict)
-    received_ns: Sequence[int] = ()
-
-    def with_receipts(self) -> Records:
-        """The records, of which the waits have the times at which they were received."""
-        waits = len(self.received_ns)
-        pairs = zip(self.events[:waits], self.received_ns, strict=True)
-        events = [replace(event, received_ns=received_ns) for event, received_ns in pairs]
-        return Records(self.spans, [*events, *self.events[waits:]])
 
 
 @dataclass(frozen=True)
 class ClaimRow:
-    """The newest claim, or wait for one, of a task of a partition, of those that were looked at.
+    """The newest claim, or wait for one, of a task of a partition, among the events read.
 
     Attributes:
-        partition: as it is stored.
-        task: as it is stored.
-        claimed: whether one of them was a claim.
-        fields: that the newest needs; None if it did not tell.
+        partition: stored name of the partition.
+        task: stored name of the task.
+        claimed: whether any of the events was a claim.
+        fields: fields that the newest event needs; None if unknown.
     """
 
     partition: str
@@ -166,55 +82,16 @@ class ClaimRow:
 
 
 @dataclass(frozen=True)
-class EventRow:
-    """A lifecycle event without its ids; ``samples`` is the size of the whole batch."""
-
-    id: int
-    run_id: str
-    step: int | None
-    name: str
-    partition: str
-    task: str
-    time_ns: int
-    trace_id: str
-    span_id: str
-    samples: int
-    weight_version: int | None
-
-
-@dataclass(frozen=True)
-class SeriesRow:
-    """What the points of a metric series come to: a ``value``, or a ``histogram``.
-
-    A histogram has ``count``, and where known ``sum``, ``min``, ``max``, ``bounds``, ``counts``.
-    ``process`` is a label that no other process among the rows has, ``process_id`` the identity of
-    the process. ``time_ns`` is by the clock of the sender, 0 if it reported none; ``received_ns``
-    is when the service received the last point.
-    """
-
-    process: str
-    process_id: str
-    scope: str
-    name: str
-    unit: str
-    attributes: Mapping[str, Any]
-    value: float | None
-    histogram: Mapping[str, Any] | None
-    time_ns: int
-    received_ns: int
-
-
-@dataclass(frozen=True)
 class StoreTotals:
-    """How much there is.
+    """Totals of the store, and counters since the service started.
 
     Attributes:
-        traces: rows; as ``spans``, ``events`` and ``samples``.
-        bytes_on_disk: of the SQLite files, or of the tables in PostgreSQL.
-        oldest_ns: when the oldest of what is there was received; None if nothing is.
-        ingested_spans: new ones since this service started; as ``ingested_events``.
-        repeated: spans and events since the start that were there already.
-        refused: spans, log records and data points kept out since the start.
+        traces: stored rows; as ``spans``, ``events`` and ``samples``.
+        nbytes: bytes of the SQLite files, or of PostgreSQL's tables.
+        oldest_ns: receive time of the oldest stored record; None without any.
+        ingested_spans: new spans since the start; as ``ingested_events``.
+        repeated: spans and events since the start that were stored already.
+        refused: spans, log records and data points rejected since the start.
         ignored: log records since the start that are no lifecycle events.
     """
 
@@ -222,7 +99,7 @@ class StoreTotals:
     spans: int
     events: int
     samples: int
-    bytes_on_disk: int
+    nbytes: int
     oldest_ns: int | None
     ingested_spans: int
     ingested_events: int

@@ -1,7 +1,7 @@
-"""What is kept of a sample, worked out from the times of its events in whatever order they come.
+"""Stored state of a sample, computed from its events in any order of arrival.
 
-An id may be used again: a clear ends a life of the sample, the next put begins another one. What
-counts is the newest life that a put has begun.
+An id may be reused: a clear ends a life of the sample, and the next put begins another. The newest
+life that a put has begun counts.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from dataplane_admin.store.work import Work
 
 @dataclass(slots=True)
 class SampleLife:
-    """A row of the samples while events are applied to it.
+    """A sample's row while events are applied to it. Times are nanoseconds since 1970.
 
     Attributes:
-        key: of the row.
+        key: key of the row.
         place_id: its partition.
-        weight_version: of the first put of its newest life; as ``put_ns``, 0 without any.
-        put_ns: nanoseconds since 1970, as all times.
-        live_ns: its latest put unless a clear by name came later; then 0.
-        gone_ns: its latest clear by name, 0 without any.
-        first_ns: its first event.
-        last_ns: its last event.
-        is_new: whether there is no row yet.
-        torn: whether `mend` has to look up which put began the newest life.
+        weight_version: version of the first put of its newest life.
+        put_ns: time of that put, 0 without any.
+        live_ns: time of its latest put, 0 if a clear by name came later.
+        gone_ns: time of its latest clear by name, 0 without any.
+        first_ns: time of its first event.
+        last_ns: time of its last event.
+        is_new: whether it has no row yet.
+        torn: whether `resolve_torn` must look up which put began the newest life.
     """
 
     key: int
@@ -44,12 +44,12 @@ class SampleLife:
     torn: bool = False
 
     def apply(self, event: LifecycleEvent, cleared_ns: int) -> None:
-        """One more event that names it.
+        """Apply an event of the sample.
 
         Args:
-            event: a put, a clear, or any other.
-            cleared_ns: when the whole partition was cleared last, of what was committed before:
-                `clear_whole` says what else came.
+            event: a put, a clear, or any other event.
+            cleared_ns: last committed clear of the entire partition; `clear_partition` applies
+                clears that are not committed yet.
         """
         time_ns = event.time_ns
         if event.name == "put":
@@ -63,38 +63,40 @@ class SampleLife:
         time_ns = event.time_ns
         if time_ns > self.gone_ns:
             self.live_ns = max(self.live_ns, time_ns)
-        goes_on = self.put_ns > ended_ns
-        if not self.put_ns or (time_ns > ended_ns and (not goes_on or time_ns < self.put_ns)):
+        continues = self.put_ns > ended_ns
+        if not self.put_ns or (time_ns > ended_ns and (not continues or time_ns < self.put_ns)):
             self.put_ns = time_ns
             self.weight_version = event.weight_version
-        elif time_ns <= ended_ns and not goes_on:
-            # Which of the ends before the last one came between is not in the row.
+        elif time_ns <= ended_ns and not continues:
+            # An earlier clear may be between the two puts; the row has only the last one.
             self.torn = True
 
     def _clear(self, time_ns: int) -> None:
-        # Without a put after it, it ends the newest life and does not part it.
+        # Without a later put, the clear ends the newest life and does not split it.
         latest_put_ns = self.live_ns or self.gone_ns
         self.torn |= 0 < self.put_ns <= time_ns < latest_put_ns
         self.gone_ns = max(self.gone_ns, time_ns)
         if self.live_ns <= self.gone_ns:
             self.live_ns = 0
 
-    def clear_whole(self, cleared_ns: int) -> None:
-        """The whole partition was cleared up to then, and this was put again after a clear."""
+    def clear_partition(self, cleared_ns: int) -> None:
+        """Apply a clear of the entire partition to a sample that was put again after a clear."""
         self.torn |= 0 < self.put_ns <= cleared_ns
 
 
-def mend(work: Work, samples: Iterable[SampleLife]) -> None:
-    """Look up, among the events that are stored, which put began the newest life."""
+def resolve_torn(work: Work, samples: Iterable[SampleLife]) -> None:
+    """Look up in the stored events which put began the newest life of each torn sample."""
     torn: dict[int, dict[int, SampleLife]] = defaultdict(dict)
     for sample in samples:
         if sample.torn:
             torn[sample.place_id][sample.key] = sample
-    for place_id, those in torn.items():
-        wanted = {key: (sample.first_ns, sample.last_ns) for key, sample in those.items()}
+    for place_id, samples_of_place in torn.items():
+        wanted = {
+            key: (sample.first_ns, sample.last_ns) for key, sample in samples_of_place.items()
+        }
         until_ns = max(last_ns for _, last_ns in wanted.values())
         lives = read_lives(work.connection, place_id, wanted, until_ns=until_ns)
-        for key, sample in those.items():
+        for key, sample in samples_of_place.items():
             sample.torn = False
             if lives[key]:
                 newest = lives[key][0]

@@ -1,8 +1,8 @@
-"""What the points of a metric series come to, whatever their aggregation temporality.
+"""Aggregate of a metric series' points of any temporality.
 
 https://opentelemetry.io/docs/specs/otel/metrics/data-model/#temporality. Delta points add up. Of
-cumulative ones the last counts, until the counting starts anew: then what was counted before stays.
-Points are taken in the order in which they come, since the clocks of their senders may be wrong.
+cumulative points the last counts; when the counter restarts, its previous value is retained and
+added. Points apply in order of arrival, since senders' clocks may be wrong.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ _MAX_STARTS = 16
 
 @dataclass
 class Sums:
-    """What came so far.
+    """Aggregate of the points so far.
 
     Attributes:
-        before: what was counted before the counting started anew the last time.
-        since: what was counted since then.
-        start_ns: when that was; 0 if unknown.
-        time_ns: time of the last point, by the clock of its sender.
-        starts: of earlier countings, the last ones.
+        before: total before the last restart of the counter.
+        since: total since then.
+        start_ns: time of that restart; 0 if unknown.
+        time_ns: time of the last point, by its sender's clock.
+        starts: earlier starts of the counter, the last ones.
     """
 
     before: Figures | None = None
@@ -41,23 +41,23 @@ class Sums:
 
     @classmethod
     def read(cls, text: str) -> Sums:
-        """From what `write` gave."""
+        """Parse what `write` returned."""
         return cls(**json.loads(text))
 
     def write(self) -> str:
-        """As JSON."""
+        """Return the aggregate as JSON."""
         return json.dumps(asdict(self), separators=(",", ":"))
 
     @property
     def total(self) -> Figures | None:
-        """What all points come to; None if nothing was recorded."""
+        """Total of all points; None if nothing was recorded."""
         return _added(self.before, self.since)
 
     def add(self, point: SeriesPoint) -> None:
-        """Take in one more point, that did not come before."""
+        """Add a new point."""
         figures = point.figures
         if figures is None:
-            # Of a sum that the sender says nothing more of, what was counted stays true.
+            # A sum keeps its total when the sender records nothing more.
             if point.temporality == "newest":
                 self.since = None
         elif point.temporality == "delta":
@@ -66,47 +66,47 @@ class Sums:
             self.since = figures
             self.start_ns = point.start_ns
         elif point.start_ns == self.start_ns:
-            self._go_on(figures, is_anew=not point.start_ns and _less(figures, self.since))
+            self._continue(figures, restarted=not point.start_ns and _less(figures, self.since))
         elif point.start_ns in self.starts:
-            return  # of a counting that has ended: it was on its way for long
+            return  # a late point from before the restart
         else:
-            # Some senders work their start out anew each time, and it moves a little. A counting
-            # that did not start before the last point, and is not less, is the same one.
+            # Some senders compute the start anew each time, so it moves a little. It is no restart
+            # if the start is before the last point and the value did not decrease.
             started = point.start_ns >= self.time_ns or _less(figures, self.since)
             if started:
                 self.starts = [*self.starts, self.start_ns][-_MAX_STARTS:]
-            self._go_on(figures, is_anew=started)
+            self._continue(figures, restarted=started)
             self.start_ns = point.start_ns
         self.time_ns = point.time_ns
 
-    def _go_on(self, figures: Figures, *, is_anew: bool) -> None:
-        if is_anew:
+    def _continue(self, figures: Figures, *, restarted: bool) -> None:
+        if restarted:
             self.before = _added(self.before, self.since)
             self.since = figures
         elif self.since is None or not _less(figures, self.since):
             self.since = figures
 
 
-def _less(one: Figures, other: Figures) -> bool:
-    return _size(one) < _size(other)
+def _less(left: Figures, right: Figures) -> bool:
+    return _size(left) < _size(right)
 
 
 def _size(figures: Figures) -> float:
     return float(figures.get("value", figures.get("count", 0)))
 
 
-def _added(one: Figures | None, other: Figures | None) -> Figures | None:
-    """The sum of two; what only one of them knows of a histogram is unknown."""
-    if one is None or other is None:
-        return other if one is None else one
-    known = one.keys() & other.keys()
-    found: dict[str, Any] = {
-        name: one[name] + other[name] for name in ("value", "count", "sum") if name in known
+def _added(left: Figures | None, right: Figures | None) -> Figures | None:
+    """Return the sum of two; figures of a histogram that only one has are dropped."""
+    if left is None or right is None:
+        return right if left is None else left
+    known = left.keys() & right.keys()
+    total: dict[str, Any] = {
+        name: left[name] + right[name] for name in ("value", "count", "sum") if name in known
     }
     for name, choose in (("min", min), ("max", max)):
         if name in known:
-            found[name] = choose(one[name], other[name])
-    if "bounds" in known and one["bounds"] == other["bounds"]:
-        found["bounds"] = one["bounds"]
-        found["counts"] = [a + b for a, b in zip(one["counts"], other["counts"], strict=True)]
-    return found
+            total[name] = choose(left[name], right[name])
+    if "bounds" in known and left["bounds"] == right["bounds"]:
+        total["bounds"] = left["bounds"]
+        total["counts"] = [a + b for a, b in zip(left["counts"], right["counts"], strict=True)]
+    return total

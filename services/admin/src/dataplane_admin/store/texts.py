@@ -1,35 +1,37 @@
-"""Text of others in a database: any sample id as bytes, names as what every database takes."""
+"""External text in a database: sample ids as bytes, names in a form that databases accept."""
 
 from __future__ import annotations
 
 HEAD_BYTES = 512
-"""Of a sample id, what the index holds: PostgreSQL's takes 2.7 kB."""
+"""Indexed bytes of a sample id; PostgreSQL's index allows 2.7 kB."""
 
-MOST_NAME = 500
-"""Characters of a name in a column."""
+MAX_NAME = 500
+"""Maximum length of a stored name in characters."""
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 def storable(text: str) -> str:
-    """A name without what PostgreSQL refuses (NUL, lone surrogates), cut to `MOST_NAME`.
+    """Return a name without NUL and lone surrogates, which PostgreSQL rejects, cut to `MAX_NAME`.
 
-    Queries pass what they look for through this as well, so that a name finds itself.
+    Queries apply it to the names that they search for as well.
     """
-    cut = text[:MOST_NAME]
+    cut = text[:MAX_NAME]
     if "\0" in cut:
         cut = cut.replace("\0", _REPLACEMENT)
     try:
         cut.encode()
     except UnicodeEncodeError:
-        cut = "".join(_REPLACEMENT if "\ud800" <= one <= "\udfff" else one for one in cut)
+        cut = "".join(
+            _REPLACEMENT if "\ud800" <= character <= "\udfff" else character for character in cut
+        )
     return cut
 
 
 def bytes_of_id(sample_id: str) -> bytes:
-    """Any text, lone surrogates included, as bytes that order as the text does.
+    """Encode any text, lone surrogates included, as bytes with the same order.
 
-    A pair of surrogates is the one character that it stands for, as in JSON, by which ids come.
+    A pair of surrogates is encoded as its character, as in JSON, the format of reported ids.
     """
     try:
         return sample_id.encode()
@@ -38,12 +40,12 @@ def bytes_of_id(sample_id: str) -> bytes:
         return paired.encode("utf-8", "surrogatepass")
 
 
-def id_of_bytes(found: bytes) -> str:
-    """What `bytes_of_id` was given."""
-    return found.decode("utf-8", "surrogatepass")
+def id_of_bytes(encoded: bytes) -> str:
+    """Decode what `bytes_of_id` returned."""
+    return encoded.decode("utf-8", "surrogatepass")
 
 
 def after_prefix(prefix: bytes) -> bytes | None:
-    """The least bytes that are greater than everything with this prefix; None if there are none."""
-    kept = prefix.rstrip(b"\xff")
-    return kept[:-1] + bytes([kept[-1] + 1]) if kept else None
+    """Return the smallest bytes above everything with this prefix; None if there are none."""
+    trimmed = prefix.rstrip(b"\xff")
+    return trimmed[:-1] + bytes([trimmed[-1] + 1]) if trimmed else None

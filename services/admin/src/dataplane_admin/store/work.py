@@ -1,26 +1,37 @@
-"""A transaction of the writer: the counts that it changes, and how it looks up and inserts."""
+"""Transaction of the writer: its counters, lookups and inserts."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from itertools import islice
-from typing import Any, TypeVar  # Any: values of rows
+from typing import Any, TypeVar, cast  # Any: values of rows
 
-from sqlalchemy import Connection, bindparam, insert, select, update
+from sqlalchemy import BindParameter, Connection, Table, Update, bindparam, insert, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 
-from dataplane_admin.store.models import StateRow
+from dataplane_admin.store.tables import StateRow
 
 _AT_ONCE = 500
+
+WANTED: BindParameter[Any] = bindparam("wanted", expanding=True)
+"""The list of a lookup: ``select(...).where(column.in_(WANTED))``.
+
+For a small request most time goes to SQLAlchemy, half of it to building statements and cache keys.
+So the writer's lookups are constants.
+"""
+
+_READ_STATE = select(StateRow.__table__)
+_SAVE_STATE = update(cast("Table", StateRow.__table__))
 
 _T = TypeVar("_T")
 
 
 @dataclass
 class State:
-    """The row of counts while a transaction changes it."""
+    """The row of counters while a transaction changes it."""
 
     revision: int
     last_id: int
@@ -32,24 +43,24 @@ class State:
 
     @classmethod
     def read(cls, connection: Connection) -> State:
-        """Of the one row."""
-        row = connection.execute(select(StateRow.__table__)).mappings().one()
+        """Read the row."""
+        row = connection.execute(_READ_STATE).mappings().one()
         return cls(**{name: row[name] for name in cls.__dataclass_fields__})
 
     def save(self, connection: Connection, *, changed: bool) -> None:
-        """With the next revision if anything that is read has ``changed``."""
+        """Save the row, with the next revision if anything has ``changed``."""
         self.revision += changed
-        connection.execute(update(StateRow).values(**self.__dict__))
+        connection.execute(_SAVE_STATE, self.__dict__)
 
     def next_id(self) -> int:
-        """A key that was never used."""
+        """Return a new key."""
         self.last_id += 1
         return self.last_id
 
 
 @dataclass
 class Work:
-    """A transaction of the writer: its connection, counts and moment."""
+    """A transaction of the writer: its connection, counters and time."""
 
     connection: Connection
     state: State
@@ -58,48 +69,48 @@ class Work:
 
     @classmethod
     def begin(cls, connection: Connection, *, is_sqlite: bool) -> Work:
-        """Within the transaction, once other writers are locked out."""
+        """Start work in a transaction that has locked out other writers."""
         return cls(connection, State.read(connection), time.time_ns(), is_sqlite)
 
+    @property
+    def mark(self) -> str:
+        """Placeholder of a value in the driver's SQL."""
+        return "?" if self.is_sqlite else "%s"
+
     def insert_new(self, model: type[Any], rows: list[dict[str, Any]]) -> None:
-        """Insert rows; those whose key is there already are left out."""
+        """Insert rows; skip those with an existing key."""
         if rows:
             table = model.__table__
-            made = sqlite.insert(table) if self.is_sqlite else postgresql.insert(table)
-            self.connection.execute(made.on_conflict_do_nothing(), rows)
+            statement = sqlite.insert(table) if self.is_sqlite else postgresql.insert(table)
+            self.connection.execute(statement.on_conflict_do_nothing(), rows)
 
     def put(self, model: type[Any], rows: list[tuple[int, ...]]) -> None:
-        """Insert rows of numbers, in the place of those whose key is there already.
+        """Insert rows of numbers, or replace those with the same key.
 
-        Past SQLAlchemy, whose share of the time is the largest where there are many short rows.
+        This bypasses SQLAlchemy, which dominates the time for many short rows.
         """
         if rows:
             table = model.__table__
             key = [column.name for column in table.primary_key]
             names = [column.name for column in table.columns]
-            mark = "?" if self.is_sqlite else "%s"
             rest = ", ".join(f"{name} = excluded.{name}" for name in names if name not in key)
             self.connection.exec_driver_sql(
-                f"INSERT INTO {table.name} ({', '.join(names)}) "  # noqa: S608  # names of ours
-                f"VALUES ({', '.join([mark] * len(names))}) "
+                f"INSERT INTO {table.name} ({', '.join(names)}) "  # noqa: S608  # names of tables and columns
+                f"VALUES ({', '.join([self.mark] * len(names))}) "
                 f"ON CONFLICT ({', '.join(key)}) DO UPDATE SET {rest}",
                 rows,
             )
 
     def add(self, model: type[Any], rows: list[dict[str, Any]]) -> None:
-        """Insert rows that are new."""
+        """Insert new rows."""
         if rows:
             self.connection.execute(insert(model.__table__), rows)
 
     def change(self, model: type[Any], key: str, rows: list[dict[str, Any]]) -> None:
         """Update rows by their key, all with the same columns."""
         if rows:
-            table = model.__table__
-            columns: dict[str, Any] = {
-                name: bindparam(f"to_{name}") for name in rows[0] if name != key
-            }
             self.connection.execute(
-                update(table).where(table.c[key] == bindparam("of_key")).values(columns),
+                _update(model.__table__, key, tuple(rows[0])),
                 [
                     {"of_key": row[key]}
                     | {f"to_{name}": value for name, value in row.items() if name != key}
@@ -108,16 +119,22 @@ class Work:
             )
 
     def present(self, column: Any, wanted: Iterable[bytes]) -> set[bytes]:
-        """Which of these a column holds."""
+        """Return which of these values a column has."""
         return {
             row[0]
-            for some in in_groups(wanted)
-            for row in self.connection.execute(select(column).where(column.in_(some)))
+            for group in in_groups(wanted)
+            for row in self.connection.execute(select(column).where(column.in_(group)))
         }
 
 
+@cache
+def _update(table: Table, key: str, names: tuple[str, ...]) -> Update:
+    columns: dict[str, Any] = {name: bindparam(f"to_{name}") for name in names if name != key}
+    return update(table).where(table.c[key] == bindparam("of_key")).values(columns)
+
+
 def in_groups(items: Iterable[_T], size: int = _AT_ONCE) -> Iterator[list[_T]]:
-    """Lists of up to so many."""
+    """Yield the items in lists of up to ``size``."""
     rest = iter(items)
-    while some := list(islice(rest, size)):
-        yield some
+    while group := list(islice(rest, size)):
+        yield group

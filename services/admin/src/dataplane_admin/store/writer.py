@@ -1,7 +1,7 @@
-"""The one thread that writes: it groups what waits into one transaction, and tidies when idle.
+"""`Writer`: the writing thread, which commits queued batches in groups and sweeps when idle.
 
-Whoever submits a batch is told once it is committed. What waits is bounded in number and in bytes;
-past that a batch is refused at once, so that the sender holds it back.
+The future of a batch completes after the commit. The queue is bounded in number and bytes. When it
+is full it refuses batches at once, so that senders retry later.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from dataplane_admin.store.work import Work
 
 logger = structlog.get_logger("dataplane_admin")
 
-MOST_WAITING = 1024
-MOST_WAITING_BYTES = 256 << 20
-# In one transaction: enough to share its cost, and so little that who waits does not wait long.
-_MOST_GROUPED = 64
-_MOST_GROUPED_BYTES = 16 << 20
+MAX_WAITING = 1024
+MAX_WAITING_BYTES = 256 << 20
+# Per transaction: enough to share its cost, few enough to keep the latency low.
+_MAX_GROUPED = 64
+_MAX_GROUPED_BYTES = 16 << 20
 _IDLE_S = 1.0
-# Between looks at what is to be tidied, while something always waits.
+# Interval of sweeps while the queue is never empty.
 _BUSY_TIDY_S = 0.5
 _BUSY_TIDY_BYTES = 2 << 20
-# Records that were not stored, by which ones that are sent again are known.
+# Digests of records that were not stored, to recognize resent ones.
 _MAX_RECENT = 65_536
 
 
@@ -49,7 +49,7 @@ class _Waiting:
 
 @dataclass
 class Counts:
-    """Since the writer started."""
+    """Counters since the writer started."""
 
     spans: int = 0
     events: int = 0
@@ -59,13 +59,13 @@ class Counts:
 
 
 class Recent:
-    """The last records that were not stored, so that one that is sent again is counted once."""
+    """Digests of the last records that were not stored, to count resent ones once."""
 
     def __init__(self) -> None:
         self._known: dict[bytes, None] = {}
 
     def count(self, digests: Iterable[bytes]) -> int:
-        """How many of these did not come before."""
+        """Add digests; return how many are new."""
         before = len(self._known)
         self._known.update(dict.fromkeys(digests))
         count = len(self._known) - before
@@ -75,13 +75,13 @@ class Recent:
 
 
 class Writer:
-    """Starts with the thread running.
+    """Writer with a running thread.
 
     Args:
-        database: migrated.
-        tidy: one small step of what is to be done when nothing waits; whether there is more to do.
-            While something waits it is called now and then, and as long as there is more to do
-            it gets as much time as the writing, so that the store does not outgrow its limits.
+        database: a migrated database.
+        tidy: runs one small sweep when the queue is empty; returns whether more is to do. With a
+            queue it runs now and then; while more is to do it gets as much time as the writes, so
+            that the store does not outgrow its limits.
     """
 
     def __init__(self, database: Database, tidy: Callable[[], bool]) -> None:
@@ -97,37 +97,37 @@ class Writer:
         self._thread.start()
 
     def submit(self, batch: Batch) -> Future[WriteResult]:
-        """Queue a batch; never waits.
+        """Queue a batch without waiting.
 
         Returns:
-            Done once the batch is committed, or failed with `StoreError`.
+            A future that ends with the commit or a `StoreError`.
 
         Raises:
-            QueueFull: too much waits.
+            QueueFull: the queue is full.
             StoreUnavailable: the store is closed.
         """
-        one = _Waiting(batch, batch.nbytes)
+        request = _Waiting(batch, batch.nbytes)
         with self._changed:
             if self._closing:
                 raise StoreUnavailable("the store is closed")
-            over = self._nbytes + one.nbytes > MOST_WAITING_BYTES and self._waiting
-            if len(self._waiting) >= MOST_WAITING or over:
+            over = self._nbytes + request.nbytes > MAX_WAITING_BYTES and self._waiting
+            if len(self._waiting) >= MAX_WAITING or over:
                 raise QueueFull(
-                    f"{len(self._waiting)} requests of {self._nbytes} bytes wait to be written, "
-                    f"expected at most {MOST_WAITING} of {MOST_WAITING_BYTES} bytes; send it again"
+                    f"the queue is full: {len(self._waiting)} requests of {self._nbytes} bytes; "
+                    f"expected at most {MAX_WAITING} of {MAX_WAITING_BYTES} bytes; retry"
                 )
-            self._waiting.append(one)
-            self._nbytes += one.nbytes
+            self._waiting.append(request)
+            self._nbytes += request.nbytes
             self._changed.notify()
-        return one.done
+        return request.done
 
     def counts(self) -> Counts:
-        """What became of the batches so far."""
+        """Return the counters so far."""
         with self._changed:
             return Counts(**self._counts.__dict__)
 
     def close(self, timeout_s: float) -> None:
-        """Write what waits within ``timeout_s`` seconds, fail the rest, and end."""
+        """Write queued batches within ``timeout_s`` seconds, fail the others, and stop."""
         with self._changed:
             self._closing = True
             self._changed.notify()
@@ -137,18 +137,18 @@ class Writer:
     def _fail_waiting(self, reason: str) -> None:
         with self._changed:
             self._closing = True
-            left = list(self._waiting)
+            waiting = list(self._waiting)
             self._waiting.clear()
-        for one in left:
-            if one.done.set_running_or_notify_cancel():
-                one.done.set_exception(StoreUnavailable(reason))
+        for request in waiting:
+            if request.done.set_running_or_notify_cancel():
+                request.done.set_exception(StoreUnavailable(reason))
 
     def _run(self) -> None:
         try:
             self._work()
         finally:
-            # Whatever ended the thread, nobody waits for it.
-            self._fail_waiting("the store's writer has ended")
+            # No future may stay pending, whatever ended the thread.
+            self._fail_waiting("the store's writer has stopped")
 
     def _work(self) -> None:
         tidied = time.monotonic()
@@ -161,7 +161,7 @@ class Writer:
             began = time.monotonic()
             if group:
                 self._write(group)
-                written += sum(one.nbytes for one in group)
+                written += sum(request.nbytes for request in group)
             now = time.monotonic()
             due = now - tidied > _BUSY_TIDY_S or written > _BUSY_TIDY_BYTES
             if not group or behind or due:
@@ -169,7 +169,7 @@ class Writer:
                 tidied, written = time.monotonic(), 0
 
     def _next_group(self) -> list[_Waiting] | None:
-        """What to write now; nothing if it is time to tidy, None if it is time to end."""
+        """Return the requests to write; empty when it is time to sweep, None to stop."""
         with self._changed:
             if not self._waiting and not self._closing:
                 self._changed.wait(_IDLE_S)
@@ -177,36 +177,36 @@ class Writer:
                 return None if self._closing else []
             group: list[_Waiting] = []
             nbytes = 0
-            while self._waiting and len(group) < _MOST_GROUPED and nbytes < _MOST_GROUPED_BYTES:
-                one = self._waiting.popleft()
-                self._nbytes -= one.nbytes
-                # From here on it cannot be cancelled.
-                if one.done.set_running_or_notify_cancel():
-                    group.append(one)
-                    nbytes += one.nbytes
+            while self._waiting and len(group) < _MAX_GROUPED and nbytes < _MAX_GROUPED_BYTES:
+                request = self._waiting.popleft()
+                self._nbytes -= request.nbytes
+                # From here on the future cannot be cancelled.
+                if request.done.set_running_or_notify_cancel():
+                    group.append(request)
+                    nbytes += request.nbytes
             return group
 
     def _write(self, group: list[_Waiting]) -> None:
         try:
-            results = self._commit([one.batch for one in group])
+            results = self._commit([request.batch for request in group])
         except StoreError as error:
             if len(group) == 1 or isinstance(error, StoreUnavailable):
-                for one in group:
-                    one.done.set_exception(error)
+                for request in group:
+                    request.done.set_exception(error)
                 return
-            # One of them is to blame; the others must not suffer for it.
-            for one in group:
-                self._write([one])
+            # One batch is invalid; write each alone, so that the others succeed.
+            for request in group:
+                self._write([request])
             return
         with self._changed:
-            for one, result in zip(group, results, strict=True):
+            for request, result in zip(group, results, strict=True):
                 self._counts.spans += result.spans
                 self._counts.events += result.events
                 self._counts.repeated += result.repeated
-                self._counts.refused += self._refused.count(one.batch.refused)
-                self._counts.ignored += self._ignored.count(one.batch.ignored)
-        for one, result in zip(group, results, strict=True):
-            one.done.set_result(result)
+                self._counts.refused += self._refused.count(request.batch.refused)
+                self._counts.ignored += self._ignored.count(request.batch.ignored)
+        for request, result in zip(group, results, strict=True):
+            request.done.set_result(result)
 
     def _commit(self, batches: list[Batch]) -> list[WriteResult]:
         if trouble := self._database.trouble():
@@ -219,22 +219,24 @@ class Writer:
         except (OperationalError, InterfaceError) as error:
             self._database.note(error.orig)
             logger.error("store_unavailable", reason=str(error.orig))
-            raise StoreUnavailable(f"the database does not take it now: {error.orig}") from error
+            raise StoreUnavailable(f"cannot write to the database: {error.orig}") from error
         except DBAPIError as error:
             self._database.note(error.orig)
             if trouble := self._database.trouble():
                 raise StoreUnavailable(trouble) from error
             logger.error("write_refused", reason=str(error.orig))
-            raise WriteRefused(f"the database refuses it: {error.orig}") from error
-        except Exception as error:
-            # Without the values: they are long, and others'.
+            raise WriteRefused(f"the database rejects the request: {error.orig}") from error
+        except Exception as error:  # the futures must end, and the thread must continue
+            # Log no values: they are long and may quote samples.
             where = traceback.format_tb(error.__traceback__)[-3:]
             logger.error("write_failed", error=repr(error)[:300], where=where)
-            raise WriteRefused("it could not be written; the log says why") from error
+            raise WriteRefused("the request could not be written; see the service's log") from error
 
     def _tidy_up(self, share_s: float) -> bool:
-        """Tidy until nothing is left, or something waits and ``share_s`` seconds are spent; whether
-        there is more to do."""
+        """Sweep until nothing is to do, or for ``share_s`` seconds if requests are queued.
+
+        Return whether more is to do.
+        """
         if self._database.trouble():
             return False
         until = time.monotonic() + share_s
@@ -246,6 +248,6 @@ class Writer:
         except (SQLAlchemyError, sqlite3.Error, OSError) as error:
             self._database.note(getattr(error, "orig", error))
             logger.warning("tidying_failed", reason=str(getattr(error, "orig", error)))
-        except Exception:  # what comes in has to be written whatever is wrong with tidying
+        except Exception:  # a failed sweep must not stop the writes
             logger.exception("tidying_failed")
         return False

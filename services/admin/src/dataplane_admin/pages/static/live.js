@@ -1,10 +1,10 @@
-// Follows the service's event stream: when something changed, the page is fetched once more and the
-// parts marked data-live are swapped. At most once a second, and not while nobody looks.
+// Follows the service's event stream. After a change it fetches the page and swaps the parts marked
+// data-live: at most once a second, and not while the page is hidden.
 import { visit } from "./swap.js";
 
-const AT_MOST_EVERY_MS = 1000;
+const MIN_INTERVAL_MS = 1000;
 const RETRY_MS = 10_000;
-// Below the root path, as this file is: /static/<digest>/live.js.
+// Relative to this file, /static/<digest>/live.js below the root path.
 const STREAM = new URL("../../api/v1/live", import.meta.url);
 
 export function follow() {
@@ -16,7 +16,7 @@ export function follow() {
   let last = performance.now();
   let stream = null;
 
-  const tell = (state, words) => {
+  const show = (state, words) => {
     sign.dataset.state = state;
     sign.textContent = words;
   };
@@ -24,24 +24,24 @@ export function follow() {
     due = 0;
     last = performance.now();
     try {
-      if (await visit(location.href, parts(), { quietly: true })) tell("live", "live");
+      if (await visit(location.href, parts(), { quietly: true })) show("live", "live");
       else changed();
     } catch (error) {
       if (error.name === "AbortError") changed();
-      else tell("late", error.message === "404" ? "no longer there" : "not answering");
+      else show("late", error.message === "404" ? "not found" : "not responding");
     }
   };
   const changed = () => {
     if (due || document.hidden) return;
-    due = setTimeout(refresh, Math.max(0, AT_MOST_EVERY_MS - (performance.now() - last)));
+    due = setTimeout(refresh, Math.max(0, MIN_INTERVAL_MS - (performance.now() - last)));
   };
   const listen = () => {
     stream = new EventSource(STREAM);
-    stream.addEventListener("open", () => tell("live", "live"));
+    stream.addEventListener("open", () => show("live", "live"));
     stream.addEventListener("changed", changed);
     stream.addEventListener("error", () => {
-      tell("late", "reconnecting");
-      // A refusal (too many watch, or the session ended) closes it for good.
+      show("late", "reconnecting");
+      // After a refusal (too many subscribers, or an expired session) the browser does not retry.
       if (stream.readyState === EventSource.CLOSED) setTimeout(listen, RETRY_MS);
     });
   };

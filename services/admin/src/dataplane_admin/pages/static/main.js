@@ -1,12 +1,12 @@
-// Comfort on top of pages that can be read without it.
+// Enhances the pages, which also work without scripts.
 import { follow } from "./live.js";
-import { rove } from "./rove.js";
+import { moveByArrows } from "./arrows.js";
 import { swapOnClick } from "./swap.js";
 import { switchTheme } from "./theme.js";
 import { zoom } from "./zoom.js";
 
 switchTheme();
-rove();
+moveByArrows();
 zoom();
 swapOnClick();
 follow();

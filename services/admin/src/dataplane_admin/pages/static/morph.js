@@ -1,7 +1,7 @@
-// Makes a part of the page equal to a newly rendered one and keeps its nodes: focus, scroll places,
-// text being typed and what is unfolded stay.
+// Updates a part of the page to a newly rendered one and keeps its nodes, and with them focus, scroll
+// positions, typed text and open details.
 
-// Attributes that scripts or the reader own, by the name of the element's data-keep or in general.
+// Attributes that scripts or the user change; an element's data-keep lists further ones.
 const OWNED = new Set(["tabindex", "open"]);
 
 export function morph(old, fresh) {
@@ -16,7 +16,7 @@ export function morph(old, fresh) {
   for (const wanted of [...fresh.childNodes]) {
     const match = find(place, wanted, keyed);
     if (match) {
-      // Moving a node takes the focus away, so what stands in between is removed instead.
+      // Moving a node would lose the focus, so the nodes before it are removed instead.
       if (match !== place) {
         if (keyed.has(keyOf(wanted)) && precedes(place, match)) {
           while (place !== match) place = removed(place);

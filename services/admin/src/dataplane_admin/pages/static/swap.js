@@ -1,15 +1,15 @@
 // Fetches pages of this service and swaps parts of the one that is shown.
 import { morph } from "./morph.js";
 
-let underWay = null;
+let current = null;
 
-// Swaps the parts with these ids; tells `swapped` on the document when it is done. One fetch goes on
-// at a time: a quiet one gives way, and false says so; any other ends the one before it.
+// Swaps the parts with these ids, then emits `swapped` on the document. Only one fetch runs at a time:
+// a quiet one returns false if another runs; any other aborts the running one.
 export async function visit(url, ids, { quietly = false } = {}) {
-  if (quietly && underWay) return false;
-  if (underWay) underWay.abort();
+  if (quietly && current) return false;
+  if (current) current.abort();
   const own = new AbortController();
-  underWay = own;
+  current = own;
   try {
     const answer = await fetch(url, { signal: own.signal, headers: { Accept: "text/html" } });
     if (answer.redirected || !answer.ok) throw new Error(`${answer.status}`);
@@ -22,11 +22,11 @@ export async function visit(url, ids, { quietly = false } = {}) {
     document.dispatchEvent(new CustomEvent("swapped"));
     return true;
   } finally {
-    if (underWay === own) underWay = null;
+    if (current === own) current = null;
   }
 }
 
-// Links with data-swap="id id" swap these parts; data-history="replace" leaves no step to go back to.
+// Links with data-swap="id id" swap these parts; data-history="replace" adds no history entry.
 export function swapOnClick() {
   const here = () => location.pathname + location.search;
   let shown = here();
@@ -47,7 +47,7 @@ export function swapOnClick() {
     if (say) say.textContent = link.dataset.say || "";
     document.getElementById(link.dataset.focus || "")?.focus();
   });
-  // A change of the fragment alone is told here, too.
+  // A change of only the fragment also emits popstate.
   addEventListener("popstate", () => {
     if (here() !== shown) location.reload();
   });

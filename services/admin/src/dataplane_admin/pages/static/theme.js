@@ -1,5 +1,5 @@
-// Light, dark, or as the system has it; a cookie tells the server, so that no page flashes.
-// The root path: this file is /static/<digest>/theme.js below it.
+// Switches between the light, dark and system theme. A cookie passes the theme to the server, so that
+// no page flashes. Its path is the root path: this file is /static/<digest>/theme.js below it.
 const PATH = new URL("../../", import.meta.url).pathname;
 const NEXT = { auto: "light", light: "dark", dark: "auto" };
 
@@ -7,7 +7,7 @@ export function switchTheme() {
   const button = document.getElementById("theme");
   if (!button) return;
   const root = document.documentElement;
-  const name = () => `Colours: ${root.dataset.theme || "auto"}. Switch to ${NEXT[root.dataset.theme || "auto"]}`;
+  const name = () => `Theme: ${root.dataset.theme || "auto"}. Switch to ${NEXT[root.dataset.theme || "auto"]}`;
   button.hidden = false;
   button.setAttribute("aria-label", name());
   button.title = name();

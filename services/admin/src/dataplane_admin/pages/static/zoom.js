@@ -1,5 +1,5 @@
-// Zooms the time of a waterfall: by dragging over a stretch, by buttons, by + - 0, by ctrl and wheel.
-const MOST = 400;
+// Zooms a waterfall in time: by dragging, by buttons, by the keys + - 0, by ctrl and wheel.
+const MAX_SCALE = 400;
 const SVG = "http://www.w3.org/2000/svg";
 
 export function zoom() {
@@ -10,9 +10,9 @@ export function zoom() {
   const buttons = document.getElementById("zoom");
   let scale = 1;
 
-  // `share` of the whole time stays at `at` pixels from the left of what is seen.
+  // Keeps `share` of the time range `at` pixels right of the visible left edge.
   const set = (next, share, at) => {
-    scale = Math.min(MOST, Math.max(1, next));
+    scale = Math.min(MAX_SCALE, Math.max(1, next));
     time.setAttribute("width", `${100 * scale}%`);
     scroll.scrollLeft = share * scroll.clientWidth * scale - at;
     drawTicks(time, scale);
@@ -44,12 +44,12 @@ export function zoom() {
     event.preventDefault();
     by(event.deltaY < 0 ? 1.25 : 0.8, event.clientX - scroll.getBoundingClientRect().left);
   }, { passive: false });
-  document.addEventListener("roved", (event) => {
+  document.addEventListener("arrowed", (event) => {
     const bar = event.detail;
     if (!chart.contains(bar)) return;
-    const whole = scroll.clientWidth * scale;
-    const from = (whole * Number(bar.dataset.from)) / 100;
-    const to = (whole * Number(bar.dataset.to)) / 100;
+    const width = scroll.clientWidth * scale;
+    const from = (width * Number(bar.dataset.from)) / 100;
+    const to = (width * Number(bar.dataset.to)) / 100;
     if (to < scroll.scrollLeft + 20 || from > scroll.scrollLeft + scroll.clientWidth - 20) {
       scroll.scrollLeft = from - 40;
     }
@@ -64,7 +64,7 @@ export function zoom() {
   });
 }
 
-// Calls `done` with the pixels between which a pointer was dragged; a click stays a click.
+// Calls `done` with the range of pixels that was dragged; a click stays a click.
 function dragging(scroll, time, done) {
   let from = null;
   let mark = null;
@@ -102,7 +102,7 @@ function dragging(scroll, time, done) {
     mark.remove();
     mark = null;
     const to = at(event);
-    // The click that follows a drag is none.
+    // Ignore the click event that follows a drag.
     const swallow = (click) => { click.preventDefault(); click.stopPropagation(); };
     addEventListener("click", swallow, { capture: true });
     setTimeout(() => removeEventListener("click", swallow, { capture: true }), 0);
@@ -135,13 +135,13 @@ function drawTicks(time, scale) {
   ticks.replaceChildren(fresh);
 }
 
-function roundDistance(seconds, most) {
-  const power = 10 ** Math.floor(Math.log10(seconds / most));
-  return power * [1, 2, 5, 10].find((factor) => seconds / (power * factor) <= most);
+function roundDistance(seconds, maxTicks) {
+  const power = 10 ** Math.floor(Math.log10(seconds / maxTicks));
+  return power * [1, 2, 5, 10].find((factor) => seconds / (power * factor) <= maxTicks);
 }
 
 function duration(seconds, distance) {
-  const [unit, scale] = [["s", 1], ["ms", 1e-3], ["µs", 1e-6]].find(([, one]) => distance >= one * 0.0999 && seconds >= one) || ["µs", 1e-6];
+  const [unit, scale] = [["s", 1], ["ms", 1e-3], ["µs", 1e-6]].find(([, size]) => distance >= size * 0.0999 && seconds >= size) || ["µs", 1e-6];
   if (!seconds) return "0 s";
   const digits = Math.max(0, -Math.floor(Math.log10(distance / scale) + 1e-9));
   return `${(seconds / scale).toFixed(digits)} ${unit}`;

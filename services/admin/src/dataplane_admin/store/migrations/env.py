@@ -1,10 +1,10 @@
-"""What alembic runs: the migrations on the connection that `migrate` hands over."""
+"""Alembic environment: runs the migrations on the connection of `migrate`."""
 
 from __future__ import annotations
 
 from alembic import context
 
-from dataplane_admin.store.models import Base
+from dataplane_admin.store.tables import Base
 
 context.configure(
     connection=context.config.attributes["connection"],
@@ -12,5 +12,5 @@ context.configure(
     transactional_ddl=True,
     compare_type=True,
 )
-# The transaction and its lock are the caller's.
+# The caller has the transaction and its lock.
 context.run_migrations()

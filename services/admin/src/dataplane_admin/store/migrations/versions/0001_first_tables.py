@@ -14,7 +14,7 @@ _KEY = sa.BigInteger().with_variant(sa.Integer(), "sqlite")
 
 
 def upgrade() -> None:
-    """Bring the tables to this version."""
+    """Upgrade the tables to this version."""
     op.create_table(
         "audit",
         sa.Column("id", _KEY, autoincrement=False, nullable=False),

@@ -1,8 +1,7 @@
-"""Identities: of each span, of the process of a series or a wait; traces by arrival.
+"""Identities of spans and of the processes of series and waits; arrival order of traces.
 
-Series are keyed by identities that old rows do not have. They are dropped, and reported again by
-the processes that are alive. Spans of old rows have no identity: one of them that is sent again
-after the migration counts twice.
+Series are keyed by identities that old rows lack. They are dropped, and live processes report them
+again. Spans of old rows have no identity: a span that is resent after the migration counts twice.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ depends_on = None
 
 
 def upgrade() -> None:
-    """Bring the tables to this version."""
+    """Upgrade the tables to this version."""
     op.create_table(
         "spans",
         sa.Column("trace", sa.BigInteger(), autoincrement=False, nullable=False),

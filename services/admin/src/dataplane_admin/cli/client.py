@@ -1,0 +1,61 @@
+"""HTTP requests of the commands to a running service."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import httpx
+
+from observability.views import printable
+
+_TIMEOUT_S = 30.0
+
+
+class RequestError(Exception):
+    """A failed request; the text is one line with the reason."""
+
+
+def fetch(
+    url: str, path: str, query: Mapping[str, str | int | float | None], *, token: str | None
+) -> str:
+    """Return the body of the service's answer.
+
+    Args:
+        url: URL of the service, such as ``http://127.0.0.1:8080``.
+        path: path of the API.
+        query: parameters; None values are omitted.
+        token: bearer token, None if the service has none.
+
+    Raises:
+        RequestError: the service is unreachable or refuses the request.
+    """
+    given = {name: value for name, value in query.items() if value is not None}
+    headers = {} if token is None else {"authorization": f"Bearer {token}"}
+    shown = printable(url)
+    try:
+        # Ignore the environment's proxies: the service runs in the cluster.
+        with httpx.Client(timeout=_TIMEOUT_S, trust_env=False) as client:
+            answer = client.get(f"{url.rstrip('/')}{path}", params=given, headers=headers)
+    except (httpx.InvalidURL, httpx.UnsupportedProtocol):
+        raise RequestError(
+            f"--url: found {shown!r}; expected a URL such as http://127.0.0.1:8080"
+        ) from None
+    except UnicodeEncodeError:
+        raise RequestError("an argument is not valid UTF-8 text") from None
+    except httpx.TimeoutException:
+        raise RequestError(f"{shown}: no answer within {_TIMEOUT_S:g} s") from None
+    except httpx.HTTPError as error:
+        raise RequestError(f"{shown}: cannot be reached: {error}") from None
+    if answer.status_code == 401:
+        raise RequestError(f"{shown}: requires a token; set --token-file")
+    if answer.status_code != 200:
+        raise RequestError(f"{shown}: {_detail(answer)}")
+    return answer.text
+
+
+def _detail(answer: httpx.Response) -> str:
+    try:
+        detail = answer.json()["detail"]
+    except (ValueError, TypeError, KeyError):
+        detail = f"answered with status {answer.status_code}"
+    return printable(str(detail)[:1_000])

@@ -1,0 +1,57 @@
+"""Checks of command-line options; all wrong options are reported together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar  # Any: typer's context and arguments
+
+import typer
+from typer.core import TyperCommand
+
+_T = TypeVar("_T")
+
+
+class OptionsCommand(TyperCommand):
+    """A command that reports each wrong option on one line and exits with status 1."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the arguments.
+
+        Raises:
+            typer.Exit: an option is wrong.
+        """
+        values, rest, _ = self.make_parser(ctx).parse_args(args=list(args))
+        trial = type(ctx)(self, info_name=ctx.info_name, parent=ctx.parent)
+        problems = []
+        for parameter in self.get_params(trial):
+            try:
+                parameter.handle_parse_result(trial, dict(values), list(rest))
+            except typer.BadParameter as problem:
+                option = max(parameter.opts, key=len)
+                problems.append(f"{option}: {problem.message or 'missing'}")
+        if problems:
+            for line in problems:
+                typer.echo(f"dataplane-admin: {' '.join(line.split())}", err=True)
+            raise typer.Exit(1)
+        return super().parse_args(ctx, args)
+
+
+def checked(check: Callable[[Any], object]) -> Callable[[_T], _T]:
+    """Return an option's callback that refuses the values that ``check`` refuses."""
+
+    def callback(value: _T) -> _T:
+        items = value if isinstance(value, list | tuple) else [value]
+        for item in items:
+            if item is None:
+                continue
+            try:
+                check(item)
+            except OSError as error:
+                raise typer.BadParameter(
+                    f"{error.filename or item}: {error.strerror or error}"
+                ) from None
+            except ValueError as error:
+                raise typer.BadParameter(str(error)) from None
+        return value
+
+    return callback

@@ -1,0 +1,289 @@
+"""Terminal output of the API's answers. Names from telemetry are made printable; no markup."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable, Iterable, Sequence
+
+from pydantic import TypeAdapter, ValidationError
+from rich.cells import cell_len
+from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from dataplane_admin import models
+from observability.views import print_view, printable
+
+_DASH = "-"
+_GAP = 2
+
+
+def show(path: str, body: str, console: Console | None = None) -> None:
+    """Print the answer ``body`` of ``path``.
+
+    Raises:
+        ValueError: the body is not an answer of this version's API.
+    """
+    console = console or Console()
+    try:
+        shown = _VIEWS[path](body, console.width)
+    except ValidationError:
+        raise ValueError(
+            "the service runs another version of dataplane-admin; --json prints its raw answer"
+        ) from None
+    print_view(shown, console)
+
+
+def _partitions(body: str, width: int) -> RenderableType:
+    answer = models.Partitions.model_validate_json(body)
+    parts: list[RenderableType] = []
+    live = answer.live
+    if not live.configured:
+        parts.append(Text("Not connected to a data plane. Start the service with --ray-address."))
+    elif not live.attached:
+        age = "" if live.age_s is None else f" The data shown is {_seconds(live.age_s)} old."
+        parts.append(Text(f"Cannot read the data plane: {printable(live.error)}.{age}", "yellow"))
+    elif not answer.partitions:
+        parts.append(Text(f"{printable(live.source)}: no partition is registered"))
+    for partition in answer.partitions:
+        parts += [_heading(partition), *_tasks(partition, width), *_fields(partition, width), ""]
+    if answer.storage:
+        parts += _table(
+            ("storage unit", "node", "used", "free", "capacity"),
+            [
+                (unit.name, unit.node, _size(unit.used), _size(unit.free), _size(unit.capacity))
+                for unit in answer.storage
+            ],
+            width,
+            optional=("node", "free"),
+        )
+    return Group(*parts)
+
+
+def _heading(partition: models.Partition) -> Text:
+    size = "" if partition.nbytes is None else f", {_size(partition.nbytes)}"
+    return Text.assemble(
+        (printable(partition.id), "bold"),
+        f"  {partition.present} samples present, {partition.put} of {partition.declared} written, "
+        f"{partition.outstanding} outstanding{size}",
+    )
+
+
+def _tasks(partition: models.Partition, width: int) -> list[RenderableType]:
+    return _table(
+        (
+            "task",
+            "unclaimed",
+            "ready",
+            "assigned",
+            "leased",
+            "acknowledged",
+            "claims/s",
+            "oldest age",
+            "oldest claim",
+        ),
+        [
+            (
+                task.name,
+                task.unclaimed,
+                task.ready,
+                task.assigned,
+                task.leased,
+                task.acknowledged,
+                None if task.claimed_per_s is None else f"{task.claimed_per_s:.1f}",
+                None if task.oldest_unclaimed_s is None else _seconds(task.oldest_unclaimed_s),
+                _claim(task.oldest_claim),
+            )
+            for task in partition.tasks
+        ],
+        width,
+        optional=("oldest claim", "claims/s", "assigned", "oldest age"),
+    )
+
+
+def _claim(claim: models.Claim | None) -> str | None:
+    if claim is None:
+        return None
+    return f"{claim.samples} by {claim.owner or 'unknown'} for {_seconds(claim.age_s)}"
+
+
+def _fields(partition: models.Partition, width: int) -> list[RenderableType]:
+    return _table(
+        ("field", "kind", "written", "bytes"),
+        [
+            (
+                field.name,
+                field.kind,
+                f"{field.written} of {partition.present}",
+                None if field.nbytes is None else _size(field.nbytes),
+            )
+            for field in partition.fields
+        ],
+        width,
+        optional=("kind",),
+    )
+
+
+def _sample(body: str, _width: int) -> RenderableType:
+    answer = models.SampleLife.model_validate_json(body)
+    parts: list[RenderableType] = [Text(printable(answer.sample_id), "bold")]
+    for hop in answer.hops:
+        task = f" by {printable(hop.task)}" if hop.task else ""
+        parts.append(
+            Text.assemble(
+                f"{_time(hop.time_ns)}  +{_seconds(hop.seconds)}  ",
+                (printable(hop.name), "bold"),
+                f"{task}, {printable(hop.process)}",
+            )
+        )
+        facts = [
+            hop.detail,
+            "" if hop.step is None else f"step {hop.step}",
+            "" if hop.weight_version is None else f"weight version {hop.weight_version}",
+            f"trace {hop.trace_id}" if hop.trace_id else "",
+        ]
+        fields = f"fields {', '.join(hop.fields)}" if hop.fields else ""
+        for line in (", ".join(filter(None, facts)), fields):
+            if line:
+                parts.append(Padding(Text(printable(line)), (0, 0, 0, 4)))
+    if answer.live is not None:
+        tasks = ", ".join(f"{name} {state}" for name, state in answer.live.tasks.items())
+        fields = ", ".join(answer.live.fields) or "none"
+        parts.append(
+            Text(
+                f"In the store: partition {printable(answer.live.partition)}; "
+                f"fields {printable(fields)}; {printable(tasks) or 'no tasks'}"
+            )
+        )
+    parts += [Text(printable(note), "yellow") for note in answer.notes]
+    return Group(*parts)
+
+
+def _trace(body: str, width: int) -> RenderableType:
+    trace = models.Trace.model_validate_json(body)
+    parts: list[RenderableType] = [
+        Text.assemble(
+            (printable(trace.trace_id), "bold"),
+            f"  {printable(trace.name)}, {_seconds(trace.seconds)}, {trace.spans} spans, "
+            f"{trace.errors} failed, {trace.processes} processes",
+        )
+    ]
+    parts += [Text(printable(note), "yellow") for note in (*trace.incomplete, *trace.clocks)]
+    if trace.critical_path:
+        parts += _table(
+            ("critical path", "process", "start", "duration"),
+            [
+                (part.name, part.process, _seconds(part.start_s), _seconds(part.seconds))
+                for part in trace.critical_path
+            ],
+            width,
+            optional=("start",),
+        )
+    return Group(*parts)
+
+
+def _traces(body: str, width: int) -> RenderableType:
+    answer = models.Traces.model_validate_json(body)
+    if not answer.traces:
+        return Text("No matching traces.")
+    parts = _table(
+        ("trace", "started", "duration", "step", "failed", "name", "spans", "processes", "run"),
+        [
+            (
+                trace.trace_id,
+                _time(trace.start_ns, with_ms=False),
+                _seconds(trace.seconds),
+                trace.step,
+                trace.errors or None,
+                trace.name if trace.has_root else f"{trace.name} (incomplete)",
+                trace.spans,
+                trace.processes,
+                trace.run_id,
+            )
+            for trace in answer.traces
+        ],
+        width,
+        optional=("run", "processes", "spans", "failed"),
+    )
+    if answer.next is not None:
+        parts.append(Text("More traces match: set --limit or a filter."))
+    return Group(*parts)
+
+
+def _why(body: str, _width: int) -> RenderableType:
+    waits = TypeAdapter(list[models.Wait]).validate_json(body)
+    lines = [Text(f"{place}. {printable(wait.sentence)}") for place, wait in enumerate(waits, 1)]
+    # Silent processes come last.
+    fresh = sum(wait.silent_s is None for wait in waits)
+    parts = lines[:fresh] or [Text("Nothing blocked.")]
+    if lines[fresh:]:
+        parts += [Text("Silent processes:", "yellow"), *lines[fresh:]]
+    return Group(*parts)
+
+
+_VIEWS: dict[str, Callable[[str, int], RenderableType]] = {
+    "/api/v1/partitions": _partitions,
+    "/api/v1/sample": _sample,
+    "/api/v1/trace": _trace,
+    "/api/v1/traces": _traces,
+    "/api/v1/why": _why,
+}
+
+
+def _table(
+    names: Sequence[str],
+    rows: Iterable[Sequence[object]],
+    width: int,
+    *,
+    optional: Sequence[str] = (),
+) -> list[RenderableType]:
+    """Return a table; ``optional`` columns are hidden, in this order, until ``width`` suffices."""
+    cells = [[_DASH if cell in (None, "") else printable(cell) for cell in row] for row in rows]
+    # Cells never wrap: an id on two lines can be neither copied nor searched for.
+    widths = {
+        name: max(cell_len(row[place]) for row in [names, *cells])
+        for place, name in enumerate(names)
+    }
+    hidden: list[str] = []
+    for name in optional:
+        if sum(widths.values()) + _GAP * (len(widths) - 1) <= width:
+            break
+        del widths[name]
+        hidden.append(name)
+    table = Table(box=None, padding=(0, _GAP, 0, 0), pad_edge=False, header_style="bold")
+    for name, column_width in widths.items():
+        table.add_column(name, no_wrap=True, min_width=column_width)
+    for row in cells:
+        table.add_row(*(Text(row[names.index(name)]) for name in widths))
+    parts: list[RenderableType] = [table]
+    if hidden:
+        parts.append(Text(f"Hidden columns: {', '.join(hidden)}. --json prints all.", "dim"))
+    return parts
+
+
+def _time(time_ns: int | None, *, with_ms: bool = True) -> str:
+    """Return a local time, with the date unless it is today."""
+    if time_ns is None:
+        return "n/a"
+    try:
+        moment = datetime.datetime.fromtimestamp(time_ns / 1e9).astimezone()
+    except (ValueError, OverflowError, OSError):  # the sender's clock may be arbitrarily wrong
+        return str(time_ns)
+    today = moment.date() == datetime.datetime.now(moment.tzinfo).date()
+    date = "" if today else f"{moment:%Y-%m-%d} "
+    return f"{date}{moment.time().isoformat('milliseconds' if with_ms else 'seconds')}"
+
+
+def _seconds(seconds: float) -> str:
+    if seconds >= 120:
+        minutes, rest = divmod(round(seconds), 60)
+        return f"{minutes} min {rest} s"
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.1f} ms"
+
+
+def _size(nbytes: float) -> str:
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if nbytes >= scale:
+            return f"{nbytes / scale:.1f} {unit}"
+    return f"{nbytes:.0f} B"

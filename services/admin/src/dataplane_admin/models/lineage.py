@@ -1,0 +1,139 @@
+"""Sample lifecycles, sample searches, waits, and staleness."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from dataplane_admin.models.base import Model, Text
+from dataplane_admin.models.partitions import Sample
+
+
+class SampleHit(Model):
+    """A sample that matches a search."""
+
+    sample_id: Text
+    partition: Text
+    run_id: Text
+    """Empty if unknown."""
+    weight_version: int | None
+    """Version of the weights that generated it."""
+    first_ns: int | None
+    """Time of its first event; None if there are only live data."""
+    last_ns: int | None
+    """Time of its last event."""
+    live: bool
+    """True if it was found in the live data plane. A search by id does not look there if stored
+    events match."""
+
+
+class SampleHits(Model):
+    """Samples by id prefix, or by a tag."""
+
+    samples: list[SampleHit]
+    next: str | None
+    """The cursor of the next page; None if this is the last."""
+    notes: list[Text]
+    """Limits of the search, a sentence each."""
+
+
+class Hop(Model):
+    """One event of a sample."""
+
+    time_ns: int
+    """Time by the clock of its process."""
+    seconds: float
+    """Seconds since the sample's first event."""
+    name: Text
+    """The event: ``put``, ``claimed``, ``read``, ``trained``, ``acknowledged``, ``cleared``, ..."""
+    process: Text
+    partition: Text
+    task: Text
+    """Task of a claim, an acknowledgement or training; else empty."""
+    stage: Text
+    """The step's stage during which it happened; empty if unknown."""
+    fields: list[Text]
+    nbytes: float | None
+    """The sample's even share of the batch."""
+    batch: int
+    """Samples of the batch."""
+    weight_version: int | None
+    run_id: Text
+    step: int | None
+    trace_id: Text
+    """Id of its trace; empty if there is none."""
+    span_id: Text
+    detail: Text
+    """Details: the reason of a drop, the wait of a claim."""
+    whole_partition: bool
+    """True if the entire partition was cleared, not this sample by id."""
+
+
+class SampleLife(Model):
+    """The lifecycle of one sample."""
+
+    sample_id: Text
+    partition: Text | None
+    """The requested partition; None for all."""
+    hops: list[Hop]
+    """Events by reported time; empty without events."""
+    live: Sample | None
+    """Its state in the live data plane; None if it is not there or unknown."""
+    notes: list[Text]
+    """Limits of the search, a sentence each."""
+
+
+class Lack(Model):
+    """Samples that lack a field."""
+
+    count: int
+    examples: list[Text]
+    """Ids of some of them, in the order of first puts."""
+
+
+class Wait(Model):
+    """One reason why a run is blocked."""
+
+    kind: Literal["wait", "backlog", "claim"]
+    """``wait``: a blocked claim or call. ``backlog``: samples that a task has not claimed for long.
+    ``claim``: a claim without acknowledgement for long."""
+    sentence: Text
+    """One sentence with numbers."""
+    task: Text
+    """Name of the task; empty for a call."""
+    process: Text
+    """The blocked process, or the holder; empty if unknown."""
+    partition: Text
+    """Id of the partition; empty if none."""
+    run_id: Text
+    step: int | None
+    since_ns: int
+    seconds: float
+    silent_s: float | None
+    """Seconds since its silent process was last seen; else None. Such waits come last."""
+    requested: int
+    """Samples requested; 0 if unknown."""
+    ready: int
+    there: int
+    lacks: dict[Text, Lack]
+    """Field to the samples that lack it."""
+    blocking: list[Text]
+    """Ids of blocking samples."""
+    claim: Text
+    """The claim, of kind ``claim``; else empty."""
+
+
+class Staleness(Model):
+    """Weight versions between generation and training."""
+
+    run_id: Text
+    """Id of the run; empty if nothing has been trained."""
+    steps: int
+    """Number of last steps, omitted ones included."""
+    left_out: int
+    """Number of oldest steps that are omitted because the newer ones have enough samples."""
+    counts: dict[int, int]
+    """Versions between generation and training to samples."""
+    mean: float | None
+    """Mean of the versions; None if none are known."""
+    unknown: int
+    """Trained samples with an unknown version."""

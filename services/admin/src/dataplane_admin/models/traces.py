@@ -1,0 +1,284 @@
+"""Runs, traces, and comparisons of traces."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from dataplane_admin.models.base import Model, Text, Values
+
+
+class Run(Model):
+    """One run of training."""
+
+    run_id: Text
+    first_ns: int
+    last_ns: int
+    steps: int
+
+
+class Runs(Model):
+    """All runs, newest first."""
+
+    runs: list[Run]
+
+
+class StepRange(Model):
+    """Consecutive steps of a run."""
+
+    first_step: int
+    """Smallest step number."""
+    last_step: int
+    steps: int
+    start_ns: int | None
+    """Start of the first step; None if not reported."""
+    median_s: float
+    """Duration of the median step, an existing one: not a mean of two."""
+    max_s: float
+    failed: int
+    """Steps with a failed span."""
+    median_trace: Text
+    """Id of the trace of ``median_s``."""
+    slowest_trace: Text
+    """Id of the trace of ``max_s``."""
+
+
+class RunSteps(Model):
+    """Step durations over a run."""
+
+    run_id: Text
+    """Empty if there is no run."""
+    steps: int
+    """Number of finished steps; of a repeated step only the last counts."""
+    older: bool
+    """True if older steps are omitted."""
+    ranges: list[StepRange]
+    """Ranges in order of start, with equal numbers of steps, plus or minus one."""
+
+
+class TraceFacts(Model):
+    """One trace in numbers."""
+
+    trace_id: Text
+    run_id: Text
+    """Empty if no span has one."""
+    step: int | None
+    name: Text
+    """Name of its root, else of its first span."""
+    start_ns: int | None
+    """Start by the reporting process's clock; None if not reported. As ``end_ns``."""
+    end_ns: int | None
+    received_ns: int
+    """Time at which the service last received a span of it."""
+    seconds: float
+    has_root: bool
+    """True if the finished root span was received."""
+    spans: int
+    errors: int
+    """Failed spans."""
+    processes: int
+    rejected: int
+    """Spans rejected by the service's limits."""
+
+
+class Traces(Model):
+    """A page of traces, last received first."""
+
+    traces: list[TraceFacts]
+    next: str | None
+    """The cursor of the next page; None if this is the last."""
+
+
+class SpanLink(Model):
+    """A span that another one links to."""
+
+    trace_id: Text
+    span_id: Text
+
+
+class SpanEvent(Model):
+    """An event within a span, such as an exception."""
+
+    name: Text
+    time_s: float | None
+    """Seconds since the trace's start; None if not reported."""
+    attributes: Values
+
+
+class SpanRow(Model):
+    """One span of a waterfall; rows come parents first, siblings by start."""
+
+    span_id: Text
+    parent_id: Text | None
+    depth: int
+    """0 at the top."""
+    name: Text
+    kind: Text
+    process: Text
+    """Label of the process, one of the trace's ``processes``."""
+    start_s: float
+    """Seconds since the trace's start; below 0 where clocks disagree."""
+    seconds: float | None
+    """Duration; None if start or end was not reported."""
+    bucket: Text | None
+    """``productive``, ``overhead``, ``idle``, ``wasted``; None if it only groups others."""
+    outcome: Literal["unset", "ok", "error"]
+    message: Text
+    """Why it failed."""
+    attributes: Values
+    links: list[SpanLink]
+    events: list[SpanEvent]
+    """Events in reported order, at most 32."""
+    events_left_out: int
+    scope: Text
+    """The instrumentation scope, with its version; empty if not reported."""
+    critical: bool
+    """True if it is on the critical path."""
+
+
+class Segment(Model):
+    """A stretch of the critical path."""
+
+    span_id: Text
+    name: Text
+    process: Text
+    start_s: float
+    seconds: float
+
+
+class ProcessTime(Model):
+    """Times of one process within the trace."""
+
+    process: Text
+    busy: list[tuple[float, float]]
+    """Busy intervals: start and end in seconds since the trace's start, in order."""
+    seconds: dict[Text, float]
+    """Bucket to seconds; each moment counts once."""
+    busy_s: float | None
+    """Busy seconds; None if no span of the process has ``rl.bucket``."""
+    bubble_s: float | None
+    """Remaining seconds of the trace; None as ``busy_s``."""
+    resource: Values
+    """Resource attributes of the process."""
+
+
+class TraceEvent(Model):
+    """One lifecycle event within a trace."""
+
+    name: Text
+    time_s: float
+    """Seconds since the trace's start."""
+    process: Text
+    span_id: Text
+    partition: Text
+    task: Text
+    samples: int
+    examples: list[Text]
+    """Ids of some of its samples."""
+
+
+class StageBytes(Model):
+    """Bytes that a stage moved through the data plane."""
+
+    stage: Text
+    put: int
+    get: int
+
+
+class TraceStaleness(Model):
+    """Versions between generation and training of the samples that a step trained on."""
+
+    minimum: int | None
+    """Minimum; None if no version is known. As ``mean`` and ``maximum``."""
+    mean: float | None
+    maximum: int | None
+    samples: int
+    """Trained samples with both versions known."""
+    unknown: int
+    """Trained samples with an unknown version."""
+
+
+class ExternalLink(Model):
+    """The same trace in another tool."""
+
+    name: str
+    """``Jaeger`` or ``Tempo``."""
+    url: str
+
+
+class Trace(TraceFacts):
+    """One trace across all its processes."""
+
+    incomplete: list[Text]
+    """Reasons why it is incomplete, a sentence each; empty if complete."""
+    clocks: list[Text]
+    """Hosts whose clocks disagree, a sentence each; their times are corrected."""
+    rows: list[SpanRow]
+    """All spans; of a very large trace the longest ones."""
+    rows_left_out: int
+    """Spans that are not among ``rows``."""
+    critical_path: list[Segment]
+    """Segments in time order that tile the root; empty without a root."""
+    process_times: list[ProcessTime]
+    """Times by process, the root's process first."""
+    buckets: dict[Text, float]
+    """Bucket to process-seconds, over all processes; empty if no span has a bucket."""
+    links_out: list[Text]
+    """Traces that it links to."""
+    links_in: list[Text]
+    """Traces that link to it."""
+    events: list[TraceEvent]
+    """Events, at most 500."""
+    events_left_out: int
+    stages: list[StageBytes]
+    staleness: TraceStaleness | None
+    """Staleness of the trained samples; None without any."""
+    external: list[ExternalLink]
+
+
+class ComparedRow(Model):
+    """Spans of two traces with the same path of names from the root."""
+
+    name: Text
+    depth: int
+    a_count: int
+    b_count: int
+    a_s: float
+    """Total seconds."""
+    b_s: float
+    difference_s: float
+    """``b_s - a_s``."""
+
+
+class ComparedBucket(Model):
+    """Process-seconds of two traces in one bucket."""
+
+    bucket: Text
+    a_s: float
+    b_s: float
+    difference_s: float
+
+
+class ComparedProcess(Model):
+    """Busy seconds of a process in two traces."""
+
+    process: Text
+    a_busy_s: float
+    b_busy_s: float
+    difference_s: float
+
+
+class TraceComparison(Model):
+    """Two traces side by side."""
+
+    a: TraceFacts
+    b: TraceFacts
+    rows: list[ComparedRow]
+    """Rows, parents first, at most 500."""
+    rows_left_out: int
+    buckets: list[ComparedBucket]
+    processes: list[ComparedProcess]
+    """Busy seconds by process, the root's process first."""
+    critical: list[ComparedRow]
+    """Seconds on the critical path by span name, largest difference first."""
+    notes: list[Text]
+    """Limits of the comparison, a sentence each."""

@@ -1,0 +1,139 @@
+"""Headline of the overview: whether the run is making progress.
+
+Every step has processes blocked on others, so the limit depends on the step duration of the run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from dataplane_admin import models
+from dataplane_admin.answers import Answers
+from dataplane_admin.pages import words
+
+_STEPS = 10
+_RUNS = 5
+_LATE = 3
+"""Multiple of the longest of the last steps. A run is late if it finished no step, or is blocked,
+for longer than that and for longer than `_MIN_LATE_S`."""
+_MIN_LATE_S = 60.0
+
+
+@dataclass(frozen=True)
+class Pace:
+    """Pace of the last steps of a run.
+
+    Attributes:
+        newest: the step that finished last, else the one that reported last; None without steps.
+        usual_s: seconds up to which nothing is late.
+        since_s: seconds since the newest step finished; 0 without steps.
+    """
+
+    newest: models.TraceFacts | None
+    usual_s: float
+    since_s: float
+
+    @property
+    def moves(self) -> bool:
+        """True if a step finished recently."""
+        return self.since_s <= self.usual_s
+
+
+def paces(
+    answers: Answers, runs: Iterable[str], now_ns: int, stuck_after_s: float
+) -> dict[str, Pace]:
+    """Return the pace of each run.
+
+    Args:
+        answers: source of the runs' steps.
+        runs: run ids; empty for telemetry without a run.
+        now_ns: nanoseconds since 1970.
+        stuck_after_s: seconds before which nothing is late, however short the steps are.
+    """
+    min_late_s = max(_MIN_LATE_S, stuck_after_s)
+    by_run = {}
+    for run in dict.fromkeys(runs):
+        # A run may have traces of single calls besides its steps, or only such traces.
+        steps = answers.steps(run, limit=_STEPS) or answers.traces(run=run, limit=_STEPS).traces
+        # The duration of an unfinished step is unknown.
+        finished = [step for step in steps if step.has_root] or steps
+        # Use this service's clock: a sender's clock may be a day ahead.
+        newest = max(finished, key=lambda step: step.received_ns, default=None)
+        longest_s = max((step.seconds for step in finished), default=0.0)
+        since_s = 0.0 if newest is None else (now_ns - newest.received_ns) / 1e9
+        by_run[run] = Pace(newest, max(min_late_s, _LATE * longest_s), since_s)
+    return by_run
+
+
+def runs_to_judge(
+    answers: Answers,
+    run: str | None,
+    waits: Sequence[models.Wait],
+    facts: Sequence[models.TraceFacts],
+) -> list[str]:
+    """Return the runs of which `paces` is needed: those shown and the newest ones."""
+    blocked_runs = [item.run_id for item in waits if item.kind == "wait"]
+    if run is not None:
+        return [run, *blocked_runs]
+    newest = [item.run_id for item in answers.runs().runs[:_RUNS]]
+    return [*blocked_runs, *(item.run_id for item in facts), *newest]
+
+
+def newest_pace(paces: Mapping[str, Pace]) -> Pace | None:
+    """Return the pace of the run that finished a step last, moving runs first; None without
+    steps."""
+    known = [pace for pace in paces.values() if pace.newest]
+    # A finished run of quick steps may be newer than a moving run of slow steps.
+    moving = [pace for pace in known if pace.moves]
+    return min(moving or known, key=lambda pace: pace.since_s, default=None)
+
+
+def headline(
+    status: models.Status,
+    waits: Sequence[models.Wait],
+    silent: Sequence[models.Wait],
+    partitions: Sequence[models.Partition],
+    paces: Mapping[str, Pace],
+) -> tuple[str, str]:
+    """Return the state, see `Overview`, and the headline.
+
+    Args:
+        status: status of the service.
+        waits: blocked tasks of live processes.
+        silent: blocked tasks of silent processes.
+        partitions: partitions of the data plane.
+        paces: pace of each run of `runs_to_judge`.
+    """
+    newest = newest_pace(paces)
+    if waits:
+        longest = words.ago(max(wait.seconds for wait in waits))
+        tasks = "1 task blocked" if len(waits) == 1 else f"{len(waits)} tasks blocked, longest"
+        if any(_is_late(wait, paces) for wait in waits):
+            return "stuck", f"{tasks} for {longest}"
+        if newest is None or not newest.moves:
+            return "moving", f"{tasks} for {longest}"
+    if newest is not None and newest.newest is not None:
+        step = newest.newest
+        what = f"Step {step.step}" if step.step is not None else "The newest trace"
+        if not newest.moves:
+            state = "Blocked processes are silent" if silent else "Nothing blocked"
+            return "quiet", f"{state}; {what.lower()} finished {words.ago(newest.since_s)} ago"
+        return "moving", f"Running: {what.lower()} finished in {words.duration(step.seconds)}"
+    if silent:
+        return "quiet", "Blocked processes are silent"
+    if partitions:
+        return "moving", "Nothing blocked"
+    if status.live.attached:
+        return "quiet", "Data plane empty; nothing blocked"
+    return "empty", "No telemetry yet"
+
+
+def _is_late(wait: models.Wait, paces: Mapping[str, Pace]) -> bool:
+    """Return whether a task is blocked for longer than usual for its run."""
+    if wait.kind == "wait":
+        pace = paces[wait.run_id]
+        return wait.seconds > pace.usual_s or not pace.moves
+    # The data plane knows no runs: compare with the slowest moving run.
+    moving = [pace.usual_s for pace in paces.values() if pace.moves]
+    return wait.seconds > max(moving, default=0.0)

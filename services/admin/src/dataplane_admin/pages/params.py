@@ -1,0 +1,77 @@
+"""Parameters of a request, from its query or form."""
+
+from __future__ import annotations
+
+import math
+
+from starlette.datastructures import FormData, QueryParams
+
+from dataplane_admin.answers import Refused
+
+_LARGEST = 2**53
+
+
+class Params:
+    """The values of a query or form. Empty values count as missing."""
+
+    def __init__(self, given: QueryParams | FormData) -> None:
+        self._given = given
+
+    def text(self, name: str) -> str:
+        """Return the value of ``name``, empty if missing."""
+        value = self._given.get(name, "")
+        return value if isinstance(value, str) else ""
+
+    def texts(self, name: str) -> list[str]:
+        """Return the distinct values of ``name`` without empty ones."""
+        values = [value for value in self._given.getlist(name) if isinstance(value, str)]
+        return list(dict.fromkeys(value for value in values if value))
+
+    def maybe(self, name: str) -> str | None:
+        """Return the value of ``name``, None if missing."""
+        return self.text(name) or None
+
+    def required(self, name: str) -> str:
+        """Return the value of ``name``.
+
+        Raises:
+            Refused: it is missing.
+        """
+        value = self.text(name)
+        if not value:
+            raise Refused(f"parameter '{name}' is missing; expected ?{name}=... in the address")
+        return value
+
+    def integer(self, name: str) -> int | None:
+        """Return a non-negative integer, None if missing.
+
+        Raises:
+            Refused: the value is not one.
+        """
+        value = self.text(name).strip()
+        if not value:
+            return None
+        if not (value.isascii() and value.isdigit() and len(value) < 18) or int(value) > _LARGEST:
+            raise Refused(f"{name} is '{value[:40]}'; expected an integer of at least 0")
+        return int(value)
+
+    def number(self, name: str) -> float | None:
+        """Return a non-negative number, None if missing.
+
+        Raises:
+            Refused: the value is not one.
+        """
+        value = self.text(name).strip()
+        if not value:
+            return None
+        try:
+            number = float(value)
+        except ValueError:
+            number = math.nan
+        if not 0 <= number < math.inf:
+            raise Refused(f"{name} is '{value[:40]}'; expected a number of at least 0")
+        return number
+
+    def flag(self, name: str) -> bool:
+        """Return whether a checkbox was checked."""
+        return self.text(name) in ("true", "on", "1")

@@ -1,0 +1,89 @@
+// Makes each group of links (data-arrows) one stop of the Tab key; arrow keys move inside.
+// "line": left and right. "lanes": left and right within a lane, up and down to the nearest row.
+
+const PAGE = 10;
+
+export function moveByArrows() {
+  const reset = () => document.querySelectorAll("[data-arrows]").forEach(resetGroup);
+  document.addEventListener("swapped", reset);
+  document.addEventListener("focusin", (event) => {
+    const stop = event.target.closest?.("[data-stop]");
+    const group = stop?.closest("[data-arrows]");
+    if (!group) return;
+    for (const one of stops(group)) one.setAttribute("tabindex", one === stop ? "0" : "-1");
+    read(group, stop);
+  });
+  document.addEventListener("pointerover", (event) => {
+    const stop = event.target.closest?.("[data-stop]");
+    const group = stop?.closest("[data-arrows]");
+    if (group) read(group, stop);
+  });
+  document.addEventListener("keydown", (event) => {
+    if (event.metaKey || event.ctrlKey || event.altKey) return;
+    const stop = event.target.closest?.("[data-stop]");
+    const group = stop?.closest("[data-arrows]");
+    if (!group) return;
+    const next = (group.dataset.arrows === "lanes" ? inLanes : inLine)(event.key, stop, stops(group));
+    if (!next) return;
+    event.preventDefault();
+    next.focus({ preventScroll: group.dataset.arrows === "lanes" });
+    document.dispatchEvent(new CustomEvent("arrowed", { detail: next }));
+  });
+  reset();
+}
+
+// Leaves one link of the group in the Tab order.
+function resetGroup(group) {
+  const all = stops(group);
+  const current =
+    all.find((one) => one === document.activeElement) ||
+    all.find((one) => one.hasAttribute("aria-current")) ||
+    all.find((one) => one.getAttribute("tabindex") === "0") ||
+    all[0];
+  for (const one of all) one.setAttribute("tabindex", one === current ? "0" : "-1");
+}
+
+function stops(group) {
+  return [...group.querySelectorAll("[data-stop]")];
+}
+
+function read(group, stop) {
+  const readout = document.getElementById(group.dataset.readout || "");
+  if (readout) readout.textContent = stop.getAttribute("aria-label");
+}
+
+function inLine(key, stop, all) {
+  const at = all.indexOf(stop);
+  const to = {
+    ArrowLeft: at - 1, ArrowRight: at + 1, Home: 0, End: all.length - 1,
+    PageUp: Math.max(0, at - PAGE), PageDown: Math.min(all.length - 1, at + PAGE),
+  }[key];
+  return to === undefined ? null : all[to] || stop;
+}
+
+function inLanes(key, stop, all) {
+  const here = placeOf(stop);
+  if (key === "Home") return all[0];
+  if (key === "End") return all[all.length - 1];
+  if (key === "ArrowLeft" || key === "ArrowRight") {
+    const lane = all.filter((one) => one.dataset.lane === stop.dataset.lane);
+    return lane[lane.indexOf(stop) + (key === "ArrowLeft" ? -1 : 1)] || stop;
+  }
+  if (key !== "ArrowUp" && key !== "ArrowDown") return null;
+  const down = key === "ArrowDown" ? 1 : -1;
+  const rows = all.map(placeOf).filter((one) => (one.row - here.row) * down > 0);
+  const nearest = rows.reduce((least, one) => Math.min(least, (one.row - here.row) * down), Infinity);
+  const row = rows.filter((one) => (one.row - here.row) * down === nearest);
+  const best = row.reduce((near, next) => (!near || distance(next, here) < distance(near, here) ? next : near), null);
+  return best ? best.stop : stop;
+}
+
+function placeOf(stop) {
+  return { stop, row: Number(stop.dataset.row), from: Number(stop.dataset.from), to: Number(stop.dataset.to) };
+}
+
+// Distance of two time ranges; of overlapping ranges, that of their middles.
+function distance(a, b) {
+  const gap = Math.max(0, a.from - b.to, b.from - a.to);
+  return gap * 1e6 + Math.abs(a.from + a.to - b.from - b.to);
+}

@@ -1,0 +1,69 @@
+"""Queries for metric series and the audit log."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any  # Any: rows
+
+from sqlalchemy import select
+
+from dataplane_admin.models import AuditEntry, Series
+from dataplane_admin.store.reader import Reader
+from dataplane_admin.store.tables import AuditModel, SeriesModel
+from dataplane_admin.store.texts import storable
+
+_MAX_SERIES = 10_000
+_DROPPED = "dataplane.telemetry.dropped"
+
+
+def read_series(reader: Reader, name: str | None = None) -> list[Series]:
+    """Return the newest value of every metric series, or of those of one name."""
+    rows = _series(reader, name)
+    alike: dict[str, set[bytes]] = {}
+    for row in rows:
+        alike.setdefault(row.process, set()).add(row.process_id)
+    return [
+        Series.of(
+            row,
+            process=row.process
+            if len(alike[row.process]) == 1
+            else f"{row.process} [{row.process_id.hex()[:8]}]",
+            attributes=json.loads(row.attributes),
+            histogram=None if row.histogram is None else json.loads(row.histogram),
+            time_ns=row.time_ns or None,
+            received_ns=row.updated_ns,
+        )
+        for row in rows
+    ]
+
+
+def read_dropped_spans(reader: Reader) -> dict[str, int]:
+    """Return how many spans each process reports as dropped, by its identity."""
+    dropped: Counter[str] = Counter()
+    for row in _series(reader, _DROPPED):
+        if json.loads(row.attributes).get("dataplane.signal") == "spans":
+            dropped[row.process_id.hex()] += int(row.value or 0)
+    return dropped
+
+
+def _series(reader: Reader, name: str | None) -> Sequence[Any]:
+    query = select(SeriesModel.__table__)
+    query = query.order_by(SeriesModel.name, SeriesModel.process, SeriesModel.digest)
+    if name is not None:
+        query = query.where(SeriesModel.name == storable(name))
+    with reader.connect() as connection:
+        return connection.execute(query.limit(_MAX_SERIES)).all()
+
+
+def read_audit(reader: Reader, before: int | None = None, limit: int = 50) -> list[AuditEntry]:
+    """Return entries of the audit log, newest first, older than the id ``before``."""
+    query = select(AuditModel.__table__).order_by(AuditModel.id.desc()).limit(limit)
+    if before is not None:
+        query = query.where(AuditModel.id < before)
+    with reader.connect() as connection:
+        return [
+            AuditEntry.of(row, parameters=json.loads(row.parameters))
+            for row in connection.execute(query)
+        ]

@@ -1,0 +1,282 @@
+"""Tables, the same for SQLite and PostgreSQL.
+
+Change a table here and add a migration in `migrations/versions`; a test compares the two.
+
+A database may reject untrusted text or index it badly. So ids of traces, spans and samples are
+bytes, and names are stored in the form of `texts.storable`. The writer draws keys (`id`, `key`)
+from ``state.last_id``: they grow with every record and are never reused.
+"""
+
+from __future__ import annotations
+
+from sqlalchemy import (
+    BigInteger,
+    Boolean,
+    Double,
+    Index,
+    Integer,
+    LargeBinary,
+    MetaData,
+    Text,
+    false,
+)
+from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
+
+# SQLite keeps a table in the order of its key only if that is declared INTEGER.
+Key = BigInteger().with_variant(Integer(), "sqlite")
+
+
+class Base(DeclarativeBase):
+    """Base of all tables, with names of constraints that are the same in every database."""
+
+    metadata = MetaData(
+        naming_convention={
+            "pk": "pk_%(table_name)s",
+            "ix": "ix_%(table_name)s_%(column_0_N_name)s",
+            "uq": "uq_%(table_name)s_%(column_0_N_name)s",
+        }
+    )
+    type_annotation_map = {  # noqa: RUF012  # what SQLAlchemy expects
+        int: BigInteger,
+        str: Text,
+        bytes: LargeBinary,
+        bool: Boolean,
+        float: Double,
+    }
+
+
+class StateRow(Base):
+    """The single row of counters, updated with each change because counting rows is slow."""
+
+    __tablename__ = "state"
+
+    id: Mapped[int] = mapped_column(Key, primary_key=True, autoincrement=False)
+    revision: Mapped[int]
+    last_id: Mapped[int]
+    traces: Mapped[int]
+    spans: Mapped[int]
+    events: Mapped[int]
+    samples: Mapped[int]
+    nbytes: Mapped[int]
+
+
+class RunModel(Base):
+    """A run, stored with its first record. Times are nanoseconds since 1970."""
+
+    __tablename__ = "runs"
+
+    run_id: Mapped[str] = mapped_column(primary_key=True)
+    first_ns: Mapped[int]
+    last_ns: Mapped[int]
+    updated_ns: Mapped[int]
+
+
+class TraceModel(Base):
+    """A trace, as lists of traces show it.
+
+    ``start_ns`` and ``end_ns`` are 0 if no span reported a time. ``arrival`` grows in order of
+    arrival, independent of senders' clocks. ``process_digests`` has eight bytes of each process,
+    ``nbytes`` the bytes of its chunks.
+    """
+
+    __tablename__ = "traces"
+    __table_args__ = (
+        Index(None, "arrival"),
+        Index(None, "run_id", "arrival"),
+        Index(None, "run_id", "step"),
+        Index(None, "updated_ns"),
+    )
+
+    trace_id: Mapped[bytes] = mapped_column(primary_key=True)
+    run_id: Mapped[str]
+    step: Mapped[int | None]
+    name: Mapped[str]
+    start_ns: Mapped[int]
+    end_ns: Mapped[int]
+    has_root: Mapped[bool]
+    spans: Mapped[int]
+    errors: Mapped[int]
+    processes: Mapped[int]
+    process_digests: Mapped[bytes]
+    rejected: Mapped[int]
+    nbytes: Mapped[int]
+    updated_ns: Mapped[int]
+    arrival: Mapped[int] = mapped_column(server_default="0")
+
+
+class ChunkModel(Base):
+    """The spans of one trace in one request: ``blob`` is an OTLP TracesData."""
+
+    __tablename__ = "span_chunks"
+    __table_args__ = (Index(None, "trace_id", "digest", unique=True),)
+
+    id: Mapped[int] = mapped_column(Key, primary_key=True, autoincrement=False)
+    trace_id: Mapped[bytes]
+    digest: Mapped[bytes]
+    spans: Mapped[int]
+    received_ns: Mapped[int]
+    blob: Mapped[bytes]
+
+
+class SpanModel(Base):
+    """A received span; repetitions share one row.
+
+    ``trace`` is the ``arrival`` of its trace, ``span`` its `chunk.span_key` and ``state`` its
+    `chunk.span_state`: integers, because there are many rows.
+    """
+
+    __tablename__ = "spans"
+    __table_args__ = ({"sqlite_with_rowid": False},)
+
+    trace: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    span: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    state: Mapped[int]
+
+
+class LinkModel(Base):
+    """A link from one trace to another."""
+
+    __tablename__ = "trace_links"
+    __table_args__ = (
+        Index(None, "linked_id", "trace_id"),
+        {"sqlite_with_rowid": False},
+    )
+
+    trace_id: Mapped[bytes] = mapped_column(primary_key=True)
+    linked_id: Mapped[bytes] = mapped_column(primary_key=True)
+
+
+class PlaceModel(Base):
+    """A partition of a run; events without a partition belong to the empty one.
+
+    ``cleared_ns`` is the last clear of the entire partition, 0 if there was none.
+    """
+
+    __tablename__ = "places"
+    __table_args__ = (Index(None, "run_id", "partition", unique=True),)
+
+    id: Mapped[int] = mapped_column(Key, primary_key=True, autoincrement=False)
+    run_id: Mapped[str]
+    partition: Mapped[str]
+    cleared_ns: Mapped[int]
+
+
+class EventModel(Base):
+    """A lifecycle event: ``record`` is OTLP LogsData without the ids, ``keys`` are the samples.
+
+    ``keys`` are sample keys of eight bytes each, little-endian, in reported order. ``wait`` is a
+    digest that start and end of a wait share.
+    """
+
+    __tablename__ = "events"
+    __table_args__ = (
+        Index(None, "digest", unique=True),
+        Index(None, "place_id", "name", "step"),
+        Index(None, "place_id", "time_ns"),
+        Index(None, "trace_id"),
+        Index(None, "wait"),
+    )
+
+    id: Mapped[int] = mapped_column(Key, primary_key=True, autoincrement=False)
+    place_id: Mapped[int]
+    name: Mapped[str]
+    step: Mapped[int | None]
+    time_ns: Mapped[int]
+    received_ns: Mapped[int]
+    task: Mapped[str]
+    samples: Mapped[int]
+    weight_version: Mapped[int | None]
+    trace_id: Mapped[bytes | None]
+    span_id: Mapped[bytes | None]
+    wait: Mapped[bytes | None]
+    digest: Mapped[bytes]
+    record: Mapped[bytes]
+    keys: Mapped[bytes]
+
+
+class SampleModel(Base):
+    """A sample of a place. Its id is split into ``head`` and ``tail``, so that an index fits.
+
+    ``put_ns`` and ``weight_version`` belong to its first put since the last clear, or before it if
+    no put came later. ``gone_ns`` is its latest clear by name; ``live_ns`` is its latest put, 0 if
+    that clear came later. A time that never occurred is 0.
+    """
+
+    __tablename__ = "samples"
+    __table_args__ = (Index(None, "head", "key"), Index(None, "place_id", "live_ns"))
+
+    key: Mapped[int] = mapped_column(Key, primary_key=True, autoincrement=False)
+    place_id: Mapped[int]
+    head: Mapped[bytes]
+    tail: Mapped[bytes]
+    weight_version: Mapped[int | None]
+    put_ns: Mapped[int]
+    live_ns: Mapped[int]
+    gone_ns: Mapped[int]
+    first_ns: Mapped[int]
+    last_ns: Mapped[int]
+
+
+class EventSampleModel(Base):
+    """A sample named by an event."""
+
+    __tablename__ = "event_samples"
+    __table_args__ = ({"sqlite_with_rowid": False},)
+
+    sample_key: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    event_id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+
+
+class OpenWaitModel(Base):
+    """An open wait; ``process_id`` is the identity of the blocked process.
+
+    ``again``: the process reports the wait repeatedly while it lasts."""
+
+    __tablename__ = "open_waits"
+    __table_args__ = (Index(None, "wait"),)
+
+    event_id: Mapped[int] = mapped_column(Key, primary_key=True, autoincrement=False)
+    wait: Mapped[bytes]
+    place_id: Mapped[int]
+    process: Mapped[str] = mapped_column(server_default="")
+    process_id: Mapped[bytes] = mapped_column(server_default="")
+    again: Mapped[bool] = mapped_column(server_default=false())
+
+
+class SeriesModel(Base):
+    """A metric series, aggregated: ``value``, or ``histogram`` as JSON.
+
+    ``sums`` is `series_sums.Sums` as JSON; ``points`` has eight bytes of each of the last points,
+    to recognize resent ones.
+    """
+
+    __tablename__ = "series"
+    __table_args__ = (Index(None, "name"), Index(None, "updated_ns"))
+
+    digest: Mapped[bytes] = mapped_column(primary_key=True)
+    process: Mapped[str]
+    name: Mapped[str]
+    unit: Mapped[str]
+    attributes: Mapped[str]
+    value: Mapped[float | None]
+    histogram: Mapped[str | None]
+    time_ns: Mapped[int]
+    updated_ns: Mapped[int]
+    process_id: Mapped[bytes] = mapped_column(server_default="")
+    scope: Mapped[str] = mapped_column(server_default="")
+    sums: Mapped[str] = mapped_column(server_default="{}")
+    points: Mapped[bytes] = mapped_column(server_default="")
+
+
+class AuditModel(Base):
+    """An entry of the audit log; ``parameters`` is JSON."""
+
+    __tablename__ = "audit"
+
+    id: Mapped[int] = mapped_column(Key, primary_key=True, autoincrement=False)
+    time_ns: Mapped[int]
+    actor: Mapped[str]
+    action: Mapped[str]
+    target: Mapped[str]
+    parameters: Mapped[str]
+    outcome: Mapped[str]

@@ -1,0 +1,30 @@
+"""The run page shows one snapshot of the steps of a run with finished steps."""
+
+
+def test_retention_does_not_make_the_run_page_inconsistent(job, otlp, monkeypatch):
+    job.send(*(otlp.trace(step=step) for step in range(3)))
+    store = job.app.state.store
+    answered = iter([store.run_steps("run", 10)])
+    monkeypatch.setattr(store, "run_steps", lambda *_: next(answered, ([], False)))
+    page = job.client.get("/run?run=run").text
+    assert "3 steps: 1.00 s in" in page
+
+
+def test_the_default_is_the_newest_run_with_a_finished_step(job, otlp):
+    assert "No finished step yet" in job.client.get("/run").text
+    job.send(otlp.trace(run="older", step=1))
+    job.send(otlp.trace(run="newest", step=1, root=False))
+    job.send(otlp.trace(run="newest", step=None, names=["call"]))
+    page = job.client.get("/run").text
+    assert "1 step: 1.00 s in step 1" in page
+    assert job.get("run/steps")["run_id"] == "older"
+    of_the_newest = job.client.get("/run?run=newest").text
+    assert "No finished step in this run" in of_the_newest
+
+
+def test_a_repeated_step_counts_once_on_all_pages(job, otlp):
+    for _ in range(2):
+        job.send(otlp.trace(run="run", step=5))
+    job.send(otlp.trace(run="run", step=5, names=["grpo.validation"]))
+    assert job.get("run/steps")["steps"] == 1
+    assert job.get("runs")["runs"][0]["steps"] == 1
