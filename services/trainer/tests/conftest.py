@@ -1,32 +1,38 @@
-"""Configurations made from the demo's, a tiny model on disk, and the command line as a process."""
+"""Fixtures: configurations based on the demo's, a tiny model on disk, and runs."""
 
 from __future__ import annotations
 
 import copy
+import json
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 import psutil
 import pytest
+import ray
 import yaml
 from hypothesis import settings
 
-from grpo_trainer.config import DEMO_CONFIG, check_config
+from dataplane_tq import start_local_ray
+from grpo_trainer import DEMO_CONFIG, RunDisplay, check_config
 
 COMMAND = str(Path(sys.executable).with_name("grpo-trainer"))
 
 SMALL = {
     "cluster.num_cpus": 4,
-    "cluster.call_timeout_s": 120,
+    "cluster.call_timeout_s": 240,
     "policy.data_parallel": 1,
     "policy.model.hidden_size": 32,
     "policy.model.intermediate_size": 64,
     "policy.model.num_layers": 1,
     "policy.model.num_heads": 2,
     "policy.model.head_dim": 16,
+    "policy.model.initializer_range": 0.3,
     "policy.global_batch_size": 8,
     "policy.micro_batch_size": 4,
     "policy.generation.num_threads": 1,
@@ -35,12 +41,13 @@ SMALL = {
     "grpo.dynamic_sampling.enabled": False,
     "data_plane.storage_capacity": 256,
 }
+RAW = yaml.safe_load(DEMO_CONFIG.read_text())
 
 
-def change(raw, changes):
-    """A copy of ``raw`` with dotted keys set."""
-    raw = copy.deepcopy(raw)
-    for key, value in changes.items():
+def raw_with(changes):
+    """Return the demo's configuration as plain data, with dotted keys set."""
+    raw = copy.deepcopy(RAW)
+    for key, value in dict(changes).items():
         *parents, leaf = key.split(".")
         node = raw
         for parent in parents:
@@ -49,76 +56,119 @@ def change(raw, changes):
     return raw
 
 
-@pytest.fixture
-def demo():
-    """The shipped configuration as plain data."""
-    return yaml.safe_load(DEMO_CONFIG.read_text())
-
-
 @pytest.fixture(scope="session")
 def raw_config():
-    """Plain data of a small run; called with dotted keys to change."""
-    base = yaml.safe_load(DEMO_CONFIG.read_text())
-    return lambda changes=(): change(base, {**SMALL, **dict(changes)})
+    """Function that returns plain data of a small run; takes dotted keys to change."""
+    return lambda changes=(): raw_with({**SMALL, **dict(changes)})
 
 
 @pytest.fixture(scope="session")
 def configure(raw_config):
-    """A small run's configuration; called with dotted keys to change."""
+    """Function that returns a small run's configuration; takes dotted keys to change."""
     return lambda changes=(): check_config(raw_config(changes), source="test")
 
 
 @pytest.fixture(scope="session")
 def model_folder(configure, tmp_path_factory):
-    """A model and a tokenizer on disk, as somebody else would have saved them."""
-    from grpo_trainer.model import save_random_model
+    """Model and tokenizer on disk, saved without the trainer."""
+    from grpo_trainer.model.load import save_random_model  # noqa: TID251  # as a run saves its own
 
     folder = tmp_path_factory.mktemp("model")
-    model = configure({"policy.model.initializer_range": 0.3}).policy.model
-    save_random_model(model, folder, seed=3, max_length=48)
+    save_random_model(configure().policy.model, folder, seed=3, max_length=48)
     return folder
 
 
 @pytest.fixture(scope="session")
 def network(model_folder):
-    import torch
+    from transformers import AutoModelForCausalLM
 
-    from grpo_trainer.model import load_model
-
-    return load_model(str(model_folder), torch.device("cpu")).eval()
+    return AutoModelForCausalLM.from_pretrained(model_folder).eval()
 
 
 @pytest.fixture(scope="session")
 def tokenizer(model_folder):
-    from grpo_trainer.tokenizer import load_tokenizer
+    from transformers import AutoTokenizer
 
-    return load_tokenizer(str(model_folder))
+    return AutoTokenizer.from_pretrained(model_folder)
 
 
 @pytest.fixture(scope="session")
 def questions(network, tokenizer):
-    """Questions with answers that begin as the model likes to: some responses score, some not."""
+    """Questions with answers that begin with likely tokens, so that some responses score."""
     import torch
 
-    from grpo_trainer.sampling import sample_responses
+    answers = {}
+    for text in ("max(1,2)=", "min(3,0)=", "max(4,4)=", "min(2,1)="):
+        with torch.no_grad():
+            logits = network(torch.tensor([tokenizer(text)["input_ids"]])).logits
+        answers[text] = tokenizer.decode(logits[0, -1].argmax()) + "="
+    return answers
 
-    texts = ["max(1,2)=", "min(3,0)=", "max(4,4)=", "min(2,1)="]
-    rows = [torch.tensor(tokenizer(text)["input_ids"]) for text in texts]
-    responses = sample_responses(
-        network, tokenizer, rows, max_new_tokens=[1] * len(rows), temperature=1.0, greedy=True
+
+@pytest.fixture
+def write_prompts(tmp_path_factory):
+    """Function that writes a data set of prompts and answers, and returns its path."""
+
+    def write(pairs):
+        path = tmp_path_factory.mktemp("data") / "prompts.jsonl"
+        path.write_text("".join(json.dumps({"prompt": q, "answer": a}) + "\n" for q, a in pairs))
+        return path
+
+    return write
+
+
+@pytest.fixture(scope="module")
+def local_ray():
+    """Ray cluster that the runs of this process join."""
+    folder = tempfile.mkdtemp(prefix="gt-")  # a short path: Ray's sockets are below it
+    start_local_ray(
+        num_cpus=8,
+        include_dashboard=False,
+        _temp_dir=folder,
+        namespace="grpo-trainer",
+        logging_level="ERROR",
+        log_to_driver=False,
     )
-    answers = [tokenizer.decode(response.token_ids) + "=" for response in responses]
-    return dict(zip(texts, answers, strict=True))
+    yield
+    ray.shutdown()
+    shutil.rmtree(folder)
+
+
+class Begins(RunDisplay):
+    """Display that ends a run at a notice; Ray's comes once all inputs are accepted."""
+
+    def __init__(self, at):
+        self.at, self.lines = at, []
+
+    def notice(self, text):
+        if text.startswith(self.at):
+            raise KeyboardInterrupt
+        self.lines.append(text)
+
+
+@pytest.fixture(scope="session")
+def accepted():
+    """Begin a run up to one of its notices, and return those before.
+
+    Called with a function that begins it with a display.
+    """
+
+    def begin(start, at="starting Ray"):
+        display = Begins(at)
+        with pytest.raises(KeyboardInterrupt):
+            start(display)
+        return display.lines
+
+    return begin
 
 
 @pytest.fixture
 def config_file(tmp_path, raw_config):
-    """Writes a small run's configuration; called with dotted keys to change."""
+    """Function that writes a small run's configuration; takes dotted keys to change."""
 
-    def write(changes=(), *, edit=None):
+    def write(changes=(), *, edit=lambda raw: None):
         raw = raw_config({"run.output": str(tmp_path / "runs"), **dict(changes)})
-        if edit is not None:
-            edit(raw)
+        edit(raw)
         path = tmp_path / "config.yaml"
         path.write_text(yaml.safe_dump(raw))
         return path
@@ -127,7 +177,7 @@ def config_file(tmp_path, raw_config):
 
 
 class CommandLine:
-    """Runs the program to its end, without a terminal and without the hub."""
+    """Function that runs the program to its end, without a terminal and without the hub."""
 
     def __init__(self):
         self.environment = {**os.environ, "HF_HUB_OFFLINE": "1", "COLUMNS": "80"}
@@ -161,14 +211,14 @@ def command_line():
 
 @pytest.fixture(scope="session")
 def processes_of():
-    """The processes of a Ray cluster, found by its folder, which each has in its command line."""
+    """Return the processes of a Ray cluster, which have its folder in their command line."""
 
     def find(temp_dir):
-        found = []
-        for process in psutil.process_iter(["cmdline"]):
-            if any(str(temp_dir) in part for part in process.info["cmdline"] or []):
-                found.append(process)
-        return found
+        return [
+            process
+            for process in psutil.process_iter(["cmdline"])
+            if any(str(temp_dir) in part for part in process.info["cmdline"] or [])
+        ]
 
     return find
 

@@ -1,4 +1,4 @@
-"""Calls to actors end at their deadline, also where a process of Ray does not answer."""
+"""Calls to actors end at their deadline, even if a process of Ray does not answer."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import pytest
 import ray
 
 from dataplane_tq import start_local_ray
-from grpo_trainer.actor_calls import ActorCalls
+from grpo_trainer.actors.calls import ActorCalls  # noqa: TID251  # a deadline of 2 s
 from grpo_trainer.errors import WorkerError
 
 pytestmark = pytest.mark.slow
 
 LARGE = b"1" * 1_000_000
-"""Too large to travel with the call: it goes through the object store."""
+"""Argument that is too large for the call itself, and goes through the object store."""
 
 
 class Echo:
@@ -38,11 +38,11 @@ def calls():
         logging_level="ERROR",
         log_to_driver=False,
     )
-    made = ActorCalls(timeout_s=2.0)
-    made.add("echo", ray.remote(Echo).options(num_cpus=0.1).remote())
-    ray.get(made.handle("echo").echo.remote(b""), timeout=60)
-    yield made
-    made.stop()
+    calls = ActorCalls(timeout_s=2.0)
+    calls.add("echo", ray.remote(Echo).options(num_cpus=0.1).remote())
+    ray.get(calls.handle("echo").echo.remote(b""), timeout=180)
+    yield calls
+    calls.stop()
     ray.shutdown()
     shutil.rmtree(folder, ignore_errors=True)
 
@@ -55,7 +55,7 @@ def test_a_call_ends_at_its_deadline_while_ray_is_stopped(calls, part):
         started = time.monotonic()
         outcome = "answered"
         try:
-            assert calls.one("echo", "echo", LARGE) == LARGE
+            assert calls.call("echo", "echo", LARGE) == LARGE
         except WorkerError as error:
             outcome = str(error)
         calls.stop()

@@ -10,7 +10,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_trainer.advantages import advantages, group_statistics, mean_and_std
+from grpo_trainer.errors import AdvantageError
+from grpo_trainer.policy.advantages import (  # noqa: TID251  # rewards that no run has
+    advantages,
+    group_statistics,
+    mean_and_std,
+)
 
 sizes = st.integers(2, 9)
 # Rewards as environments give them, huge and tiny ones, and neighbours of 0.3 and of 1000.1.
@@ -27,7 +32,7 @@ rewards = st.one_of(
 
 @st.composite
 def groups(draw):
-    """Rows of rewards of one group size, and which of them count."""
+    """Draw rows of rewards of one group size, and which rewards count."""
     size, count = draw(sizes), draw(st.integers(1, 4))
     rows = st.lists(rewards, min_size=size, max_size=size)
     counted = st.lists(st.booleans(), min_size=size, max_size=size)
@@ -38,7 +43,7 @@ def groups(draw):
 
 
 def exact(row, counts):
-    """Deviation from the others' mean per sample, and the variance, as fractions."""
+    """Return each deviation from the others' mean, and the variance, as fractions."""
     kept = [Fraction(reward) for reward, counting in zip(row, counts, strict=True) if counting]
     if len(kept) < 2:
         return [Fraction(0)] * len(row), Fraction(0)
@@ -60,7 +65,7 @@ def test_statistics_are_the_exact_fractions(drawn, dtype):
     rows, counted = drawn
     size = len(rows[0])
     flags = counted or [[True] * size] * len(rows)
-    found = group_statistics(
+    statistics = group_statistics(
         torch.tensor(rows, dtype=dtype).reshape(-1),
         size,
         counted=None if counted is None else torch.tensor(counted).reshape(-1),
@@ -70,61 +75,49 @@ def test_statistics_are_the_exact_fractions(drawn, dtype):
         places = range(number * size, (number + 1) * size)
         rounding = 1e-15 * size * spread(row)
         for place, reward, deviation in zip(places, row, deviations, strict=True):
-            assert float(found.deviation[place]) == pytest.approx(float(deviation), abs=rounding)
+            assert float(statistics.deviation[place]) == pytest.approx(
+                float(deviation), abs=rounding
+            )
             baseline = float(Fraction(reward) - deviation)
-            assert float(found.baseline[place]) == pytest.approx(baseline, rel=1e-15, abs=rounding)
-            assert float(found.std[place]) == pytest.approx(math.sqrt(variance), rel=1e-12)
-            assert (float(found.std[place]) == 0) is (variance == 0)
+            assert float(statistics.baseline[place]) == pytest.approx(
+                baseline, rel=1e-15, abs=rounding
+            )
+            assert float(statistics.std[place]) == pytest.approx(math.sqrt(variance), rel=1e-12)
+            assert (float(statistics.std[place]) == 0) is (variance == 0)
 
 
 @given(groups(), st.booleans())
 def test_advantages_are_the_deviations_in_float32(drawn, normalize):
     rows, _ = drawn
     values = torch.tensor(rows, dtype=torch.float64).reshape(-1)
-    found = advantages(group_statistics(values, len(rows[0])), normalize=normalize)
-    assert found.dtype == torch.float32
+    column = advantages(group_statistics(values, len(rows[0])), normalize=normalize)
+    assert column.dtype == torch.float32
     expected = []
     for row in rows:
         deviations, variance = exact(row, [True] * len(row))
         divisor = math.sqrt(variance) + 1e-4 if normalize else 1.0
         expected += [float(deviation) / divisor for deviation in deviations]
     scale = 1.0 if normalize else max(map(spread, rows))
-    torch.testing.assert_close(found, torch.tensor(expected), rtol=2e-7, atol=1e-13 * scale)
+    torch.testing.assert_close(column, torch.tensor(expected), rtol=2e-7, atol=1e-13 * scale)
 
 
 @given(
     st.floats(allow_nan=False, allow_infinity=False, width=32), st.integers(2, 70), st.booleans()
 )
 def test_equal_rewards_have_exactly_no_advantage(reward, size, normalize):
-    found = group_statistics(torch.full((size * 2,), reward), size)
-    assert (found.std == 0).all()
-    assert (found.baseline == reward).all()
-    assert (advantages(found, normalize=normalize) == 0).all()
-
-
-@pytest.mark.parametrize("reward", [0.3, 1000.1])
-def test_eight_equal_rewards_have_exactly_no_advantage(reward):
-    found = advantages(group_statistics(torch.full((8,), reward), 8), normalize=True)
-    assert found.tolist() == [0.0] * 8
-
-
-@given(rewards, sizes, rewards)
-def test_a_reward_that_does_not_count_changes_no_other_sample(reward, size, other):
-    values = torch.full((size + 1,), reward)
-    values[0] = other
-    counted = torch.arange(size + 1) > 0
-    found = group_statistics(values, size + 1, counted=counted)
-    assert (found.std == 0).all()
-    assert (found.deviation[1:] == 0).all()
+    statistics = group_statistics(torch.full((size * 2,), reward), size)
+    assert (statistics.std == 0).all()
+    assert (statistics.baseline == reward).all()
+    assert (advantages(statistics, normalize=normalize) == 0).all()
 
 
 def test_a_group_with_one_counted_reward_has_no_advantage():
-    found = group_statistics(
+    statistics = group_statistics(
         torch.tensor([1.0, 0.0, 0.5]), 3, counted=torch.tensor([True, False, False])
     )
-    assert found.deviation.tolist() == found.std.tolist() == [0.0] * 3
-    assert found.baseline.tolist() == [1.0, 0.0, 0.5]
-    assert not found.comparable.any()
+    assert statistics.deviation.tolist() == statistics.std.tolist() == [0.0] * 3
+    assert statistics.baseline.tolist() == [1.0, 0.0, 0.5]
+    assert not statistics.comparable.any()
 
 
 @given(st.lists(rewards, min_size=1, max_size=40))
@@ -142,3 +135,24 @@ def test_mean_and_spread_of_metrics_are_the_exact_ones(values):
 def test_rewards_that_are_no_groups_are_refused(rows, size):
     with pytest.raises(ValueError, match=f"{rows} rewards; expected groups of {size}"):
         group_statistics(torch.zeros(rows), size)
+
+
+def test_rewards_without_a_finite_advantage_are_refused_by_sample():
+    huge = torch.tensor([3e38, -3e38, 0.0, 0.0])
+    statistics = group_statistics(huge, 2)
+    with pytest.raises(AdvantageError, match=r"sample 0 has 6e\+38.*normalize_advantages"):
+        advantages(statistics, normalize=False)
+    expected = torch.tensor([2**0.5, -(2**0.5), 0.0, 0.0])
+    torch.testing.assert_close(advantages(statistics, normalize=True), expected)
+
+
+@pytest.mark.parametrize("reward", [float("inf"), float("nan"), 1.7e308])
+def test_rewards_that_float64_cannot_compare_are_refused(reward):
+    with pytest.raises(AdvantageError, match="not a finite float64"):
+        group_statistics(torch.tensor([0.0, 0.0, reward, -reward], dtype=torch.float64), 2)
+
+
+def test_a_spread_whose_squares_overflow_is_right():
+    apart = torch.tensor([1e200, 3e200], dtype=torch.float64)
+    assert group_statistics(apart, 2).std.tolist() == pytest.approx([2**0.5 * 1e200] * 2)
+    assert mean_and_std(apart) == pytest.approx((2e200, 2**0.5 * 1e200))

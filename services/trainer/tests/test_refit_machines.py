@@ -1,7 +1,9 @@
-"""Where the processes of a refit listen and what they tell: on one machine, and on two.
+"""Addresses on which the processes of a refit listen, and that they advertise, on two machines.
 
-The machines are two nodes of a real Ray whose addresses are those of the loopback interface.
+The machines are two nodes of a real Ray with addresses of the loopback interface. Workers
+with nothing but their end of a refit stand for a run's: so no import is through the package.
 """
+# ruff: noqa: TID251
 
 from __future__ import annotations
 
@@ -15,14 +17,14 @@ import ray
 import torch
 from ray.cluster_utils import Cluster
 
-from grpo_trainer import node_address as node_address_module
-from grpo_trainer.actor_calls import ActorCalls
+from grpo_trainer.actors import address
+from grpo_trainer.actors.address import is_loopback, resolve_hosts
+from grpo_trainer.actors.calls import ActorCalls
+from grpo_trainer.config.sections import RefitSection
 from grpo_trainer.errors import WorkerError
-from grpo_trainer.node_address import is_loopback, own_hosts
-from grpo_trainer.refit_source import start_source
-from grpo_trainer.refit_target import start_target
-from grpo_trainer.sections import RefitSection
-from grpo_trainer.weight_sync import RefitWeightSync
+from grpo_trainer.refit.source import RefitSource
+from grpo_trainer.refit.target import RefitTarget
+from grpo_trainer.refit.weight_sync import RefitWeightSync
 from refit_mx import EmbeddedControlServer
 
 DRIVER, OTHER = "127.0.0.2", "127.0.0.3"
@@ -41,14 +43,14 @@ SHAPE = (6, 4)
         ("10.0.0.1", "node", ("10.0.0.1", "10.9.9.9")),
     ],
 )
-def test_what_is_listened_on_and_what_is_told(monkeypatch, host, advertised, expected):
-    monkeypatch.setattr(node_address_module.ray.util, "get_node_ip_address", lambda: "10.9.9.9")
-    assert own_hosts(host, advertised) == expected
+def test_resolved_hosts_to_listen_on_and_to_advertise(monkeypatch, host, advertised, expected):
+    monkeypatch.setattr(address.ray.util, "get_node_ip_address", lambda: "10.9.9.9")
+    assert resolve_hosts(host, advertised) == expected
 
 
 def test_the_shipped_demo_listens_on_loopback_alone(configure):
     refit = configure().refit
-    assert all(is_loopback(each) for each in own_hosts(refit.host, refit.advertised_host))
+    assert all(is_loopback(each) for each in resolve_hosts(refit.host, refit.advertised_host))
 
 
 def weights(version):
@@ -56,20 +58,20 @@ def weights(version):
 
 
 class Worker:
-    """A policy or generation worker with nothing but its end of a refit."""
+    """Policy or generation worker that has only the refit."""
 
     def __init__(self, rank, world):
         self.rank, self.world = rank, world
         self.weights = {"w": torch.zeros(SHAPE)}
 
     def node_address(self):
-        return node_address_module.node_address()
+        return address.node_address()
 
     def join_refit(self, settings):
         if self.rank is None:
-            self.refit = start_target(settings, self.weights)
+            self.refit = RefitTarget(settings, self.weights)
         else:
-            self.refit = start_source(settings, rank=self.rank, world=self.world)
+            self.refit = RefitSource(settings, rank=self.rank, world=self.world)
 
     def publish_weights(self, version_id, carrier=None):
         self.refit.publish(version_id, {"w": weights(int(version_id.split("-")[-2]))})
@@ -86,7 +88,7 @@ class Worker:
 
 @pytest.fixture(scope="module")
 def machines():
-    """A Ray of two nodes, the driver on the first."""
+    """Ray cluster of two nodes, with the driver on the first."""
     if sys.platform != "linux":
         pytest.skip("needs Linux, whose loopback interface has all of 127.0.0.0/8")
     folder = tempfile.mkdtemp(prefix="gt-")
@@ -115,17 +117,17 @@ def machines():
 
 @pytest.fixture
 def calls(machines):
-    """One source on each machine, and the target on the second."""
-    made = ActorCalls(timeout_s=60)
+    """Calls to a source on each machine, and a target on the second."""
+    calls = ActorCalls(timeout_s=60)
     for name, where, arguments in (
         ("source 0", "driver", (0, 2)),
         ("source 1", "other", (1, 2)),
         ("target", "other", (None, 2)),
     ):
         actor = ray.remote(Worker).options(num_cpus=0.1, resources={where: 0.1})
-        made.add(name, actor.remote(*arguments))
-    yield made
-    made.stop()
+        calls.add(name, actor.remote(*arguments))
+    yield calls
+    calls.stop()
 
 
 def sync_of(calls, **options):
@@ -148,23 +150,22 @@ def sync_of(calls, **options):
 @pytest.mark.parametrize(
     "options", [{"host": "node"}, {"host": "0.0.0.0"}, {"host": "::", "advertised_host": "node"}]
 )
-def test_workers_of_two_machines_each_tell_their_own_address(calls, options):
+def test_each_worker_advertises_its_machine_s_address(calls, options):
     sync = sync_of(calls, **options)
     try:
         sync.sync(1)
-        told = [calls.one(name, "endpoint") for name in ("source 0", "source 1")]
-        assert [each.rpartition(":")[0] for each in told] == [DRIVER, OTHER]
-        assert torch.equal(calls.one("target", "state"), weights(1))
+        endpoints = [calls.call(name, "endpoint") for name in ("source 0", "source 1")]
+        assert [each.rpartition(":")[0] for each in endpoints] == [DRIVER, OTHER]
+        assert torch.equal(calls.call("target", "state"), weights(1))
     finally:
         sync.close()
 
 
 class Forgets:
-    """A control plane that is started again without its state, whenever a worker has answered so
-    often since it was armed.
+    """Control plane that restarts without its state after a number of workers' answers.
 
     Args:
-        times: that it forgets.
+        times: number of restarts.
     """
 
     def __init__(self, times):
@@ -190,35 +191,35 @@ class Forgets:
 
 @pytest.fixture
 def forgets(machines, request):
-    made = Forgets(request.param)
-    yield made
-    made.server.close()
+    plane = Forgets(request.param)
+    yield plane
+    plane.server.close()
 
 
 @pytest.fixture
 def calls_here(forgets):
-    """Two sources and a target on the driver's machine."""
-    made = ActorCalls(timeout_s=60, observer=forgets)
+    """Calls to two sources and a target on the driver's machine."""
+    calls = ActorCalls(timeout_s=60, observer=forgets)
     for name, arguments in (("source 0", (0, 2)), ("source 1", (1, 2)), ("target", (None, 2))):
         actor = ray.remote(Worker).options(num_cpus=0.1, resources={"driver": 0.1})
-        made.add(name, actor.remote(*arguments))
-    yield made
-    made.stop()
+        calls.add(name, actor.remote(*arguments))
+    yield calls
+    calls.stop()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("forgets", [1], indirect=True)
 @pytest.mark.parametrize("answers", [1, 2], ids=["after one answer", "after both"])
-def test_a_control_plane_that_forgets_during_a_refit_is_told_again(calls_here, forgets, answers):
+def test_a_version_is_published_again_after_the_state_is_lost(calls_here, forgets, answers):
     sync = sync_of(calls_here, control=forgets.address)
     try:
         sync.sync(1)
         forgets.arm(answers)
         sync.refit(2)
         assert forgets.left == 0
-        assert torch.equal(calls_here.one("target", "state"), weights(2))
+        assert torch.equal(calls_here.call("target", "state"), weights(2))
         sync.refit(3)
-        assert torch.equal(calls_here.one("target", "state"), weights(3))
+        assert torch.equal(calls_here.call("target", "state"), weights(3))
     finally:
         sync.close()
 
@@ -237,10 +238,10 @@ def test_one_that_forgets_each_time_ends_the_run(calls_here, forgets):
 
 
 @pytest.mark.slow
-def test_loopback_is_refused_by_name_when_a_worker_is_on_another_machine(calls):
+def test_loopback_is_refused_for_workers_on_another_machine(calls):
     with pytest.raises(WorkerError) as caught:
         sync_of(calls)
     said = str(caught.value)
-    assert said.startswith("refit.host: 127.0.0.1 is reached from one machine alone")
+    assert said.startswith("refit.host: 127.0.0.1 is reachable from one machine alone")
     assert f"driver on {DRIVER}, source 0 on {DRIVER}, source 1 on {OTHER}" in said
     assert said.endswith("set refit.host to 'node'")

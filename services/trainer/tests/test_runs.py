@@ -1,267 +1,301 @@
-"""Whole runs: to the end, and cut short by the death of each kind of process.
-
-Every test starts its own Ray, which takes half a minute; so the run whose generation worker dies is
-also the one that is resumed.
-"""
+"""Runs that finish, fail, or are stopped, and that resume with equal results."""
 
 from __future__ import annotations
 
+import fcntl
 import json
+import resource
 import shutil
 import signal
 import tempfile
-import time
+from contextlib import suppress
 from pathlib import Path
 
+import matplotlib.image
 import psutil
 import pytest
-import ray
+from integration.waiting import wait_until
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import grpo_trainer
-from grpo_trainer.checkpoint import load_state
+from grpo_trainer.errors import OutputError, WorkerError
 
-STEPS = 8
+pytestmark = pytest.mark.slow
 
-
-@pytest.fixture(scope="module")
-def temp_dir():
-    """A short path: Ray's sockets lie below it."""
-    folder = tempfile.mkdtemp(prefix="gt-")
-    yield folder
-    shutil.rmtree(folder)
+STEPS = 6
+ACTORS = ("ray::PolicyWorker", "ray::GenerationWorker", "ray::RolloutActor", "ray::VerifierEnv")
 
 
 @pytest.fixture(scope="module")
-def whole_run(model_folder, questions, temp_dir, tmp_path_factory):
-    """Changes for a run with two ranks and everything on."""
+def whole_run(local_ray, configure, model_folder, questions, tmp_path_factory):
+    """Function that configures a run with two ranks and all features; takes changes."""
     prompts = tmp_path_factory.mktemp("data") / "train.jsonl"
     prompts.write_text(
         "".join(json.dumps({"prompt": q, "answer": a}) + "\n" for q, a in questions.items())
     )
-    return {
-        "data.train": str(prompts),
-        "cluster.temp_dir": temp_dir,
-        "policy.model": {
-            "kind": "pretrained",
-            "name": str(model_folder),
-            "use_chat_template": False,
-        },
-        "policy.data_parallel": 2,
-        "policy.dynamic_batching.enabled": True,
-        "policy.dynamic_batching.max_tokens_per_microbatch": 96,
-        "grpo.num_steps": STEPS,
-        "grpo.num_generations_per_prompt": 8,
-        "grpo.dynamic_sampling": {"enabled": True, "max_batches": 2, "when_short": "proceed"},
-        "validation.every_steps": 2,
-        "checkpointing": {"every_steps": 1, "keep_last": 2},
-    }
+    return lambda: configure(
+        {
+            "run.output": str(tmp_path_factory.mktemp("runs")),
+            "data.train": str(prompts),
+            "policy.model": {
+                "kind": "pretrained",
+                "name": str(model_folder),
+                "use_chat_template": False,
+            },
+            "policy.data_parallel": 2,
+            "policy.dynamic_batching.enabled": True,
+            "policy.dynamic_batching.max_tokens_per_microbatch": 96,
+            "grpo.num_steps": STEPS,
+            "grpo.num_generations_per_prompt": 8,
+            "grpo.dynamic_sampling": {"enabled": True, "max_batches": 2, "when_short": "proceed"},
+            "validation.every_steps": 2,
+            "checkpointing": {"every_steps": 2, "keep_last": 2},
+        }
+    )
 
 
 @pytest.fixture(scope="module")
-def finished(configure, whole_run, tmp_path_factory):
-    """A run that nothing disturbed."""
-    output = tmp_path_factory.mktemp("runs")
-    result = grpo_trainer.train(configure({**whole_run, "run.output": str(output)}))
-    assert not ray.is_initialized()
-    return result
+def finished(whole_run):
+    """Uninterrupted run."""
+    return grpo_trainer.train(whole_run())
 
 
 def lasting(history):
-    """The metrics that do not depend on the clock."""
+    """Return the metrics that do not depend on the clock."""
     return [
         {name: value for name, value in record.items() if name not in ("seconds", "tokens_per_s")}
         for record in history
     ]
 
 
-def test_a_run_with_a_model_from_disk_writes_what_it_promises(finished):
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def metrics_of(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def call_timeout_of(folder):
+    return json.loads((folder / "config.json").read_text())["cluster"]["call_timeout_s"]
+
+
+def test_a_run_writes_what_it_promises(finished):
     assert [record["step"] for record in finished.history] == [*range(1, STEPS + 1)]
     assert any("loss" in record for record in finished.history)
-    assert ["validation_reward" in record for record in finished.history] == [False, True] * 4
+    assert ["validation_reward" in record for record in finished.history] == [False, True] * 3
     assert finished.rewards == [record["reward"] for record in finished.history]
     folder = finished.folder
-    assert sorted(path.name for path in folder.iterdir()) == [
-        ".lock",
-        "checkpoints",
-        "config.json",
-        "metrics.jsonl",
-        "reward.png",
-    ]
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line) for line in lines] == finished.history
-    names = sorted(path.name for path in (folder / "checkpoints").iterdir())
-    assert names == [f"step-{STEPS - 1:06d}", f"step-{STEPS:06d}"]
+    files = [".lock", "checkpoints", "config.json", "metrics.jsonl", "reward.png"]
+    assert names(folder) == files
+    assert metrics_of(folder) == finished.history
+    assert matplotlib.image.imread(folder / "reward.png").shape[:2] == (630, 1200)
+    assert names(folder / "checkpoints") == [f"step-{STEPS - 2:06d}", f"step-{STEPS:06d}"]
+
+
+def test_a_checkpoint_has_a_model_and_a_tokenizer_and_nothing_pickled(finished, tokenizer):
+    checkpoint = finished.folder / "checkpoints" / f"step-{STEPS:06d}"
+    for path in checkpoint.rglob("*.*"):
+        if path.suffix == ".safetensors":
+            with safe_open(path, "pt") as file:
+                assert list(file.keys())
+        else:
+            assert path.suffix == ".json"
+            json.loads(path.read_text())
+    model = AutoModelForCausalLM.from_pretrained(checkpoint / "model")
+    assert all(tensor.isfinite().all() for tensor in model.state_dict().values())
+    loaded = AutoTokenizer.from_pretrained(checkpoint / "model")
+    assert loaded("max(1,2)=")["input_ids"] == tokenizer("max(1,2)=")["input_ids"]
+    assert (loaded.pad_token_id, loaded.eos_token_id) == (
+        tokenizer.pad_token_id,
+        tokenizer.eos_token_id,
+    )
 
 
 def test_a_finished_run_is_resumed_without_doing_anything(finished):
+    (finished.folder / ".lock").unlink()  # storage that cannot be written has none
     before = {path: path.stat().st_mtime_ns for path in finished.folder.rglob("*")}
     assert grpo_trainer.resume(finished.folder) == finished
     assert {path: path.stat().st_mtime_ns for path in finished.folder.rglob("*")} == before
 
 
-class Killed:
-    """A run of the command line, one of whose processes is killed in the middle of it."""
+class Acts(grpo_trainer.RunDisplay):
+    """Display that calls a function with the run's folder, by step; step 0 is the start."""
 
-    def __init__(self, command_line, config, victim):
-        self.process = command_line.start("train", "--config", config)
-        try:
-            self.folder = Path(self.wait_for("run folder").split()[-1])
-            family = psutil.Process(self.process.pid).children(recursive=True)
-            [target] = [
-                child for child in family if " ".join(child.cmdline()).startswith(f"ray::{victim}")
-            ][:1]
-            self.wait_for("step    2")
-            target.send_signal(signal.SIGKILL)
-            started = time.monotonic()
-            self.stdout, self.stderr = self.process.communicate(timeout=60)
-            self.seconds = time.monotonic() - started
-        finally:
-            self.process.kill()
-        _, self.left = psutil.wait_procs(family, timeout=10)
+    def __init__(self, acts):
+        self.acts = acts
 
-    def wait_for(self, start):
-        """The next line that begins so; the test's timeout bounds the wait."""
-        for line in self.process.stdout:
-            if line.startswith(start):
-                return line
-        raise AssertionError(f"the run ended before {start!r}: {self.process.stderr.read()}")
+    def started(self, folder, config, done_steps):
+        self.folder = folder
+        self.acts.get("start", lambda folder: None)(folder)
+
+    def finished_step(self, record):
+        self.acts.get(record["step"], lambda folder: None)(self.folder)
 
 
-def check_end(killed, name):
-    """One error that names the dead process, no processes, and only whole files."""
-    assert killed.process.returncode == 1
-    assert killed.stderr.startswith("error: "), killed.stderr
-    assert killed.stderr.count("\n") == 1, killed.stderr
-    assert name in killed.stderr
-    assert killed.seconds < 20
-    assert not killed.left
-    checkpoints = list((killed.folder / "checkpoints").iterdir())
-    assert checkpoints
-    for checkpoint in checkpoints:
-        assert load_state(checkpoint).step >= 1
-    lines = (killed.folder / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line)["step"] for line in lines] == [*range(1, len(lines) + 1)]
-    assert not [path for path in killed.folder.rglob("*") if "partial" in path.name]
+def actors(name=ACTORS):
+    processes = []
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):  # it exited meanwhile
+            if " ".join(process.cmdline()).startswith(name):
+                processes.append(process)
+    return processes
 
 
-@pytest.mark.timeout(400)
-def test_a_run_cut_short_by_a_dead_generation_worker_goes_on_as_if_nothing_had_been(
-    finished, command_line, config_file, whole_run
-):
-    killed = Killed(command_line, config_file(whole_run), "GenerationWorker")
-    check_end(killed, "error: generation worker died during ")
-    resumed = grpo_trainer.resume(killed.folder)
-    assert lasting(resumed.history) == lasting(finished.history)
-    for name in ("model/model.safetensors", "optimizer.safetensors"):
-        ours, theirs = (
-            (run.folder / "checkpoints" / f"step-{STEPS:06d}" / name).read_bytes()
-            for run in (resumed, finished)
-        )
-        assert ours == theirs, name
-    lines = (killed.folder / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line) for line in lines] == resumed.history
+def kill_generation_worker(folder):
+    for process in actors("ray::GenerationWorker"):
+        process.kill()
+
+
+def is_held(folder):
+    """A second process is refused."""
+    with (folder / ".lock").open("ab") as file, pytest.raises(BlockingIOError):
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    if (folder / "checkpoints").exists():
+        with pytest.raises(OutputError, match=f"^{folder}: another process runs this run; wait"):
+            grpo_trainer.resume(folder)
+
+
+def fill_disks(folder):
+    """Limit files of a policy worker to 30 kB, less than the model has."""
+    for process in actors("ray::PolicyWorker"):
+        resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (30_000, resource.RLIM_INFINITY))
+
+
+def holds_no_file(folder):
+    """NFS cannot remove a mapped file."""
+    for process in actors("ray::PolicyWorker"):
+        assert str(folder / "checkpoints") not in Path(f"/proc/{process.pid}/maps").read_text()
+
+
+@pytest.fixture(scope="module")
+def stopped(whole_run):
+    """Folder of a run that was stopped while it wrote its first checkpoint."""
+    stop = grpo_trainer.GracefulStop()
+
+    def observe(name, direction, what):
+        if direction == "sent" and "step-000002" in str(what[0][:1]) and "partial" in str(what[0]):
+            stop.requested = True
+
+    display = Acts({1: is_held})
+    result = grpo_trainer.train(whole_run(), stop=stop, observer=observe, display=display)
+    assert result.was_stopped
+    assert len(result.history) == 2
+    return result.folder
 
 
 @pytest.mark.parametrize(
-    ("victim", "ranks", "name"),
+    ("acts", "message"),
     [
-        # integration/test_traced_step.py kills a rank too.
-        pytest.param("PolicyWorker", 2, "error: policy worker ", marks=pytest.mark.long),
-        # dataplane-tq's tests kill it beside every operation.
-        pytest.param(
-            "TransferQueueController",
-            1,
-            "TransferQueueController is dead",
-            marks=pytest.mark.long,
+        ({3: kill_generation_worker}, "generation worker died during "),
+        (
+            {"start": holds_no_file, 3: is_held, 4: fill_disks},
+            "policy worker 0: checkpoint file .*step-000004.*/model: cannot be written: ",
         ),
     ],
+    ids=["death", "full disk"],
 )
-def test_a_dead_process_ends_the_run_in_one_error_that_names_it(
-    command_line, config_file, temp_dir, victim, ranks, name
-):
-    config = config_file(
-        {
-            "cluster.temp_dir": temp_dir,
-            "policy.data_parallel": ranks,
-            "grpo.num_steps": 500,
-            "validation.every_steps": 0,
-            "checkpointing": {"every_steps": 1, "keep_last": 2},
-        }
-    )
-    killed = Killed(command_line, config, victim)
-    check_end(killed, name)
-    assert killed.stderr.count("died") + killed.stderr.count("is dead") >= 1
+def test_the_cause_of_an_end_is_named_and_written_files_stay(stopped, acts, message):
+    with pytest.raises(WorkerError, match=f"^{message}"):
+        grpo_trainer.resume(stopped, ["cluster.call_timeout_s=900"], display=Acts(acts))
+    wait_until(lambda: not actors(), state=actors)
+    assert call_timeout_of(stopped) == 900
+    assert names(stopped / "checkpoints") == ["step-000002"]
+    done = 4 if 4 in acts else 3
+    assert [record["step"] for record in metrics_of(stopped)] == [*range(1, done + 1)]
 
 
-def test_sigterm_ends_a_run_after_its_step_with_a_checkpoint_and_status_0(
-    command_line, config_file, temp_dir
-):
-    config = config_file(
-        {
-            "cluster.temp_dir": temp_dir,
-            "grpo.num_steps": 500,
-            "validation.every_steps": 0,
-            "checkpointing": {"every_steps": 100, "keep_last": 2},
-        }
-    )
-    process = command_line.start("train", "--config", config)
-    try:
-        for line in process.stdout:
+def test_a_resumed_run_equals_an_uninterrupted_one(stopped, finished):
+    resumed = grpo_trainer.resume(stopped)
+    assert not resumed.was_stopped
+    assert call_timeout_of(stopped) == 240  # no checkpoint has the other one
+    assert lasting(resumed.history) == lasting(finished.history)
+    assert metrics_of(stopped) == resumed.history
+    assert names(stopped / "checkpoints") == names(finished.folder / "checkpoints")
+    for name in ("model/model.safetensors", "optimizer.safetensors"):
+        resumed_bytes, uninterrupted_bytes = (
+            (folder / "checkpoints" / f"step-{STEPS:06d}" / name).read_bytes()
+            for folder in (stopped, finished.folder)
+        )
+        assert resumed_bytes == uninterrupted_bytes, name
+
+
+@pytest.fixture
+def command(command_line, config_file):
+    """Function that starts a run by the command, with its own Ray, up to a line of output."""
+    temp_dir = tempfile.mkdtemp(prefix="gt-")
+    processes = []
+
+    def start(changes, until="run folder"):
+        config = config_file({"cluster.temp_dir": temp_dir, "validation.every_steps": 0, **changes})
+        process = command_line.start("train", "--config", config)
+        processes.append(process)
+        process.folder = None
+        for line in process.stdout if until else ():
             if line.startswith("run folder"):
-                folder = Path(line.split()[-1])
-            if line.startswith("step    2"):
-                break
-        process.send_signal(signal.SIGTERM)
-        told, errors = process.communicate(timeout=60)
-    finally:
+                process.folder = Path(line.split()[-1])
+            if line.startswith(until):
+                return process
+        assert not until, process.stderr.read()
+        return process
+
+    start.temp_dir = temp_dir
+    yield start
+    for process in processes:
         process.kill()
-    assert (process.returncode, errors) == (0, "")
-    done = len((folder / "metrics.jsonl").read_text().splitlines())
-    assert f"stopped after step {done}; to go on: grpo-trainer resume {folder}" in told
-    [checkpoint] = (folder / "checkpoints").iterdir()
-    assert load_state(checkpoint).step == done
+    shutil.rmtree(temp_dir)
 
 
-def test_sigterm_after_the_last_checkpoint_lets_the_run_end_with_status_0(
-    command_line, config_file, temp_dir
-):
-    config = config_file({"cluster.temp_dir": temp_dir, "grpo.num_steps": 1})
-    process = command_line.start("train", "--config", config)
-    try:
-        for line in process.stdout:
-            if line.startswith("run folder"):
-                folder = Path(line.split()[-1])
-                break
-        deadline = time.monotonic() + 60
-        while not (folder / "checkpoints" / "step-000001").exists():
-            assert process.poll() is None
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-        process.send_signal(signal.SIGTERM)
-        told, errors = process.communicate(timeout=60)
-    finally:
-        process.kill()
-    assert (process.returncode, errors) == (0, "")
-    assert "stopped after" not in told
-    assert (folder / "reward.png").exists()
+def terminate(process):
+    """Return status, output and errors of a command after a SIGTERM."""
+    process.send_signal(signal.SIGTERM)
+    output, errors = process.communicate(timeout=60)
+    return process.returncode, output, errors
 
 
-def test_sigterm_while_ray_starts_ends_the_run_with_143_and_leaves_no_process(
-    command_line, config_file, processes_of
-):
-    folder = tempfile.mkdtemp(prefix="gt-")
-    process = command_line.start("train", "--config", config_file({"cluster.temp_dir": folder}))
-    try:
-        deadline = time.monotonic() + 60
-        while not (started := processes_of(f"{folder}/")):
-            assert process.poll() is None
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-        process.send_signal(signal.SIGTERM)
-        _, errors = process.communicate(timeout=60)
-    finally:
-        process.kill()
-    assert (process.returncode, errors) == (143, "")
-    _, left = psutil.wait_procs({*started, *processes_of(f"{folder}/")}, timeout=20)
+# dataplane-tq's tests kill it during every operation, integration/test_traced_step.py a rank.
+@pytest.mark.long
+def test_a_dead_process_ends_the_command_and_is_named(command):
+    process = command({"grpo.num_steps": 500}, until="step    2")
+    family = psutil.Process(process.pid).children(recursive=True)
+    [victim] = [each for each in family if "TransferQueueController" in " ".join(each.cmdline())]
+    victim.kill()
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert errors.startswith("error: ")
+    assert "TransferQueueController is dead" in errors
+    assert errors.count("\n") == 1
+    _, left = psutil.wait_procs(family, timeout=10)
     assert not left
-    shutil.rmtree(folder)
+
+
+def test_sigterm_ends_a_run_after_a_checkpoint_with_status_0(command):
+    changes = {"grpo.num_steps": 500, "checkpointing": {"every_steps": 100, "keep_last": 2}}
+    process = command(changes, until="step    2")
+    status, output, errors = terminate(process)
+    assert (status, errors) == (0, "")
+    done = len(metrics_of(process.folder))
+    advice = f"to continue: grpo-trainer resume {process.folder}"
+    assert f"stopped after step {done}; {advice}" in output
+    assert names(process.folder / "checkpoints") == [f"step-{done:06d}"]
+
+
+def test_sigterm_after_the_last_checkpoint_ends_with_status_0(command):
+    process = command({"grpo.num_steps": 1})
+    checkpoint = process.folder / "checkpoints" / "step-000001"
+    wait_until(lambda: checkpoint.exists() or process.poll() is not None)
+    status, output, errors = terminate(process)
+    assert (status, errors) == (0, "")
+    assert "stopped after" not in output
+    assert (process.folder / "reward.png").exists()
+
+
+def test_sigterm_while_ray_starts_ends_with_143_and_no_process(command, processes_of):
+    process = command({}, until="")
+    started = wait_until(lambda: processes_of(f"{command.temp_dir}/"))
+    status, _, errors = terminate(process)
+    assert (status, errors) == (143, "")
+    family = {*started, *processes_of(f"{command.temp_dir}/")}
+    _, left = psutil.wait_procs(family, timeout=20)
+    assert not left

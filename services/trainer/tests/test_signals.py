@@ -1,54 +1,51 @@
-"""SIGTERM and a run: at once before the first step, else after a step; the second one at once."""
+"""SIGTERM ends a run after a step; before the first step, or if repeated, at once."""
 
 import signal
+import sys
 
 import pytest
 
-from grpo_trainer.signals import GracefulStop
+from grpo_trainer import GracefulStop
+
+TERMINATED = 128 + signal.SIGTERM
 
 
 @pytest.fixture
 def stop():
     before = signal.getsignal(signal.SIGTERM)
-    made = GracefulStop()
-    with made.on_sigterm():
-        yield made
+    stop = GracefulStop()
+    with stop.on_sigterm():
+        yield stop
     signal.signal(signal.SIGTERM, before)
 
 
-def terminated_at_once():
+def ends_at_once():
     with pytest.raises(SystemExit) as raised:
         signal.raise_signal(signal.SIGTERM)
-    return raised.value.code == 128 + signal.SIGTERM
+    return raised.value.code == TERMINATED
 
 
 def test_before_the_first_step_it_ends_the_run_at_once(stop):
-    assert terminated_at_once()
-    assert not stop.asked
+    assert ends_at_once()
+    assert not stop.requested
 
 
-def test_the_first_one_asks_and_the_second_one_ends(stop):
-    stop.steps_begin()
+def test_the_first_sigterm_requests_and_the_second_one_ends(stop):
+    stop.start_steps()
     signal.raise_signal(signal.SIGTERM)
-    assert stop.asked
-    assert terminated_at_once()
+    assert stop.requested
+    assert ends_at_once()
 
 
-def ended_with(status, *, terminated):
-    """What becomes of an exit with a status, after a SIGTERM or without one."""
-    try:
-        with GracefulStop().on_sigterm():
-            if terminated:
-                assert terminated_at_once()
-            raise SystemExit(status)
-    except SystemExit as ended:
-        return ended.code
-
-
-def test_the_status_is_that_of_sigterm_whatever_ray_made_of_it(stop):
-    assert ended_with(1, terminated=True) == 128 + signal.SIGTERM  # Ray waited
-    assert ended_with(signal.SIGTERM, terminated=False) == 128 + signal.SIGTERM  # Ray started
-
-
-def test_another_exit_keeps_its_status(stop):
-    assert ended_with(3, terminated=False) == 3
+@pytest.mark.parametrize(
+    ("status", "terminated", "expected"),
+    [
+        (1, True, TERMINATED),  # Ray waited
+        (signal.SIGTERM, False, TERMINATED),  # Ray started
+        (3, False, 3),
+    ],
+)
+def test_the_status_is_143_whatever_ray_returns(stop, status, terminated, expected):
+    with pytest.raises(SystemExit) as ended, GracefulStop().on_sigterm():
+        sys.exit(status if not terminated or ends_at_once() else None)
+    assert ended.value.code == expected

@@ -1,15 +1,19 @@
-"""Synchronous GRPO on Ray, composed of the data-plane packages."""
+"""Synchronous GRPO on Ray, built from the data-plane packages."""
 
-from grpo_trainer.config import TrainerConfig, load_config
+from grpo_trainer.config.loading import DEMO_CONFIG, TrainerConfig, check_config, load_config
 from grpo_trainer.errors import TrainerError
-from grpo_trainer.run import RunResult, resume, train
-from grpo_trainer.run_display import RunDisplay
+from grpo_trainer.report.display import RunDisplay
+from grpo_trainer.run.runs import RunResult, resume, train
+from grpo_trainer.run.signals import GracefulStop
 
 __all__ = [
+    "DEMO_CONFIG",
+    "GracefulStop",
     "RunDisplay",
     "RunResult",
     "TrainerConfig",
     "TrainerError",
+    "check_config",
     "load_config",
     "resume",
     "train",

@@ -1,4 +1,4 @@
-"""A file that is either the old one or the whole new one, never a part."""
+"""Atomic replacement of a file: readers see the old or the new content, never a part."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import os
 from pathlib import Path
 
 
-def write_whole(path: Path, content: bytes) -> None:
-    """Write ``content`` beside ``path`` and rename it into place.
+def write_atomically(path: Path, content: bytes) -> None:
+    """Write ``content`` to a temporary file next to ``path`` and rename it into place.
 
     Raises:
-        OSError: it cannot be written; ``path`` is as it was, and nothing is left beside it.
+        OSError: the write failed; ``path`` is unchanged and the temporary file is removed.
     """
     partial = path.with_name(f".{path.name}.partial")
     try:

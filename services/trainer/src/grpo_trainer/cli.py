@@ -1,66 +1,108 @@
 """The command line: ``grpo-trainer train`` and ``grpo-trainer resume``.
 
-Every failure that a user can cause or fix ends as one message on standard error and exit status 1;
-Ray is shut down first, also when the process is interrupted or terminated. The first SIGTERM lets
-the step under way end and be checkpointed, with exit status 0; a second one ends the run at once.
+Every failure that a user can cause or fix ends with one message on standard error and exit status
+1. Ray is shut down first, also when the process is interrupted or terminated. After a first SIGTERM
+the current step finishes and is checkpointed, with exit status 0. A second one stops the run at
+once.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any  # Any: values of options
 
 import typer
 from rich.console import Console
-from rich.text import Text
 
-from dataplane_core import DataPlaneError
-from grpo_trainer.checkpoint import latest_checkpoint
-from grpo_trainer.config import DEMO_CONFIG, load_config
-from grpo_trainer.display import TerminalDisplay, print_summary
-from grpo_trainer.errors import TrainerError
-from grpo_trainer.run import RunResult, resume, train
-from grpo_trainer.run_folder import CHECKPOINTS, PICTURE
-from grpo_trainer.signals import GracefulStop
+from grpo_trainer.checkpoint.folder import latest_checkpoint
+from grpo_trainer.config.loading import DEMO_CONFIG, load_config
+from grpo_trainer.errors import ConfigurationError
+from grpo_trainer.options import OptionsCommand
+from grpo_trainer.report.terminal import TerminalDisplay, print_summary, reported_errors
+from grpo_trainer.run.folder import CHECKPOINTS, PICTURE
+from grpo_trainer.run.runs import RunResult, resume, train
+from grpo_trainer.run.signals import GracefulStop
 
 app = typer.Typer(
-    help="Synchronous GRPO on Ray, through a data plane.",
+    help="Train a language model with synchronous GRPO on Ray, through a data plane.",
+    epilog="Example: grpo-trainer train --set grpo.num_steps=10 --output runs",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 
 
-@app.command("train")
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"grpo-trainer {version('grpo-trainer')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    show_version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
+        ),
+    ] = False,
+) -> None:
+    pass
+
+
+class _TrainCommand(OptionsCommand):
+    def wrong(self, given: Mapping[str, Any]) -> Iterator[str]:
+        try:
+            load_config(given["config"], _overrides(given))
+        except ConfigurationError as error:
+            yield str(error)
+
+
+@app.command(
+    "train",
+    cls=_TrainCommand,
+    epilog="Example: grpo-trainer train --config my.yaml --dataset prompts.jsonl --seed 1",
+)
 def train_command(
-    config: Annotated[Path, typer.Option(help="YAML configuration.")] = DEMO_CONFIG,
+    config: Annotated[
+        Path, typer.Option(help="YAML configuration.", show_default="the demo")
+    ] = DEMO_CONFIG,
     dataset: Annotated[
-        Path | None, typer.Option(help="JSONL prompts, instead of data.train.")
+        Path | None, typer.Option(help="JSONL prompts; overrides data.train.")
     ] = None,
     output: Annotated[
-        Path | None, typer.Option(help="Folder for runs, instead of run.output.")
+        Path | None, typer.Option(help="Folder for runs; overrides run.output.")
     ] = None,
-    seed: Annotated[int | None, typer.Option(help="Instead of run.seed.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Overrides run.seed.")] = None,
     set_: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Change one key, as grpo.num_steps=10."),
+        typer.Option("--set", metavar="KEY=VALUE", help="Override a key: grpo.num_steps=10."),
     ] = None,
 ) -> None:
-    """Train from the start. Without options: the demo."""
-    overrides = list(set_ or [])
-    if dataset is not None:
-        overrides.append(f"data.train={_quoted(dataset)}")
-    if output is not None:
-        overrides.append(f"run.output={_quoted(output)}")
-    if seed is not None:
-        overrides.append(f"run.seed={seed}")
+    """Start a run; without options, the demo."""
+    given = {"set_": set_, "dataset": dataset, "output": output, "seed": seed}
+    overrides = _overrides(given)
     _report(lambda display, stop: train(load_config(config, overrides), display=display, stop=stop))
 
 
-@app.command("resume")
+def _overrides(given: Mapping[str, Any]) -> list[str]:
+    """Return the overrides of the configuration that the options contain."""
+    overrides = list(given.get("set_") or [])
+    for name, key in (("dataset", "data.train"), ("output", "run.output"), ("seed", "run.seed")):
+        if given.get(name) is not None:
+            # JSON is YAML, and quotes a path that YAML could read as something else.
+            overrides.append(f"{key}={json.dumps(given[name], default=str)}")
+    return overrides
+
+
+@app.command(
+    "resume",
+    cls=OptionsCommand,
+    epilog="Example: grpo-trainer resume runs/demo/20260101-120000 --set grpo.num_steps=200",
+)
 def resume_command(
     folder: Annotated[Path, typer.Argument(help="The run's folder.")],
     set_: Annotated[
@@ -68,47 +110,28 @@ def resume_command(
         typer.Option(
             "--set",
             metavar="KEY=VALUE",
-            help="Change one key that does not change what is computed, as "
+            help="Override a key that does not change results, such as "
             "cluster.call_timeout_s=600, or grpo.num_steps.",
         ),
     ] = None,
 ) -> None:
-    """Go on from the newest checkpoint of a run."""
+    """Continue a run from its newest checkpoint."""
     _report(lambda display, stop: resume(folder, set_ or [], display=display, stop=stop))
-
-
-def _quoted(path: Path) -> str:
-    return json.dumps(str(path))  # a JSON string is a YAML one; a bare path may be anything
 
 
 def _report(run: Callable[[TerminalDisplay, GracefulStop], RunResult]) -> None:
     stop = GracefulStop()
-    # Started by `uv run`, Ray would start every worker by `uv run` too, in a copy of the working
-    # folder that lacks what git ignores. Read when Ray is imported, which it is not yet.
+    # Under `uv run`, Ray would start every worker by `uv run` too, in a copy of the working folder
+    # that lacks what git ignores. Ray reads this at its import, which comes later.
     os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
     console = Console()
     display = TerminalDisplay(console)
-    try:
-        with stop.on_sigterm():
-            result = run(display, stop)
-    except (TrainerError, DataPlaneError) as error:
-        display.close()
-        message = Text.assemble(("error: ", "bold red"), str(error))
-        Console(stderr=True).print(message, soft_wrap=True)
-        raise typer.Exit(1) from None
-    except KeyboardInterrupt:
-        display.close()
-        Console(stderr=True).print("interrupted")
-        raise typer.Exit(130) from None
-    finally:
-        display.close()
-    if result.stopped_early:
-        done = f"stopped after step {len(result.history)}"
+    with reported_errors(display.close), stop.on_sigterm():
+        result = run(display, stop)
+    if result.was_stopped:
         checkpoint = latest_checkpoint(result.folder / CHECKPOINTS)
-        told = (
-            "without a checkpoint"
-            if checkpoint is None
-            else f"to go on: grpo-trainer resume {result.folder}"
-        )
-        console.print(f"{done}; {told}", soft_wrap=True)
+        advice = f"to continue: grpo-trainer resume {result.folder}"
+        if checkpoint is None:
+            advice = "without a checkpoint"
+        console.print(f"stopped after step {len(result.history)}; {advice}", soft_wrap=True)
     print_summary(console, result.history, picture=result.folder / PICTURE)

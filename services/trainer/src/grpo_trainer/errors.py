@@ -1,31 +1,41 @@
-"""Errors that end a run. Each is shown to the user as it is, without a stack."""
+"""Errors that end a run. The user sees each message without a stack."""
 
 from __future__ import annotations
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of the error's message, or its class's name if it has none."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
 class TrainerError(Exception):
-    """Root of what the trainer reports; its message is complete on its own."""
+    """Root of the trainer's errors; its message is complete without a stack."""
 
 
 class ConfigurationError(TrainerError, ValueError):
-    """The configuration, the data set or the model cannot be used; names the thing."""
+    """Unusable configuration, data set or model; the message names it."""
 
 
 class OutputError(TrainerError, RuntimeError):
-    """The run's folder cannot be written; names the file."""
+    """Failed write to the run's folder; the message names the file."""
 
 
 class WorkerError(TrainerError, RuntimeError):
-    """A process of the run died, failed or did not answer in time; names it."""
+    """Death, failure or time-out of a process of the run; the message names it."""
 
 
 class CheckpointError(TrainerError, RuntimeError):
-    """A checkpoint cannot be written or read; names the file."""
+    """Failed write or read of a checkpoint; the message names the file."""
 
 
 class GradientError(TrainerError, RuntimeError):
-    """The gradient of a step is not finite; names the step."""
+    """Non-finite gradient; the message names the step."""
 
 
 class DynamicSamplingError(TrainerError, RuntimeError):
     """Too few groups with different rewards after the allowed number of batches."""
+
+
+class AdvantageError(TrainerError, ValueError):
+    """Rewards without finite advantages; the message names the sample."""

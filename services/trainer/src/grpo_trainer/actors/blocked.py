@@ -1,0 +1,66 @@
+"""Events that say what a process of the run is currently blocked on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from opentelemetry import context as otel_context
+
+from observability import Wait, emit, waits
+
+
+@dataclass(frozen=True)
+class Awaited:
+    """Columns that a call writes: ``fields`` of ``samples`` samples of a partition."""
+
+    partition_id: str
+    fields: tuple[str, ...]
+    samples: int
+
+
+@contextmanager
+def reported_while_blocked(on: str, awaited: Awaited | None = None) -> Iterator[Callable[[], None]]:
+    """Report a call that blocks for longer than a moment.
+
+    Args:
+        on: the actor and method called, "policy worker 1: train".
+        awaited: the columns that the call writes; None if it writes none.
+
+    Yields:
+        A function that ends the wait before the block ends.
+    """
+    context = otel_context.get_current()
+
+    def report(wait: Wait) -> None:
+        emit(
+            "waiting",
+            None if awaited is None else awaited.partition_id,
+            samples=None if awaited is None else awaited.samples,
+            context=context,
+            wait=wait.name,
+            since_ns=wait.since_ns,
+            again_s=wait.again_s,
+            fields=None if awaited is None else list(awaited.fields),
+            on=on,
+        )
+
+    wait = waits.begin(report)
+    ended = False
+
+    def end(error: BaseException | None = None) -> None:
+        nonlocal ended
+        if not ended:
+            ended = True
+            waits.end(wait)
+            if wait.reported:
+                emit("answered", context=context, error=error, wait=wait.name, on=on)
+
+    try:
+        yield end
+    except BaseException as error:  # whatever ends the call also ends the wait
+        end(error)
+        raise
+    finally:
+        end()

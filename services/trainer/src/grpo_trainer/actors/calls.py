@@ -1,0 +1,215 @@
+"""Calls from the driver to the run's actors: each has a deadline, and a death ends all of them.
+
+All data between the driver and an actor passes through here, so a test can measure its size.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, suppress
+from functools import partial
+from typing import Any  # Any: arguments and results of remote methods
+
+import ray
+from ray.exceptions import RayActorError, RayError, RayTaskError
+
+from dataplane_core.deadlines import call_within
+from grpo_trainer.actors.blocked import Awaited, reported_while_blocked
+from grpo_trainer.errors import TrainerError, WorkerError, first_line
+
+_PROBE_S = 2.0
+_KILL_S = 5.0
+_FETCH_S = 5.0
+
+Observer = Callable[[str, str, Any], None]
+"""Callback that gets the actor's name, "sent" or "received", and the value."""
+
+
+class ActorCalls:
+    """The run's actors by name.
+
+    Args:
+        timeout_s: deadline of a call, in seconds.
+        observer: called with each value that is sent or received; for measurements.
+    """
+
+    def __init__(self, *, timeout_s: float, observer: Observer | None = None) -> None:
+        self._timeout_s = timeout_s
+        self._observer = observer
+        self._actors: dict[str, Any] = {}
+
+    def add(self, name: str, handle: Any) -> None:
+        """Name an actor."""
+        self._actors[name] = handle
+
+    def handle(self, name: str) -> Any:
+        """Return the Ray handle of an actor."""
+        return self._actors[name]
+
+    @property
+    def names(self) -> list[str]:
+        """The names of all actors, in the order of `handles`."""
+        return list(self._actors)
+
+    @property
+    def handles(self) -> list[Any]:
+        """The Ray handles of all actors."""
+        return list(self._actors.values())
+
+    def call(self, name: str, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a method of one actor and return its result; errors as `each`."""
+        return self.each(method, {name: (args, kwargs)})[name]
+
+    def each(
+        self,
+        method: str,
+        calls: Mapping[str, tuple[tuple[Any, ...], Mapping[str, Any]]],
+        *,
+        awaited: Awaited | None = None,
+    ) -> dict[str, Any]:
+        """Call a method of several actors at once; report calls that block.
+
+        Args:
+            method: the method's name.
+            calls: actor name to positional and keyword arguments.
+            awaited: the columns that the call writes, named while it blocks.
+
+        Returns:
+            Actor name to result.
+
+        Raises:
+            WorkerError: naming the actor that died, failed or did not answer. The other calls are
+                abandoned: they may be blocked on the dead actor.
+        """
+        for name, (args, kwargs) in calls.items():
+            self._observe(name, "sent", (args, dict(kwargs)))
+        deadline = time.monotonic() + self._timeout_s
+        with ExitStack() as stack:
+            waiting = {
+                name: stack.enter_context(reported_while_blocked(f"{name}: {method}", awaited))
+                for name in calls
+            }
+            try:
+                return self._gather(method, self._send(method, calls), waiting, deadline)
+            except TimeoutError:
+                # No actor is at fault: a stopped raylet blocks every process that stores or
+                # fetches a value.
+                raise WorkerError(
+                    f"{method}: Ray did not answer in {self._timeout_s:g} s; check this "
+                    "machine's raylet"
+                ) from None
+
+    def _send(
+        self, method: str, calls: Mapping[str, tuple[tuple[Any, ...], Mapping[str, Any]]]
+    ) -> dict[Any, str]:
+        """Make the calls and return the actor's name by its result's reference."""
+
+        def send() -> dict[Any, str]:
+            return {
+                getattr(self._actors[name], method).remote(*args, **kwargs): name
+                for name, (args, kwargs) in calls.items()
+            }
+
+        return call_within(self._timeout_s, send)
+
+    def _gather(
+        self,
+        method: str,
+        pending: dict[Any, str],
+        waiting: Mapping[str, Callable[[], None]],
+        deadline: float,
+    ) -> dict[str, Any]:
+        order = list(pending.values())
+        results: dict[str, Any] = {}
+        while pending:
+            done = _ready(list(pending), 1, max(0.0, deadline - time.monotonic()))
+            if not done:
+                late = ", ".join(sorted(pending.values()))
+                self._check_alive(method)
+                raise WorkerError(f"{method}: no answer from {late} in {self._timeout_s:g} s")
+            for reference in done:
+                name = pending.pop(reference)
+                waiting[name]()
+                results[name] = self._result(name, method, reference, deadline)
+                self._observe(name, "received", results[name])
+        return {name: results[name] for name in order}
+
+    def close(self, name: str, timeout_s: float) -> None:
+        """Let a live actor stop what it started; wait for at most ``timeout_s``."""
+        handle = self._actors.get(name)
+        if handle is not None:
+            with suppress(TimeoutError):  # without Ray, it ends with the driver
+                _ready([call_within(_KILL_S, handle.close.remote)], 1, timeout_s)
+
+    def shutdown_telemetry(self, timeout_s: float) -> None:
+        """Let every live actor export its telemetry; wait for at most ``timeout_s``."""
+        ending = [handle.shutdown_telemetry.remote() for handle in self._actors.values()]
+        ray.wait(ending, num_returns=len(ending), timeout=timeout_s)
+
+    def stop(self) -> None:
+        """Kill every actor."""
+        for handle in self._actors.values():
+            with suppress(TimeoutError):  # without Ray, it ends with the driver
+                call_within(_KILL_S, partial(ray.kill, handle))
+        self._actors.clear()
+
+    def _observe(self, name: str, direction: str, what: Any) -> None:
+        if self._observer is not None:
+            self._observer(name, direction, what)
+
+    def _result(self, name: str, method: str, reference: Any, deadline: float) -> Any:
+        try:
+            # Fetching a ready result takes no time, unless Ray itself is stopped.
+            remaining = max(_FETCH_S, deadline - time.monotonic())
+            return call_within(remaining, partial(ray.get, reference))
+        except RayActorError as error:
+            raise WorkerError(f"{name} {_death(error, method)}") from error
+        except RayTaskError as error:
+            self._check_alive(method)
+            cause = error.cause
+            if isinstance(cause, TrainerError):
+                raise WorkerError(f"{name}: {cause}") from error
+            raise WorkerError(
+                f"{name}: {method} failed: {type(cause).__name__}: {first_line(cause)}"
+            ) from error
+        except RayError as error:
+            raise WorkerError(f"{name}: {method}: {first_line(error)}") from error
+
+    def _check_alive(self, method: str) -> None:
+        """Raise `WorkerError` naming a dead actor, if there is one.
+
+        When one dies, others fail because they call it, and their answers can come first.
+        """
+        probes = {handle.__ray_ready__.remote(): name for name, handle in self._actors.items()}
+        answered = _ready(list(probes), len(probes), _PROBE_S)
+        for probe in answered:
+            try:
+                call_within(_PROBE_S, partial(ray.get, probe))
+            except TimeoutError:
+                return
+            except RayActorError as error:
+                raise WorkerError(f"{probes[probe]} {_death(error, method)}") from error
+
+
+def _ready(references: list[Any], count: int, timeout_s: float) -> list[Any]:
+    """Return the references that are ready once ``count`` are, or after ``timeout_s``.
+
+    A stopped Ray does not block it.
+    """
+    try:
+        ready, _ = call_within(
+            timeout_s + _PROBE_S,
+            lambda: ray.wait(references, num_returns=count, timeout=timeout_s),
+        )
+    except TimeoutError:
+        return []
+    return ready
+
+
+def _death(error: RayActorError, method: str) -> str:
+    """Return how an actor ended: "could not start" with the reason, or "died during ``method``"."""
+    if error.actor_init_failed:
+        # Ray puts the entire stack before the reason.
+        return f"could not start: {str(error).strip().splitlines()[-1].strip()}"
+    return f"died during {method}: {first_line(error)}"

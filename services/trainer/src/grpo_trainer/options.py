@@ -1,0 +1,53 @@
+"""Options of the commands: all invalid ones are reported together, before the command runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any  # Any: values of options, and typer's context and commands
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+
+class _Checked:
+    """Command that refuses invalid options with one line for each, and exit status 1."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the arguments.
+
+        Raises:
+            typer.Exit: an option is invalid.
+        """
+        command: Any = self
+        values, rest, _ = command.make_parser(ctx).parse_args(args=list(args))
+        trial = type(ctx)(command, info_name=ctx.info_name, parent=ctx.parent)
+        wrong = []
+        for parameter in command.get_params(trial):
+            try:
+                parameter.handle_parse_result(trial, dict(values), list(rest))
+            except typer.BadParameter as problem:
+                option = max(parameter.opts, key=len)
+                wrong.append(f"{option}: {problem.message or 'missing'}")
+        if not rest:
+            wrong += self.wrong(trial.params)
+        for line in wrong:
+            typer.echo(f"error: {line}", err=True)
+        if wrong:
+            raise typer.Exit(1)
+        taken: list[str] = super().parse_args(ctx, args)  # type: ignore[misc]  # of the command
+        return taken
+
+    def wrong(self, given: Mapping[str, Any]) -> Iterable[str]:
+        """Yield problems beyond types and ranges; ``given`` has the options that passed those.
+
+        Not called if a subcommand follows.
+        """
+        return ()
+
+
+class OptionsCommand(_Checked, TyperCommand):
+    """Command without subcommands."""
+
+
+class OptionsGroup(_Checked, TyperGroup):
+    """Group that is a command as well."""

@@ -1,0 +1,300 @@
+"""Data-parallel rank of the policy: it scores its shard, trains on it, and publishes weights.
+
+A rank receives its shard as a meta and moves the columns directly between the data plane and its
+device. Each optimizer step has three all-reduces: the number of tokens, the metrics, and the flat
+gradient.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any  # Any: batches and transformers' models
+
+import torch
+import torch.distributed as dist
+
+from column_io import BatchedDataDict, read_columns, write_columns
+from dataplane_core import (
+    DP_TRAIN_FIELDS,
+    LP_SEED_FIELDS,
+    KVBatchMeta,
+    build_data_plane_client,
+)
+from dataplane_core.telemetry import detail_span, span
+from grpo_trainer.actors.address import bind_to_node_interface
+from grpo_trainer.actors.telemetry import RunActor, TelemetrySettings
+from grpo_trainer.checkpoint.policy_state import (
+    check_visible,
+    load_optimizer,
+    load_weights,
+    save_policy,
+)
+from grpo_trainer.model.load import load_model
+from grpo_trainer.policy.logprob_gap import LogprobGap
+from grpo_trainer.policy.loss import LossSums, grpo_loss, token_logprobs
+from grpo_trainer.policy.process_group import connect_store, host_store, join_process_group
+from grpo_trainer.refit.settings import RefitSettings
+from grpo_trainer.refit.source import RefitSource
+from observability import record_trained, traced
+from refit_mx import RefitConfigError
+
+_PREV, _REFERENCE, _GENERATED = (
+    "prev_logprobs",
+    "reference_policy_logprobs",
+    "generation_logprobs",
+)
+_LOSS_METRICS = ("loss", "kl", "clip_fraction", "approx_entropy")
+
+
+class PolicyWorker(RunActor):
+    """Class of a policy worker's Ray actor; ``policy`` and ``grpo`` are those sections as dicts.
+
+    ``timeout_s`` is the deadline of the rendezvous, and of each collective operation.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        world: int,
+        *,
+        model: str,
+        policy: Mapping[str, Any],
+        grpo: Mapping[str, Any],
+        data_plane: Mapping[str, Any],
+        pad_token_id: int,
+        timeout_s: float,
+        telemetry: TelemetrySettings | None = None,
+    ) -> None:
+        self._start_telemetry(telemetry, "grpo.policy", str(rank))
+        torch.set_num_threads(policy["num_threads"])
+        gpu = policy["num_gpus_per_worker"] > 0
+        self._device = torch.device("cuda" if gpu else "cpu")
+        self._rank, self._world = rank, world
+        self._policy, self._grpo = policy, grpo
+        self._pad = {"input_ids": pad_token_id}
+        self._temperature = policy["generation"]["temperature"]
+        self._model = load_model(model, self._device).eval()
+        self._reference: Any = None
+        if grpo["kl_coefficient"] > 0:
+            self._reference = load_model(model, self._device).eval().requires_grad_(False)
+        optimizer = policy["optimizer"]
+        self._optimizer = torch.optim.AdamW(
+            self._model.parameters(),
+            lr=optimizer["learning_rate"],
+            betas=tuple(optimizer["betas"]),
+            eps=optimizer["eps"],
+            weight_decay=optimizer["weight_decay"],
+        )
+        self._client = build_data_plane_client(data_plane, bootstrap=False)
+        self._refit: RefitSource | None = None
+        self._backend, self._timeout_s = "nccl" if gpu else "gloo", timeout_s
+        self._store: Any = None
+
+    def ready(self) -> None:
+        """Return once the model is loaded."""
+
+    def rendezvous_address(self) -> tuple[str, int]:
+        """Host the ranks' store on this rank, which is 0, and return its host and port."""
+        self._store = host_store(self._world, timeout_s=self._timeout_s)
+        return self._store.host, self._store.port
+
+    def join_group(self, host: str, port: int) -> None:
+        """Join the process group through rank 0's store; return once all ranks have joined."""
+        if self._store is None:
+            self._store = connect_store(host, port, self._world, timeout_s=self._timeout_s)
+        join_process_group(
+            self._store,
+            backend=self._backend,
+            rank=self._rank,
+            world=self._world,
+            timeout_s=self._timeout_s,
+        )
+
+    @traced
+    def compute_logprobs(self, meta: KVBatchMeta, column: str) -> dict[str, Any]:
+        """Score the shard and write the result as ``column``.
+
+        Args:
+            meta: this rank's shard.
+            column: "prev_logprobs", scored by the policy, or "reference_policy_logprobs", scored by
+                the initial policy.
+
+        Returns:
+            ``error``: mean absolute difference to the generator's log-probabilities per sample, in
+            the shard's order; empty for the initial policy. ``gap``: the `LogprobGap` of all
+            tokens.
+        """
+        model = self._model if column == _PREV else self._reference
+        wanted = [*LP_SEED_FIELDS, *([_GENERATED] if column == _PREV else [])]
+        batch = read_columns(self._client, meta, wanted, pad_value_dict=self._pad)
+        width = batch["input_ids"].shape[1]
+        parts, errors, gaps = [], [], []
+        with torch.no_grad(), span("forward", "productive"):
+            for micro in self._micro_batches(batch):
+                with detail_span("micro_batch", "productive"):
+                    scored = token_logprobs(
+                        model,
+                        micro["input_ids"],
+                        micro["input_lengths"],
+                        temperature=self._temperature,
+                    )
+                parts.append(torch.nn.functional.pad(scored, (0, width - scored.shape[1])))
+                if column == _PREV:
+                    mask = micro["token_mask"] > 0
+                    # A prompt's token can have probability 0, and infinity times 0 is NaN.
+                    difference = torch.where(mask, (scored - micro[_GENERATED]).abs(), 0.0)
+                    total = difference.sum(1, dtype=torch.float64)
+                    errors += (total / mask.sum(1).clamp(min=1)).tolist()
+                    gaps.append(LogprobGap.of(scored, micro[_GENERATED], mask))
+        write_columns(self._client, meta, {column: torch.cat(parts).cpu()})
+        return {"error": errors, "gap": LogprobGap.total(gaps)}
+
+    @traced
+    def train(
+        self, meta: KVBatchMeta, *, rows_per_step: int, learning_rate: float
+    ) -> dict[str, float]:
+        """Train on the shard.
+
+        Args:
+            meta: this rank's shard.
+            rows_per_step: the rank's rows of one optimizer step; divides the shard.
+            learning_rate: learning rate of this call's steps.
+
+        Returns:
+            ``loss``, ``kl``, ``clip_fraction``, ``approx_entropy``, ``grad_norm``, ``tokens`` over
+            all ranks: means over the optimizer steps with tokens, and the sum of ``tokens``. A
+            ``grad_norm`` that is not finite means that an optimizer step and all later ones were
+            skipped. The ranks agree, because all use the norm of the summed gradient.
+        """
+        for group in self._optimizer.param_groups:
+            group["lr"] = learning_rate
+        skipped = set()
+        if not self._grpo["recompute_prev_logprobs"]:
+            skipped.add(_PREV)
+        if self._reference is None:
+            skipped.add(_REFERENCE)
+        fields = [name for name in DP_TRAIN_FIELDS if name not in skipped]
+        batch = read_columns(self._client, meta, fields, pad_value_dict=self._pad)
+        steps = []
+        used: list[int] = []
+        for step in range(meta.size // rows_per_step):
+            steps.append(self._optimizer_step(batch.get_batch(step, rows_per_step)))
+            if not math.isfinite(steps[-1]["grad_norm"]):
+                break
+            if steps[-1]["tokens"] > 0:
+                used += range(step * rows_per_step, (step + 1) * rows_per_step)
+        # A step without tokens has no mean loss; its zeros would dilute the other steps' values.
+        counted = [step for step in steps if step["tokens"] > 0] or steps
+        means = {
+            name: sum(step[name] for step in counted) / len(counted)
+            for name in (*_LOSS_METRICS, "grad_norm")
+        }
+        tokens = sum(step["tokens"] for step in steps)
+        if used:
+            record_trained(self._client, meta.subset(used), field=_GENERATED)
+        return {**means, "tokens": tokens}
+
+    def _optimizer_step(self, chunk: BatchedDataDict[Any]) -> dict[str, float]:
+        with span("optimizer_step", "productive"):
+            return self._optimize(chunk)
+
+    def _optimize(self, chunk: BatchedDataDict[Any]) -> dict[str, float]:
+        mask = chunk["token_mask"].float() * chunk["sample_mask"].float()[:, None]
+        # float32 counts exactly only to 2^24; a global batch of long responses exceeds that.
+        tokens = mask.sum(dtype=torch.float64).to(self._device)
+        dist.all_reduce(tokens)
+        # Not clamped to 1: the sum of weights below 1 may be smaller, and is the right divisor.
+        divisor: Any = tokens if tokens > 0 else 1.0
+        self._optimizer.zero_grad()
+        totals = torch.zeros(len(_LOSS_METRICS), device=self._device, dtype=torch.float64)
+        for micro in self._micro_batches(chunk):
+            with detail_span("micro_batch", "productive"):
+                sums = self._loss(micro)
+                (sums.loss / divisor).backward()
+            totals += torch.stack([sums.loss.detach(), sums.kl, sums.clipped, sums.approx_entropy])
+        dist.all_reduce(totals)
+        norm = self._reduce_gradients()
+        if tokens > 0 and math.isfinite(norm):
+            self._optimizer.step()
+        means = (totals / divisor).tolist()
+        return {
+            **dict(zip(_LOSS_METRICS, means, strict=True)),
+            "grad_norm": norm,
+            "tokens": float(tokens),
+        }
+
+    def _loss(self, micro: BatchedDataDict[Any]) -> LossSums:
+        logprobs = token_logprobs(
+            self._model,
+            micro["input_ids"],
+            micro["input_lengths"],
+            temperature=self._temperature,
+        )
+        return grpo_loss(
+            logprobs,
+            micro[_PREV] if _PREV in micro else micro[_GENERATED],
+            micro["advantages"],
+            micro["token_mask"].float() * micro["sample_mask"].float()[:, None],
+            clip_low=self._grpo["clip_low"],
+            clip_high=self._grpo["clip_high"],
+            reference_logprobs=micro.get(_REFERENCE),
+            kl_coefficient=self._grpo["kl_coefficient"],
+        )
+
+    def _reduce_gradients(self) -> float:
+        """Sum gradients over ranks, clip them, and return the norm before clipping."""
+        parameters = [p for p in self._model.parameters() if p.requires_grad]
+        for parameter in parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+        dist.all_reduce(flat)
+        start = 0
+        for gradient in gradients:
+            stop = start + gradient.numel()
+            gradient.copy_(flat[start:stop].view_as(gradient))
+            start = stop
+        limit = self._policy["optimizer"]["max_grad_norm"]
+        return float(torch.nn.utils.clip_grad_norm_(parameters, limit))
+
+    def _micro_batches(self, batch: BatchedDataDict[Any]) -> Iterator[BatchedDataDict[Any]]:
+        """Yield the micro-batches that the driver planned, or else slices of equal rows."""
+        if batch.micro_batch_indices is not None:
+            for micro in batch.make_microbatch_iterator_with_dynamic_shapes():
+                yield micro.to(self._device)
+            return
+        size = self._policy["micro_batch_size"]
+        for start in range(0, batch.size, size):
+            yield batch.slice(start, min(start + size, batch.size)).to(self._device)
+
+    def join_refit(self, settings: RefitSettings) -> None:
+        """Prepare to publish weights."""
+        bind_to_node_interface()
+        self._refit = RefitSource(settings, rank=self._rank, world=self._world)
+
+    @traced(bucket="overhead")
+    def publish_weights(self, version_id: str) -> None:
+        """Publish this rank's share of the weights.
+
+        Raises:
+            RefitError: the share cannot be published in time.
+        """
+        if self._refit is None:
+            raise RefitConfigError(f"policy worker {self._rank} has not joined a refit")
+        self._refit.publish(version_id, self._model.state_dict())
+
+    def check_visible(self, folder: str) -> None:
+        """Refuse a ``folder`` that this machine does not see."""
+        check_visible(Path(folder))
+
+    def save(self, folder: str) -> dict[str, int]:
+        """Write model and optimizer into ``folder``; see `save_policy`."""
+        return save_policy(Path(folder), self._model, self._optimizer)
+
+    def load(self, folder: str) -> None:
+        """Load model and optimizer from ``folder``."""
+        load_weights(Path(folder), self._model)
+        load_optimizer(Path(folder), self._model, self._optimizer)

@@ -1,0 +1,120 @@
+"""Generation worker for vLLM servers: an actor with the same methods, without a model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any  # Any: batches
+
+from column_io import BatchedDataDict
+from grpo_trainer.actors.address import bind_to_node_interface
+from grpo_trainer.actors.telemetry import RunActor, TelemetrySettings
+from grpo_trainer.errors import WorkerError
+from grpo_trainer.refit.settings import RefitSettings
+from grpo_trainer.rollout.vllm_servers import VllmServers
+from observability import emit, traced
+from refit_mx import RefitConfigError, RefitFleet
+from rollout_actor.vllm import VllmGeneration
+
+
+class VllmWorker(RunActor):
+    """Class of a Ray actor with the methods of `grpo_trainer.rollout.worker.GenerationWorker`.
+
+    It runs two calls at a time, so that `close` does not wait for another one. ``servers`` has the
+    arguments of `VllmServers`, which starts if ``addresses`` is empty. ``generation`` has those of
+    `rollout_actor.vllm.VllmGeneration`.
+    """
+
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        *,
+        servers: Mapping[str, Any],
+        generation: Mapping[str, Any],
+        telemetry: TelemetrySettings | None = None,
+    ) -> None:
+        self._start_telemetry(telemetry, "grpo.generation")
+        self._addresses = list(addresses)
+        self._servers = VllmServers(**servers)
+        self._arguments = generation
+        self._generation: VllmGeneration | None = None
+        self._fleet: RefitFleet | None = None
+        self._version: str | None = None
+
+    def ready(self) -> None:
+        """Start the servers, if any, and return once all serve."""
+        bind_to_node_interface()
+        if not self._addresses:
+            self._addresses = self._servers.start()
+        self._generation = VllmGeneration(self._addresses, **self._arguments)
+
+    def begin(self, stream: str) -> None:
+        """Start a random stream; its name determines what the following calls draw."""
+        self._backend.begin(stream)
+
+    @traced(bucket="productive")
+    def generate(self, data: Mapping[str, Any], *, greedy: bool) -> Mapping[str, Any]:
+        """Generate one response per row; see `rollout_actor.GenerationInterface.generate`.
+
+        Raises:
+            WorkerError: a server generated with other weights than the installed ones.
+            DataPlaneError: no server can answer.
+        """
+        output = self._backend.generate(BatchedDataDict(data), greedy=greedy)
+        versions = {
+            span["version"] for spans in output.get("weight_versions", ()) for span in spans
+        }
+        if versions - {self._version}:
+            # A restarted server serves the weights of its launch.
+            raise WorkerError(
+                f"vLLM generated with the weights {', '.join(sorted(versions))}; expected "
+                f"{self._version} alone, which the last refit installed on {self._addresses}"
+            )
+        return output
+
+    def join_refit(self, settings: RefitSettings) -> None:
+        """Prepare to refit the servers."""
+        self._fleet = RefitFleet(
+            self._addresses,
+            timeout_s=settings.timeout_s,
+            pause_mode="keep",
+            init_info={
+                "control_address": settings.control,
+                "model_name": settings.model_name,
+                "transport": settings.transport,
+                "timeout_s": settings.timeout_s,
+            },
+        )
+
+    @traced(bucket="overhead")
+    def install_weights(self, version_id: str) -> None:
+        """Install a published version on all servers.
+
+        Raises:
+            RefitError: a server failed; no server has mixed weights.
+        """
+        if self._fleet is None:
+            raise RefitConfigError("the generation worker has not joined a refit")
+        self._fleet.refit(version_id)
+        self._version = version_id
+        emit("refit_installed")
+
+    def metrics(self) -> dict[str, Any]:
+        """Return the metrics since `clear_metrics`."""
+        return self._backend.get_logger_metrics()
+
+    def clear_metrics(self) -> None:
+        """Reset the metrics."""
+        self._backend.clear_logger_metrics()
+
+    def release_memory(self) -> None:
+        """Do nothing: the memory is that of the servers."""
+
+    def close(self) -> None:
+        """Stop the servers that this worker started, and the calls that wait for them."""
+        self._servers.close()
+
+    @property
+    def _backend(self) -> VllmGeneration:
+        if self._generation is None:
+            raise WorkerError("the generation worker's servers are not ready")
+        return self._generation

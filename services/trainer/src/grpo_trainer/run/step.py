@@ -1,0 +1,335 @@
+"""Synchronous GRPO step, from prompts to cleared samples.
+
+The driver handles metas and a few floats per sample. The bulk moves from the rollout actor to the
+data plane, and between the data plane and the policy workers.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+
+import torch
+
+from column_io import write_columns
+from dataplane_core import DP_TRAIN_FIELDS, DataPlaneClient, KVBatchMeta
+from dataplane_core.telemetry import Bucket, inject, span, step_context
+from grpo_trainer.actors.calls import ActorCalls
+from grpo_trainer.config.loading import TrainerConfig
+from grpo_trainer.errors import DynamicSamplingError, GradientError
+from grpo_trainer.policy.advantages import advantages, group_statistics, mean_and_std
+from grpo_trainer.policy.driver import Policy
+from grpo_trainer.policy.learning_rate import learning_rate
+from grpo_trainer.refit.weight_sync import RefitWeightSync
+from grpo_trainer.rollout.batch import rollout_batch
+from grpo_trainer.rollout.prompts import Prompt, PromptStream
+from grpo_trainer.rollout.remote_generation import GENERATION
+from grpo_trainer.rollout.totals import RolloutTotals
+from grpo_trainer.run.processes import ROLLOUT
+from observability import emit
+
+TRAIN, VALIDATION = "train", "val"
+TASKS = ["prev_lp", "ref_lp", "train"]
+CARRY = ["total_reward", "loss_multiplier", "truncated"]
+"""Columns that the driver receives from a rollout, one number per sample each."""
+
+
+@dataclass
+class Batch:
+    """Samples with the driver's columns, one number per sample each.
+
+    Items of ``columns``:
+
+    - "advantages" and "sample_mask", float32 (n,), as they will be written;
+    - "std", float64 (n,), the standard deviation of the group's rewards;
+    - "comparable", bool (n,), whether at least two of those rewards count;
+    - "truncated", bool (n,), whether a response reached its token budget.
+    """
+
+    meta: KVBatchMeta
+    columns: dict[str, torch.Tensor]
+
+    def subset(self, rows: Sequence[int]) -> Batch:
+        """Return the samples at ``rows``."""
+        index = torch.tensor(list(rows), dtype=torch.int64)
+        columns = {name: column[index] for name, column in self.columns.items()}
+        return Batch(self.meta.subset(rows), columns)
+
+    def concat(self, other: Batch) -> Batch:
+        """Return these samples followed by those of ``other``."""
+        columns = {
+            name: torch.cat([column, other.columns[name]]) for name, column in self.columns.items()
+        }
+        return Batch(self.meta.concat(other.meta), columns)
+
+
+@dataclass
+class StepReport:
+    """Metrics of a running step.
+
+    Attributes:
+        metrics: name to number.
+        seconds: phase to seconds, in the order of the phases.
+    """
+
+    metrics: dict[str, float] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+    on_phase: Callable[[str], None] = lambda phase: None
+
+    @contextmanager
+    def phase(self, name: str, bucket: Bucket = "idle") -> Iterator[None]:
+        """Time a phase; phases with the same name add up.
+
+        The default bucket is idle: the driver waits.
+        """
+        self.on_phase(name)
+        started = time.perf_counter()
+        try:
+            with span(name, bucket):
+                yield
+        finally:
+            elapsed = time.perf_counter() - started
+            self.seconds[name] = self.seconds.get(name, 0.0) + elapsed
+
+
+def trainable(kept: int, *, global_batch_size: int, group_size: int, data_parallel: int) -> int:
+    """Return how many of ``kept`` samples, fewer than a full step's, to train on.
+
+    These are always complete groups. They make as many complete optimizer steps as possible, or
+    else a single smaller step that the ranks share equally. The result is 0 if a group is larger
+    than an optimizer step, or if there are too few groups for the ranks to share.
+    """
+    step = math.lcm(global_batch_size, group_size)
+    part = math.lcm(data_parallel, group_size)
+    return kept // step * step or min(kept, global_batch_size) // part * part
+
+
+class GRPOStep:
+    """Runner of steps; ``data_plane`` is the driver's client."""
+
+    def __init__(
+        self,
+        config: TrainerConfig,
+        *,
+        calls: ActorCalls,
+        data_plane: DataPlaneClient,
+        policy: Policy,
+        weight_sync: RefitWeightSync,
+        prompts: PromptStream,
+        run_id: str,
+    ) -> None:
+        self._config = config
+        self._calls = calls
+        self._client = data_plane
+        self._policy = policy
+        self._weight_sync = weight_sync
+        self._prompts = prompts
+        self._run_id = run_id
+
+    def run(self, step: int, report: StepReport) -> None:
+        """Run the step that follows ``step`` completed ones, and fill ``report``.
+
+        Raises:
+            WorkerError: a worker died, failed or timed out.
+            DataPlaneError: the data plane failed.
+            DynamicSamplingError: too few groups have different rewards.
+            GradientError: a gradient is not finite. Its optimizer step and later ones were skipped.
+        """
+        with self._context(step), span("grpo.step"):
+            self._run(step, report)
+
+    def _context(self, step: int) -> AbstractContextManager[None]:
+        # The version of the weights is the number of completed steps.
+        verbose = self._config.tracing.verbose
+        return step_context(self._run_id, step, weight_version=step, verbose=verbose)
+
+    def _stream(self, step: int) -> str:
+        """Return the name of the step's random stream."""
+        return f"train {step}"
+
+    def _run(self, step: int, report: StepReport) -> None:
+        grpo = self._config.grpo
+        with report.phase("refit"):
+            self._weight_sync.sync(step)
+        self._calls.call(GENERATION, "begin", self._stream(step))
+        self._client.register_partition(
+            TRAIN,
+            list(DP_TRAIN_FIELDS),
+            self._config.samples_per_step,
+            TASKS,
+            grpo_group_size=grpo.num_generations_per_prompt,
+        )
+        batch = self._collect(report)
+        report.metrics["samples"] = batch.meta.size
+        if batch.meta.size:
+            self._learn(batch, step, report)
+        with report.phase("clear", "overhead"):
+            self._client.clear_samples(batch.meta.sample_ids, TRAIN)
+
+    def _learn(self, batch: Batch, step: int, report: StepReport) -> None:
+        grpo = self._config.grpo
+        meta, sample_mask = batch.meta, batch.columns["sample_mask"]
+        if grpo.overlong_filtering:
+            sample_mask[batch.columns["truncated"]] = 0.0
+        self._policy.stamp_pad_width(meta)
+        if grpo.recompute_prev_logprobs:
+            with report.phase("logprobs"):
+                scores = self._policy.compute_logprobs(meta, "prev_logprobs")
+            report.metrics.update(scores.gap.metrics)
+            error = torch.tensor(scores.errors)
+            report.metrics["logprob_error"] = float(error.where(error.isfinite(), 0.0).max())
+            if grpo.max_logprob_error is not None:
+                # Not >, so that NaN is masked as well.
+                too_far = ~(error <= grpo.max_logprob_error)
+                sample_mask[too_far] = 0.0
+                report.metrics["logprob_masked"] = int(too_far.sum())
+        if grpo.kl_coefficient > 0:
+            with report.phase("reference"):
+                self._policy.compute_logprobs(meta, "reference_policy_logprobs")
+        with report.phase("advantages", "overhead"):
+            # One number per sample: the loss spreads it over the sample's tokens.
+            columns = {"advantages": batch.columns["advantages"], "sample_mask": sample_mask}
+            write_columns(self._client, meta, columns)
+        with report.phase("train"):
+            size = min(self._config.policy.global_batch_size, meta.size)
+            rate = learning_rate(self._config.policy.optimizer, step, grpo.num_steps)
+            trained = self._policy.train(meta, global_batch_size=size, learning_rate=rate)
+        if not math.isfinite(trained["grad_norm"]):
+            # Adam would spread the NaN or infinity to every weight, and so to later checkpoints.
+            raise GradientError(
+                f"step {step + 1}: the gradient's norm is {trained['grad_norm']}; expected a "
+                "finite number. No weight or checkpoint contains it. A resumed run would fail "
+                "at the same step: start a new run with a checkpoint's model/ as "
+                "policy.model.name, and a lower policy.optimizer.learning_rate or a "
+                "grpo.max_logprob_error"
+            )
+        report.metrics.update(trained)
+        report.metrics["learning_rate"] = rate
+
+    def _collect(self, report: StepReport) -> Batch:
+        """Generate and return the samples to train on; clear all others."""
+        grpo, sampling = self._config.grpo, self._config.grpo.dynamic_sampling
+        rows = self._config.samples_per_step
+        rewards: list[torch.Tensor] = []
+        totals = RolloutTotals()
+        kept: Batch | None = None
+        batches = 0
+        limit = sampling.max_batches if sampling.enabled else 1
+        while batches < limit and (kept is None or kept.meta.size < rows):
+            fresh, reward = self._rollout(report, totals, first=batches == 0)
+            batches += 1
+            rewards.append(reward)
+            if sampling.enabled:
+                fresh = self._drop(fresh, ~fresh.columns["comparable"], "filtered")
+                fresh = self._drop(fresh, fresh.columns["std"] == 0, "equal_rewards")
+            kept = fresh if kept is None else kept.concat(fresh)
+        if kept is None:
+            raise AssertionError("max_batches is at least 1")
+        reward = torch.cat(rewards)
+        mean, std = mean_and_std(reward)
+        report.metrics.update(
+            reward=mean,
+            reward_std=std,
+            batches=batches,
+            generated=len(reward),
+            **totals.metrics,
+        )
+        if kept.meta.size < rows:
+            rows = self._short(kept.meta.size, batches)
+        report.metrics["groups"] = rows // grpo.num_generations_per_prompt
+        return self._drop(kept, torch.arange(kept.meta.size) >= rows, "surplus")
+
+    def _short(self, kept: int, batches: int) -> int:
+        """Return how many of too few ``kept`` samples to train on, or raise."""
+        policy, grpo = self._config.policy, self._config.grpo
+        if grpo.dynamic_sampling.when_short == "raise":
+            raise DynamicSamplingError(
+                f"dynamic sampling: {kept} of {self._config.samples_per_step} samples "
+                f"are in groups with different rewards after {batches} batches; raise "
+                "grpo.dynamic_sampling.max_batches, or set when_short to proceed"
+            )
+        return trainable(
+            kept,
+            global_batch_size=policy.global_batch_size,
+            group_size=grpo.num_generations_per_prompt,
+            data_parallel=policy.data_parallel,
+        )
+
+    def _rollout(
+        self, report: StepReport, totals: RolloutTotals, *, first: bool
+    ) -> tuple[Batch, torch.Tensor]:
+        """Generate one batch, and return it with the environment's unscaled rewards."""
+        grpo = self._config.grpo
+        prompts = self._prompts.take(grpo.num_prompts_per_step)
+        with report.phase("rollout"):
+            meta, carry, rollout, generation = self._calls.call(
+                ROLLOUT,
+                "rollout_to_tq",
+                rollout_batch(prompts, group_size=grpo.num_generations_per_prompt),
+                partition_id=TRAIN,
+                group_size=grpo.num_generations_per_prompt,
+                first_iter=first,
+                carry_keys=CARRY,
+                carrier=inject(),
+            )
+        totals.add(meta.size, rollout, generation)
+        counted = None
+        if not grpo.statistics_include_filtered:
+            counted = carry["loss_multiplier"] > 0
+            if grpo.overlong_filtering:
+                counted &= ~carry["truncated"]
+        # In float64: in float32 a scale can make different rewards equal, or infinite.
+        reward = carry["total_reward"].double() * grpo.reward_scale
+        statistics = group_statistics(reward, grpo.num_generations_per_prompt, counted=counted)
+        meta.stamp_tags({"baseline": statistics.baseline, "std": statistics.std})
+        columns = {
+            "advantages": advantages(statistics, normalize=grpo.normalize_advantages),
+            "sample_mask": carry["loss_multiplier"].clone(),
+            "std": statistics.std,
+            "comparable": statistics.comparable,
+            "truncated": carry["truncated"],
+        }
+        return Batch(meta, columns), carry["total_reward"]
+
+    def _drop(self, batch: Batch, dropped: torch.Tensor, reason: str) -> Batch:
+        """Clear the rows of ``dropped``, bool (n,), and return the batch without them."""
+        if not dropped.any():
+            return batch
+        sample_ids = [batch.meta.sample_ids[i] for i in dropped.nonzero()[:, 0].tolist()]
+        with span("drop", "wasted"):
+            emit("dropped", TRAIN, sample_ids, reason=reason)
+            self._client.clear_samples(sample_ids, TRAIN)
+        return batch.subset((~dropped).nonzero()[:, 0].tolist())
+
+    def validate(self, step: int, prompts: Sequence[Prompt], report: StepReport) -> float:
+        """Return the mean reward of one conversation per prompt, in a separate partition."""
+        with self._context(step), span("grpo.validation"):
+            return self._validate(step, prompts, report)
+
+    def _validate(self, step: int, prompts: Sequence[Prompt], report: StepReport) -> float:
+        with report.phase("refit"):
+            self._weight_sync.sync(step)
+        self._calls.call(GENERATION, "begin", f"validation {step}")
+        size = self._config.validation.batch_size
+        rewards = []
+        with report.phase("validation"):
+            for start in range(0, len(prompts), size):
+                chunk = prompts[start : start + size]
+                self._client.register_partition(VALIDATION, [], len(chunk), [])
+                meta, carry, _, _ = self._calls.call(
+                    ROLLOUT,
+                    "rollout_to_tq",
+                    rollout_batch(chunk, group_size=1),
+                    partition_id=VALIDATION,
+                    group_size=1,
+                    first_iter=False,
+                    finish_generation=start + size >= len(prompts),
+                    carry_keys=["total_reward"],
+                    carrier=inject(),
+                )
+                rewards.append(carry["total_reward"])
+                self._client.clear_samples(meta.sample_ids, VALIDATION)
+        return mean_and_std(torch.cat(rewards))[0]
