@@ -1,11 +1,15 @@
-"""Tests that need a Debian package are left out where it is missing, and are listed by name."""
+"""Skip the tests whose Debian package is missing, and list them by name."""
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 
 import pytest
 from integration.system_packages import NEEDS, missing, packages_of
+
+# Tests start separate Ray clusters; a run refuses to while this names another one.
+os.environ.pop("RAY_ADDRESS", None)
 
 LEFT_OUT = pytest.StashKey[list[str]]()
 
@@ -14,14 +18,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--list-left-out",
         action="store_true",
-        help="list the tests that need a Debian package which is missing, and run none",
+        help="list the tests whose Debian package is missing, and run none",
     )
 
 
-@pytest.hookimpl(trylast=True)  # when the others have removed what they do not run
+@pytest.hookimpl(trylast=True)  # after other plugins have deselected tests
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     absent = missing()
-    tests: Counter[tuple[str, str]] = Counter()
+    tests: dict[tuple[str, str], Counter[str]] = {}
     for item in items:
         marked = {str(name) for mark in item.iter_markers("debian") for name in mark.args}
         if unknown := marked - NEEDS.keys():
@@ -37,12 +41,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             ):
                 reason = f"needs the Debian packages {', '.join(packages_of([name]))}"
                 item.add_marker(pytest.mark.skip(reason=reason))
-                tests[name, item.location[0]] += 1
+                counts = tests.setdefault((name, item.location[0]), Counter())
+                counts[item.location[2].partition("[")[0]] += 1
     config.stash[LEFT_OUT] = [
-        f"left out without {name}: {count} of {path}" for (name, path), count in tests.items()
+        f"left out without {name}: {counts.total()} of {path}: {_listed(counts)}"
+        for (name, path), counts in tests.items()
     ]
     if config.getoption("--list-left-out"):
         items.clear()
+
+
+def _listed(tests: Counter[str]) -> str:
+    return ", ".join(f"{name} ({n} times)" if n > 1 else name for name, n in tests.items())
 
 
 def pytest_report_collectionfinish(config: pytest.Config) -> list[str]:

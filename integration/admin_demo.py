@@ -1,7 +1,7 @@
-"""The admin service beside a live demo run: ``make admin``.
+"""The admin service and a live demo run: ``make admin``.
 
-The run trains the demo's tiny model over and over and reports to the service, which also looks into
-the data plane of its Ray cluster. Everything is kept below ``runs/admin``; both end with Ctrl-C.
+The run trains the demo's tiny model repeatedly and reports to the service, which also inspects the
+data plane of the run's Ray cluster. All files are below ``runs/admin``; Ctrl-C ends both.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from typing import IO
 
 FOLDER = Path("runs") / "admin"
 SCRIPTS = Path(sysconfig.get_path("scripts"))
-PATIENCE_S = 60.0
-# One looks at it while it goes on; a job leaves these at their five seconds.
-SOON = {"OTEL_BSP_SCHEDULE_DELAY": "500", "OTEL_BLRP_SCHEDULE_DELAY": "500"}
+TIMEOUT_S = 60.0
+# Export every half second, so that the pages follow the run; the default is five seconds.
+EXPORT_DELAYS = {"OTEL_BSP_SCHEDULE_DELAY": "500", "OTEL_BLRP_SCHEDULE_DELAY": "500"}
 
 
 def main(steps: int = 1_000_000) -> int:
-    """Run both until one ends or Ctrl-C; the exit status."""
+    """Run both until one ends or Ctrl-C; return the exit status."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     FOLDER.mkdir(parents=True, exist_ok=True)
     print("starting the admin service", flush=True)
@@ -44,7 +44,7 @@ def main(steps: int = 1_000_000) -> int:
         assert service.stdout is not None
         url = service.stdout.readline().decode().strip()
         if not url:
-            print(f"the service did not start; {FOLDER / 'run.log'} says why")
+            print(f"the service did not start; see {FOLDER / 'run.log'}")
             return 1
         train = [
             str(SCRIPTS / "grpo-trainer"),
@@ -58,14 +58,15 @@ def main(steps: int = 1_000_000) -> int:
                 f"tracing.endpoint={url}",
             ),
         ]
-        run = stack.enter_context(_running(train, SOON, stdout=log, stderr=log))
+        run = stack.enter_context(_running(train, EXPORT_DELAYS, stdout=log, stderr=log))
         print(f"\n  {url}\n")
         print(
-            f"A demo run feeds it; its log is {FOLDER / 'run.log'}. Ctrl-C ends both.", flush=True
+            f"It shows a demo run, whose log is {FOLDER / 'run.log'}. Ctrl-C ends both.",
+            flush=True,
         )
         with contextlib.suppress(KeyboardInterrupt):
             run.wait()
-            print(f"the run ended with status {run.returncode}; the service goes on until Ctrl-C")
+            print(f"the run ended with status {run.returncode}; Ctrl-C ends the service")
             service.wait()
     return 0
 
@@ -82,21 +83,21 @@ def _running(
     stdout: int | IO[bytes],
     stderr: IO[bytes],
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """A process that ends with the block: asked first, killed if it does not listen."""
+    """Run a process during the block; then terminate it, or kill it after `TIMEOUT_S`."""
     process = subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
         stdout=stdout,
         stderr=stderr,
         env={**os.environ, **environment},
-        start_new_session=True,  # Ctrl-C reaches this script alone, which ends them in order
+        start_new_session=True,  # Ctrl-C reaches only this script, which ends them in order
     )
     try:
         yield process
     finally:
         process.terminate()
         try:
-            process.wait(PATIENCE_S)
+            process.wait(TIMEOUT_S)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()

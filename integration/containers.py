@@ -1,7 +1,8 @@
-"""Containers made of namespaces, from an image's root file system and what its Dockerfile says.
+"""Containers made of Linux namespaces, from an image's root file system and its Dockerfile.
 
-Processes, network, mounts and a host name of its own, a read-only root, tmpfs on /tmp, user 10001
-without any capability or a way to get one. Needs root, Linux and util-linux; no engine.
+A container has separate processes, network, mounts and host name, a read-only root and a tmpfs on
+/tmp. It runs as user 10001 without capabilities and cannot gain any. This needs root, Linux and
+util-linux, and no container engine.
 """
 
 from __future__ import annotations
@@ -22,17 +23,17 @@ from typing import Self
 from integration.cluster.machines import Machine
 
 DOCKER = Path(__file__).resolve().parents[1] / "docker"
-PATIENCE_S = 180.0
+TIMEOUT_S = 180.0
 _DEVICES = ("null", "zero", "full", "random", "urandom")
 
 
 class TryError(Exception):
-    """What was expected did not happen."""
+    """A container did not behave as expected."""
 
 
 @dataclass(frozen=True)
 class Image:
-    """What the last stage of a Dockerfile says."""
+    """A root file system and the settings in the last stage of its Dockerfile."""
 
     root: Path
     entrypoint: list[str]
@@ -42,7 +43,7 @@ class Image:
 
     @classmethod
     def read(cls, root: Path) -> Image:
-        """Of the root file system in a folder that is named as the Dockerfile's."""
+        """Read the Dockerfile of docker/ whose folder has the name of ``root``."""
         text = (DOCKER / root.name / "Dockerfile").read_text().replace("\\\n", " ")
         last = re.split(r"^FROM ", text, flags=re.M)[-1]
         environment = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"}
@@ -52,10 +53,10 @@ class Image:
                 environment[name] = value.replace("$PATH", environment["PATH"])
 
         def words(pattern: str) -> list[str]:
-            found = re.search(pattern, last, re.M)
-            assert found is not None
-            read: list[str] = json.loads(found.group(1))
-            return read
+            match = re.search(pattern, last, re.M)
+            assert match is not None
+            parsed: list[str] = json.loads(match.group(1))
+            return parsed
 
         return cls(
             root=root,
@@ -68,17 +69,17 @@ class Image:
 
 @dataclass
 class Container:
-    """A process of an image; a context manager.
+    """A running container of an image; a context manager.
 
     Args:
-        image: what is run.
-        machine: whose network it has.
-        command: instead of the image's.
-        data: what is mounted at /data; None for a tmpfs of ``data_size``.
+        image: the image to run.
+        machine: the machine whose network namespace it uses.
+        command: replaces the image's command.
+        data: the folder mounted at /data; None for a tmpfs of ``data_size``.
         secrets: files of /run/secrets, by name.
-        files: further files, by their path inside.
-        environment: beside the image's.
-        hosts: addresses by name.
+        files: files of /run/files, by name.
+        environment: variables added to the image's.
+        hosts: addresses by host name.
         shm: size of /dev/shm.
     """
 
@@ -115,14 +116,14 @@ class Container:
 
     def _setup(self, inner: Sequence[str]) -> str:
         root = shlex.quote(str(self.image.root))
-        own = {"localhost": "127.0.0.1", self.machine.name: self.machine.address}
-        hosts = own | self.hosts
-        told = "".join(f"{address} {name}\n" for name, address in hosts.items())
+        local = {"localhost": "127.0.0.1", self.machine.name: self.machine.address}
+        hosts = local | self.hosts
+        hosts_file = "".join(f"{address} {name}\n" for name, address in hosts.items())
         lines = [
             "mount --make-rprivate /",
             f"mount --bind {root} {root}",
             f"cd {root}",
-            "[ -e etc/hosts ] || touch etc/hosts",  # engines make it, images may lack it
+            "[ -e etc/hosts ] || touch etc/hosts",  # engines create it, images may lack it
             "mount -o remount,bind,ro .",
             f"cd {root}",
             "mount -t proc proc proc",
@@ -139,7 +140,7 @@ class Container:
                 for folder, files in (("secrets", self.secrets), ("files", self.files))
                 for at, path in ((f"{folder}/{name}", path) for name, path in files.items())
             ),
-            f"printf %s {shlex.quote(told)} > run/hosts",
+            f"printf %s {shlex.quote(hosts_file)} > run/hosts",
             "mount --bind run/hosts etc/hosts",
             f"mount --bind {shlex.quote(str(self.data))} data"
             if self.data is not None
@@ -162,63 +163,71 @@ class Container:
 
     @property
     def pid(self) -> int:
-        """Of its first process, as seen from outside."""
-        until = time.monotonic() + PATIENCE_S
+        """Id of its first process, as seen from outside.
+
+        Raises:
+            TryError: it did not start in time.
+        """
+        deadline = time.monotonic() + TIMEOUT_S
         # nsenter becomes unshare, whose only child is the container.
         children = Path(f"/proc/{self._process.pid}/task/{self._process.pid}/children")
-        while time.monotonic() < until:
-            found = children.read_text().split() if self._process.poll() is None else []
-            if found:
-                return int(found[0])
+        while time.monotonic() < deadline:
+            pids = children.read_text().split() if self._process.poll() is None else []
+            if pids:
+                return int(pids[0])
             time.sleep(0.02)
         raise TryError(f"it did not start: {self.log}")
 
     @property
     def log(self) -> str:
-        """What it wrote so far."""
+        """Output so far."""
         self._log.flush()
         return Path(f"/proc/self/fd/{self._log.fileno()}").read_text()
 
-    def execute(self, command: Sequence[str], *, patience_s: float = 60) -> tuple[int, str]:
-        """Run a command in it, as engines do for health checks; its status and what it wrote."""
+    def execute(self, command: Sequence[str], *, timeout_s: float = 60) -> tuple[int, str]:
+        """Run a command in the container, as engines run health checks.
+
+        Returns:
+            Exit status and output.
+        """
         namespaces = ["--mount", "--pid", "--net", "--ipc", "--uts"]
         done = subprocess.run(
             ["nsenter", *namespaces, "-t", str(self.pid), *self._inside(command)],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            timeout=patience_s,
+            timeout=timeout_s,
             check=False,
         )
         return done.returncode, done.stdout
 
-    def healthy(self) -> float:
-        """Wait until its health check passes; seconds since its start."""
-        until = time.monotonic() + PATIENCE_S
+    def wait_until_healthy(self) -> float:
+        """Wait until the health check passes; return the seconds since the start."""
+        deadline = time.monotonic() + TIMEOUT_S
         while True:
             if self._process.poll() is not None:
                 raise TryError(f"it ended with {self._process.returncode}: {self.log}")
-            status, told = self.execute(self.image.health)
+            status, output = self.execute(self.image.health)
             if status == 0:
                 return time.monotonic() - self.begun
-            if time.monotonic() > until:
-                raise TryError(f"health check: {status}: {told}\n{self.log}")
+            if time.monotonic() > deadline:
+                raise TryError(f"health check failed with {status}: {output}\n{self.log}")
             time.sleep(0.2)
 
     @property
     def running(self) -> bool:
-        """Whether it goes on."""
+        """True while its first process runs."""
         return self._process.poll() is None
 
-    def ended(self, *, patience_s: float = PATIENCE_S) -> int:
-        """Wait for its end; its exit status."""
+    def wait(self, *, timeout_s: float = TIMEOUT_S) -> int:
+        """Wait for its end; return the exit status."""
         try:
-            return self._process.wait(patience_s)
+            return self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
-            raise TryError(f"it goes on after {patience_s:g} s: {self.log}") from None
+            raise TryError(f"still running after {timeout_s:g} s: {self.log}") from None
 
     def terminate(self) -> tuple[int, float]:
-        """SIGTERM to its first process; exit status, and seconds until then."""
+        """Send SIGTERM to its first process; return the exit status and the seconds it took."""
         begun = time.monotonic()
         os.kill(self.pid, signal.SIGTERM)
-        return self.ended(), time.monotonic() - begun
+        return self.wait(), time.monotonic() - begun

@@ -1,12 +1,11 @@
-"""Builds each package's wheel without workspace sources and tests it in an environment of its own.
+"""Build each package's wheel without workspace sources, and test it in a separate environment.
 
-These are the tests that are not marked ``slow``; they run nowhere else.
+``make isolation`` runs the tests that are not marked ``slow``; they run nowhere else. An
+environment has the package's wheel, its dependencies and the test tools, and nothing of the
+workspace. Wheels of this workspace that the package depends on are built here too.
 
-An environment holds the package's wheel, the wheels of ours that it depends on, what those declare,
-and what the tests need; nothing of the workspace is on the path. Run as ``make isolation``.
-
-Releases take it further: other Pythons, the lowest versions that a package says it works with, and
-packages of ours as they were released, in place of those of the checkout.
+Before a release, options choose another Python, the lowest declared versions of dependencies, or
+released packages in place of those of the checkout.
 """
 
 from __future__ import annotations
@@ -32,29 +31,30 @@ PACKAGES = {
     "observability": "observability",
 }
 TEST_TOOLS = ["pytest>=8.2", "pytest-timeout>=2.3", "hypothesis>=6.100"]
-TESTED_WITH = {  # what a package's own tests need besides the package
+TESTED_WITH = {  # further requirements of a package's tests
     "dataplane-core": ["dataplane-core[checkpoint,testing]"],
     "dataplane-tq": ["dataplane-core[testing]"],
     "observability": ["dataplane-core[testing]", "observability[sdk,views]"],
+    "rollout-actor": ["rollout-actor[vllm]"],
     "refit-mx": ["refit-mx[fleet,nixl]", "opentelemetry-sdk>=1.30", "psutil>=5.9"],
 }
 TIMEOUT_S = 1800
 LANES = 3
-LONGEST = "dataplane-tq"
+LONGEST_FIRST = ("dataplane-tq", "observability", "refit-mx")
 
 
 @dataclass(frozen=True)
 class Job:
-    """What is the same for all packages.
+    """Settings shared by all packages.
 
     Attributes:
-        uv: the program.
-        folder: where everything is made.
-        wheels: those of ours that are tested, and tested with.
-        sources: of each package, the repository that it comes from, its tests too.
-        python: an interpreter, or a version that uv finds one for.
-        resolution: of the versions of what they depend on, as uv's option has it.
-        cutoff: what was published later is not seen.
+        uv: path of the program.
+        folder: folder of all files that the job makes.
+        wheels: folder of the workspace's wheels.
+        sources: checkout that a package and its tests come from, by package; default: this one.
+        python: an interpreter, or a version for uv to find.
+        resolution: value of uv's ``--resolution``.
+        cutoff: later uploads to the registry are ignored.
     """
 
     uv: str
@@ -67,7 +67,7 @@ class Job:
 
 
 def main() -> int:
-    """Run the job; the exit status."""
+    """Run the job and return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("packages", nargs="*", metavar="PACKAGE", help="all, if none is named")
     parser.add_argument("--python", default=sys.executable, help="interpreter or version")
@@ -77,13 +77,13 @@ def main() -> int:
         action="append",
         default=[],
         metavar="PACKAGE==VERSION",
-        help="a tag: take this package from it, not from the checkout",
+        help="take this package from its tag, not from the checkout",
     )
-    asked = parser.parse_args()
-    chosen = asked.packages or list(PACKAGES)
-    for name in [*chosen, *(tag.partition("==")[0] for tag in asked.released)]:
+    options = parser.parse_args()
+    chosen = options.packages or list(PACKAGES)
+    for name in [*chosen, *(tag.partition("==")[0] for tag in options.released)]:
         if name not in PACKAGES:
-            parser.error(f"{name!r} is no package; expected one of {', '.join(PACKAGES)}")
+            parser.error(f"unknown package {name!r}; expected one of {', '.join(PACKAGES)}")
     uv = os.environ.get("UV") or shutil.which("uv") or str(ROOT / ".tools" / "bin" / "uv")
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     pins = project["tool"]["uv"]["constraint-dependencies"]
@@ -93,27 +93,30 @@ def main() -> int:
             uv,
             folder,
             folder / "wheels",
-            {tag.partition("==")[0]: at_tag(tag, folder) for tag in asked.released},
-            asked.python,
-            asked.resolution,
+            {tag.partition("==")[0]: at_tag(tag, folder) for tag in options.released},
+            options.python,
+            options.resolution,
             project["tool"]["uv"]["exclude-newer"],
         )
         for package in PACKAGES:
             print(f"isolation: building the wheel of {package}", flush=True)
             build(job, package)
-        # Ours are those that were just built, whatever a registry has under the same names.
-        ours = ["{}=={}".format(*wheel.name.split("-")[:2]) for wheel in job.wheels.glob("*.whl")]
-        (folder / "constraints.txt").write_text("\n".join([*pins, *ours]) + "\n")
-        # Beside each other, since those that start clusters mostly wait; the longest comes first.
+        # Pin the wheels just built, so that a registry's packages of the same name are not taken.
+        built = ["{}=={}".format(*wheel.name.split("-")[:2]) for wheel in job.wheels.glob("*.whl")]
+        (folder / "constraints.txt").write_text("\n".join([*pins, *built]) + "\n")
+        # In parallel, since tests that start clusters mostly wait; the longest job starts first.
         with ThreadPoolExecutor(LANES) as lanes:
             checks = {
                 package: lanes.submit(check, job, package)
-                for package in sorted(chosen, key=lambda package: package != LONGEST)
+                for package in [
+                    *(package for package in LONGEST_FIRST if package in chosen),
+                    *(package for package in chosen if package not in LONGEST_FIRST),
+                ]
             }
             try:
                 for checked in as_completed(checks.values()):
                     print(checked.result(), flush=True)
-            except BaseException:
+            except BaseException:  # start no further package after an interrupt or a failure
                 lanes.shutdown(cancel_futures=True)
                 raise
     print(f"isolation: {len(chosen)} passed, 0 failed")
@@ -121,17 +124,17 @@ def main() -> int:
 
 
 def at_tag(tag: str, folder: Path) -> Path:
-    """The repository as it was at a tag."""
-    there = folder / f"source-{tag}"
-    there.mkdir()
+    """Unpack the repository at a tag below ``folder``, and return its folder."""
+    source = folder / f"source-{tag}"
+    source.mkdir()
     archive = folder / f"{tag}.tar"
     run("git", "archive", "--output", str(archive), tag, cwd=ROOT)
-    shutil.unpack_archive(archive, there, filter="data")
-    return there
+    shutil.unpack_archive(archive, source, filter="data")
+    return source
 
 
 def build(job: Job, package: str) -> None:
-    """Make a package's wheel."""
+    """Build a package's wheel."""
     run(
         job.uv,
         "build",
@@ -147,13 +150,13 @@ def build(job: Job, package: str) -> None:
 
 
 def check(job: Job, package: str) -> str:
-    """Install one package from its wheel, import it, and run its own tests; what that printed."""
+    """Install a package from its wheel, import it and run its tests; return pytest's output."""
     uv, folder = job.uv, job.folder
     environment = folder / package
-    print(f"isolation: installing {package} into an environment of its own", flush=True)
+    print(f"isolation: installing {package} into a separate environment", flush=True)
     run(uv, "venv", "--quiet", "--python", job.python, str(environment), cwd=folder)
     python = environment / "bin" / "python"
-    # The option replaces the variable, so a folder of local wheels is named beside our own.
+    # --find-links replaces UV_FIND_LINKS, so its folders are repeated.
     folders = [str(job.wheels), *os.environ.get("UV_FIND_LINKS", "").replace(",", " ").split()]
     find_links = [word for name in folders for word in ("--find-links", name)]
     run(
@@ -175,9 +178,8 @@ def check(job: Job, package: str) -> str:
         *TEST_TOOLS,
         cwd=folder,
     )
-    checkout = (
-        folder / f"checkout-{package}"
-    )  # laid out as here, so that tests find the pages of docs/
+    # Keep the repository's layout, so that tests find the pages of docs/.
+    checkout = folder / f"checkout-{package}"
     tests = checkout / "packages" / package
     unwanted = shutil.ignore_patterns("src", "__pycache__")
     source = job.sources.get(package, ROOT)
@@ -214,7 +216,7 @@ def check(job: Job, package: str) -> str:
 
 
 def run(*command: str, cwd: Path) -> str:
-    """Run a command and return what it printed; a failure ends the job."""
+    """Run a command and return its output; a failure ends the job."""
     done = subprocess.run(
         command,
         cwd=cwd,

@@ -1,4 +1,4 @@
-"""The sockets on which the processes of a run can be reached."""
+"""Listening sockets of a process and its descendants."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import psutil
 
 
 class Listener(NamedTuple):
-    """A socket that listens (TCP), or takes datagrams of anybody (UDP)."""
+    """A listening TCP socket, or an unconnected UDP socket."""
 
     process: str
     protocol: str
@@ -19,7 +19,7 @@ class Listener(NamedTuple):
 
     @property
     def is_loopback(self) -> bool:
-        """True where only processes of this machine reach the socket."""
+        """True if only processes of this machine can reach the socket."""
         address = ipaddress.ip_address(self.address.partition("%")[0])
         mapped = getattr(address, "ipv4_mapped", None)
         return (mapped or address).is_loopback
@@ -27,7 +27,7 @@ class Listener(NamedTuple):
 
 def listeners(pid: int) -> list[Listener]:
     """Return the sockets that process ``pid`` and its descendants listen on."""
-    found = []
+    sockets = []
     root = psutil.Process(pid)
     for process in [root, *root.children(recursive=True)]:
         try:
@@ -36,7 +36,7 @@ def listeners(pid: int) -> list[Listener]:
                 datagrams = connection.type == socket.SOCK_DGRAM
                 if connection.status == psutil.CONN_LISTEN or (datagrams and not connection.raddr):
                     protocol = "udp" if datagrams else "tcp"
-                    found.append(Listener(name, protocol, *connection.laddr))
+                    sockets.append(Listener(name, protocol, *connection.laddr))
         except psutil.NoSuchProcess:
             continue
-    return found
+    return sockets

@@ -1,8 +1,8 @@
-"""Releases: one package or service at a time, by a tag ``<name>==<version>``.
+"""Release one package or service at a time, by a tag ``<name>==<version>``.
 
-``prepare`` writes the version and the changelog, a person looks at it, commits and tags;
-``check`` says whether a package's tag may be released, and puts what is to be uploaded and its
-notes into a folder; ``api`` compares what each package exports with its last release.
+``prepare`` writes the version and the changelog; a person reviews, commits and tags them. ``check``
+checks a package's tag, and builds its distributions and release notes. ``api`` compares the
+exported names of each package with its last release.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ app = typer.Typer(add_completion=False, help=__doc__.partition("\n")[0])
 
 
 class ReleaseError(Exception):
-    """Says what stands in a release's way."""
+    """A release is not possible."""
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,9 @@ class Package:
     """A package, which is uploaded, or a service, which is an image.
 
     Attributes:
-        root: of the repository.
-        name: of the distribution.
-        folder: what is in the repository of it.
+        root: folder of the repository.
+        name: name of the distribution.
+        folder: its folder in the repository.
     """
 
     root: Path
@@ -46,59 +46,63 @@ class Package:
 
     @property
     def module(self) -> str:
-        """What is imported."""
+        """Name of the module."""
         return self.name.replace("-", "_")
 
     @property
     def version(self) -> str:
-        """As its pyproject.toml has it."""
-        found: str = self.project()["version"]
-        return found
+        """Version in its pyproject.toml."""
+        version: str = self.project()["version"]
+        return version
 
     def project(self, tag: str | None = None) -> dict[str, Any]:
-        """What its pyproject.toml declares, here or at a tag."""
+        """Return ``[project]`` of its pyproject.toml, of this checkout or of a tag."""
         path = self.folder / "pyproject.toml"
         if tag is None:
             text = path.read_text()
         else:
             text = _git(self.root, "show", f"{tag}:{path.relative_to(self.root)}")
-        found: dict[str, Any] = tomllib.loads(text)["project"]
-        return found
+        project: dict[str, Any] = tomllib.loads(text)["project"]
+        return project
 
-    def needs(self, tag: str | None = None) -> dict[str, Requirement]:
-        """What it depends on, by name, here or at a tag."""
-        found = map(Requirement, self.project(tag)["dependencies"])
-        return {each.name: each for each in found}
+    def requirements(self, tag: str | None = None) -> dict[str, Requirement]:
+        """Return its dependencies by name, of this checkout or of a tag."""
+        requirements = map(Requirement, self.project(tag)["dependencies"])
+        return {each.name: each for each in requirements}
 
     @property
     def fragments(self) -> list[str]:
-        """Changes that no release has yet."""
+        """File names of the unreleased changes."""
         return sorted(path.name for path in (self.folder / "changelog.d").glob("*.md"))
 
     def notes(self) -> str:
-        """What the changelog says of its version; empty if nothing."""
+        """Return the changelog's section of its version; empty if there is none."""
         text = (self.folder / "CHANGELOG.md").read_text()
-        found = re.search(
+        section = re.search(
             rf"^## {re.escape(self.version)} \([^)]*\)\n(.*?)(?=^## |\Z)", text, re.M | re.S
         )
-        return found.group(1).strip() if found else ""
+        return section.group(1).strip() if section else ""
 
-    def last_release(self, *, this_too: bool = False) -> str | None:
-        """The tag of the highest version before this one, or up to it."""
+    def last_release(self, *, inclusive: bool = False) -> str | None:
+        """Return the tag of the highest version before this one, or up to it if ``inclusive``."""
         this = _numbers(self.version)
         return max(
-            (tag for tag in self.releases() if _of(tag) < this or (this_too and _of(tag) == this)),
-            key=_of,
+            (
+                tag
+                for tag in self.releases()
+                if _version_of(tag) < this or (inclusive and _version_of(tag) == this)
+            ),
+            key=_version_of,
             default=None,
         )
 
     def releases(self) -> list[str]:
-        """Its tags; those of candidates are none."""
-        told = _git(self.root, "tag", "--list", f"{self.name}==*").split()
-        return [tag for tag in told if VERSION.fullmatch(tag.partition("==")[2])]
+        """Return its tags without those of release candidates."""
+        tags = _git(self.root, "tag", "--list", f"{self.name}==*").split()
+        return [tag for tag in tags if VERSION.fullmatch(tag.partition("==")[2])]
 
     def breaks(self, tag: str) -> Iterator[str]:
-        """What someone who used the exported names as they were at a tag would stumble over."""
+        """Yield each breaking change of the exported names since a tag."""
         sources = self.folder.relative_to(self.root) / "src"
         old = griffe.load_git(
             self.module, ref=tag, repo=self.root, search_paths=[str(sources)], resolve_aliases=True
@@ -113,36 +117,38 @@ class Package:
             if name in face.members
         }
         for name in sorted({*map(str, old.exports or ())} - {*map(str, new.exports or ())}):
-            yield f"{self.module}: {name} is not exported any more"
+            yield f"{self.module}: {name} is no longer exported"
         for name in sorted({*map(str, old.exports or ())} & {*map(str, new.exports or ())}):
             if name in old.members and name in new.members:
                 before, after = old[name].canonical_path, new[name].canonical_path
                 if before.rpartition(".")[2] != after.rpartition(".")[2]:
-                    yield f"{self.module}: {name} was {before} and is {after}"
+                    yield f"{self.module}: {name} was {before} and is now {after}"
         for breakage in griffe.find_breaking_changes(old, new):
             path = breakage.obj.canonical_path
             if any(path == each or path.startswith(f"{each}.") for each in exported):
                 yield breakage.explain(griffe.ExplanationStyle.ONE_LINE)
 
     def may_break(self, tag: str) -> bool:
-        """Whether the version says that it breaks with the one of a tag: a major, before 1.0 a
-        minor release."""
-        new, old = _numbers(self.version), _of(tag)
+        """Return whether this version may break users of a tag's version.
+
+        A major release may; before 1.0, a minor release may too.
+        """
+        new, old = _numbers(self.version), _version_of(tag)
         return new[0] > old[0] or (new[0] == 0 and new[1] > old[1])
 
 
 def packages(root: Path = ROOT) -> list[Package]:
-    """All that are uploaded."""
+    """Return the packages, which are uploaded."""
     return _in(root, "packages")
 
 
 def members(root: Path = ROOT) -> list[Package]:
-    """All that have a version and a changelog: packages and services."""
+    """Return the packages and services; each has a version and a changelog."""
     return packages(root) + _in(root, "services")
 
 
 def find(name: str, among: list[Package]) -> Package:
-    """The one of a name.
+    """Return the package called ``name``.
 
     Raises:
         ReleaseError: there is none.
@@ -151,14 +157,14 @@ def find(name: str, among: list[Package]) -> Package:
         if each.name == name:
             return each
     names = ", ".join(each.name for each in among)
-    raise ReleaseError(f"{name!r} is not known; expected one of {names}")
+    raise ReleaseError(f"unknown package {name!r}; expected one of {names}")
 
 
 def check_tag(tag: str, root: Path = ROOT) -> Package:
-    """The package or service that a tag releases.
+    """Return the package or service that a tag releases.
 
     Raises:
-        ReleaseError: the tag is not of the package as it is here, or its changes are not told.
+        ReleaseError: the tag's version is not the checkout's, or its changelog is incomplete.
     """
     name, _, version = tag.partition("==")
     package = find(name, members(root))
@@ -167,7 +173,7 @@ def check_tag(tag: str, root: Path = ROOT) -> Package:
     if package.fragments:
         raise ReleaseError(
             f"tag {tag}: {len(package.fragments)} changes are not in CHANGELOG.md yet, "
-            f"{package.fragments[0]} for one; run prepare"
+            f"first {package.fragments[0]}; run prepare"
         )
     if not package.notes():
         raise ReleaseError(f"tag {tag}: CHANGELOG.md has nothing about {version}")
@@ -175,34 +181,35 @@ def check_tag(tag: str, root: Path = ROOT) -> Package:
 
 
 def check_api(package: Package, *, tagged: bool = False) -> tuple[str, bool]:
-    """What broke since the last release, and whether that may be.
+    """Return a report of the breaking changes since the last release, and whether they may be.
 
     Args:
-        package: one that is uploaded.
-        tagged: this version is the one that is being released, and compared with the one before
-            it. Else it may have been released, and what changed since is not in it.
+        package: a package that is uploaded.
+        tagged: this version is being released; compare it with the release before it. Otherwise
+            its own release, if there is one, counts as the last release.
     """
-    tag = package.last_release(this_too=not tagged)
+    tag = package.last_release(inclusive=not tagged)
     if tag is None:
-        return f"{package.name} {package.version}: no release before it", True
+        return f"{package.name} {package.version}: no earlier release", True
     broken = list(package.breaks(tag))
     allowed = not broken or package.may_break(tag)
-    told = [f"{package.name} {package.version}: {len(broken)} breaking changes since {tag}"]
-    told += broken if allowed else [*broken, f"such changes need {_next(tag)} or later"]
-    return "\n  ".join(told), allowed
+    lines = [f"{package.name} {package.version}: {len(broken)} breaking changes since {tag}"]
+    lines += broken if allowed else [*broken, f"such changes need {_next(tag)} or later"]
+    return "\n  ".join(lines), allowed
 
 
 def prepare_release(package: Package, version: str) -> None:
-    """Set a version, also where a service's image is named by it, and collect the changes into the
-    changelog.
+    """Set a version and collect the changes into the changelog.
+
+    Compose files and manifests get the new version in the tag of a service's image.
 
     Raises:
-        ReleaseError: the version is less than the present one, or there are no changes.
+        ReleaseError: the version is less than the current one, or there are no changes.
     """
     if _numbers(version) < _numbers(package.version):
-        raise ReleaseError(f"{version} is less than {package.version}, which {package.name} has")
+        raise ReleaseError(f"{version} is less than {package.name}'s version {package.version}")
     if not package.fragments:
-        raise ReleaseError(f"{package.name}: nothing in changelog.d says what changed")
+        raise ReleaseError(f"{package.name}: changelog.d has no changes")
     path = package.folder / "pyproject.toml"
     text = path.read_text()
     before = package.version
@@ -210,15 +217,15 @@ def prepare_release(package: Package, version: str) -> None:
     arguments = ("--yes", "--config", str(path), "--version", version)
     _run("towncrier", "build", *arguments, root=package.root)
     path.write_text(changed)
-    for named in _naming_images(package.root):
+    for file in _image_files(package.root):
         image = rf"(\brl-dataplane/{package.name}(?::|, newTag: )){re.escape(before)}\b"
-        text = named.read_text()
+        text = file.read_text()
         if re.search(image, text):
-            named.write_text(re.sub(image, rf"\g<1>{version}", text))
+            file.write_text(re.sub(image, rf"\g<1>{version}", text))
 
 
-def _naming_images(root: Path) -> list[Path]:
-    """Compose files and manifests, and what is said of them, which name images of services."""
+def _image_files(root: Path) -> list[Path]:
+    """Return the compose files, manifests and READMEs, which may name images of services."""
     return [
         path
         for folder in ("deploy", "docker")
@@ -229,12 +236,12 @@ def _naming_images(root: Path) -> list[Path]:
 
 @dataclass(frozen=True)
 class Pair:
-    """A released package, and packages of this checkout that are tested with it.
+    """A release, and the packages of this checkout that are tested with it.
 
     Attributes:
-        tag: of the release.
-        tested: names of those whose tests run.
-        why_not: says that they are not made for each other; empty where they are.
+        tag: tag of the release.
+        tested: names of the packages whose tests run.
+        why_not: why they do not fit together; empty if they do.
     """
 
     tag: str
@@ -243,50 +250,55 @@ class Pair:
 
 
 def pairs(package: Package) -> Iterator[Pair]:
-    """A package's last release with those of this checkout that depend on it, and their last
-    releases with this checkout. Where a requirement or a version tells of a break there is nothing
-    to test: else what breaks could neither be merged nor be released."""
+    """Yield the pairs to test when ``package`` changes.
+
+    They are its last release with its dependents of this checkout, and the last release of each
+    dependent with this checkout. A pair with a declared break, by a requirement or a version, is
+    not tested: otherwise a breaking change could be neither merged nor released.
+    """
     if not package.releases():
         return
-    ours = {each.name: each for each in packages(package.root)}
-    others = [each for each in ours.values() if package.name in each.needs()]
-    last = max(package.releases(), key=_of)
-    refusing = {each.name: _refusal(each, last, ours) for each in others}
-    for name, why_not in refusing.items():
+    by_name = {each.name: each for each in packages(package.root)}
+    dependents = [each for each in by_name.values() if package.name in each.requirements()]
+    last = max(package.releases(), key=_version_of)
+    exclusions = {each.name: _exclusion(each, last, by_name) for each in dependents}
+    for name, why_not in exclusions.items():
         if why_not:
             yield Pair(last, (name,), why_not)
-    together = tuple(name for name, why_not in refusing.items() if not why_not)
-    if together:
-        yield Pair(last, together)
-    for each in others:
+    compatible = tuple(name for name, why_not in exclusions.items() if not why_not)
+    if compatible:
+        yield Pair(last, compatible)
+    for each in dependents:
         if each.releases():
-            newest = max(each.releases(), key=_of)
-            yield Pair(newest, (each.name,), _outgrown(each, newest, ours))
+            newest = max(each.releases(), key=_version_of)
+            yield Pair(newest, (each.name,), _declared_break(each, newest, by_name))
 
 
-def _refusal(package: Package, tag: str, ours: dict[str, Package]) -> str:
-    """Which requirement excludes a release: of a package of this checkout, or of one of ours that
-    it needs. Empty if none does."""
+def _exclusion(package: Package, tag: str, by_name: dict[str, Package]) -> str:
+    """Return the requirement of ``package``, direct or not, that excludes a release.
+
+    Empty if none does.
+    """
     released, _, version = tag.partition("==")
-    for name, requirement in package.needs().items():
+    for name, requirement in package.requirements().items():
         if name == released and not requirement.specifier.contains(version):
-            return f"{package.name} {package.version} asks for {requirement}"
-        further = _refusal(ours[name], tag, ours) if name in ours else ""
-        if further:
-            return further
+            return f"{package.name} {package.version} requires {requirement}"
+        indirect = _exclusion(by_name[name], tag, by_name) if name in by_name else ""
+        if indirect:
+            return indirect
     return ""
 
 
-def _outgrown(package: Package, tag: str, ours: dict[str, Package]) -> str:
-    """Why a release of a package is not for what it needs of this checkout; empty if it is."""
-    for name, requirement in package.needs(tag).items():
-        if name not in ours:
+def _declared_break(package: Package, tag: str, by_name: dict[str, Package]) -> str:
+    """Return why a release of ``package`` does not fit this checkout; empty if it does."""
+    for name, requirement in package.requirements(tag).items():
+        if name not in by_name:
             continue
-        new = ours[name]
+        new = by_name[name]
         if not requirement.specifier.contains(new.version):
-            return f"it asks for {requirement}, and {name} here is {new.version}"
-        beside = f"{name}=={new.project(tag)['version']}"  # what it was tested with
-        for old in (beside, new.last_release(this_too=True)):
+            return f"it requires {requirement}, and {name} here is {new.version}"
+        tested_with = f"{name}=={new.project(tag)['version']}"
+        for old in (tested_with, new.last_release(inclusive=True)):
             if old and new.may_break(old):
                 return f"{name} {new.version} may break with {old}"
     return ""
@@ -296,43 +308,43 @@ def _outgrown(package: Package, tag: str, ours: dict[str, Package]) -> str:
 def prepare(name: str, version: str) -> None:
     """Set the version of a package or service, and collect its changes into its changelog."""
     prepare_release(find(name, members()), version)
-    print(f"look at it, commit it, and tag the commit {name}=={version}")
+    print(f"review the changes, commit them, and tag the commit {name}=={version}")
 
 
 @app.command()
 def check(
     tag: str, folder: Annotated[Path, typer.Option(help="Emptied first.")] = ROOT / "build/release"
 ) -> None:
-    """Say whether a package's tag may be released; build what would be uploaded, and its notes."""
+    """Check a package's tag; build its distributions and its release notes."""
     package = check_tag(tag)
     if package not in packages():
-        raise ReleaseError(f"tag {tag}: {package.name} is an image, which nothing uploads")
-    told, allowed = check_api(package, tagged=True)
-    print(told)
+        raise ReleaseError(f"tag {tag}: {package.name} is an image, not a package to upload")
+    report, allowed = check_api(package, tagged=True)
+    print(report)
     if not allowed:
-        raise ReleaseError(f"tag {tag}: its version does not say that it breaks")
+        raise ReleaseError(f"tag {tag}: this version must not break users; raise it")
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     uv = shutil.which("uv") or str(ROOT / ".tools" / "bin" / "uv")
     _run(uv, "build", "--no-sources", "--package", package.name, "--out-dir", str(folder))
-    made = sorted(str(path) for path in folder.iterdir() if path.suffix in (".whl", ".gz"))
-    _run("twine", "check", "--strict", *made)
+    distributions = sorted(str(path) for path in folder.iterdir() if path.suffix in (".whl", ".gz"))
+    _run("twine", "check", "--strict", *distributions)
     (folder / "notes.md").write_text(package.notes() + "\n")
 
 
 @app.command()
 def api() -> None:
-    """Compare what each package exports with its last release."""
-    answers = [check_api(package) for package in packages()]
-    for told, _ in answers:
-        print(told)
-    if not all(allowed for _, allowed in answers):
-        raise ReleaseError("what was exported is gone or changed; give it back, or raise versions")
+    """Compare the exported names of each package with its last release."""
+    reports = [check_api(package) for package in packages()]
+    for report, _ in reports:
+        print(report)
+    if not all(allowed for _, allowed in reports):
+        raise ReleaseError("breaking changes; restore the exported names, or raise the versions")
 
 
 @app.command()
 def released(name: Annotated[str, typer.Argument()] = "dataplane-core") -> None:
-    """Test a package's last release with the others of this checkout, and the other way round."""
+    """Test a package's last release with its dependents here, and their releases with it here."""
     package = find(name, packages())
     if not package.releases():
         print(f"{name}: not released yet")
@@ -345,28 +357,28 @@ def released(name: Annotated[str, typer.Argument()] = "dataplane-core") -> None:
 
 
 def _in(root: Path, kind: str) -> list[Package]:
-    found = []
+    packages_of_kind = []
     for path in sorted(root.glob(f"{kind}/*/pyproject.toml")):
         name = tomllib.loads(path.read_text())["project"]["name"]
-        found.append(Package(root, name, path.parent))
-    return found
+        packages_of_kind.append(Package(root, name, path.parent))
+    return packages_of_kind
 
 
 def _numbers(version: str) -> tuple[int, int, int]:
-    found = VERSION.fullmatch(version)
-    if found is None:
-        raise ReleaseError(f"{version!r} is no version; expected three numbers, as 0.2.0")
-    major, minor, patch = map(int, found.groups())
+    match = VERSION.fullmatch(version)
+    if match is None:
+        raise ReleaseError(f"invalid version {version!r}; expected three numbers, such as 0.2.0")
+    major, minor, patch = map(int, match.groups())
     return major, minor, patch
 
 
-def _of(tag: str) -> tuple[int, int, int]:
+def _version_of(tag: str) -> tuple[int, int, int]:
     return _numbers(tag.partition("==")[2])
 
 
 def _next(tag: str) -> str:
-    """The first version that may break with the one of a tag."""
-    major, minor, _ = _of(tag)
+    """Return the first version that may break users of a tag's version."""
+    major, minor, _ = _version_of(tag)
     return f"version {major + 1}.0.0" if major else f"version 0.{minor + 1}.0"
 
 
@@ -377,7 +389,7 @@ def _git(root: Path, *arguments: str) -> str:
 
 
 def _run(program: str, *arguments: str, root: Path = ROOT) -> None:
-    """Run a command, one of this environment if it is named alone."""
+    """Run a program of this environment, or one with an absolute path."""
     path = program if Path(program).is_absolute() else str(Path(sys.executable).with_name(program))
     if subprocess.run([path, *arguments], cwd=root, check=False).returncode:
         raise ReleaseError(f"failed: {' '.join([program, *arguments])}")

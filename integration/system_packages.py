@@ -1,7 +1,7 @@
-"""Debian's packages that the tests need: look for them, install them, or print the line that does.
+"""Find the Debian packages that the tests need, install them, or print the command that does.
 
-``make test`` begins with this file, run by any Python from 3.11 on before anything is installed.
-pytest asks it as well, and leaves out the tests whose package is missing (`conftest.py`).
+``make test`` runs this file first, with any Python from 3.11 on, before anything is installed.
+`conftest.py` uses it to skip the tests whose package is missing.
 """
 
 from __future__ import annotations
@@ -10,22 +10,23 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 
 @dataclass(frozen=True)
 class Need:
-    """A thing that tests use, and the Debian packages that bring it.
+    """A dependency of tests, and the Debian packages that install it.
 
     Attributes:
-        packages: what apt-get installs.
-        programs: looked up on PATH and in Debian's folders for root.
-        files: glob patterns below ``/``; one match is enough.
+        packages: names for apt-get.
+        programs: names searched on PATH and in /usr/sbin and /sbin.
+        files: glob patterns below ``/``; at least one must match.
         libraries: names in the loader's cache.
-        fixtures: tests that use one of these fixtures need this.
-        parameters: tests with one of these values as a parameter need this.
+        fixtures: a test that uses one of these fixtures needs this.
+        parameters: a test with one of these parameter values needs this.
     """
 
     packages: tuple[str, ...]
@@ -39,13 +40,16 @@ class Need:
 NEEDS: Mapping[str, Need] = {
     "chromium": Need(("chromium", "fonts-dejavu-core"), ("chromium",), fixtures=("browser",)),
     "postgresql": Need(
-        ("postgresql",), files=("usr/lib/postgresql/*/bin/initdb",), parameters=("postgresql",)
+        ("postgresql",),
+        files=("usr/lib/postgresql/*/bin/initdb",),
+        fixtures=("postgresql",),
+        parameters=("postgresql",),
     ),
     "nginx": Need(("nginx-light",), ("nginx",), fixtures=("behind_nginx",)),
     "jq": Need(("jq",), ("jq",)),
     "openssl": Need(("openssl",), ("openssl",), fixtures=("certificate", "secrets")),
     "iproute2": Need(("iproute2",), ("ip",)),
-    # Drops the packets of a peer that falls silent, in a network namespace.
+    # Drops a peer's packets, in a network namespace.
     "nftables": Need(("nftables",), ("nft",)),
     # Mooncake's transfer engine links against these.
     "mooncake": Need(
@@ -53,12 +57,14 @@ NEEDS: Mapping[str, Need] = {
         libraries=("libibverbs.so.1", "libnuma.so.1", "libcurl.so.4"),
         parameters=("mooncake_cpu",),
     ),
+    # At run time, vLLM compiles with torch's inductor.
+    "vllm": Need(("g++", "python3-dev"), ("g++",), files=("usr/include/python3*/Python.h",)),
 }
-"""The names are also the arguments of the mark ``debian``, for tests that neither column covers."""
+"""Needs by name; the mark ``debian`` takes these names where neither fixture nor parameter does."""
 
 
 def missing() -> list[str]:
-    """Return the names in `NEEDS` of what this machine lacks, in the table's order."""
+    """Return the names of the `NEEDS` that this machine lacks, in the table's order."""
     cache = ""
     if ldconfig := _program("ldconfig"):
         cache = subprocess.run(
@@ -68,53 +74,56 @@ def missing() -> list[str]:
 
 
 def packages_of(names: list[str]) -> list[str]:
-    """Return the Debian packages that bring what ``names`` stand for."""
+    """Return the Debian packages of the `NEEDS` called ``names``."""
     return [package for name in names for package in NEEDS[name].packages]
 
 
 def main() -> int:
-    """Install what is missing as root on Debian, else print how to; return the exit status.
+    """Install missing packages if root on Debian, else print the command; return the exit status.
 
-    With ``--check``, do neither: the status is 1 where something is missing.
+    With ``--check [NAME ...]``, only return 1 if one of these needs, or any, is missing.
     """
-    lacking = packages_of(missing())
-    if sys.argv[1:] == ["--check"]:
-        return bool(lacking)
+    names = missing()
+    if sys.argv[1:2] == ["--check"]:
+        return any(name in names for name in sys.argv[2:] or names)
+    lacking = packages_of(names)
     if not lacking:
-        print("Debian packages: all that the tests need are installed.")
+        print("Debian packages: the tests have all that they need.")
         return 0
     install = ["apt-get", "install", "--yes", "--no-install-recommends", *lacking]
     if os.geteuid() == 0 and shutil.which("apt-get"):
         print(f"Debian packages: installing {', '.join(lacking)}", flush=True)
-        for command in (["apt-get", "update"], _without_services(install)):
-            status = subprocess.run(
-                [*command, "--quiet"],
-                env={**os.environ, "DEBIAN_FRONTEND": "noninteractive"},
-                stdin=subprocess.DEVNULL,
-                check=False,
-            ).returncode
+        for command in (["apt-get", "update"], install):
+            with _services_forbidden():
+                status = subprocess.run(
+                    [*command, "--quiet"],
+                    env={**os.environ, "DEBIAN_FRONTEND": "noninteractive"},
+                    stdin=subprocess.DEVNULL,
+                    check=False,
+                ).returncode
             if status:
                 print(f"failed with status {status}: {' '.join(command)}", file=sys.stderr)
                 return 1
         return 0
     print(f"Debian packages: missing {', '.join(lacking)}. To install them:\n")
     print(f"    sudo apt-get update && sudo {' '.join(install)}\n")
-    print(
-        "The tests that need them are left out; a list follows before the first test.", flush=True
-    )
+    print("Tests that need them are left out; a list follows before the first test.", flush=True)
     return 0
 
 
-def _without_services(install: list[str]) -> list[str]:
-    """Return ``install`` such that no package starts a service: nginx would listen on port 80."""
-    policy = "/usr/sbin/policy-rc.d"  # asked by Debian's packages; 101 forbids it
-    if os.path.exists(policy):
-        return install
-    script = (
-        f"trap 'rm -f {policy}' EXIT; printf '#!/bin/sh\\nexit 101\\n' >{policy}; "
-        f'chmod +x {policy}; "$@"'
-    )
-    return ["sh", "-c", script, "sh", *install]
+@contextmanager
+def _services_forbidden() -> Iterator[None]:
+    """Keep installed packages from starting services: nginx would listen on port 80."""
+    policy = Path("/usr/sbin/policy-rc.d")  # run by Debian's packages; status 101 forbids a start
+    if policy.exists():
+        yield
+        return
+    policy.write_text("#!/bin/sh\nexit 101\n")
+    policy.chmod(0o755)
+    try:
+        yield
+    finally:  # also after Ctrl-C: a remaining file would forbid services for good
+        policy.unlink(missing_ok=True)
 
 
 def _present(need: Need, cache: str) -> bool:

@@ -1,7 +1,4 @@
-"""`make demo` does what the README's first screen says, and listens on loopback alone.
-
-So do `make trace` and `make admin`.
-"""
+"""`make demo` learns; `make demo`, `make trace` and `make admin` listen on loopback only."""
 
 from __future__ import annotations
 
@@ -11,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,14 +16,15 @@ from typing import IO, NamedTuple
 
 import pytest
 from integration.listening import Listener, listeners
+from integration.waiting import wait_until
 
 ROOT = Path(__file__).parents[1]
 UV = shutil.which("uv") or str(ROOT / ".tools" / "bin" / "uv")
 SCRIPTS = Path(sys.executable).parent
-PATIENCE_S = 300.0
+TIMEOUT_S = 300.0
 
 STEPS = 30
-"""Half of the demo's: it has learned by then."""
+"""Half of the demo's steps, which suffice for it to learn."""
 PARTS = {
     "gcs_server",
     "raylet",
@@ -54,7 +51,7 @@ class Demo(NamedTuple):
 
 @contextmanager
 def running(command: list[str], folder: Path, out: IO[str]) -> Iterator[subprocess.Popen[str]]:
-    """A process in ``folder`` that is ended after the block, if it has not by itself."""
+    """Run a process in ``folder`` during the block, and terminate it afterwards."""
     process = subprocess.Popen(
         command,
         cwd=folder,
@@ -74,12 +71,13 @@ def running(command: list[str], folder: Path, out: IO[str]) -> Iterator[subproce
 
 
 def listening_in_the_first_step(process: subprocess.Popen[str], folder: Path) -> list[Listener]:
-    """Return the run's listening sockets once a step has passed through all of its parts."""
-    until = time.monotonic() + PATIENCE_S
-    while not any(path.stat().st_size for path in folder.glob("**/metrics.jsonl")):
+    """Return the run's listening sockets after its first step has used all of its parts."""
+
+    def has_stepped() -> bool:
         assert process.poll() is None, (folder / "log").read_text()
-        assert time.monotonic() < until, (folder / "log").read_text()
-        time.sleep(0.1)
+        return any(path.stat().st_size for path in folder.glob("**/metrics.jsonl"))
+
+    wait_until(has_stepped, TIMEOUT_S, state=(folder / "log").read_text)
     return listeners(process.pid)
 
 
@@ -97,7 +95,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Demo:
 
 
 @pytest.mark.timeout(900)
-def test_the_demo_learns(demo: Demo) -> None:
+def test_demo_learns(demo: Demo) -> None:
     assert demo.status == 0, demo.output
     history = [json.loads(line) for line in (demo.run / "metrics.jsonl").read_text().splitlines()]
     rewards = [record["reward"] for record in history]
@@ -108,14 +106,14 @@ def test_the_demo_learns(demo: Demo) -> None:
     assert "last five steps" in demo.output
 
 
-def assert_on_loopback_alone(listening: list[Listener], parts: set[str]) -> None:
+def assert_on_loopback_only(listening: list[Listener], parts: set[str]) -> None:
     # A working actor's process is named after the method that it runs.
     assert parts <= {listener.process.partition(".")[0] for listener in listening}
     assert [each for each in listening if not each.is_loopback] == []
 
 
-def test_the_demo_listens_on_loopback_alone(demo: Demo) -> None:
-    assert_on_loopback_alone(demo.listening, PARTS)
+def test_demo_listens_on_loopback_only(demo: Demo) -> None:
+    assert_on_loopback_only(demo.listening, PARTS)
 
 
 @pytest.mark.timeout(400)
@@ -130,9 +128,9 @@ def test_the_demo_listens_on_loopback_alone(demo: Demo) -> None:
     ],
     ids=["trace", "admin"],
 )
-def test_the_traced_demos_listen_on_loopback_alone(
+def test_traced_demos_listen_on_loopback_only(
     command: list[str], more: str, tmp_path: Path
 ) -> None:
     with (tmp_path / "log").open("w") as log, running(command, tmp_path, log) as process:
         listening = listening_in_the_first_step(process, tmp_path)
-    assert_on_loopback_alone(listening, {*PARTS, more})
+    assert_on_loopback_only(listening, {*PARTS, more})

@@ -1,4 +1,4 @@
-"""Dockerfiles, compose files and the workflow of images: linted, valid, closed, consistent."""
+"""Dockerfiles, compose files and the images' workflow are valid, hardened and consistent."""
 
 from __future__ import annotations
 
@@ -66,14 +66,14 @@ def last_stage(dockerfile: Path) -> str:
 
 
 @pytest.mark.parametrize("dockerfile", DOCKERFILES, ids=lambda path: path.parent.name)
-def test_hadolint_finds_nothing(dockerfile: Path) -> None:
+def test_hadolint_accepts_the_dockerfile(dockerfile: Path) -> None:
     hadolint = Path(sysconfig.get_path("scripts")) / "hadolint"
     done = subprocess.run([hadolint, dockerfile], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (0, "")
 
 
 @pytest.mark.parametrize("dockerfile", DOCKERFILES, ids=lambda path: path.parent.name)
-def test_an_image_runs_as_nobody_special_and_says_whether_it_is_well(dockerfile: Path) -> None:
+def test_image_runs_unprivileged_and_has_a_health_check(dockerfile: Path) -> None:
     stage = last_stage(dockerfile)
     assert re.search(r"^USER 10001:10001$", stage, re.MULTILINE)
     assert re.search(r"^HEALTHCHECK .*\\\n +CMD \[", stage, re.MULTILINE)
@@ -83,7 +83,7 @@ def test_an_image_runs_as_nobody_special_and_says_whether_it_is_well(dockerfile:
 
 
 @pytest.mark.parametrize("dockerfile", DOCKERFILES, ids=lambda path: path.parent.name)
-def test_what_builds_does_not_reach_the_image(dockerfile: Path) -> None:
+def test_image_has_no_build_tools(dockerfile: Path) -> None:
     stage = last_stage(dockerfile)
     assert stage.startswith("python\n")
     assert "apt-get" not in stage
@@ -97,21 +97,21 @@ def test_what_builds_does_not_reach_the_image(dockerfile: Path) -> None:
         assert tool not in base
 
 
-def test_what_an_image_is_made_of_is_not_ignored() -> None:
-    let_in = {line[1:] for line in (ROOT / ".dockerignore").read_text().split() if line[0] == "!"}
+def test_sources_of_an_image_are_not_ignored() -> None:
+    included = {line[1:] for line in (ROOT / ".dockerignore").read_text().split() if line[0] == "!"}
     for dockerfile in DOCKERFILES:
         for source in re.findall(r"^COPY (docker/\S+) ", dockerfile.read_text(), re.MULTILINE):
-            assert source in let_in
-    for name in let_in:
+            assert source in included
+    for name in included:
         assert (ROOT / name).exists()
 
 
 @pytest.mark.parametrize("path", COMPOSE, ids=lambda path: path.parent.name)
-def test_a_compose_file_is_valid_and_names_what_is_there(path: Path) -> None:
-    told = load(path)
-    jsonschema.validate(told, schema("compose-spec"))
-    named = [one["file"] for one in told.get("configs", {}).values() if "file" in one]
-    for service in told["services"].values():
+def test_compose_file_is_valid_and_names_existing_files(path: Path) -> None:
+    compose = load(path)
+    jsonschema.validate(compose, schema("compose-spec"))
+    named = [each["file"] for each in compose.get("configs", {}).values() if "file" in each]
+    for service in compose["services"].values():
         named += [each.split(":")[0] for each in service.get("volumes", []) if each[0] == "."]
         if "build" in service:
             context = (path.parent / service["build"]["context"]).resolve()
@@ -133,7 +133,7 @@ def test_images_have_versions(path: Path, name: str, service: dict[str, Any]) ->
 
 
 @pytest.mark.parametrize(("path", "name", "service"), services(*HARDENED))
-def test_a_container_can_do_little(path: Path, name: str, service: dict[str, Any]) -> None:
+def test_container_is_hardened(path: Path, name: str, service: dict[str, Any]) -> None:
     assert service["read_only"] is True
     assert service["cap_drop"] == ["ALL"]
     assert service["security_opt"] == ["no-new-privileges:true"]
@@ -142,39 +142,41 @@ def test_a_container_can_do_little(path: Path, name: str, service: dict[str, Any
 
 
 @pytest.mark.parametrize(("path", "name", "service"), services(*COMPOSE))
-def test_nothing_is_published_beyond_this_machine(
+def test_ports_are_published_on_loopback_only(
     path: Path, name: str, service: dict[str, Any]
 ) -> None:
     for port in service.get("ports", []):
         assert re.fullmatch(r"127\.0\.0\.1:(\d+):\1", port), port
 
 
-def test_nodes_share_no_network_with_what_does_not_need_them() -> None:
-    told = load(COMPOSE[0])
+def test_nodes_share_networks_only_with_services_they_use() -> None:
+    compose = load(COMPOSE[0])
     on = {
-        network: {name for name, one in told["services"].items() if network in one["networks"]}
-        for network in told["networks"]
+        network: {
+            name for name, service in compose["services"].items() if network in service["networks"]
+        }
+        for network in compose["networks"]
     }
     with_nodes = {network: names for network, names in on.items() if names & NODES}
-    # TransferQueue listens in the first alone, Ray in all three.
+    # TransferQueue listens only in the first, Ray in all three.
     assert with_nodes == {
         "cluster": NODES,
         "refit": {*NODES, "refit-server"},
         "otlp": {*NODES, "collector"},
     }
     for network in with_nodes:
-        assert told["networks"][network] == {"internal": True}
+        assert compose["networks"][network] == {"internal": True}
     for name in NODES:
-        assert "ports" not in told["services"][name]
-        host, _, port = told["services"][name]["environment"]["RAY_HEAD"].rpartition(":")
+        assert "ports" not in compose["services"][name]
+        host, _, port = compose["services"][name]["environment"]["RAY_HEAD"].rpartition(":")
         assert port == "6379"
-        # A name in that network alone: from it follows where a node listens.
-        assert told["services"]["ray-head"]["networks"]["cluster"] == {"aliases": [host]}
+        # Only this network has the alias, so a node listens on its address in this network.
+        assert compose["services"]["ray-head"]["networks"]["cluster"] == {"aliases": [host]}
 
 
-def test_ports_are_those_of_the_programs() -> None:
-    told = load(COMPOSE[0])["services"]
-    assert told["admin"]["ports"] == [f"127.0.0.1:{ADMIN_PORT}:{ADMIN_PORT}"]
+def test_ports_match_the_programs() -> None:
+    declared = load(COMPOSE[0])["services"]
+    assert declared["admin"]["ports"] == [f"127.0.0.1:{ADMIN_PORT}:{ADMIN_PORT}"]
     stages = {path.parent.name: last_stage(path) for path in DOCKERFILES}
     assert f"EXPOSE {ADMIN_PORT}\n" in stages["admin"]
     assert f"http://127.0.0.1:{ADMIN_PORT}/readyz" in stages["admin"]
@@ -197,8 +199,8 @@ def test_ports_are_those_of_the_programs() -> None:
 
 
 @pytest.mark.parametrize("path", HARDENED, ids=lambda path: path.parent.name)
-def test_every_part_is_on_a_network_with_those_it_calls(path: Path) -> None:
-    told = load(COMPOSE[0])["services"] | load(path)["services"]
+def test_service_shares_a_network_with_those_it_calls(path: Path) -> None:
+    declared = load(COMPOSE[0])["services"] | load(path)["services"]
     calls = {
         "trainer": ["ray-head", "ray-worker", "refit-server", "collector"],
         "ray-worker": ["ray-head", "refit-server", "collector"],
@@ -210,35 +212,38 @@ def test_every_part_is_on_a_network_with_those_it_calls(path: Path) -> None:
             "grafana": ["prometheus"],
         }
     for caller, called in calls.items():
-        for one in called:
-            assert set(told[caller]["networks"]) & set(told[one]["networks"]), (caller, one)
+        for name in called:
+            shared = set(declared[caller]["networks"]) & set(declared[name]["networks"])
+            assert shared, (caller, name)
 
 
-def test_names_by_which_the_admin_service_is_called_are_allowed() -> None:
+def test_admin_service_allows_its_compose_host_name() -> None:
     command = load(COMPOSE[0])["services"]["admin"]["command"]
     assert "--allowed-host=admin" in command
 
 
-def test_the_run_of_the_compose_file_is_the_demo_on_its_nodes() -> None:
+def test_compose_run_is_the_demo_on_the_compose_nodes() -> None:
     config, demo = load_config(DOCKER / "trainer.yaml"), load_config()
     assert config.policy == demo.policy
     assert config.grpo == demo.grpo
-    told = load(COMPOSE[0])["services"]
-    offered: set[str] = set()
+    declared = load(COMPOSE[0])["services"]
+    available: set[str] = set()
     for name in ("ray-head", "ray-worker"):
-        [resources] = [one for one in told[name]["command"] if one.startswith("--resources=")]
-        offered |= json.loads(resources.partition("=")[2]).keys()
+        [resources] = [
+            word for word in declared[name]["command"] if word.startswith("--resources=")
+        ]
+        available |= json.loads(resources.partition("=")[2]).keys()
     placement = config.cluster.placement.model_dump().values()
-    assert {name for one in placement for name in one} == offered
-    assert config.data_plane["unit_resources"].keys() <= offered
+    assert {name for resources in placement for name in resources} == available
+    assert config.data_plane["unit_resources"].keys() <= available
     access = config.refit.control_access
     for path in (access.tls_ca, access.token_file):
         assert path is not None
         assert path.parent == Path("/run/secrets")
         for name in NODES:
-            assert path.name in told[name]["secrets"]
+            assert path.name in declared[name]["secrets"]
     assert str(config.run.output).startswith("/data/")
-    assert all("runs:/data" in told[name]["volumes"] for name in NODES)
+    assert all("runs:/data" in declared[name]["volumes"] for name in NODES)
 
 
 @pytest.fixture(scope="module")
@@ -249,22 +254,22 @@ def secrets(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("path", HARDENED, ids=lambda path: path.parent.name)
-def test_the_script_makes_every_secret_that_is_mounted(path: Path, secrets: Path) -> None:
-    told = load(path)["secrets"]
-    for name, one in told.items():
-        file = Path(os.path.normpath(path.parent / one["file"]))
+def test_script_makes_every_mounted_secret(path: Path, secrets: Path) -> None:
+    for name, declared in load(path)["secrets"].items():
+        file = Path(os.path.normpath(path.parent / declared["file"]))
         assert file.parent == DOCKER / "secrets.d"
         assert file.name == name
-        made = secrets / name
-        assert stat.S_IMODE(made.stat().st_mode) == 0o644  # another user reads it in the container
-        assert not made.read_bytes().endswith(b"\n") or name.startswith("refit-c") or "key" in name
+        secret = secrets / name
+        assert stat.S_IMODE(secret.stat().st_mode) == 0o644  # the container has another user
+        ends_in_newline = secret.read_bytes().endswith(b"\n")
+        assert not ends_in_newline or name.startswith("refit-c") or "key" in name
     ignored = subprocess.run(
         ["git", "check-ignore", "--quiet", DOCKER / "secrets.d" / "admin-token"], cwd=ROOT
     )
     assert ignored.returncode == 0
 
 
-def test_secrets_are_for_their_owner_and_stay(secrets: Path) -> None:
+def test_secrets_are_private_and_not_overwritten(secrets: Path) -> None:
     assert stat.S_IMODE((secrets / "refit-ca-key").stat().st_mode) == 0o600
     before = {path.name: path.read_bytes() for path in secrets.iterdir()}
     subprocess.run([DOCKER / "secrets", secrets], check=True, capture_output=True, timeout=60)
@@ -274,7 +279,7 @@ def test_secrets_are_for_their_owner_and_stay(secrets: Path) -> None:
 
 
 def verify(folder: Path, *, authority: Path, host: str = "refit-server") -> None:
-    """That clients with this copy of the authority accept the certificate, and its key is there."""
+    """Check that the certificate has its key and is valid for clients with this authority."""
     checked = subprocess.run(
         ["openssl", "verify", "-CAfile", authority, "-verify_hostname", host, "refit-cert"],
         cwd=folder,
@@ -288,14 +293,14 @@ def verify(folder: Path, *, authority: Path, host: str = "refit-server") -> None
 
 @pytest.fixture
 def made_before(secrets: Path, tmp_path: Path) -> Path:
-    """Secrets that one may change."""
+    """Return a copy of the secrets, which the test may change."""
     folder = tmp_path / "secrets"
     shutil.copytree(secrets, folder)
     return folder
 
 
 @pytest.mark.parametrize("removed", [["refit-cert"], ["refit-key"], ["refit-cert", "refit-key"]])
-def test_clients_of_before_accept_a_certificate_that_is_renewed(
+def test_existing_clients_accept_a_renewed_certificate(
     removed: list[str], made_before: Path, secrets: Path
 ) -> None:
     for name in removed:
@@ -310,30 +315,28 @@ def test_clients_of_before_accept_a_certificate_that_is_renewed(
     assert changed == {"refit-cert", "refit-key"}
 
 
-def test_a_new_authority_signs_a_certificate_of_its_own(made_before: Path, secrets: Path) -> None:
+def test_new_authority_signs_a_new_certificate(made_before: Path, secrets: Path) -> None:
     (made_before / "refit-ca").unlink()
     subprocess.run([DOCKER / "secrets", made_before], check=True, capture_output=True, timeout=60)
     assert (made_before / "refit-ca").read_bytes() != (secrets / "refit-ca").read_bytes()
     verify(made_before, authority=made_before / "refit-ca")
 
 
-def test_a_certificate_is_not_renewed_without_the_authority_s_key(
-    made_before: Path, secrets: Path
-) -> None:
+def test_certificate_is_not_renewed_without_the_ca_key(made_before: Path, secrets: Path) -> None:
     (made_before / "refit-ca-key").unlink()
-    # With a certificate there is nothing to sign: the key may be kept elsewhere.
+    # The existing certificate needs no signature, so the key may be stored elsewhere.
     subprocess.run([DOCKER / "secrets", made_before], check=True, capture_output=True, timeout=60)
     (made_before / "refit-cert").unlink()
     done = subprocess.run(
         [DOCKER / "secrets", made_before], capture_output=True, text=True, timeout=60
     )
     assert done.returncode == 1
-    assert "no refit-ca-key beside refit-ca" in done.stderr
+    assert "no refit-ca-key next to refit-ca" in done.stderr
     assert (made_before / "refit-ca").read_bytes() == (secrets / "refit-ca").read_bytes()
 
 
 @pytest.mark.parametrize(
-    ("arguments", "environment", "told"),
+    ("arguments", "environment", "message"),
     [
         (["boss"], {}, "found 'boss'; expected head, worker or driver"),
         ([], {}, "found ''; expected head, worker or driver"),
@@ -350,23 +353,23 @@ def test_a_certificate_is_not_renewed_without_the_authority_s_key(
         ),
         (
             ["worker"],
-            {"RAY_HEAD": "head:6379", "RAY_HEAD_PATIENCE_S": "soon"},
-            "RAY_HEAD_PATIENCE_S: found 'soon'; expected whole seconds",
+            {"RAY_HEAD": "head:6379", "RAY_HEAD_TIMEOUT_S": "soon"},
+            "RAY_HEAD_TIMEOUT_S: found 'soon'; expected an integer",
         ),
         (
             ["worker"],
-            {"RAY_HEAD": "nobody.invalid:6379", "RAY_HEAD_PATIENCE_S": "0"},
-            "RAY_HEAD nobody.invalid:6379: ",
+            {"RAY_HEAD": "unknown.invalid:6379", "RAY_HEAD_TIMEOUT_S": "0"},
+            "RAY_HEAD unknown.invalid:6379: ",
         ),
         (
             ["driver", "true"],
-            {"RAY_HEAD": "127.0.0.1:6379", "RAY_HEAD_PATIENCE_S": "0", "RAY_SAYS": "no"},
-            "no head with this token and this version of Ray answers at 127.0.0.1:6379, for 0 s",
+            {"RAY_HEAD": "127.0.0.1:6379", "RAY_HEAD_TIMEOUT_S": "0", "RAY_SAYS": "no"},
+            "no head with this token and this version of Ray answered at 127.0.0.1:6379 in 0 s",
         ),
     ],
 )
-def test_a_node_that_cannot_start_says_why_in_a_line(
-    arguments: list[str], environment: dict[str, str], told: str, programs: Path
+def test_failed_node_start_prints_one_line(
+    arguments: list[str], environment: dict[str, str], message: str, programs: Path
 ) -> None:
     done = subprocess.run(
         [DOCKER / "trainer" / "ray-node", *arguments],
@@ -376,15 +379,18 @@ def test_a_node_that_cannot_start_says_why_in_a_line(
         timeout=60,
     )
     assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr.startswith(f"ray-node: {told}")
+    assert done.stderr.startswith(f"ray-node: {message}")
     assert done.stderr.count("\n") == 1
 
 
 @pytest.fixture
 def programs(tmp_path: Path) -> Path:
-    """In front of the path: a python3 in whose view names resolve later, and a ray whose head
-    answers later, each after as many questions as a file says; RAY_SAYS=no is a head that never
-    does. What ray was told is in a file."""
+    """Return a folder to put first on the path, with substitutes for ``python3`` and ``ray``.
+
+    Each fails as often as the number in its file says: ``unresolved`` for ``python3``, which
+    resolves names, and ``unanswered`` for ``ray``, which asks the head. With RAY_SAYS=no the head
+    never answers. The file ``calls`` has ray's arguments, one call a line.
+    """
     folder = tmp_path / "bin"
     folder.mkdir()
     later = """#!/bin/sh
@@ -396,7 +402,7 @@ def programs(tmp_path: Path) -> Path:
     )
     (folder / "ray").write_text(
         f"{later.format(folder, 'unanswered')}\n"
-        f'echo "$@" >>{folder}/told\n'
+        f'echo "$@" >>{folder}/calls\n'
         '[ "$1" != health-check ] || [ "${RAY_SAYS:-}" != no ]\n'
     )
     for program in folder.iterdir():
@@ -404,7 +410,7 @@ def programs(tmp_path: Path) -> Path:
     return folder
 
 
-def test_a_node_waits_for_the_head_s_name_and_for_its_answer(programs: Path) -> None:
+def test_node_waits_for_the_heads_name_and_answer(programs: Path) -> None:
     (programs / "unresolved").write_text("1")
     (programs / "unanswered").write_text("1")
     done = subprocess.run(
@@ -416,18 +422,18 @@ def test_a_node_waits_for_the_head_s_name_and_for_its_answer(programs: Path) -> 
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "begun\n", "")
     assert (programs / "unresolved").read_text() == (programs / "unanswered").read_text() == "0\n"
-    asked, started = (programs / "told").read_text().splitlines()
-    assert asked == "health-check --address 127.0.0.1:6379"
-    assert started.startswith("start --address 127.0.0.1:6379 --node-ip-address 127.0.0.1 ")
+    health_check, start = (programs / "calls").read_text().splitlines()
+    assert health_check == "health-check --address 127.0.0.1:6379"
+    assert start.startswith("start --address 127.0.0.1:6379 --node-ip-address 127.0.0.1 ")
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs the capability CAP_SYS_ADMIN, to mount")
-def test_a_container_of_namespaces_has_its_names_where_the_image_has_no_file_for_them(
+def test_namespace_container_resolves_its_host_names(
     tmp_path: Path,
 ) -> None:
     for name in ("data", "dev", "etc", "proc", "run", "sys", "tmp"):
         (tmp_path / name).mkdir()
-    machine = Machine.__new__(Machine)  # only its name and address are asked for
+    machine = Machine.__new__(Machine)  # only its name and address are used
     machine.name, machine.address = "one", "10.77.0.1"
     image = Image(root=tmp_path, entrypoint=[], command=[], health=[], environment={})
     container = Container(image, machine, hosts={"admin": "10.77.0.2"})
@@ -442,13 +448,13 @@ def test_a_container_of_namespaces_has_its_names_where_the_image_has_no_file_for
     assert done.stdout == "127.0.0.1 localhost\n10.77.0.1 one\n10.77.0.2 admin\n"
 
 
-def test_the_workflow_is_valid_pins_what_it_uses_and_pushes_only_tags() -> None:
+def test_workflow_is_valid_pinned_and_pushes_only_tags() -> None:
     path = ROOT / ".github" / "workflows" / "images.yml"
-    told = load(path)
-    # YAML 1.1 reads the key `on` as a truth value.
-    events = told.pop(True)
-    jsonschema.validate({**told, "on": events}, schema("github-workflows"))
-    assert told["permissions"] == {}
+    workflow = load(path)
+    # YAML 1.1 reads the key `on` as true.
+    events = workflow.pop(True)
+    jsonschema.validate({**workflow, "on": events}, schema("github-workflows"))
+    assert workflow["permissions"] == {}
     for used in re.findall(r"uses: ([^.\s]\S*.*)$", path.read_text(), re.MULTILINE):
         assert re.fullmatch(r"\S+@[0-9a-f]{40} # v[\d.]+", used), used
     tags = {tag.partition("==")[0] for tag in events["push"]["tags"]}
@@ -459,11 +465,11 @@ def test_the_workflow_is_valid_pins_what_it_uses_and_pushes_only_tags() -> None:
         for folder in (path.parent.name for path in DOCKERFILES)
     }
     assert tags == names
-    assert told["jobs"]["build"]["permissions"] == {"contents": "read"}
-    assert "registry" not in json.dumps(told["jobs"]["build"])
+    assert workflow["jobs"]["build"]["permissions"] == {"contents": "read"}
+    assert "registry" not in json.dumps(workflow["jobs"]["build"])
 
 
-def test_shell_scripts_are_shell() -> None:
+def test_shell_scripts_are_executable_and_parse() -> None:
     for script in (
         ROOT / ".github" / "actions" / "tested" / "tested",
         DOCKER / "install",

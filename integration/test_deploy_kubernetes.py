@@ -1,4 +1,4 @@
-"""The manifests of Kubernetes: valid, closed to others, consistent with the programs."""
+"""The Kubernetes manifests are valid, restrict access, and match the programs."""
 
 from __future__ import annotations
 
@@ -32,21 +32,21 @@ Object = dict[str, Any]
 
 
 def documents(*folders: str) -> list[Object]:
-    """What stands in the files of a kustomization."""
-    found: list[Object] = []
+    """Return the objects of kustomizations."""
+    objects: list[Object] = []
     for folder in folders:
         kustomization = yaml.safe_load((DEPLOY / folder / "kustomization.yaml").read_text())
         assert kustomization["namespace"] == NAMESPACE
         for name in kustomization["resources"]:
-            found += list(yaml.safe_load_all((DEPLOY / folder / name).read_text()))
-    return found
+            objects += list(yaml.safe_load_all((DEPLOY / folder / name).read_text()))
+    return objects
 
 
 ALL = documents("base", "run")
 
 
 def of_kind(kind: str) -> dict[str, Object]:
-    return {one["metadata"]["name"]: one for one in ALL if one["kind"] == kind}
+    return {each["metadata"]["name"]: each for each in ALL if each["kind"] == kind}
 
 
 def ray_templates() -> Iterator[tuple[str, Object]]:
@@ -57,13 +57,13 @@ def ray_templates() -> Iterator[tuple[str, Object]]:
 
 
 def templates() -> dict[str, Object]:
-    """The pods of everything, by what they are."""
-    made = [
-        (name, one["spec"]["template"])
+    """Return all pod templates by the name of their owner."""
+    owned = [
+        (name, owner["spec"]["template"])
         for kind in ("StatefulSet", "Job")
-        for name, one in of_kind(kind).items()
+        for name, owner in of_kind(kind).items()
     ]
-    return dict([*made, *ray_templates()])
+    return dict([*owned, *ray_templates()])
 
 
 PODS = templates()
@@ -74,25 +74,27 @@ def as_pod(name: str, template: Object) -> Object:
     return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": template["spec"]}
 
 
-def check(one: Object) -> None:
-    """By the schemas of Kubernetes; KubeRay's are not to be had as a package."""
+def validate(manifest: Object) -> None:
+    """Validate an object by the schemas of Kubernetes; no package has KubeRay's schemas."""
     for version in VERSIONS:
-        if one["kind"] != "RayCluster":
-            kubernetes_validate.validate(one, version, strict=True)
+        if manifest["kind"] != "RayCluster":
+            kubernetes_validate.validate(manifest, version, strict=True)
 
 
-@pytest.mark.parametrize("one", ALL, ids=lambda one: f"{one['kind']}-{one['metadata']['name']}")
-def test_an_object_is_valid(one: Object) -> None:
-    check(one)
+@pytest.mark.parametrize(
+    "manifest", ALL, ids=lambda each: f"{each['kind']}-{each['metadata']['name']}"
+)
+def test_object_is_valid(manifest: Object) -> None:
+    validate(manifest)
 
 
 @pytest.mark.parametrize(("name", "template"), list(ray_templates()), ids=dict(ray_templates()))
-def test_a_pod_of_ray_is_valid(name: str, template: Object) -> None:
-    check(as_pod(name, template))
+def test_pod_of_ray_is_valid(name: str, template: Object) -> None:
+    validate(as_pod(name, template))
 
 
-def test_the_ray_cluster_has_the_keys_that_kuberay_documents() -> None:
-    # Not KubeRay's schema: the fields of ray.io/v1 that are used here, from its documentation.
+def test_ray_cluster_has_the_keys_kuberay_documents() -> None:
+    # In place of KubeRay's schema: the fields of ray.io/v1 used here, from its documentation.
     [cluster] = of_kind("RayCluster").values()
     assert cluster["apiVersion"] == "ray.io/v1"
     spec = cluster["spec"]
@@ -102,18 +104,18 @@ def test_the_ray_cluster_has_the_keys_that_kuberay_documents() -> None:
     for group in spec["workerGroupSpecs"]:
         replicas = ["replicas", "minReplicas", "maxReplicas"]
         assert group.keys() == {"groupName", *replicas, "rayStartParams", "template"}
-        assert len({group[one] for one in replicas}) == 1  # no autoscaler: a run keeps its nodes
+        assert len({group[key] for key in replicas}) == 1  # no autoscaler: a run keeps its nodes
     for group in (spec["headGroupSpec"], *spec["workerGroupSpecs"]):
-        assert all(isinstance(one, str) for one in group["rayStartParams"].values())
-        # KubeRay puts in its own, which need wget and the dashboard, only where there are none.
+        assert all(isinstance(value, str) for value in group["rayStartParams"].values())
+        # Without probes, KubeRay would add its own, which need wget and the dashboard.
         [container] = group["template"]["spec"]["containers"]
         assert {"startupProbe", "readinessProbe", "livenessProbe"} <= container.keys()
-        # Its service finds the head by this label, which KubeRay sets.
+        # KubeRay sets this label, by which its service selects the head.
         assert "app.kubernetes.io/name" not in group["template"]["metadata"]["labels"]
 
 
 @pytest.mark.parametrize(("name", "template"), PODS.items(), ids=PODS)
-def test_a_pod_can_do_little(name: str, template: Object) -> None:
+def test_pod_is_hardened(name: str, template: Object) -> None:
     spec = template["spec"]
     assert spec["automountServiceAccountToken"] is False
     assert spec["securityContext"]["runAsNonRoot"] is True
@@ -128,40 +130,40 @@ def test_a_pod_can_do_little(name: str, template: Object) -> None:
         }
         assert {"cpu", "memory"} <= container["resources"]["requests"].keys()
         assert "memory" in container["resources"]["limits"]
-        mounted = {one["mountPath"] for one in container["volumeMounts"]}
-        assert {"/tmp", "/data"} <= mounted  # what is written is somewhere
+        mounted = {mount["mountPath"] for mount in container["volumeMounts"]}
+        assert {"/tmp", "/data"} <= mounted  # the only writable folders
 
 
 @pytest.mark.parametrize(("name", "template"), PODS.items(), ids=PODS)
 def test_images_have_versions(name: str, template: Object) -> None:
     for container in template["spec"]["containers"]:
         image, _, tag = container["image"].rpartition(":")
-        found = [
+        projects = [
             path
             for path in (ROOT / "services").glob("*/pyproject.toml")
             if f'name = "{image.removeprefix("rl-dataplane/")}"' in path.read_text()
         ]
-        assert len(found) == 1, image
-        assert f'version = "{tag}"' in found[0].read_text()
+        assert len(projects) == 1, image
+        assert f'version = "{tag}"' in projects[0].read_text()
 
 
 @pytest.mark.parametrize(("name", "template"), PODS.items(), ids=PODS)
-def test_what_a_pod_mounts_is_there_or_is_documented(name: str, template: Object) -> None:
+def test_mounts_of_a_pod_are_declared_or_documented(name: str, template: Object) -> None:
     guide = (DEPLOY / "README.md").read_text()
     spec = template["spec"]
-    volumes = {one["name"]: one for one in spec.get("volumes", [])}
+    volumes = {volume["name"]: volume for volume in spec.get("volumes", [])}
     owner = of_kind("StatefulSet").get(name)
     claimed = owner["spec"]["volumeClaimTemplates"] if owner else []
-    declared = volumes.keys() | {one["metadata"]["name"] for one in claimed}
+    declared = volumes.keys() | {claim["metadata"]["name"] for claim in claimed}
     for container in spec["containers"]:
-        assert {one["name"] for one in container["volumeMounts"]} == declared
-    asked = {one["secret"]["secretName"] for one in volumes.values() if "secret" in one}
+        assert {mount["name"] for mount in container["volumeMounts"]} == declared
+    secrets = {volume["secret"]["secretName"] for volume in volumes.values() if "secret" in volume}
     for container in spec["containers"]:
         for variable in container.get("env", []):
             if "valueFrom" in variable:
-                asked.add(variable["valueFrom"]["secretKeyRef"]["name"])
-    assert asked
-    for secret in asked:
+                secrets.add(variable["valueFrom"]["secretKeyRef"]["name"])
+    assert secrets
+    for secret in secrets:
         assert f"secret generic {secret} " in guide or f"secret tls {secret} " in guide
 
 
@@ -172,10 +174,10 @@ def test_no_secret_is_included() -> None:
 
 
 def policies() -> dict[str, Object]:
-    return {name: one["spec"] for name, one in of_kind("NetworkPolicy").items()}
+    return {name: policy["spec"] for name, policy in of_kind("NetworkPolicy").items()}
 
 
-def test_nobody_reaches_anybody_unless_it_is_said() -> None:
+def test_network_traffic_is_denied_by_default() -> None:
     assert policies()["default-deny"] == {
         "podSelector": {},
         "policyTypes": ["Ingress", "Egress"],
@@ -188,17 +190,17 @@ def selects(selector: Object, labels: Object) -> bool:
 
 
 def reachable(caller: str, called: str) -> set[int | str]:
-    """Ports of a pod that another pod of the namespace reaches; "all" for every port."""
+    """Return the ports of a pod that another pod of the namespace reaches; "all" for every port."""
 
     def ports(rules: list[Object], side: str, labels: Object) -> set[int | str]:
-        found: set[int | str] = set()
+        allowed: set[int | str] = set()
         for rule in rules:
             for peer in rule[side]:
                 if "namespaceSelector" not in peer and selects(peer["podSelector"], labels):
-                    found |= {one["port"] for one in rule.get("ports", [])} or {"all"}
-        return found
+                    allowed |= {port["port"] for port in rule.get("ports", [])} or {"all"}
+        return allowed
 
-    sender, receiver = (PODS[one]["metadata"].get("labels", {}) for one in (caller, called))
+    sender, receiver = (PODS[name]["metadata"].get("labels", {}) for name in (caller, called))
     out: set[int | str] = set()
     into: set[int | str] = set()
     for policy in policies().values():
@@ -211,9 +213,9 @@ def reachable(caller: str, called: str) -> set[int | str]:
     return out if "all" in into else out & into
 
 
-def test_the_ports_of_ray_and_transferqueue_are_open_to_nodes_and_drivers_alone() -> None:
+def test_only_nodes_and_drivers_reach_ray_and_transferqueue() -> None:
     nodes = {
-        name for name, one in PODS.items() if selects({"matchLabels": IN_CLUSTER}, _labels(one))
+        name for name, pod in PODS.items() if selects({"matchLabels": IN_CLUSTER}, _labels(pod))
     }
     assert nodes == {"head", "trainers", "generators", "trainer"}
     for caller in PODS:
@@ -233,7 +235,7 @@ def _labels(template: Object) -> Object:
     return labels
 
 
-def test_services_are_reached_at_their_ports_alone() -> None:
+def test_services_are_reachable_only_at_their_ports() -> None:
     for node in ("head", "trainers", "generators", "trainer"):
         assert reachable(node, "refit-server") == {REFIT_PORT}
         assert reachable(node, "admin") == {ADMIN_PORT}
@@ -246,12 +248,12 @@ def test_services_are_reached_at_their_ports_alone() -> None:
 
 def _ports_of_services() -> dict[str, set[int]]:
     return {
-        name: {port["port"] for port in one["spec"]["ports"]}
-        for name, one in of_kind("Service").items()
+        name: {port["port"] for port in service["spec"]["ports"]}
+        for name, service in of_kind("Service").items()
     }
 
 
-def test_other_namespaces_reach_what_they_are_let_into_by_label() -> None:
+def test_labelled_namespaces_reach_only_these_ports() -> None:
     from_outside = {
         (name, tuple(peer["namespaceSelector"]["matchLabels"].items()), rule["ports"][0]["port"])
         for name, policy in policies().items()
@@ -275,21 +277,21 @@ def test_other_namespaces_reach_what_they_are_let_into_by_label() -> None:
     assert [{port["port"] for port in ports} for _, ports in out] == [{53}]
 
 
-def test_services_select_pods_that_there_are() -> None:
-    for one in of_kind("Service").values():
+def test_services_select_existing_pods() -> None:
+    for service in of_kind("Service").values():
         matching = [
             name
             for name, template in PODS.items()
-            if one["spec"]["selector"].items() <= _labels(template).items()
+            if service["spec"]["selector"].items() <= _labels(template).items()
         ]
-        assert matching == [one["metadata"]["name"]]
+        assert matching == [service["metadata"]["name"]]
 
 
 def test_nodes_can_be_drained_while_there_is_no_run() -> None:
-    assert not [one for one in documents("base") if one["kind"] == "PodDisruptionBudget"]
+    assert not [each for each in documents("base") if each["kind"] == "PodDisruptionBudget"]
 
 
-def test_budgets_count_the_pods_that_there_are() -> None:
+def test_disruption_budget_counts_the_pods() -> None:
     [cluster] = of_kind("RayCluster").values()
     groups = cluster["spec"]["workerGroupSpecs"]
     budget = of_kind("PodDisruptionBudget")["ray"]["spec"]
@@ -298,53 +300,39 @@ def test_budgets_count_the_pods_that_there_are() -> None:
     assert budget["selector"]["matchLabels"] == selected
 
 
-def test_probes_ask_what_answers() -> None:
+def test_probes_call_existing_endpoints() -> None:
     [admin] = PODS["admin"]["spec"]["containers"]
-    paths = {admin[one]["httpGet"]["path"] for one in ("startupProbe", "livenessProbe")}
+    paths = {admin[probe]["httpGet"]["path"] for probe in ("startupProbe", "livenessProbe")}
     assert paths == {"/healthz"}
     assert admin["readinessProbe"]["httpGet"]["path"] == "/readyz"
-    for one in ("startupProbe", "livenessProbe", "readinessProbe"):
-        # The service answers to names that it knows, of which the pod's address is none.
-        assert {"name": "Host", "value": "localhost"} in admin[one]["httpGet"]["httpHeaders"]
+    for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
+        # The service answers only to allowed host names, not to the pod's address.
+        assert {"name": "Host", "value": "localhost"} in admin[probe]["httpGet"]["httpHeaders"]
     [refit] = PODS["refit-server"]["spec"]["containers"]
     assert refit["readinessProbe"]["exec"]["command"][:2] == ["refit-server", "check"]
 
 
-def test_stops_have_the_time_they_may_take() -> None:
+def test_termination_grace_exceeds_the_shutdown_timeout() -> None:
     shutdown_s = inspect.signature(serve_admin).parameters["shutdown_timeout_s"].default
     grace_s = inspect.signature(serve_refit).parameters["grace_s"].default
-    for name, least in (("admin", shutdown_s), ("refit-server", grace_s)):
-        assert PODS[name]["spec"]["terminationGracePeriodSeconds"] > least
+    for name, minimum in (("admin", shutdown_s), ("refit-server", grace_s)):
+        assert PODS[name]["spec"]["terminationGracePeriodSeconds"] > minimum
 
 
 def variables(name: str) -> dict[str, str]:
-    """What the environment of a pod's container is told, but for secrets."""
+    """Return the environment variables of a pod's container, without secrets."""
     [container] = PODS[name]["spec"]["containers"]
-    return {one["name"]: one["value"] for one in container["env"] if "value" in one}
+    return {each["name"]: each["value"] for each in container["env"] if "value" in each}
 
 
-def test_a_head_gives_up_on_silent_nodes_as_soon_as_ray_node_does_and_the_page_says() -> None:
-    told = {name: one for name, one in variables("head").items() if "health_check" in name}
+def test_health_check_settings_match_ray_node() -> None:
+    settings = {name: value for name, value in variables("head").items() if "health_check" in name}
     script = (ROOT / "docker" / "trainer" / "ray-node").read_text()
     exported = dict(re.findall(r'export (RAY_health_check_\w+)="\$\{\1:-(\d+)\}"', script))
-    assert told == exported
-    period_ms, timeout_ms, failures = (
-        int(told[f"RAY_health_check_{name}"])
-        for name in ("period_ms", "timeout_ms", "failure_threshold")
-    )
-    page = (ROOT / "docs" / "operations.md").read_text()
-    [row] = [line for line in page.splitlines() if "`RAY_health_check_*`" in line]
-    assert f" {failures * (period_ms + timeout_ms) // 1000} s " in row
+    assert settings == exported
 
 
-def test_a_run_waits_for_nodes_as_long_as_the_guide_says() -> None:
-    guide = " ".join((DEPLOY / "README.md").read_text().split())
-    assert "it waits ten minutes for the head and as long for the nodes" in guide
-    assert variables("trainer")["RAY_HEAD_PATIENCE_S"] == "600"
-    assert load_config(DEPLOY / "run" / "config.yaml").cluster.nodes_timeout_s == 600
-
-
-def test_the_run_is_the_demo_on_the_nodes_of_the_cluster() -> None:
+def test_run_is_the_demo_on_the_clusters_nodes() -> None:
     config, demo = load_config(DEPLOY / "run" / "config.yaml"), load_config()
     assert config.policy == demo.policy
     assert config.grpo == demo.grpo
@@ -353,12 +341,12 @@ def test_the_run_is_the_demo_on_the_nodes_of_the_cluster() -> None:
     [admin] = PODS["admin"]["spec"]["containers"]
     assert "--allowed-host=admin" in admin["args"]
     [cluster] = of_kind("RayCluster").values()
-    offered: set[str] = set()
+    available: set[str] = set()
     for group in cluster["spec"]["workerGroupSpecs"]:
-        # It passes a shell, which takes the outer quotes and the backslashes.
-        offered |= json.loads(json.loads(group["rayStartParams"]["resources"])).keys()
+        # The value is quoted twice: a shell removes the outer quotes and the backslashes.
+        available |= json.loads(json.loads(group["rayStartParams"]["resources"])).keys()
     placement = config.cluster.placement.model_dump().values()
-    assert {name for one in placement for name in one} == offered
+    assert {name for resources in placement for name in resources} == available
     address = variables("trainer")["RAY_HEAD"]
     assert address == f"{cluster['metadata']['name']}-head-svc:{RAY_PORT}"
     access = config.refit.control_access
@@ -366,7 +354,8 @@ def test_the_run_is_the_demo_on_the_nodes_of_the_cluster() -> None:
         assert path is not None
         for name in ("head", "trainers", "generators", "trainer"):
             [container] = PODS[name]["spec"]["containers"]
-            assert str(path.parent) in {one["mountPath"] for one in container["volumeMounts"]}
+            mounted = {mount["mountPath"] for mount in container["volumeMounts"]}
+            assert str(path.parent) in mounted
 
 
 def kustomized(folder: str) -> str:
@@ -381,53 +370,53 @@ def kustomized(folder: str) -> str:
 
 
 @pytest.mark.parametrize("folder", ["base", "run", "overlays/example", "overlays/example-run"])
-def test_kustomize_renders_it_and_what_it_renders_is_valid(folder: str) -> None:
+def test_kustomize_renders_valid_objects(folder: str) -> None:
     rendered = list(yaml.safe_load_all(kustomized(folder)))
     assert len(rendered) >= 3
-    for one in rendered:
-        check(one)
-        if one["kind"] != "Namespace":
-            assert one["metadata"]["namespace"] == NAMESPACE
+    for manifest in rendered:
+        validate(manifest)
+        if manifest["kind"] != "Namespace":
+            assert manifest["metadata"]["namespace"] == NAMESPACE
 
 
-def test_overlays_change_what_belongs_together_and_take_every_image_from_the_registry() -> None:
-    told = kustomized("overlays/example"), kustomized("overlays/example-run")
-    cluster, run = (list(yaml.safe_load_all(one)) for one in told)
-    [nodes] = [one["spec"] for one in cluster if one["kind"] == "RayCluster"]
-    [budget] = [one["spec"] for one in run if one["metadata"]["name"] == "ray"]
+def test_overlays_agree_and_take_images_from_the_registry() -> None:
+    rendered = kustomized("overlays/example"), kustomized("overlays/example-run")
+    cluster, run = (list(yaml.safe_load_all(text)) for text in rendered)
+    [nodes] = [each["spec"] for each in cluster if each["kind"] == "RayCluster"]
+    [budget] = [each["spec"] for each in run if each["metadata"]["name"] == "ray"]
     groups = nodes["workerGroupSpecs"]
     assert budget["minAvailable"] == 1 + sum(group["replicas"] for group in groups)
-    images = [set(re.findall(r"image: (\S+)", one)) for one in told]
-    assert [len(one) for one in images] == [3, 1]
-    assert all(image.startswith("registry.example/") for one in images for image in one)
-    assert images[1] < images[0]  # the driver is a node of the same cluster
+    cluster_images, run_images = (set(re.findall(r"image: (\S+)", text)) for text in rendered)
+    assert (len(cluster_images), len(run_images)) == (3, 1)
+    assert all(image.startswith("registry.example/") for image in cluster_images)
+    assert run_images < cluster_images  # the driver is a node of the same cluster
 
 
-def test_the_run_of_an_overlay_computes_on_the_gpus_of_its_cluster() -> None:
+def test_overlay_run_uses_all_gpus_of_its_cluster() -> None:
     cluster, run = (
         list(yaml.safe_load_all(kustomized(f"overlays/{name}")))
         for name in ("example", "example-run")
     )
-    [nodes] = [one["spec"]["workerGroupSpecs"] for one in cluster if one["kind"] == "RayCluster"]
-    offered = {
+    [nodes] = [each["spec"]["workerGroupSpecs"] for each in cluster if each["kind"] == "RayCluster"]
+    gpus = {
         group["groupName"]: group["replicas"]
         * int(group["template"]["spec"]["containers"][0]["resources"]["limits"]["nvidia.com/gpu"])
         for group in nodes
     }
-    [told] = [one for one in run if one["kind"] == "ConfigMap"]
-    [job] = [one for one in run if one["kind"] == "Job"]
+    [config_map] = [each for each in run if each["kind"] == "ConfigMap"]
+    [job] = [each for each in run if each["kind"] == "Job"]
     mounted = {
-        one["configMap"]["name"]
-        for one in job["spec"]["template"]["spec"]["volumes"]
-        if "configMap" in one
+        volume["configMap"]["name"]
+        for volume in job["spec"]["template"]["spec"]["volumes"]
+        if "configMap" in volume
     }
-    assert mounted == {told["metadata"]["name"]}
-    [text] = told["data"].values()
+    assert mounted == {config_map["metadata"]["name"]}
+    [text] = config_map["data"].values()
     config = yaml.safe_load(text)
     policy = config["policy"]
-    assert policy["num_gpus_per_worker"] * policy["data_parallel"] == offered["trainers"]
-    assert policy["generation"]["num_gpus"] == offered["generators"]
-    # Else it is the run that is kept beside it.
+    assert policy["num_gpus_per_worker"] * policy["data_parallel"] == gpus["trainers"]
+    assert policy["generation"]["num_gpus"] == gpus["generators"]
+    # Otherwise it equals the configuration in run/.
     policy["num_gpus_per_worker"] = policy["generation"]["num_gpus"] = 0
     assert config == yaml.safe_load((DEPLOY / "run" / "config.yaml").read_text())
     assert (

@@ -1,4 +1,4 @@
-"""Every metric and label that the dashboards name is one that the services really show."""
+"""The services export every metric and label that the dashboards query."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ from dataplane_core import InMemoryDataPlaneClient
 ROOT = Path(__file__).parents[1]
 MONITORING = ROOT / "docker" / "monitoring"
 BOARDS = sorted((MONITORING / "dashboards").glob("*.json"))
-# What a scrape and the resource of a process add: the collector copies the latter
-# (resource_to_telemetry_conversion), in the form that docs/telemetry.md has without dots.
-OF_RESOURCE = {"job", "instance", "rl_run_id", "service_name", "service_instance_id", "le"}
+# Labels that a scrape adds, and those that the collector copies from a process's resource
+# (resource_to_telemetry_conversion), with underscores for the dots of docs/telemetry.md.
+ADDED_LABELS = {"job", "instance", "rl_run_id", "service_name", "service_instance_id", "le"}
 _INTERVAL = "OTEL_METRIC_EXPORT_INTERVAL"
 
 RUN = """
 import pathlib, sys, tempfile, urllib.request
 import torch
 from dataplane_core import MissingDataError, build_data_plane_client
-from observability import setup, step_context, trained
+from observability import setup, step_context, record_trained
 from observability.receiver import Receiver
 from tensordict import TensorDict
 
 observed = {"enabled": True, "callback": lambda event: None}
 plane = {"enabled": True, "impl": "in_memory", "observability": observed}
-# How old a sample or its weights are is known from the spans of its put, so these are sent.
+# The ages of a sample and its weights come from the spans of its put, so spans are exported too.
 with Receiver() as receiver, setup(
     "grpo.driver", endpoint=receiver.endpoint, run_id="names", prometheus_port=0
 ) as telemetry:
@@ -52,7 +52,7 @@ with Receiver() as receiver, setup(
         client.put_samples(["a", "b"], "train", TensorDict({"ids": torch.ones(2, 3)}, [2]))
         meta = client.claim_meta("train", "train", ["ids"], 2)
         client.get_data(meta)
-        trained(client, meta, field="ids")
+        record_trained(client, meta, field="ids")
         try:
             client.get_samples(["c"], "train", ["ids"])
         except MissingDataError:
@@ -62,35 +62,35 @@ with Receiver() as receiver, setup(
     sys.stdout.write(urllib.request.urlopen(url, timeout=10).read().decode())
 """
 
-Shown = dict[str, set[str]]
+Series = dict[str, set[str]]
 
 
-def shown(text: str) -> Shown:
-    """Names of series, with their labels."""
-    found: Shown = defaultdict(set)
+def series_of(text: str) -> Series:
+    """Return the labels of each series in a Prometheus exposition, by name."""
+    series: Series = defaultdict(set)
     for family in text_string_to_metric_families(text):
-        found.setdefault(family.name, set())
+        series.setdefault(family.name, set())
         for sample in family.samples:
-            found[sample.name] |= set(sample.labels)
-    return found
+            series[sample.name] |= set(sample.labels)
+    return series
 
 
 @pytest.fixture(scope="module")
-def run() -> Shown:
-    """Of a process of a run, named as OpenTelemetry's translation to Prometheus does."""
+def run() -> Series:
+    """Return the series of a run's process, named by OpenTelemetry's Prometheus exporter."""
     done = subprocess.run(
         [sys.executable, "-c", RUN], capture_output=True, text=True, timeout=120, check=False
     )
     assert done.returncode == 0, done.stderr
-    found = shown(done.stdout)
-    # Of stores with units, which the one in memory has not: docs/telemetry.md.
-    found["dataplane_outstanding_bytes"] |= {"dataplane_unit"}
-    return found
+    series = series_of(done.stdout)
+    # Only stores with units have this label; the one in memory has no units (docs/telemetry.md).
+    series["dataplane_outstanding_bytes"] |= {"dataplane_unit"}
+    return series
 
 
 @pytest.fixture(scope="module")
-def refit_server() -> Iterator[Shown]:
-    """Of a refit server that was asked for its version and is asked by nobody else."""
+def refit_server() -> Iterator[Series]:
+    """Yield the series of a refit server after a single call."""
     command = str(Path(sysconfig.get_path("scripts")) / "refit-server")
     server = subprocess.Popen(
         [command, "serve", "--address", "127.0.0.1:0", "--metrics-port", "0"],
@@ -103,26 +103,26 @@ def refit_server() -> Iterator[Shown]:
         assert server.stderr is not None
         address = server.stdout.readline().strip()
         url = server.stderr.readline().rpartition(" ")[2].strip()
-        asking = (
+        program = (
             "import sys\nfrom refit_mx import ControlClient, VersionNotFoundError\n"
             "with ControlClient(sys.argv[1]) as control:\n"
             "    try: control.get_version('none')\n"
             "    except VersionNotFoundError: pass\n"
         )
-        subprocess.run([sys.executable, "-c", asking, address], check=True, timeout=60)
+        subprocess.run([sys.executable, "-c", program, address], check=True, timeout=60)
         with urllib.request.urlopen(url, timeout=10) as answer:  # loopback
-            found = shown(answer.read().decode())
-        # Nobody joined it; its labels are those of services/refit-server's metrics.py.
-        found["refit_control_workers"] |= {"role"}
-        yield found
+            series = series_of(answer.read().decode())
+        # No worker joined; the label is from services/refit-server's metrics.py.
+        series["refit_control_workers"] |= {"role"}
+        yield series
     finally:
         server.terminate()
         server.communicate(timeout=30)
 
 
 @pytest.fixture(scope="module")
-def admin(tmp_path_factory: pytest.TempPathFactory) -> Shown:
-    """Of the admin service, looking into a data plane."""
+def admin(tmp_path_factory: pytest.TempPathFactory) -> Series:
+    """Return the series of an admin service that inspects a data plane."""
     store = tmp_path_factory.mktemp("admin") / "store.sqlite"
     with InMemoryDataPlaneClient() as client:
         client.register_partition("train", ["ids"], 2, ["train"])
@@ -130,19 +130,19 @@ def admin(tmp_path_factory: pytest.TempPathFactory) -> Shown:
         settings = Settings(store_url=f"sqlite:///{store}", poll_s=0.05)
         with TestClient(
             create_app(settings, inspector=client), base_url="http://127.0.0.1"
-        ) as asking:
+        ) as service:
             for _ in range(200):
-                found = shown(asking.get("/metrics").text)
-                if "dataplane_task_oldest_unclaimed_seconds" in found:
+                series = series_of(service.get("/metrics").text)
+                if "dataplane_task_oldest_unclaimed_seconds" in series:
                     break
-    return found
+    return series
 
 
 def expressions(board: Path) -> list[str]:
-    """Every query, with Grafana's variables filled in."""
-    told = json.loads(board.read_text())
-    queries = [target["expr"] for panel in told["panels"] for target in panel.get("targets", [])]
-    for variable in told["templating"]["list"]:
+    """Return every query, with values for Grafana's variables."""
+    content = json.loads(board.read_text())
+    queries = [target["expr"] for panel in content["panels"] for target in panel.get("targets", [])]
+    for variable in content["templating"]["list"]:
         [(name, label)] = re.findall(r"^label_values\((\w+), (\w+)\)$", variable["query"]["query"])
         queries.append(f"{name}{{{label}=~'.*'}}")
     filled = [query.replace("$__rate_interval", "1m") for query in queries]
@@ -150,11 +150,11 @@ def expressions(board: Path) -> list[str]:
 
 
 def selectors(expression: str) -> Iterator[tuple[str, set[str]]]:
-    """Name and labels of each vector in it. Raises if it is no PromQL."""
+    """Yield name and labels of each vector in a PromQL expression; raise if it is invalid."""
 
     def walk(node: object) -> Iterator[tuple[str, set[str]]]:
         if isinstance(node, promql_parser.VectorSelector):
-            yield str(node.name), {one.name for one in node.matchers.matchers}
+            yield str(node.name), {matcher.name for matcher in node.matchers.matchers}
         elif isinstance(node, promql_parser.MatrixSelector):
             yield from walk(node.vector_selector)
         elif isinstance(node, promql_parser.AggregateExpr):
@@ -177,64 +177,75 @@ def selectors(expression: str) -> Iterator[tuple[str, set[str]]]:
     ("board", "fixture"),
     [("data-plane.json", "run"), ("refit.json", "refit_server"), ("admin.json", "admin")],
 )
-def test_a_dashboard_asks_for_what_there_is(
+def test_dashboard_queries_existing_metrics(
     board: str, fixture: str, request: pytest.FixtureRequest
 ) -> None:
-    there: Shown = request.getfixturevalue(fixture)
-    asked = [
-        found
+    exported: Series = request.getfixturevalue(fixture)
+    queried = [
+        selector
         for expression in expressions(MONITORING / "dashboards" / board)
-        for found in selectors(expression)
+        for selector in selectors(expression)
     ]
-    assert len(asked) > 5
-    for name, labels in asked:
-        assert name in there, f"{board} asks for {name}"
-        assert labels <= there[name] | OF_RESOURCE, f"{board}: {name} has no {labels - there[name]}"
+    assert len(queried) > 5
+    for name, labels in queried:
+        assert name in exported, f"{board} queries {name}"
+        missing = labels - exported[name] - ADDED_LABELS
+        assert not missing, f"{board}: {name} has no {missing}"
 
 
-def test_the_data_planes_dashboard_shows_every_metric_of_a_run(run: Shown) -> None:
+def test_alerts_use_metrics_that_exist(run: Series, refit_server: Series, admin: Series) -> None:
+    exported = {**run, **refit_server, **admin, "up": set()}
+    [group] = yaml.safe_load((MONITORING / "alerts.yaml").read_text())["groups"]
+    page = (ROOT / "docs" / "recipes" / "alerts.md").read_text()
+    for rule in group["rules"]:
+        assert f"| `{rule['alert']}` |" in page
+        for name, labels in selectors(rule["expr"]):
+            assert name in exported, f"{rule['alert']}: no metric {name}"
+            assert labels <= exported[name] | ADDED_LABELS, rule["alert"]
+
+
+def test_data_plane_dashboard_shows_every_metric_of_a_run(run: Series) -> None:
     board = MONITORING / "dashboards" / "data-plane.json"
-    asked = {name for one in expressions(board) for name, _ in selectors(one)}
+    queried = {name for expression in expressions(board) for name, _ in selectors(expression)}
     families = {
         re.sub("_(bucket|count|sum|created|total)$", "", name)
         for name in run
         if name.startswith(("dataplane_", "messaging_", "rl_"))
     }
-    assert families <= {re.sub("_(bucket|count|sum|total)$", "", name) for name in asked}
+    assert families <= {re.sub("_(bucket|count|sum|total)$", "", name) for name in queried}
 
 
 def panels(board: str) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = json.loads((MONITORING / "dashboards" / board).read_text())[
-        "panels"
-    ]
-    return found
+    content = json.loads((MONITORING / "dashboards" / board).read_text())
+    listed: list[dict[str, Any]] = content["panels"]
+    return listed
 
 
-def test_one_failure_is_drawn() -> None:
-    """What begins with the first failure has no value before it, of which a rate could be made."""
-    seldom = [
+def test_single_failure_is_visible() -> None:
+    """Queries of failures use no rate: such a series has no value before its first failure."""
+    failure_queries = [
         query
         for board in BOARDS
         for query in expressions(board)
         if re.search(r"dropped_total|error_type!=|code!=", query)
     ]
-    assert len(seldom) == 3
-    for query in seldom:
+    assert len(failure_queries) == 3
+    for query in failure_queries:
         assert not re.search(r"rate\(|increase\(", query), query
 
 
-def test_panels_that_stay_empty_here_say_why() -> None:
-    kinds = [(one["type"], one["title"]) for one in panels("admin.json")]
-    of_live = panels("admin.json")[kinds.index(("row", "Live data plane")) + 1 :]
-    assert len(of_live) == 5
-    for panel in of_live:
-        assert "Only with --ray-address" in panel["description"], panel["title"]
+def test_panels_that_may_stay_empty_say_why() -> None:
+    kinds = [(panel["type"], panel["title"]) for panel in panels("admin.json")]
+    live_panels = panels("admin.json")[kinds.index(("row", "Live data plane")) + 1 :]
+    assert len(live_panels) == 5
+    for panel in live_panels:
+        assert "Needs --ray-address" in panel["description"], panel["title"]
     for panel in panels("data-plane.json"):
         if "claim_age" in json.dumps(panel) or "dataplane_ready" in json.dumps(panel):
             assert "Only tasks that claim" in panel["description"], panel["title"]
 
 
-def test_processes_send_metrics_before_a_short_run_is_over() -> None:
+def test_processes_export_metrics_during_a_short_run() -> None:
     compose = yaml.safe_load((ROOT / "docker" / "compose.yaml").read_text())["services"]
     for name in ("ray-head", "ray-worker", "trainer"):
         assert compose[name]["environment"][_INTERVAL] == "10000"
@@ -245,14 +256,14 @@ def test_processes_send_metrics_before_a_short_run_is_over() -> None:
         assert len(re.findall(rf'name: {_INTERVAL}\n +value: "10000"', text)) == pods
 
 
-def test_dashboards_have_a_source_and_places_of_their_own() -> None:
+def test_dashboards_have_a_source_and_no_overlapping_panels() -> None:
     assert len(BOARDS) == 3
     source = (MONITORING / "provisioning/datasources/prometheus.yaml").read_text()
     identifiers = set()
     for path in BOARDS:
         board = json.loads(path.read_text())
         identifiers.add(board["uid"])
-        places = set()
+        occupied = set()
         for panel in board["panels"]:
             assert panel["type"] == "row" or f"uid: {panel['datasource']['uid']}" in source
             at = panel["gridPos"]
@@ -261,7 +272,7 @@ def test_dashboards_have_a_source_and_places_of_their_own() -> None:
                 for x in range(at["x"], at["x"] + at["w"])
                 for y in range(at["y"], at["y"] + at["h"])
             }
-            assert not cells & places, f"{path.name}: {panel['title']} lies on another"
+            assert not cells & occupied, f"{path.name}: {panel['title']} overlaps another"
             assert at["x"] + at["w"] <= 24
-            places |= cells
+            occupied |= cells
     assert len(identifiers) == 3

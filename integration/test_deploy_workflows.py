@@ -1,4 +1,4 @@
-"""The workflows release commits of main whose tests passed, and images that were tried."""
+"""The workflows release only commits of main whose tests passed, and images that were tried."""
 
 from __future__ import annotations
 
@@ -17,68 +17,56 @@ TESTED = ROOT / ".github" / "actions" / "tested" / "tested"
 
 
 def jobs(name: str) -> dict[str, Any]:
-    found: dict[str, Any] = yaml.safe_load((WORKFLOWS / name).read_text())["jobs"]
-    return found
+    declared: dict[str, Any] = yaml.safe_load((WORKFLOWS / name).read_text())["jobs"]
+    return declared
 
 
 def needed(jobs: dict[str, Any], name: str) -> set[str]:
-    """Jobs that have to succeed before one begins."""
+    """Return the jobs that must succeed before the job ``name`` starts."""
     direct = jobs[name].get("needs", [])
     direct = [direct] if isinstance(direct, str) else direct
-    return {*direct, *(further for one in direct for further in needed(jobs, one))}
+    return {*direct, *(indirect for job in direct for indirect in needed(jobs, job))}
 
 
 @pytest.mark.parametrize(
     ("workflow", "job"),
     [("release.yml", "publish"), ("release.yml", "notes"), ("images.yml", "push")],
 )
-def test_what_was_not_tested_is_not_released(workflow: str, job: str) -> None:
-    found = jobs(workflow)
-    assert "tested" in needed(found, job)
-    assert found["tested"]["permissions"] == {"actions": "read", "contents": "read"}
-    *_, checkout, tested = found["tested"]["steps"]
+def test_release_job_needs_the_tests(workflow: str, job: str) -> None:
+    declared = jobs(workflow)
+    assert "tested" in needed(declared, job)
+    assert declared["tested"]["permissions"] == {"actions": "read", "contents": "read"}
+    *_, checkout, tested = declared["tested"]["steps"]
     assert checkout["with"]["fetch-depth"] == 0
     assert tested == {"uses": "./.github/actions/tested"}
     action = yaml.safe_load((TESTED.parent / "action.yml").read_text())
     assert action["runs"]["steps"][0]["run"] == f"{TESTED.relative_to(ROOT)} HEAD"
 
 
-def test_every_job_that_may_write_elsewhere_waits_for_the_tests() -> None:
-    writing = {"packages", "id-token", "contents"}
+def test_every_job_that_may_write_needs_the_tests() -> None:
+    scopes = {"packages", "id-token", "contents"}
     for workflow in ("release.yml", "images.yml"):
-        found = jobs(workflow)
-        for name, job in found.items():
-            if any(job["permissions"].get(one) == "write" for one in writing):
-                assert "tested" in needed(found, name), (workflow, name)
+        declared = jobs(workflow)
+        for name, job in declared.items():
+            if any(job["permissions"].get(scope) == "write" for scope in scopes):
+                assert "tested" in needed(declared, name), (workflow, name)
 
 
-def test_an_image_is_pushed_only_after_it_was_tried() -> None:
+def test_image_is_pushed_only_after_it_was_tried() -> None:
     steps = [step.get("run", "") for step in jobs("images.yml")["push"]["steps"]]
 
-    def at(what: str) -> int:
-        [place] = [place for place, step in enumerate(steps) if what in step]
-        return place
+    def index(text: str) -> int:
+        [position] = [number for number, step in enumerate(steps) if text in step]
+        return position
 
-    assert at("integration.try_images") < at("docker login") < at("type=registry")
-    built = [step for step in steps if "buildx build" in step]
+    assert index("integration.try_images") < index("docker login") < index("type=registry")
+    builds = [step for step in steps if "buildx build" in step]
     [pushed] = [step for step in steps if "type=registry" in step]
-    # Of the same arguments, so that the builder has what was tried.
-    assert len(built) == 2
-    for step in built:
+    # Both builds have the same arguments, so the builder pushes the image that was tried.
+    assert len(builds) == 2
+    for step in builds:
         assert '--file "docker/$FOLDER/Dockerfile" --build-arg "FIND_LINKS=$FIND_LINKS"' in step
     assert "rewrite-timestamp=true" in pushed
-
-
-def test_an_image_of_a_pull_request_is_built_and_tried_as_one_that_is_pushed() -> None:
-    shared = ("rm -rf", "buildx create", "integration.try_images")
-    tried, pushed = (
-        [step["run"] for step in jobs("images.yml")[name]["steps"] if "run" in step]
-        for name in ("build", "push")
-    )
-    assert len(tried) == len(shared)
-    for what, run in zip(shared, tried, strict=True):
-        assert what in run
-        assert run in pushed
 
 
 @pytest.mark.parametrize(
@@ -91,7 +79,7 @@ def test_an_image_of_a_pull_request_is_built_and_tried_as_one_that_is_pushed() -
         ("column-io==0.2.0", "0.2.0", "## 0.2.0 (2026-01-01)", None, False),
     ],
 )
-def test_an_image_is_pushed_only_with_its_version_and_notes(
+def test_image_is_pushed_only_with_its_version_and_notes(
     tag: str, version: str, changes: str, fragment: str | None, ok: bool, tmp_path: Path
 ) -> None:
     folder = tmp_path / "services" / "trainer"
@@ -106,41 +94,24 @@ def test_an_image_is_pushed_only_with_its_version_and_notes(
         for step in jobs("images.yml")["push"]["steps"]
         if "pyproject.toml" in step.get("run", "")
     ]
-    told = tmp_path / "environment"
+    environment = tmp_path / "environment"
     done = subprocess.run(
         ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", run],
         cwd=tmp_path,
-        env={"PATH": os.environ["PATH"], "GITHUB_REF_NAME": tag, "GITHUB_ENV": str(told)},
+        env={"PATH": os.environ["PATH"], "GITHUB_REF_NAME": tag, "GITHUB_ENV": str(environment)},
         check=False,
         capture_output=True,
         timeout=60,
     )
     assert (done.returncode == 0) is ok, done.stderr
-    assert told.exists() is ok
-
-
-def test_the_trainer_alone_is_pushed_with_the_registry_s_torch() -> None:
-    told = jobs("images.yml")["push"]["env"]["FIND_LINKS"]
-    assert told == (
-        "${{ !startsWith(github.ref_name, 'grpo-trainer==') && vars.PIP_FIND_LINKS || '' }}"
-    )
-
-
-def test_no_commit_of_main_cancels_the_tests_of_another() -> None:
-    told = yaml.safe_load((WORKFLOWS / "ci.yml").read_text())["concurrency"]
-    assert told == {
-        "group": (
-            "${{ github.workflow }}-${{ github.event_name == 'push' && github.sha || github.ref }}"
-        ),
-        "cancel-in-progress": "${{ github.event_name == 'pull_request' }}",
-    }
+    assert environment.exists() is ok
 
 
 class Repository:
-    """A clone of one whose main has a commit, and a gh that answers what it is told."""
+    """A repository with one commit, its clone, and a substitute for the program ``gh``."""
 
     def __init__(self, folder: Path) -> None:
-        self.origin, self.clone, self.bin = (folder / one for one in ("origin", "clone", "bin"))
+        self.origin, self.clone, self.bin = (folder / name for name in ("origin", "clone", "bin"))
         self.bin.mkdir()
         self.git(folder, "init", "--quiet", "--initial-branch=main", str(self.origin))
         self.commit(self.origin)
@@ -163,10 +134,10 @@ class Repository:
         return self.git(at, "rev-parse", "HEAD")
 
     def answer(self, runs: list[dict[str, str]]) -> None:
-        """Put a `gh` on the path that answers `gh run list --json`; jq stands for its --jq."""
+        """Write a `gh` that answers `gh run list --json` with ``runs``; jq stands for its --jq."""
         gh = self.bin / "gh"
         gh.write_text(
-            f'#!/bin/sh\necho "$@" >{self.bin}/asked\n'
+            f'#!/bin/sh\necho "$@" >{self.bin}/arguments\n'
             'while [ "$1" != --jq ]; do shift; done\n'
             f"echo '{json.dumps(runs)}' | jq --raw-output \"$2\"\n"
         )
@@ -193,13 +164,13 @@ PASSED = {"status": "completed", "conclusion": "success"}
 
 
 @pytest.mark.debian("jq")
-def test_a_commit_of_main_whose_tests_passed_is_released(repository: Repository) -> None:
+def test_commit_of_main_whose_tests_passed_is_released(repository: Repository) -> None:
     repository.answer([PASSED])
     commit = repository.git(repository.clone, "rev-parse", "HEAD")
     assert repository.tested("HEAD").returncode == 0
-    asked = (repository.bin / "asked").read_text()
-    assert f"--workflow ci.yml --branch main --event push --commit {commit} " in asked
-    # Of an older one, too: main goes on while a release is looked at.
+    arguments = (repository.bin / "arguments").read_text()
+    assert f"--workflow ci.yml --branch main --event push --commit {commit} " in arguments
+    # So is an older commit: main moves on while a release is reviewed.
     repository.commit(repository.origin)
     repository.git(repository.clone, "fetch", "--quiet")
     assert repository.tested(commit).returncode == 0
@@ -207,7 +178,7 @@ def test_a_commit_of_main_whose_tests_passed_is_released(repository: Repository)
 
 @pytest.mark.debian("jq")
 @pytest.mark.parametrize(
-    ("runs", "found"),
+    ("runs", "result"),
     [
         ([], "no run"),
         ([{"status": "completed", "conclusion": "failure"}], "failure"),
@@ -215,17 +186,17 @@ def test_a_commit_of_main_whose_tests_passed_is_released(repository: Repository)
         ([{"status": "in_progress", "conclusion": ""}], "in_progress"),
     ],
 )
-def test_one_whose_tests_did_not_pass_is_refused(
-    runs: list[dict[str, str]], found: str, repository: Repository
+def test_commit_whose_tests_did_not_pass_is_refused(
+    runs: list[dict[str, str]], result: str, repository: Repository
 ) -> None:
     repository.answer(runs)
     done = repository.tested("HEAD")
     assert done.returncode == 1
-    assert f"on main: found '{found}'; expected success" in done.stderr
+    assert f"on main: found '{result}'; expected success" in done.stderr
 
 
 @pytest.mark.debian("jq")
-def test_one_that_is_not_on_main_is_refused(repository: Repository) -> None:
+def test_commit_that_is_not_on_main_is_refused(repository: Repository) -> None:
     repository.answer([PASSED])
     commit = repository.commit(repository.clone)
     done = repository.tested("HEAD")

@@ -1,14 +1,16 @@
-"""What would be uploaded: a source distribution and a wheel made of it, for each package."""
+"""The distributions to upload: for each package, an sdist and the wheel built from it."""
 
 from __future__ import annotations
 
 import email
+import json
 import os
 import re
 import shutil
 import subprocess
 import sys
 import tarfile
+import tomllib
 import zipfile
 from email.message import Message
 from pathlib import Path
@@ -21,7 +23,7 @@ PACKAGES = {path.parent.name for path in (ROOT / "packages").glob("*/pyproject.t
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with all of them."""
+    """Build all distributions, and return their folder."""
     folder = tmp_path_factory.mktemp("distributions")
     uv = shutil.which("uv") or str(ROOT / ".tools" / "bin" / "uv")
     for package in sorted(PACKAGES):
@@ -44,7 +46,7 @@ def metadata(archive: zipfile.ZipFile) -> Message:
     return email.message_from_bytes(archive.read(name))
 
 
-def test_twine_finds_nothing_to_object_to(built: Path) -> None:
+def test_twine_accepts_the_distributions(built: Path) -> None:
     files = sorted(str(path) for path in built.iterdir() if path.suffix in (".whl", ".gz"))
     assert len(files) == 2 * len(PACKAGES)
     checked = subprocess.run(
@@ -57,9 +59,9 @@ def test_twine_finds_nothing_to_object_to(built: Path) -> None:
 
 
 @pytest.mark.parametrize("package", sorted(PACKAGES))
-def test_a_wheel_is_typed_licensed_and_says_what_it_is(built: Path, package: str) -> None:
+def test_wheel_has_types_a_license_and_metadata(built: Path, package: str) -> None:
     with wheel(built, package) as archive:
-        names, told = archive.namelist(), metadata(archive)
+        names, headers = archive.namelist(), metadata(archive)
     module = package.replace("-", "_")
     assert f"{module}/py.typed" in names
     assert [name for name in names if name.endswith(".dist-info/licenses/LICENSE")]
@@ -67,21 +69,21 @@ def test_a_wheel_is_typed_licensed_and_says_what_it_is(built: Path, package: str
         module,
         next(name.split("/")[0] for name in names if ".dist-info/" in name),
     }
-    assert told["License-Expression"] == "Apache-2.0"
-    assert told["Requires-Python"] == ">=3.11"
-    assert "Typing :: Typed" in told.get_all("Classifier", [])
-    assert told["Description-Content-Type"] == "text/markdown"
-    assert told["Summary"]
-    assert told.get_all("Project-URL") is None  # there is none yet
-    # A link to a file of the repository leads nowhere from the page of a package.
-    links = re.findall(r"\]\(([^)\s]*)\)", str(told.get_payload()))
+    assert headers["License-Expression"] == "Apache-2.0"
+    assert headers["Requires-Python"] == ">=3.11"
+    assert "Typing :: Typed" in headers.get_all("Classifier", [])
+    assert headers["Description-Content-Type"] == "text/markdown"
+    assert headers["Summary"]
+    assert headers.get_all("Project-URL") is None  # there is none yet
+    # A relative link is broken on the package's page at the registry.
+    links = re.findall(r"\]\(([^)\s]*)\)", str(headers.get_payload()))
     assert not [link for link in links if not re.match(r"https?://|#", link)]
 
 
-def test_vllm_finds_the_plugin_of_an_installed_wheel(built: Path, tmp_path: Path) -> None:
+def test_installed_wheel_has_the_vllm_plugin(built: Path, tmp_path: Path) -> None:
     with wheel(built, "refit-mx") as archive:
         archive.extractall(tmp_path)
-    # As vLLM looks for it. It is called without vLLM, which must do no harm.
+    # vLLM loads the entry point this way. Without vLLM, calling it must do nothing.
     program = (
         "from importlib.metadata import entry_points\n"
         "[plugin] = entry_points(group='vllm.general_plugins', name='refit_mx')\n"
@@ -102,10 +104,49 @@ def test_vllm_finds_the_plugin_of_an_installed_wheel(built: Path, tmp_path: Path
 
 
 @pytest.mark.parametrize("package", sorted(PACKAGES))
-def test_a_source_distribution_brings_its_tests_and_its_changes(built: Path, package: str) -> None:
+def test_source_distribution_has_tests_and_changelog(built: Path, package: str) -> None:
     [path] = built.glob(f"{package.replace('-', '_')}-*.tar.gz")
     with tarfile.open(path) as archive:
         names = {name.split("/", 1)[1] for name in archive.getnames() if "/" in name}
     assert {"README.md", "CHANGELOG.md", "LICENSE", "PKG-INFO", "pyproject.toml"} <= names
     assert any(name.startswith("tests/test_") for name in names)
     assert not [name for name in names if "__pycache__" in name]
+
+
+def test_admin_service_installs_without_torch_and_ray(built: Path, tmp_path: Path) -> None:
+    uv = shutil.which("uv") or str(ROOT / ".tools" / "bin" / "uv")
+
+    def run(*words: str | Path) -> str:
+        done = subprocess.run(
+            words, cwd=ROOT, check=False, capture_output=True, text=True, timeout=300
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    run(uv, "build", "--quiet", "--wheel", "--no-sources", "--package", "dataplane-admin",
+        "--out-dir", tmp_path)  # fmt: skip
+    environment = tmp_path / "environment"
+    run(uv, "venv", "--quiet", "--python", sys.executable, environment)
+    python = environment / "bin" / "python"
+    # --find-links replaces UV_FIND_LINKS, so its folders are repeated.
+    folders = [tmp_path, built, *os.environ.get("UV_FIND_LINKS", "").replace(",", " ").split()]
+    built_here = [
+        f"{wheel.name.split('-')[0]}=={wheel.name.split('-')[1]}"
+        for folder in (tmp_path, built)
+        for wheel in folder.glob("*.whl")
+    ]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["uv"]
+    pins = tmp_path / "constraints.txt"
+    pins.write_text("\n".join([*project["constraint-dependencies"], *built_here]))
+    find_links = [word for folder in folders for word in ("--find-links", folder)]
+    run(uv, "pip", "install", "--quiet", "--python", python, *find_links, "--constraint", pins,
+        "--exclude-newer", project["exclude-newer"], "dataplane-admin")  # fmt: skip
+
+    listed = json.loads(run(uv, "pip", "list", "--python", python, "--format", "json"))
+    names = {each["name"] for each in listed}
+    assert {"dataplane-admin", "dataplane-core", "observability"} <= names
+    assert not names & {"torch", "tensordict", "ray", "transferqueue", "dataplane-tq"}
+    size = sum(path.stat().st_size for path in environment.rglob("*") if path.is_file())
+    print(f"dataplane-admin alone: {len(names)} distributions, {size / 1e6:.0f} MB")
+    assert size < 200e6
+    assert "serve" in run(environment / "bin" / "dataplane-admin", "--help")

@@ -1,5 +1,6 @@
-"""Everything together, on real parts: a traced run on Ray, TransferQueue and NIXL reports to the
-admin service by OTLP, and what that says over HTTP and in a browser is what the trainer knows.
+"""A traced run on Ray, TransferQueue and NIXL reports to the admin service by OTLP.
+
+The service's answers and pages must match what the trainer's driver recorded.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ import os
 import shutil
 import subprocess
 import sysconfig
-import time
 import urllib.parse
 import urllib.request
 from collections import defaultdict
@@ -20,53 +20,50 @@ from typing import Any
 import pytest
 import ray
 from integration.conftest import configured
+from integration.waiting import wait_until
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 from dataplane_core import KVBatchMeta
 from grpo_trainer import RunDisplay, train
 
 ADMIN = Path(sysconfig.get_path("scripts")) / "dataplane-admin"
-PATIENCE_S = 60.0
+TIMEOUT_S = 60.0
 STEPS, PROMPTS, GROUP, RANKS = 3, 8, 8, 2
 SAMPLES = PROMPTS * GROUP
-LOOKED_AT = 2
-"""The step during which the live data plane is looked at."""
+INSPECTED = 2
+"""The step during which the live data plane is inspected."""
 TASKS = {"prev_lp", "ref_lp", "train"}
 
 
 class Admin:
-    """What the service answers."""
+    """A client of the admin service's API."""
 
     def __init__(self, url: str) -> None:
         self.url = url
 
     def ask(self, path: str, **query: object) -> Any:
-        """One answer of the API."""
-        asked = urllib.parse.urlencode(query)
-        with urllib.request.urlopen(f"{self.url}/api/v1/{path}?{asked}", timeout=30) as answer:
+        """Return the answer of an API path."""
+        parameters = urllib.parse.urlencode(query)
+        with urllib.request.urlopen(f"{self.url}/api/v1/{path}?{parameters}", timeout=30) as answer:
             return json.load(answer)
 
-    def until(self, found: Callable[[], Any]) -> Any:
-        """What ``found`` returns once it is true; the service polls and takes in meanwhile."""
-        deadline = time.monotonic() + PATIENCE_S
-        while not (answer := found()):
-            assert time.monotonic() < deadline, self.ask("status")
-            time.sleep(0.1)
-        return answer
+    def until(self, condition: Callable[[], Any]) -> Any:
+        """Call ``condition`` until it returns a true value, and return that value."""
+        return wait_until(condition, TIMEOUT_S, state=lambda: self.ask("status"))
 
 
-class Known(RunDisplay):
-    """What the trainer's driver knows of its run, and what the service shows of it meanwhile.
+class RunRecord(RunDisplay):
+    """The driver's record of a run, with the service's view during the run.
 
     Args:
         admin: the service.
-        overview: a tab with its first page, opened before the run.
+        overview: a tab with the overview, opened before the run.
         other: another tab.
 
     Attributes:
-        history: the metrics of each step.
-        trained: step, rank and the samples that it was told to train on.
-        live: the partition as the service showed it at the end of a step.
+        history: metrics of each step.
+        trained: sample ids assigned for training, by step and rank.
+        live: the partition that the service reported at the end of step `INSPECTED`.
     """
 
     def __init__(self, admin: Admin, overview: Page, other: Page) -> None:
@@ -79,7 +76,7 @@ class Known(RunDisplay):
 
     def phase(self, name: str) -> None:
         self._phase = name
-        if name == "clear" and len(self.history) + 1 == LOOKED_AT:
+        if name == "clear" and len(self.history) + 1 == INSPECTED:
             self.live = self.admin.until(self._all_written)
             self.other.goto("/partition?id=train")
             expect(self.other.get_by_role("heading", level=1)).to_have_text("train")
@@ -90,15 +87,15 @@ class Known(RunDisplay):
     def finished_step(self, record: dict[str, Any]) -> None:
         self.history.append(record)
 
-    def observe(self, name: str, direction: str, what: Any) -> None:
-        """See `grpo_trainer.actor_calls.Observer`."""
+    def observe(self, name: str, direction: str, message: Any) -> None:
+        """Record the samples sent to each policy worker (`grpo_trainer.actors.calls.Observer`)."""
         if self._phase == "train" and direction == "sent" and name.startswith("policy worker"):
-            (meta,), _ = what
+            (meta,), _ = message
             assert isinstance(meta, KVBatchMeta)
             self.trained[len(self.history) + 1][int(name.split()[-1])] = list(meta.sample_ids)
 
     def _all_written(self) -> Any:
-        """A poll that began before the step's last write does not have it yet."""
+        """Return the partition once a poll has seen the step's last write, else None."""
         for partition in self.admin.ask("partitions")["partitions"]:
             written = {field["name"]: field["written"] for field in partition["fields"]}
             if partition["id"] == "train" and set(written.values()) == {SAMPLES}:
@@ -108,7 +105,7 @@ class Known(RunDisplay):
 
 @pytest.fixture(scope="module")
 def admin(cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Admin]:
-    """A real ``dataplane-admin serve`` that looks into the cluster."""
+    """Run ``dataplane-admin serve``, which inspects the cluster."""
     folder = tmp_path_factory.mktemp("admin")
     address = ray.get_runtime_context().gcs_address
     serve = [str(ADMIN), "serve", "--port", "0", "--ray-address", address, "--poll", "0.1"]
@@ -138,16 +135,16 @@ def browser() -> Iterator[Browser]:
 
 
 @pytest.fixture(scope="module")
-def known(admin: Admin, browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Known:
-    """A run that has ended, so that every process has sent what it had."""
+def recorded(admin: Admin, browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> RunRecord:
+    """Finish a run, so that every process has exported its telemetry."""
     overview, other = (browser.new_page(base_url=admin.url) for _ in range(2))
     overview.goto("/")
     overview.evaluate("window.kept = true")
-    told = Known(admin, overview, other)
+    record = RunRecord(admin, overview, other)
     config = configured(
         tmp_path_factory.mktemp("run"),
         {
-            "run.name": "whole",
+            "run.name": "end-to-end",
             "grpo.num_steps": STEPS,
             "grpo.num_prompts_per_step": PROMPTS,
             "grpo.num_generations_per_prompt": GROUP,
@@ -159,13 +156,13 @@ def known(admin: Admin, browser: Browser, tmp_path_factory: pytest.TempPathFacto
             "tracing.endpoint": admin.url,
         },
     )
-    train(config, display=told, observer=told.observe)
-    return told
+    train(config, display=record, observer=record.observe)
+    return record
 
 
 @pytest.fixture
 def page(admin: Admin, browser: Browser) -> Iterator[Page]:
-    """A tab; the test fails by whatever the page complains of in the console."""
+    """Yield a tab; the test fails on any console message or page error."""
     tab = browser.new_page(viewport={"width": 1280, "height": 900}, base_url=admin.url)
     complaints: list[str] = []
     tab.on("console", lambda message: complaints.append(f"{message.type}: {message.text}"))
@@ -176,41 +173,44 @@ def page(admin: Admin, browser: Browser) -> Iterator[Page]:
 
 
 @pytest.fixture(scope="module")
-def traces(admin: Admin, known: Known) -> dict[int, dict[str, Any]]:
-    """The trace of each step, numbered as the trainer's metrics do; spans begin with 0."""
+def traces(admin: Admin, recorded: RunRecord) -> dict[int, dict[str, Any]]:
+    """Return the trace of each step, numbered from 1 as in the metrics; spans count from 0."""
 
-    def all_whole() -> Any:
-        found = [
+    def all_complete() -> Any:
+        steps = [
             each for each in admin.ask("traces", limit=100)["traces"] if each["name"] == "grpo.step"
         ]
-        whole = [each for each in found if each["has_root"]]
-        return found if len(whole) == STEPS else None
+        complete = [each for each in steps if each["has_root"]]
+        return steps if len(complete) == STEPS else None
 
     return {
-        each["step"] + 1: admin.ask("trace", id=each["trace_id"]) for each in admin.until(all_whole)
+        each["step"] + 1: admin.ask("trace", id=each["trace_id"])
+        for each in admin.until(all_complete)
     }
 
 
-def test_the_run_trained_on_what_it_asked_for(known: Known) -> None:
-    assert [record["step"] for record in known.history] == [*range(1, STEPS + 1)]
-    for shards in known.trained.values():
+def test_run_trains_on_every_sample_once(recorded: RunRecord) -> None:
+    assert [record["step"] for record in recorded.history] == [*range(1, STEPS + 1)]
+    for shards in recorded.trained.values():
         assert sorted(shards) == [*range(RANKS)]
-        assert len({one for ids in shards.values() for one in ids}) == SAMPLES
+        assert len({sample_id for ids in shards.values() for sample_id in ids}) == SAMPLES
 
 
-def test_there_is_one_whole_trace_a_step(known: Known, traces: dict[int, dict[str, Any]]) -> None:
-    assert sorted(traces) == sorted(known.trained)
+def test_each_step_has_one_complete_trace(
+    recorded: RunRecord, traces: dict[int, dict[str, Any]]
+) -> None:
+    assert sorted(traces) == sorted(recorded.trained)
     assert len({trace["run_id"] for trace in traces.values()}) == 1
-    everybody = {"grpo.driver", "grpo.rollout", "grpo.generation", "grpo.environment"}
-    everybody |= {f"grpo.policy {rank}" for rank in range(RANKS)}
+    processes = {"grpo.driver", "grpo.rollout", "grpo.generation", "grpo.environment"}
+    processes |= {f"grpo.policy {rank}" for rank in range(RANKS)}
     for step, trace in traces.items():
         assert trace["incomplete"] == [], f"step {step}"
         assert trace["rejected"] == trace["errors"] == 0
-        assert {each["process"] for each in trace["process_times"]} == everybody
-        assert trace["seconds"] > sum(known.history[step - 1]["seconds"].values())
+        assert {each["process"] for each in trace["process_times"]} == processes
+        assert trace["seconds"] > sum(recorded.history[step - 1]["seconds"].values())
 
 
-def test_new_weights_came_over_nixl_and_the_bytes_are_those_of_the_model(
+def test_every_refit_moves_the_models_bytes_over_nixl(
     traces: dict[int, dict[str, Any]],
 ) -> None:
     moved = set()
@@ -223,22 +223,22 @@ def test_new_weights_came_over_nixl_and_the_bytes_are_those_of_the_model(
     assert moved.pop() > 100_000
 
 
-def test_the_live_partition_was_what_the_step_had_put(known: Known) -> None:
-    live = known.live
+def test_live_partition_has_the_samples_of_the_step(recorded: RunRecord) -> None:
+    live = recorded.live
     assert live["present"] == live["put"] == live["declared"] == SAMPLES
     assert (live["outstanding"], live["reserved"], live["cleared"]) == (0, 0, 0)
-    # A synchronous step hands its samples out itself: nobody claims them.
+    # The driver of a synchronous step assigns the samples itself: no consumer claims them.
     assert {task["name"] for task in live["tasks"]} == TASKS
     for task in live["tasks"]:
-        assert (task["unclaimed"], task["leased"], task["settled"]) == (SAMPLES, 0, 0)
+        assert (task["unclaimed"], task["leased"], task["acknowledged"]) == (SAMPLES, 0, 0)
     fields = {field["name"] for field in live["fields"]}
     assert {"input_ids", "generation_logprobs", "prev_logprobs", "advantages"} <= fields
 
 
-def test_the_life_of_every_sample_is_what_the_driver_had_done_with_it(
-    admin: Admin, known: Known, traces: dict[int, dict[str, Any]]
+def test_sample_history_matches_the_drivers_record(
+    admin: Admin, recorded: RunRecord, traces: dict[int, dict[str, Any]]
 ) -> None:
-    for step, shards in known.trained.items():
+    for step, shards in recorded.trained.items():
         for rank, ids in shards.items():
             for sample_id in ids[:: SAMPLES // 8]:
                 life = admin.ask("sample", id=sample_id)
@@ -251,30 +251,30 @@ def test_the_life_of_every_sample_is_what_the_driver_had_done_with_it(
                 assert trained["process"] == f"grpo.policy {rank}"
                 assert trained["task"] == "train"
                 assert trained["trace_id"] == traces[step]["trace_id"]
-                # Generated with the weights of the step before, and trained on at once.
+                # Generated with the previous step's weights, and trained on in this step.
                 assert hops[0]["weight_version"] == step - 1
                 assert life["live"] is None  # it was cleared
 
 
-def test_everything_that_was_trained_on_was_fresh(
-    admin: Admin, known: Known, traces: dict[int, dict[str, Any]]
+def test_all_training_samples_have_zero_staleness(
+    admin: Admin, recorded: RunRecord, traces: dict[int, dict[str, Any]]
 ) -> None:
-    told = admin.ask("staleness", run=traces[1]["run_id"])
-    assert set(told["counts"]) == {"0"}
-    assert sum(told["counts"].values()) == STEPS * SAMPLES
+    counts = admin.ask("staleness", run=traces[1]["run_id"])["counts"]
+    assert set(counts) == {"0"}
+    assert sum(counts.values()) == STEPS * SAMPLES
 
 
-def test_nothing_is_waited_for_when_all_is_done(admin: Admin, known: Known) -> None:
+def test_nothing_is_blocked_after_the_run(admin: Admin, recorded: RunRecord) -> None:
     assert admin.until(lambda: admin.ask("why") == [])
 
 
-def test_the_overview_followed_the_run_without_a_reload(known: Known) -> None:
-    newest = known.overview.locator("#steps a").filter(has_text=str(STEPS - 1)).first
+def test_overview_follows_the_run_without_a_reload(recorded: RunRecord) -> None:
+    newest = recorded.overview.locator("#steps a").filter(has_text=str(STEPS - 1)).first
     expect(newest).to_be_visible(timeout=30_000)
-    assert known.overview.evaluate("window.kept"), "the page was loaded anew"
+    assert recorded.overview.evaluate("window.kept"), "the page was reloaded"
 
 
-def test_a_page_shows_the_step_across_its_processes(
+def test_trace_page_shows_the_step_in_every_process(
     traces: dict[int, dict[str, Any]], page: Page
 ) -> None:
     page.goto(f"/trace?id={traces[STEPS]['trace_id']}")
@@ -283,27 +283,27 @@ def test_a_page_shows_the_step_across_its_processes(
         expect(page.locator("#chart").get_by_text(each["process"]).first).to_be_visible()
 
 
-def test_a_sample_is_found_and_its_life_is_shown(known: Known, page: Page) -> None:
-    sample_id = known.trained[STEPS][0][0]
+def test_sample_page_is_found_and_shows_its_history(recorded: RunRecord, page: Page) -> None:
+    sample_id = recorded.trained[STEPS][0][0]
     page.goto(f"/samples?q={urllib.parse.quote(sample_id)}")
     page.locator("main").get_by_role("link", name=sample_id).first.click()
     expect(page.get_by_role("heading", level=1)).to_contain_text(sample_id)
     expect(page.locator("#life").get_by_text("trained").first).to_be_visible()
 
 
-def test_two_steps_are_compared(traces: dict[int, dict[str, Any]], page: Page) -> None:
+def test_compare_page_shows_two_steps(traces: dict[int, dict[str, Any]], page: Page) -> None:
     page.goto(f"/compare?a={traces[1]['trace_id']}&b={traces[2]['trace_id']}")
     expect(page.locator("main")).to_contain_text("train")
 
 
 @pytest.mark.parametrize("path", ["/", "/traces", "/staleness", "/audit", "/samples?q="])
-def test_every_other_page_is_quiet(known: Known, page: Page, path: str) -> None:
+def test_other_pages_have_no_console_messages(recorded: RunRecord, page: Page, path: str) -> None:
     page.goto(path)
     expect(page.get_by_role("heading", level=1)).to_be_visible()
 
 
-def test_a_terminal_says_the_same_of_a_sample(admin: Admin, known: Known) -> None:
-    sample_id = known.trained[1][0][0]
+def test_command_line_prints_the_same_sample(admin: Admin, recorded: RunRecord) -> None:
+    sample_id = recorded.trained[1][0][0]
     done = subprocess.run(
         [str(ADMIN), "sample", sample_id, "--url", admin.url, "--json"],
         capture_output=True,

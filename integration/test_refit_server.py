@@ -1,4 +1,8 @@
-"""A run whose control plane is a refit server with TLS and a token, in a process of its own."""
+"""A run whose control plane is a refit server with TLS and a token, in a separate process.
+
+Errors of single processes are tested on their parts, without a run.
+"""
+# ruff: noqa: TID251
 
 from __future__ import annotations
 
@@ -17,9 +21,9 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_trainer.refit_settings import RefitSettings
-from grpo_trainer.refit_source import slot, start_source
-from grpo_trainer.refit_target import start_target
+from grpo_trainer.refit.settings import RefitSettings
+from grpo_trainer.refit.source import RefitSource, slot
+from grpo_trainer.refit.target import RefitTarget
 from refit_mx import ControlAccessError, ControlUnavailableError, RefitConfigError, RefitError
 
 COMMAND = str(Path(sysconfig.get_path("scripts")) / "grpo-trainer")
@@ -32,7 +36,7 @@ pytestmark = pytest.mark.debian("openssl")
 
 @dataclass
 class Server:
-    """Where it is, and what it trusts and wants."""
+    """A refit server's address, with right and wrong certificates and tokens."""
 
     address: str
     ca: str
@@ -42,13 +46,13 @@ class Server:
 
 
 def certificate(folder: Path, name: str) -> str:
-    made = folder / f"{name}.crt"
+    path = folder / f"{name}.crt"
     command = ["openssl", "req", "-x509", "-days", "2", "-nodes", "-newkey", "ec"]
     curve = ["-pkeyopt", "ec_paramgen_curve:prime256v1"]
     subject = ["-subj", f"/CN={name}", "-addext", "subjectAltName=IP:127.0.0.1"]
-    files = ["-keyout", str(made.with_suffix(".key")), "-out", str(made)]
+    files = ["-keyout", str(path.with_suffix(".key")), "-out", str(path)]
     subprocess.run([*command, *curve, *subject, *files], check=True, capture_output=True)
-    return str(made)
+    return str(path)
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +88,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 def train(
     server: Server, folder: Path, *, token: str | None = None, **access: str
 ) -> subprocess.CompletedProcess[str]:
-    """One small step of the command, with the files of Ray below ``folder``."""
+    """Run one small step by the command line, with Ray's files below ``folder``."""
     changes: dict[str, Any] = {
         "refit.control": server.address,
         **{f"refit.control_access.{key}": value for key, value in access.items()},
@@ -94,10 +98,10 @@ def train(
         "validation.every_steps": 0,
         "checkpointing.every_steps": 1,
     }
-    told = [part for key, value in changes.items() for part in ("--set", f"{key}={value}")]
+    options = [part for key, value in changes.items() for part in ("--set", f"{key}={value}")]
     environment = {**os.environ, **({"TOKEN_OF_A_TEST": token} if token is not None else {})}
     return subprocess.run(
-        [COMMAND, "train", "--output", str(folder / "runs"), *told],
+        [COMMAND, "train", "--output", str(folder / "runs"), *options],
         env=environment,
         capture_output=True,
         text=True,
@@ -106,8 +110,8 @@ def train(
     )
 
 
-def assert_nowhere(secret: str, folder: Path, done: subprocess.CompletedProcess[str]) -> None:
-    """Not in what was written, neither by the command nor by any process of the run."""
+def assert_not_written(secret: str, folder: Path, done: subprocess.CompletedProcess[str]) -> None:
+    """Check that neither the command's output nor a file below ``folder`` has the secret."""
     assert secret not in done.stdout + done.stderr
     for file in folder.rglob("*"):
         if file.is_file() and not file.is_symlink():
@@ -116,51 +120,51 @@ def assert_nowhere(secret: str, folder: Path, done: subprocess.CompletedProcess[
 
 @pytest.fixture
 def short() -> Iterator[Path]:
-    """A short path: Ray's sockets lie below it."""
+    """Yield a folder with a short path, since Ray's sockets are below it."""
     folder = Path(tempfile.mkdtemp(prefix="it-"))
     yield folder
     shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.mark.slow
-def test_a_run_trains_through_it_and_writes_the_token_nowhere(server: Server, short: Path) -> None:
+def test_run_trains_and_writes_the_token_nowhere(server: Server, short: Path) -> None:
     done = train(server, short, token=TOKEN, tls_ca=server.ca, token_env="TOKEN_OF_A_TEST")
     assert done.returncode == 0, done.stderr
-    assert_nowhere(TOKEN, short, done)
+    assert_not_written(TOKEN, short, done)
 
 
 @pytest.mark.slow
-def test_a_run_with_a_wrong_token_ends_with_one_line(server: Server, short: Path) -> None:
+def test_run_with_a_wrong_token_prints_one_line(server: Server, short: Path) -> None:
     done = train(server, short, tls_ca=server.ca, token_file=server.wrong_file)
     assert (done.returncode, done.stderr.count("\n")) == (1, 1), done.stderr
     assert f"refit: control plane at {server.address}" in done.stderr
     assert "a valid bearer token is required" in done.stderr
-    assert_nowhere(WRONG, short, done)
-    assert not any(short.iterdir())  # no Ray was started, and no folder made
+    assert_not_written(WRONG, short, done)
+    assert not any(short.iterdir())  # neither Ray nor the run has started
 
 
-def settings(server: Server, **access: str | None) -> dict[str, Any]:
-    found = dict.fromkeys(("tls_ca", "tls_name", "token_file", "token_env"))
+def settings(server: Server, **access: Path | str | None) -> RefitSettings:
+    defaults = dict.fromkeys(("tls_ca", "tls_name", "token_file", "token_env"))
     return RefitSettings(
         control=server.address,
-        control_access={**found, **access},
+        control_access={**defaults, **access},
         model_name="m",
         transport="tcp",
         host="127.0.0.1",
         advertised_host=None,
-        tensor_parallel=2,
+        generation_tensor_parallel=2,
         timeout_s=TIMEOUT_S,
-    ).model_dump()
+    )
 
 
-def test_what_policy_and_generation_workers_hold_refits_through_it(server: Server) -> None:
-    told = settings(server, tls_ca=server.ca, token_file=server.token_file)
-    assert TOKEN not in repr(told)
+def test_workers_refit_through_the_server(server: Server) -> None:
+    section = settings(server, tls_ca=server.ca, token_file=server.token_file)
+    assert TOKEN not in repr(section)
     weights = {"w": torch.arange(24.0).view(6, 4), "b": torch.ones(4)}
     live = {name: torch.zeros_like(weight) for name, weight in weights.items()}
-    sources = [start_source(told, rank=rank, world=2) for rank in range(2)]
-    target = start_target(told, live)
-    with RefitSettings.model_validate(told).connect() as control:
+    sources = [RefitSource(section, rank=rank, world=2) for rank in range(2)]
+    target = RefitTarget(section, live)
+    with section.connect() as control:
         control.create_version("m", [slot(0), slot(1)], idempotency_key="v1", version_id="v1")
         for source in sources:
             source.publish("v1", weights)
@@ -171,32 +175,32 @@ def test_what_policy_and_generation_workers_hold_refits_through_it(server: Serve
         source.close()
 
 
-def test_a_worker_without_the_variable_of_its_token_names_it(server: Server) -> None:
-    told = settings(server, tls_ca=server.ca, token_env="TOKEN_OF_A_TEST")
+def test_missing_token_variable_is_named(server: Server) -> None:
+    section = settings(server, tls_ca=server.ca, token_env="TOKEN_OF_A_TEST")
     with pytest.raises(RefitConfigError, match="variable TOKEN_OF_A_TEST is not set"):
-        start_source(told, rank=0, world=1)
+        RefitSource(section, rank=0, world=1)
 
 
 @pytest.mark.parametrize(
     ("wrong", "error", "named"),
     [
         ("token", ControlAccessError, "a valid bearer token is required"),
-        ("certificate", ControlAccessError, "its certificate is not of tls_ca"),
+        ("certificate", ControlAccessError, "its certificate is not signed by tls_ca"),
         ("no tls", ControlUnavailableError, "control plane at"),
     ],
 )
-def test_a_worker_that_is_not_let_in_is_told_so_at_once(
+def test_refused_worker_fails_at_once(
     server: Server, wrong: str, error: type[RefitError], named: str, capfd: Any
 ) -> None:
-    told = settings(
+    section = settings(
         server,
         tls_ca={"certificate": server.other_ca, "no tls": None}.get(wrong, server.ca),
         token_file=server.wrong_file if wrong == "token" else server.token_file,
     )
     began = time.monotonic()
     for start in (
-        lambda: start_source(told, rank=0, world=1),
-        lambda: start_target(told, {"w": torch.zeros(2)}),
+        lambda: RefitSource(section, rank=0, world=1),
+        lambda: RefitTarget(section, {"w": torch.zeros(2)}),
     ):
         with pytest.raises(error, match=named) as caught:
             start()

@@ -1,4 +1,4 @@
-"""Which releases are tested with which packages of a checkout, and which breaks stop nothing."""
+"""Pairs of releases and packages of a checkout that are tested, and pairs with a declared break."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CORE, CODEC, ACTOR = "the-core", "a-codec", "an-actor"
 
 
 class Repository:
-    """With all three at 0.1.0, and a tag of each."""
+    """A repository of three packages, each at 0.1.0 with a tag."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -49,7 +49,7 @@ def repository(tmp_path: Path) -> Repository:
     return Repository(tmp_path)
 
 
-def test_without_a_break_the_last_releases_are_tested_on_both_sides(repository: Repository) -> None:
+def test_last_releases_are_tested_in_both_directions(repository: Repository) -> None:
     repository.write(CORE, "0.1.1")
     assert repository.pairs() == {
         Pair(f"{CORE}==0.1.0", (CODEC, ACTOR)),
@@ -58,7 +58,7 @@ def test_without_a_break_the_last_releases_are_tested_on_both_sides(repository: 
     }
 
 
-def test_what_was_not_released_is_in_no_pair(tmp_path: Path) -> None:
+def test_unreleased_package_is_in_no_pair(tmp_path: Path) -> None:
     repository = Repository(tmp_path)
     repository.git("tag", "--delete", f"{CODEC}==0.1.0")
     assert {pair.tag for pair in repository.pairs()} == {f"{CORE}==0.1.0", f"{ACTOR}==0.1.0"}
@@ -66,36 +66,39 @@ def test_what_was_not_released_is_in_no_pair(tmp_path: Path) -> None:
     assert not repository.pairs()
 
 
-def test_a_raised_floor_excludes_the_release_below_it(repository: Repository) -> None:
+def test_raised_lower_bound_excludes_an_older_release(repository: Repository) -> None:
     repository.write(CORE, "0.1.1")
     repository.write(CODEC, "0.1.1", f"{CORE}>=0.1.1")
-    why_not = f"{CODEC} 0.1.1 asks for {CORE}>=0.1.1"
-    told = repository.pairs()
-    assert Pair(f"{CORE}==0.1.0", (CODEC,), why_not) in told
+    why_not = f"{CODEC} 0.1.1 requires {CORE}>=0.1.1"
+    all_pairs = repository.pairs()
+    assert Pair(f"{CORE}==0.1.0", (CODEC,), why_not) in all_pairs
     # The actor could not be installed with it either.
-    assert Pair(f"{CORE}==0.1.0", (ACTOR,), why_not) in told
-    assert {pair.tag for pair in told if not pair.why_not} == {f"{CODEC}==0.1.0", f"{ACTOR}==0.1.0"}
+    assert Pair(f"{CORE}==0.1.0", (ACTOR,), why_not) in all_pairs
+    assert {pair.tag for pair in all_pairs if not pair.why_not} == {
+        f"{CODEC}==0.1.0",
+        f"{ACTOR}==0.1.0",
+    }
 
 
-def test_an_upper_bound_of_a_release_excludes_the_checkout(repository: Repository) -> None:
+def test_upper_bound_of_a_release_excludes_the_checkout(repository: Repository) -> None:
     repository.write(CODEC, "0.1.1", f"{CORE}<0.1.1,>=0.1.0")
     repository.release(CODEC, "0.1.1")
     repository.write(CORE, "0.1.1")
-    [found] = [pair for pair in repository.pairs() if pair.tag == f"{CODEC}==0.1.1"]
-    assert found.why_not == f"it asks for {CORE}<0.1.1,>=0.1.0, and {CORE} here is 0.1.1"
+    [pair] = [pair for pair in repository.pairs() if pair.tag == f"{CODEC}==0.1.1"]
+    assert pair.why_not == f"it requires {CORE}<0.1.1,>=0.1.0, and {CORE} here is 0.1.1"
 
 
-def test_a_version_that_may_break_is_not_tested_with_what_was_released_before_it(
+def test_breaking_version_is_not_tested_with_older_releases(
     repository: Repository,
 ) -> None:
     before = f"{CORE} 0.2.0 may break with {CORE}==0.1.0"
     repository.write(CORE, "0.2.0")
     assert repository.pairs() == {
-        Pair(f"{CORE}==0.1.0", (CODEC, ACTOR)),  # they do not say that they need more
+        Pair(f"{CORE}==0.1.0", (CODEC, ACTOR)),  # their requirements allow it
         Pair(f"{CODEC}==0.1.0", (CODEC,), before),
         Pair(f"{ACTOR}==0.1.0", (ACTOR,), before),
     }
-    # Between its release and theirs as well.
+    # The same holds between its release and theirs.
     repository.release(CORE, "0.2.0")
     assert repository.pairs() == {
         Pair(f"{CORE}==0.2.0", (CODEC, ACTOR)),
@@ -104,7 +107,7 @@ def test_a_version_that_may_break_is_not_tested_with_what_was_released_before_it
     }
 
 
-def test_what_was_released_after_a_break_is_tested_again(repository: Repository) -> None:
+def test_releases_after_a_break_are_tested_again(repository: Repository) -> None:
     repository.write(CORE, "0.2.0")
     repository.release(CORE, "0.2.0")
     repository.write(CODEC, "0.2.0", f"{CORE}>=0.2.0")

@@ -1,4 +1,4 @@
-"""What stands in a release's way: on a small repository, and on a copy of this one."""
+"""Conditions of a release: on a small repository, and on a copy of this one."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from first_thing._inner import Client, helper
 
 __all__ = ["Client", "helper"]
 '''
-INNER = '''"""Where it is made."""
+INNER = '''"""Definitions."""
 
 
 def helper(a: int, b: int = 0) -> int:
@@ -37,7 +37,7 @@ def helper(a: int, b: int = 0) -> int:
 
 
 class Client:
-    """Of something."""
+    """A client."""
 
     def get(self, name: str, *, timeout_s: float = 1.0) -> str:
         """Get."""
@@ -70,7 +70,7 @@ def git(folder: Path, *arguments: str) -> None:
 
 
 class Repository:
-    """With the package ``first-thing``, as released in 0.1.0."""
+    """A repository with the package ``first-thing`` and its tag 0.1.0."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -109,7 +109,7 @@ def repository(tmp_path: Path) -> Repository:
     return Repository(tmp_path)
 
 
-def test_a_tag_of_the_package_as_it_is_may_be_released(repository: Repository) -> None:
+def test_tag_of_the_current_version_may_be_released(repository: Repository) -> None:
     package = check_tag("first-thing==0.1.0", repository.root)
     assert package.notes() == "### Added\n\n- What 0.1.0 has."
 
@@ -127,13 +127,17 @@ def no_notes(repository: Repository) -> None:
     [
         ("first-thing==0.2.0", None, "first-thing here is version 0.1.0"),
         ("first-thing", None, "first-thing here is version 0.1.0"),
-        ("second-thing==0.1.0", None, "'second-thing' is not known; expected one of first-thing"),
-        ("../first-thing==0.1.0", None, "is not known"),
-        ("first-thing==0.1.0", fragment, r"1 changes are not in CHANGELOG.md yet, \+more.added.md"),
+        (
+            "second-thing==0.1.0",
+            None,
+            "unknown package 'second-thing'; expected one of first-thing",
+        ),
+        ("../first-thing==0.1.0", None, "unknown package"),
+        ("first-thing==0.1.0", fragment, r"1 changes are not in CHANGELOG.md yet, first \+more"),
         ("first-thing==0.1.0", no_notes, "CHANGELOG.md has nothing about 0.1.0"),
     ],
 )
-def test_a_tag_of_anything_else_is_refused(
+def test_other_tags_are_refused(
     repository: Repository, tag: str, change: Callable[[Repository], None] | None, expected: str
 ) -> None:
     if change is not None:
@@ -150,20 +154,20 @@ def test_a_tag_of_anything_else_is_refused(
         ("def get(", "def fetch("),
     ],
 )
-def test_a_change_of_what_is_exported_needs_a_version_that_says_so(
+def test_breaking_change_needs_a_breaking_version(
     repository: Repository, before: str, after: str
 ) -> None:
     repository.become("0.1.1")
     repository.change(before, after)
-    told, allowed = check_api(repository.package)
-    assert "breaking changes since first-thing==0.1.0" in told
-    assert len(told.splitlines()) > 1
+    report, allowed = check_api(repository.package)
+    assert "breaking changes since first-thing==0.1.0" in report
+    assert len(report.splitlines()) > 1
     assert not allowed
     repository.become("0.2.0")
     assert check_api(repository.package)[1]
 
 
-def moved_and_changed(repository: Repository) -> None:
+def move_and_change(repository: Repository) -> None:
     other = "def helper(a: int) -> int:\n    return a\n"
     repository.inner.with_name("_other.py").write_text(other)
     face = FACE.replace("_inner import Client, helper", "_inner import Client")
@@ -171,26 +175,26 @@ def moved_and_changed(repository: Repository) -> None:
     repository.inner.with_name("__init__.py").write_text(face)
 
 
-def another_under_its_name(repository: Repository) -> None:
+def export_another_function(repository: Repository) -> None:
     face = FACE.replace(
         "Client, helper\n", "Client\nfrom first_thing._inner import private as helper\n"
     )
     repository.inner.with_name("__init__.py").write_text(face)
 
 
-def not_exported(repository: Repository) -> None:
+def remove_export(repository: Repository) -> None:
     face = FACE.replace('["Client", "helper"]', '["Client"]')
     repository.inner.with_name("__init__.py").write_text(face)
 
 
-@pytest.mark.parametrize("change", [moved_and_changed, another_under_its_name, not_exported])
-def test_a_name_that_stands_for_something_else_or_nothing_is_a_break(
+@pytest.mark.parametrize("change", [move_and_change, export_another_function, remove_export])
+def test_replaced_or_removed_export_is_a_break(
     repository: Repository, change: Callable[[Repository], None]
 ) -> None:
     repository.become("0.1.1")
     change(repository)
-    told, allowed = check_api(repository.package)
-    assert not allowed, told
+    report, allowed = check_api(repository.package)
+    assert not allowed, report
 
 
 @pytest.mark.parametrize(
@@ -200,71 +204,73 @@ def test_a_name_that_stands_for_something_else_or_nothing_is_a_break(
         ("b: int = 0", "b: int = 0, c: int = 0"),
     ],
 )
-def test_what_breaks_nobody_needs_none(repository: Repository, before: str, after: str) -> None:
+def test_compatible_change_needs_no_breaking_version(
+    repository: Repository, before: str, after: str
+) -> None:
     repository.become("0.1.1")
     repository.change(before, after)
-    told, allowed = check_api(repository.package)
-    assert allowed, told
-    assert told == "first-thing 0.1.1: 0 breaking changes since first-thing==0.1.0"
+    report, allowed = check_api(repository.package)
+    assert allowed, report
+    assert report == "first-thing 0.1.1: 0 breaking changes since first-thing==0.1.0"
 
 
-def test_what_breaks_after_a_release_is_found_before_the_next_is_prepared(
+def test_break_after_a_release_is_reported_before_the_next(
     repository: Repository,
 ) -> None:
     assert check_api(repository.package)[1]
     repository.change("def get(", "def fetch(")
-    told, allowed = check_api(repository.package)
+    report, allowed = check_api(repository.package)
     assert not allowed
-    assert "1 breaking changes since first-thing==0.1.0" in told
-    assert told.endswith("such changes need version 0.2.0 or later")
+    assert "1 breaking changes since first-thing==0.1.0" in report
+    assert report.endswith("such changes need version 0.2.0 or later")
     repository.become("0.2.0")
     assert check_api(repository.package)[1]
 
 
-def test_a_tag_is_compared_with_the_release_before_it(repository: Repository) -> None:
+def test_tag_is_compared_with_the_release_before_it(repository: Repository) -> None:
     repository.become("0.1.1")
     repository.change("def get(", "def fetch(")
     repository.git("commit", "--quiet", "-a", "-m", "second")
     repository.git("tag", "first-thing==0.1.1")
     assert check_api(repository.package)[1]
-    told, allowed = check_api(repository.package, tagged=True)
+    report, allowed = check_api(repository.package, tagged=True)
     assert not allowed
-    assert "since first-thing==0.1.0" in told
+    assert "since first-thing==0.1.0" in report
 
 
-def test_the_last_release_is_the_highest_up_to_this_version(repository: Repository) -> None:
+def test_last_release_is_the_highest_up_to_this_version(repository: Repository) -> None:
     for version in ("0.9.0", "0.10.0", "0.11.0", "0.10.1rc1"):
         repository.git("tag", f"first-thing=={version}")
     repository.become("0.11.0")
     assert repository.package.last_release() == "first-thing==0.10.0"
-    assert repository.package.last_release(this_too=True) == "first-thing==0.11.0"
+    assert repository.package.last_release(inclusive=True) == "first-thing==0.11.0"
     repository.become("0.10.1")
-    assert repository.package.last_release(this_too=True) == "first-thing==0.10.0"
+    assert repository.package.last_release(inclusive=True) == "first-thing==0.10.0"
     repository.become("0.1.0")
     assert repository.package.last_release() is None
 
 
-def test_a_version_is_three_numbers(repository: Repository) -> None:
+def test_version_must_be_three_numbers(repository: Repository) -> None:
     repository.become("0.2.0rc1")
-    with pytest.raises(ReleaseError, match=r"'0\.2\.0rc1' is no version"):
+    with pytest.raises(ReleaseError, match=r"invalid version '0\.2\.0rc1'"):
         repository.package.last_release()
 
 
-def test_every_package_here_can_be_looked_at() -> None:
-    found = packages()
-    assert len(found) == 6
-    for package in found:
+def test_packages_and_members_are_complete() -> None:
+    listed = packages()
+    assert len(listed) == 6
+    for package in listed:
         assert package.root == ROOT
         assert package.version
         assert (package.folder / "src" / package.module / "__init__.py").exists()
-    assert {each.name for each in members()} - {each.name for each in found} == {
+    assert {each.name for each in members()} - {each.name for each in listed} == {
         "dataplane-admin",
         "grpo-trainer",
         "refit-server",
     }
 
 
-def test_what_was_prepared_passes_the_tests_that_a_release_waits_for(tmp_path: Path) -> None:
+def test_prepared_release_passes_the_checks_of_a_release(tmp_path: Path) -> None:
     before, after = tmp_path / "before", tmp_path / "after"
     unwanted = shutil.ignore_patterns("__pycache__", "*.egg-info", ".*_cache")
     for folder in ("packages", "services", "deploy", "docker"):
@@ -283,8 +289,8 @@ def test_what_was_prepared_passes_the_tests_that_a_release_waits_for(tmp_path: P
     for each in members(after):
         assert "This release has this." in check_tag(f"{each.name}==7.8.9", after).notes()
     images = re.compile(r"\brl-dataplane/[\w-]+(?::|, newTag: )(\d[\d.]*\d)")
-    for folder, at_least in (("deploy", 10), ("docker", 4)):
+    for folder, min_images in (("deploy", 10), ("docker", 4)):
         texts = [path.read_text() for path in (after / folder).rglob("*.*") if path.is_file()]
         named = [version for text in texts for version in images.findall(text)]
-        assert len(named) >= at_least
+        assert len(named) >= min_images
         assert set(named) == {"7.8.9"}

@@ -1,4 +1,4 @@
-"""Services that are started again in the middle of a run: it goes on, and nothing of it is lost."""
+"""Services that restart during a run: the run continues, and no telemetry is lost."""
 
 from __future__ import annotations
 
@@ -19,28 +19,29 @@ from typing import Any
 
 import pytest
 from integration.conftest import configured
+from integration.waiting import wait_until
 
 from grpo_trainer import RunDisplay, train
 
 SCRIPTS = Path(sysconfig.get_path("scripts"))
-PATIENCE_S = 60.0
+TIMEOUT_S = 60.0
 STEPS = 5
 AWAY_S = 4.0
-"""Longer than refit-mx waits unless it is told to, and than telemetry tries one request."""
+"""Downtime, longer than refit-mx's default timeout and telemetry's timeout for one request."""
 SILENT_S = 12.0
-"""Longer than refit-mx waits for the answer to one call."""
+"""Time of a frozen service, longer than refit-mx's timeout for one call."""
 
 
 class Service:
-    """A command that listens on one port, each time it is started.
+    """A command that listens on the same port whenever it is started.
 
     Args:
-        folder: of its log.
-        command: with ``{port}`` for the port.
+        folder: folder of its log.
+        command: words of the command, with ``{port}`` for the port.
     """
 
     def __init__(self, folder: Path, *command: str) -> None:
-        # Bound and not listening, it keeps the port from everybody who does not ask for it.
+        # A bound socket that does not listen reserves the port, except from SO_REUSEADDR.
         self._holder = socket.socket()
         self._holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self._holder.bind(("127.0.0.1", 0))
@@ -52,43 +53,43 @@ class Service:
         self.start()
 
     def start(self) -> None:
-        """Returns when it listens."""
+        """Start the command and wait until it listens."""
         with self._log.open("ab") as log:
             self.process = subprocess.Popen(self._command, stdout=subprocess.PIPE, stderr=log)
         assert self.process.stdout is not None
-        told = self.process.stdout.readline().decode()
-        assert self.address in told, self._log.read_text()
+        line = self.process.stdout.readline().decode()
+        assert self.address in line, self._log.read_text()
 
     def stop(self) -> None:
-        """As a supervisor does."""
+        """Terminate the command as a supervisor does."""
         self.process.terminate()
-        assert self.process.wait(PATIENCE_S) == 0, self._log.read_text()
+        assert self.process.wait(TIMEOUT_S) == 0, self._log.read_text()
 
     def signal(self, number: int) -> None:
         """Send it a signal."""
         self.process.send_signal(number)
 
     def close(self) -> None:
-        """End it, whatever its state."""
+        """Kill the command in any state."""
         self.process.kill()
         self.process.wait()
         self._holder.close()
 
 
-class Disturbs(RunDisplay):
-    """Does something when a phase of a step begins.
+class Disturber(RunDisplay):
+    """A display that disturbs a run when a phase of a step begins.
 
     Args:
-        disturbances: what is done, by step and name of the phase.
+        disturbances: function to call, by step and name of the phase.
     """
 
     def __init__(self, disturbances: dict[tuple[int, str], Callable[[], None]]) -> None:
-        self.left = dict(disturbances)
+        self.remaining = dict(disturbances)
         self._step = 1
 
     def phase(self, name: str) -> None:
         """See `RunDisplay.phase`."""
-        if disturb := self.left.pop((self._step, name), None):
+        if disturb := self.remaining.pop((self._step, name), None):
             disturb()
 
     def finished_step(self, record: dict[str, Any]) -> None:
@@ -98,21 +99,21 @@ class Disturbs(RunDisplay):
 
 @dataclass
 class Services:
-    """What a run needs and reports to."""
+    """The services of a run: it refits through one and reports to the other."""
 
     refit: Service
     admin: Service
     refit_state: Path
 
     def ask(self, path: str) -> Any:
-        """An answer of the admin service."""
+        """Return an answer of the admin service."""
         with urllib.request.urlopen(f"http://{self.admin.address}{path}", timeout=20) as answer:
             return json.load(answer)
 
 
 @dataclass
 class Ran:
-    """What a run says of its steps, and what the admin service has of them, both in order."""
+    """A run's metrics and its traces in the admin service, in the order of steps."""
 
     history: list[dict[str, Any]]
     traces: list[dict[str, Any]]
@@ -137,7 +138,7 @@ def services(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Services]:
 
 
 def run(services: Services, folder: Path, display: RunDisplay) -> Ran:
-    """A small run over both services."""
+    """Run a few small steps with both services."""
     changes = {
         "run.name": folder.name,
         "grpo.num_steps": STEPS,
@@ -151,38 +152,37 @@ def run(services: Services, folder: Path, display: RunDisplay) -> Ran:
     }
     began_ns = time.time_ns()
     history = train(configured(folder, changes), display=display).history
-    deadline = time.monotonic() + PATIENCE_S
-    while True:
-        traces = [
-            one
-            for one in services.ask("/api/v1/traces?limit=100")["traces"]
-            if one["start_ns"] > began_ns and one["step"] is not None and one["has_root"]
+
+    def steps() -> list[dict[str, Any]]:
+        return [
+            trace
+            for trace in services.ask("/api/v1/traces?limit=100")["traces"]
+            if trace["start_ns"] > began_ns and trace["step"] is not None and trace["has_root"]
         ]
-        if len(traces) == STEPS:
-            break
-        assert time.monotonic() < deadline, f"{len(traces)} steps arrived"
-        time.sleep(0.1)
+
+    wait_until(lambda: len(steps()) == STEPS, TIMEOUT_S, state=steps)
+    traces = steps()
     clocks = ("seconds", "tokens_per_s")
     return Ran(
-        [{key: one[key] for key in one if key not in clocks} for one in history],
+        [{key: record[key] for key in record if key not in clocks} for record in history],
         [
-            services.ask(f"/api/v1/trace?id={one['trace_id']}")
-            for one in sorted(traces, key=lambda one: one["step"])
+            services.ask(f"/api/v1/trace?id={trace['trace_id']}")
+            for trace in sorted(traces, key=lambda trace: trace["step"])
         ],
     )
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_while_its_services_are_started_again_and_nothing_of_it_is_missed(
+def test_run_survives_restarts_of_its_services(
     cluster: None, services: Services, tmp_path: Path
 ) -> None:
     undisturbed = run(services, tmp_path / "undisturbed", RunDisplay())
-    backs: list[threading.Timer] = []
+    timers: list[threading.Timer] = []
 
-    def later(seconds: float, back: Callable[[], None]) -> None:
-        """The run goes on at once, and finds nobody until then."""
-        backs.append(threading.Timer(seconds, back))
-        backs[-1].start()
+    def later(seconds: float, recover: Callable[[], None]) -> None:
+        """Recover the service in a timer: the run meanwhile continues without it."""
+        timers.append(threading.Timer(seconds, recover))
+        timers[-1].start()
 
     def restart(service: Service) -> None:
         service.stop()
@@ -197,7 +197,7 @@ def test_a_run_goes_on_while_its_services_are_started_again_and_nothing_of_it_is
         services.refit_state.unlink()
         services.refit.start()
 
-    display = Disturbs(
+    display = Disturber(
         {
             (2, "rollout"): lambda: restart(services.admin),
             (3, "refit"): lambda: restart(services.refit),
@@ -206,16 +206,16 @@ def test_a_run_goes_on_while_its_services_are_started_again_and_nothing_of_it_is
         }
     )
     disturbed = run(services, tmp_path / "disturbed", display)
-    for back in backs:
-        back.join()
-    assert display.left == {}
+    for timer in timers:
+        timer.join()
+    assert display.remaining == {}
     assert disturbed.history == undisturbed.history
-    assert [one["incomplete"] for one in disturbed.traces] == [[]] * STEPS
-    assert [spans_of(one) for one in disturbed.traces] == [
-        spans_of(one) for one in undisturbed.traces
+    assert [trace["incomplete"] for trace in disturbed.traces] == [[]] * STEPS
+    assert [spans_of(trace) for trace in disturbed.traces] == [
+        spans_of(trace) for trace in undisturbed.traces
     ]
 
 
 def spans_of(trace: dict[str, Any]) -> Counter[tuple[str, str]]:
-    """How many spans of each name each process told."""
+    """Count a trace's spans by process and name."""
     return Counter((row["process"], row["name"]) for row in trace["rows"])

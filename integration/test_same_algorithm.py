@@ -1,9 +1,10 @@
-"""A step through the data plane is the step that plain PyTorch takes without it.
+"""A step through the data plane equals a step in plain PyTorch.
 
-The plain step below uses neither Ray nor a data plane nor the rollout actor: one process, lists of
-token ids, one padded batch. It shares the sampling routine with the trainer, so that both draw from
-the same random numbers, and the loss's token log-probabilities; everything else is written out.
+The plain step uses neither Ray nor a data plane nor the rollout actor: one process, lists of token
+ids, one padded batch. It shares two functions with the trainer: the sampling, so that both draw the
+same random numbers, and the loss's token log-probabilities. Everything else is written out here.
 """
+# ruff: noqa: TID251
 
 from __future__ import annotations
 
@@ -17,17 +18,18 @@ import torch
 
 from column_io import read_columns
 from dataplane_core import DataPlaneClient
-from grpo_trainer.config import TrainerConfig
-from grpo_trainer.environment import score
-from grpo_trainer.generation import call_seed
-from grpo_trainer.loss import token_logprobs
-from grpo_trainer.model import load_model, save_random_model
-from grpo_trainer.policy import Policy
-from grpo_trainer.prompts import SHIPPED, Prompt, PromptStream, load_prompts
-from grpo_trainer.run_actors import GENERATION, RunActors
-from grpo_trainer.sampling import sample_responses
-from grpo_trainer.step import GRPOStep, StepReport
-from grpo_trainer.tokenizer import load_tokenizer, prompt_encoder
+from grpo_trainer import TrainerConfig
+from grpo_trainer.model.load import load_model, save_random_model
+from grpo_trainer.model.tokenizer import load_tokenizer, prompt_encoder
+from grpo_trainer.policy.driver import Policy
+from grpo_trainer.policy.loss import token_logprobs
+from grpo_trainer.rollout.environment import score
+from grpo_trainer.rollout.prompts import SHIPPED, Prompt, PromptStream, load_prompts
+from grpo_trainer.rollout.remote_generation import GENERATION
+from grpo_trainer.rollout.sampling import sample_responses
+from grpo_trainer.rollout.worker import call_seed
+from grpo_trainer.run.processes import RunActors
+from grpo_trainer.run.step import GRPOStep, StepReport
 
 COLUMNS = [
     "input_ids",
@@ -50,8 +52,8 @@ class Outcome:
     weights: dict[str, torch.Tensor]
 
 
-class ReadsBeforeClearing:
-    """A client that keeps what a step wrote, at the moment when the step clears it."""
+class ReadingClient:
+    """A client that reads a step's columns just before the step clears them."""
 
     def __init__(self, inner: DataPlaneClient) -> None:
         self._inner = inner
@@ -73,7 +75,7 @@ def through_the_data_plane(
     actors = RunActors(config, model=model, tokenizer=tokenizer)
     try:
         policy = Policy(actors.calls, actors.policy_workers, config.policy)
-        client = ReadsBeforeClearing(actors.data_plane)
+        client = ReadingClient(actors.data_plane)
         train = policy.train
 
         def remember(meta: Any, **kwargs: Any) -> dict[str, float]:
@@ -101,7 +103,7 @@ def through_the_data_plane(
         )
         assert {name: tensor.numpy().tobytes() for name, tensor in served.items()} == {
             name: tensor.numpy().tobytes() for name, tensor in weights.items()
-        }, "the generator serves what was trained, to the last bit"
+        }, "the generator's weights differ from the trained ones"
     finally:
         actors.close()
     metrics = report.metrics
@@ -113,7 +115,7 @@ def weights_of(worker: Any) -> dict[str, torch.Tensor]:
 
 
 def play(config: TrainerConfig, model: Any, tokenizer: Any, prompts: list[Prompt]) -> list[dict]:
-    """Every conversation: token ids, which of them were generated, their log-probabilities."""
+    """Return every conversation: token ids, mask of generated ones, log-probabilities, reward."""
     rows = [
         {
             "ids": list(prompt.token_ids),
@@ -146,11 +148,11 @@ def play(config: TrainerConfig, model: Any, tokenizer: Any, prompts: list[Prompt
             row["logprobs"] += response.logprobs.tolist()
             row["reward"] += points / len(answers)
             if turn + 1 < len(answers):
-                said = config.env.correct if points == 1 else config.env.wrong
-                asked = tokenizer(said + row["record"].questions[turn + 1])["input_ids"]
-                row["ids"] += asked
-                row["mask"] += [0] * len(asked)
-                row["logprobs"] += [0.0] * len(asked)
+                feedback = config.env.correct if points == 1 else config.env.wrong
+                question = tokenizer(feedback + row["record"].questions[turn + 1])["input_ids"]
+                row["ids"] += question
+                row["mask"] += [0] * len(question)
+                row["logprobs"] += [0.0] * len(question)
                 ongoing.append(row)
         active, turn = ongoing, turn + 1
     return rows
@@ -161,9 +163,9 @@ def in_plain_pytorch(
 ) -> Outcome:
     torch.set_num_threads(1)
     grpo, optimizer = config.grpo, config.policy.optimizer
-    taken = PromptStream(prompts, seed=config.run.seed, shuffle=True)
+    stream = PromptStream(prompts, seed=config.run.seed, shuffle=True)
     model = load_model(folder, torch.device("cpu")).eval()
-    rows = play(config, model, tokenizer, taken.take(grpo.num_prompts_per_step))
+    rows = play(config, model, tokenizer, stream.take(grpo.num_prompts_per_step))
     width = max(len(row["ids"]) for row in rows)
     width += -width % config.policy.make_sequence_length_divisible_by
 
@@ -223,7 +225,7 @@ def in_plain_pytorch(
 
 
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.long), 2])
-def test_a_step_through_the_data_plane_equals_the_step_in_plain_pytorch(
+def test_step_equals_plain_pytorch(
     cluster: None, make_config: Callable[..., TrainerConfig], tmp_path: Any, ranks: int
 ) -> None:
     config = make_config(
@@ -234,7 +236,7 @@ def test_a_step_through_the_data_plane_equals_the_step_in_plain_pytorch(
         policy__data_parallel=ranks,
         policy__generation__num_threads=1,
     )
-    # An untrained model seldom earns anything; the first seed with which a few samples do serves.
+    # An untrained model rarely earns a reward; take the first seed with some rewarded samples.
     for seed in range(50):
         folder = tmp_path / f"model-{seed}"
         model = config.policy.model
@@ -248,21 +250,23 @@ def test_a_step_through_the_data_plane_equals_the_step_in_plain_pytorch(
     else:
         pytest.fail("no seed gives samples with different rewards")
 
-    ours = through_the_data_plane(config, str(folder), tokenizer, prompts)
+    distributed = through_the_data_plane(config, str(folder), tokenizer, prompts)
 
-    # What is drawn and what is computed per row is the same to the last bit.
+    # Sampling and computations per row are equal to the last bit.
     for name in ("input_ids", "input_lengths", "token_mask", "sample_mask"):
-        assert torch.equal(ours.columns[name].long(), plain.columns[name].long()), name
-    assert torch.equal(ours.columns["generation_logprobs"], plain.columns["generation_logprobs"])
-    # Sums over rows depend on their order: the baseline sums a group at once, ranks score their
-    # half of the batch with other matrix shapes, and their gradients are added at the end.
+        assert torch.equal(distributed.columns[name].long(), plain.columns[name].long()), name
+    assert torch.equal(
+        distributed.columns["generation_logprobs"], plain.columns["generation_logprobs"]
+    )
+    # Sums over rows depend on their order: the baseline sums a group at once, each rank scores half
+    # of the batch with other matrix shapes, and the ranks' gradients are added at the end.
     close = {"rtol": 0.0, "atol": 2e-6}
     for name in ("advantages", "prev_logprobs", "reference_policy_logprobs"):
-        torch.testing.assert_close(ours.columns[name], plain.columns[name], **close)
-    assert ours.loss == pytest.approx(plain.loss, abs=1e-6)
-    assert ours.kl == pytest.approx(plain.kl, abs=1e-6)
-    assert ours.grad_norm == pytest.approx(plain.grad_norm, rel=1e-5)
-    # Adam divides by the gradient's own size, so a rounding error of a tiny gradient can turn into
-    # a part of one step of the learning rate, 2e-4 here.
+        torch.testing.assert_close(distributed.columns[name], plain.columns[name], **close)
+    assert distributed.loss == pytest.approx(plain.loss, abs=1e-6)
+    assert distributed.kl == pytest.approx(plain.kl, abs=1e-6)
+    assert distributed.grad_norm == pytest.approx(plain.grad_norm, rel=1e-5)
+    # Adam divides by the gradient's magnitude, so a tiny gradient's rounding error can become a
+    # fraction of the learning rate, which is 2e-4 here.
     for name, tensor in plain.weights.items():
-        torch.testing.assert_close(ours.weights[name], tensor, rtol=0.0, atol=5e-5, msg=name)
+        torch.testing.assert_close(distributed.weights[name], tensor, rtol=0.0, atol=5e-5, msg=name)

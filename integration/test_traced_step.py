@@ -1,4 +1,4 @@
-"""A traced step on a real Ray: the exact tree of spans, every link, and the events beside them."""
+"""A traced step on a real Ray: the exact tree of spans, every link, and the sample events."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def traced(cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     folder = tmp_path_factory.mktemp("traced")
     with Receiver(folder / "telemetry") as receiver:
         train(traced_config(folder, receiver.endpoint))
-        # The run has ended, so every process has sent what it had.
+        # The run is finished, so every process has exported its telemetry.
         yield Traced(receiver.snapshot(), read_folder(folder / "telemetry"))
 
 
@@ -101,7 +101,7 @@ def traced_config(folder: Path, endpoint: str, **changes: Any) -> Any:
 
 @dataclass
 class Traced:
-    """What a run told; ``stored`` is the same, read back from its files."""
+    """The telemetry of a run; ``stored`` is the same telemetry, read from files."""
 
     records: Records
     stored: Records
@@ -115,7 +115,7 @@ class Traced:
 
 
 def drawn(spans: list[Span]) -> str:
-    """The tree as text; ranks in their order, everything else in the order of time."""
+    """Return the tree of spans as text: ranks by number, other spans by start."""
     children: dict[str | None, list[Span]] = {}
     for span in spans:
         children.setdefault(span.parent_id, []).append(span)
@@ -126,12 +126,12 @@ def drawn(spans: list[Span]) -> str:
         first[key] = min(span.start_ns, first.get(key, span.start_ns))
 
     def order(span: Span) -> tuple[int, str, int]:
-        own_rank = span.process.service == "grpo.policy" and span.name in (
+        of_rank = span.process.service == "grpo.policy" and span.name in (
             "publish_weights",
             "compute_logprobs",
             "train",
         )
-        if own_rank:
+        if of_rank:
             return first[span.parent_id, span.name], span.process.instance, 0
         return span.start_ns, "", span.start_ns
 
@@ -149,12 +149,12 @@ def named(spans: list[Span], name: str, service: str) -> list[Span]:
     return [s for s in spans if s.name == name and s.process.service == f"grpo.{service}"]
 
 
-def test_a_step_is_one_trace_with_exactly_these_spans(traced: Traced) -> None:
+def test_step_is_one_trace_with_exactly_these_spans(traced: Traced) -> None:
     assert [drawn(spans) for spans in traced.steps] == [TREE] * STEPS
     assert [len(spans) for spans in traced.steps] == [TREE.strip().count("\n") + 1] * STEPS
 
 
-def test_no_span_is_an_orphan_and_children_lie_within_their_parents(traced: Traced) -> None:
+def test_every_span_is_within_its_parent(traced: Traced) -> None:
     for spans in traced.steps:
         by_id = {span.span_id: span for span in spans}
         assert [span.name for span in spans if span.parent_id is None] == ["grpo.step"]
@@ -172,7 +172,7 @@ def test_every_span_carries_run_step_and_weight_version(traced: Traced) -> None:
         assert {span.attributes["rl.weight_version"] for span in spans} == {step}
 
 
-def test_every_process_is_there_under_its_own_pid(traced: Traced) -> None:
+def test_every_process_has_its_pid(traced: Traced) -> None:
     pids = {span.process.label: span.process.pid for span in traced.records.spans}
     assert pids.keys() == {
         "grpo.driver",
@@ -186,7 +186,7 @@ def test_every_process_is_there_under_its_own_pid(traced: Traced) -> None:
     assert pids["grpo.driver"] == os.getpid()
 
 
-def test_reads_link_to_exactly_the_puts_that_wrote_what_they_read(traced: Traced) -> None:
+def test_reads_link_to_the_puts_of_their_data(traced: Traced) -> None:
     for spans in traced.steps:
         [rollout] = named(spans, "send train", "rollout")
         [advantages] = named(spans, "send train", "driver")
@@ -196,7 +196,7 @@ def test_reads_link_to_exactly_the_puts_that_wrote_what_they_read(traced: Traced
             linked = {link.span_id for link in read.links}
             assert {link.trace_id for link in read.links} == {read.trace_id}
             if "advantages" in read.attributes["dataplane.fields"]:
-                # A rank's share to train on mixes what both ranks scored.
+                # A rank trains on samples that both ranks scored.
                 assert linked == {
                     rollout.span_id,
                     advantages.span_id,
@@ -213,7 +213,7 @@ def test_events_account_for_every_sample_of_every_operation(traced: Traced) -> N
         events = [e for e in traced.records.events if e.attributes.get("rl.step") == step]
         counted = Counter((e.name, e.process.service.removeprefix("grpo.")) for e in events)
         waited = {service for name, service in counted if name == "waiting"}
-        for service in waited:  # there are as many as the machine is slow
+        for service in waited:  # their number depends on the machine's speed
             assert counted.pop(("waiting", service)) == counted.pop(("answered", service))
         assert counted == {
             ("registered", "driver"): 1,
@@ -240,15 +240,15 @@ def test_no_span_names_a_sample(traced: Traced) -> None:
     assert not [value for value in values if any(sample_id in value for sample_id in ids)]
 
 
-def test_the_files_hold_what_arrived(traced: Traced) -> None:
+def test_files_hold_the_received_telemetry(traced: Traced) -> None:
     assert sorted(s.span_id for s in traced.stored.spans) == sorted(
         s.span_id for s in traced.records.spans
     )
     assert len(traced.stored.events) == len(traced.records.events)
 
 
-class KillsRank(RunDisplay):
-    """Kills a policy worker when the second step begins to train."""
+class RankKiller(RunDisplay):
+    """A display that kills a policy worker when the second step starts to train."""
 
     def __init__(self, receiver: Receiver) -> None:
         self._receiver = receiver
@@ -260,34 +260,32 @@ class KillsRank(RunDisplay):
             return
         self._trained += 1
         if self._trained == 2:
-            # It sends in the order in which things ended, so all of its first step is here then.
-            told = self._receiver.wait_for(lambda records: bool(first_training(records)), 60)
-            os.kill(first_training(told)[0].process.pid, signal.SIGKILL)
+            # Spans are exported in the order of their ends, so this one is the first step's last.
+            records = self._receiver.wait_for(lambda records: bool(first_training(records)), 60)
+            os.kill(first_training(records)[0].process.pid, signal.SIGKILL)
 
 
 def first_training(records: Records) -> list[Span]:
-    """What ended last of the first step in the process that is killed."""
+    """Return the span that ends last in the first step of the process to kill."""
     return [s for s in records.spans if s.process.label == "grpo.policy 1" and s.name == "train"]
 
 
 @pytest.mark.slow
-def test_of_a_killed_actor_the_trace_says_that_it_is_incomplete(
-    cluster: None, tmp_path: Path
-) -> None:
+def test_trace_of_a_killed_actor_is_incomplete(cluster: None, tmp_path: Path) -> None:
     from observability.views import steps_of
 
     with Receiver(tmp_path / "telemetry") as receiver:
         with pytest.raises(TrainerError, match="policy worker 1"):
-            train(traced_config(tmp_path, receiver.endpoint), display=KillsRank(receiver))
+            train(traced_config(tmp_path, receiver.endpoint), display=RankKiller(receiver))
         first, second = steps_of(receiver.snapshot())
     assert first.incomplete == []
     assert any("grpo.driver" in reason and "WorkerError" in reason for reason in second.incomplete)
 
 
-@pytest.mark.long  # observability's own tests do without one in every way
-def test_a_run_goes_on_without_a_collector(cluster: None, tmp_path: Path) -> None:
+@pytest.mark.long  # observability's tests cover every kind of missing collector
+def test_run_continues_without_a_collector(cluster: None, tmp_path: Path) -> None:
     with Receiver() as receiver:
-        endpoint = receiver.endpoint  # nobody listens there when it is closed
+        endpoint = receiver.endpoint  # after it is closed, no process listens there
     result = train(traced_config(tmp_path, endpoint))
     assert len(result.history) == STEPS
     assert threading.active_count() < 100

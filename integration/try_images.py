@@ -1,13 +1,12 @@
-"""Runs built images without a container engine, as docker/compose.yaml runs them, and tells.
+"""Run built images as docker/compose.yaml does, without a container engine, and print a report.
 
     python3 -m integration.try_images FOLDER [admin] [refit-server] [trainer] [cluster]
 
 FOLDER has the root file system of each image: FOLDER/admin, FOLDER/refit-server, FOLDER/trainer;
-docker/build makes them. A container is made of namespaces here: processes, network, mounts and a
-host name of its own, a read-only root, tmpfs on /tmp, user 10001 without any capability or a way to
-get one. What is run is what the Dockerfile says: its entry point, its command, its health check.
+docker/build makes them. Containers are made of namespaces (see integration/containers.py). They run
+the Dockerfile's entry point, command and health check.
 
-Needs root, Linux, util-linux, iproute2 and openssl; no engine, no network.
+This needs root, Linux, util-linux, iproute2 and openssl; no engine and no network.
 """
 
 from __future__ import annotations
@@ -31,35 +30,35 @@ from integration.containers import DOCKER, Container, Image, TryError
 UNWANTED = ("cc", "gcc", "g++", "make", "ld", "pip", "pip3", "uv", "git", "curl", "wget")
 
 
-def tell(what: str, *results: object) -> None:
-    """A line of the report."""
-    print(f"  {what}: {' '.join(str(one) for one in results)}", flush=True)
+def report(subject: str, *results: object) -> None:
+    """Print a line of the report."""
+    print(f"  {subject}: {' '.join(map(str, results))}", flush=True)
 
 
-def expect(holds: bool, what: str) -> None:
-    """Raise unless it holds."""
-    if not holds:
-        raise TryError(what)
+def expect(condition: bool, message: str) -> None:
+    """Raise `TryError` unless the condition holds."""
+    if not condition:
+        raise TryError(message)
 
 
 def last_line(text: str) -> str:
-    """What a refusal says, without the frames that are drawn around it."""
-    told = [line.strip("│╭╰─╮╯ ") for line in text.splitlines()]
-    return [line for line in told if line][-1]
+    """Return the last line that has text, without the frame drawn around it."""
+    lines = [line.strip("│╭╰─╮╯ ") for line in text.splitlines()]
+    return [line for line in lines if line][-1]
 
 
-def refused(what: str, container: Container, *, status: int = 1) -> None:
-    """It has to end by itself, with one line that says why."""
+def expect_refusal(subject: str, container: Container, *, expected: int = 1) -> None:
+    """Run a container that must exit with a status and an error of one line."""
     with container:
-        found = container.ended()
-        told = container.log
-    expect(found == status, f"{what}: status {found}, expected {status}: {told}")
-    expect("Traceback" not in told, f"{what}: {told}")
-    tell(what, f"status {found}:", last_line(told))
+        status = container.wait()
+        log = container.log
+    expect(status == expected, f"{subject}: status {status}, expected {expected}: {log}")
+    expect("Traceback" not in log, f"{subject}: {log}")
+    report(subject, f"status {status}:", last_line(log))
 
 
 def try_contents(image: Image) -> None:
-    """No tools to build with, nothing writable, nothing with the rights of another."""
+    """Check that an image has no build tools, nothing world-writable and no set-user-id files."""
     size = sum(part.lstat().st_size for part in image.root.rglob("*") if not part.is_dir())
     packages = image.root / "opt/app/lib/python3.11/site-packages"
     largest = sorted(
@@ -70,60 +69,67 @@ def try_contents(image: Image) -> None:
         ),
         reverse=True,
     )[:6]
-    tell("size", f"{size / 1e6:.0f} MB, of it", ", ".join(f"{n} {s / 1e6:.0f}" for s, n in largest))
+    report(
+        "size",
+        f"{size / 1e6:.0f} MB, including",
+        ", ".join(f"{n} {s / 1e6:.0f}" for s, n in largest),
+    )
     folders = ("usr/bin", "usr/sbin", "usr/local/bin", "opt/app/bin")
-    found = [
+    tools = [
         f"{at}/{name}" for at in folders for name in UNWANTED if (image.root / at / name).exists()
     ]
-    expect(not found, f"found {found}")
-    tell("tools to build or fetch with", "none")
-    raised = [
+    expect(not tools, f"the image has {tools}")
+    report("build and download tools", "none")
+    unsafe = [
         str(part.relative_to(image.root))
         for part in image.root.rglob("*")
         if part.is_file() and not part.is_symlink() and part.lstat().st_mode & 0o6002
     ]
-    expect(not raised, f"writable by all, or with a set-user-id bit: {raised[:5]}")
+    expect(not unsafe, f"writable by all, or with a set-user-id bit: {unsafe[:5]}")
 
 
 def try_admin(root: Path, machines: Machines, secrets: Path) -> None:
-    """The admin service."""
+    """Try the image of the admin service."""
     image, machine = Image.read(root), machines["one"]
     try_contents(image)
     secret = {"admin-token": secrets / "admin-token"}
-    refused("without its token", Container(image, machine))
-    refused("wrong arguments", Container(image, machine, ["serve", "--prot", "1"]), status=2)
+    expect_refusal("without its token", Container(image, machine))
+    expect_refusal(
+        "wrong arguments", Container(image, machine, ["serve", "--prot", "1"]), expected=2
+    )
     with Container(image, machine, secrets=secret, data_size="8m") as admin:
-        tell("healthy after", f"{admin.healthy():.1f} s")
-        status, told = admin.execute(["touch", "/opt/app/written"])
-        expect(status != 0 and "Read-only" in told, f"its root can be written: {told}")
-        refused("port in use", Container(image, machine, secrets=secret))
+        report("healthy after", f"{admin.wait_until_healthy():.1f} s")
+        status, output = admin.execute(["touch", "/opt/app/written"])
+        expect(status != 0 and "Read-only" in output, f"its root is writable: {output}")
+        expect_refusal("port in use", Container(image, machine, secrets=secret))
         token = secret["admin-token"].read_text()
         for what, header, expected in (("no token", "", 401), ("its token", token, 200)):
             code = admin.execute([*_POST, header])[1].strip()
             expect(code == str(expected), f"OTLP with {what}: {code}")
-        tell("OTLP without its token, with it", "401, 200")
+        report("OTLP without and with its token", "401, 200")
         admin.execute(["dd", "if=/dev/zero", "of=/data/ballast", "bs=64k"])
         statuses = [admin.execute([*_POST, token])[1].strip() for _ in range(3)]
-        expect(statuses[-1] == "503", f"a full disk is not told: {statuses}: {admin.log}")
+        expect(statuses[-1] == "503", f"a full disk is not reported: {statuses}: {admin.log}")
         begun = time.monotonic()
         while (unhealthy := admin.execute(image.health)[0]) == 0:
             expect(time.monotonic() < begun + 30, f"it stays healthy: {admin.log}")
             time.sleep(0.5)
-        took = time.monotonic() - begun
-        tell("disk full", f"OTLP 503; health check {unhealthy} after {took:.1f} s")
+        duration_s = time.monotonic() - begun
+        report("disk full", f"OTLP 503; health check {unhealthy} after {duration_s:.1f} s")
         admin.execute(["rm", "/data/ballast"])
         begun = time.monotonic()
-        until = begun + 60
+        deadline = begun + 60
         while admin.execute([*_POST, token])[1].strip() != "200":
-            expect(time.monotonic() < until, f"it stays full: {admin.log}")
+            expect(time.monotonic() < deadline, f"it stays full: {admin.log}")
             time.sleep(0.5)
-        tell("room again", f"OTLP 200 after {time.monotonic() - begun:.1f} s")
-        status, took = admin.terminate()
-        tell("SIGTERM", f"status {status} after {took:.1f} s")
-        expect(status == 0 and took < 15, admin.log)
+        report("disk free again", f"OTLP 200 after {time.monotonic() - begun:.1f} s")
+        status, duration_s = admin.terminate()
+        report("SIGTERM", f"status {status} after {duration_s:.1f} s")
+        expect(status == 0 and duration_s < 15, admin.log)
 
 
-# Sends a span; prints the status. Inside of the image, since the container's network is its own.
+# A program that sends a span and prints the status. It runs in the container, whose network is
+# separate.
 _POST = [
     "python3",
     "-c",
@@ -137,68 +143,70 @@ _POST = [
     "span.end_time_unix_nano = time.time_ns()\n"
     "headers = {'content-type': 'application/x-protobuf'}\n"
     "if sys.argv[1]: headers['authorization'] = 'Bearer ' + sys.argv[1]\n"
-    "asked = r.Request('http://127.0.0.1:8080/v1/traces', data.SerializeToString(), headers)\n"
-    "try: print(r.urlopen(asked, timeout=20).status)\n"
+    "request = r.Request('http://127.0.0.1:8080/v1/traces', data.SerializeToString(), headers)\n"
+    "try: print(r.urlopen(request, timeout=20).status)\n"
     "except e.HTTPError as error: print(error.code)\n",
 ]
 
 
 def try_refit_server(root: Path, machines: Machines, secrets: Path) -> None:
-    """The refit server."""
+    """Try the image of the refit server."""
     image, machine = Image.read(root), machines["one"]
     try_contents(image)
     names = ("refit-ca", "refit-cert", "refit-key", "refit-token")
     secret = {name: secrets / name for name in names}
     for missing in ("refit-cert", "refit-key", "refit-token"):
         others = {name: path for name, path in secret.items() if name != missing}
-        refused(f"without {missing}", Container(image, machine, secrets=others))
-    refused(
+        expect_refusal(f"without {missing}", Container(image, machine, secrets=others))
+    expect_refusal(
         "all interfaces, neither TLS nor token",
         Container(image, machine, ["serve", "--address", "0.0.0.0:50051"]),
     )
     with Container(image, machine, secrets=secret) as server:
-        tell("healthy after", f"{server.healthy():.1f} s")
+        report("healthy after", f"{server.wait_until_healthy():.1f} s")
         begun = time.monotonic()
         server.execute(image.health)
-        tell("a health check takes", f"{time.monotonic() - begun:.2f} s")
-        status, told = server.execute(["refit-server", "check", "--timeout-s", "2"])
+        report("duration of a health check", f"{time.monotonic() - begun:.2f} s")
+        status, output = server.execute(["refit-server", "check", "--timeout-s", "2"])
         expect(status == 1, "a check without TLS passes")
-        tell("a check without TLS", f"status {status}:", last_line(told))
-        refused("port in use", Container(image, machine, secrets=secret))
-        status, took = server.terminate()
-        tell("SIGTERM", f"status {status} after {took:.1f} s")
-        expect(status == 0 and took < 15, server.log)
+        report("a check without TLS", f"status {status}:", last_line(output))
+        expect_refusal("port in use", Container(image, machine, secrets=secret))
+        status, duration_s = server.terminate()
+        report("SIGTERM", f"status {status} after {duration_s:.1f} s")
+        expect(status == 0 and duration_s < 15, server.log)
 
 
 def try_trainer(root: Path, machines: Machines, secrets: Path) -> None:
-    """A run with a Ray of its own."""
+    """Try the image of the trainer: a run that starts its own Ray."""
     image, machine = Image.read(root), machines["one"]
     try_contents(image)
-    refused("a command that is none", Container(image, machine, ["trian"]), status=127)
-    refused(
+    expect_refusal("an unknown command", Container(image, machine, ["trian"]), expected=127)
+    expect_refusal(
         "an unknown key",
         Container(image, machine, ["grpo-trainer", "train", "--set", "grpo.stpes=1"]),
     )
-    refused("a role that is none", Container(image, machine, ["ray-node", "boss"]))
-    refused("no head", Container(image, machine, ["ray-node", "worker"]))
+    expect_refusal("an unknown role", Container(image, machine, ["ray-node", "boss"]))
+    expect_refusal("no head", Container(image, machine, ["ray-node", "worker"]))
     short = [*image.command, "--set", "grpo.num_steps=2", "--set", "validation.every_steps=0"]
     with Container(image, machine, short, data_size="256m", shm="1g") as run:
-        status = run.ended(patience_s=400)
+        status = run.wait(timeout_s=400)
         expect(status == 0, f"a run ended with {status}: {run.log}")
-        tell("two steps of the demo", f"status {status} after {time.monotonic() - run.begun:.0f} s")
+        report(
+            "two steps of the demo", f"status {status} after {time.monotonic() - run.begun:.0f} s"
+        )
     with Container(image, machine, image.command, data_size="256m", shm="1g") as run:
-        tell("healthy after", f"{run.healthy():.1f} s")
+        report("healthy after", f"{run.wait_until_healthy():.1f} s")
         while "step    1" not in run.log:
             expect(run.running, f"it ended: {run.log}")
             time.sleep(0.2)
-        status, took = run.terminate()
-        tell("SIGTERM", f"status {status} after {took:.1f} s")
-        expect(status == 0 and took < 30 and "stopped after step" in run.log, run.log)
+        status, duration_s = run.terminate()
+        report("SIGTERM", f"status {status} after {duration_s:.1f} s")
+        expect(status == 0 and duration_s < 30 and "stopped after step" in run.log, run.log)
 
 
 def listeners(machine: Machine) -> str:
-    """What of a machine listens on every address, on its own one, on loopback: by program."""
-    found: dict[str, Counter[str]] = {
+    """Return a machine's listening programs: on every address, on its own, and on loopback."""
+    programs: dict[str, Counter[str]] = {
         "every": Counter(),
         machine.address: Counter(),
         "loopback": Counter(),
@@ -208,15 +216,18 @@ def listeners(machine: Machine) -> str:
         program = re.search(r'\(\("([^"]*)"', line)
         where = "every" if host in ("0.0.0.0", "*", "::") else host
         where = "loopback" if where in ("127.0.0.1", "::1") else where
-        found[where][program.group(1) if program else "?"] += 1
+        programs[where][program.group(1) if program else "?"] += 1
     return "; ".join(
         f"{where}: {', '.join(f'{name} {count}' for name, count in sorted(names.items()))}"
-        for where, names in found.items()
+        for where, names in programs.items()
     )
 
 
 def try_cluster(roots: Path, machines: Machines, secrets: Path) -> None:
-    """What compose.yaml starts, but for images of others: traces go to the admin service."""
+    """Try the services of compose.yaml whose images are built here.
+
+    There is no collector: the run sends its traces to the admin service.
+    """
     trainer = Image.read(roots / "trainer")
     node_secrets = {name: secrets / name for name in ("ray-token", "refit-ca", "refit-token")}
     hosts = {name: machine.address for name, machine in machines.machines.items()}
@@ -240,7 +251,7 @@ def try_cluster(roots: Path, machines: Machines, secrets: Path) -> None:
             **{"secrets": node_secrets, "environment": environment, **others},  # type: ignore[arg-type]
         )
 
-    def offers(resources: str) -> list[str]:
+    def limits(resources: str) -> list[str]:
         return ["--num-cpus=4", "--object-store-memory=268435456", f"--resources={resources}"]
 
     with ExitStack() as stack:
@@ -269,14 +280,14 @@ def try_cluster(roots: Path, machines: Machines, secrets: Path) -> None:
                 hosts=hosts,
             )
         )
-        head = stack.enter_context(node("ray-head", "head", *offers('{"generators": 1}')))
-        tell("head healthy after", f"{head.healthy():.1f} s")
+        head = stack.enter_context(node("ray-head", "head", *limits('{"generators": 1}')))
+        report("head healthy after", f"{head.wait_until_healthy():.1f} s")
         wrong = {"ray-token": secrets / "refit-token"}
-        refused("a node with another token", node("trainer", "worker", secrets=wrong))
-        refused("a node without a token", node("trainer", "worker", secrets={}))
-        worker = stack.enter_context(node("ray-worker", "worker", *offers('{"trainers": 1}')))
-        tell("worker healthy after", f"{worker.healthy():.1f} s")
-        admin.healthy(), refit.healthy()
+        expect_refusal("a node with another token", node("trainer", "worker", secrets=wrong))
+        expect_refusal("a node without a token", node("trainer", "worker", secrets={}))
+        worker = stack.enter_context(node("ray-worker", "worker", *limits('{"trainers": 1}')))
+        report("worker healthy after", f"{worker.wait_until_healthy():.1f} s")
+        admin.wait_until_healthy(), refit.wait_until_healthy()
         run = stack.enter_context(
             node(
                 "trainer",
@@ -289,35 +300,35 @@ def try_cluster(roots: Path, machines: Machines, secrets: Path) -> None:
             expect(run.running, f"it ended: {run.log}")
             time.sleep(0.2)
         for name in ("ray-head", "ray-worker", "trainer"):
-            tell(f"{name} listens", listeners(machines[name]))
-        status = run.ended(patience_s=500)
+            report(f"{name} listens", listeners(machines[name]))
+        status = run.wait(timeout_s=500)
         expect(status == 0, f"the run ended with {status}: {run.log}")
-        tell("three steps", f"status {status} after {time.monotonic() - run.begun:.0f} s")
-        asked = ["dataplane-admin", "traces", "--token-file", "/run/secrets/admin-token", "--json"]
-        found = json.loads(admin.execute(asked)[1])
-        steps = [one for one in found["traces"] if one["name"] == "grpo.step"]
-        expect(len(steps) == 3, f"expected three traces of steps: {found}")
-        tell("the admin service has", len(steps), "steps of", steps[0]["spans"], "spans")
+        report("three steps", f"status {status} after {time.monotonic() - run.begun:.0f} s")
+        query = ["dataplane-admin", "traces", "--token-file", "/run/secrets/admin-token", "--json"]
+        answer = json.loads(admin.execute(query)[1])
+        steps = [trace for trace in answer["traces"] if trace["name"] == "grpo.step"]
+        expect(len(steps) == 3, f"expected three traces of steps: {answer}")
+        report("the admin service has", len(steps), "steps of", steps[0]["spans"], "spans")
         for name, container in (("ray-worker", worker), ("ray-head", head)):
-            status, took = container.terminate()
-            tell(f"SIGTERM to {name}", f"status {status} after {took:.1f} s")
-            expect(status == 0 and took < 30, container.log)
+            status, duration_s = container.terminate()
+            report(f"SIGTERM to {name}", f"status {status} after {duration_s:.1f} s")
+            expect(status == 0 and duration_s < 30, container.log)
         for name, container in (("refit-server", refit), ("admin", admin)):
-            status, took = container.terminate()
-            tell(f"SIGTERM to {name}", f"status {status} after {took:.1f} s")
-            expect(status == 0 and took < 15, container.log)
+            status, duration_s = container.terminate()
+            report(f"SIGTERM to {name}", f"status {status} after {duration_s:.1f} s")
+            expect(status == 0 and duration_s < 15, container.log)
 
 
 @contextmanager
 def secrets_folder() -> Iterator[Path]:
-    """Secrets that docker/secrets made."""
+    """Yield a folder of new secrets, made by docker/secrets."""
     with tempfile.TemporaryDirectory() as folder:
         subprocess.run([DOCKER / "secrets", folder], check=True, stdout=subprocess.DEVNULL)
         yield Path(folder)
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Try what is named; the exit status."""
+    """Try the named images, or all; return the exit status."""
     if not arguments or arguments[0].startswith("-"):
         print(__doc__)
         return 2

@@ -1,1 +1,1 @@
-"""How fast the data plane on TransferQueue is, as ratios against other ways in the same run."""
+"""Benchmarks of the data plane, refits, tracing and admin service, as ratios within one run."""

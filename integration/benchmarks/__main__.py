@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-# Processes that a benchmark spawns import this module again, and nothing of it.
+# Processes that a benchmark spawns import this module again, but must not run it.
 if __name__ == "__main__":
     from integration.benchmarks.cli import app
 

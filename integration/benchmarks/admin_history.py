@@ -1,4 +1,4 @@
-"""A long history as a run would have told it: OTLP requests of many GRPO steps."""
+"""A long history of a run: OTLP requests of many GRPO steps."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RUN = "grpo-7b"
 PARTITION = "train"
 _STEP_NS = 2_000_000_000
 _POLICY = [f"grpo.policy {rank}" for rank in range(4)]
-# Event, who tells it, task, fields; in the order of a sample's life.
+# Event, process that emits it, task, fields; in the order of a sample's lifecycle.
 _LIFE: Sequence[tuple[str, str, str, str]] = (
     ("put", "grpo.rollout", "", "input_ids"),
     ("claimed", "grpo.policy 0", "prev_lp", "input_ids"),
@@ -34,13 +34,13 @@ EVENTS_A_SAMPLE = len(_LIFE)
 
 @dataclass(frozen=True)
 class Step:
-    """One step's requests.
+    """OTLP requests of one step.
 
     Attributes:
-        traces: export requests of its spans, one a process.
-        logs: export requests of its events, one a process.
-        spans: how many.
-        events: how many, each of one sample.
+        traces: export requests of its spans, one per process.
+        logs: export requests of its events, one per process.
+        spans: number of spans.
+        events: number of events, each of one sample.
     """
 
     traces: list[bytes]
@@ -50,38 +50,38 @@ class Step:
 
 
 def steps(count: int, *, samples: int, start_ns: int, seed: int = 20_263) -> Iterator[Step]:
-    """Steps of one run, each two seconds after the one before.
+    """Yield the steps of one run, two seconds apart.
 
     Args:
-        count: how many.
-        samples: in each, told one by one, as an asynchronous run does.
-        start_ns: of the first, nanoseconds since 1970.
-        seed: of ids and durations.
+        count: number of steps.
+        samples: samples per step, with one event each, as in an asynchronous run.
+        start_ns: start of the first step, in nanoseconds since 1970.
+        seed: seed of ids and durations.
     """
-    made = random.Random(seed)
+    rng = random.Random(seed)
     for number in range(count):
-        yield _step(number, samples, start_ns + number * _STEP_NS, made)
+        yield _step(number, samples, start_ns + number * _STEP_NS, rng)
 
 
 def sample_id(step: int, number: int) -> str:
-    """Of a sample of a step."""
+    """Return the id of a sample of a step."""
     return f"prompt-{step:06d}-{number // 16:03d}_g{number % 16}"
 
 
-def _step(number: int, samples: int, start_ns: int, made: random.Random) -> Step:
-    trace_id = made.randbytes(16)
+def _step(number: int, samples: int, start_ns: int, rng: random.Random) -> Step:
+    trace_id = rng.randbytes(16)
     traces: dict[str, TracesData] = {}
     spans: dict[str, bytes] = {}
 
     def span(process: str, name: str, parent: str, first: float, last: float, bucket: str) -> str:
         key = f"{process}/{name}/{len(spans)}"
-        spans[key] = made.randbytes(8)
+        spans[key] = rng.randbytes(8)
         data = traces.setdefault(process, TracesData())
         if not data.resource_spans:
             _describe(data.resource_spans.add().resource, process)
             data.resource_spans[0].scope_spans.add().scope.name = "rl-dataplane"
-        jitter = made.uniform(-0.01, 0.01)
-        told = (
+        jitter = rng.uniform(-0.01, 0.01)
+        record = (
             data.resource_spans[0]
             .scope_spans[0]
             .spans.add(
@@ -102,8 +102,8 @@ def _step(number: int, samples: int, start_ns: int, made: random.Random) -> Step
         if bucket:
             facts["rl.bucket"] = bucket
         if name.startswith(("get", "send")):
-            facts |= {"db.system.name": "dataplane", "dataplane.bytes": made.randrange(1 << 24)}
-        _add(told.attributes, facts)
+            facts |= {"db.system.name": "dataplane", "dataplane.bytes": rng.randrange(1 << 24)}
+        _add(record.attributes, facts)
         return key
 
     root = span("grpo.driver", "grpo.step", "", 0.0, 1.9, "")
@@ -112,8 +112,8 @@ def _step(number: int, samples: int, start_ns: int, made: random.Random) -> Step
     for turn in range(2):
         at = 0.04 + turn * 0.3
         group = span("grpo.rollout", "turn", actor, at, at + 0.28, "")
-        asked = span("grpo.rollout", "generate", group, at, at + 0.25, "idle")
-        span("grpo.generation", "generate", asked, at + 0.01, at + 0.24, "productive")
+        request = span("grpo.rollout", "generate", group, at, at + 0.25, "idle")
+        span("grpo.generation", "generate", request, at + 0.01, at + 0.24, "productive")
         span("grpo.rollout", "environment_step", group, at + 0.25, at + 0.28, "idle")
     span("grpo.rollout", f"send {PARTITION}", actor, 0.65, 0.68, "overhead")
     for stage, method, first in (
@@ -170,8 +170,8 @@ def _events(
                 facts["dataplane.task"] = task
             _add(record.attributes, facts)
             if fields:
-                told = record.attributes.add(key="dataplane.fields")
-                told.value.array_value.values.add(string_value=fields)
+                attribute = record.attributes.add(key="dataplane.fields")
+                attribute.value.array_value.values.add(string_value=fields)
     return logs
 
 

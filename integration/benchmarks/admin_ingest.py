@@ -1,10 +1,10 @@
-"""How many spans a second the admin service takes in, with its server on one core.
+"""Rate at which the admin service ingests spans, with its server on one core.
 
 The same requests of 100 realistic spans go to the service's OTLP routes, which commit them to
 SQLite before they answer, and to `observability.receiver.Receiver`, which appends them to a file as
-a collector's file exporter does. They take turns, each server in a process of its own that is
-pinned to one core, the client on another. What is lost is counted from what each has on disk after
-the last answer.
+a collector's file exporter does. The rounds alternate between them. Each server runs in a separate
+process pinned to one core, the client on another. Lost spans are counted from the data on disk
+after the last answer.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from opentelemetry.proto.common.v1.common_pb2 import KeyValue
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, TracesData
 
 SPANS = 100
-"""In a request."""
+"""Number of spans in a request."""
 
 INGEST_HEADINGS = ["server, one core", "spans/s, p50", "IQR", "µs/span", "lost", "rounds"]
 
@@ -43,12 +43,12 @@ SEED = 20_262
 
 @dataclass(frozen=True)
 class IngestResult:
-    """What was measured.
+    """Result of the ingest benchmark.
 
     Attributes:
-        rates: by server, spans a second of each round.
-        lost: by server, spans that were answered with 200 and are not on disk.
-        requests: in a round.
+        rates: server to the spans per second of each round.
+        lost: server to the number of spans that were answered with 200 and are not on disk.
+        requests: number of requests in a round.
     """
 
     rates: dict[str, list[float]]
@@ -56,11 +56,11 @@ class IngestResult:
     requests: int
 
     def rows(self) -> list[list[str]]:
-        """For a table with `INGEST_HEADINGS`."""
-        found = []
+        """Return rows for a table with `INGEST_HEADINGS`."""
+        rows = []
         for server, rates in self.rates.items():
             rate = Summary.of(rates)
-            found.append(
+            rows.append(
                 [
                     server,
                     f"{rate.value:,.0f}",
@@ -70,13 +70,13 @@ class IngestResult:
                     str(rate.count),
                 ]
             )
-        return found
+        return rows
 
     def entries(self) -> list[Entry]:
-        """For the file of results."""
+        """Return entries for the file of results."""
         service, plain = (self.rates[server] for server in _SERVERS)
         rate, other = Summary.of(service), Summary.of(plain)
-        ratio = Summary.of([one / two for one, two in zip(service, plain, strict=True)])
+        ratio = Summary.of([a / b for a, b in zip(service, plain, strict=True)])
         baseline = "receiver writing to a file"
         return [
             Entry("admin.ingest_spans_per_s", rate.value, "1/s", None, rate.spread, rate.count),
@@ -90,11 +90,11 @@ class IngestResult:
 
 @dataclass(frozen=True)
 class IngestServers:
-    """What takes spans in.
+    """Servers that ingest spans.
 
     Attributes:
-        folder: where they keep them.
-        processes: by server.
+        folder: folder of their data.
+        processes: server to its process.
     """
 
     folder: Path
@@ -103,7 +103,7 @@ class IngestServers:
 
 @contextlib.contextmanager
 def ingest_servers() -> Iterator[IngestServers]:
-    """Both servers, which go on starting in the background."""
+    """Run both servers; they start in the background."""
     core, _ = _cores(os.sched_getaffinity(0))
     with (
         tempfile.TemporaryDirectory(prefix="bench-ingest-") as folder,
@@ -117,41 +117,41 @@ def measure_ingest(servers: IngestServers, *, full: bool) -> IngestResult:
     """Run the rounds, and stop the servers.
 
     Raises:
-        RuntimeError: a server did not start, or did not take a request.
+        RuntimeError: a server did not start, or did not accept a request.
     """
     rounds, requests = _FULL if full else _QUICK
-    made = random.Random(SEED)
+    rng = random.Random(SEED)
     before = os.sched_getaffinity(0)
     _, other = _cores(before)
     rates: dict[str, list[float]] = {server: [] for server in _SERVERS}
-    ports: dict[str, int] = {server: servers.processes[server].said for server in _SERVERS}
+    ports: dict[str, int] = {server: servers.processes[server].ready for server in _SERVERS}
     os.sched_setaffinity(0, {other})
     try:
         for number in range(1 + rounds):
-            bodies = make_requests(requests if number else requests // 4, made)
-            for server in made.sample(_SERVERS, len(_SERVERS)):
-                took = _send(ports[server], bodies)
-                if number:  # the first one warms up
-                    rates[server].append(len(bodies) * SPANS / took)
+            bodies = make_requests(requests if number else requests // 4, rng)
+            for server in rng.sample(_SERVERS, len(_SERVERS)):
+                duration = _send(ports[server], bodies)
+                if number:  # the first round is a warm-up
+                    rates[server].append(len(bodies) * SPANS / duration)
     finally:
         os.sched_setaffinity(0, before)
     for process in servers.processes.values():
         process.stop()
     sent = (requests // 4 + rounds * requests) * SPANS
-    lost = {server: sent - _kept(server, servers.folder) for server in _SERVERS}
+    lost = {server: sent - _stored(server, servers.folder) for server in _SERVERS}
     return IngestResult(rates, lost, requests)
 
 
-def make_requests(count: int, made: random.Random) -> list[bytes]:
-    """Export requests of policy workers, generators and others of a GRPO run.
+def make_requests(count: int, rng: random.Random) -> list[bytes]:
+    """Return export requests of the processes of a GRPO run.
 
-    A trace is a step and comes in several requests; every span has ten attributes.
+    A trace is a step and is split over several requests; every span has ten attributes.
     """
     bodies = []
     trace_id = b""
     for number in range(count):
         if number % _REQUESTS_A_TRACE == 0:
-            trace_id = made.randbytes(16)
+            trace_id = rng.randbytes(16)
         data = TracesData()
         resource = data.resource_spans.add()
         rank = number % _REQUESTS_A_TRACE
@@ -167,17 +167,17 @@ def make_requests(count: int, made: random.Random) -> list[bytes]:
         scope = resource.scope_spans.add()
         scope.scope.name = "rl-dataplane"
         start_ns = time.time_ns()
-        parent = made.randbytes(8)
+        parent = rng.randbytes(8)
         for place in range(SPANS):
-            start_ns += made.randrange(1_000_000)
+            start_ns += rng.randrange(1_000_000)
             span = scope.spans.add(
                 trace_id=trace_id,
-                span_id=made.randbytes(8),
+                span_id=rng.randbytes(8),
                 parent_span_id=parent,
                 name=("get train", "forward", "send train", "optimizer_step")[place % 4],
                 kind=Span.SPAN_KIND_CLIENT,
                 start_time_unix_nano=start_ns,
-                end_time_unix_nano=start_ns + made.randrange(50_000_000),
+                end_time_unix_nano=start_ns + rng.randrange(50_000_000),
             )
             for key, value in (
                 ("rl.run_id", "qwen-3b-grpo-2026-11-21"),
@@ -189,7 +189,7 @@ def make_requests(count: int, made: random.Random) -> list[bytes]:
                 ("db.collection.name", "train"),
                 ("db.operation.batch.size", 512),
                 ("dataplane.fields", "input_ids,generation_logprobs,advantages,mask"),
-                ("dataplane.bytes", made.randrange(1 << 24)),
+                ("dataplane.bytes", rng.randrange(1 << 24)),
             ):
                 _add(span.attributes.add(), key, value)
         bodies.append(data.SerializeToString())
@@ -205,54 +205,55 @@ def _add(pair: KeyValue, key: str, value: str | int) -> None:
 
 
 def _cores(usable: set[int]) -> tuple[int, int]:
-    """One for the servers, one for the client; the same one where there is no other."""
+    """Return a core for the servers and one for the client; the same if there is only one."""
     ordered = sorted(usable)
     return ordered[-1], ordered[0]
 
 
 def _send(port: int, bodies: Sequence[bytes]) -> float:
-    """Seconds from the first request to the last answer."""
-    shares = [bodies[first::_CONNECTIONS] for first in range(_CONNECTIONS)]
+    """Send requests over several connections; return the seconds until the last answer."""
+    parts = [bodies[first::_CONNECTIONS] for first in range(_CONNECTIONS)]
     start = threading.Barrier(_CONNECTIONS + 1)
     failures: list[str] = []
 
-    def post(share: Sequence[bytes]) -> None:
+    def post(part: Sequence[bytes]) -> None:
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
         connection.connect()
         start.wait()
         try:
-            for body in share:
+            for body in part:
                 connection.request(
                     "POST", "/v1/traces", body, {"Content-Type": "application/x-protobuf"}
                 )
                 answer = connection.getresponse()
-                told = answer.read()
-                if answer.status != 200 or told:
-                    failures.append(f"{answer.status} {told[:100]!r}")
+                text = answer.read()
+                if answer.status != 200 or text:
+                    failures.append(f"{answer.status} {text[:100]!r}")
         except OSError as error:
             failures.append(repr(error))
         finally:
             connection.close()
 
-    threads = [threading.Thread(target=post, args=(share,), daemon=True) for share in shares]
+    threads = [threading.Thread(target=post, args=(part,), daemon=True) for part in parts]
     for thread in threads:
         thread.start()
     start.wait()
     began = time.perf_counter()
     for thread in threads:
         thread.join()
-    took = time.perf_counter() - began
+    duration = time.perf_counter() - began
     if failures:
-        raise RuntimeError(f"{len(failures)} requests were not taken as a whole: {failures[0]}")
-    return took
+        raise RuntimeError(f"{len(failures)} requests were not fully accepted: {failures[0]}")
+    return duration
 
 
 def _admin(pipe: Connection, folder: Path, core: int) -> None:
     import uvicorn
     from fastapi import FastAPI
 
-    from dataplane_admin.ingest import Limits, router
-    from dataplane_admin.store import Store
+    from dataplane_admin import Limits
+    from dataplane_admin.ingest import router  # noqa: TID251
+    from dataplane_admin.store import Store  # noqa: TID251
 
     os.sched_setaffinity(0, {core})
     with Store.open(f"sqlite:///{folder}/admin.sqlite") as store:
@@ -279,18 +280,18 @@ def _receiver(pipe: Connection, folder: Path, core: int) -> None:
         pipe.recv()
 
 
-def _kept(server: str, folder: Path) -> int:
-    """Spans on disk, counted from their bytes."""
+def _stored(server: str, folder: Path) -> int:
+    """Count the spans on disk."""
     if server == _SERVERS[0]:
         from sqlalchemy import create_engine, text
 
         engine = create_engine(f"sqlite:///{folder}/admin.sqlite")
         with engine.connect() as connection:
             blobs = connection.execute(text("SELECT blob FROM span_chunks"))
-            kept = sum(_spans(row[0]) for row in blobs)
+            stored = sum(_spans(row[0]) for row in blobs)
         engine.dispose()
-        return kept
-    from observability.receiver_frames import frames
+        return stored
+    from observability.receiver.frames import frames  # noqa: TID251
 
     return sum(_spans(body) for _, body in frames(folder / "frames" / "traces.otlp"))
 

@@ -1,8 +1,8 @@
-"""How long each page and each answer of the admin service takes, with a long history behind it.
+"""Duration of each page and API answer of the admin service, with a long history.
 
-The service runs in a process of its own with its store in a file of SQLite, looks into a data plane
-of 100,000 samples, and is asked over one connection, page after page in shuffled rounds. Nothing
-else runs; the page of a live run is made anew for every request here, since no ETag is sent.
+The service runs in a separate process with a SQLite file, and inspects a data plane of 100,000
+samples. One client requests all pages over one connection, in shuffled rounds. Nothing else runs.
+The service renders the page of a live run for every request, since the client sends no ETag.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from integration.benchmarks.admin_service import PARTITION, Service
 from integration.benchmarks.results_file import Entry
 from integration.benchmarks.summary import Summary
 
-PAGES_HEADINGS = ["page or answer", "p50 ms", "p95 ms", "kB", "asked"]
+PAGES_HEADINGS = ["page or answer", "p50 ms", "p95 ms", "kB", "requests"]
 LIVE_SAMPLES = 100_000
 
 _QUICK_STEPS, _FULL_STEPS = 100, 1_000
@@ -36,15 +36,15 @@ SEED = 20_264
 
 @dataclass(frozen=True)
 class PagesResult:
-    """What was measured.
+    """Result of the page benchmark.
 
     Attributes:
-        seconds: by path, of each request.
-        nbytes: by path, of the last answer.
-        traces: in the store.
-        events: in the store.
-        filling_s: how long they took to be taken in over HTTP.
-        memory: of the service in bytes, after a tenth, a half and all of the history.
+        seconds: path to the duration of each request.
+        nbytes: path to the size of the last answer.
+        traces: number of traces in the store.
+        events: number of events in the store.
+        filling_s: duration of their ingest over HTTP, in seconds.
+        memory: bytes of the service's memory after a tenth, a half and all of the history.
     """
 
     seconds: dict[str, list[float]]
@@ -55,11 +55,11 @@ class PagesResult:
     memory: list[int]
 
     def p95(self, path: str) -> float:
-        """In seconds."""
+        """Return the 95th percentile of a path's durations, in seconds."""
         return float(np.percentile(self.seconds[path], 95))
 
     def rows(self) -> list[list[str]]:
-        """For a table with `PAGES_HEADINGS`, the slowest first."""
+        """Return rows for a table with `PAGES_HEADINGS`, slowest first."""
         return [
             [
                 path,
@@ -72,10 +72,10 @@ class PagesResult:
         ]
 
     def entries(self) -> list[Entry]:
-        """For the file of results."""
+        """Return entries for the file of results."""
         slowest = max(self.seconds, key=self.p95)
         summary = Summary.of([second * 1e3 for second in self.seconds[slowest]])
-        found = [
+        entries = [
             Entry(
                 "admin.page_p95_ms",
                 self.p95(slowest) * 1e3,
@@ -89,12 +89,12 @@ class PagesResult:
             Entry("admin.events_per_s", self.events / self.filling_s, "1/s", None, 0.0, 1),
         ]
         for place, nbytes in zip(("tenth", "half", "end"), self.memory, strict=True):
-            found.append(Entry(f"admin.memory_{place}_mb", nbytes / 1e6, "MB", None, 0.0, 1))
-        return found
+            entries.append(Entry(f"admin.memory_{place}_mb", nbytes / 1e6, "MB", None, 0.0, 1))
+        return entries
 
 
 def measure_pages(service: Service, *, full: bool) -> PagesResult:
-    """Fill the store of a service with `LIVE_SAMPLES`, then ask.
+    """Fill the store of a service, then request its pages.
 
     Raises:
         RuntimeError: the service did not start, or refused a request.
@@ -134,14 +134,17 @@ def fill(
     samples: int,
     marks: Collection[int],
 ) -> tuple[list[int], float]:
-    """Send steps of ``samples`` each; the process's memory in bytes after those numbered
-    ``marks``, and the seconds that the requests took.
+    """Send steps of ``samples`` each.
+
+    Returns:
+        The process's memory in bytes after the steps numbered ``marks``, and the seconds that the
+        requests took.
 
     Raises:
-        RuntimeError: a request was not taken as a whole.
+        RuntimeError: a request was not fully accepted.
     """
     memory = []
-    took = 0.0
+    duration = 0.0
     start_ns = time.time_ns() - steps * 2_000_000_000
     history = admin_history.steps(steps, samples=samples, start_ns=start_ns)
     for number, step in enumerate(history):
@@ -150,17 +153,17 @@ def fill(
             for body in bodies:
                 connection.request("POST", path, body, {"Content-Type": "application/x-protobuf"})
                 answer = connection.getresponse()
-                told = answer.read()
-                if answer.status != 200 or told:
-                    raise RuntimeError(f"{path}: {answer.status} {told[:200]!r}")
-        took += time.perf_counter() - began
+                text = answer.read()
+                if answer.status != 200 or text:
+                    raise RuntimeError(f"{path}: {answer.status} {text[:200]!r}")
+        duration += time.perf_counter() - began
         if number + 1 in marks:
             memory.append(process.memory_info().rss)
-    return memory, took
+    return memory, duration
 
 
 def _paths(connection: http.client.HTTPConnection, steps: int) -> list[str]:
-    """Every page and answer, of things that are there."""
+    """Return the paths of every page and answer, with ids that exist."""
     listed = json.loads(_ask(connection, "/api/v1/traces?limit=50"))["traces"]
     trace, other = listed[10]["trace_id"], listed[11]["trace_id"]
     partition = urllib.parse.quote(PARTITION)

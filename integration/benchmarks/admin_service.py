@@ -1,4 +1,4 @@
-"""An admin service in a process of its own, which imports no more than the service itself does."""
+"""An admin service in a separate process, with no imports beyond the service's own."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ if TYPE_CHECKING:
     from dataplane_core import InMemoryDataPlaneClient
 
 PARTITION = "live"
-"""Of the data plane that it looks into."""
-_AT_ONCE = 10_000
+"""Partition of the data plane that the service inspects."""
+_CHUNK = 10_000
 
 
 @dataclass(frozen=True)
 class Service:
-    """An admin service.
+    """Running admin service.
 
     Attributes:
-        folder: of its store.
+        folder: folder of its store.
         spawned: its process.
     """
 
@@ -39,50 +39,48 @@ class Service:
 
     @property
     def port(self) -> int:
-        """Where it listens.
+        """Port on which it listens.
 
         Raises:
             RuntimeError: it did not start.
         """
-        port: int = self.spawned.said
+        port: int = self.spawned.ready
         return port
 
     def wait(self) -> None:
-        """Return once it listens; raises as `port`."""
-        self.spawned.said  # noqa: B018
+        """Wait until the service listens; raise as `port`."""
+        self.spawned.ready  # noqa: B018
 
     @property
     def process(self) -> psutil.Process:
-        """For its memory."""
+        """Process of the service, to read its memory."""
         return psutil.Process(self.spawned.pid)
 
 
 @contextlib.contextmanager
-def serving(*, live_samples: int, most_bytes: int | None = None) -> Iterator[Service]:
-    """A service with its store in a folder of its own; it goes on starting in the background.
+def serving(*, live_samples: int, max_bytes: int | None = None) -> Iterator[Service]:
+    """Run a service with its store in a temporary folder; it starts in the background.
 
     Args:
-        live_samples: in the data plane that it looks into; 0 for none.
-        most_bytes: that the store keeps; None for no limit.
+        live_samples: samples in the data plane that it inspects; 0 for no data plane.
+        max_bytes: maximum size of the store; None for no limit.
     """
     with (
         tempfile.TemporaryDirectory(prefix="bench-admin-") as folder,
-        spawned("the admin service", _serve, Path(folder), live_samples, most_bytes) as process,
+        spawned("the admin service", _serve, Path(folder), live_samples, max_bytes) as process,
     ):
         yield Service(Path(folder), process)
         process.stop()
 
 
-def _serve(pipe: Connection, folder: Path, live_samples: int, most_bytes: int | None) -> None:
+def _serve(pipe: Connection, folder: Path, live_samples: int, max_bytes: int | None) -> None:
     import uvicorn
 
-    from dataplane_admin import create_app
-    from dataplane_admin.settings import Settings
-    from dataplane_admin.store import Retention
+    from dataplane_admin import Retention, Settings, create_app
 
     settings = Settings(
         store_url=f"sqlite:///{folder}/admin.sqlite",
-        retention=Retention(max_age_s=None, max_bytes=most_bytes),
+        retention=Retention(max_age_s=None, max_bytes=max_bytes),
     )
     with _live(live_samples) if live_samples else contextlib.nullcontext() as client:
         app = create_app(settings, inspector=client)
@@ -99,7 +97,7 @@ def _serve(pipe: Connection, folder: Path, live_samples: int, most_bytes: int | 
 
 @contextlib.contextmanager
 def _live(samples: int) -> Iterator[InMemoryDataPlaneClient]:
-    """A data plane in memory with one partition, half of it written further than the rest."""
+    """Run a data plane in memory with one partition; half of its samples have one field more."""
     import torch
 
     from dataplane_core import InMemoryDataPlaneClient
@@ -107,12 +105,12 @@ def _live(samples: int) -> Iterator[InMemoryDataPlaneClient]:
     fields = ["input_ids", "generation_logprobs", "prev_logprobs", "advantages"]
     with InMemoryDataPlaneClient() as client:
         client.register_partition(PARTITION, fields, samples, ["prev_lp", "train"])
-        for start in range(0, samples, _AT_ONCE):
-            ids = [f"live-{number:06d}" for number in range(start, start + _AT_ONCE)]
-            some = fields[: 2 + start // _AT_ONCE % 2]
-            client.put_columns(ids, PARTITION, {name: torch.zeros(len(ids)) for name in some})
+        for start in range(0, samples, _CHUNK):
+            ids = [f"live-{number:06d}" for number in range(start, start + _CHUNK)]
+            names = fields[: 2 + start // _CHUNK % 2]
+            client.put_columns(ids, PARTITION, {name: torch.zeros(len(ids)) for name in names})
         client.claim_meta(PARTITION, "prev_lp", fields[:1], samples // 3, blocking=False)
-        # A run's samples live in another process; here a collection would look through them all,
-        # which stops the service for 0.4 s.
+        # A real run's samples are in another process. Here a garbage collection would visit them
+        # all, which stops the service for 0.4 s.
         freeze_garbage()
         yield client

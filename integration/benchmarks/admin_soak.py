@@ -1,7 +1,7 @@
-"""Whether the admin service stays as large as it is while a run goes on for an hour.
+"""Memory and database size of the admin service over an hour of telemetry.
 
-An hour's telemetry of a run with a step every two seconds is sent as fast as it is taken. The store
-may keep a fraction of it, so that retention works all the time.
+The telemetry of a run with a step every two seconds is sent as fast as the service accepts it. The
+store may hold only a fraction of it, so retention deletes all the time.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from integration.benchmarks.admin_service import serving
 from integration.benchmarks.results_file import Entry
 
 STEPS = 1_800
-"""Of two seconds each."""
+"""Steps in an hour, of two seconds each."""
 SAMPLES = 20
-MOST_BYTES = 24 << 20
+MAX_BYTES = 24 << 20
 SOAK_HEADINGS = ["after", "memory MB"]
 
 _SETTLING_S = 90.0
@@ -28,36 +28,36 @@ _MARKS = tuple(range(STEPS // 10, STEPS + 1, STEPS // 10))
 
 @dataclass(frozen=True)
 class SoakResult:
-    """What was measured.
+    """Result of the soak benchmark.
 
     Attributes:
-        memory: of the service in bytes, after each tenth of the hour.
-        most_bytes: of the database after the last request, which came much faster than
-            in an hour.
-        file_bytes: of the database once nothing more came.
-        settled_s: how long it took until it was about as small as it may be; None if it was not.
+        memory: bytes of the service's memory after each tenth of the hour.
+        peak_bytes: size of the database after the last request; the hour is sent much faster than
+            in real time.
+        file_bytes: size of the database at the end of the wait that follows.
+        settled_s: seconds until the database was at most twice its limit; None if it never was.
     """
 
     memory: list[int]
-    most_bytes: int
+    peak_bytes: int
     file_bytes: int
     settled_s: float | None
 
     def rows(self) -> list[list[str]]:
-        """For a table with `SOAK_HEADINGS`."""
-        found = [
+        """Return rows for a table with `SOAK_HEADINGS`."""
+        rows = [
             [f"{mark * 2 // 60} min", f"{nbytes / 1e6:.0f}"]
             for mark, nbytes in zip(_MARKS, self.memory, strict=True)
         ]
-        settled = "not settled" if self.settled_s is None else f"{self.settled_s:.0f} s later"
+        later = "above limit" if self.settled_s is None else f"{self.settled_s:.0f} s later"
         return [
-            *found,
-            ["database at the end", f"{self.most_bytes / 1e6:.0f}"],
-            [f"database, {settled}", f"{self.file_bytes / 1e6:.0f}"],
+            *rows,
+            ["database at the end", f"{self.peak_bytes / 1e6:.0f}"],
+            [f"database, {later}", f"{self.file_bytes / 1e6:.0f}"],
         ]
 
     def entries(self) -> list[Entry]:
-        """For the file of results."""
+        """Return entries for the file of results."""
         first, last = self.memory[1], self.memory[-1]
         return [
             Entry("admin.soak_memory_mb", last / 1e6, "MB", None, 0.0, 1),
@@ -67,24 +67,24 @@ class SoakResult:
 
 
 def measure_soak() -> SoakResult:
-    """Send the hour; starts and stops a service of its own.
+    """Start a service, send the hour, and stop the service.
 
     Raises:
         RuntimeError: the service did not start, or refused a request.
     """
-    with serving(live_samples=0, most_bytes=MOST_BYTES) as service:
+    with serving(live_samples=0, max_bytes=MAX_BYTES) as service:
         folder = service.folder
         connection = http.client.HTTPConnection("127.0.0.1", service.port, timeout=120)
         memory, _ = fill(connection, service.process, STEPS, SAMPLES, _MARKS)
         connection.close()
-        most, settled_s = _size(folder), None
+        maximum, settled_s = _size(folder), None
         began = time.monotonic()
         while settled_s is None and time.monotonic() - began < _SETTLING_S:
             time.sleep(0.1)
-            if _size(folder) <= 2 * MOST_BYTES:
+            if _size(folder) <= 2 * MAX_BYTES:
                 settled_s = time.monotonic() - began
         size = _size(folder)
-    return SoakResult(memory, most, size, settled_s)
+    return SoakResult(memory, maximum, size, settled_s)
 
 
 def _size(folder: Path) -> int:

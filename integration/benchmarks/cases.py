@@ -1,7 +1,7 @@
-"""The batches that are moved, and the forms in which the systems take them.
+"""Batches that the systems move, and the forms in which the systems take them.
 
-A batch is a function of its case alone, so that producer and consumer make the same one and the
-consumer can check what it read without asking.
+A batch depends only on its case. So producer and consumer build the same batch, and the consumer
+can check what it reads.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ CLAIM_FIELDS = ("input_ids", "advantages")
 
 @dataclass(frozen=True)
 class Case:
-    """One size of batch.
+    """Size of a batch.
 
     Attributes:
-        name: as it stands in the names of results.
-        rows: samples.
+        name: part of the names of results.
+        rows: number of samples.
         shortest: tokens of the shortest sample.
         longest: tokens of the longest sample; lengths are uniform between the two.
     """
@@ -47,7 +47,7 @@ class Case:
 
     @property
     def title(self) -> str:
-        """For people."""
+        """Title in tables and pictures."""
         tokens = f"{self.shortest:,}-{self.longest:,}"
         if self.shortest == self.longest:
             tokens = f"{self.longest:,}"
@@ -64,12 +64,12 @@ FULL_CASES = (
 
 
 class Batch:
-    """The columns of a case.
+    """Columns of a case.
 
     Attributes:
-        ids: one per row.
+        ids: one id per row.
         lengths: (rows,) int64, in tokens.
-        cuts: the same as integers.
+        cuts: ``lengths`` as Python integers.
         padded: name to column as a trainer holds it: (rows, longest), (rows,) or objects (rows,).
     """
 
@@ -101,17 +101,17 @@ class Batch:
         }
 
     def column(self, name: str) -> Any:
-        """A padded column, the one that is written back included."""
+        """Return a padded column, also the one that is written back."""
         return self._written_back if name == WRITTEN_BACK else self.padded[name]
 
     @cached_property
     def jagged(self) -> TensorDict:
-        """The columns as TransferQueue takes them, token columns nested and strings in a stack."""
+        """Columns as TransferQueue takes them: token columns nested, strings in a stack."""
         return self._jagged(FIELDS)
 
     @cached_property
     def jagged_written_back(self) -> TensorDict:
-        """The column that is written back, nested."""
+        """Column that is written back, nested."""
         return self._jagged([WRITTEN_BACK])
 
     def _jagged(self, names: Sequence[str]) -> TensorDict:
@@ -129,7 +129,7 @@ class Batch:
 
     @cached_property
     def flat(self) -> dict[str, np.ndarray]:
-        """One buffer for each column, without padding; strings as UTF-8 with their offsets."""
+        """One buffer per column, without padding; strings as UTF-8 with their lengths."""
         buffers = {name: self.padded[name][self._real].numpy() for name in PER_TOKEN}
         buffers |= {name: self.padded[name].numpy() for name in PER_SAMPLE}
         encoded = [str(value).encode() for value in self.padded[OBJECTS]]
@@ -138,7 +138,7 @@ class Batch:
         return buffers
 
     def stored_bytes(self, names: Sequence[str]) -> int:
-        """Bytes of columns without padding and without any system's own overhead."""
+        """Return the bytes of columns, without padding and without a system's overhead."""
         tokens = int(self.lengths.sum())
         total = 0
         for name in names:
@@ -152,26 +152,26 @@ class Batch:
 
 
 class WrongAnswer(AssertionError):
-    """A system returned other values than were put."""
+    """Error of a system that returned other values than were put."""
 
 
 def check_answer(batch: Batch, names: Sequence[str], answer: Any, *, system: str) -> None:
     """Compare the sums of what a read returned with those of the batch.
 
     Args:
-        batch: what was put.
-        names: the columns that were read.
+        batch: the batch that was put.
+        names: columns that were read.
         answer: name to column: nested or padded tensors, flat arrays, or strings per row.
-        system: for the message.
+        system: name of the system, for the message.
 
     Raises:
-        WrongAnswer: naming the first column that differs.
+        WrongAnswer: a column differs; the message names it.
     """
     for name in names:
-        found = _sum(answer[name])
+        actual = _sum(answer[name])
         expected = _sum(batch.column(name))
-        if not np.isclose(found, expected, rtol=1e-9, atol=1e-6):
-            raise WrongAnswer(f"{system}: {name!r} sums to {found}; expected {expected}")
+        if not np.isclose(actual, expected, rtol=1e-9, atol=1e-6):
+            raise WrongAnswer(f"{system}: {name!r} sums to {actual}; expected {expected}")
 
 
 def _sum(column: Any) -> float:

@@ -1,4 +1,4 @@
-"""On what a run was measured: the machine, the versions, the seeds."""
+"""Circumstances of a run: the machine, the versions, the seeds."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 from integration.benchmarks import admin_ingest, admin_pages, harness, refit, tracing
 
-CIRCUMSTANCES_HEADINGS = ["what", "found"]
+CIRCUMSTANCES_HEADINGS = ["property", "value"]
 _PACKAGES = (
     "dataplane-core",
     "dataplane-tq",
@@ -26,15 +26,15 @@ _PACKAGES = (
 
 
 def circumstances() -> list[list[str]]:
-    """For a table with `CIRCUMSTANCES_HEADINGS`."""
+    """Return rows for a table with `CIRCUMSTANCES_HEADINGS`."""
     seeds = {
         "data plane": harness.SEED,
         "refit": refit.SEED,
         "tracing": tracing.SEED,
-        "spans taken in": admin_ingest.SEED,
+        "ingested spans": admin_ingest.SEED,
         "pages": admin_pages.SEED,
     }
-    load = ", ".join(f"{one:.2f}" for one in os.getloadavg())
+    load = ", ".join(f"{average:.2f}" for average in os.getloadavg())
     return [
         ["processor", f"{_processor()}, {os.cpu_count()} cores"],
         ["memory", f"{psutil.virtual_memory().total / 2**30:.1f} GiB"],

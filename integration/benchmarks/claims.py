@@ -1,12 +1,11 @@
-"""How long a claim of 32 takes as the partition grows, among claims of another system and alone.
+"""Duration of a claim of 32 rows as the partition grows, cold and warm.
 
-Rows have one small field. In turns, one claim of ours follows one of TransferQueue's and the other
-way round. So every claim finds its own system asleep and the caches full of other work, as it does
-in a trainer that claims once a step. The partition is drained from its first row to its last; where
-it has many more rows than claims that are timed, larger claims, which are not timed, lie between
-them, so that the timed ones are spread over the whole of it.
+Rows have one small field. Cold claims alternate between the systems. So every claim meets an idle
+system and caches full of other work, as in a trainer that claims once a step. The partition is
+drained from its first row to its last. In a large partition, larger untimed claims spread the timed
+ones over all rows.
 
-Steady is one claim right after the other, without larger ones.
+Warm claims follow each other directly, without larger ones in between.
 """
 
 from __future__ import annotations
@@ -22,18 +21,18 @@ from integration.benchmarks.summary import Summary
 _FIELD = "sample_mask"
 _COUNT = 32
 _BLOCK = 10  # timed claims between two larger ones
-_DROPPED = 2  # a task's first claims, which create what the store keeps for it
+_DROPPED = 2  # a task's first claims, in which the store sets up the task
 
 
 @dataclass(frozen=True)
 class Growth:
-    """One size of partition.
+    """Size of a partition, and the claims on it.
 
     Attributes:
-        name: as it stands in the names of results.
-        rows: in the partition.
-        timed: claims to time, for each task.
-        tasks: how many tasks drain it in turns, one after the other, and as many again steadily.
+        name: part of the names of results.
+        rows: number of rows.
+        timed: number of timed claims per task.
+        tasks: number of tasks that drain it with cold claims, and as many with warm ones.
     """
 
     name: str
@@ -43,7 +42,7 @@ class Growth:
 
     @property
     def plan(self) -> list[int]:
-        """Sizes of one task's claims in turns, in order: those of 32 are timed."""
+        """Sizes of one task's cold claims, in order; those of 32 are timed."""
         between = (self.rows // self.timed - _COUNT) * _BLOCK
         plan = []
         for start in range(0, self.timed, _BLOCK):
@@ -63,81 +62,79 @@ FULL_GROWTH = (
 
 @dataclass(frozen=True)
 class ClaimTimes:
-    """The seconds of one system's claims of 32, in their order.
+    """Durations of one system's claims of 32, in seconds and in their order.
 
     Attributes:
-        turns: in turns with the other systems; the n-th of each system follow each other.
-        steady: one after the other, by other tasks; empty where that was not measured.
+        cold: cold claims; the n-th claims of all systems are neighbours in time.
+        warm: warm claims, of other tasks; empty if not measured.
     """
 
-    turns: list[float]
-    steady: list[float]
+    cold: list[float]
+    warm: list[float]
 
     @property
     def regimes(self) -> dict[str, Summary]:
-        """By regime that was measured."""
-        measured = {"in turns": self.turns, "steady": self.steady}
+        """Summary of each measured regime."""
+        measured = {"cold": self.cold, "warm": self.warm}
         return {name: Summary.of(seconds) for name, seconds in measured.items() if seconds}
 
 
-def times_as_long(over: ClaimTimes, under: ClaimTimes) -> Summary:
-    """How many times as long one system's claims take as another's, in turns.
+def cold_ratio(over: ClaimTimes, under: ClaimTimes) -> Summary:
+    """Return the duration of ``over``'s cold claims, divided by that of ``under``'s.
 
-    The value is the ratio of the two medians; the spread is that of the ratios of single turns.
+    The value is the ratio of the two medians; the spread is that of the ratios of single claims.
     """
-    turns = Summary.of(list(np.array(over.turns) / np.array(under.turns)))
-    value = float(np.median(over.turns) / np.median(under.turns))
-    return Summary(value, turns.p99, turns.spread, turns.count)
+    ratios = Summary.of(list(np.array(over.cold) / np.array(under.cold)))
+    value = float(np.median(over.cold) / np.median(under.cold))
+    return Summary(value, ratios.p99, ratios.spread, ratios.count)
 
 
 def measure_claims(
-    pair: Pair, growth: Growth, systems: Sequence[str], steady: Sequence[str]
+    pair: Pair, growth: Growth, systems: Sequence[str], warm: Sequence[str]
 ) -> dict[str, ClaimTimes]:
     """Fill a partition in each system and drain them.
 
     Args:
         pair: the processes.
-        growth: the size of partition.
-        systems: those that claim in turns.
-        steady: those of them that claim steadily as well.
+        growth: the size of the partition.
+        systems: systems that make cold claims.
+        warm: systems among them that also make warm claims.
 
     Returns:
-        System name to what its claims took.
+        System name to the durations of its claims.
     """
     partitions = {system: f"claims-{growth.name}-{system}" for system in systems}
-    tasks = [f"turns-{number}" for number in range(growth.tasks)]
-    steady_tasks = [f"steady-{number}" for number in range(growth.tasks)]
+    tasks = [f"cold-{number}" for number in range(growth.tasks)]
+    warm_tasks = [f"warm-{number}" for number in range(growth.tasks)]
     for system, partition in partitions.items():
         ray.get(
-            pair.producer.fill.remote(
-                system, partition, growth.rows, _FIELD, [*tasks, *steady_tasks]
-            )
+            pair.producer.fill.remote(system, partition, growth.rows, _FIELD, [*tasks, *warm_tasks])
         )
     pair.settle()
-    found = {system: ClaimTimes([], []) for system in systems}
+    times = {system: ClaimTimes([], []) for system in systems}
     for task in tasks:
         for system, seconds in _drain(pair, partitions, task, growth.plan).items():
-            found[system].turns.extend(seconds)
-    for system in steady:
-        for task in steady_tasks:
+            times[system].cold.extend(seconds)
+    for system in warm:
+        for task in warm_tasks:
             alone = _drain(pair, {system: partitions[system]}, task, [_COUNT] * growth.timed)
-            found[system].steady.extend(alone[system])
+            times[system].warm.extend(alone[system])
     for system, partition in partitions.items():
         ray.get(pair.producer.end.remote(system, partition))
-    return found
+    return times
 
 
 def _drain(
     pair: Pair, partitions: Mapping[str, str], task: str, plan: list[int]
 ) -> dict[str, list[float]]:
-    """By system, the seconds of one task's timed claims."""
+    """Return the seconds of one task's timed claims by system."""
     answers = ray.get(pair.consumer.claims.remote(dict(partitions), task, _FIELD, plan))
-    found = {}
+    timed = {}
     for system, (seconds, claimed) in answers.items():
         if claimed != sum(plan):
             raise AssertionError(
                 f"{system}: {task!r} claimed {claimed:,} rows; expected {sum(plan):,}"
             )
-        timed = [second for second, size in zip(seconds, plan, strict=True) if size == _COUNT]
-        found[system] = timed[_DROPPED:]
-    return found
+        small = [second for second, size in zip(seconds, plan, strict=True) if size == _COUNT]
+        timed[system] = small[_DROPPED:]
+    return timed

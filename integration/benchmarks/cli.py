@@ -1,7 +1,7 @@
 """The command: ``python -m integration.benchmarks --quick`` or ``--full``.
 
-Starting processes takes the larger part of a quick run, since most of them import torch. So parts
-share what they can, and the admin service's processes start while this one imports.
+Most of a quick run is the start of processes, since most of them import torch. So the parts share
+processes, and the admin service's processes start while this one imports.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from integration.benchmarks.parts import PARTS_HEADINGS, Parts
 from integration.benchmarks.results_file import merge_entries
 from rich.console import Console
 
-# Started by `uv run`, Ray would start every worker by `uv run` too. Read when Ray is imported.
+# Else Ray would start every worker by `uv run` too, under `uv run`. Ray reads it on import.
 os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -29,24 +29,24 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 def benchmarks(
     full: Annotated[
         bool,
-        typer.Option("--full/--quick", help="Every case; or the small ones, under three minutes."),
+        typer.Option("--full/--quick", help="Run every case, or the small ones (3 minutes)."),
     ] = False,
     backend: Annotated[
         str,
-        typer.Option(help="Our backend. Results of others than packed get names of their own."),
+        typer.Option(help="Storage backend. Results of simple are named tq_simple, not tq."),
     ] = "packed",
-    json: Annotated[Path, typer.Option(help="Results; entries of other names in it stay.")] = Path(
+    json: Annotated[Path, typer.Option(help="File of results, merged by name.")] = Path(
         "build/bench.json"
     ),
-    pictures: Annotated[Path | None, typer.Option(help="A folder, for a PNG of each area.")] = None,
+    pictures: Annotated[Path | None, typer.Option(help="Folder for one PNG per area.")] = None,
 ) -> None:
-    """Compare the data plane on TransferQueue with other ways, in one interleaved run."""
-    # Standard output carries the Markdown of a full run and nothing else.
+    """Compare the data plane on TransferQueue with other systems, in one interleaved run."""
+    # Standard output has only the Markdown of a full run.
     console = Console(stderr=full, highlight=False, log_path=False)
     if not console.is_terminal:
         console.width = 140
     parts = Parts(console)
-    parts.begin("importing, while the admin service and what it is compared with start")
+    parts.begin("importing, while the admin service and its baseline start")
     with ingest_servers() as servers:
         with serving(live_samples=LIVE_SAMPLES) as service:
             from integration.benchmarks import cluster, report
@@ -61,11 +61,11 @@ def benchmarks(
             service.wait()
             parts.begin("admin service: its pages")
             pages = measure_pages(service, full=full)
-        parts.begin("admin service: spans taken in")
+        parts.begin("admin service: ingested spans")
         ingest = measure_ingest(servers, full=full)
     soak = None
     if full:
-        parts.begin("admin service: an hour")
+        parts.begin("admin service: one hour of telemetry")
         soak = measure_soak()
     parts.begin("starting Ray")
     with cluster.ray_cluster(full=full):
@@ -102,5 +102,5 @@ def benchmarks(
     missing = set(report.HEADLINES) - {entry.name for entry in entries}
     if missing:
         console.print(f"not measured: {', '.join(sorted(missing))}", style="bold red")
-    console.print(report.terminal_table("Where the time went", PARTS_HEADINGS, parts.rows()))
+    console.print(report.terminal_table("Duration of each part", PARTS_HEADINGS, parts.rows()))
     console.print(f"{len(entries)} entries in {json}")

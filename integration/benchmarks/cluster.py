@@ -1,4 +1,4 @@
-"""The processes of a run: a Ray of its own, the stores, and the producer and consumer."""
+"""Processes of a run: a separate Ray, the stores, and the producer and consumer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dataplane_tq import TQDataPlaneClient, start_local_ray
 
 _LOGICAL_CPUS = 4
 _ACTOR_CPUS = 0.1
-# Several of the largest batches; all of it is touched before it is used.
+# Space for several of the largest batches; all of it is touched before it is used.
 _QUICK_OBJECT_STORE_BYTES, _FULL_OBJECT_STORE_BYTES = 512 << 20, 2 << 30
 _FILLER_BYTES = 16 << 20
 _START_TIMEOUT_S = 180.0
@@ -28,9 +28,9 @@ Workers = tuple[Any, Any]
 
 @contextmanager
 def ray_cluster(*, full: bool) -> Iterator[None]:
-    """A Ray on this machine alone, with its files in a folder that goes away.
+    """Run a Ray on this machine only, with its files in a temporary folder.
 
-    The data plane's sessions and the traced steps share it, since starting one takes seconds.
+    The data plane's sessions and the traced steps share it, since its start takes seconds.
     """
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         start_local_ray(
@@ -50,7 +50,7 @@ def ray_cluster(*, full: bool) -> Iterator[None]:
 
 @contextmanager
 def plain_transfer_queue() -> Iterator[plain_queue.PlainQueue]:
-    """The TransferQueue that `Raw` and `Usual` share; it goes on starting in the background."""
+    """Run the TransferQueue that `Raw` and `Usual` share; it starts in the background."""
     queue = plain_queue.PlainQueue(_ACTOR_CPUS)
     try:
         yield queue
@@ -59,15 +59,15 @@ def plain_transfer_queue() -> Iterator[plain_queue.PlainQueue]:
 
 
 @contextmanager
-def our_transfer_queue(cfg: Mapping[str, Any]) -> Iterator[None]:
-    """The TransferQueue behind `Ours`, started by our client; ConfigError if it cannot be had."""
+def data_plane(cfg: Mapping[str, Any]) -> Iterator[None]:
+    """Run the data plane behind `DataPlane`; raise ConfigError if the backend is not available."""
     with TQDataPlaneClient(cfg, bootstrap=True):
         yield
 
 
 @contextmanager
 def two_workers() -> Iterator[Workers]:
-    """The producer's and the consumer's process, which go on starting in the background."""
+    """Run the producer's and the consumer's process; they start in the background."""
     worker: Any = ray.remote(Worker).options(num_cpus=_ACTOR_CPUS)
     workers = worker.remote(), worker.remote()
     try:
@@ -79,7 +79,7 @@ def two_workers() -> Iterator[Workers]:
 
 @contextmanager
 def connected(workers: Workers, connect: Mapping[str, Callable[[], System]]) -> Iterator[Pair]:
-    """The two processes with the same systems, which are closed at the end."""
+    """Connect the two processes to the same systems, and close these at the end."""
     connecting = [worker.connect.remote(connect) for worker in workers]
     operations, _ = ray.get(connecting, timeout=_START_TIMEOUT_S)
     yield Pair(*workers, operations)
@@ -87,12 +87,12 @@ def connected(workers: Workers, connect: Mapping[str, Callable[[], System]]) -> 
 
 
 def warm_object_store(pair: Pair, *, full: bool) -> None:
-    """Give Ray's object store its best state, in which no page of it is new to either process.
+    """Touch every page of Ray's object store in both processes, its best state.
 
-    The first touch of a page costs about ten times as much as the copy into it, and would come and
-    go with the place that the store happens to choose for an object.
+    The first touch of a page costs about ten times as much as the copy into it. Without the
+    warm-up, its cost would depend on the address that the store chooses for an object.
     """
-    # Ray moves objects to disk from 80 % on. What is freed is what it takes again first.
+    # Ray moves objects to disk from 80 % on. It reuses freed memory first.
     objects = int(0.7 * _object_store_bytes(full) / _FILLER_BYTES)
     references = ray.get(pair.producer.fill_object_store.remote(objects, _FILLER_BYTES))
     ray.get(pair.consumer.read_object_store.remote(references))
@@ -103,9 +103,9 @@ def _object_store_bytes(full: bool) -> int:
 
 
 def settle_stores() -> None:
-    """`freeze_garbage` in every named actor: controllers, storage units, and what else we start."""
-    settled = []
+    """Freeze garbage collection in every named actor: controllers, storage units, directories."""
+    calls = []
     for actor in ray.util.list_named_actors(all_namespaces=True):
         handle = ray.get_actor(actor["name"], namespace=actor["namespace"])
-        settled.append(handle.__ray_call__.remote(freeze_garbage))
-    ray.get(settled)
+        calls.append(handle.__ray_call__.remote(freeze_garbage))
+    ray.get(calls)

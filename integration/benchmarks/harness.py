@@ -1,4 +1,4 @@
-"""Interleaved repetitions: what is run in which order, what is kept, and what is made of it."""
+"""Interleaved repetitions of all systems, their samples and ratios."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ _AFTER_PUT = (
 
 @dataclass
 class Samples:
-    """By case, system and operation; the n-th of each belongs to the n-th round.
+    """Samples by case, system and operation; the n-th of each belongs to the n-th round.
 
     Attributes:
-        seconds: how long it took.
-        faults: how many pages were touched for the first time meanwhile.
+        seconds: duration of the operation.
+        faults: pages that were touched for the first time during the operation.
     """
 
     seconds: dict[tuple[str, str, Operation], list[float]] = field(
@@ -43,15 +43,15 @@ class Samples:
     )
 
     def has(self, case: str, system: str, operation: Operation) -> bool:
-        """Whether it was measured."""
+        """Return True if the operation was measured."""
         return (case, system, operation) in self.seconds
 
     def summary(self, case: str, system: str, operation: Operation) -> Summary:
-        """The seconds of one operation."""
+        """Summarise the seconds of one operation."""
         return Summary.of(self.seconds[case, system, operation])
 
     def ratio(self, case: str, operation: Operation, *, over: str, under: str) -> Summary:
-        """Time of ``over`` divided by time of ``under``.
+        """Return the duration of ``over`` divided by that of ``under``.
 
         The value is the ratio of the two medians; the spread is that of the ratios per round.
         """
@@ -64,12 +64,12 @@ class Samples:
 
 @dataclass(frozen=True)
 class Pair:
-    """The two processes of the benchmark, connected to the same systems.
+    """Producer and consumer process, connected to the same systems.
 
     Attributes:
         producer: handle of a `Worker`.
-        consumer: handle of another.
-        operations: system name to what it offers.
+        consumer: handle of another `Worker`.
+        operations: system name to its operations.
     """
 
     producer: Any
@@ -77,12 +77,12 @@ class Pair:
     operations: Mapping[str, frozenset[Operation]]
 
     def settle(self) -> None:
-        """Freeze garbage collection in both; see `freeze_garbage`."""
+        """Freeze garbage collection in both processes: see `freeze_garbage`."""
         ray.get([self.producer.settle.remote(), self.consumer.settle.remote()])
 
 
 def shuffled_rounds(systems: Sequence[str], repetitions: int) -> list[list[str]]:
-    """Every system once in each round, in an order that differs from round to round."""
+    """Return the order of the systems in each round, shuffled per round."""
     order = random.Random(SEED)
     return [order.sample(list(systems), len(systems)) for _ in range(repetitions)]
 
@@ -101,12 +101,12 @@ def measure_case(
 
     Args:
         pair: the processes.
-        case: the size of batch.
-        systems: the names of the systems, in any order.
-        samples: receives the seconds of the rounds that count.
-        repetitions: rounds that count.
-        warm_ups: rounds before them, at least one; the first checks the answers.
-        settle_stores: called once before the rounds that count, for the processes of the stores.
+        case: the size of the batch.
+        systems: names of the systems, in any order.
+        samples: receives the seconds of the measured rounds.
+        repetitions: number of measured rounds.
+        warm_ups: number of rounds before them, at least one; the first checks the answers.
+        settle_stores: called once before the measured rounds, for the processes of the stores.
     """
     ray.get([pair.producer.prepare.remote(case), pair.consumer.prepare.remote(case)])
     for number, order in enumerate(shuffled_rounds(systems, warm_ups + repetitions)):
@@ -125,13 +125,13 @@ def measure_case(
 def _run_round(
     pair: Pair, system: str, case: Case, partition: str, *, check: bool
 ) -> dict[Operation, Timed]:
-    offered = pair.operations[system]
+    operations = pair.operations[system]
     producer, consumer = pair.producer, pair.consumer
     ray.get(producer.begin.remote(system, partition, case.rows))
     put: Timed = ray.get(producer.run.remote(system, Operation.PUT, partition, None))
     timed = {Operation.PUT: put}
     for operation in _AFTER_PUT:
-        if operation in offered:
+        if operation in operations:
             run = consumer.run.remote(system, operation, partition, put.handle)
             timed[operation] = ray.get(run)
     if Operation.GET in timed:
@@ -139,7 +139,7 @@ def _run_round(
         timed[Operation.PUT_GET] = Timed(put.seconds + get.seconds, put.faults + get.faults, None)
         if check:
             ray.get(consumer.check.remote(system, partition, put.handle))
-    if Operation.CLEAR in offered:
+    if Operation.CLEAR in operations:
         timed[Operation.CLEAR] = ray.get(
             producer.run.remote(system, Operation.CLEAR, partition, None)
         )

@@ -1,4 +1,4 @@
-"""`Parts`: what a run does next, said at once, and how long each part took, said at its end."""
+"""`Parts`: announces the parts of a run, and reports their durations at its end."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ PARTS_HEADINGS = ["part", "seconds"]
 
 
 class Parts:
-    """The parts of a run, one after the other: each ends where the next begins.
+    """Parts of a run; each ends where the next begins.
 
     Args:
-        console: where they are said.
+        console: console for the announcements.
     """
 
     def __init__(self, console: Console) -> None:
@@ -21,16 +21,16 @@ class Parts:
         self._began: list[tuple[str, float]] = []
 
     def begin(self, title: str) -> None:
-        """End the part before, and begin one."""
+        """End the current part, and begin the next."""
         self.console.log(title, style="dim")
         self._began.append((title, time.monotonic()))
 
     def rows(self) -> list[list[str]]:
-        """For a table with `PARTS_HEADINGS`: the parts up to now, and their sum."""
+        """Return rows for a table with `PARTS_HEADINGS`: the parts up to now, and their sum."""
         now = time.monotonic()
         ends = [*(began for _, began in self._began[1:]), now]
-        found = [
+        rows = [
             [title, f"{end - began:.1f}"]
             for (title, began), end in zip(self._began, ends, strict=True)
         ]
-        return [*found, ["everything", f"{now - self._began[0][1]:.1f}"]]
+        return [*rows, ["total", f"{now - self._began[0][1]:.1f}"]]

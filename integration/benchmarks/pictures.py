@@ -1,4 +1,4 @@
-"""A picture of each area for the docs, drawn from what one run measured."""
+"""Pictures for the docs, one per area, drawn from the results of one run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from integration.benchmarks.admin_ingest import IngestResult
 from integration.benchmarks.admin_pages import PagesResult
 from integration.benchmarks.refit import RefitResult
-from integration.benchmarks.report import OURS, RAW, Session
+from integration.benchmarks.report import DATA_PLANE, RAW, Session
 from integration.benchmarks.summary import Summary
 from integration.benchmarks.systems import Operation
 from integration.benchmarks.tracing import TracingCost
@@ -22,15 +22,15 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 _BLUE, _LIGHT_BLUE, _ORANGE, _LIGHT_ORANGE = "#2f6fde", "#8db1f0", "#d9730d", "#e5a869"
 _DARK, _GREY, _LIGHT = "#6b7280", "#9ca3af", "#d1d5db"
-_DATA_PLANE = {
-    OURS: _BLUE,
+_SYSTEM_COLORS = {
+    DATA_PLANE: _BLUE,
     "usual": _ORANGE,
     RAW: _LIGHT_ORANGE,
     "ray_flat_padded": _DARK,
     "ray_flat": _GREY,
     "memcpy": _LIGHT,
 }
-_REFIT = {
+_REFIT_COLORS = {
     "nixl": _BLUE,
     "shm": "#5e90e7",
     "tcp": _LIGHT_BLUE,
@@ -52,7 +52,7 @@ def save_pictures(
     ingest: IngestResult,
     pages: PagesResult,
 ) -> list[Path]:
-    """Draw speed.png, refit-speed.png, tracing-cost.png and admin-speed.png; gives the paths."""
+    """Draw speed.png, refit-speed.png, tracing-cost.png and admin-speed.png; return the paths."""
     figures = {
         "speed": _data_plane(session),
         "refit-speed": _refit(refits),
@@ -60,14 +60,14 @@ def save_pictures(
         "admin-speed": _admin(ingest, pages),
     }
     folder.mkdir(parents=True, exist_ok=True)
-    found = []
+    paths = []
     for name, figure in figures.items():
         for axes in figure.axes:
             axes.set_axisbelow(True)
             axes.spines[["top", "right"]].set_visible(False)
-        found.append(folder / f"{name}.png")
-        figure.savefig(found[-1])
-    return found
+        paths.append(folder / f"{name}.png")
+        figure.savefig(paths[-1])
+    return paths
 
 
 def _figure(ratios: Sequence[float], height: float = 4.2) -> tuple[Figure, Sequence[Axes]]:
@@ -85,7 +85,7 @@ def _titled(axes: Axes, title: str, grid: str = "y") -> None:
 def _grouped(
     axes: Axes, groups: Sequence[str], bars: dict[str, dict[int, Summary]], colors: dict[str, str]
 ) -> None:
-    """Bars side by side, with their interquartile ranges: by name, and by number of the group."""
+    """Draw grouped bars with their interquartile ranges: name to group number to value."""
     width = 0.8 / max(1, len(bars))
     for place, (name, values) in enumerate(bars.items()):
         axes.bar(
@@ -101,7 +101,7 @@ def _grouped(
 
 
 def _logarithmic(axis: Axis) -> None:
-    """With plain numbers at 1, 2, 5, 10, 20."""
+    """Make an axis logarithmic, with labels at 1, 2, 5, 10, 20."""
     axis.axes.set(**{f"{axis.axis_name}scale": "log"})
     axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
@@ -126,10 +126,10 @@ def _scaled(summary: Summary, factor: float) -> Summary:
 
 
 def _data_plane(session: Session) -> Figure:
-    """Put + get for every case and system, and how claims grow."""
+    """Draw put + get for every case and system, and claims by partition size."""
     figure, (bars, lines) = _figure([3, 2])
-    found: dict[str, dict[int, Summary]] = {}
-    for system in _DATA_PLANE:
+    durations: dict[str, dict[int, Summary]] = {}
+    for system in _SYSTEM_COLORS:
         operation = Operation.PUT if system == "memcpy" else Operation.PUT_GET
         values = {
             number: _scaled(session.samples.summary(case.name, system, operation), 1e3)
@@ -137,69 +137,69 @@ def _data_plane(session: Session) -> Figure:
             if session.samples.has(case.name, system, operation)
         }
         if values:
-            found[system] = values
+            durations[system] = values
     titles = [case.title.replace(" of ", "\n") for case in session.cases]
-    _grouped(bars, titles, found, _DATA_PLANE)
+    _grouped(bars, titles, durations, _SYSTEM_COLORS)
     _logarithmic(bars.yaxis)
     _titled(bars, "put + get, ms (less is better)")
     _legend(bars)
-    for system in (OURS, RAW):
+    for system in (DATA_PLANE, RAW):
         sizes = [
-            (growth.rows, by_system[system].regimes["in turns"])
+            (growth.rows, by_system[system].regimes["cold"])
             for growth, by_system in session.claims
             if system in by_system
         ]
-        for style, told in (("o-", "p50"), ("o:", "p99")):
+        for style, percentile in (("o-", "p50"), ("o:", "p99")):
             lines.plot(
                 [rows for rows, _ in sizes],
-                [(one.value if told == "p50" else one.p99) * 1e3 for _, one in sizes],
+                [(each.value if percentile == "p50" else each.p99) * 1e3 for _, each in sizes],
                 style,
-                color=_DATA_PLANE[system],
-                label=f"{system}, {told}",
+                color=_SYSTEM_COLORS[system],
+                label=f"{system.replace('_', ' ')}, {percentile}",
             )
     lines.set_xscale("log")
     _logarithmic(lines.yaxis)
     lines.set_xlabel("rows in the partition")
-    _titled(lines, "claim of 32, ms")
+    _titled(lines, "cold claim of 32, ms")
     lines.legend(frameon=False, fontsize=8)
     return figure
 
 
 def _refit(refits: Sequence[RefitResult]) -> Figure:
-    """What the generators take in, and how the whole compares."""
+    """Draw the generators' fetch rates, and the ratios of the durations."""
     figure, (rates, ratios) = _figure([3, 2])
     cases = [
-        f"{one.case.nbytes / 2**30:.3g} GiB\n{one.case.sources} to {one.case.targets_count}"
-        for one in refits
+        f"{refit.case.nbytes / 2**30:.3g} GiB\n{refit.case.sources} to {refit.case.targets_count}"
+        for refit in refits
     ]
-    taken: dict[str, dict[int, Summary]] = {}
+    fetched: dict[str, dict[int, Summary]] = {}
     both: dict[str, dict[int, Summary]] = {}
-    for way in _REFIT:
-        for number, one in enumerate(refits):
-            if way not in one.take:
+    for way in _REFIT_COLORS:
+        for number, refit in enumerate(refits):
+            if way not in refit.fetch:
                 continue
-            rounds = [one.case.nbytes / seconds / 1e9 for seconds in one.take[way]]
-            taken.setdefault(way, {})[number] = Summary.of(rounds)
-            ratio = one.faster(way, whole=way != "raw_nixl")
+            rounds = [refit.case.nbytes / seconds / 1e9 for seconds in refit.fetch[way]]
+            fetched.setdefault(way, {})[number] = Summary.of(rounds)
+            ratio = refit.ratio(way, both_steps=way != "raw_nixl")
             if way in ("raw_nixl", "gloo", "ray", "file") and ratio is not None:
                 both.setdefault(way, {})[number] = ratio
-    _grouped(rates, cases, taken, _REFIT)
+    _grouped(rates, cases, fetched, _REFIT_COLORS)
     _logarithmic(rates.yaxis)
-    _titled(rates, "taken by the generators, GB/s (more is better)")
+    _titled(rates, "fetch rate of the generators, GB/s (more is better)")
     _legend(rates)
-    _grouped(ratios, cases, both, _REFIT)
+    _grouped(ratios, cases, both, _REFIT_COLORS)
     ratios.axhline(1, color="#111827", linewidth=1)
-    _titled(ratios, "this way's time / ours over NIXL")
-    ratios.set_xlabel("offer and take; raw NIXL: take alone", fontsize=8)
+    _titled(ratios, "duration / refit-mx over NIXL")
+    ratios.set_xlabel("publish and fetch; raw NIXL: fetch only", fontsize=8)
     return figure
 
 
 def _tracing(costs: Sequence[TracingCost]) -> Figure:
-    """Each round's cost, and what is timed inside."""
+    """Draw each round's cost, and the time measured inside the processes."""
     figure, (rounds, inside) = _figure([3, 2])
     labels = []
     for cost in costs:
-        for mode, (named, color) in _MODES.items():
+        for mode, (label, color) in _MODES.items():
             if mode not in cost.seconds:
                 continue
             percent = np.array(cost.overhead(mode))
@@ -208,10 +208,10 @@ def _tracing(costs: Sequence[TracingCost]) -> Figure:
             rounds.plot(place + spread, percent, "o", markersize=3, color=color, alpha=0.6)
             median = float(np.median(percent))
             rounds.plot([place - 0.32, place + 0.32], [median] * 2, color="#111827")
-            labels.append(_labelled(named, cost))
+            labels.append(_labelled(label, cost))
     rounds.set_xticks(range(len(labels)), labels, fontsize=7)
     rounds.axhline(0, color=_GREY, linewidth=1)
-    _titled(rounds, "each round's step, % longer than untraced; line: median")
+    _titled(rounds, "each round's step, % slower than untraced; line: median")
     places: list[str] = []
     for cost in costs:
         step = Summary.of(cost.seconds["off"]).value
@@ -231,7 +231,7 @@ def _tracing(costs: Sequence[TracingCost]) -> Figure:
     inside.set_xticks(range(len(places)), places, fontsize=7)
     for budget, color in ((1, _BLUE), (2, _ORANGE)):
         inside.axhline(budget, color=color, linewidth=1, linestyle=":")
-    _titled(inside, "timed inside the step, % of it; dotted: budgets")
+    _titled(inside, "measured inside, % of the step; dotted: budgets")
     return figure
 
 
@@ -240,7 +240,7 @@ def _labelled(mode: str, cost: TracingCost) -> str:
 
 
 def _admin(ingest: IngestResult, pages: PagesResult) -> Figure:
-    """Spans taken in, and how long pages take."""
+    """Draw the ingest rates, and the durations of pages."""
     figure, (rates, times) = _figure([1, 3])
     for place, measured in enumerate(ingest.rates.values()):
         rate = Summary.of(measured)
@@ -254,7 +254,7 @@ def _admin(ingest: IngestResult, pages: PagesResult) -> Figure:
         )
     names = [server.replace(" ", "\n") for server in ingest.rates]
     rates.set_xticks(range(len(names)), names, fontsize=7)
-    _titled(rates, "spans taken in, 1/s")
+    _titled(rates, "ingested spans, 1/s")
     paths = sorted(pages.seconds, key=pages.p95)
     for place, path in enumerate(paths):
         median = Summary.of(pages.seconds[path]).value * 1e3

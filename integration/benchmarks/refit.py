@@ -1,8 +1,8 @@
-"""How fast new weights reach generators: refit-mx beside what else could carry the same bytes.
+"""Duration of a refit with refit-mx, and with other ways to move the same bytes.
 
-Every way runs in the same processes, one Ray actor a trainer and a generator, in shuffled rounds. A
-way has up to two steps: the trainers make the weights available, the generators take what they
-need. Gloo has the second alone, in which both take part.
+All ways run in the same processes, one Ray actor per trainer and generator, in shuffled rounds. A
+way has up to two steps: the trainers publish weights, the generators fetch what they need. Gloo has
+only the second step, in which both take part.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 import ray
 from integration.benchmarks.harness import Summary
 from integration.benchmarks.refit_cases import RefitCase
-from integration.benchmarks.refit_worker import MODEL, RefitWorker, Took, together
+from integration.benchmarks.refit_worker import MODEL, RefitWorker, Timing, total_seconds
 from integration.benchmarks.results_file import Entry
 
 from dataplane_tq import start_local_ray
@@ -27,18 +27,18 @@ from refit_mx import ControlClient, EmbeddedControlServer
 
 REFIT_HEADINGS = [
     "way",
-    "offer, p50 ms",
-    "take, p50 ms",
+    "publish, p50 ms",
+    "fetch, p50 ms",
     "IQR",
     "GB/s",
-    "ours over NIXL / this (IQR)",
-    "both steps: ours over NIXL / this (IQR)",
-    "both steps: ours over shared memory / this (IQR)",
+    "fetch: this / refit-mx NIXL (IQR)",
+    "both steps: this / refit-mx NIXL (IQR)",
+    "both steps: this / refit-mx shared memory (IQR)",
     "both steps, p50 ms",
 ]
-STAGE_HEADINGS = ["ours over", "stage", "p50 ms, longest of the generators"]
+STAGE_HEADINGS = ["refit-mx over", "stage", "p50 ms, slowest generator"]
 
-_OURS = ("nixl", "tcp", "shm")
+_REFIT_MX = ("nixl", "tcp", "shm")
 _MEMORY_WAYS = ("nixl", "tcp", "raw_nixl", "raw_nixl_long", "memcpy")
 _PROCESS_WAYS = ("nixl", "shm", "gloo", "ray")
 _FILE_WAYS = ("nixl", "file")
@@ -54,80 +54,88 @@ _OBJECT_STORE_BYTES = 5 << 30
 
 @dataclass(frozen=True)
 class RefitResult:
-    """One case.
+    """Result of one case.
 
     Attributes:
-        case: what moved.
-        offer: by way, seconds of the trainers' step in each round.
-        take: by way, seconds of the generators' step in each round.
-        rounds: by way, the numbers of the rounds that it was in.
-        stages: by transport of ours and stage, seconds in each round.
+        case: the model and its layouts.
+        publish: way to the seconds of the trainers' step in each round.
+        fetch: way to the seconds of the generators' step in each round.
+        rounds: way to the numbers of its rounds.
+        stages: refit-mx's transport and stage to the seconds in each round.
     """
 
     case: RefitCase
-    offer: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
-    take: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    publish: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    fetch: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     rounds: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
     stages: dict[tuple[str, str], list[float]] = field(default_factory=lambda: defaultdict(list))
 
     @property
     def title(self) -> str:
-        """For a table."""
+        """Title of the case's tables."""
         case = self.case
         return (
             f"Refit of {case.nbytes / 2**30:.3g} GiB, {case.sources} trainers to "
             f"{case.targets_count} generators"
         )
 
-    def faster(self, way: str, *, ours: str = "nixl", whole: bool = False) -> Summary | None:
-        """How many times as fast ours is, the taking alone or both steps; 0.9 for ours taking 1.11
-        times as long. Of the rounds that had both, None if there were none.
+    def ratio(
+        self, way: str, *, transport: str = "nixl", both_steps: bool = False
+    ) -> Summary | None:
+        """Return the duration of a way, divided by that of refit-mx, over their common rounds.
 
         Args:
-            way: that ours is compared with.
-            ours: over which transport.
-            whole: both steps.
+            way: the other way.
+            transport: refit-mx's transport.
+            both_steps: compare publish and fetch; if False, fetch only.
+
+        Returns:
+            The ratio, larger than 1 if refit-mx is faster; None if there are no common rounds.
         """
-        common = sorted(set(self.rounds[ours]) & set(self.rounds[way]))
+        common = sorted(set(self.rounds[transport]) & set(self.rounds[way]))
         if not common:
             return None
-        mine = self._seconds(ours, common, whole=whole)
-        other = self._seconds(way, common, whole=whole)
-        rounds = Summary.of(list(other / mine))
+        refit_mx = self._seconds(transport, common, both_steps=both_steps)
+        other = self._seconds(way, common, both_steps=both_steps)
+        rounds = Summary.of(list(other / refit_mx))
         return Summary(
-            float(np.median(other) / np.median(mine)), rounds.p99, rounds.spread, rounds.count
+            float(np.median(other) / np.median(refit_mx)), rounds.p99, rounds.spread, rounds.count
         )
 
-    def _seconds(self, way: str, rounds: Sequence[int], *, whole: bool) -> Any:
+    def _seconds(self, way: str, rounds: Sequence[int], *, both_steps: bool) -> Any:
         index = [self.rounds[way].index(each) for each in rounds]
-        taken = np.array(self.take[way])[index]
-        return taken + np.array(self.offer[way])[index] if whole and self.offer[way] else taken
+        fetch = np.array(self.fetch[way])[index]
+        if both_steps and self.publish[way]:
+            return fetch + np.array(self.publish[way])[index]
+        return fetch
 
     def rows(self) -> list[list[str]]:
-        """For a table with `REFIT_HEADINGS`."""
-        found = []
-        for way in self.take:
-            take = Summary.of(self.take[way])
+        """Return rows for a table with `REFIT_HEADINGS`."""
+        rows = []
+        for way in self.fetch:
+            fetch = Summary.of(self.fetch[way])
+            publish = self.publish[way]
             ratios = (
-                None if way == "nixl" else self.faster(way),
-                None if way == "nixl" else self.faster(way, whole=True),
-                None if way == "shm" else self.faster(way, ours="shm", whole=True),
+                None if way == "nixl" else self.ratio(way),
+                None if way == "nixl" else self.ratio(way, both_steps=True),
+                None if way == "shm" else self.ratio(way, transport="shm", both_steps=True),
             )
-            found.append(
+            total = np.median(self._seconds(way, self.rounds[way], both_steps=True))
+            rows.append(
                 [
                     way,
-                    f"{Summary.of(self.offer[way]).value * 1e3:.0f}" if self.offer[way] else "",
-                    f"{take.value * 1e3:.0f}",
-                    f"{take.spread * 1e3:.0f}",
-                    f"{self.case.nbytes / take.value / 1e9:.2f}",
+                    f"{Summary.of(publish).value * 1e3:.0f}" if publish else "",
+                    f"{fetch.value * 1e3:.0f}",
+                    f"{fetch.spread * 1e3:.0f}",
+                    f"{self.case.nbytes / fetch.value / 1e9:.2f}",
                     *(f"{each.value:.2f} ({each.spread:.2f})" if each else "" for each in ratios),
-                    f"{np.median(self._seconds(way, self.rounds[way], whole=True)) * 1e3:.0f}",
+                    f"{total * 1e3:.0f}",
                 ]
             )
-        return found
+        return rows
 
     def stage_rows(self) -> list[list[str]]:
-        """For a table with `STAGE_HEADINGS`."""
+        """Return rows for a table with `STAGE_HEADINGS`."""
         return [
             [way, stage, f"{Summary.of(seconds).value * 1e3:.1f}"]
             for (way, stage), seconds in self.stages.items()
@@ -135,21 +143,23 @@ class RefitResult:
         ]
 
     def entries(self) -> list[Entry]:
-        """For the file of results."""
+        """Return entries for the file of results."""
         size = "" if self.case.nbytes == QUICK_CASE.nbytes else f"_{self.case.nbytes >> 30}g"
-        found = []
-        for way in self.take:
-            take = Summary.of(self.take[way])
-            rate = self.case.nbytes / take.value / 1e9
+        entries = []
+        for way in self.fetch:
+            fetch = Summary.of(self.fetch[way])
+            rate = self.case.nbytes / fetch.value / 1e9
             name = f"refit.{way}_{self.case.name}{size}"
-            found.append(Entry(f"{name}.gb_per_s", rate, "GB/s", None, 0.0, take.count))
-            for ours in ("nixl", "shm"):
-                for suffix, whole in (("", False), ("_both_steps", True)):
-                    ratio = self.faster(way, ours=ours, whole=whole)
-                    if way != ours and ratio is not None:
-                        named = f"refit.{ours}_{self.case.name}{size}.ratio_vs_{way}{suffix}"
-                        found.append(Entry(named, ratio.value, "x", way, ratio.spread, ratio.count))
-        return found
+            entries.append(Entry(f"{name}.gb_per_s", rate, "GB/s", None, 0.0, fetch.count))
+            for transport in ("nixl", "shm"):
+                for suffix, both_steps in (("", False), ("_both_steps", True)):
+                    ratio = self.ratio(way, transport=transport, both_steps=both_steps)
+                    if way != transport and ratio is not None:
+                        name = f"refit.{transport}_{self.case.name}{size}.ratio_vs_{way}{suffix}"
+                        entries.append(
+                            Entry(name, ratio.value, "x", way, ratio.spread, ratio.count)
+                        )
+        return entries
 
 
 def _sized(nbytes: int, sources: int, targets: int) -> RefitCase:
@@ -160,42 +170,42 @@ def _sized(nbytes: int, sources: int, targets: int) -> RefitCase:
 QUICK_CASE = _sized(1 << 29, 2, 4)
 
 
-def measure_refit(tell: Callable[[str], None], *, full: bool) -> list[RefitResult]:
-    """Run the cases; starts and stops a Ray and a control plane of its own, a case.
+def measure_refit(announce: Callable[[str], None], *, full: bool) -> list[RefitResult]:
+    """Run the cases, each with a separate Ray and control plane.
 
     Args:
-        tell: called with what is measured next.
-        full: every case, or the small one.
+        announce: called with the title of each part.
+        full: whether to run every case; if False, only the small one.
     """
     if not full:
-        tell("refits")
+        announce("refits")
         return [_measure(QUICK_CASE, (_QUICK_WAYS,), _QUICK_ROUNDS)]
-    found = []
+    results = []
     for nbytes in (1 << 29, 1 << 31):
         for sources, targets in _LAYOUTS:
             case = _sized(nbytes, sources, targets)
-            tell(f"refits of {nbytes >> 20} MiB, {case.name}")
-            # The copies that all ways make of 2 GiB do not fit into 24 GiB of memory at once.
+            announce(f"refits of {nbytes >> 20} MiB, {case.name}")
+            # All ways' copies of 2 GiB together do not fit into 24 GiB of memory.
             large = nbytes > 1 << 30
             groups = (_MEMORY_WAYS, _PROCESS_WAYS, _FILE_WAYS) if large else (_WAYS,)
-            found.append(_measure(case, groups, 5 if large else _FULL_ROUNDS))
-    return found
+            results.append(_measure(case, groups, 5 if large else _FULL_ROUNDS))
+    return results
 
 
 def _measure(case: RefitCase, groups: Sequence[Sequence[str]], rounds: int) -> RefitResult:
     result = RefitResult(case)
     for group, ways in enumerate(groups):
-        _measure_beside(result, ways, range(group * rounds, (group + 1) * rounds))
+        _measure_group(result, ways, range(group * rounds, (group + 1) * rounds))
     return result
 
 
-def _measure_beside(result: RefitResult, ways: Sequence[str], rounds: Sequence[int]) -> None:
-    """Measure some ways, in turns.
+def _measure_group(result: RefitResult, ways: Sequence[str], rounds: Sequence[int]) -> None:
+    """Measure a group of ways, interleaved.
 
     Args:
-        result: added to.
-        ways: in each round, in another order.
-        rounds: their numbers, of which the result has none yet.
+        result: receives the measurements.
+        ways: ways to run in each round, in shuffled order.
+        rounds: numbers of the rounds, new to the result.
     """
     case = result.case
     order = random.Random(SEED)
@@ -203,15 +213,15 @@ def _measure_beside(result: RefitResult, ways: Sequence[str], rounds: Sequence[i
         run.prepare(ways)
         for number in (*range(-_WARM_UPS, 0), *rounds):
             for way in order.sample(ways, len(ways)):
-                offer, take = run.once(way)
+                publish, fetch = run.once(way)
                 if number < 0:
                     continue
                 result.rounds[way].append(number)
-                if offer:
-                    result.offer[way].append(together(offer))
-                result.take[way].append(together(take))
-                for stage in take[0].stages:
-                    longest = max(one.stages[stage] for one in take)
+                if publish:
+                    result.publish[way].append(total_seconds(publish))
+                result.fetch[way].append(total_seconds(fetch))
+                for stage in fetch[0].stages:
+                    longest = max(timing.stages[stage] for timing in fetch)
                     result.stages[way, stage].append(longest)
 
 
@@ -241,16 +251,16 @@ def _processes(case: RefitCase, with_store: bool) -> Iterator[_Actors]:
                 [worker.remote(case, rank, source=True) for rank in range(case.sources)],
                 [worker.remote(case, rank, source=False) for rank in range(case.targets_count)],
             )
-            everybody = [*actors.sources, *actors.targets]
-            ray.get([actor.ready.remote() for actor in everybody], timeout=_START_S)
+            all_actors = [*actors.sources, *actors.targets]
+            ray.get([actor.ready.remote() for actor in all_actors], timeout=_START_S)
             yield actors
-            ray.get([actor.close.remote() for actor in everybody], timeout=60)
+            ray.get([actor.close.remote() for actor in all_actors], timeout=180)
         finally:
             ray.shutdown()
 
 
 class _Ways:
-    """Runs one round of a way on the actors."""
+    """Runner of the ways on the actors."""
 
     def __init__(self, actors: _Actors) -> None:
         self._actors = actors
@@ -268,43 +278,44 @@ class _Ways:
         self._folder.cleanup()
 
     def prepare(self, ways: Sequence[str]) -> None:
-        """What each needs once, before anything is timed; checks what ours brings."""
+        """Prepare each way once, before anything is timed; check refit-mx's result."""
         sources, targets = self._actors.sources, self._actors.targets
-        ours = [way for way in _OURS if way in ways]
-        _all([*sources, *targets], "join", self._server.address, ours)
-        for transport in ours:
+        transports = [way for way in _REFIT_MX if way in ways]
+        _all([*sources, *targets], "join", self._server.address, transports)
+        for transport in transports:
             version = self._version()
             _all(sources, "publish", version)
             _all(targets, "check", version, transport)
         if "raw_nixl" in ways:
-            offers = _all(sources, "offer_raw")
-            _all(targets, "prepare_raw", offers)
+            buffers = _all(sources, "register_raw")
+            _all(targets, "prepare_raw", buffers)
         if "gloo" in ways:
-            # A file: a free port may be somebody else's by the time that gloo binds it.
-            meeting = f"file://{self._folder.name}/gloo"
-            everybody = [*sources, *targets]
+            # A file, because a free port may be taken before gloo binds it.
+            init_method = f"file://{self._folder.name}/gloo"
+            all_actors = [*sources, *targets]
             ray.get(
                 [
-                    actor.join_gloo.remote(meeting, rank, len(everybody))
-                    for rank, actor in enumerate(everybody)
+                    actor.join_gloo.remote(init_method, rank, len(all_actors))
+                    for rank, actor in enumerate(all_actors)
                 ],
                 timeout=_START_S,
             )
 
-    def once(self, way: str) -> tuple[list[Took], list[Took]]:
-        """What the trainers did, and what the generators did."""
+    def once(self, way: str) -> tuple[list[Timing], list[Timing]]:
+        """Run a way once; return the timings of the trainers and of the generators."""
         sources, targets = self._actors.sources, self._actors.targets
-        if way in _OURS:
+        if way in _REFIT_MX:
             version = self._version()
-            offer = _all(sources, "publish", version)
-            return offer, _all(targets, "receive", version, way)
+            publish = _all(sources, "publish", version)
+            return publish, _all(targets, "receive", version, way)
         if way in ("raw_nixl", "raw_nixl_long"):
             return [], _all(targets, "read_raw", way == "raw_nixl_long")
         if way == "gloo":
             return [], _all([*sources, *targets], "broadcast")
         if way == "ray":
-            put = _all(sources, "put_ray")
-            return [took for took, _ in put], _all(targets, "get_ray", [some for _, some in put])
+            puts = _all(sources, "put_ray")
+            references = [references for _, references in puts]
+            return [timing for timing, _ in puts], _all(targets, "get_ray", references)
         if way == "file":
             saved = _all(sources, "save_file", self._folder.name)
             return saved, _all(targets, "load_file", self._folder.name)
@@ -319,7 +330,7 @@ class _Ways:
 
 
 def _all(actors: Sequence[Any], method: str, *args: Any) -> list[Any]:
-    found: list[Any] = ray.get(
+    results: list[Any] = ray.get(
         [getattr(actor, method).remote(*args) for actor in actors], timeout=_START_S
     )
-    return found
+    return results

@@ -1,8 +1,8 @@
-"""What the refit benchmark moves: a model's matrices, from one layout to another.
+"""Cases of the refit benchmark: a model's matrices, and the layouts between which they move.
 
-Trainers hold each matrix in even rows, as FSDP does. Generators hold half of the matrices by rows
-and half by columns, as tensor parallelism alternates them, so half of what they need is not
-contiguous at the source.
+Trainers hold equal runs of rows of each matrix, as FSDP does. Generators hold half of the matrices
+by rows and half by columns, as in tensor parallelism, so half of what they need is not contiguous
+at the source.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ _ITEM = 2  # bfloat16
 
 @dataclass(frozen=True)
 class RefitCase:
-    """One model on one pair of layouts.
+    """Model and its two layouts.
 
     Attributes:
-        sources: trainers.
-        targets_count: generators.
-        layers: of two matrices each.
-        width: of the model; the matrices are (4 width, width) and (width, 4 width).
+        sources: number of trainers.
+        targets_count: number of generators.
+        layers: number of layers, with two matrices each.
+        width: width of the model; the matrices are (4 width, width) and (width, 4 width).
     """
 
     sources: int
@@ -37,54 +37,56 @@ class RefitCase:
 
     @property
     def name(self) -> str:
-        """As it stands in the names of results."""
+        """Part of the names of results."""
         return f"{self.sources}to{self.targets_count}"
 
     @property
     def specs(self) -> list[TensorSpec]:
-        """The matrices: all of one kind, then all of the other."""
-        found = []
-        for kind, shape in (("up", (4, 1)), ("down", (1, 4))):
-            wide = tuple(factor * self.width for factor in shape)
-            found += [TensorSpec(f"{i}.{kind}", "bfloat16", wide) for i in range(self.layers)]
-        return found
+        """Matrices of the model: all of one kind, then all of the other."""
+        specs = []
+        for kind, factors in (("up", (4, 1)), ("down", (1, 4))):
+            shape = tuple(factor * self.width for factor in factors)
+            specs += [TensorSpec(f"{i}.{kind}", "bfloat16", shape) for i in range(self.layers)]
+        return specs
 
     @property
     def names(self) -> list[str]:
-        """Of the matrices."""
+        """Names of the matrices."""
         return [spec.name for spec in self.specs]
 
     @property
     def cuts(self) -> dict[str, Cut]:
-        """What a trainer says of the generators' layout."""
-        found = {}
+        """Cuts of the generators' layout, for the publishers."""
+        cuts = {}
         for spec in self.specs:
             axis = self._layout(spec, 0).shard_axis
             if axis:
-                found[spec.name] = Cut(axis, self.targets_count)
-        return found
+                cuts[spec.name] = Cut(axis, self.targets_count)
+        return cuts
 
     @property
     def nbytes(self) -> int:
-        """Of the whole model."""
+        """Size of the model."""
         return sum(spec.nbytes for spec in self.specs)
 
     def shards(self, rank: int) -> list[LocalShard]:
-        """What a trainer holds, made anew: equal for equal ranks."""
-        found = []
+        """Build a trainer's shards; they depend only on the rank."""
+        shards = []
         for spec, box in zip(self.specs, self._held(rank), strict=True):
-            found.append(LocalShard(spec.name, spec.shape, box, _made(spec.name, rank, box)))
-        return found
+            shards.append(LocalShard(spec.name, spec.shape, box, _values(spec.name, rank, box)))
+        return shards
 
     def targets(self, rank: int) -> list[TargetTensor]:
-        """What a generator needs."""
+        """Return the tensors that a generator needs."""
         return [tp_target(spec, self._layout(spec, rank)) for spec in self.specs]
 
     def slices(
         self, source: int, target: int
     ) -> Iterator[tuple[str, tuple[slice, ...], tuple[slice, ...]]]:
-        """Name, index into the generator's tensor, index into the trainer's shard, of what the two
-        share."""
+        """Yield the overlaps of a trainer's shards with a generator's tensors.
+
+        Each is a name, an index into the generator's tensor and one into the trainer's shard.
+        """
         for spec, held in zip(self.specs, self._held(source), strict=True):
             wanted = Box.of_slices(self._layout(spec, target).slices(spec.shape), spec.shape)
             here, there = [], []
@@ -98,11 +100,16 @@ class RefitCase:
     def ranges(
         self, source: int, target: int
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Offsets in a generator's memory, offsets in a trainer's, and bytes, of each contiguous
-        piece that the two share; tensors lie one after the other in both."""
-        mine, theirs, sizes = [], [], []
-        own = dict(zip(self.names, self._offsets(target, held=False), strict=True))
-        other = dict(zip(self.names, self._offsets(source, held=True), strict=True))
+        """Return the contiguous pieces that a trainer's and a generator's memory have in common.
+
+        In both memories the tensors are concatenated.
+
+        Returns:
+            Offsets in the generator's memory, offsets in the trainer's, and sizes in bytes.
+        """
+        to, origin, sizes = [], [], []
+        target_offsets = dict(zip(self.names, self._offsets(target, held=False), strict=True))
+        source_offsets = dict(zip(self.names, self._offsets(source, held=True), strict=True))
         held = dict(zip(self.names, self._held(source), strict=True))
         specs = {spec.name: spec for spec in self.specs}
         for name, here, there in self.slices(source, target):
@@ -112,35 +119,37 @@ class RefitCase:
             run = here[1].stop - here[1].start
             if run == width == columns:  # both contiguous: one piece
                 rows, run = rows[:1], run * len(rows)
-            mine.append(own[name] + _ITEM * ((here[0].start + rows) * width + here[1].start))
-            theirs.append(
-                other[name] + _ITEM * ((there[0].start + rows) * columns + there[1].start)
+            to.append(
+                target_offsets[name] + _ITEM * ((here[0].start + rows) * width + here[1].start)
+            )
+            origin.append(
+                source_offsets[name] + _ITEM * ((there[0].start + rows) * columns + there[1].start)
             )
             sizes.append(np.full(len(rows), _ITEM * run))
-        if not mine:
+        if not to:
             empty = np.zeros(0, np.int64)
             return empty, empty, empty
-        return np.concatenate(mine), np.concatenate(theirs), np.concatenate(sizes)
+        return np.concatenate(to), np.concatenate(origin), np.concatenate(sizes)
 
     def expected(self, target: int) -> Iterator[tuple[str, torch.Tensor]]:
-        """What a generator has to hold."""
+        """Yield name and values of the tensors that a generator must have after a refit."""
         for spec in self.specs:
             layout = self._layout(spec, target)
-            whole = torch.cat(
-                [_made(spec.name, rank, self._box(spec, rank)) for rank in range(self.sources)]
+            matrix = torch.cat(
+                [_values(spec.name, rank, self._box(spec, rank)) for rank in range(self.sources)]
             )
-            yield spec.name, whole[layout.slices(spec.shape)].contiguous()
+            yield spec.name, matrix[layout.slices(spec.shape)].contiguous()
 
     def target_bytes(self, rank: int) -> int:
-        """That a generator needs."""
+        """Return the bytes that a generator needs."""
         return sum(target.nbytes for target in self.targets(rank))
 
     def source_bytes(self, rank: int) -> int:
-        """That a trainer holds."""
+        """Return the bytes that a trainer holds."""
         return _ITEM * sum(self.shard_elements(rank))
 
     def shard_elements(self, rank: int) -> list[int]:
-        """Of each of a trainer's shards."""
+        """Return the number of elements of each of a trainer's shards."""
         return [box.size for box in self._held(rank)]
 
     def _offsets(self, rank: int, *, held: bool) -> list[int]:
@@ -163,7 +172,7 @@ class RefitCase:
         return TargetTPLayout(self.targets_count, rank, shard_axis=axis)
 
 
-def _made(name: str, rank: int, box: Box) -> torch.Tensor:
+def _values(name: str, rank: int, box: Box) -> torch.Tensor:
     generator = torch.Generator().manual_seed(sum(map(ord, name)) * 1009 + rank)
     bits = torch.randint(-(1 << 14), 1 << 14, box.shape, dtype=torch.int16, generator=generator)
     return bits.view(torch.bfloat16)

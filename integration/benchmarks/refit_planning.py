@@ -1,9 +1,9 @@
-"""How long one receiver of a large fleet plans: 100,000 tensors from 64 trainers to 128 generators.
+"""Planning of one receiver in a large fleet: 100,000 tensors, 64 trainers, 128 generators.
 
-Nothing moves. What is timed is all that stands between the manifests as they arrive and the first
-read: decoding and checking them, the plan, and what has to be verified. The next version of the
-same structure comes in brief and keeps the plan. There is no other system that plans from such
-tables; the target is two seconds.
+No weights move. The benchmark times all work between the receipt of the manifests and the first
+read: decoding and checking them, the plan, and the list of digests to verify. The manifests of a
+next version with the same structure are brief, and reuse the plan. No other system plans from such
+tables, so there is no baseline; the target is two seconds.
 """
 
 from __future__ import annotations
@@ -18,21 +18,26 @@ import numpy as np
 from integration.benchmarks.results_file import Entry
 from integration.benchmarks.summary import Summary
 
-from refit_mx import TargetTensor, TargetTPLayout, TensorSpec, tp_target
-from refit_mx.manifest import (
+from refit_mx import (
+    Manifest,
+    ShardTable,
+    TargetTensor,
+    TargetTPLayout,
+    TensorSpec,
+    plan_reads,
+    tp_target,
+)
+from refit_mx.manifest.format import (  # noqa: TID251
     BLOCK_BYTES,
     DIGEST_BYTES,
-    Manifest,
     ShardColumns,
     Structure,
     TensorTable,
     encode_table,
 )
-from refit_mx.plan.pieces import in_pieces
-from refit_mx.plan.planner import plan_reads
-from refit_mx.plan.shards import ShardTable
-from refit_mx.transports.tcp import TcpTransport
-from refit_mx.verify import row_checks
+from refit_mx.plan.pieces import in_pieces  # noqa: TID251
+from refit_mx.receive.verify import row_checks  # noqa: TID251
+from refit_mx.transports.tcp import TcpTransport  # noqa: TID251
 
 PLANNING_HEADINGS = ["one of 128 receivers, 100,000 tensors, 64 sources", "p50 s", "IQR", "n"]
 TENSORS, SOURCES, TARGETS = 100_000, 64, 128
@@ -43,12 +48,12 @@ _ROUNDS = 5
 
 @dataclass(frozen=True)
 class PlanningResult:
-    """What was measured.
+    """Result of the planning benchmark.
 
     Attributes:
-        seconds: by what was done, of each round.
-        manifest_bytes: of one source.
-        brief_bytes: of one source's next version.
+        manifest_bytes: size of one source's manifest.
+        brief_bytes: size of the manifest of its next version.
+        seconds: operation to its duration in each round.
     """
 
     manifest_bytes: int
@@ -56,39 +61,37 @@ class PlanningResult:
     seconds: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
 
     def rows(self) -> list[list[str]]:
-        """For a table with `PLANNING_HEADINGS`."""
-        found = []
+        """Return rows for a table with `PLANNING_HEADINGS`."""
+        rows = []
         for name, seconds in self.seconds.items():
             summary = Summary.of(seconds)
-            found.append(
-                [name, f"{summary.value:.2f}", f"{summary.spread:.2f}", str(summary.count)]
-            )
-        sizes = f"{self.manifest_bytes / 1e6:.1f} MB, in brief {self.brief_bytes / 1e6:.1f}"
-        return [*found, [f"a manifest has {sizes}", "", "", ""]]
+            rows.append([name, f"{summary.value:.2f}", f"{summary.spread:.2f}", str(summary.count)])
+        sizes = f"{self.manifest_bytes / 1e6:.1f} MB, brief {self.brief_bytes / 1e6:.1f} MB"
+        return [*rows, [f"size of a manifest: {sizes}", "", "", ""]]
 
     def entries(self) -> list[Entry]:
-        """For the file of results."""
-        summary = Summary.of(self.seconds[_ALL])
+        """Return entries for the file of results."""
+        summary = Summary.of(self.seconds[_TOTAL])
         name = "refit.plan_100k_64to128.s"
         return [Entry(name, summary.value, "s", None, summary.spread, summary.count)]
 
 
-_DECODED, _PLANNED, _CHECKS, _ALL, _AGAIN = (
-    "manifests decoded and checked",
+_DECODE, _PLAN, _CHECKS, _TOTAL, _NEXT = (
+    "decode and check manifests",
     "plan",
-    "what is verified",
-    "all of it",
-    "the next version of the same structure",
+    "list digests to verify",
+    "total",
+    "next version with the same structure",
 )
 
 
-def measure_planning(tell: Callable[[str], None]) -> PlanningResult:
-    """Plan, several times.
+def measure_planning(announce: Callable[[str], None]) -> PlanningResult:
+    """Plan repeatedly.
 
     Args:
-        tell: called with what is measured next.
+        announce: called with the title of the part.
     """
-    tell("planning of 100,000 tensors, 64 to 128")
+    announce("planning of 100,000 tensors, 64 to 128")
     specs = [TensorSpec(f"layer.{i}.weight", "bfloat16", (ROWS, COLUMNS)) for i in range(TENSORS)]
     table = encode_table(
         TensorTable(
@@ -97,10 +100,10 @@ def measure_planning(tell: Callable[[str], None]) -> PlanningResult:
             [list(spec.shape) for spec in specs],
         )
     )
-    offered = [_manifest(len(specs), table, source) for source in range(SOURCES)]
-    encoded = [manifest.encode() for manifest in offered]
-    briefs = [manifest.brief().encode() for manifest in offered]
-    kept = [Structure(each.table_digest, each.table, each.shards) for each in offered]
+    manifests = [_manifest(len(specs), table, source) for source in range(SOURCES)]
+    encoded = [manifest.encode() for manifest in manifests]
+    briefs = [manifest.brief().encode() for manifest in manifests]
+    structures = [Structure(each.table_digest, each.table, each.shards) for each in manifests]
     targets = [_target(spec, number) for number, spec in enumerate(specs)]
     result = PlanningResult(len(encoded[0]), len(briefs[0]))
     for _ in range(_ROUNDS):
@@ -112,25 +115,25 @@ def measure_planning(tell: Callable[[str], None]) -> PlanningResult:
         row_checks(shards, plan)
         marks.append(time.perf_counter())
         assert plan.nbytes == sum(target.nbytes for target in targets)
-        for name, first, last in zip((_DECODED, _PLANNED, _CHECKS), marks, marks[1:], strict=False):
+        for name, first, last in zip((_DECODE, _PLAN, _CHECKS), marks, marks[1:], strict=False):
             result.seconds[name].append(last - first)
-        result.seconds[_ALL].append(marks[-1] - marks[0])
+        result.seconds[_TOTAL].append(marks[-1] - marks[0])
         began = time.perf_counter()
         decoded = [Manifest.decode(data) for data in briefs]
-        completed = [each.completed(part) for each, part in zip(decoded, kept, strict=True)]
-        assert shards.of_next(completed) is not None
-        result.seconds[_AGAIN].append(time.perf_counter() - began)
+        completed = [each.completed(part) for each, part in zip(decoded, structures, strict=True)]
+        assert shards.for_next_version(completed) is not None
+        result.seconds[_NEXT].append(time.perf_counter() - began)
         del shards, plan
     return result
 
 
 def _target(spec: TensorSpec, number: int) -> TargetTensor:
-    """Of the first generator: rows of most tensors, columns of every hundredth."""
+    """Return the first generator's part: rows of a tensor, or columns of every hundredth one."""
     return tp_target(spec, TargetTPLayout(TARGETS, 0, shard_axis=number % 100 == 99))
 
 
 def _manifest(count: int, table: tuple[bytes, bytes], source: int) -> Manifest:
-    """Even rows of every tensor, as FSDP has them."""
+    """Return the manifest of a source with equal runs of rows of every tensor, as FSDP has them."""
     height = ROWS // SOURCES
     nbytes = height * COLUMNS * _ITEM
     start, shape = np.zeros((count, 2), "<i8"), np.zeros((count, 2), "<i8")

@@ -1,7 +1,7 @@
 """`RefitWorker`: a trainer or a generator of the refit benchmark, a Ray actor that hosts every way.
 
-The clock starts and stops in here. All processes are on one machine, so their monotonic clocks are
-one, and what several of them do together lasts from the first beginning to the last end.
+The clock starts and stops here. All processes are on one machine, so they share a monotonic clock.
+A step of several processes lasts from the first start to the last end.
 """
 
 from __future__ import annotations
@@ -27,38 +27,38 @@ from refit_mx import (
     MxV2TrainingPublisher,
     ReceiverSettings,
 )
-from refit_mx.transports.nixl_library import new_agent
-from refit_mx.transports.nixl_source import NixlSource
+from refit_mx.transports.nixl_library import new_agent  # noqa: TID251
+from refit_mx.transports.nixl_source import NixlSource  # noqa: TID251
 
 _TIMEOUT_S = 120.0
 
 
 @dataclass
-class Took:
-    """What one process did for one step of one way.
+class Timing:
+    """Start and end of one process's step of one way.
 
     Attributes:
-        began: of the monotonic clock, in seconds.
-        ended: the same.
-        stages: seconds by name, where the way has stages.
+        start: start on the monotonic clock, in seconds.
+        end: end on the monotonic clock, in seconds.
+        stages: stage to its seconds, if the way has stages.
     """
 
-    began: float
-    ended: float
+    start: float
+    end: float
     stages: dict[str, float] = field(default_factory=dict)
 
 
 MODEL = "bench"
-"""As the control plane knows what is published."""
+"""Name of the model in the control plane."""
 
 
 class RefitWorker:
-    """One process.
+    """Process of a trainer or a generator.
 
     Args:
-        case: what moves.
-        rank: among the sources, or among the targets.
-        source: whether it is one of the sources.
+        case: the model and its layouts.
+        rank: rank among the sources or among the targets.
+        source: whether it is a source.
     """
 
     def __init__(self, case: RefitCase, rank: int, *, source: bool) -> None:
@@ -73,12 +73,12 @@ class RefitWorker:
         self._buffer = torch.zeros(0, dtype=torch.uint8)
 
     def ready(self) -> None:
-        """Returns once the tensors are made."""
+        """Do nothing: the answer shows that the tensors are built."""
 
-    # Ours
+    # refit-mx
 
     def join(self, control: str, transports: list[str]) -> None:
-        """Make a publisher that offers what it does by default, or a receiver a transport."""
+        """Create a publisher with default transports, or one receiver per transport."""
         if self._source:
             self._publisher = MxV2TrainingPublisher(
                 MODEL, f"s{self._rank}", control=control, cuts=self._case.cuts
@@ -94,26 +94,26 @@ class RefitWorker:
                 settings=ReceiverSettings(scratch_copies=1),
             )
 
-    def publish(self, version_id: str) -> Took:
-        """Copy, take digests, announce."""
+    def publish(self, version_id: str) -> Timing:
+        """Copy, compute digests, announce."""
         assert self._publisher is not None
-        with _timed() as took:
+        with _timed() as timing:
             self._publisher.publish(version_id, self._shards)
-        return took
+        return timing
 
-    def receive(self, version_id: str, transport: str) -> Took:
+    def receive(self, version_id: str, transport: str) -> Timing:
         """Lease, discover, plan, fetch, verify."""
-        with _timed() as took:
+        with _timed() as timing:
             received = self._receivers[transport].receive_weights_scratch(
                 version_id, timeout_s=_TIMEOUT_S
             )
-        took.stages = dict(received.stats.seconds)
+        timing.stages = dict(received.stats.seconds)
         assert received.stats.nbytes == self._case.target_bytes(self._rank)
         received.close()
-        return took
+        return timing
 
     def check(self, version_id: str, transport: str) -> None:
-        """Compare what arrives with what the sources made, byte for byte.
+        """Compare the received tensors with the sources', byte for byte.
 
         Raises:
             AssertionError: a tensor differs.
@@ -123,48 +123,50 @@ class RefitWorker:
                 if not torch.equal(received[name].view(torch.int16), expected.view(torch.int16)):
                     raise AssertionError(f"{transport}: {name} is not what was published")
 
-    # NIXL without any of our code while the clock runs
+    # NIXL without refit-mx in the timed part
 
-    def offer_raw(self) -> Any:
-        """Register one buffer as large as the shards; returns what targets need to read it."""
+    def register_raw(self) -> Any:
+        """Register one buffer as large as the shards; return its registration and address."""
         self._raw = NixlSource()
         self._buffer = torch.ones(self._case.source_bytes(self._rank), dtype=torch.uint8)
         return self._raw.register(self._buffer), self._buffer.data_ptr()
 
-    def prepare_raw(self, offers: list[Any]) -> None:
-        """Prepare reads of what the trainers hold, as they hold it, in one transfer a source; and
-        of as many bytes in pieces that are as long as can be."""
+    def prepare_raw(self, buffers: list[Any]) -> None:
+        """Prepare reads of each trainer's buffer, in one transfer per source, in two variants.
+
+        The first reads the pieces of a refit, the second as many bytes in one long piece.
+        """
         agent = new_agent("raw", serves=False)
         self._buffer = torch.zeros(self._case.target_bytes(self._rank), dtype=torch.uint8)
         agent.register_memory([self._buffer])
         short, long = [], []
         at = 0
-        for rank, (offered, address) in enumerate(offers):
-            mine, theirs, sizes = self._case.ranges(rank, self._rank)
+        for rank, (registered, address) in enumerate(buffers):
+            to, origin, sizes = self._case.ranges(rank, self._rank)
             if not len(sizes):
                 continue
-            name = agent.add_remote_agent(offered.metadata)
+            name = agent.add_remote_agent(registered.metadata)
 
             def prepared(
-                mine: Any, theirs: Any, sizes: Any, name: str = name, address: int = address
+                to: Any, origin: Any, sizes: Any, name: str = name, address: int = address
             ) -> Any:
                 device = np.zeros_like(sizes)
-                here = np.stack([mine + self._buffer.data_ptr(), sizes, device], axis=1)
-                there = np.stack([theirs + address, sizes, device], axis=1)
-                described = [agent.get_xfer_descs(side, "DRAM") for side in (here, there)]
+                local = np.stack([to + self._buffer.data_ptr(), sizes, device], axis=1)
+                remote = np.stack([origin + address, sizes, device], axis=1)
+                described = [agent.get_xfer_descs(side, "DRAM") for side in (local, remote)]
                 return agent.initialize_xfer("READ", *described, name, b"")
 
-            short.append(prepared(mine, theirs, sizes))
-            whole = np.array([int(sizes.sum())])
-            long.append(prepared(np.array([at]), np.array([0]), whole))
-            at += int(whole[0])
+            short.append(prepared(to, origin, sizes))
+            total = np.array([int(sizes.sum())])
+            long.append(prepared(np.array([at]), np.array([0]), total))
+            at += int(total[0])
         self._raw = agent, short, long
 
-    def read_raw(self, long: bool) -> Took:
-        """Read everything, in the ranges that the trainers hold or in long pieces."""
+    def read_raw(self, long: bool) -> Timing:
+        """Read from all trainers, in the pieces of a refit or in long pieces."""
         agent, *prepared = self._raw
         handles = prepared[long]
-        with _timed() as took:
+        with _timed() as timing:
             for handle in handles:
                 agent.transfer(handle)
             waiting = list(handles)
@@ -173,29 +175,29 @@ class RefitWorker:
                 if any(state == "ERR" for _, state in states):
                     raise RuntimeError("a raw NIXL read failed")
                 waiting = [handle for handle, state in states if state != "DONE"]
-        return took
+        return timing
 
     # Gloo
 
-    def join_gloo(self, meeting: str, rank: int, world: int) -> None:
-        """Meet."""
+    def join_gloo(self, init_method: str, rank: int, world: int) -> None:
+        """Join the process group."""
         dist.init_process_group(
             "gloo",
-            init_method=meeting,
+            init_method=init_method,
             rank=rank,
             world_size=world,
             timeout=datetime.timedelta(seconds=_TIMEOUT_S),
         )
 
-    def broadcast(self) -> Took:
-        """Every source sends all it has to everybody, a tensor at a time."""
-        with _timed() as took:
+    def broadcast(self) -> Timing:
+        """Broadcast every source's shards to all processes, one tensor at a time."""
+        with _timed() as timing:
             for source in range(self._case.sources):
                 own = self._source and source == self._rank
                 for index, size in enumerate(self._case.shard_elements(source)):
                     tensor = self._shards[index].tensor.reshape(-1) if own else self._landing(size)
                     dist.broadcast(tensor, source)
-        return took
+        return timing
 
     def _landing(self, elements: int) -> torch.Tensor:
         if self._buffer.nbytes < 2 * elements:
@@ -204,37 +206,37 @@ class RefitWorker:
 
     # Ray's object store
 
-    def put_ray(self) -> tuple[Took, list[Any]]:
-        """Put every shard; returns the references."""
-        with _timed() as took:
-            found = [ray.put(shard.tensor.view(torch.int16).numpy()) for shard in self._shards]
-        return took, found
+    def put_ray(self) -> tuple[Timing, list[Any]]:
+        """Put every shard; return the references too."""
+        with _timed() as timing:
+            references = [ray.put(shard.tensor.view(torch.int16).numpy()) for shard in self._shards]
+        return timing, references
 
-    def get_ray(self, references: list[list[Any]]) -> Took:
-        """Get every shard and copy what is needed of it."""
-        with _timed() as took:
-            for source, some in enumerate(references):
-                self._assemble(source, lambda index, some=some: ray.get(some[index]))
-        return took
+    def get_ray(self, references: list[list[Any]]) -> Timing:
+        """Get every shard and copy the needed part."""
+        with _timed() as timing:
+            for source, shards in enumerate(references):
+                self._assemble(source, lambda index, shards=shards: ray.get(shards[index]))
+        return timing
 
     # A file in memory
 
-    def save_file(self, folder: str) -> Took:
+    def save_file(self, folder: str) -> Timing:
         """Save the shards."""
         path = Path(folder) / f"{self._rank}.safetensors"
-        with _timed() as took:
+        with _timed() as timing:
             save_file({shard.name: shard.tensor for shard in self._shards}, path)
-        return took
+        return timing
 
-    def load_file(self, folder: str) -> Took:
-        """Load what is needed."""
-        with _timed() as took:
+    def load_file(self, folder: str) -> Timing:
+        """Load the needed parts."""
+        with _timed() as timing:
             for source in range(self._case.sources):
                 path = Path(folder) / f"{source}.safetensors"
                 with safe_open(path, framework="pt") as file:
                     for name, here, there in self._case.slices(source, self._rank):
                         self._live[name][here] = file.get_slice(name)[there]
-        return took
+        return timing
 
     def _assemble(self, source: int, shard: Callable[[int], np.ndarray[Any, Any]]) -> None:
         names = self._case.names
@@ -243,21 +245,21 @@ class RefitWorker:
 
     # Memory
 
-    def copy(self) -> Took:
+    def copy(self) -> Timing:
         """Copy as many bytes as this target needs, within its own memory."""
         nbytes = self._case.target_bytes(self._rank)
         if self._buffer.nbytes < nbytes:
             self._buffer = torch.zeros(nbytes, dtype=torch.uint8)
         flat = [live.reshape(-1).view(torch.uint8) for live in self._live.values()]
-        with _timed() as took:
+        with _timed() as timing:
             at = 0
             for live in flat:
                 self._buffer[at : at + live.nbytes].copy_(live)
                 at += live.nbytes
-        return took
+        return timing
 
     def close(self) -> None:
-        """Let go of everything."""
+        """Close the publisher, the receivers and the process group."""
         if self._publisher is not None:
             self._publisher.close()
         for receiver in self._receivers.values():
@@ -271,14 +273,14 @@ def _timed() -> Any:
 
 
 class _Timed:
-    def __enter__(self) -> Took:
-        self._took = Took(time.monotonic(), 0.0)
-        return self._took
+    def __enter__(self) -> Timing:
+        self._timing = Timing(time.monotonic(), 0.0)
+        return self._timing
 
     def __exit__(self, *_: object) -> None:
-        self._took.ended = time.monotonic()
+        self._timing.end = time.monotonic()
 
 
-def together(took: list[Took]) -> float:
-    """Seconds from the first beginning to the last end."""
-    return max(one.ended for one in took) - min(one.began for one in took)
+def total_seconds(timings: list[Timing]) -> float:
+    """Return the seconds from the first start to the last end."""
+    return max(each.end for each in timings) - min(each.start for each in timings)

@@ -1,4 +1,4 @@
-"""What a run amounts to: entries for the file, and tables for people."""
+"""Results of a session: entries for the file, and tables."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from dataclasses import dataclass, field
 from statistics import median
 
 from integration.benchmarks.cases import FIELDS, SMALL_FIELD, WRITTEN_BACK, Batch, Case
-from integration.benchmarks.claims import ClaimTimes, Growth, times_as_long
+from integration.benchmarks.claims import ClaimTimes, Growth, cold_ratio
 from integration.benchmarks.harness import Samples
 from integration.benchmarks.results_file import Entry
 from integration.benchmarks.summary import Summary
 from integration.benchmarks.systems import Operation
 from rich.table import Table
 
-OURS = "ours"
+DATA_PLANE = "data_plane"
 RAW = "raw"
 HEADLINES = (
     "tq.put_get_512.ratio_vs_usual",
@@ -28,25 +28,25 @@ HEADLINES = (
     "admin.ingest_spans_per_s",
     "admin.page_p95_ms",
 )
-"""Names that a complete run of backend ``packed`` writes; others in the project read them."""
+"""Names that a complete run of backend ``packed`` writes, and that the project's docs quote."""
 
-_OVER_OURS = ("usual", RAW)  # baseline's time / ours: higher is better
-_UNDER_OURS = ("ray_flat", "ray_flat_padded")  # ours / baseline's: lower is better
+_SLOWER = ("usual", RAW)  # ratio is the baseline's duration / the data plane's: higher is better
+_FASTER = ("ray_flat", "ray_flat_padded")  # data plane's / baseline's: lower is better
 
 
 @dataclass
 class Session:
-    """What was measured with one configuration of ours.
+    """Measurements with one configuration of the data plane.
 
     Attributes:
         prefix: first part of its results' names.
-        suffix: what follows a case's name there.
-        note: the same for people, after a title.
-        systems: those that ran.
-        cases: those that ran.
+        suffix: part of the names after the case's name.
+        note: part of a table's title after the case's title.
+        systems: systems that ran.
+        cases: cases that ran.
         samples: seconds by case, system and operation.
-        claims: by partition size and system, what claims of 32 took.
-        inspecting: by what was timed at 100,000 rows, its seconds; ours only.
+        claims: partition size, with the claim durations by system.
+        inspecting: operation of the inspector to its seconds at 100,000 rows.
     """
 
     prefix: str
@@ -59,47 +59,49 @@ class Session:
     inspecting: dict[str, Summary] = field(default_factory=dict)
 
     def entries(self) -> list[Entry]:
-        """Ratios and medians, in the names that README.md lists."""
-        found = [entry for case in self.cases for entry in self._case_entries(case)]
+        """Return ratios and medians, with the names that README.md lists."""
+        entries = [entry for case in self.cases for entry in self._case_entries(case)]
         for growth, times in self.claims:
             name = f"{self.prefix}.claim32_{growth.name}{self.suffix}"
-            for system, took in times.items():
-                label = "" if system == OURS else f"{system}_"
-                for regime, summary in took.regimes.items():
-                    point = f"{name}.{label}{'steady_' if regime == 'steady' else ''}"
-                    found.append(_ms(f"{point}p50_ms", summary.value, summary))
-                    found.append(_ms(f"{point}p99_ms", summary.p99, summary))
+            for system, claims in times.items():
+                label = "" if system == DATA_PLANE else f"{system}_"
+                for regime, summary in claims.regimes.items():
+                    point = f"{name}.{label}{'warm_' if regime == 'warm' else ''}"
+                    entries.append(_ms(f"{point}p50_ms", summary.value, summary))
+                    entries.append(_ms(f"{point}p99_ms", summary.p99, summary))
                     tail = summary.p99 / summary.value
-                    found.append(Entry(f"{point}p99_over_p50", tail, "x", "p50", 0, summary.count))
-            if {OURS, RAW} <= set(times):
-                ratio = times_as_long(times[RAW], times[OURS])
-                found.append(
+                    entries.append(
+                        Entry(f"{point}p99_over_p50", tail, "x", "p50", 0, summary.count)
+                    )
+            if {DATA_PLANE, RAW} <= set(times):
+                ratio = cold_ratio(times[RAW], times[DATA_PLANE])
+                entries.append(
                     Entry(f"{name}.ratio_vs_raw", ratio.value, "x", RAW, ratio.spread, ratio.count)
                 )
-        for timed, summary in self.inspecting.items():
-            name = f"{self.prefix}.inspector_{timed}_100k{self.suffix}"
-            found.append(_ms(f"{name}.p50_ms", summary.value, summary))
-            found.append(_ms(f"{name}.p99_ms", summary.p99, summary))
-        return found
+        for operation, summary in self.inspecting.items():
+            name = f"{self.prefix}.inspector_{operation}_100k{self.suffix}"
+            entries.append(_ms(f"{name}.p50_ms", summary.value, summary))
+            entries.append(_ms(f"{name}.p99_ms", summary.p99, summary))
+        return entries
 
     def _case_entries(self, case: Case) -> list[Entry]:
-        found = []
+        entries = []
         for operation in Operation:
             name = f"{self.prefix}.{operation}_{case.name}{self.suffix}"
             for system in self.systems:
                 if self.samples.has(case.name, system, operation):
                     summary = self.samples.summary(case.name, system, operation)
-                    found.append(_ms(f"{name}.{system}_ms", summary.value, summary))
-            if not self.samples.has(case.name, OURS, operation):
+                    entries.append(_ms(f"{name}.{system}_ms", summary.value, summary))
+            if not self.samples.has(case.name, DATA_PLANE, operation):
                 continue
-            for system in (*_OVER_OURS, *_UNDER_OURS):
+            for system in (*_SLOWER, *_FASTER):
                 if self.samples.has(case.name, system, operation):
                     ratio = (
-                        self.samples.ratio(case.name, operation, over=system, under=OURS)
-                        if system in _OVER_OURS
-                        else self.samples.ratio(case.name, operation, over=OURS, under=system)
+                        self.samples.ratio(case.name, operation, over=system, under=DATA_PLANE)
+                        if system in _SLOWER
+                        else self.samples.ratio(case.name, operation, over=DATA_PLANE, under=system)
                     )
-                    found.append(
+                    entries.append(
                         Entry(
                             f"{name}.ratio_vs_{system}",
                             ratio.value,
@@ -109,10 +111,10 @@ class Session:
                             ratio.count,
                         )
                     )
-        return found
+        return entries
 
     def case_rows(self, case: Case) -> list[list[str]]:
-        """One line for each operation and system, see `CASE_HEADINGS`."""
+        """Return one row per operation and system, for `CASE_HEADINGS`."""
         batch = Batch(case)
         copy_rate = None
         if self.samples.has(case.name, "memcpy", Operation.PUT):
@@ -145,7 +147,7 @@ class Session:
         return f"{_short(ratio.value)} ({_short(ratio.spread)})"
 
     def claim_rows(self) -> list[list[str]]:
-        """One line for each size, system and regime, see `CLAIM_HEADINGS`."""
+        """Return one row per size, system and regime, for `CLAIM_HEADINGS`."""
         return [
             [
                 f"{growth.rows:,}",
@@ -157,21 +159,20 @@ class Session:
                 str(summary.count),
             ]
             for growth, times in self.claims
-            for system, took in times.items()
-            for regime, summary in took.regimes.items()
+            for system, claims in times.items()
+            for regime, summary in claims.regimes.items()
         ]
 
     def inspecting_rows(self) -> list[list[str]]:
-        """One line for each thing that was timed, see `INSPECTING_HEADINGS`."""
+        """Return one row per operation, for `INSPECTING_HEADINGS`."""
         return [
             [
-                timed,
-                OURS,
+                operation,
                 _short(summary.value * 1e3),
                 _short(summary.p99 * 1e3),
                 str(summary.count),
             ]
-            for timed, summary in self.inspecting.items()
+            for operation, summary in self.inspecting.items()
         ]
 
 
@@ -189,16 +190,16 @@ CASE_HEADINGS = [
     "usual/this (IQR)",
 ]
 CLAIM_HEADINGS = ["rows in partition", "system", "claims", "p50 ms", "p99 ms", "p99/p50", "times"]
-INSPECTING_HEADINGS = ["at 100,000 rows", "system", "p50 ms", "p99 ms", "times"]
+INSPECTING_HEADINGS = ["at 100,000 rows", "p50 ms", "p99 ms", "times"]
 _FEW_BYTES = 64 << 10
 
 
 def _bounds(
     batch: Batch, operation: Operation, seconds: float, copy_rate: float | None
 ) -> list[str]:
-    """What bounds an operation that moves bytes; nothing where requests and Python bound it.
+    """Return megabytes moved, time of one copy, rate, and duration in copies.
 
-    Megabytes moved, the time to copy them, the rate reached, and how often that time it took.
+    All are empty for an operation that moves few bytes, which requests and Python bound.
     """
     names: Sequence[str]
     match operation:
@@ -227,7 +228,7 @@ def _short(value: float) -> str:
 
 
 def terminal_table(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    """For a terminal; a line between groups of the first column."""
+    """Return a table for a terminal, with a line between groups of the first column."""
     table = Table(title=title, title_justify="left", title_style="bold")
     for place, heading in enumerate(headings):
         table.add_column(heading, justify="left" if place < 2 else "right", no_wrap=True)
@@ -238,7 +239,7 @@ def terminal_table(title: str, headings: Sequence[str], rows: Sequence[Sequence[
 
 
 def markdown_table(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """For a page of docs."""
+    """Return a table in Markdown."""
     lines = [f"### {title}", "", " | ".join(headings), " | ".join("---" for _ in headings)]
     lines += [" | ".join(cell or "-" for cell in row) for row in rows]
     return "\n".join(line if not line or line[0] == "#" else f"| {line} |" for line in lines) + "\n"

@@ -1,4 +1,4 @@
-"""The file of results that several areas of the project write to: a JSON list, one entry a name."""
+"""File of results of all areas of the project: a JSON list with one entry per name."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Entry:
-    """One figure.
+    """One result.
 
     Attributes:
-        name: dotted, unique in the file.
-        value: the figure.
-        unit: "x" for a ratio, "ms", "GB/s".
-        baseline: what it is compared with; None for a figure that stands alone.
-        spread: interquartile range of what it is the median of.
-        n: how many samples that were.
+        name: dotted name, unique in the file.
+        value: value of the result.
+        unit: unit, such as "x" for a ratio, "ms" or "GB/s".
+        baseline: the baseline of a ratio or difference; None for an absolute value.
+        spread: interquartile range of the samples.
+        n: number of samples.
     """
 
     name: str
@@ -30,9 +30,9 @@ class Entry:
 
 
 def merge_entries(path: Path, entries: Sequence[Entry]) -> None:
-    """Write ``entries``, in place of those of the same names; others in the file stay."""
-    kept: list[dict[str, object]] = json.loads(path.read_text()) if path.exists() else []
-    merged = {entry["name"]: entry for entry in kept}
+    """Write ``entries``; replace those of the same names, and leave the others in the file."""
+    existing: list[dict[str, object]] = json.loads(path.read_text()) if path.exists() else []
+    merged = {entry["name"]: entry for entry in existing}
     merged |= {entry.name: asdict(entry) for entry in entries}
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(list(merged.values()), indent=2) + "\n")

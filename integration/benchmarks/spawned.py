@@ -1,4 +1,4 @@
-"""A process of a benchmark beside Ray's, which starts in the background."""
+"""A benchmark's process outside of Ray, which starts in the background."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import contextlib
 import multiprocessing
 from collections.abc import Callable, Iterator
 from functools import cached_property
-from typing import Any  # Any: what the process is given and says
+from typing import Any  # Any: arguments and first message of the process
 
 _START_S = 120.0
 _STOP_S = 60.0
 
 
 class Spawned:
-    """A process that has imported nothing but what it runs; see `spawned`.
+    """Process with no imports but those of its target; see `spawned`.
 
     Attributes:
-        pid: its number.
+        pid: process id.
     """
 
     def __init__(self, name: str, target: Callable[..., None], *args: Any) -> None:
@@ -30,8 +30,8 @@ class Spawned:
         self.pid = self._process.pid
 
     @cached_property
-    def said(self) -> Any:
-        """What it says once it is ready, a server its port; waits until then.
+    def ready(self) -> Any:
+        """Message that the process sends once it is ready, such as a port; waits for it.
 
         Raises:
             RuntimeError: it did not start.
@@ -42,27 +42,27 @@ class Spawned:
         raise RuntimeError(f"{self._name} did not start within {_START_S:g} s")
 
     def stop(self) -> None:
-        """Tell it to end and wait until it has; stopping twice is fine."""
+        """Ask the process to exit, and wait for it; idempotent."""
         if self._process.is_alive():
             with contextlib.suppress(OSError):
                 self._pipe.send("stop")
             self._process.join(_STOP_S)
 
     def kill(self) -> None:
-        """End it, whatever it does."""
+        """Kill the process."""
         self._process.kill()
         self._process.join()
 
 
 @contextlib.contextmanager
 def spawned(name: str, target: Callable[..., None], *args: Any) -> Iterator[Spawned]:
-    """Run ``target`` in a process of its own, which is gone at the end.
+    """Run ``target`` in a separate process, and kill it at the end.
 
     Args:
-        name: for errors.
-        target: gets a pipe, says one thing through it when it is ready, and ends when something
-            comes back.
-        args: the target's other arguments.
+        name: name of the process, for errors.
+        target: function that gets a pipe, sends one message when it is ready, and returns when it
+            receives one.
+        args: other arguments of ``target``.
     """
     process = Spawned(name, target, *args)
     try:

@@ -1,4 +1,4 @@
-"""`Summary`: what a number of samples amount to."""
+"""`Summary`: median, spread and tail of samples."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Summary:
-    """What a number of samples amount to.
+    """Median, spread and tail of samples.
 
     Attributes:
-        value: their median.
-        p99: their 99th percentile, interpolated; with few samples the largest.
-        spread: their interquartile range.
-        count: how many.
+        value: median.
+        p99: 99th percentile, interpolated; close to the largest if there are few samples.
+        spread: interquartile range.
+        count: number of samples.
     """
 
     value: float
@@ -26,6 +26,6 @@ class Summary:
 
     @classmethod
     def of(cls, samples: Sequence[float]) -> Summary:
-        """Summarise at least one sample."""
+        """Summarise one or more samples."""
         low, median, high, p99 = np.percentile(samples, [25, 50, 75, 99])
         return cls(float(median), float(p99), float(high - low), len(samples))

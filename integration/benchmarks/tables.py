@@ -1,4 +1,4 @@
-"""The tables of a whole run, for people."""
+"""Tables of a run."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def tables(
     planning: PlanningResult | None,
     admin: tuple[IngestResult, PagesResult, SoakResult | None],
 ) -> Iterator[Table]:
-    """In the order of the docs; those without rows are left out."""
+    """Yield the tables in the order of the docs; leave out those without rows."""
     for table in _all(sessions, costs, refits, planning, admin):
         if table[2]:
             yield table
@@ -55,6 +55,6 @@ def _all(
         yield title, TRACING_HEADINGS, cost.rows()
         yield title, INSIDE_HEADINGS, cost.inside_rows()
     ingest, pages, soak = admin
-    yield "Admin service: spans taken in", INGEST_HEADINGS, ingest.rows()
+    yield "Admin service: ingested spans", INGEST_HEADINGS, ingest.rows()
     yield "Admin service: pages and answers", PAGES_HEADINGS, pages.rows()
-    yield "Admin service: an hour", SOAK_HEADINGS, [] if soak is None else soak.rows()
+    yield "Admin service: one hour", SOAK_HEADINGS, [] if soak is None else soak.rows()

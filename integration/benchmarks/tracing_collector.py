@@ -1,4 +1,4 @@
-"""A collector in a process of its own with the lowest priority; counts by step what it gets."""
+"""A collector in a separate process with the lowest priority; it counts records by step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from observability.receiver import Receiver
 
 
 class Collector:
-    """The handle of `collector`'s process."""
+    """Handle of the process of `collector`."""
 
     def __init__(self, endpoint: str, pipe: Connection, pid: int) -> None:
         self.endpoint = endpoint
@@ -20,7 +20,7 @@ class Collector:
         self._pipe = pipe
 
     def count(self) -> dict[str, dict[int, int]]:
-        """Spans and events by step; everything must have been sent."""
+        """Return the numbers of spans and events by step; call it after the last export."""
         self._pipe.send("count")
         counted: dict[str, dict[int, int]] = self._pipe.recv()
         return counted
@@ -47,8 +47,8 @@ def _collect(pipe: Connection) -> None:
         pipe.recv()
         records = receiver.snapshot()
         counted: dict[str, dict[int, int]] = {"spans": {}, "events": {}}
-        for name, found in (("spans", records.spans), ("events", records.events)):
-            for record in found:
+        for name, batch in (("spans", records.spans), ("events", records.events)):
+            for record in batch:
                 step = record.attributes.get("rl.step")
                 counted[name][step] = counted[name].get(step, 0) + 1
         pipe.send(counted)

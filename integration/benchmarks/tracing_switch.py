@@ -1,12 +1,12 @@
-"""What the tracing benchmark does inside each process of a run: trace or not, and watch the cost.
+"""Functions of the tracing benchmark inside each process of a run: switch tracing, time it.
 
-Every one of those processes imports this module, so it imports little.
+Every process of the run imports this module, so it imports little.
 """
 
 from __future__ import annotations
 
 import sys
-from typing import Any  # Any: attributes of actors, and what stands in for a tracer
+from typing import Any  # Any: attributes of actors, and replacements of a tracer
 
 from integration.benchmarks import tracing_inside
 from integration.benchmarks.tracing_inside import Spent
@@ -15,7 +15,8 @@ from opentelemetry.metrics import NoOpMeterProvider
 from opentelemetry.trace import NoOpTracer
 
 from dataplane_core import DataPlaneClient, telemetry
-from observability import ObservedClient, lifecycle, meters
+from observability import ObservedClient
+from observability.middleware import lifecycle, meters  # noqa: TID251
 
 _CLIENTS = ("_client", "_dp_client")
 _OBSERVED: dict[str, Any] = {}
@@ -23,9 +24,9 @@ _SILENT = NoOpLoggerProvider()
 
 
 def switch(actor: object, *, traced: bool) -> None:
-    """Give this process what a traced one has, or an untraced one.
+    """Turn tracing in this process on or off.
 
-    Only the SDK's sleeping threads stay. The observed client is kept aside meanwhile.
+    With tracing off, only the SDK's sleeping threads remain, and the observed client is saved.
     """
     if not _OBSERVED:
         _OBSERVED["tracer"] = telemetry.tracer
@@ -45,17 +46,17 @@ def switch(actor: object, *, traced: bool) -> None:
 
 
 def bare(client: DataPlaneClient) -> DataPlaneClient:
-    """The client below those that observe it."""
+    """Return the client inside its observing wrappers."""
     while isinstance(client, ObservedClient):
         client = client.inner
     return client
 
 
 def watch(_actor: object = None) -> None:
-    """See `tracing_inside.watch`."""
+    """Call `tracing_inside.watch`."""
     tracing_inside.watch()
 
 
 def take(_actor: object = None) -> Spent:
-    """See `tracing_inside.take`."""
+    """Call `tracing_inside.take`."""
     return tracing_inside.take()

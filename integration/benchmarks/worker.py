@@ -1,7 +1,6 @@
 """`Worker`: the producer or the consumer, a Ray actor that hosts every system and times operations.
 
-The clock starts and stops in here, so that neither the Ray call that asks for an operation nor the
-way of its answer counts.
+The clock starts and stops here, so the Ray call of an operation and its answer are not timed.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ import resource
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any  # Any: what one system's put hands to its own get
+from typing import Any  # Any: a system's put passes any handle to its get
 
 import numpy as np
 import ray
@@ -24,19 +23,19 @@ from integration.benchmarks.cases import (
     check_answer,
 )
 from integration.benchmarks.garbage import freeze_garbage
-from integration.benchmarks.systems import TASKS, Operation, System, ours, usual  # noqa: F401
+from integration.benchmarks.systems import TASKS, Operation, System, data_plane, usual  # noqa: F401
 
 _SLICES = 8
 
 
 @dataclass(frozen=True)
 class Timed:
-    """What one operation took.
+    """Cost of one operation.
 
     Attributes:
-        seconds: by the clock of its process.
-        faults: pages that its process, any thread of it, touched for the first time.
-        handle: of a put, what the system's get needs.
+        seconds: wall time.
+        faults: pages that any thread of its process touched for the first time.
+        handle: handle of a put, for the system's get.
     """
 
     seconds: float
@@ -45,38 +44,38 @@ class Timed:
 
 
 class Worker:
-    """One process of the benchmark. What its systems import is imported as it starts."""
+    """Process of the benchmark; it imports all systems' modules when it starts."""
 
     def __init__(self) -> None:
         self._systems: dict[str, Any] = {}
         self._batch: Batch | None = None
 
     def connect(self, systems: Mapping[str, Callable[[], System]]) -> dict[str, Any]:
-        """Build systems in this process; what each offers."""
+        """Build systems in this process; return the operations of each."""
         self._systems = {name: build() for name, build in systems.items()}
         return {name: system.operations for name, system in self._systems.items()}
 
     def prepare(self, case: Case) -> None:
-        """Make the batch of a case, in every form that a system takes, before anything is timed."""
+        """Build the batch of a case in the form of every system, before anything is timed."""
         self._batch = Batch(case)
         _ = self._batch.jagged, self._batch.jagged_written_back, self._batch.flat
 
     def begin(self, system: str, partition: str, rows: int) -> None:
-        """See `System.begin`."""
+        """Call `System.begin`."""
         self._systems[system].begin(partition, rows)
 
     def end(self, system: str, partition: str) -> None:
-        """See `System.end`."""
+        """Call `System.end`."""
         self._systems[system].end(partition)
 
     def fill(
         self, system: str, partition: str, rows: int, field: str, tasks: Sequence[str]
     ) -> None:
-        """See `System.fill`."""
+        """Call `System.fill`."""
         self._systems[system].fill(partition, rows, field, tasks)
 
     def run(self, system: str, operation: Operation, partition: str, handle: Any) -> Timed:
-        """Do one operation on the batch, with the clock around nothing else."""
+        """Run one operation on the batch, and time only that."""
         target, batch = self._systems[system], self.batch
         faults = _page_faults()
         started = time.perf_counter()
@@ -84,7 +83,7 @@ class Worker:
             case Operation.PUT:
                 handle = target.put(batch, partition)
             case Operation.GET:
-                # Bound, so that the answer is not freed while the clock runs.
+                # Assigned, so that the answer is not freed while the clock runs.
                 _answer = target.get(batch, partition, FIELDS, slice(None), handle)
             case Operation.SLICES8:
                 size = len(batch.ids) // _SLICES
@@ -106,7 +105,7 @@ class Worker:
         return Timed(seconds, _page_faults() - faults, handle)
 
     def check(self, system: str, partition: str, handle: Any) -> None:
-        """Read everything that was put and check it; raises `WrongAnswer`."""
+        """Read everything that was put; raise `WrongAnswer` if it differs."""
         target, batch = self._systems[system], self.batch
         names = list(FIELDS)
         if Operation.WRITE_BACK in target.operations:
@@ -117,16 +116,16 @@ class Worker:
     def claims(
         self, partitions: Mapping[str, str], task: str, field: str, plan: Sequence[int]
     ) -> dict[str, tuple[list[float], int]]:
-        """Claim one batch after the other, each size of ``plan`` by every system in turn.
+        """Claim each size of ``plan`` with every system, one claim at a time.
 
         Args:
-            partitions: system name to where it claims.
-            task: that claims.
-            field: that it requires.
-            plan: sizes in order.
+            partitions: system name to its partition.
+            task: task that claims.
+            field: required field.
+            plan: sizes of the claims, in order.
 
         Returns:
-            System name to the seconds of each claim, and how many samples it claimed in all.
+            System name to the seconds of each claim, and the total of claimed samples.
         """
         seconds: dict[str, list[float]] = {system: [] for system in partitions}
         claimed = dict.fromkeys(partitions, 0)
@@ -134,15 +133,19 @@ class Worker:
             for system, partition in partitions.items():
                 target = self._systems[system]
                 started = time.perf_counter()
-                got = target.claim(partition, task, [field], count)
+                size = target.claim(partition, task, [field], count)
                 seconds[system].append(time.perf_counter() - started)
-                claimed[system] += got
+                claimed[system] += size
         return {system: (seconds[system], claimed[system]) for system in partitions}
 
     def inspect(
         self, system: str, partition: str, field: str, times: int, until: int
     ) -> dict[str, list[float]]:
-        """Look at a partition, at least ``times`` and until it has ``until`` rows; the seconds."""
+        """Inspect a partition, at least ``times`` and until it has ``until`` rows.
+
+        Returns:
+            Name of each operation to its seconds.
+        """
         target = self._systems[system]
         seconds: dict[str, list[float]] = {}
         rows = 0
@@ -162,7 +165,7 @@ class Worker:
     def put_small(
         self, system: str, partition: str, field: str, prefix: str, times: int
     ) -> list[float]:
-        """Put 32 new rows with a small field ``times``; the seconds of each."""
+        """Put 32 new rows with a small field ``times`` times; return the seconds of each."""
         target = self._systems[system]
         seconds = []
         for number in range(times):
@@ -173,7 +176,7 @@ class Worker:
         return seconds
 
     def fill_object_store(self, objects: int, size: int) -> list[Any]:
-        """Write to memory of Ray's object store that this process never touched."""
+        """Write objects, to touch the memory of Ray's object store in this process."""
         return [ray.put(np.zeros(size, dtype=np.uint8)) for _ in range(objects)]
 
     def read_object_store(self, references: list[Any]) -> None:
@@ -182,7 +185,7 @@ class Worker:
             ray.get(reference).max()
 
     def settle(self) -> None:
-        """Take what lives now out of Python's garbage collection, see `freeze_garbage`."""
+        """Freeze garbage collection: see `freeze_garbage`."""
         freeze_garbage()
 
     def close(self) -> None:
@@ -193,9 +196,9 @@ class Worker:
 
     @property
     def batch(self) -> Batch:
-        """The batch of `prepare`."""
+        """Batch of `prepare`."""
         if self._batch is None:
-            raise RuntimeError("Worker.prepare was not called; it makes the batch")
+            raise RuntimeError("Worker.prepare was not called; it builds the batch")
         return self._batch
 
 

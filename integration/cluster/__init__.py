@@ -1,1 +1,1 @@
-"""Two machines made of this one: namespaces with a network, an IPC and a host name of their own."""
+"""Two machines made of this one: namespaces with a separate network, IPC and host name."""

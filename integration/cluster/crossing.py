@@ -1,7 +1,8 @@
-"""How often the bulk crosses the link: a driver on the first machine, a writer on the second.
+"""Count how often bulk data crosses the link between two machines.
 
-Prints, as JSON, the bytes that this machine received while they were put and while they were read.
-Run by `test_two_machines`, on the machine of the storage unit.
+The driver and the storage unit are on the first machine, the writer is on the second. The program
+prints, as JSON, the bytes that the first machine receives during the put and during the read.
+`test_two_machines` runs it.
 """
 
 from __future__ import annotations
@@ -23,31 +24,31 @@ IDS = [f"sample-{number}" for number in range(ROWS)]
 
 
 def received() -> int:
-    """By this machine so far, packet headers included."""
+    """Return the bytes that this machine received so far, with packet headers."""
     line = Path("/proc/self/net/dev").read_text().split("eth0:")[1]
     return int(line.split()[0])
 
 
 @ray.remote(num_cpus=0.1)
 class Side:
-    """A client of the data plane, on whichever machine it is."""
+    """An actor with a client of the data plane."""
 
     def __init__(self, config: DataPlaneConfig) -> None:
         self._client = build_data_plane_client(config, bootstrap=False)
 
     def put(self) -> None:
-        """Write all rows; random bytes, so that nothing along the way makes them fewer."""
+        """Write all rows: random bytes, which cannot be compressed."""
         values = torch.randint(0, 256, (ROWS, WIDTH), dtype=torch.uint8)
         self._client.put_samples(IDS, PARTITION, TensorDict({"bulk": values}, [ROWS]))
 
     def get(self) -> int:
-        """Read all rows; their bytes."""
-        found = self._client.get_samples(IDS, PARTITION, ["bulk"])
-        return sum(row.nbytes for row in found["bulk"])
+        """Read all rows; return their size in bytes."""
+        columns = self._client.get_samples(IDS, PARTITION, ["bulk"])
+        return sum(row.nbytes for row in columns["bulk"])
 
 
 def main(address: str, here: str, there: str) -> None:
-    """Measure."""
+    """Measure, and print the result as JSON."""
     ray.init(address=address, namespace="crossing", logging_level="ERROR", log_to_driver=False)
     config: DataPlaneConfig = {
         "enabled": True,
@@ -65,9 +66,9 @@ def main(address: str, here: str, there: str) -> None:
         writer = Side.options(resources={there: 1}).remote(config)
         reader = Side.options(resources={here: 1}).remote(config)
         counts = [received()]
-        ray.get(writer.put.remote(), timeout=60)
+        ray.get(writer.put.remote(), timeout=180)
         counts.append(received())
-        read = ray.get(reader.get.remote(), timeout=60)
+        read = ray.get(reader.get.remote(), timeout=180)
         counts.append(received())
     ray.shutdown()
     put, got = (after - before for before, after in itertools.pairwise(counts))

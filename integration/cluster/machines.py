@@ -1,11 +1,11 @@
-"""Machines made of this one, with a link between them that can be cut.
+"""Machines made of namespaces of this one, with a link between them that can be cut.
 
-A machine is a process that holds namespaces: a network with one interface, a /dev/shm, so that no
-memory is shared by accident, and a host name. The link is a switch in a third network namespace.
-Pulling a machine's cable out of the switch loses packets and nothing else: both ends still think
-that they are connected, which is what a network that is gone looks like to TCP.
+A machine is a process that holds namespaces: a network with one interface, a separate /dev/shm, so
+that no memory is shared by accident, and a host name. A switch in a further network namespace
+connects the machines. A cut link only loses packets: both TCP ends still consider themselves
+connected, as in a real network failure.
 
-The namespaces end with the processes in them. Nothing of the host's network is changed. Needs root.
+The namespaces end with their processes. The host's network is not changed. This needs root.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from pathlib import Path
 from typing import IO, Self
 
 _NET = "10.77.0"
-_PATIENCE_S = 30.0
+_TIMEOUT_S = 30.0
 _NAMESPACES = ("--net", "--mount", "--uts", "--ipc")
 _WRONG_CLOCK = Path(__file__).with_name("wrong_clock.c")
 
 
 class MachinesError(Exception):
-    """Namespaces or links cannot be made here."""
+    """Namespaces or links cannot be created on this machine."""
 
 
 class Machine:
-    """One of them.
+    """A machine made of namespaces.
 
     Args:
-        number: its address ends with it.
+        number: last number of its address.
         name: its host name.
 
     Attributes:
-        address: of its only interface but loopback.
+        address: address of its only interface besides loopback.
         name: its host name.
-        clock: environment variables of what is started on it, see `set_clock`.
+        clock: environment variables of its processes that `set_clock` has set.
     """
 
     def __init__(self, number: int, name: str) -> None:
@@ -53,7 +53,7 @@ class Machine:
             "echo ready && exec sleep infinity"
         )
         self._holder = subprocess.Popen(
-            # With this process it ends too, however that ends.
+            # The kernel kills it when this process ends, even by SIGKILL.
             [
                 "setpriv",
                 "--pdeathsig",
@@ -72,16 +72,16 @@ class Machine:
         )
         assert self._holder.stdout is not None
         if self._holder.stdout.readline() != "ready\n":
-            _, told = self._holder.communicate(timeout=_PATIENCE_S)
-            raise MachinesError(f"no namespaces for machine {name}: {told.strip()}")
+            _, errors = self._holder.communicate(timeout=_TIMEOUT_S)
+            raise MachinesError(f"no namespaces for machine {name}: {errors.strip()}")
 
     @property
     def pid(self) -> int:
-        """The process that holds its namespaces."""
+        """Id of the process that holds its namespaces."""
         return self._holder.pid
 
     def command(self, arguments: Sequence[str]) -> list[str]:
-        """What runs these on the machine."""
+        """Return a command that runs ``arguments`` on the machine."""
         enter = ["nsenter", *_NAMESPACES, "-t", str(self.pid)]
         return ["setpriv", "--pdeathsig", "KILL", "--", *enter, "--", *arguments]
 
@@ -92,7 +92,7 @@ class Machine:
         env: dict[str, str] | None = None,
         out: IO[str] | None = None,
     ) -> subprocess.Popen[str]:
-        """Run a command on it, in a session of its own; it prints to ``out``, or to pipes."""
+        """Start a command on it in a new session; its output goes to ``out``, or to pipes."""
         return subprocess.Popen(
             self.command(arguments),
             stdout=out or subprocess.PIPE,
@@ -107,9 +107,9 @@ class Machine:
         arguments: Sequence[str],
         *,
         env: dict[str, str] | None = None,
-        timeout_s: float = _PATIENCE_S,
+        timeout_s: float = _TIMEOUT_S,
     ) -> str:
-        """Run a command on it to its end; what it printed.
+        """Run a command on it to its end, and return its output.
 
         Raises:
             MachinesError: its status is not 0.
@@ -127,11 +127,11 @@ class Machine:
         return done.stdout
 
     def set_clock(self, ahead_s: int, folder: Path) -> None:
-        """Have what is started on it from now on see a wall clock that is wrong.
+        """Give processes that start from now on a wrong wall clock.
 
         Args:
-            ahead_s: seconds.
-            folder: for the library that does it, which is preloaded.
+            ahead_s: seconds that it is ahead.
+            folder: folder for the library to preload.
 
         Raises:
             MachinesError: there is no C compiler, or it fails.
@@ -141,35 +141,35 @@ class Machine:
         self.clock = {"LD_PRELOAD": str(library), "CLOCK_AHEAD_S": str(ahead_s)}
 
     def processes(self) -> list[int]:
-        """All that run on it, but the one that holds it."""
-        own = os.readlink(f"/proc/{self.pid}/ns/net")
-        found = []
+        """Return the ids of its processes, without the holder of its namespaces."""
+        namespace = os.readlink(f"/proc/{self.pid}/ns/net")
+        pids = []
         for entry in Path("/proc").iterdir():
             if entry.name.isdigit() and int(entry.name) != self.pid:
                 try:
-                    if os.readlink(entry / "ns" / "net") == own:
-                        found.append(int(entry.name))
+                    if os.readlink(entry / "ns" / "net") == namespace:
+                        pids.append(int(entry.name))
                 except OSError:
-                    continue  # it has ended
-        return found
+                    continue  # the process is gone
+        return pids
 
     def kill(self) -> None:
-        """End every process on it at once, as a machine that loses its power.
+        """Kill all of its processes at once, like a power failure.
 
         Raises:
-            MachinesError: one of them does not end.
+            MachinesError: a process does not end.
         """
-        until = time.monotonic() + _PATIENCE_S
-        while pids := [pid for pid in self.processes() if not _is_over(pid)]:
+        deadline = time.monotonic() + _TIMEOUT_S
+        while pids := [pid for pid in self.processes() if not _is_dead(pid)]:
             for pid in pids:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-            if time.monotonic() > until:
+            if time.monotonic() > deadline:
                 raise MachinesError(f"{self.name}: processes {pids} do not end")
             time.sleep(0.01)
 
     def close(self) -> None:
-        """End it."""
+        """Kill its processes and remove its namespaces."""
         self.kill()
         self._holder.kill()
         self._holder.communicate()
@@ -182,16 +182,16 @@ class Machines:
         names: host names.
 
     Raises:
-        MachinesError: this machine does not let it make them.
+        MachinesError: namespaces or links cannot be created on this machine.
 
     Attributes:
-        machines: by name.
+        machines: machines by name.
     """
 
     def __init__(self, *names: str) -> None:
         for program in ("ip", "nsenter", "setpriv", "unshare"):
             if shutil.which(program) is None:
-                raise MachinesError(f"needs the program {program} of Debian's iproute2, util-linux")
+                raise MachinesError(f"needs the program {program} (Debian: iproute2, util-linux)")
         self._stack = ExitStack()
         self.machines: dict[str, Machine] = {}
         try:
@@ -226,12 +226,12 @@ class Machines:
         return self.machines[name]
 
     def cut(self, name: str) -> None:
-        """Pull a machine's cable out of the switch."""
+        """Disconnect a machine from the switch."""
         self._switch.run(["ip", "link", "set", f"to-{name}", "nomaster"])
 
     @contextmanager
     def without(self, name: str) -> Iterator[None]:
-        """`cut`, and at the end `restore`."""
+        """Disconnect a machine from the switch during the block."""
         self.cut(name)
         try:
             yield
@@ -239,15 +239,15 @@ class Machines:
             self.restore(name)
 
     def restore(self, name: str) -> None:
-        """Put it back."""
+        """Reconnect a machine to the switch."""
         self._switch.run(["ip", "link", "set", f"to-{name}", "master", "switch"])
 
     def sent_bytes(self, name: str) -> int:
-        """By a machine to the others so far, packet headers included."""
-        return self._count(name, "rx_bytes")  # what the switch received from it
+        """Return the bytes that a machine sent so far, with packet headers."""
+        return self._count(name, "rx_bytes")  # the switch received them
 
     def received_bytes(self, name: str) -> int:
-        """By a machine from the others so far, packet headers included."""
+        """Return the bytes that a machine received so far, with packet headers."""
         return self._count(name, "tx_bytes")
 
     def _count(self, name: str, counter: str) -> int:
@@ -255,16 +255,16 @@ class Machines:
         return int(fields[0 if counter == "rx_bytes" else 8])
 
     def close(self) -> None:
-        """End all machines, and what runs on them."""
+        """Close all machines."""
         self._stack.close()
 
 
 def _environment() -> dict[str, str]:
-    """Without proxies: no machine reaches one, and gRPC would look for the others behind it."""
+    """Return the environment without proxies: gRPC would use one, and no machine reaches it."""
     return {name: value for name, value in os.environ.items() if "proxy" not in name.lower()}
 
 
-def _is_over(pid: int) -> bool:
+def _is_dead(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")")[-1].split()[0] == "Z"
     except OSError:

@@ -14,31 +14,33 @@ from pathlib import Path
 from integration.cluster.machines import Machine, Machines, MachinesError
 
 _PORT = 6379
-_PATIENCE_S = 90.0
+_TIMEOUT_S = 90.0
 _RAY_NODE = Path(__file__).parents[2] / "docker" / "trainer" / "ray-node"
-# As the images have it: a node that does not answer is dead after some twelve seconds.
-_NOTICES_SOON = dict(
+# The images' settings: a node that does not answer counts as dead after about twelve seconds.
+_HEALTH_CHECKS = dict(
     re.findall(r'export (RAY_health_check_\w+)="\$\{\1:-(\d+)\}"', _RAY_NODE.read_text())
 )
 _RAY = str(Path(sys.executable).with_name("ray"))
 
 
 class RayNodes:
-    """The first machine has the head. A node offers a resource named as its machine, and a "rank".
+    """A Ray cluster with one node on each machine; the head is on the first.
+
+    A node has the resources "rank" and its machine's name.
 
     Args:
-        machines: that get a node.
-        folder: for Ray's files; a short path, since sockets lie below it.
-        cpus: that each node offers.
-        environment: more of it.
+        machines: machines that get a node.
+        folder: folder of Ray's files; a short path, since sockets are below it.
+        cpus: CPUs of each node.
+        environment: further environment variables.
 
     Raises:
         MachinesError: a node does not start.
 
     Attributes:
-        address: of the cluster, for drivers on the first machine.
-        environment: what every process of the cluster and its drivers has to have: the token
-            without which Ray answers nobody.
+        address: address of the cluster, for drivers on the first machine.
+        environment: variables that every process of the cluster and every driver needs, such as
+            Ray's token.
     """
 
     def __init__(
@@ -56,7 +58,7 @@ class RayNodes:
         self.environment = {
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN": secrets.token_hex(32),
-            **_NOTICES_SOON,
+            **_HEALTH_CHECKS,
             **(environment or {}),
         }
         self.head, *others = machines.machines.values()
@@ -66,7 +68,7 @@ class RayNodes:
             self.join(machine)
 
     def join(self, machine: Machine) -> None:
-        """Start a machine's node; returns when the cluster has it."""
+        """Start a machine's node and wait until it has joined the cluster."""
         self._start(machine, "--address", self.address)
 
     def _start(self, machine: Machine, *arguments: str) -> None:
@@ -82,14 +84,14 @@ class RayNodes:
         with log.open("w") as out:
             node = machine.start(command, env=self.environment, out=out)
         self._nodes[machine.name] = node
-        until = time.monotonic() + _PATIENCE_S
-        while "Ray runtime started." not in (told := log.read_text()):
-            if node.poll() is not None or time.monotonic() > until:
-                raise MachinesError(f"Ray's node on {machine.name}: {told[-2000:]}")
+        deadline = time.monotonic() + _TIMEOUT_S
+        while "Ray runtime started." not in (output := log.read_text()):
+            if node.poll() is not None or time.monotonic() > deadline:
+                raise MachinesError(f"Ray's node on {machine.name} failed: {output[-2000:]}")
             time.sleep(0.1)
 
     def rejoin(self, machine: Machine) -> None:
-        """Start the node of a machine again, whose former one is dead or counts as dead."""
+        """Restart the node of a machine that is dead or counts as dead."""
         machine.kill()
-        self._nodes[machine.name].wait(timeout=_PATIENCE_S)
+        self._nodes[machine.name].wait(timeout=_TIMEOUT_S)
         self.join(machine)

@@ -1,4 +1,4 @@
-"""The same trainer on two machines, and what becomes of it when the link or a machine goes.
+"""A run on two machines: it trains, fails fast when a link or machine is lost, and resumes.
 
 Machines are namespaces of this one; see `integration.cluster.machines`.
 """
@@ -26,9 +26,9 @@ from integration.cluster.ray_nodes import RayNodes
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = str(Path(sys.executable).with_name("grpo-trainer"))
-SOON_S = 30.0
-"""A machine that is gone is told within this: Ray takes some twelve seconds to notice it, the rest
-is what stopping a run takes on a machine that does other things."""
+MAX_FAILURE_S = 30.0
+"""Bound from the loss of a machine to the end of its run. Ray takes about twelve seconds to notice
+the loss; the rest is for stopping the run on a busy machine."""
 STEPS = 6
 ADMIN = str(Path(sys.executable).with_name("dataplane-admin"))
 ADMIN_TOKEN = secrets.token_hex(32)
@@ -64,13 +64,13 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def machines() -> Iterator[Machines]:
-    with Machines("left", "right") as made:
-        yield made
+    with Machines("left", "right") as both:
+        yield both
 
 
 @pytest.fixture(scope="module")
 def nodes(machines: Machines) -> Iterator[RayNodes]:
-    folder = Path(tempfile.mkdtemp(prefix="tm-"))  # a short path: Ray's sockets lie below it
+    folder = Path(tempfile.mkdtemp(prefix="tm-"))  # a short path: Ray's sockets are below it
     reports = {
         "OTEL_EXPORTER_OTLP_HEADERS": f"authorization=Bearer {ADMIN_TOKEN}",
         "OTEL_BSP_SCHEDULE_DELAY": "500",
@@ -81,7 +81,7 @@ def nodes(machines: Machines) -> Iterator[RayNodes]:
 
 
 class Trainer:
-    """The trainer's command, on the first machine."""
+    """A running trainer command on the first machine."""
 
     def __init__(self, nodes: RayNodes, *arguments: str) -> None:
         environment = {**nodes.environment, "COLUMNS": "80"}
@@ -89,7 +89,7 @@ class Trainer:
         RUNNING.append(self.process)
 
     def wait_for(self, start: str) -> str:
-        """The next line that begins so; the test's timeout bounds the wait."""
+        """Return the next line that begins with ``start``; the test's timeout bounds the wait."""
         assert self.process.stdout is not None
         assert self.process.stderr is not None
         for line in self.process.stdout:
@@ -98,18 +98,18 @@ class Trainer:
         raise AssertionError(f"the run ended before {start!r}: {self.process.stderr.read()}")
 
     def end(self, timeout_s: float) -> tuple[int, str, float]:
-        """Its status, what it wrote to standard error, and how long that took."""
+        """Wait for its end; return its status, its standard error, and the seconds waited."""
         started = time.monotonic()
-        _, told = self.process.communicate(timeout=timeout_s)
-        return self.process.returncode, told, time.monotonic() - started
+        _, errors = self.process.communicate(timeout=timeout_s)
+        return self.process.returncode, errors, time.monotonic() - started
 
 
 RUNNING: list[subprocess.Popen[str]] = []
 
 
 @pytest.fixture(autouse=True)
-def _no_run_is_left() -> Iterator[None]:
-    """One that is would hold what the next test's run waits for."""
+def _no_run_remains() -> Iterator[None]:
+    """Kill runs after each test: they would hold resources that the next run is blocked on."""
     yield
     while RUNNING:
         process = RUNNING.pop()
@@ -118,7 +118,7 @@ def _no_run_is_left() -> Iterator[None]:
 
 
 def start(nodes: RayNodes, output: Path, *more: str) -> tuple[Trainer, Path]:
-    """A run from its start, and its folder."""
+    """Start a run; return it and its folder."""
     overrides = [f"cluster.address={nodes.address}", *RUN, *more]
     trainer = Trainer(
         nodes,
@@ -129,7 +129,7 @@ def start(nodes: RayNodes, output: Path, *more: str) -> tuple[Trainer, Path]:
 
 
 def history(folder: Path) -> list[dict[str, Any]]:
-    """The metrics of a run that do not depend on the clock."""
+    """Return the metrics of a run that do not depend on the clock."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [
         {name: value for name, value in line.items() if name not in ("seconds", "tokens_per_s")}
@@ -139,56 +139,57 @@ def history(folder: Path) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def undisturbed(nodes: RayNodes, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What a run says of its steps that nothing disturbs."""
+    """Return the metrics of an undisturbed run."""
     trainer, folder = start(nodes, tmp_path_factory.mktemp("undisturbed"))
-    status, told, _ = trainer.end(200)
-    assert status == 0, told
+    status, errors, _ = trainer.end(200)
+    assert status == 0, errors
     return history(folder)
 
 
-GUIDE = (ROOT / "docs" / "operations.md").read_text()
+STUCK_RUN = (ROOT / "docs" / "recipes" / "stuck-run.md").read_text()
+OPERATIONS = (ROOT / "docs" / "operations.md").read_text()
 MESSAGES = [
-    *re.findall(r"^\| `([^`]*: no answer from [^`]*)` \|", GUIDE, re.MULTILINE),
+    *re.findall(r"^\| `([^`]*: no answer from [^`]*)` \|", STUCK_RUN, re.MULTILINE),
     *re.findall(
         r"^\| `([^`]+)` \|",
-        re.split("### A part died\n|\n### It is refused", GUIDE)[1],
+        re.split("### A part died\n|\n### It is refused", OPERATIONS)[1],
         re.MULTILINE,
     ),
 ]
-"""Of the tables of failures: a part is away. ``…`` stands for what differs."""
+"""Documented messages about a lost part; ``…`` stands for a variable text."""
 
 
-def check_error(status: int, told: str, seconds: float) -> None:
-    """A run has ended soon, with one line that says which part died, as the table has it."""
+def check_error(status: int, errors: str, seconds: float) -> None:
+    """Check that a run failed in time, with one documented line that names the lost part."""
     assert status == 1
-    assert told.startswith("error: ")
-    assert told.count("\n") == 1, told
-    assert seconds < SOON_S
-    said = ["(.+)".join(map(re.escape, message.split("…"))) for message in MESSAGES]
-    assert any(re.match(rf"error: {one}", told) for one in said), told
+    assert errors.startswith("error: ")
+    assert errors.count("\n") == 1, errors
+    assert seconds < MAX_FAILURE_S
+    patterns = ["(.+)".join(map(re.escape, message.split("…"))) for message in MESSAGES]
+    assert any(re.match(rf"error: {pattern}", errors) for pattern in patterns), errors
 
 
 def check_resumed(nodes: RayNodes, folder: Path, expected: Sequence[dict[str, Any]]) -> None:
-    """A run goes on from its checkpoint, and ends as if nothing had been."""
-    status, told, _ = Trainer(nodes, "resume", str(folder)).end(200)
-    assert status == 0, told
+    """Check that a run resumes from its checkpoint and ends with the expected metrics."""
+    status, errors, _ = Trainer(nodes, "resume", str(folder)).end(200)
+    assert status == 0, errors
     assert history(folder) == expected
 
 
-def test_the_bulk_crosses_the_link_once(nodes: RayNodes) -> None:
+def test_bulk_data_crosses_the_link_once(nodes: RayNodes) -> None:
     done = nodes.head.run(
         [sys.executable, crossing.__file__, nodes.address, "left", "right"],
         env=nodes.environment,
         timeout_s=120,
     )
-    told = json.loads(done.splitlines()[-1])
-    assert told["read"] == told["bulk"]
-    assert told["bulk"] < told["put"] < 1.1 * told["bulk"]
-    assert told["got"] < 0.05 * told["bulk"]  # from the memory of the machine itself
+    counted = json.loads(done.splitlines()[-1])
+    assert counted["read"] == counted["bulk"]
+    assert counted["bulk"] < counted["put"] < 1.1 * counted["bulk"]
+    assert counted["got"] < 0.05 * counted["bulk"]  # read from local memory
 
 
 @pytest.mark.timeout(400)
-def test_ranks_storage_and_generator_on_two_machines_train_together(
+def test_run_on_two_machines_trains(
     undisturbed: list[dict[str, Any]],
 ) -> None:
     assert [record["step"] for record in undisturbed] == [*range(1, STEPS + 1)]
@@ -197,77 +198,77 @@ def test_ranks_storage_and_generator_on_two_machines_train_together(
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
-def test_a_link_that_is_cut_ends_the_run_in_an_error_and_it_goes_on_from_its_checkpoint(
+def test_run_with_a_cut_link_fails_and_resumes(
     machines: Machines, nodes: RayNodes, undisturbed: list[dict[str, Any]], tmp_path: Path
 ) -> None:
     trainer, folder = start(nodes, tmp_path)
     trainer.wait_for("step    2")
     with machines.without("right"):
-        status, told, seconds = trainer.end(120)
-    check_error(status, told, seconds)
+        status, errors, seconds = trainer.end(120)
+    check_error(status, errors, seconds)
     nodes.rejoin(machines["right"])
     check_resumed(nodes, folder, undisturbed)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
-def test_a_link_that_is_away_for_a_moment_costs_nothing_but_time(
+def test_run_survives_a_link_cut_for_a_second(
     machines: Machines, nodes: RayNodes, undisturbed: list[dict[str, Any]], tmp_path: Path
 ) -> None:
     trainer, folder = start(nodes, tmp_path)
     trainer.wait_for("step    2")
     with machines.without("right"):
-        time.sleep(1.0)  # what is tested: an absence, shorter than Ray's patience
-    status, told, _ = trainer.end(120)
-    assert status == 0, told
+        time.sleep(1.0)  # the tested outage, shorter than Ray's health-check limit
+    status, errors, _ = trainer.end(120)
+    assert status == 0, errors
     assert history(folder) == undisturbed
 
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
-def test_a_machine_that_dies_ends_the_run_in_an_error_and_it_goes_on_with_another(
+def test_run_with_a_dead_machine_fails_and_resumes(
     machines: Machines, nodes: RayNodes, undisturbed: list[dict[str, Any]], tmp_path: Path
 ) -> None:
     trainer, folder = start(nodes, tmp_path)
     trainer.wait_for("step    2")
     machines["right"].kill()
-    status, told, seconds = trainer.end(120)
-    check_error(status, told, seconds)
+    status, errors, seconds = trainer.end(120)
+    check_error(status, errors, seconds)
     nodes.rejoin(machines["right"])
     check_resumed(nodes, folder, undisturbed)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
-def test_a_controller_that_dies_ends_the_run_in_an_error_that_names_it(
+def test_run_with_a_dead_controller_names_it_and_resumes(
     nodes: RayNodes, undisturbed: list[dict[str, Any]], tmp_path: Path
 ) -> None:
     trainer, folder = start(nodes, tmp_path)
     trainer.wait_for("step    2")
-    found = []
+    controllers = []
     for pid in nodes.head.processes():
-        with suppress(psutil.NoSuchProcess):  # Ray ends idle workers when it likes
+        with suppress(psutil.NoSuchProcess):  # Ray may end idle workers at any time
             process = psutil.Process(pid)
             if " ".join(process.cmdline()).startswith("ray::TransferQueueController"):
-                found.append(process)
-    [controller] = found
+                controllers.append(process)
+    [controller] = controllers
     controller.kill()
-    status, told, seconds = trainer.end(120)
-    check_error(status, told, seconds)
-    assert "TransferQueueController is dead" in told
+    status, errors, seconds = trainer.end(120)
+    check_error(status, errors, seconds)
+    assert "TransferQueueController is dead" in errors
     check_resumed(nodes, folder, undisturbed)
 
 
 ASK = """
 import sys, urllib.request
 token = open(sys.argv[2]).read()
-asked = urllib.request.Request(sys.argv[1], headers={"Authorization": f"Bearer {token}"})
-print(urllib.request.urlopen(asked, timeout=20).read().decode())
+request = urllib.request.Request(sys.argv[1], headers={"Authorization": f"Bearer {token}"})
+print(urllib.request.urlopen(request, timeout=20).read().decode())
 """
 
 
 class Admin:
-    """The admin service on the first machine, for all who have the token."""
+    """The admin service on the first machine, protected by a token."""
 
     def __init__(self, nodes: RayNodes, folder: Path) -> None:
         token = folder / "token"
@@ -282,7 +283,7 @@ class Admin:
         self.url = self.process.stdout.readline().strip()
 
     def ask(self, path: str) -> Any:
-        """One answer of the API, asked for on the machine."""
+        """Return an answer of the API, requested on the service's machine."""
         return json.loads(self._head.run([sys.executable, "-c", ASK, self.url + path, self._token]))
 
 
@@ -292,7 +293,7 @@ AHEAD_S = 45
 @pytest.mark.long
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(shutil.which("cc") is None, reason="needs the package gcc (Debian)")
-def test_a_clock_that_is_wrong_changes_nothing_and_traces_say_so(
+def test_wrong_clock_changes_no_metrics_and_is_reported(
     machines: Machines, nodes: RayNodes, undisturbed: list[dict[str, Any]], tmp_path: Path
 ) -> None:
     admin = Admin(nodes, tmp_path)
@@ -302,18 +303,18 @@ def test_a_clock_that_is_wrong_changes_nothing_and_traces_say_so(
         trainer, folder = start(
             nodes, tmp_path, "tracing.enabled=true", f"tracing.endpoint={admin.url}"
         )
-        status, told, _ = trainer.end(200)
-        assert status == 0, told
+        status, errors, _ = trainer.end(200)
+        assert status == 0, errors
         assert history(folder) == undisturbed
         traces = admin.ask("/api/v1/traces?limit=100")["traces"]
-        steps = [one for one in traces if one["has_root"] and one["step"] is not None]
+        steps = [trace for trace in traces if trace["has_root"] and trace["step"] is not None]
         assert len(steps) == STEPS
-        for one in steps:
-            trace = admin.ask(f"/api/v1/trace?id={one['trace_id']}")
+        for step in steps:
+            trace = admin.ask(f"/api/v1/trace?id={step['trace_id']}")
             [note] = trace["clocks"]
-            found = re.fullmatch(r"the clock of host right is ([0-9.]+) s or more ahead; .*", note)
-            assert found is not None, note
-            assert AHEAD_S - 1 < float(found.group(1)) <= AHEAD_S
+            match = re.fullmatch(r"the clock of host right is ([0-9.]+) s or more ahead; .*", note)
+            assert match is not None, note
+            assert AHEAD_S - 1 < float(match.group(1)) <= AHEAD_S
             [root] = [row for row in trace["rows"] if row["parent_id"] is None]
             assert trace["seconds"] < root["seconds"] + 1 < AHEAD_S
             for row in trace["rows"]:

@@ -1,20 +1,20 @@
-"""The systems that are compared, each behind `System`.
+"""Systems that are compared, each behind `System`.
 
-A system lives in the producer's and in the consumer's process, once in each. It says which
-operations it has; the harness times them and nothing else.
+Producer and consumer each have one instance of every system. A system lists its operations, and the
+harness times only these.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import StrEnum
-from typing import Any, ClassVar, Protocol  # Any: what one system's put hands to its own get
+from typing import Any, ClassVar, Protocol  # Any: a system's put passes any handle to its get
 
 from integration.benchmarks.cases import Batch
 
 
 class Operation(StrEnum):
-    """What is timed. `PUT_GET` is the sum of the put and the get of one round."""
+    """Timed operation. `PUT_GET` is the sum of the put and the get of one round."""
 
     PUT = "put"
     GET = "get"
@@ -32,10 +32,10 @@ TASKS = ("first", "second")
 
 
 class System(Protocol):
-    """One way to bring a batch from one process to another.
+    """System that moves a batch from one process to another.
 
     Attributes:
-        operations: those that it has; the methods behind others are not called.
+        operations: its operations; the methods of others are not called.
     """
 
     operations: ClassVar[frozenset[Operation]]
@@ -44,18 +44,18 @@ class System(Protocol):
         """Prepare an empty partition; not timed."""
 
     def put(self, batch: Batch, partition: str) -> Any:
-        """Make the whole batch readable elsewhere; returns what `get` needs."""
+        """Make the batch readable elsewhere; return the handle for `get`."""
 
     def get(
         self, batch: Batch, partition: str, names: Sequence[str], rows: slice, handle: Any
     ) -> Any:
-        """Read columns of some rows, in the form that this system's readers compute with."""
+        """Read columns of rows, in the form in which this system's readers use them."""
 
     def write_back(self, batch: Batch, partition: str) -> None:
-        """Add one per-token column to rows that are there."""
+        """Add one per-token column to existing rows."""
 
     def claim(self, partition: str, task: str, fields: Sequence[str], count: int) -> int:
-        """Claim up to ``count`` samples; returns how many."""
+        """Claim up to ``count`` samples; return their number."""
 
     def clear(self, batch: Batch, partition: str) -> None:
         """Drop the batch's rows by their ids."""
@@ -67,11 +67,11 @@ class System(Protocol):
         """Make many rows with one small field claimable by tasks; not timed."""
 
     def close(self) -> None:
-        """Release what the system holds in this process."""
+        """Release the system's resources in this process."""
 
 
 class Stateless:
-    """The part of `System` that something without partitions leaves out."""
+    """Base class of systems without partitions."""
 
     def begin(self, partition: str, rows: int) -> None:
         """Nothing to prepare."""

@@ -1,4 +1,4 @@
-"""One copy of the same bytes inside one process: what the memory itself allows."""
+"""One copy of the same bytes inside one process, as a bound of the memory itself."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from integration.benchmarks.systems import Operation, Stateless
 
 
 class Memcpy(Stateless):
-    """Copies the flat buffers into memory that is there already."""
+    """System that copies the flat buffers into existing memory."""
 
     operations: ClassVar[frozenset[Operation]] = frozenset({Operation.PUT})
 
@@ -19,7 +19,7 @@ class Memcpy(Stateless):
         self._copies: dict[str, np.ndarray] = {}
 
     def put(self, batch: Batch, partition: str) -> None:
-        """Copy every buffer; memory is kept, so that after the warm-up no page is new."""
+        """Copy every buffer into reused memory, so that after the warm-up no page is new."""
         for name, buffer in batch.flat.items():
             copy = self._copies.get(name)
             if copy is None or copy.size != buffer.size:

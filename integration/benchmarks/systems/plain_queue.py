@@ -1,7 +1,7 @@
-"""A TransferQueue as it ships, beside ours in one Ray cluster, and a process's client of it.
+"""An unmodified TransferQueue in the Ray cluster of the data plane, and a process's client of it.
 
-It is started by hand because `transfer_queue.init` takes one whole CPU for each actor and always
-the namespace that our client uses. From there on everything is TransferQueue's own code.
+`transfer_queue.init` reserves one CPU per actor and uses the data plane's namespace, so its actors
+are started here directly. Everything else is TransferQueue's own code.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ _BACKEND = "SimpleStorage"
 
 
 class PlainQueue:
-    """A TransferQueue of a controller and one storage unit, which start in the background.
+    """TransferQueue of a controller and one storage unit, which start in the background.
 
-    Polling mode, because without it a claim of more than there is stops the controller for
-    seconds; everything else is the default.
+    Its options are the defaults, except for polling mode: without it, a claim of more rows than
+    there are stops the controller for seconds.
 
     Args:
-        cpus: of each of the two.
+        cpus: CPUs of each of the two actors.
     """
 
     def __init__(self, cpus: float) -> None:
@@ -51,7 +51,7 @@ class PlainQueue:
 
     @cached_property
     def config(self) -> Any:
-        """What `connect` needs, in whichever process; waits until both actors run."""
+        """Configuration for `connect` in any process; waits until both actors run."""
         controller_info, unit_info = ray.get(
             [
                 self._controller.get_zmq_server_info.remote(),
@@ -69,9 +69,9 @@ class PlainQueue:
 
 
 def connect(config: Any) -> TransferQueueClient:
-    """The client of this process, which `transfer_queue.kv_batch_put` and the like use from now on.
+    """Connect this process as `transfer_queue.init` does in a process that attaches.
 
-    The same steps as `transfer_queue.init` takes in a process that attaches.
+    `transfer_queue.kv_batch_put` and its siblings use the returned client from now on.
     """
     if interface._TQ_CLIENT is None:
         client = TransferQueueClient(

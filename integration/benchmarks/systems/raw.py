@@ -1,4 +1,4 @@
-"""TransferQueue alone: packed columns in, nested columns out."""
+"""TransferQueue without an adapter: packed columns in, nested columns out."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tensordict import TensorDict
 
 
 class Raw:
-    """`transfer_queue.kv_batch_put` and `kv_batch_get`; a claim is one ``get_meta``."""
+    """System of `transfer_queue.kv_batch_put` and `kv_batch_get`; a claim is one ``get_meta``."""
 
     operations: ClassVar[frozenset[Operation]] = STORE_OPERATIONS
 
@@ -21,16 +21,16 @@ class Raw:
         self._client = plain_queue.connect(config)
 
     def begin(self, partition: str, rows: int) -> None:
-        """Partitions come to exist by the first put."""
+        """Do nothing: the first put creates the partition."""
 
     def put(self, batch: Batch, partition: str) -> None:
-        """Put what was packed before."""
+        """Put columns that were packed before."""
         self._put(batch.ids, partition, batch.jagged)
 
     def get(
         self, batch: Batch, partition: str, names: Sequence[str], rows: slice, handle: Any
     ) -> Any:
-        """Get, and leave it nested."""
+        """Get, and leave the columns nested."""
         return transfer_queue.kv_batch_get(batch.ids[rows], partition, list(names))
 
     def write_back(self, batch: Batch, partition: str) -> None:
@@ -50,7 +50,7 @@ class Raw:
         self._client.clear_partition(partition)
 
     def fill(self, partition: str, rows: int, field: str, tasks: Sequence[str]) -> None:
-        """Tell the controller of rows that no storage unit has; a claim does not look there."""
+        """Register rows in the controller only; a claim does not access the storage units."""
         meta = self._client.get_meta([field], rows, partition, mode="insert")
         schema = {
             "dtype": "torch.float32",
@@ -65,7 +65,7 @@ class Raw:
         )
 
     def close(self) -> None:
-        """The connection ends with the process."""
+        """Do nothing: the connection closes with the process."""
 
     def _put(self, ids: list[str], partition: str, fields: TensorDict) -> None:
         transfer_queue.kv_batch_put(ids, partition, fields)

@@ -13,16 +13,16 @@ from integration.benchmarks.systems import Operation, Stateless
 
 
 class RayFlat(Stateless):
-    """Put and get of buffers that are flat before and stay flat: no packing, no padding.
+    """System that puts and gets flat buffers without packing or padding.
 
-    The reader maps the writer's memory and copies nothing, and there are no samples, fields or
-    claims; a floor, not an alternative.
+    The reader maps the writer's memory and copies nothing. There are no samples, fields or claims,
+    so this is a lower bound, not an alternative.
     """
 
     operations: ClassVar[frozenset[Operation]] = frozenset({Operation.PUT, Operation.GET})
 
     def put(self, batch: Batch, partition: str) -> Any:
-        """Put; the reference travels in a list, which Ray does not resolve on the way."""
+        """Put; return the reference in a list, in which Ray does not resolve it."""
         return [ray.put(batch.flat)]
 
     def get(
@@ -33,10 +33,10 @@ class RayFlat(Stateless):
 
 
 class RayFlatPadded(RayFlat):
-    """The same with what `Ours` and `Usual` do besides: from padded columns to padded columns."""
+    """System like `RayFlat` from padded columns to padded columns, as `DataPlane` and `Usual`."""
 
     def put(self, batch: Batch, partition: str) -> Any:
-        """Cut the padding off, then put."""
+        """Remove the padding, then put."""
         cuts = batch.lengths.tolist()
         buffers: dict[str, np.ndarray] = {}
         for name in PER_TOKEN:

@@ -1,7 +1,7 @@
-"""What today's trainers do with TransferQueue: the raw calls between a packing and a padding.
+"""TransferQueue as today's trainers use it: packing, the raw calls, and padding.
 
-Both are torch's own functions, and are kept here so that the baseline does not move when
-column-io becomes faster.
+Packing and padding use torch's own functions here, so the baseline does not change when column-io
+becomes faster.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tensordict import NonTensorStack, TensorDict
 
 
 class Usual(Raw):
-    """Padded columns in, padded columns out, on the same TransferQueue as `Raw`."""
+    """System with padded columns in and out, on the same TransferQueue as `Raw`."""
 
     def put(self, batch: Batch, partition: str) -> None:
         """Pack and put."""
@@ -35,7 +35,7 @@ class Usual(Raw):
         self._put(batch.ids, partition, packed)
 
     def claim(self, partition: str, task: str, fields: Sequence[str], count: int) -> int:
-        """Claim, and ask for the keys by which the rows are then read."""
+        """Claim, and request the keys with which the rows are then read."""
         meta = self._claim(partition, task, fields, count)
         return len(self._client.kv_retrieve_keys(meta.global_indexes, partition))
 

@@ -1,4 +1,4 @@
-"""Our client with column-io around it: padded columns in, padded columns out."""
+"""The data plane's client with column-io: padded columns in, padded columns out."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _FILL_CHUNK = 10_000
 
 
 def config(backend: str, **extra: Any) -> dict[str, Any]:
-    """The configuration of a backend; ``extra`` keys, ``packed_transport`` say, go in as they are.
+    """Return the configuration of a backend with one storage unit, as the baseline has.
 
-    One storage unit, as the baseline has.
+    ``extra`` keys, such as ``packed_transport``, are added unchanged.
     """
     return {
         "enabled": True,
@@ -37,8 +37,8 @@ def config(backend: str, **extra: Any) -> dict[str, Any]:
     }
 
 
-class Ours:
-    """Attached to the TransferQueue that the benchmark's driver started through our client."""
+class DataPlane:
+    """System attached to the data plane that the benchmark's driver started."""
 
     operations: ClassVar[frozenset[Operation]] = STORE_OPERATIONS
 
@@ -60,12 +60,12 @@ class Ours:
         return read_columns(self._client, _meta(batch, partition, rows), names)
 
     def write_back(self, batch: Batch, partition: str) -> None:
-        """Write one column more."""
+        """Write one additional column."""
         column = {WRITTEN_BACK: batch.column(WRITTEN_BACK)}
         write_columns(self._client, _meta(batch, partition), column)
 
     def claim(self, partition: str, task: str, fields: Sequence[str], count: int) -> int:
-        """Claim what is ready, with ids."""
+        """Claim ready samples, with their ids."""
         return self._client.claim_meta(partition, task, list(fields), count, blocking=False).size
 
     def clear(self, batch: Batch, partition: str) -> None:
@@ -73,9 +73,9 @@ class Ours:
         self._client.clear_samples(batch.ids, partition, force=True)
 
     def end(self, partition: str) -> None:
-        """Forget the declaration and whatever is left."""
+        """Clear the partition."""
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", RuntimeWarning)  # nothing was left
+            warnings.simplefilter("ignore", RuntimeWarning)  # nothing to clear
             self._client.clear_samples(None, partition, force=True)
 
     def fill(self, partition: str, rows: int, field: str, tasks: Sequence[str]) -> None:
@@ -91,7 +91,7 @@ class Ours:
         self._client.put_columns(list(ids), partition, {field: torch.ones(len(ids))})
 
     def summarise(self, partition: str) -> int:
-        """Every partition in numbers; the rows of this one."""
+        """Summarise all partitions; return the number of rows of this one."""
         [summary] = [
             summary
             for summary in self._client.list_partitions()
@@ -100,11 +100,11 @@ class Ours:
         return summary.present
 
     def page(self, partition: str, start: int, limit: int) -> None:
-        """Samples with their fields, tags and state."""
+        """List samples with their fields, tags and state."""
         self._client.list_samples(partition, start=start, limit=limit)
 
     def count(self, partition: str, task: str, field: str) -> None:
-        """Where every sample stands for a task."""
+        """Count the samples of a task by state."""
         self._client.count_samples(partition, task, [field])
 
     def close(self) -> None:

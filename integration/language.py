@@ -1,0 +1,163 @@
+"""Checks the language of code and pages as far as a machine can: `make lint`.
+
+It reads names, docstrings, comments and strings of every Python file, the text of every page and
+template, and the subjects of the commits that are about to be pushed. CONTRIBUTING.md has the
+rules; most of them no machine can check. Ruff's D401 checks that docstrings are imperative.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import subprocess
+import sys
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+MAX_SUBJECT = 72
+SUFFIXES = ["*.py", "*.md", "*.html", "*.js", "*.yaml", "*.toml"]
+EXEMPT = re.compile(r"/vendor/|CHANGELOG|integration/(?:test_)?language\.py")
+
+# Each pattern with what to write in its place.
+PHRASES = {
+    r"tell|tells|told": "record, report, print, show, say; of two things: distinguish",
+    r"patient(ly)?": "retry",
+    r"looks? into|looked into|looking into|onlookers?|lookers?": "inspect, inspector",
+    r"heard of": "last seen, silent",
+    r"what waits|what it waits for": "blocked, blocked on",
+    # As a name, `settle` is the operation of OpenTelemetry's messaging conventions.
+    r"(?:un)?settled|settling|settles?(?! (?:train|\{partition))(?![\"'`])": "acknowledge",
+    r"g[ia]ves? back|giving back|given back": "release, return",
+    r"lapses?|lapsed": "expire",
+    r"is over|are over|was over|has ended|have ended": "finished, failed, expired: which one",
+    r"excuses?|excused": "extend the grace period",
+    r"ours": "name the thing: the packed backend, this package",
+    r"st[ao]nds? still|stood still|standing still": "idle, stalled",
+    r"go on|goes on|went on|going on": "continue",
+    r"in one look": "one consistent snapshot",
+    r"left ?over|left-?overs?": "remaining, orphaned",
+    r"makes? up for|made up for": "recover, repair",
+    r"lies? in|lies? on|lay in": "is in, is stored in",
+    r"mends?|mended|mending": "repair, recover, fix",
+    r"whole": "complete, entire, all of; or leave it out",
+    r"by itself|by themselves|of its own|of their own": "separate, dedicated, alone",
+    r"beside": "alongside, next to, co-located with",
+    r"in turns": "alternating, interleaved",
+    r"somebody|someone|nobody|whom": "name who: the caller, a consumer, no process",
+    r"much like|is such that": "say it directly",
+}
+PHRASE = re.compile(
+    "|".join(rf"(?P<p{number}>\b(?:{pattern})\b)" for number, pattern in enumerate(PHRASES)),
+    re.IGNORECASE,
+)
+ADVICE = list(PHRASES.values())
+
+# First words that begin a fragment, not a statement. "For" and "With" may begin one, and seldom do.
+FRAGMENTS = re.compile(
+    r"(?:Of|That|Whom|What|How|Whether|Which|Who|Whose|Where|When|As|If|And|Or|But|With|For|In|On|At"
+    r"|By|To|From|Until|Since|Because|So|Than|Such|Like|Also|Again)\b"
+)
+# Parts of names that say a story, and names that say nothing about a variable.
+STORY = re.compile(
+    r"(?:.*_)?(told|tells?|most|least|patiently|beside|early|mood|rove|tether|onlooker|meeting"
+    r"|leftovers|whom|excuse|lapse|mend|mended)(?:_.*)?",
+    re.IGNORECASE,
+)
+EMPTY_NAMES = frozenset({"found", "told", "asked", "made", "one", "some", "mine", "ours", "theirs"})
+# Names of others, and what the field calls so.
+ALLOWED_NAMES = frozenset({"tell", "least_significant_bit", "most_common"})
+
+
+def main() -> int:
+    """Print every breach in the given files, or in all files that git has; return the status."""
+    names = sys.argv[1:]
+    listed = subprocess.run(
+        ["git", "ls-files", "--", *(names or SUFFIXES)],
+        cwd=ROOT,
+        check=True,
+        text=True,
+        capture_output=True,
+    ).stdout.splitlines()
+    breaches = 0
+    for name in listed:
+        path = ROOT / name
+        if not path.is_file() or EXEMPT.search(name):
+            continue
+        check = python_breaches if name.endswith(".py") else text_breaches
+        for line, breach in check(path.read_text("utf-8")):
+            print(f"{name}:{line}: {breach}")
+            breaches += 1
+    for breach in [] if names else subject_breaches():
+        print(breach)
+        breaches += 1
+    print(f"language: breaches: {breaches} in {len(listed)} files")
+    return min(breaches, 1)
+
+
+def python_breaches(source: str) -> Iterator[tuple[int, str]]:
+    """Yield line and breach of each name, docstring, comment and string of a module."""
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type in (tokenize.COMMENT, tokenize.STRING):
+            for line, breach in text_breaches(token.string):
+                yield token.start[0] + line - 1, breach
+    for node in ast.walk(ast.parse(source)):
+        yield from _docstring_breaches(node)
+        for name in _names(node):
+            line = getattr(node, "lineno", 1)
+            if name in EMPTY_NAMES:
+                yield line, f"name {name!r} says nothing"
+            elif name not in ALLOWED_NAMES and (story := STORY.fullmatch(name)):
+                yield line, f"name {name!r} has {story[1]!r}"
+
+
+def text_breaches(text: str) -> Iterator[tuple[int, str]]:
+    """Yield line and breach of each phrase of a text; a phrase may go over the end of a line."""
+    for match in PHRASE.finditer(re.sub(r"\s", lambda space: space[0].replace("\n", " "), text)):
+        number = int(match.lastgroup[1:]) if match.lastgroup else 0
+        line = text.count("\n", 0, match.start()) + 1
+        yield line, f"{match[0]!r}: write {ADVICE[number]}"
+
+
+def subject_breaches() -> Iterator[str]:
+    """Yield the subjects too long, or without a scope, of commits that the upstream lacks."""
+    log = subprocess.run(
+        ["git", "log", "--no-merges", "--format=%h %s", "@{upstream}..HEAD"],
+        cwd=ROOT,
+        check=False,
+        text=True,
+        capture_output=True,
+    )
+    for line in log.stdout.splitlines() if log.returncode == 0 else []:
+        commit, _, subject = line.partition(" ")
+        if len(subject) > MAX_SUBJECT:
+            yield f"{commit}: subject has {len(subject)} characters, more than {MAX_SUBJECT}"
+        if not re.match(r"[\w., /-]+: \S", subject):
+            yield f"{commit}: subject {subject!r} is not 'scope: what changes'"
+
+
+def _docstring_breaches(node: ast.AST) -> Iterator[tuple[int, str]]:
+    """Yield the breach of the first line of a docstring, also of an attribute's."""
+    body = getattr(node, "body", [])
+    for inner in body if isinstance(body, list) else []:
+        if not (isinstance(inner, ast.Expr) and isinstance(inner.value, ast.Constant)):
+            continue
+        text = inner.value.value
+        if isinstance(text, str) and (first := FRAGMENTS.match(text.lstrip())):
+            yield inner.lineno, f"docstring begins with {first[0]!r}: name the thing or the action"
+
+
+def _names(node: ast.AST) -> Iterator[str]:
+    """Yield the names that a node gives to something."""
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        yield node.name
+    elif isinstance(node, ast.arg):
+        yield node.arg
+    elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
+        yield node.id if isinstance(node, ast.Name) else node.attr
+
+
+if __name__ == "__main__":
+    sys.exit(main())
