@@ -15,7 +15,7 @@ KINDS = ("Classes", "Functions", "Errors", "Types and constants")
 
 
 def api_page(module_name: str) -> str:
-    """A directive of mkdocstrings for each name that ``module_name`` exports."""
+    """Return a mkdocstrings directive for each name that ``module_name`` exports."""
     by_kind: dict[str, list[str]] = {kind: [] for kind in KINDS}
     for name in sorted(exports(module_name), key=str.lower):
         by_kind[kind_of(module_name, name)].append(name)
@@ -28,14 +28,14 @@ def api_page(module_name: str) -> str:
 
 
 def exports(module_name: str) -> list[str]:
-    """The names in the module's ``__all__``."""
+    """Return the names in the module's ``__all__``."""
     return [str(name) for name in loader().modules_collection[module_name].exports or ()]
 
 
 def kind_of(module_name: str, name: str) -> str:
-    """Under which heading a name is described."""
-    found = loader().modules_collection[module_name][name]
-    target = found.final_target if found.is_alias else found
+    """Return the heading of a name."""
+    member = loader().modules_collection[module_name][name]
+    target = member.final_target if member.is_alias else member
     if target.is_class:
         bases = [str(base) for base in target.bases]
         return "Errors" if any(is_error(base) for base in bases) else "Classes"
@@ -48,9 +48,9 @@ def is_error(base: str) -> bool:
 
 @functools.cache
 def loader() -> griffe.GriffeLoader:
-    """Our packages, read."""
-    found = griffe.GriffeLoader(search_paths=sorted(PACKAGES.glob("*/src")))
+    """Load the packages of this repository, once."""
+    packages = griffe.GriffeLoader(search_paths=sorted(PACKAGES.glob("*/src")))
     for folder in sorted(PACKAGES.glob("*/src/*/__init__.py")):
-        found.load(folder.parent.name)
-    found.resolve_aliases(implicit=False, external=False)
-    return found
+        packages.load(folder.parent.name)
+    packages.resolve_aliases(implicit=False, external=False)
+    return packages

@@ -1,4 +1,4 @@
-"""Tables of the configuration reference, made of the models and commands themselves."""
+"""Tables of the configuration reference, generated from the models and commands."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import typer
 import yaml
 from pydantic import BaseModel
 
-from grpo_trainer.config import DEMO_CONFIG, TrainerConfig
+from grpo_trainer import DEMO_CONFIG, TrainerConfig
 
 NAMES: dict[Any, str] = {
     str: "text",
@@ -29,10 +29,10 @@ NAMES: dict[Any, str] = {
 
 
 def typed_dict_table(path: str) -> str:
-    """The keys of a TypedDict, ``module:Class``."""
-    found = load(path)
-    hints = typing.get_type_hints(found, include_extras=True)
-    meanings = attributes_of(found)
+    """Return the keys of a TypedDict as a table, ``module:Class``."""
+    typed_dict = load(path)
+    hints = typing.get_type_hints(typed_dict, include_extras=True)
+    meanings = attributes_of(typed_dict)
     rows = [
         [
             code(name),
@@ -40,13 +40,13 @@ def typed_dict_table(path: str) -> str:
             "" if get_origin(hints[name]) is NotRequired else "yes",
             meanings[name],
         ]
-        for name in found.__annotations__
+        for name in typed_dict.__annotations__
     ]
     return table(["key", "type", "required", "meaning"], rows)
 
 
 def trainer_table() -> str:
-    """Every section of the trainer's YAML, with the value that the demo has."""
+    """Return every section of the trainer's YAML with the demo's values."""
     demo = yaml.safe_load(DEMO_CONFIG.read_text(encoding="utf-8"))
     notes = notes_of(DEMO_CONFIG.read_text(encoding="utf-8"))
     parts = []
@@ -56,19 +56,30 @@ def trainer_table() -> str:
 
 
 def settings_table(path: str) -> str:
-    """The fields of a dataclass with their defaults, ``module:Class``."""
-    found = load(path)
-    hints = typing.get_type_hints(found)
-    meanings = attributes_of(found)
+    """Return the fields and defaults of a dataclass as a table, ``module:Class``."""
+    settings = load(path)
+    hints = typing.get_type_hints(settings)
+    meanings = attributes_of(settings)
     rows = [
-        [code(field.name), type_text(hints[field.name]), shown(field.default), meanings[field.name]]
-        for field in dataclasses.fields(found)
+        [
+            code(field.name),
+            type_text(hints[field.name]),
+            shown(default_of(field)),
+            meanings[field.name],
+        ]
+        for field in dataclasses.fields(settings)
     ]
     return table(["field", "type", "default", "meaning"], rows)
 
 
+def default_of(field: dataclasses.Field[Any]) -> Any:
+    """Return the default of a dataclass's field."""
+    factory = field.default_factory
+    return field.default if factory is dataclasses.MISSING else factory()
+
+
 def command_table(path: str) -> str:
-    """Commands and options of a Typer application, ``module:app``."""
+    """Return the commands and options of a Typer application as tables, ``module:app``."""
     parts = []
     for words, command in commands_of(load(path)).items():
         if words:
@@ -80,15 +91,15 @@ def command_table(path: str) -> str:
 
 
 def commands_of(app: typer.Typer) -> dict[str, Callable[..., None]]:
-    """The functions behind the commands; under "" what stands before a command, if anything."""
-    found: dict[str, Callable[..., None]] = {}
+    """Return the function of each command, and the callback under ""."""
+    functions: dict[str, Callable[..., None]] = {}
     callback = app.registered_callback
     if callback is not None and callback.callback is not None:
-        found[""] = callback.callback
+        functions[""] = callback.callback
     for each in app.registered_commands:
         assert each.callback is not None
-        found[each.name or each.callback.__name__.replace("_", "-")] = each.callback
-    return found
+        functions[each.name or each.callback.__name__.replace("_", "-")] = each.callback
+    return functions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,10 +107,10 @@ class Option:
     """A parameter of a command.
 
     Attributes:
-        names: as one writes it; of an argument its place holder.
-        annotation: its type.
-        default: if it is not given.
-        info: what Typer was told.
+        names: its spellings; for an argument the placeholder.
+        annotation: the type.
+        default: the value if it is omitted.
+        info: Typer's declaration.
     """
 
     names: list[str]
@@ -134,14 +145,14 @@ class Option:
 
 
 def options_of(command: Callable[..., None]) -> list[Option]:
-    """The parameters of a command that one can give."""
+    """Return the command-line parameters of a command."""
     hints = typing.get_type_hints(command, include_extras=True)
-    found = []
+    options = []
     for name, parameter in inspect.signature(command).parameters.items():
         if get_origin(hints[name]) is not Annotated:
             continue  # Typer's own context
         annotation, info = get_args(hints[name])[:2]
-        # Inside of Annotated the first name stands where the default would.
+        # In Annotated the first name takes the place of the default.
         written = [info.default] if isinstance(info.default, str) else []
         written += info.param_decls or ()
         if isinstance(info, typer.models.ArgumentInfo):
@@ -151,21 +162,21 @@ def options_of(command: Callable[..., None]) -> list[Option]:
         else:
             word = name.strip("_").replace("_", "-")
             names = [f"--{word}"] + ([f"--no-{word}"] if annotation is bool else [])
-        found.append(Option(names, annotation, parameter.default, info))
-    return found
+        options.append(Option(names, annotation, parameter.default, info))
+    return options
 
 
 def section(
     path: str, annotation: Any, demo: Mapping[str, Any], notes: Mapping[str, str]
 ) -> list[str]:
-    """A section, then the sections inside it."""
+    """Return the parts of a section, then those of its subsections."""
     models = [each for each in alternatives(annotation) if is_model(each)]
     parts: list[str] = []
     inner: list[str] = []
     for model in models:
-        kind = kind_of(model)
-        fits = kind is None or kind == demo.get("kind")
-        title = path + (f", kind {kind}" if kind else "")
+        key, kind = kind_of(model)
+        fits = kind is None or kind == demo.get(key)
+        title = path + (f", {key} {kind}" if kind else "")
         parts.append(f"\n### {title}\n\n{first_paragraph(model)}\n")
         meanings = attributes_of(model)
         rows = []
@@ -187,10 +198,11 @@ def fields_of(model: Any) -> Iterable[tuple[str, Any]]:
     return [(name, hints[name]) for name in names]
 
 
-def kind_of(model: Any) -> str | None:
-    """The value of ``kind`` that picks this model among others."""
-    field = getattr(model, "model_fields", {}).get("kind")
-    return None if field is None else get_args(field.annotation)[0]
+def kind_of(model: Any) -> tuple[str, str | None]:
+    """Return the discriminating key and this model's value, or "" and None."""
+    fields = getattr(model, "model_fields", {})
+    key = next((name for name in ("kind", "backend") if name in fields), "")
+    return key, get_args(fields[key].annotation)[0] if key else None
 
 
 def is_model(annotation: Any) -> bool:
@@ -200,17 +212,17 @@ def is_model(annotation: Any) -> bool:
 
 
 def alternatives(annotation: Any) -> list[Any]:
-    """The types that a value may have."""
+    """Return the types that a value may have."""
     origin = get_origin(annotation)
     if origin is Annotated or origin is NotRequired:
         return alternatives(get_args(annotation)[0])
     if origin in (typing.Union, types.UnionType):
-        return [one for each in get_args(annotation) for one in alternatives(each)]
+        return [kind for each in get_args(annotation) for kind in alternatives(each)]
     return [annotation]
 
 
 def type_text(annotation: Any) -> str:
-    """A type in words."""
+    """Describe a type in words."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is NotRequired:
         return type_text(arguments[0])
@@ -236,8 +248,8 @@ def type_text(annotation: Any) -> str:
 
 
 def bound_text(constraint: Any) -> str:
-    """A constraint of a field in words."""
-    said = {
+    """Describe the bounds of a field in words."""
+    phrases = {
         "gt": ", above {}",
         "ge": ", at least {}",
         "lt": ", below {}",
@@ -246,19 +258,19 @@ def bound_text(constraint: Any) -> str:
         "min_length": ", not empty",
     }
     metadata = getattr(constraint, "metadata", None) or [constraint]
-    found = ""
+    text = ""
     for each in metadata:
-        for name, words in said.items():
+        for name, words in phrases.items():
             value = getattr(each, name, None)
             if value is not None:
-                found += words.format(value)
-    return found
+                text += words.format(value)
+    return text
 
 
 def attributes_of(documented: Any) -> Mapping[str, str]:
-    """What a docstring says under ``Attributes:``."""
+    """Return the meanings under ``Attributes:`` of a docstring, by name."""
     text = inspect.cleandoc(documented.__doc__ or "")
-    found: dict[str, str] = {}
+    meanings: dict[str, str] = {}
     if "Attributes:" in text:
         block = text.split("Attributes:\n", 1)[1].split("\n\n", 1)[0]
         name = ""
@@ -266,10 +278,10 @@ def attributes_of(documented: Any) -> Mapping[str, str]:
             start = re.match(r"    (\w+): (.*)", line)
             if start:
                 name = start[1]
-                found[name] = start[2]
+                meanings[name] = start[2]
             elif name:
-                found[name] += " " + line.strip()
-    return _Meanings({name: cell(meaning) for name, meaning in found.items()})
+                meanings[name] += " " + line.strip()
+    return _Meanings({name: cell(meaning) for name, meaning in meanings.items()})
 
 
 class _Meanings(dict[str, str]):
@@ -278,8 +290,8 @@ class _Meanings(dict[str, str]):
 
 
 def notes_of(text: str) -> dict[str, str]:
-    """Comments behind the keys of a YAML file, by dotted key."""
-    found: dict[str, str] = {}
+    """Return the comments behind the keys of a YAML file, by dotted key."""
+    notes: dict[str, str] = {}
     path: list[str] = []
     for line in text.splitlines():
         match = re.match(r"( *)([\w]+):(.*)", line)
@@ -288,8 +300,8 @@ def notes_of(text: str) -> dict[str, str]:
         path[len(match[1]) // 2 :] = [match[2]]
         _, separator, note = match[3].partition(" # ")
         if separator:
-            found[".".join(path)] = cell(note.strip())
-    return found
+            notes[".".join(path)] = cell(note.strip())
+    return notes
 
 
 def first_paragraph(documented: Any) -> str:
@@ -298,7 +310,7 @@ def first_paragraph(documented: Any) -> str:
 
 
 def shown(value: Any) -> str:
-    """A value as YAML has it."""
+    """Format a value as YAML."""
     if isinstance(value, bool) or value is None:
         return code({True: "true", False: "false", None: "null"}[value])
     if isinstance(value, str):
@@ -311,7 +323,7 @@ def code(text: Any) -> str:
 
 
 def cell(text: str) -> str:
-    """Text of a docstring as a cell of a table: ``x`` is code in Markdown as well."""
+    """Escape docstring text for a Markdown table cell."""
     return text.replace("``", "`").replace("|", "\\|").replace("<", "&lt;")
 
 
