@@ -1,11 +1,16 @@
 """Encoding of Python values of object columns, without pickle.
 
-The format is msgpack with two extension types, for numpy arrays and torch tensors. All clients use
-it, so that all accept and return the same values. Public to authors of adapters.
+The format is msgpack with extension types: numpy arrays, tensors, nested tensors, integers of any
+size, and the types of `dataplane_core.tensors.object_types`. All clients use it, so that all accept
+and return the same values. Public to authors of adapters.
+
+Pickle is a fallback that a caller must allow for both directions: to decode a pickle is to run code
+of whoever wrote it.
 """
 
 from __future__ import annotations
 
+import pickle
 import threading
 from typing import Any, TypeVar  # Any: values of object columns are the caller's own
 
@@ -15,12 +20,17 @@ import torch
 
 from dataplane_core.errors import InvalidTypeError
 from dataplane_core.tensors.columns import bytes_of
+from dataplane_core.tensors.object_types import type_named, type_of
 from dataplane_core.tensors.rows import storable_tensor
 
 _T = TypeVar("_T")
 
 _ARRAY = 1
 _TENSOR = 2
+_NESTED = 3
+_INTEGER = 4
+_TYPE = 5
+_PICKLE = 6
 
 
 def _encode_unknown(value: Any) -> Any:
@@ -34,13 +44,46 @@ def _encode_unknown(value: Any) -> Any:
         raw = bytes_of(storable_tensor("a value", value)).tobytes()
         name = str(value.dtype).removeprefix("torch.")
         return msgspec.msgpack.Ext(_TENSOR, _packed(name, tuple(value.shape), raw))
+    if isinstance(value, torch.Tensor):
+        layout = str(value.layout).removeprefix("torch.")
+        return msgspec.msgpack.Ext(_NESTED, _encode((layout, list(value.unbind()))))
+    registered = type_of(value)
+    if registered is not None:
+        stored = (registered.name, registered.encode(value))
+        return msgspec.msgpack.Ext(_TYPE, _encode(stored))
     name = type(value).__name__
     if isinstance(value, np.ndarray | np.generic):
         name += f" of dtype {value.dtype}"
     raise TypeError(
-        f"{name} cannot be stored; use dict, list, str, bytes, numbers, bool, None, numpy arrays "
-        "or tensors"
+        f"{name} cannot be stored; use dict, list, str, bytes, numbers, bool, None, numpy arrays, "
+        "tensors, or register_object_type"
     )
+
+
+def _encode_pickled(value: Any) -> Any:
+    try:
+        return _encode_unknown(value)
+    except TypeError:
+        return msgspec.msgpack.Ext(_PICKLE, pickle.dumps(value))
+
+
+def _encode(value: Any, encoder: msgspec.msgpack.Encoder | None = None) -> bytes:
+    encoder = encoder or _encoder
+    try:
+        return encoder.encode(value)
+    except OverflowError:  # an integer of more than 64 bits, which msgpack does not have
+        return encoder.encode(_without_large_integers(value))
+
+
+def _without_large_integers(value: Any) -> Any:
+    if type(value) is int and not -(2**63) <= value < 2**64:
+        size = value.bit_length() // 8 + 1
+        return msgspec.msgpack.Ext(_INTEGER, value.to_bytes(size, "little", signed=True))
+    if type(value) is dict:
+        return {key: _without_large_integers(each) for key, each in value.items()}
+    if type(value) in (list, tuple, set, frozenset):
+        return [_without_large_integers(each) for each in value]
+    return value
 
 
 def _is_plain(dtype: np.dtype[Any]) -> bool:
@@ -53,47 +96,87 @@ def _packed(dtype: str, shape: tuple[int, ...], raw: bytes) -> bytes:
 
 
 def _decode_extension(code: int, data: memoryview) -> Any:
+    if code == _INTEGER:
+        return int.from_bytes(data, "little", signed=True)
+    if code == _NESTED:
+        layout, rows = _decoder.decode(data)
+        if layout not in ("jagged", "strided"):
+            raise ValueError(f"stored nested tensor has layout {layout!r}")
+        return torch.nested.as_nested_tensor(rows, layout=getattr(torch, layout))
+    if code == _TYPE:
+        name, stored = _decoder.decode(data)
+        registered = type_named(name)
+        try:
+            return registered.decode(stored)
+        except Exception as error:  # the type's own code can raise anything
+            raise ValueError(f"stored value of type {name!r} cannot be read: {error}") from error
+    if code == _PICKLE:
+        raise ValueError(
+            "stored value is a pickle, and reading it would run code of whoever wrote it; set "
+            "allow_pickle only if you trust every process that can write to this store"
+        )
+    if code not in (_ARRAY, _TENSOR):
+        raise ValueError(f"stored value has the unknown extension type {code}")
     dtype, shape, raw = _packed_decoder.decode(data)
     if code == _ARRAY:
         return np.frombuffer(raw, dtype=np.dtype(dtype)).reshape(shape).copy()
-    if code == _TENSOR:
-        torch_dtype = getattr(torch, dtype, None)
-        if not isinstance(torch_dtype, torch.dtype):
-            raise ValueError(f"stored tensor has dtype {dtype!r}, which torch does not have")
-        if not raw:
-            return torch.empty(shape, dtype=torch_dtype)
-        return torch.frombuffer(bytearray(raw), dtype=torch.uint8).view(torch_dtype).reshape(shape)
-    raise ValueError(f"stored value has extension type {code}; expected {_ARRAY} or {_TENSOR}")
+    torch_dtype = getattr(torch, dtype, None)
+    if not isinstance(torch_dtype, torch.dtype):
+        raise ValueError(f"stored tensor has dtype {dtype!r}, which torch does not have")
+    if not raw:
+        return torch.empty(shape, dtype=torch_dtype)
+    return torch.frombuffer(bytearray(raw), dtype=torch.uint8).view(torch_dtype).reshape(shape)
+
+
+def _decode_pickled(code: int, data: memoryview) -> Any:
+    return pickle.loads(data) if code == _PICKLE else _decode_extension(code, data)  # noqa: S301
 
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_encode_unknown)
 _decoder = msgspec.msgpack.Decoder(ext_hook=_decode_extension)
+_pickling_encoder = msgspec.msgpack.Encoder(enc_hook=_encode_pickled)
+_pickling_decoder = msgspec.msgpack.Decoder(ext_hook=_decode_pickled)
 _packed_decoder = msgspec.msgpack.Decoder(tuple[str, list[int], bytes])
 _struct_decoders: dict[type, msgspec.msgpack.Decoder[Any]] = {}
 _making_decoders = threading.Lock()
 
 
-def encode_object(what: str, value: Any) -> bytes:
+def encode_object(what: str, value: Any, *, allow_pickle: bool = False) -> bytes:
     """Encode one value; ``what`` names it in the error, for example ``field 'content'``.
 
     Tuples and sets decode as lists, dataclasses as dicts, enums as their values, and dates,
-    decimals and UUIDs as strings, as msgspec encodes them. Integers must fit in 64 bits. numpy
-    arrays need one of numpy's plain dtypes. Masked arrays, other subclasses, and arrays of objects,
-    records or another library's dtypes are refused, because they would decode as something else.
+    decimals and UUIDs as strings, as msgspec encodes them. numpy arrays need one of numpy's plain
+    dtypes. Masked arrays, other subclasses, and arrays of objects, records or another library's
+    dtypes are refused, because they would decode as something else. Images of Pillow, models of
+    pydantic, and ``BatchFeature`` of transformers are stored; add other types with
+    `dataplane_core.tensors.object_types.register_object_type`.
+
+    Args:
+        what: name for the error.
+        value: the value.
+        allow_pickle: pickle a value that cannot be stored otherwise; every reader must allow it.
 
     Raises:
         InvalidTypeError: (a ValueError and a TypeError) names ``what`` and the type that cannot be
             stored.
     """
     try:
-        return _encoder.encode(value)
+        return _encode(value, _pickling_encoder if allow_pickle else _encoder)
     except Exception as error:  # noqa: BLE001  # a value's own code can raise anything
         raise InvalidTypeError(f"{what}: {error}") from None
 
 
-def decode_object(data: bytes) -> Any:
-    """Decode a value of `encode_object`; raise ValueError if ``data`` is something else."""
-    return _decoder.decode(data)
+def decode_object(data: bytes, *, allow_pickle: bool = False) -> Any:
+    """Decode a value of `encode_object`.
+
+    Args:
+        data: the encoded value.
+        allow_pickle: decode pickles, which runs code of whoever wrote ``data``.
+
+    Raises:
+        ValueError: ``data`` is something else, or a pickle that is not allowed.
+    """
+    return (_pickling_decoder if allow_pickle else _decoder).decode(data)
 
 
 def decode_struct(data: bytes, struct: type[_T]) -> _T:

@@ -52,7 +52,7 @@ def idle_bytes() -> int:
 
 
 def empty(nbytes: int) -> NDArray[np.uint8]:
-    """Return an uninitialised array of ``nbytes`` bytes."""
+    """Return an uninitialized array of ``nbytes`` bytes."""
     if nbytes < _MIN_BYTES:
         return np.empty(nbytes, np.uint8)
     # Round up by at most an eighth (or a huge page), so that results of similar size reuse buffers.
