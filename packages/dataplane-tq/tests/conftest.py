@@ -75,7 +75,7 @@ def cluster():
 
 @pytest.fixture(scope="module")
 def backend():
-    """Return the storage backend of a module's tests; a module may parametrise it."""
+    """Return the storage backend of a module's tests; a module may parametrize it."""
     return "packed"
 
 

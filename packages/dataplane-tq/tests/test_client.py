@@ -63,7 +63,7 @@ for bootstrap in (True, False):
         print(error)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.count("call ray.init() first") == 2
+    assert done.stdout.count("call join_ray() first") == 2
 
 
 @pytest.mark.parametrize(

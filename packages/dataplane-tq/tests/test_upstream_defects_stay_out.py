@@ -1,6 +1,6 @@
 """Promises of the client that TransferQueue 0.1.11 alone does not keep.
 
-`test_upstream_behaviour.py` shows TransferQueue's own behaviour. Promises that the contract suite
+`test_upstream_behavior.py` shows TransferQueue's own behavior. Promises that the contract suite
 tests on each backend are not repeated here.
 """
 

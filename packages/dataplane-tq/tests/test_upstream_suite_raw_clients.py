@@ -6,6 +6,9 @@ Imports internals: TransferQueue loads the modules of the packed backend by name
 
 from __future__ import annotations
 
+import json
+import logging
+import threading
 import time
 
 import pytest
@@ -29,7 +32,6 @@ pytestmark = pytest.mark.slow
 SECTION = {
     "num_storage_units": 2,
     "global_segment_size": 16 << 20,
-    "storage_capacity": 1000,
     "packed_transport": "auto",
     "ack_timeout_ms": 10_000,
 }
@@ -185,10 +187,39 @@ def test_process_that_only_calls_init_finds_the_manager(client, partition_id):
     assert ray.get(read.remote(partition_id), timeout=120) == [[1, 2], [3, 4]]
 
 
+def test_checkpoint_of_the_queue_restores_keys_tags_and_values(client, partition_id, tmp_path):
+    fields = TensorDict(
+        {"tokens": torch.arange(6).view(2, 3), "text": NonTensorStack("a", {"b": 1})}, [2]
+    )
+    tags = [{"status": "finished"}, {"status": "running"}]
+    tq.kv_batch_put(["u_0", "u_1"], partition_id, fields, tags)
+    tq.save_checkpoint(tmp_path / "step_3", metadata={"step": 3})
+    assert json.loads((tmp_path / "step_3" / "metadata.json").read_text())["storage_saved"]
+    tq.kv_clear(["u_0"], partition_id)
+    tq.kv_batch_put(["u_2"], partition_id, fields[:1], [{"status": "finished"}])
+    tq.load_checkpoint(tmp_path / "step_3")
+    assert tq.kv_list(partition_id)[partition_id] == dict(zip(["u_0", "u_1"], tags, strict=True))
+    read = tq.kv_batch_get(["u_1", "u_0"], partition_id)
+    assert [row.tolist() for row in read["tokens"]] == [[3, 4, 5], [0, 1, 2]]
+    assert read["text"].tolist() == [{"b": 1}, "a"]
+
+
+def test_values_of_the_readme_of_verl_are_stored(client, partition_id):
+    """verl's prompts carry images; its extra fields carry anything."""
+    image = pytest.importorskip("PIL.Image").new("RGB", (2, 2), (255, 0, 0))
+    values = [{"images": [image], "seed": 2**70, "span": slice(0, 2)}, {"z": 1j}]
+    client.put(TensorDict({"x": NonTensorStack(*values)}, [2]), partition_id=partition_id)
+    read = {len(row): row for row in client.get_data(fetched(client, partition_id))["x"].tolist()}
+    assert read[1] == {"z": 1j}
+    assert (read[3]["seed"], read[3]["span"]) == (2**70, slice(0, 2))
+    assert read[3]["images"][0].tobytes() == image.tobytes()
+
+
 @pytest.mark.parametrize(
     ("section", "message"),
     [
-        ({"colour": "red"}, "colour"),
+        ({"allow_pickle": "yes"}, "allow_pickle: found 'yes'; expected true or false"),
+        ({"color": "red"}, "color"),
         ({"packed_transport": "pigeon"}, "packed_transport"),
         ({"global_segment_size": 7}, "global_segment_size"),
     ],
@@ -234,7 +265,7 @@ def test_forms_equal_those_of_simple_storage(rows):
 
 
 def test_dead_unit_gives_an_error_within_seconds(client):
-    """Kill a unit; it stays dead, so no test with the queue may follow."""
+    """Kill a unit; it stays dead, so no test with this queue may follow."""
     actors = interface._TQ_STORAGE["PackedStorage"]
     ray.kill(actors["DataPlanePackedUnit#0"])
     deadline = time.monotonic() + 20
@@ -242,3 +273,18 @@ def test_dead_unit_gives_an_error_within_seconds(client):
     with pytest.raises(UnavailableError):  # noqa: PT012
         while time.monotonic() < deadline:
             client.put(column([[1, 2]]), partition_id="dead")
+
+
+def test_queue_starts_from_a_struct_config_and_closes_quietly(cluster, caplog, monkeypatch):
+    """Hydra's configurations refuse new keys; verl passes such a one."""
+    tq.close()
+    conf = config(allow_pickle=True)
+    OmegaConf.set_struct(conf, True)
+    monkeypatch.setattr(logging.getLogger("transfer_queue"), "propagate", True)
+    with caplog.at_level(logging.WARNING):
+        tq.init(conf)
+        unusual = TensorDict({"x": NonTensorStack({1, 2}, threading.Event)}, [2])
+        tq.kv_batch_put(["a", "b"], "p", unusual)
+        assert tq.kv_batch_get(["b"], "p")["x"].tolist() == [threading.Event]
+        tq.close()
+    assert not [record for record in caplog.records if "not supported" in record.getMessage()]

@@ -87,7 +87,7 @@ class TQDataPlaneClient(DataPlaneClient):
 
     Raises:
         ConfigError: (a ValueError) the configuration is wrong, or TransferQueue already runs.
-        UnavailableError: Ray is not initialised, or there is nothing to attach to.
+        UnavailableError: Ray is not initialized, or there is nothing to attach to.
     """
 
     capabilities: ClassVar[Capabilities] = Capabilities(

@@ -89,7 +89,7 @@ def bootstrap(cfg: DataPlaneConfig) -> Topology:
     Raises:
         ConfigError: (a ValueError) the backend is unknown or lacks a requirement, or this Ray
             cluster already has a TransferQueue.
-        UnavailableError: Ray is not initialised, or the actors do not start in time.
+        UnavailableError: Ray is not initialized, or the actors do not start in time.
     """
     _require_ray()
     backend = cfg["backend"]
@@ -241,4 +241,4 @@ def _find(name: str) -> Any:
 
 def _require_ray() -> None:
     if not ray.is_initialized():
-        raise UnavailableError("Ray is not initialised in this process; call ray.init() first")
+        raise UnavailableError("Ray is not initialized in this process; call join_ray() first")

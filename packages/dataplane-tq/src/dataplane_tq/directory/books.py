@@ -7,6 +7,7 @@ Between two awaits nothing else runs there, so every request is atomic.
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
 from collections import defaultdict
 from collections.abc import Sequence
@@ -50,7 +51,10 @@ class Books:
         *,
         mirrored: bool,
     ) -> None:
-        self.catalogue = Catalogue(units) if units else None
+        # Metas of TransferQueue's own clients contain block numbers. They start anywhere, so that a
+        # meta from before a restore does not name a restored block by accident.
+        first_block = 0 if mirrored else secrets.randbits(30)
+        self.catalogue = Catalogue(units, first_block) if units else None
         self.ledger = Ledger(capacity, self._discard, order, bytes_of if units else None)
         self.failure: DataPlaneError | None = None
         self.backlog: dict[str, Backlog] = defaultdict(partial(Backlog, mirrored=mirrored))

@@ -9,7 +9,6 @@ so freeing all rows of a put frees exactly what the put allocated.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import count
 from typing import Any  # Any: a row's owner is of the caller's type
 
 import numpy as np
@@ -29,9 +28,10 @@ class Catalogue:
 
     Args:
         units: one or more units with distinct names.
+        first_block: number of the first block.
     """
 
-    def __init__(self, units: Sequence[UnitSpec]) -> None:
+    def __init__(self, units: Sequence[UnitSpec], first_block: int = 0) -> None:
         self._units = {unit.name: unit for unit in units}
         if not units or len(self._units) != len(units):
             raise ValueError(
@@ -41,7 +41,7 @@ class Catalogue:
         # Block id to a mask of its live rows; True if all are alive, as in nearly every block.
         self._alive: dict[int, NDArray[np.bool_] | bool] = {}
         self._owners: dict[int, list[Any]] = {}
-        self._ids = count()
+        self._next = first_block
 
     def usage(self) -> list[StorageSummary]:
         """Return the used and free bytes of each unit."""
@@ -162,9 +162,31 @@ class Catalogue:
         return blocks
 
     def _block(self, unit: str, offset: int, layout: FieldLayout, first_row: int) -> Block:
-        block = Block(next(self._ids), unit, offset, layout, first_row)
+        block = Block(self._next, unit, offset, layout, first_row)
+        self._next += 1
         self._alive[block.id] = True
         return block
+
+    def restore(
+        self, number: int, layout: FieldLayout, *, preferred_node: str | None
+    ) -> Block | None:
+        """Allocate memory for a block that keeps its number from a checkpoint.
+
+        Returns:
+            The block; None if no unit has an extent of its size free.
+
+        Raises:
+            ValueError: a block of that number exists.
+        """
+        if number in self._alive:
+            raise ValueError(f"restore: block {number} of field {layout.name!r} exists")
+        for unit in self._preferred(preferred_node):
+            offset = self._memory[unit].allocate(_padded(layout.nbytes))
+            if offset is not None:
+                self._next = max(self._next, number + 1)
+                self._alive[number] = True
+                return Block(number, unit, offset, layout, 0)
+        return None
 
     def own(self, block: Block, rows: list[Any]) -> None:
         """Record the owners of a block's rows, in row order, for `owners`."""

@@ -22,6 +22,7 @@ from dataplane_tq.directory.inspection import INSPECTIONS
 from dataplane_tq.directory.operations import Bound, Idle, Operation, Reading, State
 from dataplane_tq.directory.puts import Putting, Reporting, begin_put
 from dataplane_tq.directory.reads import find
+from dataplane_tq.directory.restores import Restoring, begin_restore
 from dataplane_tq.directory.wire import HEADER, MAX_FRAME, Failure, Reply
 from dataplane_tq.sockets import (
     CLIENT_PROBE_S,
@@ -36,6 +37,8 @@ TRANSITIONS: dict[type[Any], dict[State, set[State]]] = {
     p.CheckPut: {State.PUTTING: {State.PUTTING}},
     p.CommitPut: {State.PUTTING: {State.REPORTING, State.IDLE}},  # IDLE: refused, or no report
     p.Reported: {State.REPORTING: {State.IDLE}},
+    p.BeginRestore: {State.IDLE: {State.RESTORING}},
+    p.CommitRestore: {State.RESTORING: {State.IDLE}},
     p.Read: {State.IDLE: {State.READING}, State.READING: {State.READING}},
     p.Unpin: {State.IDLE: {State.IDLE}, State.READING: {State.IDLE}},
     p.Clear: {State.IDLE: {State.CLEARING}},
@@ -186,6 +189,15 @@ class Connection:
         self._become(request, Idle())
         return consumed
 
+    def _begin_restore(self, request: p.BeginRestore) -> p.RestoreAnswer:
+        answer, restoring = begin_restore(self._books, request)
+        self._become(request, restoring)
+        return answer
+
+    def _commit_restore(self, request: p.CommitRestore) -> None:
+        self._under_way(Restoring).commit()
+        self._become(request, Idle())
+
     def _read(self, request: p.Read) -> Deferred:
         partition = self._ledger.partition(request.partition_id)
         answer, rows = find(partition, self._books.catalogue, request)
@@ -279,6 +291,8 @@ _HANDLERS: dict[type[Any], Callable[[Connection, Any], Any]] = {
     p.CheckPut: Connection._check_put,
     p.CommitPut: Connection._commit_put,
     p.Reported: Connection._reported,
+    p.BeginRestore: Connection._begin_restore,
+    p.CommitRestore: Connection._commit_restore,
     p.Read: Connection._read,
     p.Unpin: Connection._unpin,
     p.Claim: Connection._claim,

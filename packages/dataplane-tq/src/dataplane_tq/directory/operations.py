@@ -22,6 +22,7 @@ class State(Enum):
     IDLE = "nothing"
     PUTTING = "a put"
     REPORTING = "the report of a put"
+    RESTORING = "a restore"
     READING = "a read"
     CLEARING = "a clear"
     BOUND = "an actor's life"

@@ -93,6 +93,43 @@ class CommitPut(msgspec.Struct, frozen=True, tag=True):
     origin: str | None = None
 
 
+class SavedBlock(msgspec.Struct, frozen=True, gc=False, array_like=True):
+    """Live rows of one block, as a checkpoint has them.
+
+    Attributes:
+        id: number of the block; it is part of the cells in the metas of TransferQueue's clients.
+        layout: layout of all rows of the block.
+        rows: int64 array with the numbers of the live rows, ascending; empty if all are.
+        sample_ids: sample of each live row.
+    """
+
+    id: int
+    layout: FieldLayout
+    rows: bytes
+    sample_ids: list[str]
+
+
+class BeginRestore(msgspec.Struct, frozen=True, tag=True):
+    """Reserve capacity for saved blocks, without waiting for it. Answer: `RestoreAnswer`.
+
+    The partition is registered if it is missing. The restore belongs to the connection.
+    """
+
+    partition_id: str
+    blocks: list[SavedBlock]
+    node: str
+
+
+class RestoreAnswer(msgspec.Struct, frozen=True):
+    """Memory that a restore may write: one block for each of the request."""
+
+    blocks: list[Block]
+
+
+class CommitRestore(msgspec.Struct, frozen=True, tag=True):
+    """Make the connection's restore visible. Answer: None."""
+
+
 class Reported(msgspec.Struct, frozen=True, tag=True):
     """Say that TransferQueue has the put. Answer: list of `Consumption`, to report now."""
 
@@ -327,6 +364,8 @@ Request = (
     | BeginPut
     | CheckPut
     | CommitPut
+    | BeginRestore
+    | CommitRestore
     | Reported
     | Read
     | Unpin

@@ -37,6 +37,7 @@ class UnitAccess:
         token: secret that opens the units.
         transport: see `UnitClient`.
         timeout_s: deadline of each exchange with a unit, in seconds.
+        allow_pickle: whether `read` decodes pickles.
     """
 
     def __init__(
@@ -46,8 +47,10 @@ class UnitAccess:
         *,
         transport: Transport,
         timeout_s: float,
+        allow_pickle: bool = False,
     ) -> None:
         self._timeout_s = timeout_s
+        self._allow_pickle = allow_pickle
         self._units = {
             name: UnitClient(address, token, transport=transport) for name, address in units.items()
         }
@@ -71,7 +74,11 @@ class UnitAccess:
             UnavailableError: a unit is gone.
             DeadlineExceededError: a unit did not answer in time.
         """
-        return self._each(fields, parts, lambda name, part: decode(list(self._pieces(part))))
+
+        def read(_: str, part: FieldParts) -> torch.Tensor | NonTensorStack:
+            return decode(list(self._pieces(part)), allow_pickle=self._allow_pickle)
+
+        return self._each(fields, parts, read)
 
     def read_columns(
         self,
@@ -86,6 +93,24 @@ class UnitAccess:
             parts,
             lambda name, part: self._column(part, pad_values.get(name, 0), widths[name]),
         )
+
+    def read_rows(self, block: Block, rows: Indices | None) -> bytes:
+        """Return the bytes of rows of a block; None is all rows. Raise as `read`."""
+        spans = [span for span in _wanted(block, rows)[1] if span[0] < span[1]]
+        return self._unit(block.unit).read(spans, self._timeout_s).tobytes() if spans else b""
+
+    def write_rows(self, filled: Iterable[tuple[Block, Indices | None, bytes]]) -> None:
+        """Write to each block what `read_rows` returned for these rows. Raise as `write`."""
+        pieces: dict[str, list[tuple[int, Slices]]] = {}
+        for block, rows, data in filled:
+            flat, at = np.frombuffer(data, np.uint8), 0
+            for start, stop in _wanted(block, rows)[1]:
+                if start < stop:
+                    slices = Slices(flat, [at], [stop - start])
+                    pieces.setdefault(block.unit, []).append((start, slices))
+                    at += stop - start
+        for unit, to_write in pieces.items():
+            self._unit(unit).write(to_write, self._timeout_s)
 
     def _each(
         self,

@@ -53,12 +53,13 @@ class Piece:
         return self.layout.rows if self.rows is None else len(self.rows)
 
 
-def decode(pieces: Sequence[Piece]) -> torch.Tensor | NonTensorStack:
+def decode(pieces: Sequence[Piece], *, allow_pickle: bool = False) -> torch.Tensor | NonTensorStack:
     """Decode the rows of ``pieces`` as one field.
 
     Args:
         pieces: pieces of one kind with at least one row in total. If they have positions, these
             name every row of the answer once.
+        allow_pickle: see `dataplane_core.tensors.object_codec.decode_object`.
 
     Returns:
         A dense tensor ``(n, *shape)`` for rows of one shape; a jagged tensor for rows that differ
@@ -72,7 +73,7 @@ def decode(pieces: Sequence[Piece]) -> torch.Tensor | NonTensorStack:
     pieces, places = _placed(pieces)
     layout = pieces[0].layout
     if layout.kind == OBJECT:
-        values = _decode_objects(pieces, places)
+        values = _decode_objects(pieces, places, allow_pickle)
         if all(type(value) in _PLAIN for value in values):
             return NonTensorStack(*values)  # three times as fast as wrapping them first
         return NonTensorStack(*(NonTensorData(value) for value in values))
@@ -357,13 +358,15 @@ def _decode_rows(pieces: Sequence[Piece], places: Sequence[slice | Indices]) -> 
     return tensor
 
 
-def _decode_objects(pieces: Sequence[Piece], places: Sequence[slice | Indices]) -> list[Any]:
+def _decode_objects(
+    pieces: Sequence[Piece], places: Sequence[slice | Indices], allow_pickle: bool = False
+) -> list[Any]:
     values: list[Any] = [None] * sum(piece.count for piece in pieces)
     for piece, place in zip(pieces, places, strict=True):
         view = piece.flat.data
         starts, stops = piece.layout.row_ranges(piece.rows)
         decoded = [
-            decode_object(bytes(view[start:stop]))
+            decode_object(bytes(view[start:stop]), allow_pickle=allow_pickle)
             for start, stop in zip(starts.tolist(), stops.tolist(), strict=True)
         ]
         if isinstance(place, slice):

@@ -110,12 +110,13 @@ def _encode_cut(name: str, padded: torch.Tensor, lengths: Sequence[int]) -> Enco
     return EncodedField(_ragged_layout(name, str(padded.dtype), item, ends), slices)
 
 
-def encode(fields: TensorDictBase, count: int) -> list[EncodedField]:
+def encode(fields: TensorDictBase, count: int, *, allow_pickle: bool = False) -> list[EncodedField]:
     """Encode each of ``fields`` as one flat buffer.
 
     Args:
         fields: see `dataplane_core.tensors.rows.split_rows`.
         count: expected number of rows.
+        allow_pickle: see `dataplane_core.tensors.object_codec.encode_object`.
 
     Raises:
         InvalidRequestError: (a ValueError) as `checked_leaves`, or a value cannot be stored.
@@ -123,7 +124,7 @@ def encode(fields: TensorDictBase, count: int) -> list[EncodedField]:
     return [
         _encode_tensor(name, leaf, count)
         if isinstance(leaf, torch.Tensor)
-        else _encode_objects(name, leaf)
+        else _encode_objects(name, leaf, allow_pickle)
         for name, leaf in checked_leaves(fields, count).items()
     ]
 
@@ -218,8 +219,9 @@ def _raw(tensor: torch.Tensor) -> Bytes:
     return raw
 
 
-def _encode_objects(name: str, values: Sequence[Any]) -> EncodedField:
-    encoded = [encode_object(f"field {name!r}", value) for value in values]
+def _encode_objects(name: str, values: Sequence[Any], allow_pickle: bool = False) -> EncodedField:
+    what = f"field {name!r}"
+    encoded = [encode_object(what, value, allow_pickle=allow_pickle) for value in values]
     ends = np.cumsum([len(data) for data in encoded], dtype="<i8")
     layout = _ragged_layout(name, OBJECT, (), ends)
     return _one_slice(layout, np.frombuffer(b"".join(encoded), np.uint8))

@@ -1,29 +1,33 @@
 """Bootstrap of the packed backend by ``transfer_queue.init`` itself.
 
-In the process that makes the first call of ``transfer_queue.init``, import this module before it,
-and pass a configuration such as::
+verl imports this module by the entry point ``verl.plugins``. Elsewhere, import it in the process
+that makes the first call of ``transfer_queue.init``, before that call; other processes need no
+import. Pass a configuration such as::
 
     backend:
       storage_backend: PackedStorage
       PackedStorage:
         num_storage_units: 2
         global_segment_size: 268435456  # bytes of each unit
-        storage_capacity: 100000  # rows in all partitions
+        storage_capacity: 1000000  # rows in all partitions; this is the default
+        allow_pickle: false  # the default
 
 ``packed_transport`` and ``ack_timeout_ms`` are optional, as in `dataplane_core.DataPlaneConfig`.
-The actors live until that process calls ``transfer_queue.close`` or exits.
+With ``allow_pickle`` the store takes any Python value that pickle takes, and whoever can put values
+can run code in every process that gets them. The actors live until the process that started them
+calls ``transfer_queue.close`` or exits.
 """
 
 from __future__ import annotations
 
+import logging
 import secrets
 from typing import Any  # Any: Ray handles and OmegaConf nodes have no static types
 
 import ray
-from omegaconf import OmegaConf
+from omegaconf import OmegaConf, open_dict
 
-from dataplane_core import DataPlaneError, validate_config
-from dataplane_core.config import require_keys
+from dataplane_core import ConfigError, DataPlaneError, validate_config
 from dataplane_tq.directory.actor import DirectoryActor
 from dataplane_tq.storage.base import answers
 from dataplane_tq.storage.packed import Packed
@@ -35,6 +39,20 @@ _START_TIMEOUT_S = 120.0
 _ACTOR_CPUS = 0.1
 _DIRECTORY = "DataPlanePackedDirectory"
 _DEFAULT_TIMEOUT_MS = 30_000
+_DEFAULT_CAPACITY = 1_000_000
+
+
+class _WithoutCloseWarning(logging.Filter):
+    """Filter of a warning that TransferQueue cannot close this backend.
+
+    It drops the handles of the actors then, which ends them.
+    """
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return f"close for _TQ_STORAGE with key {BACKEND}" not in record.getMessage()
+
+
+logging.getLogger("transfer_queue.interface").addFilter(_WithoutCloseWarning())
 
 
 @StorageBootstrapProvider.register_provider(BACKEND)
@@ -51,16 +69,19 @@ def start(conf: Any) -> dict[str, Any]:
         ConfigError: (a ValueError) a key of the section is unknown, missing or wrong.
         UnavailableError: the actors did not start in time; all were stopped.
     """
-    section = conf.backend[BACKEND]
+    section = OmegaConf.to_container(conf.backend.get(BACKEND) or OmegaConf.create({}))
+    allow_pickle = section.pop("allow_pickle", False)
+    if not isinstance(allow_pickle, bool):
+        raise ConfigError(f"{BACKEND}.allow_pickle: found {allow_pickle!r}; expected true or false")
     cfg = validate_config(
         {
             "enabled": True,
             "impl": "transfer_queue",
             "backend": "packed",
-            **OmegaConf.to_container(section),
+            "storage_capacity": _DEFAULT_CAPACITY,
+            **section,
         }
     )
-    require_keys(cfg, ["storage_capacity"], impl=BACKEND)
     Packed.check(cfg)
     # A queue that was closed just before may still hold its actors' names.
     namespace = f"{BACKEND}-{secrets.token_hex(4)}"
@@ -85,11 +106,13 @@ def start(conf: Any) -> dict[str, Any]:
         ray.kill(directory)
         storage.stop()
         raise
-    section[RAW] = RawConnection(
-        results[_DIRECTORY],
-        storage.connection["units"],
-        storage.connection["token"],
-        storage.connection["transport"],
-        cfg.get("ack_timeout_ms", _DEFAULT_TIMEOUT_MS) / 1000,
-    )
+    with open_dict(conf):  # Hydra's configurations take no new keys otherwise
+        conf.backend[BACKEND][RAW] = RawConnection(
+            results[_DIRECTORY],
+            storage.connection["units"],
+            storage.connection["token"],
+            storage.connection["transport"],
+            cfg.get("ack_timeout_ms", _DEFAULT_TIMEOUT_MS) / 1000,
+            allow_pickle,
+        )
     return {**units, _DIRECTORY: directory}

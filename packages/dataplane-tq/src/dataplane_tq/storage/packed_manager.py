@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any  # Any: TransferQueue's metas have no static types
 
 import msgspec
@@ -40,6 +41,7 @@ from dataplane_tq.packed.encoding import encode
 from dataplane_tq.packed.layout import Indices
 from dataplane_tq.packed.unit_client import Transport
 from dataplane_tq.packed.unit_wire import UnitAddress
+from dataplane_tq.storage.packed_checkpoint import load, save
 from dataplane_tq.upstream import (
     AsyncSimpleStorageManager,
     StorageManager,
@@ -52,6 +54,9 @@ BACKEND = "PackedStorage"
 
 RAW = "raw"
 """Key of the manager's config; only `dataplane_tq.storage.packed_bootstrap` sets it."""
+
+_PREFIX = "tq:"
+"""Beginning of the directory's name for a partition of TransferQueue."""
 
 Cells = dict[str, Indices]
 """Field to an array with the cell of each row."""
@@ -69,6 +74,7 @@ class RawConnection(msgspec.Struct, frozen=True):
     token: bytes
     transport: Transport
     timeout_s: float
+    allow_pickle: bool = False
 
     def __repr__(self) -> str:
         return f"RawConnection({sorted(self.units)})"  # TransferQueue logs its configuration
@@ -89,7 +95,9 @@ class RawStore:
             connection.token,
             transport=connection.transport,
             timeout_s=connection.timeout_s,
+            allow_pickle=connection.allow_pickle,
         )
+        self._allow_pickle = connection.allow_pickle
         self._node = ray.get_runtime_context().get_node_id() if ray.is_initialized() else ""
 
     def put(
@@ -124,7 +132,7 @@ class RawStore:
             return self._put(partition_id, sample_ids, data)
 
     def _put(self, partition_id: str, sample_ids: list[str], data: TensorDict) -> Cells:
-        encoded = encode(data, len(sample_ids))
+        encoded = encode(data, len(sample_ids), allow_pickle=self._allow_pickle)
         request = p.BeginPut(
             _partition(partition_id),
             sample_ids,
@@ -224,6 +232,14 @@ class RawStore:
                 "again, after the put"
             )
         return answer
+
+    def save(self, checkpoint: Path) -> None:
+        """Write the rows of all partitions; see `packed_checkpoint.save`."""
+        save(self._link, self._units, _PREFIX, checkpoint)
+
+    def load(self, checkpoint: Path) -> None:
+        """Replace the rows of all partitions; see `packed_checkpoint.load`."""
+        load(self._link, self._units, _PREFIX, self._node, checkpoint)
 
     def close(self) -> None:
         """Close this process's connections."""
@@ -329,6 +345,24 @@ class PackedStorageManager(StorageManager):
             known = _known(metadata, at)
             await asyncio.to_thread(self._raw.clear, partition_id, indexes, known)
 
+    async def save_checkpoint(self, checkpoint_dir: str) -> None:
+        """Write all rows into a folder of TransferQueue's checkpoint.
+
+        Raises:
+            UnsupportedError: the queue belongs to a data plane; save its partitions instead.
+            DataPlaneError: as `packed_checkpoint.save`.
+        """
+        await asyncio.to_thread(self._served("save").save, Path(checkpoint_dir))
+
+    async def load_checkpoint(self, checkpoint_dir: str) -> None:
+        """Replace all rows by those of a checkpoint.
+
+        Raises:
+            UnsupportedError: the queue belongs to a data plane.
+            DataPlaneError: as `packed_checkpoint.load`.
+        """
+        await asyncio.to_thread(self._served("load").load, Path(checkpoint_dir))
+
     def _served(self, verb: str) -> RawStore:
         if self._raw is None:
             raise UnsupportedError(
@@ -345,7 +379,7 @@ class PackedStorageManager(StorageManager):
 
 
 def _partition(partition_id: str) -> str:
-    return f"tq:{partition_id}"
+    return f"{_PREFIX}{partition_id}"
 
 
 def _cell(block_ids: Any, rows: Indices) -> Indices:

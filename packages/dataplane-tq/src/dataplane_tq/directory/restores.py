@@ -1,0 +1,110 @@
+"""A restore: blocks of a checkpoint get memory, keep their numbers, and belong to samples again."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+
+from dataplane_core import CapacityExceeded, DataPlaneError, InvalidRequestError
+from dataplane_core.declaration import PartitionDeclaration
+from dataplane_core.ledger import PutTicket
+from dataplane_tq.directory import protocol as p
+from dataplane_tq.directory.books import Books
+from dataplane_tq.directory.operations import Operation, State
+from dataplane_tq.packed.layout import Block
+
+_Cell = tuple[Block, int]
+
+
+class Restoring(Operation):
+    """Restore under way: capacity and bytes are reserved, and nothing is visible yet."""
+
+    state = State.RESTORING
+
+    def __init__(self, books: Books, partition_id: str) -> None:
+        self._books = books
+        self._partition_id = partition_id
+        self._blocks: list[tuple[Block, list[int]]] = []
+        self._puts: list[tuple[PutTicket, dict[str, list[_Cell]]]] = []
+
+    def reserve(self, saved: list[p.SavedBlock], node: str) -> list[Block]:
+        """Reserve capacity for the blocks; raise a `DataPlaneError` if it cannot be had now."""
+        catalogue = self._books.catalogue
+        if catalogue is None:
+            raise InvalidRequestError("restore: this store has no packed units")
+        cells: dict[tuple[str, ...], dict[str, list[_Cell]]] = {}
+        for each in saved:
+            rows = _live_rows(each)
+            block = catalogue.restore(each.id, each.layout, preferred_node=node)
+            if block is None:
+                raise CapacityExceeded(
+                    f"restore(partition={self._partition_id!r}): field {each.layout.name!r} has "
+                    f"{each.layout.nbytes} bytes in one block, and no unit has them free in one "
+                    f"piece; the largest is {catalogue.largest_free}: give the units at least the "
+                    "memory that they had"
+                )
+            self._blocks.append((block, rows))
+            fields = cells.setdefault(tuple(each.sample_ids), {})
+            if each.layout.name in fields:
+                raise InvalidRequestError(
+                    f"restore(partition={self._partition_id!r}): field {each.layout.name!r} of "
+                    f"sample {each.sample_ids[0]!r} is in two blocks"
+                )
+            fields[each.layout.name] = [(block, row) for row in rows]
+        for sample_ids, fields in cells.items():
+            kinds = {name: column[0][0].layout.kind for name, column in fields.items()}
+            ticket = self._books.ledger.begin_put(self._partition_id, sample_ids, kinds)
+            if ticket is None:
+                raise self._books.ledger.full(self._partition_id, sample_ids)
+            self._puts.append((ticket, fields))
+        return [block for block, _ in self._blocks]
+
+    def commit(self) -> None:
+        """Make the rows visible, and free the memory of the rows that were not saved."""
+        catalogue = self._books.catalogue
+        assert catalogue is not None
+        for ticket, fields in self._puts:
+            self._books.ledger.commit_put(ticket, fields, None)
+            rows = [ticket.partition.rows[sample_id] for sample_id in ticket.sample_ids]
+            for [(block, _), *_] in fields.values():
+                if block.layout.rows == len(rows):
+                    catalogue.own(block, rows)
+        for block, numbers in self._blocks:
+            gone = set(range(block.layout.rows)).difference(numbers)
+            catalogue.free((block, row) for row in gone)
+        self._books.changed(self._partition_id)
+
+    def undo(self) -> None:
+        for ticket, _ in self._puts:
+            self._books.ledger.abort_put(ticket)
+        for block, _ in self._blocks:
+            assert self._books.catalogue is not None
+            self._books.catalogue.free_block(block)
+        self._books.everything_changed()
+
+
+def begin_restore(books: Books, request: p.BeginRestore) -> tuple[p.RestoreAnswer, Restoring]:
+    """Reserve ids, capacity and bytes for saved blocks."""
+    if request.partition_id not in books.ledger.partitions:
+        books.ledger.register(PartitionDeclaration.checked(request.partition_id, [], 0, []))
+    restoring = Restoring(books, request.partition_id)
+    try:
+        return p.RestoreAnswer(restoring.reserve(request.blocks, request.node)), restoring
+    except (DataPlaneError, ValueError):
+        restoring.undo()
+        raise
+
+
+def _live_rows(saved: p.SavedBlock) -> list[int]:
+    if not saved.rows:
+        rows = list(range(saved.layout.rows))
+    else:
+        rows = np.frombuffer(saved.rows, np.int64).tolist()
+    in_order = all(a < b for a, b in pairwise(rows))
+    if len(rows) != len(saved.sample_ids) or not rows or not in_order:
+        raise InvalidRequestError(
+            f"restore: block {saved.id} of field {saved.layout.name!r}: {len(saved.sample_ids)} "
+            f"samples for {len(rows)} rows; expected one for each, in ascending order of rows"
+        )
+    return rows

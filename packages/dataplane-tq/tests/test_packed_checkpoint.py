@@ -1,0 +1,178 @@
+"""Checkpoints of the rows of TransferQueue's own clients on the packed backend.
+
+Imports internals: the checkpoint is behind TransferQueue's storage manager.
+"""
+# ruff: noqa: TID251
+
+from contextlib import ExitStack, contextmanager
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tensordict import NonTensorStack, TensorDict
+
+from dataplane_core import CapacityExceeded, CheckpointError, MissingDataError, StorageSummary
+from dataplane_tq.directory import protocol as p
+from dataplane_tq.directory.server import Directory
+from dataplane_tq.packed.arena import Arena
+from dataplane_tq.packed.unit import UnitServer
+from dataplane_tq.packed.unit_wire import UnitSpec
+from dataplane_tq.storage.packed_manager import RawConnection, RawStore
+
+TOKEN = b"secret"
+
+
+@contextmanager
+def opened(*capacities, samples=1000):
+    """Serve a store with units of these capacities; yield a client."""
+    with ExitStack() as stack:
+        addresses, specs = {}, []
+        for number, capacity in enumerate(capacities):
+            name = f"unit{number}"
+            arena = stack.enter_context(Arena.create(name, capacity))
+            addresses[name] = stack.enter_context(UnitServer(arena, TOKEN, "127.0.0.1")).address
+            specs.append(UnitSpec(name, "node", capacity))
+        directory = Directory(samples, specs, "127.0.0.1", mirrored=False)
+        store = RawStore(RawConnection(directory.start(), addresses, TOKEN, "auto", 20.0))
+        stack.callback(store.close)
+        yield store
+
+
+def fields(names, ids, version):
+    """Return values that tell sample, field and version: a dense, a ragged and an object column."""
+    columns = {
+        "dense": torch.tensor([[i, version, 7] for i in ids]),
+        "ragged": torch.nested.as_nested_tensor(
+            [torch.full((i % 5,), version, dtype=torch.int16) for i in ids], layout=torch.jagged
+        ),
+        "text": NonTensorStack(*[f"{i} of {version}" for i in ids]),
+        "large": torch.full((len(ids), 200), version, dtype=torch.float64),
+    }
+    return TensorDict({name: columns[name] for name in names}, batch_size=[len(ids)])
+
+
+def plain(column):
+    if isinstance(column, torch.Tensor):
+        return [row.tolist() for row in column.unbind()]
+    return column.tolist()
+
+
+def used(store):
+    units = store._link.ask("test", p.ListStorage(), list[StorageSummary])
+    return sum(unit.used for unit in units)
+
+
+class Model:
+    """The rows that a store should have: values and cells by partition, sample and field."""
+
+    def __init__(self, store):
+        self.store = store
+        self.rows = {}
+        self.version = 0
+
+    def put(self, partition, ids, names):
+        self.version += 1
+        cells = self.store.put(partition, ids, fields(names, ids, self.version), {})
+        for name in names:
+            values = plain(fields(names, ids, self.version)[name])
+            for i, value, cell in zip(ids, values, cells[name].tolist(), strict=True):
+                self.rows.setdefault((partition, i), {})[name] = (value, cell)
+
+    def clear(self, partition, ids):
+        ids = [i for i in ids if self.rows.pop((partition, i), None) is not None]
+        if ids:
+            self.store.clear(partition, ids, {})
+
+    def check(self, store):
+        """Check all values by the cells of the metas from before the checkpoint."""
+        for (partition, i), row in self.rows.items():
+            known = {name: np.array([cell]) for name, (_, cell) in row.items()}
+            read = store.get(partition, [i], list(row), known)
+            assert {name: plain(column) for name, column in read.items()} == {
+                name: [value] for name, (value, _) in row.items()
+            }
+
+
+PARTITIONS = st.sampled_from(["train", "val/../x"])
+IDS = st.lists(st.integers(0, 7), min_size=1, max_size=6, unique=True)
+NAMES = st.lists(
+    st.sampled_from(["dense", "ragged", "text", "large"]), min_size=1, max_size=4, unique=True
+)
+STEPS = st.lists(
+    st.tuples(st.just("put"), PARTITIONS, IDS, NAMES)
+    | st.tuples(st.just("clear"), PARTITIONS, IDS),
+    max_size=8,
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(STEPS, STEPS)
+def test_restored_store_has_the_rows_of_the_saved_one(tmp_path_factory, before, after):
+    checkpoint = tmp_path_factory.mktemp("checkpoint")
+    with opened(1 << 16, 1 << 16) as saved, opened(1 << 17) as restored:
+        model = Model(saved)
+        for operation, *arguments in before:
+            getattr(model, operation)(*arguments)
+        saved.save(checkpoint)
+        restored.load(checkpoint)
+        model.check(restored)
+        model.check(saved)
+        model.store = restored
+        for operation, *arguments in after:
+            getattr(model, operation)(*arguments)
+        model.check(restored)
+        for partition in {partition for partition, _ in model.rows}:
+            model.clear(partition, [i for other, i in list(model.rows) if other == partition])
+        assert used(restored) == 0
+
+
+def test_load_replaces_what_was_put_since(tmp_path):
+    with opened(1 << 20) as store:
+        model = Model(store)
+        model.put("train", [0, 1], ["dense"])
+        store.save(tmp_path)
+        store.put("train", [1, 2], fields(["dense", "text"], [1, 2], 99), {})
+        store.put("other", [5], fields(["dense"], [5], 99), {})
+        store.load(tmp_path)
+        model.check(store)
+        for partition, index in (("train", 2), ("other", 5)):
+            with pytest.raises((MissingDataError, LookupError)):
+                store.get(partition, [index], ["dense"], {})
+
+
+def test_changed_checkpoint_changes_nothing(tmp_path):
+    with opened(1 << 20) as store:
+        model = Model(store)
+        model.put("train", [0, 1], ["dense", "text"])
+        store.save(tmp_path)
+        [file] = (tmp_path / "packed_storage").glob("*.msgpack")
+        file.write_bytes(file.read_bytes()[:-1] + b"?")
+        with pytest.raises(CheckpointError, match=r"000000\.msgpack.*changed since"):
+            store.load(tmp_path)
+        model.check(store)
+
+
+def test_store_that_is_too_small_is_left_empty(tmp_path):
+    with opened(1 << 20) as saved, opened(1 << 12) as small, opened(1 << 20, samples=1) as few:
+        Model(saved).put("train", [0, 1, 2, 3], ["large"])
+        saved.save(tmp_path)
+        for store in (small, few):
+            with pytest.raises(CapacityExceeded):
+                store.load(tmp_path)
+            assert used(store) == 0
+            with pytest.raises((MissingDataError, LookupError)):
+                store.get("train", [0], ["large"], {})
+
+
+def test_large_stores_are_saved_in_several_files(tmp_path, monkeypatch):
+    monkeypatch.setattr("dataplane_tq.storage.packed_checkpoint._FILE_BYTES", 1 << 12)
+    with opened(1 << 20) as saved, opened(1 << 20) as restored:
+        model = Model(saved)
+        for i in range(30):
+            model.put("train", [2 * i, 2 * i + 1], ["large", "text"])
+        saved.save(tmp_path)
+        assert len(list((tmp_path / "packed_storage").glob("*.msgpack"))) > 5
+        restored.load(tmp_path)
+        model.check(restored)
