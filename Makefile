@@ -81,7 +81,7 @@ trace: sync-demo ## Trace three steps of the demo across all its processes; buil
 	$(BIN)/grpo-trace --steps 3 --html build/trace.html --perfetto build/trace.json
 
 .PHONY: admin
-admin: sync-demo ## Open the admin service beside a live demo run; prints its address
+admin: sync-demo ## Open the admin service with a live demo run; prints its address
 	$(BIN)/python integration/admin_demo.py
 
 .PHONY: test

@@ -253,7 +253,7 @@ def _ports_of_services() -> dict[str, set[int]]:
     }
 
 
-def test_labelled_namespaces_reach_only_these_ports() -> None:
+def test_labeled_namespaces_reach_only_these_ports() -> None:
     from_outside = {
         (name, tuple(peer["namespaceSelector"]["matchLabels"].items()), rule["ports"][0]["port"])
         for name, policy in policies().items()

@@ -65,7 +65,7 @@ class ClaimTimes:
     """Durations of one system's claims of 32, in seconds and in their order.
 
     Attributes:
-        cold: cold claims; the n-th claims of all systems are neighbours in time.
+        cold: cold claims; the n-th claims of all systems are neighbors in time.
         warm: warm claims, of other tasks; empty if not measured.
     """
 

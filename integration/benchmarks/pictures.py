@@ -208,7 +208,7 @@ def _tracing(costs: Sequence[TracingCost]) -> Figure:
             rounds.plot(place + spread, percent, "o", markersize=3, color=color, alpha=0.6)
             median = float(np.median(percent))
             rounds.plot([place - 0.32, place + 0.32], [median] * 2, color="#111827")
-            labels.append(_labelled(label, cost))
+            labels.append(_labeled(label, cost))
     rounds.set_xticks(range(len(labels)), labels, fontsize=7)
     rounds.axhline(0, color=_GREY, linewidth=1)
     _titled(rounds, "each round's step, % slower than untraced; line: median")
@@ -227,7 +227,7 @@ def _tracing(costs: Sequence[TracingCost]) -> Figure:
                 error_kw={"elinewidth": 0.8, "ecolor": "#374151"},
                 color=_MODES[mode][1],
             )
-            places.append(_labelled(_MODES[mode][0], cost))
+            places.append(_labeled(_MODES[mode][0], cost))
     inside.set_xticks(range(len(places)), places, fontsize=7)
     for budget, color in ((1, _BLUE), (2, _ORANGE)):
         inside.axhline(budget, color=color, linewidth=1, linestyle=":")
@@ -235,7 +235,7 @@ def _tracing(costs: Sequence[TracingCost]) -> Figure:
     return figure
 
 
-def _labelled(mode: str, cost: TracingCost) -> str:
+def _labeled(mode: str, cost: TracingCost) -> str:
     return "\n".join([mode, *textwrap.wrap(cost.load.title.removeprefix("the "), 12)])
 
 

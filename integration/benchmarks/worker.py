@@ -151,14 +151,14 @@ class Worker:
         rows = 0
         while rows < until or len(seconds.get("count", ())) < times:
             started = time.perf_counter()
-            rows = target.summarise(partition)
-            summarised = time.perf_counter()
+            rows = target.summarize(partition)
+            summarized = time.perf_counter()
             target.page(partition, rows // 2, 100)
             paged = time.perf_counter()
             target.count(partition, TASKS[0], field)
             counted = time.perf_counter()
-            seconds.setdefault("summaries", []).append(summarised - started)
-            seconds.setdefault("page", []).append(paged - summarised)
+            seconds.setdefault("summaries", []).append(summarized - started)
+            seconds.setdefault("page", []).append(paged - summarized)
             seconds.setdefault("count", []).append(counted - paged)
         return seconds
 

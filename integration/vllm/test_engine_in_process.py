@@ -231,9 +231,9 @@ def test_restarted_trainer_takes_over_during_a_session(folders, references, serv
         assert answers(serving) == references[2]
 
 
-def test_released_engine_can_be_initialised_again(folders, references, serving, trainer):
+def test_released_engine_can_be_initialized_again(folders, references, serving, trainer):
     serving.collective_rpc("shutdown_weight_transfer_engine")
-    assert status(serving)["initialised"] is False
+    assert status(serving)["initialized"] is False
     assert status(serving)["version_id"] == "v0"
     trainer.publish("v1", checkpoint(folders[1]))
     serving.init_weight_transfer_engine({"init_info": trainer.init_info()})

@@ -57,7 +57,7 @@ class Driver:
         getattr(self, name)(*([int(argument)] if argument else []))
         reported, expected = status(self._llm), self.expected
         assert reported["session"] == expected.session, call
-        assert reported["initialised"] == (expected.trainer is not None), call
+        assert reported["initialized"] == (expected.trainer is not None), call
         assert bool(reported["fenced"]) == (expected.serves is None), call
         state = {None: None, "failed": "failed"}.get(expected.fetched, "received")
         assert (reported["fetch"] or {"state": None})["state"] == state, call

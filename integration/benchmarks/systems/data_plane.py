@@ -90,8 +90,8 @@ class DataPlane:
         """Put a small dense column."""
         self._client.put_columns(list(ids), partition, {field: torch.ones(len(ids))})
 
-    def summarise(self, partition: str) -> int:
-        """Summarise all partitions; return the number of rows of this one."""
+    def summarize(self, partition: str) -> int:
+        """Summarize all partitions; return the number of rows of this one."""
         [summary] = [
             summary
             for summary in self._client.list_partitions()

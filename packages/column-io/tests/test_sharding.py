@@ -193,7 +193,7 @@ def test_dynamic_width_is_capped_by_max_tokens_and_by_nothing_narrower() -> None
     assert metas[0].extra_info["micro_batch_lengths"] == [[CAPACITY]]
 
 
-def test_dynamic_batching_deals_neighbours_in_length_to_different_ranks() -> None:
+def test_dynamic_batching_deals_neighbors_in_length_to_different_ranks() -> None:
     metas, inverse = shard_meta_for_dp(
         meta_of([8, 1, 7, 2]), dp_world=2, dynamic_batching_args=dynamic()
     )

@@ -40,7 +40,7 @@ def test_the_in_memory_client_is_built_by_name():
         ({**IN_MEMORY, "storage_capcity": 3}, "storage_capcity"),
         ({**IN_MEMORY, "storage_capacity": "many"}, "storage_capacity.*'many'"),
         ({**IN_MEMORY, "storage_capacity": 0}, "storage_capacity.*0.*more than 0"),
-        ({**IN_MEMORY, "observability": {"enabled": True, "colour": 1}}, "observability.colour"),
+        ({**IN_MEMORY, "observability": {"enabled": True, "color": 1}}, "observability.color"),
     ],
 )
 def test_a_wrong_configuration_is_one_error_that_names_the_key(cfg, named):

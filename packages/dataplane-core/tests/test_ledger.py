@@ -19,7 +19,7 @@ from dataplane_core import (
 from dataplane_core.declaration import PartitionDeclaration
 from dataplane_core.ledger import ClaimRequest, Ledger, TagFilter, balance
 from dataplane_core.ledger.actions import end_claim, reset_consumption
-from dataplane_core.ledger.inspect import MAX_PAGE_ROWS, claims, page, summarise
+from dataplane_core.ledger.inspect import MAX_PAGE_ROWS, claims, page, summarize
 from dataplane_core.ledger.scan import SEARCH_WINDOW, scan, search
 
 IDS = [f"p{prompt}_g{place}" for prompt in range(3) for place in range(2)]
@@ -378,16 +378,16 @@ def test_partly_reset_group_waits_like_an_incomplete_one():
 def test_registering_again_never_repeats_a_revision():
     ledger = books(num_samples=1)
     put(ledger, ["a"])
-    before = summarise(ledger.partition("p"), 0.0).revision
+    before = summarize(ledger.partition("p"), 0.0).revision
     ledger.clear("p", None, force=False)
     ledger.register(PartitionDeclaration.checked("p", FIELDS, 1, ["a"]))
-    assert summarise(ledger.partition("p"), 0.0).revision > before
+    assert summarize(ledger.partition("p"), 0.0).revision > before
 
 
 def test_store_without_byte_counts_reports_none():
     ledger = books(num_samples=1)
     put(ledger, ["a"])
-    shown = summarise(ledger.partition("p"), 0.0)
+    shown = summarize(ledger.partition("p"), 0.0)
     assert (shown.nbytes, [field.nbytes for field in shown.fields]) == (None, [None, None])
 
 
@@ -395,7 +395,7 @@ def test_field_with_unknown_bytes_leaves_others_known():
     ledger = books(num_samples=1, measure=nbytes)
     ticket = ledger.begin_put("p", ["a"], {"x": "torch.int64", "y": "object"})
     ledger.commit_put(ticket, {"x": [("x", "a", 7)], "y": ["text"]}, None, nbytes={"x": 7})
-    shown = summarise(ledger.partition("p"), 0.0)
+    shown = summarize(ledger.partition("p"), 0.0)
     assert (shown.nbytes, [field.nbytes for field in shown.fields]) == (7, [7, None])
 
 

@@ -208,8 +208,8 @@ def test_every_method_of_the_contract_is_passed_on():
 
 def test_a_keyword_that_the_inner_client_does_not_know_is_refused():
     client = MetricsDataPlaneClient(InMemoryDataPlaneClient())
-    with client, pytest.raises(TypeError, match="colour"):
-        client.put_samples([], "p", colour=1)
+    with client, pytest.raises(TypeError, match="color"):
+        client.put_samples([], "p", color=1)
 
 
 def test_the_factory_wraps_a_client_when_observability_is_enabled(capsys):

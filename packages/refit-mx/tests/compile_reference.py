@@ -1,4 +1,4 @@
-"""Reference fp8 quantisation, one value at a time, written from the public descriptions only.
+"""Reference fp8 quantization, one value at a time, written from the public descriptions only.
 
 float8_e4m3fn follows "FP8 Formats for Deep Learning" (Micikevicius et al., 2022): a sign, four bits
 of exponent with bias 7, three bits of mantissa, no infinities, and NaN only if exponent and

@@ -169,7 +169,7 @@ def test_stack_of_experts_compiles_like_each_expert(compiler):
 def test_bands_of_rows_change_nothing(monkeypatch, compiler):
     matrix = random_matrix(9, 600, 130, torch.bfloat16)
     whole = compiled(compiler, {WEIGHT: matrix})
-    monkeypatch.setattr("refit_mx.compile.quantising.BAND_ELEMENTS", 130 * 128 * 2)
+    monkeypatch.setattr("refit_mx.compile.quantizing.BAND_ELEMENTS", 130 * 128 * 2)
     banded = compiled(compiler, {WEIGHT: matrix})
     assert sorted(whole) == sorted(banded)
     for name in whole:
@@ -332,7 +332,7 @@ def test_hf_raw_keeps_integers_and_infinities():
     assert outputs["n"] is tensors["n"]
 
 
-def test_hf_raw_refuses_to_widen_quantised_values():
+def test_hf_raw_refuses_to_widen_quantized_values():
     with pytest.raises(CompileTargetError, match="need scales"):
         compile_pass("hf_raw", dtype="bfloat16").check([TensorSpec("a", "float8_e4m3fn", (2,))])
 
@@ -344,7 +344,7 @@ def test_hf_raw_refuses_to_widen_quantised_values():
         ("cutlass_fp8", {"scales": "per_block"}),
         ("cutlass_fp8", {"weight_layout": "diagonal"}),
         ("hf_raw", {"dtype": "int8"}),
-        ("hf_raw", {"colour": "red"}),
+        ("hf_raw", {"color": "red"}),
     ],
 )
 def test_wrong_options_are_refused(name, options):

@@ -214,7 +214,7 @@ def test_wrong_update_infos_are_refused(info):
         {"attempts": 0},
         {"rank_offset": -1},
         {"errors": "ignore"},
-        {"receiver_settings": {"colour": 1}},
+        {"receiver_settings": {"color": 1}},
         {"receiver_settings": {"stall_timeout_s": "1"}},
     ],
 )

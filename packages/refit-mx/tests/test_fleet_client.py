@@ -73,7 +73,7 @@ def test_unsupported_vllm_is_refused_before_the_pause(scripted, version):
 
 
 @pytest.mark.parametrize("version", ["0.25.0", "0.28.1.dev3+cpu", "0.33.0rc1"])
-def test_supported_vllm_is_initialised(scripted, version):
+def test_supported_vllm_is_initialized(scripted, version):
     server = scripted(vllm({"/version": [json_answer({"version": version})]}))
     with pytest.raises(FleetError, match="/init_weight_transfer_engine"):
         refit(server)
@@ -173,7 +173,7 @@ def test_modifying_call_is_not_retried(scripted):
     session = []
 
     def status(body):
-        rank = {**RANK, "initialised": True, "session": bool(session), "nonce": body["args"][0]}
+        rank = {**RANK, "initialized": True, "session": bool(session), "nonce": body["args"][0]}
         return [json_answer({"results": [rank]})]
 
     server = scripted(

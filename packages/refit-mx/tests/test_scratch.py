@@ -77,7 +77,7 @@ def test_blocked_caller_gets_a_buffer_after_its_quarantine():
 
 def test_request_beyond_the_pool_is_refused_at_once():
     pool = ScratchPool(Abandoning(), max_bytes=PAGE)
-    with pytest.raises(ScratchExhaustedError, match="raise max_bytes"):
+    with pytest.raises(ScratchExhaustedError, match="raise scratch_copies"):
         pool.take(PAGE + 1, soon(1000))
 
 

@@ -18,7 +18,7 @@ from grpo_trainer.policy.advantages import (  # noqa: TID251  # rewards that no 
 )
 
 sizes = st.integers(2, 9)
-# Rewards as environments give them, huge and tiny ones, and neighbours of 0.3 and of 1000.1.
+# Rewards as environments give them, huge and tiny ones, and neighbors of 0.3 and of 1000.1.
 rewards = st.one_of(
     st.floats(-(2.0**100), 2.0**100, width=32),
     st.floats(0, 1, width=32),

@@ -2,7 +2,7 @@
 
 Every check returns a plain Python value, so that scalars of numpy and torch, subclasses and enums
 stop at the boundary. An error names the argument, what was found and what was expected. The module
-imports neither numpy nor torch; it recognises their scalars by their attributes.
+imports neither numpy nor torch; it recognizes their scalars by their attributes.
 """
 
 from __future__ import annotations

@@ -47,8 +47,8 @@ class DataPlaneConfig(TypedDict):
         num_storage_units: number of storage processes.
         claim_meta_poll_interval_s: interval of clients that poll, in seconds. The clients of this
             repository are notified and do not poll.
-        global_segment_size: bytes of each storage unit (``packed``) or of the store's segment
-            (``mooncake_cpu``); other backends ignore it.
+        global_segment_size: bytes of each storage unit (``packed``) or of the store's memory
+            (``mooncake_cpu``, ``yuanrong``); other backends ignore it.
         local_buffer_size: bytes per local buffer, for ``mooncake_cpu`` only.
         controller_address: address of the store, for clients that attach from outside the cluster.
             The clients of this repository attach through Ray and ignore it.

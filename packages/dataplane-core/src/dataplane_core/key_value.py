@@ -102,7 +102,7 @@ class KeyValueClient(DataPlaneClient):
 
     @abstractmethod
     def transaction(self) -> AbstractContextManager[KeyValueTransaction]:
-        """Return a transaction that is serialised with those of all processes.
+        """Return a transaction that is serialized with those of all processes.
 
         Its writes become visible together when the block ends, and not at all if it raises.
 

@@ -1,6 +1,6 @@
 """Checks of tags, whose values are primitives that can be sent and compared.
 
-The module imports neither numpy nor torch; it recognises their scalars by their attributes.
+The module imports neither numpy nor torch; it recognizes their scalars by their attributes.
 """
 
 from __future__ import annotations

@@ -160,11 +160,11 @@ def test_the_policy_lets_in_only_the_style_and_the_script_of_the_page():
 
 def test_light_and_dark_are_both_there_and_every_color_has_both():
     (style,) = page(grpo_step()).texts["style"]
-    colours = dict(re.findall(r"--([\w-]+): (light-dark\(#\w+, #\w+\)|[^;]+);", style))
-    assert [name for name, value in colours.items() if not value.startswith("light-dark")] == [
+    colors = dict(re.findall(r"--([\w-]+): (light-dark\(#\w+, #\w+\)|[^;]+);", style))
+    assert [name for name, value in colors.items() if not value.startswith("light-dark")] == [
         "sans"
     ]
-    assert set(re.findall(r"var\(--([\w-]+)\)", style)) == set(colours)
+    assert set(re.findall(r"var\(--([\w-]+)\)", style)) == set(colors)
 
 
 def hostile_run(hostile):

@@ -57,7 +57,7 @@ class InMemoryInspector:
     def list_partitions(self) -> list[PartitionSummary]:
         with self._ledger() as ledger:
             now = time.monotonic()
-            return [inspect.summarise(each, now) for each in ledger.partitions.values()]
+            return [inspect.summarize(each, now) for each in ledger.partitions.values()]
 
     def list_samples(
         self, partition_id: str, *, start: int = 0, limit: int = 100

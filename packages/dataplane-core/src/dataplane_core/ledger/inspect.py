@@ -213,7 +213,7 @@ def field_names(partition: Partition) -> tuple[str, ...]:
     return tuple(dict.fromkeys([*partition.declaration.fields, *partition.samples.field_counts]))
 
 
-def summarise(partition: Partition, now: float) -> PartitionSummary:
+def summarize(partition: Partition, now: float) -> PartitionSummary:
     """Return the summary of one partition at the time ``now`` of `time.monotonic`."""
     declared = partition.declaration.fields
     counts = partition.samples.field_counts

@@ -19,8 +19,8 @@ from observability.views.quantities import duration
 
 _ENDS = frozenset({"claimed", "claim_failed", "answered"})
 _EXAMPLES = 10
-# Several times the interval between reports of a wait.
-_SILENT_S = 120.0
+# As the admin service's default; several times the interval between reports of a wait.
+_SILENT_S = 300.0
 # Maximum of example ids in a sentence.
 _MAX_IN_SENTENCE = 2
 

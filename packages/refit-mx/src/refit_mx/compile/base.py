@@ -149,7 +149,7 @@ def compile_pass(name: str, **options: Any) -> CompilePass:
 def allocate_outputs(
     compiler: CompilePass, specs: Sequence[TensorSpec], device: torch.device | str = "cpu"
 ) -> dict[str, torch.Tensor]:
-    """Allocate uninitialised memory for the outputs of `CompilePass.run` that change."""
+    """Allocate uninitialized memory for the outputs of `CompilePass.run` that change."""
     unchanged = compiler.unchanged(specs)
     return {
         spec.name: torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device=device)

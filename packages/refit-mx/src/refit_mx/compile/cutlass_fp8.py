@@ -11,9 +11,9 @@ from typing import Literal, get_args
 
 import torch
 
-from refit_mx.compile.quantising import (
+from refit_mx.compile.quantizing import (
     E4M3_MAX,
-    QuantisingPass,
+    QuantizingPass,
     bands,
     check_finite,
     to_e4m3,
@@ -29,7 +29,7 @@ Scales = Literal["per_tensor", "per_channel"]
 WeightLayout = Literal["column_major", "row_major"]
 
 
-class CutlassFp8(QuantisingPass):
+class CutlassFp8(QuantizingPass):
     """Compile target ``cutlass_fp8``.
 
     Args:
@@ -39,7 +39,7 @@ class CutlassFp8(QuantisingPass):
             checkpoint's matrix. ``column_major``, for cutlass: its bytes are those of the
             checkpoint's ``[rows, columns]``, and the output has that shape. ``row_major``: the
             bytes are transposed, and the output has shape ``[columns, rows]``.
-        selection: function that selects the tensors to quantise.
+        selection: function that selects the tensors to quantize.
 
     Raises:
         RefitConfigError: a choice is unknown.
@@ -87,7 +87,7 @@ class CutlassFp8(QuantisingPass):
             return (*shape[:-1], 1)
         return shape[:-2] or (1,)
 
-    def _quantise(
+    def _quantize(
         self, name: str, matrix: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor
     ) -> None:
         rows = matrix.shape[0]

@@ -12,9 +12,9 @@ from typing import Literal, get_args
 
 import torch
 
-from refit_mx.compile.quantising import (
+from refit_mx.compile.quantizing import (
     E4M3_MAX,
-    QuantisingPass,
+    QuantizingPass,
     bands,
     check_finite,
     to_e4m3,
@@ -32,14 +32,14 @@ nonzero."""
 ScaleFormat = Literal["float32", "ue8m0"]
 
 
-class DeepGemmFp8(QuantisingPass):
+class DeepGemmFp8(QuantizingPass):
     """Compile target ``deep_gemm_fp8``.
 
     Args:
         scale_format: ``float32`` for any scale; ``ue8m0`` for scales rounded up to a power of two,
             as DeepGEMM needs them for Blackwell. Both are stored as float32, unpacked; DeepGEMM's
             ``transform_sf_into_required_layout`` packs four exponents into an int32.
-        selection: function that selects the tensors to quantise.
+        selection: function that selects the tensors to quantize.
 
     Raises:
         RefitConfigError: the scale format is unknown.
@@ -77,7 +77,7 @@ class DeepGemmFp8(QuantisingPass):
     def _scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         return (*shape[:-2], -(-shape[-2] // BLOCK), -(-shape[-1] // BLOCK))
 
-    def _quantise(
+    def _quantize(
         self, name: str, matrix: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor
     ) -> None:
         columns = matrix.shape[1]

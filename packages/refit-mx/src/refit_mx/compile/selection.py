@@ -1,4 +1,4 @@
-"""Selection of tensors to quantise: the weights of linear layers, by name and shape."""
+"""Selection of tensors to quantize: the weights of linear layers, by name and shape."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from collections.abc import Callable
 from refit_mx.layout import TensorSpec
 
 Selection = Callable[[TensorSpec], bool]
-"""Function that returns whether to quantise a tensor."""
+"""Function that returns whether to quantize a tensor."""
 
 RAW_DTYPES = frozenset({"float32", "bfloat16", "float16"})
-"""Input dtypes of a quantising pass."""
+"""Input dtypes of a quantizing pass."""
 
 # Tensors that the published fp8 checkpoints of these models leave as they are: tables that are
 # looked up, small tensors with a large effect (norms, routers), and the last layer.

@@ -1,4 +1,4 @@
-"""Arguments of a vLLM worker's initialisation and updates, which come as JSON over HTTP."""
+"""Arguments of a vLLM worker's initialization and updates, which come as JSON over HTTP."""
 
 from __future__ import annotations
 

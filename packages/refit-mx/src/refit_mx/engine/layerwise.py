@@ -1,7 +1,7 @@
 """`LayerwiseReload`: an install by vLLM's own layerwise reload.
 
 After loading, vLLM turns a layer's weights into the form it computes with: packed on a CPU, or
-transposed, shuffled or quantised by GPU kernels. So received weights are put into a layer as a
+transposed, shuffled or quantized by GPU kernels. So received weights are put into a layer as a
 loader would leave them; vLLM then processes the layer again and copies the result into the tensors
 that captured graphs use. vLLM's engine for sharded RDT uses the same functions of
 ``vllm.model_executor.model_loader.reload``; `test_vllm_versions.py` checks each in every version.

@@ -25,7 +25,7 @@ class RefitStatus:
             ``vllm``: version of vLLM. ``backend``: ``mx``, another engine's class, or None.
             ``session``: whether vLLM's session from ``start`` to ``finish`` is open.
             ``rank``: rank of this worker in its server.
-            ``initialised``: whether it is connected to a control plane.
+            ``initialized``: whether it is connected to a control plane.
             ``version_id``: version of the live weights; None for those of the launch.
             ``fenced``: why it must not serve; None if it may.
             ``error``: error of the last call, if ``errors`` is ``status``.

@@ -85,7 +85,7 @@ class MxWeightTransferEngine(WeightTransferEngine):
             self.transfer.finish()
 
     def shutdown(self) -> None:
-        """See `MxWeightTransfer.release`. vLLM calls it when it stops, and may initialise again."""
+        """See `MxWeightTransfer.release`. vLLM calls it when it stops, and may initialize again."""
         self.transfer.release()
 
     @staticmethod

@@ -284,7 +284,7 @@ class MxWeightTransfer:
         """Return the state of this rank in JSON types; see `refit_mx.engine.status`."""
         return {
             "rank": self._rank,
-            "initialised": self._info is not None,
+            "initialized": self._info is not None,
             "fenced": self.fenced,
             "error": self._error,
             "version_id": self.version_id,

@@ -35,7 +35,7 @@ class RankStatus(msgspec.Struct, frozen=True):
         backend: ``mx``, the class of another engine, or None.
         session: whether vLLM's session from ``start`` to ``finish`` is open.
         rank: rank of the worker in its server.
-        initialised: whether it is connected to a control plane.
+        initialized: whether it is connected to a control plane.
         version_id: version of the live weights; None for those of the launch.
         fenced: why it must not serve; None if it may.
         error: error of the last call; None if it succeeded.
@@ -47,7 +47,7 @@ class RankStatus(msgspec.Struct, frozen=True):
     backend: str | None
     session: bool
     rank: int = 0
-    initialised: bool = False
+    initialized: bool = False
     version_id: str | None = None
     fenced: str | None = None
     error: str | None = None
@@ -62,7 +62,7 @@ class RankStatus(msgspec.Struct, frozen=True):
         """Describe the state, for an error."""
         parts = [
             "weights of the launch" if self.version_id is None else f"version {self.version_id}",
-            "initialised" if self.initialised else "not initialised",
+            "initialized" if self.initialized else "not initialized",
             "session open" if self.session else "no session",
             f"fenced: {self.fenced}" if self.fenced else "",
             f"{self.fetch.version_id} {self.fetch.state}" if self.fetch else "nothing fetched",

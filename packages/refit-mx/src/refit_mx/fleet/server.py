@@ -183,7 +183,7 @@ class Server:
             calls,
             calls.post(self.address, path, {"init_info": dict(info)}, repeatable=True),
             path,
-            lambda rank: rank.initialised,
+            lambda rank: rank.initialized,
         )
 
     async def start(self, calls: Calls) -> None:

@@ -97,7 +97,8 @@ class ScratchPool:
         """
         if nbytes > self._max_bytes:
             raise ScratchExhaustedError(
-                f"scratch of {nbytes} bytes; the pool's limit is {self._max_bytes}: raise max_bytes"
+                f"scratch of {nbytes} bytes; the pool's limit is {self._max_bytes}: "
+                "raise scratch_copies"
             )
         with self._lock:
             while True:

@@ -115,7 +115,7 @@ def _server_options(
     options = {
         "--model": model,
         "--max-model-len": str(config.policy.max_total_sequence_length),
-        "--generation-config": "vllm",  # responses end as with the transformers backend
+        "--generation-config": "vllm",  # sampling defaults are the run's, not the model's
         "--logprobs-mode": "processed_logprobs",
         "--weight-transfer-config": '{"backend": "mx"}',
         "--worker-extension-cls": "refit_mx.engine.status.RefitStatus",

@@ -21,15 +21,15 @@ BAND_ELEMENTS = 1 << 24
 """Elements widened to float32 at a time, so that a large matrix needs no second copy."""
 
 
-class QuantisingPass(ABC):
-    """Quantisation of selected weights to float8_e4m3fn, each with a tensor of scales.
+class QuantizingPass(ABC):
+    """Quantization of selected weights to float8_e4m3fn, each with a tensor of scales.
 
     A tensor of two axes is one matrix ``[rows, columns]`` as in the checkpoint, output features
-    first. One of three axes is a stack of matrices, each quantised separately. Values that are not
+    first. One of three axes is a stack of matrices, each quantized separately. Values that are not
     finite are refused, since a NaN in a scale corrupts all values that it scales.
 
     Args:
-        selection: function that selects the tensors to quantise; others stay unchanged.
+        selection: function that selects the tensors to quantize; others stay unchanged.
     """
 
     name: str
@@ -46,17 +46,17 @@ class QuantisingPass(ABC):
 
     @abstractmethod
     def _weight_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape of the quantised tensor."""
+        """Return the shape of the quantized tensor."""
 
     @abstractmethod
     def _scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of its scales."""
 
     @abstractmethod
-    def _quantise(
+    def _quantize(
         self, name: str, matrix: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor
     ) -> None:
-        """Quantise one matrix into ``weight`` and ``scale``, both without the axis of a stack."""
+        """Quantize one matrix into ``weight`` and ``scale``, both without the axis of a stack."""
 
     def check(self, specs: Sequence[TensorSpec]) -> None:
         """See `CompilePass.check`.
@@ -85,7 +85,7 @@ class QuantisingPass(ABC):
                 )
 
     def output_specs(self, specs: Sequence[TensorSpec]) -> tuple[TensorSpec, ...]:
-        """See `CompilePass.output_specs`: the scales follow their quantised tensor."""
+        """See `CompilePass.output_specs`: the scales follow their quantized tensor."""
         outputs: list[TensorSpec] = []
         for spec in specs:
             if not self._selection(spec):
@@ -114,10 +114,10 @@ class QuantisingPass(ABC):
                     if name in out:
                         out[name].copy_(tensor)
                 elif tensor.ndim == 2:
-                    self._quantise(name, tensor, out[name], scale)
+                    self._quantize(name, tensor, out[name], scale)
                 else:
                     for matrix, weight, scales in zip(tensor, out[name], scale, strict=True):
-                        self._quantise(name, matrix, weight, scales)
+                        self._quantize(name, matrix, weight, scales)
 
 
 def bands(matrix: torch.Tensor, rows_multiple: int) -> Iterator[tuple[int, int]]:

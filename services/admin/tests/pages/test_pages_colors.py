@@ -35,13 +35,13 @@ BLIND = {
 }
 
 
-def linear(colour):
-    parts = [int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5)]
+def linear(color):
+    parts = [int(color[place : place + 2], 16) / 255 for place in (1, 3, 5)]
     return [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
 
 
-def luminance(colour):
-    return sum(w * part for w, part in zip((0.2126, 0.7152, 0.0722), linear(colour), strict=True))
+def luminance(color):
+    return sum(w * part for w, part in zip((0.2126, 0.7152, 0.0722), linear(color), strict=True))
 
 
 def contrast(left, right):
