@@ -22,9 +22,11 @@ QUICK = ("packed", "simple")
     scope="module",
     params=[
         *QUICK,
+        pytest.param("unmirrored", marks=pytest.mark.slow),
+        # test_key_value_backends.py covers what differs between them.
         *(
-            pytest.param(name, marks=pytest.mark.slow)
-            for name in ("unmirrored", *sorted(BACKENDS.keys() - {*QUICK}))
+            pytest.param(name, marks=[pytest.mark.slow, pytest.mark.long])
+            for name in sorted(BACKENDS.keys() - {*QUICK})
         ),
     ],
 )

@@ -22,7 +22,16 @@ pytestmark = pytest.mark.slow
 IDS = ["a", "b", "c"]
 
 
-@pytest.fixture(scope="module", params=sorted(BACKENDS.keys() - {"packed", "simple"}))
+@pytest.fixture(
+    scope="module",
+    params=[
+        "mooncake_cpu",
+        *(
+            pytest.param(name, marks=pytest.mark.long)
+            for name in sorted(BACKENDS.keys() - {"packed", "simple", "mooncake_cpu"})
+        ),
+    ],
+)
 def backend(request, require_backend):
     return require_backend(request.param)
 

@@ -12,6 +12,8 @@ from tensordict import TensorDict
 from dataplane_core import ConfigError
 from dataplane_tq import TQDataPlaneClient
 
+pytestmark = pytest.mark.slow  # each starts a worker that imports TransferQueue
+
 
 def put(client, ids, tags=None):
     client.register_partition("train", ["x"], 8, ["train"])

@@ -31,10 +31,8 @@ SILENCES = {
         "directory/dropped",
         "unit/stopped",
         "unit/dropped",
-        "controller/stopped",
-        "gcs/stopped",
-        "raylet/stopped",
     ],
+    "packed with Ray": ["controller/stopped", "gcs/stopped", "raylet/stopped"],
     "simple": ["simple unit/dropped"],
     "mooncake_cpu": ["master/stopped", "master/dropped", "segment/stopped", "segment/dropped"],
     "yuanrong": ["worker/stopped", "worker/dropped"],
@@ -49,21 +47,28 @@ TYPED = {"DeadlineExceededError", "UnavailableError", "ClaimTimeoutError"}
 @pytest.fixture(
     scope="module",
     params=[
-        # Each of the other backends takes minutes.
-        pytest.param(name, marks=() if name in ("packed", "simple") else pytest.mark.long)
-        for name in BACKENDS
+        # Each of the others takes minutes.
+        pytest.param(name, marks=() if name == "packed" else pytest.mark.long)
+        for name in ("packed with Ray", *BACKENDS)
     ],
 )
-def backend(request, require_backend):
-    return require_backend(request.param)
+def silenced(request):
+    return request.param
 
 
 @pytest.fixture(scope="module")
-def timed(backend, tmp_path_factory):
+def backend(silenced, require_backend):
+    return require_backend(silenced.partition(" ")[0])
+
+
+@pytest.fixture(scope="module")
+def timed(backend, silenced, tmp_path_factory):
     result = tmp_path_factory.mktemp("silent") / "result.json"
     inside = 'ip link set lo up && exec "$@"'
     command = ["unshare", "--net", "--", "sh", "-c", inside, "sh", sys.executable, str(SCRIPT)]
-    silences = [f"{backend}/{silence}" for silence in SILENCES.get(backend, ["controller/stopped"])]
+    silences = [
+        f"{backend}/{silence}" for silence in SILENCES.get(silenced, ["controller/stopped"])
+    ]
     subprocess.run([*command, str(result), *silences], check=True, timeout=600)
     return json.loads(result.read_text())
 
@@ -81,7 +86,7 @@ def test_every_operation_ends_at_its_deadline(timed):
         )
 
 
-@pytest.mark.parametrize("backend", ["packed"], indirect=True, scope="module")
+@pytest.mark.parametrize("silenced", ["packed"], indirect=True, scope="module")
 def test_nonblocking_claim_waits_for_one_answer_only(timed):
     seconds, outcome = timed["packed/directory/stopped"]["claim"]
     assert outcome.startswith(

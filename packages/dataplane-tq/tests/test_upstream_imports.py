@@ -19,6 +19,7 @@ def printed(code):
     return done.stdout.strip().splitlines()[-1]
 
 
+@pytest.mark.long
 def test_transfer_queue_loads_yuanrong_if_installed():
     code = "import sys, transfer_queue; print('yr.datasystem' in sys.modules)"
     assert printed(code) == "True"
