@@ -42,7 +42,7 @@ def register_object_type(
 
     Args:
         name: name that is stored with each value; choose one that other libraries do not use.
-        cls: the type; a subclass with a registration of its own uses that.
+        cls: the type; a registration of a subclass comes before its base's.
         encode: see `ObjectType`.
         decode: see `ObjectType`; it must be safe with data that anyone wrote.
 
@@ -58,9 +58,9 @@ def register_object_type(
 def type_of(value: object) -> ObjectType | None:
     """Return the registration for a value's class or its nearest registered base."""
     for cls in type(value).__mro__:
-        found = _by_class.get(_path(cls))
-        if found is not None:
-            return found
+        registered = _by_class.get(_path(cls))
+        if registered is not None:
+            return registered
     return None
 
 
