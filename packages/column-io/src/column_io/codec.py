@@ -46,23 +46,24 @@ def to_nested_by_length(
         InvalidRequestError: (a ValueError) ``padded`` has no width, or a length or the number of
             lengths does not fit.
     """
-    cuts = checked_ints("to_nested_by_length", "lengths", lengths)
+    row_lengths = checked_ints("to_nested_by_length", "lengths", lengths)
     if padded.dim() < 2:
         raise InvalidRequestError(
             f"to_nested_by_length: tensor of shape {tuple(padded.shape)}; expected (rows, width, "
             "...)"
         )
-    if len(cuts) != padded.shape[0]:
+    if len(row_lengths) != padded.shape[0]:
         raise InvalidRequestError(
-            f"to_nested_by_length: {len(cuts)} lengths for {padded.shape[0]} rows; expected one "
-            "per row"
+            f"to_nested_by_length: {len(row_lengths)} lengths for {padded.shape[0]} rows; expected "
+            "one per row"
         )
-    if cuts and max(cuts) > padded.shape[1]:
+    longest = max(row_lengths, default=0)
+    if longest > padded.shape[1]:
         raise InvalidRequestError(
-            f"to_nested_by_length: row {cuts.index(max(cuts))} has a length of {max(cuts)}; "
+            f"to_nested_by_length: row {row_lengths.index(longest)} has a length of {longest}; "
             f"expected 0 to the width {padded.shape[1]}"
         )
-    return jagged_from_padded(padded, cuts)
+    return jagged_from_padded(padded, row_lengths)
 
 
 def pack_per_token_field(
@@ -76,14 +77,14 @@ def pack_per_token_field(
     Raises:
         InvalidRequestError: (a ValueError) a length is not an int of at least 0.
     """
-    cuts = checked_ints("pack_per_token_field", "lengths", lengths)
-    return to_nested_by_length(values, cuts) if _can_be_cut(values, cuts) else values
+    row_lengths = checked_ints("pack_per_token_field", "lengths", lengths)
+    return to_nested_by_length(values, row_lengths) if _can_be_cut(values, row_lengths) else values
 
 
-def _can_be_cut(values: torch.Tensor, cuts: Sequence[int]) -> bool:
-    if values.is_nested or values.dim() < 2 or values.shape[0] != len(cuts):
+def _can_be_cut(values: torch.Tensor, row_lengths: Sequence[int]) -> bool:
+    if values.is_nested or values.dim() < 2 or values.shape[0] != len(row_lengths):
         return False
-    return int(values.shape[1]) >= max(cuts, default=0)
+    return int(values.shape[1]) >= max(row_lengths, default=0)
 
 
 def pack_jagged_fields(
@@ -110,9 +111,9 @@ def pack_jagged_fields(
     """
     where = "pack_jagged_fields"
     count = count_columns(where, fields)
-    cuts = None if lengths is None else checked_ints(where, "lengths", lengths)
-    ragged = ragged_columns(fields, cuts, token_aligned_fields)
-    return fields_of_columns(fields, count, cuts, ragged)
+    row_lengths = None if lengths is None else checked_ints(where, "lengths", lengths)
+    ragged = ragged_columns(fields, row_lengths, token_aligned_fields)
+    return fields_of_columns(fields, count, row_lengths, ragged)
 
 
 def count_columns(where: str, fields: Mapping[str, Column]) -> int:
@@ -168,17 +169,17 @@ def check_token_axis(
     """
     width = 0 if lengths is None else max(lengths, default=0)
     for name in TOKEN_ALIGNED_FIELDS.intersection(fields):
-        column, either = fields[name], name in PER_SAMPLE_TOO
+        column, is_per_sample_too = fields[name], name in PER_SAMPLE_TOO
         if not isinstance(column, torch.Tensor) or column.is_nested:
             continue
-        if column.dim() < 2 and either:
+        if column.dim() < 2 and is_per_sample_too:
             continue
-        longest = 2 if either and lengths is None else width
+        longest = 2 if is_per_sample_too and lengths is None else width
         if column.dim() < 2 or column.shape[1] < longest:
             expected = "(rows, tokens, ...)" if lengths is None else f"(rows, >= {longest}, ...)"
             raise InvalidRequestError(
                 f"{where}: column {name!r} has shape {tuple(column.shape)}; expected a value per "
-                f"token, {expected}{', or one per sample, (rows,)' if either else ''}"
+                f"token, {expected}{', or one per sample, (rows,)' if is_per_sample_too else ''}"
             )
 
 

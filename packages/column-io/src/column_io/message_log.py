@@ -88,9 +88,9 @@ def reconstruct_message_log(
 ) -> list[MessageLog]:
     """Return the message logs of ``columns``; the inverse of `decompose_message_log`.
 
-    The older form of this function takes the columns as separate arguments; the published documents
-    name them, but not their order. Here ``input_ids`` is first, then `MESSAGE_LOG_BULK_FIELDS`,
-    then ``generation_logprobs``. Pass them by name if another implementation may differ.
+    The columns may also be separate arguments, in the order ``input_ids``,
+    `MESSAGE_LOG_BULK_FIELDS`, ``generation_logprobs``. Pass them by name: the published contract
+    does not fix their order, so another implementation may differ.
 
     Args:
         columns: ``input_ids`` (n, width) or jagged, ``turn_lengths``, ``turn_roles``,

@@ -1,7 +1,7 @@
 """Checks of single arguments: names, counts, durations and flags.
 
-Every check returns a plain Python value, so that scalars of numpy and torch, subclasses and enums
-stop at the boundary. An error names the argument, what was found and what was expected. The module
+Every check returns a plain Python value: no scalar of numpy or torch, no subclass and no enum
+passes the boundary. An error names the argument, what was found and what was expected. The module
 imports neither numpy nor torch; it recognizes their scalars by their attributes.
 """
 

@@ -10,7 +10,7 @@ class Capabilities:
     """Promises that a client makes; False for each that it does not make.
 
     Attributes:
-        read_your_writes: once put_samples returned, every process reads those fields.
+        read_your_writes: once a put has returned, every process can read its fields.
         no_torn_rows: a (sample, field) is visible to claims only after its bytes are readable.
         exclusive_claims: two claims of one task never share a sample.
         leases: with ``claim_lease_s``, samples whose lease expired can be claimed again.
@@ -44,12 +44,13 @@ class Capabilities:
 
 @dataclass(frozen=True, kw_only=True)
 class TaskCounts:
-    """Number of samples in each state for one task, over every sample ever put in a partition.
+    """Number of a partition's samples in each state for one task.
 
     At every moment ``put == ready + not_ready + leased + acknowledged + cleared``.
 
     Attributes:
-        put: samples put since the partition was registered, without those withdrawn.
+        put: samples put since the latest registration, and those present then; without those
+            withdrawn.
         ready: could be claimed now.
         not_ready: unclaimed, and lacking a required field.
         leased: claimed and not yet acknowledged, or assigned to a data-parallel rank.

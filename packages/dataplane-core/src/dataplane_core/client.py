@@ -144,7 +144,7 @@ class DataPlaneClient(OptionalMethods, ABC):
                 group size, or smaller than every remaining group; or ``dp_rank`` does not fit
                 ``dp_world``.
             ClaimTimeoutError: (TimeoutError) the deadline passed; nothing is claimed. It reports
-                how many samples are ready and missing, which fields they lack, which processes
+                how many samples are ready and missing, which fields are missing, which processes
                 hold leases (the caller included), and when the first lease expires.
         """
 
@@ -169,7 +169,7 @@ class DataPlaneClient(OptionalMethods, ABC):
     ) -> KVBatchMeta:
         """Write fields, tags or both for ``sample_ids``, all or nothing.
 
-        A put creates new ids; known ids gain the given fields, or overwrite them. Given tags
+        A put creates unknown ids, and adds or overwrites the given fields of known ones. Given tags
         replace a sample's tags. Puts are idempotent. The store keeps its own copy.
 
         Args:

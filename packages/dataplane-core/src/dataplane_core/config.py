@@ -37,7 +37,7 @@ class ObservabilityConfig(TypedDict):
 class DataPlaneConfig(TypedDict):
     """Configuration of a data-plane client: which client to build, and its sizes.
 
-    A trainer's YAML sets every key of the first block; the code has no defaults for them.
+    A client of an external store needs every key up to ``local_buffer_size``; none has a default.
 
     Attributes:
         enabled: False makes the factory raise, so that no run starts without its data plane.
@@ -55,9 +55,9 @@ class DataPlaneConfig(TypedDict):
         ack_timeout_ms: deadline of one store operation, in milliseconds.
         claim_lease_s: how long a claim stays exclusive without being acknowledged or renewed, in
             seconds. Without it a claim is final.
-        unit_resources: custom Ray resource to the amount that a storage unit requires, which
-            selects its node (``packed`` and ``simple``). Without it units are spread over the
-            nodes.
+        unit_resources: custom Ray resource to the amount that each storage unit reserves, so that
+            units run on the nodes that have it (``packed`` and ``simple``). Without it units are
+            spread over all nodes.
         packed_transport: how clients of backend ``packed`` reach its units: ``shm``, ``tcp``, or
             ``auto`` (the default), which is ``shm`` on the unit's own node.
         claim_order: ``module:function`` that maps a sample's id and tags to a number. Claims

@@ -104,7 +104,7 @@ class PartitionDeclaration:
             batch_size: number of samples that the claim requested.
             timeout_s: its deadline, in seconds.
             holders: process to the number of samples that it holds under leases of the task.
-            first_expiry_s: seconds until the first of the task's leases expires.
+            first_expiry_s: seconds until the first of the task's leases or assignments expires.
             claimer: the claiming process, as ``holders`` names it.
             assigned: number of the task's samples assigned to data-parallel ranks.
             large_group: name and size of a group too large for the claim.
@@ -122,7 +122,8 @@ class PartitionDeclaration:
         if large_group is not None:
             reasons.append(describe_large_group(large_group, batch_size))
         if first_expiry_s is not None:
-            reasons.append(f"the first lease expires in {round(first_expiry_s, 1):g} s")
+            holding = "lease" if leased else "assignment"
+            reasons.append(f"the first {holding} expires in {round(first_expiry_s, 1):g} s")
         if claimer and claimer in holders:
             reasons.append(
                 "acknowledge or release this process's claims before it claims again, or claim "

@@ -37,7 +37,7 @@ def as_client(client: Any) -> DataPlaneClient:
     for name in sorted({*DataPlaneClient.__abstractmethods__, "get_data"}):
         if not callable(getattr(client, name, None)):
             raise refused("data-plane client", "it", client, f"an object with the method {name!r}")
-    return _Documented(client)  # type: ignore[abstract]  # see below the class
+    return _Documented(client)  # type: ignore[abstract]  # cleared below the class
 
 
 class _Documented(DataPlaneClient):
@@ -45,9 +45,9 @@ class _Documented(DataPlaneClient):
 
     def __init__(self, client: Any) -> None:
         self._client = client
-        own = getattr(client, "capabilities", None)
-        if isinstance(own, Capabilities):
-            self.capabilities = own  # type: ignore[misc]  # a class variable there
+        capabilities = getattr(client, "capabilities", None)
+        if isinstance(capabilities, Capabilities):
+            self.capabilities = capabilities  # type: ignore[misc]  # a class variable there
         for name in _METHODS:
             method = getattr(client, name, None)
             if callable(method):

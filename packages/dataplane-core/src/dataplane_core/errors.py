@@ -45,7 +45,7 @@ class UnsupportedError(DataPlaneError, NotImplementedError):
 
 
 class UnavailableError(DataPlaneError, RuntimeError):
-    """A part the client depends on (controller, storage unit, peer) is dead or unreachable."""
+    """A part that the client needs (controller, storage unit, peer) is dead or unreachable."""
 
 
 class InvalidRequestError(DataPlaneError, ValueError):
@@ -100,7 +100,7 @@ class ClaimTimeoutError(DeadlineExceededError):
         missing: number of samples that the claim still needed.
         missing_fields: required field to the number of present samples without it.
         leased: number of samples that claims of the task hold under leases.
-        holders: process ("host:pid", the caller included) to the number that it holds.
+        holders: process ("host:pid", the caller included) to the number of samples it holds.
         first_expiry_s: seconds until the first lease of the task, or the first assignment to
             another data-parallel rank, expires; None if there is none.
     """

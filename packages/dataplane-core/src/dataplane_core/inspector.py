@@ -122,8 +122,8 @@ class ConsumptionActions(Protocol):
         """Make samples that a task has consumed claimable by it again.
 
         Samples assigned to a data-parallel rank become claimable too. Samples that the task has not
-        consumed, and unknown ids, are ignored. In a partition with groups, reset complete groups: a
-        partly reset group waits like an incomplete one.
+        consumed, and unknown ids, are ignored. In a partition with groups, reset complete groups:
+        claims skip a partly reset group, as they skip an incomplete one.
 
         Returns:
             The number of samples made claimable.
@@ -137,7 +137,7 @@ class ConsumptionActions(Protocol):
     def end_claim(self, partition_id: str, claim: str, *, expired_only: bool = True) -> int:
         """End a claim as if its lease had expired: its samples can be claimed again.
 
-        Later acknowledgements by its holder, and puts under the claim, are refused.
+        Later acknowledgments by its holder, and puts under the claim, are refused.
 
         Args:
             partition_id: the claim's partition.

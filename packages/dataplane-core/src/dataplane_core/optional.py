@@ -42,7 +42,7 @@ class SampleStore(Protocol):
 
 
 class PaddedColumns:
-    """`put_samples` and `get_samples` for padded columns; override them to avoid a copy."""
+    """Puts and reads of padded columns; override these methods to avoid a copy."""
 
     def put_columns(
         self: SampleStore,
@@ -77,8 +77,8 @@ class PaddedColumns:
 
         put = check_put("put_columns", sample_ids, partition_id, tags, claim=claim, origin=origin)
         count = len(put.sample_ids)
-        cuts, cut = check_columns(put.where, columns, count, lengths, ragged)
-        fields = fields_of_columns(columns, count, cuts, cut)
+        row_lengths, cut_columns = check_columns(put.where, columns, count, lengths, ragged)
+        fields = fields_of_columns(columns, count, row_lengths, cut_columns)
         keywords = _given(claim=claim, origin=origin)
         return self.put_samples(put.sample_ids, put.partition_id, fields, put.tags, **keywords)
 
@@ -194,7 +194,7 @@ class OptionalMethods(PaddedColumns, LeasedClaims):
         Raises:
             UnsupportedError: the store cannot be inspected.
         """
-        raise _unsupported(self, "inspection, nor capabilities.conservation")
+        raise _unsupported(self, "inspection and capabilities.conservation")
 
     list_partitions = _inspected(DataPlaneInspector.list_partitions)
     list_storage = _inspected(DataPlaneInspector.list_storage)
@@ -236,7 +236,7 @@ class OptionalMethods(PaddedColumns, LeasedClaims):
         """Return the origins of the puts that wrote ``fields`` of ``sample_ids``.
 
         Returns:
-            ``origin`` of a put to the number of samples of which it wrote at least one of the
+            ``origin`` of a put to the number of samples in which it wrote at least one of the
             fields, largest number first. Values put without an origin, and unknown ids and fields,
             are left out.
 
@@ -248,7 +248,7 @@ class OptionalMethods(PaddedColumns, LeasedClaims):
 
 
 def _given(**keywords: Any) -> dict[str, Any]:
-    """Return the keywords that are not None: adapters of the published contract accept none."""
+    """Return the keywords that are not None; adapters may not know the others."""
     return {name: value for name, value in keywords.items() if value is not None}
 
 

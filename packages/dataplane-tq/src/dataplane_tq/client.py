@@ -134,11 +134,17 @@ class TQDataPlaneClient(DataPlaneClient):
 
     def _connect_engine(self, running: topology.Topology) -> Engine | None:
         """Connect to TransferQueue's controller; None if there is none, as the mirror is off."""
-        to = running.connection
-        if to.controller is None:
+        connection, timeout_s = running.connection, self._timeout_s
+        if connection.controller is None:
             return None
-        storage = BACKENDS[to.backend].bounded(to.storage, self._timeout_s)
-        return Engine(to.controller, to.manager, storage, running.actors, timeout_s=self._timeout_s)
+        storage = BACKENDS[connection.backend].bounded(connection.storage, timeout_s)
+        return Engine(
+            connection.controller,
+            connection.manager,
+            storage,
+            running.actors,
+            timeout_s=timeout_s,
+        )
 
     def _store_of(self, connection: topology.Connection) -> Store:
         if connection.backend == "packed":
@@ -206,8 +212,8 @@ class TQDataPlaneClient(DataPlaneClient):
         self._check_open()
         put = check_put("put_columns", sample_ids, partition_id, tags, claim=claim, origin=origin)
         count = len(put.sample_ids)
-        cuts, cut = check_columns(put.where, columns, count, lengths, ragged)
-        encoded = self._store.encode_columns(columns, count, cuts, cut)
+        row_lengths, cut_columns = check_columns(put.where, columns, count, lengths, ragged)
+        encoded = self._store.encode_columns(columns, count, row_lengths, cut_columns)
 
         def rows() -> dict[str, Column]:
             return split_rows(fields_of_columns(columns, count), count)
@@ -243,7 +249,7 @@ class TQDataPlaneClient(DataPlaneClient):
                     self._store.write(
                         put, encoded, answer, lambda: session.ask(p.CheckPut(), type(None))
                     )
-            # A store that registers has reported the rows already.
+            # A store with `registers` has reported the rows during the write.
             reporter = None if self._store.registers or not sample_ids else self._reporter
             session.ask(p.CommitPut(put.tags, reporter is not None, put.origin), type(None))
             if reporter is not None:

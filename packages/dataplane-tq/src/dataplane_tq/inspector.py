@@ -35,7 +35,7 @@ class DirectoryInspector:
     def __init__(self, ask: Ask) -> None:
         self._ask = ask
 
-    def _look(self, method: str, request: p.Request, answer: type[T]) -> T:
+    def _query(self, method: str, request: p.Request, answer: type[T]) -> T:
         partition_id = getattr(request, "partition_id", None)
         where = "" if partition_id is None else f"partition={partition_id!r}"
         return self._ask(f"{method}({where})", request, answer)
@@ -48,10 +48,10 @@ class DirectoryInspector:
         )
         where = f"count_samples(partition={partition_id!r})"
         fields = checked_names(where, "required_fields", required_fields)
-        return self._look("count_samples", p.Count(partition_id, task_name, fields), TaskCounts)
+        return self._query("count_samples", p.Count(partition_id, task_name, fields), TaskCounts)
 
     def list_partitions(self) -> list[PartitionSummary]:
-        return self._look("list_partitions", p.ListPartitions(), list[PartitionSummary])
+        return self._query("list_partitions", p.ListPartitions(), list[PartitionSummary])
 
     def list_samples(
         self, partition_id: str, *, start: int = 0, limit: int = 100
@@ -60,14 +60,14 @@ class DirectoryInspector:
 
         def ask(start: int, limit: int) -> list[SampleState]:
             request = p.ListSamples(partition_id, start, limit)
-            return self._look("list_samples", request, list[SampleState])
+            return self._query("list_samples", request, list[SampleState])
 
         return in_steps(start, limit, ask)
 
     def read_sample(self, partition_id: str, sample_id: str) -> SampleState | None:
         partition_id, sample_id = check_inspection("read_sample", partition_id, sample_id=sample_id)
         request = p.ReadSample(partition_id, sample_id)
-        sample: SampleState | None = self._look("read_sample", request, p.MaybeSample)
+        sample: SampleState | None = self._query("read_sample", request, p.MaybeSample)
         return sample
 
     def find_samples(
@@ -79,31 +79,31 @@ class DirectoryInspector:
         start: int | None = 0
         while start is not None:
             request = p.FindSamples(partition_id, tag, wanted, start, limit - len(samples))
-            step = self._look("find_samples", request, p.FoundSamples)
+            step = self._query("find_samples", request, p.FoundSamples)
             samples += step.samples
             start = step.after
         return samples
 
     def list_claims(self, partition_id: str) -> list[ClaimSummary]:
         (partition_id,) = check_inspection("list_claims", partition_id)
-        return self._look("list_claims", p.ListClaims(partition_id), list[ClaimSummary])
+        return self._query("list_claims", p.ListClaims(partition_id), list[ClaimSummary])
 
     def list_assignments(self, partition_id: str) -> list[AssignmentSummary]:
         (partition_id,) = check_inspection("list_assignments", partition_id)
-        return self._look(
+        return self._query(
             "list_assignments", p.ListAssignments(partition_id), list[AssignmentSummary]
         )
 
     def scan_states(self, partition_id: str, *, start: int = 0, limit: int = 10_000) -> StatePage:
         (partition_id,) = check_inspection("scan_states", partition_id)
         start, limit = check_page("scan_states", start, limit)
-        return self._look("scan_states", p.ScanStates(partition_id, start, limit), StatePage)
+        return self._query("scan_states", p.ScanStates(partition_id, start, limit), StatePage)
 
     def list_storage(self) -> list[StorageSummary]:
-        return self._look("list_storage", p.ListStorage(), list[StorageSummary])
+        return self._query("list_storage", p.ListStorage(), list[StorageSummary])
 
     def read_totals(self) -> dict[str, int]:
-        return self._look("read_totals", p.ReadTotals(), dict[str, int])
+        return self._query("read_totals", p.ReadTotals(), dict[str, int])
 
     def reset_consumption(self, partition_id: str, task_name: str, sample_ids: list[str]) -> int:
         """Reset consumption as `DataPlaneActions.reset_consumption` does.
@@ -115,9 +115,9 @@ class DirectoryInspector:
         method = "reset_consumption"
         partition_id, task_name = check_inspection(method, partition_id, task_name=task_name)
         ids = checked_names(method, "sample_ids", sample_ids)
-        return self._look(method, p.ResetConsumption(partition_id, task_name, ids), int)
+        return self._query(method, p.ResetConsumption(partition_id, task_name, ids), int)
 
     def end_claim(self, partition_id: str, claim: str, *, expired_only: bool = True) -> int:
         partition_id, claim = check_inspection("end_claim", partition_id, claim=claim)
         expired_only = checked_bool("end_claim", "expired_only", expired_only)
-        return self._look("end_claim", p.EndClaim(partition_id, claim, expired_only), int)
+        return self._query("end_claim", p.EndClaim(partition_id, claim, expired_only), int)

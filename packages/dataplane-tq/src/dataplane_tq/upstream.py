@@ -63,6 +63,8 @@ __all__ = [
 
 
 class _YuanrongWhenUsed(ModuleType):
+    """Stand-in for Yuanrong's module, which imports it at the first use."""
+
     timeout_ms = 60_000
     """Deadline of a connection and of a call; the library's default."""
 

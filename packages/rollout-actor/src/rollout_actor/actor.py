@@ -157,7 +157,7 @@ class SyncRolloutActor(RayClass):
                 media differ from ``policy.media``.
             MissingDataError: (a KeyError and a ValueError) before generation: a column is missing,
                 or a carry key is unknown; before the put: a "reward/" key does not exist.
-            DeadlineExceededError: (a TimeoutError) an environment is late; names its task.
+            DeadlineExceededError: (a TimeoutError) an environment's step times out; names its task.
             UnavailableError: (a RuntimeError) an environment is dead; names its task.
             DataPlaneError: as ``put_samples``.
         """
@@ -242,9 +242,9 @@ class SyncRolloutActor(RayClass):
         """Refuse columns that the put would refuse, as far as they are known before generation.
 
         Returns:
-            The media of this batch, of the configuration and of the partition, and those of earlier
-            batches that fit the partition. Rows without such media are put with zero items, so that
-            they can be read together with rows that have some.
+            The media of this batch, the configuration and the partition, and those of earlier
+            batches that fit the partition. A row that lacks one of them is put with zero items of
+            it, so that all rows can be read together.
         """
         media, declared = media_without_items(input_batch["message_log"]), self._settings.media
         check_declared(media, declared)
@@ -252,14 +252,14 @@ class SyncRolloutActor(RayClass):
         held: MediaForms = {}
         kinds: dict[str, str | None] = {}
         if partition is not None:
-            columns = {name: str(own.dtype) for name, own in (declared | media).items()}
+            columns = {name: str(form.dtype) for name, form in (declared | media).items()}
             check_columns(partition, input_batch, columns)
             held = held_media(self._dp_client, partition)
             check_media(partition, media, held, declared)
             kinds = {field.name: field.kind for field in partition.fields}
-        for name, own in self._media.items():
-            if kinds.get(name) in (None, str(own.dtype)):
-                held.setdefault(name, own)
+        for name, form in self._media.items():
+            if kinds.get(name) in (None, str(form.dtype)):
+                held.setdefault(name, form)
         self._media |= media
         return held | declared | media
 

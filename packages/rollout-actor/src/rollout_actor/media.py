@@ -118,20 +118,20 @@ def check_media(
             samples of earlier rollouts lack them; names them.
     """
     where = f"rollout_to_tq: partition {partition.partition_id!r}"
-    for name, own in (declared | media).items():
-        if name in held and held[name].dim() != own.dim():
+    for name, form in (declared | media).items():
+        if name in held and held[name].dim() != form.dim():
             raise SchemaMismatchError(
                 f"{where} holds media {name!r} of {held[name].dim()} dimensions and cannot take "
-                f"{own.dim()}; clear the partition before changing them"
+                f"{form.dim()}; clear the partition before changing them"
             )
     rollouts = next((each.written for each in partition.fields if each.name == INPUT_IDS), 0)
-    for name, own in media.items():
+    for name, form in media.items():
         if rollouts and name not in held:
-            kind = str(own.dtype).removeprefix("torch.")
+            kind = str(form.dtype).removeprefix("torch.")
             raise SchemaMismatchError(
                 f"{where} holds {rollouts} samples without media {name!r}, which cannot be read "
                 f"together with samples that have it; declare policy.media.{name} (dtype {kind}, "
-                f"dims {own.dim()}) from the first rollout on, or clear the partition first"
+                f"dims {form.dim()}) from the first rollout on, or clear the partition first"
             )
 
 
@@ -141,12 +141,12 @@ def check_declared(media: MediaForms, declared: MediaForms) -> None:
     Raises:
         SchemaMismatchError: (a ValueError and a TypeError) names the media that differ.
     """
-    for name, own in media.items():
-        form = declared.get(name, own)
-        if (form.dtype, form.dim()) != (own.dtype, own.dim()):
+    for name, form in media.items():
+        expected = declared.get(name, form)
+        if (expected.dtype, expected.dim()) != (form.dtype, form.dim()):
             raise SchemaMismatchError(
-                f"rollout_to_tq: media {name!r} are {own.dtype} of {own.dim()} dimensions; "
-                f"expected {form.dtype} of {form.dim()}, as policy.media declares"
+                f"rollout_to_tq: media {name!r} are {form.dtype} of {form.dim()} dimensions; "
+                f"expected {expected.dtype} of {expected.dim()}, as policy.media declares"
             )
 
 

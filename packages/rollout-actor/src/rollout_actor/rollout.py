@@ -133,11 +133,11 @@ def run_async_multi_turn_rollout(
 ) -> tuple[BatchedDataDict[Any], dict[str, Any]]:
     """Play every row as `run_multi_turn_rollout`, with ``generate_async``, at its own pace.
 
-    It is not a coroutine: it runs its own event loop, in a separate thread if the caller is in one
-    (a notebook), and returns when every row is finished. ``generate_async`` and ``step`` get one
-    row per call, and ``step_timeout_s`` applies to each row's step. An environment that computes in
-    ``step.remote`` itself blocks the other rows; one that returns a reference or a future does not.
-    When a row fails, the others are cancelled and its error is raised.
+    It is not a coroutine: it starts an event loop, in a separate thread if the caller's thread runs
+    one (a notebook), and returns when every row is finished. ``generate_async`` and ``step`` get
+    one row per call, and ``step_timeout_s`` applies to each row's step. An environment that
+    computes in ``step.remote`` itself blocks the other rows; one that returns a reference or a
+    future does not. When a row fails, the others are cancelled and its error is raised.
     """
     rows = _start(input_batch, tokenizer, task_to_env, max_rollout_turns, media_group_size)
 

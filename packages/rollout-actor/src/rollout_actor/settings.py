@@ -86,8 +86,8 @@ def _is_async(generation: _Section) -> bool:
 def _declared_media(media: _Section) -> MediaForms:
     forms: MediaForms = {}
     for name in media.names():
-        own = media.section(name)
-        unknown = own.names() - {"dtype", "dims"}
+        section = media.section(name)
+        unknown = section.names() - {"dtype", "dims"}
         if name in NOT_MEDIA or unknown:
             problem = (
                 f"unknown key {sorted(unknown)[0]!r}" if unknown else "the name of a token column"
@@ -96,13 +96,13 @@ def _declared_media(media: _Section) -> MediaForms:
                 f"master_config: policy.media.{name}: {problem}; expected the name of a tensor of "
                 "turns, with the keys dtype and dims"
             )
-        dtype = getattr(torch, str(own.get("dtype", "")).removeprefix("torch."), None)
+        dtype = getattr(torch, str(section.get("dtype", "")).removeprefix("torch."), None)
         if not isinstance(dtype, torch.dtype):
             raise ConfigError(
-                f"master_config: policy.media.{name}.dtype: found {own.get('dtype', None)!r}; "
+                f"master_config: policy.media.{name}.dtype: found {section.get('dtype', None)!r}; "
                 "expected a dtype of torch, such as float32"
             )
-        forms[name] = torch.empty((0,) * own.positive_int("dims"), dtype=dtype)
+        forms[name] = torch.empty((0,) * section.positive_int("dims"), dtype=dtype)
     return forms
 
 

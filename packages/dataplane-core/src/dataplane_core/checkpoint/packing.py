@@ -38,7 +38,7 @@ class StoredColumn(msgspec.Struct, frozen=True):
             differ in their first dimension: ``values`` and ``offsets``. ``shaped``: the elements of
             all rows in ``values``, and their ``shapes``. ``object``: encoded values in ``values``,
             and ``offsets``.
-        shape: shape of ``values``, before they became bytes for lack of a safetensors dtype.
+        shape: shape of ``values``, before dtypes that safetensors lacks are converted to bytes.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Save and restore a partition: declaration, samples, and which ones each task acknowledged.
+"""Save and restore a partition: its declaration, its samples, and their acknowledgments.
 
 It uses `DataPlaneClient` alone, so a partition can be restored into a store of another kind or
 size. Needs the extra ``dataplane-core[checkpoint]``.
@@ -79,8 +79,9 @@ def save_partition(
 ) -> Path:
     """Write a partition to ``folder``, replacing an older checkpoint once the new one is complete.
 
-    Pause producers during the save. A put, clear or acknowledged claim during the save raises; an
-    overwritten value goes unnoticed. Leased and assigned samples are saved as unclaimed.
+    Pause producers during the save. The save raises if samples are put, cleared or acknowledged
+    meanwhile, but it does not detect an overwritten value. Leased and assigned samples are saved as
+    unclaimed.
 
     Args:
         client: a client with an inspector (``list_partitions``, ``list_samples``).
@@ -114,7 +115,7 @@ def save_partition(
             samples += len(states)
             batches += 1
         after = _summary(client, partition_id)
-        if _standing(before) != _standing(after) or samples != after.present:
+        if _change_marks(before) != _change_marks(after) or samples != after.present:
             raise CheckpointError(
                 f"partition {partition_id!r}: it changed during the save; pause producers and "
                 "consumers, then save again"
@@ -228,38 +229,38 @@ def _acknowledge(
     client: DataPlaneClient, partition_id: str, task: str, mark: str, sample_ids: set[str]
 ) -> None:
     """Claim and acknowledge exactly ``sample_ids``, which carry the tag ``mark``."""
-    left = set(sample_ids)
-    while left:
+    remaining = set(sample_ids)
+    while remaining:
         claimed = client.claim_meta(
             partition_id,
             task,
             [],
-            min(_CLAIM, len(left)),
+            min(_CLAIM, len(remaining)),
             blocking=False,
             where=[TagFilter(mark, "==", True)],
         )
-        strange = set(claimed.sample_ids) - left
-        if strange or not claimed.size:
+        unexpected = set(claimed.sample_ids) - remaining
+        if unexpected or not claimed.size:
             raise UnsupportedError(
                 f"restore_partition({partition_id!r}): task {task!r} claimed "
-                f"{listed(sorted(strange)) or 'nothing'}; expected {listed(sorted(left))}. Either "
-                "the client's claims do not filter by tags, or a consumer claimed during the "
-                "restore"
+                f"{listed(sorted(unexpected)) or 'nothing'}; expected "
+                f"{listed(sorted(remaining))}. Either the client's claims do not filter by tags, "
+                "or a consumer claimed during the restore"
             )
         if LEASE in claimed.extra_info:
             client.acknowledge(claimed)
-        left.difference_update(claimed.sample_ids)
+        remaining.difference_update(claimed.sample_ids)
 
 
 def _packed(
     client: DataPlaneClient, partition_id: str, states: list[SampleState]
 ) -> tuple[_Batch, dict[str, torch.Tensor]]:
-    together: dict[tuple[str, ...], list[int]] = {}
+    rows_by_fields: dict[tuple[str, ...], list[int]] = {}
     for row, state in enumerate(states):
-        together.setdefault(tuple(sorted(state.fields)), []).append(row)
+        rows_by_fields.setdefault(tuple(sorted(state.fields)), []).append(row)
     blocks: list[_Block] = []
     tensors: dict[str, torch.Tensor] = {}
-    for fields, rows in together.items():
+    for fields, rows in rows_by_fields.items():
         columns: list[StoredColumn] = []
         if fields:
             ids = [states[row].sample_id for row in rows]
@@ -334,7 +335,7 @@ def _summary(client: DataPlaneClient, partition_id: str) -> PartitionSummary:
     return summaries[partition_id]
 
 
-def _standing(summary: PartitionSummary) -> object:
+def _change_marks(summary: PartitionSummary) -> object:
     """Return the numbers that a put, a clear or an acknowledged claim changes."""
     acknowledged = {task.name: task.acknowledged for task in summary.tasks}
     return summary.put, summary.present, summary.reserved, summary.fields, acknowledged

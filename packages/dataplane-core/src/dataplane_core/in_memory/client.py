@@ -159,9 +159,11 @@ class InMemoryDataPlaneClient(DataPlaneClient):
         kinds = {name: column.kind for name, column in columns.items()}
         forms = {name: column.form for name, column in columns.items() if column.form is not None}
         # Copy before taking the lock: copies take most of the time.
-        cells = {name: _own(name, column) for name, column in columns.items()}
+        cells = {name: _copied_cells(name, column) for name, column in columns.items()}
         nbytes = {
-            name: _bytes_of(own) for name, own in cells.items() if kinds[name] != row_codec.OBJECT
+            name: _bytes_of(copies)
+            for name, copies in cells.items()
+            if kinds[name] != row_codec.OBJECT
         }
         deadline = time.monotonic() + self._put_timeout_s
         with self._store.changed:
@@ -376,8 +378,8 @@ class InMemoryDataPlaneClient(DataPlaneClient):
             self._store.changed.notify_all()
 
 
-def _own(name: str, column: row_codec.Column) -> list[Any]:
-    """Return the rows as cells, which share no memory with them.
+def _copied_cells(name: str, column: row_codec.Column) -> list[Any]:
+    """Return copies of the rows, as the cells that the store holds.
 
     Python values are encoded as in every other store, so that all clients return the same values.
     """

@@ -129,7 +129,7 @@ class PartitionSummary:
     Attributes:
         partition_id: name of the partition.
         declared: number of samples that will be put, as declared.
-        put: number of samples put since the registration.
+        put: number of samples put since the latest registration, and those present then.
         present: number of samples in the store.
         reserved: number of samples of running puts.
         group_size: samples per prompt, or None.
@@ -336,7 +336,7 @@ def page(partition: Partition, start: int, limit: int, now: float) -> list[Sampl
 def in_steps(
     start: int, limit: int, read_page: Callable[[int, int], list[SampleState]]
 ) -> list[SampleState]:
-    """Return a page that is read in smaller ones, between which others use the ledger.
+    """Return a page, read in steps of up to 1,000 samples; others use the ledger in between.
 
     Args:
         start: position of the first sample.

@@ -49,7 +49,7 @@ class Lease:
             return state is self
         if isinstance(state, str) and state:
             return state == self.token
-        # The sample is absent, open, assigned, or claimed without a lease (""), which refuses.
+        # The sample is absent, open or assigned; or it was claimed without a lease (""): refuse.
         return sample_id not in self.claimed and state != ""
 
 

@@ -49,6 +49,7 @@ class PutTicket:
         reserved: new samples among them, for which capacity is reserved.
         kinds: field to kind.
         token: token of the lease under which it writes, or None.
+        open: False once the put is committed or aborted.
         forms: field to form, for fields that have one.
     """
 

@@ -138,14 +138,14 @@ class Partition:
             present: those of them that existed before.
             tags: one mapping per written row that replaces its tags; None keeps them.
         """
-        before = {row: row.tags for row in present} if self._order is not None else {}
-        for row, own in zip(written, tags, strict=True) if tags is not None else ():
-            row.tags = dict(own)
-        moved = [row for row, own in before.items() if row.tags != own]
+        old_tags = {row: row.tags for row in present} if self._order is not None else {}
+        for row, new_tags in zip(written, tags, strict=True) if tags is not None else ():
+            row.tags = dict(new_tags)
+        moved = [row for row, before in old_tags.items() if row.tags != before]
         new = len(written) - len(present)
         self.put_total += new
         for task in self.tasks.values():
-            # The user's order may depend on tags: build the queues anew.
+            # The user's order may depend on tags: rebuild the queues.
             if any(task not in row.states for row in moved):
                 task.drop_queues()
             task.put(new)
@@ -262,9 +262,9 @@ class Partition:
         if not parts[rank] and not task.assignments.missed.isdisjoint(
             row.sample_id for row in drawn
         ):
-            # The caller got nothing: there are fewer units than ranks, so every draw serves the
-            # same ranks. One of them may be dead, as an assignment of these samples has expired.
-            # So the caller takes the first part.
+            # With fewer units than ranks every draw serves the same ranks, and the caller is none
+            # of them. An assignment of these samples has expired, so one of those ranks may be
+            # dead: the caller takes the first part, or the samples would never be processed.
             first = next(other for other, part in enumerate(parts) if part)
             parts[rank], parts[first] = parts[first], []
         batches = [[row for index in part for row in units[index]] for part in parts]
@@ -457,5 +457,6 @@ class Partition:
         """Do a bounded part of the work for `counts`; return True when done, as `prepare`."""
         task, required = self.task(task_name), frozenset(required_fields)
         is_counted = task.counted[:2] == (self.revision, required)
+        # A count visits every row of each chunk that has an open one.
         few = min(len(self.rows), task.open << CHUNK_BITS) <= _MAX_SEEN_AT_ONCE
         return is_counted or few or self.prepare(ClaimRequest(task_name, tuple(required_fields), 1))

@@ -50,7 +50,7 @@ class Terms:
         return all(condition.matches(row.tags) for condition in self.where)
 
     def ready(self, rows: Sequence[Row]) -> list[Row]:
-        """Return the samples that have the fields; await the others that meet ``where``."""
+        """Return the samples that have the fields; record the others in `awaited` if they match."""
         self.added += len(rows)
         required = self.required
         ready = [row for row in rows if required <= row.cells.keys()]

@@ -30,8 +30,8 @@ def narrowing(
 ) -> dict[str, Any]:
     """Return the optional keywords of `claim_meta` that differ from their defaults.
 
-    An adapter written for the published contract has none of them, so that it serves every claim
-    that uses the defaults.
+    An adapter written for the published contract lacks these keywords; without them it can still
+    serve claims that use the defaults.
     """
     keywords: dict[str, Any] = {} if dp_world is None else {"dp_world": dp_world}
     # The client checks the values, so nothing here may fail on a wrong type.

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias  # Any: cells belong to the storage
 
 Measure: TypeAlias = Callable[[Sequence[Any]], int]
-"""A store's function: returns the bytes of cells of one field, at least one cell."""
+"""Function of a store that returns the bytes of one or more cells of a field."""
 
 
 class FieldBytes:
@@ -36,7 +36,7 @@ class FieldBytes:
             self._held[name] -= self._measure(cells)
 
     def forget(self) -> None:
-        """Reset all fields to no bytes."""
+        """Forget the bytes of all fields."""
         self._held.clear()
 
     def of(self, name: str, written: int) -> int | None:

@@ -214,13 +214,13 @@ class Task:
         return queue
 
     def regroup(self, group_size: int | None) -> None:
-        """Set the group size; build the queues anew if it changes."""
+        """Set the group size; if it changes, drop the queues."""
         if group_size != self.group_size:
             self.group_size = group_size
             self.drop_queues()
 
     def drop_queues(self) -> None:
-        """Drop all queues; the next claims build them anew."""
+        """Drop all queues; the next claims rebuild them."""
         self.retired += self.queues.values()
         self.queues.clear()
 
@@ -228,9 +228,9 @@ class Task:
         """Drop idle queues, then add open rows, new or changed, to the others.
 
         A filter that changes with every step, for example on the weight version, leaves an unused
-        queue behind each time. Building a queue costs a scan of the open samples, so a queue is
-        idle once the samples added since its last claim exceed a fraction of those (`_IDLE`). The
-        most recently used queue stays.
+        queue behind each time. To rebuild a queue, the open samples are scanned once. To keep it,
+        every new sample is added to it. So a queue counts as idle once the samples added since its
+        last claim exceed a fraction (`_IDLE`) of the open ones. The most recently used queue stays.
         """
         for key, queue in list(self.queues.items())[:-1]:
             if queue.terms.unseen is None and queue.terms.added > self.open * _IDLE:

@@ -72,7 +72,7 @@ class StreamingDataset(IterableDataset[tuple[TensorDict, KVBatchMeta]]):
         *,
         wait_for_leased: bool = True,
     ) -> Iterator[tuple[TensorDict, KVBatchMeta]]:
-        """Yield the batches; each is claimed by ``client`` and passed to ``claimed`` first.
+        """Yield the batches that ``client`` claims and fetches.
 
         Args:
             client: claims and fetches.

@@ -65,7 +65,15 @@ class LeaseWatch:
 def wait_timeout(
     client: DataPlaneClient, partition_id: str, task_name: str, others: int, timeout_s: float
 ) -> ClaimTimeoutError:
-    """Return the error of a wait of ``timeout_s`` for ``others`` samples of other consumers."""
+    """Return the error of a loader that waited ``timeout_s`` for samples that others hold.
+
+    Args:
+        client: the loader's client.
+        partition_id: the partition.
+        task_name: the consumer task.
+        others: number of samples that other consumers hold.
+        timeout_s: how long the loader waited, in seconds.
+    """
     assigned = 0
     holders: Counter[str] = Counter()
     if client.capabilities.inspection:

@@ -138,7 +138,7 @@ class StreamingDataLoader:
             while True:
                 before = self._to_wait_for(watch)
                 more = yield from self._round(workers)
-                workers = 0  # others release little from now on, so processes do not pay off
+                workers = 0  # few samples remain, for which starting processes does not pay off
                 if more:
                     watch = None  # holders that were live then may be dead now
                 elif after := self._to_wait_for(watch):

@@ -61,7 +61,7 @@ def check_columns(
     lengths: Sequence[int] | None,
     ragged: Collection[str],
 ) -> tuple[list[int] | None, frozenset[str]]:
-    """Check that columns fit ``count`` samples, and ``ragged`` ones the lengths to cut them to.
+    """Check that columns have ``count`` rows, and that ``lengths`` can cut the ``ragged`` ones.
 
     Returns:
         The lengths as plain ints, and the names of ``ragged``.
@@ -72,7 +72,7 @@ def check_columns(
     checked_mapping(what, "columns", columns, "a dict of name to column")
     unordered = list(ragged) if isinstance(ragged, Set) else ragged
     names = frozenset(checked_names(what, "ragged", unordered))
-    cuts = None if lengths is None else checked_ints(what, "lengths", lengths)
+    row_lengths = None if lengths is None else checked_ints(what, "lengths", lengths)
     for name, column in columns.items():
         checked_name(what, "a column's name", name)
         if not is_column(column):
@@ -89,28 +89,29 @@ def check_columns(
                 raise refused(
                     what, f"column {name!r}", value, "Python values; put its leaves as columns"
                 )
-    cut = [name for name in columns if name in names]
-    if not cut:
-        return cuts, names
-    if cuts is None or len(cuts) != count:
-        given = "no" if cuts is None else len(cuts)
+    cut_columns = [name for name in columns if name in names]
+    if not cut_columns:
+        return row_lengths, names
+    if row_lengths is None or len(row_lengths) != count:
+        given = "no" if row_lengths is None else len(row_lengths)
         raise InvalidRequestError(
-            f"{what}: {given} lengths for {count} rows of columns {listed(cut)}; expected one each"
+            f"{what}: {given} lengths for {count} rows of columns {listed(cut_columns)}; expected "
+            "one each"
         )
-    for name in cut:
+    for name in cut_columns:
         column = columns[name]
         if not isinstance(column, torch.Tensor) or column.is_nested or column.dim() < 2:
             raise InvalidRequestError(
                 f"{what}: column {name!r} cannot be cut to lengths; expected a dense tensor "
                 "(rows, width, ...)"
             )
-        if count and max(cuts) > column.shape[1]:
-            row = cuts.index(max(cuts))
+        if count and max(row_lengths) > column.shape[1]:
+            row = row_lengths.index(max(row_lengths))
             raise InvalidRequestError(
-                f"{what}: row {row} has a length of {cuts[row]}; expected 0 to {column.shape[1]}, "
-                f"the width of column {name!r}"
+                f"{what}: row {row} has a length of {row_lengths[row]}; expected 0 to "
+                f"{column.shape[1]}, the width of column {name!r}"
             )
-    return cuts, names
+    return row_lengths, names
 
 
 def count_rows(column: Column) -> int:
@@ -181,8 +182,8 @@ def width_of(name: str, form: Form | None, width: int) -> int | None:
     """Return the minimum width to which a field is padded.
 
     Returns:
-        ``width``, that of the batch, for a field that is per token. None for a field whose rows
-        differ in shape, which is not padded. For any other 0: pad to the longest row.
+        ``width`` for a field that is per token; None for a field whose rows differ in shape, which
+        is not padded; 0 for any other field, which is padded to its longest row.
     """
     if is_per_token(name, form):
         return width
@@ -204,7 +205,7 @@ def check_width(name: str, form: Form | None, row: Sequence[int], width: int) ->
     if name in PER_SAMPLE_TOO and form is None and width > 1 and row[:1] == (1,):
         raise InvalidRequestError(
             f"field {name!r} was put dense in rows of shape {tuple(row)} and is read {width} "
-            "tokens wide; put one value per sample as (rows,), or values per token ragged"
+            "tokens wide; put one value per sample with shape (rows,), values per token as ragged"
         )
 
 
@@ -247,7 +248,7 @@ def columns_of_fields(
 
 
 def padded_tensor(tensor: torch.Tensor, pad_value: float, width: int | None) -> torch.Tensor:
-    """Return ``tensor`` dense; with two or more dims, dim 1 has at least the size ``width``.
+    """Return ``tensor`` as a dense tensor, whose dim 1, if any, has at least the size ``width``.
 
     It is unchanged if ``width`` is None, or if rows differ in another dimension than their first:
     images of different resolutions cannot be padded.
@@ -267,7 +268,7 @@ def object_leaf(column: NDArray[np.object_]) -> NonTensorStack | NonTensorData:
     if len(column) == 0:
         return NonTensorData(column, batch_size=[0])
     if all(type(value) in _PLAIN for value in column):
-        return NonTensorStack(*column)  # wraps plain values itself, in a third of the time
+        return NonTensorStack(*column)  # the stack wraps plain values in a third of the time
     return NonTensorStack(*(NonTensorData(value) for value in column))
 
 

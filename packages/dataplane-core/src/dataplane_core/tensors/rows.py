@@ -77,8 +77,8 @@ def keep_form(leaf: torch.Tensor, form: Form | None) -> torch.Tensor:
     """Set the form of a field on a tensor that was read; `form_of` then returns it.
 
     Returns:
-        ``leaf``; or, if it is jagged and its field ``shaped``, a strided nested tensor of its rows,
-        because images that differ in number only are not values per token.
+        ``leaf``; or, if it is jagged and its field ``shaped``, a strided nested tensor of its rows.
+        Images whose rows differ only in their number would otherwise count as values per token.
     """
     if form == "shaped" and leaf.is_nested and leaf.layout == torch.jagged:
         leaf = shaped_from_rows(leaf.unbind())
@@ -304,7 +304,7 @@ def shaped_from_rows(rows: Sequence[torch.Tensor]) -> torch.Tensor:
     dims = sorted({row.dim() for row in rows})
     if len(dims) > 1:
         raise InvalidRequestError(
-            f"rows of one field have {dims} dimensions, which no tensor holds together; read or "
+            f"rows of one field have {dims} dimensions, which one tensor cannot hold; read or "
             "put them separately"
         )
     return torch.nested.nested_tensor(list(rows), layout=torch.strided)

@@ -212,8 +212,8 @@ class ClaimContract(StoreFixtures):
         error = caught.value
         assert isinstance(error, ClaimTimeoutError)
         assert (error.ready, error.missing, error.missing_fields) == (2, 6, {"y": 3})
-        for said in ("2 of 8", "0.05 s", "3 lack 'y'", "3 of 8 declared"):
-            assert said in str(error)
+        for expected_text in ("2 of 8", "0.05 s", "3 lack 'y'", "3 of 8 declared"):
+            assert expected_text in str(error)
         assert client.claim_meta(partition, "train", ["x", "y"], 8, blocking=False).size == 2
 
     def test_a_blocked_claim_wakes_when_another_client_completes_the_batch(
@@ -242,7 +242,7 @@ class ClaimContract(StoreFixtures):
     def test_blocked_claim_ends_when_another_takes_its_samples(
         self, client: DataPlaneClient, peer: DataPlaneClient, partition: str
     ) -> None:
-        """A claim without a lease must wake others itself, because no acknowledgement follows."""
+        """A claim without a lease must wake others itself, because no acknowledgment follows."""
         with ThreadPoolExecutor(1) as pool:
             for _ in range(3):  # in case the other claim was first
                 client.register_partition(partition, ["x", "y"], 2, ["train"])
@@ -252,7 +252,7 @@ class ClaimContract(StoreFixtures):
                 claim = pool.submit(
                     client.claim_meta, partition, "train", ["x", "y"], 2, timeout_s=self.patience_s
                 )
-                client.get_samples(["a"], partition, ["x"])  # meanwhile it begins to wait
+                client.get_samples(["a"], partition, ["x"])  # gives the claim time to block
                 assert peer.claim_meta(partition, "train", ["x"], 2, blocking=False).size == 2
                 assert claim.result(2 * self.patience_s).sample_ids == []
                 assert time.monotonic() - started < self.patience_s / 2

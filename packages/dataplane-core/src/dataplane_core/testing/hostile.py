@@ -301,7 +301,7 @@ class HostileContract(StoreFixtures):
 
     hostile_examples = 100
 
-    def _walk(self, strategy: st.SearchStrategy[Any], check: Callable[[Any], None]) -> None:
+    def _check_drawn(self, strategy: st.SearchStrategy[Any], check: Callable[[Any], None]) -> None:
         settings(
             max_examples=self.hostile_examples,
             deadline=None,
@@ -355,7 +355,9 @@ class HostileContract(StoreFixtures):
 
                 self._compare(client, reference, method, arguments)
 
-            self._walk(st.tuples(st.sampled_from(CALLS), st.sampled_from(sorted(VALUES))), check)
+            self._check_drawn(
+                st.tuples(st.sampled_from(CALLS), st.sampled_from(sorted(VALUES))), check
+            )
 
     def test_hostile_values_in_columns_are_handled_as_by_the_reference(
         self, client: DataPlaneClient
@@ -371,7 +373,7 @@ class HostileContract(StoreFixtures):
 
                 self._compare(client, reference, "put_columns", arguments)
 
-            self._walk(objects_within, check)
+            self._check_drawn(objects_within, check)
 
     def test_hostile_tensors_are_handled_as_by_the_reference(self, client: DataPlaneClient) -> None:
         tensors = [name for name, make in VALUES.items() if isinstance(make(), torch.Tensor)]

@@ -179,9 +179,10 @@ class InspectionContract(StateMachineContract):
         put(client, partition, list("abcd"))
         claimed = client.claim_meta(partition, "train", ["x"], 2, dp_rank=0, dp_world=2)
         assert (task(peer, partition).unclaimed, task(peer, partition).assigned) == (0, 2)
-        [share] = peer.list_assignments(partition)
-        assert (share.task, share.rank, share.world, share.samples) == ("train", 1, 2, 2)
-        assert (share.expires_in_s, share.seen_s) == (None, None)
+        [assigned] = peer.list_assignments(partition)
+        assert (assigned.task, assigned.rank) == ("train", 1)
+        assert (assigned.world, assigned.samples) == (2, 2)
+        assert (assigned.expires_in_s, assigned.seen_s) == (None, None)
         assert task(peer, partition).oldest_unclaimed_s is not None
         states = peer.scan_states(partition)
         column = dict(zip("abcd", states.states[states.tasks.index("train") :: 2], strict=True))
@@ -191,12 +192,12 @@ class InspectionContract(StateMachineContract):
         assert (task(peer, partition).assigned, peer.list_assignments(partition)) == (0, [])
         for rank in (1, 1, 0):
             leasing.claim_meta(partition, "logprob", ["x"], 1, dp_rank=rank, dp_world=2)
-        [share] = peer.list_assignments(partition)
-        assert (share.task, share.rank, share.samples) == ("logprob", 0, 1)
-        assert share.expires_in_s is not None
-        assert 900 < share.expires_in_s <= 1000
-        assert share.seen_s is not None
-        assert 0 <= share.seen_s < 100
+        [assigned] = peer.list_assignments(partition)
+        assert (assigned.task, assigned.rank, assigned.samples) == ("logprob", 0, 1)
+        assert assigned.expires_in_s is not None
+        assert 900 < assigned.expires_in_s <= 1000
+        assert assigned.seen_s is not None
+        assert 0 <= assigned.seen_s < 100
         assert [each.rank for each in peer.list_claims(partition)] == [1, 1, 0]
 
     def test_claim_summary_has_owner_samples_and_ages(
@@ -428,7 +429,7 @@ class InspectionContract(StateMachineContract):
     def test_unknown_names_are_refused_and_named(
         self, client: DataPlaneClient, partition: str
     ) -> None:
-        for look in (
+        for call in (
             lambda: client.list_samples("nowhere"),
             lambda: client.read_sample("nowhere", "a"),
             lambda: client.find_samples("nowhere", tag="v", value=1),
@@ -439,7 +440,7 @@ class InspectionContract(StateMachineContract):
             lambda: client.end_claim("nowhere", "claim"),
         ):
             with pytest.raises(PartitionNotFoundError, match="'nowhere'"):
-                look()
+                call()
         with pytest.raises(UnknownTaskError, match="'trian'"):
             client.reset_consumption(partition, "trian", ["a"])
 

@@ -26,7 +26,7 @@ from dataplane_core.testing.storage import batch
 MakeClient = Callable[..., DataPlaneClient]
 
 SOON_S = 0.05
-"""A deadline that is expected to pass."""
+"""Timeout of claims that are expected to time out, in seconds."""
 
 
 def claim(client: DataPlaneClient, size: int = 2, **options: Any) -> KVBatchMeta:
@@ -59,7 +59,7 @@ class LeaseWaitContract:
         with ThreadPoolExecutor(1) as pool:
             started = time.monotonic()
             blocked = pool.submit(claim, client, timeout_s=self.patience_s)
-            client.get_samples(held.sample_ids, "train", ["x"])  # meanwhile it begins to wait
+            client.get_samples(held.sample_ids, "train", ["x"])  # gives the claim time to block
             change()
             answer = blocked.result(2 * self.patience_s)
             assert time.monotonic() - started < self.patience_s / 2
@@ -132,12 +132,12 @@ class LeaseWaitContract:
         assert error.holders == {process_name(): 2}
         assert error.first_expiry_s is not None
         assert 900 < error.first_expiry_s <= 1000
-        for said in (
+        for expected_text in (
             f"2 are leased: 2 by '{process_name()}' (this process)",
             "the first lease expires in",
             "acknowledge or release",
         ):
-            assert said in str(error)
+            assert expected_text in str(error)
         for meta in held:
             leasing.acknowledge(meta)  # the claim that timed out took nothing
 

@@ -68,7 +68,7 @@ class LeaseContract(LeaseWaitContract):
                     dp_world=2,
                     timeout_s=self.patience_s,
                 )
-                client.get_samples(["a"], "train", ["x"])  # meanwhile it begins to wait
+                client.get_samples(["a"], "train", ["x"])  # gives the claim time to block
                 rank0 = client.claim_meta(
                     "train", "train", ["x"], 2, dp_rank=0, dp_world=2, blocking=False
                 )

@@ -51,8 +51,9 @@ class Books:
         *,
         mirrored: bool,
     ) -> None:
-        # Metas of TransferQueue's own clients contain block numbers. They start anywhere, so that a
-        # meta from before a restore does not name a restored block by accident.
+        # Without a mirror the store may serve TransferQueue's own clients. Their metas have block
+        # numbers, and a restored block keeps its number. As the first number is random, a meta from
+        # before a restore does not name a restored block by accident.
         first_block = 0 if mirrored else secrets.randbits(30)
         self.catalogue = Catalogue(units, first_block) if units else None
         self.ledger = Ledger(capacity, self._discard, order, bytes_of if units else None)

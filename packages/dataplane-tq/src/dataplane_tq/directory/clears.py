@@ -17,9 +17,9 @@ _PAGE = 1024
 
 
 class Clearing(Operation):
-    """Clear under way: the directory has dropped the samples, and a client drops their rows.
+    """Clear under way: the directory dropped the samples, TransferQueue still has their rows.
 
-    The client drops them in TransferQueue. A request without sample ids clears the partition.
+    The client drops those rows. A request without sample ids clears the partition.
 
     Raises:
         DataPlaneError: the samples cannot be cleared, and none of them is.

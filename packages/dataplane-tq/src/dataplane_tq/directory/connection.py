@@ -221,9 +221,9 @@ class Connection:
             self._books.expire()
             partition = self._ledger.partition(request.partition_id)
             if not partition.prepare(wanted):
-                # A seeded queue has few lists, with millions of entries. Python triggers a full
-                # collection by the number of lists, but it would visit all entries. So collect only
-                # the young generations, here.
+                # A seeded queue has millions of entries in few lists. Python decides by the number
+                # of lists when to collect, but a full collection would visit all entries. So only
+                # the young generations are collected, here.
                 gc.collect(1)
                 continue  # serve other connections between the steps of a long search
             revision = partition.revision

@@ -59,7 +59,7 @@ def _read_origins(books: Books, request: p.ReadOrigins) -> dict[str, int]:
 def _list_partitions(books: Books, request: p.ListPartitions) -> list[PartitionSummary]:
     books.expire()
     now = time.monotonic()
-    return [inspect.summarize(book, now) for book in books.ledger.partitions.values()]
+    return [inspect.summarize(each, now) for each in books.ledger.partitions.values()]
 
 
 def _find_samples(books: Books, request: p.FindSamples) -> p.FoundSamples:

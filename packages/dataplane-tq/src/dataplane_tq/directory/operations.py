@@ -19,13 +19,13 @@ from dataplane_tq.directory.books import Books
 class State(Enum):
     """State of a connection; the value names its operation in errors."""
 
-    IDLE = "nothing"
+    IDLE = "no operation"
     PUTTING = "a put"
     REPORTING = "the report of a put"
     RESTORING = "a restore"
     READING = "a read"
     CLEARING = "a clear"
-    BOUND = "an actor's life"
+    BOUND = "the binding of an actor"
 
 
 class Operation(ABC):

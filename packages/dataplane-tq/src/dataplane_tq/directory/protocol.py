@@ -131,7 +131,7 @@ class CommitRestore(msgspec.Struct, frozen=True, tag=True):
 
 
 class Reported(msgspec.Struct, frozen=True, tag=True):
-    """Say that TransferQueue has the put. Answer: list of `Consumption`, to report now."""
+    """Report that TransferQueue has the put. Answer: list of `Consumption`, to report now."""
 
 
 class Consumption(msgspec.Struct, frozen=True, array_like=True):
@@ -196,7 +196,9 @@ class ClaimAnswer(msgspec.Struct, frozen=True):
 
 
 class UpdateLease(msgspec.Struct, frozen=True, tag=True):
-    """Acknowledge, release or renew a lease. Answer: as `ClaimAnswer.known`, if acknowledged.
+    """Acknowledge, release or renew a lease. Answer: list of sample ids.
+
+    The answer to an acknowledgment is as `ClaimAnswer.known`; to the other actions it is empty.
 
     ``task_name`` must be the claim's task; None skips that check.
     """
@@ -271,7 +273,7 @@ class NextOrphans(msgspec.Struct, frozen=True, tag=True):
 
 
 class Dropped(msgspec.Struct, frozen=True, tag=True):
-    """Say that the connection's orphans are dropped in TransferQueue. Answer: None."""
+    """Report that the connection's orphans are dropped in TransferQueue. Answer: None."""
 
 
 class ListPartitions(msgspec.Struct, frozen=True, tag=True):

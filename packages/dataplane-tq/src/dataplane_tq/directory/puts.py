@@ -69,12 +69,12 @@ class Putting(Operation):
                     books.catalogue.own(block, rows)
         if request.reported:
             books.backlog[ticket.partition_id].reporting.update(ticket.sample_ids)
-            then: Operation = Reporting(books, ticket, Pins(books, rows), self._drops)
+            following: Operation = Reporting(books, ticket, Pins(books, rows), self._drops)
         else:
             self._drops.end()
-            then = Idle()
+            following = Idle()
         books.changed(ticket.partition_id)
-        return then
+        return following
 
     def undo(self) -> None:
         books = self._books
@@ -152,7 +152,7 @@ async def begin_put(books: Books, request: p.BeginPut) -> tuple[p.PutAnswer, Put
         if ticket is not None:
             blocks = _place(books, ticket, request)
             if blocks is not None:
-                # Rows that an interrupted clear left must go before their ids are put again.
+                # Before these ids are put again, drop their rows of an interrupted clear.
                 orphans = {} if backlog is None else backlog.take(request.sample_ids)
                 drops = Drops(books, request.partition_id, orphans)
                 answer = p.PutAnswer(partition.declaration.enums, blocks, grouped(orphans))

@@ -125,7 +125,7 @@ class Engine:
                 if remaining <= 0:
                     raise DeadlineExceededError(
                         f"{what}: no answer from TransferQueue after {self.timeout_s:g} s; raise "
-                        "ack_timeout_ms if the batch is that large"
+                        "ack_timeout_ms if batches of this size take longer"
                     )
                 self.check_alive(what)
         except DataPlaneError:

@@ -28,8 +28,8 @@ logger = structlog.get_logger("dataplane_tq.mirror")
 
 _MAX_WAITING = 8
 _FLUSH_S = 5.0
-# A claim during a report takes two to three times as long. With one report a second, this slows one
-# in fifty claims of a process that claims every 20 ms.
+# A claim takes two to three times as long during a report. With one report a second, this affects
+# one in fifty claims of a process that claims every 20 ms.
 _CLAIMS_EVERY_S = 1.0
 
 

@@ -96,7 +96,7 @@ class UnitAccess:
 
     def read_rows(self, block: Block, rows: Indices | None) -> bytes:
         """Return the bytes of rows of a block; None is all rows. Raise as `read`."""
-        spans = [span for span in _wanted(block, rows)[1] if span[0] < span[1]]
+        spans = [span for span in _layout_and_ranges(block, rows)[1] if span[0] < span[1]]
         return self._unit(block.unit).read(spans, self._timeout_s).tobytes() if spans else b""
 
     def write_rows(self, filled: Iterable[tuple[Block, Indices | None, bytes]]) -> None:
@@ -104,7 +104,7 @@ class UnitAccess:
         pieces: dict[str, list[tuple[int, Slices]]] = {}
         for block, rows, data in filled:
             flat, at = np.frombuffer(data, np.uint8), 0
-            for start, stop in _wanted(block, rows)[1]:
+            for start, stop in _layout_and_ranges(block, rows)[1]:
                 if start < stop:
                     slices = Slices(flat, [at], [stop - start])
                     pieces.setdefault(block.unit, []).append((start, slices))
@@ -146,7 +146,7 @@ class UnitAccess:
         unit.connect(self._timeout_s)
         if width is not None and not parts.source and not unit.zero_copy:
             # Receive the rows directly at their places in the padded tensor.
-            layout, spans = _wanted(block, _numbers(parts))
+            layout, spans = _layout_and_ranges(block, _numbers(parts))
             padded = padded_of(layout, pad_value, width)
             if padded is not None:
                 starts, stops = layout.row_ranges()
@@ -173,7 +173,7 @@ class UnitAccess:
         if unit.zero_copy:
             extent = [(block.offset, block.offset + block.layout.nbytes)]
             return Piece(block.layout, unit.read(extent, self._timeout_s), rows, positions)
-        layout, spans = _wanted(block, rows)
+        layout, spans = _layout_and_ranges(block, rows)
         return Piece(layout, unit.read(spans, self._timeout_s), None, positions, owned=True)
 
     def _unit(self, name: str) -> UnitClient:
@@ -201,7 +201,9 @@ def _numbers(parts: FieldParts) -> Indices | None:
     return np.frombuffer(parts.rows, np.int64) if parts.rows else None
 
 
-def _wanted(block: Block, rows: Indices | None) -> tuple[FieldLayout, list[tuple[int, int]]]:
+def _layout_and_ranges(
+    block: Block, rows: Indices | None
+) -> tuple[FieldLayout, list[tuple[int, int]]]:
     """Return a layout for copies of a block's rows, and the rows' byte ranges in the unit."""
     layout, start = block.layout, block.offset
     if rows is None:

@@ -288,7 +288,9 @@ def _is_answer(pieces: Sequence[Piece], places: Sequence[slice | Indices]) -> bo
 
 
 def padded_of(layout: FieldLayout, pad_value: float, width: int) -> Padded | None:
-    """Return the unfilled padded tensor of `decode_column`; None if nothing is padded.
+    """Return the padded tensor of `decode_column`, without its rows.
+
+    It is None for Python values, for rows of one size, and for rows that cannot be padded.
 
     Args:
         layout: layout of all rows of the answer.
@@ -349,7 +351,7 @@ def _decode_rows(pieces: Sequence[Piece], places: Sequence[slice | Indices]) -> 
     rows: list[Any] = [None] * sum(piece.count for piece in pieces)
     for piece, place in zip(pieces, places, strict=True):
         layout = piece.layout
-        for at, row in zip(_numbers(place), _wanted(piece), strict=True):
+        for at, row in zip(_numbers(place), _row_numbers(piece), strict=True):
             start, stop = layout.row_range(row)
             shape = _shape(layout, dtype, row, stop - start)
             rows[at] = tensor_on(piece.flat[start:stop].copy(), dtype, shape)
@@ -381,5 +383,5 @@ def _numbers(place: slice | Indices) -> Sequence[int]:
     return range(place.start, place.stop) if isinstance(place, slice) else place.tolist()
 
 
-def _wanted(piece: Piece) -> Sequence[int]:
+def _row_numbers(piece: Piece) -> Sequence[int]:
     return range(piece.layout.rows) if piece.rows is None else piece.rows.tolist()

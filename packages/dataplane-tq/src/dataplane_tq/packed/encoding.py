@@ -9,7 +9,7 @@ A padded column with lengths [3, 1] is not cut before the copy; its slices are::
     column   a b c 0        slices of flat = a b c 0 d 0 0 0    starts [0, 4], sizes [3, 1]
              d 0 0 0        in the unit    = a b c d            layout.ends [3, 4]  (times itemsize)
 
-If a field is split over two blocks, rows 0..3 and 4..5, they are written from slices 0..3 and 4..5.
+A field of six rows in two blocks, rows 0..3 and 4..5, is written from slices 0..3 and 4..5.
 """
 
 from __future__ import annotations

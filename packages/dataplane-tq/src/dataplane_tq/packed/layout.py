@@ -1,8 +1,8 @@
 """`FieldLayout`: the position of each row of a field in the field's flat buffer.
 
-A put's rows of one field are stored back to back. The layout alone locates a row, so every answer
-contains it: it holds no tensors, and ``ends`` is one `bytes` object, because 512 integers in a
-msgpack list cost more than the memcpy of the rows. An example::
+A put's rows of one field are stored back to back, and the layout alone locates a row. Every read's
+answer contains layouts, so they must be cheap to decode: ``ends`` is one `bytes` object. In a
+msgpack list, 512 integers would cost more than the memcpy of the rows. An example::
 
     rows  "ab" "" "cde"      flat  a b c d e      ends  [2, 2, 5]
                                    0 1 2 3 4 5    row i is flat[ends[i - 1]:ends[i]]

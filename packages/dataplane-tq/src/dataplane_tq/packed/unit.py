@@ -152,7 +152,7 @@ class UnitServer:
         ranges = np.frombuffer(wire.receive(sock, 16 * count, deadline), wire.RANGES)
         offsets, sizes = ranges[::2], ranges[1::2]
         capacity = self._arena.nbytes
-        # Written so because offset + size may wrap around; capacity - size does not.
+        # offset + size could wrap around; capacity - size cannot.
         if (sizes > capacity).any() or (offsets > capacity - sizes).any():
             return False
         pairs = list(zip(offsets.tolist(), sizes.tolist(), strict=True))

@@ -4,7 +4,7 @@ Every connection begins with the client's `hello` of fixed size. The answer is o
 or `REFUSED`. On the Unix socket the memory's descriptor comes with the answer; afterwards the
 connection only shows that the unit is alive. On TCP frames follow: a `FRAME` header, the ranges as
 pairs of offset and size (`RANGES`), and for a write the bytes. The answer to a write is `ACCEPTED`,
-to a read the bytes. The answer to a malformed frame is to close the connection.
+to a read the bytes. A malformed frame makes the unit close the connection.
 
 ::
 
@@ -115,9 +115,9 @@ def tune(sock: socket.socket) -> None:
 
 
 def enlarge(sock: socket.socket) -> None:
-    """Request large socket buffers, before the connection is made, if the kernel grants them.
+    """Request large socket buffers if the kernel's limits permit; call it before connecting.
 
-    A request that the kernel reduces would also turn off its automatic tuning.
+    The kernel would reduce a request above its limit, and would stop tuning the buffer's size.
     """
     for option, limit in ((socket.SO_SNDBUF, "wmem_max"), (socket.SO_RCVBUF, "rmem_max")):
         if int(Path("/proc/sys/net/core", limit).read_text()) >= _SOCKET_BUFFER:

@@ -32,8 +32,8 @@ class StorageBackend(ABC):
         manager: the storage manager's name in TransferQueue's registry.
         rows_as_bytes: whether each row is stored as ``bytes``, because the backend changes or
             refuses some tensors.
-        survivable: whether all parts are actors. The death of an actor is detected within seconds,
-            that of a daemon is not.
+        survivable: whether clients detect the death of each part within seconds. A client of a dead
+            daemon is blocked in the backend's library until its deadline.
         actors: name to Ray handle of every actor that operations depend on; set by `start`.
         connection: the ``config`` of ``initialize_storage_manager`` in every process; picklable,
             set by `start`.

@@ -1,7 +1,7 @@
 """Yuanrong's data system: a worker process that keeps rows in memory shared with its clients.
 
-The worker is started directly and not by ``dscli start``, with which it would outlive a crashed
-driver. A client looks for the worker on its own node, so one worker serves one node.
+The worker is started directly, because one started by ``dscli start`` outlives a crashed driver. A
+client looks for the worker on its own node, so one worker serves one node.
 """
 
 from __future__ import annotations

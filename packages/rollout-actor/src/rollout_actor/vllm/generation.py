@@ -40,7 +40,7 @@ class VllmGeneration:
         addresses: ``http[s]://host[:port]`` of each server. From vLLM 0.30 on they must be started
             with ``--enable-scale-out``.
         pad_token_id: pads ``output_ids`` on the right.
-        max_total_sequence_length: maximum tokens of a conversation. A row whose prompt is as long
+        max_total_sequence_length: maximum tokens of a conversation. A row whose prompt reaches it
             gets an empty, truncated response.
         max_new_tokens: maximum tokens of a response; None is limited by the conversation only.
         temperature: divides the logits.

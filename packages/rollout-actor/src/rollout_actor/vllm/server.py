@@ -19,7 +19,7 @@ _PING_S = 2.0
 _PROBE_TEMPERATURE = 0.1
 _PROBE_TOKENS = 5
 _PROBE_MIN_RATIO = 3.0
-"""Threshold of the ratio in `Server.check_logprobs`: 1 if raw, 10 if processed."""
+"""Minimum ratio of spreads in `Server.check_logprobs`; raw values give 1, processed ones 10."""
 
 _MAX_TEXT = 300
 

@@ -28,7 +28,7 @@ MAX_FAILURES = 4
 """Failed calls of one row on healthy servers after which the row fails."""
 
 _FIRST_CHECKS_S = 2.0
-"""Maximum seconds that the first rows wait until all servers are checked, to use all of them."""
+"""Maximum seconds that the first rows wait for the checks of all servers, to use them all."""
 
 _FIRST_WAIT_S = 0.05
 _MAX_WAIT_S = 2.0
@@ -177,7 +177,7 @@ class ServerPool:
                 server.lost = loop.create_future()
                 self._start(self._prepare(server, request.token_ids))
                 self._first_checks_end = loop.time() + _FIRST_CHECKS_S
-                # A loop may call slightly before the time, by the resolution of its clock.
+                # A timer may fire early by the resolution of the loop's clock.
                 loop.call_at(self._first_checks_end + 0.05, self._wake_all)
         while not (usable := self._with_capacity()):
             if self._refusal is not None:
