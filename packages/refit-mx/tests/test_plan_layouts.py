@@ -174,10 +174,10 @@ def test_missing_rows_are_named() -> None:
     with pytest.raises(LayoutError) as error:
         plan_reads(shards, [replicated_target(W)], exclude=["worker-1", "worker-2"])
     assert str(error.value) == (
-        "target 'w': of 'w', shape (8, 6), no source has rows 2:6 of axis 0; checked 2 sources "
+        "target 'w': no source has rows 2:6 of axis 0 of 'w', shape (8, 6); checked 2 sources "
         "of version 'v1': slot-0 (worker-0), slot-3 (worker-3); ignored 2 that are excluded"
     )
-    with pytest.raises(LayoutError, match=r"no source has all; checked 0 sources"):
+    with pytest.raises(LayoutError, match=r"no source has all of 'w', .*; checked 0 sources"):
         plan_reads(
             shards, [replicated_target(W)], exclude=[f"worker-{number}" for number in range(4)]
         )
@@ -186,7 +186,7 @@ def test_missing_rows_are_named() -> None:
 def test_missing_corner_is_named_as_a_box() -> None:
     boxes = [Box((r, c), (2, 3)) for r in (0, 2, 4, 6) for c in (0, 3) if (r, c) != (4, 3)]
     shards = ShardTable.of(publish(Model.of([W]), holding(W, boxes)).manifests)
-    with pytest.raises(LayoutError, match=r"no source has \[4:6, 3:6\];.*and 3 more") as error:
+    with pytest.raises(LayoutError, match=r"no source has \[4:6, 3:6\] of .*and 3 more") as error:
         plan_reads(shards, [replicated_target(W)])
     assert "worker-4" not in str(error.value)
 

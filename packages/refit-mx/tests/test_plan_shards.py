@@ -204,7 +204,7 @@ def test_tables_with_different_tensors_and_orders_are_merged() -> None:
         (TensorTable(["w", "b"], ["float32", "int16"], [[8, 3], [0, 2**62]]), "at most"),
         (TensorTable(["w"], ["float32"], [[8, 3]]), "of tensors 0 to 1; expected 0 to 0"),
         (TensorTable([], [], []), "the table has 0"),
-        (TensorTable(["w", "b"], ["float32"], [[8, 3]]), "expected as many of each"),
+        (TensorTable(["w", "b"], ["float32"], [[8, 3]]), "expected equal numbers"),
     ],
 )
 def test_table_of_invalid_tensors_is_refused(table: TensorTable, message: str) -> None:

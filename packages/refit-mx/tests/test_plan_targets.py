@@ -49,7 +49,7 @@ def test_slice_has_the_rows_of_the_layout() -> None:
 
 
 def test_mesh_with_an_invalid_axis_or_rank_is_refused() -> None:
-    with pytest.raises(ValueError, match="axis 2; it has 2"):
+    with pytest.raises(ValueError, match="axis 2; the tensor has 2 axes"):
         mesh_target(W, [(2, 2, 0)])
     with pytest.raises(ValueError, match="rank 2"):
         mesh_target(W, [(0, 2, 2)])

@@ -1,10 +1,10 @@
 """Calls in other threads: `BoundedCalls` adds a deadline to a call, `CallGroup` runs several.
 
-Three kinds of calls need a deadline from outside, and each holds a lock that other calls need:
+`BoundedCalls` is for three library calls that may block for minutes and accept no deadline:
 
-- NIXL connects to a peer in one call, which blocks for minutes while packets are dropped.
-- A client of torch's ``TCPStore`` reads without a time limit while the server process is stopped.
-- The resolver waits for a name server.
+- NIXL connects to a peer in one call, which blocks while packets are dropped.
+- A client of torch's ``TCPStore`` reads from a stopped server process.
+- The resolver of host names waits for a silent name server.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class CallGroup:
         return self._stopped.is_set()
 
     def stop(self) -> None:
-        """Set `stopped`."""
+        """Set `stopped`, so that no further call starts and running calls return soon."""
         self._stopped.set()
 
     def start(self, call: Callable[[], object]) -> None:
@@ -150,7 +150,7 @@ def map_calls(
     No call is running when this has returned or raised.
 
     Raises:
-        BaseException: the error of the first item, in their order, that failed.
+        BaseException: the error of the failed item that comes first in ``items``.
     """
     group = CallGroup(threads)
     results: dict[int, _Result] = {}

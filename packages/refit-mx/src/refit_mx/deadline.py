@@ -1,4 +1,4 @@
-"""`Deadline`: the moment by which an operation with all its waits must be done."""
+"""`Deadline`: the moment by which an operation must be done, including all its waits."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class StallDeadline(Deadline):
 
     @property
     def max_wait_s(self) -> float:
-        """A fraction of the stall limit, so that other threads see bytes that arrive slowly."""
+        """A fraction of the stall limit, so that slow bytes are recorded before it passes."""
         return self._timeout_s * _WAIT_PART
 
     def record_progress(self) -> None:

@@ -1,5 +1,6 @@
-"""Every error that refit raises: all are `RefitError`, and `retryable` marks those worth a retry.
+"""Errors of refit: all derive from `RefitError`, and `retryable` marks those worth a retry.
 
+An invalid argument of a layout or a deadline raises a plain `ValueError` or `TypeError` instead.
 Every operation has a deadline. When it passes, the operation raises `RefitTimeoutError` or, if the
 cause is known, the error of that cause.
 """
@@ -125,7 +126,7 @@ class FencedError(RefitError):
 
 
 class FleetError(RefitError):
-    """Servers of a fleet that could not get the version; none resumed with another version.
+    """Servers that a fleet could not bring to a version; none was resumed with another version.
 
     Attributes:
         failed: reason of each failure, by server address.

@@ -19,15 +19,15 @@ class PublisherSettings:
 
     Attributes:
         rpc_timeout_s: time limit of one control-plane call.
-        control_retry_s: time limit of retries while the control plane cannot be reached; applies
-            before anything is copied.
+        control_retry_s: time limit of retries while the control plane cannot be reached. It
+            applies to queries of a version; other calls are retried until the publish times out.
         poll_s: polling interval while waiting for the leases of a version.
-        source_timeout_s: a receiver that accepts no bytes for so long is disconnected.
-        max_connections: concurrent connections to the source server, each with a thread here.
-            Beyond it the connection idle for longest is closed, and its receiver reconnects when
-            needed; if none is idle, receivers wait. A receiver has one connection, or
-            ``connections_per_source`` over TCP, plus one for manifests and, at times, one for
-            digests.
+        source_timeout_s: time after which a receiver that accepts no bytes is disconnected.
+        max_connections: limit of concurrent connections to the source server, each with a thread
+            in this process. Beyond it, the connection idle for longest is closed, and its receiver
+            reconnects when needed; if none is idle, new receivers wait. A receiver uses one
+            connection for reads (``connections_per_source`` over TCP), one for manifests, and
+            sometimes one for digests.
         max_manifest_bytes: size limit of a manifest; a larger one is refused.
         copy_threads: threads that copy into the arena and compute digests. None is one per core
             that this process may use, up to `MAX_COPY_THREADS`.
@@ -54,21 +54,21 @@ class ReceiverSettings:
 
     Attributes:
         lease_ttl_s: time to live of a lease after its last renewal.
-        heartbeat_ttl_s: a receiver that is silent for so long counts as dead.
+        heartbeat_ttl_s: time after which a silent receiver counts as dead.
         rpc_timeout_s: time limit of one control-plane call.
         control_retry_s: time limit of retries while the control plane cannot be reached.
         manifest_timeout_s: a publisher that does not send its manifest in this time is excluded.
-        digest_timeout_s: a publisher that does not send the digests of what was read in this time
-            counts as lost.
-        stall_timeout_s: longest time in which a fetch gets no byte from any source, or over NIXL
-            completes no transfer, each at most 16 MiB (64 with RDMA). Then sources that do not
-            respond are excluded, or else those with outstanding reads, and the next attempt reads
-            from other sources.
-        connect_timeout_s: time limit of one connection to a source; over NIXL at most half of the
-            time that remains.
+        digest_timeout_s: a publisher that does not send requested digests in this time counts as
+            lost.
+        stall_timeout_s: time without progress after which a fetch counts as stalled. Progress is
+            any byte from any source; over NIXL it is a complete transfer of at most 16 MiB (64
+            with RDMA). After a stall, silent sources are excluded, or if none is silent, those
+            with outstanding reads; the next attempt reads from other sources.
+        connect_timeout_s: time limit of one connection to a source. The connection to a NIXL agent
+            also gets at most half of the time that remains.
         connections_per_source: connections of the TCP transport to each source.
-        scratch_copies: scratch memory, as a multiple of the size of all targets. Buffers in
-            quarantine count.
+        scratch_copies: limit of scratch memory, as a multiple of the size of all targets. It
+            includes quarantined buffers, into which an abandoned read may still write.
         max_manifest_bytes: size limit of a manifest; a larger one is refused.
         min_overlapped_verify_bytes: a fetch of at least this size is verified while bytes still
             arrive.

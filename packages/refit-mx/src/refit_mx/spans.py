@@ -1,7 +1,7 @@
 """Spans of a refit. They cost almost nothing in a process without an OpenTelemetry SDK.
 
-Phases that move or verify weights are always recorded. The others are short and frequent: they are
-recorded only when they fail or when the baggage has `VERBOSE`.
+Short, frequent phases (`_DETAILS`) are recorded only when they fail or when the baggage has
+`VERBOSE`. All other phases are always recorded.
 """
 
 from __future__ import annotations
@@ -75,12 +75,12 @@ def _record_error(span: Span, error: BaseException) -> None:
 
 def tracer() -> trace.Tracer:
     """Return the tracer of the current provider."""
-    global _made
+    global _cached_tracer
     provider = trace.get_tracer_provider()
-    if provider is not _made[0]:
-        _made = provider, provider.get_tracer("refit-mx")
-    return _made[1]
+    if provider is not _cached_tracer[0]:
+        _cached_tracer = provider, provider.get_tracer("refit-mx")
+    return _cached_tracer[1]
 
 
 # Cached with its provider: creating a tracer takes as long as the rest of a span.
-_made: tuple[trace.TracerProvider | None, trace.Tracer] = None, trace.NoOpTracer()
+_cached_tracer: tuple[trace.TracerProvider | None, trace.Tracer] = None, trace.NoOpTracer()

@@ -73,7 +73,7 @@ class RequestGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc ha
             except _Aborted as aborted:
                 await context.abort(*aborted.args)
 
-        # To clients a stream of one request looks the same.
+        # For clients, a stream of one request is the same as a single request.
         return grpc.stream_unary_rpc_method_handler(
             serve, request_deserializer=None, response_serializer=handler.response_serializer
         )

@@ -35,5 +35,5 @@ class OptionsCommand(TyperCommand):
         return super().parse_args(ctx, args)
 
     def problems(self, values: Mapping[str, Any]) -> Iterable[str]:
-        """Yield problems beyond types and ranges; ``values`` lacks options with those."""
+        """Yield further problems of ``values``: the options with a valid type and range."""
         return ()

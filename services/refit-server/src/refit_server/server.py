@@ -150,7 +150,7 @@ async def _until_stop(stop: asyncio.Event, plane: ControlPlane) -> None:
 async def _stop(
     server: grpc.aio.Server, servicer: health.aio.HealthServicer, deadline: float
 ) -> None:
-    # A watcher that does not read its stream can block the announcement.
+    # A health watcher that does not read its stream can block this call.
     with suppress(TimeoutError):
         async with asyncio.timeout_at(deadline):
             await servicer.enter_graceful_shutdown()

@@ -50,7 +50,7 @@ class CompilePass(Protocol):
         """
 
     def output_specs(self, specs: Sequence[TensorSpec]) -> tuple[TensorSpec, ...]:
-        """Return the specs of the outputs, in order; shapes are those of C-ordered bytes."""
+        """Return the specs of the outputs, in order, as C-ordered tensors."""
 
     def unchanged(self, specs: Sequence[TensorSpec]) -> frozenset[str]:
         """Return the names of outputs that equal the input of the same name, byte for byte.
@@ -142,7 +142,9 @@ def compile_pass(name: str, **options: Any) -> CompilePass:
     except TypeError as error:
         raise RefitConfigError(f"compile_pass({name!r}): {error}") from None
     if compiler.name != name:
-        raise RefitConfigError(f"compile_pass({name!r}): its factory created {compiler.name!r}")
+        raise RefitConfigError(
+            f"compile_pass({name!r}): its factory created {compiler.name!r}; expected {name!r}"
+        )
     return compiler
 
 

@@ -42,7 +42,7 @@ class CutlassFp8(QuantizingPass):
         selection: function that selects the tensors to quantize.
 
     Raises:
-        RefitConfigError: a choice is unknown.
+        RefitConfigError: ``scales`` or ``weight_layout`` is unknown.
     """
 
     name = "cutlass_fp8"

@@ -2,7 +2,7 @@
 
 The arithmetic follows ``per_block_cast_to_fp8`` in DeepGEMM's public utilities. Names and shapes
 follow DeepSeek-V3's published checkpoints: ``weight`` as float8_e4m3fn, and ``weight_scale_inv``,
-the factor that turns stored values of a block back into values.
+by which a block's stored values are multiplied to dequantize them.
 """
 
 from __future__ import annotations
@@ -101,6 +101,6 @@ class DeepGemmFp8(QuantizingPass):
 
 
 def _round_up_to_power_of_two(values: torch.Tensor) -> torch.Tensor:
-    """Round positive normal float32 up by bits: a logarithm is inexact near powers of two."""
+    """Round positive normal floats up, by their bits: a logarithm is inexact near powers of two."""
     bits = values.view(torch.int32)
     return ((bits + 0x007FFFFF) & 0x7F800000).view(torch.float32)

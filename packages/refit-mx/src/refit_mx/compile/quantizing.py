@@ -125,7 +125,7 @@ def bands(matrix: torch.Tensor, rows_multiple: int) -> Iterator[tuple[int, int]]
 
     Args:
         matrix: matrix of two axes.
-        rows_multiple: factor of the number of rows of each band but the last.
+        rows_multiple: each band has a multiple of this many rows, except the last.
     """
     rows, columns = matrix.shape
     if not rows or not columns:
@@ -136,7 +136,7 @@ def bands(matrix: torch.Tensor, rows_multiple: int) -> Iterator[tuple[int, int]]
 
 
 def check_finite(name: str, largest: torch.Tensor) -> None:
-    """Check largest magnitudes, which show any NaN or infinity.
+    """Check largest magnitudes; a NaN or an infinity in the data is always among them.
 
     Raises:
         CompileError: a value is not finite.

@@ -13,9 +13,9 @@ Selection = Callable[[TensorSpec], bool]
 RAW_DTYPES = frozenset({"float32", "bfloat16", "float16"})
 """Input dtypes of a quantizing pass."""
 
-# Tensors that the published fp8 checkpoints of these models leave as they are: tables that are
-# looked up, small tensors with a large effect (norms, routers), and the last layer.
-_NOT_QUANTISED = re.compile(
+# Tensors that published fp8 checkpoints leave unquantized: embeddings, small tensors with a large
+# effect (norms, routers), and the last layer.
+_NOT_QUANTIZED = re.compile(
     r"(^|\.)("
     r"\w*embed\w*|wte|wpe|\w*norm\w*|ln_\w+|lm_head|output_layer|router|shared_expert_gate"
     r")(\.|$)|\.(mlp|block_sparse_moe)\.gate\.weight$"
@@ -30,7 +30,7 @@ def linear_weights(spec: TensorSpec) -> bool:
     Embeddings, norms, routers, ``lm_head`` and biases are not selected. Dtypes are not considered:
     a pass refuses a selected tensor with a dtype outside `RAW_DTYPES`.
     """
-    if _NOT_QUANTISED.search(spec.name):
+    if _NOT_QUANTIZED.search(spec.name):
         return False
     if len(spec.shape) == 3:
         return _STACKED.search(spec.name) is not None

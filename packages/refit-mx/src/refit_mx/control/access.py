@@ -22,7 +22,7 @@ TOKEN = "REFIT_MX_CONTROL_TOKEN"  # noqa: S105  # a name
 
 @dataclass(frozen=True)
 class ControlAccess:
-    """TLS and token settings of a connection to a control plane; all None for neither.
+    """TLS and token settings of a connection to a control plane; by default it uses neither.
 
     Attributes:
         tls_ca: PEM file of the certificates to trust.

@@ -176,7 +176,7 @@ class ControlClient:
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     def delete_version(self, version_id: str) -> VersionInfo:
-        """Release a version: it gets no new leases, and its shards may go after the last lease.
+        """Release a version: it gets no new leases; after the last one, its shards may be deleted.
 
         Raises:
             VersionNotFoundError: there is no such version.

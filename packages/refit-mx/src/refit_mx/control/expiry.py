@@ -1,7 +1,7 @@
 """`Expiry`: the rules that apply when time passes and when workers or leases end.
 
 A READY version that loses the last live shard of a slot becomes RELEASING for good: a later
-receiver could read only part of it, and the missing part never returns unchanged.
+receiver could read only part of it, and a restarted worker may publish other bytes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class Expiry:
 
     Args:
         ledger: the records.
-        limits: how long records are retained.
+        limits: bounds on what is retained, and for how long.
     """
 
     def __init__(self, ledger: Ledger, limits: Limits) -> None:
@@ -36,7 +36,7 @@ class Expiry:
         least for ``grace_s`` from now, or for its time to live if that is shorter.
         """
         ledger = self._ledger
-        for record in sorted(records, key=_released_first):
+        for record in sorted(records, key=_release_time_ms):
             ended = isinstance(record, Worker) and (record.stale or record.expired)
             if isinstance(record, Worker | Lease) and not ended:
                 granted = now_ms + min(record.ttl_ms, int(grace_s * 1000))
@@ -107,7 +107,7 @@ class Expiry:
             self._ledger.at(version.created_at_ms + self._abandon_after_ms, "version", version.uid)
 
     def covering_changed(self, version: Version, now_ms: int) -> None:
-        """Apply the rules of a version's state after workers of its shards came or went."""
+        """Make a version READY, release it or clean it up, after its live shards changed."""
         slots = version.body.expected_source_slots
         if version.state is VersionState.RELEASING:
             self._drop_dead_shards(version, now_ms)
@@ -197,8 +197,8 @@ class Expiry:
                 self.release(version, f"{self._limits.retention} newer versions are READY", now_ms)
 
     def _abandon(self, version: Version, now_ms: int) -> None:
-        # Due once the version's time limit has passed and its last worker is gone, whichever is
-        # later, so that a server restarted in between reaches the same result.
+        # Checked both when the time limit passes and when a worker is lost: whichever comes last
+        # abandons the version, also if the server restarts in between.
         if (
             version.state is VersionState.STAGING
             and version.created_at_ms + self._abandon_after_ms <= now_ms
@@ -231,6 +231,7 @@ class Expiry:
             self._ledger.drop(worker)
 
 
-def _released_first(record: Record) -> int:
-    # By release time, the order in which versions are forgotten.
+def _release_time_ms(record: Record) -> int:
+    # Released versions come last, in the order in which they are forgotten: their shards and leases
+    # must be in the ledger before them.
     return record.released_at_ms if isinstance(record, Version) else 0

@@ -36,7 +36,7 @@ class Heartbeat:
         worker_id: id of the worker, new for every process.
         role: role of the worker.
         model_name: model of the weights.
-        ttl_s: a worker that is silent for so long counts as dead.
+        ttl_s: time after which a silent worker counts as dead.
         on_sigterm: whether SIGTERM marks the worker STALE before the previous handler runs. Python
             sets handlers only in the main thread: if the process creates no heartbeat there, the
             worker expires instead.

@@ -91,7 +91,7 @@ class VersionLease:
         self._abandoned = True
 
     def close(self) -> None:
-        """Release the lease; if the control plane does not answer, it expires.
+        """Release the lease; if the control plane does not answer, the lease expires.
 
         May be called again.
         """
@@ -99,7 +99,7 @@ class VersionLease:
             return
         self._closing.set()
         self._thread.join()
-        # If that fails, the lease expires.
+        # If the call fails, the lease expires.
         with contextlib.suppress(ControlError, RefitTimeoutError):
             self._release(self.lease_id)
 

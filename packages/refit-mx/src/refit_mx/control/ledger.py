@@ -89,7 +89,7 @@ class Ledger:
     def take_changes(self) -> Changes:
         """Return the changes since the last call: kind and key to record, or to None if dropped.
 
-        The records are the ledger's own: encode them before any other record is put.
+        The records are not copies: encode them before the ledger changes again.
         """
         changes, self._changes = self._changes, {}
         return changes

@@ -17,12 +17,12 @@ class Limits:
         forget_after_s: time after which a RELEASING version without shards and leases is
             forgotten, and so is a dead worker without shards.
         abandon_after_s: time after which a STAGING version without a live shard is released.
-        max_released: retained RELEASING versions without shards and leases; beyond it, those
-            without them for longest are forgotten at once.
-        max_versions: versions that are not forgotten, in all.
-        max_workers: workers that are not forgotten, in all.
-        max_leases: live leases on one version.
-        max_replicas: shards that fill one slot.
+        max_released: limit of RELEASING versions without shards and leases. Beyond it, those that
+            lost their last shard or lease first are forgotten at once.
+        max_versions: limit of all versions that are not forgotten.
+        max_workers: limit of all workers that are not forgotten.
+        max_leases: limit of live leases on one version.
+        max_replicas: limit of shards that fill one slot.
         max_ttl_s: longest time to live of a worker or a lease.
 
     Raises:
@@ -43,4 +43,5 @@ class Limits:
         for name in self.__dataclass_fields__:
             value = getattr(self, name)
             if value < 0 or (value == 0 and name != "retention"):
-                raise RefitConfigError(f"{name} {value!r}; expected more than 0")
+                expected = "0 or more" if name == "retention" else "more than 0"
+                raise RefitConfigError(f"{name} {value!r}; expected {expected}")

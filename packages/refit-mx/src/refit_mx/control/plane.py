@@ -25,7 +25,7 @@ _PAUSE_MS = 1000
 
 @dataclass(frozen=True)
 class Counts:
-    """Numbers of what the control plane holds.
+    """Number of records in the control plane, by kind.
 
     Attributes:
         versions: versions by state.
@@ -51,9 +51,9 @@ class ControlPlane:
     Args:
         store: storage of the records; None keeps them in memory only.
         limits: bounds on what is retained, and for how long.
-        restart_grace_s: minimum time for which a live worker or lease stays live after a restart;
-            its own time to live, if that is shorter. The same holds after a pause of the process,
-            for example by SIGSTOP or of its virtual machine.
+        restart_grace_s: minimum time for which a live worker or lease stays live after a restart,
+            or its own time to live if that is shorter. It also applies after the process or its
+            virtual machine was paused, for example by SIGSTOP.
         clock: Unix time in milliseconds that never goes back; None uses the machine's.
     """
 
@@ -89,9 +89,10 @@ class ControlPlane:
         return self._failed
 
     def call(self, step: Callable[[ControlState, int], T]) -> T:
-        """Run ``step`` on the state at the current time in milliseconds, and store its changes.
+        """Run ``step`` with the state and the current time in milliseconds; store its changes.
 
-        Other threads share the state, so ``step`` must convert records to messages itself.
+        Other threads change the state as soon as ``step`` returns. So ``step`` must return
+        messages, not records.
 
         Raises:
             Refusal: from the step, or UNAVAILABLE if the store failed.
@@ -109,7 +110,7 @@ class ControlPlane:
         return return_value
 
     def counts(self) -> Counts:
-        """Return the numbers of what the control plane holds.
+        """Return the number of records, by kind.
 
         Raises:
             Refusal: UNAVAILABLE if the store failed.
@@ -142,7 +143,7 @@ class ControlPlane:
         self._store.close()
 
     def _now_ms(self) -> int:
-        """Return the time; after a pause, first extend what was live before it."""
+        """Return the time. After a pause, first extend the records that were live before it."""
         since_ms, self._seen_ms = self._seen_ms, self._clock()
         if self._seen_ms - since_ms > _PAUSE_MS:
             self._state.extend_grace(since_ms, now_ms=self._seen_ms, grace_s=self._grace_s)

@@ -125,7 +125,7 @@ def version_body_of(request: Message) -> VersionBody:
 
 
 def state_of(number: int) -> VersionState:
-    """Return the state of a message.
+    """Return the state that a number stands for in ``refit.proto``.
 
     Raises:
         Refusal: INVALID_ARGUMENT for an unknown number.
@@ -139,7 +139,7 @@ def state_of(number: int) -> VersionState:
 
 
 def role_of(number: int) -> WorkerRole:
-    """Return the role of a message.
+    """Return the role that a number stands for in ``refit.proto``.
 
     Raises:
         Refusal: INVALID_ARGUMENT for an unknown number.

@@ -1,4 +1,4 @@
-"""Records of the control plane, one struct per row, and `Refusal`, the error of its rules.
+"""Records of the control plane, one struct per row, and `Refusal`, raised when a rule is broken.
 
 The store writes these structs. So a new field needs a default, and a field that is removed or
 changes its meaning needs a new `refit_mx.control.store.SCHEMA_VERSION`.
@@ -72,7 +72,7 @@ class ObjectStorage(msgspec.Struct, frozen=True):
 
 
 class VersionBody(msgspec.Struct, frozen=True):
-    """Arguments with which a version is created; an idempotency key stands for all of them.
+    """Arguments that create a version; calls with one idempotency key must have equal arguments.
 
     Attributes:
         model_name: model of the weights.

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from refit_mx.control.records import Code, Refusal
 
 SILENT_AFTER_MS = 90_000
-"""A source silent for so long counts as STALE; ModelExpress sends a heartbeat every 30 s."""
+"""Time after which a silent source is STALE; ModelExpress sends a heartbeat every 30 s."""
 MAX_SOURCES = 10_000
 MAX_BYTES = 256 << 20
 """Size limit of the data that all sources published."""
@@ -77,7 +77,8 @@ class SourceTable:
                 if not self._has_room(key, source):
                     raise Refusal(
                         Code.RESOURCE_EXHAUSTED,
-                        f"{len(self._sources)} sources of {self._bytes} bytes are published",
+                        f"{len(self._sources)} sources have published {self._bytes} bytes; "
+                        f"expected at most {MAX_SOURCES} sources and {MAX_BYTES} bytes",
                     )
             self._bytes += source.size - (self._sources[key].size if key in self._sources else 0)
             self._sources[key] = source

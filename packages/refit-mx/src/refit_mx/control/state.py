@@ -64,7 +64,8 @@ class ControlState:
 
         Raises:
             Refusal: INVALID_ARGUMENT for an inconsistent body; ALREADY_EXISTS if the idempotency
-                key or the uid belongs to another version; RESOURCE_EXHAUSTED.
+                key or the uid belongs to another version; RESOURCE_EXHAUSTED beyond
+                `Limits.max_versions`.
         """
         self._expiry.expire_until(now_ms)
         _check_body(body)
@@ -75,7 +76,7 @@ class ControlState:
                 raise Refusal(
                     Code.ALREADY_EXISTS,
                     f"idempotency key {body.idempotency_key!r} of model {body.model_name!r} "
-                    f"created version {known!r} with another {_differences(version.body, body)}",
+                    f"created version {known!r} with different {_differences(version.body, body)}",
                 )
             return version
         if body.uid is not None and body.uid in self.ledger.versions:
@@ -83,7 +84,8 @@ class ControlState:
         if len(self.ledger.versions) >= self.limits.max_versions:
             raise Refusal(
                 Code.RESOURCE_EXHAUSTED,
-                f"{len(self.ledger.versions)} versions exist; delete some of them and their shards",
+                f"{len(self.ledger.versions)} versions exist, the limit; delete some of them and "
+                "their shards",
             )
         version = Version(
             uid=body.uid or secrets.token_hex(12),
@@ -114,7 +116,7 @@ class ControlState:
         self._expiry.expire_until(now_ms)
         version = self._version(uid)
         if state is VersionState.RELEASING:
-            self._expiry.release(version, "a client asked for it", now_ms)
+            self._expiry.release(version, "a client released it", now_ms)
         elif state < version.state:
             raise Refusal(
                 Code.FAILED_PRECONDITION,
@@ -147,8 +149,8 @@ class ControlState:
     ) -> Worker:
         """Register a worker as live for ``ttl_s`` from now.
 
-        A worker that expired may return: its shards count again if their version is still STAGING
-        or READY.
+        A worker that expired may register again: its shards count again if their version is still
+        STAGING or READY.
 
         Raises:
             Refusal: ALREADY_EXISTS for an id with another role or model; FAILED_PRECONDITION for a
@@ -161,7 +163,9 @@ class ControlState:
         if worker is None:
             if len(self.ledger.workers) >= self.limits.max_workers:
                 raise Refusal(
-                    Code.RESOURCE_EXHAUSTED, f"{len(self.ledger.workers)} workers are registered"
+                    Code.RESOURCE_EXHAUSTED,
+                    f"{len(self.ledger.workers)} workers are registered, the limit; stopped "
+                    f"workers are forgotten after {self.limits.forget_after_s:g} s",
                 )
             worker = Worker(worker_id, role, model_name, ttl_ms, now_ms + ttl_ms)
         elif (worker.role, worker.model_name) != (role, model_name):
@@ -238,7 +242,8 @@ class ControlState:
         if replicas >= self.limits.max_replicas:
             raise Refusal(
                 Code.RESOURCE_EXHAUSTED,
-                f"slot {shard.source_slot_id!r} of version {version.uid!r} has {replicas} shards",
+                f"slot {shard.source_slot_id!r} of version {version.uid!r} has {replicas} shards, "
+                "the limit",
             )
         self.ledger.put(shard)
         self._expiry.covering_changed(version, now_ms)
@@ -289,7 +294,8 @@ class ControlState:
         if holders:
             raise Refusal(
                 Code.FAILED_PRECONDITION,
-                f"version {version_id!r} is leased by {list_names(holders)}; its shards stay",
+                f"version {version_id!r} is leased by {list_names(holders)}; retry when no lease "
+                "remains",
             )
         self._expiry.drop_shard(shard, now_ms)
         return True
@@ -321,7 +327,9 @@ class ControlState:
                 )
             held = len(self.ledger.leases.get(version_id, {}))
             if held >= self.limits.max_leases:
-                raise Refusal(Code.RESOURCE_EXHAUSTED, f"version {version_id!r} has {held} leases")
+                raise Refusal(
+                    Code.RESOURCE_EXHAUSTED, f"version {version_id!r} has {held} leases, the limit"
+                )
             lease = Lease(secrets.token_hex(12), version_id, worker_id, ttl_ms, now_ms + ttl_ms)
         elif now_ms + ttl_ms > lease.expires_at_ms:
             lease.ttl_ms, lease.expires_at_ms = ttl_ms, now_ms + ttl_ms

@@ -3,7 +3,7 @@
 After loading, vLLM turns a layer's weights into the form it computes with: packed on a CPU, or
 transposed, shuffled or quantized by GPU kernels. So received weights are put into a layer as a
 loader would leave them; vLLM then processes the layer again and copies the result into the tensors
-that captured graphs use. vLLM's engine for sharded RDT uses the same functions of
+that captured graphs use. vLLM's backend ``sharded_rdt`` uses the same functions of
 ``vllm.model_executor.model_loader.reload``; `test_vllm_versions.py` checks each in every version.
 """
 
@@ -38,7 +38,7 @@ from refit_mx.receive.install import holds
 
 try:
     from vllm.model_executor.layers.attention import is_deferred_attention_layer
-except ImportError:  # before 0.28 these two are processed last, and no other attention layer
+except ImportError:  # before vLLM 0.28, only these two attention layers are processed last
 
     def is_deferred_attention_layer(layer: nn.Module) -> bool:
         from vllm.model_executor.layers.attention import Attention, MLAAttention
@@ -103,8 +103,8 @@ class LayerwiseReload:
             outputs: tensors to install, by parameter name.
 
         Raises:
-            LayoutError: a layer cannot be processed again, or a parameter gets no tensor, or one of
-                another shape, or one with values that its dtype cannot hold.
+            LayoutError: a layer cannot be processed again; or a parameter gets no tensor, or a
+                tensor of another shape or of a dtype that it cannot hold.
         """
         with self._load_form() as parameters:
             sources = self._sources(outputs)
@@ -282,7 +282,8 @@ def _check_fits(name: str, layer: nn.Module, spec: TensorSpec, parameter: torch.
     if not holds(parameter.dtype, getattr(torch, spec.dtype)):
         raise LayoutError(
             f"{name}: the model loads {str(parameter.dtype).removeprefix('torch.')}, which "
-            f"cannot hold every {spec.dtype}; publish another wire dtype, or use a compile pass"
+            f"cannot hold every {spec.dtype} value; publish another wire dtype, or use a compile "
+            "pass"
         )
 
 

@@ -26,7 +26,7 @@ def plugin() -> None:
         register()
     except ImportError as error:
         _LOG.info(
-            "backend %r is not registered, this vLLM has no weight transfer: %s", *_log_args(error)
+            "backend %r is not registered: this vLLM has no weight transfer: %s", *_log_args(error)
         )
     except Exception as error:  # noqa: BLE001 - an unknown vLLM may raise anything
         _LOG.warning("backend %r is not registered: %s", *_log_args(error))

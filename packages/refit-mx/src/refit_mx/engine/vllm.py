@@ -40,7 +40,7 @@ class MxWeightTransferUpdateInfo(MxUpdateInfo, WeightTransferUpdateInfo):
 class MxWeightTransferEngine(WeightTransferEngine):
     """Engine that installs exactly the version that an update names.
 
-    Any: arguments are vLLM's objects; only the names used here are relied on.
+    Arguments typed Any are vLLM's objects; it relies only on the attributes that it uses.
     """
 
     init_info_cls = MxWeightTransferInitInfo

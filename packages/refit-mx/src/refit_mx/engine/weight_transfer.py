@@ -64,7 +64,7 @@ class _Fetch:
 
     @property
     def received(self) -> str:
-        """Text of `__str__` after success."""
+        """Description of the fetch once it has succeeded."""
         return f"version {self.version_id}"
 
     def __str__(self) -> str:
@@ -197,7 +197,7 @@ class MxWeightTransfer:
             FencedError: the install failed on a rank. No rank serves until an update succeeds.
         """
         fetch = self._fetch
-        state = "nothing" if fetch is None else str(fetch)  # one moment's state for all ranks
+        state = "nothing" if fetch is None else str(fetch)  # read once: the fetch may complete
         states = gather_from_ranks(state)
         try:
             if len(set(states)) > 1 or (fetch is not None and state != fetch.received):
@@ -310,7 +310,7 @@ class MxWeightTransfer:
         else:
             raise RefitConfigError(
                 f"init_info: source_target {info.source_target!r}; "
-                f"{compiler.name} can be made of {', '.join(sorted(compiler.accepts))}, "
+                f"{compiler.name} can be compiled from {', '.join(sorted(compiler.accepts))}, "
                 f"or received as {compiler.name}"
             )
         return compiler, targets, metadata
@@ -321,7 +321,7 @@ class MxWeightTransfer:
         """Derive what this rank needs, and create a receiver for it.
 
         Raises:
-            RefitError: as in `begin`.
+            RefitError: no source matches, or its tensors do not fit the pass or the model.
         """
         compiler, control = self._compiler, self._control
         assert compiler is not None

@@ -37,7 +37,10 @@ class Point(Enum):
 
 
 class Store(Protocol):
-    """The used part of ``torch.distributed.Store``; a ``TCPStore`` needs no process group."""
+    """The methods of ``torch.distributed.Store`` that the barrier uses.
+
+    A ``TCPStore`` has them, and needs no process group.
+    """
 
     def set(self, key: str, value: bytes) -> None:
         """Write a value."""
@@ -107,7 +110,7 @@ class PhaseBarrier:
         self._bounded(lambda: self._meet(number, point, deadline), deadline, _LIST_MISSING_S)
 
     def fail(self, point: Point, why: str, *, timeout_s: float = _REPORT_S) -> None:
-        """Report a failure of this rank at a point and all later ones, so that none waits for it.
+        """Report a failure of this rank at a point and all later ones: no rank then waits for it.
 
         Args:
             point: next point that this rank would have reached.

@@ -118,7 +118,7 @@ class Calls:
         if not left:
             raise ServerCallError(f"{path}: no time remains for the request")
         try:
-            # httpx limits each read separately, so a server that trickles would never end.
+            # httpx limits each read separately, so a slow server would never time out.
             async with asyncio.timeout(left):
                 request = self.client.build_request(
                     method, address + path, json=body, params=query, timeout=left
@@ -135,7 +135,7 @@ class Calls:
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise ServerCallError(
                 f"{path}: {type(error).__name__}: {error}",
-                # RemoteProtocolError shows this only in its text, since bad HTTP raises it too.
+                # Bad HTTP raises RemoteProtocolError too; only its text shows a disconnect.
                 disconnected=isinstance(error, _DISCONNECTED) or "disconnected" in str(error),
             ) from None
         if 300 <= response.status_code < 400:

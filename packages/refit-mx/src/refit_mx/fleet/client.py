@@ -56,8 +56,8 @@ class FleetStats:
         pause_ms: time from the first pause request to the last answered resume.
         seconds: duration of each phase. Servers serve during ``prepare`` and ``fetch``, and are
             paused during ``pause``, ``check``, ``install`` and ``resume``.
-        stale: what servers held when this refit began, by address, if not the last refit's version.
-            A restarted server has served its launch weights since its restart.
+        stale: servers that no longer held the last refit's version when this one began, by address,
+            with what they held. A server that restarted serves its launch weights until a refit.
     """
 
     servers: int
@@ -68,7 +68,11 @@ class FleetStats:
 
 
 class RefitFleet:
-    """Client that updates vLLM servers started for it; see the documentation of refit.
+    """Client that updates vLLM servers.
+
+    Start each server with development routes, the backend ``mx`` and the worker extension
+    `refit_mx.engine.status.RefitStatus`. If a server lacks one, the error of `refit` names the
+    option that it needs.
 
     It calls only the given addresses; redirects and proxies from the environment are not used. One
     refit at a time. `refit` and `resume` block; `refit_async` and `resume_async` are their
@@ -109,7 +113,7 @@ class RefitFleet:
     ) -> None:
         self._servers = [Server(address) for address in addresses]
         if not self._servers:
-            raise RefitConfigError("fleet: no addresses")
+            raise RefitConfigError("fleet: no addresses; expected at least one")
         if len({server.address for server in self._servers}) != len(self._servers):
             raise RefitConfigError(f"fleet: an address is repeated in {list(addresses)}")
         if pause_mode not in get_args(PauseMode):
@@ -322,7 +326,7 @@ class _Update:
         await group.all("identify", calls, Server.identify)
         self._stale = self._fleet._stale()
         for address, reason in self._stale.items():
-            _LOG.warning("refit-mx: %s did not serve the last refit: %s", address, reason)
+            _LOG.warning("refit-mx: %s did not hold the last refit's version: %s", address, reason)
         sizes = {server: server.world_size or 0 for server in group.servers}
         workers = sum(sizes.values())
         if expected is not None and workers != expected:
@@ -356,7 +360,7 @@ class _Update:
                     for server, done in zip(group.servers, fetched, strict=True)
                     if not done
                 }
-                text = f"{calls.deadline.error()}, and the rest of timeout_s is for the pause"
+                text = f"{calls.deadline.error()}; the rest of timeout_s is reserved for the pause"
                 raise FleetError(text, failed)
 
     async def _check(self) -> None:

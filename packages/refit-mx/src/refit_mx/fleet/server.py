@@ -75,7 +75,7 @@ class Server:
     def holding(self) -> str:
         """Description of what it holds, for a message."""
         if self.holds == self.UNKNOWN:
-            return "no version"
+            return "an unknown version"
         return "weights of the launch" if self.holds is None else f"version {self.holds}"
 
     def mark_unknown(self) -> None:
@@ -270,7 +270,7 @@ class Server:
 
         Args:
             calls: calls of the operation.
-            wrong: version named by a finish that installed nothing.
+            wrong: version that vLLM reports because a failed refit named it.
         """
         if self.holds in (wrong, self.UNKNOWN):
             return
@@ -294,7 +294,7 @@ class Server:
         """Make a call, and check the state of every rank afterwards.
 
         Raises:
-            ServerCallError: a rank is in another state; has the reason, as far as it is known.
+            ServerCallError: a rank is in another state; the message has its state and any reason.
         """
         failure: ServerCallError | None = None
         try:

@@ -50,9 +50,10 @@ class ServerGroup:
         """Call all servers at once and wait for all, since no call can be cancelled.
 
         Raises:
-            RefitConfigError: servers cannot be driven as they are; names each.
-            FleetError: servers failed; names each. What a server holds is unknown afterwards,
-                unless it answered with status 200.
+            RefitConfigError: servers were started without what the fleet needs; the message names
+                them.
+            FleetError: servers failed; the message names them. What a server holds is unknown
+                afterwards, unless it answered with status 200.
         """
         answers = await asyncio.gather(
             *(ask(server, calls) for server in self.servers), return_exceptions=True

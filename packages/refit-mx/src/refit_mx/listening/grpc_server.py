@@ -19,7 +19,7 @@ REQUEST_S = 5.0
 _HANDSHAKE_MS = 2000
 """Time limit of TLS and HTTP/2. A full server refuses new peers, so silent ones must go soon."""
 _IDLE_MS = 15_000
-"""A connection without calls for so long is closed; the next call opens it again."""
+"""Time after which a connection without calls is closed; the next call opens it again."""
 _KEEPALIVE_MS = 30_000
 _MAX_CONNECTIONS = 16_384
 _MAX_CALLS = 100
@@ -37,7 +37,7 @@ def server_options(share: float) -> tuple[tuple[str, int], ...]:
         share: fraction of this process's file descriptors that its connections may use.
     """
     return (
-        # A second server on the same port must fail instead of taking part of the calls.
+        # A second server on the same port must fail, not receive some of the calls.
         ("grpc.so_reuseport", 0),
         ("grpc.server_handshake_timeout_ms", _HANDSHAKE_MS),
         ("grpc.max_allowed_incoming_connections", bounded_connections(_MAX_CONNECTIONS, share)),
@@ -86,7 +86,7 @@ class RequestGuard(grpc.ServerInterceptor):
                 context.abort(grpc.StatusCode.INVALID_ARGUMENT, MALFORMED)
             return handler.unary_unary(request, context)
 
-        # To clients a stream of one request looks the same.
+        # For clients, a stream of one request is the same as a single request.
         return grpc.stream_unary_rpc_method_handler(
             serve, request_deserializer=None, response_serializer=handler.response_serializer
         )

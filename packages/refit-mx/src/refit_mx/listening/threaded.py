@@ -25,8 +25,8 @@ class Connection:
     Attributes:
         sock: its socket, which only its own thread closes.
         peer: host of the other end.
-        idle_since: monotonic time since which no request is being served; None while one is, and
-            before the first.
+        idle_since: monotonic time at which it began to wait for its next request; None while one
+            is served, and before the greeting.
         thread: thread that serves it.
     """
 
@@ -56,9 +56,9 @@ class Connection:
 class ThreadedListener:
     """A TCP listener that starts when it is created.
 
-    If there are too many connections, or no file descriptor is free, an older one is closed: first
-    the oldest without a first request, else the one idle for longest, if for at least a second. If
-    there is neither, the new connection is refused.
+    If there are too many connections, or no file descriptor is free, an older one is closed: the
+    oldest without a first request, else the one idle for longest (at least a second). If there is
+    neither, the new connection is refused.
 
     Args:
         name: name of the listener, for the log.
@@ -166,7 +166,7 @@ class ThreadedListener:
     def _drop_silent(self) -> bool:
         """Close one connection in favor of another; return whether there was one. Needs the lock.
 
-        A new peer is no loss, and a known peer reconnects for its next request.
+        A peer without a first request loses nothing, and an idle peer reconnects for its next one.
         """
         silent = self.pending.drop_oldest()
         if silent is None:

@@ -50,7 +50,7 @@ class Box(NamedTuple):
 
 
 def check_reads(reads: ReadTable, nbytes: int, side: Side) -> None:
-    """Refuse a table that reaches outside a memory, whatever its numbers.
+    """Refuse a table that reaches outside a memory, even if products of its numbers overflow.
 
     Args:
         reads: untrusted table.
@@ -58,14 +58,14 @@ def check_reads(reads: ReadTable, nbytes: int, side: Side) -> None:
         side: which addresses of the table refer to this memory.
 
     Raises:
-        ValueError: a row is wrong, possibly because a product overflows; the message says which.
+        ValueError: a row reaches outside the memory; the message has the row.
     """
     if not len(reads):
         return
     at, stride1, stride2 = (reads.rows[:, column] for column in _COLUMNS[side])
     run, n1, n2 = (reads.rows[:, column] for column in (2, 3, 6))
     wrong = (reads.rows < 0).any(axis=1) | (run < 1) | (n1 < 1) | (n2 < 1)
-    # Floats, since int64 may overflow: exact below 2**53, and beyond it far outside any memory.
+    # Floats, since int64 may overflow. They are exact below 2**53; no memory is larger than that.
     counts = run.astype(np.float64) * n1 * n2
     ends = at.astype(np.float64) + (n1 - 1.0) * stride1 + (n2 - 1.0) * stride2 + run
     wrong |= (ends > nbytes) | (counts > nbytes)
@@ -180,7 +180,7 @@ def _small_chunks(reads: ReadTable, sizes: npt.NDArray[np.int64], side: Side) ->
 
 
 class ByteSpans:
-    """A memory that gives its boxes as buffers, one chunk at a time.
+    """View of a memory as buffers to send from or receive into, one chunk at a time.
 
     Args:
         memory: one contiguous uint8 tensor of one axis, on the CPU or a CUDA device.
@@ -198,8 +198,8 @@ class ByteSpans:
 
         Args:
             chunk: chunk from `chunks` for this memory.
-            load: True to fill staged buffers from the memory. False to write into the buffers;
-                `store` then copies staged bytes to their place in the memory.
+            load: True to read: staged buffers are filled from the memory. False to write: the
+                caller fills the buffers, and `store` copies staged bytes to their place.
         """
         view = self._view
         if view is not None and chunk.pieces:

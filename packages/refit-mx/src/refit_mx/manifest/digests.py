@@ -82,7 +82,7 @@ def host_block_digests(memory: memoryview, begin: int, end: int) -> bytes:
 
 
 def digest_of_reads(memory: torch.Tensor, reads: ReadTable, *, side: Side) -> bytes:
-    """Return a digest of each row's bytes, over its runs in the order j, i.
+    """Return a digest of each row's bytes, in the order of `ReadTable`: over j, then i.
 
     Args:
         memory: the source's arena or the receiver's scratch: one contiguous uint8 tensor of one

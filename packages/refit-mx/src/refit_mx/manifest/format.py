@@ -22,7 +22,7 @@ DIGEST_BYTES = 16
 """Size of an XXH3-128 digest from `xxhash.xxh3_128_digest`."""
 
 MANIFEST_FRAME_BYTES = 1 << 16
-"""Generous limit of the bytes that a gRPC response adds to a manifest."""
+"""Upper bound of the bytes that a gRPC response adds to a manifest."""
 
 Scalar = str | int | float | bool
 _Message = TypeVar("_Message")
@@ -147,7 +147,7 @@ class Manifest(msgspec.Struct, frozen=True):
         version_id: version in the control plane.
         source_slot_id: the expected slot of the version that this fills.
         worker_id: the source's worker in the control plane; new for every process.
-        incarnation: random id of the process; a source server refuses calls for another.
+        incarnation: random id of the process; its source server refuses calls with another id.
         endpoint: host:port of the source server, which serves digests, and bytes over TCP.
         registry: how the bytes were prepared; None if unstated, so no filter matches.
         arena_address: address of the arena in the source's memory, for one-sided reads.
@@ -189,7 +189,7 @@ class Manifest(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self, table_digest=b"", table=b"", shards=_NO_SHARDS)
 
     def completed(self, structure: Structure) -> Manifest:
-        """Add a structure, which the caller has checked against ``structure_digest``."""
+        """Return the manifest with a structure that the caller has checked by its digest."""
         return msgspec.structs.replace(
             self,
             table_digest=structure.table_digest,
@@ -249,6 +249,6 @@ def decode_table(data: bytes) -> TensorTable:
     if not len(table.names) == len(table.dtypes) == len(table.shapes):
         raise ProtocolError(
             f"manifest: its table has {len(table.names)} names, {len(table.dtypes)} dtypes and "
-            f"{len(table.shapes)} shapes; expected as many of each"
+            f"{len(table.shapes)} shapes; expected equal numbers"
         )
     return table

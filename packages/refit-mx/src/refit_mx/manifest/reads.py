@@ -25,7 +25,7 @@ class ReadTable:
     - to ``dst + j * dst2 + i * dst1`` of the scratch buffer.
 
     So a part of a tensor with up to two axes before its contiguous ones is one row. If n1 or n2 is
-    1, its strides are 0. No two rows of the plans of one scratch buffer write the same byte.
+    1, its strides are 0. Within one scratch buffer, no two rows write the same byte.
 
     Columns 2 and 3 of a float32 tensor of shape (3, 4), at byte 256 of the arena, are one row that
     copies to byte 0 of the scratch buffer::

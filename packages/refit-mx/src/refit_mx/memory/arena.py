@@ -1,4 +1,4 @@
-"""`DoubleArena`: the memory of a source: two arenas, each for one version at a time.
+"""`DoubleArena`: the memory of a source, two arenas with one version each.
 
 Invariant: the bytes of a published version are not overwritten before the version is released. So
 an arena may be filled only while it holds no version.
@@ -37,7 +37,7 @@ class Arena:
 
     Attributes:
         memory: uint8 (bytes,), starting at a page boundary.
-        shared: how other processes map it; None if they may not.
+        shared: description with which other processes map it; None if they may not.
     """
 
     def __init__(self, nbytes: int, *, device: str = "cpu", shared: bool = False) -> None:
@@ -80,13 +80,13 @@ def _as_tensor(memory: mmap.mmap, nbytes: int) -> torch.Tensor:
 class DoubleArena:
     """Two arenas, allocated on first use and replaced by larger ones if needed.
 
-    For one thread at a time.
+    Only one thread at a time may use it.
 
     Args:
         device: device of the memory.
         shared: whether other processes on this machine may map it; only on ``cpu``.
         on_new: callback for a new arena, to register it for transfers.
-        on_old: callback for an arena that is replaced or closed, to undo that.
+        on_old: callback for an arena that is replaced or closed, to unregister it.
     """
 
     def __init__(

@@ -5,7 +5,7 @@ may map it if it may read its owner's /proc, that is, if it has the same user an
 PID. Others can only read it; on Linux before 5.1 they can also write to it.
 
 Large pages of 2 MiB make it fast: mapping another process's memory, or reading it as UCX does,
-costs time for each page touched. Private memory gets large pages when the kernel is advised so.
+costs time for each page touched. Private memory gets large pages if the process advises the kernel.
 Shared memory gets none on most systems (``/sys/kernel/mm/transparent_hugepage/shmem_enabled`` is
 ``never``), but Linux 6.1 and later can convert existing memory on request. A process uses such a
 page as a large one only if its address and its offset in the file are equal modulo 2 MiB. If the
@@ -114,7 +114,7 @@ def _check(path: str, shared: SharedMemory) -> None:
 
 LARGE_PAGE_BYTES = 2 << 20
 _ADVICE: int = getattr(mmap, "MADV_HUGEPAGE", 0)
-"""0 if the system lacks it."""
+"""``MADV_HUGEPAGE``; 0 if the system lacks it."""
 _COLLAPSE = 25
 """``MADV_COLLAPSE`` on Linux; `mmap` has no name for it."""
 _STEP_BYTES = 64 << 20

@@ -24,7 +24,7 @@ def spread(
         group: index into ``sources`` for each item.
         sources: distinct sources of each group, at least one.
         load: int64 (all sources,), bytes already assigned to each source.
-        seed: receivers with different seeds prefer different sources among equally loaded ones.
+        seed: seed of the choice among equally loaded sources; it should differ between receivers.
 
     Returns:
         The position of each item's source within its group.

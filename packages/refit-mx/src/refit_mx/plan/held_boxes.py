@@ -51,7 +51,7 @@ class HeldBoxes:
         Args:
             shards: shards of the manifest.
             tensors: the merged columns.
-            rows: rows of ``tensors`` for the rows of the manifest's own table.
+            rows: row in ``tensors`` of each tensor in the manifest's table.
             worker: sender, for messages.
 
         Raises:

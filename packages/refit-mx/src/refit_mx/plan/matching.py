@@ -40,7 +40,7 @@ class Pieces:
             self.part[rows],
             self.held[rows],
             self.row[rows],
-            # For rows of several numbers, several times as fast as indexing.
+            # For two-dimensional arrays `take` is several times as fast as indexing.
             self.start.take(rows, axis=0),
             self.stop.take(rows, axis=0),
         )

@@ -32,7 +32,7 @@ from refit_mx.plan.target_columns import TargetColumns
 from refit_mx.plan.target_tensors import TargetTensor
 
 SPLIT_BYTES = 16 << 20
-"""Approximate size limit of the boxes into which data of several sources is split."""
+"""Approximate size limit of the boxes into which data that several sources hold is split."""
 _NAMED_SOURCES = 4
 
 
@@ -46,7 +46,7 @@ class Plan:
         shard_of_read: for each fetch, int32 (reads,), the row of the source's shards that each read
             belongs to.
         offsets: int64 (targets,), first byte of each target in scratch; multiples of 256.
-        nbytes: size of all targets, which all fetches together move.
+        nbytes: bytes that all fetches move: the size of all targets.
         scratch_bytes: size of the scratch: the targets and the gaps between them.
         bytes_by_source: int64 (sources of the `ShardTable`,), bytes read from each.
     """
@@ -98,8 +98,8 @@ def plan_reads(
             same bytes. Equal arguments give equal plans.
 
     Raises:
-        LayoutError: a wanted tensor is not published, not by these sources, or has another dtype or
-            shape. The message names the tensor and its missing part.
+        LayoutError: these sources do not publish a wanted tensor or a part of it, or publish it
+            with another dtype or shape. The message names the tensor and its missing part.
         ValueError: ``seed`` is negative.
     """
     if seed < 0:
@@ -303,9 +303,9 @@ def _describe_missing(
     more = len(live) - _NAMED_SOURCES
     others = len(missing.boxes) - 1
     return (
-        f"target {targets[wanted.target[missing.part]].name!r}: of {spec.name!r}, shape "
-        f"{spec.shape}, no source has {what}"
+        f"target {targets[wanted.target[missing.part]].name!r}: no source has {what}"
         + (f" and {others} other boxes" if others else "")
+        + f" of {spec.name!r}, shape {spec.shape}"
         + (f"; {missing.parts - 1} other parts are incomplete too" if missing.parts > 1 else "")
         + f"; checked {len(live)} sources of version {shards.manifests[0].version_id!r}"
         + (f": {named}" if live else "")

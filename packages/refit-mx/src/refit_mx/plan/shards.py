@@ -105,7 +105,7 @@ class ShardTable:
         )
 
     def for_next_version(self, manifests: Sequence[Manifest]) -> ShardTable | None:
-        """Merge another version's manifests, if nothing but the version has changed.
+        """Merge the manifests of another version, if it has the same sources and structures.
 
         Args:
             manifests: manifests of the same sources, in the same order.

@@ -25,13 +25,14 @@ def read_rows(
     dst_stride: npt.NDArray[np.int64],
     item_size: npt.NDArray[np.int64],
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Return the copies of boxes as rows, one per box unless more than two loops remain.
+    """Return rows of a `ReadTable` that copy boxes: one per box, or more if three loops remain.
 
     Args:
         src: int64 (n,), first byte of each box at its source.
         dst: int64 (n,), first byte in scratch.
-        shape: int64 (n, axes), not empty, at most 4 axes. Along a fourth axis longer than 1 the
-            elements are adjacent on both sides; so at most three loops remain.
+        shape: int64 (n, axes), not empty, at most 4 axes. If the fourth axis is longer than 1, its
+            elements must be adjacent at the source and in scratch. Then it joins the run, and at
+            most three loops remain.
         src_stride: int64 (n, axes), bytes.
         dst_stride: int64 (n, axes), bytes.
         item_size: int64 (n,), bytes.

@@ -54,8 +54,8 @@ class TargetColumns:
         """Place the targets one after another in scratch.
 
         Raises:
-            LayoutError: two targets have one name, or a part's tensor is not published, or with
-                another dtype or shape, or without that box.
+            LayoutError: two targets have one name; or a part's tensor is not published, has
+                another dtype or shape, or does not contain the part's box.
         """
         _check_names(targets)
         parts = [part for target in targets for part in target.parts]
@@ -162,7 +162,7 @@ def _check_published(
             f"of shape {part.global_shape}" if part.global_shape is not None else "of any shape"
         )
         raise LayoutError(
-            f"target {targets[target[index]].name!r} needs {part.tensor!r} as "
-            f"{targets[target[index]].dtype} {wanted}, of it {part.box}; the {sources} publish "
-            f"{spec.dtype} of shape {spec.shape} ({len(misfits)} parts do not match)"
+            f"target {targets[target[index]].name!r} needs {part.box} of {part.tensor!r} as "
+            f"{targets[target[index]].dtype} {wanted}; the {sources} publish {spec.dtype} of shape "
+            f"{spec.shape} ({len(misfits)} parts do not match)"
         )

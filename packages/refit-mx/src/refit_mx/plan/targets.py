@@ -72,7 +72,7 @@ def mesh_target(
     for axis, size, rank in axes:
         layout = TargetTPLayout(size, rank, axis)
         if axis >= len(shape):
-            raise ValueError(f"{spec.name!r}: axis {axis}; it has {len(shape)}")
+            raise ValueError(f"{spec.name!r}: axis {axis}; the tensor has {len(shape)} axes")
         taken = layout.range_on(shape[axis])
         start[axis] += taken.start
         shape[axis] = taken.size
@@ -125,7 +125,8 @@ def fused_qkv_target(
     ):
         raise LayoutError(
             f"target {name!r}: {num_heads} heads and {num_kv_heads} key and value heads over "
-            f"{tp_size} ranks; expected divisors of both, or a multiple of the latter"
+            f"{tp_size} ranks; expected a number of ranks that divides the heads, and that divides "
+            "the key and value heads or is a multiple of them"
         )
     q_rows = num_heads // tp_size * head_dim
     if num_kv_heads >= tp_size:
@@ -177,7 +178,7 @@ def expert_targets(
         name: name of the target.
         experts: one published tensor with all experts ``[experts, ...]``, or one published tensor
             per expert, in the order of their ids.
-        expert_ids: ids of this receiver's experts: distinct, in any order, with gaps.
+        expert_ids: ids of this receiver's experts: distinct, in any order; gaps are allowed.
         box: part of each expert's tensor that this receiver needs; None is all of it.
 
     Raises:

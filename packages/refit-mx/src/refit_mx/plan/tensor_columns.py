@@ -20,7 +20,7 @@ DTYPES = tuple(ITEM_SIZES)
 _CODES = {name: code for code, name in enumerate(DTYPES)}
 _ITEM_SIZE_OF_CODE = np.array([ITEM_SIZES[name] for name in DTYPES], dtype=np.int64)
 _MAX_BYTES = 1 << 60
-"""Limit of a tensor, with empty axes counted as 1, so that no offset inside overflows an int64."""
+"""Size limit of a tensor, empty axes counted as 1, so that no offset in it overflows an int64."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,7 +144,7 @@ def _padded_shapes(
         raise ProtocolError(f"{where}: a size of a tensor is negative: {flat.min()}")
     shape = np.ones((len(axes), MAX_AXES), dtype=np.int64)
     shape[np.arange(MAX_AXES) < axes[:, None]] = flat
-    # In floats, since the product may overflow; powers of two are exact in both.
+    # In floats, since a product of integers may overflow; rounding is harmless far below 2**63.
     nbytes = np.maximum(shape, 1).astype(np.float64).prod(axis=1) * _ITEM_SIZE_OF_CODE[dtype]
     if nbytes.size and nbytes.max() > _MAX_BYTES:
         row = int(nbytes.argmax())

@@ -44,11 +44,11 @@ class SourceSet:
 
     Attributes:
         version_id: version in the control plane.
-        manifests: one source per slot, the freshest, in the order of the slots; then their
-            replicas. All have one registry. Empty for an empty slice.
-        left_out: reason for each other source, by worker id.
+        manifests: the most recently seen source of each slot, sorted by slot; then the other
+            replicas. All have the same registry if a filter was given. Empty for an empty slice.
+        left_out: reason why each other source was left out, by worker id.
         missing_slots: expected slots of the version that no source fills.
-        registry: how the publishers prepared the bytes; None if unstated.
+        registry: how the publisher of the first manifest prepared the bytes; None if unstated.
     """
 
     version_id: str
@@ -87,7 +87,7 @@ def discover_v2_sources_for_slice(
         required_compile_metadata: values that the source's metadata must have; it may have more.
         deadline: time limit.
         exclude: worker ids to skip.
-        source_timeout_s: time limit for each source, so that a stopped one costs no more.
+        source_timeout_s: time limit for each source; a stopped one delays the call no longer.
         threads: pool for the calls; None for a new one.
         rank: rank of the receiver; receivers of different ranks start with different sources.
 
@@ -282,7 +282,7 @@ def _select_matching(
     for registry, group in alike[1:]:
         for manifest in group:
             left_out[manifest.worker_id] = (
-                f"it published {_shown(registry)}; more slots have {_shown(alike[0][0])}"
+                f"it published {_shown(registry)}; more slots publish {_shown(alike[0][0])}"
             )
     return alike[0][1]
 

@@ -36,7 +36,7 @@ def check_install(specs: Mapping[str, TensorSpec], live: Mapping[str, torch.Tens
         if not holds(weight.dtype, getattr(torch, spec.dtype)):
             raise LayoutError(
                 f"{name}: the live weight is {str(weight.dtype).removeprefix('torch.')} and cannot "
-                f"hold every {spec.dtype}; publish another wire dtype, or use a compile pass"
+                f"hold every {spec.dtype} value; publish another wire dtype, or use a compile pass"
             )
 
 

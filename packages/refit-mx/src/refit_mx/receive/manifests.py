@@ -68,7 +68,7 @@ def _call(
         options=[
             ("grpc.max_receive_message_length", max_bytes + MANIFEST_FRAME_BYTES),
             ("grpc.max_send_message_length", MANIFEST_FRAME_BYTES),
-            # Otherwise a publisher restarted on its port would wait for gRPC's back-off.
+            # Otherwise a call to a publisher restarted on the same port waits for gRPC's back-off.
             ("grpc.use_local_subchannel_pool", 1),
             ("grpc.enable_http_proxy", 0),
         ],
@@ -83,5 +83,5 @@ def _call(
 
 
 def _is_full(code: grpc.StatusCode, details: str) -> bool:
-    """Return whether a server closed the accepted connection, as one with too many does."""
+    """Return whether the server accepted and closed the connection: it has too many of them."""
     return code is grpc.StatusCode.UNAVAILABLE and "Socket closed" in details

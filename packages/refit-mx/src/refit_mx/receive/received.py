@@ -28,10 +28,10 @@ class RefitStats:
         transport: ``nixl``, ``shm`` or ``tcp``.
         sources: worker ids of the sources that were read.
         attempts: number of attempts; 1 if the first succeeded.
-        nbytes: bytes moved by the last attempt, equal to what was needed.
-        asked_bytes: bytes verified by digests requested from the source.
-        seconds: duration by stage of `STAGES`, summed over all attempts. Verification during the
-            fetch counts as ``fetch``, not as ``verify``.
+        nbytes: bytes moved by the last attempt, which are all bytes of the targets.
+        asked_bytes: bytes verified by digests requested from the sources.
+        seconds: duration by stage of `STAGES`, summed over all attempts; a stage that fails does
+            not count. Verification during the fetch counts as ``fetch``, not as ``verify``.
         total_seconds: total duration.
     """
 
@@ -54,8 +54,8 @@ class ReceivedWeights(Mapping[str, torch.Tensor]):
     """Verified tensors by target name, C-ordered, in scratch memory.
 
     Use it as a context manager: on exit the memory goes to the next receive, so its tensors must
-    not be used any more. If it is dropped unclosed, it raises a ``ResourceWarning`` and its lease
-    is not renewed any more; its memory is freed with the last tensor in it.
+    not be used any more. If it is garbage-collected unclosed, a ``ResourceWarning`` is issued and
+    its lease is not renewed any more; its memory is freed with the last tensor in it.
 
     Attributes:
         version_id: version of the tensors.
@@ -138,7 +138,7 @@ class _Open:
 class OpenReceives:
     """Leases of a receiver's versions that are not released yet.
 
-    For one thread at a time; only the function from `dropping` may run in any thread.
+    Only one thread at a time may use it, except for the function that `dropping` returns.
     """
 
     def __init__(self) -> None:

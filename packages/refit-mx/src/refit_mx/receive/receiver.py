@@ -56,7 +56,8 @@ class MxV2RefitReceiver:
 
     Args:
         model_name: model in the control plane.
-        control: client, or address of the control plane; `close` closes a client made from that.
+        control: client of the control plane, or its address; then the receiver creates and closes
+            the client.
         targets: tensors that this rank needs, with unique names.
         transport: ``nixl``, ``shm``, ``tcp``, or ``auto``: shared memory if all sources share
             theirs with this process, else NIXL if all have it, else TCP. Or an instance, which the
@@ -201,7 +202,8 @@ class MxV2RefitReceiver:
             install: live weights by name, to copy into; or a function that gets the tensors and
                 installs them. The tensors are in scratch memory that is reused afterwards.
             compile_pass: pass over the received tensors; its outputs are installed instead.
-            compile_target_filter: as in `receive_weights_scratch`; None for what the pass accepts.
+            compile_target_filter: as in `receive_weights_scratch`; None is what ``compile_pass``
+                accepts, if there is one.
             required_compile_metadata: as in `receive_weights_scratch`.
             names: only these targets, a partial refit; None for all.
             timeout_s: time limit up to the install, which is not interrupted.
@@ -212,7 +214,8 @@ class MxV2RefitReceiver:
                 a partial refit of a fenced worker.
             CompileTargetError: the pass cannot produce the targets. No byte moved.
             CompileError: the pass met a value that it cannot represent. The old weights stay.
-            LayoutError: also if the targets do not match the live weights. No byte moved.
+            LayoutError: the sources do not hold what is needed, or the targets do not match the
+                live weights. No byte moved.
             RefitError: as in `receive_weights_scratch`. The old weights stay.
         """
         targets = self._named(names)
@@ -267,7 +270,7 @@ class MxV2RefitReceiver:
 
     @contextmanager
     def _recorded(self, stats: RefitStats) -> Iterator[None]:
-        """Receive in this thread only, and record the result in a span and in ``stats``."""
+        """Exclude other threads, and record the receive in a span and in ``stats``."""
         with self._exclusive(stats.version_id), phase("receive", stats.version_id) as span:
             started = time.monotonic()
             yield
@@ -298,7 +301,7 @@ class MxV2RefitReceiver:
         unknown = [name for name in names if name not in self._targets]
         if unknown or not names:
             raise RefitConfigError(
-                f"names {', '.join(unknown[:5]) or 'are none'}: expected names of the "
+                f"names: {', '.join(unknown[:5]) or 'none given'}; expected names of the "
                 f"{len(self._targets)} targets, such as {', '.join(list(self._targets)[:3])}"
             )
         wanted = set(names)
@@ -344,8 +347,8 @@ class MxV2RefitReceiver:
         try:
             while True:
                 stats.attempts += 1
-                # Wrong bytes may be a transmission fault once: avoid the source after the second
-                # time.
+                # Wrong bytes once may be a transmission fault; exclude a source that sent them
+                # twice.
                 twice = _repeated(wrong)
                 try:
                     attempt = self._receiving.attempt(

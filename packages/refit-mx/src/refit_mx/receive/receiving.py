@@ -1,4 +1,4 @@
-"""One attempt to receive a version: discover, plan, fetch, verify. It knows no live weights."""
+"""One attempt to receive a version: discover, plan, fetch, verify. No live weight changes."""
 
 from __future__ import annotations
 
@@ -253,8 +253,8 @@ class Receiving:
             if not missing:
                 raise
             raise SourceLostError(
-                f"{error}; of version {sources.version_id} no source answers for the slots "
-                f"{', '.join(missing[:5])} ({len(missing)} in all)",
+                f"{error}; no source of version {sources.version_id} answers for "
+                f"{len(missing)} slots: {', '.join(missing[:5])}",
                 tuple(sources.left_out),
             ) from error
 
@@ -379,8 +379,8 @@ class Receiving:
     ) -> None:
         """Verify the rest by digests requested from the sources, and check the lease.
 
-        Most bytes were verified while others arrived, so the recorded rate is that of moving and
-        verifying since ``moving``, a time of the monotonic clock.
+        Most bytes were verified while others arrived. So the recorded rate covers both: all bytes
+        over the time since ``moving``, the monotonic time at which the fetch began.
         """
         started = time.monotonic()
         limit = self._settings.digest_timeout_s

@@ -1,7 +1,7 @@
 """`ScratchPool`: registered buffers for received versions, reused from refit to refit.
 
-Invariant: while an abandoned read may still write into a buffer, nothing else uses it and its
-memory is not freed, until the transport is sure that no byte can arrive.
+Invariant: while an abandoned read may still write into a buffer, the buffer is quarantined. Nothing
+else uses it, and its memory is not freed, until the transport is sure that no byte can arrive.
 """
 
 from __future__ import annotations

@@ -99,7 +99,8 @@ class SourceCache:
         endpoint = shard.manifest_endpoint
         timeout_s = min(timeout_s, deadline.check(f"asking {endpoint} for a manifest"))
         limit = Deadline(timeout_s, "a manifest")
-        # Half of the time: a connected publisher may be busy, or may have been replaced.
+        # Half of the time, so that a new connection gets the rest: the publisher of a retained one
+        # may be busy, or may have been replaced.
         half = Deadline(timeout_s / 2, "a manifest over a retained connection")
         data = self._over_connection(endpoint, shard.version_id, half)
         if data is None or manifest_digest(data) != shard.manifest_digest:
@@ -151,7 +152,7 @@ class SourceCache:
         most recently seen sources first.
 
         Raises:
-            SourceLostError: manifests are malformed; has their workers.
+            SourceLostError: manifests are malformed; the error has their worker ids.
             DigestMismatchError: replicas published different bytes.
             RefitError: for the reasons of `ShardTable.of`.
         """
@@ -239,7 +240,7 @@ class SourceCache:
         with self._lock:
             if endpoint in self._clients:
                 return
-        # Identity of the publisher, without the megabytes.
+        # Identity of the publisher, without its table, shards and digests.
         identity = msgspec.structs.replace(manifest.brief(), digests=b"")
         self._put_client(endpoint, SourceClient(identity), 0.0)
 

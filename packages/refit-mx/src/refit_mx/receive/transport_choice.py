@@ -18,8 +18,8 @@ from refit_mx.transports.shm import ShmTransport, can_map
 from refit_mx.transports.tcp import TcpTransport
 
 NIXL_RETRY_S = 300.0
-"""Time for which TCP replaces NIXL after a failure. If NIXL never works between two hosts, each
-retry costs an attempt; if it failed once, TCP costs speed."""
+"""Time for which TCP replaces NIXL after a failure. Where NIXL never works, each retry of it wastes
+an attempt; where it failed only once, TCP is slower for that long."""
 
 
 class Transports:
@@ -66,7 +66,8 @@ class Transports:
             RefitConfigError: NIXL is configured, and a source has none.
         """
         name = self._name_for(used)
-        # All transports share the scratch limit, and unused ones would hold sources' memory.
+        # Each pool may use the complete limit, and an unused transport keeps the memory of its
+        # sources mapped.
         self._close_transports(
             [
                 other
@@ -91,7 +92,7 @@ class Transports:
     def fall_back_to_tcp(self, sources: Sequence[Manifest]) -> None:
         """Read sources over TCP for a while, since NIXL cannot read from their agents.
 
-        This lasts at least until NIXL can disconnect from them.
+        This lasts `NIXL_RETRY_S`, and longer while abandoned NIXL reads from them are in progress.
         """
         now = time.monotonic()
         self._tcp_until = {name: until for name, until in self._tcp_until.items() if until > now}

@@ -79,25 +79,25 @@ def _checks(
     after = begin + length - np.minimum(stop * BLOCK_BYTES, size)
     # Reads of several runs are not cut at blocks: unless they consist of complete blocks, request
     # digests of all their bytes.
-    here = in_one_piece & (stop > first) & (one_run | ((skip == 0) & (after == 0)))
+    in_manifest = in_one_piece & (stop > first) & (one_run | ((skip == 0) & (after == 0)))
     before = shards.boxes(source).blocks_before[shard]
     blocks_read = np.stack(
         [
-            np.where(here, before + first, 0) * DIGEST_BYTES,
-            np.where(here, before + stop, 0) * DIGEST_BYTES,
-            np.where(here, skip, 0),
+            np.where(in_manifest, before + first, 0) * DIGEST_BYTES,
+            np.where(in_manifest, before + stop, 0) * DIGEST_BYTES,
+            np.where(in_manifest, skip, 0),
             length,
             np.where(run == length, dst, -1),
         ],
         axis=1,
     )
 
-    parts, rows = [reads.rows[~here]], [np.flatnonzero(~here)]
-    # The remaining ranges of the reads in ``here``: before their first complete block, after the
+    parts, rows = [reads.rows[~in_manifest]], [np.flatnonzero(~in_manifest)]
+    # The remaining ranges of reads with blocks in the manifest: before the first of them, after the
     # last.
     for wanted, start, count in (
-        (here & (skip > 0), np.zeros_like(skip), skip),
-        (here & (after > 0), length - after, after),
+        (in_manifest & (skip > 0), np.zeros_like(skip), skip),
+        (in_manifest & (after > 0), length - after, after),
     ):
         index = np.flatnonzero(wanted)
         cut = reads.rows[index].copy()
@@ -147,7 +147,7 @@ class Verifier:
             stop: row after the last one.
 
         Raises:
-            DigestMismatchError: bytes differ from the published ones; names tensor and worker.
+            DigestMismatchError: bytes differ from the published ones; the message names the tensor.
         """
         checks = self._checks[fetch]
         digests = self._shards.manifests[checks.source].digests

@@ -80,25 +80,27 @@ class MxV2TrainingPublisher:
     """Publisher of one source slot of a model's versions.
 
     It is a worker of the control plane with a heartbeat. When the process exits, gets SIGTERM or
-    dies, its versions are no longer READY. One thread at a time may publish.
+    dies, its versions are no longer READY, unless a replica serves the same slot. One thread at a
+    time may publish.
 
     Args:
         model_name: model in the control plane.
         source_slot_id: expected slot of a version that this process fills, such as ``fsdp-0``.
-        control: client, or address of the control plane; `close` closes a client made from that.
+        control: client of the control plane, or its address; then the publisher creates and closes
+            the client.
         wire_dtype: dtype to which floating-point tensors are cast, or a mapping by tensor name;
             None publishes all unchanged. The cast is part of the copy into the arena.
         cuts: by tensor name, how generators divide a tensor along an axis other than the first.
             They then read their parts faster, and publishing is no slower. All replicas must use
             the same cuts.
-        registry: how the bytes were prepared; None if unstated: receivers with a filter then ignore
-            the source.
+        registry: how the bytes were prepared; None leaves it unstated, and receivers with a filter
+            then ignore the source.
         transports: ``nixl``, ``shm`` and ``tcp``; None for all available ones. The TCP server runs
             in any case: receivers request digests from it.
         host: host to listen on. Anything but loopback is open to every host that can reach it.
         advertised_host: host that receivers connect to; None for ``host``.
         device: device of the arenas, such as ``cpu`` or ``cuda:0``.
-        heartbeat_ttl_s: a publisher that is silent for so long counts as dead.
+        heartbeat_ttl_s: time after which a silent publisher counts as dead.
         timeout_s: default time limit of `publish` and `release`.
         settings: further time limits and bounds.
         on_phase: callback for each phase as it begins: stage, serve, register. An error that it
@@ -153,8 +155,8 @@ class MxV2TrainingPublisher:
             self._threads = ThreadPoolExecutor(copy_threads, thread_name_prefix="refit-staging")
             stack.callback(self._threads.shutdown)
             wanted = served_transports(transports, torch.device(device))
-            # Close this after NIXL's agents: a receiver that it refuses concludes that the source
-            # is gone, and that no read still writes into the receiver's memory.
+            # Close this after NIXL's agents: a receiver whose connection is refused concludes that
+            # the source is gone, and that no read still writes into the receiver's memory.
             self._server = SourceServer(
                 host=host,
                 advertised_host=advertised_host,
@@ -206,8 +208,8 @@ class MxV2TrainingPublisher:
         """Copy the shards, and register them as this slot's part of a version.
 
         The tensors may change as soon as this returns. If both arenas are in use, the call first
-        releases a version, an abandoned one or else the older one. It waits until no receiver
-        leases that version.
+        releases a version: one that is already being released, else the older one. It waits until
+        no receiver leases that version.
 
         A failed call may be repeated with the same weights, even if it had registered them.
 
@@ -225,7 +227,8 @@ class MxV2TrainingPublisher:
             RefitConfigError: the version expects no such slot or is of another model, the shards
                 are inconsistent, a value does not fit the wire dtype, or this version was published
                 with other weights.
-            RefitTimeoutError: the time limit passed; names leased versions that use an arena.
+            RefitTimeoutError: the time limit passed. If a leased version still uses an arena, the
+                message names it.
             PhaseError: the publisher is closed, another thread publishes, or SIGTERM has come.
             ControlError: the control plane refused the call, or cannot be reached.
         """
@@ -263,7 +266,10 @@ class MxV2TrainingPublisher:
                 self._retire(version_id, deadline)
 
     def mark_stale(self) -> None:
-        """Mark this publisher STALE in the control plane: its versions are not READY any more."""
+        """Mark this publisher STALE in the control plane, so that receivers read other replicas.
+
+        A version without another replica of this slot is no longer READY.
+        """
         self._heartbeat.close()
 
     def close(self) -> None:
@@ -399,7 +405,7 @@ class MxV2TrainingPublisher:
     def _serve(
         self, version_id: str, layout: StagingLayout, arena: Arena, digests: bytes
     ) -> tuple[Manifest, str]:
-        """Make the bytes and the manifest available; receivers learn of them by the shard."""
+        """Make the bytes and the manifest available; receivers find them through the shard."""
         table, shards = columns(layout)
         table_digest, table_bytes = encode_table(table)
         structure = Structure(table_digest, table_bytes, shards).encode()

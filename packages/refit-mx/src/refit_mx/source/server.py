@@ -1,8 +1,8 @@
 """`SourceServer`: serves bytes and digests of a publisher's versions over TCP.
 
-Receivers that read over NIXL also use it, to check that a version was held to the last byte, and
-that this is still the process that published it. Everyone who can connect can read: bind it to
-loopback or a private network.
+Receivers that read over NIXL also use it, to check that the version was still held when the last
+byte arrived, and that this is still the process that published it. Everyone who can connect can
+read: bind it to loopback or a private network.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _stored(held: _Held, request: Ping | GetStructure | GetManifest) -> bytes:
 
 
 class SourceServer:
-    """Server for a publisher's versions, which listens from its creation on in separate threads.
+    """Server for a publisher's versions. It listens from its creation on, in separate threads.
 
     Args:
         host: host to bind; loopback unless the network is private.
@@ -81,8 +81,8 @@ class SourceServer:
         idle_timeout_s: time limit for a peer's next request.
         max_connections: limit of concurrent connections, at most half of the file descriptors that
             this process may open. Beyond it an older connection is closed: the oldest without a
-            greeting, else the one idle for longest, if for at least a second. If there is neither,
-            the new connection is refused.
+            greeting, else the one idle for longest (at least a second). If there is neither, the
+            new connection is refused.
 
     Raises:
         RefitConfigError: the server cannot listen on the address, or clients cannot connect to the
@@ -149,8 +149,8 @@ class SourceServer:
             version_id: version in the control plane.
             memory: part of the arena with the version: a contiguous uint8 tensor of one axis. It
                 must not change until `drop_version` has returned.
-            blocks: published digests: no digest is given for a block that has changed since. None
-                gives digests of the memory as it is.
+            blocks: published digests; a request that touches a block that has changed since is
+                answered with ``changed``. None skips this check.
             structure: encoded structure of the manifest, for receivers of a brief manifest.
             manifest: encoded manifest, for receivers that are connected already.
         """
@@ -289,7 +289,9 @@ class SourceServer:
             return self._held.get(version_id)
 
     def _gone(self, version_id: str) -> Answer:
-        return Answer("gone", f"version {version_id!r} is not held; held are {self.versions}")
+        return Answer(
+            "gone", f"version {version_id!r} is not held; this source holds {self.versions}"
+        )
 
     def _send(self, connection: socket.socket, answer: Answer) -> None:
         send_buffers(connection, [memoryview(frame(answer))], self._deadline())

@@ -18,7 +18,7 @@ from refit_mx.manifest.format import Manifest
 from refit_mx.manifest.reads import ReadTable
 
 UNUSED_FETCHES = 4
-"""A source that was not read in so many fetches is disconnected, and its memory is released."""
+"""Number of fetches after which an unused source is disconnected, and its memory released."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class FetchStats:
 
     Attributes:
         nbytes: bytes moved, without headers.
-        seconds: duration from the first request to the last byte.
+        seconds: duration from the first request to the last byte; over TCP it includes connecting.
         connected: number of sources that had to be connected.
     """
 
@@ -89,8 +89,8 @@ class Transport(Protocol):
                 that it raises ends the fetch.
 
         Raises:
-            SourceLostError: a source died, restarted, or no longer holds the version; has its
-                worker. The buffer's content is undefined.
+            SourceLostError: a source died, restarted, or no longer holds the version; the error
+                has its worker id. The buffer's content is undefined.
             RefitTimeoutError: the deadline passed. The buffer's content is undefined.
             ProtocolError: a source sent what the protocol does not allow.
         """

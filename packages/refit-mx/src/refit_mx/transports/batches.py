@@ -32,7 +32,7 @@ class Batch(NamedTuple):
 def batches(
     reads: ReadTable, *, max_bytes: int, max_reads: int, max_runs: int | None = None
 ) -> Iterator[Batch]:
-    """Yield batches of consecutive rows within all three limits, or of one row beyond them."""
+    """Yield batches of consecutive rows within all limits; a row beyond them is a batch alone."""
     # As lists: searching an array costs more than everything else here.
     ends = np.cumsum(_sizes(reads)).tolist()
     run_ends = np.cumsum(reads.rows[:, 3] * reads.rows[:, 6]).tolist()
@@ -84,7 +84,7 @@ class RowsDone:
 
     def __init__(self, origins: Rows, parts: list[Batch]) -> None:
         self._origins = origins
-        # Rows that are not split are in one batch each.
+        # If no row was split, every batch consists of complete rows.
         self._unsplit = not len(origins) or int(origins[-1]) + 1 == len(origins)
         rows = int(origins[-1]) + 1 if len(origins) else 0
         # Number of batches of each row that have not arrived.

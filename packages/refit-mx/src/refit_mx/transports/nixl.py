@@ -29,12 +29,12 @@ from refit_mx.transports.tcp import check_fetches
 __all__ = ["NixlSource", "NixlTransport", "nixl_available", "prepare_environment"]
 
 BATCH_BYTES = 16 << 20
-"""Size of one transfer if this side's processor copies: a full piece, verified by the thread that
-copied it. Smaller transfers cost more in calls than the cache saves: 0.5 GiB takes a sixth longer
-with 4 MiB and a third longer with 2 MiB."""
+"""Size of one transfer if this side's CPU copies: a full piece, verified by the thread that copied
+it. Smaller transfers stay in the cache, but need more calls, which cost more than that saves:
+0.5 GiB takes a sixth longer with 4 MiB and a third longer with 2 MiB."""
 RDMA_BATCH_BYTES = 64 << 20
 IN_FLIGHT_BYTES = 64 << 20
-"""Limit for all sources together if this side's processor copies. NIXL reports only complete
+"""Limit for all sources together if this side's CPU copies. NIXL reports only complete
 transfers, and all transfers in flight share one network. So with more sources the batches get
 smaller, and one completes long before a fetch counts as stalled. A longer stall limit for more
 bytes would instead detect silent sources later."""
@@ -56,7 +56,7 @@ def batch_bytes(readers: int, *, copies: bool, local: bool) -> int:
 
     Args:
         readers: sources times lanes; each has `IN_FLIGHT` transfers in flight.
-        copies: whether this side's processor copies.
+        copies: whether this side's CPU copies.
         local: whether all sources are on this machine.
     """
     maximum = BATCH_BYTES if copies else RDMA_BATCH_BYTES
@@ -82,7 +82,8 @@ class NixlTransport:
 
     Args:
         connect_timeout_s: time limit of the connection to a source's server with its greeting, and
-            of the connection to its agent; at most half of the time that remains for a fetch.
+            of the connection to its agent. The latter also gets at most half of the time that
+            remains for a fetch.
         lanes: parallel lanes of large fetches without RDMA; None is one per core that this process
             may use, up to `MAX_LANES`.
 

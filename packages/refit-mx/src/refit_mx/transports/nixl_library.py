@@ -42,7 +42,7 @@ def prepare_environment() -> None:
 
 
 def has_rdma() -> bool:
-    """Return whether this machine has an RDMA device; without one, UCX copies by processor."""
+    """Return whether this machine has an RDMA device; without one, UCX copies with the CPU."""
     return _RDMA.is_dir() and any(_RDMA.iterdir())
 
 
@@ -91,7 +91,7 @@ def _sleeping_thread(api: Any) -> Iterator[None]:  # Any: see the import
     """Make the thread of an agent created in the block sleep between polls.
 
     By default NIXL's Python API polls without a pause. That uses a core for as long as the agent
-    exists, and slows transfers if cores are few. The setting exists one layer below.
+    exists, and slows transfers if cores are few. Only the bindings below that API have the setting.
     """
     bindings: Any = getattr(api, "nixlBind", None)  # Any: see the import
     plain = getattr(bindings, "nixlAgentConfig", None)

@@ -16,11 +16,12 @@ from refit_mx.transports.nixl_library import new_agent
 class NixlSource:
     """NIXL agents of a publisher, one per arena.
 
-    With one agent per arena, an agent's metadata never changes. NIXL takes changed metadata for a
-    new agent and forgets reads in progress. And when its agent ends, a dropped arena becomes
-    unreadable, which deregistering alone does not achieve.
+    With one agent per arena, an agent's metadata never changes: NIXL would take changed metadata
+    for a new agent, and forget reads in progress. Also, an arena becomes unreadable only when its
+    agent ends; deregistering the memory is not enough.
 
-    Close the source's `SourceServer` after this: clients see by it whether the process is gone.
+    Close the source's `SourceServer` after this: a refused connection to it shows clients that the
+    process is gone.
     """
 
     def __init__(self) -> None:
@@ -29,7 +30,7 @@ class NixlSource:
         self._registered: dict[int, tuple[torch.Tensor, Any, Any]] = {}
 
     def register(self, memory: torch.Tensor) -> NixlAgent:
-        """Make an arena readable, by an agent for it.
+        """Make an arena readable through a new agent.
 
         Args:
             memory: the complete arena as a contiguous uint8 tensor of one axis, not registered yet.

@@ -142,7 +142,7 @@ class ShmTransport:
                     version_id=fetch.source.version_id, deadline=deadline
                 )
         except SourceLostError as error:
-            # While it is mapped, its memory is not freed.
+            # The kernel does not free a lost source's memory while it is mapped here.
             lost = set(error.worker_ids)
             self._forget(key for key in list(self._sources) if key.worker_id in lost)
             raise

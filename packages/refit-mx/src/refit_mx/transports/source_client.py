@@ -46,7 +46,7 @@ from refit_mx.transports.source_sockets import (
 )
 
 _FULL_PAUSE_S = 0.1
-"""Pause before a source with no free connection is asked again."""
+"""Pause before the next attempt to connect to a source that has no free connection."""
 
 
 class SourceClient:
@@ -123,10 +123,10 @@ class SourceClient:
     def read(
         self, reads: ReadTable, spans: ByteSpans, *, version_id: str, deadline: Deadline
     ) -> None:
-        """Read into a scratch buffer. The table must fit one request, see the module `batches`.
+        """Read into a scratch buffer, with one request.
 
         Args:
-            reads: at most `MAX_READS` rows and `MAX_READ_BYTES` bytes, or one row.
+            reads: at most `MAX_READS` rows and `MAX_READ_BYTES` bytes, or one row of any size.
             spans: scratch buffer.
             version_id: version that the source must hold until the last byte.
             deadline: time limit.

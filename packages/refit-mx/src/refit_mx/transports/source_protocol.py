@@ -46,7 +46,7 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
 
 
 class Read(msgspec.Struct, frozen=True, tag=True):
-    """Request for the bytes of reads, in the order of rows, j, i.
+    """Request for the bytes of reads: row by row, each in the order of `ReadTable`, over j, then i.
 
     Attributes:
         version_id: version that the source must hold throughout.
