@@ -10,7 +10,7 @@ TRACE, ROOT, TRAIN = bytes(range(16)), b"rootroot", b"traintra"
 SECOND = 1_000_000_000
 BEGAN = 1_790_000_000 * SECOND
 AHEAD = 45 * SECOND
-NOTE = "the clock of host worker is 44.0 s or more ahead; its times are shown earlier by that"
+NOTE = "the clock of host worker is 44.0 s or more ahead; its times are shifted earlier"
 PROCESSES = {
     "grpo.driver": {"service.name": "grpo.driver", "host.name": "head", "process.pid": 7},
     "grpo.policy": {"service.name": "grpo.policy", "host.name": "worker", "process.pid": 7},

@@ -1,8 +1,8 @@
 """An HTTP server that bounds the number of connections and the time to wait for a request.
 
 A silent client occupies one connection and nothing else. The headers of a request must arrive
-within a deadline. Above the maximum of connections, the longest idle one is closed. Errors of
-clients are logged once per address and minute.
+within a deadline. At the maximum number of connections, the one that has been idle longest is
+closed. Client errors are logged once per address and minute.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 class BoundedServer(ThreadingHTTPServer):
     """A server with one thread per connection.
 
-    A connection above the maximum replaces the longest idle one, if that has been idle for a
-    second; else it is answered 503.
+    A connection above the maximum replaces the one that has been idle longest, if that has been
+    idle for a second. Otherwise it is answered with 503.
 
     Args:
         host: address to bind.
         port: port to bind; 0 takes a free one.
         handler: class that handles a connection.
-        max_connections: maximum of concurrent connections.
+        max_connections: maximum number of concurrent connections.
 
     Raises:
         OSError: the port is taken.

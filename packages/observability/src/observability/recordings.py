@@ -1,6 +1,6 @@
-"""Reading of recordings: folders of `Receiver`, and OTLP as JSON lines.
+"""Reading of recordings: folders that `Receiver` wrote, and OTLP as JSON lines.
 
-The file exporter of the OpenTelemetry Collector writes such lines: one export request each, of
+The file exporter of the OpenTelemetry Collector writes such lines: each is one export request of
 traces, logs or metrics. https://opentelemetry.io/docs/specs/otlp/#json-protobuf-encoding
 """
 
@@ -19,14 +19,14 @@ from observability.receiver.frames import BrokenRecording, read_folder
 from observability.records import Records, decode_logs, decode_traces
 
 SUFFIXES = (".json", ".jsonl")
-"""Suffixes of the files with JSON lines that a folder may hold."""
+"""Suffixes of files that are read as JSON lines."""
 
 # OTLP's JSON has ids in hexadecimal, protobuf's JSON has all bytes in base64.
 _IDS = frozenset({"traceId", "spanId", "parentSpanId"})
 
 
 def read_recording(path: Path) -> Records:
-    """Read a folder of `Receiver`, a file of JSON lines, or a folder of such files.
+    """Read a folder that `Receiver` wrote, a file of JSON lines, or a folder of such files.
 
     Raises:
         FileNotFoundError: there is no recording.

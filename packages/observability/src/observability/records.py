@@ -35,7 +35,7 @@ _OUTCOMES: dict[int, Outcome] = dict(enumerate(get_args(Outcome)))
 
 @dataclass(frozen=True, order=True)
 class Process:
-    """The process that sent a record. Processes are equal if all attributes of their resources are.
+    """The process that sent a record; equal processes have equal resource attributes.
 
     Attributes:
         service: ``service.name``, "unknown" if not reported.
@@ -279,7 +279,7 @@ def decode_logs(body: bytes) -> Records:
 def event_of(
     record: LogRecord, process: Process, run: Any, *, only: Container[str] | None = None
 ) -> Event:
-    """Return the lifecycle event of a log record; without ids if its body is not a list of ids.
+    """Return the lifecycle event of a log record; it has no ids if the body is not a list of ids.
 
     Args:
         record: a log record whose event name begins with `EVENT_PREFIX`.
@@ -318,8 +318,8 @@ def sample_ids_of(body: AnyValue) -> tuple[str, ...] | None:
 
 
 def _has_ids(span: SpanMessage) -> bool:
-    is_of_trace = valid_id(span.trace_id, TRACE_ID_BYTES)
-    return bool(is_of_trace and valid_id(span.span_id, SPAN_ID_BYTES))
+    has_trace_id = valid_id(span.trace_id, TRACE_ID_BYTES)
+    return bool(has_trace_id and valid_id(span.span_id, SPAN_ID_BYTES))
 
 
 def _span(span: SpanMessage, process: Process, run: Any, scope: str) -> Span:
@@ -394,7 +394,7 @@ def _pid(value: object) -> int:
 
 
 def process_and_run(resource: Resource) -> tuple[Process, Any]:
-    """Return the process of a resource, and its run id, the only one of records outside a step."""
+    """Return the process and the run id of a resource, the fallback for records without one."""
     process = process_of(resource)
     return process, process.resource.get(_RUN_ID)
 

@@ -1,7 +1,7 @@
 """OTLP over HTTP as bytes: requests, their compression, and responses.
 
-https://opentelemetry.io/docs/specs/otlp/#otlphttp. Of a string that is not UTF-8, only the invalid
-bytes are lost.
+https://opentelemetry.io/docs/specs/otlp/#otlphttp. If a string is not UTF-8, only its invalid bytes
+are lost.
 """
 
 from __future__ import annotations

@@ -156,8 +156,8 @@ def test_without_a_root_or_a_host_s_name_nothing_is_said():
 def test_a_correction_is_shown_on_terminal_and_page():
     step = step_of(skewed(grpo_step(), {"node-b": -(7 * 10**9), "node-c": 4 * 10**9}))
     assert step.clock_notes == [
-        "the clock of host node-b is 6.98 s or more behind; its times are shown later by that",
-        "the clock of host node-c is 3.90 s or more ahead; its times are shown earlier by that",
+        "the clock of host node-b is 6.98 s or more behind; its times are shifted later",
+        "the clock of host node-c is 3.90 s or more ahead; its times are shifted earlier",
     ]
     console = Console(file=StringIO(), width=200)
     console.print(step_view(step))

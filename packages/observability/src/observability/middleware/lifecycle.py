@@ -46,7 +46,7 @@ EventName = Literal[
 ]
 
 MAX_IDS = 4096
-"""Maximum of sample ids in one record."""
+"""Maximum number of sample ids in one record."""
 
 _SCOPE = "rl-dataplane"
 _DONE: dict[Op, EventName] = {
@@ -124,7 +124,7 @@ _cached: tuple[LoggerProvider | None, Logger] = None, NoOpLogger(_SCOPE)
 def _as_json(sample_ids: Sequence[str]) -> str:
     try:
         return msgspec.json.encode(sample_ids).decode()
-    except (UnicodeEncodeError, TypeError):  # half a surrogate pair, or a str of numpy
+    except (UnicodeEncodeError, TypeError):  # a lone surrogate, or a numpy.str_
         return json.dumps(sample_ids)
 
 

@@ -50,14 +50,16 @@ from observability.middleware.tracing import origins_of
 logger = structlog.get_logger("observability")
 
 MAX_CLASSES = 32
-"""Maximum of partition classes in one process; further ones share `OTHER`."""
+"""Maximum number of partition classes in one process; further ones share `OTHER`."""
 OTHER = "other"
 
 _SCOPE = "rl-dataplane"
 _MAX_WATCHED = 64
+"""Maximum number of pairs of partition and task that one client queries."""
 # Observations of two instruments within this time belong to one collection; queries take far less.
 _ONE_COLLECTION_S = 1.0
-# A histogram records one value at a time: a hundred thousand would take a second.
+# Maximum number of values recorded per step: a histogram takes one value at a time, and a hundred
+# thousand would take a second.
 _MAX_STALENESS = 32
 _SECONDS = [0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0]
 _NAMES: Mapping[Op, str] = {"claim_meta": "claim", "get_data": "get"}
@@ -70,10 +72,10 @@ _VARYING = re.compile(r"[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}|[0-
 
 @dataclass
 class Collected:
-    """The state of one collection.
+    """The state of one collection of metrics.
 
     Attributes:
-        places: places whose counts are known.
+        places: triples of store, partition and task whose counts are known.
         unreachable: identities of stores that could not be reached.
     """
 
@@ -194,7 +196,7 @@ class Meters(Observer):
             if len(self._watched) > _MAX_WATCHED:
                 self._watched.popitem(last=False)
         if not _has_sdk():
-            return  # save the query to the store
+            return  # nothing to record, so do not query the store
         now = time.time_ns()
         for origin, _ in origins_of(call):
             self._age.record(max(0, now - origin.time_ns) / 1e9, {"dataplane.task": task})
@@ -230,7 +232,7 @@ class Meters(Observer):
                 with self._lock:
                     self._watched.pop((partition_id, task), None)
             except (UnavailableError, DeadlineExceededError):
-                collected.unreachable.add(self.store_key)  # each query would block as long
+                collected.unreachable.add(self.store_key)  # further queries would block as well
             except DataPlaneError:
                 pass  # for example, this client was closed; another client may answer
             except Exception:  # noqa: BLE001  # a failing store must not stop the others' queries
@@ -321,7 +323,7 @@ class _Counts:
 
     def __init__(self, meter: Meter) -> None:
         self._meter = meter
-        # State of the other instrument to the time of the query and its totals.
+        # The state that the other instrument reports, to the time of the last query and its totals.
         self._pending: dict[str, tuple[float, _Totals]] = {}
 
     def observe(self, state: str, options: CallbackOptions) -> Iterable[Observation]:

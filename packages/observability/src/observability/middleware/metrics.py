@@ -1,7 +1,7 @@
 """`MetricsDataPlaneClient`: one event per operation, and running totals.
 
 The wrapper never holds its lock while the inner client works or a listener runs: either may block
-for any time.
+indefinitely.
 """
 
 from __future__ import annotations

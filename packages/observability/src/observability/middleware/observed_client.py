@@ -57,8 +57,8 @@ class ObservedClient(DataPlaneClient):
         return self._given
 
     @property
-    def capabilities(self) -> Capabilities:  # type: ignore[override]  # as the inner instance says
-        """The promises of the wrapped client."""
+    def capabilities(self) -> Capabilities:  # type: ignore[override]  # depends on the inner client
+        """The capabilities of the wrapped client."""
         return self._inner.capabilities
 
     @property
@@ -292,7 +292,7 @@ class ObservedClient(DataPlaneClient):
 
     @property
     def inspector(self) -> StoreInspector:
-        """The inner client: changes by hand are not observed."""
+        """The inner client: manual changes are not observed."""
         return self._inner
 
     @contextmanager
@@ -311,7 +311,7 @@ class ObservedClient(DataPlaneClient):
                 self._guarded(observer.end, call, state)
 
     def _guarded(self, observe: Callable[..., Any], call: Operation, *state: Any) -> Any:
-        """Call an observer and log its errors: a failed claim would lose its samples."""
+        """Call an observer; log its errors, since a claim that raises would lose its samples."""
         try:
             return observe(call, *state)
         except Exception:  # noqa: BLE001  # the user's listener may raise anything

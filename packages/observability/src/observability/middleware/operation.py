@@ -27,7 +27,7 @@ Op = Literal[
 
 @dataclass(eq=False)
 class Operation:
-    """One call, during it and afterwards.
+    """One call to a client; its outcome is filled in when it ends.
 
     Attributes:
         op: name of the operation.

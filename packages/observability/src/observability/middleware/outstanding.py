@@ -5,8 +5,8 @@ sample, whatever the number of fields.
 
 Nothing here locks; the client that owns the account holds its lock around every call.
 
-Samples that are cleared through another client would stay in the account for ever, so it keeps
-only the last `MAX_KEYS`.
+Samples that are cleared through another client would stay in the account forever, so it keeps only
+the last `MAX_KEYS`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 MAX_KEYS = 1 << 18
-"""Maximum of samples in an account; the partition whose last put is oldest loses samples first."""
+"""Maximum number of samples; the partition whose last put is oldest loses samples first."""
 
 
 class PendingPut:
@@ -60,7 +60,7 @@ class Outstanding:
     Attributes:
         n_bytes: bytes held now.
         peak_n_bytes: maximum of ``n_bytes`` so far.
-        max_bytes_per_key: maximum of bytes that one sample held so far.
+        max_bytes_per_key: maximum number of bytes that one sample held so far.
         by_partition: bytes held now, per partition with samples.
     """
 

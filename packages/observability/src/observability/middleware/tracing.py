@@ -98,7 +98,7 @@ class Tracing(Observer):
                 _leave_origin(call)
             elif call.op in _READS:
                 call.request_origins()
-        except BaseException:  # also a KeyboardInterrupt must leave no span attached
+        except BaseException:  # even a KeyboardInterrupt must leave no span attached
             context.detach(token)  # `end` gets no state and cannot detach it
             span.end()
             raise

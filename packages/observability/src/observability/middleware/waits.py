@@ -35,7 +35,7 @@ class Wait:
     """One open wait.
 
     Attributes:
-        name: name that is unique across processes, also if pids repeat after a container restart.
+        name: name that is unique across processes, even if pids repeat after a container restart.
         since_ns: start of the wait, in nanoseconds since 1970.
         again_s: seconds between its reports.
         reported: whether it was reported.

@@ -110,7 +110,7 @@ class FrameWriter:
                 self._file.seek(length, os.SEEK_CUR)
                 self._end = offset + _PREFIX + length
             self._truncate()
-        except BaseException:  # also a KeyboardInterrupt must leave no file open
+        except BaseException:  # even a KeyboardInterrupt must leave no file open
             self._file.close()
             raise
 

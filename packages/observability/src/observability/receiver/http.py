@@ -31,7 +31,7 @@ from observability.wire import (
 )
 
 MAX_CONNECTIONS = 256
-"""Maximum of concurrent connections; each exporting process keeps up to three."""
+"""Maximum number of concurrent connections; each exporting process keeps up to three."""
 
 _ANSWER_S = 30.0
 _BODY_S = 30.0

@@ -47,15 +47,15 @@ class Receiver:
 
     A request is answered once `snapshot` includes its records and, with a folder, the operating
     system has its bytes: they survive the end of this process, not of the machine. Spans and
-    lifecycle events stay in memory as long as the receiver. Metrics go only to the folder and to
-    ``forward``. Every method may be called from any thread.
+    lifecycle events stay in memory as long as the receiver exists. Metrics go only to the folder
+    and to ``forward``. Every method may be called from any thread.
 
     Args:
         folder: folder to append every request to, created if absent; see `read_folder`. None
             stores nothing on disk.
         host: a loopback address.
         port: port to listen on; 0 takes a free one.
-        max_body: maximum size of a request in bytes, both as sent and decompressed.
+        max_body: maximum size of a request in bytes, before and after decompression.
         forward: base URL of a collector to which every request is forwarded; requests that it does
             not accept in time are dropped and counted.
 
@@ -94,7 +94,7 @@ class Receiver:
                 folder.mkdir(parents=True, exist_ok=True)
                 for kind in get_args(Kind):
                     self._writers[kind] = FrameWriter(folder / f"{kind}.otlp")
-        except BaseException:  # also a KeyboardInterrupt must leave no port or file open
+        except BaseException:  # even a KeyboardInterrupt must leave no port or file open
             self._server.server_close()
             self._close_files()
             raise

@@ -43,7 +43,7 @@ class Ledger:
     """A thread-safe account of one signal.
 
     Args:
-        capacity: maximum of items queued and in flight.
+        capacity: maximum number of items queued and in flight.
     """
 
     def __init__(self, capacity: int) -> None:

@@ -146,5 +146,5 @@ def _check(registered: bool, kind: str, troubles: Troubles) -> None:
     if not registered:
         troubles.warn(
             f"another {kind} is registered already",
-            consequence="observability.setup does not export what goes through the global one",
+            consequence="telemetry that goes through it is not exported by observability.setup",
         )

@@ -75,8 +75,12 @@ class CollectorSession(requests.Session):
                 body = answer.raw.read(_MAX_ANSWER_BYTES, decode_content=True)
         except Exception as error:  # an adapter may raise anything
             self.trouble = _trouble(error)
-            may_pass = requests.ConnectionError, requests.Timeout, urllib3.exceptions.HTTPError
-            self.transient = isinstance(error, may_pass) and not isinstance(
+            transient_types = (
+                requests.ConnectionError,
+                requests.Timeout,
+                urllib3.exceptions.HTTPError,
+            )
+            self.transient = isinstance(error, transient_types) and not isinstance(
                 error, requests.exceptions.SSLError
             )
             if self.once or isinstance(error, ValueError):

@@ -69,8 +69,8 @@ class Otlp:
 
     Attributes:
         endpoint: URL with the path of the signal.
-        queue: maximum of items queued and in flight.
-        batch: maximum of items in one request.
+        queue: maximum number of items queued and in flight.
+        batch: maximum number of items in one request.
         interval_s: seconds from one export to the next.
         timeout_s: maximum duration of one export in seconds; None if a variable sets it.
     """

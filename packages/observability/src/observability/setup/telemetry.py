@@ -112,7 +112,7 @@ class Telemetry:
     def counts(self) -> dict[Signal, Counts]:
         """Return the counts of items recorded, exported and dropped so far, per signal.
 
-        A signal without OTLP export makes no items: its counts are 0.
+        A signal without OTLP export records no items: its counts are 0.
         """
         ledgers = {name: each.delivery.ledger for name, each in self._pipelines.items()}
         names: tuple[Signal, ...] = ("spans", "events", "metrics")
@@ -131,7 +131,7 @@ class Telemetry:
         timeout_s = max(self._timeout_s if timeout_s is None else timeout_s, 0)
         deadline = time.monotonic() + timeout_s
         failed = self._failed()
-        # One flush at a time, also after one that timed out: else flushes would pile up.
+        # One flush at a time, even after one that timed out: flushes would pile up.
         if not self._flushing.acquire(timeout=timeout_s):
             return False
         try:
@@ -149,7 +149,7 @@ class Telemetry:
         return done and not retained and self._failed() == failed
 
     def shutdown(self, timeout_s: float | None = None) -> None:
-        """Export the queued items and stop; items made later are dropped and counted.
+        """Export the queued items and stop; items recorded later are dropped and counted.
 
         A second call waits for the first one. Log one line if any item was dropped.
 
@@ -331,13 +331,15 @@ class Telemetry:
 
     def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
         """Export the queued items, then call the previous handler or the default action."""
-        dies = not callable(self._previous)
+        terminates = not callable(self._previous)
         if os.getpid() == self._pid and self._on_signal is not None:
             deadline = time.monotonic() + self._timeout_s + 0.5
             if self._ending:  # possibly in the interrupted thread, so do not wait for `_ended`
                 wait_all(self._shutdowns, deadline)
             else:
-                wait_all([self._on_signal.start(self.shutdown if dies else self.flush)], deadline)
+                wait_all(
+                    [self._on_signal.start(self.shutdown if terminates else self.flush)], deadline
+                )
         if callable(self._previous):
             self._previous(number, frame)
             return

@@ -19,7 +19,7 @@ class Troubles:
     """A logger that logs each kind of trouble once.
 
     Attributes:
-        exporter_message: last message that an SDK exporter logged. It is no warning, since the
+        exporter_message: last message that an SDK exporter logged. It causes no warning, since the
             caller of the exporter reports the failure.
     """
 

@@ -1,9 +1,9 @@
 """Order of events whose senders' clocks disagree, by the receiver's clock.
 
 An event arrives some seconds after its time: processes export at intervals, and retry. A clock is
-wrong if its events arrive before their time, or much later than those of other clocks. Its times
-are shifted so that its least delayed event gets its time of arrival. Events of one clock keep their
-order.
+wrong if its events arrive before their time, or much later than those of other clocks. The times of
+such a clock are shifted so that its least delayed event is at its time of arrival. Events of one
+clock keep their order.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ MAX_DELAY_NS = 30_000_000_000
 """Maximum difference of delays between correct clocks: export intervals and retries."""
 
 _MAX_AHEAD_NS = 5_000_000_000
+"""Maximum by which events of a correct clock may arrive before their time."""
 
 
 def clock_shifts(times: Iterable[tuple[Hashable, int, int]]) -> dict[Hashable, int]:
@@ -33,6 +34,8 @@ def clock_shifts(times: Iterable[tuple[Hashable, int, int]]) -> dict[Hashable, i
             delays[clock] = min(delay, delays.get(clock, delay))
     shifts: dict[Hashable, int] = {}
     base: int | None = None
+    # Clocks with similar delays form a group, and all of them get its least delay. A new group
+    # begins after clocks that are ahead, and where a delay is too large for the group.
     for clock, delay in sorted(delays.items(), key=lambda each: each[1]):
         is_ahead = base is not None and base < -_MAX_AHEAD_NS <= delay
         if base is None or is_ahead or delay - base > MAX_DELAY_NS:

@@ -1,4 +1,4 @@
-"""Estimates of how far the clocks of hosts disagree, and correction of times by them.
+"""Estimates of how far the clocks of hosts disagree, and the correction of times.
 
 A call runs within its caller's span. If it does not, and the two hosts differ, one clock is ahead
 of the other by at least the part that sticks out. If the calls between two hosts contradict each
@@ -21,14 +21,14 @@ MIN_NS = 1_000_000
 """Minimum correction: hosts synchronized by NTP also disagree by less."""
 
 _MAX_VISITS = 2_000_000
-"""Maximum of visits to hosts, about a second; a trace that needs more is not corrected."""
+"""Maximum number of visits to hosts, about a second; a trace that needs more is not corrected."""
 
 _Bounds = tuple[float, float]
 _Calls = dict[str, dict[str, _Bounds]]
 
 
 class _Contradiction(Exception):
-    """An error: calls along a ring of hosts contradict each other, or there are too many."""
+    """Calls along a ring of hosts that contradict each other, or too many calls."""
 
 
 def clocks_ahead(tree: Tree, root: Span | None) -> dict[str, int]:
@@ -87,7 +87,7 @@ class _Clocks:
         self._visit(len(self._bounds))
         return next(
             (
-                host  # in order of discovery, so near the root first
+                host  # in order of discovery: the root's neighbors first
                 for host, (low, high) in self._bounds.items()
                 if host not in self.fixed and not low <= 0 <= high
             ),
@@ -148,7 +148,7 @@ def moved_event(event: Event, ahead: Mapping[str, int]) -> Event:
 
 
 def _calls(tree: Tree) -> _Calls:
-    """Return, per host and host that it exchanges calls with, the bounds of the other's offset."""
+    """Return, by host and other host, the bounds that calls put on the other clock's offset."""
     bounds: _Calls = {}
     for caller in tree.spans:
         for called in tree.children(caller.span_id):

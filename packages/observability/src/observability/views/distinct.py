@@ -14,7 +14,7 @@ from observability.records import Event, Span
 def distinct_spans(spans: Iterable[Span]) -> list[Span]:
     """Return the spans in the given order, each trace and span id once.
 
-    Of several with one id, the first with the most reported times counts.
+    Of several spans with one id, the one with the most reported times counts; on a tie, the first.
     """
     by_id: dict[tuple[str, str], Span] = {}
     for span in spans:
@@ -33,7 +33,8 @@ def timed_events(events: Iterable[Event]) -> Iterator[Event]:
     """Yield the events; one without a time gets its time of receipt.
 
     If that is unknown, it gets the time of the event received before it; events before the first
-    known time get that one. A repeated event without a time is skipped: its receipts differ.
+    known time get the first known time. A repeated event without a time is skipped here: its times
+    of receipt differ, so `distinct_events` would keep both.
     """
     waiting: list[Event] = []
     untimed: set[tuple[object, ...]] = set()

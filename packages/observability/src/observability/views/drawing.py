@@ -24,7 +24,7 @@ from observability.views.processes import BUCKETS
 from observability.views.quantities import duration, percent
 
 MAX_BARS = 1_500
-"""Maximum of bars; beyond it the shortest spans are omitted, and the page says so."""
+"""Maximum number of bars; beyond it the shortest spans are omitted, and the page says so."""
 
 BAR = 16
 """Height of a bar in pixels."""
@@ -184,7 +184,7 @@ def draw(
         spans: every span.
         lanes: the processes, topmost first; further processes of spans come below.
         path: the critical path in time order.
-        max_bars: maximum of spans to draw, the longest.
+        max_bars: maximum number of spans to draw; the longest are drawn.
     """
     shown = heapq.nlargest(max_bars, spans, key=lambda span: span.seconds or 0.0)
     shown.sort(key=lambda span: (span.start_s, -(span.seconds or 0.0), span.depth))

@@ -25,7 +25,7 @@ _SUGGESTED = 5
 
 
 class SampleNotFound(LookupError):
-    """An error: no lifecycle event names the sample.
+    """A sample that no lifecycle event names.
 
     Attributes:
         sample_id: the requested id.

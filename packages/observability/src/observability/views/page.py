@@ -18,7 +18,7 @@ from observability.views.steps import Step
 from observability.views.tables import Table, tables_of
 
 MAX_BARS = 4_000
-"""Maximum of bars; more than on the admin service's pages, which are refreshed."""
+"""Maximum number of bars; more than on the admin service's pages, which are refreshed."""
 
 _TIP_ATTRIBUTES = 24
 _TIP_WIDTH = 160

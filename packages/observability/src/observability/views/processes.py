@@ -46,7 +46,7 @@ class ProcessTime:
 
 
 def process_times(step: Step) -> list[ProcessTime]:
-    """Return the time of each process of a step, that of the root first, then by name."""
+    """Return the time of each process of a step, the root's process first, then by name."""
     duration = step.end_ns - step.start_ns
     result = []
     for process in step.processes:

@@ -22,7 +22,7 @@ from observability.views.tree import Tree
 DRIVER = "grpo.driver"
 ROOT = "grpo.step"
 
-# Maximum of spans that a reason names; it counts the rest.
+# Maximum number of spans that a reason names; it counts the rest.
 _MAX_NAMED = 5
 
 
@@ -31,9 +31,9 @@ class Staleness:
     """The number of weight versions between the generation of samples and their training.
 
     Attributes:
-        minimum: versions of the freshest sample.
-        mean: mean of the versions.
-        maximum: versions of the stalest sample.
+        minimum: staleness of the freshest sample.
+        mean: mean staleness.
+        maximum: staleness of the stalest sample.
         samples: number of trained samples with both versions known.
         unknown: number of trained samples with an unknown version.
     """
@@ -56,8 +56,9 @@ class Step:
         tree: its spans by parent.
         events: its lifecycle events by time, each once.
         staleness: staleness of the trained samples; None if no version is known.
-        clocks: hosts whose clocks disagree with the root's, to nanoseconds by which each is at
-            least ahead; negative if behind. Times of their spans and events are corrected by that.
+        clocks: hosts whose clocks disagree with the root's, to the minimum nanoseconds by which
+            each is ahead; negative if behind. Times of their spans and events are corrected by
+            that.
     """
 
     run_id: str
@@ -80,14 +81,14 @@ class Step:
 
     @cached_property
     def start_ns(self) -> int:
-        """The start of the step in nanoseconds since 1970; of its first span without a root's."""
+        """The start of the root in nanoseconds since 1970; if unknown, that of the first span."""
         if self.root is not None and self.root.has_start:
             return self.root.start_ns
         return min(span.start_ns for span in self.spans)
 
     @cached_property
     def end_ns(self) -> int:
-        """The end of the step, never before `start_ns`; of its last span without a root's."""
+        """The end of the root, never before `start_ns`; if unknown, that of the last span."""
         if self.root is not None and self.root.has_end:
             return max(self.root.end_ns, self.start_ns)
         return max(self.start_ns, *(span.end_ns for span in self.spans))
@@ -99,7 +100,7 @@ class Step:
 
     @cached_property
     def processes(self) -> tuple[Process, ...]:
-        """All processes of the step: that of the root, then the others by name."""
+        """All processes of the step: the root's process, then the others by name."""
         first = self.root.process if self.root else None
         return tuple(
             sorted({span.process for span in self.spans}, key=lambda each: (each != first, each))
@@ -139,8 +140,8 @@ class Step:
         """Clocks that disagree, one printable sentence each."""
         return [
             f"the clock of host {printable(host)} is {duration(abs(ahead) / 1e9)} or more "
-            f"{'ahead' if ahead > 0 else 'behind'}; its times are shown "
-            f"{'earlier' if ahead > 0 else 'later'} by that"
+            f"{'ahead' if ahead > 0 else 'behind'}; its times are shifted "
+            f"{'earlier' if ahead > 0 else 'later'}"
             for host, ahead in sorted(self.clocks.items())
         ]
 
@@ -250,12 +251,12 @@ def step_of_trace(
 
 
 def root_of(tree: Tree) -> Span | None:
-    """Return `Step.root` of any trace."""
+    """Return the root of any trace, as `Step.root`."""
     return min(tree.roots, key=lambda span: span.name != ROOT, default=None)
 
 
 def stage_of(tree: Tree, root: Span | None, span_id: str) -> Span | None:
-    """Return `Step.stage` of any trace."""
+    """Return the stage of a span of any trace, as `Step.stage`."""
     line = tree.line(span_id)
     if root is None:
         return line[-1] if line else None

@@ -139,7 +139,7 @@ def _slowest(step: Step) -> Table:
 
 
 def _columns(*names: str) -> list[Column]:
-    """Return columns; those of names are text, the others numbers."""
+    """Return columns; spans, processes, stages and buckets are text, the others numbers."""
     named = {"span", "process", "stage", "bucket"}
     return [Column(name, name not in named) for name in names]
 

@@ -1,6 +1,6 @@
 """The waterfall of a step as lines: a tree of spans, each with a bar over the time of the step.
 
-Beyond a maximum of lines, similar siblings share one line, which shows their number.
+Beyond `MAX_LINES`, similar siblings share one line, which shows their number.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from observability.views.printable import printable
 from observability.views.steps import Step
 
 MAX_LINES = 60
-"""Maximum of spans that each have a separate line."""
+"""Maximum number of spans that each have a separate line."""
 
 STYLES = {
     "productive": "green",
@@ -30,7 +30,7 @@ STYLES = {
     "idle": "bright_black",
     "": "default",
 }
-"""Bucket to rich style; the empty bucket is that of spans that only group others."""
+"""Bucket to rich style; spans that only group others have the empty bucket."""
 
 _MARKS = {"productive": "█", "overhead": "▓", "wasted": "x", "idle": "░", "": "─"}
 # Bounds the output for any trace.

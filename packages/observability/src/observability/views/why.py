@@ -19,9 +19,9 @@ from observability.views.quantities import duration
 
 _ENDS = frozenset({"claimed", "claim_failed", "answered"})
 _EXAMPLES = 10
-# As the admin service's default; several times the interval between reports of a wait.
+# The admin service's default as well; several times the interval between reports of a wait.
 _SILENT_S = 300.0
-# Maximum of example ids in a sentence.
+# Maximum number of example ids in a sentence.
 _MAX_IN_SENTENCE = 2
 
 
@@ -51,14 +51,14 @@ class Wait:
         on: the pending call; empty for a claim.
         since_ns: start of the wait, in nanoseconds since 1970 by the clock of its process.
         seconds: duration of the wait so far.
-        silent_s: seconds since its last report, if its process should have repeated the report; 0
-            if that is within the limit of `why`.
+        silent_s: seconds since its last report, if its process should have repeated the report by
+            now; else 0.
         run_id: ``rl.run_id``; empty if not reported.
         step: ``rl.step``; None if not reported.
         partition: partition of the samples; empty if the wait concerns none.
         fields: fields that a claim needs, or that a call will write.
         requested: number of requested samples; 0 if not reported.
-        known: whether the partition exists; else the numbers below mean nothing.
+        known: whether the partition exists; if not, the numbers below mean nothing.
         there: number of samples in the partition now.
         ready: number of those that are neither claimed by the task nor lack a field.
         lacks: field to the samples that lack it; fields that no sample lacks are omitted.
@@ -175,7 +175,7 @@ def why(
         silent_after_s: seconds without a repeated report after which a process counts as silent.
             Infinity for callers that determine silence in another way.
 
-    Times of receipt, where known, count instead of reported times: clocks of hosts may be wrong.
+    Where times of receipt are known, they replace reported times: clocks of hosts may be wrong.
     """
     events = sorted(distinct_events(timed_events(records.events)), key=lambda event: event.time_ns)
     folds: dict[tuple[str, str], _Partition] = {}
