@@ -361,7 +361,7 @@ def test_a_wrong_value_of_vllm_is_named(overrides, message):
         ),
         (
             ["policy.generation.servers=0", "policy.generation.addresses=[http://10.0.0.7:8000]"],
-            "refit.host: 127.0.0.1 is reachable from one machine alone, and http://10.0.0.7:8000 "
+            "refit.host: 127.0.0.1 is reachable from one machine only, and http://10.0.0.7:8000 "
             "of policy.generation.addresses may be on another; set refit.host to 'node'",
         ),
     ],

@@ -242,6 +242,6 @@ def test_loopback_is_refused_for_workers_on_another_machine(calls):
     with pytest.raises(WorkerError) as caught:
         sync_of(calls)
     said = str(caught.value)
-    assert said.startswith("refit.host: 127.0.0.1 is reachable from one machine alone")
+    assert said.startswith("refit.host: 127.0.0.1 is reachable from one machine only")
     assert f"driver on {DRIVER}, source 0 on {DRIVER}, source 1 on {OTHER}" in said
     assert said.endswith("set refit.host to 'node'")

@@ -22,7 +22,7 @@ class Awaited:
 
 @contextmanager
 def reported_while_blocked(on: str, awaited: Awaited | None = None) -> Iterator[Callable[[], None]]:
-    """Report a call that blocks for longer than a moment.
+    """Report a call that blocks for more than a second.
 
     Args:
         on: the actor and method called, "policy worker 1: train".

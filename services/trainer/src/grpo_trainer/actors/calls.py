@@ -1,4 +1,4 @@
-"""Calls from the driver to the run's actors: each has a deadline, and a death ends all of them.
+"""Calls from the driver to the run's actors: each has a deadline, and one actor's death ends all.
 
 All data between the driver and an actor passes through here, so a test can measure its size.
 """
@@ -58,7 +58,7 @@ class ActorCalls:
         return list(self._actors.values())
 
     def call(self, name: str, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Call a method of one actor and return its result; errors as `each`."""
+        """Call a method of one actor and return its result; raise as `each`."""
         return self.each(method, {name: (args, kwargs)})[name]
 
     def each(
@@ -139,7 +139,7 @@ class ActorCalls:
         """Let a live actor stop what it started; wait for at most ``timeout_s``."""
         handle = self._actors.get(name)
         if handle is not None:
-            with suppress(TimeoutError):  # without Ray, it ends with the driver
+            with suppress(TimeoutError):  # Ray is stopped: the actor ends with the driver
                 _ready([call_within(_KILL_S, handle.close.remote)], 1, timeout_s)
 
     def shutdown_telemetry(self, timeout_s: float) -> None:
@@ -150,7 +150,7 @@ class ActorCalls:
     def stop(self) -> None:
         """Kill every actor."""
         for handle in self._actors.values():
-            with suppress(TimeoutError):  # without Ray, it ends with the driver
+            with suppress(TimeoutError):  # Ray is stopped: the actor ends with the driver
                 call_within(_KILL_S, partial(ray.kill, handle))
         self._actors.clear()
 
@@ -195,7 +195,7 @@ class ActorCalls:
 def _ready(references: list[Any], count: int, timeout_s: float) -> list[Any]:
     """Return the references that are ready once ``count`` are, or after ``timeout_s``.
 
-    A stopped Ray does not block it.
+    It returns even if Ray is stopped.
     """
     try:
         ready, _ = call_within(

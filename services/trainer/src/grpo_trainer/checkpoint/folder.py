@@ -77,8 +77,8 @@ def save_checkpoint(
         state: the run's state.
         write_policy: writes model and optimizer into an existing folder; returns the
             `written_files`.
-        keep_last: number of checkpoints that stay.
-        notice: called for each old checkpoint that cannot be removed; the next one tries again.
+        keep_last: number of checkpoints to retain.
+        notice: called for each old checkpoint that cannot be removed; the next save tries again.
 
     Returns:
         The checkpoint's folder.
@@ -132,7 +132,7 @@ def _remove_old(folder: Path, keep_last: int, notice: Callable[[str], None]) -> 
 def written_files(folder: Path) -> dict[str, int]:
     """Return sizes in bytes by relative name, with slashes, of the files in ``folder``.
 
-    All of them are on disk.
+    All of them are flushed to disk.
     """
     _sync_tree(folder)
     return {name: path.stat().st_size for name, path in _files(folder).items()}
@@ -145,7 +145,7 @@ def latest_checkpoint(folder: Path) -> Path | None:
 
 
 def intact_before(checkpoint: Path) -> tuple[Path, list[Path]] | None:
-    """Return the newest intact checkpoint before ``checkpoint``, and all newer ones.
+    """Return the newest intact checkpoint before ``checkpoint``, and all that are newer than it.
 
     None if there is none.
     """
@@ -251,7 +251,7 @@ def _digest(path: Path) -> str:
 
 
 def _sync_tree(folder: Path) -> None:
-    """Return once all files in ``folder``, and its own list of names, are on disk."""
+    """Flush all files in ``folder``, and the folder itself, to disk."""
     for path in (*folder.rglob("*"), folder):
         _sync(path)
 

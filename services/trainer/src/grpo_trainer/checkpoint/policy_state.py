@@ -97,5 +97,5 @@ def load_optimizer(folder: Path, model: Any, optimizer: torch.optim.Optimizer) -
             raise CheckpointError(f"checkpoint file {path}: no parameter {parameter_name!r}")
         parameter = parameters[parameter_name]
         device = "cpu" if key == "step" else parameter.device
-        # Copy: the tensor maps the file, and a mapped file cannot be removed everywhere.
+        # Copy: the tensor maps the file, and some file systems cannot remove a mapped file.
         optimizer.state[parameter][key] = tensor.to(device, copy=True)

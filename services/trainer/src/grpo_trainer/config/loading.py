@@ -97,8 +97,8 @@ def _step_problems(config: TrainerConfig) -> list[str]:
     if grpo.max_logprob_error is not None and not grpo.recompute_prev_logprobs:
         problems.append(
             f"grpo.max_logprob_error: found {grpo.max_logprob_error}; expected null with "
-            "grpo.recompute_prev_logprobs false, which computes no log-probabilities to compare "
-            "the generator's with"
+            "grpo.recompute_prev_logprobs false: without recomputed log-probabilities there is "
+            "nothing to compare the generator's with"
         )
     return problems
 
@@ -200,7 +200,7 @@ def load_config(path: Path = DEMO_CONFIG, overrides: Sequence[str] = ()) -> Trai
 
 
 def check_config(raw: Mapping[str, Any], *, source: str) -> TrainerConfig:
-    """Validate a parsed configuration; errors as `load_config`."""
+    """Validate a parsed configuration; raise as `load_config`."""
     try:
         return TrainerConfig.model_validate(raw)
     except ValidationError as error:
@@ -240,7 +240,7 @@ def _known_keys() -> list[str]:
 
 
 def apply_override(raw: dict[str, Any], override: str) -> None:
-    """Apply ``dotted.key=value`` to ``raw``; errors as `load_config`."""
+    """Apply ``dotted.key=value`` to ``raw``; raise as `load_config`."""
     key, separator, value = override.partition("=")
     if not separator:
         raise ConfigurationError(f"--set {override}: expected dotted.key=value")

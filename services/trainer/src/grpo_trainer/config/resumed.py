@@ -57,7 +57,7 @@ class ResumedConfig:
     Attributes:
         config: configuration of the resumed run.
         added: keys that the checkpoint lacks, with the shipped values that they get.
-        ignored: keys set to null, with their saved values, which an older release ignored.
+        ignored: keys that an older release ignored and that are now null, with their saved values.
     """
 
     config: TrainerConfig

@@ -76,8 +76,8 @@ class ClusterSection(Section):
 
     Attributes:
         address: address of a running cluster; "auto" for the cluster of ``RAY_ADDRESS`` or of this
-            machine; null to start one for the run. A started cluster listens on loopback alone;
-            null is refused while ``RAY_ADDRESS`` is set.
+            machine; null to start one for the run. A started cluster listens on loopback only; null
+            is refused while ``RAY_ADDRESS`` is set.
         num_cpus: logical CPUs of a started cluster. They only limit placement; the demo's actors
             mostly wait for each other, so the number may exceed the cores.
         placement: nodes of a running cluster on which the processes run.
@@ -122,7 +122,7 @@ class PretrainedModel(Section):
 
 
 class GenerationSection(Section):
-    """Generation worker that holds a model through transformers."""
+    """Generation worker that holds a model and samples from it with transformers."""
 
     backend: Literal["transformers"]
     max_new_tokens: PositiveInt
@@ -211,9 +211,10 @@ class DynamicSamplingSection(Section):
     Attributes:
         enabled: drop and clear such groups.
         max_batches: maximum number of batches of prompts generated for a step.
-        when_short: what to do with too few groups after that: end the run, or train on the groups
-            there are. The run makes as many complete optimizer steps with them as possible, or else
-            one smaller step. It makes none if the ranks cannot share complete groups equally.
+        when_short: what to do if there are too few groups after that: "raise" ends the run,
+            "proceed" trains on the remaining groups. These make as many complete optimizer steps as
+            possible, or one smaller step if there are too few for one. No step is made if the ranks
+            cannot share complete groups equally.
     """
 
     enabled: bool
@@ -247,8 +248,8 @@ class GRPOSection(Section):
             reached its token budget.
         statistics_include_filtered: whether samples excluded by their ``loss_multiplier`` or by
             ``overlong_filtering`` count in the baseline and spread of their group, and so in
-            dynamic sampling. Samples that ``max_logprob_error`` excludes always count, because
-            they are known only afterwards.
+            dynamic sampling. Samples that ``max_logprob_error`` excludes always count, because they
+            are known only after the baselines are computed.
         deduplicate_multimodal_data: for multimodal models.
     """
 
@@ -308,7 +309,7 @@ class TracingSection(Section):
             ``data_plane.observability``.
         endpoint: base URL of an OTLP/HTTP collector, or null to use the ``OTEL_*`` variables of
             each process.
-        verbose: record a span for each micro-batch as well.
+        verbose: also record a span for each micro-batch.
     """
 
     enabled: bool

@@ -65,7 +65,7 @@ def _address_problems(section: VllmSection, refit: RefitSection) -> Iterator[str
             yield f"{key}: found {address!r}; expected http[s]://host[:port]"
         elif _is_loopback(refit.host) and not _is_loopback(host):
             yield (
-                f"refit.host: {refit.host} is reachable from one machine alone, and "
+                f"refit.host: {refit.host} is reachable from one machine only, and "
                 f"{address} of {key} may be on another; set refit.host to 'node'"
             )
     if len(set(section.addresses)) < len(section.addresses):

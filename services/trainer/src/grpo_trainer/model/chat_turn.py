@@ -1,8 +1,7 @@
 """Follow-up questions of a conversation, rendered as the model's chat template does.
 
-A template renders entire conversations, and its text of a response may differ from the generated
-tokens: templates drop reasoning, for example. So only the text between two responses is taken from
-the template.
+A template renders entire conversations and may change a response: some templates drop the
+reasoning, for example. So only the text between two responses is taken from the template.
 """
 
 from __future__ import annotations
@@ -48,9 +47,9 @@ def chat_turn(tokenizer: Any, model: RandomModel | PretrainedModel) -> ChatTurn 
 
     Returns:
         None if ``model`` uses no template. A predicate such as "renders no second question" if the
-        template raises, renders no second question, or does not end a response with the
-        tokenizer's end token. Generation stops at that token alone, so a generated response would
-        differ from the template's.
+        template raises, renders no second question, or does not end a response with the tokenizer's
+        end token. Generation stops only at that token, so a generated response would differ from
+        the template's.
     """
     if not isinstance(model, PretrainedModel) or not model.use_chat_template:
         return None

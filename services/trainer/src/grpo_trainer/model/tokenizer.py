@@ -78,7 +78,7 @@ def model_source(name: str) -> str:
 def _check_hub(name: str) -> None:
     """Find the model in the local cache or, with one request, on the hub.
 
-    Loading the model would retry for long.
+    Loading the model would retry for minutes.
     """
     from transformers import AutoConfig
 
@@ -187,7 +187,7 @@ def _appended_tokens(tokenizer: Any, name: str) -> int:
     """Count the tokens that ``tokenizer`` appends to every text.
 
     Raises:
-        ConfigurationError: the tokens with special tokens do not contain those without.
+        ConfigurationError: special tokens change the other tokens of a text.
     """
     for probe in _PROBES:
         plain = list(tokenizer(probe, add_special_tokens=False)["input_ids"])

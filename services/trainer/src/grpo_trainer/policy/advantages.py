@@ -1,4 +1,4 @@
-"""Group-relative advantages; computed on the driver, from a number per sample.
+"""Group-relative advantages, computed on the driver from one number per sample.
 
 All results are computed in float64 from the distances to one reward of the group, never from a sum
 of rewards. Equal rewards have distance 0, so their advantages are exactly 0. Rewards that are close
@@ -24,7 +24,7 @@ class GroupStatistics:
         deviation: float64 (n,), the sample's reward minus ``baseline``.
         baseline: float64 (n,), mean reward of the group's other samples (leave-one-out; Ahmadian
             et al. 2024, arXiv:2402.14740).
-        std: float64 (n,), standard deviation of the group's rewards (divisor m - 1); 0 exactly if
+        std: float64 (n,), standard deviation of the group's rewards (divisor m - 1); exactly 0 if
             they are equal.
         comparable: bool (n,), whether at least two rewards of the group count. If not,
             ``deviation`` and ``std`` are 0.
@@ -90,7 +90,7 @@ def advantages(statistics: GroupStatistics, *, normalize: bool) -> torch.Tensor:
 
 
 def _root_of_squares(distances: torch.Tensor) -> torch.Tensor:
-    """Return the root of each row's sum of squares, (n, 1), also if the squares would overflow."""
+    """Return the root of each row's sum of squares, (n, 1), even if the squares would overflow."""
     scale = distances.abs().amax(1, keepdim=True)
     unit = torch.where(scale > 0, scale, 1.0)
     return (distances / unit).square().sum(1, keepdim=True).sqrt() * scale
@@ -100,14 +100,14 @@ def _check_finite(values: torch.Tensor, of: torch.Tensor, kind: str) -> None:
     if not values.isfinite().all():
         row = int(values.isfinite().logical_not().int().argmax())
         raise AdvantageError(
-            f"advantages: sample {row} has {float(of[row]):g}, and its advantage is not a finite "
+            f"advantages: sample {row}: {float(of[row]):g} gives an advantage that is not a finite "
             f"{kind}; lower grpo.reward_scale, set grpo.normalize_advantages, or bound the "
             "environment's rewards"
         )
 
 
 def mean_and_std(values: torch.Tensor) -> tuple[float, float]:
-    """Return mean and standard deviation of ``values`` (n,), the latter 0 exactly if all are equal.
+    """Return mean and standard deviation of ``values`` (n,); equal values have exactly 0.
 
     Raises:
         ValueError: there are no values.

@@ -22,14 +22,14 @@ _LOW, _HIGH = 1e-10, 1e3
 class LogprobGap:
     """Sums over generated tokens, which can be added over micro-batches and ranks.
 
-    Tokens whose gap is not finite are excluded; a sample with one counts in ``logprob_masked``.
+    Tokens whose gap is not finite are excluded; ``grpo.max_logprob_error`` excludes their samples.
 
     Attributes:
         tokens: number of tokens.
         absolute: sum of the absolute differences, in nats.
         largest: largest absolute difference, in nats.
-        k3: sum of Schulman's k3 estimate of the KL divergence of the policy from the generator. It
-            is ``r - 1 - log r``, where ``r`` is the ratio of policy to generator
+        k3: sum of Schulman's k3 estimate of KL(generator, policy): the tokens are the generator's.
+            It is ``r - 1 - log r``, where ``r`` is the ratio of policy to generator
             (http://joschu.net/blog/kl-approx.html).
         histogram: tokens per bin of the absolute difference, log-spaced; int64 (bins,).
     """
@@ -76,7 +76,7 @@ class LogprobGap:
     def quantile(self, share: float) -> float:
         """Return the absolute difference that ``share`` of the tokens do not exceed.
 
-        The result is at most 6 %, the width of a bin, too large.
+        The result is exact up to the width of a bin: at most 6 % too large.
         """
         if not self.tokens:
             return 0.0

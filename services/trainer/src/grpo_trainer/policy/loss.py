@@ -1,7 +1,7 @@
 """Clipped GRPO objective, summed over tokens.
 
-It returns sums, because a batch is split over micro-batches and ranks. The caller divides by the
-number of tokens of the entire batch, so the result does not depend on the split.
+The functions return sums, because a batch is split over micro-batches and ranks. The caller divides
+by the number of tokens of the entire batch, so the result does not depend on the split.
 
 A prompt's tokens may have any log-probability, and infinity times a mask of 0 is NaN, also in the
 gradient. So masked values are replaced before any exponential.

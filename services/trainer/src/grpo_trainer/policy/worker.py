@@ -96,7 +96,7 @@ class PolicyWorker(RunActor):
         """Return once the model is loaded."""
 
     def rendezvous_address(self) -> tuple[str, int]:
-        """Host the ranks' store on this rank, which is 0, and return its host and port."""
+        """Host the ranks' store on this rank, which must be 0; return the store's host and port."""
         self._store = host_store(self._world, timeout_s=self._timeout_s)
         return self._store.host, self._store.port
 
@@ -261,7 +261,7 @@ class PolicyWorker(RunActor):
         return float(torch.nn.utils.clip_grad_norm_(parameters, limit))
 
     def _micro_batches(self, batch: BatchedDataDict[Any]) -> Iterator[BatchedDataDict[Any]]:
-        """Yield the micro-batches that the driver planned, or else slices of equal rows."""
+        """Yield the micro-batches that the driver planned; without a plan, slices of equal rows."""
         if batch.micro_batch_indices is not None:
             for micro in batch.make_microbatch_iterator_with_dynamic_shapes():
                 yield micro.to(self._device)

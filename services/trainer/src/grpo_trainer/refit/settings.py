@@ -32,7 +32,7 @@ class RefitSettings(RefitSection):
     model_name: str
 
     def connect(self) -> ControlClient:
-        """Return a client of the control plane; errors as `connect`."""
+        """Return a client of the control plane; raise as `connect`."""
         return connect(self.control, self.control_access)
 
     @property

@@ -60,7 +60,7 @@ class RefitSource:
         self._publisher.publish(version_id, self.shards(weights))
 
     def shards(self, weights: Mapping[str, torch.Tensor]) -> list[LocalShard]:
-        """Return this rank's rows of each tensor; rank 0 has all tensors without axes."""
+        """Return this rank's rows of each tensor; rank 0 has all 0-d tensors."""
         shards = []
         for name, tensor in weights.items():
             shape = tuple(tensor.shape)

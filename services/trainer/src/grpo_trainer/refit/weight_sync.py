@@ -28,8 +28,8 @@ _PROBE_S = 2.0
 class RefitWeightSync:
     """Transfer of weights: policy workers publish, generation workers fetch and install.
 
-    The driver creates versions in a control plane, embedded or of a refit server. No weights pass
-    through the driver.
+    The driver creates versions in its embedded control plane or in that of a refit server. No
+    weights pass through the driver.
 
     ``name`` becomes the prefix of the model's unique name in the control plane, which several runs
     may share. ``sources`` names the policy workers, by rank, ``targets`` the generation workers.
@@ -98,7 +98,7 @@ class RefitWeightSync:
         if len({node_address(), *nodes.values()}) > 1:
             where = ", ".join(f"{worker} on {node}" for worker, node in nodes.items())
             raise WorkerError(
-                f"refit.host: {host} is reachable from one machine alone, the run is on several "
+                f"refit.host: {host} is reachable from one machine only, but the run is on several "
                 f"(driver on {node_address()}, {where}); set refit.host to 'node'"
             )
 
@@ -114,7 +114,7 @@ class RefitWeightSync:
             self.refit(version)
 
     def refit(self, version: int) -> None:
-        """Install as `sync`, even if the generation workers serve ``version``.
+        """Install as `sync`, even if the generation workers already serve ``version``.
 
         If the control plane restarted without its state and so lost the version, a second attempt
         publishes it again.

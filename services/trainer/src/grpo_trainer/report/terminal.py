@@ -45,7 +45,7 @@ class TerminalDisplay(RunDisplay):
         )
 
     def started(self, folder: Path, config: TrainerConfig, done_steps: int) -> None:
-        """Start to show the steps."""
+        """Start the display of steps."""
         self._task = self._progress.add_task(
             "steps", total=config.grpo.num_steps, completed=done_steps
         )

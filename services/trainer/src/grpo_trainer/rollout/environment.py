@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # the environment's process needs neither the rollout actor n
 
 
 def score(response: str, answer: str) -> float:
-    """Return the share of ``answer`` and its end that ``response`` has before its first mistake."""
+    """Return the share of ``answer``, its end included, that precedes the first mistake."""
     if response == answer:
         return 1.0
     pairs = zip(response, answer, strict=False)

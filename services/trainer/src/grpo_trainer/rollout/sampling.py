@@ -44,18 +44,18 @@ def sample_responses(
     stop_strings: Sequence[Sequence[str] | None] | None = None,
     generator: torch.Generator | None = None,
 ) -> list[Response]:
-    """Continue every row.
+    """Sample a response to every row.
 
     Args:
         model: causal LM.
         tokenizer: its tokenizer; has the end and padding tokens, and decodes for stop strings.
         rows: int64 (length,) each, at least one token, without padding.
         max_new_tokens: budget per row; a row with 0 gets an empty, truncated response.
-        temperature: divisor of the logits. With ``greedy`` it affects the log-probabilities alone.
+        temperature: divisor of the logits. With ``greedy`` it affects only the log-probabilities.
         greedy: take the most likely token.
         stop_strings: strings per row, none of them empty. A response ends with the token that
             completes one of them in its text, special tokens included. All text of that token
-            stays, also after the stop string.
+            stays, even after the stop string.
         generator: source of randomness; the model's device must be the generator's.
 
     Returns:
@@ -124,9 +124,9 @@ def _at_stop_string(
     searches: Mapping[int, StopSearch], tokens: torch.Tensor, active: torch.Tensor
 ) -> torch.Tensor:
     """Return which ``active`` rows contain a stop string with this token, bool (n,)."""
-    drawn, going = tokens.tolist(), active.tolist()
+    drawn, is_active = tokens.tolist(), active.tolist()
     hits = [
-        going[row] and row in searches and searches[row].add(drawn[row])
+        is_active[row] and row in searches and searches[row].add(drawn[row])
         for row in range(len(drawn))
     ]
     return torch.tensor(hits, device=tokens.device)

@@ -1,9 +1,9 @@
 """Search for stop strings in growing responses, at a constant cost per token.
 
 Only a window of tokens at the end of the response is decoded. The window begins at the start of a
-character: a tokenizer that falls back to bytes decodes an entire run of them as U+FFFD if the first
-one is inside a character. Some tokenizers drop a leading space, so the window has `_MARGIN`
-characters more than a stop string.
+character: a tokenizer that falls back to bytes decodes a run of bytes as U+FFFD if the first byte
+is inside a character. Some tokenizers drop a leading space, so the window has `_MARGIN` characters
+more than a stop string.
 """
 
 from __future__ import annotations

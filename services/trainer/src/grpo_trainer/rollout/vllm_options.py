@@ -18,15 +18,15 @@ from grpo_trainer.errors import ConfigurationError
 
 _CONNECT_S = 5.0
 _ANSWER_SHARE = 0.9
-"""Fraction of a call's deadline for vLLM, so that its error comes first and names the servers."""
+"""Fraction of a call's deadline that vLLM gets: its error must come first, and names servers."""
 
 
 def check_vllm(config: TrainerConfig) -> None:
     """Check this machine for everything that the vLLM backend needs.
 
     Raises:
-        ConfigurationError: a package of the extra ``vllm`` is missing; or, with a Ray of this
-            machine alone, an address does not accept connections, or the command does not exist.
+        ConfigurationError: a package of the extra ``vllm`` is missing; or, if the run starts its
+            own Ray, an address does not accept connections or the command does not exist.
     """
     section = config.policy.generation
     if not isinstance(section, VllmSection):

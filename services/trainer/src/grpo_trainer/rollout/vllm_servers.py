@@ -65,7 +65,7 @@ class VllmServer:
             start_new_session=True,
         )
         line = self._read(_GUARD_S)
-        self._guard.wait(_GUARD_S)  # the guard itself is a child of that process
+        self._guard.wait(_GUARD_S)  # this process exits at once; the guard is its child
         if line is None or not line.startswith("started "):
             self.close()
             raise WorkerError(
@@ -102,7 +102,7 @@ class VllmServer:
         self._guard.stdin.close()
 
     def close(self) -> None:
-        """Wait for the end of all of its processes; closing twice is fine."""
+        """Stop the server and wait until its processes have exited; closing twice is fine."""
         self.begin_close()
         if self._end is None:
             self._end = self._read(STOP_S)

@@ -20,8 +20,8 @@ class VllmWorker(RunActor):
     """Class of a Ray actor with the methods of `grpo_trainer.rollout.worker.GenerationWorker`.
 
     It runs two calls at a time, so that `close` does not wait for another one. ``servers`` has the
-    arguments of `VllmServers`, which starts if ``addresses`` is empty. ``generation`` has those of
-    `rollout_actor.vllm.VllmGeneration`.
+    arguments of `VllmServers`, which are started if ``addresses`` is empty. ``generation`` has
+    those of `rollout_actor.vllm.VllmGeneration`.
     """
 
     def __init__(
@@ -66,8 +66,8 @@ class VllmWorker(RunActor):
         if versions - {self._version}:
             # A restarted server serves the weights of its launch.
             raise WorkerError(
-                f"vLLM generated with the weights {', '.join(sorted(versions))}; expected "
-                f"{self._version} alone, which the last refit installed on {self._addresses}"
+                f"vLLM generated with the weights {', '.join(sorted(versions))}; expected only "
+                f"{self._version}, which the last refit installed on {self._addresses}"
             )
         return output
 
@@ -107,7 +107,7 @@ class VllmWorker(RunActor):
         self._backend.clear_logger_metrics()
 
     def release_memory(self) -> None:
-        """Do nothing: the memory is that of the servers."""
+        """Do nothing: the servers hold the memory."""
 
     def close(self) -> None:
         """Stop the servers that this worker started, and the calls that wait for them."""

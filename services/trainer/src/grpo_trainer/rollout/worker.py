@@ -1,6 +1,6 @@
 """Generation worker: a Ray actor that holds a model.
 
-Weights reach it by a refit. Randomness follows from the run's seed, the name of the driver's
+A refit installs its weights. Randomness follows from the run's seed, the name of the driver's
 current stream, and the number of the call in that stream. So a resumed run draws the same tokens,
 with or without a validation in between.
 """

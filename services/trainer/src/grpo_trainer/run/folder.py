@@ -32,7 +32,7 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 def create_run_folder(config: TrainerConfig) -> Path:
     """Create the run's folder below ``run.output``, named after the time, with its configuration.
 
-    The path is absolute, for processes with other working folders.
+    The path is absolute, because other processes have other working folders.
 
     Raises:
         ConfigurationError: ``run.output`` cannot hold a folder.

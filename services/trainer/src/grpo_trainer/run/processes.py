@@ -47,7 +47,9 @@ ENVIRONMENT = "environment"
 VLLM_STOP_S = 25.0
 """Seconds that the generation worker may take to stop the servers that it started."""
 
-_SMALL = 0.1
+_ACTOR_CPUS = 0.1
+"""Logical CPUs that each actor requests: most of them wait for each other."""
+
 _POLL_S = 0.5
 _PLACEMENT = "cluster.placement and data_plane.unit_resources"
 
@@ -149,11 +151,11 @@ class RunActors:
         config = self._config
         placement = config.cluster.placement
         rendered = chat_turn(tokenizer, config.policy.model)
-        # A text says why follow-ups cannot be asked; then the data has none.
+        # A string says why follow-ups cannot be rendered; `read_inputs` has refused data with any.
         turn = None if isinstance(rendered, str) else rendered
         environment = (
             ray.remote(VerifierEnvironment)
-            .options(num_cpus=_SMALL, resources=placement.environment)
+            .options(num_cpus=_ACTOR_CPUS, resources=placement.environment)
             .remote(
                 correct=config.env.correct,
                 wrong=config.env.wrong,
@@ -164,7 +166,7 @@ class RunActors:
         self.calls.add(ENVIRONMENT, environment)
         worker = self._start_generation(model, tokenizer.pad_token_id)
         self.calls.add(GENERATION, worker)
-        rollout = RolloutActor.options(num_cpus=_SMALL, resources=placement.rollout).remote(
+        rollout = RolloutActor.options(num_cpus=_ACTOR_CPUS, resources=placement.rollout).remote(
             self._telemetry,
             RayGeneration(worker, timeout_s=config.cluster.call_timeout_s),
             tokenizer if turn is None else EndKeepingTokenizer(tokenizer),
@@ -177,7 +179,7 @@ class RunActors:
     def _start_generation(self, model: str, pad_token_id: int) -> Any:
         config, generation = self._config, self._config.policy.generation
         options = {
-            "num_cpus": _SMALL,
+            "num_cpus": _ACTOR_CPUS,
             "num_gpus": generation.num_gpus,
             "resources": config.cluster.placement.generation,
         }
@@ -213,7 +215,7 @@ class RunActors:
             handle = (
                 ray.remote(PolicyWorker)
                 .options(
-                    num_cpus=_SMALL,
+                    num_cpus=_ACTOR_CPUS,
                     num_gpus=config.policy.num_gpus_per_worker,
                     resources=config.cluster.placement.policy,
                 )
@@ -253,7 +255,7 @@ class RunActors:
 
 
 def _without_log_lines(plane: DataPlaneConfig) -> DataPlaneConfig:
-    """Return ``plane`` without a log line per operation, for the driver with its display."""
+    """Return ``plane`` without a log line per operation, which would break the driver's display."""
     observed = plane.get("observability")
     if observed is None or not observed["enabled"]:
         return plane
@@ -285,10 +287,10 @@ def _start_ray(cluster: ClusterSection) -> bool:
 
 @contextmanager
 def _kept_sigterm_handler() -> Iterator[None]:
-    """Keep the process's handler of SIGTERM.
+    """Restore the process's SIGTERM handler afterwards.
 
-    At its start Ray sets a handler that prints a stack and ends the process at once. At its end it
-    sets the default.
+    When Ray starts, it sets a handler that prints a stack and ends the process at once. When it
+    stops, it sets the default.
     """
     if threading.current_thread() is not threading.main_thread():
         yield  # signals belong to the main thread
@@ -304,7 +306,7 @@ def wait_for_resources(config: TrainerConfig, *, timeout_s: float) -> None:
     """Wait until Ray has the resources of the run's processes: nodes may join after the driver.
 
     Raises:
-        WorkerError: resources are missing at the deadline. Without it Ray would wait forever.
+        WorkerError: resources are missing at the deadline; Ray would wait for them forever.
     """
     needed = _needed(config)
     deadline = time.monotonic() + timeout_s
@@ -355,7 +357,7 @@ def _needed(config: TrainerConfig) -> list[_Needed]:
     for name, amount in config.data_plane.get("unit_resources", {}).items():
         custom[name] += amount * config.data_plane["num_storage_units"]
     return [
-        _Needed("CPU", "cluster.num_cpus", actors * _SMALL),
+        _Needed("CPU", "cluster.num_cpus", actors * _ACTOR_CPUS),
         _Needed("GPU", "GPUs", gpus),
         *(_Needed(name, _PLACEMENT, amount) for name, amount in custom.items()),
     ]

@@ -104,7 +104,7 @@ def resume(
         OutputError: another process runs it.
         TrainerError, DataPlaneError: as `train`.
     """
-    folder = folder.absolute()  # for processes with other working folders
+    folder = folder.absolute()  # other processes have other working folders
     point = _resume_point(folder, overrides)
     if point.complete:
         return RunResult(folder, point.state.history)  # no lock: the storage may be read-only
@@ -193,7 +193,7 @@ def _check_inputs(
 ) -> None:
     """Refuse a changed data set or tokenizer.
 
-    The position in the stream would mean other prompts, and the tokens other text.
+    Otherwise the position in the stream would mean other prompts, and the tokens other text.
     """
     from grpo_trainer.run.inputs import DIGEST_FORM
 

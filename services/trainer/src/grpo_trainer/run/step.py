@@ -96,7 +96,7 @@ class StepReport:
 
 
 def trainable(kept: int, *, global_batch_size: int, group_size: int, data_parallel: int) -> int:
-    """Return how many of ``kept`` samples, fewer than a full step's, to train on.
+    """Return how many of ``kept`` samples to train on, if they are fewer than a full step's.
 
     These are always complete groups. They make as many complete optimizer steps as possible, or
     else a single smaller step that the ranks share equally. The result is 0 if a group is larger
@@ -243,7 +243,7 @@ class GRPOStep:
         return self._drop(kept, torch.arange(kept.meta.size) >= rows, "surplus")
 
     def _short(self, kept: int, batches: int) -> int:
-        """Return how many of too few ``kept`` samples to train on, or raise."""
+        """Return how many samples to train on if only ``kept`` remain, or raise."""
         policy, grpo = self._config.policy, self._config.grpo
         if grpo.dynamic_sampling.when_short == "raise":
             raise DynamicSamplingError(

@@ -50,9 +50,9 @@ def run_steps(
 ) -> list[dict[str, Any]]:
     """Run the steps after ``state``; return the metrics of every step, including earlier ones.
 
-    Model and optimizer are loaded from ``checkpoint``; None uses the configured model. A request of
-    ``stop`` ends the run after a step and its checkpoint. If none was due, that step writes one,
-    unless the run writes none at all.
+    Model and optimizer are loaded from ``checkpoint``; None uses the configured model. If ``stop``
+    is requested, the run ends after the current step. That step writes a checkpoint even if none is
+    due, unless checkpoints are disabled.
     """
     model = inputs.model or str(initial_model(config, folder))
     prompts = PromptStream(
