@@ -67,7 +67,7 @@ def create_app(settings: Settings, *, inspector: DataPlaneInspector | None = Non
         redirect_slashes=False,
         lifespan=lifespan,
         dependencies=[Depends(require_csrf)],
-        # If this process is traced itself, each export to it would create further spans.
+        # If this process were traced, each export to it would create further spans.
         telemetry={"tracing": False, "metrics": False, "logs": False, "auto_configure": False},
     )
     app.state.settings = settings

@@ -39,7 +39,7 @@ class Settings:
         max_subscribers: maximum number of connections with live updates.
         failed_login_delay_s: delay in seconds of the answer to a wrong token.
         jaeger_url: base URL of Jaeger, to link traces.
-        tempo_url: URL of a trace in Tempo or Grafana, with ``{trace_id}`` in it; without,
+        tempo_url: URL of a trace in Tempo or Grafana, with ``{trace_id}`` in it; without that,
             ``/api/traces/<id>`` is appended.
         keep_sample_text: whether attributes that quote samples are stored.
 

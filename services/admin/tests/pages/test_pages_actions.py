@@ -39,7 +39,7 @@ def test_a_confirmed_clear_reaches_the_data_plane_with_its_ids(client, done):
     assert answer.status_code == 200
     assert "2 samples of partition" in answer.text
     assert done == [("clear", "train", ["a\nb", REVERSED], True)]
-    assert "anybody from testclient" in client.get("/audit").text
+    assert "anonymous from testclient" in client.get("/audit").text
 
 
 def test_a_wrong_confirmation_changes_nothing(client, done):

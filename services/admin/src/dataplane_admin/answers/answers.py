@@ -143,7 +143,7 @@ class Answers:
         )
 
     def partition_matrix(self, partition_id: str, *, windows: int = 120) -> models.Matrix:
-        """Return samples by field and task in up to ``windows``, 1 to 500. Raises NotFound, ..."""
+        """Return samples by field and task in up to ``windows`` windows; raise as `partition`."""
         _check_id("id", partition_id)
         _check("windows", windows, 1, MAX_WINDOWS)
         snapshot = self._snapshot(partition_id)
@@ -153,7 +153,7 @@ class Answers:
     def partition_samples(
         self, partition_id: str, *, start: int = 0, limit: int = 100
     ) -> models.SamplePage:
-        """Return ``limit`` samples, 1 to 1,000, from index ``start``; reads the data plane."""
+        """Return up to ``limit`` samples from index ``start``; reads the data plane."""
         _check_id("id", partition_id)
         _check("start", start, 0, 2**31)
         _check("limit", limit, 1, MAX_PAGE)
@@ -216,19 +216,19 @@ class Answers:
         )
 
     def staleness(self, *, run: str | None = None, steps: int = 20) -> models.Staleness:
-        """Return staleness over the last ``steps``, 1 to 10,000, of ``run`` or the newest run."""
+        """Return the staleness of the last ``steps`` steps of a run, by default the newest."""
         _check("steps", steps, 1, MAX_STEPS)
         return self._store.staleness(self._run_or_newest(run), steps)
 
     def run_steps(self, *, run: str | None = None, ranges: int = 10) -> models.RunSteps:
-        """Return step durations in 1 to 500 ranges.
+        """Return step durations in at most ``ranges`` ranges.
 
         Without ``run``, of the newest run with a finished step.
         """
         return self.run_steps_cut(ranges, run=run)[0]
 
     def run_steps_cut(self, *ranges: int, run: str | None = None) -> list[models.RunSteps]:
-        """Return the same steps, cut into several numbers of ranges; see `run_steps`."""
+        """Return one `run_steps` for each maximum in ``ranges``, all from one read."""
         for maximum in ranges:
             _check("ranges", maximum, 1, MAX_RANGES)
         if run is None:
@@ -273,7 +273,7 @@ class Answers:
         return models.Traces(traces=page, next=trace_cursor(after))
 
     def steps(self, run: str, *, limit: int = 10) -> list[models.TraceFacts]:
-        """Return the newest step traces of a run, last received first."""
+        """Return the newest step traces of a run, newest first."""
         return self._store.steps(run, limit)
 
     def trace(self, trace_id: str) -> models.Trace:
@@ -302,7 +302,7 @@ class Answers:
         return self._store.series(name)
 
     def clear(self, change: models.ClearSamples, *, actor: str) -> models.ActionResult:
-        """Clear samples or a partition. Raises NotAllowed, Refused, Conflict, Unavailable, ..."""
+        """Clear samples or a partition. Raises any subclass of AnswerError."""
         return self._actions.clear(change, actor)
 
     def reset_consumption(

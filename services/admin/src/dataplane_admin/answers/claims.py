@@ -1,7 +1,7 @@
-"""Knowledge about tasks from the claims that they report; nothing declares it.
+"""Facts about tasks, learned from the claims that they report: no declaration has them.
 
-`Needs` has the fields that each task claims, `Claimants` the tasks that claim at all. Both read new
-claims only. Names are stored names: each lookup passes its name through `storable`.
+`Needs` has the fields that each task claims; `Claimants` has the tasks that have claimed at all.
+Both read only new claims. Names are stored names: each lookup passes its name through `storable`.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class Needs:
 class Claimants:
     """Tasks that have claimed, by partition, bounded in number. For one thread.
 
-    Each poll of the data plane looks up every task with old samples. Most never claimed; to
-    establish that, the store would read all events of the partition.
+    Each poll of the data plane looks up every task with old samples. Most of them never claimed,
+    and the store would have to read all events of the partition to find that out.
     """
 
     def __init__(self, store: Store) -> None:
@@ -79,7 +79,7 @@ class Claimants:
 
 
 class _NewestClaims:
-    """Reader of new claims, which it passes to ``learn``, and whether any were skipped.
+    """Reader of new claims that calls ``learn`` with them and with whether it skipped none.
 
     Only one thread reads at a time.
     """

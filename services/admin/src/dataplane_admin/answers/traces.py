@@ -154,7 +154,7 @@ def _read(store: Store, trace_id: str, *, events: bool = True) -> tuple[models.T
 
 
 def _step(facts: models.TraceFacts, records: Records) -> Step:
-    """Return the trace as the views expect it, also if it is not a step."""
+    """Return the trace as the views expect it, even if it is not a step."""
     for step in steps_of(records):
         if step.trace_id == facts.trace_id:
             return step

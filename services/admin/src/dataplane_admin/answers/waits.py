@@ -30,7 +30,7 @@ def waits(
     snapshot = None if live is None or not live.snapshot.attached else live.snapshot
     records = store.wait_records(run_id=run, silent_after_s=silent_after_s)
     partitions = snapshot.partitions if snapshot else None
-    # The store knows when it received events, and metrics as well.
+    # `records.silent` has the silent processes: the store also knows when they sent metrics.
     waits = why(records, now_ns, partitions, silent_after_s=math.inf)
     blocked = [_wait(wait, records.silent, now_ns) for wait in waits]
     known = {(wait.partition, wait.task) for wait in blocked if wait.silent_s is None}
@@ -126,7 +126,7 @@ def _printable(ids: Iterable[str]) -> list[str]:
 
 
 def _rounded(seconds: float) -> str:
-    """Return a duration in full units: it is not known to the millisecond."""
+    """Return a duration in seconds or larger units: it is not known to the millisecond."""
     total_s = max(0, round(seconds))
     if total_s < 120:
         return f"{total_s} s"

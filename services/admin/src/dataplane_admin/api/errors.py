@@ -1,4 +1,4 @@
-"""Error handlers: every error is problem+json with what was found and expected."""
+"""Error handlers: every error is a problem+json that names what was found and expected."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SHOWN = 60
 
 
 def add_error_handlers(app: FastAPI) -> None:
-    """Answer every error of a route of ``app`` as a problem."""
+    """Answer every error of a route of ``app`` with a problem+json."""
     app.add_exception_handler(AnswerError, _on_answer_error)
     app.add_exception_handler(RequestValidationError, _on_invalid)
     app.add_exception_handler(StoreError, _on_store_error)
@@ -65,7 +65,7 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
 
 
 def _otlp_hint(request: Request) -> str:
-    """Return the right path for an exporter's request to a wrong one, else an empty text."""
+    """Return a hint with the right path if an exporter sent to a wrong one, else an empty text."""
     path = request.url.path.lower()
     if request.method != "POST" or path.startswith(("/api/v1/actions/", "/actions/")):
         return ""

@@ -1,4 +1,4 @@
-"""Live updates: server-sent events that something changed, after which clients read again.
+"""Live updates: server-sent events that announce a change, so that clients read again.
 
 One task polls for changes while there are subscribers. Each subscriber costs a connection and a
 coroutine; their number is bounded.
@@ -61,7 +61,7 @@ class LiveUpdates:
         self._wake()
 
     def leave(self) -> None:
-        """Count one subscriber out."""
+        """Remove one subscriber."""
         self._count(-1)
         if self._waiting == 0 and self._polling is not None:
             self._polling.cancel()

@@ -36,7 +36,7 @@ class Intake:
         if self._held + nbytes > self._limits.waiting_bytes:
             raise Refusal(
                 HTTPStatus.SERVICE_UNAVAILABLE,
-                f"requests of {self._held} bytes are being read; expected at most "
+                f"{self._held} bytes of requests are being read; expected at most "
                 f"{self._limits.waiting_bytes}; retry",
                 retry_s=1.0,
             )

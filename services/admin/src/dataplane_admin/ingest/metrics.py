@@ -102,7 +102,7 @@ def _point(source: _Source, metric: Metric, point: Any, limits: Limits) -> Serie
     digest = hashlib.blake2b(source.identity + identity_of(point.attributes), digest_size=16)
     digest.update(key)
     if temporality == "cumulative" and not monotonic:
-        temporality = "newest"  # such a sum starts at 0 with its process
+        temporality = "newest"  # a gauge in effect: it starts at 0 with its process
     attributes = {
         pair.key[: limits.attribute_length]: plain(pair.value, limits)
         for pair in sorted(point.attributes[: limits.attributes], key=lambda pair: pair.key)
@@ -124,7 +124,7 @@ def _point(source: _Source, metric: Metric, point: Any, limits: Limits) -> Serie
 
 
 def _figures(kind: str, point: Any, limits: Limits) -> Mapping[str, Any] | None:
-    """Return the numbers that a point sets; None if it sets none."""
+    """Return the numbers that a point reports; None if it reports none."""
     if kind in ("gauge", "sum"):
         name = point.WhichOneof("value")
         number = math.nan if name is None else float(getattr(point, name))
@@ -136,7 +136,8 @@ def _figures(kind: str, point: Any, limits: Limits) -> Mapping[str, Any] | None:
     figures |= {name: number for name, number in numbers.items() if math.isfinite(number)}
     if kind == "histogram":
         bounds, counts = list(point.explicit_bounds), list(point.bucket_counts)
-        # Without counts there are no buckets. A part of the buckets would be a wrong histogram.
+        # Without counts there are no buckets. Storing only some buckets would give a wrong
+        # histogram.
         fits = len(counts) == len(bounds) + 1 and len(bounds) <= limits.attributes
         if fits and all(map(math.isfinite, bounds)):
             figures |= {"bounds": bounds, "counts": counts}

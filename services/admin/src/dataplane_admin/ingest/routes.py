@@ -55,15 +55,15 @@ def router(store: Store, limits: Limits, *, keep_sample_text: bool = False) -> A
         keep_sample_text: whether to store attributes that quote samples, see `sample_text`.
     """
     routes = APIRouter(tags=["otlp"])
-    taker = _Taker(store, limits, keep_sample_text=keep_sample_text)
+    receiver = _Receiver(store, limits, keep_sample_text=keep_sample_text)
 
     def add(kind: Kind) -> None:
-        async def take(request: Request) -> Response:
-            return await taker.take(kind, request)
+        async def receive(request: Request) -> Response:
+            return await receiver.receive(kind, request)
 
         routes.add_api_route(
             f"/v1/{kind}",
-            take,
+            receive,
             methods=["POST"],
             name=f"otlp_{kind}",
             summary=_SUMMARY[kind],
@@ -77,7 +77,7 @@ def router(store: Store, limits: Limits, *, keep_sample_text: bool = False) -> A
     return routes
 
 
-class _Taker:
+class _Receiver:
     def __init__(self, store: Store, limits: Limits, *, keep_sample_text: bool) -> None:
         self._keep_sample_text = keep_sample_text
         self._store = store
@@ -85,7 +85,7 @@ class _Taker:
         self._intake = Intake(limits)
         self._pool = ThreadPoolExecutor(_DECODERS, thread_name_prefix="otlp-decode")
 
-    async def take(self, kind: Kind, request: Request) -> Response:
+    async def receive(self, kind: Kind, request: Request) -> Response:
         content = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         media_type = JSON if content == JSON else PROTOBUF
         try:

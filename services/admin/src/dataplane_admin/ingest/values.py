@@ -11,7 +11,7 @@ from opentelemetry.proto.common.v1.common_pb2 import AnyValue
 from dataplane_admin.ingest.limits import Limits
 
 MAX_COUNT = (1 << 32) - 1
-"""Maximum of a field that counts dropped items."""
+"""Maximum value of a field that counts dropped items."""
 
 
 class Attributed(Protocol):

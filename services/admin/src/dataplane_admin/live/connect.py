@@ -89,8 +89,9 @@ class OnRay:
                 {**_PLANE, "ack_timeout_ms": self._timeout_ms}, bootstrap=False
             )
         finally:
-            # Queries go to the directory only. Ray would end this process with its cluster.
-            self._part()
+            # Queries go to the directory only. A process that stayed in Ray would end with the
+            # cluster.
+            self._leave()
         return cast("DataPlaneInspector", self._client)
 
     def disconnect(self) -> None:
@@ -114,12 +115,12 @@ class OnRay:
                     log_to_driver=False,
                 )
         except (RuntimeError, OSError, ValueError, OverflowError) as error:
-            self._part()
+            self._leave()
             raise UnavailableError(
                 f"no Ray cluster at {self._address!r}: {one_line(error)}"
             ) from None
 
-    def _part(self) -> None:
+    def _leave(self) -> None:
         """Leave the cluster if `_join` joined it."""
         import ray
 
@@ -143,7 +144,7 @@ def _own_signals() -> Iterator[None]:
     """Restore this process's SIGTERM action afterwards.
 
     Ray's libraries replace it when they start, to exit with a stack trace, and when they stop.
-    Python sets signals in the main thread only and this may be another thread, hence libc.
+    Python can set signals only in the main thread, and this may be another one, hence libc.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     action = ctypes.create_string_buffer(_SIGACTION_BYTES)

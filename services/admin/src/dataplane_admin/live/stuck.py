@@ -61,15 +61,15 @@ def find_stuck(
 ) -> tuple[Stuck, ...]:
     """Return the signs older than ``after_s``, oldest first.
 
-    Unclaimed samples are no sign for a task that reads by key and never claims. The polls show
+    Unclaimed samples do not count for a task that reads by key and never claims. The polls show
     which tasks claim; ``has_claimed`` knows about earlier claims of a partition and task.
     """
     signs: list[Stuck] = []
-    sure: set[tuple[str, str]] = set()
+    claiming: set[tuple[str, str]] = set()
     for partition in partitions:
         trend = trends.get(partition.partition_id, Trend())
         scan = scans.get(partition.partition_id)
-        sure.update((partition.partition_id, task) for task in trend.claiming)
+        claiming.update((partition.partition_id, task) for task in trend.claiming)
         for task in partition.tasks:
             backlog = _backlog(partition, task, trend, scan, after_s)
             if backlog is not None:
@@ -83,7 +83,7 @@ def find_stuck(
         sign
         for sign in signs
         if sign.claim is not None
-        or (sign.partition_id, sign.task) in sure
+        or (sign.partition_id, sign.task) in claiming
         or has_claimed(sign.partition_id, sign.task)
     )
     return tuple(_with_examples(inspector, sign, scans) for sign in islice(shown, MAX_SIGNS))

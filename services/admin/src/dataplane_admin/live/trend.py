@@ -21,7 +21,7 @@ class TaskTrend:
 
     unclaimed: tuple[int, ...]
     taken: tuple[int, ...]
-    """Leased and acknowledged together."""
+    """Number of leased and acknowledged samples together."""
     acknowledged: tuple[int, ...]
 
 

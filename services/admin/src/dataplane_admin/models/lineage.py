@@ -22,8 +22,8 @@ class SampleHit(Model):
     last_ns: int | None
     """Time of its last event."""
     live: bool
-    """True if it was found in the live data plane. A search by id does not look there if stored
-    events match."""
+    """True if it was found in the live data plane. A search by id inspects it only if no stored
+    sample has exactly that id."""
 
 
 class SampleHits(Model):
@@ -75,7 +75,7 @@ class SampleLife(Model):
     partition: Text | None
     """The requested partition; None for all."""
     hops: list[Hop]
-    """Events by reported time; empty without events."""
+    """Events in the order in which they happened; empty without events."""
     live: Sample | None
     """Its state in the live data plane; None if it is not there or unknown."""
     notes: list[Text]
@@ -94,8 +94,8 @@ class Wait(Model):
     """One reason why a run is blocked."""
 
     kind: Literal["wait", "backlog", "claim"]
-    """``wait``: a blocked claim or call. ``backlog``: samples that a task has not claimed for long.
-    ``claim``: a claim without acknowledgement for long."""
+    """``wait``: a blocked claim or call. ``backlog``: samples that a task has left unclaimed for a
+    long time. ``claim``: a claim that has not been acknowledged for a long time."""
     sentence: Text
     """One sentence with numbers."""
     task: Text
@@ -128,11 +128,11 @@ class Staleness(Model):
     run_id: Text
     """Id of the run; empty if nothing has been trained."""
     steps: int
-    """Number of last steps, omitted ones included."""
+    """Number of newest steps requested, omitted ones included."""
     left_out: int
     """Number of oldest steps that are omitted because the newer ones have enough samples."""
     counts: dict[int, int]
-    """Versions between generation and training to samples."""
+    """Number of samples by versions between generation and training."""
     mean: float | None
     """Mean of the versions; None if none are known."""
     unknown: int

@@ -59,7 +59,7 @@ class TelemetryStatus(Model):
     refused: int
     """Rejected spans, log records and data points; senders were notified."""
     ignored: int
-    """Log records that are no lifecycle events."""
+    """Log records that are not lifecycle events."""
 
 
 class Status(Model):
@@ -89,7 +89,7 @@ class Liveness(Model):
 
 
 class Readiness(Model):
-    """True if the service can store telemetry."""
+    """Readiness of the service to store telemetry."""
 
     ready: bool
     """True if telemetry can be stored, regardless of the data plane."""

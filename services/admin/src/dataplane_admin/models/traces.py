@@ -32,7 +32,7 @@ class StepRange(Model):
     start_ns: int | None
     """Start of the first step; None if not reported."""
     median_s: float
-    """Duration of the median step, an existing one: not a mean of two."""
+    """Duration of the median step; of an even number of steps, the shorter of the middle two."""
     max_s: float
     failed: int
     """Steps with a failed span."""
@@ -52,7 +52,7 @@ class RunSteps(Model):
     older: bool
     """True if older steps are omitted."""
     ranges: list[StepRange]
-    """Ranges in order of start, with equal numbers of steps, plus or minus one."""
+    """Ranges in order of start; their numbers of steps differ by at most one."""
 
 
 class TraceFacts(Model):
@@ -65,7 +65,7 @@ class TraceFacts(Model):
     name: Text
     """Name of its root, else of its first span."""
     start_ns: int | None
-    """Start by the reporting process's clock; None if not reported. As ``end_ns``."""
+    """Start by the reporting process's clock; None if not reported. ``end_ns`` likewise."""
     end_ns: int | None
     received_ns: int
     """Time at which the service last received a span of it."""
@@ -81,7 +81,7 @@ class TraceFacts(Model):
 
 
 class Traces(Model):
-    """A page of traces, last received first."""
+    """A page of traces, newest first by the receipt of their first span."""
 
     traces: list[TraceFacts]
     next: str | None
@@ -188,7 +188,7 @@ class TraceStaleness(Model):
     """Versions between generation and training of the samples that a step trained on."""
 
     minimum: int | None
-    """Minimum; None if no version is known. As ``mean`` and ``maximum``."""
+    """Minimum; None if no version is known. ``mean`` and ``maximum`` likewise."""
     mean: float | None
     maximum: int | None
     samples: int

@@ -1,6 +1,7 @@
 """Headline of the overview: whether the run is making progress.
 
-Every step has processes blocked on others, so the limit depends on the step duration of the run.
+In every step some processes are blocked on others. So whether a task is blocked for too long
+depends on the step duration of its run.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from dataplane_admin.pages import words
 _STEPS = 10
 _RUNS = 5
 _LATE = 3
-"""Multiple of the longest of the last steps. A run is late if it finished no step, or is blocked,
-for longer than that and for longer than `_MIN_LATE_S`."""
+"""A run is late if it finished no step, or a task was blocked, for longer than this multiple of its
+longest recent step and for longer than `_MIN_LATE_S`."""
 _MIN_LATE_S = 60.0
 
 
@@ -72,7 +73,7 @@ def runs_to_judge(
     waits: Sequence[models.Wait],
     facts: Sequence[models.TraceFacts],
 ) -> list[str]:
-    """Return the runs of which `paces` is needed: those shown and the newest ones."""
+    """Return the runs whose pace is needed: those shown and the newest ones."""
     blocked_runs = [item.run_id for item in waits if item.kind == "wait"]
     if run is not None:
         return [run, *blocked_runs]

@@ -66,7 +66,7 @@ class HeatMap:
 
 
 def heat_map(matrix: models.Matrix, *, chosen: int | None) -> HeatMap:
-    """Return a matrix, drawn; ``chosen`` is the index of the open window's first sample."""
+    """Draw a matrix; the window that holds sample index ``chosen`` is highlighted."""
     windows = matrix.windows
     outlines: dict[str, list[str]] = defaultdict(list)
     top = 0
@@ -177,7 +177,7 @@ def _words(matrix: models.Matrix, window: models.Window) -> str:
 
 
 def _percent(part: float, total: float) -> str:
-    """Return integer percents, 0 only of nothing and 100 only of all."""
+    """Return an integer percentage; 0 only for nothing and 100 only for everything."""
     if not total or part <= 0:
         return "0 %"
     if part >= total * (1 - 1e-9):

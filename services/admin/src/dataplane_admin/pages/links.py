@@ -15,11 +15,11 @@ class Link(str):
 
 
 def to(page: str, **query: object) -> Link:
-    """Return the path of a page, with those of ``query`` that are not None and not empty."""
+    """Return the path of a page with the values of ``query`` that are neither None nor empty."""
     given = {name: value for name, value in query.items() if value is not None and value != ""}
     if not given:
         return Link(page)
-    # Ids may hold half a surrogate pair, which UTF-8 cannot encode.
+    # Ids may hold lone surrogates, which UTF-8 cannot encode.
     return Link(f"{page}?{urlencode(given, quote_via=quote, safe='', errors='backslashreplace')}")
 
 

@@ -59,7 +59,7 @@ class Overview:
         silent: blocked tasks of silent processes.
         run: the only run that is shown; None for all.
         runs: runs to choose from.
-        last: newest finished step.
+        last: the step that the headline names, else the newest one.
         durations: durations of the last steps.
     """
 
@@ -197,7 +197,7 @@ def _step(
     if not seconds:
         return StepOnOverview(facts, to("/trace", id=facts.trace_id), None, "-")
     total = sum(seconds.values())
-    # The bar is as wide as the step is long, relative to the longest one shown.
+    # The width of the bar is the step's duration relative to the longest one shown.
     width_s = total * longest / facts.seconds if facts.seconds > 0 else total
     return StepOnOverview(
         facts,

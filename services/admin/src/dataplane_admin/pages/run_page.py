@@ -14,11 +14,11 @@ _COLUMNS = 120
 _ROWS = 10
 _HEIGHT = 180
 _CUT = 1.25
-"""Multiple of the slowest step of 95 % of the columns, above which columns are truncated: one step
+"""Columns are truncated above this multiple of the height that 95 % of them do not exceed: one step
 of ten minutes would flatten all others."""
 _NOTABLE = 0.1
 _ENOUGH = 20
-"""Minimum number of steps to compare the last of `_ROWS` ranges with the first."""
+"""Minimum number of steps for a comparison of the last range with the first."""
 
 
 @dataclass(frozen=True)

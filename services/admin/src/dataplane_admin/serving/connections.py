@@ -1,9 +1,9 @@
 """Connections of the service: their number and their deadlines.
 
 uvicorn limits neither the number of connections nor the time for a request to arrive. Here a peer
-that owes something (a request, the rest of one, or reading an answer) has a deadline. With too many
-connections, the peer with most of them loses the one that has owed longest, so that silent peers do
-not block others.
+that owes something (a request, the rest of one, or reading an answer) has a deadline. If there are
+too many connections, the peer with the most of them loses the one that has owed longest. So silent
+peers do not block others.
 """
 
 from __future__ import annotations

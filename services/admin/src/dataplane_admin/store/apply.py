@@ -1,4 +1,4 @@
-"""Application of a group of batches in one transaction; stored records change nothing.
+"""Application of a group of batches in one transaction; repeated records change nothing.
 
 The writer holds the writers' lock, so lookups stay valid until the commit.
 """
@@ -24,7 +24,7 @@ def apply(work: Work, batches: Sequence[Batch]) -> list[WriteResult]:
     events = apply_events(work, batches)
     series = apply_series(work, (point for batch in batches for point in batch.series))
     _apply_audit(work, (entry for batch in batches for entry in batch.audit))
-    # Probes write empty batches, which are no change.
+    # Probes write empty batches, which change nothing.
     work.state.save(work.connection, changed=any(not batch.is_empty for batch in batches))
     return [
         WriteResult(

@@ -20,10 +20,10 @@ MAX_SERIES = 10_000
 
 _POINT = 8
 _MAX_POINTS = 64
-"""Stored digests of points, to recognize resent ones. At one export per second they cover a minute,
-for which exporters retry."""
+"""Maximum number of stored digests of points, to recognize resent ones. At one export per second
+they cover a minute, as long as exporters retry."""
 _MAX_POINTS_OF_REQUEST = 4096
-"""Maximum of `_MAX_POINTS` for a series with more points in one request."""
+"""Maximum instead of `_MAX_POINTS` for a series with more points in one request."""
 
 
 def apply_series(work: Work, points: Iterable[SeriesPoint]) -> int:

@@ -127,7 +127,7 @@ def _states(work: Work, chunks: Iterable[Chunk], arrivals: Mapping[bytes, int]) 
 def _count(
     chunk: Chunk, arrival: int, states: dict[int, int], changed: dict[tuple[int, int], int]
 ) -> _Count:
-    """Return what a chunk adds to the known spans; update ``states`` and ``changed``."""
+    """Return the spans that a chunk adds to the known ones; update ``states`` and ``changed``."""
     spans = errors = 0
     better = False
     for span, state in chunk.states.items():

@@ -115,7 +115,7 @@ class Batch:
         audit: entries of the audit log.
         refused: digests of rejected spans, log records and data points; a resent record has the
             same digest.
-        ignored: digests of log records that are no lifecycle events.
+        ignored: digests of log records that are not lifecycle events.
         reasons: why records were rejected.
     """
 

@@ -216,7 +216,7 @@ class Database:
             cursor.execute("PRAGMA freelist_count")
             free = int((cursor.fetchone() or (0,))[0])
             if free:
-                # It frees one page per step, and only a script runs all steps.
+                # The pragma frees one page per step, and only a script runs all steps.
                 cursor.executescript(f"PRAGMA incremental_vacuum({pages:d})")
             cursor.close()
         finally:

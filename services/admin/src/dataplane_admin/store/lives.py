@@ -1,7 +1,7 @@
 """Lives of samples whose ids are reused: the first put starts a life, a clear ends it.
 
-They are read backwards from the events of a place, only as far as the requested lives: the cost
-does not depend on the age of the place.
+Lives are read backwards from the events of a partition, only as far as requested: the cost does not
+depend on the age of the partition.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def read_lives(
     """Return the lives of samples, from the newest back to the one at a given time.
 
     Args:
-        connection: connection to read by.
-        place_id: place of the samples.
+        connection: connection to read from.
+        place_id: the samples' partition, a `PlaceModel`.
         wanted: sample key to the time of its first event and the given time, in nanoseconds since
             1970.
         until_ns: time after which events are ignored.
@@ -80,5 +80,5 @@ def read_lives(
 
 
 def life_at(lives: Sequence[Life], time_ns: int) -> Life | None:
-    """Return the life, of lives newest first, that had begun last by a time; None if none had."""
+    """Return the newest life that began by a time, from lives newest first; None if none did."""
     return next((life for life in lives if life.began_ns <= time_ns), None)

@@ -56,8 +56,8 @@ def read_sample_records(reader: Reader, sample_id: str, partition: str | None = 
             .limit(_MAX_EVENTS_OF_SAMPLE)
         )
         events = reader.events(connection, named, only=sample_id)
-        # A clear of the entire partition names no samples. The receive time decides whether it is
-        # older than the sample, give or take the export delay; senders' clocks do not.
+        # A clear of the entire partition names no samples. Whether it is older than the sample
+        # follows from receive times, give or take the export delay, not from senders' clocks.
         cleared = [row.id for row in rows if row.cleared_ns]
         if cleared and events:
             since_ns = min(event.received_ns for event in events) - MAX_DELAY_NS
@@ -140,7 +140,7 @@ def read_claimants(reader: Reader, partition: str) -> set[str]:
 def read_newest_claims(
     reader: Reader, event_id: int, maximum: int
 ) -> tuple[list[ClaimRow], int, bool]:
-    """Return the newest claim, or wait for one, of each task, partition and run.
+    """Return the newest claim or wait of each task, partition and run.
 
     Args:
         reader: reader of the store.

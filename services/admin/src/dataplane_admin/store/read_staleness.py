@@ -24,7 +24,7 @@ _MAX_SAMPLES = 250_000
 _EVENTS = 20
 
 _Trained = dict[tuple[int | None, int, int | None], int]
-"""Step, sample key and version after its training, to the time of the first report."""
+"""Step, sample key and weight version that trained, to the time of the first report."""
 
 _COLUMNS = (EventModel.step, EventModel.weight_version, EventModel.keys, EventModel.time_ns)
 
@@ -102,7 +102,7 @@ def _by_step(
 
 
 def _of_events(connection: Connection, chosen: ColumnElement[bool]) -> _Trained:
-    """Return the trained samples of events, newest first, up to the maximum of samples."""
+    """Return the trained samples of events, newest first, up to `_MAX_SAMPLES`."""
     newest = select(EventModel.id).where(chosen).order_by(EventModel.id.desc())
     trained: _Trained = {}
     for group in in_groups(connection.scalars(newest.limit(_MAX_SAMPLES)).all(), _EVENTS):
@@ -121,7 +121,7 @@ def _add(trained: _Trained, rows: Iterable[Any]) -> None:
 
 
 def _count(connection: Connection, trained: _Trained) -> tuple[Mapping[int, int], int]:
-    """Return a count of samples by versions of staleness, and the samples with unknown ones."""
+    """Return the number of samples by staleness, and the number with unknown staleness."""
     columns = select(
         SampleModel.key,
         SampleModel.place_id,

@@ -99,7 +99,7 @@ def read_traces(
     before: TraceCursor | None = None,
     limit: int = 50,
 ) -> tuple[list[TraceFacts], TraceCursor | None]:
-    """Return a page of traces, last received first, and the cursor of the next page."""
+    """Return a page of traces, newest first, and the cursor of the next page."""
     query = _filtered(select(*_COLUMNS, TraceModel.arrival), chosen)
     if before is not None:
         query = query.where(TraceModel.arrival < before)

@@ -1,8 +1,8 @@
 """Open waits, and the events that `observability.views.why` needs about their partitions.
 
 For a partition these are the newest declaration and the events of its present samples. The cost
-depends not on the partition's age, but on the number of its samples, plus those put and cleared by
-name since the declaration, up to the declared number.
+does not depend on the partition's age. It depends on the number of its samples, plus those put and
+cleared by id since the declaration, up to the declared number.
 
 Receive times decide whether a process is silent, since clocks of hosts disagree.
 """
@@ -50,7 +50,7 @@ def read_wait_records(
 ) -> WaitRecords:
     """Return what `observability.views.why` needs: open waits and events of their partitions.
 
-    There are at most 200 waits: those of live processes first, then the newest.
+    Of more than 200 waits, those of live processes are preferred, then the newest.
 
     Args:
         reader: reader of the store.
@@ -101,7 +101,7 @@ def _silent(
     """Return when each silent process of a run with an open wait was last seen.
 
     A process that sends metrics, or repeats its waits, also does so while blocked. Other processes
-    count as silent if another run was seen that much later.
+    count as silent if another run was seen ``after_ns`` later.
     """
     metrics = {
         row.process_id.hex(): row.last_seen_ns
@@ -156,7 +156,7 @@ def _shape(reader: Reader, connection: Connection, place_id: int, cleared_ns: in
         ended_ns = max(row.gone_ns, cleared_ns)
         ended_ns_of[id_of_bytes(row.head + row.tail)] = ended_ns
         keys.append(row.key)
-        # Its put would be too late: a put is reported when it returns, and a claim may be earlier.
+        # Not since its put, which is reported when it returns: a claim may be earlier.
         since_ns = min(since_ns, max(ended_ns, row.first_ns))
     events = _declaration(reader, connection, place_id, cleared_ns)
     if keys:
@@ -197,13 +197,13 @@ def _declaration(
 def _gone(
     connection: Connection, place_id: int, cleared_ns: int, since_ns: int, maximum: int
 ) -> int:
-    """Return the number of samples cleared by name since a time, up to ``maximum``.
+    """Return the number of samples cleared by id since a time, up to ``maximum``.
 
     Withdrawn samples do not count, since they are put again under other ids. Neither do clears of
     absent samples.
 
     Args:
-        connection: connection to read by.
+        connection: connection to read from.
         place_id: the partition.
         cleared_ns: last clear of the entire partition before that time.
         since_ns: the time, in nanoseconds since 1970.
@@ -239,10 +239,10 @@ def _gone(
             cleared |= named
             if gone >= maximum:
                 return gone
-    return gone + _count_there(connection, earlier, cleared_ns, since_ns)
+    return gone + _count_present(connection, earlier, cleared_ns, since_ns)
 
 
-def _count_there(connection: Connection, keys: set[int], cleared_ns: int, at_ns: int) -> int:
+def _count_present(connection: Connection, keys: set[int], cleared_ns: int, at_ns: int) -> int:
     """Return how many of these samples were present at a time."""
     put_ns, ended_ns = (
         func.max(case((EventModel.name == name, EventModel.time_ns), else_=0))
@@ -263,7 +263,7 @@ def _count_there(connection: Connection, keys: set[int], cleared_ns: int, at_ns:
 
 def _is_withdrawal(record: bytes) -> bool:
     if _WITHDRAWN.encode() not in record:
-        return False  # most are not decoded
+        return False  # avoid decoding most records
     [event] = decode_logs(record).events
     return event.attributes.get(_WITHDRAWN) is True
 
@@ -271,7 +271,7 @@ def _is_withdrawal(record: bytes) -> bool:
 def _shaping_events(
     reader: Reader, connection: Connection, place_id: int, keys: Sequence[int], since_ns: int
 ) -> list[Event]:
-    """Return the events that determine these samples, and possibly others of that time."""
+    """Return the events that determine the state of these samples, and possibly later others."""
     since = (EventModel.time_ns >= since_ns, EventModel.name.in_(_SHAPING))
     few = (
         select(EventModel.id).where(EventModel.place_id == place_id, *since).limit(_FEW_EVENTS + 1)

@@ -68,7 +68,7 @@ class Reader:
         """Return the events of a query of `EVENT_COLUMNS`.
 
         Args:
-            connection: connection to read by.
+            connection: connection to read from.
             chosen: the query.
             only: the only sample id to return with each event; None for all.
         """
@@ -108,7 +108,7 @@ class Reader:
 
 
 def of_keys(keys: Collection[int]) -> Iterator[ColumnElement[bool]]:
-    """Yield conditions that select samples by key; they select some other samples as well.
+    """Yield conditions that select at least the samples with these keys, and possibly others.
 
     Samples that were reported together have consecutive keys, and reading a range of keys is
     several times faster than reading single keys.

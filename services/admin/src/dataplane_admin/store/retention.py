@@ -34,7 +34,7 @@ _EVENTS_A_STEP = 128
 _SAMPLES_A_STEP = 8192
 _PAGES_A_STEP = 512
 _RUNS_A_STEP = 16
-# Share of the limit below which only SQLite truncates the log.
+# A log below 1/64 of the limit is left to SQLite to truncate.
 _LOG_SHARE = 64
 
 
@@ -85,7 +85,7 @@ class Sweeper:
         return self._database.shrink(_PAGES_A_STEP) or gone
 
     def _log_bytes(self) -> int:
-        """Return the log's bytes, truncated if log and file together exceed the limit."""
+        """Truncate the log if log and file together exceed the limit; return its bytes."""
         maximum, log_bytes = self._retention.max_bytes, self._database.log_bytes()
         if maximum is None or self._database.file_bytes() + log_bytes <= maximum:
             return log_bytes

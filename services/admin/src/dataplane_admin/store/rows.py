@@ -66,7 +66,7 @@ class WaitRecords(Records):
 
 @dataclass(frozen=True)
 class ClaimRow:
-    """The newest claim, or wait for one, of a task of a partition, among the events read.
+    """The newest claim or wait of a task of a partition, among the events read.
 
     Attributes:
         partition: stored name of the partition.
@@ -86,13 +86,13 @@ class StoreTotals:
     """Totals of the store, and counters since the service started.
 
     Attributes:
-        traces: stored rows; as ``spans``, ``events`` and ``samples``.
+        traces: number of stored traces; ``spans``, ``events`` and ``samples`` likewise.
         nbytes: bytes of the SQLite files, or of PostgreSQL's tables.
         oldest_ns: receive time of the oldest stored record; None without any.
-        ingested_spans: new spans since the start; as ``ingested_events``.
+        ingested_spans: new spans since the start; ``ingested_events`` likewise.
         repeated: spans and events since the start that were stored already.
         refused: spans, log records and data points rejected since the start.
-        ignored: log records since the start that are no lifecycle events.
+        ignored: log records since the start that are not lifecycle events.
     """
 
     traces: int

@@ -1,7 +1,7 @@
 """Stored state of a sample, computed from its events in any order of arrival.
 
-An id may be reused: a clear ends a life of the sample, and the next put begins another. The newest
-life that a put has begun counts.
+An id may be reused: a clear ends a life of the sample, and the next put begins another. The stored
+state is that of the newest life.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class SampleLife:
         place_id: its partition.
         weight_version: version of the first put of its newest life.
         put_ns: time of that put, 0 without any.
-        live_ns: time of its latest put, 0 if a clear by name came later.
-        gone_ns: time of its latest clear by name, 0 without any.
+        live_ns: time of its latest put, 0 if a clear by id came later.
+        gone_ns: time of its latest clear by id, 0 without any.
         first_ns: time of its first event.
         last_ns: time of its last event.
         is_new: whether it has no row yet.

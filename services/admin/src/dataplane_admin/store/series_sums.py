@@ -30,7 +30,7 @@ class Sums:
         since: total since then.
         start_ns: time of that restart; 0 if unknown.
         time_ns: time of the last point, by its sender's clock.
-        starts: earlier starts of the counter, the last ones.
+        starts: the last earlier starts of the counter, at most `_MAX_STARTS`.
     """
 
     before: Figures | None = None

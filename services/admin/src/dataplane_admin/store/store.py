@@ -127,7 +127,7 @@ class Store:
         return self._writer.submit(batch)
 
     def write(self, batch: Batch, timeout_s: float = 10.0) -> WriteResult:
-        """Write a batch; after the return it survives any end of this process. Idempotent.
+        """Write a batch; once this returns, the batch survives any end of this process. Idempotent.
 
         Raises:
             QueueFull: the queue is full; retry later.

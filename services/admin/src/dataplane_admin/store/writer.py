@@ -79,9 +79,9 @@ class Writer:
 
     Args:
         database: a migrated database.
-        tidy: runs one small sweep when the queue is empty; returns whether more is to do. With a
-            queue it runs now and then; while more is to do it gets as much time as the writes, so
-            that the store does not outgrow its limits.
+        tidy: runs one small sweep when the queue is empty; returns whether more remains. While
+            batches are queued it runs now and then; while more remains, it gets as much time as the
+            writes, so that the store does not outgrow its limits.
     """
 
     def __init__(self, database: Database, tidy: Callable[[], bool]) -> None:
@@ -233,9 +233,9 @@ class Writer:
             raise WriteRefused("the request could not be written; see the service's log") from error
 
     def _tidy_up(self, share_s: float) -> bool:
-        """Sweep until nothing is to do, or for ``share_s`` seconds if requests are queued.
+        """Sweep until nothing remains, or for ``share_s`` seconds if requests are queued.
 
-        Return whether more is to do.
+        Return whether more remains.
         """
         if self._database.trouble():
             return False

@@ -98,12 +98,12 @@ class AccessMiddleware:
                 await self.failed.hold(scope)
             await _refusal(scope, self.root_path)(scope, receive, send)
             return
-        scope.setdefault("state", {})["caller"] = caller or self._anybody(scope)
+        scope.setdefault("state", {})["caller"] = caller or self._anonymous(scope)
         await self.app(scope, receive, send)
 
     def _caller(self, scope: Scope) -> Caller | None:
         if self.token is None:
-            return self._anybody(scope)
+            return self._anonymous(scope)
         connection = HTTPConnection(scope)
         if brings_token(connection.headers, self.token):
             return Caller("bearer", self.csrf, f"token from {address_of(scope)}")
@@ -114,8 +114,8 @@ class AccessMiddleware:
             return None
         return Caller("session", session.csrf, f"session {session.name} from {address_of(scope)}")
 
-    def _anybody(self, scope: Scope) -> Caller:
-        return Caller("anybody", self.csrf, f"anybody from {address_of(scope)}")
+    def _anonymous(self, scope: Scope) -> Caller:
+        return Caller("anybody", self.csrf, f"anonymous from {address_of(scope)}")
 
 
 def _refusal(scope: Scope, root_path: str) -> Response:
@@ -144,12 +144,12 @@ class Forbidden(HTTPException):
 
 
 async def require_csrf(connection: HTTPConnection) -> None:
-    """Refuse changes without the bearer header, or else an allowed Origin and the CSRF value.
+    """Refuse a change without the bearer header, unless it has an Origin and the CSRF value.
 
     A page of another site can make a browser send a form with cookies. It cannot read this
     service's pages, so it does not know the CSRF value of their forms. Exporters and the login are
-    exempt: they send the token, and without a token, other origins were refused before. This is a
-    dependency of the application, so that it covers every route.
+    exempt: they send the token. Without a token, `OriginMiddleware` has already refused other
+    origins. This is a dependency of the application, so that it covers every route.
 
     Raises:
         Forbidden: the CSRF value or the Origin is wrong or missing.

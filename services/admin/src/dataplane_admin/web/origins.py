@@ -27,7 +27,7 @@ _HOST = re.compile(r"(?:\[(?P<ipv6>[0-9A-Fa-f:.]+)\]|(?P<name>[^\[\]:@/\s]+))(?:
 
 
 class HostMiddleware:
-    """Middleware that refuses requests whose Host header is not allowed; any port is.
+    """Middleware that refuses requests whose Host header is not allowed, whatever its port.
 
     Args:
         allowed_hosts: canonical names and addresses.

@@ -49,12 +49,12 @@ def upgrade() -> None:
 
 
 def _identify_waits() -> None:
-    """Let the ends of the waits that are open find them."""
+    """Store the new digest of each open wait, by which its end event finds it."""
     events = sa.table("events", *map(sa.column, ("id", "record", "wait")))
     waits = sa.table("open_waits", *map(sa.column, ("event_id", "process_id", "wait")))
     connection = op.get_bind()
-    there = sa.select(events).where(events.c.id.in_(sa.select(waits.c.event_id)))
-    for row in connection.execute(there).all():
+    of_open_waits = sa.select(events).where(events.c.id.in_(sa.select(waits.c.event_id)))
+    for row in connection.execute(of_open_waits).all():
         for event in decode_logs(row.record).events:
             name = event.attributes.get("dataplane.wait")
             values = {"process_id": bytes.fromhex(event.process.identity)}
