@@ -165,7 +165,7 @@ def test_sample_prints_its_lifecycle(recording: Path) -> None:
         (["show", "{recording}", "--step", "8"], "no step 8 in the recording, which has 7 to 7"),
         (["show", "{recording}", "--html", "/dev/null/x"], "/dev/null/x: cannot be written"),
         (["why", "{recording}/traces.otlp"], "traces.otlp, line 1: not an OTLP export request"),
-        (["sample", "p0", "{recording}"], "no event names the sample 'p0'; ids with this prefix"),
+        (["sample", "p0", "{recording}"], "no event names the sample 'p0'; similar ids"),
     ],
 )
 def test_errors_are_one_line_and_exit_status_1(

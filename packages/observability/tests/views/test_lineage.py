@@ -87,8 +87,7 @@ def test_an_unknown_sample_is_named_with_ids_that_begin_alike():
     assert isinstance(caught.value, LookupError)
     assert caught.value.suggestions == tuple(ids[:5])
     assert str(caught.value) == (
-        "no event names the sample 'abc_g9'; ids with this prefix: "
-        "abc_g0, abc_g1, abc_g2, abc_g3, abc_g4"
+        "no event names the sample 'abc_g9'; similar ids: abc_g0, abc_g1, abc_g2, abc_g3, abc_g4"
     )
     with pytest.raises(SampleNotFound, match=r"no event names the sample 'q'$"):
         life_of("q", maker.records)

@@ -35,7 +35,7 @@ class SampleNotFound(LookupError):
     def __init__(self, sample_id: str, suggestions: Iterable[str]) -> None:
         self.sample_id = sample_id
         self.suggestions = tuple(suggestions)
-        hint = f"; ids with this prefix: {listed(self.suggestions)}"
+        hint = f"; similar ids: {listed(self.suggestions)}"
         super().__init__(
             f"no event names the sample '{printable(sample_id)}'{hint if self.suggestions else ''}"
         )
