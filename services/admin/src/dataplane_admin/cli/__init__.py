@@ -174,7 +174,8 @@ def serve(
         typer.Option(min=0, max=_MAX_DAYS, help="Days to retain telemetry; 0 for no limit."),
     ] = 7.0,
     retention_bytes: Annotated[
-        int, typer.Option(min=0, max=_MAX_BYTES, help="Bytes to retain; 0 for no limit.")
+        int,
+        typer.Option(min=0, max=_MAX_BYTES, help="Bytes of telemetry to retain; 0 for no limit."),
     ] = 2 * 1024**3,
     keep_sample_text: Annotated[
         bool,
@@ -184,12 +185,14 @@ def serve(
     ] = False,
     jaeger_url: Annotated[
         str | None,
-        typer.Option(help="Base URL of Jaeger, to link traces.", callback=checked(check_link)),
+        typer.Option(
+            help="Base URL of Jaeger; trace pages link to it.", callback=checked(check_link)
+        ),
     ] = None,
     tempo_url: Annotated[
         str | None,
         typer.Option(
-            help="URL of a trace in Tempo or Grafana, with {trace_id} in it.",
+            help="URL of a trace in Tempo or Grafana, with the placeholder {trace_id}.",
             callback=checked(check_link),
         ),
     ] = None,
@@ -285,7 +288,7 @@ def traces(
     max_s: Annotated[float | None, typer.Option(min=0, help="Maximum duration in seconds.")] = None,
     error: Annotated[
         bool | None,
-        typer.Option("--error/--no-error", help="Filter by failed spans."),
+        typer.Option("--error/--no-error", help="Only traces with failed spans, or only without."),
     ] = None,
     limit: Annotated[int, typer.Option(min=1, max=1000, help="Maximum number of traces.")] = 20,
     url: Url = DEFAULT_URL,

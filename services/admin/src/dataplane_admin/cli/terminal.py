@@ -80,7 +80,7 @@ def _tasks(partition: models.Partition, width: int) -> list[RenderableType]:
             "leased",
             "acknowledged",
             "claims/s",
-            "oldest age",
+            "oldest unclaimed",
             "oldest claim",
         ),
         [
@@ -98,7 +98,7 @@ def _tasks(partition: models.Partition, width: int) -> list[RenderableType]:
             for task in partition.tasks
         ],
         width,
-        optional=("oldest claim", "claims/s", "assigned", "oldest age"),
+        optional=("oldest claim", "claims/s", "assigned", "oldest unclaimed"),
     )
 
 

@@ -77,8 +77,8 @@ def _confirm_clear(answers: Answers, params: Params, partition: str) -> Confirma
     if ids:
         title = f"Clear {words.plural(len(ids), 'sample')}?"
         what = (
-            f"{words.plural(len(ids), 'sample')} of partition '{shown}' and all their fields will "
-            "be deleted. This cannot be undone."
+            f"{words.plural(len(ids), 'sample')} of partition '{shown}' will be deleted, with all "
+            "fields. This cannot be undone."
         )
     else:
         title = f"Clear partition {shown}?"
@@ -141,8 +141,8 @@ def _confirm_end(answers: Answers, params: Params, partition: str) -> Confirmati
     return Confirmation(
         title="End claim?",
         what=(
-            f"Claim '{printable(name)}' of partition '{printable(partition)}' will expire. Its "
-            "samples can then be claimed again, and an acknowledgement by its holder fails."
+            f"Claim '{printable(name)}' of partition '{printable(partition)}' will end. Its "
+            "samples can then be claimed again, and its holder can no longer acknowledge them."
         ),
         action=Link("/actions/end-claim"),
         button="End claim",
