@@ -1,6 +1,6 @@
 """The commands ``show``, ``why`` and ``sample`` of ``python -m observability``.
 
-They read a recording: of a program that finished, was killed or is still running. `grpo-trace` of
+They read the recording of a program that finished, was killed or is still running. `grpo-trace` of
 the trainer uses the functions below the commands.
 """
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from observability.records import Process, Records
     from observability.views import Hop, Step, Wait
 
-EXIT_STATUS = "Exit status: 0 on success, 1 if the answer cannot be given, 2 for wrong usage."
+EXIT_STATUS = "Exit status: 0 on success, 1 on failure, 2 for wrong usage."
 
 app = typer.Typer(
     help="Show where the steps of a traced program spend their time, and what is blocked.",
@@ -37,13 +37,15 @@ Recording = Annotated[
     Path,
     typer.Argument(
         metavar="RECORDING",
-        help="Folder written by observability.receiver.Receiver, or OTLP as JSON lines: a file or "
-        "a folder of files.",
+        help="Folder of an observability.receiver.Receiver, or OTLP as JSON lines: one file or a "
+        "folder of files.",
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-Html = Annotated[Path | None, typer.Option(help="Write the steps as one self-contained page.")]
-Perfetto = Annotated[Path | None, typer.Option(help="Write a trace that ui.perfetto.dev opens.")]
+Html = Annotated[Path | None, typer.Option(help="File to write the steps to, as one HTML page.")]
+Perfetto = Annotated[
+    Path | None, typer.Option(help="File to write the steps to, for ui.perfetto.dev.")
+]
 
 
 class CommandError(Exception):
@@ -51,7 +53,7 @@ class CommandError(Exception):
 
 
 class RecordingError(CommandError):
-    """An error of a recording that does not exist or is damaged."""
+    """A recording that does not exist or is damaged."""
 
 
 def _print_version(wanted: bool) -> None:
@@ -217,7 +219,7 @@ def write_steps(
 
 
 def reason_of(error: Exception) -> str:
-    """Return an error as text, an `OSError` as its path and reason."""
+    """Return an error as text; an `OSError` becomes its path and reason."""
     if isinstance(error, OSError) and error.filename and error.strerror:
         return f"{error.filename}: {error.strerror}"
     return str(error)

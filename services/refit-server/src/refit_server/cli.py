@@ -97,8 +97,8 @@ def serve(
     state: Annotated[
         Path | None,
         typer.Option(
-            help="SQLite file of versions, workers, shards and leases, created if missing. "
-            "Without it a restart forgets them."
+            help="SQLite file for versions, workers, shards and leases, created if missing. "
+            "Without it a restart loses them."
         ),
     ] = None,
     retention: Annotated[
@@ -109,7 +109,7 @@ def serve(
         typer.Option(
             min=1,
             max=_MAX_S,
-            help="Seconds after which a released version without shards is forgotten.",
+            help="Seconds after which a RELEASING version without shards is deleted.",
         ),
     ] = 3600.0,
     max_ttl_s: Annotated[
@@ -123,16 +123,18 @@ def serve(
         typer.Option(
             min=0,
             max=_MAX_S,
-            help="Minimum seconds for which live workers and leases stay live after a restart "
-            "or a pause, or their own time to live if that is shorter.",
+            help="Seconds for which live workers and leases stay live after a restart or a "
+            "pause of this process, or their own time to live if that is shorter.",
         ),
     ] = 30.0,
     metrics_port: Annotated[
         int | None,
-        typer.Option(min=0, max=65535, help="Port of Prometheus metrics; 0 picks a free one."),
+        typer.Option(
+            min=0, max=65535, help="Port for Prometheus metrics, off if absent; 0 picks a free one."
+        ),
     ] = None,
     metrics_host: Annotated[
-        str, typer.Option(help="Numeric address of the metrics, which need no token.")
+        str, typer.Option(help="IP address for metrics, which need no token.")
     ] = "127.0.0.1",
     grace_s: Annotated[
         float, typer.Option(min=0, max=_MAX_S, help="Seconds that a stop may take after SIGTERM.")

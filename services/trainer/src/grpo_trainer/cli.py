@@ -1,7 +1,7 @@
 """The command line: ``grpo-trainer train`` and ``grpo-trainer resume``.
 
 Every failure that a user can cause or fix ends with one message on standard error and exit status
-1. Ray is shut down first, also when the process is interrupted or terminated. After a first SIGTERM
+1. Ray is shut down first, even when the process is interrupted or terminated. After a first SIGTERM
 the current step finishes and is checkpointed, with exit status 0. A second one stops the run at
 once.
 """
@@ -79,7 +79,11 @@ def train_command(
     seed: Annotated[int | None, typer.Option(help="Overrides run.seed.")] = None,
     set_: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Override a key: grpo.num_steps=10."),
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE",
+            help="Override a configuration key, for example grpo.num_steps=10. Can be repeated.",
+        ),
     ] = None,
 ) -> None:
     """Start a run; without options, the demo."""
@@ -122,7 +126,7 @@ def resume_command(
 def _report(run: Callable[[TerminalDisplay, GracefulStop], RunResult]) -> None:
     stop = GracefulStop()
     # Under `uv run`, Ray would start every worker by `uv run` too, in a copy of the working folder
-    # that lacks what git ignores. Ray reads this at its import, which comes later.
+    # that lacks what git ignores. Ray reads this variable when it is imported, which happens later.
     os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
     console = Console()
     display = TerminalDisplay(console)
@@ -132,6 +136,6 @@ def _report(run: Callable[[TerminalDisplay, GracefulStop], RunResult]) -> None:
         checkpoint = latest_checkpoint(result.folder / CHECKPOINTS)
         advice = f"to continue: grpo-trainer resume {result.folder}"
         if checkpoint is None:
-            advice = "without a checkpoint"
+            advice = "no checkpoint was written"
         console.print(f"stopped after step {len(result.history)}; {advice}", soft_wrap=True)
     print_summary(console, result.history, picture=result.folder / PICTURE)

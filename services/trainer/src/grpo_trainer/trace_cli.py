@@ -2,7 +2,8 @@
 
 Without a subcommand it runs traced steps and shows them. The telemetry is stored in a folder, so
 that ``show``, ``sample`` and ``why`` also work afterwards, and from another terminal during the
-run. Those three are the commands of ``python -m observability``, on the newest traced run.
+run. Those three are the commands of ``python -m observability``; by default they read the newest
+traced run.
 """
 
 from __future__ import annotations
@@ -76,9 +77,15 @@ def trace_command(
     ] = DEMO_CONFIG,
     set_: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Override a key: grpo.num_steps=10."),
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE",
+            help="Override a configuration key, for example grpo.num_steps=10. Can be repeated.",
+        ),
     ] = None,
-    verbose: Annotated[bool, typer.Option(help="Record a span for each micro-batch.")] = False,
+    verbose: Annotated[
+        bool, typer.Option(help="Record more spans: micro-batches, storage, phases of a refit.")
+    ] = False,
     html: views.Html = None,
     perfetto: views.Perfetto = None,
     otlp: Annotated[
@@ -123,13 +130,13 @@ def _refuse_options(context: typer.Context) -> None:
         source = context.get_parameter_source(parameter.name or "")
         if source is not None and source.name == "COMMANDLINE":
             raise typer.BadParameter(
-                f"{parameter.opts[0]} is before {context.invoked_subcommand!r}; options of a "
-                "command follow its name"
+                f"{parameter.opts[0]} is before {context.invoked_subcommand!r}; put the options "
+                "of a command after its name"
             )
 
 
 def _wrong_places(given: Mapping[str, Any]) -> Iterator[str]:
-    """Yield problems of output paths that would else appear only after a run."""
+    """Yield problems of output paths that would otherwise appear only after a run."""
     for option in ("html", "perfetto"):
         path = given.get(option)
         if path is not None and path.is_dir():
@@ -140,7 +147,7 @@ def _wrong_places(given: Mapping[str, Any]) -> Iterator[str]:
     if folder is not None and folder.exists() and not folder.is_dir():
         yield f"--folder: {folder}: found a file; expected a folder"
     if otlp is not None and not otlp.startswith(("http://", "https://")):
-        yield f"--otlp: found {otlp!r}; expected one such as http://127.0.0.1:4318"
+        yield f"--otlp: found {otlp!r}; expected a URL such as http://127.0.0.1:4318"
 
 
 def _can_be_written(path: Path) -> bool:
@@ -215,7 +222,7 @@ def _run(
             train(config.model_copy(update={"tracing": traced}), display=display)
         except (TrainerError, DataPlaneError):
             display.close()
-            # The last step shows where it failed; without a step the error stands alone.
+            # The last step shows where it failed; without a step only the error is printed.
             with suppress(views.CommandError):
                 steps = views.steps_in(receiver.snapshot())
                 _print_and_write(steps[-1:], steps, html, perfetto)
