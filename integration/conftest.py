@@ -16,8 +16,8 @@ import yaml
 from dataplane_tq import start_local_ray
 from grpo_trainer import DEMO_CONFIG, TrainerConfig, check_config
 
-# `make test-vllm` runs them in a separate environment.
-collect_ignore = [] if importlib.util.find_spec("vllm") else ["vllm"]
+# `make test-vllm` and `make test-verl` run them in separate environments.
+collect_ignore = [name for name in ("vllm", "verl") if not importlib.util.find_spec(name)]
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 MAX_SUBJECT = 72
-SUFFIXES = ["*.py", "*.md", "*.html", "*.js", "*.yaml", "*.toml"]
+SUFFIXES = ["*.py", "*.md", "*.html.j2", "*.js", "*.yaml", "*.toml", "Makefile"]
 EXEMPT = re.compile(r"/vendor/|CHANGELOG|integration/(?:test_)?language\.py")
 
 # Each pattern with what to write in its place.

@@ -171,3 +171,9 @@ def test_one_value_per_sample_is_not_padded_as_tokens_after_a_read(client: DataP
     fetched = client.get_samples(["a", "b"], "p", ["advantages"])
     with pytest.raises(InvalidRequestError, match="'advantages' was put dense"):
         materialize(fetched, pad_to_seqlen=8)
+
+
+def test_a_batch_is_refused_with_a_hint() -> None:
+    batch = BatchedDataDict({"x": torch.ones(2, 3)})
+    with pytest.raises(TypeError, match=r"found BatchedDataDict.*layout='padded'"):
+        materialize(batch, "jagged")  # type: ignore[arg-type]

@@ -283,6 +283,8 @@ def test_put_waits_for_bytes_and_reports_the_free_ones(serve):
         served.clear(["a"])
         waiting.result(TIMEOUT_S)
     assert served.counts().put == 2
+    totals = served.ask(p.ReadTotals(), dict[str, int])
+    assert (totals["puts"], totals["puts_aborted"]) == (2, 0)
 
 
 def exchange(served, data):

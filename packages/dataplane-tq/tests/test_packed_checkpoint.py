@@ -41,7 +41,7 @@ def opened(*capacities, samples=1000):
 
 
 def fields(names, ids, version):
-    """Return values that differ by sample, field and version: a dense, a ragged and an object column."""
+    """Return dense, ragged and object columns whose values differ by sample and version."""
     columns = {
         "dense": torch.tensor([[i, version, 7] for i in ids]),
         "ragged": torch.nested.as_nested_tensor(

@@ -106,8 +106,8 @@ def test_spans_dropped_by_a_process_of_the_step_are_reported(job, drop):
     lost = {("spans", "queue_full"): 3, ("spans", "export_failed"): 4, ("events", "shutdown"): 9}
     drop("grpo.driver", lost)
     [reason] = incomplete(job)
-    assert reason.startswith("grpo.driver lost 7 spans")
-    assert "lost 7 spans" in job.client.get("/trace", params={"id": TRACE.hex()}).text
+    assert reason.startswith("grpo.driver dropped 7 spans")
+    assert "dropped 7 spans" in job.client.get("/trace", params={"id": TRACE.hex()}).text
 
 
 def test_dropped_spans_are_counted_from_deltas(job, drop):
@@ -115,7 +115,7 @@ def test_dropped_spans_are_counted_from_deltas(job, drop):
         for _ in range(2):  # the second is a retry
             drop("grpo.driver", {("spans", "queue_full"): count}, at=at, temporality=DELTA)
     [reason] = incomplete(job)
-    assert reason.startswith("grpo.driver lost 3 spans")
+    assert reason.startswith("grpo.driver dropped 3 spans")
 
 
 def test_spans_dropped_by_other_processes_are_not_reported(job, drop):

@@ -112,7 +112,7 @@ def test_an_open_span_has_no_duration(job):
     trace = job.trace(TRACE)
     assert (trace["has_root"], trace["seconds"], trace["start_ns"]) == (False, 4.0, BEGIN)
     assert [row["seconds"] for row in trace["rows"]] == [None, 4.0]
-    assert trace["incomplete"] == ["no end was reported of 'r' of unknown"]
+    assert trace["incomplete"] == ["no end was reported for 'r' of unknown"]
     page = job.client.get("/trace", params={"id": TRACE.hex(), "span": (b"r" * 8).hex()}).text
     assert "n/a" in page
     assert not re.search(r"-\d+[ .\d]* (%|s|min)", page)

@@ -264,8 +264,14 @@ def materialize(
         InvalidRequestError: (a ValueError) the layout is unknown, the width is not an int of at
             least 0, or a pad value is not a number. Also if ``advantages`` or ``sample_mask`` was
             put dense with shape (n, 1): it may be per sample, but would be padded.
-        InvalidTypeError: (a TypeError) a leaf is neither a tensor nor per-row values.
+        InvalidTypeError: (a TypeError) a leaf is neither a tensor nor per-row values, or ``fields``
+            is no TensorDict.
     """
+    if not isinstance(fields, TensorDictBase):
+        raise InvalidTypeError(
+            f"materialize: found {type(fields).__name__}; expected a TensorDict, as a client's "
+            "get_samples returns; read_columns pads where it reads, with layout='padded'"
+        )
     if layout not in ("padded", "jagged"):
         raise InvalidRequestError(f"materialize: layout {layout!r}; expected 'padded' or 'jagged'")
     columns: dict[str, Column]

@@ -84,7 +84,7 @@ def test_the_process_of_a_span_is_shown_with_its_resource(client, spans):
 
 def test_without_buckets_no_bubble_is_shown(client, spans):
     text = page(client, spans[1])
-    assert "No span of this trace has rl.bucket" in text
+    assert "no span of this trace has rl.bucket" in text
     assert not re.search(r"\d\s*%\s*busy|bubble \d|Productive", text)
     assert re.search(r"ProcessTime by bucketBusyBubble\s*vllm\s*n/an/a", text)
 

@@ -250,6 +250,10 @@ class Ledger:
             self.totals["puts_aborted"] += 1
             self._end_put(ticket)
 
+    def retract_put(self, ticket: PutTicket) -> None:
+        """Undo the reservations of `begin_put`, because the put begins again later."""
+        self._end_put(ticket)
+
     def _end_put(self, ticket: PutTicket) -> None:
         ticket.open = False
         partition = ticket.partition

@@ -70,8 +70,8 @@ def type_named(name: str) -> ObjectType:
         return _registered[name]
     except KeyError:
         raise ValueError(
-            f"stored value has the type {name!r}, which is not registered in this process; call "
-            "dataplane_core.tensors.register_object_type, or import the module that does"
+            f"stored value has the type {name!r}, which is not registered in this process: call "
+            "dataplane_core.tensors.object_types.register_object_type, or import what calls it"
         ) from None
 
 

@@ -182,7 +182,7 @@ def _place(books: Books, ticket: PutTicket, request: p.BeginPut) -> list[Block] 
             books.ledger.abort_put(ticket)
             raise
         if blocks is None:
-            books.ledger.abort_put(ticket)
+            books.ledger.retract_put(ticket)
     return blocks
 
 

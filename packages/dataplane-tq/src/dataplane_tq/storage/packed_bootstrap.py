@@ -43,9 +43,9 @@ _DEFAULT_CAPACITY = 1_000_000
 
 
 class _WithoutCloseWarning(logging.Filter):
-    """Filter of a warning that TransferQueue cannot close this backend.
+    """Filter of TransferQueue's warning that it cannot close this backend.
 
-    It drops the handles of the actors then, which ends them.
+    TransferQueue drops its handles of the actors at that moment, which ends them.
     """
 
     def filter(self, record: logging.LogRecord) -> bool:

@@ -89,7 +89,8 @@ def load(link: Link, units: UnitAccess, prefix: str, node: str, checkpoint: Path
         checkpoint: folder that `save` wrote to.
 
     Raises:
-        CheckpointError: a file is missing, changed or malformed; nothing was changed.
+        CheckpointError: a file is missing or changed, and the store is as before; or a file is
+            malformed, and the partitions are empty.
         CapacityExceeded: the store is smaller than what was saved.
         DataPlaneError: a part of the store is gone.
     """

@@ -57,7 +57,7 @@ class _Servicer:
 
     def _answer(self, method: str, context: Abort, call: Callable[[], Message]) -> Message:
         begun = time.perf_counter()
-        code = grpc.StatusCode.INTERNAL
+        code = grpc.StatusCode.UNKNOWN  # as gRPC reports an unexpected error
         try:
             message = call()
             code = grpc.StatusCode.OK
