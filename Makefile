@@ -85,7 +85,7 @@ admin: sync-demo ## Open the admin service with a live demo run; prints its addr
 	$(BIN)/python integration/admin_demo.py
 
 .PHONY: test
-test: system-packages left-out isolation test-slow test-refit test-vllm test-together test-admin ## Run every test but the long ones (test-long, cluster)
+test: system-packages left-out isolation test-slow test-refit test-together test-admin test-verl test-vllm ## Run every test but the long ones (test-long, cluster)
 
 .PHONY: left-out
 left-out: sync ## List the tests that a missing Debian package leaves out

@@ -197,7 +197,7 @@ def test_replay_buffer_samples_what_agent_loops_elsewhere_put(config: Any) -> No
     assert read["rollout_log_probs"] == [-0.5] * 4
     assert read["extra_fields"]["reward_extra_info"] == {"acc": 1}
     values = tq.kv_batch_get(batch.keys, "train", select_fields=["multi_modal_inputs"])
-    assert torch.equal(values["multi_modal_inputs"].tolist()[0]["pixel_values"], torch.ones(2, 3))
+    assert torch.equal(list(values["multi_modal_inputs"])[0]["pixel_values"], torch.ones(2, 3))
 
 
 def test_stages_add_their_columns(config: Any) -> None:
@@ -231,7 +231,7 @@ def test_resume_restores_finished_samples_and_reissues_the_others(
     assert rows(before) == expected
     trainer = Trainer(step=4)
     assert PPOTrainer._reissue_inflight_prompts(trainer) == 1
-    [prompt] = trainer.issued[0]["raw_prompt"].tolist()
+    [prompt] = trainer.issued[0]["raw_prompt"]
     assert prompt[0]["content"][0]["image"].getpixel((0, 0)) == (255, 0, 0)
     assert prompt[0]["content"][1] == "u3"
     roll_out(["u3"])
