@@ -197,7 +197,8 @@ def test_replay_buffer_samples_what_agent_loops_elsewhere_put(config: Any) -> No
     assert read["rollout_log_probs"] == [-0.5] * 4
     assert read["extra_fields"]["reward_extra_info"] == {"acc": 1}
     values = tq.kv_batch_get(batch.keys, "train", select_fields=["multi_modal_inputs"])
-    assert torch.equal(list(values["multi_modal_inputs"])[0]["pixel_values"], torch.ones(2, 3))
+    for value in values["multi_modal_inputs"]:
+        assert torch.equal(value["pixel_values"], torch.ones(2, 3))
 
 
 def test_stages_add_their_columns(config: Any) -> None:
