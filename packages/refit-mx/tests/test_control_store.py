@@ -238,3 +238,17 @@ def test_expiry_before_a_refused_call_is_stored(path):
     again = SqliteStore(path)
     assert [each.expired for each in again.load()] == [True]
     again.close()
+
+
+def test_store_failure_during_a_refused_call_is_reported(path):
+    clock = Clock()
+    store = SqliteStore(path)
+    plane = ControlPlane(store, clock=clock)
+    plane.call(register)
+    store._connection.execute("PRAGMA query_only=1")
+    clock.run(plane, 10_000)
+    with pytest.raises(Refusal) as refusal:
+        plane.call(lambda state, now_ms: state.get_version("x", now_ms=now_ms))
+    assert refusal.value.code is Code.UNAVAILABLE
+    assert "readonly" in plane.failed
+    plane.close()

@@ -95,7 +95,7 @@ class PartitionClasses:
         label = _VARYING.sub("#", partition_id)[:64]
         if label not in self._known:
             with self._lock:
-                if len(self._known) >= MAX_CLASSES:
+                if len(self._known) >= MAX_CLASSES and label not in self._known:
                     return OTHER
                 self._known.add(label)
         return label

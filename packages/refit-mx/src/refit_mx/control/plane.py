@@ -97,16 +97,17 @@ class ControlPlane:
         Raises:
             Refusal: from the step, or UNAVAILABLE if the store failed.
         """
+        refusal: Refusal | None = None
         with self._lock:
             self._check()
             try:
                 return_value = step(self._state, self._now_ms())
-            except Refusal:
-                # What expired before the refusal stays expired.
-                self._store_changes()
-                raise
-            stored = self._store_changes()
+            except Refusal as error:
+                refusal = error
+            stored = self._store_changes()  # what expired before a refusal stays expired
         self._wait(stored)
+        if refusal is not None:
+            raise refusal
         return return_value
 
     def counts(self) -> Counts:

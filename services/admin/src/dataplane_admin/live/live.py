@@ -129,13 +129,11 @@ class Live:
         inspector = self._inspector
         if inspector is None:
             raise NotAttached(self._snapshot.error or f"{self.source}: not connected yet")
-        left_s = self._ask_s if until_s is None else max(0.0, until_s - time.monotonic())
-        if not self._asking.acquire(timeout=left_s):
+        deadline = self.deadline_s() if until_s is None else until_s
+        if not self._asking.acquire(timeout=max(0.0, deadline - time.monotonic())):
             raise TooManyQueries(
                 f"{self.source}: {_MAX_QUERIES} queries have been running for {self._ask_s:g} s"
             )
-        if until_s is not None:
-            left_s = max(0.0, until_s - time.monotonic())
         answer: Future[T] = Future()
 
         def run() -> None:
@@ -146,8 +144,12 @@ class Live:
             finally:
                 self._asking.release()
 
-        threading.Thread(target=run, name="dataplane-admin-ask", daemon=True).start()
-        if not wait([answer], left_s).done:
+        try:
+            threading.Thread(target=run, name="dataplane-admin-ask", daemon=True).start()
+        except RuntimeError:  # the process has too many threads
+            self._asking.release()
+            raise
+        if not wait([answer], max(0.0, deadline - time.monotonic())).done:
             raise QueryTimeout(f"{self.source}: no answer within {self._ask_s:g} s")
         return answer.result()
 
