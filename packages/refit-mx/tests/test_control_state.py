@@ -32,7 +32,7 @@ def test_same_key_and_body_give_the_same_version(state):
 @pytest.mark.parametrize("other", [{"slots": ("b",)}, {"uid": "u"}])
 def test_same_key_with_another_body_already_exists(state, other):
     state.create_version(body(), now_ms=0)
-    refused(Code.ALREADY_EXISTS, lambda: state.create_version(body(**other), now_ms=0), "another")
+    refused(Code.ALREADY_EXISTS, lambda: state.create_version(body(**other), now_ms=0), "different")
 
 
 @pytest.mark.parametrize(
