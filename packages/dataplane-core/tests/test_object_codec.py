@@ -145,6 +145,7 @@ def test_image_that_png_would_change_is_refused():
         stored(image_module.new("CMYK", (2, 2)))
 
 
+@pytest.mark.slow  # the workspace has transformers
 def test_features_of_transformers_keep_their_tensors():
     transformers = pytest.importorskip("transformers")
     features = transformers.BatchFeature({"pixel_values": torch.ones(2, 3)})
