@@ -129,15 +129,15 @@ verl: $(UV) ## Install verl and what it uses into .venv-verl; fetches 0.4 GB, 1.
 	@test -d $(VERL) || echo "Installing verl into $(VERL); the first time takes a minute"
 	@$(UV) venv --quiet --allow-existing --python $(PYTHON) $(VERL)
 	@$(UV) pip install --quiet --python $(VERL)/bin/python -r integration/verl/requirements.txt \
-		-e packages/dataplane-core -e packages/dataplane-tq
+		-e packages/dataplane-core -e packages/dataplane-tq -e "packages/observability[verl,views]"
 
 .PHONY: test-verl
-test-verl: verl ## Run verl's replay buffer, agent loop and resume on the packed backend
+test-verl: verl ## Run verl's replay buffer and resume on the packed backend, and trace its loop
 	$(VERL)/bin/pytest --confcutdir integration/verl --durations=5 integration/verl
 
 .PHONY: test-together
 test-together: sync ## Run the tests of the trainer and of everything together
-	$(BIN)/pytest $(call LANES,2) -m "not long" integration services/trainer
+	$(BIN)/pytest $(call LANES,3) -m "not long" integration services/trainer
 
 # One target for each package and service: test-column-io, test-admin, ...
 MEMBERS := $(notdir $(wildcard packages/* services/*))

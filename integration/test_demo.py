@@ -120,7 +120,10 @@ def test_demo_listens_on_loopback_only(demo: Demo) -> None:
 @pytest.mark.parametrize(
     ("command", "more"),
     [
-        ([str(SCRIPTS / "grpo-trace"), "--steps", "1000"], "grpo-trace"),
+        pytest.param(
+            *([str(SCRIPTS / "grpo-trace"), "--steps", "1000"], "grpo-trace"),
+            marks=pytest.mark.long,
+        ),
         (
             [sys.executable, str(ROOT / "integration" / "admin_demo.py"), "--port", "0"],
             "dataplane-admin",

@@ -188,6 +188,7 @@ def test_bulk_data_crosses_the_link_once(nodes: RayNodes) -> None:
     assert counted["got"] < 0.05 * counted["bulk"]  # read from local memory
 
 
+@pytest.mark.long
 @pytest.mark.timeout(400)
 def test_run_on_two_machines_trains(
     undisturbed: list[dict[str, Any]],

@@ -140,7 +140,7 @@ def test_rewards_that_are_no_groups_are_refused(rows, size):
 def test_rewards_without_a_finite_advantage_are_refused_by_sample():
     huge = torch.tensor([3e38, -3e38, 0.0, 0.0])
     statistics = group_statistics(huge, 2)
-    with pytest.raises(AdvantageError, match=r"sample 0 has 6e\+38.*normalize_advantages"):
+    with pytest.raises(AdvantageError, match=r"sample 0: 6e\+38.*normalize_advantages"):
         advantages(statistics, normalize=False)
     expected = torch.tensor([2**0.5, -(2**0.5), 0.0, 0.0])
     torch.testing.assert_close(advantages(statistics, normalize=True), expected)

@@ -281,6 +281,7 @@ def test_sigterm_ends_a_run_after_a_checkpoint_with_status_0(command):
     assert names(process.folder / "checkpoints") == [f"step-{done:06d}"]
 
 
+@pytest.mark.long
 def test_sigterm_after_the_last_checkpoint_ends_with_status_0(command):
     process = command({"grpo.num_steps": 1})
     checkpoint = process.folder / "checkpoints" / "step-000001"
