@@ -55,6 +55,9 @@ WITH_EXTRA = {
     ("observability", "typer"),
     ("observability", "tensordict"),  # loaded only with samples, which need it too
     ("observability", "torch"),
+    ("observability", "transformers"),  # of TRL
+    ("observability", "trl"),
+    ("observability", "verl"),  # in the environment of verl
     ("observability", "prometheus_client"),
     ("observability", "requests"),
     ("observability", "urllib3"),

@@ -1,12 +1,11 @@
 """Recipes of docs/recipes whose programs need a launcher, or packages that are not installed here.
 
-TRL and verl are replaced by modules with the names that the recipes use. A test marked `long` finds
-these names, and the calls of them, in the wheels of TRL 1.16 and verl 0.9.1.
+TRL and verl are replaced by modules with the names that the adapters use. Tests marked `long` train
+with TRL 1.16, and find the names in the wheel of verl 0.9.1; `integration/verl` runs verl's loop.
 """
 
 from __future__ import annotations
 
-import ast
 import configparser
 import os
 import re
@@ -20,7 +19,8 @@ import pytest
 from observability.receiver import Receiver
 from observability.views import Step, steps_of
 
-RECIPES = Path(__file__).parents[1] / "docs" / "recipes"
+ROOT = Path(__file__).parents[1]
+RECIPES = ROOT / "docs" / "recipes"
 
 
 def blocks(name: str, language: str) -> str:
@@ -61,20 +61,29 @@ TRL = """
 import sys, types
 from transformers import TrainerControl, TrainerState
 
+class ProfilingContext:
+    def __init__(self, name):
+        self.name = "GRPOTrainer." + name
+
+    def __enter__(self): ...
+    def __exit__(self, *error): ...
+
 class GRPOTrainer:
     accelerator = types.SimpleNamespace(process_index=0)
 
     def add_callback(self, callback):
         self.callback = callback
 
-    def training_step(self):
-        self._generate([])
-        self._calculate_rewards([])
-        self.compute_loss(None)
+    def remove_callback(self, callback):
+        self.callback = None
 
-    def _generate(self, prompts): ...
-    def _calculate_rewards(self, inputs): ...
-    def compute_loss(self, model): ...
+    def training_step(self):
+        with ProfilingContext("_prepare_inputs"):
+            for name in ("transformers.generate", "_calculate_rewards"):
+                with ProfilingContext(name):
+                    pass
+        with ProfilingContext("compute_loss"):
+            pass
 
     def train(self):
         arguments, control = None, TrainerControl()  # real arguments need accelerate
@@ -86,12 +95,42 @@ class GRPOTrainer:
             self.callback.on_optimizer_step(arguments, state, control)
             self.callback.on_step_end(arguments, state, control)
 
-sys.modules["trl"] = types.SimpleNamespace(GRPOTrainer=GRPOTrainer)
-import traced_trl
+for name in ("trl", "trl.extras", "trl.extras.profiling"):
+    sys.modules[name] = types.ModuleType(name)
+sys.modules["trl.extras.profiling"].ProfilingContext = ProfilingContext
+trainer = GRPOTrainer()
+"""
 
-trainer = traced_trl.TracedGRPOTrainer()
-with traced_trl.trace(trainer, "my-run"):
-    trainer.train()
+REAL_TRL = """
+import sys
+from datasets import Dataset
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from trl import GRPOConfig, GRPOTrainer
+
+vocabulary = {word: number for number, word in enumerate(["<pad>", "<eos>", *"abcdefgh"])}
+words = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
+words.pre_tokenizer = pre_tokenizers.Whitespace()
+tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>")
+sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
+heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+ends = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
+model = Qwen2ForCausalLM(Qwen2Config(vocab_size=len(vocabulary), **sizes, **heads, **ends))
+model.save_pretrained("model")  # the reference model is loaded from there
+
+def count_a(completions, **kwargs):
+    return [float(text.count("a")) for text in completions]
+
+data = Dataset.from_dict({"prompt": ["a b", "c d", "e f", "g h"] * 4})
+arguments = GRPOConfig(
+    output_dir="out", max_steps=2, per_device_train_batch_size=4, num_generations=4, beta=0.1,
+    gradient_accumulation_steps=2, max_completion_length=8, use_cpu=True, report_to=[],
+    save_strategy="no", eval_strategy="steps", eval_steps=1, disable_tqdm=True,
+)
+trainer = GRPOTrainer(
+    model="model", reward_funcs=count_a, processing_class=tokenizer, args=arguments,
+    train_dataset=data, eval_dataset=data.select(range(4)),
+)
 """
 
 
@@ -104,17 +143,29 @@ def marked_timer(name, timing_raw, color=None, domain=None, category=None):
     yield
     timing_raw[name] = 1.0
 
-debug = types.ModuleType("verl.utils.debug")
-debug.marked_timer = marked_timer
-for name in ("verl", "verl.utils"):
-    sys.modules[name] = types.ModuleType(name)
-sys.modules["verl.utils.debug"] = sys.modules["verl.utils"].debug = debug
-sys.modules["verl"].utils = sys.modules["verl.utils"]
-import traced_verl
+class Tracking:
+    def __init__(self, project_name, experiment_name, default_backend="console", config=None): ...
+    def finish(self, exit_code=0): ...
 
-traced_verl.install()
+class SkipManager:
+    step = -1  # as in trainers that do not set it
+
+for name in ("", ".utils", ".utils.debug", ".utils.profiler", ".utils.tracking", ".utils.skip",
+             ".utils.skip.skip_manager"):
+    module = sys.modules["verl" + name] = types.ModuleType("verl" + name)
+    parent, _, own = ("verl" + name).rpartition(".")
+    if parent:
+        setattr(sys.modules[parent], own, module)
+sys.modules["verl.utils.debug"].marked_timer = marked_timer
+sys.modules["verl.utils.profiler"].marked_timer = marked_timer
+sys.modules["verl.utils.tracking"].Tracking = Tracking
+sys.modules["verl.utils.skip.skip_manager"].SkipManager = SkipManager
+"""
+
+VERL_TRAINER = """
 from verl.utils.debug import marked_timer
 
+Tracking("my-project", "my-run")
 for _ in range(2):
     times = {}
     with marked_timer("step", times):
@@ -126,48 +177,82 @@ for _ in range(2):
 
 
 @pytest.mark.parametrize(
-    ("page", "program", "expected"),
+    ("page", "before", "after", "expected"),
     [
-        ("trace-trl", TRL, ["train", "optimizer_step"]),
-        ("trace-verl", VERL, ["rollout", "reward", "logprobs", "reference", "adv", "train"]),
+        ("trace-trl", TRL, "", ["rollout", "forward", "backward", "optimizer_step"]),
+        (
+            "trace-verl",
+            VERL,
+            VERL_TRAINER,
+            ["rollout", "reward", "logprobs", "reference", "advantages", "train"],
+        ),
     ],
+    ids=["trl", "verl"],
 )
 def test_steps_have_their_stages(
-    tmp_path: Path, page: str, program: str, expected: list[str]
+    tmp_path: Path, page: str, before: str, after: str, expected: list[str]
 ) -> None:
-    module = page.replace("trace-", "traced_")
-    (tmp_path / f"{module}.py").write_text(blocks(page, "python"))
     with Receiver() as receiver:
+        program = before + blocks(page, "python") + after
         run([sys.executable, "-c", program], tmp_path, receiver)
         steps = steps_of(receiver.snapshot())
-    assert [step.number for step in steps] == [0, 1]
+    assert [(step.run_id, step.number) for step in steps] == [("my-run", 0), ("my-run", 1)]
     for step in steps:
         assert step.incomplete == []
         assert stages(step) == expected
-        for train in step.spans:
-            if page == "trace-trl" and train.name == "train":
-                inside = [span.name for span in step.children(train.span_id)]
-                assert inside == ["rollout", "environment_step", "forward"]
+        for rollout in step.spans:
+            if page == "trace-trl" and rollout.name == "rollout":
+                inside = [span.name for span in step.children(rollout.span_id)]
+                assert inside == ["generate", "environment_step"]
+
+
+def uv() -> str:
+    return shutil.which("uv") or str(ROOT / ".tools" / "bin" / "uv")
 
 
 @pytest.mark.long
-def test_wheels_have_what_the_recipes_replace(tmp_path: Path) -> None:
-    uv = shutil.which("uv") or str(Path(__file__).parents[1] / ".tools" / "bin" / "uv")
-    install = [uv, "pip", "install", "--quiet", "--no-deps", "--python", sys.executable]
-    wheels = ["trl==1.16.0", "verl==0.9.1"]
-    subprocess.run([*install, "--target", str(tmp_path), *wheels], check=True, timeout=300)
-    trainer = ast.parse((tmp_path / "trl" / "trainer" / "grpo_trainer.py").read_text())
-    [grpo] = [n for n in trainer.body if isinstance(n, ast.ClassDef) and n.name == "GRPOTrainer"]
-    methods = {node.name for node in grpo.body if isinstance(node, ast.FunctionDef)}
-    replaced = set(re.findall(r"super\(\)\.(\w+)", blocks("trace-trl", "python")))
-    assert replaced
-    assert replaced <= methods
+def test_real_trl_run_has_waterfalls_and_critical_paths(tmp_path: Path) -> None:
+    python = tmp_path / "venv" / "bin" / "python"
+    links = os.environ.get("PIP_FIND_LINKS", "")  # a CPU build of torch, say
+    environment = {**os.environ, **({"UV_FIND_LINKS": links} if links else {})}
+    core, observability = ROOT / "packages/dataplane-core", ROOT / "packages/observability"
+    wheels = ["trl==1.16.0", "torch==2.13.0", str(core), f"{observability}[sdk,views]"]
+    for command in (
+        [uv(), "venv", "--quiet", "--python", sys.executable, str(python.parents[1])],
+        [uv(), "pip", "install", "--quiet", "--python", str(python), *wheels],
+    ):
+        subprocess.run(command, env=environment, check=True, timeout=300)
+    with Receiver(tmp_path / "recording") as receiver:
+        run([str(python), "-c", REAL_TRL + blocks("trace-trl", "python")], tmp_path, receiver)
+        steps = steps_of(receiver.snapshot())
+    assert [(step.run_id, step.number) for step in steps] == [("my-run", 0), ("my-run", 1)]
+    for step in steps:
+        assert step.incomplete == []
+        micro_batch = ["rollout", "forward", "backward"]
+        assert stages(step) == [*micro_batch, *micro_batch, "optimizer_step"]
+        rollout, *_ = step.children(step.root.span_id)
+        inside = [span.name for span in step.children(rollout.span_id)]
+        assert inside == ["generate", "logprobs", "environment_step"]
+    show = [str(python), "-m", "observability", "show", "recording"]
+    shown = subprocess.run(
+        show, cwd=tmp_path, capture_output=True, text=True, check=True, timeout=60
+    ).stdout
+    assert shown.count("of run my-run") == 2
+    assert shown.count("Critical path") == 2
+    assert "count_a" in shown
+
+
+@pytest.mark.long
+def test_wheel_of_verl_has_what_the_adapter_replaces(tmp_path: Path) -> None:
+    install = [uv(), "pip", "install", "--quiet", "--no-deps", "--python", sys.executable]
+    subprocess.run([*install, "--target", str(tmp_path), "verl==0.9.1"], check=True, timeout=300)
     for name in ("trainer/ppo/ray_trainer.py", "trainer/ppo/v1/trainer_sync.py"):
         source = (tmp_path / "verl" / name).read_text()
         assert "from verl.utils.debug import marked_timer" in source, name
         timed = set(re.findall(r'marked_timer\("(\w+)"', source))
         if name.endswith("ray_trainer.py"):
             assert {"step", "gen", "old_log_prob", "update_actor"} <= timed
+            assert "SkipManager.set_step(self.global_steps)" in source
 
 
 def test_systemd_unit_is_valid(tmp_path: Path) -> None:

@@ -1,0 +1,150 @@
+"""Adapter for trainers of TRL: one trace per optimizer step, with TRL's profiled blocks as spans.
+
+TRL times its blocks with a `ProfilingContext`; `trace_steps` makes each of them a span. Loading
+data, logging, evaluation and checkpoints are outside of the optimizer steps, so they have no spans.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any  # Any: TRL and transformers have no types that hold for all releases
+
+from dataplane_core.telemetry import STEP, Bucket, span, step_context, step_facts
+
+try:
+    from transformers import TrainerCallback
+    from trl.extras.profiling import ProfilingContext
+except ModuleNotFoundError as error:
+    raise ImportError(
+        f"observability.adapters.trl needs TRL ({error.name} is missing): "
+        "install the extra observability[trl]"
+    ) from error
+
+_LOSS = "compute_loss"
+# TRL's names of blocks to those of docs/telemetry.md; others, such as reward functions, stay.
+_SPANS: dict[str, tuple[str, Bucket]] = {
+    "_prepare_inputs": ("rollout", "overhead"),
+    "transformers.generate": ("generate", "productive"),
+    "transformers.generate_batch": ("generate", "productive"),
+    "vLLM.generate": ("generate", "productive"),
+    "sync_weights": ("refit", "overhead"),
+    "_calculate_rewards": ("environment_step", "productive"),
+    "_get_per_token_logps_and_entropies": ("logprobs", "productive"),
+    _LOSS: ("forward", "productive"),
+}
+
+
+class StepTracer(TrainerCallback):
+    """A callback that opens one trace per optimizer step.
+
+    `trace_steps` adds it to a trainer, and makes TRL's profiled blocks call `block`.
+
+    Args:
+        run_id: id of the run.
+    """
+
+    def __init__(self, run_id: str) -> None:
+        self._run_id = run_id
+        self._step = ExitStack()
+        self._phase = ExitStack()  # a backward pass or an optimizer step: TRL profiles neither
+        self._generates_remotely = False
+
+    def end(self, *error: Any) -> None:
+        """End an open step.
+
+        Args:
+            error: type, value and traceback of the error that ended it; nothing without an error.
+        """
+        error = error or (None, None, None)
+        try:
+            self._phase.__exit__(*error)
+        finally:
+            self._step.__exit__(*error)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Open a step, numbered by the completed optimizer steps."""
+        self.end()  # training that stops between two micro-batches does not end its step
+        self._generates_remotely = getattr(args, "vllm_mode", None) == "server"
+        step = state.global_step
+        self._step.enter_context(step_context(self._run_id, step, weight_version=step))
+        self._step.enter_context(span("grpo.step"))
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """End the backward pass of a micro-batch that does not end the step."""
+        self._phase.close()
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """End the backward pass, and open the optimizer's span."""
+        self._open_phase("optimizer_step")
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """End the optimizer's span."""
+        self._phase.close()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """End the step."""
+        self.end()
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """End a step that training stopped in."""
+        self.end()
+
+    @contextmanager
+    def block(self, name: str) -> Iterator[None]:
+        """Record a block that TRL profiles, if it is part of a step.
+
+        Args:
+            name: TRL's name of the block: class of the trainer, a dot, and the block.
+        """
+        name = name.partition(".")[2] or name
+        if STEP not in step_facts():  # an evaluation
+            yield
+            return
+        called, bucket = _SPANS.get(name, (name, "productive"))
+        bucket = "idle" if name == "vLLM.generate" and self._generates_remotely else bucket
+        if name == _LOSS:
+            self._phase.close()
+        with span(called, bucket):
+            yield
+        if name == _LOSS:
+            self._open_phase("backward")
+
+    def _open_phase(self, name: str) -> None:
+        self._phase.close()
+        self._phase.enter_context(span(name, "productive"))
+
+
+@contextmanager
+def trace_steps(trainer: Any, run_id: str) -> Iterator[None]:
+    """Trace the steps of one trainer while the block runs; call ``trainer.train()`` in it.
+
+    Without `observability.setup` in this process, nothing is recorded.
+
+    Args:
+        trainer: a trainer of TRL that profiles its methods, such as ``GRPOTrainer``.
+        run_id: id of the run.
+    """
+    tracer = StepTracer(run_id)
+    enter, leave = ProfilingContext.__enter__, ProfilingContext.__exit__
+
+    def traced_enter(context: Any) -> Any:
+        context.rl_block = ExitStack()
+        context.rl_block.enter_context(tracer.block(context.name))
+        return enter(context)
+
+    def traced_leave(context: Any, *error: Any) -> Any:
+        try:
+            return leave(context, *error)
+        finally:
+            context.rl_block.__exit__(*error)
+
+    trainer.add_callback(tracer)
+    ProfilingContext.__enter__, ProfilingContext.__exit__ = traced_enter, traced_leave
+    try:
+        with ExitStack() as stack:
+            stack.push(tracer.end)
+            yield
+    finally:
+        ProfilingContext.__enter__, ProfilingContext.__exit__ = enter, leave
+        trainer.remove_callback(tracer)

@@ -1,0 +1,135 @@
+"""Adapter for verl: one trace per training step, with verl's timers as spans.
+
+verl times the stages of a step with `marked_timer`, in the process that runs its trainer. `install`
+makes each timer inside a step a span. Workers are not traced: the trainer is blocked on them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import wraps
+from typing import Any  # Any: verl has no types
+
+from dataplane_core.telemetry import STEP, Bucket, span, step_context, step_facts
+from observability.setup import setup
+
+_STEP_TIMER = "step"
+# verl's names of timers, to the names that docs/telemetry.md has. Other timers keep their names.
+_NAMES = {
+    "gen": "rollout",
+    "old_log_prob": "logprobs",
+    "ref": "reference",
+    "adv": "advantages",
+    "update_weights": "refit",
+    "update_actor": "train",
+}
+# The trainer is blocked on its workers in all stages but these.
+_BUCKETS: dict[str, Bucket] = {
+    "adv": "productive",
+    "update_weights": "overhead",
+    "save_checkpoint": "overhead",
+}
+_RUN_ID = "RUN_ID"
+_installed = False
+
+
+def install() -> None:
+    """Replace verl's timer and tracking in this process, before it imports a trainer.
+
+    It is the value of Ray's ``worker_process_setup_hook``, so that it runs in each Ray worker. A
+    process exports only if it makes a `Tracking`, as verl's trainers do. The environment variable
+    RUN_ID is the id of the run; without it, verl's experiment name is. Another call does nothing.
+
+    Raises:
+        ImportError: verl is not installed.
+    """
+    global _installed
+    if _installed:
+        return
+    try:
+        import verl.utils.debug as debug
+        import verl.utils.profiler as profiler
+        from verl.utils.tracking import Tracking
+    except ModuleNotFoundError as error:
+        raise ImportError(
+            f"observability.adapters.verl needs verl ({error.name} is missing)"
+        ) from error
+    run = _Run()
+    debug.marked_timer = profiler.marked_timer = run.traced(profiler.marked_timer)
+    Tracking.__init__ = run.announced(Tracking.__init__)
+    Tracking.finish = run.flushed(Tracking.finish)
+    _installed = True
+
+
+class _Run:
+    """The run of this process: its id and the number of its steps."""
+
+    def __init__(self) -> None:
+        self.run_id = ""  # until the first `Tracking`
+        self.steps = 0
+        self.telemetry: Any = None  # from the first `Tracking` until it finishes
+
+    def announced(self, initialize: Callable[..., None]) -> Callable[..., None]:
+        """Return verl's `Tracking.__init__` with set-up of telemetry."""
+
+        @wraps(initialize)
+        def announcing(
+            tracking: Any, project_name: str, experiment_name: str, *args: Any, **kwargs: Any
+        ) -> None:
+            if not self.run_id:  # a process has one run
+                self.run_id = os.environ.get(_RUN_ID) or str(experiment_name)
+                self.telemetry = setup("grpo.driver", run_id=self.run_id)
+            initialize(tracking, project_name, experiment_name, *args, **kwargs)
+
+        return announcing
+
+    def flushed(self, finish: Callable[..., None]) -> Callable[..., None]:
+        """Return verl's `Tracking.finish` with an export of the last spans.
+
+        Ray may kill the process right after it.
+        """
+
+        @wraps(finish)
+        def flushing(tracking: Any, *args: Any, **kwargs: Any) -> None:
+            try:
+                finish(tracking, *args, **kwargs)
+            finally:
+                telemetry, self.telemetry = self.telemetry, None  # `__del__` finishes again
+                if telemetry is not None:
+                    telemetry.flush()
+
+        return flushing
+
+    def traced(self, timer: Callable[..., Any]) -> Callable[..., Any]:
+        """Return verl's `marked_timer` with a span."""
+
+        @contextmanager
+        @wraps(timer)
+        def traced_timer(name: str, *args: Any, **kwargs: Any) -> Iterator[None]:
+            with ExitStack() as stack:
+                stack.enter_context(timer(name, *args, **kwargs))
+                if STEP in step_facts():
+                    called, bucket = _NAMES.get(name, name), _BUCKETS.get(name, "idle")
+                    stack.enter_context(span(called, bucket))
+                elif name == _STEP_TIMER:
+                    step = self._next_step()
+                    stack.enter_context(step_context(self.run_id, step, weight_version=step))
+                    stack.enter_context(span("grpo.step"))
+                yield  # a timer outside of a step, such as a validation's, has no span
+
+        return traced_timer
+
+    def _next_step(self) -> int:
+        """Return the number of completed steps.
+
+        verl's trainers count steps from 1, also after a resume, in the step of `SkipManager`. Those
+        that do not set it are counted from 0.
+        """
+        from verl.utils.skip.skip_manager import SkipManager
+
+        self.steps = SkipManager.step - 1 if SkipManager.step > 0 else self.steps
+        number = self.steps
+        self.steps += 1
+        return number
