@@ -37,6 +37,20 @@ report(counts=telemetry.counts(), pid=os.getpid())
     assert ran.warnings == []
 
 
+def test_processes_with_the_same_seed_have_different_ids(receiver: Receiver) -> None:
+    script = """
+import random
+random.seed(42)
+with setup("train", endpoint=ENDPOINT):
+    spans(2)
+"""
+    for _ in range(2):
+        run(script, receiver.endpoint)
+    recorded = receiver.snapshot().spans
+    assert len({span.trace_id for span in recorded}) == 4
+    assert len({span.span_id for span in recorded}) == 4
+
+
 def test_without_configuration_nothing_is_recorded() -> None:
     ran = run("""
 telemetry = setup("svc")

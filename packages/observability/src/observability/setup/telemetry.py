@@ -38,6 +38,7 @@ from observability.setup.export import (
     CountedMetricExporter,
     Delivery,
 )
+from observability.setup.ids import SeedlessIdGenerator
 from observability.setup.ledger import Counts, Ledger, Signal
 from observability.setup.ready_thread import Done, ReadyThread, wait_all
 from observability.setup.settings import Arguments, Prometheus, redacted, settings
@@ -246,6 +247,7 @@ class Telemetry:
             sampler=None if sample_ratio is None else ParentBasedTraceIdRatio(sample_ratio),
             resource=resource,
             shutdown_on_exit=False,
+            id_generator=SeedlessIdGenerator(),
         )
         processor = AdmittingSpanProcessor(delivery)
         provider.add_span_processor(BaggageProcessor())
