@@ -93,13 +93,16 @@ class Collector:
     def __init__(self, answer: Callable[[BaseHTTPRequestHandler], None]) -> None:
         self.requests: list[tuple[str, dict[str, str]]] = []
         self.bodies: list[bytes] = []
+        self._lock = threading.Lock()
         collector = self
 
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self) -> None:
                 headers = {name.lower(): value for name, value in self.headers.items()}
-                collector.requests.append((self.path, headers))
-                collector.bodies.append(self.rfile.read(int(self.headers["Content-Length"])))
+                body = self.rfile.read(int(self.headers["Content-Length"]))
+                with collector._lock:  # requests come at once, and each has its body at its index
+                    collector.requests.append((self.path, headers))
+                    collector.bodies.append(body)
                 answer(self)
 
             def do_GET(self) -> None:

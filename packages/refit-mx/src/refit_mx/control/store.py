@@ -70,6 +70,10 @@ class MemoryStore:
         """Do nothing."""
 
 
+_DAMAGE = (sqlite3.Error, UnicodeDecodeError)
+"""Errors of reading a damaged file; its schema may contain text that is not UTF-8."""
+
+
 class SqliteStore:
     """Storage of records in a SQLite file, which one server at a time may use.
 
@@ -93,7 +97,7 @@ class SqliteStore:
             raise RefitConfigError(f"state {str(path)!r}: {error}") from None
         try:
             self._open()
-        except sqlite3.Error as error:
+        except _DAMAGE as error:
             self._connection.close()
             if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_BUSY:
                 raise RefitConfigError(f"state {str(path)!r} is in use by another server") from None
@@ -115,7 +119,7 @@ class SqliteStore:
             rows = self._connection.execute(
                 "SELECT kind, key, body, digest FROM records"
             ).fetchall()
-        except sqlite3.Error as error:
+        except _DAMAGE as error:
             raise self._damaged(str(error)) from None
         if verdict != "ok":
             raise self._damaged(str(verdict).replace("\n", " "))
