@@ -137,7 +137,7 @@ test-verl: verl ## Run verl's replay buffer and resume on the packed backend, an
 
 .PHONY: test-together
 test-together: sync ## Run the tests of the trainer and of everything together
-	$(BIN)/pytest $(call LANES,3) -m "not long" integration services/trainer
+	$(BIN)/pytest $(call LANES,2) -m "not long" integration services/trainer
 
 # One target for each package and service: test-column-io, test-admin, ...
 MEMBERS := $(notdir $(wildcard packages/* services/*))
