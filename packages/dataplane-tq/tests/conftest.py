@@ -105,7 +105,9 @@ def require_backend():
             try:
                 BACKENDS[name].check(config_of(name))
             except ConfigError as error:
-                pytest.skip(str(error))
+                if "is not installed" not in str(error):
+                    raise
+                pytest.skip(f"needs a package: {error}")
         return name
 
     return require
