@@ -30,16 +30,14 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 import psutil
 import ray
-import torch
 from integration.benchmarks.garbage import freeze_garbage
 from integration.benchmarks.results_file import Entry
 from integration.benchmarks.summary import Summary
 from integration.benchmarks.tracing_collector import collector
 from integration.benchmarks.tracing_inside import Spent
+from integration.benchmarks.tracing_operations import time_operations
 from integration.benchmarks.tracing_switch import bare, switch, take, watch
-from tensordict import TensorDict
 
-from dataplane_core import InMemoryDataPlaneClient, telemetry
 from grpo_trainer import TrainerConfig, load_config
 from grpo_trainer.actors.telemetry import TelemetrySettings
 from grpo_trainer.policy.driver import Policy
@@ -49,7 +47,6 @@ from grpo_trainer.run.inputs import RunInputs, read_inputs
 from grpo_trainer.run.processes import RunActors
 from grpo_trainer.run.step import GRPOStep, StepReport
 from grpo_trainer.run.training import initial_model
-from observability import InstrumentedDataPlaneClient, emit
 
 T = TypeVar("T")
 Mode = Literal["off", "off_again", "on", "verbose"]
@@ -62,8 +59,6 @@ _QUICK_MODES: tuple[Mode, ...] = ("off", "on")
 _FULL_MODES: tuple[Mode, ...] = ("off", "off_again", "on", "verbose")
 _WARM_UPS = 1
 SEED = 20_261
-_IDS = 512
-_REPETITIONS = 1_000
 _RESAMPLES = 4_000
 _INSIDE_STEPS, _QUICK_INSIDE_STEPS = 20, 1
 
@@ -334,7 +329,7 @@ def measure_tracing(load: Load, announce: Callable[[str], None], *, full: bool) 
                 for mode in modes
                 if mode != "off_again"
             }
-            micros = _micros() if full else {}
+            micros = time_operations() if full else {}
         counts = collecting.count()
     last = done - 1
     reported: list[Mode] = [mode for mode in ("on", "verbose") if mode in modes]
@@ -453,49 +448,6 @@ class SameStep(GRPOStep):
 
     def _stream(self, step: int) -> str:
         return "bench"
-
-
-def _micros() -> dict[str, Summary]:
-    """Time single operations in this process, whose SDK is set up."""
-    ids = [f"sample-{number:08d}" for number in range(_IDS)]
-    batch = TensorDict({"x": torch.zeros(_IDS)}, batch_size=[_IDS])
-
-    def span() -> None:
-        with telemetry.span("bench", "overhead"):
-            pass
-
-    switch(object(), traced=True)
-    step = telemetry.step_context("bench", 0, 0)
-    with step, telemetry.span("bench"), InMemoryDataPlaneClient() as inner:
-        summaries = {
-            "span": _timed(span, _REPETITIONS),
-            "event_512": _timed(lambda: emit("put", "bench", ids, bytes=1), _REPETITIONS // 10),
-        }
-        outer = InstrumentedDataPlaneClient(inner)
-        inner.register_partition("bench", ["x"], _IDS, [])
-        for name, call in (
-            ("put_512", lambda client: client.put_samples(ids, "bench", batch)),
-            ("get_512", lambda client: client.get_samples(ids, "bench", ["x"])),
-        ):
-            pairs = [
-                (
-                    _once(lambda call=call: call(outer)),
-                    _once(lambda call=call: call(inner)),
-                )
-                for _ in range(_REPETITIONS // 10)
-            ]
-            summaries[f"{name}_longer"] = Summary.of([traced - plain for traced, plain in pairs])
-    return summaries
-
-
-def _timed(action: Any, repetitions: int) -> Summary:
-    return Summary.of([_once(action) for _ in range(repetitions)])
-
-
-def _once(action: Any) -> float:
-    started = time.perf_counter()
-    action()
-    return time.perf_counter() - started
 
 
 def _percent(by_mode: dict[Mode, list[float]], mode: Mode) -> list[float]:
