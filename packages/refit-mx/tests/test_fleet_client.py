@@ -191,6 +191,37 @@ def test_modifying_call_is_not_retried(scripted):
     assert not any(path == "/pause" for _, path in server.requests)
 
 
+def fetching(state, *, slow_query_s=0.0):
+    """Return answers of a server that fetches; one query of its state takes a while to answer."""
+    called = []
+
+    def record(path):
+        return lambda body: (called.append(path), [json_answer({})])[1]
+
+    def status(body):
+        rank = {**RANK, "initialized": True, "nonce": body["args"][0]}
+        rank["session"] = "/start_weight_update" in called
+        if "/update_weights" not in called:
+            return [json_answer({"results": [rank]})]
+        called.append("status")
+        rank["fetch"] = {"version_id": "v1", "state": state}
+        # The first query confirms that the fetch began.
+        parts = [slow_query_s] if called.count("status") == 2 else []
+        return [*parts, json_answer({"results": [rank]})]
+
+    paths = ("/init_weight_transfer_engine", "/start_weight_update", "/update_weights")
+    return vllm({"/collective_rpc": status, **{path: record(path) for path in paths}})
+
+
+def test_query_in_progress_when_the_fetch_time_ends_is_answered(scripted):
+    slow, late = scripted(fetching("received", slow_query_s=3.1)), scripted(fetching("running"))
+    with pytest.raises(FleetError, match=r"reserved for the pause.*No server was paused") as caught:
+        refit(slow, late, timeout_s=4.0)  # of which 3 seconds are for the fetch
+    assert caught.value.failed[late.url] == "still fetching"
+    assert "no answer" not in caught.value.failed.get(slow.url, "")
+    assert not any(path == "/pause" for _, path in [*slow.requests, *late.requests])
+
+
 def test_missing_server_is_named_and_none_is_paused(scripted):
     here, gone = scripted(vllm({})), ScriptedServer(vllm({}))
     gone.close()

@@ -40,6 +40,8 @@ _Result = TypeVar("_Result")
 _MIN_POLL_S, _MAX_POLL_S = 0.005, 0.1
 _FETCH_SHARE = 3 / 4
 """Fraction of a refit's time in which all must have the version; the pause needs the rest."""
+_LAST_QUERY_SHARE = 7 / 8
+"""Fraction of a refit's time in which queries sent during the fetch must be answered."""
 _LOG = logging.getLogger(__name__)
 _PAUSE_MS = metrics.get_meter("refit-mx").create_histogram(
     "refit.pause_ms", "ms", "Duration of the pause of a fleet of generators for a refit"
@@ -271,6 +273,11 @@ class _Update:
             fleet._timeout_s * _FETCH_SHARE, f"fleet: fetch of version {version_id}"
         )
         self._before_pause = replace(calls, deadline=fetch_deadline)
+        # A query that is in progress when the fetch's time ends still gets its answer: without it,
+        # servers that have the version would be reported as failed.
+        self._fetch_queries = replace(
+            calls, deadline=Deadline(fleet._timeout_s * _LAST_QUERY_SHARE, "fleet: fetch")
+        )
         self._version_id = version_id
         self._barrier = barrier
         self._next = next(iter(Point))
@@ -345,22 +352,26 @@ class _Update:
 
     async def _fetch(self) -> None:
         """Make all servers fetch and verify the version, while all serve."""
-        group, calls = self._group, self._before_pause
-        timeout_s = max(calls.deadline.left_s, _MIN_POLL_S)
-        await group.all("fetch", calls, lambda s, c: s.fetch(c, self._version_id, timeout_s))
+        group, deadline = self._group, self._before_pause.deadline
+        timeout_s = max(deadline.left_s, _MIN_POLL_S)
+        await group.all(
+            "fetch", self._before_pause, lambda s, c: s.fetch(c, self._version_id, timeout_s)
+        )
         poll_s = _MIN_POLL_S
         while not all(
-            fetched := await group.all("fetch", calls, lambda s, c: s.fetched(c, self._version_id))
+            fetched := await group.all(
+                "fetch", self._fetch_queries, lambda s, c: s.fetched(c, self._version_id)
+            )
         ):
-            await asyncio.sleep(poll_s)
+            await asyncio.sleep(min(poll_s, deadline.left_s))
             poll_s = min(2 * poll_s, _MAX_POLL_S)
-            if not calls.deadline.left_s:
+            if not deadline.left_s:
                 failed = {
                     server.address: "still fetching"
                     for server, done in zip(group.servers, fetched, strict=True)
                     if not done
                 }
-                text = f"{calls.deadline.error()}; the rest of timeout_s is reserved for the pause"
+                text = f"{deadline.error()}; the rest of timeout_s is reserved for the pause"
                 raise FleetError(text, failed)
 
     async def _check(self) -> None:
