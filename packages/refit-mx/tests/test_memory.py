@@ -45,13 +45,19 @@ def mapped_in_large_pages(name: str) -> list[int]:
     return sizes
 
 
-@needs_large_pages
-def test_shared_arena_uses_large_pages():
+def shared_arena_in_large_pages() -> bool:
+    """Return whether both mappings of a new arena are in large pages."""
     arena = Arena(NBYTES, shared=True)
     arena.memory.fill_(3)
     other = attach(arena.shared, arena.nbytes)
     assert (np.frombuffer(other, np.uint8, arena.nbytes) == 3).all()
-    assert mapped_in_large_pages(arena.shared.name) == [3 * LARGE_PAGE_BYTES] * 2
+    return mapped_in_large_pages(arena.shared.name) == [3 * LARGE_PAGE_BYTES] * 2
+
+
+@needs_large_pages
+def test_shared_arena_uses_large_pages():
+    # The kernel may refuse one while other processes compete for free memory.
+    assert any(shared_arena_in_large_pages() for _ in range(20))
 
 
 def test_shared_arena_works_in_small_pages(monkeypatch):
