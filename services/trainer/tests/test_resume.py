@@ -167,7 +167,7 @@ def test_only_keys_that_change_the_results_are_refused(folder):
 @pytest.mark.parametrize(
     ("override", "reason"),
     [
-        ("policy.global_batch_size=64", "keeps 8: it changes the results"),
+        ("policy.global_batch_size=64", "keeps 8: the key changes the results"),
         ("run.seed=18", "keeps 17: a run keeps its name, folder and seed"),
         ("data.shuffle=false", "keeps True: a run keeps its prompts"),
         ("data_plane.backend=simple", "keeps 'packed': only its sizes, "),
@@ -239,7 +239,8 @@ def test_keys_missing_in_an_older_checkpoint_get_shipped_values(folder, resumes,
     [line] = resumes()
     state.write_text(before)
     gone = {key for key in removed if not any(key.startswith(f"{other}.") for other in removed)}
-    assert line.startswith(f"{folder / NEWEST} is of an older release; keys that it lacks: ")
+    kind = "keys that it lacks get shipped values"
+    assert line.startswith(f"{folder / NEWEST} is of an older release; {kind}: ")
     assert set(re.findall(r"(?:: |, )([a-z_]+(?:\.[a-z_]+)*)=", line)) == gone
 
 
@@ -247,7 +248,7 @@ def test_keys_an_older_release_ignored_become_null(folder, resumes):
     old = {"max_logprob_error": 2.0, "recompute_prev_logprobs": False}
     edit_state(folder, lambda body: body["state"]["config"]["grpo"].update(old))
     [line] = resumes()
-    assert line.endswith("ignored, which are null now: grpo.max_logprob_error=2.0")
+    assert line.endswith("ignored are null now; their saved values: grpo.max_logprob_error=2.0")
     edit_state(
         folder,
         lambda body: body["state"]["config"]["grpo"].update(recompute_prev_logprobs=True),

@@ -226,7 +226,7 @@ def test_filtered_samples_neither_count_nor_train(run, questions):
 def test_dynamic_sampling_fills_a_step_or_ends_the_run(run, questions):
     """The prompts of nine batches have answers; after those, no group is kept."""
     answers = [*list(questions.values())[:3], NEVER]
-    short = r"\d+ of 32 samples are in groups with different rewards after 9 batches"
+    short = r"\d+ of 32 samples are in groups with unequal rewards after 9 batches"
     steps = run(
         9 * list(zip(questions, answers, strict=True)) + 80 * [("min(3,0)=", NEVER)],
         {

@@ -54,7 +54,7 @@ def _options(
 
 
 class _TrainCommand(OptionsCommand):
-    def wrong(self, given: Mapping[str, Any]) -> Iterator[str]:
+    def problems(self, given: Mapping[str, Any]) -> Iterator[str]:
         try:
             load_config(given["config"], _overrides(given))
         except ConfigurationError as error:

@@ -34,7 +34,7 @@ class GradientError(TrainerError, RuntimeError):
 
 
 class DynamicSamplingError(TrainerError, RuntimeError):
-    """Too few groups with different rewards after the allowed number of batches."""
+    """Too few groups with unequal rewards after the allowed number of batches."""
 
 
 class AdvantageError(TrainerError, ValueError):

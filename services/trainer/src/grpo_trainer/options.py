@@ -29,7 +29,7 @@ class _Checked:
                 option = max(parameter.opts, key=len)
                 wrong.append(f"{option}: {problem.message or 'missing'}")
         if not rest:
-            wrong += self.wrong(trial.params)
+            wrong += self.problems(trial.params)
         for line in wrong:
             typer.echo(f"error: {line}", err=True)
         if wrong:
@@ -37,7 +37,7 @@ class _Checked:
         taken: list[str] = super().parse_args(ctx, args)  # type: ignore[misc]  # of the command
         return taken
 
-    def wrong(self, given: Mapping[str, Any]) -> Iterable[str]:
+    def problems(self, given: Mapping[str, Any]) -> Iterable[str]:
         """Yield problems beyond types and ranges; ``given`` has the options that passed those.
 
         Not called if a subcommand follows.

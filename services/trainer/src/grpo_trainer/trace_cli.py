@@ -36,7 +36,7 @@ TRACES = Path("runs") / "traces"
 
 
 class _TraceGroup(OptionsGroup):
-    def wrong(self, given: Mapping[str, Any]) -> Iterator[str]:
+    def problems(self, given: Mapping[str, Any]) -> Iterator[str]:
         yield from _wrong_places(given)
         try:
             load_config(given["config"], _overrides(given))
@@ -45,7 +45,7 @@ class _TraceGroup(OptionsGroup):
 
 
 class _ShowCommand(OptionsCommand):
-    def wrong(self, given: Mapping[str, Any]) -> Iterator[str]:
+    def problems(self, given: Mapping[str, Any]) -> Iterator[str]:
         return _wrong_places(given)
 
 
@@ -125,7 +125,7 @@ def _overrides(given: Mapping[str, Any]) -> list[str]:
 
 
 def _refuse_options(context: typer.Context) -> None:
-    """Reject options of a run before another command, where they would have no effect."""
+    """Reject options of a run in front of a subcommand, where they would have no effect."""
     for parameter in context.command.params:
         source = context.get_parameter_source(parameter.name or "")
         if source is not None and source.name == "COMMANDLINE":

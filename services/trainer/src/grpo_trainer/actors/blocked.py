@@ -12,7 +12,7 @@ from observability import Wait, emit, waits
 
 
 @dataclass(frozen=True)
-class Awaited:
+class AwaitedColumns:
     """Columns that a call writes: ``fields`` of ``samples`` samples of a partition."""
 
     partition_id: str
@@ -21,7 +21,9 @@ class Awaited:
 
 
 @contextmanager
-def reported_while_blocked(on: str, awaited: Awaited | None = None) -> Iterator[Callable[[], None]]:
+def reported_while_blocked(
+    on: str, awaited: AwaitedColumns | None = None
+) -> Iterator[Callable[[], None]]:
     """Report a call that blocks for more than a second.
 
     Args:

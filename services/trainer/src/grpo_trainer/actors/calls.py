@@ -15,7 +15,7 @@ import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from dataplane_core.deadlines import call_within
-from grpo_trainer.actors.blocked import Awaited, reported_while_blocked
+from grpo_trainer.actors.blocked import AwaitedColumns, reported_while_blocked
 from grpo_trainer.errors import TrainerError, WorkerError, first_line
 
 _PROBE_S = 2.0
@@ -58,7 +58,7 @@ class ActorCalls:
         return list(self._actors.values())
 
     def call(self, name: str, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Call a method of one actor and return its result; raise as `each`."""
+        """Call a method of one actor and return its result; the errors are those of `each`."""
         return self.each(method, {name: (args, kwargs)})[name]
 
     def each(
@@ -66,7 +66,7 @@ class ActorCalls:
         method: str,
         calls: Mapping[str, tuple[tuple[Any, ...], Mapping[str, Any]]],
         *,
-        awaited: Awaited | None = None,
+        awaited: AwaitedColumns | None = None,
     ) -> dict[str, Any]:
         """Call a method of several actors at once; report calls that block.
 

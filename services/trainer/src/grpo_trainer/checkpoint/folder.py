@@ -5,7 +5,8 @@ file is written last and has a digest of every other file. An old checkpoint is 
 removed. So a folder named ``step-...`` is always complete.
 
 Another process, perhaps on another machine, writes model and optimizer and returns the files it
-wrote. The driver renames or removes nothing before it sees those files.
+wrote. Before the driver sees those files, it neither renames the new checkpoint nor removes an old
+one.
 """
 
 from __future__ import annotations
@@ -236,7 +237,7 @@ def _match(path: Path) -> re.Match[str] | None:
 
 
 def _partial(final: Path) -> Path:
-    """Return a new temporary name: an orphaned folder may not be removable."""
+    """Return a new temporary name; a fixed one could be that of an orphan that stays on disk."""
     return final.with_name(f".{final.name}.{secrets.token_hex(4)}.partial")
 
 

@@ -125,7 +125,7 @@ def _data_plane_problems(config: TrainerConfig) -> list[str]:
             f"refit.transport: found {config.refit.transport!r}; expected 'shm' or 'tcp' "
             "with data_plane.backend 'yuanrong', whose libraries and NIXL's cannot share a process"
         )
-    # With dynamic sampling a batch can arrive while all but one sample of a step are stored.
+    # With dynamic sampling a batch can arrive while all but one group of a step are stored.
     sampling = config.grpo.dynamic_sampling
     batches = 2 if sampling.enabled and sampling.max_batches > 1 else 1
     needed = max(config.samples_per_step * batches, config.validation.batch_size)

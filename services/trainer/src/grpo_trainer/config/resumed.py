@@ -47,7 +47,7 @@ _REASONS = {
     "data": "a run keeps its prompts",
     "data_plane": "only its sizes, time-outs, unit_resources and observability may change",
 }
-_COMPUTED = "it changes the results"
+_COMPUTED = "the key changes the results"
 
 
 @dataclass(frozen=True)

@@ -142,7 +142,7 @@ class VllmSection(Section):
         servers: number of servers to start, on the worker's machine and its loopback; 0 with
             ``addresses``.
         command: command that starts a server, with the Python of vLLM's environment. A relative
-            path is relative to the program's working directory.
+            path starts at the working directory of the driver.
         arguments: further options of each started server.
         environment: further variables of each started server.
         start_timeout_s: deadline of the start of all servers, in seconds.
@@ -309,7 +309,8 @@ class TracingSection(Section):
             ``data_plane.observability``.
         endpoint: base URL of an OTLP/HTTP collector, or null to use the ``OTEL_*`` variables of
             each process.
-        verbose: also record a span for each micro-batch.
+        verbose: also record micro-batches, requests to the storage, conversions of message logs,
+            and all phases of a refit.
     """
 
     enabled: bool

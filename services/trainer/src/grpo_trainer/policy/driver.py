@@ -8,7 +8,7 @@ from typing import Any, NamedTuple  # Any: results of remote methods
 from column_io import DynamicBatchingArgs, round_up, shard_meta_for_dp
 from dataplane_core import GLOBAL_FORWARD_PAD_SEQLEN, KVBatchMeta
 from dataplane_core.telemetry import inject
-from grpo_trainer.actors.blocked import Awaited
+from grpo_trainer.actors.blocked import AwaitedColumns
 from grpo_trainer.actors.calls import ActorCalls
 from grpo_trainer.config.sections import PolicySection
 from grpo_trainer.policy.logprob_gap import LogprobGap
@@ -62,7 +62,7 @@ class Policy:
                 name: ((shard, column), {"carrier": carrier})
                 for name, shard in zip(self._workers, shards, strict=True)
             },
-            awaited=Awaited(meta.partition_id, (column,), meta.size),
+            awaited=AwaitedColumns(meta.partition_id, (column,), meta.size),
         )
         joined = [value for name in self._workers for value in results[name]["error"]]
         if inverse is not None and joined:

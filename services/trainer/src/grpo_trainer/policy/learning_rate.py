@@ -6,7 +6,7 @@ from grpo_trainer.config.sections import OptimizerSection
 
 
 def learning_rate(optimizer: OptimizerSection, step: int, num_steps: int) -> float:
-    """Return the learning rate of the step after ``step`` completed ones, of ``num_steps``.
+    """Return the learning rate of step ``step``, counted from 0, of a run of ``num_steps`` steps.
 
     The rate grows linearly over ``warmup_steps``. It is also multiplied by a factor that falls
     linearly from 1 at the start to ``final_lr_fraction`` at the end of the run.

@@ -205,7 +205,8 @@ class PolicyWorker(RunActor):
         # float32 counts exactly only to 2^24; a global batch of long responses exceeds that.
         tokens = mask.sum(dtype=torch.float64).to(self._device)
         dist.all_reduce(tokens)
-        # Not clamped to 1: the sum of weights below 1 may be smaller, and is the right divisor.
+        # Not clamped to 1: loss multipliers below 1 can make the sum smaller than 1, and it still
+        # is the right divisor.
         divisor: Any = tokens if tokens > 0 else 1.0
         self._optimizer.zero_grad()
         totals = torch.zeros(len(_LOSS_METRICS), device=self._device, dtype=torch.float64)

@@ -32,7 +32,7 @@ class RefitSettings(RefitSection):
     model_name: str
 
     def connect(self) -> ControlClient:
-        """Return a client of the control plane; raise as `connect`."""
+        """Return a client of the control plane; the errors are those of the function `connect`."""
         return connect(self.control, self.control_access)
 
     @property

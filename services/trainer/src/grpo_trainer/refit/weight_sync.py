@@ -184,5 +184,8 @@ class RefitWeightSync:
         retry_idempotent(self._control, call, deadline=deadline, retry_s=self._timeout_s)
 
     def close(self) -> None:
-        """Close the connection to the control plane; the workers end separately."""
+        """Close the connection to the control plane, and stop an embedded one.
+
+        The workers end separately.
+        """
         self._open.close()

@@ -18,7 +18,7 @@ from grpo_trainer.errors import ConfigurationError
 
 _CONNECT_S = 5.0
 _ANSWER_SHARE = 0.9
-"""Fraction of a call's deadline that vLLM gets: its error must come first, and names servers."""
+"""Fraction of a call's deadline that vLLM gets, so that its error comes first: it names servers."""
 
 
 def check_vllm(config: TrainerConfig) -> None:
@@ -73,7 +73,7 @@ def worker_arguments(
 ) -> dict[str, Any]:
     """Return the arguments of `grpo_trainer.rollout.vllm_worker.VllmWorker` for a run.
 
-    ``section`` is its backend; the servers' logs go to ``folder``.
+    ``section`` is the run's backend; the servers' logs go to ``folder``.
     """
     return {
         "addresses": section.addresses,

@@ -99,8 +99,8 @@ def resume(
 
     Raises:
         CheckpointError: there is no checkpoint, or it is damaged.
-        ConfigurationError: an override names another key, or a value does not fit; or a data set or
-            the tokenizer differs from the one that the run began with.
+        ConfigurationError: an override names a key that may not change, or a value does not fit; or
+            a data set or the tokenizer differs from the one that the run began with.
         OutputError: another process runs it.
         TrainerError, DataPlaneError: as `train`.
     """
@@ -180,8 +180,8 @@ def _run(
 def _report_older_release(point: _ResumePoint, display: RunDisplay) -> None:
     """Report the keys that a checkpoint of an older release lacks or ignored."""
     for keys, kind in (
-        (point.resumed.added, "keys that it lacks"),
-        (point.resumed.ignored, "keys that it ignored, which are null now"),
+        (point.resumed.added, "keys that it lacks get shipped values"),
+        (point.resumed.ignored, "keys that it ignored are null now; their saved values"),
     ):
         if keys:
             values = ", ".join(f"{key}={json.dumps(value)}" for key, value in keys.items())

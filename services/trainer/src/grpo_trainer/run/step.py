@@ -95,12 +95,15 @@ class StepReport:
             self.seconds[name] = self.seconds.get(name, 0.0) + elapsed
 
 
-def trainable(kept: int, *, global_batch_size: int, group_size: int, data_parallel: int) -> int:
+def count_trainable(
+    kept: int, *, global_batch_size: int, group_size: int, data_parallel: int
+) -> int:
     """Return how many of ``kept`` samples to train on, if they are fewer than a full step's.
 
     These are always complete groups. They make as many complete optimizer steps as possible, or
-    else a single smaller step that the ranks share equally. The result is 0 if a group is larger
-    than an optimizer step, or if there are too few groups for the ranks to share.
+    else a single smaller step that the ranks share equally. If they make no complete step, the
+    result is 0 if a group is larger than an optimizer step, or if there are too few groups for the
+    ranks to share.
     """
     step = math.lcm(global_batch_size, group_size)
     part = math.lcm(data_parallel, group_size)
@@ -135,7 +138,7 @@ class GRPOStep:
         Raises:
             WorkerError: a worker died, failed or timed out.
             DataPlaneError: the data plane failed.
-            DynamicSamplingError: too few groups have different rewards.
+            DynamicSamplingError: too few groups have unequal rewards.
             GradientError: a gradient is not finite. Its optimizer step and later ones were skipped.
         """
         with self._context(step), span("grpo.step"):
@@ -248,10 +251,10 @@ class GRPOStep:
         if grpo.dynamic_sampling.when_short == "raise":
             raise DynamicSamplingError(
                 f"dynamic sampling: {kept} of {self._config.samples_per_step} samples "
-                f"are in groups with different rewards after {batches} batches; raise "
+                f"are in groups with unequal rewards after {batches} batches; raise "
                 "grpo.dynamic_sampling.max_batches, or set when_short to proceed"
             )
-        return trainable(
+        return count_trainable(
             kept,
             global_batch_size=policy.global_batch_size,
             group_size=grpo.num_generations_per_prompt,
