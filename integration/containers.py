@@ -43,7 +43,7 @@ class Image:
 
     @classmethod
     def read(cls, root: Path) -> Image:
-        """Read the Dockerfile of docker/ whose folder has the name of ``root``."""
+        """Read docker/NAME/Dockerfile, where NAME is the name of the folder ``root``."""
         text = (DOCKER / root.name / "Dockerfile").read_text().replace("\\\n", " ")
         last = re.split(r"^FROM ", text, flags=re.M)[-1]
         environment = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"}

@@ -1,7 +1,7 @@
 """Build each package's wheel without workspace sources, and test it in a separate environment.
 
-``make isolation`` runs the tests that are not marked ``slow``; they run nowhere else. An
-environment has the package's wheel, its dependencies and the test tools, and nothing of the
+``make isolation`` runs the tests that are not marked ``slow``; ``make test`` runs them only here.
+An environment has the package's wheel, its dependencies and the test tools, and nothing of the
 workspace. Wheels of this workspace that the package depends on are built here too.
 
 Before a release, options choose another Python, the lowest declared versions of dependencies, or

@@ -55,19 +55,19 @@ PHRASE = re.compile(
 )
 ADVICE = list(PHRASES.values())
 
-# First words that begin a fragment, not a statement. "For" and "With" may begin one, and seldom do.
+# First words of a fragment. A statement may begin with "For" or "With" too, but seldom does.
 FRAGMENTS = re.compile(
     r"(?:Of|That|Whom|What|How|Whether|Which|Who|Whose|Where|When|As|If|And|Or|But|With|For|In|On|At"
     r"|By|To|From|Until|Since|Because|So|Than|Such|Like|Also|Again)\b"
 )
-# Parts of names that say a story, and names that say nothing about a variable.
+# Parts of names that narrate, and names that describe no variable.
 STORY = re.compile(
     r"(?:.*_)?(told|tells?|most|least|patiently|beside|early|mood|rove|tether|onlooker|meeting"
     r"|leftovers|whom|excuse|lapse|mend|mended)(?:_.*)?",
     re.IGNORECASE,
 )
 EMPTY_NAMES = frozenset({"found", "told", "asked", "made", "one", "some", "mine", "ours", "theirs"})
-# Names of others, and what the field calls so.
+# Names of other libraries, and terms of the field.
 ALLOWED_NAMES = frozenset({"tell", "least_significant_bit", "most_common"})
 
 

@@ -181,7 +181,7 @@ def check_tag(tag: str, root: Path = ROOT) -> Package:
 
 
 def check_api(package: Package, *, tagged: bool = False) -> tuple[str, bool]:
-    """Return a report of the breaking changes since the last release, and whether they may be.
+    """Return a report of the breaking changes since the last release, and whether they are allowed.
 
     Args:
         package: a package that is uploaded.
@@ -313,7 +313,9 @@ def prepare(name: str, version: str) -> None:
 
 @app.command()
 def check(
-    tag: str, folder: Annotated[Path, typer.Option(help="Emptied first.")] = ROOT / "build/release"
+    tag: str,
+    folder: Annotated[Path, typer.Option(help="Output folder; emptied first.")] = ROOT
+    / "build/release",
 ) -> None:
     """Check a package's tag; build its distributions and its release notes."""
     package = check_tag(tag)
@@ -344,7 +346,10 @@ def api() -> None:
 
 @app.command()
 def released(name: Annotated[str, typer.Argument()] = "dataplane-core") -> None:
-    """Test a package's last release with its dependents here, and their releases with it here."""
+    """Test a package's last release with the dependents of this checkout, and the reverse.
+
+    In reverse, each dependent's last release is tested with the package of this checkout.
+    """
     package = find(name, packages())
     if not package.releases():
         print(f"{name}: not released yet")

@@ -60,7 +60,7 @@ NEEDS: Mapping[str, Need] = {
     # At run time, vLLM compiles with torch's inductor.
     "vllm": Need(("g++", "python3-dev"), ("g++",), files=("usr/include/python3*/Python.h",)),
 }
-"""Needs by name; the mark ``debian`` takes these names where neither fixture nor parameter does."""
+"""Needs by name; a test without these fixtures and parameters names its need in a mark `debian`."""
 
 
 def missing() -> list[str]:
@@ -81,7 +81,8 @@ def packages_of(names: list[str]) -> list[str]:
 def main() -> int:
     """Install missing packages if root on Debian, else print the command; return the exit status.
 
-    With ``--check [NAME ...]``, only return 1 if one of these needs, or any, is missing.
+    With ``--check``, install nothing, and return 1 if a need is missing; with ``--check NAME ...``,
+    only if one of these needs is missing.
     """
     names = missing()
     if sys.argv[1:2] == ["--check"]:

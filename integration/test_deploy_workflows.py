@@ -134,7 +134,7 @@ class Repository:
         return self.git(at, "rev-parse", "HEAD")
 
     def answer(self, runs: list[dict[str, str]]) -> None:
-        """Write a `gh` that answers `gh run list --json` with ``runs``; jq stands for its --jq."""
+        """Write a `gh` that answers `gh run list --json` with ``runs``; jq evaluates its --jq."""
         gh = self.bin / "gh"
         gh.write_text(
             f'#!/bin/sh\necho "$@" >{self.bin}/arguments\n'
@@ -170,7 +170,7 @@ def test_commit_of_main_whose_tests_passed_is_released(repository: Repository) -
     assert repository.tested("HEAD").returncode == 0
     arguments = (repository.bin / "arguments").read_text()
     assert f"--workflow ci.yml --branch main --event push --commit {commit} " in arguments
-    # So is an older commit: main moves on while a release is reviewed.
+    # An older commit is released too: main advances while a release is reviewed.
     repository.commit(repository.origin)
     repository.git(repository.clone, "fetch", "--quiet")
     assert repository.tested(commit).returncode == 0

@@ -1,6 +1,6 @@
 """A run whose control plane is a refit server with TLS and a token, in a separate process.
 
-Errors of single processes are tested on their parts, without a run.
+Errors of one process are tested on `RefitSource` and `RefitTarget`, without a run.
 """
 # ruff: noqa: TID251
 

@@ -284,7 +284,7 @@ def test_prepared_release_passes_the_checks_of_a_release(tmp_path: Path) -> None
         prepare_release(each, "7.8.9")
     git(before, "add", ".")
     git(before, "commit", "--quiet", "-m", "prepared")
-    git(tmp_path, "clone", "--quiet", str(before), str(after))  # has no folder without a file
+    git(tmp_path, "clone", "--quiet", str(before), str(after))  # a clone has no empty folders
     assert lacking(after) == []
     for each in members(after):
         assert "This release has this." in check_tag(f"{each.name}==7.8.9", after).notes()

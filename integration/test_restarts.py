@@ -27,7 +27,7 @@ SCRIPTS = Path(sysconfig.get_path("scripts"))
 TIMEOUT_S = 60.0
 STEPS = 5
 AWAY_S = 4.0
-"""Downtime, longer than refit-mx's default timeout and telemetry's timeout for one request."""
+"""Downtime, longer than refit-mx's `CONTROL_RETRY_S` and observability's `EXPORT_TIMEOUT_S`."""
 SILENT_S = 12.0
 """Time of a frozen service, longer than refit-mx's timeout for one call."""
 

@@ -1,8 +1,9 @@
 """A step through the data plane equals a step in plain PyTorch.
 
 The plain step uses neither Ray nor a data plane nor the rollout actor: one process, lists of token
-ids, one padded batch. It shares two functions with the trainer: the sampling, so that both draw the
-same random numbers, and the loss's token log-probabilities. Everything else is written out here.
+ids, one padded batch. It shares with the trainer the model, the tokenizer, the prompts, the scoring
+of an answer, the loss's token log-probabilities, and the sampling with its seeds, so that both draw
+the same random numbers. Everything else is written out here.
 """
 # ruff: noqa: TID251
 

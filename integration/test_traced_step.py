@@ -266,7 +266,7 @@ class RankKiller(RunDisplay):
 
 
 def first_training(records: Records) -> list[Span]:
-    """Return the span that ends last in the first step of the process to kill."""
+    """Return the spans ``train`` of the process to kill; each ends last in its step."""
     return [s for s in records.spans if s.process.label == "grpo.policy 1" and s.name == "train"]
 
 

@@ -93,7 +93,7 @@ def prompts(uids: list[str]) -> TensorDict:
 
 
 class Trainer(SimpleNamespace):
-    """State that the methods of verl's trainer read which use the queue."""
+    """State that verl's trainer reads in the methods that use the queue."""
 
     def __init__(self, step: int) -> None:
         self.issued: list[TensorDict] = []
@@ -123,7 +123,7 @@ def output(uid: str, session: int) -> AgentLoopOutput:
 
 
 class Worker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
-    """verl's agent loop worker without a model: only scores and positions are made up."""
+    """verl's agent loop worker without a model and scores; images and positions are made up."""
 
     def __init__(self) -> None:
         tq.init()

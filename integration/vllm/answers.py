@@ -55,7 +55,7 @@ def generate(address: str, prompt: Sequence[int], max_tokens: int = MAX_TOKENS) 
 def generate_spans(
     address: str, prompt: Sequence[int], max_tokens: int
 ) -> tuple[list[int], list[tuple[str, int]]]:
-    """Generate one greedy response; return its tokens, and the end of each weight version."""
+    """Generate one greedy response; return its tokens, and where each weight version ends."""
     body = {
         "token_ids": list(prompt),
         "sampling_params": {"max_tokens": max_tokens, "temperature": 0, "ignore_eos": True},

@@ -80,7 +80,7 @@ class SpanCollector:
     def wait_for(
         self, trace_id: int, count: int, timeout_s: float = 30, *, with_parents: bool = False
     ) -> list[Span]:
-        """Wait for ``count`` spans of a trace, and all parents if asked; return what is here."""
+        """Wait for ``count`` spans of a trace, and all parents if asked; return those received."""
 
         def received() -> list[Span]:
             wanted = trace_id.to_bytes(16, "big")

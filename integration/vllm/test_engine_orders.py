@@ -1,4 +1,4 @@
-"""The refit engine with calls in any order: exactly the calls that vLLM's session allows work."""
+"""The refit engine with calls in any order: a call succeeds exactly if vLLM's session allows it."""
 
 from __future__ import annotations
 

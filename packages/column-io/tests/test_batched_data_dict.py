@@ -80,7 +80,7 @@ def test_select_indices_takes_masks_and_negative_indices() -> None:
     check_rows(batch_of(3).select_indices([-1, 0]), [2, 0])
 
 
-def test_select_indices_refuses_places_outside_the_batch() -> None:
+def test_select_indices_refuses_indices_outside_the_batch() -> None:
     with pytest.raises(IndexError, match="3 outside a batch of 3 samples"):
         batch_of(3).select_indices([3])
     with pytest.raises(ValueError, match="mask"):
@@ -186,7 +186,7 @@ def test_reorder_data_needs_a_permutation(order: list[int]) -> None:
         batch_of(3).reorder_data(order)
 
 
-def test_repeat_interleave_repeats_each_row_in_place() -> None:
+def test_repeat_interleave_repeats_rows_consecutively() -> None:
     check_rows(batch_of(3).repeat_interleave(2), [0, 0, 1, 1, 2, 2])
     check_rows(batch_of(3).repeat_interleave(0), [])
 

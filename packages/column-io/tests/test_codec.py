@@ -143,7 +143,7 @@ def test_object_arrays_are_packed_row_by_row() -> None:
     assert materialize(packed)["content"].tolist() == values
 
 
-def test_no_fields_and_no_rows_are_packed() -> None:
+def test_empty_inputs_are_packed() -> None:
     assert pack_jagged_fields({}).batch_size == (0,)
     packed = pack_jagged_fields(
         {"input_ids": torch.ones(0, 4), "content": object_array([])}, lengths=[]
@@ -220,6 +220,6 @@ def test_a_response_without_a_prompt_token_is_refused(responses: list[int]) -> N
         response_from_nested(values, responses)
 
 
-def test_a_dense_tensor_has_no_responses() -> None:
+def test_response_of_a_dense_tensor_is_refused() -> None:
     with pytest.raises(ValueError, match="to_nested_by_length"):
         response_from_nested(torch.ones(2, 2), [1, 1])

@@ -49,7 +49,7 @@ def test_layout_jagged_passes_nested_leaves_through() -> None:
     assert materialize(fields, layout="jagged", pad_to_seqlen=8)["input_ids"] is nested
 
 
-def test_a_pad_width_widens_columns_that_are_per_token_alone() -> None:
+def test_pad_width_widens_only_per_token_columns() -> None:
     fields = TensorDict(
         {
             "input_ids": jagged(),

@@ -89,7 +89,7 @@ def test_the_columns_of_a_message_log_are_named() -> None:
     assert set(MESSAGE_LOG_BULK_FIELDS) == {"turn_lengths", "turn_roles", "turn_contents"}
 
 
-def test_no_logs_and_no_turns_decompose() -> None:
+def test_empty_logs_are_decomposed() -> None:
     assert decompose_message_log([])["turn_lengths"].shape == (0, 0)
     columns = decompose_message_log([[], []])
     assert columns["turn_lengths"].shape == (2, 0)
@@ -177,7 +177,7 @@ def test_attaching_does_nothing_without_all_columns(missing: str) -> None:
     assert "message_log" not in columns
 
 
-def test_the_form_with_the_columns_as_arguments_gives_the_same() -> None:
+def test_separate_arguments_equal_a_mapping() -> None:
     columns = {
         **decompose_message_log([LOG]),
         "input_ids": torch.tensor([[1, 2, 3, 0]]),

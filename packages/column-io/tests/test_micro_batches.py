@@ -217,7 +217,7 @@ def test_get_batch_without_a_plan_takes_rows_by_number() -> None:
         batch.get_batch(0)
 
 
-def test_get_batch_with_a_plan_takes_its_micro_batches_along() -> None:
+def test_get_batch_keeps_the_plan_of_its_rows() -> None:
     (shard,), _ = batch_of([9, 9, 1, 1]).shard_by_batch_size(
         1, batch_size=2, sequence_packing_args=PACKING
     )
@@ -292,7 +292,7 @@ def test_a_plan_stays_with_the_ids_it_was_made_for(
         moved.make_microbatch_iterator_for_packable_sequences()
 
 
-def test_a_plan_without_a_digest_is_taken_if_it_is_for_as_many_rows(
+def test_plan_without_digest_is_used_if_row_counts_match(
     client: DataPlaneClient,
 ) -> None:
     batch = batch_of([1, 1])

@@ -52,7 +52,7 @@ def test_a_client_with_the_documented_methods_alone_is_enough():
         assert minimal[1][name].tolist() == column.tolist(), name
 
 
-def test_own_methods_of_such_a_client_are_used():
+def test_wrapped_client_uses_its_own_methods():
     class WithColumns(MinimalClient):
         put = None
 

@@ -181,7 +181,7 @@ def test_dynamic_micro_batches_stay_within_their_tokens(
         assert rows * width <= CAPACITY
 
 
-def test_dynamic_width_is_capped_by_max_tokens_and_by_nothing_narrower() -> None:
+def test_dynamic_width_is_capped_only_by_max_tokens() -> None:
     """Known upstream flaw: the width of a placeholder tensor caps the planned width."""
     metas, _ = shard_meta_for_dp(
         meta_of([3, 3, 30, 30]), dp_world=2, dynamic_batching_args=dynamic(sequence_length_round=16)
@@ -348,7 +348,7 @@ def test_numbers_below_one_are_refused(numbers: dict[str, int]) -> None:
         shard_meta_for_dp(meta_of([1]), **numbers)
 
 
-def test_shards_have_plain_ints_whatever_the_lengths_came_in() -> None:
+def test_shards_have_plain_ints_for_any_type_of_lengths() -> None:
     lengths: Any = torch.tensor([3, 1, 2, 4])
     meta = KVBatchMeta("p", None, list("abcd"), sequence_lengths=lengths)
     shards, _ = shard_meta_for_dp(meta, dp_world=2)
@@ -360,6 +360,6 @@ def test_shards_have_plain_ints_whatever_the_lengths_came_in() -> None:
 @pytest.mark.parametrize(
     ("value", "multiple"), [(-9, 4), (5.5, 4), (True, 4), ("5", 4), (5, 2.0), (5, True), (5, None)]
 )
-def test_round_up_takes_lengths_alone(value: Any, multiple: Any) -> None:
+def test_round_up_refuses_invalid_numbers(value: Any, multiple: Any) -> None:
     with pytest.raises(InvalidRequestError, match="round_up"):
         round_up(value, multiple)

@@ -300,6 +300,6 @@ def test_close_with_a_hanging_call_raises_at_the_deadline():
     asyncio.run(scenario())
 
 
-def test_no_threads_are_refused():
+def test_zero_threads_is_refused():
     with pytest.raises(InvalidRequestError, match="threads is 0"):
         AsyncDataPlaneClient(InMemoryDataPlaneClient(), threads=0)

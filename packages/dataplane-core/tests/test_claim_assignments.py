@@ -142,7 +142,7 @@ def test_assignment_is_kept_while_its_rank_is_active(sign):
     ids=["no rank", "another world", "another seed", "a filter"],
 )
 @pytest.mark.parametrize("blocking", [True, False])
-def test_untimed_assignment_opens_to_a_claim_with_nothing_else(terms, blocking):
+def test_untimed_assignment_opens_if_nothing_else_is_ready(terms, blocking):
     ledger = books(num_samples=4)
     put(ledger, list("abcd"), [{"v": 1}] * 4)
     first = claim(ledger, 2, dp_rank=0, dp_world=2)

@@ -72,7 +72,7 @@ def test_claim_takes_the_smallest_also_after_tags_changed(steps):
             held += [(token, ids)] if ids else []
 
 
-def test_a_group_stands_where_its_first_sample_stands():
+def test_group_has_the_position_of_its_first_sample():
     ledger = books(group_size=2)
     put(ledger, {"p0_g0": 5, "p0_g1": 9, "p1_g0": 7, "p1_g1": 1})
     assert claim(ledger, 2) == ["p1_g0", "p1_g1"]
@@ -92,7 +92,7 @@ def test_released_sample_with_new_tags_has_a_new_position(group_size):
     assert claim(ledger, 3 * size) == third + fourth + second
 
 
-def test_a_seed_goes_before_the_order():
+def test_seed_takes_precedence_over_claim_order():
     ledger = books()
     put(ledger, {f"s{i}": i for i in range(50)})
     assert claim(ledger, 50, seed=1) != [f"s{i}" for i in range(50)]

@@ -98,7 +98,7 @@ def test_unacknowledged_samples_stay_held(holder, stop):
 
 
 @pytest.mark.parametrize("holder", [Disturbed], indirect=True)
-def test_withdrawn_sample_costs_no_other_its_lease(holder):
+def test_withdrawn_sample_does_not_end_the_lease_of_others(holder):
     client, holder_client, held, meta = holder
     client.withdraw_samples([meta.sample_ids[0]], "p")
     held.renew()

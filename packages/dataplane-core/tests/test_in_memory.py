@@ -110,7 +110,7 @@ def test_attaching_without_an_open_store_is_refused():
         InMemoryDataPlaneClient(bootstrap=False)
 
 
-def test_an_attached_client_that_closes_takes_nothing_down():
+def test_closing_an_attached_client_keeps_the_store_open():
     with InMemoryDataPlaneClient() as owner:
         owner.register_partition("train", ["x"], 1, ["train"])
         InMemoryDataPlaneClient(bootstrap=False).close()

@@ -89,7 +89,7 @@ def row(value):
 HOSTILE = ['a", "b', "a", 'a"', "a\\", "[", "ä\n\0", "😀", "sample", '", "x']
 
 
-def test_no_name_is_taken_for_another(client):
+def test_similar_names_do_not_collide(client):
     for partition in HOSTILE:
         client.register_partition(partition, ["x"], len(HOSTILE), ["t", 't", "u'])
         for number, sample_id in enumerate(HOSTILE):

@@ -69,7 +69,7 @@ def test_group_is_claimed_completely_or_not_at_all():
     assert claim(ledger, 4) == []
 
 
-def test_a_group_is_named_by_its_tag_before_its_id():
+def test_group_tag_takes_precedence_over_the_id():
     ledger = books(num_samples=9, group_size=2)
     put(ledger, ["a_g0", "b_g0", "b_g1"], tags=[{"group": "q"}, {"group": "q"}, {"group": "r"}])
     assert claim(ledger, 2) == ["a_g0", "b_g0"]
@@ -114,7 +114,7 @@ def test_a_filter_follows_tags_that_change_and_fields_that_come():
     assert claim(ledger, 9, where=newer) == ["b"]
 
 
-def test_a_group_of_which_one_does_not_match_is_not_taken():
+def test_group_with_a_mismatched_sample_is_not_claimed():
     ledger = books(num_samples=4, group_size=2)
     newer = (TagFilter("v", ">=", 2),)
     put(ledger, IDS[:4], tags=[{"v": 2}, {"v": 1}, {"v": 2}, {"v": 2}])
@@ -245,7 +245,7 @@ def test_put_can_be_retried_under_a_partly_acknowledged_claim():
         put(ledger, ["a", "b"], ["y"], token=held.token)
 
 
-def test_put_enters_the_partition_it_began_in_or_none():
+def test_put_never_enters_a_partition_registered_later():
     ledger = books(num_samples=2, capacity=2)
     stale = ledger.begin_put("p", ["a", "b"], {"x": "torch.int64"})
     given_up = ledger.begin_put("p", ["a"], {"x": "torch.int64"})
@@ -286,7 +286,7 @@ def test_two_puts_under_way_cannot_give_a_field_two_kinds():
     assert ledger.partition("p").samples.kinds == {"x": "torch.float32"}
 
 
-def test_counting_makes_no_queue_and_agrees_with_one():
+def test_count_without_a_queue_equals_count_with_one():
     ledger = books(num_samples=9)
     put(ledger, ["a", "b", "c"])
     put(ledger, ["b"], ["y"])
@@ -425,7 +425,7 @@ CHANGES = st.lists(st.tuples(st.sampled_from(KINDS), st.integers(0, 299)), max_s
 
 
 @given(CHANGES, st.sampled_from([None, 2]), st.sampled_from([(), (TagFilter("even", "==", 1),)]))
-def test_a_queue_built_in_parts_is_as_one_built_at_once(changes, group_size, where):
+def test_queue_built_in_parts_equals_one_built_at_once(changes, group_size, where):
     ledger = books(num_samples=1000, group_size=group_size)
     ids = [f"p{i // 2}_g{i % 2}" for i in range(300)]
     put(ledger, ids, fields=("x",), tags=[{"even": (i // 2 + 1) % 2} for i in range(300)])

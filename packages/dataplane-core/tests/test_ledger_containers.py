@@ -45,7 +45,7 @@ def test_a_parted_dict_is_a_dict_without_order(operations):
     assert (len(parted), list(parted)) == (0, [])
 
 
-def test_a_parted_dict_is_let_go_in_small_parts():
+def test_parted_dict_is_freed_in_small_parts():
     parted = PartedDict()
     for number in range(10_000):
         parted[number] = parted[f"s{number}"] = None

@@ -72,7 +72,7 @@ def test_changing_filter_keeps_no_samples_alive(store):
     assert store.alive == len(store.book.rows) == 3 * 8 * 64
 
 
-def test_a_partition_that_is_taken_apart_leaves_nothing(store):
+def test_dismantled_partition_frees_all_cells(store):
     store.put(0, 4096)
     for seed in range(40):  # more queues than a task keeps
         store.claim(8, seed=seed, lease_s=9.0)

@@ -190,7 +190,7 @@ def test_index_that_is_not_an_int_is_refused(wrong: Any) -> None:
                 meta.slice(*bounds)
 
 
-def test_places_may_be_integers_of_any_library() -> None:
+def test_indices_may_be_integers_of_any_library() -> None:
     meta = KVBatchMeta("p", None, ["a", "b", "c"])
     for places in ([2, 0], torch.tensor([2, 0]), np.array([2, 0]), (np.int8(2), torch.tensor(-3))):
         assert meta.subset(places).sample_ids == ["c", "a"]  # type: ignore[arg-type]  # such too
@@ -201,7 +201,7 @@ def test_places_may_be_integers_of_any_library() -> None:
         meta.subset([3])
 
 
-def test_transforms_make_plain_ints_of_lengths() -> None:
+def test_transforms_convert_lengths_to_plain_ints() -> None:
     lengths: Any = torch.tensor([3, 1, 2])
     meta = KVBatchMeta("p", None, ["a", "b", "c"], sequence_lengths=lengths)
     for derived in (meta.subset([0, 2]), meta.slice(0, 2), meta.concat(meta), meta.drop([1])):

@@ -62,7 +62,7 @@ ALL_ERRORS = [
 
 
 @pytest.mark.parametrize("error", ALL_ERRORS)
-def test_every_error_is_in_the_tree_and_also_a_built_in(error):
+def test_every_error_derives_from_the_root_and_a_built_in(error):
     assert issubclass(error, DataPlaneError)
     builtins = (KeyError, ValueError, TimeoutError, RuntimeError, NotImplementedError)
     assert issubclass(error, builtins)

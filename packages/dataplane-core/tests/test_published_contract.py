@@ -41,7 +41,7 @@ def store():
     return client
 
 
-def test_the_asynchronous_client_claims_from_it():
+def test_async_client_claims_from_a_published_client():
     async def claimed(client):
         async with AsyncDataPlaneClient(client) as awaited:
             return await awaited.claim_meta("train", "train", ["x"], 4, timeout_s=20.0)
@@ -50,7 +50,7 @@ def test_the_asynchronous_client_claims_from_it():
         assert sorted(asyncio.run(claimed(client)).sample_ids) == IDS
 
 
-def test_the_streaming_loader_is_fed_by_it():
+def test_streaming_loader_reads_from_a_published_client():
     with store():
         dataset = StreamingDataset(
             functools.partial(Published, bootstrap=False),

@@ -63,7 +63,7 @@ def test_batch_is_acknowledged_when_the_next_is_requested():
     assert counts(client) == (2, 0, 8)
 
 
-def test_an_error_in_the_loop_gives_the_batch_in_hand_back():
+def test_error_in_the_loop_releases_the_current_batch():
     client = store()
 
     def train() -> None:
@@ -116,7 +116,7 @@ def test_dataset_delivers_what_a_crashed_consumer_held():
     assert client.check_consumption_status("p", ["a"])
 
 
-def test_dataset_whose_batches_are_not_acknowledged_says_so():
+def test_dataset_without_acknowledgement_times_out():
     store(4)
     batches = iter(dataset(leased(), timeout_s=0.1))
     next(batches)
@@ -135,7 +135,7 @@ def test_loader_waits_for_others_until_the_deadline():
     assert list(caught.value.holders.values()) == [1]
 
 
-def test_a_claim_that_times_out_keeps_its_facts():
+def test_claim_timeout_keeps_the_attributes_of_the_error():
     client = store(2)
     client.register_partition("p", ["x"], 9, ["a"])
     with StreamingDataLoader(dataset(timeout_s=0.02)) as loader:
@@ -144,7 +144,7 @@ def test_a_claim_that_times_out_keeps_its_facts():
         assert caught.value.ready == 2
 
 
-def test_filters_collation_and_other_partitions():
+def test_filter_and_collate_apply_to_every_partition():
     client = store()
     client.register_partition("second", ["x"], 3, ["a"])
     put(client, "second", 3)

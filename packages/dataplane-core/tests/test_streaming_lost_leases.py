@@ -294,7 +294,7 @@ def test_batch_is_delivered_while_the_store_is_unavailable():
     assert counts(client) == (0, 0, 4)
 
 
-def test_sample_withdrawn_after_training_spares_the_commit():
+def test_commit_after_a_withdrawal_acknowledges_the_others():
     client = store(8)
     with loader(leased(1.0), size=4) as trained:
         assert len(ids(trained)) == 8

@@ -51,7 +51,7 @@ def test_batch_that_cannot_be_pickled_raises_and_is_released(served):
     assert counts(client) == (8, 0, 0)
 
 
-def test_an_error_that_cannot_be_pickled_is_said_in_words(served):
+def test_unpicklable_error_keeps_its_message(served):
     _, make_client = served
     with (
         loader(make_client, kind=Failing) as batches,

@@ -46,7 +46,7 @@ def test_split_parts_hold_every_byte_once_at_its_offset(sizes, min_bytes):
 
 
 @given(count=st.integers(2, 200), size=st.integers(1, 100))
-def test_parts_of_equal_rows_differ_by_one_row_or_none(count, size):
+def test_split_sizes_differ_by_one_row_or_less(count, size):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(parallel, "MIN_BYTES", 0)
         flat = np.zeros(count * size, np.uint8)

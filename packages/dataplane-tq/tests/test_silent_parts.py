@@ -87,7 +87,7 @@ def test_every_operation_ends_at_its_deadline(timed):
 
 
 @pytest.mark.parametrize("silenced", ["packed"], indirect=True, scope="module")
-def test_nonblocking_claim_waits_for_one_answer_only(timed):
+def test_nonblocking_claim_ends_at_its_deadline(timed):
     seconds, outcome = timed["packed/directory/stopped"]["claim"]
     assert outcome.startswith(
         "DeadlineExceededError: claim_meta(partition='p', task='t'): no answer"

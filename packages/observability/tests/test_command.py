@@ -138,7 +138,7 @@ def test_why_lists_the_blocked_task_of_a_silent_process(recording: Path) -> None
     [wait] = json.loads(printed("why", recording, "--json"))
     assert (wait["task"], wait["partition"], wait["requested"]) == ("train", "batch", 8)
     assert wait["sentence"].startswith("task 'train' in train has been blocked for")
-    assert wait["there"] == 1
+    assert wait["present"] == 1
 
 
 def test_why_of_a_run_without_waits_says_so(tmp_path: Path) -> None:

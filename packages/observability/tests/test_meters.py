@@ -295,7 +295,7 @@ def test_bytes_of_equal_units_are_added_per_store(metrics):
 
 
 @pytest.mark.parametrize("end", ["closed", "forgotten"])
-def test_a_client_that_is_gone_reports_nothing_any_more(metrics, end):
+def test_closed_client_reports_nothing(metrics, end):
     store = InMemoryDataPlaneClient()
     client = claiming(store)
     assert metrics.values("dataplane.outstanding") == {"train_#": 32}
@@ -311,7 +311,7 @@ def test_a_client_that_is_gone_reports_nothing_any_more(metrics, end):
     store.close()
 
 
-def test_clients_made_before_setup_count_but_not_a_parents():
+def test_clients_count_before_setup_but_not_from_the_parent():
     ran = run(
         """
 import urllib.request

@@ -95,7 +95,7 @@ def test_a_gzip_bomb_is_refused_without_being_unpacked(receiver: Receiver) -> No
     [b"no gzip", gzip.compress(traces("a"))[:-5], gzip.compress(traces("a")) + b"more"],
     ids=["none", "half", "two"],
 )
-def test_gzip_that_is_none_is_refused(receiver: Receiver, body: bytes) -> None:
+def test_invalid_gzip_is_refused(receiver: Receiver, body: bytes) -> None:
     assert post(receiver, body=body, Content_Encoding="gzip")[0] == 400
 
 
@@ -118,7 +118,7 @@ def test_gzip_that_is_none_is_refused(receiver: Receiver, body: bytes) -> None:
         ("/v1/traces", "POST", {"Host": ""}, 403),
     ],
 )
-def test_what_is_no_otlp_request_is_refused(
+def test_request_that_is_not_otlp_is_refused(
     receiver: Receiver, path: str, method: str, headers: dict[str, str], status: int
 ) -> None:
     answer, body, report = post(receiver, path, traces("a"), method, **headers)
@@ -154,7 +154,7 @@ def test_a_body_that_is_too_large_is_refused(receiver: Receiver) -> None:
         (b"Content-Length: 1000\r\n", b"400"),  # and then nothing comes
     ],
 )
-def test_a_length_that_is_none_is_refused(
+def test_invalid_content_length_is_refused(
     receiver: Receiver, headers: bytes, status: bytes
 ) -> None:
     assert raw(receiver, HEAD + headers + b"\r\n").startswith(b"HTTP/1.1 " + status + b" ")
@@ -218,7 +218,7 @@ def test_a_long_reason_is_a_valid_status() -> None:
     assert status.error_message.startswith("Host 'x\xe9")
 
 
-def test_a_connection_too_many_is_answered_503_and_room_comes_back(
+def test_connection_above_the_maximum_gets_503(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("observability.receiver.http.MAX_CONNECTIONS", 2)
@@ -269,13 +269,13 @@ def test_waiting_ends_when_enough_has_come(receiver: Receiver) -> None:
     assert [event.name for event in results[0].events] == ["put", "claimed"]
 
 
-def test_waiting_in_vain_says_what_came(receiver: Receiver) -> None:
+def test_wait_timeout_reports_what_arrived(receiver: Receiver) -> None:
     post(receiver, body=traces("a"))
     with pytest.raises(TimeoutError, match=r"received 1 spans and 0 events within 0\.01 s"):
         receiver.wait_for(lambda records: len(records.spans) == 2, 0.01)
 
 
-def test_only_loopback_and_sizes_that_fit_a_frame_are_taken() -> None:
+def test_invalid_host_and_max_body_are_refused() -> None:
     with pytest.raises(ValueError, match="max_body=0"):
         Receiver(max_body=0)
     for host in ("0.0.0.0", "192.168.0.1", "example.com", ""):

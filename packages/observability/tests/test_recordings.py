@@ -72,7 +72,7 @@ def test_a_folder_without_a_recording_is_refused_by_name(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("length", [0, (1 << 30) + 1, 0xFFFFFFFF])
-def test_a_length_that_is_none_is_refused_with_file_and_offset(tmp_path: Path, length: int) -> None:
+def test_invalid_frame_length_names_file_and_offset(tmp_path: Path, length: int) -> None:
     damaged = framed(traces("a")) + length.to_bytes(4, "little") + b"x" * 20
     (tmp_path / "traces.otlp").write_bytes(damaged)
     for read in (read_folder, Receiver):

@@ -65,7 +65,7 @@ report(threads=threading.active_count(), flushed=telemetry.flush(), counts=telem
     assert ran.warnings == []
 
 
-def test_an_operator_switches_off_what_a_program_asks_for(receiver: Receiver) -> None:
+def test_environment_disables_export_despite_arguments(receiver: Receiver) -> None:
     script = """
 telemetry = setup("svc", endpoint=ENDPOINT, prometheus_port=0)
 spans(1)
@@ -106,7 +106,7 @@ def test_standard_variables_configure_what_arguments_do_not(receiver: Receiver) 
         ("", {"OTEL_TRACES_SAMPLER": "traceidratio", "OTEL_TRACES_SAMPLER_ARG": "0"}),
     ],
 )
-def test_what_is_not_sampled_is_neither_made_nor_sent(
+def test_unsampled_spans_are_neither_recorded_nor_exported(
     options: str, variables: dict[str, str], receiver: Receiver
 ) -> None:
     ran = run(

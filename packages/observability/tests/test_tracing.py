@@ -158,7 +158,7 @@ def test_an_origin_names_span_time_and_weight_version(client, spans):
 
 
 @pytest.mark.parametrize("text", ["", "x", "a;b;c", "00-0-0-01;1;1", "00-zz-zz-zz;1;1", "é" * 99])
-def test_what_another_producer_left_as_origin_is_no_link(client, spans, text):
+def test_unparsable_origin_is_not_linked(client, spans, text):
     client.put_samples(["a"], "train", batch("x", count=1), origin=text)
     assert client.read_origins(["a"], "train", ["x"]) == {text: 1}
     client.claim_meta("train", "train", ["x"], 1)

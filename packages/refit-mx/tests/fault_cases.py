@@ -1,7 +1,7 @@
 """Helpers for tests of faults: phases, signals, and a refit that may fail.
 
 A refit raises a `RefitError` within the deadline or installs the requested version, and nothing in
-between. A retry succeeds after the fault. A hook reaches the phases, so nothing depends on time.
+between. A retry succeeds after the fault. A hook runs at each phase, so no test depends on timing.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ PUBLISHER_PHASES = ("stage", "serve", "register")
 def matrix(phases: Sequence[str], *, over_nixl: Collection[str]) -> list[Any]:
     """Return pairs of transport and phase; some are `long`.
 
-    Not `long` are all phases over TCP, and ``over_nixl`` over NIXL.
+    All phases over TCP, and the phases ``over_nixl`` over NIXL, are not `long`.
     """
     pairs = []
     for transport in TRANSPORTS:

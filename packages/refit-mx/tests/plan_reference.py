@@ -157,7 +157,8 @@ def picked(target: TargetTensor, content: Mapping[str, npt.NDArray[Any]]) -> npt
     expected = np.zeros((*target.shape, like.shape[-1]), like.dtype)
     for part in target.parts:
         block = content[part.tensor][part.box.slices()]
-        # A part with more axes than the target has leading ones; one with fewer is in a stack.
+        # A part with more axes than the target has extra leading axes of size 1; one with fewer
+        # axes is one element of a stack.
         more = len(target.shape) - len(part.box.shape)
         shape = (1,) * more + part.box.shape[max(0, -more) :]
         place = tuple(slice(a, a + n) for a, n in zip(part.at, shape, strict=True))

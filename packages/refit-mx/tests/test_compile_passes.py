@@ -132,7 +132,7 @@ def test_cutlass_fp8_equals_the_reference(rows, columns, dtype, scales, layout, 
 
 
 @pytest.mark.parametrize("layout", ["column_major", "row_major"])
-def test_operand_b_has_the_memory_layout(layout):
+def test_operand_b_has_the_requested_memory_layout(layout):
     matrix = random_matrix(3, 16, 48)
     weight = compiled(compile_pass("cutlass_fp8", weight_layout=layout), {WEIGHT: matrix})[WEIGHT]
     operand = weight.t() if layout == "column_major" else weight

@@ -27,7 +27,7 @@ from refit_mx.control import VersionState
 from refit_mx.control.protocol import refit_pb2, refit_pb2_grpc  # noqa: TID251
 
 
-def test_version_through_its_life(client):
+def test_version_goes_from_staging_to_ready_to_releasing(client):
     client.register_worker("w", TRAINER, "m", ttl_s=60)
     version = client.create_version("m", ["a", "b"], idempotency_key="k", version_id="v")
     assert (version.version_id, version.state) == ("v", VersionState.STAGING)
@@ -129,7 +129,7 @@ def test_invalid_options_are_refused(wrong):
         ControlClient(**{"address": "127.0.0.1:1", **wrong})
 
 
-def test_address_of_an_embedded_server_is_taken_once(server):
+def test_second_server_on_an_address_is_refused(server):
     port = int(server.address.rpartition(":")[2])
     with pytest.raises(RefitConfigError, match="cannot listen"):
         EmbeddedControlServer(port=port)

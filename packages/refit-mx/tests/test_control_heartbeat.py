@@ -81,7 +81,7 @@ def test_heartbeat_without_a_control_plane_reports_its_error(client, server):
 
 
 @pytest.mark.parametrize("has_p2p", [True, False])
-def test_stale_reaches_servers_without_the_source(has_p2p):
+def test_mark_stale_works_on_servers_without_the_source(has_p2p):
     registered = []
 
     class Old(refit_pb2_grpc.RefitServiceServicer, p2p_pb2_grpc.P2pServiceServicer):
@@ -124,7 +124,7 @@ def test_stale_is_accepted_only_for_the_workers_model(server, client):
     assert server.plane.counts().workers == {}
 
 
-def test_time_to_live_below_the_protocol_s_unit_is_refused(client):
+def test_time_to_live_below_one_second_is_refused(client):
     with pytest.raises(RefitConfigError, match="at least 1"):
         Heartbeat(client, "w", TRAINER, "m", ttl_s=0.5)
 

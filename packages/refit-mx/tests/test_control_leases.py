@@ -82,7 +82,7 @@ def test_lease_unknown_to_the_control_plane_is_lost(server, client):
             lambda state, now_ms: state.delete_lease(uid, lease.lease_id, "g", now_ms=now_ms)
         )
         until(lambda: not lease.left_s)
-        # It was given again under another id, with a gap in which the version could go.
+        # The lease was granted again under another id; in between, the version could be released.
         with pytest.raises(LeaseLostError, match="expired before it was renewed"):
             lease.check()
 

@@ -35,7 +35,7 @@ def test_live_records_get_time_to_renew_after_a_pause(state):
     assert state.ledger.leases[version.uid]
     state.expire(now_ms=1_004_000)
     assert not state.ledger.leases[version.uid]
-    # It had seven seconds left, more than the grace.
+    # The worker had seven seconds left, more than the grace period.
     assert state.get_version(version.uid, now_ms=1_006_999).state is READY
     assert state.get_version(version.uid, now_ms=1_007_000).state is RELEASING
 

@@ -93,7 +93,7 @@ class Walk(RuleBasedStateMachine):
         self.was_ready = set()
         self.kept = {}
         self.versions = {}
-        # End of the lease by (version, receiver), and shards at the time of the lease by version.
+        # End of each lease, by (version, receiver); then shards when leased, by version.
         self.leases = {}
         self.held = {}
         self.stale = set()
@@ -159,7 +159,7 @@ class Walk(RuleBasedStateMachine):
         leased=st.booleans(),
     )
     def publish_whole(self, uid, worker, slots, ttl_s, leased):
-        # So that the walk is often where leases, deaths and retention meet.
+        # Then leases, dead workers and retention often occur together in the walk.
         self.register(worker, ttl_s)
         self.create_version(uid, slots)
         for slot in slots:
@@ -209,7 +209,7 @@ class Walk(RuleBasedStateMachine):
         before = sorted(map(repr, records_of(self.state)))
         again = ControlState(self.limits)
         again.load(records, now_ms=self.now_ms, grace_s=0.0)
-        # The store had all of it, and what follows from it follows again.
+        # The store has all records, and loading them restores the same state.
         assert sorted(map(repr, records_of(again))) == before
         self.state = again
         self.state.take_changes()
@@ -262,7 +262,7 @@ class Walk(RuleBasedStateMachine):
             for version in ready[: -self.limits.retention]:
                 assert self.state.ledger.leases.get(version.uid)
         for version in self.state.ledger.versions.values():
-            # A version that is released takes no new lease, so this one would have been there.
+            # A released version gets no new lease, so such a lease would predate the release.
             if version.reason.endswith("newer versions are READY"):
                 assert not self.state.ledger.leases.get(version.uid)
 

@@ -279,7 +279,7 @@ def test_unfilled_version_is_released_in_the_end():
 
 
 def test_restarted_server_abandons_the_same_versions():
-    # Older than it may be, and held only by a worker that ends now: gone at once, restarted or not.
+    # Its time has passed and its only live worker ends now: released at once, restarted or not.
     state = ControlState(Limits(abandon_after_s=100))
     state.register_worker("w", TRAINER, "m", ttl_s=1_000, now_ms=0)
     half = state.create_version(body("1", ("a", "b")), now_ms=0)

@@ -1,4 +1,4 @@
-"""The SQLite file has every record for one server at a time, and the plane waits for its writes.
+"""The SQLite file stores every record, for one server at a time; the plane waits for its writes.
 
 These tests use internals: the records of the file, and the plane under a clock that the test sets.
 """

@@ -58,7 +58,7 @@ def test_auto_reads_over_tcp_when_nixl_cannot_connect():
         port = published_over_nixl(stack, world)
         receiver = world.receiver(transport="auto")
         drop(port)
-        for timeout_s in (10, 5):  # the second is of another receiver, which knows of the first
+        for timeout_s in (10, 5):  # the second receiver sees the blocked connect
             live = zeros()
             started = time.monotonic()
             stats = receiver.refit("v1", live, timeout_s=timeout_s)
@@ -103,7 +103,7 @@ SLACK_S = 4.0
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @in_own_network
-def test_publisher_falls_silent_in_a_phase_of_a_refit(transport):
+def test_refit_installs_or_raises_if_its_publisher_falls_silent(transport):
     os.environ["UCX_TLS"] = "tcp,self"
     small_batches(pytest.MonkeyPatch(), 1 << 18)
     with ExitStack() as stack:
@@ -134,7 +134,7 @@ def test_publisher_falls_silent_in_a_phase_of_a_refit(transport):
 
 
 @in_own_network
-def test_silent_control_plane_outlasts_no_deadline():
+def test_silent_control_plane_cannot_delay_past_a_deadline():
     with ExitStack() as stack:
         world = stack.enter_context(a_world())
         publisher = world.publisher()
@@ -169,7 +169,7 @@ def test_silent_control_plane_outlasts_no_deadline():
 
 
 @in_own_network
-def test_silent_name_server_outlasts_no_deadline():
+def test_silent_name_server_cannot_delay_past_a_deadline():
     from refit_mx import RefitFleet
 
     drop_name_service()
@@ -201,7 +201,7 @@ def test_silent_name_server_outlasts_no_deadline():
 
 
 @in_own_network
-def test_silent_fleet_and_barrier_outlast_no_deadline():
+def test_silent_fleet_or_barrier_cannot_delay_past_a_deadline():
     from torch.distributed import TCPStore
 
     from refit_mx import RefitFleet

@@ -32,7 +32,7 @@ def scripted():
 
 
 def vllm(changes):
-    """Answers of a server, by path; one of the changes is an iterable, or makes one of the body."""
+    """Return a server's answers; ``changes`` replaces some by path: iterables or functions."""
 
     def answer(method, path, body):
         changed = changes.get(path.partition("?")[0])
@@ -244,7 +244,7 @@ def test_missing_server_is_named_and_none_is_paused(scripted):
     ],
     ids=["a dead engine", "no ranks", "a closed connection"],
 )
-def test_silent_workers_leave_no_claim_about_their_server(scripted, answer):
+def test_version_of_a_server_with_failing_workers_is_unknown(scripted, answer):
     changes = {}
     server = scripted(vllm(changes))
     fleet = fleet_of([server.url], timeout_s=1.0)

@@ -35,7 +35,7 @@ def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("listener", ["source server", "manifest service", "control plane"])
 def test_receiver_fetches_while_1200_peers_are_silent(stack, listener, caplog):
-    # Listeners take their share of what a process has by default.
+    # Each listener takes its share of 1,024 descriptors, the default limit of a process.
     stack.enter_context(many_descriptors(1024))
     world = stack.enter_context(a_world())
     publisher = world.publisher()
@@ -58,7 +58,7 @@ def test_receiver_fetches_while_1200_peers_are_silent(stack, listener, caplog):
 
 
 @pytest.mark.slow
-def test_half_sent_calls_hold_up_no_other_and_end(server, client, caplog):
+def test_half_sent_calls_block_no_others_and_time_out(server, client, caplog):
     over, ended = threading.Event(), queue.SimpleQueue()
 
     def never():
@@ -95,7 +95,7 @@ def test_malformed_calls_are_one_line_without_content(server, caplog):
         ("unknown", "unknown"),
     ],
 )
-def test_host_of_a_peer_is_known_by_each_of_its_forms(peer, host):
+def test_host_is_parsed_from_every_form_of_peer_name(peer, host):
     assert host_of(peer) == host
 
 
@@ -136,7 +136,7 @@ def test_malformed_requests_are_one_line_without_content(caplog):
     assert lines(caplog) == ["source server: peer 127.0.0.1 sent a malformed request"]
 
 
-def test_peer_has_one_line_a_minute_and_all_have_sixty(caplog, monkeypatch):
+def test_log_lines_are_limited_per_peer_and_in_total(caplog, monkeypatch):
     now = [1000.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     log = PeerLog("test")
@@ -170,7 +170,7 @@ def test_peers_without_a_call_are_dropped(server, client, stack):
     stack.enter_context(many_descriptors(1024))
     settings = bytes.fromhex("000000040000000000")  # an empty frame of HTTP/2
     greeting = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + settings
-    count = 150  # of the quarter of the descriptors that the server may take
+    count = 150  # below the limit, a quarter of the descriptors
     with connections(server.address, count, greeting) as idle:
         started = time.monotonic()
         client.register_worker("w", WorkerRole.TRAINER, "m", ttl_s=60)

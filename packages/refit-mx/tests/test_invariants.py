@@ -47,7 +47,7 @@ from refit_mx import (
 
 
 def publish(world: World, transport: str, state, ranks: int) -> None:
-    """v1 as FSDP over some ranks has it."""
+    """Publish v1 like the ranks of an FSDP trainer."""
     world.version("v1", [f"fsdp-{rank}" for rank in range(ranks)])
     for rank in range(ranks):
         publisher = world.publisher(f"fsdp-{rank}", transports=[transport])
@@ -122,7 +122,7 @@ def test_invariant_1_every_layout_is_byte_exact(world, transport):
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_invariant_2_a_refit_installs_the_version_it_names(world, transport):
-    """Hole 1: publish v1, publish v2, refit v1 gave v2's bytes."""
+    """Show what ModelExpress broke: a refit to v1 after v2 was published gave v2's bytes."""
     publisher = world.publisher(transports=[transport])
     for number in (1, 2):
         world.publish([publisher], f"v{number}", number)
@@ -135,7 +135,7 @@ def test_invariant_2_a_refit_installs_the_version_it_names(world, transport):
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_invariant_2_a_leased_buffer_is_not_reused(world, transport):
-    """Hole 1: publishing v2 while v1 is leased was accepted, into the same buffer."""
+    """ModelExpress accepted v2 while v1 was leased, into the same buffer."""
     publisher = world.publisher(transports=[transport])
     for number in (1, 2):
         world.publish([publisher], f"v{number}", number)
@@ -166,7 +166,7 @@ def test_invariant_2_a_version_that_is_released_is_refused(world):
 
 
 def overwrite_during(world: World, transport: str, publisher, phase_of_it: str):
-    """Return a receiver during whose phase the arena of the version it reads is overwritten."""
+    """Return a receiver whose source's arena is overwritten at the start of a phase."""
     arena = publisher._arenas.arena_of("v1")
 
     def overwrite(phase):
@@ -302,7 +302,7 @@ def test_invariant_5_a_restarted_publisher_is_another(world, transport):
 
 
 def test_invariant_5_version_of_a_dead_publisher_leaves_ready():
-    """Hole 4: a version stayed READY after all its publishers had died."""
+    """Show what ModelExpress broke: a version stayed READY after its publishers had died."""
     with a_world() as world:
         world.version("v1")
         process = Process(
@@ -321,11 +321,11 @@ def test_invariant_5_version_of_a_dead_publisher_leaves_ready():
             process.close()
 
 
-# 6. SIGKILL or SIGSTOP of any process in any phase: test_refit_faults*.py, over TCP and NIXL; what
-# `make test-refit` leaves out of that, where the transport has no part in the phase, is marked long
+# 6. SIGKILL or SIGSTOP of any process in any phase: see test_refit_faults.py. Cases in which the
+# transport has no part in the phase are marked long, and `make test-refit` leaves them out.
 
 
-def test_invariant_6_a_deadline_is_one_for_all_attempts(world):
+def test_invariant_6_all_attempts_share_one_deadline(world):
     world.publish([world.publisher()], "v1", 1)
 
     def wrong(scratch, fetches):
@@ -347,7 +347,7 @@ def test_invariant_6_a_deadline_is_one_for_all_attempts(world):
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("kind", ["changed", "moved", "swapped"])
 def test_invariant_7_changed_or_moved_bytes_are_noticed(world, transport, kind):
-    """Hole 2: two rows swapped within 4 KiB were not noticed."""
+    """ModelExpress's digest did not notice two rows swapped within 4 KiB."""
     shapes = {"w": ("float32", (16, 16))}
     publisher = world.publisher(transports=[transport])
     world.version("v1")
@@ -375,7 +375,7 @@ def test_invariant_7_changed_or_moved_bytes_are_noticed(world, transport, kind):
 @pytest.mark.parametrize("axis", [0, 1])
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_invariant_7_a_bit_changed_in_an_arena_is_noticed(world, transport, axis):
-    """Digests of the part, taken over the changed memory, would vouch for the change."""
+    """A digest computed from the changed memory would confirm the changed bit."""
     publisher = world.publisher(transports=[transport])
     world.publish([publisher], "v1", 1)
     wanted = {"axis": axis, "ranks": 2, "rank": 0}

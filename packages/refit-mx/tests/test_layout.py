@@ -179,7 +179,7 @@ def test_negative_axis_size_is_refused():
         TargetTPLayout(2, 0).range_on(-1)
 
 
-def test_layout_is_a_value():
+def test_layout_is_hashable_picklable_and_immutable():
     layout = TargetTPLayout(4, 1, target_range=SliceRange(0, 2))
     assert pickle.loads(pickle.dumps(layout)) == layout
     assert len({layout, TargetTPLayout(4, 1, 0, SliceRange(0, 2))}) == 1

@@ -133,7 +133,7 @@ class Client:
             bufsize=1,
             env=nixl_environment(),
         )
-        # Lines are read in a thread: NIXL writes there, too, and select does not see a buffer.
+        # Read lines in a thread: NIXL prints to stdout too, and select ignores buffered lines.
         self.lines = queue.SimpleQueue()
         threading.Thread(target=self.read, daemon=True).start()
 

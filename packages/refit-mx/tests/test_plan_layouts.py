@@ -1,6 +1,6 @@
 """Plans of every layout that trainers and generators use.
 
-Bounds of the planner are read off it, so that the tests stay right when they change.
+The tests use the planner's own bounds, so they stay correct when a bound changes.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ W = TensorSpec("w", "bfloat16", (8, 6))
 
 
 def holding(spec: TensorSpec, boxes: list[Box]) -> list[Held]:
-    """One source a box."""
+    """Return one source per box."""
     return [[(spec.name, box)] for box in boxes]
 
 
@@ -149,7 +149,7 @@ def test_targets_of_any_dtype_and_shape_are_aligned() -> None:
     assert plan.scratch_bytes == 1024
 
 
-def test_scattered_part_of_four_axes_is_rows_of_two_loops() -> None:
+def test_third_loop_of_a_part_becomes_one_row_per_step() -> None:
     spec = TensorSpec("w", "bfloat16", (4, 5, 6, 7))
     box = Box((1, 1, 1, 1), (3, 3, 4, 5))
     target = TargetTensor(
@@ -287,7 +287,7 @@ def test_receivers_use_all_replicas_of_a_single_tensor(replicas: int) -> None:
 
 
 def test_receivers_of_the_same_shard_use_all_replicas() -> None:
-    """Every second receiver wants the first half: a plain turn by rank would use one replica."""
+    """Every second receiver wants the first half: rank modulo replicas would choose only one."""
     spec = TensorSpec("w", "float32", (8,))
     held_by: list[Held] = [[("w", box)] for box in sharded(spec, 0, 2) * 2]
     total = sum(

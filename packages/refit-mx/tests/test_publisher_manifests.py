@@ -1,4 +1,4 @@
-"""Manifests are served like ModelExpress's workers do, and accepted only with a matching digest.
+"""Manifests are served as by ModelExpress's workers, and accepted only with a matching digest.
 
 These tests use internals: the service speaks ModelExpress's protocol to any client.
 """

@@ -38,9 +38,9 @@ def test_described_shards_are_used_unchanged():
 @pytest.mark.parametrize(
     ("box", "shape"),
     [
-        (Box((3,), (2,)), (2,)),  # reaches out
+        (Box((3,), (2,)), (2,)),  # extends beyond the tensor
         (Box((0, 0), (2, 1)), (2, 1)),  # another number of axes
-        (Box((0,), (2,)), (3,)),  # the tensor is not the box's
+        (Box((0,), (2,)), (3,)),  # the data has another shape than the box
     ],
 )
 def test_contradictory_shard_is_refused(box, shape):

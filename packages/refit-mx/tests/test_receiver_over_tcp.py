@@ -152,7 +152,7 @@ def test_nixl_transport_does_not_fall_back(world):
 
 @pytest.fixture
 def well_again(monkeypatch):
-    """Make a source lost over NIXL without a pending read, so that NIXL can be tried again."""
+    """Report a source as lost over NIXL without pending reads, so that NIXL can be tried again."""
 
     def lost(self: nixl_lane.Lane, *_: object, **__: object) -> None:
         if Failing.times:

@@ -198,7 +198,7 @@ def test_source_that_is_wrong_twice_is_replaced_by_a_replica():
 
 
 def test_wrong_bytes_are_reported_despite_a_lost_source():
-    # A dead source stays listed for a while, but it is not the reason of this failure.
+    # A dead source stays listed for a while, but it is not the reason for this failure.
     with a_world() as world:
         dead, bad = (world.publisher() for _ in range(2))
         world.version("v1")

@@ -42,7 +42,9 @@ pytestmark = pytest.mark.slow
 @pytest.mark.parametrize("number", SIGNALS)
 @pytest.mark.parametrize("phase", RECEIVER_PHASES)
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_publisher_fails_during_a_refit(stack, in_small_batches, transport, phase, number):
+def test_refit_installs_or_raises_if_its_publisher_fails(
+    stack, in_small_batches, transport, phase, number
+):
     world = stack.enter_context(a_world())
     world.version("v1")
     victim = a_publisher(stack, world.server.address, transport, ttl_s=60)
@@ -96,7 +98,7 @@ def test_replica_replaces_a_failed_source_in_the_same_call(
 @pytest.mark.parametrize(
     ("transport", "phase"), matrix(PUBLISHER_PHASES, over_nixl=PUBLISHER_PHASES)
 )
-def test_publisher_fails_while_it_publishes(stack, transport, phase, number):
+def test_failed_publish_makes_no_version_ready(stack, transport, phase, number):
     world = stack.enter_context(a_world())
     world.version("v1")
     victim = a_publisher(stack, world.server.address, transport)
@@ -180,7 +182,7 @@ def test_stopped_receiver_installs_its_version_or_nothing(stack, transport, phas
     assert "v1" not in publisher.versions
     stopped.signal(signal.SIGCONT)
     answer = stopped.ask(do="go")
-    # Behind verifying, its scratch memory has all of v1.
+    # After the phase "verify", its scratch memory has all of v1.
     installs = phase in ("compile", "install")
     assert ("done" in answer) == installs, answer
     assert installs or answer["retryable"], answer
@@ -225,7 +227,7 @@ def server(stack, tmp_path):
 @pytest.mark.parametrize(
     ("transport", "phase"), matrix(RECEIVER_PHASES, over_nixl=["transfer", "part", "verify"])
 )
-def test_control_plane_fails_while_a_receiver_reads(
+def test_refit_installs_or_raises_if_the_control_plane_fails(
     stack, in_small_batches, server, transport, phase, number
 ):
     control = stack.enter_context(ControlClient(server.address))
@@ -252,7 +254,9 @@ def test_control_plane_fails_while_a_receiver_reads(
 
 @pytest.mark.parametrize("number", SIGNALS)
 @pytest.mark.parametrize(("transport", "phase"), matrix(PUBLISHER_PHASES, over_nixl=["serve"]))
-def test_control_plane_fails_while_a_publisher_publishes(stack, server, transport, phase, number):
+def test_publish_can_be_retried_after_a_control_plane_failure(
+    stack, server, transport, phase, number
+):
     control = stack.enter_context(ControlClient(server.address))
     control.create_version(MODEL, ["fsdp-0"], idempotency_key="v1", version_id="v1")
     hook = Hook()

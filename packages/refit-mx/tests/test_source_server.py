@@ -425,7 +425,7 @@ OK = protocol.frame(protocol.Answer("ok"))
     [
         (protocol.LENGTH.pack(2**32 - 1), "announced 4294967295 bytes"),
         (protocol.LENGTH.pack(5) + b"12345", "a chunk of 5 bytes; expected 100"),
-        (protocol.LENGTH.pack(0) + OK, "ended before the last one"),
+        (protocol.LENGTH.pack(0) + OK, "ended its chunks early"),
         (protocol.LENGTH.pack(100) + bytes(100) + protocol.LENGTH.pack(7), "announced 7 bytes"),
         (protocol.LENGTH.pack(0) + protocol.LENGTH.pack(3) + b"abc", "answer: "),
     ],

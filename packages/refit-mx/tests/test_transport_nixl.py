@@ -167,7 +167,7 @@ def test_buffer_cannot_be_registered_twice():
         ("leave_with_an_abandoned_read", "tcp,self"),
     ],
 )
-def test_process_after_nixl_exits_with_0(program, tls, monkeypatch):
+def test_process_that_used_nixl_exits_with_0(program, tls, monkeypatch):
     monkeypatch.setenv("UCX_TLS", tls)
     done = run(program)
     assert done.returncode == 0, done.stderr

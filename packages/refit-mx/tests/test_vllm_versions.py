@@ -263,7 +263,7 @@ def problems(sources: VllmSources) -> Iterator[str]:
 
 
 def _import_problems(sources: VllmSources) -> Iterator[str]:
-    """Whatever refit-mx imports of vLLM is there, or what it falls back to after an ImportError."""
+    """Describe each missing import from vLLM; an ImportError may have a fallback."""
     for path in sorted(PACKAGE.rglob("*.py")):
         tree = ast.parse(path.read_text())
         tries = [node for node in ast.walk(tree) if isinstance(node, ast.Try) and node.handlers]

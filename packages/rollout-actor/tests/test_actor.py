@@ -154,7 +154,7 @@ def test_a_missing_column_is_refused_before_anything(actor_of):
     ("column", "count"),
     [([1], "1"), (7, "no"), ("ab", "no"), (torch.tensor(2), "no"), ({"a": 1, "b": 2}, "no")],
 )
-def test_a_column_of_other_rows_is_refused_before_anything(actor_of, column, count):
+def test_column_with_wrong_row_count_is_refused(actor_of, column, count):
     generator = Adder()
     with pytest.raises(ValueError, match=f"column 'extra' has {count} rows; expected 2"):
         actor_of(generator).rollout_to_tq(
@@ -284,7 +284,7 @@ def test_the_meta_has_lengths_metrics_and_the_partition_as_task(actor_of):
     assert meta.extra_info == {"rollout_metrics": metrics, "pad_to_multiple": 8}
 
 
-def test_a_multiple_of_one_is_not_recorded(actor_of):
+def test_pad_multiple_of_one_is_not_recorded(actor_of):
     meta, *_ = actor_of(multiple=1).rollout_to_tq(batch_of(["1+2="]), partition_id="train")
     assert "pad_to_multiple" not in meta.extra_info
 
@@ -416,7 +416,7 @@ def test_an_asynchronous_engine_is_used_row_by_row(actor_of):
     assert [len(call["prompts"]) for call in generator.seen] == [1, 1]
 
 
-def test_an_asynchronous_engine_needs_a_back_end_that_is_one(store):
+def test_async_engine_needs_generate_async(store):
     master = config(policy={"generation": {"backend": "x", "async_engine": True}})
     with pytest.raises(ConfigError, match="Adder has no generate_async"):
         SyncRolloutActor(Adder(), CharTokenizer(), {}, master, DP_CFG)
@@ -444,7 +444,7 @@ def test_shutdown_detaches_twice_and_leaves_the_store_open(actor_of, store):
     assert read_columns(store, meta, ["input_ids"]).size == 1
 
 
-def test_a_late_environment_is_named_after_the_configured_time(store):
+def test_configured_step_timeout_names_the_task(store):
     env = SimpleNamespace(step=Method(lambda logs, infos: Future()))
     actor = SyncRolloutActor(
         Adder(), CharTokenizer(), {"sum": env}, config(env={"step_timeout_s": 0.05}), DP_CFG

@@ -87,7 +87,7 @@ def test_a_failure_is_raised_without_waiting_for_the_others(step):
     assert caught.value.__notes__ == ["raised by the environment of task 'broken'"]
 
 
-def test_a_timeout_of_the_environment_itself_is_not_ours(step):
+def test_timeout_raised_by_environment_keeps_its_type(step):
     failed = Future()
     failed.set_exception(TimeoutError("its sandbox"))
     with pytest.raises(TimeoutError, match="its sandbox") as caught:
@@ -174,7 +174,7 @@ def test_lists_serve_where_tensors_do(step):
         (answer(2, next_stop_strings=[None, [""]]), r"row 6 are \[''\]; .*none of them empty"),
     ],
 )
-def test_a_return_that_does_not_fit_is_refused_naming_task_and_part(step, result, message):
+def test_invalid_environment_return_names_task_and_part(step, result, message):
     with pytest.raises(InvalidRequestError, match=f"task 'maths'.*{message}"):
         step(["maths", "maths"], {"maths": environment(result)}, first_row=5)
 

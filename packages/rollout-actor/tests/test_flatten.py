@@ -94,14 +94,14 @@ def flat(logs, lengths, *, multiple=1, **options):
     )
 
 
-def test_logprobs_on_a_turn_that_is_no_assistants_do_not_count():
+def test_logprobs_of_non_assistant_turns_are_ignored():
     log = [turn("user", "a"), generated("b") | {"role": "tool"}]
     payload, _, _ = flat([log], [1])
     assert payload["token_mask"].tolist() == [[0, 0]]
     assert payload["generation_logprobs"].tolist() == [[0, 0]]
 
 
-def test_the_turns_end_where_the_prompt_length_is_reached():
+def test_prompt_ends_with_the_turn_that_reaches_its_length():
     log = [turn("system", "ab"), turn("user", "cd"), turn("user", "ef"), generated("g")]
     _, _, carried = flat([log], [3])
     assert carried["prompt_ids_for_adv"].tolist() == [tokens_of("abcd").tolist()]
@@ -139,7 +139,7 @@ def test_a_row_without_media_has_no_items():
     ],
     ids=["dimensions", "dtype", "one row"],
 )
-def test_media_that_no_column_can_hold_are_refused_by_name(rows, named):
+def test_inconsistent_media_are_refused_by_name(rows, named):
     logs = [[turn("user", "a", image=image) for image in images] for images in rows]
     with pytest.raises(ValueError, match=f"media 'image' of {named}"):
         flat(logs, [1] * len(logs))

@@ -260,7 +260,7 @@ def test_an_answer_without_truncated_marks_no_row():
 
 
 @pytest.mark.parametrize("places", [[], [1], [0, 0]])
-def test_an_asynchronous_answer_for_another_place_is_refused(places):
+def test_async_output_for_another_row_is_refused(places):
     class Misplaced(AsyncAdder):
         async def generate_async(self, data, *, greedy):
             for place in places:

@@ -146,7 +146,7 @@ def test_errors_of_the_actor_form_keep_their_types(ray_session, actor):
         )
 
 
-def test_making_the_actor_form_leaves_the_class_and_the_log_alone(ray_session, caplog):
+def test_ray_form_changes_no_class_and_logs_nothing(ray_session, caplog):
     logger = logging.getLogger("ray")  # its records do not reach the root, where caplog listens
     logger.addHandler(caplog.handler)
     assert hasattr(SyncRolloutActor.options(num_cpus=0.1), "remote")

@@ -148,7 +148,7 @@ def test_a_truncated_response_counts_in_a_terminated_row(play):
     assert metrics["natural_termination_rate"] == 0.0
 
 
-def test_rewards_whose_sum_is_no_float32_are_refused_by_row(play):
+def test_reward_sum_beyond_float32_names_the_row(play):
     env = Scripted(
         lambda log, info: {
             "observation": " 4+4=",

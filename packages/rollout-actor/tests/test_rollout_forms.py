@@ -51,7 +51,7 @@ def test_asynchronous_form_returns_the_same_as_the_synchronous(kind):
                 assert torch.equal(turn[name], other_turn[name])
 
 
-def test_rows_go_ahead_on_their_own_when_asynchronous():
+def test_async_rows_proceed_independently():
     class Gated(AsyncAdder):
         gate = None
 

@@ -25,7 +25,7 @@ def configured(master):
         (None, False),
     ],
 )
-def test_the_engine_flags_of_the_back_end_pick_the_form(store, generation, expected):
+def test_async_engine_flags_select_the_rollout_form(store, generation, expected):
     master = config(policy={"generation": generation})
     if expected:
         with pytest.raises(ConfigError, match="Adder has no generate_async"):

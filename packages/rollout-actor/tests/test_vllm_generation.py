@@ -115,7 +115,7 @@ def test_wrong_arguments_are_refused_by_name(arguments, message):
         VllmGeneration(**{"addresses": ["http://localhost:8000"], **LIMITS, **arguments})
 
 
-def test_back_end_that_is_not_used_opens_nothing():
+def test_unused_backend_starts_no_thread():
     before = threading.active_count()
     pickle.loads(pickle.dumps(VllmGeneration(["http://localhost:8000"], **LIMITS)))
     assert threading.active_count() == before
@@ -139,7 +139,7 @@ def test_server_that_keeps_failing_is_named_with_its_message():
         assert len(sent) <= 8
 
 
-def test_route_that_is_off_is_named_with_its_option():
+def test_missing_route_names_the_server_option():
     with (
         serving((404, {"detail": "Not Found"})) as (back_end, _),
         pytest.raises(ConfigError, match="--enable-scale-out"),

@@ -160,7 +160,7 @@ def test_queries_have_a_deadline_and_a_maximum(plane, watched, look):
         watched.free.set()
     assert [answer.status_code for answer in answers] == [504] * 4 + [503]
     assert "no answer within 0.1 s" in answers[0].json()["detail"]
-    assert "4 queries have been running" in answers[4].json()["detail"]
+    assert "4 queries are running already; retry" in answers[4].json()["detail"]
 
 
 def test_idle_tasks_and_old_claims_are_listed_with_ids(plane, look, otlp):

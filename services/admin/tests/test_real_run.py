@@ -108,7 +108,7 @@ def test_a_real_run_is_shown_like_by_the_views(job, collector):
         assert [(hop["name"], hop["time_ns"]) for hop in hops] == expected
     [expected] = why(everything, 1 << 62)
     [wait] = job.get("why")
-    assert (wait["there"], wait["ready"]) == (expected.there, expected.ready) == (4, 0)
+    assert (wait["present"], wait["ready"]) == (expected.present, expected.ready) == (4, 0)
     assert wait["lacks"]["y"]["count"] == expected.lacks["y"].count == 4
     # Metrics show that a blocked process is alive.
     series = job.get("series")

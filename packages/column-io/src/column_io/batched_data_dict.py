@@ -181,8 +181,8 @@ class BatchedDataDict(UserDict[str, Any], Generic[_ColumnsT]):
     def reorder_data(self, reorded_indices: Sequence[int]) -> None:
         """Move row i to index ``reorded_indices[i]``, in place, and drop a plan of micro-batches.
 
-        With the order that `shard_by_batch_size` returns, it restores the original order of the
-        concatenated shards.
+        Called on the concatenated shards, with the order that `shard_by_batch_size` returned, it
+        restores the order of the batch that was sharded.
 
         Raises:
             InvalidRequestError: (a ValueError) the list is not a permutation of the rows.
@@ -228,7 +228,9 @@ class BatchedDataDict(UserDict[str, Any], Generic[_ColumnsT]):
         return self
 
     def chunk(self, rank: int, chunks: int) -> Self:
-        """Return a copy of part ``rank`` of ``chunks`` contiguous parts; the last may be smaller.
+        """Return a copy of part ``rank`` of the rows, cut into ``chunks`` contiguous parts.
+
+        The last parts may be smaller or empty.
 
         Raises:
             InvalidRequestError: (a ValueError) unless 0 <= ``rank`` < ``chunks``.
@@ -333,8 +335,8 @@ class BatchedDataDict(UserDict[str, Any], Generic[_ColumnsT]):
         if self.micro_batch_indices is None:
             if batch_size is None:
                 raise InvalidRequestError(
-                    "get_batch: no batch_size and no planned micro-batches; expected the rows of a "
-                    "global batch"
+                    "get_batch: no batch_size and no planned micro-batches; pass batch_size, the "
+                    "number of rows of a global batch"
                 )
             batch_size = checked_int("get_batch", "batch_size", batch_size, minimum=1)
             start, stop = batch_idx * batch_size, (batch_idx + 1) * batch_size

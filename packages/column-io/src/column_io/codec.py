@@ -18,7 +18,7 @@ from column_io.batched_data_dict import BatchedDataDict
 from column_io.column_rows import count_rows
 from dataplane_core import InvalidRequestError, InvalidTypeError, Layout
 from dataplane_core.arguments import checked_ints
-from dataplane_core.schema import PER_SAMPLE_TOO, TOKEN_ALIGNED_FIELDS
+from dataplane_core.schema import PER_TOKEN_OR_SAMPLE_FIELDS, TOKEN_ALIGNED_FIELDS
 from dataplane_core.tensors.columns import (
     Column,
     check_padding,
@@ -98,8 +98,9 @@ def pack_jagged_fields(
     Args:
         fields: column name to a tensor or an object array, all with the same number of rows.
         lengths: tokens per row; None leaves every column dense.
-        token_aligned_fields: the columns to cut to ``lengths``, also if they are wider (padded for
-            sequence parallelism). Others stay dense, see `pack_per_token_field`.
+        token_aligned_fields: the columns to cut to ``lengths``, even if they are wider than the
+            longest row (padded for sequence parallelism). Columns that cannot be cut stay dense,
+            see `pack_per_token_field`.
 
     Returns:
         A TensorDict whose batch size is the number of rows.
@@ -160,8 +161,8 @@ def check_token_axis(
 ) -> None:
     """Refuse token-aligned columns without a token axis.
 
-    Columns of `PER_SAMPLE_TOO` may have one value per sample instead, with shape (n,). For them the
-    shape (n, 1) is ambiguous without lengths, and a reader would pad it with zeros.
+    Columns of `PER_TOKEN_OR_SAMPLE_FIELDS` may have one value per sample instead, with shape (n,).
+    For them the shape (n, 1) is ambiguous without lengths, and a reader would pad it with zeros.
 
     Raises:
         InvalidRequestError: (a ValueError) a column has no dim 1, or its dim 1 is narrower than the
@@ -169,7 +170,7 @@ def check_token_axis(
     """
     width = 0 if lengths is None else max(lengths, default=0)
     for name in TOKEN_ALIGNED_FIELDS.intersection(fields):
-        column, is_per_sample_too = fields[name], name in PER_SAMPLE_TOO
+        column, is_per_sample_too = fields[name], name in PER_TOKEN_OR_SAMPLE_FIELDS
         if not isinstance(column, torch.Tensor) or column.is_nested:
             continue
         if column.dim() < 2 and is_per_sample_too:
@@ -252,8 +253,8 @@ def materialize(
             every tensor as it is.
         pad_value_dict: column to its pad value; 0 if absent.
         pad_to_seqlen: with layout "padded", the minimum width in tokens to which per-token tensors
-            of two or more dims are right-padded along dim 1; 0 is the longest row. Per token are
-            `TOKEN_ALIGNED_FIELDS`, jagged leaves, and fields that were put jagged
+            of two or more dims are right-padded along dim 1; 0 is the longest row. The per-token
+            tensors are `TOKEN_ALIGNED_FIELDS`, jagged leaves, and fields that were put jagged
             (`dataplane_core.tensors.rows.form_of`). Wider tensors are not cut.
 
     Returns:
@@ -262,15 +263,16 @@ def materialize(
 
     Raises:
         InvalidRequestError: (a ValueError) the layout is unknown, the width is not an int of at
-            least 0, or a pad value is not a number. Also if ``advantages`` or ``sample_mask`` was
-            put dense with shape (n, 1): it may be per sample, but would be padded.
+            least 0, or a pad value is not a number. Also if ``pad_to_seqlen`` is above 1
+            and ``advantages`` or ``sample_mask`` was put dense with shape (n, 1): it may be per
+            sample, but would be padded.
         InvalidTypeError: (a TypeError) a leaf is neither a tensor nor per-row values, or ``fields``
             is no TensorDict.
     """
     if not isinstance(fields, TensorDictBase):
         raise InvalidTypeError(
             f"materialize: found {type(fields).__name__}; expected a TensorDict, as a client's "
-            "get_samples returns; read_columns pads where it reads, with layout='padded'"
+            "get_samples returns; to read padded columns, use read_columns with layout='padded'"
         )
     if layout not in ("padded", "jagged"):
         raise InvalidRequestError(f"materialize: layout {layout!r}; expected 'padded' or 'jagged'")

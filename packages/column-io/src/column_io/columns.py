@@ -60,9 +60,9 @@ def read_columns(
         dp_client: the client to read from; any object with the documented methods, see
             `dataplane_core.documented_client`.
         meta: names the rows; row i of the batch is ``meta.sample_ids[i]``. If ``extra_info`` has
-            ``global_forward_pad_seqlen``, columns that are per token are padded to that width, or
-            else to their longest row; see `DataPlaneClient.get_columns`. The batch gets its plan of
-            micro-batches, if that was made for these ids in this order.
+            ``global_forward_pad_seqlen``, columns that are per token are padded to that width;
+            without it, to their longest row. See `DataPlaneClient.get_columns`. The batch gets the
+            meta's plan of micro-batches, if that was made for these ids in this order.
         select_fields: the columns to read.
         layout: "padded" returns dense tensors, "jagged" the tensors of the store.
         pad_value_dict: column to its pad value (``input_ids``: the pad token's id); 0 if absent.
@@ -187,10 +187,10 @@ def kv_first_write(
     Raises:
         MissingDataError: (a KeyError and a ValueError) ``sample_mask`` or ``input_lengths`` is
             missing.
-        InvalidRequestError: (a ValueError) there are no rows, or ids, lengths, tags or a column
-            have another number of rows. A length is not an int of at least 0, or
-            ``pad_to_multiple`` is not one of at least 1. A token-aligned column has no token axis,
-            see `write_columns`.
+        InvalidRequestError: (a ValueError) there are no rows; or ids, lengths, tags or a column
+            have another number of rows; or a length is not an int of at least 0; or
+            ``pad_to_multiple`` is not an int of at least 1; or a token-aligned column has no token
+            axis, see `write_columns`.
     """
     where = f"kv_first_write(partition={partition_id!r})"
     alignment = checked_int(where, "pad_to_multiple", pad_to_multiple, minimum=1)

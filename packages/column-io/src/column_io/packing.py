@@ -47,7 +47,7 @@ def pack_largest_first(sizes: Sequence[int], capacity: int) -> list[list[int]]:
 
 
 def pack_largest_first_modified(sizes: Sequence[int], capacity: int) -> list[list[int]]:
-    """Pack modified first-fit decreasing, which first fills the bins of large sequences well.
+    """Pack modified first-fit decreasing: fill the bins of large sequences before packing the rest.
 
     1. Each sequence above half the capacity opens a bin.
     2. Forward over the bins: add the longest sequence above a third of the capacity that fits.

@@ -47,7 +47,7 @@ def shard_meta_for_dp(
     Returns:
         One meta per rank, and the inverse order.
 
-        Each id of ``meta`` is in exactly one of the metas, with its length. Partition, task, fields
+        Each row of ``meta`` is in exactly one of them, with its length. Partition, task, fields
         and ``extra_info`` are kept, tags are dropped. With micro-batches, ``extra_info`` also
         has the keys of their plan.
 
@@ -65,9 +65,9 @@ def shard_meta_for_dp(
         is unchanged.
 
     Raises:
-        InvalidRequestError: (a ValueError) there are no ids, not one length per id, both kinds of
-            micro-batches, an invalid argument, a row that exceeds a micro-batch, or too few rows
-            for equally many micro-batches per rank.
+        InvalidRequestError: (a ValueError) there are no ids, the number of lengths differs from
+            that of ids, both kinds of micro-batches are given, an argument is invalid, a row
+            exceeds a micro-batch, or the rows are too few for equally many micro-batches per rank.
         UnevenShardsError: (a ValueError and an AssertionError) the rows cannot be divided evenly.
     """
     where = f"shard_meta_for_dp(partition={meta.partition_id!r})"

@@ -27,7 +27,7 @@ from dataplane_core.errors import (
     DataPlaneError,
     DeadlineExceededError,
 )
-from dataplane_core.ledger.selection import narrowing
+from dataplane_core.ledger.selection import optional_claim_keywords
 from dataplane_core.meta import LEASE
 
 if TYPE_CHECKING:
@@ -168,7 +168,7 @@ class AsyncDataPlaneClient:
                 dp_rank,
                 blocking,
                 timeout_s if not queued else max(0.0, deadline - time.monotonic()),
-                **narrowing(dp_world, where, seed, wait_for_leased),
+                **optional_claim_keywords(dp_world, where, seed, wait_for_leased),
             )
 
         if not blocking:

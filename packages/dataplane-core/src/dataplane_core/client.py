@@ -96,8 +96,8 @@ class DataPlaneClient(OptionalMethods, ABC):
         once all declared samples (``num_samples``) were put and all unclaimed ones are ready. A
         call that does not block returns the samples that are ready.
 
-        With leases, a sample that the task holds is neither ready nor consumed. If nothing is ready
-        but such a sample meets ``where``, a blocking claim waits. It wakes when the sample is
+        With leases, a sample that the task holds is neither ready nor consumed. If none is
+        ready and a leased one meets ``where``, a blocking claim waits. It wakes when the sample is
         acknowledged or released, or its lease expires. Without ``where`` it returns no ids only
         when every declared sample is acknowledged or cleared. So a loop that claims until it gets
         nothing, and acknowledges each batch, processes every sample even if a consumer crashes,
@@ -182,8 +182,8 @@ class DataPlaneClient(OptionalMethods, ABC):
             tags: one dict of primitives per id: str, int of 64 bits, float, bool or None; scalars
                 of numpy and torch are converted. ``input_lengths`` is an int of at least 0.
             claim: the leased claim under which the caller computed the values. The put is refused
-                if the lease expired, if the claim released one of the samples, or if another claim
-                of the task holds or has acknowledged one.
+                if the lease expired, if a sample of the claim was released or cleared, or if
+                another claim of the task holds or has acknowledged one.
             origin: name of this put, a W3C traceparent for example. The store keeps it with the
                 values, for clients with ``capabilities.origins``.
 

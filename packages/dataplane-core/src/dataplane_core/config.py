@@ -124,7 +124,8 @@ def validate_config(cfg: Mapping[str, Any] | None) -> DataPlaneConfig:
     """Check ``cfg`` against `DataPlaneConfig`.
 
     Raises:
-        ConfigError: (a ValueError) names every unknown key, missing key and wrong value.
+        ConfigError: (a ValueError) names every unknown key, missing key and value of a wrong type,
+            or else the first number that is out of range.
     """
     if cfg is None:
         raise ConfigError("data-plane config: found None; expected a mapping like DataPlaneConfig")

@@ -174,7 +174,7 @@ def _distinct(where: str, argument: str, value: object) -> tuple[str, ...]:
 
 
 def capacity_exceeded(partition_id: str, *, new: int, held: int, capacity: int) -> CapacityExceeded:
-    """Return the error of a put that found no free capacity before its deadline, or never can."""
+    """Return the error of a put that is too large, or got no free capacity in time."""
     cause = "no put that large can succeed" if new > capacity else "nothing was cleared in time"
     return CapacityExceeded(
         f"put_samples(partition={partition_id!r}): {new} new samples, {held} of {capacity} held; "

@@ -36,7 +36,7 @@ def as_client(client: Any) -> DataPlaneClient:
         return client
     for name in sorted({*DataPlaneClient.__abstractmethods__, "get_data"}):
         if not callable(getattr(client, name, None)):
-            raise refused("data-plane client", "it", client, f"an object with the method {name!r}")
+            raise refused("as_client", "client", client, f"an object with the method {name!r}")
     return _Documented(client)  # type: ignore[abstract]  # cleared below the class
 
 

@@ -384,4 +384,4 @@ def _forget(
 def _refuse(method: str, **keywords: object) -> None:
     given = [name for name, value in keywords.items() if value is not None]
     if given:
-        raise UnsupportedError(f"{method}: {listed(given)}: a key-value client does not support it")
+        raise UnsupportedError(f"{method}: a key-value client does not support {listed(given)}")

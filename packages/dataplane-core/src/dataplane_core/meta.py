@@ -40,8 +40,9 @@ class KVBatchMeta:
         task_name: the consumer task the batch was claimed for, or None.
         sample_ids: one id per row, in batch order; may be empty and may repeat.
         fields: names of the batch's columns, or None if not decided.
-        sequence_lengths: valid tokens per row, or None if unknown. Only the transforms check its
-            length against ``sample_ids``, because stages fill it at different times.
+        sequence_lengths: valid tokens per row, or None if unknown. Only `subset`,
+            `slice`, `concat` and `drop` check its length against ``sample_ids``, because stages
+            fill it at different times.
         extra_info: facts about the batch (pad width, micro-batch plan, metrics).
         tags: one dict of primitives per row, or None.
 

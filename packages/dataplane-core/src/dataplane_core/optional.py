@@ -112,15 +112,16 @@ class PaddedColumns:
                 added.
 
         Returns:
-            Field, in the order of ``select_fields``, to a dense tensor (n, ...) or a numpy object
-            array (n,); the caller owns their memory. Two kinds of fields are not padded: those put
+            A dict in the order of ``select_fields``, of dense tensors (n, ...) and numpy object
+            arrays (n,); the caller owns their memory. Two kinds of fields are not padded: those put
             as a nested tensor of strided layout (images), and those whose rows differ beyond their
             first dimension. They are nested tensors unless their rows have one shape. Without ids
             the dict is empty.
 
         Raises:
-            InvalidRequestError: (a ValueError) ``advantages`` or ``sample_mask`` was put dense with
-                shape (n, 1), which is ambiguous: it may be per sample, but would be padded.
+            InvalidRequestError: (a ValueError) ``width`` is above 1, and ``advantages`` or
+                ``sample_mask`` was put dense with shape (n, 1), which is ambiguous: it may be per
+                sample, but would be padded.
             DataPlaneError: as `get_samples`.
         """
         from dataplane_core.tensors.columns import check_padding, columns_of_fields, count_rows
@@ -236,9 +237,9 @@ class OptionalMethods(PaddedColumns, LeasedClaims):
         """Return the origins of the puts that wrote ``fields`` of ``sample_ids``.
 
         Returns:
-            ``origin`` of a put to the number of samples in which it wrote at least one of the
-            fields, largest number first. Values put without an origin, and unknown ids and fields,
-            are left out.
+            A dict that maps the ``origin`` of a put to the number of samples in which it wrote at
+            least one of the fields, largest number first. Values put without an origin, and
+            unknown ids and fields, are left out.
 
         Raises:
             PartitionNotFoundError: the partition is not registered.

@@ -38,7 +38,7 @@ TOKEN_ALIGNED_FIELDS: Final[frozenset[str]] = frozenset(
 )
 """Columns that hold one value per token if they have two or more dimensions; stored jagged."""
 
-PER_SAMPLE_TOO: Final[frozenset[str]] = frozenset({"advantages", SAMPLE_MASK})
+PER_TOKEN_OR_SAMPLE_FIELDS: Final[frozenset[str]] = frozenset({"advantages", SAMPLE_MASK})
 """Token-aligned columns that may also hold one value per sample, with shape (rows,)."""
 
 DP_TRAIN_FIELDS: Final[tuple[str, ...]] = (

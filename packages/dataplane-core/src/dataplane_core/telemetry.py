@@ -1,7 +1,7 @@
 """Spans of a step, and their context, which is passed between processes.
 
 It uses OpenTelemetry's API only, so that it costs almost nothing unless a process sets up an SDK.
-Run, step and weight version (`rl.step`) are passed as baggage, together with the trace context.
+Run, step and weight version are passed as baggage, together with the trace context.
 """
 
 from __future__ import annotations

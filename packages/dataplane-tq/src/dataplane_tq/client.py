@@ -72,7 +72,8 @@ _DEFAULT_TIMEOUT_MS = 30_000
 _CLAIM_ANSWER_S = 5.0
 """Time for a claim's answer after the claim's own deadline, in seconds.
 
-It must suffice for a busy directory: if the answer to a final claim is lost, so are its samples.
+It must suffice for a busy directory: if the answer to a claim without a lease is lost, no consumer
+processes its samples.
 """
 
 
@@ -133,7 +134,7 @@ class TQDataPlaneClient(DataPlaneClient):
         self._store_key = connection.directory.host, connection.directory.port
 
     def _connect_engine(self, running: topology.Topology) -> Engine | None:
-        """Connect to TransferQueue's controller; None if there is none, as the mirror is off."""
+        """Connect to TransferQueue's controller; return None if the mirror is off."""
         connection, timeout_s = running.connection, self._timeout_s
         if connection.controller is None:
             return None

@@ -18,7 +18,7 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict
 
 from dataplane_core import UnavailableError
 from dataplane_core.boundary import PutRequest, ReadRequest
-from dataplane_core.schema import PER_SAMPLE_TOO, Form
+from dataplane_core.schema import PER_TOKEN_OR_SAMPLE_FIELDS, Form
 from dataplane_core.tensors.columns import Column as PaddedColumn
 from dataplane_core.tensors.columns import (
     check_width,
@@ -246,7 +246,9 @@ class PackedStore(Store):
         fields, forms = read.fields, answer.forms
         widths = {name: width_of(name, forms.get(name), width) for name in fields}
         for name, part in zip(fields, answer.parts, strict=True):
-            for layout in (block.layout for block in part.blocks if name in PER_SAMPLE_TOO):
+            for layout in (
+                block.layout for block in part.blocks if name in PER_TOKEN_OR_SAMPLE_FIELDS
+            ):
                 check_width(name, forms.get(name), layout.item, width)
         columns = self._units.read_columns(fields, answer.parts, pad_values, widths)
         return {

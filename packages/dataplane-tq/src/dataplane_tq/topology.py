@@ -40,6 +40,10 @@ _FOREIGN = (
     f"this Ray cluster runs a TransferQueue that dataplane-tq did not start: there is a "
     f"{CONTROLLER} and no {DIRECTORY}"
 )
+_SILENT = (
+    "no TransferQueue found: Ray did not answer after {:g} s; its control store (GCS) or this "
+    "node's raylet is stopped or unreachable"
+)
 
 
 @dataclass(frozen=True)
@@ -166,7 +170,7 @@ def bootstrap(cfg: DataPlaneConfig) -> Topology:
         if isinstance(error, DataPlaneError):
             raise
         raise UnavailableError(
-            f"TransferQueue did not start within {_START_TIMEOUT_S:g} s (each actor needs "
+            f"TransferQueue did not start (deadline {_START_TIMEOUT_S:g} s; each actor needs "
             f"{_ACTOR_CPUS} CPU): {error}"
         ) from error
     return Topology(actors, connection, storage)
@@ -182,6 +186,23 @@ def _for_transfer_queue(connection: Connection) -> Any:
     return OmegaConf.merge(config, {**shipped, "backend": backend})
 
 
+def has_foreign_queue(timeout_s: float) -> bool:
+    """Return whether this Ray cluster runs a TransferQueue that another program started.
+
+    It may also be one that this package is just starting; `QueueInspector` refuses that.
+
+    Raises:
+        UnavailableError: Ray is not initialized, or does not answer within ``timeout_s``.
+    """
+    _require_ray()
+    try:
+        return call_within(
+            timeout_s, lambda: _find(DIRECTORY) is None and _find(CONTROLLER) is not None
+        )
+    except TimeoutError:
+        raise UnavailableError(_SILENT.format(timeout_s)) from None
+
+
 def attach(timeout_s: float) -> Topology:
     """Find the TransferQueue of this Ray cluster, waiting up to ``timeout_s`` for its start.
 
@@ -193,10 +214,7 @@ def attach(timeout_s: float) -> Topology:
         # Ray exceeds its own time-outs if a process of Ray does not answer.
         return call_within(timeout_s + _RAY_GRACE_S, lambda: _attach(timeout_s))
     except TimeoutError:
-        raise UnavailableError(
-            f"no TransferQueue found: Ray did not answer after {timeout_s:g} s; its control store "
-            "(GCS) or this node's raylet is stopped or unreachable"
-        ) from None
+        raise UnavailableError(_SILENT.format(timeout_s)) from None
 
 
 def _attach(timeout_s: float) -> Topology:

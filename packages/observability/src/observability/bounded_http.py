@@ -154,7 +154,8 @@ class BoundedHandler(BaseHTTPRequestHandler):
     """Handler of a connection with one deadline for all headers of a request.
 
     Attributes:
-        headers_s: maximum wait from an idle connection to complete headers, in seconds.
+        headers_s: maximum time in seconds from the start of the wait for a request until its
+            headers are complete.
         deadline: monotonic time by which the data being read must arrive.
     """
 

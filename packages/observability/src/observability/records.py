@@ -188,7 +188,7 @@ class Event:
         time_ns: nanoseconds since 1970 by the clock of its process; the observed time if only that
             was reported, 0 if neither was.
         attributes: name to value.
-        sample_ids: ids of the samples; one part of a large batch.
+        sample_ids: ids of the samples; for a large batch, the ids of one part.
         process: the process that recorded it.
         trace_id: trace of the span it belongs to; empty if there is none.
         span_id: as ``trace_id``.
@@ -394,7 +394,7 @@ def _pid(value: object) -> int:
 
 
 def process_and_run(resource: Resource) -> tuple[Process, Any]:
-    """Return the process and the run id of a resource, the fallback for records without one."""
+    """Return the process and the run id of a resource; records without a run id use that one."""
     process = process_of(resource)
     return process, process.resource.get(_RUN_ID)
 

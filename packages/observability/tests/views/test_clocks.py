@@ -94,7 +94,7 @@ def test_the_life_of_a_sample_has_its_order_though_clocks_disagree(seconds):
     assert all(0 <= hop.seconds < 10 for hop in result)
 
 
-def test_what_was_sent_off_may_outlive_who_sent_it():
+def test_asynchronous_call_may_outlive_its_caller():
     maker = TraceMaker()
     root = maker.span("grpo.step", DRIVER, 0, 10)
     late = maker.span("late", GENERATION, 11, 15, root)
@@ -143,7 +143,7 @@ def test_a_trace_with_too_many_wrong_clocks_is_not_corrected():
     assert len(clocks_of(*spans[:1000])) == 999
 
 
-def test_without_a_root_or_a_host_s_name_nothing_is_said():
+def test_clocks_are_not_judged_without_root_or_host_name():
     maker = TraceMaker()
     maker.span("generate", GENERATION, 5, 6, "0" * 16)
     assert step_of(maker.records).clocks == {}

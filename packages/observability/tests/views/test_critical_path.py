@@ -52,7 +52,7 @@ def test_segments_tile_the_root_in_any_order_of_arrival(records):
         ([("before and after", -2, 12), ("wholly after", 11, 12)], [("before and after", 0, 10)]),
     ],
 )
-def test_of_its_children_a_span_waited_for_the_last_to_end(children, path):
+def test_path_follows_the_child_that_ended_last(children, path):
     maker = TraceMaker()
     root = maker.span("root", DRIVER, 0, 10)
     for name, start, end in children:
@@ -66,7 +66,7 @@ def test_a_step_without_a_root_has_no_path():
     assert path_of(maker.records) == []
 
 
-def test_the_path_of_a_whole_step_goes_through_what_held_it_up():
+def test_critical_path_of_a_step_contains_its_slowest_spans():
     names = {segment.span.name for segment in path_of(grpo_step())}
     assert {"publish_weights", "generate", "step", "forward", "optimizer_step"} <= names
 

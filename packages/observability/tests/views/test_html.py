@@ -124,7 +124,7 @@ def test_an_incomplete_step_says_why():
     assert "no root: the span of the step was not received" in result.texts["li"]
 
 
-def test_the_page_asks_nothing_of_anybody():
+def test_page_loads_no_external_resource():
     text = page_of(steps_of(run_of(2)))
     assert "://" not in text
     result = Page(text)
@@ -178,7 +178,7 @@ def hostile_run(hostile):
 
 
 @pytest.mark.parametrize("hostile", HOSTILE)
-def test_names_of_others_are_text_and_nothing_else(hostile):
+def test_hostile_names_are_escaped(hostile):
     text = page_of(steps_of(hostile_run(hostile)), title=hostile)
     result = Page(text)
     tame = page(hostile_run("tame"), title="tame")
@@ -205,7 +205,7 @@ def test_beyond_many_bars_the_shortest_are_left_out_and_it_says_so():
     assert text.count('<g class="bar') == MAX_BARS
 
 
-def test_a_page_is_written_whole_or_not_at_all(tmp_path: Path):
+def test_page_is_written_atomically(tmp_path: Path):
     path = tmp_path / "page.html"
     path.write_text("before")
     write_page(steps_of(grpo_step()), path, title="Run A")

@@ -68,7 +68,7 @@ def test_the_process_of_the_root_comes_first():
     assert labels[1:] == sorted(labels[1:])
 
 
-def test_without_buckets_nobody_knows_when_a_process_worked():
+def test_busy_time_is_unknown_without_buckets():
     maker = TraceMaker()
     root = maker.span("grpo.step", DRIVER, 0, 4)
     maker.span("generate", GENERATION, 1, 2, root)

@@ -138,7 +138,7 @@ def test_bytes_are_counted_per_stage_puts_and_gets_apart():
     ]
 
 
-def test_bytes_of_spans_that_hang_on_nothing_are_not_lost():
+def test_bytes_of_orphan_spans_are_counted():
     maker = TraceMaker()
     maker.span("grpo.step", DRIVER, 0, 2)
     maker.put(ROLLOUT, 0, 1, "f" * 16, ["a"], ["x"], 7)

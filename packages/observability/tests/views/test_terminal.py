@@ -145,7 +145,7 @@ def test_many_equal_siblings_share_a_line_that_says_so():
     assert "8 processes" in several
 
 
-def test_a_trace_beyond_all_measure_is_cut_and_says_so():
+def test_lines_beyond_the_maximum_are_omitted_with_a_note():
     maker = TraceMaker()
     root = maker.span("grpo.step", DRIVER, 0, 100)
     for place in range(300):
@@ -196,7 +196,7 @@ def test_waits_are_sentences():
 
 
 @pytest.mark.parametrize("hostile", HOSTILE)
-def test_names_and_ids_of_others_are_shown_not_obeyed(hostile):
+def test_markup_and_escapes_in_names_are_printed_literally(hostile):
     process = dataclasses.replace(ROLLOUT, service=hostile)
     maker = TraceMaker(run_id=hostile)
     root = maker.span(hostile, process, 0, 1, bucket=hostile, outcome="error", message=hostile)

@@ -50,7 +50,7 @@ def test_a_blocked_claim_reports_task_fields_start_and_shortage():
     assert (wait.process, wait.task, wait.partition) == (POLICIES[1], "train", "train")
     assert (wait.fields, wait.requested, wait.since_ns) == (("advantages",), 32, ns(5))
     assert wait.seconds == pytest.approx(12.3)
-    assert (wait.there, wait.ready, wait.claimed, wait.unput) == (512, 0, 32, 0)
+    assert (wait.present, wait.ready, wait.claimed, wait.outstanding) == (512, 0, 32, 0)
     assert wait.lacks == {"advantages": Lack(480, tuple(IDS[32:42]))}
 
 
@@ -97,7 +97,7 @@ def test_a_wait_ends_with_its_event_in_any_order(end):
     assert why(maker.records, ns(9)) == []
 
 
-def test_a_wait_does_not_end_by_what_others_were_answered():
+def test_claim_of_another_wait_does_not_end_it():
     maker = stuck()
     maker.event("claimed", POLICIES[1], 7, [], wait="77-2", task="train")
     maker.event("claimed", POLICIES[1], 7, [], task="train")
@@ -118,7 +118,7 @@ def test_a_wait_reported_twice_is_one():
     records = stuck().records
     records.add(stuck().records)
     (wait,) = why(records, ns(9))
-    assert wait.there == 512
+    assert wait.present == 512
 
 
 def test_waits_come_longest_first():
@@ -163,7 +163,7 @@ def test_a_wait_that_is_no_longer_repeated_is_marked_and_last(promise):
 
 
 @pytest.mark.parametrize(("after_s", "silent_s"), [(300.0, 0.0), (199.0, 200.0)])
-def test_for_how_long_a_wait_may_be_silent_is_the_callers_choice(after_s, silent_s):
+def test_silence_threshold_is_an_argument(after_s, silent_s):
     maker = TraceMaker()
     waiting(maker, POLICIES[1], 6, again_s=30.0)
     (wait,) = why(maker.records, ns(206), silent_after_s=after_s)
@@ -199,14 +199,14 @@ def test_cleared_samples_lack_nothing_and_are_not_put_again():
     maker = stuck(put=10)
     maker.event("cleared", DRIVER, 7, IDS[:4])
     (wait,) = why(maker.records, ns(9))
-    assert (wait.there, wait.lacks["advantages"].count, wait.unput) == (6, 6, 502)
+    assert (wait.present, wait.lacks["advantages"].count, wait.outstanding) == (6, 6, 502)
 
 
 def test_withdrawn_samples_are_still_to_be_put():
     maker = stuck(put=10)
     maker.event("cleared", DRIVER, 7, [*IDS[:4], "never put"], withdrawn=True)
     (wait,) = why(maker.records, ns(9))
-    assert (wait.there, wait.unput) == (6, 506)
+    assert (wait.present, wait.outstanding) == (6, 506)
 
 
 def test_released_samples_can_be_claimed_again():
@@ -263,7 +263,7 @@ def test_a_partition_that_is_declared_again_keeps_its_samples():
     maker = stuck(put=10, advantages=10, claimed=4)
     maker.event("registered", DRIVER, 7, [], samples=20, fields=["advantages"], tasks=["train"])
     (wait,) = why(maker.records, ns(9))
-    assert (wait.there, wait.unput, wait.claimed) == (10, 10, 4)
+    assert (wait.present, wait.outstanding, wait.claimed) == (10, 10, 4)
 
 
 def test_partitions_of_one_name_in_two_runs_do_not_mix():
@@ -272,7 +272,7 @@ def test_partitions_of_one_name_in_two_runs_do_not_mix():
     other.event("put", ROLLOUT, 1, ["elsewhere"], fields=["input_ids"])
     records.add(other.records)
     (wait,) = why(records, ns(9))
-    assert wait.there == 3
+    assert wait.present == 3
 
 
 def live(**changes):
@@ -298,13 +298,13 @@ def live(**changes):
 
 def test_live_numbers_win_over_folded_ones():
     (wait,) = why(stuck(put=100).records, ns(9), [live()])
-    assert (wait.there, wait.ready, wait.claimed, wait.unput) == (500, 50, 250, 8)
+    assert (wait.present, wait.ready, wait.claimed, wait.outstanding) == (500, 50, 250, 8)
     assert wait.lacks == {"advantages": Lack(200, tuple(IDS[:10]))}
     other = live(partition_id="val")
     assert why(stuck(put=100).records, ns(9), [other]) == why(stuck(put=100).records, ns(9))
 
 
-def test_what_was_drawn_for_ranks_is_neither_ready_nor_claimed():
+def test_assigned_samples_are_neither_ready_nor_claimed():
     summary = live()
     (task,) = summary.tasks
     task = dataclasses.replace(task, unclaimed=210, assigned=40)
@@ -313,7 +313,7 @@ def test_what_was_drawn_for_ranks_is_neither_ready_nor_claimed():
     assert "40 assigned to ranks" in str(wait)
 
 
-def test_live_numbers_stand_where_no_event_arrived():
+def test_live_numbers_are_used_without_events():
     records = stuck().records
     records.events = [event for event in records.events if event.name == "waiting"]
     assert not why(records, ns(9))[0].known

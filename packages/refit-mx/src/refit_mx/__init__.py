@@ -1,6 +1,6 @@
 """Refit: publish new weights from trainers and fetch them into every generator.
 
-A generator gets each version exactly once, and never a mix of two.
+A generator serves exactly the version that it requested, and never a mix of two.
 
 Importing this package imports neither torch nor gRPC. A name that needs them is loaded on first
 use, from the module given in the imports for type checkers below.

@@ -35,7 +35,7 @@ from rollout_actor.media import (
     check_declared,
     check_media,
     held_media,
-    media_without_items,
+    media_forms,
 )
 from rollout_actor.ray_class import RayClass
 from rollout_actor.rollout import run_async_multi_turn_rollout, run_multi_turn_rollout
@@ -141,8 +141,9 @@ class SyncRolloutActor(RayClass):
             - The driver's columns by name: ``total_reward`` and ``loss_multiplier`` float32 (n,),
                 ``truncated`` bool (n,), ``length`` int (n,), ``input_lengths`` and
                 ``response_token_lengths`` int64 (n,), ``prompt_ids_for_adv`` int64 (n, longest
-                prompt) right-padded, reward components that start with "reward/" float32 (n,); on
-                request ``turn_roles`` and ``turn_contents``, object arrays (n,) of lists.
+                prompt) right-padded, reward components that start with "reward/" float32 (n,);
+                ``weight_versions``, if the backend reports them, objects (n,); on request
+                ``turn_roles`` and ``turn_contents``, object arrays (n,) of lists.
             - The rollout's metrics; see `rollout_actor.metrics.rollout_metrics`.
             - The backend's metrics, as ``get_logger_metrics`` returned them.
 
@@ -234,7 +235,7 @@ class SyncRolloutActor(RayClass):
             if finish_generation:
                 generation.finish_generation()
             return meta, carry, metrics, generation.get_logger_metrics()
-        except BaseException as error:  # a retry puts other ids, also after an interrupt
+        except BaseException as error:  # a retry uses other ids, so withdraw these
             self._withdraw(sample_ids, partition_id, error)
             raise
 
@@ -246,7 +247,7 @@ class SyncRolloutActor(RayClass):
             batches that fit the partition. A row that lacks one of them is put with zero items of
             it, so that all rows can be read together.
         """
-        media, declared = media_without_items(input_batch["message_log"]), self._settings.media
+        media, declared = media_forms(input_batch["message_log"]), self._settings.media
         check_declared(media, declared)
         partition = find_partition(self._dp_client, partition_id)
         held: MediaForms = {}
@@ -314,7 +315,7 @@ def _noted(error: BaseException, note: str) -> Iterator[None]:
 
 
 def _is_refusal(error: BaseException) -> bool:
-    """Return whether a put that raised ``error`` stored nothing; otherwise it may have stored."""
+    """Return whether a put that raised ``error`` certainly stored nothing."""
     unknown = (ClosedError, DeadlineExceededError, UnavailableError)
     return isinstance(error, DataPlaneError) and not isinstance(error, unknown)
 

@@ -39,7 +39,7 @@ def check_tasks(task_names: Sequence[str], task_to_env: Mapping[str, Environment
     """Refuse rows whose task has no environment.
 
     Raises:
-        InvalidRequestError: (a ValueError) names the tasks without an environment, and the others.
+        InvalidRequestError: (a ValueError) names these tasks, and those with an environment.
     """
     unknown = dict.fromkeys(str(name) for name in task_names if name not in task_to_env)
     if unknown:

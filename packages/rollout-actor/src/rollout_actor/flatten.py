@@ -41,14 +41,15 @@ def flatten_rollout_message_log(
 
     Args:
         message_logs: per row the turns, each with ``role`` and ``token_ids`` (int64, 1-D);
-            generated ones with ``generation_logprobs`` (float, as long).
+            generated ones with ``generation_logprobs`` (float, one per token).
         prompt_lengths: int (n,), tokens of each prompt. The prompt consists of the leading turns up
             to this length, including assistant turns of a history.
         pad_token_id: pads ``input_ids`` and ``prompt_ids_for_adv`` on the right.
         make_sequence_length_divisible_by: alignment of the width, in tokens.
         routed_experts: also flatten ``routed_experts`` of the turns, (length, layers, experts per
             token); 0 for turns after the last response, which are not trained on.
-        media: media of earlier batches; rows without them get zero items of each.
+        media: media known from elsewhere, such as earlier batches; a row gets zero items of media
+            that it lacks.
 
     Returns:
         A tuple of three:

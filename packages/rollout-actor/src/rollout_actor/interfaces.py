@@ -55,7 +55,7 @@ class EnvironmentReturn(NamedTuple):
         metadata: n values for ``extra_env_info`` of the next step. None, for a row or for all,
             keeps the row's present value.
         next_stop_strings: per row the stop strings of the next response; None for a row removes
-            them. None for all rows keeps the present ones.
+            them. None instead of the sequence keeps the present ones.
         rewards: float (n,), finite, or a mapping of name to such a tensor. The components add up to
             the row's reward, and are also recorded by name. Both are summed over the turns.
         terminateds: bool (n,); True ends the row.

@@ -48,7 +48,7 @@ def _tensors(turns: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, torch.Te
                 yield name, value.reshape(1) if value.dim() == 0 else value
 
 
-def media_without_items(message_logs: Sequence[Iterable[Mapping[str, Any]]]) -> MediaForms:
+def media_forms(message_logs: Sequence[Iterable[Mapping[str, Any]]]) -> MediaForms:
     """Return the media of a batch: name to the value (0, ...) of a row without items.
 
     Raises:
@@ -172,9 +172,9 @@ def media_columns(
         Name to a strided nested tensor, whose row i holds the items of row i, possibly none.
 
     Raises:
-        InvalidRequestError: (a ValueError) as `media_without_items`.
+        InvalidRequestError: (a ValueError) as `media_forms`.
     """
-    forms = (known or {}) | media_without_items(message_logs)
+    forms = (known or {}) | media_forms(message_logs)
     rows = [media_of(turns) for turns in message_logs]
     return {
         name: shaped_from_rows([row.get(name, empty).cpu() for row in rows])

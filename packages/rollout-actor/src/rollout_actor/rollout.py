@@ -243,6 +243,6 @@ def _float32(sums: Sequence[float], name: str) -> torch.Tensor:
     if not column.isfinite().all():
         row = int(column.isfinite().logical_not().int().argmax())
         raise InvalidRequestError(
-            f"rollout: {name} of row {row} adds up to {sums[row]:g}; expected a float32"
+            f"rollout: {name} of row {row} adds up to {sums[row]:g}, which exceeds float32"
         )
     return column

@@ -14,7 +14,7 @@ from dataplane_admin import api, ingest, pages
 from dataplane_admin.answers import Answers
 from dataplane_admin.answers.answers import NAME
 from dataplane_admin.answers.claims import Claimants
-from dataplane_admin.live import Connector, Given, Live, OnRay
+from dataplane_admin.live import Connector, Live, LocalConnector, RayConnector
 from dataplane_admin.settings import Settings
 from dataplane_admin.store import Store, StoreUnavailable
 from dataplane_admin.web import OPEN_PREFIX, OTLP_PREFIX, add_layers, require_csrf
@@ -100,9 +100,9 @@ def _is_own(app: FastAPI, root_path: str) -> bool:
 def _live(settings: Settings, inspector: DataPlaneInspector | None, store: Store) -> Live | None:
     connector: Connector
     if inspector is not None:
-        connector = Given(inspector)
+        connector = LocalConnector(inspector)
     elif settings.ray_address is not None:
-        connector = OnRay(settings.ray_address, timeout_s=settings.ask_s)
+        connector = RayConnector(settings.ray_address, timeout_s=settings.ask_s)
     else:
         return None
 

@@ -277,7 +277,7 @@ def test_an_event_with_unreadable_ids_is_rejected(job, body):
     partial = ExportLogsServiceResponse.FromString(answer.content).partial_success
     assert partial.rejected_log_records == 2
     assert "the body is not" in partial.error_message
-    assert job.get("why")[0]["there"] == 2
+    assert job.get("why")[0]["present"] == 2
 
 
 @pytest.mark.parametrize("body", [None, "", "[]", " [ ] "])
@@ -291,7 +291,7 @@ def test_a_clear_without_ids_clears_the_partition(job, body):
         data.resource_logs[0].scope_logs[0].log_records[0].ClearField("body")
     data.resource_logs[0].scope_logs[0].log_records[0].time_unix_nano += 1
     job.post("logs", data.SerializeToString())
-    assert job.get("why")[0]["there"] == 0
+    assert job.get("why")[0]["present"] == 0
 
 
 def test_events_above_the_limits_are_rejected_one_by_one(job_of):

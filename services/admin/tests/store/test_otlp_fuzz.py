@@ -201,7 +201,7 @@ def test_an_id_that_is_not_hexadecimal_costs_its_span(job):
     body = json.dumps({"resourceSpans": [{"scopeSpans": [{"spans": spans}]}]}).encode()
     partial = job.post("traces", body, JSON).json()["partialSuccess"]
     assert partial["rejectedSpans"] == "2"
-    assert "span id is not 8 bytes" in partial["errorMessage"]
+    assert "span id is all zero or not 8 bytes" in partial["errorMessage"]
     assert job.counts()["spans"] == 2
 
 

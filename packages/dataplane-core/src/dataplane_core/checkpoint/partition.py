@@ -87,7 +87,7 @@ def save_partition(
         client: a client with an inspector (``list_partitions``, ``list_samples``).
         partition_id: the partition.
         folder: a folder for this checkpoint alone.
-        batch: samples held in memory at once, and stored in one file; at least 1.
+        batch: samples held in memory at once, and stored in one pair of files; 1 to 10,000.
 
     Returns:
         The folder.

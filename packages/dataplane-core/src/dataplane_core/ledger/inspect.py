@@ -109,6 +109,8 @@ class TaskSummary:
             there is none.
         oldest_claim: the oldest claim under a lease; None if there is none.
         holders: process ("host:pid") to the number of leased samples that it holds.
+        waiting_for: fields that a blocked claim of the task requires; None if no claim is known to
+            be blocked.
     """
 
     name: str
@@ -120,6 +122,7 @@ class TaskSummary:
     oldest_unclaimed_s: float | None = None
     oldest_claim: ClaimSummary | None = None
     holders: dict[str, int] = field(default_factory=dict)
+    waiting_for: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,13 +202,25 @@ class StatePage:
 
 @dataclass(frozen=True, kw_only=True)
 class StorageSummary:
-    """One storage unit: its name, its node, and its bytes."""
+    """One storage unit.
+
+    Attributes:
+        name: name of the unit.
+        node: node on which it is.
+        capacity: bytes that it can hold; None if they are not limited.
+        used: bytes that it holds, or the memory of its process if its values' sizes are unknown.
+        free: bytes that a put can still use; None if they are not limited.
+        samples: number of samples; None if the unit does not count them.
+        max_samples: limit of ``samples``; None if there is none.
+    """
 
     name: str
     node: str
-    capacity: int
+    capacity: int | None
     used: int
-    free: int
+    free: int | None
+    samples: int | None = None
+    max_samples: int | None = None
 
 
 def field_names(partition: Partition) -> tuple[str, ...]:

@@ -49,7 +49,8 @@ class Lease:
             return state is self
         if isinstance(state, str) and state:
             return state == self.token
-        # The sample is absent, open or assigned; or it was claimed without a lease (""): refuse.
+        # Absent, open or assigned: allowed unless this claim once held the sample. Claimed without
+        # a lease (""): refused.
         return sample_id not in self.claimed and state != ""
 
 
@@ -89,8 +90,8 @@ class Leases(dict[str, Lease]):
         lost = [each for each in sample_ids if not lease.may_write(each, rows.get(each))]
         if lost:
             raise LeaseLostError(
-                f"partition {self._partition_id!r}: the claim released {len(lost)} of the samples, "
-                f"or another claim of task {lease.task.name!r} has them: {listed(lost)}",
+                f"partition {self._partition_id!r}: the claim no longer holds {len(lost)} of the "
+                f"samples, or another claim of task {lease.task.name!r} has them: {listed(lost)}",
                 sample_ids=lost,
             )
 

@@ -14,7 +14,8 @@ from dataplane_core.ledger.rows import Row
 ClaimOrder: TypeAlias = Callable[[str, Mapping[str, Any]], float]
 """A user's order: maps a sample's id and tags to a number; the smallest is claimed first.
 
-It is called when a sample becomes ready, and again when its tags change.
+It is called each time a ready sample enters a claim queue, so it can run several times per sample.
+A claim with new terms builds a queue, and a change of tags rebuilds the queues.
 """
 
 

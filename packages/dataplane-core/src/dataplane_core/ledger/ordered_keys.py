@@ -11,7 +11,7 @@ from dataplane_core.ledger.parted_dict import PartedDict
 K = TypeVar("K", int, str)
 
 _MAX_RUN = 1024
-"""Maximum entries of a sorted run; so many are moved or freed in microseconds."""
+"""Maximum entries of a sorted run, so that moving or freeing one takes microseconds."""
 _KEY_BITS = 64
 _KEY_MASK = (1 << _KEY_BITS) - 1
 

@@ -29,7 +29,7 @@ def note_origin(rows: Iterable[Row], fields: Sequence[str], origin: str | None) 
 
 
 def count_origins(rows: Iterable[Row], fields: Sequence[str]) -> dict[str, int]:
-    """Return origin to the number of rows in which it wrote one of ``fields``, largest first."""
+    """Return the number of rows in which each origin wrote one of ``fields``, largest first."""
     mappings = [row.origins for row in rows]
     # Rows share mappings: each distinct one is read once.
     distinct = dict(zip(map(id, mappings), mappings, strict=True))

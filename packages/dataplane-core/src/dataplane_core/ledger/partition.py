@@ -262,8 +262,8 @@ class Partition:
         if not parts[rank] and not task.assignments.missed.isdisjoint(
             row.sample_id for row in drawn
         ):
-            # With fewer units than ranks every draw serves the same ranks, and the caller is none
-            # of them. An assignment of these samples has expired, so one of those ranks may be
+            # With fewer units than ranks every draw serves the same ranks, and the caller is not
+            # among them. An assignment of these samples has expired, so one of those ranks may be
             # dead: the caller takes the first part, or the samples would never be processed.
             first = next(other for other, part in enumerate(parts) if part)
             parts[rank], parts[first] = parts[first], []

@@ -1,8 +1,9 @@
 """Queues of the samples that one task can claim, so that a claim's cost grows with its batch only.
 
 An open sample enters a queue when it is put or gains a field, and leaves it when it is claimed or
-cleared. A queue never scans the partition, so its cost does not grow with the samples consumed
-before. Conditions on tags are evaluated when a sample enters, not at every claim.
+cleared. A queue scans the partition only when it is built, so the cost of later claims does not
+grow with the samples consumed before. Conditions on tags are evaluated when a sample enters, not at
+every claim.
 
 Queues hold sequence numbers, not rows, so that a queue that is no longer used keeps no sample alive
 until it is freed.

@@ -33,7 +33,8 @@ class Row:
         tags: the caller's primitives.
         put_at: when it was first put, on the clock of claims.
         states: task to its state of the sample; without an entry the sample is open.
-        pins: number of running reads; cells of a pinned row are discarded when the last read ends.
+        pins: number of running reads. Cells that are overwritten or cleared meanwhile are
+            discarded when the last read ends.
         stale: cells that were overwritten while the row was pinned.
         dropped: whether the row was cleared, and is no longer part of its partition.
     """
@@ -80,7 +81,9 @@ class Row:
 
 
 class Rows(PartedDict[str, Row]):
-    """A partition's rows, by id and in chunks by sequence; they may change during iteration.
+    """A partition's rows, by id and in chunks by sequence.
+
+    Rows may change while `in_chunks` iterates, but not during any other iteration.
 
     The order is that of first puts. A chunk has the rows of 128 sequences. Empty chunks are
     removed, so that iteration skips cleared ranges::

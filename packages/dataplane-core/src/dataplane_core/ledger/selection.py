@@ -22,7 +22,7 @@ _OPERATORS: dict[str, Callable[[Any, Any], bool]] = {
 }
 
 
-def narrowing(
+def optional_claim_keywords(
     dp_world: int | None,
     where: Sequence[TagFilter],
     seed: int | None,

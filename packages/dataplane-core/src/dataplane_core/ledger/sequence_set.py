@@ -75,7 +75,7 @@ class SequenceSet:
 
 
 def _masks(sequences: Iterable[int]) -> dict[int, int]:
-    """Return chunk number to the mask of the given sequences."""
+    """Return the mask of the given sequences in each chunk, by chunk number."""
     masks: dict[int, int] = {}
     for sequence in sequences:
         chunk = sequence >> CHUNK_BITS

@@ -8,7 +8,7 @@ from tensordict import TensorDict
 from torch.utils.data import IterableDataset
 
 from dataplane_core.client import DataPlaneClient
-from dataplane_core.ledger.selection import TagFilter, narrowing
+from dataplane_core.ledger.selection import TagFilter, optional_claim_keywords
 from dataplane_core.meta import KVBatchMeta
 from dataplane_core.streaming.held_claims import release
 
@@ -94,7 +94,7 @@ class StreamingDataset(IterableDataset[tuple[TensorDict, KVBatchMeta]]):
                 self.batch_size,
                 self.dp_rank,
                 timeout_s=self.timeout_s,
-                **narrowing(self.dp_world, self.where, self.seed, wait_for_leased),
+                **optional_claim_keywords(self.dp_world, self.where, self.seed, wait_for_leased),
             )
             if not meta.size:
                 return

@@ -51,7 +51,7 @@ class Delivered:
 
 
 def _with_forms(content: Any, meta: KVBatchMeta, forms: dict[str, Form] | None) -> Delivered:
-    """Return a batch with its tensors' forms, which pinning and pickling lose."""
+    """Return a batch with its tensors' forms, which pinning and a worker's queue drop."""
     if forms is not None:
         keep_forms(content[0], forms)
     return Delivered(content, meta)

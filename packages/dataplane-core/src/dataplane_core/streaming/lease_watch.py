@@ -95,7 +95,7 @@ def wait_timeout(
         )
     return ClaimTimeoutError(
         f"StreamingDataLoader(partition={partition_id!r}, task={task_name!r}): after "
-        f"{timeout_s:g} s {'; '.join(reasons)}",
+        f"{timeout_s:g} s, {'; '.join(reasons)}",
         missing=others,
         leased=sum(holders.values()),
         holders=holders,

@@ -44,7 +44,7 @@ class StreamingDataLoader:
     must exceed both the lease and the time for which others hold a batch.
 
     With leases (``claim_lease_s`` in the client's config), held and prefetched batches are renewed
-    in the background, and released when the loop ends before the data does. ``acknowledge_on`` says
+    in the background, and released when the loop stops early. ``acknowledge_on`` says
     when a batch is acknowledged:
 
     - ``"next"``: when the loop requests the next batch, or at `ack`. If the process dies, an
@@ -53,9 +53,10 @@ class StreamingDataLoader:
     - ``"commit"``: at `commit` alone; requesting the next batch, or `ack`, marks a batch as done.
       `state_dict` lists the samples done. Save it together with the model, then call `commit`.
       After a crash, restart from that state. Samples not done in it are delivered again once their
-      leases expire. Samples done in it never are, even if `commit` was not reached. So the steps in
-      the newest saved state saw every sample exactly once. If the lease of a done sample is lost,
-      the loader claims it again and holds it until its `commit`, but does not deliver it twice.
+      leases expire. Samples done in it never are, even if `commit` was not reached. So
+      training that resumes from the newest saved state uses every sample exactly once. If the
+      lease of a done sample is lost, the loader claims it again and holds it until its `commit`,
+      but does not deliver it twice.
 
     The current batch is not done before `ack`; call it before `state_dict` to include the batch.
     Without leases a claim is final: a crash loses what was claimed and not trained on.
@@ -272,8 +273,8 @@ class StreamingDataLoader:
         """Acknowledge the samples of the last `state_dict`; call it once that state is durable.
 
         Raises:
-            LeaseLostError: leases expired; their samples may be delivered to others. All others
-                are acknowledged, and a further `commit` does not retry the lost ones.
+            LeaseLostError: leases expired; other consumers may get their samples. The remaining
+                samples are acknowledged, and a further `commit` does not retry the lost ones.
             DataPlaneError: the store is unavailable, as `DataPlaneClient.acknowledge`. What was not
                 acknowledged is held and renewed, and `commit` can be called again.
         """

@@ -35,7 +35,7 @@ from dataplane_core.arguments import (
     shown,
 )
 from dataplane_core.errors import InvalidRequestError, InvalidTypeError, listed
-from dataplane_core.schema import PER_SAMPLE_TOO, TOKEN_ALIGNED_FIELDS, Form
+from dataplane_core.schema import PER_TOKEN_OR_SAMPLE_FIELDS, TOKEN_ALIGNED_FIELDS, Form
 from dataplane_core.tensors import pages
 from dataplane_core.tensors.pages import copy_slices
 from dataplane_core.tensors.rows import (
@@ -191,7 +191,7 @@ def width_of(name: str, form: Form | None, width: int) -> int | None:
 
 
 def check_width(name: str, form: Form | None, row: Sequence[int], width: int) -> None:
-    """Refuse to pad a field that may hold one value per sample, which zeros would falsify.
+    """Refuse to pad a field that may hold one value per sample: zeros would corrupt it.
 
     Args:
         name: the field.
@@ -202,7 +202,7 @@ def check_width(name: str, form: Form | None, row: Sequence[int], width: int) ->
     Raises:
         InvalidRequestError: (a ValueError) the field is ambiguous; names it.
     """
-    if name in PER_SAMPLE_TOO and form is None and width > 1 and row[:1] == (1,):
+    if name in PER_TOKEN_OR_SAMPLE_FIELDS and form is None and width > 1 and row[:1] == (1,):
         raise InvalidRequestError(
             f"field {name!r} was put dense in rows of shape {tuple(row)} and is read {width} "
             "tokens wide; put one value per sample with shape (rows,), values per token as ragged"

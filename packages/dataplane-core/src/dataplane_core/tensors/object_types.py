@@ -23,8 +23,8 @@ class ObjectType:
 
     Attributes:
         name: name that is stored with each value.
-        encode: returns what stores a value: msgpack's types, numpy arrays, tensors, or values of
-            other registered types.
+        encode: returns the stored form of a value, made of msgpack's types, numpy arrays, tensors,
+            or values of other registered types.
         decode: returns the value for what ``encode`` returned.
     """
 

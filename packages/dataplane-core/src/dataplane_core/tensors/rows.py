@@ -47,7 +47,7 @@ class Column:
 
 _FORM = "_dataplane_form"
 # Attribute of a tensor that was read: the form of its field, which a dense layout does not show.
-# It survives selection and pickling of the tensor; computations drop it.
+# It survives selecting fields and plain pickling; indexing and computations drop it.
 
 
 def form_of(leaf: object) -> Form | None:
@@ -68,7 +68,7 @@ def form_of(leaf: object) -> Form | None:
 def is_form_known(leaf: torch.Tensor) -> bool:
     """Return whether `keep_form` set the form of ``leaf``; form None then means it was put dense.
 
-    Rows of such a field may still differ between puts.
+    The rows of such a field may still differ in shape between puts.
     """
     return hasattr(leaf, _FORM)
 
@@ -78,7 +78,7 @@ def keep_form(leaf: torch.Tensor, form: Form | None) -> torch.Tensor:
 
     Returns:
         ``leaf``; or, if it is jagged and its field ``shaped``, a strided nested tensor of its rows.
-        Images whose rows differ only in their number would otherwise count as values per token.
+        Images that differ only in their first dimension would otherwise count as values per token.
     """
     if form == "shaped" and leaf.is_nested and leaf.layout == torch.jagged:
         leaf = shaped_from_rows(leaf.unbind())
@@ -103,7 +103,7 @@ def keep_forms(fields: TensorDict, forms: Mapping[str, Form]) -> TensorDict:
 
 
 def forms_of(fields: TensorDictBase) -> dict[str, Form]:
-    """Return field to `form_of`, for leaves that have one."""
+    """Return the form of each field that has one; see `form_of`."""
     forms = ((name, form_of(_leaf(fields, name))) for name in fields.keys())  # noqa: SIM118
     return {name: form for name, form in forms if form is not None}
 

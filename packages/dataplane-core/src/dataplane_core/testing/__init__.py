@@ -21,7 +21,7 @@ with those capabilities. `MinimalClient` is for tests of layers that use clients
 
 import pytest
 
-import dataplane_core.tensors  # noqa: F401  # first: names the extra where torch is missing
+import dataplane_core.tensors  # noqa: F401  # first: its error names the extra
 
 for _module in (
     "claims",

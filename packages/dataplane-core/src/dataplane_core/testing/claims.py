@@ -23,7 +23,7 @@ from dataplane_core.testing.storage import StoreFixtures, batch
 
 
 def put(client: DataPlaneClient, partition: str, ids: list[str], *fields: str) -> None:
-    """Put ones in the given fields; 'x' if none are given."""
+    """Put a tensor of ones in each of the given fields, or in 'x' if none are given."""
     names = fields or ("x",)
     client.put_samples(
         ids, partition, batch(len(ids), **{name: torch.ones(len(ids)) for name in names})
@@ -33,7 +33,7 @@ def put(client: DataPlaneClient, partition: str, ids: list[str], *fields: str) -
 class ClaimContract(StoreFixtures):
     """Contract: each task claims a ready sample once; blocked claims end with a reason."""
 
-    patience_s = 20.0
+    max_wait_s = 20.0
     """Maximum seconds that a test waits for an event; only failing tests wait so long."""
 
     def test_a_task_claims_each_sample_once(
@@ -171,8 +171,8 @@ class ClaimContract(StoreFixtures):
     ) -> None:
         put(client, partition, [f"s{i}" for i in range(8)])
         assert client.claim_meta(partition, "train", ["x"], 5).size == 5
-        assert peer.claim_meta(partition, "train", ["x"], 5, timeout_s=self.patience_s).size == 3
-        assert client.claim_meta(partition, "train", ["x"], 5, timeout_s=self.patience_s).size == 0
+        assert peer.claim_meta(partition, "train", ["x"], 5, timeout_s=self.max_wait_s).size == 3
+        assert client.claim_meta(partition, "train", ["x"], 5, timeout_s=self.max_wait_s).size == 0
 
     def test_claim_waits_for_replacements_of_withdrawn_samples(
         self, client: DataPlaneClient, peer: DataPlaneClient, partition: str
@@ -186,7 +186,7 @@ class ClaimContract(StoreFixtures):
             with pytest.raises(ClaimTimeoutError, match="2 of 3 declared"):
                 client.claim_meta(partition, "train", ["x"], 3, timeout_s=0.05)
             put(peer, partition, ["again-a", "again-b"])
-        claim = client.claim_meta(partition, "train", ["x"], 3, timeout_s=self.patience_s)
+        claim = client.claim_meta(partition, "train", ["x"], 3, timeout_s=self.max_wait_s)
         assert claim.size == (3 if client.capabilities.withdrawal else 1)
 
     def test_claim_concurrent_with_a_put_is_never_short(
@@ -196,10 +196,10 @@ class ClaimContract(StoreFixtures):
             for start in range(0, 60, 2):
                 client.register_partition(partition, ["x"], 2, ["train"])
                 claim = pool.submit(
-                    client.claim_meta, partition, "train", ["x"], 2, timeout_s=self.patience_s
+                    client.claim_meta, partition, "train", ["x"], 2, timeout_s=self.max_wait_s
                 )
                 put(peer, partition, [f"s{start}", f"s{start + 1}"])
-                assert claim.result(self.patience_s).size == 2
+                assert claim.result(self.max_wait_s).size == 2
                 client.clear_samples(None, partition)
 
     def test_timed_out_claim_reports_what_is_missing(
@@ -222,10 +222,10 @@ class ClaimContract(StoreFixtures):
         put(client, partition, ["a"])
         with ThreadPoolExecutor(1) as pool:
             claim = pool.submit(
-                client.claim_meta, partition, "train", ["x"], 2, timeout_s=self.patience_s
+                client.claim_meta, partition, "train", ["x"], 2, timeout_s=self.max_wait_s
             )
             put(peer, partition, ["b"])
-            assert sorted(claim.result(self.patience_s).sample_ids) == ["a", "b"]
+            assert sorted(claim.result(self.max_wait_s).sample_ids) == ["a", "b"]
 
     def test_a_blocked_claim_wakes_when_the_last_missing_field_arrives(
         self, client: DataPlaneClient, peer: DataPlaneClient, partition: str
@@ -233,11 +233,11 @@ class ClaimContract(StoreFixtures):
         put(client, partition, ["a", "b"])
         with ThreadPoolExecutor(1) as pool:
             claim = pool.submit(
-                client.claim_meta, partition, "train", ["x", "y"], 2, timeout_s=self.patience_s
+                client.claim_meta, partition, "train", ["x", "y"], 2, timeout_s=self.max_wait_s
             )
             put(peer, partition, ["a"], "y")
             put(peer, partition, ["b"], "y")
-            assert sorted(claim.result(self.patience_s).sample_ids) == ["a", "b"]
+            assert sorted(claim.result(self.max_wait_s).sample_ids) == ["a", "b"]
 
     def test_blocked_claim_ends_when_another_takes_its_samples(
         self, client: DataPlaneClient, peer: DataPlaneClient, partition: str
@@ -250,12 +250,12 @@ class ClaimContract(StoreFixtures):
                 put(client, partition, ["a"], "y")
                 started = time.monotonic()
                 claim = pool.submit(
-                    client.claim_meta, partition, "train", ["x", "y"], 2, timeout_s=self.patience_s
+                    client.claim_meta, partition, "train", ["x", "y"], 2, timeout_s=self.max_wait_s
                 )
                 client.get_samples(["a"], partition, ["x"])  # gives the claim time to block
                 assert peer.claim_meta(partition, "train", ["x"], 2, blocking=False).size == 2
-                assert claim.result(2 * self.patience_s).sample_ids == []
-                assert time.monotonic() - started < self.patience_s / 2
+                assert claim.result(2 * self.max_wait_s).sample_ids == []
+                assert time.monotonic() - started < self.max_wait_s / 2
                 client.clear_samples(None, partition)
 
     def test_concurrent_claimers_share_no_sample_and_miss_none(
@@ -267,9 +267,9 @@ class ClaimContract(StoreFixtures):
         lock = threading.Lock()
 
         def consume(consumer: DataPlaneClient) -> None:
-            deadline = time.monotonic() + self.patience_s
+            deadline = time.monotonic() + self.max_wait_s
             while time.monotonic() < deadline:
-                meta = consumer.claim_meta(partition, "train", ["x"], 7, timeout_s=self.patience_s)
+                meta = consumer.claim_meta(partition, "train", ["x"], 7, timeout_s=self.max_wait_s)
                 if not meta.size:
                     return
                 consumer.get_data(meta)
@@ -281,7 +281,7 @@ class ClaimContract(StoreFixtures):
             for start in range(0, len(ids), 12):
                 put(client, partition, ids[start : start + 12])
             for consumer in consumers:
-                consumer.result(self.patience_s)
+                consumer.result(self.max_wait_s)
         assert sorted(claimed) == sorted(ids)
 
     def test_consumption_is_complete_once_all_tasks_claimed_all(

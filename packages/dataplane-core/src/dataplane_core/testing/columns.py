@@ -216,7 +216,7 @@ class ColumnContract(StoreFixtures):
             client.put_samples(ids, partition, reads[0])
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.uint8, torch.float32], ids=str)
-    def test_rows_of_any_shapes_keep_theirs(
+    def test_rows_of_different_shapes_keep_their_shapes(
         self, client: DataPlaneClient, peer: DataPlaneClient, partition: str, dtype: torch.dtype
     ) -> None:
         rows = [torch.randint(0, 200, shape).to(dtype) for shape in IMAGES]

@@ -297,7 +297,7 @@ def stored(client: DataPlaneClient, partition: str) -> dict[str, Any]:
 
 
 class HostileContract(StoreFixtures):
-    """Contract: all clients accept and refuse the same arguments, and store nothing refused."""
+    """Contract: all clients accept and refuse the same calls; a refused call stores nothing."""
 
     hostile_examples = 100
 

@@ -56,7 +56,7 @@ class InspectionContract(StateMachineContract):
     store, in this process, with leases of 1000 s.
     """
 
-    patience_s = 20.0
+    max_wait_s = 20.0
 
     @pytest.fixture
     def leasing(self, client: DataPlaneClient) -> DataPlaneClient:
@@ -377,10 +377,10 @@ class InspectionContract(StateMachineContract):
         client.claim_meta(partition, "train", ["x"], 1)
         with ThreadPoolExecutor(1) as pool:
             blocked = pool.submit(
-                client.claim_meta, partition, "train", ["x"], 1, timeout_s=self.patience_s
+                client.claim_meta, partition, "train", ["x"], 1, timeout_s=self.max_wait_s
             )
             assert peer.reset_consumption(partition, "train", ["a"]) == 1
-            assert blocked.result(self.patience_s).sample_ids == ["a"]
+            assert blocked.result(self.max_wait_s).sample_ids == ["a"]
 
     def test_ended_claim_is_like_an_expired_one(
         self,
@@ -421,10 +421,10 @@ class InspectionContract(StateMachineContract):
         [claim] = client.list_claims(partition)
         with ThreadPoolExecutor(1) as pool:
             blocked = pool.submit(
-                client.claim_meta, partition, "train", ["x"], 1, timeout_s=self.patience_s
+                client.claim_meta, partition, "train", ["x"], 1, timeout_s=self.max_wait_s
             )
             assert peer.end_claim(partition, claim.claim, expired_only=False) == 1
-            assert blocked.result(self.patience_s).sample_ids == ["a"]
+            assert blocked.result(self.max_wait_s).sample_ids == ["a"]
 
     def test_unknown_names_are_refused_and_named(
         self, client: DataPlaneClient, partition: str

@@ -38,7 +38,7 @@ def claim(client: DataPlaneClient, size: int = 2, **options: Any) -> KVBatchMeta
 class LeaseWaitContract:
     """Contract: a leased sample is neither ready nor consumed."""
 
-    patience_s = 20.0
+    max_wait_s = 20.0
 
     @pytest.fixture
     def make_client(self) -> MakeClient:
@@ -46,7 +46,7 @@ class LeaseWaitContract:
 
     @pytest.fixture
     def leasing(self, make_client: MakeClient) -> DataPlaneClient:
-        """Return a client with 1000 s leases, and the declared samples a and b put."""
+        """Return a client with 1000 s leases, after it put the declared samples a and b."""
         client = make_client(claim_lease_s=1000.0)
         client.register_partition("train", ["x"], 2, ["train", "logprob"])
         put(client, "train", ["a", "b"])
@@ -58,11 +58,11 @@ class LeaseWaitContract:
         """Return the result of a claim that is blocked on ``held`` while ``change`` runs."""
         with ThreadPoolExecutor(1) as pool:
             started = time.monotonic()
-            blocked = pool.submit(claim, client, timeout_s=self.patience_s)
+            blocked = pool.submit(claim, client, timeout_s=self.max_wait_s)
             client.get_samples(held.sample_ids, "train", ["x"])  # gives the claim time to block
             change()
-            answer = blocked.result(2 * self.patience_s)
-            assert time.monotonic() - started < self.patience_s / 2
+            answer = blocked.result(2 * self.max_wait_s)
+            assert time.monotonic() - started < self.max_wait_s / 2
         return answer
 
     def test_consumer_loop_processes_what_a_crashed_one_held(self, make_client: MakeClient) -> None:
@@ -71,7 +71,7 @@ class LeaseWaitContract:
         put(client, "train", ["a", "b"])
         crashed = claim(client, 1)
         acknowledged: list[str] = []
-        while (meta := claim(client, 1, timeout_s=self.patience_s)).size:
+        while (meta := claim(client, 1, timeout_s=self.max_wait_s)).size:
             assert not client.check_consumption_status("train", ["train"])
             try:
                 client.acknowledge(meta)
@@ -120,7 +120,7 @@ class LeaseWaitContract:
         with pytest.raises(ClaimTimeoutError):
             claim(leasing, timeout_s=SOON_S)
         leasing.acknowledge(held)
-        assert claim(leasing, timeout_s=self.patience_s).size == 0
+        assert claim(leasing, timeout_s=self.max_wait_s).size == 0
 
     def test_timed_out_claim_names_holders_and_first_expiry(self, leasing: DataPlaneClient) -> None:
         held = [claim(leasing, 1), claim(leasing, 1)]
@@ -146,15 +146,15 @@ class LeaseWaitContract:
     ) -> None:
         claim(leasing)
         started = time.monotonic()
-        assert claim(leasing, blocking=False, timeout_s=self.patience_s).size == 0
-        assert claim(leasing, wait_for_leased=False, timeout_s=self.patience_s).size == 0
-        assert time.monotonic() - started < self.patience_s / 2
+        assert claim(leasing, blocking=False, timeout_s=self.max_wait_s).size == 0
+        assert claim(leasing, wait_for_leased=False, timeout_s=self.max_wait_s).size == 0
+        assert time.monotonic() - started < self.max_wait_s / 2
 
     def test_ready_remainder_is_returned_while_others_are_leased(
         self, leasing: DataPlaneClient
     ) -> None:
         held = claim(leasing, 1)
-        rest = claim(leasing, 2, timeout_s=self.patience_s)
+        rest = claim(leasing, 2, timeout_s=self.max_wait_s)
         assert sorted(held.sample_ids + rest.sample_ids) == ["a", "b"]
 
     def test_leases_of_one_task_do_not_block_another(self, leasing: DataPlaneClient) -> None:
@@ -164,7 +164,7 @@ class LeaseWaitContract:
         leasing.acknowledge(other)
         assert leasing.check_consumption_status("train", ["logprob"])
         assert not leasing.check_consumption_status("train", ["logprob", "train"])
-        assert claim(leasing, task_name="logprob", timeout_s=self.patience_s).size == 0
+        assert claim(leasing, task_name="logprob", timeout_s=self.max_wait_s).size == 0
         with pytest.raises(ClaimTimeoutError):
             claim(leasing, timeout_s=SOON_S)
 
@@ -214,7 +214,7 @@ class LeaseWaitContract:
         client.put_samples(["a", "b"], "train", batch(2, x=torch.ones(2)), tags)
         claim(client)
         newer = TagFilter("version", ">=", 3)
-        assert claim(client, where=[newer], timeout_s=self.patience_s).size == 0
+        assert claim(client, where=[newer], timeout_s=self.max_wait_s).size == 0
         with pytest.raises(ClaimTimeoutError):
             claim(client, where=[TagFilter("version", ">=", 2)], timeout_s=SOON_S)
 
@@ -226,14 +226,14 @@ class LeaseWaitContract:
             claim(leasing, 1, **ranks[0], timeout_s=SOON_S)
         assert (caught.value.leased, caught.value.missing) == (1, 1)
         leasing.acknowledge(second)
-        assert claim(leasing, 1, **ranks[0], timeout_s=self.patience_s).size == 0
+        assert claim(leasing, 1, **ranks[0], timeout_s=self.max_wait_s).size == 0
 
     def test_rank_gets_the_samples_of_a_dead_rank(self, make_client: MakeClient) -> None:
         client = make_client(claim_lease_s=0.5)
         client.register_partition("train", ["x"], 3, ["train"])
         put(client, "train", ["a", "b", "c"])
         acknowledged: list[str] = []
-        options: dict[str, Any] = {"dp_rank": 1, "dp_world": 2, "timeout_s": self.patience_s}
+        options: dict[str, Any] = {"dp_rank": 1, "dp_world": 2, "timeout_s": self.max_wait_s}
         while (meta := claim(client, 1, **options)).size:
             try:
                 client.acknowledge(meta)
@@ -252,7 +252,7 @@ class LeaseWaitContract:
 
         def consume(number: int) -> list[str]:
             done: list[str] = []
-            while (meta := claim(client, 4, timeout_s=self.patience_s)).size:
+            while (meta := claim(client, 4, timeout_s=self.max_wait_s)).size:
                 if number == 0 and not done:
                     client.release(meta.slice(0, 1))  # release one sample, process the others
                     meta = meta.drop([0]) or meta.slice(0, 0)
@@ -266,6 +266,6 @@ class LeaseWaitContract:
             loops: list[Future[list[str]]] = [pool.submit(consume, number) for number in range(3)]
             put(client, "train", ids[abandoned:])
             client.release(held)
-            done = [each for loop in loops for each in loop.result(2 * self.patience_s)]
+            done = [each for loop in loops for each in loop.result(2 * self.max_wait_s)]
         assert sorted(done) == sorted(ids)
         assert client.check_consumption_status("train", ["train"])

@@ -25,7 +25,7 @@ from dataplane_core.testing.storage import batch
 class LeaseContract(LeaseWaitContract):
     """Contract of clients with ``capabilities.leases``; ``make_client(**config)`` makes a store."""
 
-    patience_s = 20.0
+    max_wait_s = 20.0
     short_lease_s = 0.05
 
     @pytest.fixture
@@ -34,7 +34,7 @@ class LeaseContract(LeaseWaitContract):
 
     @pytest.fixture
     def held(self, make_client: MakeClient) -> DataPlaneClient:
-        """Return a client with 1000 s leases, and the samples a and b put."""
+        """Return a client with 1000 s leases, after it put the samples a and b."""
         client = make_client(claim_lease_s=1000.0)
         client.register_partition("train", ["x"], 2, ["train"])
         put(client, "train", ["a", "b"])
@@ -48,7 +48,7 @@ class LeaseContract(LeaseWaitContract):
         put(client, "train", ["a", "b", "c", "d"])
         drawn = client.claim_meta("train", "train", ["x"], 2, dp_rank=0, dp_world=2)
         assert drawn.size == 2
-        both = client.claim_meta("train", "train", ["x"], 4, timeout_s=self.patience_s)
+        both = client.claim_meta("train", "train", ["x"], 4, timeout_s=self.max_wait_s)
         assert sorted(both.sample_ids) == ["a", "b", "c", "d"]
 
     def test_blocked_rank_gets_its_part_once_another_rank_draws_it(
@@ -66,16 +66,16 @@ class LeaseContract(LeaseWaitContract):
                     *("train", "train", ["x"], 2),
                     dp_rank=1,
                     dp_world=2,
-                    timeout_s=self.patience_s,
+                    timeout_s=self.max_wait_s,
                 )
                 client.get_samples(["a"], "train", ["x"])  # gives the claim time to block
                 rank0 = client.claim_meta(
                     "train", "train", ["x"], 2, dp_rank=0, dp_world=2, blocking=False
                 )
-                rank1 = blocked.result(2 * self.patience_s)
+                rank1 = blocked.result(2 * self.max_wait_s)
                 assert sorted(rank0.sample_ids + rank1.sample_ids) == ["a", "b"]
                 assert (rank0.size, rank1.size) == (1, 1)
-                assert time.monotonic() - started < self.patience_s / 2
+                assert time.monotonic() - started < self.max_wait_s / 2
 
     def test_expired_assignment_opens_even_if_the_drawing_rank_got_nothing(
         self, make_client: MakeClient
@@ -85,9 +85,9 @@ class LeaseContract(LeaseWaitContract):
         put(client, "train", ["a"])
         drew = client.claim_meta("train", "train", ["x"], 2, dp_rank=1, dp_world=2, blocking=False)
         started = time.monotonic()
-        got = client.claim_meta("train", "train", ["x"], 1, timeout_s=self.patience_s)
+        got = client.claim_meta("train", "train", ["x"], 1, timeout_s=self.max_wait_s)
         assert (drew.sample_ids, got.sample_ids) == ([], ["a"])
-        assert time.monotonic() - started < self.patience_s / 2
+        assert time.monotonic() - started < self.max_wait_s / 2
 
     def test_claim_of_an_assignment_is_limited_to_its_batch_size(
         self, make_client: MakeClient
@@ -156,7 +156,7 @@ class LeaseContract(LeaseWaitContract):
         with pytest.raises(MissingDataError):
             held.get_samples(["a"], "train", ["x"])
 
-    def test_withdrawing_takes_samples_from_under_a_lease(self, held: DataPlaneClient) -> None:
+    def test_withdrawn_sample_is_removed_from_its_lease(self, held: DataPlaneClient) -> None:
         meta = held.claim_meta("train", "train", ["x"], 2)
         held.withdraw_samples(["a"], "train")
         with pytest.raises(MissingDataError, match="'a'"):
@@ -180,7 +180,7 @@ class LeaseContract(LeaseWaitContract):
         assert (counts.acknowledged, counts.leased, counts.ready) == (1, 2, 2)
         assert (counts.not_ready, counts.cleared, counts.put) == (0, 1, 6)
 
-    def test_the_totals_of_the_store_count_what_happened(self, held: DataPlaneClient) -> None:
+    def test_totals_count_each_operation(self, held: DataPlaneClient) -> None:
         before = held.read_totals()
         put(held, "train", ["c", "d", "e"])
         put(held, "train", ["c"], "other")
@@ -207,7 +207,7 @@ class LeaseContract(LeaseWaitContract):
 class BackpressureContract:
     """Contract of clients with ``capabilities.backpressure``."""
 
-    patience_s = 20.0
+    max_wait_s = 20.0
 
     @pytest.fixture
     def make_client(self) -> MakeClient:
@@ -224,13 +224,13 @@ class BackpressureContract:
         assert client.claim_meta("train", "train", ["x"], 4, blocking=False).sample_ids == ["a"]
 
     def test_blocked_put_continues_when_capacity_is_freed(self, make_client: MakeClient) -> None:
-        client = make_client(storage_capacity=2, ack_timeout_ms=int(self.patience_s * 1000))
+        client = make_client(storage_capacity=2, ack_timeout_ms=int(self.max_wait_s * 1000))
         client.register_partition("train", ["x"], 3, ["train"])
         put(client, "train", ["a", "b"])
         with ThreadPoolExecutor(1) as pool:
             waiting = pool.submit(put, client, "train", ["c"])
             client.clear_samples(["a"], "train")
-            waiting.result(self.patience_s)
+            waiting.result(self.max_wait_s)
         assert client.get_samples(["b", "c"], "train", ["x"]).batch_size == (2,)
 
     def test_overwriting_in_a_full_store_needs_no_capacity(self, make_client: MakeClient) -> None:

@@ -117,7 +117,7 @@ class StorageContract(StoreFixtures):
         answer = peer.get_samples(["b", "a"], partition, ["x"])["x"]
         assert same_bits(answer, torch.tensor([[0.0, 0.0], [1.0, 1.0]]))
 
-    def test_rows_of_zero_length_alone_come_back(
+    def test_batch_of_only_empty_rows_is_read_back(
         self, client: DataPlaneClient, peer: DataPlaneClient, partition: str
     ) -> None:
         empty = torch.zeros(0, dtype=torch.int64)
@@ -223,7 +223,9 @@ class StorageContract(StoreFixtures):
         assert meta.tags == tags
         assert client.put_samples(["a"], partition, tags=[{"k": 1}]).fields is None
 
-    def test_no_ids_read_as_an_empty_batch(self, client: DataPlaneClient, partition: str) -> None:
+    def test_read_without_ids_returns_an_empty_batch(
+        self, client: DataPlaneClient, partition: str
+    ) -> None:
         assert client.get_samples([], partition, ["x"]).batch_size == (0,)
 
     def test_get_data_reads_the_selected_fields_else_those_of_the_meta(

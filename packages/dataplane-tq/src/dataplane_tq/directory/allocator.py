@@ -10,8 +10,9 @@ accepts any part of an allocation. An example of 256 bytes::
     |aaaaaaaaa|aaaaa....|bbbbbbbbb|.........|   starts = [100, 192]    a: allocate(100) -> 0
                     100           192           stops  = [128, 256]    b: allocate(64) -> 128
 
-    allocate(60)       aligned, the extents offer 0 bytes (at 128) and 64 bytes (at 192): 192
-    free([(0, 100)])   touches [100, 128), so they join:  starts = [0, 192], stops = [128, 256]
+    From this state, either of these calls:
+    allocate(60)       aligned extents: 0 bytes at 128, 64 bytes at 192; so it returns 192
+    free([(0, 100)])   joins the range with [100, 128):  starts = [0, 192], stops = [128, 256]
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ class Backlog:
         pinned: cleared rows that a read still needs, by sample id.
         dropping: samples that a connection is dropping in TransferQueue.
         closing: number of connections that are dropping the entire partition.
-        reporting: samples being reported to TransferQueue, with the number of connections.
+        reporting: sample being reported to TransferQueue to the number of its reports under way.
         unreported: task to the samples in ``reporting`` that it has consumed.
     """
 
@@ -76,7 +76,7 @@ class Backlog:
                 del self.unreported[task_name]
 
     def drop(self, rows: Iterable[Row], held: set[str]) -> None:
-        """Record rows as cleared; add those that a read still needs to ``held``."""
+        """Record rows as cleared; add to ``held`` the samples that a read still needs."""
         for row in rows:
             if row.pins:
                 self.pinned[row.sample_id] = row
@@ -92,7 +92,10 @@ class Backlog:
         self.drop(free, set())
 
     def take(self, only: Sequence[str] | None = None, *, limit: int = 0) -> Fields:
-        """Assign orphans to a connection to drop: those in ``only``, or up to ``limit`` of all."""
+        """Assign orphans to a connection, which drops them in TransferQueue.
+
+        With ``only``, these samples are assigned; otherwise up to ``limit`` of all orphans.
+        """
         self._release()
         if only is None:
             taken = dict(self.orphans.popitem() for _ in range(min(limit, len(self.orphans))))

@@ -1,7 +1,7 @@
 """`Books`: the state of one store, and the requests that are blocked on a change of it.
 
 Call its methods only in the thread of the directory's event loop, unless they say otherwise.
-Between two awaits nothing else runs there, so every request is atomic.
+Between two awaits nothing else runs there, so the code between them is atomic.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ class Books:
             del self.backlog[partition_id]
 
     def _plan_expiry(self) -> None:
-        """Schedule `expire` for the next lease's end, as no request may come until then."""
+        """Schedule `expire` for the next lease's end, in case no request arrives before it."""
         if self._expiry is not None:
             self._expiry.cancel()
             self._expiry = None

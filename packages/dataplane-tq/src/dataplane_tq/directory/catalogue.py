@@ -1,6 +1,7 @@
 """Location of every row in the storage units: placement, and freeing row by row.
 
-This is pure state without I/O, clock or locks. One server process makes its calls in sequence.
+This is pure state without I/O, clock or locks. Only the thread of the directory's event loop calls
+it.
 
 Every block takes a multiple of `ALIGNMENT` bytes. The bytes after its last row belong to that row,
 so freeing all rows of a put frees exactly what the put allocated.
@@ -93,16 +94,25 @@ class Catalogue:
         return self._place_separately(layouts, sizes, preferred_node)
 
     @property
+    def capacity(self) -> int:
+        """Size of all units, in bytes."""
+        return sum(memory.capacity for memory in self._memory.values())
+
+    @property
+    def free_bytes(self) -> int:
+        """Free memory of all units, in bytes."""
+        return sum(memory.free_bytes for memory in self._memory.values())
+
+    @property
     def largest_free(self) -> int:
         """Size of the largest free extent in any unit, in bytes."""
         return max(memory.largest_free for memory in self._memory.values())
 
     def _check_possible(self, layouts: Sequence[FieldLayout], sizes: Sequence[int]) -> None:
-        capacity = sum(memory.capacity for memory in self._memory.values())
-        if sum(sizes) > capacity:
+        if sum(sizes) > self.capacity:
             raise CapacityExceeded(
-                f"the put's {sum(sizes)} bytes exceed the {capacity} bytes of {len(self._units)} "
-                "storage units; put fewer rows or give the units more memory"
+                f"the put's {sum(sizes)} bytes exceed the {self.capacity} bytes of "
+                f"{len(self._units)} storage units; put fewer rows or give the units more memory"
             )
         largest = max(memory.capacity for memory in self._memory.values())
         for layout, size in zip(layouts, sizes, strict=True):
@@ -252,8 +262,8 @@ class Catalogue:
             raise ValueError(_gone(block))
         if min(rows) < 0 or max(rows) >= block.layout.rows:
             raise ValueError(
-                f"free: rows {min(rows)}..{max(rows)} of field {block.layout.name!r}, whose block "
-                f"{block.id} has {block.layout.rows}"
+                f"free: rows {min(rows)}..{max(rows)} of field {block.layout.name!r}; its block "
+                f"{block.id} has {block.layout.rows} rows"
             )
         if len(rows) > 1 and len(set(rows)) != len(rows):
             raise ValueError(f"free: a row of {block.layout.name!r} occurs twice")

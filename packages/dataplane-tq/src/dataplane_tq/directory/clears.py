@@ -13,7 +13,7 @@ from dataplane_tq.directory.books import DISMANTLED_AT_ONCE, Books
 from dataplane_tq.directory.operations import Drops, Operation, State
 
 _PAGE = 1024
-"""Maximum number of samples to drop in TransferQueue that one answer lists."""
+"""Maximum number of samples in one answer; the client drops them in TransferQueue."""
 
 
 class Clearing(Operation):

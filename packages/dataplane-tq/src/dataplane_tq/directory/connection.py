@@ -48,7 +48,8 @@ TRANSITIONS: dict[type[Any], dict[State, set[State]]] = {
 """Request to the states in which it is allowed, each with the states that it may lead to.
 
 Other requests are allowed in every state and do not change it. A request that fails does not change
-it either, except for a refused commit, which aborts the put.
+it either, with two exceptions: a refused commit aborts the put, and a clear that fails while it
+waits for readers remains under way.
 """
 
 _REQUEST_S = 60.0
@@ -221,9 +222,9 @@ class Connection:
             self._books.expire()
             partition = self._ledger.partition(request.partition_id)
             if not partition.prepare(wanted):
-                # A seeded queue has millions of entries in few lists. Python decides by the number
-                # of lists when to collect, but a full collection would visit all entries. So only
-                # the young generations are collected, here.
+                # A seeded queue has millions of entries in a few lists. A full garbage collection
+                # visits every entry, although Python schedules it by the number of lists. So only
+                # the young generations are collected here, and `Directory` makes full ones rare.
                 gc.collect(1)
                 continue  # serve other connections between the steps of a long search
             revision = partition.revision
@@ -231,8 +232,8 @@ class Connection:
                 claimed = partition.claim(wanted, time.monotonic())
             finally:
                 if partition.revision != revision:
-                    # Blocked requests may be able to continue, and an assignment may now expire,
-                    # also if this claim got nothing.
+                    # Even a claim that got nothing may let blocked requests continue, or make
+                    # assignments, whose expiry must be scheduled.
                     self._books.changed(request.partition_id)
             if claimed is not None:
                 break

@@ -26,7 +26,7 @@ def _partition(books: Books, partition_id: str) -> Partition:
 
 
 def _handler(query: Callable[..., Any]) -> Callable[[Books, Any], Any]:
-    """Make a handler of a query that takes the partition, the request's other fields and now."""
+    """Make a handler of a query of the partition, the request's other fields and the time."""
 
     def answer(books: Books, request: Any) -> Any:
         fields = msgspec.structs.asdict(request)

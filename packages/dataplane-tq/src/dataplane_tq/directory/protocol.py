@@ -121,7 +121,7 @@ class BeginRestore(msgspec.Struct, frozen=True, tag=True):
 
 
 class RestoreAnswer(msgspec.Struct, frozen=True):
-    """Memory that a restore may write: one block for each of the request."""
+    """Memory that a restore may write: one block for each block of the request."""
 
     blocks: list[Block]
 
@@ -184,9 +184,9 @@ class ClaimAnswer(msgspec.Struct, frozen=True):
     Attributes:
         sample_ids: ids of the samples.
         tags: tags of the samples; None if none has any.
-        token: token of the lease; None for a final claim.
-        known: samples of a final claim that TransferQueue has. The client that reports the other
-            samples reports their consumption too.
+        token: token of the lease; None for a claim without a lease.
+        known: samples of a claim without a lease that TransferQueue has. The client that reports
+            the other samples reports their consumption too.
     """
 
     sample_ids: list[str]
@@ -198,7 +198,7 @@ class ClaimAnswer(msgspec.Struct, frozen=True):
 class UpdateLease(msgspec.Struct, frozen=True, tag=True):
     """Acknowledge, release or renew a lease. Answer: list of sample ids.
 
-    The answer to an acknowledgment is as `ClaimAnswer.known`; to the other actions it is empty.
+    For an acknowledgment the list is like `ClaimAnswer.known`; for the other actions it is empty.
 
     ``task_name`` must be the claim's task; None skips that check.
     """
@@ -211,7 +211,7 @@ class UpdateLease(msgspec.Struct, frozen=True, tag=True):
 
 
 class Consumed(msgspec.Struct, frozen=True, tag=True):
-    """Check that the tasks have claimed every sample. Answer: bool."""
+    """Check that the tasks have acknowledged every sample. Answer: bool."""
 
     partition_id: str
     task_names: list[str]
@@ -266,9 +266,9 @@ class ClearAnswer(msgspec.Struct, frozen=True):
 
 
 class NextOrphans(msgspec.Struct, frozen=True, tag=True):
-    """Request the next page, after dropping the last one in TransferQueue. Answer: `ClearAnswer`.
+    """Request the next page of orphans; those of the previous page are dropped in TransferQueue.
 
-    Its ``dropped`` is 0.
+    Answer: `ClearAnswer`, with ``dropped`` 0.
     """
 
 

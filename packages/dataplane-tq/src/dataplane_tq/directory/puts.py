@@ -152,7 +152,7 @@ async def begin_put(books: Books, request: p.BeginPut) -> tuple[p.PutAnswer, Put
         if ticket is not None:
             blocks = _place(books, ticket, request)
             if blocks is not None:
-                # Before these ids are put again, drop their rows of an interrupted clear.
+                # An interrupted clear may have left rows of these ids; the client drops them first.
                 orphans = {} if backlog is None else backlog.take(request.sample_ids)
                 drops = Drops(books, request.partition_id, orphans)
                 answer = p.PutAnswer(partition.declaration.enums, blocks, grouped(orphans))
@@ -187,9 +187,8 @@ def _place(books: Books, ticket: PutTicket, request: p.BeginPut) -> list[Block] 
 
 
 def _no_bytes(catalogue: Catalogue, request: p.BeginPut) -> CapacityExceeded:
-    usage = catalogue.usage()
     wanted = sum(layout.nbytes for layout in request.layouts)
-    free = sum(unit.free for unit in usage)
+    free = catalogue.free_bytes
     fragmented = (
         f" in pieces of at most {catalogue.largest_free}: the free memory is fragmented"
         if wanted <= free
@@ -197,8 +196,8 @@ def _no_bytes(catalogue: Catalogue, request: p.BeginPut) -> CapacityExceeded:
     )
     return CapacityExceeded(
         f"put_samples(partition={request.partition_id!r}): {wanted} bytes, "
-        f"{free} of {sum(unit.capacity for unit in usage)} free{fragmented}; "
-        "nothing was cleared in time: clear samples or raise global_segment_size"
+        f"{free} of {catalogue.capacity} free{fragmented}; "
+        "too little was cleared in time: clear samples or raise global_segment_size"
     )
 
 

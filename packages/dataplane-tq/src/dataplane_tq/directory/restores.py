@@ -40,9 +40,9 @@ class Restoring(Operation):
             if block is None:
                 raise CapacityExceeded(
                     f"restore(partition={self._partition_id!r}): field {each.layout.name!r} has "
-                    f"{each.layout.nbytes} bytes in one block, and no unit has them free in one "
-                    f"piece; the largest is {catalogue.largest_free}: give the units at least the "
-                    "memory that they had"
+                    f"{each.layout.nbytes} bytes in one block, and the largest free piece has "
+                    f"{catalogue.largest_free}; give the units at least the memory that they had "
+                    "at the save"
                 )
             self._blocks.append((block, rows))
             fields = cells.setdefault(tuple(each.sample_ids), {})

@@ -81,7 +81,10 @@ _making_decoders = threading.Lock()
 
 
 class Address(msgspec.Struct, frozen=True):
-    """Address of the directory, and the secret that opens it (from Ray, never logged)."""
+    """Address of the directory, and the secret that opens it.
+
+    Clients get both through Ray; the secret is never logged.
+    """
 
     host: str
     port: int
@@ -276,7 +279,10 @@ class Session:
 
 
 def _is_closed(idle: socket.socket) -> bool:
-    """Return True if the peer or the kernel closed an idle connection: no data ever arrives."""
+    """Return True if the peer or the kernel closed an idle connection.
+
+    No data arrives on an idle connection, so it is readable only when it is closed.
+    """
     poll = select.poll()
     poll.register(idle, select.POLLIN)
     return bool(poll.poll(0))

@@ -191,4 +191,6 @@ class Reporter:
             if (error := future.exception()) is not None:
                 logger.warning("transfer_queue_report_failed", error=str(error))
         if unfinished:
-            logger.warning("transfer_queue_report_failed", puts=len(unfinished), waited_s=timeout_s)
+            logger.warning(
+                "transfer_queue_report_failed", reports=len(unfinished), waited_s=timeout_s
+            )

@@ -64,8 +64,8 @@ class ConsumptionSampler(BaseSampler):
             ready_indexes: rows that are ready.
             batch_size: number of requested rows.
             args: passed to ``inner``.
-            kwargs: ``partition``, the controller's status object, and the request's own
-                ``sampling_config``: with `CONSUMED` also ``task_name``.
+            kwargs: ``partition``, which is the controller's status object, and the keys of the
+                request's ``sampling_config``. A report of claims has `CONSUMED` and ``task_name``.
         """
         sample_ids = kwargs.get(CONSUMED)
         if sample_ids is None:

@@ -37,7 +37,8 @@ class Piece:
         layout: layout of the rows in ``flat``.
         flat: the flat buffer of ``layout``.
         rows: requested rows of ``layout``, in this order; None for all in their order.
-        positions: row of the answer for each; None if they follow those of the previous piece.
+        positions: each row's position in the answer; None if the rows follow those of the previous
+            piece.
         owned: whether the answer may take over ``flat``, because nothing else uses it.
     """
 
@@ -200,7 +201,7 @@ def _tail(layout: FieldLayout) -> tuple[int, ...]:
 
 
 def _has_tail(layout: FieldLayout, tail: tuple[int, ...]) -> bool:
-    """Return whether every row has the shape (any length, *tail), and ``tail`` has elements."""
+    """Return whether every row has the shape (any length, *tail), with no 0 in ``tail``."""
     return (
         layout.shapes is None
         and (layout.ragged or bool(layout.item))
@@ -288,7 +289,7 @@ def _is_answer(pieces: Sequence[Piece], places: Sequence[slice | Indices]) -> bo
 
 
 def padded_of(layout: FieldLayout, pad_value: float, width: int) -> Padded | None:
-    """Return the padded tensor of `decode_column`, without its rows.
+    """Return the padded tensor of `decode_column`, before the rows are copied into it.
 
     It is None for Python values, for rows of one size, and for rows that cannot be padded.
 

@@ -184,9 +184,9 @@ class FieldParts(msgspec.Struct, frozen=True, array_like=True):
 
     Attributes:
         blocks: blocks that hold the rows.
-        source: int32 array with the index in ``blocks`` of each row; empty if there is one block.
-        rows: int64 array with the number in its block of each row; empty for all rows of the only
-            block, in order.
+        source: int32 array with each row's index in ``blocks``; empty if there is one block.
+        rows: int64 array with each row's number in its block; empty for all rows of the only block,
+            in order.
     """
 
     blocks: list[Block]

@@ -2,7 +2,7 @@
 
 Every connection begins with the client's `hello` of fixed size. The answer is one byte: `ACCEPTED`
 or `REFUSED`. On the Unix socket the memory's descriptor comes with the answer; afterwards the
-connection only shows that the unit is alive. On TCP frames follow: a `FRAME` header, the ranges as
+connection only shows that the unit is alive. On TCP, frames follow: a `FRAME` header, the ranges as
 pairs of offset and size (`RANGES`), and for a write the bytes. The answer to a write is `ACCEPTED`,
 to a read the bytes. A malformed frame makes the unit close the connection.
 

@@ -2,7 +2,7 @@
 
 TransferQueue saves its controller, then asks the storage manager for the values. Metas in the
 controller name each value by its block's number and its row in the block, so a restored block keeps
-both. Rows that were freed before the save are not stored; their memory is freed again at once::
+both. Rows that were freed before the save are not stored, and a restore frees their memory::
 
     block 7, rows   a - c -      saved: layout of 4 rows, rows [0, 2], bytes of a and c
     restored        a . c .      the cells (7, 0) and (7, 2) are valid; 1 and 3 are free
@@ -185,7 +185,7 @@ def _numbers(
 def _together(live: list[_Live]) -> Iterator[tuple[list[str], list[_Live]]]:
     """Yield samples and all of their blocks, so that one request pins many blocks.
 
-    All samples of a group have blocks of the same fields: those of puts that were alike.
+    A group joins puts of the same fields, so all of its samples have blocks of the same fields.
     """
     puts: dict[tuple[str, ...], list[_Live]] = {}
     for each in live:

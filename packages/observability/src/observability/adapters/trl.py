@@ -22,7 +22,8 @@ except ModuleNotFoundError as error:
     ) from error
 
 _LOSS = "compute_loss"
-# TRL's names of blocks to those of docs/telemetry.md; others, such as reward functions, stay.
+# TRL's names of blocks, mapped to those of docs/telemetry.md. Other blocks, such as reward
+# functions, keep their names.
 _SPANS: dict[str, tuple[str, Bucket]] = {
     "_prepare_inputs": ("rollout", "overhead"),
     "transformers.generate": ("generate", "productive"),

@@ -38,9 +38,9 @@ _installed = False
 def install() -> None:
     """Replace verl's timer and tracking in this process, before it imports a trainer.
 
-    It is the value of Ray's ``worker_process_setup_hook``, so that it runs in each Ray worker. A
-    process exports only if it makes a `Tracking`, as verl's trainers do. The environment variable
-    RUN_ID is the id of the run; without it, verl's experiment name is. Another call does nothing.
+    Set it as Ray's ``worker_process_setup_hook``, so that it runs in each Ray worker. A process
+    exports only if it makes a `Tracking`, as verl's trainers do. The id of the run is the
+    environment variable RUN_ID or, without it, verl's experiment name. Later calls do nothing.
 
     Raises:
         ImportError: verl is not installed.
@@ -124,8 +124,8 @@ class _Run:
     def _next_step(self) -> int:
         """Return the number of completed steps.
 
-        verl's trainers count steps from 1, also after a resume, in the step of `SkipManager`. Those
-        that do not set it are counted from 0.
+        verl's trainers store the number of the current step in `SkipManager.step`: it starts at 1
+        and continues after a resume. For trainers that do not set it, steps are counted from 0.
         """
         from verl.utils.skip.skip_manager import SkipManager
 

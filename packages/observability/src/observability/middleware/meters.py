@@ -287,7 +287,7 @@ def _observe(meter: Meter) -> None:
         "dataplane.consumed",
         [partial(counts.observe, "acknowledged")],
         unit="{sample}",
-        description="Samples present that a task has consumed.",
+        description="Samples present that a task has acknowledged.",
     )
 
 
@@ -323,7 +323,8 @@ class _Counts:
 
     def __init__(self, meter: Meter) -> None:
         self._meter = meter
-        # The state that the other instrument reports, to the time of the last query and its totals.
+        # Maps the state that the other instrument reports to the time of the last query and its
+        # totals.
         self._pending: dict[str, tuple[float, _Totals]] = {}
 
     def observe(self, state: str, options: CallbackOptions) -> Iterable[Observation]:

@@ -41,7 +41,10 @@ class PendingPut:
 
 
 class Cells:
-    """The bytes by field, and their sum. Immutable, since samples share it; equal by identity."""
+    """The bytes of a sample by field, and their sum.
+
+    Immutable, because samples share instances. Two instances are never equal.
+    """
 
     __slots__ = ("by_field", "total")
 

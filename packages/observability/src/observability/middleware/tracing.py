@@ -28,7 +28,7 @@ _SYSTEM = "dataplane"
 
 @dataclass(frozen=True)
 class _Form:
-    """The form of an operation's span: the verb of its name, its kind, its name and its type.
+    """The form of an operation's span: verb and kind of the span; name and type of the operation.
 
     ``type`` follows OpenTelemetry's messaging conventions; None for operations that follow the
     database conventions.

@@ -1,4 +1,4 @@
-"""`Waits`: reports of tasks that are blocked for more than a second, repeated while they are.
+"""`Waits`: reports of tasks blocked for more than a second, repeated while they stay blocked.
 
 Repeated reports let a reader distinguish a wait that continues from one whose process was killed. A
 process has one reporting thread; it starts with the first wait and sleeps while there is none.

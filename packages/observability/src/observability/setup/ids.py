@@ -1,7 +1,7 @@
 """A generator of trace and span ids that does not depend on the seed of `random`.
 
-OpenTelemetry's own generator takes them from `random`. Trainers seed it, often with the same number
-on each rank and in each run, and the spans of these would have the same ids.
+OpenTelemetry's own generator takes them from `random`. Trainers seed `random`, often with the same
+number on each rank and in each run. Spans of different ranks and runs would then have the same ids.
 """
 
 from __future__ import annotations

@@ -40,9 +40,10 @@ def setup(
     endpoint has no exporter and no provider: its API calls do nothing. Without arguments and
     variables, that applies to all three signals.
 
-    Telemetry never makes the program fail or block. If the collector is down, slow or refuses, or
-    the endpoint is not a URL, items are dropped, `Telemetry.counts` counts them, and one warning is
-    logged. The standard logger ``opentelemetry`` is redirected for that. One export may take 3 s
+    Telemetry never makes the program fail or block. If the collector is down, is slow or rejects
+    requests, or if the endpoint is not a URL, items may be dropped: `Telemetry.counts` counts them,
+    and one warning is logged. For these warnings, the standard logger ``opentelemetry`` is
+    redirected. One export may take 3 s
     (``OTEL_EXPORTER_OTLP_TIMEOUT``).
 
     Queued items are exported at exit and on SIGTERM. The signal handler is installed if `setup` is

@@ -35,11 +35,11 @@ class CollectorSession(requests.Session):
     Attributes:
         once: whether the SDK must not retry a failed request.
         deadline: monotonic time beyond which no request continues.
-        sent: number of requests so far for the current batch.
+        sent: 1 if a request was sent for the current batch, else 0.
         rejected: number of items of the last request that the collector rejected.
         trouble: kind and details of the last request's failure; None if it succeeded.
-        transient: whether the last failure was transient: no response in time, or a status that
-            allows a retry.
+        transient: whether the last failure was transient: no connection, no response in time, or a
+            status that allows a retry.
     """
 
     def __init__(self, kind: Kind) -> None:

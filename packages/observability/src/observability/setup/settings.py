@@ -20,7 +20,8 @@ EXPORT_TIMEOUT_S = 3.0
 _DEFAULT_ENDPOINT = "http://localhost:4318"
 _VARIABLE: dict[Signal, str] = {"spans": "TRACES", "events": "LOGS", "metrics": "METRICS"}
 _PROCESSOR: dict[Signal, str] = {"spans": "OTEL_BSP", "events": "OTEL_BLRP"}
-# An export costs milliseconds of CPU, whatever its size; reports of waits are flushed at once.
+# An export costs milliseconds of CPU, whatever its size, so exports are infrequent. Only the first
+# report of a wait is flushed at once.
 _INTERVAL_S: dict[Signal, float] = {"spans": 5.0, "events": 5.0, "metrics": 60.0}
 # An event names up to 4,096 samples, so a batch stays far below the 64 MiB limit of a request.
 _BATCH: dict[Signal, int] = {"spans": 512, "events": 128, "metrics": 1}

@@ -1,9 +1,9 @@
 """Order of events whose senders' clocks disagree, by the receiver's clock.
 
 An event arrives some seconds after its time: processes export at intervals, and retry. A clock is
-wrong if its events arrive before their time, or much later than those of other clocks. The times of
-such a clock are shifted so that its least delayed event is at its time of arrival. Events of one
-clock keep their order.
+wrong if its events arrive before their time, or much later than those of other clocks. If any clock
+is wrong, the times of all clocks are shifted: in each group of clocks that agree, the least delayed
+event gets its time of arrival. Events of one clock keep their order.
 """
 
 from __future__ import annotations

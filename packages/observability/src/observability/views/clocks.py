@@ -35,8 +35,8 @@ def clocks_ahead(tree: Tree, root: Span | None) -> dict[str, int]:
     """Return the hosts whose clocks disagree with the clock of the root's host.
 
     Returns:
-        Host to nanoseconds by which its clock is at least ahead; negative if it is behind. Empty
-        without a root.
+        Host to the minimum number of nanoseconds by which its clock is ahead; negative if it is
+        behind. Empty without a root.
     """
     calls = _calls(tree)
     if root is None or root.process.host not in calls:

@@ -114,7 +114,7 @@ class Bar:
     Attributes:
         description: text for screen readers.
         kind: its bucket, or ``groups``.
-        row: index of the row, from the top over all lanes.
+        row: index of the row, counted from the top across all lanes.
         lane: index of the lane.
     """
 
@@ -166,7 +166,7 @@ class Drawing:
 
 
 _Place = tuple[int, int, int]
-"""Pixels from the top, row over all lanes, lane."""
+"""Pixels from the top, index of the row across all lanes, and index of the lane."""
 
 
 def draw(

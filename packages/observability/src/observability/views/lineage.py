@@ -47,7 +47,7 @@ class Hop:
 
     Attributes:
         name: name of the event, for example ``put``; see docs/telemetry.md.
-        time_ns: nanoseconds since 1970 by the clock of its process.
+        time_ns: nanoseconds since 1970 by the clock of its process, corrected within its trace.
         seconds: seconds since the sample's first event, on one clock.
         process: the process that recorded it.
         partition: partition of the sample.
@@ -88,7 +88,7 @@ def life_of(sample_id: str, records: Records) -> list[Hop]:
     """Return the events of a sample in the order in which they happened.
 
     Events of hosts whose clocks are wrong by more than the delay of an export are ordered by their
-    receipt (see `observability.views.arrivals`); `Hop.time_ns` stays the sender's.
+    receipt (see `observability.views.arrivals`); this does not change `Hop.time_ns`.
 
     A clear of an entire partition is one hop of each sample in it. A sample id in two partitions
     has one lineage. If clocks of hosts disagree, event times are corrected within the traces that

@@ -56,9 +56,9 @@ class Step:
         tree: its spans by parent.
         events: its lifecycle events by time, each once.
         staleness: staleness of the trained samples; None if no version is known.
-        clocks: hosts whose clocks disagree with the root's, to the minimum nanoseconds by which
-            each is ahead; negative if behind. Times of their spans and events are corrected by
-            that.
+        clocks: host whose clock disagrees with the root's to the minimum number of nanoseconds by
+            which it is ahead; negative if it is behind. The times of its spans and events are
+            corrected by that number.
     """
 
     run_id: str

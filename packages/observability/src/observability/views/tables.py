@@ -80,7 +80,7 @@ def _path(step: Step, path: Sequence[Segment]) -> Table:
         seconds = sum(segment.seconds for segment in rest)
         label = f"{len(rest)} shorter segments"
         rows.append(_row(label, "", "", f"{seconds:.3f}", percent(seconds, step.seconds)))
-    return Table("Critical path", _columns("span", "process", "at", "seconds", "of step"), rows)
+    return Table("Critical path", _columns("span", "process", "start", "seconds", "of step"), rows)
 
 
 def _bytes(step: Step) -> Table:

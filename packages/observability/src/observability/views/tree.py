@@ -1,7 +1,8 @@
 """The spans of one trace as a tree that is valid even if spans are missing or malformed.
 
-Spans whose parent did not arrive, and rings of parents, get separate tops. So no span is lost and
-every walk ends. A span without any time is placed at the start of its parent.
+Walks start at the roots, at each span whose parent did not arrive, and at one span of each cycle of
+parents. So no span is lost and every walk ends. A span without any time is placed at the start of
+its parent.
 """
 
 from __future__ import annotations

@@ -115,7 +115,7 @@ def lines_of(step: Step, path: Iterable[Segment]) -> tuple[list[WaterfallLine], 
     if len(rows) < count:
         notes.append(
             f"{count} spans in {len(rows)} lines: similar siblings share a line, "
-            "\N{MULTIPLICATION SIGN}n is their number, duration their sum"
+            "\N{MULTIPLICATION SIGN}n is their number, and the duration is their sum"
         )
     if len(rows) > _MAX_SHOWN:
         notes.append(f"the last {len(rows) - _MAX_SHOWN} lines are omitted")
@@ -127,7 +127,7 @@ def legend() -> Text:
     text = Text("* critical path")
     for bucket, mark in _MARKS.items():
         text.append("   ").append(mark * 2, style=STYLES[bucket])
-        text.append(f" {bucket or 'groups others'}")
+        text.append(f" {bucket or 'no bucket'}")
     return text
 
 

@@ -59,10 +59,10 @@ class Wait:
         fields: fields that a claim needs, or that a call will write.
         requested: number of requested samples; 0 if not reported.
         known: whether the partition exists; if not, the numbers below mean nothing.
-        there: number of samples in the partition now.
+        present: number of samples in the partition now.
         ready: number of those that are neither claimed by the task nor lack a field.
         lacks: field to the samples that lack it; fields that no sample lacks are omitted.
-        unput: number of declared samples that were not put yet.
+        outstanding: number of declared samples that were not put yet.
         claimed: number of samples in the partition that the task has claimed.
         holders: process to the number of samples that it leases for the task; the process is
             "host:pid" in live numbers, its label in events.
@@ -82,10 +82,10 @@ class Wait:
     fields: tuple[str, ...] = ()
     requested: int = 0
     known: bool = False
-    there: int = 0
+    present: int = 0
     ready: int = 0
     lacks: Mapping[str, Lack] = field(default_factory=dict)
-    unput: int = 0
+    outstanding: int = 0
     claimed: int = 0
     assigned: int = 0
     holders: Mapping[str, int] = field(default_factory=dict)
@@ -120,13 +120,13 @@ class Wait:
         if not self.known:
             return ": the partition does not exist"
         parts = [
-            f"{lack.count} of {self.there} lack {printable(name)}{_examples(lack)}"
+            f"{lack.count} of {self.present} lack {printable(name)}{_examples(lack)}"
             for name, lack in self.lacks.items()
         ]
         if not parts:
             parts.append(
-                f"{self.there} present and none lacks a field"
-                if self.there
+                f"{self.present} present and none lacks a field"
+                if self.present
                 else "no samples present"
             )
         if self.task and self.ready:
@@ -134,7 +134,7 @@ class Wait:
         if self.claimed:
             parts.append(f"{self.claimed} already claimed by it")
         if self.holders:
-            blocked = not (self.lacks or self.ready or self.unput)
+            blocked = not (self.lacks or self.ready or self.outstanding)
             leased, named = sum(self.holders.values()), self._named_holders()
             parts.append(
                 f"it is blocked on {leased} leased samples: {named}"
@@ -143,7 +143,7 @@ class Wait:
             )
         if self.assigned:
             parts.append(f"{self.assigned} assigned to ranks")
-        parts.append(f"{self.unput} outstanding")
+        parts.append(f"{self.outstanding} outstanding")
         return ": " + "; ".join(parts)
 
     def _named_holders(self) -> str:
@@ -175,7 +175,8 @@ def why(
         silent_after_s: seconds without a repeated report after which a process counts as silent.
             Infinity for callers that determine silence in another way.
 
-    Where times of receipt are known, they replace reported times: clocks of hosts may be wrong.
+    Durations and silence are computed with times of receipt where these are known, since clocks of
+    hosts may be wrong. Events are ordered by their reported times.
     """
     events = sorted(distinct_events(timed_events(records.events)), key=lambda event: event.time_ns)
     folds: dict[tuple[str, str], _Partition] = {}
@@ -299,10 +300,10 @@ class _Partition:
         return replace(
             wait,
             known=self.registered or bool(self.rows),
-            there=len(rows),
+            present=len(rows),
             ready=sum(needed <= fields for fields in open_rows.values()),
             lacks=lacks,
-            unput=max(0, self.declared - self.put_total),
+            outstanding=max(0, self.declared - self.put_total),
             claimed=len(rows) - len(open_rows),
             holders=Counter(
                 holder
@@ -355,10 +356,10 @@ def _with_live(wait: Wait, summary: PartitionSummary) -> Wait:
     return replace(
         wait,
         known=True,
-        there=summary.present,
+        present=summary.present,
         ready=min(max(wait.ready, minimum), maximum),
         lacks=lacks,
-        unput=max(0, summary.declared - summary.put),
+        outstanding=max(0, summary.declared - summary.put),
         claimed=claimed,
         assigned=assigned,
         holders=holders,

@@ -22,8 +22,8 @@ from refit_mx.control.protocol import (
     refit_pb2,
     refit_pb2_grpc,
     refit_source_id,
+    shard_message,
     shard_of,
-    shard_to,
 )
 from refit_mx.control.records import PayloadFormat, Refusal, Shard, VersionState, WorkerRole
 from refit_mx.deadline import Deadline
@@ -254,7 +254,7 @@ class ControlClient:
                 the version does not expect the slot, or the worker published a different shard
                 there.
         """
-        request = refit_pb2.CreateWeightVersionShardRequest(shard=shard_to(shard))
+        request = refit_pb2.CreateWeightVersionShardRequest(shard=shard_message(shard))
         try:
             return _version(self._call(self._refit.CreateWeightVersionShard, request).version)
         except PreconditionError as error:

@@ -17,8 +17,8 @@ class Limits:
         forget_after_s: time after which a RELEASING version without shards and leases is
             forgotten, and so is a dead worker without shards.
         abandon_after_s: time after which a STAGING version without a live shard is released.
-        max_released: limit of RELEASING versions without shards and leases. Beyond it, those that
-            lost their last shard or lease first are forgotten at once.
+        max_released: limit of RELEASING versions without shards and leases. Beyond it, they
+            are forgotten at once, in the order in which they lost their last shard or lease.
         max_versions: limit of all versions that are not forgotten.
         max_workers: limit of all workers that are not forgotten.
         max_leases: limit of live leases on one version.

@@ -38,10 +38,10 @@ __all__ = [
     "refit_pb2",
     "refit_pb2_grpc",
     "refit_source_id",
+    "shard_message",
     "shard_of",
-    "shard_to",
     "version_body_of",
-    "version_to",
+    "version_message",
 ]
 
 # The generated classes have no types, so messages are Any in this package.
@@ -152,7 +152,7 @@ def role_of(number: int) -> WorkerRole:
         ) from None
 
 
-def version_to(version: Version) -> Message:
+def version_message(version: Version) -> Message:
     """Return the ``WeightVersion`` message of a record."""
     body = version.body
     message = refit_pb2.WeightVersion(
@@ -190,7 +190,7 @@ def shard_of(message: Message) -> Shard:
     )
 
 
-def shard_to(shard: Shard) -> Message:
+def shard_message(shard: Shard) -> Message:
     """Return the ``WeightVersionShard`` message of a record."""
     return refit_pb2.WeightVersionShard(
         version_id=shard.version_id,

@@ -25,12 +25,12 @@ from refit_mx.control.protocol import (
     refit_pb2_grpc,
     refit_source_id,
     role_of,
+    shard_message,
     shard_of,
-    shard_to,
     state_of,
     text,
     version_body_of,
-    version_to,
+    version_message,
 )
 from refit_mx.control.records import Refusal
 from refit_mx.control.sources import Source
@@ -97,17 +97,17 @@ class RefitServicer(_Servicer, refit_pb2_grpc.RefitServiceServicer):
     @_step
     def CreateWeightVersion(self, request: Message, state: ControlState, now_ms: int) -> Message:
         version = state.create_version(version_body_of(request), now_ms=now_ms)
-        return refit_pb2.CreateWeightVersionResponse(version=version_to(version))
+        return refit_pb2.CreateWeightVersionResponse(version=version_message(version))
 
     @_step
     def GetWeightVersion(self, request: Message, state: ControlState, now_ms: int) -> Message:
         version = state.get_version(text(request.uid, "uid"), now_ms=now_ms)
-        return refit_pb2.GetWeightVersionResponse(version=version_to(version))
+        return refit_pb2.GetWeightVersionResponse(version=version_message(version))
 
     @_step
     def DeleteWeightVersion(self, request: Message, state: ControlState, now_ms: int) -> Message:
         version = state.delete_version(text(request.uid, "uid"), now_ms=now_ms)
-        return refit_pb2.DeleteWeightVersionResponse(version=version_to(version))
+        return refit_pb2.DeleteWeightVersionResponse(version=version_message(version))
 
     @_step
     def UpdateWeightVersionState(
@@ -116,7 +116,7 @@ class RefitServicer(_Servicer, refit_pb2_grpc.RefitServiceServicer):
         version = state.update_version_state(
             text(request.uid, "uid"), state_of(request.state), now_ms=now_ms
         )
-        return refit_pb2.UpdateWeightVersionStateResponse(version=version_to(version))
+        return refit_pb2.UpdateWeightVersionStateResponse(version=version_message(version))
 
     @_step
     def RegisterWorker(self, request: Message, state: ControlState, now_ms: int) -> Message:
@@ -143,7 +143,7 @@ class RefitServicer(_Servicer, refit_pb2_grpc.RefitServiceServicer):
     ) -> Message:
         shard, version = state.create_shard(shard_of(request.shard), now_ms=now_ms)
         return refit_pb2.CreateWeightVersionShardResponse(
-            shard=shard_to(shard), version=version_to(version)
+            shard=shard_message(shard), version=version_message(version)
         )
 
     @_step
@@ -152,7 +152,7 @@ class RefitServicer(_Servicer, refit_pb2_grpc.RefitServiceServicer):
     ) -> Message:
         shards = state.list_shards(text(request.version_id, "version_id"), now_ms=now_ms)
         return refit_pb2.ListWeightVersionShardsResponse(
-            shards=[shard_to(shard) for shard in shards]
+            shards=[shard_message(shard) for shard in shards]
         )
 
     @_step

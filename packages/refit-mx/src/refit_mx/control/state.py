@@ -401,7 +401,7 @@ def _check_body(body: VersionBody) -> None:
         raise Refusal(
             Code.INVALID_ARGUMENT,
             f"{len(slots)} expected source slots {'and' if slots else 'and no'} object storage; "
-            "a version has either",
+            "expected one of the two",
         )
     if body.state is VersionState.RELEASING or (
         body.state is VersionState.READY and body.object_storage is None

@@ -61,7 +61,7 @@ REPEATABLE: frozenset[str] = frozenset(
 REPEATABLE_ON_CPU: frozenset[str] = frozenset(
     {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"}
 )
-"""The repeatable methods on a CPU, where experts come out wrong even with ``reload_weights``."""
+"""The repeatable methods on a CPU. There even vLLM's ``reload_weights`` gives wrong experts."""
 
 
 class LayerwiseReload:
@@ -193,8 +193,8 @@ class LayerwiseReload:
                 if type(layer).__name__ == "MLAAttention":
                     raise LayoutError(
                         f"{prefix}: MLAAttention of vLLM {vllm.__version__} creates new tensors, "
-                        "while captured graphs use the old ones; expected vLLM 0.26, or "
-                        "enforce_eager"
+                        "while captured graphs use the old ones; expected vLLM 0.26 or "
+                        "later, or enforce_eager"
                     )
 
     @contextmanager
@@ -247,7 +247,7 @@ def _check_processing(prefix: str, layer: nn.Module, *, loaded: bool) -> None:
     """Check that vLLM can process a layer again as it did at launch.
 
     Raises:
-        LayoutError: it may not; the message names the layer and its method.
+        LayoutError: it may process it differently; the message names the layer and its method.
     """
     if is_deferred_attention_layer(layer):
         if loaded:

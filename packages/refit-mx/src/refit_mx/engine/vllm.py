@@ -4,8 +4,8 @@ This module imports vLLM, so import it only where vLLM runs. `refit_mx.engine.re
 makes vLLM import it. It has vLLM's interface; `refit_mx.engine.weight_transfer` does the updates.
 
 vLLM keeps a flag for the session from ``start`` to ``finish``. An ``update`` that raises ends it; a
-``finish`` that raises leaves it open. Every order of calls that vLLM allows works: a ``finish``
-without an update ends the session and installs nothing.
+``finish`` that raises leaves it open. Any order of calls that vLLM allows is valid here. For
+example, a ``finish`` without an update ends the session and installs nothing.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class MxWeightTransferUpdateInfo(MxUpdateInfo, WeightTransferUpdateInfo):
 class MxWeightTransferEngine(WeightTransferEngine):
     """Engine that installs exactly the version that an update names.
 
-    Arguments typed Any are vLLM's objects; it relies only on the attributes that it uses.
+    Arguments typed Any are vLLM's objects.
     """
 
     init_info_cls = MxWeightTransferInitInfo

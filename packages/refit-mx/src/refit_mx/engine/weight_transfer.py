@@ -123,8 +123,8 @@ class MxWeightTransfer:
         weights and the fence stay.
 
         Raises:
-            RefitConfigError: a value is wrong.
-            ControlError: the control plane cannot be reached, or refuses.
+            RefitConfigError: a value is wrong, or the token or the certificates cannot be read.
+            RefitError: another rank failed.
         """
         if info == self._info:
             return
@@ -133,8 +133,8 @@ class MxWeightTransfer:
         self._info = None
         with self._failing_together("init_transfer_engine"):
             chosen = self._choose_compiler(info)
-            # Not from the info: a caller of the engine's routes must not choose which certificates
-            # to trust, or which file or variable to read and send.
+            # The info has no certificates or token: a caller of the engine's routes must not choose
+            # which certificates to trust, or which file or variable to read and send.
             control = ControlAccess.from_environment().connect(info.control_address)
             self.release()
             self._compiler, self._source_targets, self._source_metadata = chosen
@@ -192,18 +192,18 @@ class MxWeightTransfer:
         """Install the fetched version on all ranks; do nothing without a fetch. Collective.
 
         Raises:
-            PhaseError: a rank has not received its version, or has another version than another
-                rank. No live weight has changed.
+            PhaseError: a rank has not received its version, or the ranks have received different
+                versions. No live weight has changed.
             FencedError: the install failed on a rank. No rank serves until an update succeeds.
         """
         fetch = self._fetch
-        state = "nothing" if fetch is None else str(fetch)  # read once: the fetch may complete
+        state = "no fetch" if fetch is None else str(fetch)  # read once: the fetch may complete
         states = gather_from_ranks(state)
         try:
             if len(set(states)) > 1 or (fetch is not None and state != fetch.received):
                 with self._failing_together("finish_weight_update"):
                     each = "; ".join(dict.fromkeys(states))
-                    raise PhaseError(f"nothing was installed: {each}")
+                    raise PhaseError(f"nothing was installed; states of the ranks: {each}")
             elif fetch is not None:
                 self._install(fetch.version_id, fetch.future.result().tensors)
         finally:

@@ -94,7 +94,7 @@ class PhaseBarrier:
             FleetError: the store refused, or its server is gone.
             RefitTimeoutError: the store did not answer in time.
         """
-        deadline = Deadline(timeout_s, f"refit: the point {point.value!r}")
+        deadline = Deadline(timeout_s, f"refit: reporting the point {point.value!r}")
         number = self._round
         self._bounded(lambda: self._write(number, [point], _OK), deadline)
 

@@ -117,7 +117,7 @@ class Server:
                 "for each data-parallel replica"
             )
         if len({rank.session for rank in ranks}) > 1:
-            raise RefitConfigError("its workers are in different sessions; restart it")
+            raise RefitConfigError("only some of its workers have an open session; restart it")
         if self.world_size not in (None, size):
             raise ServerCallError(
                 f"/get_world_size: {size}; it was {self.world_size} before", status=200

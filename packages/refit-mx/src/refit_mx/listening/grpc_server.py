@@ -58,7 +58,7 @@ class RequestGuard(grpc.ServerInterceptor):
     """Interceptor that limits the wait for requests in a synchronous server.
 
     gRPC would wait for a request without limit, in a thread of the pool, and log a traceback for a
-    malformed one. So this interceptor, which must be the first, waits and decodes itself.
+    malformed one. So this interceptor, which must be the first, gets the request and decodes it.
 
     Args:
         name: name of the server, for the log.

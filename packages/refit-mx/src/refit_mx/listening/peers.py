@@ -1,8 +1,8 @@
 """Limits of every listener: connections, time for a first request, and log lines.
 
 A peer that connects and stays silent, or sends half a request, occupies only its own connection.
-Silent peers are dropped after a timeout; if there are too many, earlier, to admit newer peers. What
-a peer sends is never logged.
+Silent peers are dropped after a timeout, or earlier if there are too many, to admit newer peers.
+What a peer sends is never logged.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class PendingPeers(Generic[_Key]):
             self.remove(key)
 
     def drop_oldest(self) -> _Key | None:
-        """Drop the peer that has been silent for longest; return its key, or None if none is."""
+        """Drop the peer that has been silent for longest; return its key, or None if no peer is."""
         with self._lock:
             key = next(iter(self._pending), None)
             if key is None:

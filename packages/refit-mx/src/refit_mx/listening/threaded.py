@@ -14,9 +14,9 @@ from refit_mx.listening.peers import PeerLog, PendingPeers, bounded_connections
 
 HANDSHAKE_S = 5.0
 _IDLE_S = 1.0
-"""Idle time after which a connection may be closed for another; within a fetch gaps are shorter."""
+"""Idle time after which a connection may be closed for another; gaps within a fetch are shorter."""
 _ACCEPT_PAUSE_S = 0.1
-"""Pause after accept failed: without descriptors or threads the next one would fail too."""
+"""Pause after accept has failed: without a free descriptor the next call would fail too."""
 
 
 class Connection:
@@ -97,7 +97,7 @@ class ThreadedListener:
         self._closed = False
         self._stopped = threading.Event()
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        # As in gRPC, all IPv6 interfaces include those of IPv4.
+        # As in gRPC, a listener on all IPv6 interfaces also accepts IPv4.
         both = ":" in host and is_every_interface(host) and socket.has_dualstack_ipv6()
         self._listener = socket.create_server(
             (host, port), family=family, backlog=128, dualstack_ipv6=both
@@ -164,7 +164,7 @@ class ThreadedListener:
             return True
 
     def _drop_silent(self) -> bool:
-        """Close one connection in favor of another; return whether there was one. Needs the lock.
+        """Close a connection in favor of another; return whether one was closed. Needs the lock.
 
         A peer without a first request loses nothing, and an idle peer reconnects for its next one.
         """

@@ -157,7 +157,7 @@ def chunks(reads: ReadTable, side: Side) -> Iterator[Chunk]:
 
 
 def _small_chunks(reads: ReadTable, sizes: npt.NDArray[np.int64], side: Side) -> Iterator[Chunk]:
-    """Yield chunks of as many complete rows as fit; all rows are smaller than a chunk."""
+    """Yield chunks of as many complete rows as fit; no row is larger than a chunk."""
     ends = np.cumsum(sizes)
     flat = contiguous(reads, side)
     at, stride1, stride2 = _COLUMNS[side]
@@ -190,7 +190,7 @@ class ByteSpans:
         self._memory = memory
         self._host: Bytes | None = host_bytes(memory) if memory.device.type == "cpu" else None
         self._view = None if self._host is None else self._host.data
-        # Allocated on first use: contiguous reads never need it.
+        # Allocated on first use: contiguous reads of CPU memory never need it.
         self._bounce: Bytes | None = None
 
     def buffers(self, chunk: Chunk, *, load: bool) -> list[memoryview]:

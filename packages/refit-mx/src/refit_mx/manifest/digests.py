@@ -164,7 +164,7 @@ class PublishedBlocks:
         self._digests = digests
 
     def changed(self, memory: torch.Tensor, reads: ReadTable) -> tuple[int, int] | None:
-        """Return the first block touched by reads that differs from what was published.
+        """Return the first block that the reads touch and that differs from what was published.
 
         Args:
             memory: the arena.

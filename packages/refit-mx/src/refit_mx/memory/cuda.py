@@ -1,7 +1,7 @@
 """Ordering between CUDA streams and other readers and writers of the same memory.
 
-Other processes and network cards ignore streams, so kernels that use shared memory must finish
-before its owner changes.
+Other processes and network cards ignore streams, so kernels that use this memory must finish before
+another reader or writer uses it.
 """
 
 from __future__ import annotations

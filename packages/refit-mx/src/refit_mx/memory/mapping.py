@@ -31,7 +31,7 @@ from refit_mx.manifest.format import SharedMemory
 _LINK = "/memfd:{} (deleted)"
 """Target of the link in /proc for the memory's descriptor."""
 _SEAL_FUTURE_WRITE = 0x10
-"""Seal that keeps existing mappings writable but allows no new ones; `fcntl` has no name for it."""
+"""Seal that keeps writable mappings but allows no new ones; `fcntl` has no name for it."""
 
 
 @cache

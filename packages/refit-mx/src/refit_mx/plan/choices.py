@@ -47,7 +47,7 @@ class Choices:
 
 
 def choices(pieces: Pieces, wanted: TargetColumns) -> Choices | Missing:
-    """Divide each part by the held pieces of it.
+    """Divide each part into boxes by the pieces that sources hold; return gaps if there are any.
 
     Raises:
         LayoutError: pieces overlap in too many ways.

@@ -32,7 +32,7 @@ from refit_mx.plan.target_columns import TargetColumns
 from refit_mx.plan.target_tensors import TargetTensor
 
 SPLIT_BYTES = 16 << 20
-"""Approximate size limit of the boxes into which data that several sources hold is split."""
+"""Approximate size limit of a box if several sources hold it; a larger one is split."""
 _NAMED_SOURCES = 4
 
 

@@ -36,7 +36,7 @@ class TargetColumns:
         stop: int64 (parts, axes), padded with 1.
         base: int64 (parts,), first byte of the part in scratch.
         stride: int64 (parts, axes), bytes in scratch between neighbors along each axis of the
-            published tensor; arbitrary if the part has one element.
+            published tensor; arbitrary where the part has one element along it.
     """
 
     offsets: npt.NDArray[np.int64]

@@ -61,8 +61,8 @@ def mesh_target(
     Args:
         spec: the published tensor.
         axes: (axis of the tensor, number of ranks, this rank) for each mesh dimension that divides
-            the tensor, each division as in `TargetTPLayout`. If an axis occurs again, the remaining
-            part is divided again, as DTensor does from the first mesh dimension on.
+            the tensor, each division as in `TargetTPLayout`. If an axis occurs again, this rank's
+            part is divided again, as DTensor does in the order of the mesh dimensions.
         name: name of the target; None uses the tensor's.
 
     Raises:

@@ -78,7 +78,7 @@ def merge_tables(
         workers: one sender of each table, for messages.
 
     Returns:
-        The tensors; the row of each name; and for each table the new rows of its rows.
+        The tensors; the row of each name; and for each table, the merged row of each of its rows.
 
     Raises:
         LayoutError: two tables have one tensor with different dtypes or shapes.

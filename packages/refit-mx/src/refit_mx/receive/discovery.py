@@ -87,7 +87,8 @@ def discover_v2_sources_for_slice(
         required_compile_metadata: values that the source's metadata must have; it may have more.
         deadline: time limit.
         exclude: worker ids to skip.
-        source_timeout_s: time limit for each source; a stopped one delays the call no longer.
+        source_timeout_s: time limit for each source; a stopped one delays the call by at most this
+            time.
         threads: pool for the calls; None for a new one.
         rank: rank of the receiver; receivers of different ranks start with different sources.
 
@@ -235,7 +236,7 @@ def _summarize(left_out: Mapping[str, str]) -> str:
 
 
 def _slots_first(manifests: Sequence[Manifest]) -> list[Manifest]:
-    """Order manifests: one per slot, then the others; freshest first as given."""
+    """Return the first manifest of each slot, sorted by slot, then the others in their order."""
     first: dict[str, Manifest] = {}
     replicas = []
     for manifest in manifests:

@@ -155,8 +155,8 @@ class MxV2RefitReceiver:
             required_compile_metadata: values that the publishers' metadata must have.
             names: only these targets; None for all.
             timeout_s: time limit of all attempts.
-            attempts: number of attempts; after a lost source or wrong bytes, the other sources are
-                tried.
+            attempts: number of attempts. Each avoids the sources that the one before it lost, and
+                those that have sent wrong bytes twice.
 
         Returns:
             The tensors, as a context manager that releases the memory and the lease.

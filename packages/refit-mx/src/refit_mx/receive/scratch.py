@@ -112,7 +112,8 @@ class ScratchPool:
                 left = deadline.left_s
                 if not left:
                     raise ScratchExhaustedError(
-                        f"scratch of {nbytes} bytes: none of the pool's {self._max_bytes} is free; "
+                        f"scratch of {nbytes} bytes: too few of the pool's {self._max_bytes} "
+                        "are free; "
                         f"{_total(self._in_use)} are in use and {_total(self._quarantined)} "
                         f"in quarantine ({len(self._quarantined)} buffers)"
                     )

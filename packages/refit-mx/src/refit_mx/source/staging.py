@@ -24,7 +24,8 @@ ALIGNMENT = 256
 """Alignment of every shard in the arena: that of CUDA, so that views of any dtype work."""
 _JOB_BYTES = 32 << 20
 _WITHOUT_INFINITY = (torch.float8_e4m3fn,)
-"""Wire dtypes without infinity, in which it would become the largest value."""
+"""Wire dtypes without infinity. A cast turns it into the largest value, or into NaN in some builds
+of torch."""
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 WireDtype = str | Mapping[str, str] | None

@@ -1,8 +1,8 @@
 """`Transport`: the interface that moves bytes from sources' arenas to a receiver's scratch buffer.
 
-Each receiver has one instance. A transport knows no tensors, versions or digests: it executes
-`ReadTable`s. It connects to a source on the first read from it, and keeps nothing of a source that
-is gone.
+Each receiver has one instance. A transport knows no tensors or digests: it executes `ReadTable`s,
+and checks that each source still holds the version. It connects to a source on the first read from
+it, and keeps nothing of a source that is gone.
 """
 
 from __future__ import annotations
@@ -98,8 +98,8 @@ class Transport(Protocol):
     def busy(self, scratch: torch.Tensor) -> bool:
         """Return whether an abandoned read may still write into the buffer.
 
-        After `fetch` raised, this is true until the transport is sure that no byte can arrive: at
-        once if nothing was abandoned, else when the reads are complete or the agents of their
+        After `fetch` raised, this is true while a byte may still arrive. If nothing was abandoned,
+        it is false at once; else it is false when the reads are complete or the agents of their
         sources are gone. The caller checks again before it uses the buffer.
         """
 

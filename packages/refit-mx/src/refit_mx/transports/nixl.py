@@ -36,8 +36,8 @@ RDMA_BATCH_BYTES = 64 << 20
 IN_FLIGHT_BYTES = 64 << 20
 """Limit for all sources together if this side's CPU copies. NIXL reports only complete
 transfers, and all transfers in flight share one network. So with more sources the batches get
-smaller, and one completes long before a fetch counts as stalled. A longer stall limit for more
-bytes would instead detect silent sources later."""
+smaller, and one completes long before a fetch counts as stalled. With a
+longer stall limit instead, silent sources would be detected later."""
 LOCAL_IN_FLIGHT_BYTES = 256 << 20
 """Limit for all sources together if all are local, with nothing slower than memory in between."""
 MIN_BATCH_BYTES = 1 << 20
@@ -98,7 +98,7 @@ class NixlTransport:
         if lanes is not None and lanes < 1:
             raise RefitConfigError(f"lanes {lanes}; expected at least 1")
         self._lanes = [Lane()]
-        # Blocked by an attempt to connect, or by earlier reads.
+        # Lanes that an attempt to connect blocks, or that still have reads in progress.
         self._abandoned_lanes: list[Lane] = []
         self._max_lanes = lanes or min(MAX_LANES, len(os.sched_getaffinity(0)))
         self._threads: ThreadPoolExecutor | None = None

@@ -30,7 +30,7 @@ def prepare_environment() -> None:
 
     Without RDMA these are ``UCX_TLS=tcp,shm,self`` and ``UCX_MODULES=^ib``; without the latter a
     process crashes at exit if the system has libibverbs. With RDMA they are not set, since they
-    would disable it. ``NIXL_LOG_LEVEL=WARN`` is always set, since NIXL logs to stdout. Nothing
+    would disable it. ``NIXL_LOG_LEVEL=WARN`` is set in either case, as NIXL logs to stdout. Nothing
     happens once NIXL is imported.
     """
     if any(f"{package}._api" in sys.modules for package in _PACKAGES):

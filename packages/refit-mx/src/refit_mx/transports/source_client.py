@@ -148,7 +148,7 @@ class SourceClient:
                 self._ok(self._receive(deadline))
                 return
             self._ok(self._receive(deadline))
-            raise ProtocolError("the bytes ended before the last one")
+            raise ProtocolError("the source ended its chunks early but reported no error")
 
     def digests(self, reads: ReadTable, *, version_id: str, deadline: Deadline) -> bytes:
         """Request digests of reads, to compare with `refit_mx.manifest.digests.digest_of_reads`.

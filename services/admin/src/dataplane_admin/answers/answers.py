@@ -321,7 +321,7 @@ class Answers:
     def _snapshot(self, partition_id: str) -> Snapshot:
         if self._live is None:
             raise Unavailable("not connected to a data plane; start the service with --ray-address")
-        self._live.want(partition_id)
+        self._live.prioritize(partition_id)
         return self._live.snapshot
 
     def _run_or_newest(self, run: str | None) -> str:

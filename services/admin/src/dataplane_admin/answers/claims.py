@@ -1,4 +1,4 @@
-"""Facts about tasks, learned from the claims that they report: no declaration has them.
+"""Facts about tasks that no declaration contains, learned from the claims that tasks report.
 
 `Needs` has the fields that each task claims; `Claimants` has the tasks that have claimed at all.
 Both read only new claims. Names are stored names: each lookup passes its name through `storable`.
@@ -79,7 +79,7 @@ class Claimants:
 
 
 class _NewestClaims:
-    """Reader of new claims that calls ``learn`` with them and with whether it skipped none.
+    """Reader that passes new claims to ``learn``, with a flag that is True if none was skipped.
 
     Only one thread reads at a time.
     """

@@ -25,7 +25,7 @@ class Health:
 
         Args:
             max_age_s: maximum age of the result in seconds. A new probe writes an empty batch,
-                which the store counts as a revision.
+                which does not change the store's revision.
         """
         with self._lock:
             now = time.monotonic()

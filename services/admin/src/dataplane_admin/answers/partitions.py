@@ -118,7 +118,7 @@ def partition(
 def _task(
     task: TaskSummary, partition_id: str, scan: Scan | None, trend: Trend, known: Needs
 ) -> models.PartitionTask:
-    needs = known.of(partition_id, task.name)
+    needs = known.of(partition_id, task.name) if task.waiting_for is None else task.waiting_for
     numbers = trend.tasks.get(task.name)
     ready = None
     if needs is not None and scan is not None:
@@ -130,7 +130,7 @@ def _task(
         needs=needs,
         ready=ready,
         oldest_claim=None if task.oldest_claim is None else models.Claim.of(task.oldest_claim),
-        claimed_per_s=None if numbers is None else trend.gained_per_s(numbers.taken),
+        claimed_per_s=None if numbers is None else trend.gained_per_s(numbers.claimed),
         acknowledged_per_s=None if numbers is None else trend.gained_per_s(numbers.acknowledged),
         backlog_per_s=None if numbers is None else trend.slope_per_s(numbers.unclaimed),
         backlog=[] if numbers is None else numbers.unclaimed,

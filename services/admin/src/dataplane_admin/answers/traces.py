@@ -63,7 +63,7 @@ def trace(store: Store, settings: Settings, trace_id: str) -> models.Trace:
         incomplete=_incomplete(store, facts, step),
         clocks=step.clock_notes,
         rows=longest_rows,
-        rows_left_out=len(rows) - len(longest_rows),
+        rows_omitted=len(rows) - len(longest_rows),
         critical_path=[_segment(step, segment) for segment in path[:MAX_ROWS]],
         process_times=[
             models.ProcessTime(
@@ -80,7 +80,7 @@ def trace(store: Store, settings: Settings, trace_id: str) -> models.Trace:
         links_out=out[:_MAX_LINKS],
         links_in=into[:_MAX_LINKS],
         events=events,
-        events_left_out=len(step.events) - len(events),
+        events_omitted=len(step.events) - len(events),
         stages=[models.StageBytes.of(stage) for stage in bytes_by_stage(step)],
         staleness=store.trace_staleness(trace_id),
         external=_external(settings, trace_id),
@@ -107,7 +107,7 @@ def compare(store: Store, a: str, b: str) -> models.TraceComparison:
         a=_on_one_clock(facts_a, step_a),
         b=_on_one_clock(facts_b, step_b),
         rows=rows[:MAX_COMPARED],
-        rows_left_out=max(0, len(rows) - MAX_COMPARED),
+        rows_omitted=max(0, len(rows) - MAX_COMPARED),
         buckets=[
             models.ComparedBucket(
                 bucket=name,
@@ -208,7 +208,7 @@ def _rows(step: Step, path: Iterable[Segment]) -> list[models.SpanRow]:
                     )
                     for event in span.events[:MAX_SPAN_EVENTS]
                 ],
-                events_left_out=max(0, len(span.events) - MAX_SPAN_EVENTS),
+                events_omitted=max(0, len(span.events) - MAX_SPAN_EVENTS),
                 critical=span.span_id in critical,
             )
         )

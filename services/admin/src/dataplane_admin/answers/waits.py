@@ -76,7 +76,7 @@ def _idle(stuck: Stuck, now_ns: int) -> models.Wait:
         silent_s=None,
         requested=0,
         ready=0,
-        there=stuck.there,
+        present=stuck.present,
         lacks={name: models.Lack(count=count, examples=[]) for name, count in stuck.lacks.items()},
         blocking=list(stuck.examples),
         claim="" if stuck.claim is None else stuck.claim.claim,
@@ -89,8 +89,9 @@ def _backlog(stuck: Stuck) -> str:
     )
     return (
         f"task '{printable(stuck.task)}' has claimed nothing for {_rounded(stuck.idle_s)}: "
-        f"{stuck.samples} of {stuck.there} samples of partition '{printable(stuck.partition_id)}' "
-        f"are unclaimed, the oldest for {_rounded(stuck.seconds)}{_ids(stuck)}{lacks}"
+        f"{stuck.samples} of {stuck.present} samples of partition "
+        f"'{printable(stuck.partition_id)}' are unclaimed, the oldest for "
+        f"{_rounded(stuck.seconds)}{_ids(stuck)}{lacks}"
     )
 
 
@@ -99,8 +100,8 @@ def _claim(stuck: Stuck) -> str:
     assert claim is not None
     owner = printable(claim.owner) if claim.owner else "an unnamed process"
     return (
-        f"claim {printable(claim.claim)} of task '{printable(stuck.task)}' is held by {owner} for "
-        f"{_rounded(stuck.seconds)}: {stuck.samples} samples of partition "
+        f"claim {printable(claim.claim)} of task '{printable(stuck.task)}' has been held by "
+        f"{owner} for {_rounded(stuck.seconds)}: {stuck.samples} samples of partition "
         f"'{printable(stuck.partition_id)}' are not acknowledged{_ids(stuck)}; "
         f"{_lease(claim.expires_in_s)}"
     )

@@ -1,4 +1,4 @@
-"""Error handlers: every error is a problem+json that names what was found and expected."""
+"""Error handlers: every error is a problem+json with one sentence on what went wrong."""
 
 from __future__ import annotations
 

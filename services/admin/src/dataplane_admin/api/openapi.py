@@ -1,4 +1,4 @@
-"""OpenAPI document: FastAPI's, plus the problems that routes may answer."""
+"""OpenAPI document: FastAPI's, plus the problems that routes may return."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PROBLEM = {"application/problem+json": {"schema": {"$ref": "#/components/schema
 
 
 def problems(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """Return the ``responses`` of a route that may answer these statuses as problems."""
+    """Return the ``responses`` of a route that may return problems with these statuses."""
     return {status: {"description": _MEANINGS[status], "content": _PROBLEM} for status in statuses}
 
 

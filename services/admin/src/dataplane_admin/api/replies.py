@@ -26,7 +26,7 @@ def json_reply(answer: object, *, status: int = 200) -> Response:
     return Response(_ANY.dump_json(answer), status, media_type="application/json")
 
 
-def kept_reply(
+def conditional_reply(
     request: Request, revisions: Changed, answer: Callable[[], object], *, ages: bool = False
 ) -> Response:
     """Return an answer with an ETag, or 304 without calling ``answer`` if the client has it.

@@ -23,7 +23,7 @@ from dataplane_admin.answers.traces import canonical_trace_id
 from dataplane_admin.api.actions import actions_router
 from dataplane_admin.api.metrics import metrics_router
 from dataplane_admin.api.openapi import problems
-from dataplane_admin.api.replies import json_reply, kept_reply
+from dataplane_admin.api.replies import conditional_reply, json_reply
 from dataplane_admin.api.updates import LiveUpdates
 
 Id = Annotated[str, Query(min_length=1, max_length=MAX_ID)]
@@ -96,12 +96,14 @@ def _live(answers: Answers, updates: LiveUpdates) -> APIRouter:
     @routes.get("/partitions", response_model=models.Partitions, responses=_KEPT)
     def partitions(request: Request) -> Response:
         """List partitions and storage units, from one snapshot."""
-        return kept_reply(request, answers.revisions, answers.partitions, ages=True)
+        return conditional_reply(request, answers.revisions, answers.partitions, ages=True)
 
     @routes.get("/partition", response_model=models.Partition, responses={**_KEPT, **problems(404)})
     def partition(request: Request, id: Id) -> Response:  # noqa: A002  # the parameter's name
         """Return one partition, from the newest snapshot."""
-        return kept_reply(request, answers.revisions, lambda: answers.partition(id), ages=True)
+        return conditional_reply(
+            request, answers.revisions, lambda: answers.partition(id), ages=True
+        )
 
     @routes.get(
         "/partition/matrix", response_model=models.Matrix, responses={**_KEPT, **problems(404)}
@@ -112,7 +114,7 @@ def _live(answers: Answers, updates: LiveUpdates) -> APIRouter:
         windows: Annotated[int, Query(ge=1, le=MAX_WINDOWS)] = 120,
     ) -> Response:
         """Return the samples of a partition by field and task, in windows."""
-        return kept_reply(
+        return conditional_reply(
             request, answers.revisions, lambda: answers.partition_matrix(id, windows=windows)
         )
 
@@ -183,7 +185,9 @@ def _history(answers: Answers) -> APIRouter:
 
         `run` filters by the run of the process; idle tasks of the data plane belong to no run.
         """
-        return kept_reply(request, answers.revisions, lambda: answers.why(run=run), ages=True)
+        return conditional_reply(
+            request, answers.revisions, lambda: answers.why(run=run), ages=True
+        )
 
     @routes.get("/staleness", response_model=models.Staleness, responses=_KEPT)
     def staleness(
@@ -192,14 +196,14 @@ def _history(answers: Answers) -> APIRouter:
         steps: Annotated[int, Query(ge=1, le=MAX_STEPS)] = 20,
     ) -> Response:
         """Return the staleness of trained samples, in weight versions."""
-        return kept_reply(
+        return conditional_reply(
             request, answers.revisions, lambda: answers.staleness(run=run, steps=steps)
         )
 
     @routes.get("/runs", response_model=models.Runs, responses=_KEPT)
     def runs(request: Request) -> Response:
         """List runs, newest first."""
-        return kept_reply(request, answers.revisions, answers.runs)
+        return conditional_reply(request, answers.revisions, answers.runs)
 
     @routes.get("/run/steps", response_model=models.RunSteps, responses=_KEPT)
     def steps_of_run(
@@ -208,7 +212,7 @@ def _history(answers: Answers) -> APIRouter:
         ranges: Annotated[int, Query(ge=1, le=MAX_RANGES)] = 10,
     ) -> Response:
         """Return step durations of a run, by default the newest with a finished step."""
-        return kept_reply(
+        return conditional_reply(
             request, answers.revisions, lambda: answers.run_steps(run=run, ranges=ranges)
         )
 
@@ -225,7 +229,7 @@ def _history(answers: Answers) -> APIRouter:
         limit: Limit = 50,
     ) -> Response:
         """List traces, newest first."""
-        return kept_reply(
+        return conditional_reply(
             request,
             answers.revisions,
             lambda: answers.traces(
@@ -243,7 +247,7 @@ def _history(answers: Answers) -> APIRouter:
     @routes.get("/trace", response_model=models.Trace, responses={**_KEPT, **problems(404)})
     def trace(request: Request, id: TraceId) -> Response:  # noqa: A002
         """Return one trace across all its processes."""
-        return kept_reply(request, answers.revisions, lambda: answers.trace(id))
+        return conditional_reply(request, answers.revisions, lambda: answers.trace(id))
 
     @routes.get(
         "/trace/compare",
@@ -252,12 +256,12 @@ def _history(answers: Answers) -> APIRouter:
     )
     def trace_compare(request: Request, a: TraceId, b: TraceId) -> Response:
         """Compare two traces."""
-        return kept_reply(request, answers.revisions, lambda: answers.trace_compare(a, b))
+        return conditional_reply(request, answers.revisions, lambda: answers.trace_compare(a, b))
 
     @routes.get("/audit", response_model=models.Audit, responses=_KEPT)
     def audit(request: Request, cursor: Cursor = None, limit: Limit = 50) -> Response:
         """List manual changes, newest first."""
-        return kept_reply(
+        return conditional_reply(
             request, answers.revisions, lambda: answers.audit(cursor=cursor, limit=limit)
         )
 
@@ -267,6 +271,6 @@ def _history(answers: Answers) -> APIRouter:
         name: Annotated[str | None, Query(min_length=1, max_length=MAX_ID)] = None,
     ) -> Response:
         """Return the newest value of each metric series."""
-        return kept_reply(request, answers.revisions, lambda: answers.series(name=name))
+        return conditional_reply(request, answers.revisions, lambda: answers.series(name=name))
 
     return routes

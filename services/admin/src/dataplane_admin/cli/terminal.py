@@ -52,7 +52,7 @@ def _partitions(body: str, width: int) -> RenderableType:
         parts += _table(
             ("storage unit", "node", "used", "free", "capacity"),
             [
-                (unit.name, unit.node, _size(unit.used), _size(unit.free), _size(unit.capacity))
+                (unit.name, unit.node, _size(unit.used), _size(unit.free), _capacity(unit))
                 for unit in answer.storage
             ],
             width,
@@ -282,7 +282,15 @@ def _seconds(seconds: float) -> str:
     return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.1f} ms"
 
 
-def _size(nbytes: float) -> str:
+def _capacity(unit: models.Unit) -> str:
+    if unit.capacity is not None:
+        return _size(unit.capacity)
+    return "no limit" if unit.max_samples is None else f"{unit.max_samples} samples"
+
+
+def _size(nbytes: float | None) -> str:
+    if nbytes is None:
+        return "-"
     for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if nbytes >= scale:
             return f"{nbytes / scale:.1f} {unit}"

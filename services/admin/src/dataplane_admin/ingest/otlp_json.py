@@ -14,7 +14,8 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
 _IDS = frozenset({"trace_id", "span_id", "parent_span_id"})
-# In place of an id that is not hexadecimal: its length is wrong, so only its record is rejected.
+# Replaces an id that is not hexadecimal. No id has this length, so only the record with this id is
+# rejected.
 _NO_ID = base64.b64encode(b"?").decode()
 
 _M = TypeVar("_M", bound=Message)

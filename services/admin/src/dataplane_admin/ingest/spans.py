@@ -89,9 +89,9 @@ def _reason_against(span: Span, trace_id: bytes, taken: int, limits: Limits) -> 
     if taken >= limits.spans:
         return f"more than {limits.spans} in a request"
     if len(trace_id) != 16 or trace_id == NO_TRACE:
-        return "the trace id is not 16 bytes, or all zero"
+        return "the trace id is all zero or not 16 bytes long"
     if len(span.span_id) != 8 or span.span_id == _NO_SPAN:
-        return "the span id is not 8 bytes, or all zero"
+        return "the span id is all zero or not 8 bytes long"
     if len(span.parent_span_id) not in (0, 8):
         return "the parent's span id is not 8 bytes"
     if span.start_time_unix_nano > MAX_INT or span.end_time_unix_nano > MAX_INT:

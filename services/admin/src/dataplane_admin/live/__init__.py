@@ -1,6 +1,6 @@
 """Live data plane: polled by one thread, read by requests as a snapshot."""
 
-from dataplane_admin.live.connect import Connector, Given, OnRay
+from dataplane_admin.live.connect import Connector, LocalConnector, RayConnector
 from dataplane_admin.live.live import Live, NotAttached, QueryTimeout, TooManyQueries
 from dataplane_admin.live.moment import Moment, read_moment
 from dataplane_admin.live.scan import PAGE, Scan
@@ -11,12 +11,12 @@ from dataplane_admin.live.trend import TaskTrend, Trend
 __all__ = [
     "PAGE",
     "Connector",
-    "Given",
     "Live",
+    "LocalConnector",
     "Moment",
     "NotAttached",
-    "OnRay",
     "QueryTimeout",
+    "RayConnector",
     "Scan",
     "Snapshot",
     "Stuck",

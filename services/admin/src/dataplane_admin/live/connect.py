@@ -9,9 +9,12 @@ import signal
 import socket
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Protocol, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
 from dataplane_core import DataPlaneClient, DataPlaneError, DataPlaneInspector, UnavailableError
+
+if TYPE_CHECKING:
+    from dataplane_tq import QueueInspector
 
 _PLANE = {
     # Sizes are required but unused: a client that attaches does not create the store.
@@ -34,7 +37,7 @@ class Connector(Protocol):
     """Connector to one data plane."""
 
     source: str
-    """Name of the data plane for people."""
+    """Human-readable name of the data plane."""
 
     def connect(self) -> DataPlaneInspector:
         """Connect. Raises DataPlaneError with one sentence on why that failed."""
@@ -43,7 +46,7 @@ class Connector(Protocol):
         """Disconnect, so that `connect` starts anew. Safe without a connection."""
 
 
-class Given:
+class LocalConnector:
     """Connector to a data plane of this process, which its owner closes."""
 
     def __init__(self, inspector: DataPlaneInspector, source: str = "") -> None:
@@ -57,8 +60,8 @@ class Given:
         pass
 
 
-class OnRay:
-    """Connector to the data plane of a Ray cluster.
+class RayConnector:
+    """Connector to the data plane of a Ray cluster, or to a TransferQueue of another program.
 
     Args:
         address: address of the cluster for `ray.init`; ``auto`` for the one on this machine.
@@ -67,8 +70,8 @@ class OnRay:
 
     def __init__(self, address: str, *, timeout_s: float) -> None:
         self._address = address
-        self._timeout_ms = max(1, int(timeout_s * 1000))
-        self._client: DataPlaneClient | None = None
+        self._timeout_s = timeout_s
+        self._client: DataPlaneClient | QueueInspector | None = None
         self._joined = False
         self.source = f"Ray at {address}"
 
@@ -78,6 +81,7 @@ class OnRay:
             import ray
 
             from dataplane_core import build_data_plane_client
+            from dataplane_tq import QueueInspector, has_foreign_queue
         except ImportError:
             raise UnavailableError(
                 "Ray is not installed; to inspect a data plane on Ray, install dataplane-admin[ray]"
@@ -85,13 +89,18 @@ class OnRay:
         if not ray.is_initialized():
             self._join()
         try:
-            self._client = build_data_plane_client(
-                {**_PLANE, "ack_timeout_ms": self._timeout_ms}, bootstrap=False
-            )
+            foreign = has_foreign_queue(self._timeout_s)
+            if not foreign:
+                timeout_ms = max(1, int(self._timeout_s * 1000))
+                self._client = build_data_plane_client(
+                    {**_PLANE, "ack_timeout_ms": timeout_ms}, bootstrap=False
+                )
         finally:
-            # Queries go to the directory only. A process that stayed in Ray would end with the
-            # cluster.
+            # Queries go to the directory only, or to a separate process. A process that stayed in
+            # Ray would end with the cluster.
             self._leave()
+        if foreign:
+            self._client = QueueInspector(self._address, timeout_s=self._timeout_s)
         return cast("DataPlaneInspector", self._client)
 
     def disconnect(self) -> None:
@@ -143,8 +152,9 @@ def one_line(error: Exception) -> str:
 def _own_signals() -> Iterator[None]:
     """Restore this process's SIGTERM action afterwards.
 
-    Ray's libraries replace it when they start, to exit with a stack trace, and when they stop.
-    Python can set signals only in the main thread, and this may be another one, hence libc.
+    Ray's libraries replace it when they start, with an action that exits with a stack trace, and
+    again when they stop. Python can set signals only in the main thread, and this may be another
+    thread: hence libc.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     action = ctypes.create_string_buffer(_SIGACTION_BYTES)

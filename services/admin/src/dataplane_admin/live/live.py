@@ -77,7 +77,7 @@ class Live:
         self._inspector: DataPlaneInspector | None = None
         self._snapshot = Snapshot(error=f"{connector.source}: not connected yet")
         self._changed_s = time.monotonic()
-        self._wanted: dict[str, float] = {}
+        self._prioritized: dict[str, float] = {}
         self._trends = Trends()
         self._scanner = Scanner()
         self._asking = threading.BoundedSemaphore(_MAX_QUERIES)
@@ -86,7 +86,7 @@ class Live:
 
     @property
     def source(self) -> str:
-        """Name of the data plane for people."""
+        """Human-readable name of the data plane."""
         return self._connector.source
 
     @property
@@ -104,10 +104,10 @@ class Live:
         if self._thread.ident is not None:
             self._thread.join(_STOP_S)
 
-    def want(self, partition_id: str) -> None:
+    def prioritize(self, partition_id: str) -> None:
         """Scan a partition before others, because a page shows it."""
-        wanted = {**self._wanted, partition_id: time.monotonic()}
-        self._wanted = dict(sorted(wanted.items(), key=lambda item: -item[1])[:MAX_PARTITIONS])
+        wanted = {**self._prioritized, partition_id: time.monotonic()}
+        self._prioritized = dict(sorted(wanted.items(), key=lambda item: -item[1])[:MAX_PARTITIONS])
 
     def deadline_s(self) -> float:
         """Return the deadline, by `time.monotonic`, of queries that start now."""
@@ -132,7 +132,7 @@ class Live:
         deadline = self.deadline_s() if until_s is None else until_s
         if not self._asking.acquire(timeout=max(0.0, deadline - time.monotonic())):
             raise TooManyQueries(
-                f"{self.source}: {_MAX_QUERIES} queries have been running for {self._ask_s:g} s"
+                f"{self.source}: {_MAX_QUERIES} queries are running already; retry"
             )
         answer: Future[T] = Future()
 
@@ -177,7 +177,7 @@ class Live:
         at_ns, read_s = time.time_ns(), time.monotonic()
         followed = partitions[:MAX_PARTITIONS]
         trends = self._trends.add(at_ns, followed)
-        wanted = [name for name, since in self._wanted.items() if read_s - since < _WANTED_S]
+        wanted = [name for name, since in self._prioritized.items() if read_s - since < _WANTED_S]
         scans = self._scanner.scan(inspector, followed, wanted, self._ending.is_set)
         self._publish(
             Snapshot(
@@ -211,7 +211,7 @@ class Live:
     def _publish(self, snapshot: Snapshot) -> None:
         now = time.monotonic()
         last = self._snapshot
-        if snapshot.face() != last.face() or now - self._changed_s >= _AGES_S:
+        if snapshot.visible_state() != last.visible_state() or now - self._changed_s >= _AGES_S:
             self._changed_s = now
             self._snapshot = replace(snapshot, revision=last.revision + 1)
         else:

@@ -48,7 +48,7 @@ class Snapshot:
                 return summary
         return None
 
-    def face(self) -> tuple[object, ...]:
+    def visible_state(self) -> tuple[object, ...]:
         """Return everything that is shown except ages, to compare snapshots."""
         return (
             self.attached,

@@ -32,7 +32,7 @@ class Stuck:
         partition_id: id of the partition.
         task: name of the task.
         samples: unclaimed samples, assigned ones included; or samples held by the claim.
-        there: samples in the partition.
+        present: samples in the partition.
         seconds: age of the oldest of these samples, or of the claim.
         idle_s: seconds for which the task has claimed nothing; 0 for a claim.
         lacks: field to unclaimed samples that lack it; empty for a claim.
@@ -43,7 +43,7 @@ class Stuck:
     partition_id: str
     task: str
     samples: int
-    there: int
+    present: int
     seconds: float
     idle_s: float
     lacks: Mapping[str, int]
@@ -70,6 +70,11 @@ def find_stuck(
         trend = trends.get(partition.partition_id, Trend())
         scan = scans.get(partition.partition_id)
         claiming.update((partition.partition_id, task) for task in trend.claiming)
+        claiming.update(
+            (partition.partition_id, task.name)
+            for task in partition.tasks
+            if task.waiting_for is not None
+        )
         for task in partition.tasks:
             backlog = _backlog(partition, task, trend, scan, after_s)
             if backlog is not None:
@@ -102,21 +107,24 @@ def _backlog(
     if age_s is None or age_s < after_s or not unclaimed or numbers is None:
         return None
     # A deep queue that makes progress has old samples as well.
-    idle_s = trend.unchanged_s(numbers.taken)
+    idle_s = trend.unchanged_s(numbers.claimed)
     if idle_s < min(after_s, trend.seconds):
         return None
     lacks = {}
     if scan is not None:
         open_rows = scan.unclaimed(task.name)
-        for field in partition.fields:
-            count = int((open_rows & scan.lacking(field.name)).sum()) if field.declared else 0
+        needs = task.waiting_for
+        if needs is None:
+            needs = tuple(field.name for field in partition.fields if field.declared)
+        for name in needs:
+            count = int((open_rows & scan.lacking(name)).sum())
             if count:
-                lacks[field.name] = count
+                lacks[name] = count
     return Stuck(
         partition_id=partition.partition_id,
         task=task.name,
         samples=unclaimed,
-        there=partition.present,
+        present=partition.present,
         seconds=age_s,
         idle_s=idle_s,
         lacks=lacks,
@@ -129,7 +137,7 @@ def _held(partition: PartitionSummary, task: TaskSummary, claim: ClaimSummary) -
         partition_id=partition.partition_id,
         task=task.name,
         samples=claim.samples,
-        there=partition.present,
+        present=partition.present,
         seconds=claim.age_s,
         idle_s=0.0,
         lacks={},

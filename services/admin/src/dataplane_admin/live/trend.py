@@ -20,7 +20,7 @@ class TaskTrend:
     """One task's numbers at the polls of its partition's trend."""
 
     unclaimed: tuple[int, ...]
-    taken: tuple[int, ...]
+    claimed: tuple[int, ...]
     """Number of leased and acknowledged samples together."""
     acknowledged: tuple[int, ...]
 
@@ -61,7 +61,7 @@ class Trend:
         return (values[-1] - values[0]) / self.seconds if self.seconds > 0 else None
 
     def unchanged_s(self, values: Sequence[int]) -> float:
-        """Return the seconds up to the newest poll in which ``values`` did not grow."""
+        """Return for how many seconds, up to the newest poll, ``values`` has not grown."""
         for place in range(len(values) - 1, 0, -1):
             if values[place] > values[place - 1]:
                 return (self.times_ns[-1] - self.times_ns[place]) / 1e9

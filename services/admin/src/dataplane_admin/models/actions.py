@@ -63,4 +63,4 @@ class Problem(Model):
     title: str
     status: int
     detail: Text
-    """The value that was found, and the expected one."""
+    """One sentence on the error; for invalid input, what was found and what was expected."""

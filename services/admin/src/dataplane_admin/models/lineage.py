@@ -40,7 +40,7 @@ class Hop(Model):
     """One event of a sample."""
 
     time_ns: int
-    """Time by the clock of its process."""
+    """Time by the clock of its process, corrected within its trace."""
     seconds: float
     """Seconds since the sample's first event."""
     name: Text
@@ -53,7 +53,7 @@ class Hop(Model):
     """The step's stage during which it happened; empty if unknown."""
     fields: list[Text]
     nbytes: float | None
-    """The sample's even share of the batch."""
+    """Bytes of the batch divided by its samples; None if unknown."""
     batch: int
     """Samples of the batch."""
     weight_version: int | None
@@ -113,7 +113,7 @@ class Wait(Model):
     requested: int
     """Samples requested; 0 if unknown."""
     ready: int
-    there: int
+    present: int
     lacks: dict[Text, Lack]
     """Field to the samples that lack it."""
     blocking: list[Text]

@@ -107,13 +107,20 @@ class Partition(Model):
 
 
 class Unit(Model):
-    """One storage unit of the live data plane, in bytes."""
+    """One storage unit of the live data plane."""
 
     name: Text
     node: Text
-    capacity: int
+    capacity: int | None
+    """Bytes that it can hold; null if they are not limited."""
     used: int
-    free: int
+    """Bytes that it holds; the memory of its process if it does not know them."""
+    free: int | None
+    """Bytes that can still be used; null if they are not limited."""
+    samples: int | None = None
+    """Samples that it holds; null if it does not count them."""
+    max_samples: int | None = None
+    """Limit of ``samples``; null if there is none."""
 
 
 class Partitions(Model):
@@ -150,7 +157,7 @@ class Matrix(Model):
     scanned: int
     """Samples covered by the windows; fewer than ``total`` only beyond a million."""
     at_ns: int | None
-    """Time of the scan; None without one, and then without windows."""
+    """Time of the scan; None without a scan, and then ``windows`` is empty."""
     fields: list[Text]
     tasks: list[Text]
     windows: list[Window]
@@ -190,7 +197,7 @@ class PartitionView(Model):
     at_ns: int
     """Time of the read."""
     spread_s: float
-    """0 if every part is from one snapshot; else the read time while samples changed."""
+    """0 if every part is from one snapshot; else the duration of the read."""
     partition: Partition
     matrix: Matrix
     """The matrix; above 10,000 samples, with a different ``at_ns``."""
@@ -198,4 +205,5 @@ class PartitionView(Model):
     claims: list[Claim]
     """Leased claims, oldest first, max 1,000."""
     problem: Text
-    """Why samples and claims are missing and the rest is from the newest poll; else empty."""
+    """Why the data plane could not be read; empty if it was. Samples and claims are then missing,
+    and the rest is from the newest poll."""

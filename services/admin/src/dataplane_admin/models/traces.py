@@ -52,7 +52,7 @@ class RunSteps(Model):
     older: bool
     """True if older steps are omitted."""
     ranges: list[StepRange]
-    """Ranges in order of start; their numbers of steps differ by at most one."""
+    """Ranges in order of arrival; their numbers of steps differ by at most one."""
 
 
 class TraceFacts(Model):
@@ -128,7 +128,7 @@ class SpanRow(Model):
     links: list[SpanLink]
     events: list[SpanEvent]
     """Events in reported order, at most 32."""
-    events_left_out: int
+    events_omitted: int
     scope: Text
     """The instrumentation scope, with its version; empty if not reported."""
     critical: bool
@@ -214,7 +214,7 @@ class Trace(TraceFacts):
     """Hosts whose clocks disagree, a sentence each; their times are corrected."""
     rows: list[SpanRow]
     """All spans; of a very large trace the longest ones."""
-    rows_left_out: int
+    rows_omitted: int
     """Spans that are not among ``rows``."""
     critical_path: list[Segment]
     """Segments in time order that tile the root; empty without a root."""
@@ -228,7 +228,7 @@ class Trace(TraceFacts):
     """Traces that link to it."""
     events: list[TraceEvent]
     """Events, at most 500."""
-    events_left_out: int
+    events_omitted: int
     stages: list[StageBytes]
     staleness: TraceStaleness | None
     """Staleness of the trained samples; None without any."""
@@ -274,7 +274,7 @@ class TraceComparison(Model):
     b: TraceFacts
     rows: list[ComparedRow]
     """Rows, parents first, at most 500."""
-    rows_left_out: int
+    rows_omitted: int
     buckets: list[ComparedBucket]
     processes: list[ComparedProcess]
     """Busy seconds by process, the root's process first."""

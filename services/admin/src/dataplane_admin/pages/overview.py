@@ -50,6 +50,15 @@ class StepOnOverview:
 
 
 @dataclass(frozen=True)
+class UnitOnOverview:
+    """Row of the table of storage units."""
+
+    facts: models.Unit
+    bar: marks.Stack
+    capacity: str
+
+
+@dataclass(frozen=True)
 class Overview:
     """Content of the overview.
 
@@ -71,11 +80,16 @@ class Overview:
     partitions: Sequence[PartitionOnOverview]
     steps: Sequence[StepOnOverview]
     last: StepOnOverview | None
-    units: Sequence[tuple[models.Unit, marks.Stack]]
+    units: Sequence[UnitOnOverview]
     put_per_s: float | None
     run: str | None
     runs: Sequence[models.Run]
     durations: marks.Trend | None
+
+    @property
+    def counts_samples(self) -> bool:
+        """True if a storage unit counts its samples."""
+        return any(unit.facts.samples is not None for unit in self.units)
 
 
 class Buckets:
@@ -136,7 +150,7 @@ def overview(
         partitions=[_partition(item) for item in held.partitions],
         steps=steps,
         last=_last(steps, newest_pace(pace)),
-        units=[(unit, _used(unit)) for unit in held.storage],
+        units=[_unit(unit) for unit in held.storage],
         put_per_s=sum(rates) if rates else None,
         run=run,
         runs=answers.runs().runs[:_RUNS],
@@ -165,7 +179,7 @@ def _partition(facts: models.Partition) -> PartitionOnOverview:
             for task in facts.tasks
         ],
         trend=marks.trend(backlog),
-        trend_of=f"unclaimed by {behind.name}" if behind else "write rate",
+        trend_of=f"unclaimed by {behind.name}" if behind else "samples put",
         trend_words=_trend_words(behind),
     )
 
@@ -207,6 +221,20 @@ def _step(
     )
 
 
-def _used(unit: models.Unit) -> marks.Stack:
-    text = f"{words.size(unit.used)} of {words.size(unit.capacity)} used"
-    return marks.stack([("accent", unit.used)], unit.capacity, text)
+def _unit(facts: models.Unit) -> UnitOnOverview:
+    if facts.capacity is not None:
+        capacity = words.size(facts.capacity)
+        bar = marks.stack(
+            [("accent", facts.used)], facts.capacity, f"{words.size(facts.used)} of {capacity} used"
+        )
+    elif facts.samples is not None and facts.max_samples is not None:
+        capacity = f"{words.count(facts.max_samples)} samples"
+        bar = marks.stack(
+            [("accent", facts.samples)],
+            facts.max_samples,
+            f"{words.count(facts.samples)} of {capacity}",
+        )
+    else:
+        capacity = "no limit"
+        bar = marks.stack([], 0, capacity)
+    return UnitOnOverview(facts, bar, capacity)

@@ -46,7 +46,7 @@ class Column:
 
 @dataclass(frozen=True)
 class Row:
-    """A step range in the table; ``compare`` links its median step to the first range's."""
+    """A step range in the table; ``compare`` compares its median step with the first range's."""
 
     facts: models.StepRange
     numbers: str

@@ -1,9 +1,9 @@
 """Connections of the service: their number and their deadlines.
 
-uvicorn limits neither the number of connections nor the time for a request to arrive. Here a peer
-that owes something (a request, the rest of one, or reading an answer) has a deadline. If there are
-too many connections, the peer with the most of them loses the one that has owed longest. So silent
-peers do not block others.
+uvicorn limits neither the number of connections nor the time for a request to arrive. Here the wait
+for a peer has a deadline: for its request, for the rest of one, and until it reads an answer. If
+there are too many connections, the peer with the most of them loses the one whose request has been
+awaited longest. So silent peers do not block others.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Connections:
 
     def remove(self, connection: Connection) -> None:
         """Remove a connection."""
-        self.clear_debt(connection)
+        self.stop_awaiting(connection)
         self._open -= 1
         self._by_peer[connection.peer] -= 1
         if not self._by_peer[connection.peer]:
@@ -71,10 +71,10 @@ class Connections:
 
     def owe(self, connection: Connection) -> None:
         """Mark the peer as owing something from now on."""
-        self.clear_debt(connection)
+        self.stop_awaiting(connection)
         self._owing.setdefault(connection.peer, {})[connection] = None
 
-    def clear_debt(self, connection: Connection) -> None:
+    def stop_awaiting(self, connection: Connection) -> None:
         """Mark the peer as owing nothing."""
         owing = self._owing.get(connection.peer, {})
         owing.pop(connection, None)
@@ -190,7 +190,7 @@ class Connection(H11Protocol):
         self._owed = owed
         self._end_deadline()
         if owed is None:
-            self._held.clear_debt(self)
+            self._held.stop_awaiting(self)
             return
         self._held.owe(self)
         self._deadline = self.loop.call_later(seconds, self._expire, "request_timed_out")

@@ -8,7 +8,9 @@ Exporters log its text and do not retry.
 from __future__ import annotations
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-SENTENCE = b"OTLP over gRPC is not served; set OTEL_EXPORTER_OTLP_PROTOCOL=http/protobuf, same port"
+SENTENCE = (
+    b"OTLP over gRPC is not served; keep the port, set OTEL_EXPORTER_OTLP_PROTOCOL=http/protobuf"
+)
 
 _HEAD_BYTES = 9
 _HEADERS, _SETTINGS, _GOAWAY = 1, 4, 7

@@ -57,8 +57,8 @@ def serve(
 ) -> None:
     """Serve an application of `create_app` until SIGTERM or SIGINT, as the command does.
 
-    Call it from the main thread. Unlike the command, it allows addresses that other machines reach
-    even without a token.
+    Call it from the main thread. Unlike the command, it accepts an address that other machines can
+    reach even if the application has no token.
 
     Args:
         app: the application; its lifespan begins and ends here.
@@ -100,7 +100,7 @@ def serve_on(app: FastAPI, listener: socket.socket, *, shutdown_timeout_s: int) 
 
 
 class _Server(uvicorn.Server):
-    """Server that ends live updates before it waits for requests, which they would block."""
+    """Server that ends live updates first, because it waits for requests and streams never end."""
 
     def __init__(self, app: FastAPI, config: uvicorn.Config) -> None:
         super().__init__(config)

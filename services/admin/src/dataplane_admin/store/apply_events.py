@@ -16,7 +16,7 @@ from dataplane_admin.store.apply_runs import apply_runs
 from dataplane_admin.store.batch import Batch, LifecycleEvent
 from dataplane_admin.store.lives import EVENT_NAME
 from dataplane_admin.store.packed import pack_keys, unpack_keys
-from dataplane_admin.store.sample_life import SampleLife, resolve_torn
+from dataplane_admin.store.sample_life import SampleLife, look_up_lives
 from dataplane_admin.store.tables import (
     EventModel,
     EventSampleModel,
@@ -41,7 +41,7 @@ class _Place:
     id: int
     cleared_ns: int
     clears_ns: list[int] = field(default_factory=list)
-    """Times at which the entire partition was cleared, of the events being stored."""
+    """Times of the new events that clear the entire partition."""
 
 
 _PlaceKey = tuple[str, str]
@@ -90,7 +90,7 @@ def _store(work: Work, events: list[LifecycleEvent]) -> None:
     work.add(EventSampleModel, named)
     work.state.events += len(rows)
     _clear_partitions(work, [place for place in places.values() if place.clears_ns], samples)
-    resolve_torn(work, samples.values())
+    look_up_lives(work, samples.values())
     _save_samples(work, samples)
     _track_waits(work, rows, events)
     apply_runs(work, ((storable(event.run_id), event.time_ns, event.time_ns) for event in events))

@@ -21,7 +21,7 @@ MAX_SERIES = 10_000
 _POINT = 8
 _MAX_POINTS = 64
 """Maximum number of stored digests of points, to recognize resent ones. At one export per second
-they cover a minute, as long as exporters retry."""
+they cover a minute, which is how long exporters retry."""
 _MAX_POINTS_OF_REQUEST = 4096
 """Maximum instead of `_MAX_POINTS` for a series with more points in one request."""
 

@@ -260,7 +260,7 @@ def checked_url(given: str) -> URL:
     if url.drivername in ("postgresql", "postgresql+psycopg"):
         if find_spec("psycopg") is None:
             raise ValueError(
-                "PostgreSQL needs psycopg, which is not installed: dataplane-admin[postgres]"
+                "PostgreSQL needs psycopg, which is missing; install dataplane-admin[postgres]"
             )
         return url.set(drivername="postgresql+psycopg")
     raise ValueError(f"{url.drivername}: {expected}")
@@ -304,7 +304,7 @@ def _as_sqlite(engine: Engine, begin: str, *, read_only: bool) -> None:
 
 
 def _when_free(cursor: Any, statement: str) -> None:
-    """Run a statement, again while another process changes the journal mode."""
+    """Run a statement; retry while another process changes the journal mode."""
     deadline = time.monotonic() + _BUSY_S
     while True:
         try:

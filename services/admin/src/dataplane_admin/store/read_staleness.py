@@ -20,11 +20,11 @@ from dataplane_admin.store.work import in_groups
 # Steps per query, and samples after which no more steps are read.
 _STEPS = 20
 _MAX_SAMPLES = 250_000
-# Events without a step per query.
+# Maximum number of events per query, for events without a step.
 _EVENTS = 20
 
 _Trained = dict[tuple[int | None, int, int | None], int]
-"""Step, sample key and weight version that trained, to the time of the first report."""
+"""Step, sample key and weight version at training, to the time of the first report."""
 
 _COLUMNS = (EventModel.step, EventModel.weight_version, EventModel.keys, EventModel.time_ns)
 

@@ -156,7 +156,8 @@ def _shape(reader: Reader, connection: Connection, place_id: int, cleared_ns: in
         ended_ns = max(row.gone_ns, cleared_ns)
         ended_ns_of[id_of_bytes(row.head + row.tail)] = ended_ns
         keys.append(row.key)
-        # Not since its put, which is reported when it returns: a claim may be earlier.
+        # The time of the put would be too late: it is reported when the put returns, and a claim
+        # may be earlier.
         since_ns = min(since_ns, max(ended_ns, row.first_ns))
     events = _declaration(reader, connection, place_id, cleared_ns)
     if keys:
@@ -271,7 +272,7 @@ def _is_withdrawal(record: bytes) -> bool:
 def _shaping_events(
     reader: Reader, connection: Connection, place_id: int, keys: Sequence[int], since_ns: int
 ) -> list[Event]:
-    """Return the events that determine the state of these samples, and possibly later others."""
+    """Return the events that determine the state of these samples, possibly with others."""
     since = (EventModel.time_ns >= since_ns, EventModel.name.in_(_SHAPING))
     few = (
         select(EventModel.id).where(EventModel.place_id == place_id, *since).limit(_FEW_EVENTS + 1)

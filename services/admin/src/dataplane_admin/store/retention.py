@@ -73,7 +73,7 @@ class Sweeper:
 
     def step(self) -> bool:
         """Delete some records beyond the limits; return whether there may be more."""
-        # Readers prevent truncating the log; records must not be deleted instead.
+        # If a reader prevents truncating the log, the log's size must not cause deletions.
         log_bytes = self._log_bytes()
         with self._database.writer.begin() as connection:
             self._database.lock(connection)

@@ -29,7 +29,7 @@ class SampleLife:
         first_ns: time of its first event.
         last_ns: time of its last event.
         is_new: whether it has no row yet.
-        torn: whether `resolve_torn` must look up which put began the newest life.
+        torn: whether `look_up_lives` must look up which put began the newest life.
     """
 
     key: int
@@ -84,7 +84,7 @@ class SampleLife:
         self.torn |= 0 < self.put_ns <= cleared_ns
 
 
-def resolve_torn(work: Work, samples: Iterable[SampleLife]) -> None:
+def look_up_lives(work: Work, samples: Iterable[SampleLife]) -> None:
     """Look up in the stored events which put began the newest life of each torn sample."""
     torn: dict[int, dict[int, SampleLife]] = defaultdict(dict)
     for sample in samples:

@@ -144,7 +144,7 @@ class Store:
 
     @property
     def revision(self) -> int:
-        """Number that grows with every commit, also by other services and over restarts."""
+        """Number that grows with every change, also by other services and over restarts."""
         with self._reader.connect() as connection:
             return int(connection.execute(select(StateRow.revision)).scalar_one())
 

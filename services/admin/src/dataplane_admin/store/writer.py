@@ -113,8 +113,8 @@ class Writer:
             over = self._nbytes + request.nbytes > MAX_WAITING_BYTES and self._waiting
             if len(self._waiting) >= MAX_WAITING or over:
                 raise QueueFull(
-                    f"the queue is full: {len(self._waiting)} requests of {self._nbytes} bytes; "
-                    f"expected at most {MAX_WAITING} of {MAX_WAITING_BYTES} bytes; retry"
+                    f"the queue is full: {len(self._waiting)} requests, {self._nbytes} bytes in "
+                    f"total; expected at most {MAX_WAITING} and {MAX_WAITING_BYTES}; retry"
                 )
             self._waiting.append(request)
             self._nbytes += request.nbytes
@@ -132,7 +132,7 @@ class Writer:
             self._closing = True
             self._changed.notify()
         self._thread.join(timeout_s)
-        self._fail_waiting("the store was closed before it was written")
+        self._fail_waiting("the store was closed before the request was written")
 
     def _fail_waiting(self, reason: str) -> None:
         with self._changed:
@@ -165,7 +165,7 @@ class Writer:
             now = time.monotonic()
             due = now - tidied > _BUSY_TIDY_S or written > _BUSY_TIDY_BYTES
             if not group or behind or due:
-                behind = self._tidy_up(now - began)
+                behind = self._sweep(now - began)
                 tidied, written = time.monotonic(), 0
 
     def _next_group(self) -> list[_Waiting] | None:
@@ -232,7 +232,7 @@ class Writer:
             logger.error("write_failed", error=repr(error)[:300], where=where)
             raise WriteRefused("the request could not be written; see the service's log") from error
 
-    def _tidy_up(self, share_s: float) -> bool:
+    def _sweep(self, share_s: float) -> bool:
         """Sweep until nothing remains, or for ``share_s`` seconds if requests are queued.
 
         Return whether more remains.
@@ -247,7 +247,7 @@ class Writer:
                         return True
         except (SQLAlchemyError, sqlite3.Error, OSError) as error:
             self._database.note(getattr(error, "orig", error))
-            logger.warning("tidying_failed", reason=str(getattr(error, "orig", error)))
+            logger.warning("sweep_failed", reason=str(getattr(error, "orig", error)))
         except Exception:  # a failed sweep must not stop the writes
-            logger.exception("tidying_failed")
+            logger.exception("sweep_failed")
         return False

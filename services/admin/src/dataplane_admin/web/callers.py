@@ -22,7 +22,7 @@ from dataplane_admin.web.login import (
     FailedLogins,
     Sessions,
     address_of,
-    brings_token,
+    has_token,
 )
 from dataplane_admin.web.problem import ProblemResponse
 from dataplane_admin.web.transport import OTLP_PREFIX
@@ -105,7 +105,7 @@ class AccessMiddleware:
         if self.token is None:
             return self._anonymous(scope)
         connection = HTTPConnection(scope)
-        if brings_token(connection.headers, self.token):
+        if has_token(connection.headers, self.token):
             return Caller("bearer", self.csrf, f"token from {address_of(scope)}")
         if scope["path"].startswith(OTLP_PREFIX):
             return None

@@ -40,7 +40,7 @@ def address_of(scope: Scope) -> str:
     return str(client[0]) if client else "an unknown address"
 
 
-def brings_token(headers: Headers, token: str | None) -> bool:
+def has_token(headers: Headers, token: str | None) -> bool:
     """Return whether a request has exactly one Authorization header, with the token."""
     given = headers.getlist("authorization")
     if len(given) != 1 or token is None:

@@ -19,7 +19,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from dataplane_admin.checks import canonical_host, canonical_origin, origin_as_sent
-from dataplane_admin.web.login import FailedLogins, brings_token
+from dataplane_admin.web.login import FailedLogins, has_token
 from dataplane_admin.web.problem import ProblemResponse
 from dataplane_admin.web.transport import OTLP_PREFIX
 
@@ -61,7 +61,7 @@ class HostMiddleware:
             host = canonical_host(match["ipv6"] or match["name"])
         except ValueError:
             return False
-        return host in self.allowed or brings_token(headers, self.token)
+        return host in self.allowed or has_token(headers, self.token)
 
 
 class OriginMiddleware:

@@ -13,7 +13,7 @@ class ProblemResponse(JSONResponse):
 
     Args:
         status: HTTP status code.
-        detail: what was found and expected, without anything that the caller may not see.
+        detail: one sentence on the error, without anything that the caller may not see.
         headers: additional headers, such as Allow or WWW-Authenticate.
     """
 
