@@ -19,6 +19,7 @@ from ray.exceptions import GetTimeoutError, RayError
 from dataplane_core import ConfigError, DataPlaneConfig, DataPlaneError, UnavailableError
 from dataplane_core.deadlines import call_within
 from dataplane_core.ledger import load_order
+from dataplane_tq.actor_names import CONTROLLER, DIRECTORY, NAMESPACE
 from dataplane_tq.directory.actor import DirectoryActor, bind_actor
 from dataplane_tq.directory.wire import Address
 from dataplane_tq.mirror.sampler import ConsumptionSampler, load_sampler
@@ -27,10 +28,6 @@ from dataplane_tq.storage.base import StorageBackend, end_actor
 from dataplane_tq.storage.packed import Packed
 from dataplane_tq.storage.simple import defaults
 from dataplane_tq.upstream import TransferQueueController
-
-NAMESPACE = "transfer_queue"
-CONTROLLER = "TransferQueueController"
-DIRECTORY = "DataPlaneDirectory"
 
 _START_TIMEOUT_S = 120.0
 _RAY_GRACE_S = 1.0

@@ -87,11 +87,14 @@ def _backlog(stuck: Stuck) -> str:
     lacks = "".join(
         f"; {count} of them lack {printable(name)}" for name, count in stuck.lacks.items()
     )
+    waiting = ""
+    if stuck.waiting_for is not None:
+        waiting = f"; its waiting claim requires {', '.join(_printable(stuck.waiting_for))}"
     return (
         f"task '{printable(stuck.task)}' has claimed nothing for {_rounded(stuck.idle_s)}: "
         f"{stuck.samples} of {stuck.present} samples of partition "
         f"'{printable(stuck.partition_id)}' are unclaimed, the oldest for "
-        f"{_rounded(stuck.seconds)}{_ids(stuck)}{lacks}"
+        f"{_rounded(stuck.seconds)}{waiting}{_ids(stuck)}{lacks}"
     )
 
 

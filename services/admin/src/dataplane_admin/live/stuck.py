@@ -38,6 +38,8 @@ class Stuck:
         lacks: field to unclaimed samples that lack it; empty for a claim.
         examples: ids of some of the samples.
         claim: the claim, None for unclaimed samples.
+        waiting_for: fields that a waiting claim of the task requires; None if none is known to
+            wait.
     """
 
     partition_id: str
@@ -49,6 +51,7 @@ class Stuck:
     lacks: Mapping[str, int]
     examples: tuple[str, ...]
     claim: ClaimSummary | None = None
+    waiting_for: tuple[str, ...] | None = None
 
 
 def find_stuck(
@@ -59,7 +62,7 @@ def find_stuck(
     after_s: float,
     has_claimed: Callable[[str, str], bool],
 ) -> tuple[Stuck, ...]:
-    """Return the signs older than ``after_s``, oldest first.
+    """Return the signs older than ``after_s``: first waiting claims, then by age.
 
     Unclaimed samples do not count for a task that reads by key and never claims. The polls show
     which tasks claim; ``has_claimed`` knows about earlier claims of a partition and task.
@@ -82,7 +85,7 @@ def find_stuck(
             claim = task.oldest_claim
             if claim is not None and claim.age_s >= after_s:
                 signs.append(_held(partition, task, claim))
-    signs.sort(key=lambda sign: -sign.seconds)
+    signs.sort(key=lambda sign: (sign.waiting_for is None, -sign.seconds))
     # Lazy: `has_claimed` is called in this order, and not beyond `MAX_SIGNS`.
     shown = (
         sign
@@ -129,6 +132,7 @@ def _backlog(
         idle_s=idle_s,
         lacks=lacks,
         examples=(),
+        waiting_for=task.waiting_for,
     )
 
 
@@ -150,7 +154,13 @@ def _with_examples(inspector: DataPlaneInspector, stuck: Stuck, scans: Mapping[s
     scan = scans.get(stuck.partition_id)
     if scan is None:
         return stuck
-    rows = scan.leased(stuck.task) if stuck.claim else scan.unclaimed(stuck.task)
+    if stuck.claim:
+        rows = scan.leased(stuck.task)
+    else:
+        rows = scan.unclaimed(stuck.task)
+        lacking = [scan.lacking(name) for name in stuck.lacks]
+        if lacking:
+            rows = rows & np.logical_or.reduce(lacking)
     ids = []
     for place in _first(rows, 4 * EXAMPLES if stuck.claim else EXAMPLES):
         try:

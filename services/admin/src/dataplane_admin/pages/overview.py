@@ -87,6 +87,11 @@ class Overview:
     durations: marks.Trend | None
 
     @property
+    def knows_free(self) -> bool:
+        """True if a storage unit knows its free bytes."""
+        return any(unit.facts.free is not None for unit in self.units)
+
+    @property
     def counts_samples(self) -> bool:
         """True if a storage unit counts its samples."""
         return any(unit.facts.samples is not None for unit in self.units)

@@ -1,0 +1,1 @@
+"""Inspection of a TransferQueue that any program started, without a change to that program."""

@@ -1,0 +1,463 @@
+"""`QueueInspector`: read-only inspector of a TransferQueue that another program started."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from itertools import compress
+from multiprocessing.connection import Connection
+from typing import Any, NoReturn  # Any: answers as msgpack has them
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from dataplane_core import (
+    AssignmentSummary,
+    ClaimSummary,
+    FieldSummary,
+    PartitionNotFoundError,
+    PartitionSummary,
+    SampleState,
+    StatePage,
+    StorageSummary,
+    TaskCounts,
+    TaskSummary,
+    UnavailableError,
+    UnknownTaskError,
+    UnsupportedError,
+)
+from dataplane_core.arguments import checked_names
+from dataplane_core.boundary import check_inspection
+from dataplane_core.ledger.inspect import check_page
+from dataplane_core.ledger.scan import check_search
+from dataplane_tq.directory.wire import Reply
+
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+Flags = npt.NDArray[np.bool_]
+
+_START_S = 60.0
+"""Deadline of the first answer: the reader's process imports Ray and joins the cluster."""
+_GRACE_S = 1.0
+_STALL_S = 5
+_SHARE = 0.05
+"""Share of the time for which reads may run in the controller's process."""
+_SEARCH_ROWS = 10_000
+_ACKNOWLEDGED = 3
+
+
+@dataclass(frozen=True, eq=False)
+class _Partition:
+    """One partition as of the newest read.
+
+    Attributes:
+        fields: name to type, number of samples and bytes.
+        tasks: names of the tasks that have claimed.
+        expected: number of samples, including those with an index but no key or value yet.
+        checksum: checksum of the arrays.
+        revision: number of reads in which the arrays had changed.
+        rows: (samples,), TransferQueue's index of each sample.
+        keys: (samples,), hash of each sample's key.
+        since: (samples,), monotonic time at which each was first seen.
+        written: (samples, fields).
+        consumed: (samples, tasks).
+    """
+
+    fields: dict[str, tuple[str | None, int, int | None]]
+    tasks: tuple[str, ...]
+    expected: int
+    checksum: int
+    revision: int
+    rows: Ints
+    keys: Ints
+    since: Floats
+    written: Flags
+    consumed: Flags
+
+
+class _Claim(msgspec.Struct, frozen=True):
+    """A claim that waits inside the controller."""
+
+    partition: str
+    task: str
+    fields: tuple[str, ...]
+    samples: int
+    seconds: float
+
+
+class _PartitionRead(msgspec.Struct, frozen=True):
+    """Answer of `remote_reads.read_controller` about one partition."""
+
+    fields: dict[str, tuple[str | None, int, int | None]]
+    tasks: tuple[str, ...]
+    expected: int
+    checksum: int
+    rows: bytes | None = None
+    keys: bytes = b""
+    written: bytes = b""
+    consumed: bytes = b""
+
+
+class _ControllerRead(msgspec.Struct, frozen=True):
+    """Answer of `remote_reads.read_controller`."""
+
+    sampler: str
+    waiting: list[_Claim]
+    partitions: dict[str, _PartitionRead]
+    busy_s: float
+
+
+class QueueInspector:
+    """Inspector of the TransferQueue of a Ray cluster, whichever program started it.
+
+    It reads through Ray, in another thread than the one in which TransferQueue's controller answers
+    its clients, and changes nothing. Reads of all partitions take at most a twentieth of the time
+    in the controller's process; in between, answers are as old as the last such read. Ages count
+    from the read in which a sample was first seen.
+
+    TransferQueue does not know leases, owners or required fields: a task's samples are unclaimed or
+    consumed. Samples without a key are named by their index, such as "#17".
+
+    Args:
+        address: address of the cluster, as for `ray.init`; "auto" for the one on this machine.
+        timeout_s: deadline of one query, in seconds.
+
+    Raises:
+        UnavailableError: no cluster answers, or it runs no TransferQueue.
+    """
+
+    def __init__(self, address: str, *, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._lock = threading.Lock()
+        self._partitions: dict[str, _Partition] = {}
+        self._waiting: list[_Claim] = []
+        self._next_read_s = 0.0
+        self._connection, theirs = _pair()
+        with theirs:
+            self._process = subprocess.Popen(  # noqa: S603  # this interpreter and our module
+                [
+                    sys.executable,
+                    "-P",  # without the working directory on the module path
+                    *("-m", "dataplane_tq.any_queue.reader_process"),
+                    *(str(theirs.fileno()), address, str(timeout_s)),
+                ],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,  # a terminal's SIGINT is for this process
+            )
+        try:
+            self._refresh(_START_S)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """End the reader's process. Idempotent."""
+        self._connection.close()
+        self._process.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # it hangs in the kernel
+            self._process.wait(_GRACE_S)
+
+    def list_partitions(self) -> list[PartitionSummary]:
+        with self._lock:
+            self._refresh()
+            now = time.monotonic()
+            return [
+                _summary(name, partition, self._waiting, now)
+                for name, partition in self._partitions.items()
+            ]
+
+    def list_storage(self) -> list[StorageSummary]:
+        with self._lock:
+            return self._ask("list_storage", list[StorageSummary])
+
+    def read_totals(self) -> dict[str, int]:
+        raise UnsupportedError("TransferQueue counts no operations")
+
+    def count_samples(
+        self, partition_id: str, task_name: str, required_fields: list[str]
+    ) -> TaskCounts:
+        where = "count_samples"
+        partition_id, task_name = check_inspection(where, partition_id, task_name=task_name)
+        names = checked_names(where, "required_fields", required_fields)
+        with self._lock:
+            partition = self._partition(where, partition_id)
+        if task_name not in partition.tasks:
+            raise UnknownTaskError(
+                f"{where}: partition {partition_id!r}: task {task_name!r} has not claimed; tasks "
+                f"that have: {', '.join(partition.tasks) or 'none'}"
+            )
+        consumed = partition.consumed[:, partition.tasks.index(task_name)]
+        ready = ~consumed
+        for name in names:
+            ready &= _column(partition, name)
+        return TaskCounts(
+            put=len(consumed),
+            ready=int(ready.sum()),
+            not_ready=int((~consumed & ~ready).sum()),
+            leased=0,
+            acknowledged=int(consumed.sum()),
+            cleared=0,
+        )
+
+    def list_samples(
+        self, partition_id: str, *, start: int = 0, limit: int = 100
+    ) -> list[SampleState]:
+        (partition_id,) = check_inspection("list_samples", partition_id)
+        start, limit = check_page("list_samples", start, limit)
+        with self._lock:
+            partition = self._partition("list_samples", partition_id)
+            places = range(start, min(start + limit, len(partition.rows)))
+            return self._states(partition_id, partition, places)
+
+    def read_sample(self, partition_id: str, sample_id: str) -> SampleState | None:
+        partition_id, sample_id = check_inspection("read_sample", partition_id, sample_id=sample_id)
+        with self._lock:
+            partition = self._partition("read_sample", partition_id)
+            row = self._ask("find_row", int | None, partition_id, sample_id)
+            if row is None and sample_id[:1] == "#" and sample_id[1:].isdecimal():
+                row = int(sample_id[1:])
+            places = np.flatnonzero(partition.rows == (-1 if row is None else row))
+            states = self._states(partition_id, partition, places.tolist())
+            return next((state for state in states if state.sample_id == sample_id), None)
+
+    def find_samples(
+        self, partition_id: str, *, tag: str, value: object, limit: int = 100
+    ) -> list[SampleState]:
+        partition_id, tag = check_inspection("find_samples", partition_id, tag=tag)
+        wanted, limit = check_search(tag, value, limit)
+        found: list[SampleState] = []
+        start = 0
+        while len(found) < limit:
+            samples = self.list_samples(partition_id, start=start, limit=_SEARCH_ROWS)
+            if not samples:
+                break
+            start += len(samples)
+            found += [each for each in samples if tag in each.tags and each.tags[tag] == wanted]
+        return found[:limit]
+
+    def list_claims(self, partition_id: str) -> list[ClaimSummary]:
+        """Return no claims: TransferQueue has no leases."""
+        check_inspection("list_claims", partition_id)
+        return []
+
+    def list_assignments(self, partition_id: str) -> list[AssignmentSummary]:
+        """Return no assignments: TransferQueue does not report those of its samplers."""
+        check_inspection("list_assignments", partition_id)
+        return []
+
+    def scan_states(self, partition_id: str, *, start: int = 0, limit: int = 10_000) -> StatePage:
+        (partition_id,) = check_inspection("scan_states", partition_id)
+        start, limit = check_page("scan_states", start, limit)
+        with self._lock:
+            partition = self._partition("scan_states", partition_id)
+        page = slice(start, start + limit)
+        return StatePage(
+            total=len(partition.rows),
+            start=start,
+            fields=tuple(partition.fields),
+            tasks=partition.tasks,
+            written=partition.written[page].astype(np.uint8).tobytes(),
+            states=(partition.consumed[page] * np.uint8(_ACKNOWLEDGED)).tobytes(),
+        )
+
+    def reset_consumption(self, partition_id: str, task_name: str, sample_ids: list[str]) -> int:
+        """Refuse: this inspector changes nothing."""
+        _refuse("reset_consumption")
+
+    def end_claim(self, partition_id: str, claim: str, *, expired_only: bool = True) -> int:
+        """Refuse: this inspector changes nothing."""
+        _refuse("end_claim")
+
+    def clear_samples(
+        self, sample_ids: list[str] | None, partition_id: str, *, force: bool = False
+    ) -> None:
+        """Refuse: this inspector changes nothing."""
+        _refuse("clear_samples")
+
+    def _partition(self, where: str, partition_id: str) -> _Partition:
+        if partition_id not in self._partitions:
+            self._refresh()
+        try:
+            return self._partitions[partition_id]
+        except KeyError:
+            raise PartitionNotFoundError(
+                f"{where}: TransferQueue has no partition {partition_id!r}"
+            ) from None
+
+    def _states(
+        self, partition_id: str, partition: _Partition, places: range | list[int]
+    ) -> list[SampleState]:
+        rows = partition.rows[list(places)].tolist()
+        read = self._ask("read_samples", _SAMPLES, partition_id, rows) if rows else []
+        now = time.monotonic()
+        return [
+            SampleState(
+                sample_id=f"#{row}" if key is None else key,
+                fields=tuple(compress(partition.fields, partition.written[place])),
+                tags=tags,
+                tasks={
+                    task: "acknowledged" if consumed else "unclaimed"
+                    for task, consumed in zip(
+                        partition.tasks, partition.consumed[place], strict=True
+                    )
+                },
+                age_s=max(0.0, now - float(partition.since[place])),
+            )
+            # Nothing is read if the partition has just been dropped.
+            for place, row, (key, tags) in zip(places, rows, read or [], strict=read is not None)
+        ]
+
+    def _refresh(self, timeout_s: float | None = None) -> None:
+        """Read the controller, unless the reads' share of its time is used up."""
+        if time.monotonic() < self._next_read_s:
+            return
+        known = {name: partition.checksum for name, partition in self._partitions.items()}
+        read = self._ask("read_controller", _ControllerRead, known, timeout_s=timeout_s)
+        if read.sampler.startswith("dataplane_tq."):
+            raise UnavailableError("this cluster's data plane is starting; attach again")
+        now = time.monotonic()
+        self._next_read_s = now + read.busy_s * (1 / _SHARE - 1)
+        self._waiting = read.waiting
+        self._partitions = {
+            name: _updated(self._partitions.get(name), partition, now)
+            for name, partition in read.partitions.items()
+        }
+
+    def _ask(
+        self, method: str, answer: Any, *arguments: Any, timeout_s: float | None = None
+    ) -> Any:
+        within = (self._timeout_s if timeout_s is None else timeout_s) + _GRACE_S
+        try:
+            self._connection.send_bytes(msgspec.msgpack.encode([method, arguments]))
+            if not self._connection.poll(within):
+                raise TimeoutError
+            reply = msgspec.msgpack.decode(self._connection.recv_bytes(), type=Reply)
+        except (TimeoutError, BlockingIOError):
+            self.close()
+            raise UnavailableError(f"{method}: no answer within {within:g} s") from None
+        except (EOFError, OSError):
+            self.close()
+            raise UnavailableError(
+                f"{method}: the connection to the Ray cluster has ended"
+            ) from None
+        if reply.failure is not None:
+            raise reply.failure.raised()
+        return msgspec.msgpack.decode(reply.answer, type=answer)
+
+
+_SAMPLES = list[tuple[str | None, dict[str, str | int | float | bool | None]]] | None
+
+
+def _pair() -> tuple[Connection, socket.socket]:
+    """Return the two ends of a connection; a read or write of our end blocks for `_STALL_S`."""
+    ours, theirs = socket.socketpair()
+    for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
+        ours.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", _STALL_S, 0))
+    return Connection(ours.detach()), theirs
+
+
+def _updated(known: _Partition | None, read: _PartitionRead, now: float) -> _Partition:
+    if read.rows is None:
+        assert known is not None  # the answer lacks arrays only if their checksum was sent
+        return _Partition(
+            **{**vars(known), "fields": read.fields, "tasks": read.tasks, "expected": read.expected}
+        )
+    rows = np.frombuffer(read.rows, dtype=np.int64)
+    keys = np.frombuffer(read.keys, dtype=np.int64)
+    return _Partition(
+        fields=read.fields,
+        tasks=read.tasks,
+        expected=read.expected,
+        checksum=read.checksum,
+        revision=1 if known is None else known.revision + 1,
+        rows=rows,
+        keys=keys,
+        since=_since(known, rows, keys, now),
+        written=_unpacked(read.written, len(rows), len(read.fields)),
+        consumed=_unpacked(read.consumed, len(rows), len(read.tasks)),
+    )
+
+
+def _since(known: _Partition | None, rows: Ints, keys: Ints, now: float) -> Floats:
+    """Return when each sample was first seen; an index with another key is another sample."""
+    since = np.full(len(rows), now)
+    if known is None or not len(known.rows) or not len(rows):
+        return since
+    order = np.argsort(known.rows)
+    place = order[np.searchsorted(known.rows, rows, sorter=order).clip(max=len(order) - 1)]
+    same = (known.rows[place] == rows) & (known.keys[place] == keys)
+    since[same] = known.since[place[same]]
+    return since
+
+
+def _unpacked(bits: bytes, rows: int, columns: int) -> Flags:
+    flags = np.unpackbits(np.frombuffer(bits, dtype=np.uint8), count=rows * columns)
+    return flags.reshape(rows, columns).astype(np.bool_)
+
+
+def _column(partition: _Partition, field: str) -> Flags:
+    names = list(partition.fields)
+    if field not in names:
+        return np.zeros(len(partition.rows), dtype=np.bool_)
+    return partition.written[:, names.index(field)]
+
+
+def _summary(
+    name: str, partition: _Partition, waiting: list[_Claim], now: float
+) -> PartitionSummary:
+    sizes = [nbytes for _, _, nbytes in partition.fields.values()]
+    return PartitionSummary(
+        partition_id=name,
+        declared=partition.expected,
+        put=len(partition.rows),
+        present=len(partition.rows),
+        reserved=0,
+        group_size=None,
+        fields=tuple(
+            FieldSummary(name=field, kind=kind, declared=True, written=written, nbytes=nbytes)
+            for field, (kind, written, nbytes) in partition.fields.items()
+        ),
+        tasks=tuple(
+            _task(name, partition, place, waiting, now) for place in range(len(partition.tasks))
+        ),
+        nbytes=None if None in sizes else sum(size or 0 for size in sizes),
+        revision=partition.revision,
+    )
+
+
+def _task(
+    partition_id: str, partition: _Partition, place: int, waiting: list[_Claim], now: float
+) -> TaskSummary:
+    task = partition.tasks[place]
+    consumed = partition.consumed[:, place]
+    open_since = partition.since[~consumed]
+    return TaskSummary(
+        name=task,
+        unclaimed=len(open_since),
+        leased=0,
+        acknowledged=len(consumed) - len(open_since),
+        leases=0,
+        oldest_unclaimed_s=max(0.0, now - float(open_since.min())) if len(open_since) else None,
+        waiting_for=next(
+            (
+                claim.fields
+                for claim in waiting
+                if claim.partition == partition_id and claim.task == task
+            ),
+            None,
+        ),
+    )
+
+
+def _refuse(method: str) -> NoReturn:
+    raise UnsupportedError(
+        f"{method}: another program started this TransferQueue, so it is only read"
+    )

@@ -1,0 +1,162 @@
+"""Process that joins a Ray cluster and reads its TransferQueue for a `QueueInspector`.
+
+Ray ends every process that has joined a cluster when the cluster ends. So the inspector's process
+does not join; it starts this one. The two exchange msgpack over a socket. This process ends when
+its parent closes the socket or dies.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any  # Any: Ray handles, and answers as msgpack has them
+
+import msgspec
+import ray
+from ray import cloudpickle
+from ray.exceptions import GetTimeoutError, RayError
+
+from dataplane_core import DataPlaneError, StorageSummary, UnavailableError
+from dataplane_tq.actor_names import CONTROLLER, NAMESPACE
+from dataplane_tq.any_queue import remote_reads
+from dataplane_tq.directory import protocol as p
+from dataplane_tq.directory.wire import Failure, Link, Reply
+from dataplane_tq.local_ray import join_ray
+
+_PACKED = "PackedStorage"
+
+
+class QueueReader:
+    """Reader of the TransferQueue of the Ray cluster that this process has joined.
+
+    Args:
+        timeout_s: deadline of one query, in seconds.
+
+    Raises:
+        UnavailableError: the cluster runs no TransferQueue.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        try:
+            self._controller = ray.get_actor(CONTROLLER, namespace=NAMESPACE)
+        except ValueError:
+            raise UnavailableError(
+                f"this Ray cluster runs no TransferQueue: there is no actor {CONTROLLER}"
+            ) from None
+        self._units: dict[str, Any] | None = None
+        self._packed: Link | None = None
+
+    def read_controller(self, known: dict[str, int]) -> dict[str, Any]:
+        """See `remote_reads.read_controller`."""
+        read: dict[str, Any] = self._read(self._controller, remote_reads.read_controller, known)
+        return read
+
+    def read_samples(self, partition_id: str, rows: list[int]) -> list[Any] | None:
+        """See `remote_reads.read_samples`."""
+        samples: list[Any] | None = self._read(
+            self._controller, remote_reads.read_samples, partition_id, rows
+        )
+        return samples
+
+    def find_row(self, partition_id: str, key: str) -> int | None:
+        """See `remote_reads.find_row`."""
+        row: int | None = self._read(self._controller, remote_reads.find_row, partition_id, key)
+        return row
+
+    def list_storage(self) -> list[StorageSummary]:
+        """Return the units of SimpleStorage or of the packed backend; of others, none."""
+        if self._units is None and self._packed is None:
+            self._find_units()
+        if self._packed is not None:
+            return self._packed.ask("list_storage", p.ListStorage(), list[StorageSummary])
+        units = self._units or {}
+        try:
+            read = self._results(
+                [unit.__ray_call__.remote(remote_reads.read_unit) for unit in units.values()]
+            )
+        except UnavailableError:
+            self._units = None  # find them again
+            raise
+        return [
+            StorageSummary(
+                name=name,
+                node=unit["node"],
+                capacity=None,
+                used=unit["resident"],
+                free=None,
+                samples=unit["samples"],
+                max_samples=unit["limit"],
+            )
+            for name, unit in zip(units, read, strict=True)
+        ]
+
+    def _find_units(self) -> None:
+        config = self._read(self._controller, remote_reads.read_config)
+        if config is None:
+            return  # the queue is starting
+        if config["backend"] == _PACKED:
+            (full,) = self._results([self._controller.get_config.remote()])
+            address = full.backend[_PACKED].raw.directory
+            self._packed = Link(address, timeout_s=self._timeout_s)
+            return
+        named = {
+            actor["name"]: actor["namespace"]
+            for actor in ray.util.list_named_actors(all_namespaces=True)
+        }
+        self._units = {
+            name: ray.get_actor(name, namespace=named[name])
+            for name in config["units"]
+            if name in named
+        }
+
+    def _read(self, actor: Any, read: Callable[..., Any], *arguments: Any) -> Any:
+        return self._results([actor.__ray_call__.remote(read, *arguments)])[0]
+
+    def _results(self, references: list[Any]) -> list[Any]:
+        try:
+            return list(ray.get(references, timeout=self._timeout_s))
+        except GetTimeoutError:
+            raise UnavailableError(
+                f"TransferQueue did not answer within {self._timeout_s:g} s"
+            ) from None
+        except RayError as error:
+            raise UnavailableError(f"TransferQueue cannot be read: {error}") from None
+
+
+def serve(connection: Connection, address: str, timeout_s: float) -> None:
+    """Join a cluster, then answer requests until the parent closes the connection."""
+    # The actors' processes may lack this package.
+    cloudpickle.register_pickle_by_value(remote_reads)
+    reader: QueueReader | None = None
+
+    def answer(method: str, arguments: list[Any]) -> Any:
+        nonlocal reader
+        if reader is None:
+            _join(address)
+            reader = QueueReader(timeout_s)
+        return getattr(reader, method)(*arguments)
+
+    while True:
+        try:
+            method, arguments = msgspec.msgpack.decode(connection.recv_bytes())
+        except (EOFError, OSError):
+            return
+        try:
+            reply = Reply(msgspec.Raw(msgspec.msgpack.encode(answer(method, arguments))))
+        except DataPlaneError as error:
+            reply = Reply(failure=Failure.of(error))
+        connection.send_bytes(msgspec.msgpack.encode(reply))
+
+
+def _join(address: str) -> None:
+    try:
+        join_ray(address, namespace="dataplane-reader", logging_level="ERROR", log_to_driver=False)
+    except (RuntimeError, OSError, ValueError, OverflowError) as error:
+        text = " ".join(str(error).split())
+        raise UnavailableError(f"no Ray cluster at {address!r}: {text}") from None
+
+
+if __name__ == "__main__":
+    serve(Connection(int(sys.argv[1])), sys.argv[2], float(sys.argv[3]))

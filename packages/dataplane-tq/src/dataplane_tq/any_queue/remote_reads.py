@@ -1,0 +1,198 @@
+"""Functions that read the state of TransferQueue's actors, inside the actors' processes.
+
+Ray sends the functions by value, so that they run where this package is not installed. They run in
+the actor's main thread; another thread answers the job's requests at the same time. A copy of a
+built-in container is atomic and a loop over it is not, so containers are copied first.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import zlib
+from types import FrameType
+from typing import Any  # Any: TransferQueue's live objects
+
+import numpy as np
+import ray
+
+
+def read_controller(controller: Any, known: dict[str, int]) -> dict[str, Any]:
+    """Read all partitions of a controller.
+
+    Args:
+        controller: TransferQueue's controller.
+        known: checksum of each partition's samples that the caller has.
+
+    Returns:
+        ``sampler`` (module of the controller's sampler), ``busy_s`` (duration of this call),
+        ``waiting`` (see `_waiting`) and ``partitions`` (see `_partition`).
+    """
+    began = time.perf_counter()
+    partitions = {
+        _text(name): _partition(status, known.get(name))
+        for name, status in list(controller.partitions.items())
+    }
+    return {
+        "sampler": type(controller.sampler).__module__,
+        "waiting": _waiting(controller),
+        "partitions": partitions,
+        "busy_s": time.perf_counter() - began,
+    }
+
+
+def _partition(status: Any, known: int | None) -> dict[str, Any]:
+    """Return ``fields``, ``tasks``, ``expected`` and ``checksum`` of a partition.
+
+    If the checksum is not ``known``, also return ``rows`` (int64, index of each sample), ``keys``
+    (int64, hash of each sample's key), and as packed bits ``written`` (samples x fields) and
+    ``consumed`` (samples x tasks).
+    """
+    keyed = dict(status.keys_mapping)
+    indexes = list(status.global_indexes)
+    metadata = dict(status.field_metadata)
+    columns = dict(status.field_name_mapping)
+    consumption = {task: column.numpy() for task, column in dict(status.consumption_status).items()}
+    production = status.production_status.numpy()
+    fields = [name for name, place in columns.items() if place < production.shape[1]]
+    # Samples in the order of their keys' first puts, then those without a key.
+    rows = np.fromiter(keyed.values(), dtype=np.int64, count=len(keyed))
+    others = np.setdiff1d(np.asarray(indexes, dtype=np.int64), rows)
+    keys = np.zeros(len(rows) + len(others), dtype=np.int64)
+    keys[: len(rows)] = np.fromiter(map(hash, keyed), dtype=np.int64, count=len(keyed))
+    rows = np.concatenate([rows, others])
+    written = _flags([production[:, columns[name]] for name in fields], rows)
+    consumed = _flags(list(consumption.values()), rows)
+    parts = {
+        "rows": rows.tobytes(),
+        "keys": keys.tobytes(),
+        "written": np.packbits(written).tobytes(),
+        "consumed": np.packbits(consumed).tobytes(),
+    }
+    checksum = 0
+    for part in parts.values():
+        checksum = zlib.crc32(part, checksum)
+    return {
+        "fields": {
+            _text(name): _field(metadata.get(name), int(count))
+            for name, count in zip(fields, written.sum(axis=0), strict=True)
+        },
+        "tasks": [_text(name) for name in consumption],
+        "expected": len(rows) + len(getattr(status, "pre_allocated_global_indexes", ())),
+        "checksum": checksum,
+        **({} if checksum == known else parts),
+    }
+
+
+def _flags(columns: list[Any], rows: Any) -> Any:
+    """Return (rows, columns), True where the column is 1; a column may end before a row."""
+    flags = np.zeros((len(rows), len(columns)), dtype=np.bool_)
+    for place, column in enumerate(columns):
+        inside = rows < len(column)
+        flags[inside, place] = column[rows[inside]] == 1
+    return flags
+
+
+def _field(meta: Any, count: int) -> list[Any]:
+    """Return a field's type, how many samples have it, and the bytes of their values, if known."""
+    if meta is None:
+        return [None, count, None]
+    if meta.is_non_tensor or meta.dtype is None:
+        return ["object", count, None]
+    size = getattr(meta.dtype, "itemsize", None)
+    if meta.is_nested or meta.shape is None or size is None:
+        return [str(meta.dtype), count, None]
+    for length in tuple(meta.shape):
+        size *= int(length)
+    return [str(meta.dtype), count, size * count]
+
+
+def _waiting(controller: Any) -> list[dict[str, Any]]:
+    """Return the claims that wait inside the controller's request thread.
+
+    With ``polling_mode: false``, TransferQueue's default, a claim that finds too few samples waits
+    there, and no other request is answered. Only the thread's stack shows what it waits for.
+    """
+    claims = []
+    for frame in sys._current_frames().values():
+        place: FrameType | None = frame
+        while place is not None and place.f_code.co_name != "get_metadata":
+            place = place.f_back
+        names = {} if place is None else place.f_locals
+        if names.get("self") is controller and "start_time" in names:
+            claims.append(
+                {
+                    "partition": _text(names.get("partition_id")),
+                    "task": _text(names.get("task_name")),
+                    "fields": [_text(name) for name in names.get("data_fields") or ()],
+                    "samples": int(names.get("batch_size") or 0),
+                    "seconds": max(0.0, time.time() - names["start_time"]),
+                }
+            )
+    return claims
+
+
+def read_samples(controller: Any, partition_id: str, rows: list[int]) -> list[Any] | None:
+    """Return key and tags of the samples with these indexes; None if there is no such partition.
+
+    A tag that is no primitive is replaced by the name of its type.
+    """
+    status = controller.partitions.get(partition_id)
+    if status is None:
+        return None
+    keys = status.revert_keys_mapping
+    return [
+        [_text(keys[row]) if row in keys else None, _tags(status.custom_meta.get(row))]
+        for row in rows
+    ]
+
+
+def _tags(held: Any) -> dict[str, Any]:
+    return {
+        _text(name): _tag(value)
+        for name, value in (dict(held) if isinstance(held, dict) else {}).items()
+    }
+
+
+def _tag(value: Any) -> Any:
+    if type(value) is str:
+        return _text(value)
+    if type(value) is int and not -(2**63) <= value < 2**64:
+        return str(value)
+    return value if value is None or type(value) in (int, float, bool) else type(value).__name__
+
+
+def _text(value: Any) -> str:
+    """Return ``value`` as text that UTF-8 can hold."""
+    return str(value).encode("utf-8", "backslashreplace").decode()
+
+
+def find_row(controller: Any, partition_id: str, key: str) -> int | None:
+    """Return the index of the sample with a key; None if there is none."""
+    status = controller.partitions.get(partition_id)
+    return None if status is None else status.keys_mapping.get(key)
+
+
+def read_config(controller: Any) -> dict[str, Any] | None:
+    """Return the storage backend and the names of its units; None while the queue starts."""
+    config = controller.tq_config
+    if config is None:
+        return None
+    backend = str(config.backend.storage_backend)
+    section = config.backend.get(backend)
+    units = None if section is None else section.get("zmq_info")
+    return {"backend": backend, "units": [] if units is None else [str(name) for name in units]}
+
+
+def read_unit(unit: Any) -> dict[str, Any]:
+    """Return a unit of SimpleStorage: node, samples, their limit, and its process's memory."""
+    with open("/proc/self/statm", encoding="ascii") as file:
+        resident = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    limit = unit.storage_unit_size
+    return {
+        "node": ray.util.get_node_ip_address(),
+        "samples": int(unit.storage_data.active_key_count),
+        "limit": None if limit is None else int(limit),
+        "resident": resident,
+    }

@@ -1,0 +1,283 @@
+"""`QueueInspector` reads a TransferQueue that another program started."""
+
+import json
+import select
+import subprocess
+import sys
+from contextlib import ExitStack, contextmanager
+
+import pytest
+import ray
+from directory_calls import until
+
+from dataplane_core import (
+    DataPlaneInspector,
+    PartitionNotFoundError,
+    UnavailableError,
+    UnknownTaskError,
+    UnsupportedError,
+)
+from dataplane_tq import QueueInspector, has_foreign_queue
+
+TIMEOUT_S = 20.0
+START_S = 120.0
+pytestmark = pytest.mark.slow
+
+# A job that knows nothing of this project, but for the packed backend. It executes statements from
+# its standard input and prints the value of ``answer`` after each.
+JOB = """
+import json, sys
+import torch
+import transfer_queue as tq
+from omegaconf import OmegaConf
+from tensordict import NonTensorStack, TensorDict
+from dataplane_tq import join_ray  # the cluster of these tests listens on loopback only
+if "packed" in sys.argv:
+    import dataplane_tq.storage.packed_bootstrap
+join_ray(sys.argv[1], namespace="job", logging_level="ERROR", log_to_driver=False)
+
+def init(polling_mode=True, **backend):
+    backend = backend or {
+        "storage_backend": "SimpleStorage",
+        "SimpleStorage": {"num_data_storage_units": 1, "total_storage_size": 1000},
+    }
+    tq.init(OmegaConf.create({"controller": {"polling_mode": polling_mode}, "backend": backend}))
+
+def put(keys, partition, tags=None, **columns):
+    batch = TensorDict(columns, batch_size=[len(keys)])
+    tq.kv_batch_put(keys=keys, partition_id=partition, fields=batch, tags=tags)
+
+def claim(fields, count, task, partition="train"):
+    meta = tq.get_client().get_meta(
+        data_fields=fields, batch_size=count, partition_id=partition, mode="fetch", task_name=task
+    )
+    return sorted(meta.global_indexes)
+
+names = globals()
+for line in sys.stdin:
+    names["answer"] = None
+    exec(json.loads(line), names)
+    print(json.dumps(names["answer"]), flush=True)
+"""
+
+
+class Job:
+    """A job in a separate process."""
+
+    def __init__(self, address, *flags):
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", JOB, address, *flags],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def begin(self, statement):
+        self.process.stdin.write(json.dumps(statement) + "\n")
+        self.process.stdin.flush()
+
+    def run(self, statement):
+        self.begin(statement)
+        ready, _, _ = select.select([self.process.stdout], [], [], START_S)
+        line = self.process.stdout.readline() if ready else ""
+        assert line, f"the job did not finish {statement!r}"
+        return json.loads(line)
+
+    def close(self):
+        """Kill the job; do nothing the second time."""
+        self.process.kill()
+        self.process.wait(TIMEOUT_S)
+        for stream in (self.process.stdin, self.process.stdout):
+            stream.close()
+
+
+@pytest.fixture(scope="module")
+def address(cluster):
+    return ray.get_runtime_context().gcs_address
+
+
+@contextmanager
+def started(address, statement="init()", *flags):
+    """Start a job with a queue, and an inspector of it; its queue has ended afterwards."""
+    with ExitStack() as stack:
+        stack.callback(until, lambda: not has_foreign_queue(TIMEOUT_S))
+        job = Job(address, *flags)
+        stack.callback(job.close)
+        job.run(statement)
+        inspector = QueueInspector(address, timeout_s=TIMEOUT_S)
+        stack.callback(inspector.close)
+        yield job, inspector
+
+
+def summary_of(inspector, name, wanted=lambda summary: True):
+    """Wait until a partition is as wanted; reads have a share of the controller's time."""
+
+    def found():
+        return [p for p in inspector.list_partitions() if p.partition_id == name and wanted(p)]
+
+    until(found)
+    return found()[0]
+
+
+def test_cluster_without_a_queue_is_refused(address):
+    assert not has_foreign_queue(TIMEOUT_S)
+    with pytest.raises(UnavailableError, match="no TransferQueue"):
+        QueueInspector(address, timeout_s=TIMEOUT_S)
+
+
+def test_claim_that_blocks_the_controller_is_shown_until_the_queue_ends(address):
+    with started(address, "init(polling_mode=False)") as (job, inspector):
+        job.run("put(['a', 'b'], 'train', x=torch.zeros(2))")
+        job.run("put(['a'], 'train', y=torch.zeros(1))")
+        assert summary_of(inspector, "train").tasks == ()
+        # TransferQueue answers nobody else until this claim has two samples.
+        job.begin("claim(['x', 'y'], 2, 'train')")
+        summary = summary_of(
+            inspector, "train", lambda s: s.tasks and s.tasks[0].waiting_for is not None
+        )
+        (task,) = summary.tasks
+        assert (task.name, task.waiting_for, task.unclaimed) == ("train", ("x", "y"), 2)
+        job.close()
+        with pytest.raises(UnavailableError, match="TransferQueue cannot be read"):
+            until(lambda: inspector.list_partitions() is None)
+
+
+@pytest.mark.long
+def test_packed_units_report_their_bytes(address):
+    settings = "{'num_storage_units': 2, 'global_segment_size': 16 << 20}"
+    backend = f"storage_backend='PackedStorage', PackedStorage={settings}"
+    with started(address, f"init({backend})", "packed") as (job, inspector):
+        job.run("put(['a', 'b'], 'train', x=torch.zeros(2, 1000))")
+        units = inspector.list_storage()
+        assert [unit.capacity for unit in units] == [16 << 20] * 2
+        assert sum(unit.used for unit in units) >= 8000
+        assert summary_of(inspector, "train").nbytes == 8000
+
+
+# A cluster has one queue, so these tests come after those that start others.
+@pytest.fixture(scope="module")
+def queue(address):
+    """Start a queue whose claims do not wait; each test has its own partition."""
+    with started(address) as pair:
+        yield pair
+
+
+def test_any_queue_is_shown(queue):
+    job, inspector = queue
+    job.run(
+        "put(['a', 'b', 'c', 'd'], 'train', [{'uid': i // 2} for i in range(4)], "
+        "ids=torch.zeros(4, 3, dtype=torch.int64), text=NonTensorStack(*'wxyz'))"
+    )
+    job.run("put(['c', 'a'], 'train', reward=torch.ones(2))")
+    job.run("claim(['ids', 'reward'], 1, 'score')")
+    assert isinstance(inspector, DataPlaneInspector)
+    summary = summary_of(inspector, "train", lambda summary: summary.tasks)
+    assert (summary.present, summary.declared, summary.put) == (4, 4, 4)
+    assert [(field.name, field.kind, field.written, field.nbytes) for field in summary.fields] == [
+        ("ids", "torch.int64", 4, 96),
+        ("text", "object", 4, None),
+        ("reward", "torch.float32", 2, 8),
+    ]
+    (task,) = summary.tasks
+    assert (task.name, task.unclaimed, task.acknowledged) == ("score", 3, 1)
+    assert 0 <= task.oldest_unclaimed_s < TIMEOUT_S
+    samples = inspector.list_samples("train")
+    assert [each.sample_id for each in samples] == ["a", "b", "c", "d"]
+    assert [each.tags for each in samples] == [{"uid": i // 2} for i in range(4)]
+    assert samples[1].fields == ("ids", "text")
+    assert sorted(each.tasks["score"] for each in samples) == ["acknowledged"] + ["unclaimed"] * 3
+    assert inspector.read_sample("train", "c").fields == ("ids", "text", "reward")
+    assert inspector.read_sample("train", "e") is None
+    found = inspector.find_samples("train", tag="uid", value=1)
+    assert [each.sample_id for each in found] == ["c", "d"]
+    page = inspector.scan_states("train", start=1, limit=2)
+    assert (page.total, page.fields, page.tasks) == (4, ("ids", "text", "reward"), ("score",))
+    assert page.written == bytes([1, 1, 0, 1, 1, 1])
+    assert sum(inspector.scan_states("train").states) == 3
+    counts = inspector.count_samples("train", "score", ["ids", "reward"])
+    assert (counts.ready, counts.not_ready, counts.acknowledged) == (1, 2, 1)
+    with pytest.raises(PartitionNotFoundError, match="'other'"):
+        inspector.list_samples("other")
+    with pytest.raises(UnknownTaskError, match="'train' has not claimed"):
+        inspector.count_samples("train", "train", [])
+    (unit,) = inspector.list_storage()
+    assert (unit.max_samples, unit.capacity, unit.free) == (1000, None, None)
+    assert unit.samples >= 4
+    assert unit.used > 0
+
+
+def test_revision_grows_only_with_changes(queue):
+    job, inspector = queue
+    job.run("put(['a', 'b'], 'changing', x=torch.zeros(2))")
+    first = summary_of(inspector, "changing").revision
+    job.run("put(['a'], 'another', x=torch.zeros(1))")
+    summary_of(inspector, "another")
+    assert summary_of(inspector, "changing").revision == first
+    job.run("put(['c'], 'changing', x=torch.zeros(1))")
+    assert summary_of(inspector, "changing", lambda s: s.present == 3).revision == first + 1
+    job.run("tq.kv_clear(keys=['a'], partition_id='changing')")
+    assert summary_of(inspector, "changing", lambda s: s.present == 2).revision == first + 2
+
+
+def test_new_sample_at_a_reused_index_is_young(queue):
+    job, inspector = queue
+    job.run("put(['a'], 'reused', x=torch.zeros(1))")
+    summary_of(inspector, "reused")
+    until(lambda: inspector.read_sample("reused", "a").age_s > 1.0)
+    old = inspector.read_sample("reused", "a").age_s
+    job.run("tq.kv_clear(keys=['a'], partition_id='reused')")
+    job.run("put(['b'], 'reused', x=torch.zeros(1))")
+    until(lambda: inspector.list_partitions() and inspector.list_samples("reused")[0].age_s < old)
+
+
+def test_samples_without_keys_are_named_by_index(queue):
+    job, inspector = queue
+    batch = "TensorDict({'x': torch.zeros(2)}, batch_size=[2])"
+    rows = job.run(f"answer = tq.get_client().put({batch}, partition_id='bare').global_indexes")
+    summary_of(inspector, "bare")
+    ids = [each.sample_id for each in inspector.list_samples("bare")]
+    assert ids == [f"#{row}" for row in rows]
+    assert inspector.read_sample("bare", ids[1]).sample_id == ids[1]
+    assert inspector.read_sample("bare", "#999") is None
+
+
+def test_hostile_names_and_tags_are_shown_as_text(queue):
+    job, inspector = queue
+    job.run(
+        r"put(['<b>', 'a\ud800b', ''], '../x', "
+        r"[{'<i>': 'y\udfff'}, {'big': 2**70}, {'list': [1]}], x=torch.zeros(3))"
+    )
+    summary_of(inspector, "../x")
+    samples = inspector.list_samples("../x")
+    assert [each.sample_id for each in samples] == ["<b>", r"a\ud800b", ""]
+    assert [each.tags for each in samples] == [
+        {"<i>": r"y\udfff"},
+        {"big": str(2**70)},
+        {"list": "list"},
+    ]
+
+
+def test_queue_is_only_read(queue):
+    _, inspector = queue
+    for change in (
+        lambda: inspector.reset_consumption("train", "score", ["a"]),
+        lambda: inspector.end_claim("train", "c"),
+        lambda: inspector.clear_samples(["a"], "train"),
+    ):
+        with pytest.raises(UnsupportedError, match="only read"):
+            change()
+    assert inspector.list_claims("train") == inspector.list_assignments("train") == []
+    with pytest.raises(UnsupportedError, match="counts no operations"):
+        inspector.read_totals()
+
+
+def test_stopped_reader_is_an_error_at_the_deadline(queue, address, stop_process):
+    inspector = QueueInspector(address, timeout_s=1.0)
+    try:
+        stop_process(inspector._process.pid)
+        with pytest.raises(UnavailableError, match="no answer within"):
+            inspector.list_storage()
+        with pytest.raises(UnavailableError, match="has ended"):
+            inspector.list_storage()
+    finally:
+        inspector.close()
