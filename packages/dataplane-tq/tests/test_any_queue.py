@@ -98,7 +98,7 @@ def address(cluster):
 
 @contextmanager
 def started(address, statement="init()", *flags):
-    """Start a job with a queue, and an inspector of it; its queue has ended afterwards."""
+    """Start a job with a queue, and an inspector of it; both are stopped afterwards."""
     with ExitStack() as stack:
         stack.callback(until, lambda: not has_foreign_queue(TIMEOUT_S))
         job = Job(address, *flags)
@@ -112,11 +112,11 @@ def started(address, statement="init()", *flags):
 def summary_of(inspector, name, wanted=lambda summary: True):
     """Wait until a partition is as wanted; reads have a share of the controller's time."""
 
-    def found():
+    def matching():
         return [p for p in inspector.list_partitions() if p.partition_id == name and wanted(p)]
 
-    until(found)
-    return found()[0]
+    until(matching)
+    return matching()[0]
 
 
 def test_cluster_without_a_queue_is_refused(address):
@@ -130,7 +130,7 @@ def test_claim_that_blocks_the_controller_is_shown_until_the_queue_ends(address)
         job.run("put(['a', 'b'], 'train', x=torch.zeros(2))")
         job.run("put(['a'], 'train', y=torch.zeros(1))")
         assert summary_of(inspector, "train").tasks == ()
-        # TransferQueue answers nobody else until this claim has two samples.
+        # TransferQueue answers no other request until this claim has two samples.
         job.begin("claim(['x', 'y'], 2, 'train')")
         summary = summary_of(
             inspector, "train", lambda s: s.tasks and s.tasks[0].waiting_for is not None
@@ -188,8 +188,8 @@ def test_any_queue_is_shown(queue):
     assert sorted(each.tasks["score"] for each in samples) == ["acknowledged"] + ["unclaimed"] * 3
     assert inspector.read_sample("train", "c").fields == ("ids", "text", "reward")
     assert inspector.read_sample("train", "e") is None
-    found = inspector.find_samples("train", tag="uid", value=1)
-    assert [each.sample_id for each in found] == ["c", "d"]
+    tagged = inspector.find_samples("train", tag="uid", value=1)
+    assert [each.sample_id for each in tagged] == ["c", "d"]
     page = inspector.scan_states("train", start=1, limit=2)
     assert (page.total, page.fields, page.tasks) == (4, ("ids", "text", "reward"), ("score",))
     assert page.written == bytes([1, 1, 0, 1, 1, 1])
@@ -277,7 +277,7 @@ def test_stopped_reader_is_an_error_at_the_deadline(queue, address, stop_process
         stop_process(inspector._process.pid)
         with pytest.raises(UnavailableError, match="no answer within"):
             inspector.list_storage()
-        with pytest.raises(UnavailableError, match="has ended"):
+        with pytest.raises(UnavailableError, match="was lost"):
             inspector.list_storage()
     finally:
         inspector.close()

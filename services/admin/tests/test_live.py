@@ -7,6 +7,7 @@ plane reaches in a reasonable time.
 import platform
 import threading
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -172,11 +173,35 @@ def test_idle_tasks_and_old_claims_are_listed_with_ids(plane, look, otlp):
     job.send(otlp.log("claimed", ["x"], task="idle"))
     waits = until(lambda: len(rows := job.get("why")) == 3 and rows)
     [idle] = [wait for wait in waits if wait["task"] == "idle"]
-    assert (idle["kind"], idle["blocking"]) == ("backlog", ["s0", "s1", "s2"])
+    assert (idle["kind"], idle["blocking"]) == ("backlog", ["s1", "s2", "s3"])  # without b
     assert idle["lacks"] == {"b": {"count": 3, "examples": []}}
     [held] = [wait for wait in waits if wait["claim"]]
     assert (held["kind"], held["task"], held["blocking"]) == ("claim", "slow", ["s0", "s1", "s2"])
     assert held["process"].partition(":")[2].isdecimal()
+
+
+def test_waiting_claim_comes_first_with_its_fields(plane, watched, look, monkeypatch):
+    plane.register_partition("train", ["a", "b"], 8, ["idle", "waiting"])
+    put(plane, [f"s{i}" for i in range(4)], "a")
+    put(plane, ["s0"], "c")
+    for task in ("idle", "waiting"):
+        plane.claim_meta("train", task, ["a"], 1, blocking=False)
+
+    def list_partitions():
+        (summary,) = plane.list_partitions()
+        idle, waiting = summary.tasks
+        return [replace(summary, tasks=(idle, replace(waiting, waiting_for=("a", "c"))))]
+
+    monkeypatch.setattr(watched, "list_partitions", list_partitions, raising=False)
+    job = look(stuck_after_s=0.05)
+    waits = until(lambda: len(rows := job.get("why")) >= 2 and rows)
+    first = next(wait for wait in waits if wait["kind"] == "backlog")
+    assert first["task"] == "waiting"
+    assert "its waiting claim requires a, c" in first["sentence"]
+    assert {name: lack["count"] for name, lack in first["lacks"].items()} == {"c": 3}
+    assert first["blocking"] == ["s1", "s2", "s3"]
+    tasks = {task["name"]: task for task in job.get("partition", id="train")["tasks"]}
+    assert (tasks["waiting"]["needs"], tasks["waiting"]["ready"]) == (["a", "c"], 0)
 
 
 def test_samples_assigned_to_an_idle_rank_are_a_backlog(plane, look, otlp):
@@ -195,14 +220,25 @@ def test_samples_assigned_to_an_idle_rank_are_a_backlog(plane, look, otlp):
 
 def test_a_progressing_task_is_not_blocked(plane, look):
     plane.register_partition("train", ["a"], 20_000, ["t"])
-    put(plane, [f"s{i}" for i in range(20_000)], "a")  # more than are claimed in a second
+    put(plane, [f"s{i}" for i in range(20_000)], "a")
     job = look(stuck_after_s=0.3)
     until(lambda: present(job))
-    deadline = time.monotonic() + 1.0
-    while time.monotonic() < deadline:
-        plane.acknowledge(plane.claim_meta("train", "t", ["a"], 2, blocking=False))
-        assert [wait for wait in job.get("why") if not wait["claim"]] == []
-    assert job.get("partition", id="train")["tasks"][0]["oldest_unclaimed_s"] > 0.3
+    ended = threading.Event()
+
+    def consume():
+        while not ended.wait(0.01):
+            plane.acknowledge(plane.claim_meta("train", "t", ["a"], 2, blocking=False))
+
+    consumer = threading.Thread(target=consume)
+    consumer.start()
+    try:
+        deadline = time.monotonic() + 1.0
+        while time.monotonic() < deadline:
+            assert [wait for wait in job.get("why") if not wait["claim"]] == []
+        assert job.get("partition", id="train")["tasks"][0]["oldest_unclaimed_s"] > 0.3
+    finally:
+        ended.set()
+        consumer.join()
 
 
 def test_only_a_task_that_claims_has_a_backlog(plane, look):

@@ -125,6 +125,17 @@ class MadeUpPlane:
                 free=(4 - i) * gib,
             )
             for i in (1, 2)
+        ] + [
+            StorageSummary(
+                name=f"unit-{HOSTILE_PARTITION}-{limit}",
+                node="10.0.0.3",
+                capacity=None,
+                used=gib,
+                free=None,
+                samples=1_200,
+                max_samples=limit,
+            )
+            for limit in (4_000, None)
         ]
 
     def read_totals(self):

@@ -139,16 +139,16 @@ class QueueInspector:
         self._partitions: dict[str, _Partition] = {}
         self._waiting: list[_Claim] = []
         self._next_read_s = 0.0
-        self._connection, theirs = _pair()
-        with theirs:
+        self._connection, other = _pair()
+        with other:
             self._process = subprocess.Popen(  # noqa: S603  # this interpreter and our module
                 [
                     sys.executable,
                     "-P",  # without the working directory on the module path
                     *("-m", "dataplane_tq.any_queue.reader_process"),
-                    *(str(theirs.fileno()), address, str(timeout_s)),
+                    *(str(other.fileno()), address, str(timeout_s)),
                 ],
-                pass_fds=[theirs.fileno()],
+                pass_fds=[other.fileno()],
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,  # a terminal's SIGINT is for this process
             )
@@ -233,15 +233,15 @@ class QueueInspector:
     ) -> list[SampleState]:
         partition_id, tag = check_inspection("find_samples", partition_id, tag=tag)
         wanted, limit = check_search(tag, value, limit)
-        found: list[SampleState] = []
+        matching: list[SampleState] = []
         start = 0
-        while len(found) < limit:
+        while len(matching) < limit:
             samples = self.list_samples(partition_id, start=start, limit=_SEARCH_ROWS)
             if not samples:
                 break
             start += len(samples)
-            found += [each for each in samples if tag in each.tags and each.tags[tag] == wanted]
-        return found[:limit]
+            matching += [each for each in samples if tag in each.tags and each.tags[tag] == wanted]
+        return matching[:limit]
 
     def list_claims(self, partition_id: str) -> list[ClaimSummary]:
         """Return no claims: TransferQueue has no leases."""
@@ -346,7 +346,7 @@ class QueueInspector:
         except (EOFError, OSError):
             self.close()
             raise UnavailableError(
-                f"{method}: the connection to the Ray cluster has ended"
+                f"{method}: the connection to the Ray cluster was lost"
             ) from None
         if reply.failure is not None:
             raise reply.failure.raised()
@@ -357,11 +357,11 @@ _SAMPLES = list[tuple[str | None, dict[str, str | int | float | bool | None]]] |
 
 
 def _pair() -> tuple[Connection, socket.socket]:
-    """Return the two ends of a connection; a read or write of our end blocks for `_STALL_S`."""
-    ours, theirs = socket.socketpair()
+    """Return both ends of a connection; a read or write of the first blocks for `_STALL_S`."""
+    own, other = socket.socketpair()
     for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
-        ours.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", _STALL_S, 0))
-    return Connection(ours.detach()), theirs
+        own.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", _STALL_S, 0))
+    return Connection(own.detach()), other
 
 
 def _updated(known: _Partition | None, read: _PartitionRead, now: float) -> _Partition:

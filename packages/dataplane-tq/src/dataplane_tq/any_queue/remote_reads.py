@@ -112,7 +112,7 @@ def _waiting(controller: Any) -> list[dict[str, Any]]:
     """Return the claims that wait inside the controller's request thread.
 
     With ``polling_mode: false``, TransferQueue's default, a claim that finds too few samples waits
-    there, and no other request is answered. Only the thread's stack shows what it waits for.
+    there, and no other request is answered. Only the thread's stack shows which fields it requires.
     """
     claims = []
     for frame in sys._current_frames().values():

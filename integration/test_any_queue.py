@@ -1,0 +1,107 @@
+"""The admin service beside a job of another program, which calls ``transfer_queue.init``."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+ADMIN = shutil.which("dataplane-admin", path=Path(sys.executable).parent) or ""
+TIMEOUT_S = 120.0
+JOB = """
+import sys, time
+import torch
+import transfer_queue as tq
+from omegaconf import OmegaConf
+from tensordict import TensorDict
+from dataplane_tq import join_ray  # the cluster of the test listens on loopback only
+
+join_ray(sys.argv[1], namespace="job", logging_level="ERROR", log_to_driver=False)
+storage = {"num_data_storage_units": 1, "total_storage_size": 64}
+backend = {"storage_backend": "SimpleStorage", "SimpleStorage": storage}
+tq.init(OmegaConf.create({"controller": {"polling_mode": False}, "backend": backend}))
+
+def put(names, **columns):
+    batch = TensorDict(columns, batch_size=[len(names)])
+    tq.kv_batch_put(keys=names, partition_id="train", fields=batch)
+
+ids = [f"prompt{i // 4}-{i % 4}" for i in range(16)]
+put(ids, input_ids=torch.zeros(16, 8, dtype=torch.int64))
+put(ids[:10], advantages=torch.zeros(10, 8))
+claim = tq.get_client().get_meta
+claim(["input_ids", "advantages"], 8, "train", task_name="update_actor")
+print("waiting", flush=True)
+while True:
+    try:
+        claim(["input_ids", "advantages"], 8, "train", task_name="update_actor")
+    except RuntimeError:
+        pass  # TransferQueue's time-out; the job claims again
+"""
+
+
+@pytest.fixture
+def ask(tmp_path: Path, cluster: None) -> Iterator[Callable[..., Any]]:
+    """Run the service; return a function that calls the command and returns its JSON."""
+    address = ray.get_runtime_context().gcs_address
+    serve = [ADMIN, "serve", "--port", "0", "--ray-address", address, "--poll", "0.2"]
+    with (tmp_path / "log").open("wb") as log:
+        service = subprocess.Popen(
+            [*serve, "--stuck-after", "1"], cwd=tmp_path, stdout=subprocess.PIPE, stderr=log
+        )
+        assert service.stdout is not None
+        try:
+            url = service.stdout.readline().decode().strip()
+            assert url, (tmp_path / "log").read_text()
+
+            def ask(*command: str) -> Any:
+                answer = subprocess.run(
+                    [ADMIN, *command, "--url", url, "--json"], capture_output=True, check=True
+                )
+                return json.loads(answer.stdout)
+
+            yield ask
+            service.terminate()
+            assert service.wait(30) == 0, (tmp_path / "log").read_text()
+        finally:
+            service.kill()
+            service.wait()
+
+
+def until(condition: Callable[[], Any]) -> Any:
+    """Wait until ``condition`` returns a true value and return it."""
+    deadline = time.monotonic() + TIMEOUT_S
+    while not (result := condition()):
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    return result
+
+
+def test_blocked_job_on_any_transfer_queue_is_explained(ask: Callable[..., Any]) -> None:
+    address = ray.get_runtime_context().gcs_address
+    job = subprocess.Popen([sys.executable, "-c", JOB, address], stdout=subprocess.PIPE, text=True)
+    try:
+        assert job.stdout is not None
+        assert job.stdout.readline() == "waiting\n"
+        (wait,) = until(lambda: [each for each in ask("why") if each["task"] == "update_actor"])
+        assert "its waiting claim requires input_ids, advantages" in wait["sentence"]
+        assert "8 of 16 samples of partition 'train' are unclaimed" in wait["sentence"]
+        assert {name: lack["count"] for name, lack in wait["lacks"].items()} == {"advantages": 6}
+        assert wait["blocking"] == ["prompt2-2", "prompt2-3", "prompt3-0"]
+        answer = ask("partitions")
+        (partition,) = answer["partitions"]
+        (task,) = partition["tasks"]
+        assert (task["unclaimed"], task["ready"], task["acknowledged"]) == (8, 2, 8)
+        (unit,) = answer["storage"]
+        assert (unit["samples"], unit["max_samples"]) == (16, 64)
+    finally:
+        job.kill()
+        job.wait()
+    until(lambda: not ask("partitions")["live"]["attached"])
